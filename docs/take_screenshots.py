@@ -1,6 +1,7 @@
-"""Takes the pictures of the page that docs/observability.md shows: `python docs/take_screenshots.py http://127.0.0.1:8000`.
+"""Takes the pictures of the page that docs/observability.md shows.
 
-Needs the dev extra, Chromium, and a stack with an n-gram drafter and a draft model, as `make serve` starts it.
+Run `python docs/take_screenshots.py http://127.0.0.1:8000`. Needs the dev extra, Chromium, and a
+stack with an n-gram drafter and a draft model, as `make serve` starts it.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def main(url: str) -> None:
 
 
 def run(page: Page, *, beside_plain: bool) -> None:
-    """Run the prompt a few times, so that the charts have something to show, and point at a token."""
+    """Run the prompt a few times to fill the charts, then point at a token."""
     button = page.locator("#compare" if beside_plain else "#run")
     for _ in range(4):
         button.click()

@@ -13,9 +13,9 @@ from dataclasses import replace
 import pytest
 from stack import TARGET, Client, Stack, free_port, running
 
-from bench.ways import counters
 from outrider.messages import SamplingParams, SpeculationOptions, TokenRequest
 from outrider.tokenizer import load_tokenizer
+from outrider_bench.ways import counters
 
 TEXTS = (
     "def read(path):\n    ",

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import waiting
 
-from bench.experiment.hosts import Launch
-from bench.experiment.remote import Hosts, remote_hosts
 from outrider.launch.stack import free_port
+from outrider_bench.experiment.hosts import Launch
+from outrider_bench.experiment.remote import Hosts, remote_hosts
 
 OUTRIDER = (sys.executable, "-m", "outrider.launch.cli")
 ROOT = Path(__file__).parents[2]
@@ -56,7 +56,7 @@ def proxy(name: str = "proxy", **more: object) -> tuple[Launch, int]:
     control, listen = free_port("127.0.0.1"), free_port("127.0.0.1")
     forward = f"127.0.0.1:{listen}=127.0.0.1:1"
     arguments = ("--control", f"127.0.0.1:{control}", "--forward", forward)
-    return Launch(name, "bench.experiment.link_process", arguments, **more), control  # type: ignore[arg-type]
+    return Launch(name, "outrider_bench.experiment.link_process", arguments, **more), control  # type: ignore[arg-type]
 
 
 def listens(port: int) -> bool:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from bench.experiment.profile_record import Profile
+from outrider_bench.experiment.profile_record import Profile
 
 COSTS = {
     "source": "made up for a test",

@@ -10,12 +10,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bench.experiment.records import DRAFTED, Folder, LinkTraffic, Machine, Measurement
-from bench.experiment.schedule import ways_of
-from bench.experiment.spec import Cell, Experiment, Link
-from bench.simulator.scenario import Scenario
-from bench.simulator.simulation import Simulation
-from bench.ways import Sample
+from outrider_bench.experiment.records import DRAFTED, Folder, LinkTraffic, Machine, Measurement
+from outrider_bench.experiment.schedule import ways_of
+from outrider_bench.experiment.spec import Cell, Experiment, Link
+from outrider_bench.simulator.scenario import Scenario
+from outrider_bench.simulator.simulation import Simulation
+from outrider_bench.ways import Sample
 
 MACHINE = Machine(
     host="rig",

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from bench.experiment import advice_text
-from bench.experiment.acceptance import acceptances, lookups, share_of_right
-from bench.experiment.advice import (
+from outrider_bench.experiment import advice_text
+from outrider_bench.experiment.acceptance import acceptances, lookups, share_of_right
+from outrider_bench.experiment.advice import (
     LIMITS,
     BatchAdvice,
     Simulated,
@@ -20,11 +20,11 @@ from bench.experiment.advice import (
     simulating,
     times_of,
 )
-from bench.experiment.advise import main
-from bench.experiment.arithmetic import PAYS
-from bench.experiment.machine_costs import at_batch, elsewhere, load
-from bench.experiment.situation import Place, Situation
-from bench.simulator import costs
+from outrider_bench.experiment.advise import main
+from outrider_bench.experiment.arithmetic import PAYS
+from outrider_bench.experiment.machine_costs import at_batch, elsewhere, load
+from outrider_bench.experiment.situation import Place, Situation
+from outrider_bench.simulator import costs
 from tests.experiment.made_up_profile import made_up_profile
 
 GPU = costs.load("assumed-gpu")

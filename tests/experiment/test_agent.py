@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from agents import PATIENCE_S, ROOT, agent, held, listens, proxy, until
 
-from bench.experiment.hosts import Launch
-from bench.experiment.remote import RemoteHandle, RemoteHost, remote_hosts
 from outrider.errors import OutriderError
 from outrider.launch.stack import free_port
+from outrider_bench.experiment.hosts import Launch
+from outrider_bench.experiment.remote import RemoteHandle, RemoteHost, remote_hosts
 
 
 async def refused(host: RemoteHost, launch: Launch) -> str:
@@ -88,10 +88,10 @@ async def test_processes_end_when_the_controller_lets_go() -> None:
 
 CONTROLLER = """
 import asyncio, sys
-from bench.experiment.hosts import Launch
-from bench.experiment.remote import remote_hosts
+from outrider_bench.experiment.hosts import Launch
+from outrider_bench.experiment.remote import remote_hosts
 async def main(address, commit, *arguments):
-    launch = Launch("proxy", "bench.experiment.link_process", arguments)
+    launch = Launch("proxy", "outrider_bench.experiment.link_process", arguments)
     async with remote_hosts({"near": address}, None, commit) as hosts:
         await hosts.remote["near"].start(launch)
         await asyncio.Event().wait()

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.experiment import arithmetic
-from bench.experiment.arithmetic import PAYS, Times, best, block_efficiency
-from bench.simulator.scenario import Scenario
-from bench.simulator.simulation import simulate
+from outrider_bench.experiment import arithmetic
+from outrider_bench.experiment.arithmetic import PAYS, Times, best, block_efficiency
+from outrider_bench.simulator.scenario import Scenario
+from outrider_bench.simulator.simulation import simulate
 
 # The design's example, in units of a plain forward: c = 0.1 and r = 0.5.
 EXAMPLE = Times((1.0,) * 17, 0.0, 0.1, 0.5)

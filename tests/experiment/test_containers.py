@@ -9,12 +9,18 @@ import httpx
 import pytest
 import yaml
 
-from bench.experiment.compose_file import FILES_DIRECTORY, Images, Service, Subnets, compose_file
-from bench.experiment.containers import Project
-from bench.experiment.hosts import Launch, LocalHost
-from bench.experiment.places import Places
-from bench.experiment.remote import Hosts
 from outrider.errors import OutriderError
+from outrider_bench.experiment.compose_file import (
+    FILES_DIRECTORY,
+    Images,
+    Service,
+    Subnets,
+    compose_file,
+)
+from outrider_bench.experiment.containers import Project
+from outrider_bench.experiment.hosts import Launch, LocalHost
+from outrider_bench.experiment.places import Places
+from outrider_bench.experiment.remote import Hosts
 
 VERIFIER = Launch(
     "verifier-1",
@@ -24,9 +30,8 @@ VERIFIER = Launch(
     shares=(Path("/models"),),
 )
 GATEWAY = Launch("gateway-1", "gateway", ("--verifier", "10.213.0.2:20000"))
-LINK = Launch(
-    "link-wire", "bench.experiment.link_process", ("--forward", "10.213.1.3:20000=10.213.0.2:20000")
-)
+LINK_MODULE = "outrider_bench.experiment.link_process"
+LINK = Launch("link-wire", LINK_MODULE, ("--forward", "10.213.1.3:20000=10.213.0.2:20000"))
 NGRAM = Launch(
     "near-1", "drafter_svc", ("--family", "ngram", "--verifier", "10.213.1.3:20000", "--cores", "1")
 )
@@ -159,9 +164,7 @@ async def small_stack(directory: Path) -> dict[str, Any]:
     await verifier.start(Launch("gateway-1", "gateway", ("--verifier", address)))
     link = where.host("link-wire", None, False)
     front = f"{link.address}:{await link.free_port()}"
-    await link.start(
-        Launch("link-wire", "bench.experiment.link_process", ("--forward", f"{front}={address}"))
-    )
+    await link.start(Launch("link-wire", LINK_MODULE, ("--forward", f"{front}={address}")))
     for name, dialled in (("far-1", front), ("near-1", address)):
         launch = Launch(name, "drafter_svc", ("--family", "ngram", "--verifier", dialled))
         await where.host(name, None, False).start(launch)

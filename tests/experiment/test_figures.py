@@ -4,22 +4,22 @@ from pathlib import Path
 
 import pytest
 
-from bench.experiment.records import DRAFTED, PLAIN, Folder, LinkTraffic, Measurement
-from bench.experiment.report import validation
-from bench.experiment.report.figures import measurement_figures, sample_figures
-from bench.experiment.report.ratios import baseline_of
-from bench.experiment.report.reading import read
-from bench.experiment.report.results import Spread
-from bench.experiment.report.sweeps import Line, break_even
-from bench.experiment.report.timeline import (
+from outrider_bench.experiment.records import DRAFTED, PLAIN, Folder, LinkTraffic, Measurement
+from outrider_bench.experiment.report import validation
+from outrider_bench.experiment.report.figures import measurement_figures, sample_figures
+from outrider_bench.experiment.report.ratios import baseline_of
+from outrider_bench.experiment.report.reading import read
+from outrider_bench.experiment.report.results import Spread
+from outrider_bench.experiment.report.sweeps import Line, break_even
+from outrider_bench.experiment.report.timeline import (
     longest_gap,
     rate_before,
     recovery_s,
     smoothed,
     timeline_figures,
 )
-from bench.experiment.spec import Experiment
-from bench.ways import Sample
+from outrider_bench.experiment.spec import Experiment
+from outrider_bench.ways import Sample
 
 COUNTERS = {
     "generation_tokens": 100.0,

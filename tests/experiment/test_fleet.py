@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.fleet import results
-from bench.fleet.compare import Case, compare
-from bench.fleet.faults import Faults
-from bench.fleet.layout import lay_out, peak_rates
-from bench.fleet.queues import ABSENT, fill, spread
-from bench.fleet.rates import QUANTILES, Cell, CellKey, cell_id, cells, keys
-from bench.fleet.servers import Servers
-from bench.fleet.simulation import Simulation
-from bench.fleet.spec import Drafters, Fleet, load
+from outrider_bench.fleet import results
+from outrider_bench.fleet.compare import Case, compare
+from outrider_bench.fleet.faults import Faults
+from outrider_bench.fleet.layout import lay_out, peak_rates
+from outrider_bench.fleet.queues import ABSENT, fill, spread
+from outrider_bench.fleet.rates import QUANTILES, Cell, CellKey, cell_id, cells, keys
+from outrider_bench.fleet.servers import Servers
+from outrider_bench.fleet.simulation import Simulation
+from outrider_bench.fleet.spec import Drafters, Fleet, load
 
 EXAMPLE = Path(__file__).parents[2] / "experiments" / "fleet.yaml"
 

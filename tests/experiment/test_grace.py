@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from bench.experiment.cell_scenarios import cost_of
-from bench.experiment.predict import Predictor
-from bench.experiment.records import DRAFTED, PLAIN
-from bench.experiment.run import main as run
-from bench.experiment.spec import Cell, Experiment, load
-from bench.experiment.unmeasured import TOPOLOGIES, profile_of
-from bench.simulator import costs
 from drafter_svc.placement import Topology, plan
+from outrider_bench.experiment.cell_scenarios import cost_of
+from outrider_bench.experiment.predict import Predictor
+from outrider_bench.experiment.records import DRAFTED, PLAIN
+from outrider_bench.experiment.run import main as run
+from outrider_bench.experiment.spec import Cell, Experiment, load
+from outrider_bench.experiment.unmeasured import TOPOLOGIES, profile_of
+from outrider_bench.simulator import costs
 from tests.placement.test_placement import gb200
 
 FILE = Path(__file__).parents[2] / "experiments/grace.yaml"

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from bench.experiment import hardware
-from bench.experiment.profile import main
-from bench.simulator.costs import Costs, load
+from outrider_bench.experiment import hardware
+from outrider_bench.experiment.profile import main
+from outrider_bench.simulator.costs import Costs, load
 
 
 @pytest.mark.parametrize("name", hardware.names())

@@ -8,8 +8,8 @@ import sys
 import pytest
 from waiting import until
 
-from bench.experiment.hosts import FILES, Handle, Launch, LocalHost, check_cores
 from outrider.errors import OutriderError
+from outrider_bench.experiment.hosts import FILES, Handle, Launch, LocalHost, check_cores
 
 
 def _python(code: str, **more: object) -> Launch:

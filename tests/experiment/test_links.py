@@ -14,11 +14,11 @@ from statistics import median
 import pytest
 from waiting import until
 
-from bench.experiment.hosts import Launch, LocalHost
-from bench.experiment.link_process import LinkControl
-from bench.experiment.links import ShapedLink, _End
-from bench.experiment.spec import Link
 from outrider.launch.stack import free_port
+from outrider_bench.experiment.hosts import Launch, LocalHost
+from outrider_bench.experiment.link_process import LinkControl
+from outrider_bench.experiment.links import ShapedLink, _End
+from outrider_bench.experiment.spec import Link
 
 _HOST = "127.0.0.1"
 
@@ -58,7 +58,8 @@ async def _running() -> AsyncIterator[Rig]:
     port, control_port = free_port(_HOST), free_port(_HOST)
     forward = f"{_HOST}:{port}={_HOST}:{target}"
     arguments = ("--control", f"{_HOST}:{control_port}", "--forward", forward)
-    handle = await LocalHost().start(Launch("link", "bench.experiment.link_process", arguments))
+    launch = Launch("link", "outrider_bench.experiment.link_process", arguments)
+    handle = await LocalHost().start(launch)
     control = LinkControl(_HOST, control_port)
 
     async def is_up() -> bool:

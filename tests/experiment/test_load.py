@@ -8,8 +8,8 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.experiment.load import Played, _events, digest, timeline
-from bench.ways import Sample
+from outrider_bench.experiment.load import Played, _events, digest, timeline
+from outrider_bench.ways import Sample
 
 _EVENTS = [
     {"choices": [{"text": f"wörd {i}\n"}], "usage": {"completion_tokens": i}} for i in range(1, 6)

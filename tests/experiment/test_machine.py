@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from bench.experiment import machine
-from bench.experiment.energy import Meter
-from bench.experiment.spec import Experiment
 from outrider.errors import OutriderError
+from outrider_bench.experiment import machine
+from outrider_bench.experiment.energy import Meter
+from outrider_bench.experiment.spec import Experiment
 
 
 def test_two_looks_at_this_machine_have_one_fingerprint() -> None:

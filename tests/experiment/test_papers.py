@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.experiment.papers import Pair, dsi_points, published, ssd_predictions
-from bench.experiment.speculation import acceptance_of, dsi_rate, si_rate
+from outrider_bench.experiment.papers import Pair, dsi_points, published, ssd_predictions
+from outrider_bench.experiment.speculation import acceptance_of, dsi_rate, si_rate
 
 
 @given(st.floats(0.001, 0.99), st.floats(0.01, 0.98), st.integers(1, 20))

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from bench.experiment.cell_scenarios import check, load_of, scenario_of
-from bench.experiment.predict import Predictor, main
-from bench.experiment.records import DRAFTED, PLAIN, Folder, Measurement
-from bench.experiment.spec import Cell, Experiment
-from bench.simulator.costs import load as load_costs
-from bench.simulator.scenario import Scenario
 from outrider.tokenizer import load_tokenizer
+from outrider_bench.experiment.cell_scenarios import check, load_of, scenario_of
+from outrider_bench.experiment.predict import Predictor, main
+from outrider_bench.experiment.records import DRAFTED, PLAIN, Folder, Measurement
+from outrider_bench.experiment.spec import Cell, Experiment
+from outrider_bench.simulator.costs import load as load_costs
+from outrider_bench.simulator.scenario import Scenario
 from tests.experiment.made_up_profile import COSTS, made_up_profile
 
 DRAFTERS = {

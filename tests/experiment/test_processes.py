@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from bench.experiment.hosts import Launch, LocalHost
-from bench.experiment.processes import Processes, StackFailed
+from outrider_bench.experiment.hosts import Launch, LocalHost
+from outrider_bench.experiment.processes import Processes, StackFailed
 
 _SLEEP = "print('up', flush=True)\nimport time\ntime.sleep(60)"
 

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from bench.experiment.calibration import Step
-from bench.experiment.profile import main
-from bench.experiment.profile_record import Profile
-from bench.experiment.serving import Serving, busy, expected_s
-from bench.simulator.costs import Costs
+from outrider_bench.experiment.calibration import Step
+from outrider_bench.experiment.profile import main
+from outrider_bench.experiment.profile_record import Profile
+from outrider_bench.experiment.serving import Serving, busy, expected_s
+from outrider_bench.simulator.costs import Costs
 from tests.experiment.made_up_profile import COSTS, made_up_profile
 
 

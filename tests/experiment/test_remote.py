@@ -10,11 +10,11 @@ import pytest
 import yaml
 from agents import OUTRIDER, ROOT, agent, listens, proxy, until
 
-from bench.experiment.records import Folder, Measurement
-from bench.experiment.remote import check_hosts, remote_hosts
-from bench.experiment.spec import Experiment
-from bench.experiment.tls import Tls
 from outrider.errors import OutriderError
+from outrider_bench.experiment.records import Folder, Measurement
+from outrider_bench.experiment.remote import check_hosts, remote_hosts
+from outrider_bench.experiment.spec import Experiment
+from outrider_bench.experiment.tls import Tls
 
 
 def openssl(directory: Path, words: str) -> None:

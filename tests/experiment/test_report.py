@@ -14,8 +14,8 @@ import pytest
 import simulated_runs
 import yaml
 
-from bench.experiment.records import Folder
-from bench.experiment.report import main, validation
+from outrider_bench.experiment.records import Folder
+from outrider_bench.experiment.report import main, validation
 
 PNG = b"\x89PNG\r\n\x1a\n"
 Row = dict[str, str]

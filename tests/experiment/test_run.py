@@ -15,13 +15,13 @@ import pytest
 from agents import OUTRIDER
 from rich.console import Console
 
-from bench.experiment import machine, run
-from bench.experiment.measuring import _carried
-from bench.experiment.records import DRAFTED, PLAIN, Folder, LinkTraffic, Measurement
-from bench.experiment.run import chosen, main, missing, open_folder
-from bench.experiment.spec import Experiment, load
-from bench.ways import Sample
 from outrider.errors import OutriderError
+from outrider_bench.experiment import machine, run
+from outrider_bench.experiment.measuring import _carried
+from outrider_bench.experiment.records import DRAFTED, PLAIN, Folder, LinkTraffic, Measurement
+from outrider_bench.experiment.run import chosen, main, missing, open_folder
+from outrider_bench.experiment.spec import Experiment, load
+from outrider_bench.ways import Sample
 
 _SMALL = Path(__file__).parents[2] / "experiments/small.yaml"
 

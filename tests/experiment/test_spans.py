@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
-from bench.experiment.spans import Spans, overlap_s
+from outrider_bench.experiment.spans import Spans, overlap_s
 
 _YEAR_S = 4e9  # after whatever `clear` was called at
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import yaml
 
-from bench.experiment.places import Places
-from bench.experiment.remote import Hosts
-from bench.experiment.schedule import groups, ways_of
-from bench.experiment.spec import Experiment, load
-from bench.experiment.stack import check
 from outrider.errors import OutriderError
+from outrider_bench.experiment.places import Places
+from outrider_bench.experiment.remote import Hosts
+from outrider_bench.experiment.schedule import groups, ways_of
+from outrider_bench.experiment.spec import Experiment, load
+from outrider_bench.experiment.stack import check
 
 FILES = sorted((Path(__file__).parents[2] / "experiments").glob("*.yaml"))
 # The file of a fleet has another schema.

@@ -8,9 +8,9 @@ from statistics import mean
 import pytest
 from tokenizers import Tokenizer
 
-from bench.experiment.spec import Workload
-from bench.experiment.traffic import requests_of, warm_up_of
 from outrider.tokenizer import load_tokenizer
+from outrider_bench.experiment.spec import Workload
+from outrider_bench.experiment.traffic import requests_of, warm_up_of
 
 
 @pytest.fixture(scope="module")

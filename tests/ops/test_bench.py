@@ -1,8 +1,7 @@
-"""The benchmark's own parts: proxy, peers, ways of decoding, tables and records."""
+"""The benchmark's own parts: peers, ways of decoding, tables and records."""
 
 import asyncio
 import sys
-import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -13,43 +12,13 @@ import torch
 import transformers
 from rich.console import Console
 
-from bench import __main__ as bench
-from bench import seeds
-from bench.delay import Proxy
-from bench.raw_client import stream
-from bench.report import Cell, Results, plot, tables, write
-from bench.ways import Pair, Sample, Task, line_peer, serving, transformers_ways
-from outrider.launch.stack import free_port
+from outrider_bench import __main__ as bench
+from outrider_bench import seeds
+from outrider_bench.raw_client import stream
+from outrider_bench.report import Cell, Results, plot, tables, write
+from outrider_bench.ways import Pair, Sample, Task, line_peer, serving, transformers_ways
 
 MODELS = Path(__file__).parents[2] / "models"
-
-
-@pytest.mark.parametrize("delay_s", [0.0, 0.08])
-async def test_the_proxy_delays_a_round_trip_by_the_given_time(delay_s: float) -> None:
-    async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while data := await reader.read(1000):
-            writer.write(data)
-        writer.close()
-        await writer.wait_closed()
-
-    far = free_port("127.0.0.1")
-    front = free_port("127.0.0.1")
-    server = await asyncio.start_server(echo, "127.0.0.1", far)
-    proxy = Proxy(far, delay_s)
-    async with proxy.listen(front):
-        reader, writer = await asyncio.open_connection("127.0.0.1", front)
-        started = time.monotonic()
-        for i in range(3):
-            writer.write(b"%d" % i)
-            assert await reader.readexactly(1) == b"%d" % i
-        elapsed_s = time.monotonic() - started
-        writer.close()
-        await writer.wait_closed()
-        await asyncio.sleep(0.1)
-    server.close()
-    await server.wait_closed()
-    assert 3 * delay_s <= elapsed_s < 3 * delay_s + 0.5
-    assert proxy.byte_count == 6
 
 
 async def test_a_peer_that_dies_raises_an_error_with_its_last_line() -> None:

@@ -44,9 +44,9 @@ def setting_flags() -> frozenset[str]:
         "gateway/config.py",
         "outrider/launch/stack.py",
         "outrider/process/config.py",
-        "bench/__main__.py",
-        *(f"bench/experiment/{name}.py" for name in ("advise", "agent", "profile", "run")),
-        "bench/simulator/scenario.py",
+        "outrider_bench/__main__.py",
+        *(f"outrider_bench/experiment/{name}.py" for name in ("advise", "agent", "profile", "run")),
+        "outrider_bench/simulator/scenario.py",
     ]
     paths = [ROOT / name for name in files] + sorted((ROOT / "drafter_svc/families").glob("*.py"))
     text = "\n".join(path.read_text() for path in paths)

@@ -3,15 +3,17 @@
 import ast
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeGuard
 
 import pytest
+from setuptools import find_namespace_packages
 
 ROOT = Path(__file__).parents[2]
 SERVICES = ("verifier_svc", "drafter_svc", "gateway")
-BENCH = "bench"
+BENCH = "outrider_bench"
 PACKAGES = ("outrider", *SERVICES, BENCH)
 RUNTIME = ROOT / "outrider/process/runtime.py"
 WRITES = (
@@ -100,6 +102,13 @@ def test_outrider_never_imports_bench() -> None:
         assert BENCH not in roots(path), path
         texts = {node.value for node in ast.walk(ast.parse(path.read_text())) if is_text(node)}
         assert not [text for text in texts if text.startswith(f"{BENCH}.")], path
+
+
+def test_an_installation_has_no_other_top_level_packages() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    include = project["tool"]["setuptools"]["packages"]["find"]["include"]
+    found = find_namespace_packages(str(ROOT), include=include)
+    assert {name.partition(".")[0] for name in found} == set(PACKAGES)
 
 
 def test_only_one_module_sets_environment_variables_when_imported() -> None:

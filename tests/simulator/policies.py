@@ -6,8 +6,8 @@ import json
 from functools import cache
 from typing import Any
 
-from bench.simulator.scenario import Scenario
-from bench.simulator.simulation import simulate
+from outrider_bench.simulator.scenario import Scenario
+from outrider_bench.simulator.simulation import simulate
 
 BATCHES = (1, 8, 32, 128)
 

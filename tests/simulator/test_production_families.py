@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from bench.simulator.scenario import Scenario
-from bench.simulator.simulation import Outcome, Simulation, simulate
+from outrider_bench.simulator.scenario import Scenario
+from outrider_bench.simulator.simulation import Outcome, Simulation, simulate
 
 PHRASE = [11, 12, 13, 14, 15, 16, 17, 18]
 

@@ -10,11 +10,11 @@ from random import Random
 import pytest
 from pydantic import ValidationError
 
-from bench.simulator.costs import load
-from bench.simulator.events import Events
-from bench.simulator.links import Link
-from bench.simulator.scenario import Scenario
-from bench.simulator.simulation import Simulation, simulate
+from outrider_bench.simulator.costs import load
+from outrider_bench.simulator.events import Events
+from outrider_bench.simulator.links import Link
+from outrider_bench.simulator.scenario import Scenario
+from outrider_bench.simulator.simulation import Simulation, simulate
 from verifier_svc.engine.loop import Engine
 
 ROOT = Path(__file__).parents[2]
@@ -45,7 +45,8 @@ def test_two_runs_give_the_same_bytes_whatever_the_hash_seed(tmp_path: Path) -> 
     written = []
     for seed in ("0", "1"):
         out = tmp_path / seed
-        command = [sys.executable, "-m", "bench.simulator", str(settings), "--out", str(out)]
+        simulate = [sys.executable, "-m", "outrider_bench.simulator"]
+        command = [*simulate, str(settings), "--out", str(out)]
         environment = {**os.environ, "PYTHONHASHSEED": seed}
         subprocess.run(command, cwd=ROOT, env=environment, check=True, stdout=subprocess.DEVNULL)
         written.append((out / "simulation.json").read_bytes())

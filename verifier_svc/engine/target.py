@@ -26,9 +26,9 @@ class LanguageModel(Protocol):
 class Limits:
     """The limits of one engine.
 
-    `draft_tokens_policy` chooses how many draft tokens of a sequence a step verifies, unless the request says it.
-    `scored_logits_bytes` bounds the logits that a step computes to score prompts. The others are
-    counts.
+    `draft_tokens_policy` chooses how many draft tokens of a sequence a step verifies, unless the
+    request says it. `scored_logits_bytes` bounds the logits that a step computes to score prompts.
+    The others are counts.
     """
 
     draft_tokens_policy: DraftTokensPolicy = field(

@@ -128,8 +128,8 @@ class Assignment:
 class Sequence:
     """One request being generated.
 
-    The cache has keys and values of the first `kv.num_computed_tokens` tokens. Between the steps of a decoding
-    sequence these are all tokens but the last.
+    The cache has keys and values of the first `kv.num_computed_tokens` tokens. Between the steps of
+    a decoding sequence these are all tokens but the last.
     """
 
     id: int

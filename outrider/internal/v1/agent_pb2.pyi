@@ -88,7 +88,7 @@ class HoldMachineResponse(_message.Message):
     lease_id: _builtins.str
     """Identifies the lease in all other calls."""
     machine_json: _builtins.str
-    """bench.experiment.records.Machine of the agent, as JSON."""
+    """outrider_bench.experiment.records.Machine of the agent, as JSON."""
     commit: _builtins.str
     """Commit of the agent's checkout, with a digest of its uncommitted changes."""
     controller_address: _builtins.str
@@ -216,7 +216,7 @@ class StartProcessRequest(_message.Message):
     name: _builtins.str
     """The controller's name of the process: 1 to 64 letters, digits, dots, underscores and hyphens."""
     module: _builtins.str
-    """verifier_svc, drafter_svc, gateway or bench.experiment.link_process; empty with a program."""
+    """verifier_svc, drafter_svc, gateway or outrider_bench.experiment.link_process; empty with a program."""
     program: _builtins.str
     """redis-server, or empty."""
     cores: _builtins.str

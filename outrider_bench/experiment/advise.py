@@ -1,0 +1,167 @@
+"""`outrider advise`: where a drafter should sit, for a cost table and a link."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import click
+from pydantic import Field
+from pydantic_settings import SettingsConfigDict
+from rich.console import Console
+from rich.progress import track
+
+from outrider.process.config import Settings, command
+from outrider.process.usage import invoke, refuse
+from outrider_bench.experiment import advice_text, machine_costs
+from outrider_bench.experiment.advice import advise
+from outrider_bench.experiment.arithmetic import MAX_ACCEPTANCE
+from outrider_bench.experiment.machine_costs import MachineCosts, at_batch, elsewhere
+from outrider_bench.experiment.situation import Place, Situation
+from outrider_bench.simulator.costs import Costs
+
+_PROGRAM = "outrider advise"
+_WIDTH = 132
+
+
+class Question(Settings):
+    """Name the best placement of a drafter, its gain and its limit.
+
+    Compares a drafter on the target's cores, on other cores of its host, and on another host over a
+    link: simulated, with the arithmetic beside it.
+    """
+
+    model_config = SettingsConfigDict(env_prefix="OUTRIDER_ADVISE_")
+
+    profile: Path | None = None
+    """File of `outrider profile`, or a cost table."""
+
+    costs: str | None = None
+    """Instead of a profile: a cost table of the simulator by its name, or a file of one."""
+
+    round_trip_ms: float = Field(ge=0, le=1000)
+    """Round trip of the link to the other host, as ping shows it, without the hosts' own time."""
+
+    mbit_s: float = Field(0.0, ge=0)
+    """Bandwidth of the link in each direction; 0 is no limit."""
+
+    jitter_ms: float = Field(0.0, ge=0, le=1000)
+    """The most that a message is late on the link, in each direction."""
+
+    acceptance: float | None = Field(None, ge=0, le=MAX_ACCEPTANCE)
+    """Chance that a draft token is accepted if those before it are; unset takes the profile's."""
+
+    batch: list[Annotated[int, Field(ge=1, le=256)]] = Field([1, 8, 32], min_length=1, max_length=8)
+    """Requests under way; the first one is answered in words."""
+
+    drafter: str = "model"
+    """The cost table's entry for drafting on the target's cores, or on its GPU."""
+
+    host_drafter: str | None = None
+    """The entry for other cores of the host, such as a CPU beside a GPU; unset is as `drafter`."""
+
+    far_drafter: str | None = None
+    """The entry for the other host; unset is as `drafter`."""
+
+    host_round_trip_ms: float | None = Field(None, ge=0, le=1000)
+    """Round trip between two processes on one host over gRPC; unset takes the profile's, or 0.4 ms
+    with a cost table."""
+
+    hit_rate: float = Field(0.85, ge=0, le=1)
+    """For the bound of pushed outcomes: chance that a pushed draft fits the outcome."""
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command and return its exit status; exit with 2 for wrong arguments."""
+    ask = command(Question, _PROGRAM, _run)
+    as_json = click.Option(["--json"], is_flag=True, expose_value=False, callback=_note)
+    as_json.help = "Print everything as JSON."
+    ask.params.append(as_json)
+    status: int = invoke(ask, _PROGRAM, arguments)
+    return status
+
+
+def situations_of(question: Question) -> list[Situation]:
+    """The situation of each batch; raises ValueError that names the setting."""
+    found = machine_costs.load(question.profile, question.costs)
+    table = found if isinstance(found, Costs) else found.costs
+    for name in ("drafter", "host_drafter", "far_drafter"):
+        way = getattr(question, name)
+        if way is not None and way not in table.drafting:
+            known = ", ".join(sorted(table.drafting)) or "(none)"
+            flag = name.replace("_", "-")
+            raise ValueError(f"{flag}: must be one of {known} of the cost table, not {way!r}")
+    batches = dict.fromkeys(question.batch)
+    return [_situation(question, b, at_batch(found, question.drafter, b)) for b in batches]
+
+
+def _situation(question: Question, batch: int, costs: MachineCosts) -> Situation:
+    acceptance = costs.acceptance if question.acceptance is None else question.acceptance
+    if acceptance is None:
+        raise ValueError(f"acceptance: give --acceptance, from 0 to {MAX_ACCEPTANCE}")
+    places = _places(question, costs)
+    acceptance = min(acceptance, MAX_ACCEPTANCE)
+    return Situation(costs.plain, costs.drafted, places, acceptance, question.hit_rate, batch)
+
+
+def _places(question: Question, costs: MachineCosts) -> tuple[Place, Place, Place]:
+    given_ms = question.host_round_trip_ms
+    host = Place(
+        "host",
+        "on other cores of the host",
+        question.host_drafter or question.drafter,
+        costs.round_trip_ms if given_ms is None else given_ms,
+        costs.jitter_ms,
+        interference=costs.interference,
+        slowness=costs.slowness,
+    )
+    own = replace(
+        host,
+        key="target",
+        name="on the target's cores or GPU",
+        cost=question.drafter,
+        on_target_cores=True,
+        interference=0.0,
+        slowness=costs.slowness_on_target_cores,
+    )
+    far = replace(
+        host,
+        key="far",
+        name=f"on another host, {question.round_trip_ms:g} ms away",
+        cost=elsewhere(costs.drafted, question.far_drafter or question.drafter),
+        round_trip_ms=host.round_trip_ms + question.round_trip_ms,
+        jitter_ms=host.jitter_ms + question.jitter_ms,
+        mbit_s=question.mbit_s,
+        interference=0.0,
+        slowness=1.0,
+    )
+    return own, host, far
+
+
+def _run(question: Question) -> int:
+    try:
+        situations = situations_of(question)
+    except ValueError as error:
+        refuse(_PROGRAM, str(error))
+    progress = Console(stderr=True)
+    shown = progress.is_terminal
+    asked = track(situations, "simulating", console=progress, transient=True, disable=not shown)
+    found = [advise(situation) for situation in asked]
+    drafter = question.far_drafter or question.drafter
+    if click.get_current_context().meta["json"]:
+        print(json.dumps(advice_text.as_json(drafter, found), indent=1))
+        return 0
+    console = Console() if sys.stdout.isatty() else Console(width=_WIDTH)
+    advice_text.show(console, drafter, found)
+    return 0
+
+
+def _note(context: click.Context, parameter: click.Parameter, value: bool) -> None:
+    context.meta["json"] = value
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

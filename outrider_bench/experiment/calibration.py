@@ -1,0 +1,203 @@
+"""Measures the costs of serving on top of forwards, with a fixed load on the whole stack.
+
+The load is the same for all predictions: closed, at batch 1 and 8, plain, with n-gram drafters and
+with a draft model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from statistics import mean, median
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from outrider.drafter.stream import wait_until_ready
+from outrider.launch.stack import free_port
+from outrider.process import rpc
+from outrider.tokenizer import load_tokenizer
+from outrider_bench.experiment.spec import Workload
+from outrider_bench.experiment.traffic import requests_of
+from outrider_bench.report import PHASES
+from outrider_bench.simulator.costs import NotNegative
+from outrider_bench.ways import Measure, Pair, Sample, Task, outrider_stack
+
+BATCHES = (1, 8)
+WAYS: dict[str, dict[str, str | bool]] = {
+    "plain": {"enabled": False},
+    "ngram": {"drafter": "ngram"},
+    "model": {"drafter": "model"},
+}
+_TOKENS = 64
+_ROUNDS = 3
+
+
+class Step(BaseModel):
+    """Means of an engine's step over a load: seconds and counts."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    forward_s: float = Field(gt=0)
+    before_s: float = Field(ge=0)
+    """The host's work before the forward."""
+    after_s: float = Field(ge=0)
+    """The host's work after the forward."""
+    wait_s: float = Field(ge=0)
+    """Until the step begins: planning, and waiting for drafts."""
+    between_s: float = Field(ge=0)
+    """The part of a token's time that lies in no step."""
+    sequences: float = Field(gt=0)
+    draft_tokens: float = Field(ge=0)
+    """Verified draft tokens of all sequences."""
+    drafts: float = Field(ge=0)
+    """Verified drafts."""
+    proposed_tokens: float = Field(ge=0)
+    answers: float = Field(ge=0)
+    """Drafts that answer a verdict."""
+    answer_s: float = Field(ge=0)
+    """Mean seconds from a verdict to such a draft."""
+    prompts: float = Field(ge=0)
+    prompt_tokens: float = Field(ge=0)
+
+
+class Served(BaseModel):
+    """The figures of one way of decoding at one batch size."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    way: str
+    batch: int = Field(ge=1)
+    tokens_per_s: float = Field(gt=0)
+    tokens_per_sequence_step: float = Field(gt=0)
+    first_token_s: float = Field(ge=0)
+    """From a request to its first token, at the client."""
+    client_s: float = Field(ge=0)
+    """From a client to the verifier, and the same back: half of the first token's time outside the
+    verifier."""
+    round_trip_s: NotNegative = 0.0
+    """From a verdict to a draft without the drafting, by the verifier's measurement."""
+    draft_token_s: NotNegative = 0.0
+    """Time of drafting a token, by the verifier's measurement."""
+    step: Step
+
+
+def calibrate(target: Path, draft: Path, dtype: str, threads: int) -> list[Served]:
+    """Serve the load; about a minute for the bundled pair."""
+    return asyncio.run(_serve(Pair("profile", target, draft, dtype, 4, threads)))
+
+
+async def _serve(pair: Pair) -> list[Served]:
+    # As in an experiment without links: over TCP, with one thread for the draft model.
+    verifier = free_port("127.0.0.1")
+    dial = f"verifier=127.0.0.1:{verifier},uds=/nonexistent"
+    samples: dict[tuple[str, int], list[Sample]] = {}
+    speeds: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    tasks = {batch: task_of(pair.target, batch) for batch in BATCHES}
+    async with outrider_stack(
+        pair,
+        [f"ngram,{dial}", f"model={pair.draft},{dial}"],
+        pair.shared_threads,
+        verifier_port=verifier,
+    ) as way:
+        ways: dict[str, Measure] = {name: way(speculation) for name, speculation in WAYS.items()}
+        # In the first round planner and drafters learn the costs; it does not count.
+        for number in range(_ROUNDS + 1):
+            for batch, task in tasks.items():
+                for name, run in ways.items():
+                    sample = await run(task)
+                    if number:
+                        samples.setdefault((name, batch), []).append(sample)
+                        speeds.setdefault((name, batch), []).append(await _speed(name, verifier))
+    return [
+        _served(name, batch, found, speeds[name, batch]) for (name, batch), found in samples.items()
+    ]
+
+
+async def _speed(family: str, port: int) -> tuple[float, float]:
+    """Round trip and seconds of a draft token that the verifier measured of a drafter's family.
+
+    Both are 0 without such a drafter.
+    """
+    async with rpc.dial(f"127.0.0.1:{port}") as channel:
+        info = await wait_until_ready(channel)
+    found = [
+        (drafter.round_trip_s or 0.0, drafter.token_s or 0.0)
+        for drafter in info.drafters
+        if drafter.family == family
+    ]
+    return found[0] if found else (0.0, 0.0)
+
+
+def task_of(target: Path, batch: int) -> Task:
+    """The load at a batch size."""
+    workload = Workload.model_validate(
+        {"batch": batch, "output_tokens": _TOKENS, "waves": 8 if batch == 1 else 4}
+    )
+    requests = requests_of(workload, load_tokenizer(str(target)))
+    return Task([request.prompt for request in requests], batch, _TOKENS, 0.0, varied=True)
+
+
+def _served(
+    way: str, batch: int, samples: list[Sample], speeds: list[tuple[float, float]]
+) -> Served:
+    round_trips, token_times = zip(*speeds, strict=True)
+    step = step_of(samples)
+    within_s = sum(
+        [_mean_s(samples, f"request_{name}_time_seconds") for name in ("queue", "prefill")]
+    )
+    first_s = median([ttft for sample in samples for ttft in sample.ttft])
+    tokens = sum([sample.counters["generation_tokens"] for sample in samples])
+    steps = sum([sample.counters["step_sequences_sum"] for sample in samples])
+    return Served(
+        way=way,
+        batch=batch,
+        tokens_per_s=median(
+            [sample.full_tokens_per_s or sample.tokens_per_s for sample in samples]
+        ),
+        tokens_per_sequence_step=tokens / steps,
+        first_token_s=first_s,
+        client_s=max(0.0, first_s - within_s) / 2,
+        round_trip_s=median(round_trips),
+        draft_token_s=median(token_times),
+        step=step,
+    )
+
+
+def step_of(samples: list[Sample]) -> Step:
+    """Means of a step over all samples."""
+
+    def each(*names: str) -> float:
+        return mean(
+            [
+                sum([s.counters.get(name, 0.0) for name in names])
+                / s.counters["step_seconds_count"]
+                for s in samples
+            ]
+        )
+
+    answers = each("draft_latency_seconds_count")
+    phases = {name: each(f"step_phase_seconds.{name}") for name in PHASES}
+    seconds = sum(phases.values())
+    # A step's time between the first and the last token of a request.
+    tpot_s = median([tpot for sample in samples for tpot in sample.tpot])
+    tokens = each("generation_tokens") / each("step_sequences_sum")
+    return Step(
+        forward_s=phases["forward"],
+        before_s=phases["pack"],
+        after_s=phases["accept"] + phases["commit"] + phases["send"],
+        wait_s=phases["wait"],
+        between_s=max(0.0, tpot_s * tokens - seconds),
+        sequences=each("step_sequences_sum"),
+        draft_tokens=each("spec_decode_num_draft_tokens"),
+        drafts=each("spec_decode_num_drafts"),
+        proposed_tokens=each("proposed_tokens"),
+        answers=answers,
+        answer_s=each("draft_latency_seconds_sum") / answers if answers else 0.0,
+        prompts=each("request_prefill_time_seconds_count"),
+        prompt_tokens=each("prefix_cache_queries"),
+    )
+
+
+def _mean_s(samples: list[Sample], name: str) -> float:
+    count = sum([sample.counters[f"{name}_count"] for sample in samples])
+    return sum([sample.counters[f"{name}_sum"] for sample in samples]) / count

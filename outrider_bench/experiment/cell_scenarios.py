@@ -1,0 +1,306 @@
+"""Makes a scenario of the simulator of an experiment's cell, a way of decoding and a profile.
+
+Starts nothing and measures nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from outrider.process.cores import parse_cores
+from outrider_bench.experiment.profile_record import Profile
+from outrider_bench.experiment.records import PLAIN
+from outrider_bench.experiment.serving import Serving, busy, with_messages
+from outrider_bench.experiment.spec import Drafter, Event, Experiment, Link, Target, drafters_of
+from outrider_bench.experiment.traffic import requests_of, warm_up_of
+from outrider_bench.simulator.costs import Costs
+from outrider_bench.simulator.scenario import Scenario
+
+_PREDICTED = ("ngram", "model")
+# Seconds until a drafter whose connection was cut dials again, about; see outrider.drafter.stream.
+_AGAIN_S = 0.1
+_SETTINGS = ("max_draft_len", "max_matching_ngram_size", "is_public_pool", "branches")
+_VERIFIER_SETTINGS = (
+    "draft_tokens",
+    "max_batch_tokens",
+    "max_sequences",
+    "always_draft",
+    "prefix_caching",
+    "page_count",
+)
+_LONGEST_S = 36_000.0
+Asked = tuple[float, str, list[int], int]
+"""A request: its time, kind, prompt and length of the answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """The requests of a cell: first those that warm up, then the measured ones."""
+
+    warm_up: list[Asked]
+    measured: list[Asked]
+
+
+def load_of(experiment: Experiment, tokenizer: Tokenizer) -> Load:
+    """The clients' requests.
+
+    Requests of verifiers that serve together alternate, in the order in which the simulator assigns
+    them.
+    """
+    workload = experiment.workload
+    together = experiment.target.count if workload.verifiers == "together" else 1
+    warm_up = [
+        (0.0, r.kind, r.prompt, r.output_tokens)
+        for r in warm_up_of(workload, tokenizer)
+        for _ in range(together)
+    ]
+    by_verifier = [requests_of(workload, tokenizer, place) for place in range(together)]
+    measured = [
+        (r.at, r.kind, r.prompt, r.output_tokens)
+        for each in zip(*by_verifier, strict=True)
+        for r in each
+    ]
+    return Load(warm_up, sorted(measured, key=lambda asked: asked[0]))
+
+
+def check(experiment: Experiment, profile: Profile) -> None:
+    """Raise ValueError if the profile cannot predict this cell; it names the field of the file."""
+    target, cores = experiment.target, profile.cores
+    name = str(target.model) + (" grown" if target.grown else "")
+    if name != profile.target:
+        raise ValueError(f"target.model: the profile is of {profile.target}, not of {name}")
+    if target.dtype != profile.dtype:
+        raise ValueError(f"target.dtype: the profile is of {profile.dtype}, not of {target.dtype}")
+    if threads_of(target, cores) != profile.threads:
+        threads = threads_of(target, cores)
+        raise ValueError(f"target.threads: the profile has {profile.threads}, the cell {threads}")
+    if experiment.workload.temperature > 0.0:
+        raise ValueError(
+            "workload.temperature: only 0 can be predicted, since guesses are recorded for greedy "
+            "texts"
+        )
+    for name, drafter in drafters_of(experiment):
+        if drafter.family not in _PREDICTED:
+            raise ValueError(
+                f"drafters.{name}.family: must be one of {', '.join(_PREDICTED)} to be predicted, "
+                f"not {drafter.family}"
+            )
+        cost = cost_of(drafter, cores)
+        if cost not in profile.costs.drafting:
+            if drafter.cost is not None:
+                known = ", ".join(sorted(profile.costs.drafting))
+                raise ValueError(
+                    f"drafters.{name}.cost: must be one of {known} of the cost table, not {cost!r}"
+                )
+            raise ValueError(
+                f"drafters.{name}.threads: the profile has no {cost}; make it with --draft-threads"
+            )
+
+
+def threads_of(target: Target, cores: list[int]) -> int:
+    """Threads of the target's forwards."""
+    return target.threads or len(_cores(target.cores, cores))
+
+
+def cost_of(drafter: Drafter, cores: list[int]) -> str:
+    """The drafter's name in the profile's `drafting`."""
+    if drafter.cost is not None:
+        return drafter.cost
+    if drafter.family != "model":
+        return drafter.family
+    threads = drafter.threads or len(_cores(drafter.cores, cores))
+    return "model" if threads == 1 else f"model-{threads}"
+
+
+def _cores(text: str | None, all_cores: list[int]) -> list[int]:
+    return all_cores if text is None else parse_cores(text)
+
+
+def scenario_of(
+    experiment: Experiment, way: str, profile: Profile, load: Load, directory: Path
+) -> Scenario:
+    """The scenario. Writes its cost table to `directory`, where `requests.jsonl` has the load."""
+    target, workload = experiment.target, experiment.workload
+    drafters = [] if way == PLAIN else list(drafters_of(experiment))
+    families = {drafter.family for _, drafter in drafters}
+    served = "model" if "model" in families else "ngram" if families else "plain"
+    serving = at_batch(profile.at(served), workload.batch if workload.arrivals == "closed" else 1)
+    table = directory / f"{way}.costs.json"
+    table.write_text(_costs(experiment, profile, served).model_dump_json())
+    verifiers = target.count if workload.verifiers == "together" else 1
+    settings = {
+        name: target.settings[name] for name in _VERIFIER_SETTINGS if name in target.settings
+    }
+    given: dict[str, Any] = {
+        "name": experiment.name,
+        "costs": str(table),
+        "recording": str(directory / "requests.jsonl"),
+        "warm_up": len(load.warm_up),
+        "arrivals": "closed" if workload.arrivals == "closed" else "recorded",
+        "seconds": _LONGEST_S,
+        "sequences": [(workload.batch if workload.arrivals == "closed" else 1) * verifiers],
+        "verifiers": verifiers,
+        "client_ms": 1000 * serving.client_s,
+        # The defaults of the verifier and of a run.
+        "max_sequences": 64,
+        "prefix_caching": False,
+        **settings,
+        "drafters": [
+            spec
+            for name, drafter in drafters
+            for spec in _specs(experiment, name, drafter, profile, verifiers)
+        ],
+        "schedule": [
+            event for each in experiment.events for event in _events(experiment, each, verifiers)
+        ]
+        if drafters
+        else [],
+    }
+    return Scenario.model_validate(given)
+
+
+def at_batch(servings: list[Serving], batch: int) -> Serving:
+    """The costs of serving at a batch size, interpolated between the profile's two."""
+    low, high = servings[0], servings[-1]
+    share = min(max((batch - low.batch) / max(high.batch - low.batch, 1), 0.0), 1.0)
+    names = ("client_s", "round_trip_s", "jitter_s", "slowness", "message_s", "interference")
+    between = {
+        name: getattr(low, name) + share * (getattr(high, name) - getattr(low, name))
+        for name in names
+    }
+    return low.model_copy(update=between)
+
+
+def _costs(experiment: Experiment, profile: Profile, served: str) -> Costs:
+    """The profile's table while it serves in this way, slower if verifiers share the cores."""
+    plains, own = profile.at("plain"), profile.at(served)
+    pairs = zip(plains, own, strict=True)
+    low, high = (
+        plain.model_copy(update={"before_s": s.before_s, "after_s": s.after_s})
+        for plain, s in pairs
+    )
+    batch = experiment.workload.batch if experiment.workload.arrivals == "closed" else 1
+    message_s = at_batch(own, batch).message_s
+    costs = busy(profile.costs, low, high)
+    target, workload = experiment.target, experiment.workload
+    verifiers = target.count if workload.verifiers == "together" and target.host is None else 1
+    slower = max(1.0, verifiers * profile.threads / len(_cores(target.cores, profile.cores)))
+    return with_messages(costs.slower(slower), message_s)
+
+
+def _specs(
+    experiment: Experiment, name: str, drafter: Drafter, profile: Profile, verifiers: int
+) -> Iterator[dict[str, Any]]:
+    """A simulated drafter for each connection of each process."""
+    link = experiment.links[drafter.link] if drafter.link is not None else None
+    common = {
+        "family": drafter.family,
+        "cost": cost_of(drafter, profile.cores),
+        "drafts_by": "model" if drafter.family == "model" else "lookup",
+        **_placed(experiment, drafter, profile),
+        **_linked(experiment, drafter, link, profile),
+        **{key: value for key, value in drafter.settings.items() if key in _SETTINGS},
+    }
+    for verifier in range(1, verifiers + 1):
+        for number in range(1, drafter.count + 1):
+            own = f"{name}-{number}" if drafter.shared else f"{name}-{verifier}-{number}"
+            yield {
+                **common,
+                "name": f"{own}.verifier-{verifier}",
+                "process": own,
+                "verifier": f"verifier-{verifier}",
+            }
+
+
+def _placed(experiment: Experiment, drafter: Drafter, profile: Profile) -> dict[str, Any]:
+    """The effects of a drafter's place on its own speed and on the target's."""
+    workload = experiment.workload
+    serving = at_batch(
+        profile.at(drafter.family), workload.batch if workload.arrivals == "closed" else 1
+    )
+    if drafter.host != experiment.target.host:
+        return {"interference": 0.0, "slowness": 1.0}
+    if drafter.device != "cpu":
+        # It takes turns with the target on its device.
+        return {"on_target_cores": True, "slowness": serving.slowness}
+    own = set(_cores(experiment.target.cores, profile.cores))
+    fills = profile.threads >= len(own)
+    place = set(_cores(drafter.cores, profile.cores))
+    # A container has its own host name, so the verifier assumes that it is on another machine.
+    believed = fills and bool(place & own) and not drafter.container
+    placed = {
+        "on_target_cores": believed,
+        "interference": serving.interference,
+        "slowness": serving.slowness,
+    }
+    if fills and place <= own:
+        placed |= {"interference": 1.0, "slowness": profile.interference["same_cores"].drafter}
+    verifiers = experiment.target.count if workload.verifiers == "together" else 1
+    computing = verifiers * profile.threads
+    if verifiers > 1 and computing >= len(own):
+        # All threads get an equal share of cores that have less than one for each.
+        slower = (computing + 1) / len(own)
+        placed |= {"interference": 1 / (computing + 1), "slowness": max(serving.slowness, slower)}
+    return placed
+
+
+def _linked(
+    experiment: Experiment, drafter: Drafter, link: Link | None, profile: Profile
+) -> dict[str, Any]:
+    """The network between drafter and verifier.
+
+    The calibration load went over TCP; the profile has the differences of other transports.
+    """
+    workload = experiment.workload
+    serving = at_batch(
+        profile.at(drafter.family), workload.batch if workload.arrivals == "closed" else 1
+    )
+    transport = "unix" if drafter.transport == "unix" else "link" if link is not None else "tcp"
+    round_trip_s = (
+        serving.round_trip_s + profile.links[transport].median_s - profile.links["tcp"].median_s
+    )
+    found = {"round_trip_ms": 1000 * max(round_trip_s, 0.0), "jitter_ms": 1000 * serving.jitter_s}
+    if link is not None:
+        found["round_trip_ms"] += link.round_trip_ms
+        found["jitter_ms"] += link.jitter_ms
+        found |= {"mbit_s": link.mbit_s, "loss": link.loss, "retransmit_ms": link.retransmit_ms}
+    if drafter.pool == "redis":
+        far = (
+            experiment.links[drafter.redis_link].round_trip_ms
+            if drafter.redis_link is not None
+            else 0.0
+        )
+        through = "link" if drafter.redis_link is not None else "tcp"
+        found["redis_ms"] = far + 1000 * profile.links[through].median_s
+    return found
+
+
+def _events(experiment: Experiment, event: Event, verifiers: int) -> Iterator[dict[str, Any]]:
+    """An event as the simulator's events of each connection that it meets.
+
+    A held link and a stopped process both leave a drafter silent.
+    """
+    for name, drafter in drafters_of(experiment):
+        if event.who not in (name, drafter.link):
+            continue
+        for who in _connections(name, drafter, verifiers):
+            if event.what in ("outage", "stop"):
+                yield {"at": event.at, "who": who, "what": "hang", "seconds": event.seconds}
+            elif event.what == "join":
+                yield {"at": event.at, "who": who, "what": "join"}
+            else:
+                yield {"at": event.at, "who": who, "what": "leave"}
+            if event.what in ("reset", "kill"):
+                yield {"at": event.at + (event.seconds or _AGAIN_S), "who": who, "what": "join"}
+
+
+def _connections(name: str, drafter: Drafter, verifiers: int) -> Iterator[str]:
+    for verifier in range(1, verifiers + 1):
+        for number in range(1, drafter.count + 1):
+            own = f"{name}-{number}" if drafter.shared else f"{name}-{verifier}-{number}"
+            yield f"{own}.verifier-{verifier}"

@@ -1,0 +1,226 @@
+"""The command line of each process of a cell. Starts nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from drafter_svc.config import DrafterSettings, settings_schema
+from outrider.errors import OutriderError, invalid
+from outrider.process.config import Settings, load
+from outrider.process.cores import parse_cores
+from outrider_bench.experiment.hosts import FILES, Launch
+from outrider_bench.experiment.spec import Drafter, Experiment, Setting, Target, drafters_of
+from verifier_svc.config import VerifierSettings
+
+DRAFT_MODEL = Path("models/draft")
+_OFFLINE = {"HF_HUB_OFFLINE": "1"}
+# Spans are read right after a measurement, but by default processes send them every 5 s.
+_PROMPT_SPANS = {"OTEL_BSP_SCHEDULE_DELAY": "200", "OTEL_BSP_MAX_QUEUE_SIZE": "65536"}
+_SECRET = "secret"
+_LOG_LEVEL: Setting = "warning"
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """The addresses of a verifier: its gateway, its metrics and its draft stream."""
+
+    name: str
+    model: str
+    address: str
+    http_port: int
+    metrics_port: int
+    verifier: str
+    """host:port of the draft stream."""
+    uds: Path | None
+
+    @property
+    def url(self) -> str:
+        """The gateway's."""
+        return f"http://{self.address}:{self.http_port}"
+
+
+@dataclass(frozen=True, slots=True)
+class Dial:
+    """The addresses that a drafter dials."""
+
+    verifiers: tuple[str, ...]
+    """host:port of each verifier, or of a link to it."""
+    uds: Path | None = None
+    redis: str | None = None
+    """host:port of Redis, or of a link to it."""
+    secret: str = ""
+    """The secret of the keys in Redis."""
+
+
+def verifier_launch(target: Target, model: Path, endpoint: Endpoint, otlp_endpoint: str) -> Launch:
+    """The command line of a verifier; raises OutriderError(INVALID_VALUE) for a wrong setting."""
+    threads = target.threads
+    if threads is None and target.cores:
+        threads = len(parse_cores(target.cores, "target.cores"))
+    options: dict[str, Setting | None] = {
+        "target": str(model),
+        "model_name": endpoint.model,
+        "dtype": target.dtype,
+        "listen": endpoint.verifier,
+        "uds": _path(endpoint.uds),
+        "threads": threads,
+        "metrics_host": endpoint.address,
+        "metrics_port": endpoint.metrics_port,
+        # Every repetition has the same prompts.
+        "prefix_caching": False,
+        "otlp_endpoint": otlp_endpoint or None,
+        "log_level": _LOG_LEVEL,
+        **target.settings,
+    }
+    _check("target.settings", VerifierSettings, options)
+    return Launch(
+        endpoint.name,
+        "verifier_svc",
+        _flags(options),
+        environment=_environment(otlp_endpoint),
+        cores=target.cores,
+        shares=(model, *_shares({"uds": options["uds"]})),
+    )
+
+
+def gateway_launch(endpoint: Endpoint, model: Path, grpc_port: int, otlp_endpoint: str) -> Launch:
+    """The command line of the gateway of one verifier."""
+    options: dict[str, Setting | None] = {
+        "verifier": endpoint.verifier,
+        "tokenizer": str(model),
+        "http_host": endpoint.address,
+        "http_port": endpoint.http_port,
+        "grpc_listen": f"{endpoint.address}:{grpc_port}",
+        "otlp_endpoint": otlp_endpoint or None,
+        "log_level": _LOG_LEVEL,
+    }
+    name = endpoint.name.replace("verifier", "gateway")
+    return Launch(
+        name, "gateway", _flags(options), environment=_environment(otlp_endpoint), shares=(model,)
+    )
+
+
+def drafter_launch(
+    field: str, name: str, drafter: Drafter, target: Target, dial: Dial, otlp_endpoint: str
+) -> Launch:
+    """The command line of one process of a drafter; `field` names the drafter in the file.
+
+    Raises OutriderError(INVALID_VALUE) for a wrong setting.
+    """
+    schema = _schema(field, drafter.family)
+    options = _drafter_options(drafter, target, schema, dial)
+    options |= {
+        "id": name,
+        "otlp_endpoint": otlp_endpoint or None,
+        "log_level": _LOG_LEVEL,
+        **drafter.settings,
+    }
+    _check(field, schema, {**options, "verifier": dial.verifiers[0]})
+    verifiers = [word for address in dial.verifiers for word in ("--verifier", address)]
+    return Launch(
+        name,
+        "drafter_svc",
+        (*verifiers, *_flags(options)),
+        environment=_environment(otlp_endpoint),
+        shares=tuple(_shares(options)),
+        files={_SECRET: dial.secret} if dial.redis is not None else {},
+    )
+
+
+def _drafter_options(
+    drafter: Drafter, target: Target, schema: type[DrafterSettings], dial: Dial
+) -> dict[str, Setting | None]:
+    """The drafter's fields of the file, by the names of its process's settings."""
+    options: dict[str, Setting | None] = {
+        "family": drafter.family,
+        "uds": _path(dial.uds),
+        "threads": drafter.threads,
+    }
+    if drafter.cores is not None:
+        options |= {"placement": "cpu", "cores": drafter.cores, "numa_node": drafter.numa_node}
+    if "model" in schema.model_fields:
+        options["model"] = str(drafter.model or DRAFT_MODEL)
+    if "dtype" in schema.model_fields:
+        options |= {"dtype": target.dtype, "device": drafter.device}
+    if dial.redis is not None:
+        options |= {"redis": f"redis://{dial.redis}/0", "pool_secret_file": f"{FILES}/{_SECRET}"}
+    return options
+
+
+def _shares(options: Mapping[str, Setting | None]) -> Iterator[Path]:
+    if model := options.get("model"):
+        yield Path(str(model))
+    if uds := options.get("uds"):
+        yield Path(str(uds)).parent
+
+
+def redis_launch(address: str, port: int) -> Launch:
+    """A Redis server that keeps nothing on disk."""
+    place = ("--bind", address, "--port", str(port), "--protected-mode", "no")
+    arguments = (*place, "--save", "", "--appendonly", "no")
+    return Launch("redis", "", arguments, program="redis-server")
+
+
+def link_launch(name: str, control: str, forwards: Mapping[str, str]) -> Launch:
+    """The command line of a link; `forwards` has the target of each address that it listens on."""
+    pairs = [f"--forward={listen}={target}" for listen, target in forwards.items()]
+    arguments = ("--control", control, *pairs)
+    return Launch(f"link-{name}", "outrider_bench.experiment.link_process", arguments)
+
+
+def process_names(experiment: Experiment, name: str) -> list[str]:
+    """The processes of a drafter: the first verifier's, the second's and so on, or shared ones."""
+    drafter = experiment.drafters[name]
+    count = drafter.count
+    if not drafter.shared:
+        count *= experiment.target.count
+    return [f"{name}-{number + 1}" for number in range(count)]
+
+
+def drafters_at_each(experiment: Experiment) -> int:
+    """The number of drafter processes that connect to each verifier."""
+    return sum(drafter.count for _, drafter in drafters_of(experiment))
+
+
+def _schema(field: str, family: str) -> type[DrafterSettings]:
+    try:
+        return settings_schema(family)
+    except OutriderError as error:
+        raise invalid(f"{field}.family", error.message) from error
+
+
+def _check(field: str, schema: type[Settings], options: Mapping[str, Setting | None]) -> None:
+    try:
+        load(schema, {name: _text(value) for name, value in options.items() if value is not None})
+    except ValueError as error:
+        raise invalid(field, "; ".join(str(error).splitlines())) from error
+
+
+def _flags(options: Mapping[str, Setting | None]) -> tuple[str, ...]:
+    given = [_flag(name, value) for name, value in options.items() if value is not None]
+    return tuple(word for words in given for word in words)
+
+
+def _flag(name: str, value: Setting) -> list[str]:
+    flag = name.replace("_", "-")
+    if value is True:
+        return [f"--{flag}"]
+    if value is False:
+        return [f"--no-{flag}"]
+    return [f"--{flag}", str(value)]
+
+
+def _path(path: Path | None) -> str | None:
+    return None if path is None else str(path)
+
+
+def _text(value: Setting | None) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _environment(otlp_endpoint: str) -> dict[str, str]:
+    if not otlp_endpoint:
+        return _OFFLINE
+    return {**_OFFLINE, **_PROMPT_SPANS}

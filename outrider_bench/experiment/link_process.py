@@ -1,0 +1,131 @@
+"""Runs a link in its own process, so that no other work delays it.
+
+The control port takes JSON objects, one a line, that change the link. The answer to each has the
+link's traffic.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import signal
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import asdict
+from typing import Any
+
+from pydantic import ValidationError
+
+from outrider_bench.experiment.links import ShapedLink, exact_loop
+from outrider_bench.experiment.records import LinkTraffic
+from outrider_bench.experiment.spec import Link
+
+_ANSWER_S = 10.0
+
+
+class LinkControl:
+    """Talks to a link's process. Its methods raise ConnectionError when nothing answers."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self.address = (host, port)
+
+    async def shape(self, link: Link) -> None:
+        """Change the shape of the link for bytes that come from now on."""
+        await self._ask({"shape": link.model_dump()})
+
+    async def outage(self, seconds: float) -> None:
+        """Hold all bytes back for some seconds."""
+        await self._ask({"outage_s": seconds})
+
+    async def reset(self) -> None:
+        """Cut all connections."""
+        await self._ask({"reset": True})
+
+    async def traffic(self) -> LinkTraffic:
+        """Bytes and connections since the link's start."""
+        return LinkTraffic(**(await self._ask({}))["traffic"])
+
+    async def _ask(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        async with asyncio.timeout(_ANSWER_S):
+            reader, writer = await asyncio.open_connection(*self.address)
+            try:
+                writer.write(json.dumps(message).encode() + b"\n")
+                line = await reader.readline()
+            finally:
+                writer.close()
+                await writer.wait_closed()
+        if not line:
+            raise ConnectionError(f"the link at {self.address[0]}:{self.address[1]} hung up")
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise ValueError(answer["error"])
+        return answer
+
+
+def control_of(link: ShapedLink) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], Any]:
+    """The handler of connections to the control port."""
+
+    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while line := await reader.readline():
+            writer.write(json.dumps(_answer(link, line)).encode() + b"\n")
+        writer.close()
+
+    return connected
+
+
+def _answer(link: ShapedLink, line: bytes) -> dict[str, Any]:
+    try:
+        message = json.loads(line)
+        if unknown := set(message) - {"shape", "outage_s", "reset"}:
+            raise ValueError(f"{', '.join(sorted(unknown))}: must be shape, outage_s or reset")
+        if "shape" in message:
+            link.change(Link.model_validate(message["shape"]))
+        if "outage_s" in message:
+            link.outage(float(message["outage_s"]))
+        if message.get("reset"):
+            link.reset()
+    except (ValueError, TypeError, ValidationError) as error:
+        return {"error": str(error)}
+    return {"traffic": asdict(link.traffic)}
+
+
+def address_of(text: str) -> tuple[str, int]:
+    """Split host:port; raises ValueError for other text."""
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65_535:
+        raise ValueError(f"must be host:port, not {text!r}")
+    return host, int(port)
+
+
+async def serve(
+    control: tuple[str, int], forwards: list[tuple[tuple[str, int], tuple[str, int]]]
+) -> None:
+    """Forward connections, each from one address to another, until SIGTERM."""
+    link = ShapedLink(Link.model_validate({}))
+    stopped = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
+    async with AsyncExitStack() as stack:
+        for listen, target in forwards:
+            await stack.enter_async_context(link.forward(listen, target))
+        server = await asyncio.start_server(control_of(link), *control)
+        await stopped.wait()
+        server.close()
+
+
+def main() -> None:
+    """Run the link of the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    add = parser.add_argument
+    add("--control", type=address_of, required=True, help="host:port of the control port")
+    forward_help = "host:port=host:port; may be repeated"
+    add("--forward", action="append", required=True, metavar="LISTEN=TARGET", help=forward_help)
+    given = parser.parse_args()
+    pairs = [text.partition("=") for text in given.forward]
+    forwards = [(address_of(listen), address_of(target)) for listen, _, target in pairs]
+    with asyncio.Runner(loop_factory=exact_loop) as runner:
+        runner.run(serve(given.control, forwards))
+
+
+if __name__ == "__main__":
+    main()

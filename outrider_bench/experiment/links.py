@@ -1,0 +1,268 @@
+"""A proxy that shapes TCP connections: round trip, jitter, bandwidth, loss, outages and resets.
+
+Knows bytes and times, but no protocol. It needs a loop with exact timers, see `exact_loop`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import selectors
+import socket
+import struct
+from collections import deque
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from outrider_bench.experiment.records import LinkTraffic
+from outrider_bench.experiment.spec import Link
+
+SEGMENT_BYTES = 1_460
+"""The payload of a TCP segment over Ethernet."""
+
+_LEAST_QUEUE_BYTES = 1 << 20
+_LINGER = struct.pack("ii", 1, 0)
+
+
+def exact_loop() -> asyncio.AbstractEventLoop:
+    """An event loop that does not round timers to milliseconds, as epoll and libuv do."""
+    return asyncio.SelectorEventLoop(selectors.SelectSelector())
+
+
+@dataclass(slots=True)
+class _Wire:
+    """One direction of a link. All connections share it."""
+
+    free_at: float = 0.0
+    byte_count: int = 0
+
+
+@dataclass(eq=False)
+class ShapedLink:
+    """A link in both directions.
+
+    Its shape may be changed while it runs. Bytes under way keep the shape with which they left.
+    """
+
+    shape: Link
+    seed: int = 0
+    connection_count: int = 0
+    lost_segment_count: int = 0
+    held_until: float = 0.0
+    """The loop's time at which an outage ends."""
+
+    def __post_init__(self) -> None:
+        self.up = _Wire()
+        self.down = _Wire()
+        self._random = random.Random(self.seed)
+        self._ends: set[_End] = set()
+
+    def change(self, shape: Link) -> None:
+        """Set the shape for bytes that come from now on."""
+        self.shape = shape
+        self.up.free_at = self.down.free_at = 0.0
+
+    def outage(self, seconds: float) -> None:
+        """Hold all bytes and new connections back for some seconds; nothing is lost."""
+        self.held_until = asyncio.get_running_loop().time() + seconds
+
+    def reset(self) -> None:
+        """Cut all connections: both sides receive RST, as from a machine that was restarted."""
+        for end in list(self._ends):
+            end.reset()
+
+    @property
+    def traffic(self) -> LinkTraffic:
+        """Bytes and connections since the start."""
+        return LinkTraffic(
+            self.up.byte_count, self.down.byte_count, self.connection_count, self.lost_segment_count
+        )
+
+    @property
+    def round_trip_s(self) -> float:
+        """Seconds that it adds to a round trip, without jitter."""
+        return self.shape.round_trip_ms / 1000
+
+    @property
+    def queue_bytes(self) -> int:
+        """Bytes under way at which the sender must wait, as with TCP's window.
+
+        The limit is for each connection and direction.
+        """
+        product = self.shape.mbit_s * 125_000 * self.round_trip_s
+        return max(_LEAST_QUEUE_BYTES, round(2 * product))
+
+    @asynccontextmanager
+    async def forward(
+        self, listen: tuple[str, int], target: tuple[str, int]
+    ) -> AsyncIterator[None]:
+        """Forward connections from `listen` to `target` until the context ends.
+
+        May be called for several ports.
+        """
+        loop = asyncio.get_running_loop()
+        server = await loop.create_server(lambda: _End(self, target), *listen)
+        try:
+            yield
+        finally:
+            server.close()
+            self.reset()
+            await asyncio.sleep(0)  # transports close in the loop's next turn
+
+    def schedule(
+        self, wire: _Wire, data: bytes, leaves: float, last: float
+    ) -> Iterator[tuple[float, bytes]]:
+        """Yield the pieces of `data` with the times at which they arrive.
+
+        The data leaves at `leaves`. No piece arrives before `last`, the time of the one before it.
+        """
+        shape = self.shape
+        rate = shape.mbit_s * 125_000
+        jitter_s = self._random.uniform(0.0, shape.jitter_ms / 1000)
+        size = SEGMENT_BYTES if rate or shape.loss else len(data)
+        for start in range(0, len(data), size):
+            piece = data[start : start + size]
+            wire.free_at = max(wire.free_at, leaves)
+            if rate:
+                wire.free_at += len(piece) / rate
+            at = wire.free_at + self.round_trip_s / 2 + jitter_s
+            if shape.loss and self._random.random() < shape.loss:
+                self.lost_segment_count += 1
+                at += max(shape.retransmit_ms / 1000, self.round_trip_s)
+            last = max(last, at)
+            yield last, piece
+
+
+@dataclass(eq=False)
+class _End(asyncio.Protocol):
+    """One end of a connection. Received bytes wait here until they are due at the other end.
+
+    An end that was accepted dials its target, which makes the other end.
+    """
+
+    link: ShapedLink
+    target: tuple[str, int] | None
+    peer: _End | None = None
+    opens_at: float = 0.0
+    """When the handshake is over. Nothing leaves before."""
+    is_full: bool = False
+    """Whether this end's socket takes no more bytes for now."""
+    queue: deque[tuple[float, bytes | None]] = field(default_factory=deque)
+    """Times with bytes, with b"" for the end of the stream, or None for that of the connection."""
+
+    def __post_init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._dialling: asyncio.Task[None] | None = None
+        self._waiting_bytes = 0
+        self._last = 0.0
+        self._wire = self.link.up if self.target is not None else self.link.down
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # create_server and create_connection make no other transport.
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self.link._ends.add(self)
+        if self.target is not None:
+            self.link.connection_count += 1
+            self.opens_at = max(self._loop.time(), self.link.held_until) + self.link.round_trip_s
+            self._dialling = asyncio.create_task(self._dial(*self.target))
+
+    async def _dial(self, host: str, port: int) -> None:
+        """Connect to the target when the handshake reaches it; a refusal becomes RST."""
+        await asyncio.sleep(self.opens_at - self.link.round_trip_s / 2 - self._loop.time())
+        # An outage may have begun meanwhile.
+        await asyncio.sleep(self.link.held_until - self._loop.time())
+        far = _End(self.link, None, peer=self)
+        try:
+            await self._loop.create_connection(lambda: far, host, port)
+        except OSError:
+            self.reset()
+            return
+        self.peer = far
+        self._arm()
+
+    def data_received(self, data: bytes) -> None:
+        self._wire.byte_count += len(data)
+        self._waiting_bytes += len(data)
+        leaves = max(self._loop.time(), self.opens_at)
+        self._put(*self.link.schedule(self._wire, data, leaves, self._last))
+        if self._waiting_bytes > self.link.queue_bytes and self._transport is not None:
+            self._transport.pause_reading()
+
+    def eof_received(self) -> bool:
+        self._put((self._in_order(), b""))
+        return True  # the other direction stays open
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.link._ends.discard(self)
+        self._transport = None
+        self._put((self._in_order(), None))
+
+    def pause_writing(self) -> None:
+        self.is_full = True
+
+    def resume_writing(self) -> None:
+        self.is_full = False
+        if self.peer is not None:
+            self.peer._arm()
+
+    def reset(self) -> None:
+        """Send RST and forget everything."""
+        self.queue.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._dialling is not None:
+            self._dialling.cancel()
+        if self._transport is not None:
+            connection = self._transport.get_extra_info("socket")
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER)
+            self._transport.abort()
+
+    def _in_order(self) -> float:
+        """When an end of stream or connection that comes now is due."""
+        return max(self._last, self._loop.time() + self.link.round_trip_s / 2)
+
+    def _put(self, *pieces: tuple[float, bytes | None]) -> None:
+        for at, piece in pieces:
+            self._last = at
+            self.queue.append((at, piece))
+        self._arm()
+
+    def _arm(self) -> None:
+        """Set the timer for the next piece, if there is one that the other end can take."""
+        if self._timer is None and self.queue and self.peer is not None and not self.peer.is_full:
+            due = max(self.queue[0][0], self.link.held_until)
+            self._timer = self._loop.call_at(due, self._deliver)
+
+    def _deliver(self) -> None:
+        """Hand all due pieces to the other end."""
+        self._timer = None
+        peer = self.peer
+        while self.queue and peer is not None and not peer.is_full:
+            due = max(self.queue[0][0], self.link.held_until)
+            if due > self._loop.time():
+                break
+            _, piece = self.queue.popleft()
+            peer._take(piece)
+            self._waiting_bytes -= len(piece or b"")
+        if self._transport is not None and self._waiting_bytes <= self.link.queue_bytes // 2:
+            self._transport.resume_reading()
+        self._arm()
+
+    def _take(self, piece: bytes | None) -> None:
+        """Send a piece that came over the link."""
+        if self._transport is None or self._transport.is_closing():
+            return
+        if piece is None:
+            self._transport.close()
+        elif piece:
+            self._transport.write(piece)
+        elif self._transport.can_write_eof():
+            try:
+                self._transport.write_eof()
+            except OSError:
+                # This side has hung up too, but the loop has not seen it yet.
+                self._transport.abort()

@@ -1,0 +1,185 @@
+"""Sends a workload's requests to gateways and times the answers.
+
+Answers are kept as bytes and parsed after the measurement, so that parsing takes no time from it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from outrider_bench.experiment.launches import Endpoint
+from outrider_bench.experiment.spec import Workload
+from outrider_bench.experiment.traffic import Request
+from outrider_bench.raw_client import stream
+from outrider_bench.ways import Sample, counters
+
+TENTH_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Settings that all requests of a measurement share."""
+
+    speculation: Mapping[str, Any]
+    temperature: float
+    tenant: str
+    """Drafters keep the n-grams of different tenants apart."""
+
+
+@dataclass(slots=True)
+class _Answer:
+    """One request's answer: its blocks of bytes with their times of arrival."""
+
+    started: float
+    blocks: list[tuple[float, bytes]] = field(default_factory=list)
+    error: str = ""
+
+
+@dataclass(slots=True)
+class Played:
+    """The answers of one verifier."""
+
+    sample: Sample
+    tokens: list[tuple[float, int]] = field(default_factory=list)
+    """Numbers of tokens, with seconds since the first request of all verifiers."""
+    texts: list[str] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+
+
+async def play(
+    requests: Sequence[Request], workload: Workload, endpoint: Endpoint, asked: Asked, began: float
+) -> Played:
+    """Send a verifier its requests as the workload's arrivals say.
+
+    `began` is the time of the first request of all verifiers, by `time.perf_counter`. A request
+    that fails is an error of the result, not an exception.
+    """
+    before = await counters(endpoint.metrics_port, endpoint.address)
+    started = time.perf_counter()
+    if workload.arrivals == "closed":
+        answers, full_s = await _closed(requests, workload.batch, endpoint, asked)
+    else:
+        answers, full_s = await _open(requests, endpoint, asked, started), 0.0
+    seconds = time.perf_counter() - started
+    after = await counters(endpoint.metrics_port, endpoint.address)
+    sample = Sample(0, seconds, full_s=full_s)
+    sample.counters = {name: value - before.get(name, 0.0) for name, value in after.items()}
+    played = Played(sample)
+    for request, answer in zip(requests, answers, strict=True):
+        _read(request, answer, started, began, played)
+    return played
+
+
+async def _closed(
+    requests: Sequence[Request], batch: int, endpoint: Endpoint, asked: Asked
+) -> tuple[list[_Answer], float]:
+    """Keep `batch` requests under way. Returns the answers and the seconds at the full batch."""
+    answers: dict[int, _Answer] = {}
+    waiting = iter(enumerate(requests))
+    ended: list[float] = []
+    started = time.perf_counter()
+
+    async def worker() -> None:
+        for i, request in waiting:
+            answers[i] = await _ask(request, endpoint, asked)
+        ended.append(time.perf_counter() - started)
+
+    await asyncio.gather(*(worker() for _ in range(batch)))
+    return [answers[i] for i in range(len(requests))], ended[0]
+
+
+async def _open(
+    requests: Sequence[Request], endpoint: Endpoint, asked: Asked, started: float
+) -> list[_Answer]:
+    """Send each request at its time, however many are under way."""
+
+    async def ask_at(request: Request) -> _Answer:
+        await asyncio.sleep(started + request.at - time.perf_counter())
+        return await _ask(request, endpoint, asked)
+
+    return await asyncio.gather(*(ask_at(request) for request in requests))
+
+
+async def _ask(request: Request, endpoint: Endpoint, asked: Asked) -> _Answer:
+    body = {
+        "model": endpoint.model,
+        "prompt": request.prompt,
+        "max_tokens": request.output_tokens,
+        "temperature": asked.temperature,
+        "speculation": dict(asked.speculation),
+        "stream": True,
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        "ignore_eos": True,
+        **({} if request.seed is None else {"seed": request.seed}),
+    }
+    answer = _Answer(time.perf_counter())
+    headers = {"Authorization": f"Bearer {asked.tenant}"}
+    try:
+        async for block in stream(endpoint.http_port, body, headers, endpoint.address):
+            answer.blocks.append((time.perf_counter(), block))
+    except (RuntimeError, OSError) as error:
+        answer.error = f"{endpoint.name}: {error}"
+    return answer
+
+
+def _read(request: Request, answer: _Answer, started: float, began: float, played: Played) -> None:
+    """Add an answer to `played`; `started` is when this verifier's turn began."""
+    if answer.error:
+        played.errors.append(answer.error)
+        return
+    text = ""
+    count = 0
+    first = last = 0.0
+    for at, event in _events(answer.blocks):
+        text += "".join(choice.get("text", "") for choice in event.get("choices", ()))
+        now = (event.get("usage") or {}).get("completion_tokens", count)
+        if now > count:
+            played.tokens.append((at - began, now - count))
+            first = first or at
+            last = at
+            count = now
+    played.texts.append(text)
+    if count != request.output_tokens:
+        played.errors.append(f"an answer has {count} tokens, not {request.output_tokens}")
+    if count == 0:
+        return
+    sample = played.sample
+    sample.tokens += count
+    sample.ttft.append(first - answer.started)
+    sample.tpot.append((last - first) / max(count - 1, 1))
+    sample.requests.append((first - started, last - started, count))
+
+
+def _events(blocks: Sequence[tuple[float, bytes]]) -> list[tuple[float, dict[str, Any]]]:
+    """The stream's JSON events, each with the time of its last byte."""
+    found = []
+    rest = b""
+    for at, block in blocks:
+        *lines, rest = (rest + block).split(b"\n")
+        for line in lines:
+            data = line.strip().removeprefix(b"data: ")
+            if data != line.strip() and data != b"[DONE]":
+                found.append((at, json.loads(data)))
+    return found
+
+
+def timeline(played: Sequence[Played]) -> list[int]:
+    """Tokens of all verifiers in each tenth of a second since the first request."""
+    tokens = [pair for each in played for pair in each.tokens]
+    if not tokens:
+        return []
+    tenths = [0] * (1 + int(max(at for at, _ in tokens) / TENTH_S))
+    for at, count in tokens:
+        tenths[int(at / TENTH_S)] += count
+    return tenths
+
+
+def digest(played: Sequence[Played]) -> str:
+    """SHA-256 of all texts in order."""
+    return hashlib.sha256(json.dumps([each.texts for each in played]).encode()).hexdigest()

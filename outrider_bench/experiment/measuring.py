@@ -1,0 +1,120 @@
+"""One measurement: the load on all verifiers, the events, and the counters before and after."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tokenizers import Tokenizer
+
+from outrider_bench.experiment.energy import Meter
+from outrider_bench.experiment.events import Events
+from outrider_bench.experiment.load import Asked, Played, digest, play, timeline
+from outrider_bench.experiment.records import DRAFTED, LinkTraffic, Measurement
+from outrider_bench.experiment.spans import Spans
+from outrider_bench.experiment.spec import Experiment
+from outrider_bench.experiment.stack import Backend, Drafting
+from outrider_bench.experiment.traffic import requests_of, warm_up_of
+
+
+@dataclass(slots=True)
+class Bench:
+    """Running verifiers, with drafters beside them or without."""
+
+    backend: Backend
+    drafting: Drafting | None
+    tokenizer: Tokenizer
+    spans: Spans | None
+
+    async def warm_up(self, experiment: Experiment, way: str) -> None:
+        """Send requests that are not counted, so that the verifiers learn the costs of steps."""
+        workload = experiment.workload
+        requests = warm_up_of(workload, self.tokenizer)
+        closed = workload.model_copy(update={"arrivals": "closed", "batch": workload.under_way})
+        asked = _asked(experiment, way, "warm-up")
+        began = time.perf_counter()
+        endpoints = self.backend.endpoints
+        playing = [play(requests, closed, endpoint, asked, began) for endpoint in endpoints]
+        if closed.verifiers == "together":
+            await asyncio.gather(*playing)
+            return
+        # Verifiers that serve in turn must learn alone. Beside another one drafting seems a loss.
+        for each in playing:
+            await each
+
+    async def measure(self, experiment: Experiment, way: str, tenant: str) -> Measurement:
+        """Play the workload once; `tenant` must be new, so that no n-grams are known."""
+        cpu_before = await self._cpu_s()
+        traffic_before = await self._traffic()
+        if self.spans is not None:
+            self.spans.clear()
+        events = Events(experiment, self.drafting if way == DRAFTED else None)
+        asked = _asked(experiment, way, tenant)
+        meter = Meter()
+        meter.start()
+        began = time.perf_counter()
+        try:
+            async with asyncio.TaskGroup() as group:
+                playing = group.create_task(self._play(experiment, asked, began))
+                events.begin(group, playing)
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from errors
+        played = playing.result()
+        joules = meter.joules()
+        return Measurement(
+            way,
+            [each.sample for each in played],
+            cpu_s=_grown(cpu_before, await self._cpu_s()),
+            links=_carried(traffic_before, await self._traffic()),
+            step_split_s=await self.spans.split() if self.spans is not None else {},
+            timeline=timeline(played),
+            events=events.played,
+            watts=joules / (time.perf_counter() - began) if joules is not None else None,
+            texts_sha256=digest(played),
+            errors=[error for each in played for error in each.errors] + events.errors,
+        )
+
+    async def _play(self, experiment: Experiment, asked: Asked, began: float) -> list[Played]:
+        """All verifiers at the same time, or one after the other."""
+        workload = experiment.workload
+        turns = [
+            (requests_of(workload, self.tokenizer, place), endpoint)
+            for place, endpoint in enumerate(self.backend.endpoints)
+        ]
+        playing = (play(requests, workload, endpoint, asked, began) for requests, endpoint in turns)
+        if workload.verifiers == "in-turn":
+            return [await turn for turn in playing]
+        return await asyncio.gather(*playing)
+
+    async def _cpu_s(self) -> dict[str, float]:
+        found = await self.backend.processes.cpu_s()
+        if self.drafting is not None:
+            found |= await self.drafting.processes.cpu_s()
+        return {**found, "load": time.process_time()}
+
+    async def _traffic(self) -> dict[str, LinkTraffic]:
+        return await self.drafting.traffic() if self.drafting is not None else {}
+
+
+def _asked(experiment: Experiment, way: str, tenant: str) -> Asked:
+    return Asked({"enabled": way == DRAFTED}, experiment.workload.temperature, tenant)
+
+
+def _grown(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
+    return {name: value - before.get(name, 0.0) for name, value in after.items()}
+
+
+def _carried(
+    before: Mapping[str, LinkTraffic], after: Mapping[str, LinkTraffic]
+) -> dict[str, LinkTraffic]:
+    return {
+        name: LinkTraffic(
+            now.up_bytes - before[name].up_bytes,
+            now.down_bytes - before[name].down_bytes,
+            now.connection_count - before[name].connection_count,
+            now.lost_segment_count - before[name].lost_segment_count,
+        )
+        for name, now in after.items()
+    }

@@ -1,0 +1,233 @@
+"""`outrider experiment predict FILE`: simulates an experiment on the costs of a profile."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import click
+from rich.console import Console
+from tokenizers import Tokenizer
+
+from outrider.process.usage import invoke, refuse
+from outrider.tokenizer import load_tokenizer
+from outrider_bench.experiment.cell_scenarios import Load, check, load_of, scenario_of
+from outrider_bench.experiment.profile_record import Profile
+from outrider_bench.experiment.recording import Recorder
+from outrider_bench.experiment.records import IDLE, PLAIN, Folder, LinkTraffic, Measurement
+from outrider_bench.experiment.report.command import validation, validation_table
+from outrider_bench.experiment.schedule import ways_of
+from outrider_bench.experiment.spec import Cell, Experiment, Target, drafters_of, load
+from outrider_bench.experiment.unmeasured import profile_of
+from outrider_bench.simulator.simulation import Simulation
+
+_PROGRAM = "outrider experiment predict"
+_DRAFT_MODEL = Path("models/draft")
+_RUNS = Path("bench/out/experiments")
+
+
+def main(arguments: list[str]) -> int:
+    """The exit status: 0, or 2 for a wrong file."""
+    status: int = invoke(_command, _PROGRAM, arguments)
+    return status
+
+
+@click.command()
+@click.argument("file", type=click.Path(path_type=Path, dir_okay=False, exists=True))
+@click.option(
+    "--profile",
+    "paths",
+    type=click.Path(path_type=Path),
+    multiple=True,
+    default=("profile.json",),
+    help="File of outrider profile. Repeat it for more targets; a cell takes the first that fits.",
+)
+@click.option(
+    "--validate",
+    type=click.Path(path_type=Path),
+    help="Folder of a run of FILE. Predictions are written there and printed beside measurements.",
+)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    default=_RUNS,
+    help=f"Directory for predictions without a run to compare with; {_RUNS} unless given.",
+)
+def _command(file: Path, paths: tuple[Path, ...], validate: Path | None, out: Path) -> int:
+    """Simulate an experiment FILE on the costs of a profile, or on the cost table of FILE."""
+    console = Console() if sys.stdout.isatty() else Console(width=200)
+    try:
+        experiment = load(file)
+        profiles = (
+            [profile_of(experiment)] if experiment.costs else [Profile.load(path) for path in paths]
+        )
+        folder = (
+            _run(validate, experiment) if validate is not None else _own(out, experiment, profiles)
+        )
+        predict(experiment.cells(), profiles, folder, console)
+        if validate is not None:
+            console.print(validation_table(validation(folder)))
+    except ValueError as error:
+        refuse(_PROGRAM, str(error))
+    print(f"written: {folder.path}")
+    return 0
+
+
+def _run(path: Path, experiment: Experiment) -> Folder:
+    """The folder of a run of this very experiment."""
+    folder = Folder(path)
+    if not (path / "run.json").is_file():
+        raise ValueError(f"--validate: {path} is no folder of a run")
+    if folder.about()["experiment"] != experiment.model_dump(mode="json"):
+        raise ValueError(f"--validate: {path} is a run of another experiment")
+    return folder
+
+
+def _own(out: Path, experiment: Experiment, profiles: Sequence[Profile]) -> Folder:
+    """A folder for these profiles and this very experiment."""
+    names = (
+        "".join([profile.model_dump_json() for profile in profiles]) + experiment.model_dump_json()
+    )
+    folder = Folder(
+        out / experiment.name / f"predicted-{hashlib.sha256(names.encode()).hexdigest()[:8]}"
+    )
+    first, wanted = profiles[0], experiment.model_dump(mode="json")
+    folder.begin(
+        {
+            "machine": first.machine,
+            "commit": first.commit,
+            "experiment": wanted,
+            "began": first.measured_at,
+        }
+    )
+    return folder
+
+
+def predict(
+    cells: Sequence[Cell], profiles: Sequence[Profile], folder: Folder, console: Console
+) -> None:
+    """Write a prediction for each cell and way; raises ValueError if a cell cannot be predicted."""
+    predictor = Predictor(profiles)
+    for cell in cells:
+        for way in ways_of(cell):
+            found = predictor.measurement(cell, way)
+            folder.save(cell.key, 0, found, predicted=True)
+            console.print(
+                f"{cell.key}, {way}: {_rate(cell, found):.1f} tokens/s",
+                markup=False,
+                highlight=False,
+            )
+
+
+def _rate(cell: Cell, found: Measurement) -> float:
+    if cell.experiment.workload.verifiers == "in-turn":
+        return sum(sample.tokens for sample in found.samples) / sum(
+            sample.seconds for sample in found.samples
+        )
+    return found.tokens_per_s
+
+
+@dataclass(slots=True)
+class Predictor:
+    """Simulates cells. It records texts once for each target, and runs equal simulations once."""
+
+    profiles: Sequence[Profile]
+    _recorders: dict[str, Recorder] = field(default_factory=dict)
+    _tokenizers: dict[Path, Tokenizer] = field(default_factory=dict)
+    _known: dict[str, Measurement] = field(default_factory=dict)
+
+    def measurement(self, cell: Cell, way: str) -> Measurement:
+        """The predicted measurement of this way; equal for equal cells and profiles."""
+        experiment = cell.experiment
+        try:
+            profile = self._profile(experiment)
+        except ValueError as error:
+            raise ValueError(f"{cell.key}: {error}") from error
+        # Plain decoding uses no drafters and no links, also beside idle drafters.
+        idle = way in (PLAIN, IDLE)
+        key = experiment.model_dump_json(include={"target", "workload"} if idle else None)
+        if key not in self._known:
+            self._known[key] = self._simulate(experiment, PLAIN if idle else way, profile)
+        found = self._known[key]
+        return Measurement(way, found.samples, links=found.links, errors=found.errors)
+
+    def _profile(self, experiment: Experiment) -> Profile:
+        first: ValueError | None = None
+        for profile in self.profiles:
+            try:
+                check(experiment, profile)
+            except ValueError as error:
+                first = first or error
+            else:
+                return profile
+        raise first or ValueError("profile: there is none")
+
+    def _simulate(self, experiment: Experiment, way: str, profile: Profile) -> Measurement:
+        target = experiment.target
+        load = load_of(experiment, self._tokenizer(target))
+        with TemporaryDirectory() as directory:
+            recording = Path(directory, "requests.jsonl")
+            recording.write_text(self._recorded(experiment, load))
+            scenario = scenario_of(experiment, way, profile, load, Path(directory))
+            turns = target.count if experiment.workload.verifiers == "in-turn" else 1
+            samples, errors = [], list[str]()
+            links: dict[str, LinkTraffic] = {}
+            redis: dict[tuple[int, ...], list[int]] = {}
+            for _ in range(turns):
+                simulation = Simulation(
+                    scenario, scenario.loads[0], drafting=bool(scenario.drafters)
+                )
+                simulation.redis_entries = redis
+                outcome = simulation.run()
+                samples += list(outcome.by_verifier.values())
+                errors += outcome.errors
+                _add_traffic(links, experiment, simulation)
+        return Measurement(way, samples, links=links, errors=errors)
+
+    def _recorded(self, experiment: Experiment, load: Load) -> str:
+        drafts = {
+            drafter.family: drafter.model or _DRAFT_MODEL
+            for _, drafter in drafters_of(experiment)
+            if drafter.family == "model"
+        }
+        key = f"{experiment.target.model} {experiment.target.dtype} {drafts}"
+        # A grown target computes the same function.
+        recorder = self._recorders.setdefault(
+            key, Recorder(experiment.target.model, experiment.target.dtype, drafts)
+        )
+        asked = [*load.warm_up, *load.measured]
+        recorded = recorder.record([(kind, prompt, length) for _, kind, prompt, length in asked])
+        timed = [
+            request.model_copy(update={"time": at})
+            for request, (at, *_) in zip(recorded, asked, strict=True)
+        ]
+        return "\n".join([request.model_dump_json() for request in timed])
+
+    def _tokenizer(self, target: Target) -> Tokenizer:
+        if target.model not in self._tokenizers:
+            self._tokenizers[target.model] = load_tokenizer(str(target.model))
+        return self._tokenizers[target.model]
+
+
+def _add_traffic(
+    links: dict[str, LinkTraffic], experiment: Experiment, simulation: Simulation
+) -> None:
+    """Add the bytes of the connected drafters' streams to the links that carry them."""
+    by_name = {name: drafter.link for name, drafter in drafters_of(experiment)}
+    for connection, actor in simulation.drafters.items():
+        name = next(
+            name
+            for name in sorted(by_name, key=len, reverse=True)
+            if connection.startswith(f"{name}-")
+        )
+        link = by_name[name]
+        if link is not None:
+            traffic = links.setdefault(link, LinkTraffic())
+            up, down = actor.byte_counts
+            traffic.up_bytes += up
+            traffic.down_bytes += down
+            traffic.connection_count += 1

@@ -1,0 +1,92 @@
+"""Starts the processes of a stack in order, watches them, and stops them in reverse order."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from outrider_bench.experiment.hosts import Handle, Host, Launch
+
+_READY_S = 300.0
+_LOOK_S = 0.1
+
+
+class StackFailed(Exception):
+    """A process ended, or was not ready in time. The message has its last lines."""
+
+
+@dataclass(slots=True)
+class _Process:
+    host: Host
+    launch: Launch
+    handle: Handle
+    spent_s: float = 0.0
+    """CPU time of its earlier lives."""
+    is_wanted: bool = True
+
+
+class Processes:
+    """Processes by name."""
+
+    def __init__(self) -> None:
+        self._all: dict[str, _Process] = {}
+
+    async def start(self, host: Host, launch: Launch) -> None:
+        """Start a process; raises StackFailed when it cannot be run."""
+        try:
+            handle = await host.start(launch)
+        except OSError as error:
+            raise StackFailed(f"{launch.name} could not be started: {error}") from error
+        self._all[launch.name] = _Process(host, launch, handle)
+
+    def handle(self, name: str) -> Handle:
+        """The handle of a process that was started."""
+        return self._all[name].handle
+
+    async def end(self, name: str, *, kill: bool = False) -> None:
+        """Stop or kill a process; `check` does not miss it."""
+        process = self._all[name]
+        process.is_wanted = False
+        await (process.handle.kill() if kill else process.handle.stop())
+
+    async def again(self, name: str) -> None:
+        """Start a process again after `end`; do nothing if it was not ended."""
+        process = self._all[name]
+        if process.is_wanted:
+            return
+        spent_s = process.spent_s + await process.handle.cpu_s()
+        await self.start(process.host, process.launch)
+        self._all[name].spent_s = spent_s
+
+    async def cpu_s(self) -> dict[str, float]:
+        """CPU seconds of each process since it was first started."""
+        return {
+            name: process.spent_s + await process.handle.cpu_s()
+            for name, process in self._all.items()
+        }
+
+    async def check(self) -> None:
+        """Raise StackFailed with the last lines of a process that should run and does not."""
+        for name, process in self._all.items():
+            if process.is_wanted and not await process.handle.alive():
+                raise StackFailed(f"{name} ended\n{await self._last_lines(name)}")
+
+    async def until(self, who: str, is_ready: Callable[[], Awaitable[bool]]) -> None:
+        """Wait until `is_ready`; raises StackFailed after 300 s or when a process ends."""
+        try:
+            async with asyncio.timeout(_READY_S):
+                while not await is_ready():
+                    await self.check()
+                    await asyncio.sleep(_LOOK_S)
+        except TimeoutError as error:
+            tails = "\n".join([await self._last_lines(name) for name in self._all])
+            raise StackFailed(f"{who} was not ready after {_READY_S:.0f} s\n{tails}") from error
+
+    async def stop(self) -> None:
+        """Stop all processes, the last one first, and forget them."""
+        for name in reversed(list(self._all)):
+            await self._all.pop(name).handle.stop()
+
+    async def _last_lines(self, name: str) -> str:
+        return "\n".join(f"  {name}: {line}" for line in await self._all[name].handle.tail())

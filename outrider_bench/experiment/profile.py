@@ -1,0 +1,159 @@
+"""`outrider profile`: measures forwards, drafting, links and serving before any experiment."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+from pydantic_settings import SettingsConfigDict
+
+from outrider.process.config import Settings, parse
+from outrider.process.usage import refuse
+from outrider_bench.experiment import hardware, machine
+from outrider_bench.experiment.profile_record import Profile, described
+
+_PROGRAM = "outrider profile"
+_MOST_SEQUENCES = 32
+_HOW = {
+    "costs.forwards": "the fastest of up to 100 forwards behind 128 tokens, in a process alone",
+    "costs.prompts": "forwards of prompts of 32 and 256 tokens, the fastest of up to 100",
+    "costs.host": "the engine's own time for steps whose forward takes none, the fastest of 60",
+    "costs.drafting": "forwards of the draft model by threads, and the median lookup of n-grams",
+    "links": "a message of 100 bytes and its answer on a gRPC stream between processes, 400 times",
+    "interference": "mean forwards of target and draft model beside each other over those alone",
+    "served": "a fixed closed load through the gateway, three rounds after one that warms up",
+    "acceptance": "share of the tokens of the load's greedy texts that a drafter guesses right",
+    "serving": "the difference of the load and its simulation on costs; no experiment enters it",
+}
+
+
+class ProfileSettings(Settings):
+    """Measure forwards, drafting, links and serving on this machine.
+
+    This takes under three minutes for the bundled pair. With --hardware it measures nothing, and
+    makes a cost table of published figures.
+    """
+
+    model_config = SettingsConfigDict(env_prefix="OUTRIDER_PROFILE_")
+
+    out: Path = Path("profile.json")
+    """File to write."""
+
+    target: str = "models/target"
+    """Directory of the target; with --hardware a model by name."""
+
+    draft: str = "models/draft"
+    """Directory of the draft model; with --hardware a model by name."""
+
+    grown: bool = False
+    """Profile the target grown to 154 M parameters, as in experiments."""
+
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "float32"
+    """Type of both models' weights."""
+
+    threads: int | None = Field(None, ge=1)
+    """Threads of the target; unset leaves a core to drafters."""
+
+    draft_threads: list[int] = Field([1])
+    """Numbers of threads of the draft model to measure."""
+
+    hardware: str = ""
+    """Make a table of published figures for this hardware; `list` prints all names."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if min(self.draft_threads, default=0) < 1:
+            raise ValueError("draft_threads must be numbers of at least 1")
+        return self
+
+
+def main(arguments: list[str]) -> int:
+    """The exit status."""
+    settings = parse(ProfileSettings, _PROGRAM, arguments)
+    try:
+        if settings.hardware:
+            return _published(settings)
+        profile = measure(settings)
+    except ValueError as error:
+        refuse(_PROGRAM, str(error))
+    profile.save(settings.out)
+    print(f"written: {settings.out}")
+    return 0
+
+
+def _published(settings: ProfileSettings) -> int:
+    if settings.hardware == "list":
+        print("\n".join(hardware.names()))
+        return 0
+    given = settings.model_fields_set
+    target = settings.target if "target" in given else hardware.TARGET
+    draft = settings.draft if "draft" in given else hardware.DRAFT
+    costs = hardware.table(settings.hardware, target, draft)
+    settings.out.write_text(costs.model_dump_json(indent=1) + "\n")
+    print(f"written: {settings.out}, which is derived from published figures and not measured")
+    return 0
+
+
+def measure(settings: ProfileSettings) -> Profile:
+    """Measure everything in turn; prints the progress."""
+    from outrider_bench.experiment import acceptance, calibration, probes, serving
+    from outrider_bench.simulator import measured_costs
+
+    cores = sorted(os.sched_getaffinity(0))
+    threads = settings.threads or max(1, len(cores) - 1)
+    if threads > len(cores):
+        raise ValueError(f"threads must be at most the {len(cores)} cores, not {threads}")
+    target, draft = _target(settings), Path(settings.draft)
+    here = machine.this_machine()
+    for warning in machine.warnings():
+        print(f"{_PROGRAM}: {warning}", file=sys.stderr)
+    print("links", flush=True)
+    links = probes.round_trips()
+    print("forwards, prompts and drafting", flush=True)
+    costs = measured_costs.measure(
+        target, draft, threads, settings.dtype, settings.draft_threads, _MOST_SEQUENCES
+    )
+    print("drafting beside forwards", flush=True)
+    interference = probes.interference(target, draft, settings.dtype, threads, cores)
+    print("serving a fixed load", flush=True)
+    served = calibration.calibrate(target, draft, settings.dtype, threads)
+    print("fitting the costs of serving", flush=True)
+    fitted = serving.fit(served, costs, target, draft, settings.dtype)
+    print("comparing guesses with the target's texts", flush=True)
+    guessed = acceptance.acceptances(Path(settings.target), draft, settings.dtype)
+    return Profile(
+        machine=described(here),
+        fingerprint=here.fingerprint,
+        commit=machine.commit(Path(__file__).parents[2]),
+        measured_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        target=settings.target + (" grown" if settings.grown else ""),
+        draft=settings.draft,
+        dtype=settings.dtype,
+        threads=threads,
+        how=_HOW,
+        costs=costs,
+        links=links,
+        interference=interference,
+        served=served,
+        serving=fitted,
+        acceptance=guessed,
+    )
+
+
+def _target(settings: ProfileSettings) -> Path:
+    path = Path(settings.target)
+    if not path.is_dir():
+        raise ValueError(f"target must be a directory of a model, which {path} is not")
+    if not settings.grown:
+        return path
+    from outrider.launch.grow import MODEST, grown_checkpoint
+
+    if settings.dtype not in ("float32", "bfloat16"):
+        raise ValueError(
+            f"dtype must be float32 or bfloat16 for a grown target, not {settings.dtype}"
+        )
+    return grown_checkpoint(path, Path("bench/out"), MODEST, settings.dtype)

@@ -1,0 +1,75 @@
+"""A profile: measured costs of one target on one machine, in a JSON file."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from outrider_bench.experiment.calibration import Served
+from outrider_bench.experiment.probes import Interference, RoundTrip
+from outrider_bench.experiment.records import Machine
+from outrider_bench.experiment.serving import Serving
+from outrider_bench.experiment.spec import first_problem
+from outrider_bench.simulator.costs import Costs
+from outrider_bench.simulator.scenario import Share
+
+
+class Profile(BaseModel):
+    """Measured costs. They depend on no experiment."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    machine: dict[str, Any]
+    fingerprint: str
+    """The machine's."""
+    commit: str
+    measured_at: str
+    """In UTC."""
+    target: str
+    draft: str
+    dtype: str
+    threads: int = Field(ge=1)
+    """The target's."""
+    how: dict[str, str]
+    """How each of the fields below was measured."""
+    costs: Costs
+    links: dict[str, RoundTrip] = Field(default_factory=dict)
+    interference: dict[str, Interference] = Field(default_factory=dict)
+    served: list[Served] = Field(default_factory=list)
+    serving: list[Serving] = Field(default_factory=list)
+    acceptance: dict[str, Share] = Field(default_factory=dict)
+    """Chance that a draft token is accepted if those before it are, by family."""
+
+    @property
+    def cores(self) -> list[int]:
+        """The machine's cores."""
+        return list(self.machine["cores"])
+
+    def at(self, way: str) -> list[Serving]:
+        """The costs of serving in this way, the smallest batch first."""
+        found = [serving for serving in self.serving if serving.way == way]
+        return sorted(found, key=lambda serving: serving.batch)
+
+    def save(self, path: Path) -> None:
+        """Write the file."""
+        path.write_text(self.model_dump_json(indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: Path) -> Profile:
+        """Read a file; raises ValueError that names the file, the field and the problem."""
+        try:
+            return cls.model_validate_json(path.read_text())
+        except OSError as error:
+            raise ValueError(f"profile {path}: {error.strerror}") from error
+        except ValidationError as error:
+            raise ValueError(f"profile {path}: {first_problem(error)}") from error
+
+
+def described(machine: Machine) -> dict[str, Any]:
+    """A machine as JSON has it, with keys of NUMA nodes as text."""
+    found = asdict(machine)
+    found["numa_nodes"] = {str(node): cores for node, cores in machine.numa_nodes.items()}
+    return found

@@ -1,0 +1,113 @@
+"""Records texts for the simulator: the target's answers, and a draft model's guesses of them.
+
+N-gram drafters look up in the same tokens. Knows no experiment and no costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from outrider.lm.runner import ModelRunner, SequenceSlice
+from outrider_bench.simulator.traffic import RecordedRequest
+from outrider_bench.simulator.world import RIGHT
+
+WRONG = "-"
+# Drafts go on behind the end of an answer, so this many more tokens are recorded.
+_BEYOND = 32
+# Alternatives to a guess that a draft model remembers, as in drafter_svc.families.forwards.
+_ALTERNATIVES = 3
+
+
+@dataclass(slots=True)
+class Text:
+    """The target's greedy tokens behind a prompt; by draft model, a character for each token."""
+
+    output: list[int]
+    guesses: dict[str, str] = field(default_factory=dict)
+
+
+class Recorder:
+    """Runs a target and draft models once for each prompt."""
+
+    def __init__(self, target: Path, dtype: str, draft_models: dict[str, Path]) -> None:
+        """`draft_models` are directories by the names of their guesses in a recording."""
+        self._target = target
+        self._dtype = dtype
+        self._draft_models = draft_models
+        self._known: dict[tuple[int, ...], Text] = {}
+
+    def record(self, requests: Sequence[tuple[str, list[int], int]]) -> list[RecordedRequest]:
+        """Record requests, each given as kind, prompt and length of the answer."""
+        longest = max([length for _, _, length in requests]) + _BEYOND
+        prompts = dict.fromkeys([tuple(prompt) for _, prompt, _ in requests])
+        nothing = Text([])
+        short = [p for p in prompts if len(self._known.get(p, nothing).output) < longest]
+        self._learn([list(prompt) for prompt in short], longest)
+        return [self._recorded(kind, prompt, length) for kind, prompt, length in requests]
+
+    def _recorded(self, kind: str, prompt: list[int], length: int) -> RecordedRequest:
+        text = self._known[tuple(prompt)]
+        return RecordedRequest(
+            time=0.0,
+            prompt_tokens=len(prompt),
+            output_tokens=length,
+            kind=kind,
+            guesses=text.guesses,
+            prompt_ids=prompt,
+            output_ids=text.output[: length + _BEYOND],
+        )
+
+    def _learn(self, prompts: list[list[int]], count: int) -> None:
+        if not prompts:
+            return
+        pages = -(-(max(map(len, prompts)) + count) // 16) * len(prompts)
+        target = ModelRunner.load(str(self._target), dtype=self._dtype, page_count=pages)
+        for prompt, output in zip(prompts, greedy(target, prompts, count), strict=True):
+            self._known[tuple(prompt)] = Text(output)
+        for name, path in self._draft_models.items():
+            draft = ModelRunner.load(str(path), dtype=self._dtype, page_count=pages)
+            for prompt in prompts:
+                text = self._known[tuple(prompt)]
+                text.guesses[name] = model_guesses(draft, prompt, text.output)
+
+
+def greedy(target: ModelRunner, prompts: Sequence[list[int]], count: int) -> list[list[int]]:
+    """`count` greedy tokens behind each prompt, also beyond an end of the text."""
+    pages = -(-(max(map(len, prompts)) + count) // target.page_size)
+    own = [[*range(i * pages, (i + 1) * pages)] for i in range(len(prompts))]
+    last = [
+        int(target.forward([SequenceSlice(prompt, 0, held, 1)])[0].argmax())
+        for prompt, held in zip(prompts, own, strict=True)
+    ]
+    outputs = [[token] for token in last]
+    while len(outputs[0]) < count:
+        slices = [
+            SequenceSlice([output[-1]], len(prompt) + len(output) - 1, held, 1)
+            for prompt, output, held in zip(prompts, outputs, own, strict=True)
+        ]
+        for output, token in zip(outputs, target.forward(slices).argmax(-1).tolist(), strict=True):
+            output.append(token)
+    return outputs
+
+
+def model_guesses(draft: ModelRunner, prompt: list[int], output: list[int]) -> str:
+    """The rank of each token of `output` among the draft model's likeliest tokens there.
+
+    Returns a character a token: right, the rank of an alternative, or wrong. The model reads the
+    target's tokens, not its own guesses.
+    """
+    text = [*prompt, *output[:-1]]
+    logits_RV = draft.forward(
+        [SequenceSlice(text, 0, [*range(-(-len(text) // draft.page_size))], len(output))]
+    )
+    likeliest_RK = logits_RV.topk(1 + _ALTERNATIVES).indices
+    found_RK = likeliest_RK == torch.tensor(output).unsqueeze(1)
+    characters = [RIGHT, *map(str, range(1, 1 + _ALTERNATIVES))]
+    guesses = ""
+    for row in found_RK.tolist():
+        guesses += characters[row.index(True)] if True in row else WRONG
+    return guesses

@@ -1,0 +1,150 @@
+"""An experiment's results on disk: a folder for each machine, commit and experiment.
+
+    OUT/<experiment>/<run>/run.json                         machine, commit, experiment, command
+    OUT/<experiment>/<run>/cells/<cell>/<way>.<n>.json      repetition n of a way in a cell
+    OUT/<experiment>/<run>/predicted/<cell>/<way>.<n>.json  the same, simulated
+
+Each file is written whole or not at all, so an interrupted run goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from outrider_bench.experiment.spec import Experiment
+from outrider_bench.ways import Sample
+
+PLAIN = "plain"
+"""Plain decoding, with no drafter running."""
+IDLE = "idle"
+"""Plain decoding beside connected drafters that are idle."""
+DRAFTED = "drafted"
+"""Speculative decoding with the drafters of the cell."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """The machine of a measurement. Runs with equal `fingerprint` may share a folder."""
+
+    host: str
+    processor: str
+    cores: list[int]
+    numa_nodes: dict[int, list[int]]
+    memory_bytes: int
+    memory_bytes_per_s: float
+    """Read by one thread; 0 if it was not measured."""
+    gpus: list[str]
+    kernel: str
+    python: str
+    torch: str
+
+    @property
+    def fingerprint(self) -> str:
+        """Eight digits of a hash of everything that does not change between two runs."""
+        fixed = [self.host, self.processor, self.cores, self.memory_bytes, self.gpus, self.torch]
+        return hashlib.sha256(json.dumps(fixed).encode()).hexdigest()[:8]
+
+
+@dataclass(slots=True)
+class LinkTraffic:
+    """Bytes and connections of a link in a measurement; `up` is towards verifier or Redis."""
+
+    up_bytes: int = 0
+    down_bytes: int = 0
+    connection_count: int = 0
+    lost_segment_count: int = 0
+
+
+@dataclass(slots=True)
+class Measurement:
+    """One repetition of one way in one cell."""
+
+    way: str
+    samples: list[Sample]
+    """One for each verifier, or turn; their counters are the verifier's metrics."""
+    cpu_s: dict[str, float] = field(default_factory=dict)
+    """CPU seconds by process."""
+    links: dict[str, LinkTraffic] = field(default_factory=dict)
+    step_split_s: dict[str, float] = field(default_factory=dict)
+    """Seconds by phase of a step, from spans; empty if none were recorded."""
+    timeline: list[int] = field(default_factory=list)
+    """Tokens in each tenth of a second since the first request."""
+    events: list[dict[str, Any]] = field(default_factory=list)
+    watts: float | None = None
+    """None if no energy counter can be read."""
+    texts_sha256: str = ""
+    """A hash of all texts in order, to compare greedy and seeded texts across ways."""
+    errors: list[str] = field(default_factory=list)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """The rates of all verifiers added up. It has no meaning for verifiers in turn."""
+        return sum(sample.tokens_per_s for sample in self.samples)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Measurement:
+        """The measurement of a file's content."""
+        samples = [Sample(**sample) for sample in data["samples"]]
+        for sample in samples:
+            sample.requests = [(first, last, count) for first, last, count in sample.requests]
+        links = {name: LinkTraffic(**traffic) for name, traffic in data["links"].items()}
+        return cls(**{**data, "samples": samples, "links": links})
+
+
+class Folder:
+    """The folder of one run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @classmethod
+    def of(cls, out: Path, experiment: Experiment, machine: Machine, commit: str) -> Folder:
+        """The folder for this machine, experiment and commit, see `machine.commit`."""
+        digest = hashlib.sha256(experiment.model_dump_json().encode()).hexdigest()[:8]
+        return cls(out / experiment.name / f"{machine.fingerprint}-{commit}-{digest}")
+
+    def begin(self, about: dict[str, Any]) -> None:
+        """Write `run.json` unless the run has begun before."""
+        if not (self.path / "run.json").exists():
+            self._write(self.path / "run.json", about)
+
+    def about(self) -> dict[str, Any]:
+        """The content of `run.json`; raises OSError if it is missing."""
+        found: dict[str, Any] = json.loads((self.path / "run.json").read_text())
+        return found
+
+    def has(self, cell_key: str, way: str, repetition: int) -> bool:
+        """Whether a repetition of a way in a cell was measured."""
+        return (self._cell(cell_key, predicted=False) / f"{way}.{repetition}.json").exists()
+
+    def save(
+        self, cell_key: str, repetition: int, measurement: Measurement, *, predicted: bool = False
+    ) -> None:
+        """Write a measurement, or a prediction."""
+        cell = self._cell(cell_key, predicted=predicted)
+        self._write(cell / f"{measurement.way}.{repetition}.json", asdict(measurement))
+
+    def measurements(
+        self, cell_key: str, *, predicted: bool = False
+    ) -> Iterator[tuple[int, Measurement]]:
+        """All measurements of a cell with their repetition, in order of repetition."""
+        files = self._cell(cell_key, predicted=predicted).glob("*.json")
+        numbered = sorted([(int(file.suffixes[-2][1:]), file) for file in files])
+        for repetition, file in numbered:
+            yield repetition, Measurement.from_json(json.loads(file.read_text()))
+
+    def _cell(self, cell_key: str, *, predicted: bool) -> Path:
+        return self.path / ("predicted" if predicted else "cells") / cell_key
+
+    @staticmethod
+    def _write(path: Path, data: dict[str, Any]) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(data, indent=1))
+        os.replace(partial, path)

@@ -1,0 +1,246 @@
+"""`outrider experiment run FILE`: measures all cells of an experiment on real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import shlex
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from fnmatch import fnmatch
+from pathlib import Path
+from statistics import median
+from typing import ClassVar, Literal
+
+from pydantic import Field
+from pydantic_settings import SettingsConfigDict
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from outrider.errors import OutriderError, invalid
+from outrider.process.config import Settings, parse
+from outrider.process.usage import refuse
+from outrider_bench.experiment import machine, stack
+from outrider_bench.experiment.places import Places, Where, places
+from outrider_bench.experiment.processes import StackFailed
+from outrider_bench.experiment.records import DRAFTED, IDLE, PLAIN, Folder
+from outrider_bench.experiment.remote import parse_hosts
+from outrider_bench.experiment.schedule import Runner, ways_of
+from outrider_bench.experiment.spec import Cell, Experiment, Target, load
+from outrider_bench.experiment.tls import Tls
+
+PROGRAM = "outrider experiment run"
+_INTERRUPTED = 130
+_ROOT = Path(__file__).parents[2]
+
+
+class RunSettings(Settings):
+    """Measure the cells of an experiment file. FILE is the same as --file.
+
+    A run that was interrupted goes on where it stopped when it is started again.
+    """
+
+    model_config = SettingsConfigDict(env_prefix="OUTRIDER_EXPERIMENT_")
+
+    argument: ClassVar = "file"
+
+    file: Path
+    """The experiment, a YAML file; docs/placement.md describes it."""
+
+    leave_out: list[str] = Field(default_factory=list)
+    """Cells to skip, by names or patterns such as *container*; a later run may add them."""
+
+    with_: Literal["processes", "compose"] = "processes"
+    """Run containers where the file says so (processes), or run all processes as containers
+    (compose)."""
+
+    hosts: str = ""
+    """Addresses of `outrider agent` on the file's machines: a=10.0.0.2:7070,b=10.0.0.3:7070."""
+
+    tls_cert: Path | None = None
+    """PEM file with this machine's certificate, for agents beyond loopback."""
+
+    tls_key: Path | None = None
+    """PEM file with its key."""
+
+    tls_ca: Path | None = None
+    """PEM file with the authorities that signed the agents' certificates."""
+
+    out: Path = Path("bench/out/experiments")
+    """Directory for the results: a folder for each experiment, machine and commit."""
+
+    @property
+    def tls(self) -> Tls | None:
+        """The files, if named; raises OutriderError(INVALID_VALUE) if some are missing."""
+        return Tls.of(self.tls_cert, self.tls_key, self.tls_ca)
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command and return its exit status.
+
+    0 after the last measurement, 1 if a process failed, 2 for a wrong file or setting, 130 after
+    Ctrl-C.
+    """
+    settings = parse(RunSettings, PROGRAM, arguments)
+    command = f"{PROGRAM} {shlex.join(arguments)}"
+    console = Console()
+    try:
+        experiment = load(settings.file)
+        cells = chosen(experiment, settings.leave_out)
+        asyncio.run(run(settings, experiment, cells, console, command))
+    except KeyboardInterrupt:
+        console.print(f"stopped; to go on, run the same command again: {command}")
+        return _INTERRUPTED
+    except (StackFailed, OSError) as error:
+        print(f"{PROGRAM}: {error}", file=sys.stderr)
+        return 1
+    except (ValueError, OutriderError) as error:
+        refuse(PROGRAM, str(error))
+    return 0
+
+
+async def run(
+    settings: RunSettings,
+    experiment: Experiment,
+    cells: Sequence[Cell],
+    console: Console,
+    command: str,
+) -> None:
+    """Measure all missing repetitions, and print a summary.
+
+    Raises OutriderError(INVALID_VALUE) if this machine or the places do not fit the experiment, and
+    OSError or StackFailed when a process, an agent or the engine fails.
+    """
+    where = Where(parse_hosts(settings.hosts), settings.tls, settings.with_ == "compose")
+    async with places([cell.experiment for cell in cells], where, machine.commit(_ROOT)) as found:
+        for cell in cells:
+            machine.check(cell.experiment)
+            stack.check(cell.experiment, found)
+        folder = open_folder(settings.out, experiment, console, command, found)
+        for warning in machine.warnings():
+            console.print(f"[yellow]warning:[/] {warning}")
+        await measure(experiment, cells, folder, found, console)
+    for line in summary(cells, folder):
+        console.print(line, highlight=False)
+    console.print(f"results: {folder.path}")
+
+
+def chosen(experiment: Experiment, leave_out: Sequence[str]) -> list[Cell]:
+    """The cells that no pattern matches.
+
+    Raises OutriderError(INVALID_VALUE) for a pattern without a cell, and for an experiment on
+    hardware that is not here.
+    """
+    if experiment.costs is not None:
+        problem = "is for hardware that is not here; predict this file in place of running it"
+        raise invalid("costs", problem)
+    cells = experiment.cells()
+    for pattern in leave_out:
+        if not any(fnmatch(cell.key, pattern) for cell in cells):
+            problem = f"must match a cell, such as {cells[0].key}, which {pattern!r} does not"
+            raise invalid("leave-out", problem)
+    return [cell for cell in cells if not any(fnmatch(cell.key, pattern) for pattern in leave_out)]
+
+
+def open_folder(
+    out: Path,
+    experiment: Experiment,
+    console: Console,
+    command: str,
+    found: Places | None = None,
+) -> Folder:
+    """The folder of these machines, commit and experiment; results of others are left alone.
+
+    A new folder records the machine, the commit and `command`, the command line.
+    """
+    here, commit = machine.this_machine(), machine.commit(_ROOT)
+    about = found.about if found is not None else {}
+    version = f"{commit}-{found.digest}" if found is not None and about else commit
+    folder = Folder.of(out, experiment, here, version)
+    others = [other for other in folder.path.parent.glob("*") if other != folder.path]
+    if others and not folder.path.exists():
+        runs = "1 earlier run was" if len(others) == 1 else f"{len(others)} earlier runs were"
+        console.print(f"{runs} of another machine, commit or file; this one does not mix with them")
+    folder.begin(
+        {
+            "machine": dataclasses.asdict(here),
+            "commit": commit,
+            "places": dict(about),
+            "experiment": experiment.model_dump(mode="json"),
+            "command": command,
+            "began": datetime.now(UTC).isoformat(timespec="seconds"),
+        }
+    )
+    return folder
+
+
+def target_model(target: Target) -> Path:
+    """The directory of the target's model. A grown model is made first."""
+    if not target.grown:
+        return target.model
+    from outrider.launch.grow import MODEST, grown_checkpoint
+
+    dtype = "bfloat16" if target.dtype == "auto" else target.dtype
+    return grown_checkpoint(target.model, Path("bench/out"), MODEST, dtype)
+
+
+async def measure(
+    experiment: Experiment, cells: Sequence[Cell], folder: Folder, places: Places, console: Console
+) -> None:
+    """Measure all that the folder lacks; a bar shows the time left."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("time left:"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task(experiment.name, total=len(missing(experiment, cells, folder)))
+
+        def tell(doing: str, finished: int) -> None:
+            progress.update(task, description=doing, advance=finished)
+
+        await Runner(experiment, cells, folder, places, target_model, tell).run()
+
+
+def missing(
+    experiment: Experiment, cells: Sequence[Cell], folder: Folder
+) -> Sequence[tuple[str, str, int]]:
+    """Cell, way and repetition of all missing measurements."""
+    return [
+        (cell.key, way, repetition)
+        for cell in cells
+        for way in ways_of(cell)
+        for repetition in range(experiment.repetitions)
+        if not folder.has(cell.key, way, repetition)
+    ]
+
+
+def summary(cells: Sequence[Cell], folder: Folder) -> list[str]:
+    """A line for each cell: median tokens/s by way, and drafted over plain within repetitions."""
+    return [f"{cell.key}: {_cell_summary(folder, cell.key)}" for cell in cells]
+
+
+def _cell_summary(folder: Folder, key: str) -> str:
+    rates: dict[str, dict[int, float]] = {}
+    error_count = 0
+    for repetition, found in folder.measurements(key):
+        error_count += len(found.errors)
+        tokens = sum(sample.tokens for sample in found.samples)
+        seconds = max(sample.seconds for sample in found.samples)
+        rates.setdefault(found.way, {})[repetition] = tokens / seconds
+    words = [
+        f"{way} {median(rates[way].values()):.1f} tokens/s"
+        for way in (PLAIN, IDLE, DRAFTED)
+        if way in rates
+    ]
+    plain, drafted = rates.get(PLAIN, {}), rates.get(DRAFTED, {})
+    pairs = [rate / plain[number] for number, rate in drafted.items() if number in plain]
+    if pairs:
+        spread = f"{min(pairs):.2f} to {max(pairs):.2f}"
+        words.append(f"drafted / plain {median(pairs):.2f} ({spread})")
+    if error_count:
+        words.append(f"[red]{error_count} errors[/]")
+    return ", ".join(words)

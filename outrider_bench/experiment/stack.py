@@ -1,0 +1,286 @@
+"""Starts the processes of a cell: verifiers with a gateway each, then Redis, links and drafters.
+
+Verifiers stay while drafters, links and Redis come and go, so cells with one target need one start
+of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+
+from outrider.errors import invalid
+from outrider_bench.experiment.hosts import LOOPBACK, LocalHost
+from outrider_bench.experiment.launches import (
+    Dial,
+    Endpoint,
+    drafter_launch,
+    drafters_at_each,
+    gateway_launch,
+    link_launch,
+    process_names,
+    redis_launch,
+    verifier_launch,
+)
+from outrider_bench.experiment.link_process import LinkControl
+from outrider_bench.experiment.places import Places
+from outrider_bench.experiment.processes import Processes
+from outrider_bench.experiment.records import LinkTraffic
+from outrider_bench.experiment.spec import Drafter, Experiment, Link, Target, drafters_of
+
+_ASK_S = 5.0
+
+
+@dataclass(slots=True)
+class Backend:
+    """Running verifiers and their gateways."""
+
+    target: Target
+    endpoints: list[Endpoint]
+    processes: Processes
+    otlp_endpoint: str
+
+    async def has_drafters(self, count: int) -> bool:
+        """Whether every gateway is ready and `count` drafters are connected to its verifier."""
+        async with httpx.AsyncClient(timeout=_ASK_S) as client:
+            ready = [await _is_ready(client, endpoint.url, count) for endpoint in self.endpoints]
+            return all(ready)
+
+
+async def _is_ready(client: httpx.AsyncClient, url: str, count: int) -> bool:
+    try:
+        body = (await client.get(f"{url}/readyz")).json()
+    except (httpx.TransportError, ValueError):
+        return False
+    if body["status"] not in ("ready", "degraded"):
+        return False
+    connected = [
+        drafter
+        for verifier in body["verifiers"]
+        for drafter in verifier.get("drafters", ())
+        if drafter["connected"]
+    ]
+    return len(connected) == count
+
+
+@asynccontextmanager
+async def backend(
+    target: Target, model: Path, places: Places, otlp_endpoint: str = ""
+) -> AsyncIterator[Backend]:
+    """Verifiers without drafters, until the context ends; raises StackFailed if one fails."""
+    processes = Processes()
+    with tempfile.TemporaryDirectory(prefix="outrider-experiment-") as sockets:
+        try:
+            endpoints = []
+            for number in range(1, target.count + 1):
+                name = f"verifier-{number}"
+                host = places.host(name, target.host, False)
+                address = host.address
+                verifier = f"{address}:{await host.free_port()}"
+                uds = Path(sockets, f"{name}.sock") if target.host is None else None
+                ports = (await host.free_port(), await host.free_port())
+                endpoint = Endpoint(name, str(target.model), address, *ports, verifier, uds)
+                await processes.start(host, verifier_launch(target, model, endpoint, otlp_endpoint))
+                gateway = gateway_launch(endpoint, model, await host.free_port(), otlp_endpoint)
+                await processes.start(host, gateway)
+                endpoints.append(endpoint)
+            running = Backend(target, endpoints, processes, otlp_endpoint)
+            await processes.until("the verifiers", lambda: running.has_drafters(0))
+            yield running
+        finally:
+            await asyncio.shield(processes.stop())
+
+
+@dataclass(slots=True)
+class Drafting:
+    """Running drafters of a cell, with their links and Redis."""
+
+    experiment: Experiment
+    backend: Backend
+    processes: Processes
+    links: dict[str, LinkControl] = field(default_factory=dict)
+    _shapes: dict[str, Link] = field(default_factory=dict)
+
+    async def shape(self, experiment: Experiment) -> None:
+        """Give the links the shapes of this cell, and wait until every drafter is connected.
+
+        Drafters that an event ended are started again. Drafters behind a link that changes connect
+        anew, so that a verifier starts each cell with nothing learned over another link.
+        """
+        for name, _ in drafters_of(self.experiment):
+            for process in process_names(self.experiment, name):
+                await self.processes.again(process)
+        for name, control in self.links.items():
+            link = experiment.links[name]
+            await control.shape(link)
+            if self._shapes.setdefault(name, link) != link:
+                self._shapes[name] = link
+                await self._reconnect(name, control)
+        count = drafters_at_each(self.experiment)
+        await self.backend.processes.check()
+        await self.processes.until("the drafters", lambda: self.backend.has_drafters(count))
+
+    async def _reconnect(self, name: str, control: LinkControl) -> None:
+        """Cut a link's connections, and go on when there is a new one."""
+        before = (await control.traffic()).connection_count
+        await control.reset()
+
+        async def connected() -> bool:
+            return (await control.traffic()).connection_count > before
+
+        await self.processes.until(f"link {name}", connected)
+
+    async def traffic(self) -> dict[str, LinkTraffic]:
+        """The traffic of each link since its start."""
+        return {name: await control.traffic() for name, control in self.links.items()}
+
+
+@asynccontextmanager
+async def drafting(
+    experiment: Experiment, backend: Backend, places: Places
+) -> AsyncIterator[Drafting]:
+    """The drafters of a cell, until the context ends; raises StackFailed if one fails."""
+    processes = Processes()
+    running = Drafting(experiment, backend, processes)
+    try:
+        await _Starter(running, places).start()
+        await running.shape(experiment)
+        yield running
+    finally:
+        await asyncio.shield(processes.stop())
+    # The next measurement has no drafters, so wait until the verifiers have lost them.
+    await backend.processes.until("the verifiers", lambda: backend.has_drafters(0))
+
+
+class _Starter:
+    """Starts Redis, links and drafters, in this order."""
+
+    def __init__(self, running: Drafting, places: Places) -> None:
+        self._running = running
+        self._places = places
+        self._experiment = running.experiment
+        self._secret = secrets.token_hex(16)
+
+    async def start(self) -> None:
+        uses_redis = any(d.pool == "redis" for _, d in drafters_of(self._experiment))
+        redis = await self._redis() if uses_redis else ""
+        # By link, the link's address for each target.
+        fronts = {
+            link: await self._link(link, targets) for link, targets in self._targets(redis).items()
+        }
+        for name, drafter in drafters_of(self._experiment):
+            for place, process in enumerate(process_names(self._experiment, name)):
+                await self._drafter(name, process, self._dial(drafter, place, redis, fronts))
+
+    async def _redis(self) -> str:
+        host = self._places.host("redis", None, False)
+        port = await host.free_port()
+        await self._running.processes.start(host, redis_launch(host.address, port))
+        await self._running.processes.until("redis", lambda: _answers(host.address, port))
+        return f"{host.address}:{port}"
+
+    def _targets(self, redis: str) -> dict[str, list[str]]:
+        """The addresses behind each link that drafters use."""
+        verifiers = [endpoint.verifier for endpoint in self._running.backend.endpoints]
+        found: dict[str, list[str]] = {}
+        for _, drafter in drafters_of(self._experiment):
+            if drafter.link is not None:
+                found.setdefault(drafter.link, []).extend(verifiers)
+            if drafter.redis_link is not None:
+                found.setdefault(drafter.redis_link, []).append(redis)
+        return {link: list(dict.fromkeys(targets)) for link, targets in found.items()}
+
+    async def _link(self, name: str, targets: list[str]) -> dict[str, str]:
+        """Start a link; returns the address on which it listens for each target."""
+        host = self._places.host(f"link-{name}", None, False)
+        fronts = {target: f"{host.address}:{await host.free_port()}" for target in targets}
+        control = LinkControl(host.address, await host.free_port())
+        forwards = {front: target for target, front in fronts.items()}
+        launch = link_launch(name, f"{host.address}:{control.address[1]}", forwards)
+        await self._running.processes.start(host, launch)
+        self._running.links[name] = control
+        await self._running.processes.until(f"link {name}", lambda: _is_up(control))
+        return fronts
+
+    def _dial(
+        self, drafter: Drafter, place: int, redis: str, fronts: dict[str, dict[str, str]]
+    ) -> Dial:
+        """The addresses that a drafter's process dials; `place` is its number in the stack."""
+        endpoints = self._running.backend.endpoints
+        mine = endpoints
+        if not drafter.shared:
+            mine = [endpoints[place // drafter.count]]
+        to_verifiers = fronts.get(drafter.link or "", {})
+        to_redis = fronts.get(drafter.redis_link or "", {})
+        return Dial(
+            tuple(to_verifiers.get(endpoint.verifier, endpoint.verifier) for endpoint in mine),
+            mine[0].uds if drafter.transport == "unix" else None,
+            to_redis.get(redis, redis) if drafter.pool == "redis" else None,
+            self._secret,
+        )
+
+    async def _drafter(self, name: str, process: str, dial: Dial) -> None:
+        drafter = self._experiment.drafters[name]
+        target, otlp = self._running.backend.target, self._running.backend.otlp_endpoint
+        host = self._places.host(process, drafter.host, drafter.container)
+        launch = drafter_launch(f"drafters.{name}", process, drafter, target, dial, otlp)
+        await self._running.processes.start(host, launch)
+
+
+async def _answers(address: str, port: int) -> bool:
+    """Whether a process accepts connections at this address."""
+    try:
+        _, writer = await asyncio.open_connection(address, port)
+    except OSError:
+        return False
+    writer.close()
+    await writer.wait_closed()
+    return True
+
+
+async def _is_up(control: LinkControl) -> bool:
+    try:
+        await control.traffic()
+    except ConnectionError:
+        return False
+    return True
+
+
+def check(experiment: Experiment, places: Places) -> None:
+    """Check that a cell's processes can be started, without starting any.
+
+    Raises OutriderError(INVALID_VALUE) that names the field of the file and the problem.
+    """
+    uds = Path("/nowhere/verifier.sock")
+    endpoint = Endpoint("verifier-1", "", LOOPBACK, 1, 2, f"{LOOPBACK}:3", uds)
+    for path, name in _models(experiment):
+        if not path.is_dir():
+            raise invalid(name, f"must be a directory of a model, which {path} is not")
+    places.host("verifier-1", experiment.target.host, False)
+    verifier_launch(experiment.target, experiment.target.model, endpoint, "")
+    for name, drafter in drafters_of(experiment):
+        places.host(f"{name}-1", drafter.host, drafter.container)
+        count = experiment.target.count if drafter.shared else 1
+        redis = f"{LOOPBACK}:4" if drafter.pool == "redis" else None
+        dial = Dial((endpoint.verifier,) * count, uds, redis, "0" * 32)
+        drafter_launch(f"drafters.{name}", f"{name}-1", drafter, experiment.target, dial, "")
+        is_here = isinstance(places.host("redis", None, False), LocalHost)
+        if redis is not None and is_here and shutil.which("redis-server") is None:
+            problem = "redis needs the program redis-server on this machine"
+            raise invalid(f"drafters.{name}.pool", problem)
+
+
+def _models(experiment: Experiment) -> Iterator[tuple[Path, str]]:
+    if experiment.target.host is None:
+        yield experiment.target.model, "target.model"
+    for name, drafter in drafters_of(experiment):
+        if drafter.model is not None and drafter.host is None:
+            yield drafter.model, f"drafters.{name}.model"

@@ -1,0 +1,286 @@
+"""The output of `outrider bench`: tables, JSON, plots, and all of it as one HTML page."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from outrider_bench.ways import Sample
+
+PHASES = ("wait", "pack", "forward", "accept", "commit", "send")
+LOOKUPS = ("chain", "branch", "late", "miss")
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One condition of measurements: kind of prompts, temperature and batch size."""
+
+    kind: str
+    temperature: float
+    batch: int
+
+
+@dataclass(slots=True)
+class Results:
+    """Samples of one pair of models, one a round, by cell and way."""
+
+    pair: str
+    samples: dict[Cell, dict[str, list[Sample]]] = field(default_factory=dict)
+
+    def add(self, cell: Cell, way: str, sample: Sample) -> None:
+        self.samples.setdefault(cell, {}).setdefault(way, []).append(sample)
+
+    def groups(self) -> Iterator[tuple[str, list[Cell]]]:
+        """The cells of each table, with its title."""
+        for kind, temperature in dict.fromkeys(
+            (cell.kind, cell.temperature) for cell in self.samples
+        ):
+            cells = [
+                cell
+                for cell in self.samples
+                if (cell.kind, cell.temperature) == (kind, temperature)
+            ]
+            yield f"{self.pair}; prompts: {kind}; temperature {temperature:g}", cells
+
+    def base(self, names: Sequence[str], rate: Callable[[Sample], float | None]) -> str:
+        """The first of these ways that has such a rate; the others are compared with it."""
+        measured = {
+            way
+            for ways in self.samples.values()
+            for way, samples in ways.items()
+            if any(map(rate, samples))
+        }
+        return next((name for name in names if name in measured), names[0])
+
+    def as_json(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "kind": cell.kind,
+                "temperature": cell.temperature,
+                "batch": cell.batch,
+                "way": way,
+                "tokens_per_s": [sample.tokens_per_s for sample in samples],
+                "full_tokens_per_s": [sample.full_tokens_per_s for sample in samples],
+                "ttft_s": [value for sample in samples for value in sample.ttft],
+                "tpot_s": [value for sample in samples for value in sample.tpot],
+                "counters": [sample.counters for sample in samples],
+            }
+            for cell, ways in self.samples.items()
+            for way, samples in ways.items()
+        ]
+
+
+def tables(results: Results, bases: Sequence[str]) -> Iterator[Table]:
+    """Yield tables of rates, of latencies, and of a step's time by phase.
+
+    Rates are also shown over those of the first of `bases` that has any.
+    """
+    for title, cells in results.groups():
+        yield _rates(f"{title}\ntokens/s", cells, results, bases, _overall)
+        full = (
+            "tokens/s while the batch is full, without the end of a run, when few requests remain"
+        )
+        yield _rates(
+            f"{title}\n{full}", cells, results, bases, lambda sample: sample.full_tokens_per_s
+        )
+        yield _latencies(title, cells, results)
+        yield _steps(title, cells, results)
+
+
+def _ways(cells: list[Cell], results: Results) -> list[str]:
+    return list(dict.fromkeys(way for cell in cells for way in results.samples[cell]))
+
+
+def _overall(sample: Sample) -> float:
+    return sample.tokens_per_s
+
+
+def _rates(
+    title: str,
+    cells: list[Cell],
+    results: Results,
+    bases: Sequence[str],
+    rate: Callable[[Sample], float | None],
+) -> Table:
+    base = results.base(bases, rate)
+
+    table = Table(title=f"{title}; median of the rounds (range), and × {base} of the same round")
+    table.add_column("way")
+    for cell in cells:
+        table.add_column(f"batch {cell.batch}", justify="right")
+        table.add_column("×", justify="right")
+    for way in _ways(cells, results):
+        row = []
+        for cell in cells:
+            samples = results.samples[cell]
+            rates = [
+                value for sample in samples.get(way, []) if (value := rate(sample)) is not None
+            ]
+            row.append(spread(rates, 1) if rates else "–")
+            found = _ratios(samples, way, base, rate)
+            row.append(f"{median(found):.2f}" if found else "–")
+        table.add_row(way, *row)
+    return table
+
+
+def _latencies(title: str, cells: list[Cell], results: Results) -> Table:
+    table = Table(title=f"{title}\nlatency, in tokens, not chunks")
+    labels = ("Median TTFT (ms)", "P99 TTFT (ms)", "Median TPOT (ms)", "P99 TPOT (ms)")
+    for name in ("way", "batch", *labels):
+        table.add_column(name, justify="left" if name == "way" else "right")
+    for way in _ways(cells, results):
+        for cell in cells:
+            samples = results.samples[cell].get(way, [])
+            times = [[v for s in samples for v in getattr(s, name)] for name in ("ttft", "tpot")]
+            if all(times):
+                numbers = [
+                    f"{1000 * value:.1f}"
+                    for values in times
+                    for value in (median(values), p99(values))
+                ]
+                table.add_row(way, str(cell.batch), *numbers)
+    return table
+
+
+def p99(values: list[float]) -> float:
+    """The 99th percentile; of a single value, itself."""
+    if len(values) == 1:
+        return values[0]
+    return quantiles(values, n=100, method="inclusive")[98]
+
+
+def _steps(title: str, cells: list[Cell], results: Results) -> Table:
+    table = Table(
+        title=f"{title}\nthe verifier's steps: milliseconds by phase; tokens that a sequence's "
+        "step commits; the limit is the time of forwards alone for these tokens, on an idle "
+        "machine; then what commits found of the next draft"
+    )
+    columns = (
+        "way",
+        "batch",
+        *PHASES,
+        "tokens / step",
+        "limit, tokens/s",
+        "of limit",
+        "wasted / token",
+        *LOOKUPS,
+        "bytes / token",
+    )
+    for name in columns:
+        table.add_column(name, justify="left" if name == "way" else "right")
+    for way in _ways(cells, results):
+        for cell in cells:
+            samples = results.samples[cell].get(way, [])
+            if samples and samples[0].counters:
+                table.add_row(way, str(cell.batch), *_step_figures(samples))
+    return table
+
+
+def _step_figures(samples: list[Sample]) -> list[str]:
+    total: dict[str, float] = {}
+    for sample in samples:
+        for name, value in sample.counters.items():
+            total[name] = total.get(name, 0.0) + value
+    steps = max(total["step_seconds_count"], 1)
+    tokens = total["generation_tokens"]
+    plain_steps = tokens - total.get("spec_decode_num_accepted_tokens", 0.0)
+    efficiency = total.get("decode_isolated_forward_seconds", 0.0) / max(
+        total.get("decode_seconds", 0.0), 1e-9
+    )
+    rate = sum(sample.tokens for sample in samples) / sum(sample.seconds for sample in samples)
+    lookups = [total.get(f"draft_lookups.{result}", 0.0) for result in LOOKUPS]
+    return [
+        *(f"{1000 * total[f'step_phase_seconds.{phase}'] / steps:.2f}" for phase in PHASES),
+        f"{tokens / max(plain_steps, 1):.2f}",
+        f"{rate / efficiency:.1f}" if efficiency else "–",
+        f"{efficiency:.2f}",
+        f"{total.get('wasted_tokens', 0.0) / tokens:.2f}",
+        *(f"{count / sum(lookups):.2f}" if sum(lookups) else "–" for count in lookups),
+        f"{total.get('draft_bytes', 0.0) / tokens:.0f}",
+    ]
+
+
+def plot(results: Results, bases: Sequence[str]) -> dict[str, bytes]:
+    """Plot speed by batch size for each kind and temperature; returns PNGs by name.
+
+    Speed is tokens/s over those of the first of `bases` that was measured.
+    """
+    base = results.base(bases, _overall)
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    images = {}
+    for title, cells in results.groups():
+        figure, axes = pyplot.subplots(figsize=(9, 5), layout="constrained")
+        for way in _ways(cells, results):
+            points = [
+                (c.batch, median(found))
+                for c in cells
+                if (found := _ratios(results.samples[c], way, base, _overall))
+            ]
+            if points:
+                axes.plot(
+                    *zip(*points, strict=True),
+                    marker="o",
+                    label=way,
+                    linestyle="-" if "outrider" in way else "--",
+                )
+        axes.axhline(1.0, color="grey", linewidth=0.8)
+        axes.set(title=title, xlabel="batch", ylabel=f"tokens/s, × {base}", xscale="log")
+        axes.set_xticks([cell.batch for cell in cells], [str(cell.batch) for cell in cells])
+        axes.legend(fontsize="small", ncols=2)
+        buffer = io.BytesIO()
+        figure.savefig(buffer, dpi=120, format="png")
+        pyplot.close(figure)
+        kind = cells[0].kind
+        temperature = cells[0].temperature
+        images[f"{results.pair.split(',')[0]}-{kind}-{temperature:g}"] = buffer.getvalue()
+    return images
+
+
+def _ratios(
+    samples: dict[str, list[Sample]], way: str, base: str, rate: Callable[[Sample], float | None]
+) -> list[float]:
+    """Return the ratios of `way` to `base` within each round.
+
+    The machine is faster in some rounds than in others. Rounds in which one of both has no rate are
+    left out.
+    """
+    pairs = [
+        (rate(ours), rate(its))
+        for ours, its in zip(samples.get(way, []), samples.get(base, []), strict=False)
+    ]
+    return [ours / its for ours, its in pairs if ours is not None and its is not None]
+
+
+def spread(values: Sequence[float], digits: int) -> str:
+    """The median, with the range."""
+    return f"{median(values):.{digits}f} ({min(values):.{digits}f}–{max(values):.{digits}f})"
+
+
+def write(
+    directory: Path, stem: str, record: dict[str, Any], printed: Console, images: dict[str, bytes]
+) -> list[Path]:
+    """Write JSON, plots and page; the page repeats the output that `printed` recorded."""
+    directory.mkdir(parents=True, exist_ok=True)
+    paths = [directory / f"{stem}.json", directory / f"{stem}.html"]
+    paths[0].write_text(json.dumps(record, indent=1))
+    figures = ""
+    for name, data in images.items():
+        paths.append(directory / f"{stem}-{name}.png")
+        paths[-1].write_bytes(data)
+        encoded = base64.b64encode(data).decode()
+        figures += f'<p><img alt="{name}" src="data:image/png;base64,{encoded}"></p>\n'
+    paths[1].write_text(printed.export_html().replace("</body>", f"{figures}</body>"))
+    return paths

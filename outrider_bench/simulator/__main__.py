@@ -1,0 +1,34 @@
+"""`outrider simulate`: runs a scenario in virtual time and prints its results."""
+
+from __future__ import annotations
+
+import sys
+
+from outrider.process.config import command
+from outrider.process.usage import invoke, refuse
+from outrider_bench.simulator.measured_costs import write_costs
+from outrider_bench.simulator.results import show
+from outrider_bench.simulator.scenario import Scenario
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command and return its exit status."""
+    name = "outrider simulate"
+    status: int = invoke(command(Scenario, name, _run), name, arguments)
+    return status
+
+
+def _run(scenario: Scenario) -> int:
+    if scenario.write_costs is not None:
+        write_costs(scenario.models, scenario.write_costs)
+        print(f"written: {scenario.write_costs}")
+        return 0
+    try:
+        show(scenario)
+    except ValueError as error:
+        refuse("outrider simulate", str(error))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,100 @@
+"""A drafter family for the simulator: it guesses a text's next token with its set acceptance."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+
+from drafter_svc.families.base import Family
+from outrider.drafter.draft_sequence import DraftSequence
+from outrider_bench.simulator.costs import DraftingCost
+from outrider_bench.simulator.events import Work
+from outrider_bench.simulator.scenario import DrafterSpec
+from outrider_bench.simulator.world import NO_GUESS, RIGHT, VOCAB, Text, World
+
+
+class SimulatedFamily(Family):
+    """Drafts like a draft model: each pass drafts one token for every sequence and takes time."""
+
+    def __init__(self, spec: DrafterSpec, world: World, cost: DraftingCost) -> None:
+        self.name = spec.name
+        self.acceptance = spec.acceptance
+        self._hard_acceptance = spec.hard_acceptance
+        self._skips_hard = spec.skips_hard
+        self._world = world
+        self._cost = cost
+        self._slowness = spec.slowness
+        # Tokens not read yet, by sequence.
+        self._unread: dict[int, int] = {}
+        self._takes_time = any(cost.token_s.values())
+        self.drafted_count = 0
+
+    def opened(self, sequence: DraftSequence) -> None:
+        """Read the prompt in the next round."""
+        self._unread[sequence.id] = len(sequence.tokens)
+
+    def committed(self, sequence: DraftSequence, standing: int) -> None:
+        """Read the committed tokens that were not its own guesses in the next round."""
+        self._unread[sequence.id] += max(0, len(sequence.tokens) - standing)
+
+    def closed(self, sequence: DraftSequence) -> None:
+        """Forget the sequence."""
+        self._unread.pop(sequence.id, None)
+
+    async def propose(
+        self, sequences: Sequence[DraftSequence], interrupted: Callable[[], bool]
+    ) -> None:
+        """Draft up to each sequence's goal; the passes take the cost table's time."""
+        goals = [sequence.goal for sequence in sequences]
+        # The first pass reads the last token of each sequence.
+        unread = sum([max(0, self._unread[sequence.id] - 1) for sequence in sequences])
+        cost = self._cost
+        lookups_s = len(sequences) * cost.sequence_s
+        began_s = self._slowness * (cost.round_s + lookups_s + unread * cost.prompt_token_s)
+        for sequence in sequences:
+            self._unread[sequence.id] = 0
+        passes = max(goals)
+        if began_s > 0.0 or self._takes_time:
+            ends = accumulate([self._pass_s(goals, i) for i in range(passes)], initial=began_s)
+            passes = await Work([*ends][1:])
+        for sequence, goal in zip(sequences, goals, strict=True):
+            self._extend(sequence, min(goal, passes))
+
+    def _pass_s(self, goals: list[int], number: int) -> float:
+        """Seconds of pass `number`, which drafts a token for each sequence with a higher goal."""
+        return self._slowness * self._cost.of_token(len([goal for goal in goals if goal > number]))
+
+    def _extend(self, sequence: DraftSequence, count: int) -> None:
+        """Add `count` guesses; all guesses behind a wrong one are wrong."""
+        depth = len(sequence.guesses)
+        text = self._world.text_of(sequence.tokens, depth + max(count, 1))
+        first = len(sequence.tokens) - text.prompt_length
+        count = self._offered(text, first + depth, count)
+        if count == 0:
+            return
+        true = text.tokens[first : first + depth + count]
+        right = sequence.guesses == true[:depth]
+        known = depth
+        while right and known < depth + count and self._knows(text, first + known, known):
+            known += 1
+        self.drafted_count += count
+        sequence.extend([*true[depth:known], *[(token + 1) % VOCAB for token in true[known:]]])
+
+    def _offered(self, text: Text, index: int, count: int) -> int:
+        """How many of `count` tokens from `index` behind the prompt it has guesses for."""
+        recorded = text.guesses.get(self.name)
+        if recorded is None:
+            return 0 if self._skips_hard and text.hard[index] else count
+        end = recorded.find(NO_GUESS, index, index + count)
+        return count if end < 0 else end - index
+
+    def _knows(self, text: Text, index: int, depth: int) -> bool:
+        recorded = text.guesses.get(self.name)
+        if recorded is not None:
+            return recorded[index : index + 1] == RIGHT
+        by_kind = self.acceptance
+        if self._hard_acceptance is not None and text.hard[index]:
+            by_kind = self._hard_acceptance
+        rates = by_kind.get(text.kind) or by_kind.get("") or [0.0]
+        rate = rates[min(depth, len(rates) - 1)]
+        return self._world.luck(self.name, text, index) < rate

@@ -1,0 +1,320 @@
+"""Measures a cost table on this machine.
+
+It times forwards of a target and a draft model, n-gram lookups, and the engine's own work per step.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import random
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from statistics import median
+from typing import Any, TypeVar
+
+import torch
+
+from drafter_svc.families.cached_draft import CachedDraft
+from drafter_svc.families.forwards import Forwards
+from drafter_svc.families.ngram import NgramFamily
+from drafter_svc.families.shared_pages import SharedPagePool
+from drafter_svc.pools.memory import NgramOptions
+from outrider.draft_tokens_policy import DraftTokensPolicy
+from outrider.drafter.draft_sequence import DraftSequence
+from outrider.lm.pages import PagePool
+from outrider.lm.runner import ModelRunner, SequenceSlice
+from outrider.messages import (
+    DraftDistribution,
+    Opened,
+    SamplingParams,
+    TokenRequest,
+    Verdict,
+    Window,
+)
+from outrider_bench.simulator.costs import Costs, DraftingCost, Forward
+from outrider_bench.simulator.events import Events
+from outrider_bench.simulator.target import SimulatedVerifier
+from outrider_bench.simulator.world import Text, World
+from verifier_svc.engine.loop import Engine
+from verifier_svc.engine.target import Limits
+from verifier_svc.metrics import Metrics
+
+_Point = TypeVar("_Point")
+
+_SEQUENCES = (1, 2, 4, 8, 16, 32, 64, 128)
+_TOKENS = (1, 2, 3, 5, 9)
+_CONTEXT = 128
+_PROMPTS = (32, 256)
+_REPEATS = 100
+# How often to measure each point, and how long at a time. All points are measured in each round, so
+# that a spell of other work on the machine spoils no point in all rounds.
+_ROUNDS = 4
+_POINT_S = 0.12
+# Tokens of a run that one call guesses.
+_RUN = 8
+# Tokens of the text for lookups, and the number of timed drafts.
+_TEXT = 200
+_LOOKUPS = 100
+# Forwards of more tokens take too long to measure, and no step has more.
+_MAX_TOKENS = 512
+_HOST_STEPS = 60
+
+
+def write_costs(models: Path, path: Path) -> None:
+    """Measure the pair in `models` (target and draft) and write the table to `path`."""
+    # One core is left to the drafters, as `outrider bench` does with the bundled pair.
+    threads = max(1, len(os.sched_getaffinity(0)) - 1)
+    table = measure(models / "target", models / "draft", threads)
+    path.write_text(table.model_dump_json(indent=1) + "\n")
+
+
+def measure(
+    target_path: Path,
+    draft_path: Path,
+    threads: int,
+    dtype: str = "auto",
+    draft_threads: Sequence[int] = (1,),
+    most_sequences: int = _SEQUENCES[-1],
+) -> Costs:
+    """Measure the cost table, with `threads` for the target.
+
+    Its `drafting` has the n-gram family (`ngram`) and the draft model with each of `draft_threads`:
+    `model` for one thread, `model-2` for two and so on. The bundled pair takes about a minute on
+    two cores.
+    """
+    sequences = [count for count in _SEQUENCES if count <= most_sequences]
+    target = ModelRunner.load(str(target_path), dtype=dtype, threads=threads)
+    forwards = _forwards(target, sequences)
+    step_s, token_s = _prompts(target, forwards[0].seconds)
+    host_step_s, host_sequence_s = _host()
+    cores = f"{threads} of {os.cpu_count()} cores of {_processor()}"
+    source = f"measured with {cores}: {target_path}, {target.dtype}"
+    del target
+    drafting = {"ngram": _lookup_cost()}
+    for count in draft_threads:
+        name = "model" if count == 1 else f"model-{count}"
+        drafting[name] = _draft_cost(draft_path, dtype, count, sequences)
+    return Costs(
+        source=source,
+        measured=True,
+        forwards=forwards,
+        prompt_step_s=step_s,
+        prompt_token_s=token_s,
+        host_step_s=host_step_s,
+        host_sequence_s=host_sequence_s,
+        drafting=drafting,
+    )
+
+
+def _forwards(target: ModelRunner, sequences: list[int]) -> list[Forward]:
+    points = [
+        (count, tokens)
+        for count in sequences
+        for tokens in _TOKENS
+        if count * tokens <= _MAX_TOKENS
+    ]
+    best_s = _in_rounds(points, lambda point: _forward_s(target, *point))
+    return [Forward(sequences=n, tokens=tokens, seconds=best_s[n, tokens]) for n, tokens in points]
+
+
+def _draft_cost(path: Path, dtype: str, threads: int, sequences: list[int]) -> DraftingCost:
+    draft = ModelRunner.load(str(path), dtype=dtype, threads=threads)
+    token_s = _in_rounds(sequences, lambda count: _draft_s(draft, count))
+    run_s: dict[int, float] = {}
+    if draft.decoder is not None:
+        run_s = _in_rounds(sequences, lambda count: _run_s(draft, count))
+    run_token_s = {count: seconds / _RUN for count, seconds in run_s.items()}
+    _, prompt_token_s = _prompts(draft, token_s[1])
+    return DraftingCost(
+        round_s=0.0, token_s=token_s, run_token_s=run_token_s, prompt_token_s=prompt_token_s
+    )
+
+
+def _draft_s(runner: ModelRunner, sequences: int) -> float:
+    """Seconds of a drafter, with all its work, for one token of each of `sequences` sequences."""
+    pool = SharedPagePool(runner.page_count, runner.page_size)
+    forwards = Forwards(runner, pool, _MAX_TOKENS, 32, None)
+    window = Window(token_count=1000, depth=1000)
+    drafts = []
+    for number in range(sequences):
+        sequence = DraftSequence(_opened(number, [number + 1] * _CONTEXT, window))
+        drafts.append(CachedDraft(sequence, number, runner.vocab_size, committed_count=_CONTEXT))
+    while any(not draft.guess_count for draft in drafts):
+        forwards.begin(drafts)
+        forwards.grow(forwards.wanting([draft for draft in drafts if not draft.guess_count]))
+    times: list[float] = []
+    end = time.perf_counter() + _POINT_S
+    while len(times) < _REPEATS and time.perf_counter() < end:
+        forwards.begin(drafts)
+        started = time.perf_counter()
+        forwards.grow(forwards.wanting(drafts))
+        times.append(time.perf_counter() - started)
+    return min(times)
+
+
+def _opened(number: int, prompt: list[int], window: Window) -> Opened:
+    """The announcement of a greedy sequence."""
+    one_hot = DraftDistribution.ONE_HOT
+    greedy = SamplingParams(0.0)
+    return Opened(number, prompt, greedy, one_hot, window, 4, prompt_length=len(prompt))
+
+
+def _run_s(runner: ModelRunner, sequences: int) -> float:
+    """Seconds of a call that drafts a run for each of `sequences` sequences."""
+    pages = -(-(_CONTEXT + _RUN) // runner.page_size)
+    slices = [
+        SequenceSlice([0], _CONTEXT, [*range(i * pages, (i + 1) * pages)], 1)
+        for i in range(sequences)
+    ]
+    return _best_s(lambda: runner.continue_greedily(slices, _RUN, runner.vocab_size))
+
+
+def _lookup_cost() -> DraftingCost:
+    """The n-gram family's time for a run, and for the branches beside it.
+
+    The text has few different tokens, so that every lookup finds something.
+    """
+    family = NgramFamily(NgramOptions(), 1_000_000)
+    draw = random.Random(0)
+    text = draw.choices(range(40), k=_TEXT)
+    sequence = DraftSequence(_opened(1, text, Window(token_count=102, depth=17)))
+    family.opened(sequence)
+    chain_s: list[float] = []
+    branches_s: list[float] = []
+    for i in range(_LOOKUPS):
+        sequence.follow(Verdict(1, _TEXT + i + 1, [draw.randrange(40)], 0, 4))
+        family.committed(sequence, 0)
+        while sequence.room > 0:
+            chain_s.append(_proposing_s(family, sequence))
+        branches_s.append(_proposing_s(family, sequence))
+    return DraftingCost(
+        round_s=0.0,
+        token_s={1: 0.0},
+        sequence_s=median(chain_s),
+        branches_s=median(branches_s),
+    )
+
+
+def _proposing_s(family: NgramFamily, sequence: DraftSequence) -> float:
+    work: Any = family.propose([sequence], lambda: False)
+    started = time.perf_counter()
+    with suppress(StopIteration):
+        work.send(None)
+    seconds = time.perf_counter() - started
+    sequence.settle()
+    return seconds
+
+
+def _forward_s(runner: ModelRunner, sequences: int, tokens: int) -> float:
+    """Seconds of a forward of `sequences` sequences with `tokens` tokens each, all with logits."""
+    size = runner.page_size
+    pages = -(-(_CONTEXT + tokens) // size)
+    slices = [
+        SequenceSlice([0] * tokens, _CONTEXT, [*range(i * pages, (i + 1) * pages)], tokens)
+        for i in range(sequences)
+    ]
+    return _best_s(lambda: runner.forward(slices)[0, 0].item())
+
+
+def _prompts(runner: ModelRunner, decode_step_s: float) -> tuple[float, float]:
+    """Seconds that a step with a prompt adds, and seconds that each of its tokens adds."""
+    short, long = (_prompt_s(runner, count) for count in _PROMPTS)
+    token_s = max(0.0, long - short) / (_PROMPTS[1] - _PROMPTS[0])
+    return max(0.0, short - decode_step_s - _PROMPTS[0] * token_s), token_s
+
+
+def _in_rounds(
+    points: Sequence[_Point], seconds_of: Callable[[_Point], float]
+) -> dict[_Point, float]:
+    """The fastest of several rounds over all points."""
+    best = dict.fromkeys(points, math.inf)
+    for _ in range(_ROUNDS):
+        for point in points:
+            best[point] = min(best[point], seconds_of(point))
+    return best
+
+
+def _prompt_s(runner: ModelRunner, count: int) -> float:
+    """Seconds of a forward of one prompt of `count` tokens."""
+    pages = -(-count // runner.page_size)
+    slices = [SequenceSlice([0] * count, 0, [*range(pages)], 1)]
+    return _best_s(lambda: runner.forward(slices)[0, 0].item())
+
+
+def _best_s(work: Callable[[], object]) -> float:
+    """The fastest of many runs, so that other work on the machine does not count."""
+    work()
+    best = math.inf
+    end = time.perf_counter() + _POINT_S
+    for _ in range(_REPEATS):
+        started = time.perf_counter()
+        work()
+        best = min(best, time.perf_counter() - started)
+        if time.perf_counter() > end:
+            break
+    return best
+
+
+def _host() -> tuple[float, float]:
+    """Seconds of the engine's own work for a step, and for each sequence in it.
+
+    It times plain steps whose forward takes no time.
+    """
+    one = _host_s(1)
+    many = _host_s(64)
+    each = max(0.0, many - one) / 63
+    return max(0.0, one - each), each
+
+
+def _host_s(sequences: int) -> float:
+    world = World(0)
+    limits = Limits(draft_tokens_policy=DraftTokensPolicy(), max_sequences=sequences)
+    pool = PagePool(64 * sequences, 16)
+    verifier = SimulatedVerifier(Events(), _free(), world)
+    engine = Engine(_FreeTarget(), pool, lambda messages: None, Metrics(""), limits, verifier)
+    for number in range(sequences):
+        world.add(Text(number, "", 8, 1000))
+        engine.submit(
+            TokenRequest([number] * 8, 1000, SamplingParams(0.0, seed=0), ignore_eos=True),
+            lambda message: None,
+        )
+    times: list[float] = []
+    for _ in range(_HOST_STEPS):
+        started = time.perf_counter()
+        engine.advance()
+        times.append(time.perf_counter() - started)
+    return min(times)
+
+
+class _FreeTarget:
+    """A target whose forwards take no time."""
+
+    vocab_size = 256
+    eos_token_ids: tuple[int, ...] = ()
+
+    def forward(self, slices: object) -> torch.Tensor:
+        return torch.zeros(1, 1)
+
+
+def _free() -> Costs:
+    """A cost table in which nothing takes time."""
+    return Costs(
+        source="nothing",
+        measured=False,
+        forwards=[Forward(sequences=1, tokens=1, seconds=1e-9)],
+        prompt_step_s=0.0,
+        prompt_token_s=0.0,
+        host_step_s=0.0,
+        host_sequence_s=0.0,
+    )
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor()

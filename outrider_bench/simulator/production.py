@@ -1,0 +1,227 @@
+"""The production families in virtual time.
+
+Only the durations of lookups and forwards and the draft model's answers are simulated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import cast
+
+from drafter_svc.families.cached_draft import CachedDraft
+from drafter_svc.families.draft_model import DraftModel, _Round
+from drafter_svc.families.forwards import Forwards, Guess
+from drafter_svc.families.model import ModelFamily
+from drafter_svc.families.ngram import NgramFamily
+from drafter_svc.families.shared_pages import SharedPagePool
+from drafter_svc.pools.memory import MemoryPool, NgramOptions
+from drafter_svc.pools.redis import Query, RedisOptions, RedisPool
+from outrider.drafter.draft_sequence import DraftSequence
+from outrider.lm.runner import ModelRunner, SequenceSlice
+from outrider_bench.simulator.costs import DraftingCost
+from outrider_bench.simulator.events import Events, Until, Work
+from outrider_bench.simulator.scenario import DrafterSpec
+from outrider_bench.simulator.world import RIGHT, World
+
+_POOL_ENTRIES = 1_000_000
+# No text has this token, so a guess of it is wrong.
+_WRONG = 2**30
+# Size of a draft model's cache, and its context length in tokens.
+_PAGES = 65_536
+_PAGE_SIZE = 16
+_CONTEXT = 2**20
+
+
+@dataclass(slots=True)
+class Process:
+    """A drafter process: its connections share its processor and its pool of n-grams."""
+
+    free_at: float = 0.0
+    """When its event loop has done all planned work."""
+    pool: MemoryPool | None = None
+    model: SimulatedDraftModel | None = None
+
+
+@dataclass(slots=True)
+class SimulatedRedis:
+    """A `RedisPool` without a server: writes take no time, and lookups take `lookup_s`."""
+
+    lookup_s: float
+    entries: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
+
+    def tenant(self, name: str) -> str:
+        """The key of a tenant; here its name."""
+        return name
+
+    def offer(self, tenant: str, ngram: Sequence[int], continuation: Sequence[int]) -> None:
+        """Store a continuation of an n-gram."""
+        self.entries[tuple(ngram)] = list(continuation)
+
+    async def lookup(self, queries: Sequence[Query]) -> list[list[int]]:
+        """As `RedisPool.lookup`: a lookup beyond the drafter's time budget finds nothing."""
+        max_wait_s = RedisOptions().budget_s
+        await Work([min(self.lookup_s, max_wait_s)])
+        if self.lookup_s > max_wait_s:
+            return [[] for _ in queries]
+        return [self._longest(query.ngrams) for query in queries]
+
+    def _longest(self, ngrams: Sequence[Sequence[int]]) -> list[int]:
+        found = (self.entries.get(tuple(ngram)) for ngram in ngrams)
+        return next((run for run in found if run), [])
+
+    async def aclose(self) -> None:
+        """Do nothing, because there is no connection to close."""
+
+
+class SimulatedNgram(NgramFamily):
+    """The production n-gram family, on the tokens of a recording."""
+
+    def __init__(
+        self, spec: DrafterSpec, cost: DraftingCost, process: Process, redis: SimulatedRedis | None
+    ) -> None:
+        options = NgramOptions(spec.max_draft_len, spec.max_matching_ngram_size)
+        if spec.is_public_pool and process.pool is None:
+            process.pool = MemoryPool(options, _POOL_ENTRIES)
+        super().__init__(options, _POOL_ENTRIES, process.pool, cast(RedisPool | None, redis))
+        self.name = spec.family or spec.name
+        self._cost = cost
+        self._slowness = spec.slowness
+
+    async def propose(
+        self, sequences: Sequence[DraftSequence], interrupted: Callable[[], bool]
+    ) -> None:
+        """Propose as in production, after the cost table's time."""
+        cost = self._cost
+        branching = len([sequence for sequence in sequences if sequence.room == 0])
+        chains_s = (len(sequences) - branching) * cost.sequence_s
+        seconds = cost.round_s + chains_s + branching * cost.branches_s
+        if seconds > 0.0:
+            await Work([self._slowness * seconds])
+        await super().propose(sequences, interrupted)
+
+
+class SimulatedModel(ModelFamily):
+    """The production draft-model family, with its process's simulated draft model."""
+
+    def __init__(self, spec: DrafterSpec, model: SimulatedDraftModel) -> None:
+        super().__init__(model, model.runner.vocab_size, branch_count=spec.branches)
+        self.name = spec.family or spec.name
+
+    async def _grow(
+        self, drafts: list[CachedDraft], interrupted: Callable[[], bool], *, urgent: bool
+    ) -> None:
+        await Until(self._model.grow(drafts, urgent=urgent, interrupted=interrupted))
+
+
+class SimulatedDraftModel(DraftModel):
+    """Runs the rounds of all connections; each forward takes the cost table's time."""
+
+    def __init__(self, events: Events, spec: DrafterSpec, cost: DraftingCost, world: World) -> None:
+        super().__init__(cast(ModelRunner, _Runner()), cast(ThreadPoolExecutor, None))
+        self.observers: list[Callable[[float], None]] = []
+        """Called with the seconds of each forward when it begins."""
+        self._recorded = _RecordedForwards(self.runner, self.pool, spec, cost, world)
+        self._forwards = self._recorded
+        self._events = events
+        self._rounds: list[_Round] = []
+        self._busy = False
+
+    def grow(
+        self, drafts: list[CachedDraft], *, urgent: bool, interrupted: Callable[[], bool]
+    ) -> Future[None]:
+        """As `DraftModel.grow`, in virtual time."""
+        arrived = _Round(drafts, urgent, interrupted)
+        self._arriving.append(arrived)
+        if not self._busy:
+            self._next()
+        return arrived.ended
+
+    def _next(self) -> None:
+        """Begin the next forward, if there is anything to guess.
+
+        Its guesses are ready at its end, when this is called again.
+        """
+        for each in self._rounds:
+            if each.interrupted():
+                each.drafts = []
+        self._recorded.forward_s = 0.0
+        if self._take_arriving(self._rounds):
+            self._rounds = self._advance(self._rounds)
+        seconds = self._recorded.forward_s
+        self._busy = seconds > 0.0
+        if self._busy:
+            for observer in self.observers:
+                observer(seconds)
+            self._events.after(seconds, self._next)
+
+
+class _Runner:
+    """The attributes of a runner that the family reads, without a model."""
+
+    device = "cpu"
+    vocab_size = 2**32
+    page_count = _PAGES
+    page_size = _PAGE_SIZE
+    context_length = _CONTEXT
+    decoder = "in C"
+
+
+class _RecordedForwards(Forwards):
+    """Takes the draft model's guesses from the recording, and forwards' times from the table."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        pool: SharedPagePool,
+        spec: DrafterSpec,
+        cost: DraftingCost,
+        world: World,
+    ) -> None:
+        super().__init__(runner, pool, 512, 32, None)
+        self.forward_s = 0.0
+        """Seconds of the last forward."""
+        self._name = spec.family or spec.name
+        self._world = world
+        self._cost = cost
+        self._slowness = spec.slowness
+
+    def _continue(self, drafts: list[CachedDraft], count: int) -> list[list[int]] | None:
+        run_s = count * self._cost.of_run_token(len(drafts))
+        self.forward_s = self._slowness * (self._cost.round_s + run_s)
+        runs = [self._run(draft, count) for draft in drafts]
+        return [list(row) for row in zip(*runs, strict=True)]
+
+    def _run(self, draft: CachedDraft, count: int) -> list[int]:
+        run: list[int] = []
+        while len(run) < count:
+            run.append(self._likeliest(draft, run)[0])
+        return run
+
+    def _score(self, slices: list[SequenceSlice], scored: list[CachedDraft]) -> list[Guess | None]:
+        tokens = sum([len(part.token_ids) for part in slices])
+        seconds = self._cost.round_s + (tokens - len(slices)) * self._cost.prompt_token_s
+        self.forward_s = self._slowness * (seconds + self._cost.of_token(len(slices)))
+        found = [self._likeliest(draft, []) for draft in scored]
+        return [Guess(likeliest[0], likeliest) for likeliest in found]
+
+    def _likeliest(self, draft: CachedDraft, further: list[int]) -> list[int]:
+        """The draft model's likeliest next tokens, best first, behind its guesses and `further`.
+
+        All tokens behind a wrong guess are wrong.
+        """
+        committed = draft.sequence.tokens
+        guessed = [*draft.guessed, *further]
+        text = self._world.text_of(committed, len(guessed) + 1)
+        first = len(committed) - text.prompt_length
+        at = first + len(guessed)
+        likeliest = [_WRONG + i for i in range(4)]
+        if text.tokens[first:at] != guessed:
+            return likeliest
+        recorded = text.guesses.get(self._name, "")[at : at + 1]
+        if recorded == RIGHT:
+            likeliest[0] = text.tokens[at]
+        elif recorded.isdigit() and int(recorded) < len(likeliest):
+            likeliest[int(recorded)] = text.tokens[at]
+        return likeliest

@@ -1,0 +1,103 @@
+"""A simulation's results in the form of `outrider bench`: tables, JSON, page and plots."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from outrider_bench.report import Cell, Results, plot, tables, write
+from outrider_bench.simulator import costs
+from outrider_bench.simulator.scenario import Scenario
+from outrider_bench.simulator.simulation import Outcome, simulate
+
+PLAIN = "simulated, plain"
+DRAFTED = "simulated, drafted"
+_BASES = (PLAIN,)
+_COLUMNS = {
+    "proposed": "proposed_tokens",
+    "stale": "stale_tokens",
+    "cut": "cut_tokens",
+    "wasted": "wasted_tokens",
+    "drafts": "spec_decode_num_drafts",
+    "verified": "spec_decode_num_draft_tokens",
+    "accepted": "spec_decode_num_accepted_tokens",
+}
+
+
+def outcomes(scenario: Scenario) -> dict[tuple[int, str], Outcome]:
+    """Run all simulations of a scenario; the outcomes by requests under way and way of decoding."""
+    found: dict[tuple[int, str], Outcome] = {}
+    for load in scenario.loads:
+        if scenario.baseline or not scenario.drafters:
+            found[load, PLAIN] = simulate(scenario, load, drafting=False)
+        if scenario.drafters:
+            found[load, DRAFTED] = simulate(scenario, load)
+    return found
+
+
+def record(scenario: Scenario, found: dict[tuple[int, str], Outcome]) -> dict[str, Any]:
+    """The JSON record: the bench's record, and the figures of each outcome."""
+    return {
+        "machine": f"simulated; costs: {costs.load(scenario.costs).source}",
+        "scenario": scenario.model_dump(
+            mode="json", exclude={"config", "out", "models", "write_costs"}
+        ),
+        "pairs": {scenario.name: _results(scenario, found).as_json()},
+        "simulated": [
+            {"batch": load, "way": way, **outcome.as_json()}
+            for (load, way), outcome in found.items()
+        ],
+    }
+
+
+def show(scenario: Scenario) -> dict[str, Any]:
+    """Simulate, print tables, and write the files to the scenario's `out`; returns the record."""
+    found = outcomes(scenario)
+    results = _results(scenario, found)
+    written = record(scenario, found)
+    console = Console(record=True, width=None if sys.stdout.isatty() else 200)
+    console.print(written["machine"], markup=False)
+    for table in (*tables(results, _BASES), *_drafters(found)):
+        console.print(table)
+    for outcome in found.values():
+        if outcome.errors:
+            count = len(outcome.errors)
+            message = f"{count} requests failed, the first one: {outcome.errors[0]}"
+            console.print(message, markup=False)
+    if scenario.out is not None:
+        images: dict[str, bytes] = {}
+        if find_spec("matplotlib") is not None:
+            images = plot(results, _BASES)
+        for path in write(scenario.out, scenario.name, written, console, images):
+            print(f"written: {path}")
+    return written
+
+
+def _results(scenario: Scenario, found: dict[tuple[int, str], Outcome]) -> Results:
+    results = Results(scenario.name)
+    kind = ", ".join(filter(None, scenario.kinds)) or "any"
+    for (load, way), outcome in found.items():
+        results.add(Cell(kind, 0.0, load), way, outcome.sample)
+    return results
+
+
+def _drafters(found: dict[tuple[int, str], Outcome]) -> Iterator[Table]:
+    """A table of each drafter's tokens by their fate, if there were drafters."""
+    table = Table(title="drafters: tokens by result")
+    table.add_column("drafter")
+    for name in ("batch", *_COLUMNS, "acceptance"):
+        table.add_column(name, justify="right")
+    for (load, _), outcome in found.items():
+        for name, counters in sorted(outcome.drafters.items()):
+            counts = [counters.get(counter, 0.0) for counter in _COLUMNS.values()]
+            accepted = counts[-1]
+            verified = counts[-2]
+            share = f"{accepted / verified:.3f}" if verified else "–"
+            table.add_row(name, str(load), *(f"{count:.0f}" for count in counts), share)
+    if table.row_count:
+        yield table

@@ -1,0 +1,290 @@
+"""The schema of a scenario, read from YAML, flags and the environment; it refuses unknown keys."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_settings import SettingsConfigDict
+
+from outrider.draft_tokens_policy import DraftTokensSetting
+from outrider.process.config import Settings
+from outrider_bench.simulator import costs
+
+
+def _as_list(value: object) -> object:
+    return value if isinstance(value, list | tuple) else [value]
+
+
+def _by_kind(value: object) -> object:
+    return value if isinstance(value, dict) else {"": value}
+
+
+Share = Annotated[float, Field(ge=0, le=1)]
+Acceptance = Annotated[
+    dict[str, Annotated[list[Share], BeforeValidator(_as_list), Field(min_length=1)]],
+    BeforeValidator(_by_kind),
+]
+"""Probability that a guess is right if all guesses before it are.
+
+One number, or a list by position in the draft, whose last number holds for all further positions;
+or a mapping of these by kind of traffic, with "" for all other kinds.
+"""
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, frozen=True)
+
+
+class DrafterSpec(_Part):
+    """One simulated drafter."""
+
+    name: str = Field(min_length=1)
+
+    family: str = ""
+    """A sequence goes only to the least busy drafter of each family; by default the name."""
+
+    verifier: str = "verifier-1"
+
+    drafts_by: Literal["acceptance", "lookup", "model"] = "acceptance"
+    """acceptance draws from `acceptance`, or takes a recording's guesses, and drafts a chain
+    without branches. lookup runs the production n-gram family on the recording's tokens. model runs
+    the production draft-model family, with branches, on the recording's guesses."""
+
+    acceptance: Acceptance = Field(default_factory=lambda: {"": [0.0]})
+
+    hard_acceptance: Acceptance | None = None
+    """As `acceptance`, within hard stretches of a text; by default the same."""
+
+    skips_hard: bool = False
+    """Propose nothing within hard stretches, as a lookup that finds nothing."""
+
+    process: str = ""
+    """Drafters with equal `process` are connections of one process, which computes for one of them
+    at a time; by default each has its own."""
+
+    max_draft_len: int = Field(8, ge=1, le=64)
+    """The n-gram family's setting; so are the next two."""
+
+    max_matching_ngram_size: int = Field(3, ge=1, le=16)
+
+    is_public_pool: bool = False
+
+    redis_ms: float | None = Field(None, ge=0)
+    """Time of a lookup in the Redis that all drafters with this setting share; by default the pool
+    is in memory."""
+
+    branches: int = Field(4, ge=0, le=64)
+    """The draft-model family's setting."""
+
+    cost: str = "model"
+    """Name of an entry in the cost table's `drafting`."""
+
+    slowness: float = Field(1.0, ge=0)
+    """Factor on the table's times of drafting."""
+
+    round_trip_ms: float = Field(0.4, ge=0)
+    """Time to the verifier and back."""
+
+    jitter_ms: float = Field(0.0, ge=0)
+    """Greatest additional delay of a message, in each direction."""
+
+    mbit_s: float = Field(0.0, ge=0)
+    """Bandwidth in each direction; 0 is no limit."""
+
+    loss: float = Field(0.0, ge=0, lt=1)
+    """Share of segments that are lost and sent again, as by TCP."""
+
+    retransmit_ms: float = Field(200.0, ge=0)
+    """Shortest time until a lost segment is sent again."""
+
+    max_draft_tokens: int = Field(64, ge=1, le=64)
+
+    max_sequence_count: int = Field(0, ge=0)
+    """Most sequences that it takes at once; 0 is no limit."""
+
+    on_target_cores: bool = False
+    """Announce placement on the target's cores. Forwards then lose all the time that it drafts
+    during them, or the share in `interference`."""
+
+    interference: float = Field(0.0, ge=0, le=1)
+    """Share of its drafting time that forwards on the same machine lose."""
+
+    joins_at: float = Field(0.0, ge=0)
+    """When it joins without an event (seconds)."""
+
+
+class Event(_Part):
+    """An event in the life of a drafter or a verifier."""
+
+    at: float = Field(ge=0)
+    """Seconds."""
+
+    who: str
+    """The name of a drafter, or of a verifier: verifier-1, verifier-2, ..."""
+
+    what: Literal["join", "leave", "hang", "accept", "link"]
+    """join and leave are for drafters and verifiers. A drafter can also hang for `seconds`, get
+    another `acceptance` (accept), or another link."""
+
+    seconds: float = Field(0.0, ge=0)
+    acceptance: Acceptance | None = None
+    round_trip_ms: float | None = Field(None, ge=0)
+    jitter_ms: float | None = Field(None, ge=0)
+    mbit_s: float | None = Field(None, ge=0)
+
+    @model_validator(mode="after")
+    def _has_its_settings(self) -> Self:
+        if self.what == "hang" and self.seconds == 0.0:
+            raise ValueError("seconds must be given with hang")
+        if self.what == "accept" and self.acceptance is None:
+            raise ValueError("acceptance must be given with accept")
+        if self.what == "link" and self.round_trip_ms is self.jitter_ms is self.mbit_s is None:
+            raise ValueError("round_trip_ms, jitter_ms or mbit_s must be given with link")
+        return self
+
+
+class Scenario(Settings):
+    """Run the verifier's engine, its planner and the drafters' stream logic in virtual time.
+
+    A cost table and the scenario give the times of forwards, drafting and links; the scenario gives
+    the drafters' acceptance. The same scenario always gives the same result, byte for byte.
+    """
+
+    model_config = SettingsConfigDict(env_prefix="OUTRIDER_SIMULATE_")
+    argument: ClassVar[str | None] = "config"
+
+    name: str = "simulation"
+    """Name of the scenario in the output."""
+
+    seed: int = 0
+    """Seed of all random draws."""
+
+    seconds: float = Field(60.0, gt=0)
+    """Simulated time; shorter if all requests have ended."""
+
+    costs: str = "epyc-2-cores"
+    """Cost table: one that comes with the simulator, or a file."""
+
+    noise: float = Field(0.0, ge=0, lt=1)
+    """Greatest random change of a forward's time, as a share of it."""
+
+    arrivals: Literal["closed", "poisson", "recorded"] = "closed"
+    """closed keeps `sequences` requests under way, poisson sends `rate` requests each second,
+    recorded sends those of a file at their times."""
+
+    sequences: list[Annotated[int, Field(ge=1, le=4096)]] = Field([8], min_length=1)
+    """Requests under way; each number is a simulation. A label only if arrivals are not closed."""
+
+    waves: int | None = Field(None, ge=1)
+    """Total of requests, as a multiple of those under way, as in `outrider bench`; by default there
+    is no end before the time is up. Needs closed arrivals."""
+
+    rate: float = Field(1.0, gt=0)
+    """Requests each second of poisson arrivals."""
+
+    recording: Path | None = None
+    """Recorded requests: a JSON object a line, with prompt_tokens, output_tokens and optionally
+    time, kind and guesses. Recorded arrivals send each at its time; closed arrivals send them in
+    turn until there are no more."""
+
+    warm_up: int = Field(0, ge=0)
+    """Requests at the beginning of the recording that are not measured. They are closed arrivals.
+    When all of them have ended, time begins for the other requests and for the schedule."""
+
+    prompt_tokens: list[Annotated[int, Field(ge=1)]] = Field([64], min_length=1, max_length=2)
+    """Length of prompts; two numbers are the bounds of a uniform distribution."""
+
+    output_tokens: list[Annotated[int, Field(ge=1)]] = Field([128], min_length=1, max_length=2)
+    """Length of answers, in the same way."""
+
+    kinds: list[str] = Field([""], min_length=1)
+    """Kinds of traffic; the requests take them in turn."""
+
+    hard_share: float = Field(0.0, ge=0, lt=1)
+    """Share of each text that is hard to guess."""
+
+    stretch_tokens: float = Field(32.0, ge=1)
+    """Mean length of a hard stretch."""
+
+    drafters: list[DrafterSpec] = Field(default_factory=list)
+    """The drafters; as a flag a JSON list."""
+
+    verifiers: int = Field(1, ge=1)
+    """Verifiers, verifier-1 and so on; a request goes to the one with the fewest requests."""
+
+    schedule: list[Event] = Field(default_factory=list)
+    """Events at their times; as a flag a JSON list."""
+
+    draft_tokens: DraftTokensSetting = "goodput"
+    """The verifier's setting."""
+
+    always_draft: bool = False
+    """The verifier's setting: wait for every draft, even if that does not pay."""
+
+    max_batch_tokens: int = Field(512, ge=1)
+    """The verifier's setting."""
+
+    max_sequences: int = Field(128, ge=1, le=4096)
+    """The verifier's setting."""
+
+    page_count: int = Field(8192, ge=1)
+    """Pages of the verifier's KV cache, 16 tokens each."""
+
+    prefix_caching: bool = True
+    """The verifier's setting. Only recorded prompts with `prompt_ids` can be equal."""
+
+    client_ms: float = Field(0.5, ge=0)
+    """Latency between client and verifier, in each direction, and from the end of an answer to the
+    client's next request."""
+
+    baseline: bool = True
+    """Simulate plain decoding too, and compare with it."""
+
+    out: Path | None = None
+    """Directory for JSON, a page and plots; by default the results are only printed."""
+
+    write_costs: Path | None = None
+    """Measure a cost table on this machine with the bundled pair, write it to this file, and
+    simulate nothing."""
+
+    models: Path = Path("models")
+    """Directory of the bundled pair, target and draft, for `write_costs`."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        table = costs.load(self.costs)
+        verifiers = {f"verifier-{i + 1}" for i in range(self.verifiers)}
+        names = [drafter.name for drafter in self.drafters]
+        if len(set(names)) < len(names) or verifiers & set(names):
+            raise ValueError("drafters must have names of their own")
+        for drafter in self.drafters:
+            _check_one_of("drafters.cost", drafter.cost, table.drafting)
+            _check_one_of("drafters.verifier", drafter.verifier, verifiers)
+        for event in self.schedule:
+            actors = {*verifiers, *names}
+            if event.what not in ("join", "leave"):
+                actors -= verifiers
+            _check_one_of("schedule.who", event.who, actors)
+        if self.arrivals == "recorded" and self.recording is None:
+            raise ValueError("recording must be given with recorded arrivals")
+        if self.arrivals == "poisson" and self.recording is not None:
+            raise ValueError("recording has no meaning with poisson arrivals")
+        if self.warm_up and self.recording is None:
+            raise ValueError("warm_up needs a recording")
+        if self.waves is not None and (self.arrivals != "closed" or self.recording is not None):
+            raise ValueError("waves has no meaning without closed arrivals, nor with a recording")
+        return self
+
+    @property
+    def loads(self) -> list[int]:
+        """Numbers of requests under way; each is a simulation."""
+        return self.sequences if self.arrivals == "closed" else self.sequences[:1]
+
+
+def _check_one_of(field: str, value: str, known: Collection[str]) -> None:
+    if value not in known:
+        names = ", ".join(sorted(known)) or "(none)"
+        raise ValueError(f"{field} must be one of {names}, not {value!r}")

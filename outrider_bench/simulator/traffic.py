@@ -1,0 +1,306 @@
+"""The clients of a simulation: they send requests to verifiers and collect the answers."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Annotated, Self
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+
+from outrider.errors import OutriderError
+from outrider.messages import SamplingParams, SpeculationOptions, TokenChunk, TokenRequest
+from outrider_bench.simulator.events import Events
+from outrider_bench.simulator.scenario import Scenario
+from outrider_bench.simulator.verifier import VerifierActor
+from outrider_bench.simulator.world import FIRST_MARK, Text, World
+from verifier_svc.state.sequence import Sequence
+
+
+class RecordedRequest(BaseModel):
+    """A line of a recording."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+    time: float = Field(0.0, ge=0)
+    """When the request comes, in seconds; closed arrivals ignore it."""
+    prompt_tokens: int = Field(ge=1)
+    output_tokens: int = Field(ge=1)
+    kind: str = ""
+    guesses: dict[str, Annotated[str, StringConstraints(pattern=r"^[+.1-9-]*$")]] = Field(
+        default_factory=dict
+    )
+    """By drafter, one character for each token of the output, given the tokens before it: + if the
+    drafter guesses the token, - if it guesses another one, 1 to 9 if the token is that alternative
+    to its guess (for `drafts_by: model`), and . if it has no guess. The scenario's acceptance of
+    such a drafter is ignored."""
+    prompt_ids: list[int] = Field(default_factory=list)
+    """The prompt's tokens. Drafters that look up need these and `output_ids`."""
+    output_ids: list[int] = Field(default_factory=list)
+    """The target's tokens behind the prompt. There may be more than `output_tokens`, for drafts
+    beyond the end."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        wanted = self.prompt_tokens
+        found = len(self.prompt_ids)
+        if found and found != wanted:
+            raise ValueError(f"prompt_ids must be {wanted}, as prompt_tokens says, not {found}")
+        if found and len(self.output_ids) < self.output_tokens:
+            wanted = self.output_tokens
+            raise ValueError(f"output_ids must be at least {wanted}, as output_tokens says")
+        return self
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """One client's request and its answer. Times are in seconds."""
+
+    text: Text
+    sent_at: float
+    verifier: VerifierActor
+    received: list[int] = field(default_factory=list)
+    received_at: list[tuple[float, int]] = field(default_factory=list)
+    """When tokens arrived, and how many."""
+    sequence: Sequence | None = None
+    error: OutriderError | None = None
+    over: bool = False
+
+
+class Traffic:
+    """Sends requests by the scenario's arrivals, each to the verifier with the fewest requests.
+
+    Closed arrivals keep `load` requests under way. `speculates` is whether requests use drafters.
+    """
+
+    def __init__(
+        self,
+        events: Events,
+        scenario: Scenario,
+        load: int,
+        world: World,
+        verifiers: dict[str, VerifierActor],
+        speculates: bool,
+    ) -> None:
+        self.requests: list[Request] = []
+        self.resubmitted_count = 0
+        self.full_until = 0.0
+        """When fewer than `load` requests were under way for the first time; 0 before that."""
+        self._events = events
+        self._scenario = scenario
+        self._load = load
+        self._world = world
+        self._verifiers = verifiers
+        self._speculates = speculates
+        self._numbers = count()
+        self._lengths = world.random("lengths")
+        # The marks of recorded prompts: equal prompts have equal marks.
+        self._marks: dict[tuple[int, ...], int] = {}
+        self._recording: list[RecordedRequest] = []
+        if scenario.recording is not None:
+            self._recording = list(read_recording(scenario.recording))
+        self._warm_up = min(scenario.warm_up, len(self._recording))
+        # Clients that wait for the end of the warm-up.
+        self._waiting = 0
+        self.on_measured: Callable[[], object] = lambda: None
+        """Called before the first measured request is sent."""
+        self.began = 0.0
+        """When the measurement began."""
+        self._latency_s = scenario.client_ms / 1000
+        self._stopped = False
+
+    def begin(self) -> None:
+        """Send the first requests."""
+        if self._warm_up:
+            for _ in range(self._load):
+                self._warm()
+        else:
+            self._measure()
+
+    @property
+    def measured(self) -> list[Request]:
+        """The requests after the warm-up."""
+        return self.requests[self._warm_up :]
+
+    def _warm(self) -> None:
+        """Send a client's next warm-up request.
+
+        If there is none, the client waits, and the last client to wait begins the measurement.
+        """
+        if len(self.requests) < self._warm_up:
+            self._send(self._text())
+            return
+        self._waiting += 1
+        if self._waiting == self._load and not self._stopped:
+            self._measure()
+
+    def _measure(self) -> None:
+        scenario = self._scenario
+        self.began = self._events.now
+        self.on_measured()
+        if scenario.arrivals == "closed":
+            for _ in range(self._load):
+                self._next()
+        elif scenario.arrivals == "recorded":
+            for number, recorded in enumerate(self._recording[self._warm_up :], self._warm_up):
+                send = partial(self._send, self._recorded_text(number, recorded))
+                self._events.at(self.began + recorded.time, send)
+        else:
+            self._arrivals = self._world.random("arrivals")
+            self._poisson()
+
+    def stop(self) -> None:
+        """Send no more requests, and cancel those under way."""
+        self._stopped = True
+        for request in self.requests:
+            if not request.over:
+                self._cancel(request)
+
+    def move_from(self, verifier: VerifierActor) -> None:
+        """Resubmit the requests of a lost verifier to the others, which continue them."""
+        for request in self.requests:
+            if request.verifier is verifier and not request.over:
+                self.resubmitted_count += 1
+                self._submit(request)
+
+    @property
+    def all_over(self) -> bool:
+        """Whether all requests sent so far have ended."""
+        return all(request.over for request in self.requests)
+
+    # --- new requests ---
+
+    def _next(self) -> None:
+        """Send the next request of closed arrivals, if there is one."""
+        total: float = len(self._recording)
+        if total == 0:
+            total = (self._scenario.waves or math.inf) * self._load
+        if len(self.requests) < total:
+            self._send(self._text())
+        elif self.full_until == 0.0:
+            self.full_until = self._events.now
+
+    def _poisson(self) -> None:
+        self._events.after(self._arrivals.expovariate(self._scenario.rate), self._arrive)
+
+    def _arrive(self) -> None:
+        if not self._stopped:
+            self._send(self._text())
+            self._poisson()
+
+    def _text(self) -> Text:
+        scenario = self._scenario
+        number = next(self._numbers)
+        if self._recording:
+            return self._recorded_text(number, self._recording[number])
+        prompt = self._lengths.randint(scenario.prompt_tokens[0], scenario.prompt_tokens[-1])
+        output = self._lengths.randint(scenario.output_tokens[0], scenario.output_tokens[-1])
+        return Text(number, scenario.kinds[number % len(scenario.kinds)], prompt, output)
+
+    def _recorded_text(self, number: int, recorded: RecordedRequest) -> Text:
+        prompt = recorded.prompt_ids
+        if prompt:
+            number = self._marks.setdefault(tuple(prompt), FIRST_MARK + len(self._marks))
+        text = Text(
+            number,
+            recorded.kind,
+            recorded.prompt_tokens,
+            recorded.output_tokens,
+            recorded.guesses,
+            prompt_ids=prompt,
+        )
+        text.tokens = [*recorded.output_ids]
+        text.hard = [False] * len(text.tokens)
+        return text
+
+    def _send(self, text: Text) -> None:
+        if self._stopped:
+            return
+        self._world.add(text)
+        request = Request(text, self._events.now, self._least_loaded())
+        self.requests.append(request)
+        self._submit(request)
+
+    def _least_loaded(self) -> VerifierActor:
+        serving = [verifier for verifier in self._verifiers.values() if verifier.serving]
+        if not serving:
+            raise ValueError(f"schedule: no verifier is left at {self._events.now} s")
+        return min(serving, key=lambda verifier: verifier.open_requests)
+
+    # --- one request ---
+
+    def _submit(self, request: Request) -> None:
+        """Submit the rest of a request to the least loaded verifier."""
+        text = request.text
+        received = request.received
+        verifier = self._least_loaded()
+        request.verifier = verifier
+        verifier.open_requests += 1
+        wanted = TokenRequest(
+            [*text.prompt, *received],
+            text.output_length - len(received),
+            SamplingParams(temperature=0.0, seed=text.number),
+            ignore_eos=True,
+            speculation=SpeculationOptions(enabled=self._speculates),
+        )
+
+        def submit() -> None:
+            try:
+                request.sequence = verifier.engine.submit(wanted, self._sink(request, verifier))
+            except OutriderError as error:
+                self._sink(request, verifier)(error)
+
+        self._events.after(self._latency_s, lambda: verifier.post(submit))
+
+    def _sink(
+        self, request: Request, verifier: VerifierActor
+    ) -> Callable[[TokenChunk | OutriderError], None]:
+        def receive(message: TokenChunk | OutriderError) -> None:
+            if request.over or request.verifier is not verifier:
+                return
+            arrival = self._events.now + self._latency_s
+            if isinstance(message, OutriderError):
+                request.error = message
+                self._events.at(arrival, lambda: self._end(request))
+                return
+            request.received += message.token_ids
+            request.received_at.append((arrival, len(message.token_ids)))
+            if message.finish_reason is not None:
+                self._events.at(arrival, lambda: self._end(request))
+
+        return receive
+
+    def _end(self, request: Request) -> None:
+        request.over = True
+        request.verifier.open_requests -= 1
+        if self._stopped:
+            return
+        if request in self.requests[: self._warm_up]:
+            self._events.after(self._latency_s, self._warm)
+        elif self._scenario.arrivals == "closed":
+            self._events.after(self._latency_s, self._next)
+
+    def _cancel(self, request: Request) -> None:
+        request.over = True
+
+        def cancel() -> None:
+            if request.sequence is not None:
+                request.verifier.engine.cancel(request.sequence)
+
+        # The submission may be under way; this arrives after it.
+        self._events.after(self._latency_s, lambda: request.verifier.post(cancel))
+
+
+def read_recording(path: Path) -> Iterator[RecordedRequest]:
+    """Read the requests of a file; raises ValueError that names the line of an invalid one."""
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        if line.strip():
+            try:
+                yield RecordedRequest.model_validate(json.loads(line))
+            except ValueError as error:
+                raise ValueError(f"recording: line {number} of {path}: {error}") from error

@@ -1,0 +1,102 @@
+"""A verifier of the simulation: the production engine, advanced by events."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from outrider.draft_tokens_policy import DraftTokensPolicy
+from outrider.lm.pages import PagePool
+from outrider_bench.simulator.costs import Costs
+from outrider_bench.simulator.events import Events
+from outrider_bench.simulator.scenario import Scenario
+from outrider_bench.simulator.target import SimulatedTarget, SimulatedVerifier
+from outrider_bench.simulator.world import World
+from verifier_svc.engine.loop import Engine
+from verifier_svc.engine.outgoing import Delivery
+from verifier_svc.engine.target import Limits
+from verifier_svc.metrics import Metrics
+
+_PAGE_SIZE = 16
+_TRIAL_CONTEXT = 128
+# Trial forwards run this long before a verifier serves.
+_WARM_UP_S = 1000.0
+OWN_CORES = frozenset({0})
+
+
+class VerifierActor:
+    """Calls `Engine.advance` when it is due: after a step, after a wait, and for posted work."""
+
+    def __init__(
+        self, events: Events, name: str, scenario: Scenario, costs: Costs, world: World
+    ) -> None:
+        self.name = name
+        self.serving = True
+        self.open_requests = 0
+        self.metrics = Metrics(name)
+        self.target = SimulatedTarget(events, costs, world.random("noise", name), scenario.noise)
+        self.pool = PagePool(
+            scenario.page_count, _PAGE_SIZE, prefix_caching=scenario.prefix_caching
+        )
+        self.engine = Engine(
+            self.target,
+            self.pool,
+            self._deliver,
+            self.metrics,
+            Limits(
+                draft_tokens_policy=DraftTokensPolicy.parse(scenario.draft_tokens),
+                max_batch_tokens=scenario.max_batch_tokens,
+                max_sequences=scenario.max_sequences,
+                max_waiting=1_000_000,
+            ),
+            SimulatedVerifier(events, costs, world),
+            always_draft=scenario.always_draft,
+            own_cores=OWN_CORES,
+            clock=events.clock,
+        )
+        self._events = events
+        self._busy_until = 0.0
+        # When to advance next, and the number of that appointment; earlier ones are void.
+        self._due = float("inf")
+        self._appointment = 0
+        started = events.now
+        events.now = started - _WARM_UP_S
+        self.engine.warm_up(_TRIAL_CONTEXT)
+        events.now = started
+
+    def post(self, work: Callable[[], object]) -> None:
+        """Post work to the engine, which runs it before its next step."""
+        if self.serving:
+            self.engine.post(work)
+            self._advance_at(max(self._events.now, self._busy_until))
+
+    def stop(self) -> None:
+        """Vanish, without a message to anyone."""
+        self.serving = False
+
+    def _advance_at(self, time: float) -> None:
+        if time < self._due:
+            self._due = time
+            self._appointment += 1
+            number = self._appointment
+            self._events.at(time, lambda: self._advance(number))
+
+    def _advance(self, number: int) -> None:
+        if number != self._appointment or not self.serving:
+            return
+        self._due = float("inf")
+        wait_s = self.engine.advance()
+        self._busy_until = self._events.now
+        if wait_s is not None:
+            self._advance_at(self._busy_until + wait_s)
+
+    def _deliver(self, deliveries: list[Delivery]) -> None:
+        for sink, message in deliveries:
+            sink(message)
+
+    def check_idle(self) -> None:
+        """Raise RuntimeError unless every sequence has ended and every page is free."""
+        if self.engine.sequences:
+            raise RuntimeError(f"{self.name} still has {len(self.engine.sequences)} sequences")
+        if self.pool.used_count:
+            raise RuntimeError(f"{self.name} still holds {self.pool.used_count} pages")
+        self.pool.check_integrity()
