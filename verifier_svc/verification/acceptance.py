@@ -321,7 +321,7 @@ class _Rows:
 
     def where(self, wanted: Callable[[Draft], bool]) -> list[int]:
         """The rows of the drafts that are `wanted`."""
-        wanted_R = np.repeat([wanted(draft) for draft in self.drafts], self._counts_B)
+        wanted_R: np.ndarray = np.repeat([wanted(draft) for draft in self.drafts], self._counts_B)
         found: list[int] = np.flatnonzero(wanted_R).tolist()
         return found
 
