@@ -176,11 +176,11 @@ CASES = [
     for acceptance, round_trip_ms in ((0.5, 5.0), (0.8, 0.4), (0.8, 80.0), (0.95, 20.0))
     for verifiers, load, drafters, arrivals in (
         (1, 1, 1, "closed"),
-        (1, 3, 1, "closed"),
+        (1, 5, 1, "closed"),
         (2, 20, 1, "closed"),
         (1, 40, 4, "closed"),
         (4, 64, 1, "closed"),
-        (2, 12, 1, "poisson"),
+        (2, 10, 1, "poisson"),
         (4, 40, 1, "poisson"),
     )
 ]

@@ -28,7 +28,7 @@ from outrider_bench.simulator.scenario import Scenario
 SLOWNESS = (0.5, 1.0, 2.0, 4.0)
 """Seconds of a draft pass, over those of one drafter that has all sequences of the verifier."""
 QUANTILES = np.linspace(0.0, 1.0, 101)
-_BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096)
+_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096)
 # A cell lasts for about so many requests, and so many one after the other, within bounds for CPU.
 _REQUESTS, _WAVES = 300, 5
 _LEAST_S, _MOST_S = 10.0, 150.0

@@ -203,7 +203,7 @@ def test_it_agrees_with_the_engine_level_simulator(
 ) -> None:
     """At loads between those at which rates are measured, over several verifiers and drafters."""
     rates = tmp_path / "rates.json"
-    for verifiers, sequences, drafters in ((1, 3, 1), (1, 12, 1), (2, 20, 1), (1, 20, 4)):
+    for verifiers, sequences, drafters in ((1, 5, 1), (1, 10, 1), (2, 20, 1), (1, 20, 4)):
         case = Case(acceptance, round_trip_ms, verifiers, sequences, drafters)
         row = compare(case, rates, max_sequences=24, processes=1)
         assert abs(row.error("tokens_per_s")) < 0.05, case
