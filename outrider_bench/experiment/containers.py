@@ -13,6 +13,7 @@ import shutil
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from ipaddress import ip_network
 from pathlib import Path
 from typing import Any
 
@@ -251,8 +252,11 @@ async def containers(images: Images | None = None) -> AsyncIterator[Project]:
 async def bridge_address(engine: httpx.AsyncClient) -> str:
     """The machine's address on the engine's default network, which exists before the experiment."""
     answer = await engine.get("/networks/bridge")
-    address: str = answer.raise_for_status().json()["IPAM"]["Config"][0]["Gateway"]
-    return address
+    config = answer.raise_for_status().json()["IPAM"]["Config"][0]
+    # Docker 20 does not say the gateway until the engine has been restarted once. It is the
+    # network's first address.
+    first = next(ip_network(config["Subnet"]).hosts())
+    return str(config.get("Gateway", first))
 
 
 async def compose_command() -> list[str]:

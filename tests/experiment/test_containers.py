@@ -17,7 +17,7 @@ from outrider_bench.experiment.compose_file import (
     Subnets,
     compose_file,
 )
-from outrider_bench.experiment.containers import Project
+from outrider_bench.experiment.containers import Project, bridge_address
 from outrider_bench.experiment.hosts import Launch, LocalHost
 from outrider_bench.experiment.places import Places
 from outrider_bench.experiment.remote import Hosts
@@ -234,3 +234,13 @@ def test_containers_beside_other_machines_are_refused(tmp_path: Path) -> None:
 def test_more_containers_than_a_network_has_addresses_are_refused() -> None:
     with pytest.raises(OutriderError, match="make more than 250 containers: number 251"):
         Subnets().address("core", 251)
+
+
+@pytest.mark.parametrize("gateway", [{}, {"Gateway": "172.17.0.1"}])
+async def test_the_machines_address_is_found_before_the_engine_says_it(
+    gateway: dict[str, str],
+) -> None:
+    network = {"IPAM": {"Config": [{"Subnet": "172.17.0.0/16", **gateway}]}}
+    transport = httpx.MockTransport(lambda request: httpx.Response(200, json=network))
+    async with httpx.AsyncClient(transport=transport, base_url="http://engine") as engine:
+        assert await bridge_address(engine) == "172.17.0.1"
