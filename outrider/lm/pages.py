@@ -86,8 +86,8 @@ class PagePool:
     def truncate(self, sequence: KVSequence, length: int) -> None:
         """Rewind the sequence to `length` tokens and free the pages behind them; copy nothing.
 
-        A rewind into a cached page continues to the beginning of that page, because other
-        sequences may be reading it.
+        Other sequences may be reading a cached page. So a rewind into one goes back to the page's
+        beginning, and its tokens are computed again into a page of the sequence's own.
         """
         cached = length // self.page_size
         if cached < len(sequence.digests):

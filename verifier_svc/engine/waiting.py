@@ -98,7 +98,8 @@ class DraftWait:
     def _penalise(self, late: list[Assignment], now: float) -> None:
         """Raise the measured round trip of drafters whose drafts did not come.
 
-        So each next wait is shorter, until the engine does not wait at all. A drafter that never
+        Drafts that are due later are worth less waiting, so the engine waits for this drafter less
+        and less, and in the end not at all. A drafter that never
         answered for a sequence is exempt: it may still be computing the prompt.
         """
         late = [assignment for assignment in late if assignment.answered_length > 0]

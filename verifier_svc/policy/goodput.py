@@ -15,10 +15,10 @@ from bisect import bisect_left
 def price_of_tokens(accept_probs: list[float], token_prices: list[tuple[int, float]]) -> float:
     """The lowest probability of being committed at which a draft token still pays.
 
-    Takes the n likeliest tokens, with n the largest number whose n-th probability covers the n-th
-    cost. `accept_probs` are those of all tokens that could be drafted, in rising order.
-    `token_prices` has rising costs: (up to this many draft tokens of a forward, cost of each in
-    tokens).
+    Tokens are taken from the likeliest down, each at the next higher cost, until one's probability
+    no longer covers its cost. `accept_probs` are those of all tokens that could be drafted, in
+    rising order. `token_prices` has rising costs: (up to this many draft tokens of a forward,
+    cost of each in tokens).
     """
     begin = 0
     price = 0.0
@@ -84,9 +84,9 @@ def max_wait_s(
     second. `gain` is the tokens of the sequence that a step commits without the draft, and with it.
 
     Going on without the draft costs plain steps, which commit less than the batch's usual rate, and
-    then the rest of the wait. It costs this again each time that the draft turns out wrong after
-    those steps; it is still right with the probability `prob_all_accepted`. The wait is worth that
-    cost, but no more than the tokens that the draft adds.
+    then the rest of the wait. After those steps the draft is still right with the probability
+    `prob_all_accepted`. If it is wrong, the same cost is due again for the next draft. The wait is
+    worth that cost, but no more than the tokens that the draft adds.
     """
     if batch_rate <= 0.0 or decode_step_s <= 0.0:
         return 0.0
