@@ -70,7 +70,7 @@ def text_requests(
 def _template(
     body: CompletionBody | ChatBody, caller: Caller, info: ModelInfo
 ) -> tuple[TextRequest, AnswerLimit]:
-    """What all sequences of the request have in common, without a prompt, and their limit."""
+    """Build the part that all sequences of the request share, without a prompt, and their limit."""
     grammar, grammar_field = _grammar(body)
     sampling = _sampling(body, info.vocab_size)
     stop = check_stop(body.stop)

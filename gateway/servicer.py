@@ -132,6 +132,7 @@ def _responding(span: Span) -> Iterator[None]:
     except (GeneratorExit, asyncio.CancelledError):
         status = "CANCELLED"
         raise
+    # The span gets a status; the error goes on to the caller.
     except Exception:
         status = "INTERNAL"
         raise

@@ -143,7 +143,7 @@ class ChunkWriter:
         return {"usage": usage}
 
     def _close(self, index: int, finish: FinishInfo) -> bytes:
-        """The events that end a choice. Those of the last choice end the stream too."""
+        """The events that end a choice, and after the last choice also the stream."""
         self.totals.finishes[index] = finish
         closing = self.shape.chunk(index, self.shape.closing, finish.reason) | self._usage(index)
         self._open_count -= 1

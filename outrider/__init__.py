@@ -1,4 +1,4 @@
-"""What every process of Outrider shares. Imports no service."""
+"""The code that all processes of Outrider share. Imports no service."""
 
 # First of all: torch, gRPC and other libraries read the variables that this sets when they load.
 from outrider.process import runtime as _runtime  # noqa: F401

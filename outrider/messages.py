@@ -175,7 +175,7 @@ class TokenRequest:
 
 @dataclass(slots=True)
 class SpeculationStats:
-    """What speculation did for one sequence, in vLLM's definitions.
+    """Counts of speculation for one sequence, in vLLM's definitions.
 
     `histogram[i]` counts the verifying steps that accepted i tokens. `rules` lists the acceptance
     rules that were used, without repetition.

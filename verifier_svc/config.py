@@ -45,7 +45,7 @@ class TargetSettings(BaseModel):
 
 
 class VerifierSettings(TargetSettings, ScrapedSettings):
-    """What `python -m verifier_svc` takes."""
+    """The settings of `python -m verifier_svc`."""
 
     model_config = SettingsConfigDict(env_prefix="OUTRIDER_VERIFIER_")
 

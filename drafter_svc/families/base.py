@@ -1,4 +1,4 @@
-"""What a family of drafters implements. docs/drafters.md has a whole family as its example."""
+"""The interface of a drafter family. docs/drafters.md shows a whole family."""
 
 from __future__ import annotations
 

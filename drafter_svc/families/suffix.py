@@ -26,7 +26,7 @@ from outrider.errors import OutriderError, Reason
 from outrider.messages import Opened
 from outrider.model_info import ModelInfo
 
-# Tenants that have trees. Those of the least recently seen tenant are dropped first.
+# Most tenants with trees. A new tenant replaces the least recently seen one.
 _MAX_CORPORA = 64
 
 

@@ -80,7 +80,10 @@ export class Example {
     await this.#write({ maxTokens: WAITING_TOKENS, speculation: PLAIN }, first.signal).catch((error) => {
       if (!this.happening) throw error;
     });
-    if (!this.happening) this.outcome.textContent = "Written without drafts. The text continues when a drafter joins.";
+    if (!this.happening) {
+      this.outcome.textContent =
+        "Written without drafts. The text continues when a drafter joins.";
+    }
     await joined;
     const before = this.output.text;
     const rest = { prompt: PROMPT + before, maxTokens: DRAFTED_TOKENS };
@@ -91,7 +94,8 @@ export class Example {
     const share = Math.round(100 * own / after.length);
     const steps = stepCount(after);
     const saved = `${steps} steps of the model instead of ${after.length}`;
-    this.#say(`${share} % of the next ${after.length} tokens are its guesses: ${saved}. ${verdict}`);
+    const part = `${share} % of the next ${after.length} tokens are its guesses`;
+    this.#say(`${part}: ${saved}. ${verdict}`);
   }
 
   /** Generate the same text again and again until a drafter is lost. */
@@ -125,7 +129,8 @@ export class Example {
     let plain = "";
     const take = (tokens) => tokens.forEach((token) => { plain += token.text; });
     await complete({ ...this.#common(), ...change, speculation: PLAIN }, take, this.stop.signal);
-    return plain === text ? "Plain decoding gives the same text." : "Plain decoding gives another text.";
+    const same = plain === text ? "the same" : "another";
+    return `Plain decoding gives ${same} text.`;
   }
 
   #common() {

@@ -139,6 +139,7 @@ class DraftSession:
             self._strategy.closed(sequence)
         except self._propagated:
             raise
+        # A family's fault in one sequence must not end the others.
         except Exception:
             log.exception("the strategy failed to release its state of sequence %d", sequence.id)
 

@@ -84,7 +84,7 @@ def keys(fleet: Fleet) -> list[CellKey]:
 
 
 def scenario(fleet: Fleet, key: CellKey) -> Scenario:
-    """What the engine-level simulator runs for a cell."""
+    """The engine-level simulator's scenario of a cell."""
     traffic, verifiers, drafters = fleet.traffic, fleet.verifiers, fleet.drafters
     length = (traffic.output_tokens[0] + traffic.output_tokens[-1]) / 2
     decode_step_s = costs.load(fleet.costs).forward_s(key.batch, key.batch)

@@ -18,7 +18,7 @@ PERCENTILES = (50.0, 99.0, 99.9)
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one time step came to."""
+    """The sums of one time step."""
 
     step_s: float
     ended: Requests
@@ -63,7 +63,7 @@ class Recorder:
         self._hours: list[_Hour] = []
 
     def begin(self, hour: int) -> None:
-        """What is added from now on belongs to this hour."""
+        """Begin an hour: later steps are added to it."""
         zeros = np.zeros(len(self._regions))
         self._hours.append(_Hour(hour, made=zeros.copy(), under_way=zeros.copy()))
 

@@ -25,7 +25,7 @@ _LOG_SLOWNESS = np.log(SLOWNESS)
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """What verifiers do at their present loads. Times are in seconds."""
+    """Speeds of verifiers at their present loads. Times are in seconds."""
 
     token_s: Floats
     """Time per output token of a sequence, shape (V, classes)."""
