@@ -49,10 +49,13 @@ def _kernels() -> list[Extension]:
 _STEP = [
     "outrider/lm/pages.py",
     "outrider/messages.py",
+    "outrider/token_tree.py",
     "verifier_svc/verification/acceptance.py",
     "verifier_svc/engine/commit.py",
+    "verifier_svc/engine/compaction.py",
     "verifier_svc/policy/speculation_budget.py",
     "verifier_svc/state/acceptance_rate.py",
+    "verifier_svc/state/draft_tree.py",
     "verifier_svc/state/drafter.py",
     "verifier_svc/state/scheduled_sequence.py",
     "verifier_svc/drafts/assignments.py",

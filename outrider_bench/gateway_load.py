@@ -68,6 +68,9 @@ class _PacedModel:
         self.ends.append(time.perf_counter())
         return self._logits_RV[: sum(part.logit_count for part in slices)]
 
+    def move_tokens(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Do nothing: there is no cache."""
+
 
 async def measure(models: Path) -> dict[str, float]:
     """Measure a gateway's throughput and latency.

@@ -143,6 +143,9 @@ class _NullModel:
     def forward(self, slices: Sequence[SequenceSlice]) -> torch.Tensor:
         return self._logits_RV[: sum(part.logit_count for part in slices)]
 
+    def move_tokens(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Do nothing: there is no cache."""
+
 
 def _host_seconds(batch: int, *, drafts: bool) -> float:
     """Return the median seconds of a step of `batch` decoding sequences.

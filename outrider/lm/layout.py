@@ -6,13 +6,14 @@ Uses lists rather than arrays: a typical batch has a few tokens, and this runs b
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 
 import torch
 
 from outrider.lm.cpu.attention import PagedBatch
+from outrider.token_tree import depths
 
 # Slices of up to this many tokens (decoding, verification) share one padded attention call. Longer
 # slices (prefill) get a call each.
@@ -21,21 +22,40 @@ SHORT_SLICE = 32
 
 @dataclass(slots=True)
 class SequenceSlice:
-    """Consecutive tokens of one sequence, to be computed by one forward.
+    """Tokens of one sequence, to be computed by one forward: a text's next tokens, then a tree.
 
     `start` is the position of the first token. `pages` hold the sequence's keys and values,
     including those of this slice. The forward returns logits for the last `logit_count` tokens.
+
+    `parents` are those of the last `len(parents)` tokens, as in `outrider.token_tree`; row 0 is the
+    token before these. Token i is in the slot `start + i` of the sequence, and a token of the tree
+    has the position behind its parent's. It attends to the text and to its ancestors. Without
+    `parents`, each token follows the one before it, and slots and positions are the same.
     """
 
     token_ids: list[int]
     start: int
     pages: list[int]
     logit_count: int
+    parents: list[int] = field(default_factory=list)
 
     @property
     def end(self) -> int:
-        """The position after the last token: the number of keys that the last token attends to."""
+        """The slot after the last token: the number of keys, without a tree all for that token."""
         return self.start + len(self.token_ids)
+
+    @property
+    def tree_start(self) -> int:
+        """The slot of the tree's first token; `end` without a tree."""
+        return self.end - len(self.parents)
+
+    @property
+    def positions(self) -> Sequence[int]:
+        """The position of each token."""
+        if not self.parents:
+            return range(self.start, self.end)
+        first = self.tree_start
+        return [*range(self.start, first), *[first - 1 + d for d in depths(self.parents)]]
 
 
 def logits_indices(slices: Sequence[SequenceSlice]) -> list[int]:
@@ -51,9 +71,9 @@ def logits_indices(slices: Sequence[SequenceSlice]) -> list[int]:
 def slot_mapping(slices: Sequence[SequenceSlice], page_size: int) -> list[int]:
     """Return the slot in the flattened cache for each packed token."""
     return [
-        part.pages[position // page_size] * page_size + position % page_size
+        part.pages[slot // page_size] * page_size + slot % page_size
         for part in slices
-        for position in range(part.start, part.end)
+        for slot in range(part.start, part.end)
     ]
 
 
@@ -157,9 +177,7 @@ class BatchLayout:
         self._row_ends = list(accumulate(len(part.token_ids) for part in slices))
         self.first_rows = [0, *self._row_ends[:-1]]
         self.token_ids = self.tensor([token for part in slices for token in part.token_ids])
-        self.positions = self.tensor(
-            [position for part in slices for position in range(part.start, part.end)]
-        )
+        self.positions = self.tensor([position for part in slices for position in part.positions])
         self.logits_indices = self.tensor(logits_indices(slices))
 
     @cached_property

@@ -151,6 +151,17 @@ class ModelRunner:
         logits = self._call(layout.token_ids, layout.positions, layout, layout.logits_indices)
         return logits.float()
 
+    @torch.inference_mode()
+    def move_tokens(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy keys and values between slots of the flattened cache, in every layer.
+
+        All sources are read before a target is written.
+        """
+        from_slots = torch.tensor(sources, device=self.device)
+        to_slots = torch.tensor(targets, device=self.device)
+        for layer in self._layers.values():
+            layer.move(from_slots, to_slots)
+
     def _call(
         self,
         token_ids: torch.Tensor,

@@ -21,8 +21,9 @@ from outrider.sampling.tensors import on
 class Context:
     """The text behind the rows of one sequence.
 
-    Row i has the logits of the token behind `tokens` and the first i of `drafted`. `tokens` are
-    committed, and the first `prompt_length` of them are the prompt. `end_ids` end the sequence.
+    Row i has the logits of the token behind `tokens` and, of `drafted`, the path to row i: its
+    first i tokens if `parents` is empty, else as in `outrider.token_tree`. `tokens` are committed,
+    and the first `prompt_length` of them are the prompt. `end_ids` end the sequence.
     `mask` holds a bit for each token that the grammar allows, lowest bit first, int32
     [len(drafted) + 1, ceil(V / 32)]; None for no grammar.
     """
@@ -33,6 +34,7 @@ class Context:
     drafted: Sequence[int] = ()
     end_ids: frozenset[int] = frozenset()
     mask: npt.NDArray[np.int32] | None = None
+    parents: Sequence[int] = ()
 
     @property
     def row_count(self) -> int:

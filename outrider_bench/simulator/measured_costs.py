@@ -299,6 +299,9 @@ class _FreeTarget:
     def forward(self, slices: object) -> torch.Tensor:
         return torch.zeros(1, 1)
 
+    def move_tokens(self, sources: object, targets: object) -> None:
+        """Do nothing: there is no cache."""
+
 
 def _free() -> Costs:
     """A cost table in which nothing takes time."""

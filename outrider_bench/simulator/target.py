@@ -63,6 +63,9 @@ class SimulatedTarget:
         self._ends_at = self._events.now
         return _NO_LOGITS
 
+    def move_tokens(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Do nothing: there is no cache, and a move is a small part of a forward."""
+
     def share_cores(self, seconds: float) -> None:
         """Let a drafter compute for `seconds` from now on the target's cores.
 
@@ -92,7 +95,7 @@ class SimulatedVerifier:
 
     def _verify(self, scheduled: ScheduledSequence) -> Verified:
         tokens = scheduled.sequence.tokens
-        drafted = scheduled.path.token_ids
+        drafted = scheduled.draft.token_ids
         text = self._world.text_of(tokens, len(drafted) + 1)
         first = len(tokens) - text.prompt_length
         accepted = 0

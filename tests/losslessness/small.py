@@ -37,6 +37,7 @@ from outrider.messages import (
 )
 from outrider.sampling.noise import coupled_keys
 from outrider.sampling.sampler import coupled_exponentials
+from outrider.token_tree import path_to
 from verifier_svc.engine.loop import Engine
 from verifier_svc.engine.outgoing import Delivery
 from verifier_svc.engine.target import Limits
@@ -95,14 +96,28 @@ class SmallTarget:
         rows: list[torch.Tensor] = []
         self.takes(sum(len(part.token_ids) for part in slices))
         for part in slices:
-            end = part.start + len(part.token_ids)
-            at = np.arange(part.start, end)
+            at = np.arange(part.start, part.end)
             pages = np.array(part.pages)
             self._pages[pages[at // size], at % size] = part.token_ids
-            text = tuple(self._pages[pages].flatten()[:end].tolist())
+            text = tuple(self._pages[pages].flatten()[: part.end].tolist())
             assert min(text) >= 0, "a token of the past is not in its page"
-            rows += [self._logits(text[: end - n]) for n in reversed(range(part.logit_count))]
+            for slot in range(part.end - part.logit_count, part.end):
+                rows.append(self._logits(_text_of(part, text, slot)))
         return torch.stack(rows) if rows else torch.empty(0, VOCAB)
+
+    def move_tokens(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy slots, as `LanguageModel.move_tokens`."""
+        flat = self._pages.reshape(-1)
+        flat[targets] = flat[sources]
+
+
+def _text_of(part: SequenceSlice, cached: Text, slot: int) -> Text:
+    """The text that ends with the token of `slot`: what is before a tree, and a path in it."""
+    first = part.tree_start
+    path = path_to(slot - first + 1, part.parents)
+    if not path:
+        return cached[: slot + 1]
+    return (*cached[:first], *[cached[first - 1 + row] for row in path])
 
 
 class Guesser:

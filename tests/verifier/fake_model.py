@@ -51,17 +51,21 @@ class TableModel:
         self.broken(slices)
         rows = []
         for part in slices:
-            positions = np.arange(part.start, part.start + len(part.token_ids))
-            slots = self._slots(part, positions)
-            self.cache[slots] = part.token_ids
-            for position in positions[len(positions) - part.logit_count :]:
-                pair = self.cache[self._slots(part, np.array([max(position - 1, 0), position]))]
+            self.cache[self._slots(part, np.arange(part.start, part.end))] = part.token_ids
+            for slot in range(part.end - part.logit_count, part.end):
+                before = _slot_before(part, slot)
+                pair = self.cache[self._slots(part, np.array([before, slot]))]
                 assert min(pair) >= 0, "the pages of a slice lack its earlier tokens"
                 rows.append(self.table[pair[0], pair[1]])
         return torch.stack(rows) if rows else torch.empty(0, VOCAB)
 
+    def move_tokens(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy slots, as `LanguageModel.move_tokens`."""
+        flat = self.cache.reshape(-1)
+        flat[targets] = flat[sources]
+
     def _slots(self, part: SequenceSlice, positions: Positions) -> tuple[Positions, Positions]:
-        """The pages and the places in them of a slice's positions."""
+        """The pages and the places in them of a slice's slots."""
         pages = np.array(part.pages)
         return pages[positions // self.page_size], positions % self.page_size
 
@@ -73,6 +77,14 @@ class TableModel:
             if tokens[-1] == EOS:
                 break
         return tokens[len(prompt) :]
+
+
+def _slot_before(part: SequenceSlice, slot: int) -> int:
+    """The slot of the token before that of `slot`; 0 at the beginning of the text."""
+    row = slot - part.tree_start + 1
+    if row > 0:
+        return part.tree_start - 1 + part.parents[row - 1]
+    return max(slot - 1, 0)
 
 
 class Client:

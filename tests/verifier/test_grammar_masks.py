@@ -7,8 +7,8 @@ from fake_model import Client, ScriptedDrafter, make_engine
 
 from outrider.grammar.backends import Mask
 from outrider.messages import DraftDistribution, SamplingParams, SparseDistribution, TokenRequest
+from verifier_svc.state.draft_tree import DraftTree
 from verifier_svc.state.scheduled_sequence import ScheduledSequence
-from verifier_svc.state.trie import Path
 from verifier_svc.verification.batch import DraftVerifier, Verified
 from verifier_svc.verification.grammar_masks import GrammarMasks
 
@@ -50,16 +50,16 @@ def test_a_forbidden_draft_token_is_rejected_and_not_drawn_anew(sampled: bool) -
     firsts = []
     for seed in range(1_800):
         sequence.seed = seed
-        path = Path([2, 1], [])
+        path = DraftTree([2, 1], [])
         if sampled:
-            path = Path([2 * (seed % 2), 1], [either, one])
+            path = DraftTree([2 * (seed % 2), 1], [either, one])
         batch = masks.cut([ScheduledSequence(sequence, 0, [3], path, assignment, True)])
-        logits = torch.zeros(1 + len(batch[0].path.token_ids), model.vocab_size)
+        logits = torch.zeros(1 + len(batch[0].draft.token_ids), model.vocab_size)
         [verified] = draft_verifier.verify(logits, masks.masks(batch)())
         assert isinstance(verified, Verified)
         assert verified.result is not None
         assert matcher.held == 0
-        accepted = batch[0].path.token_ids[: verified.result.accepted_count]
+        accepted = batch[0].draft.token_ids[: verified.result.accepted_count]
         firsts.append([*accepted, verified.result.next_token][0])
     assert set(firsts) == {0, 1}
     assert np.mean(firsts) == pytest.approx(0.5, abs=0.05)
@@ -73,7 +73,7 @@ def test_the_bonus_token_obeys_the_grammar() -> None:
     logits = torch.zeros(3, model.vocab_size)
     logits[0, 0] = logits[1, 1] = logits[2, 5] = 9.0
     masks = GrammarMasks()
-    batch = masks.cut([ScheduledSequence(sequence, 0, [3], Path([0, 1], []), None, True)])
+    batch = masks.cut([ScheduledSequence(sequence, 0, [3], DraftTree([0, 1], []), None, True)])
     [verified] = DraftVerifier().verify(logits, masks.masks(batch)())
     assert isinstance(verified, Verified)
     assert verified.result is not None

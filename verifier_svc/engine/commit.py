@@ -78,8 +78,8 @@ class Committer:
         span: Span,
     ) -> None:
         sequence = scheduled.sequence
-        drafted = scheduled.path.token_ids
-        new = [*drafted[: result.accepted_count], result.next_token]
+        drafted = scheduled.draft.token_ids
+        new = [*[drafted[row - 1] for row in result.rows], result.next_token]
         finish_reason = cut_at_end(sequence, new)
         accepted = min(result.accepted_count, len(new))
         if sequence.matcher is not None:

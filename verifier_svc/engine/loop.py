@@ -23,6 +23,7 @@ from outrider.process.telemetry import NO_SPAN, Span
 from verifier_svc.drafts.exchange import DraftExchange
 from verifier_svc.engine.admission import Admission
 from verifier_svc.engine.commit import Committer
+from verifier_svc.engine.compaction import moved_slots
 from verifier_svc.engine.inbox import Inbox
 from verifier_svc.engine.outgoing import Delivery, Outgoing
 from verifier_svc.engine.parts import EngineParts
@@ -253,6 +254,9 @@ class Engine:
         verified: list[Verified | OutriderError],
         spans: list[Span],
     ) -> None:
+        sources, targets = moved_slots(batch, verified, self.pool.page_size)
+        if sources:
+            self.model.move_tokens(sources, targets)
         for scheduled, found, span in zip(batch, verified, spans, strict=True):
             self._committer.commit(scheduled, found, span)
         self._step_clock.end("commit")
@@ -281,7 +285,7 @@ class Engine:
         failed = "accept" not in self._step_clock.phases_s
         if failed or any(scheduled.scored for scheduled in batch):
             return 0.0
-        decoding = [len(scheduled.path.token_ids) for scheduled in batch if scheduled.samples]
+        decoding = [len(scheduled.draft.token_ids) for scheduled in batch if scheduled.samples]
         token_count = len(decoding) + sum(decoding)
         prompt_token_count = sum([len(scheduled.token_ids) for scheduled in batch]) - len(decoding)
         self.cost.observe(len(decoding), token_count, self._step_clock.step_s, prompt_token_count)
@@ -299,6 +303,7 @@ class Engine:
 
 
 def _slice(scheduled: ScheduledSequence) -> SequenceSlice:
-    tokens = scheduled.token_ids + scheduled.path.token_ids
+    draft = scheduled.draft
+    tokens = scheduled.token_ids + draft.token_ids
     pages = scheduled.sequence.kv.pages
-    return SequenceSlice(tokens, scheduled.start, pages, scheduled.logit_count)
+    return SequenceSlice(tokens, scheduled.start, pages, scheduled.logit_count, draft.parents)

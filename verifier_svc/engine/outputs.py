@@ -36,7 +36,7 @@ def chunk_of(
     It names the source of each token. The last chunk has the sequence's statistics.
     """
     sequence = scheduled.sequence
-    drafted = len(scheduled.path.token_ids)
+    drafted = len(scheduled.draft.token_ids)
     sources = [TokenSource.ACCEPTED] * accepted
     if len(new) > accepted:
         sources.append(_own_source(drafted, accepted))

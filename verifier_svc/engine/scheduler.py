@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from outrider.lm.pages import PagePool
-from verifier_svc.state.scheduled_sequence import NO_PATH, ScheduledSequence
+from verifier_svc.state.draft_tree import NO_DRAFT, DraftTree
+from verifier_svc.state.scheduled_sequence import ScheduledSequence
 from verifier_svc.state.sequence import Assignment, Sequence
-from verifier_svc.state.trie import Path
 
 if TYPE_CHECKING:
     from verifier_svc.engine.target import Limits  # imports torch, which the metrics do not need
@@ -81,7 +81,7 @@ class Scheduler:
             scheduled = self._schedule(sequence, count, pending, min(planned, room), batch)
             if scheduled is not None:
                 scheduled.planned_draft_tokens = planned
-                spare -= len(scheduled.path.token_ids)
+                spare -= len(scheduled.draft.token_ids)
                 rows -= len(scheduled.scored)
         return list(batch.values())
 
@@ -101,16 +101,16 @@ class Scheduler:
             return None  # this step preempted it for an older one
         samples = count == pending
         assignment: Assignment | None = None
-        path = NO_PATH
+        draft = NO_DRAFT
         if samples:
-            assignment, path = best_path(sequence, max_draft_tokens)
+            assignment, draft = best_draft(sequence, max_draft_tokens)
         start = sequence.kv.num_computed_tokens
         end = start + count
-        has_room = self.pool.reserve(sequence.kv, end + len(path.token_ids))
-        if not has_room and path.token_ids:
+        has_room = self.pool.reserve(sequence.kv, end + len(draft.token_ids))
+        if not has_room and draft.token_ids:
             # A draft is no reason to preempt another sequence.
             assignment = None
-            path = NO_PATH
+            draft = NO_DRAFT
         while not has_room and not self.pool.reserve(sequence.kv, end):
             others = (other for other in reversed(self.running.values()) if other.id not in batch)
             victim = next(others, sequence)
@@ -120,7 +120,7 @@ class Scheduler:
         tokens = sequence.tokens[start : start + count]
         scored = _scored(sequence, start, count)
         scheduled = ScheduledSequence(
-            sequence, start, tokens, path, assignment, samples, scored=scored
+            sequence, start, tokens, draft, assignment, samples, scored=scored
         )
         batch[sequence.id] = scheduled
         return scheduled
@@ -173,20 +173,20 @@ def _scored(sequence: Sequence, start: int, count: int) -> range:
     return range(unscored.start, min(unscored.stop, start + count + 1))
 
 
-def best_path(sequence: Sequence, draft_tokens: int) -> tuple[Assignment | None, Path]:
+def best_draft(sequence: Sequence, draft_tokens: int) -> tuple[Assignment | None, DraftTree]:
     """The ready path of at most `draft_tokens` tokens with the most expected accepted tokens.
 
     The expectation comes from the path's length and its drafter's acceptance rate.
     """
     if draft_tokens <= 0:
-        return None, NO_PATH
+        return None, NO_DRAFT
     lengths = {
         assignment: assignment.trie.length(draft_tokens)
         for assignment in sequence.assignments.values()
     }
     ready = [assignment for assignment, length in lengths.items() if length]
     if not ready:
-        return None, NO_PATH
+        return None, NO_DRAFT
     best = ready[0]
     if len(ready) > 1:
         best = max(ready, key=lambda each: each.rate.expected_tokens(lengths[each]))

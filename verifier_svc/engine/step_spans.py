@@ -111,7 +111,7 @@ def _verify_span(scheduled: ScheduledSequence, wait_s: float, step: str) -> Span
     span.set(
         outrider__sequence_id=scheduled.sequence.id,
         outrider__tokens=len(scheduled.token_ids),
-        outrider__draft_tokens=len(scheduled.path.token_ids),
+        outrider__draft_tokens=len(scheduled.draft.token_ids),
         outrider__planned_draft_tokens=scheduled.planned_draft_tokens,
         outrider__wait_seconds=wait_s,
     )

@@ -21,6 +21,12 @@ class LanguageModel(Protocol):
     def forward(self, slices: Sequence[SequenceSlice]) -> torch.Tensor:
         """Compute float32 logits [R, V]: rows for the last `logit_count` tokens of each slice."""
 
+    def move_tokens(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy keys and values between slots of the flattened cache, in every layer.
+
+        All sources are read before a target is written.
+        """
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:

@@ -7,10 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from verifier_svc.state.draft_tree import DraftTree
 from verifier_svc.state.sequence import Assignment, Sequence
-from verifier_svc.state.trie import Path
-
-NO_PATH = Path([], [])
 
 _NOTHING = range(0)
 
@@ -24,10 +22,9 @@ class ScheduledSequence:
     """Position of the first token."""
     token_ids: list[int]
     """The committed tokens."""
-    path: Path
-    """The draft."""
+    draft: DraftTree
     assignment: Assignment | None
-    """The assignment that the draft comes from."""
+    """The assignment that the draft's favourite path comes from."""
     samples: bool
     """Whether a token is drawn. False for a prompt's chunk that is not its last."""
     planned_draft_tokens: int = 0
@@ -43,5 +40,5 @@ class ScheduledSequence:
     @property
     def logit_count(self) -> int:
         """Rows of logits that this part needs."""
-        drawn = len(self.path.token_ids) + 1 if self.samples else 0
+        drawn = len(self.draft.token_ids) + 1 if self.samples else 0
         return len(self.scored) + drawn

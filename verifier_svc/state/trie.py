@@ -11,6 +11,7 @@ from enum import StrEnum
 
 from outrider.errors import OutriderError, Reason
 from outrider.messages import Proposal, Skip, SparseDistribution, Window
+from verifier_svc.state.draft_tree import DraftTree
 
 
 class LookupResult(StrEnum):
@@ -51,17 +52,6 @@ class AddResult:
     """Contradicted by the commit, or behind such a token."""
     cut: int = 0
     """Beyond the window."""
-
-
-@dataclass(slots=True)
-class Path:
-    """Draft tokens from the root's child on, and the distributions that they were sampled from.
-
-    `distributions` is empty for a one-hot draft.
-    """
-
-    token_ids: list[int]
-    distributions: list[SparseDistribution]
 
 
 @dataclass(eq=False, slots=True)
@@ -211,7 +201,7 @@ class Trie:
         self._favourites = None
         return CommitWalk(matched, result, before - matched - left)
 
-    def path(self, depth: int) -> Path:
+    def path(self, depth: int) -> DraftTree:
         """The path of favourites from the root, at most `depth` tokens.
 
         The trie's shape alone chooses it. A choice by the probability of a sampled token would bias
@@ -222,7 +212,7 @@ class Trie:
         # A path that is sampled only in part counts as one-hot.
         if len(distributions) < len(nodes):
             distributions = []
-        return Path([node.token for node in nodes], distributions)
+        return DraftTree([node.token for node in nodes], distributions)
 
     def _path(self) -> list[_Node]:
         if self._favourites is None:

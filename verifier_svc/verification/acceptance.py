@@ -74,6 +74,13 @@ class AcceptResult:
     accepted_count: int
     next_token: int
     """The recovered, bonus or plain token; NO_TOKEN or NOT_FINITE if there is none."""
+    path: list[int] | None = None
+    """The rows of the accepted draft tokens of a tree, in order; None for the first ones."""
+
+    @property
+    def rows(self) -> Sequence[int]:
+        """The rows of the accepted draft tokens, as in `outrider.token_tree`."""
+        return range(1, self.accepted_count + 1) if self.path is None else self.path
 
 
 def accept(

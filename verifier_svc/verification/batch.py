@@ -103,20 +103,20 @@ class DraftVerifier:
     def _draft(self, scheduled: ScheduledSequence) -> Draft:
         sequence = scheduled.sequence
         request = sequence.request
-        path = scheduled.path
+        tree = scheduled.draft
         assignment = scheduled.assignment
         # A distribution counts only if the drafter was asked for it: a false one can force a token.
         asked = assignment is not None and assignment.distribution is DraftDistribution.SPARSE
-        sampled = self.sampled_rule if asked and path.distributions else None
+        sampled = self.sampled_rule if asked and tree.distributions else None
         rule = acceptance_rule(request, sampled, self.synthetic_rate is not None)
         thinking: SequenceOf[bool] = ()
         if rule is AcceptanceRule.RELAXED:
-            thinking = self._thinking(sequence.tokens, path.token_ids)
+            thinking = self._thinking(sequence.tokens, tree.token_ids)
         context = Context(
             request.sampling,
             sequence.tokens,
             len(request.prompt),
-            path.token_ids,
+            tree.token_ids,
             sequence.end_ids,
             scheduled.mask,
         )
@@ -124,7 +124,7 @@ class DraftVerifier:
             context,
             sequence.seed,
             rule,
-            path.distributions if rule is sampled else (),
+            tree.distributions if rule is sampled else (),
             request.speculation,
             thinking,
             sequence.stats.forward_count,
@@ -162,13 +162,13 @@ def _logprobs(
     for i, (scheduled, result) in enumerate(zip(batch, results, strict=True)):
         count = scheduled.sequence.request.top_logprobs
         if count is not None:
-            accepted = scheduled.path.token_ids[: result.accepted_count]
+            accepted = scheduled.draft.token_ids[: result.accepted_count]
             committed = [*accepted, max(0, result.next_token)]
             spans[i] = range(len(rows), len(rows) + len(committed))
             rows += range(first, first + len(committed))
             tokens += committed
             counts += [count] * len(committed)
-        first += len(scheduled.path.token_ids) + 1
+        first += len(scheduled.draft.token_ids) + 1
     found = logprobs(logits_RV, rows, tokens, counts)
     return {i: found[span.start : span.stop] for i, span in spans.items()}
 

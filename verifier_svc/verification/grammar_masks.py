@@ -9,8 +9,8 @@ from dataclasses import replace
 import numpy as np
 
 from outrider.grammar.backends import Mask, Matcher
+from verifier_svc.state.draft_tree import DraftTree
 from verifier_svc.state.scheduled_sequence import ScheduledSequence
-from verifier_svc.state.trie import Path
 
 
 class GrammarMasks:
@@ -36,15 +36,16 @@ class GrammarMasks:
         return found
 
     def _cut(self, scheduled: ScheduledSequence, matcher: Matcher) -> ScheduledSequence:
-        path = scheduled.path
+        draft = scheduled.draft
         allowed = 0
-        for token in path.token_ids:
+        for token in draft.token_ids:
             if not matcher.accept(token):
                 break
             allowed += 1
         matcher.rollback(allowed)
-        kept = allowed + bool(path.distributions)
-        return replace(scheduled, path=Path(path.token_ids[:kept], path.distributions[:kept]))
+        kept = allowed + bool(draft.distributions)
+        kept_draft = DraftTree(draft.token_ids[:kept], draft.distributions[:kept])
+        return replace(scheduled, draft=kept_draft)
 
     def masks(self, batch: Sequence[ScheduledSequence]) -> Callable[[], list[ScheduledSequence]]:
         """Start to compute the masks. The result waits for them and returns the masked batch."""
@@ -58,7 +59,7 @@ def _masked(scheduled: ScheduledSequence) -> ScheduledSequence:
     matcher = scheduled.sequence.matcher
     if matcher is None or not scheduled.samples:
         return scheduled
-    tokens = scheduled.path.token_ids
+    tokens = scheduled.draft.token_ids
     mask: Mask = np.zeros((len(tokens) + 1, scheduled.sequence.mask_width), np.int32)
     matcher.fill(mask, 0)
     accepted = 0

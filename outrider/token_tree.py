@@ -1,0 +1,49 @@
+"""Trees of draft tokens behind a text, as lists of parents.
+
+Row 0 is the text's last token, and row i + 1 is draft token i. `parents[i]` is the row of draft
+token i's parent, which comes before it. An empty list stands for a chain. This is the form of
+`Proposal.parents` in protos/outrider/v1/drafts.proto.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+MAX_TREE_TOKENS = 64
+"""Most draft tokens of a tree with branches: a token's ancestors are the bits of one word."""
+
+
+def depths(parents: Sequence[int]) -> list[int]:
+    """Each draft token's distance from row 0, at least 1."""
+    found = [0]
+    for parent in parents:
+        found.append(found[parent] + 1)
+    return found[1:]
+
+
+def ancestor_words(parents: Sequence[int]) -> list[int]:
+    """For each draft token, a word with bit j set if draft token j is an ancestor or itself.
+
+    At most MAX_TREE_TOKENS tokens, so that a word has 64 bits.
+    """
+    words = [0]
+    for i, parent in enumerate(parents):
+        words.append(words[parent] | 1 << i)
+    return words[1:]
+
+
+def children(parents: Sequence[int]) -> list[list[int]]:
+    """The child rows of each row, in order; row 0's first."""
+    found: list[list[int]] = [[] for _ in range(len(parents) + 1)]
+    for i, parent in enumerate(parents):
+        found[parent].append(i + 1)
+    return found
+
+
+def path_to(row: int, parents: Sequence[int]) -> list[int]:
+    """The rows from row 0's child to `row`, both included; empty for row 0."""
+    found: list[int] = []
+    while row > 0:
+        found.append(row)
+        row = parents[row - 1]
+    return found[::-1]
