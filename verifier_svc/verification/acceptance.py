@@ -25,6 +25,7 @@ from outrider.sampling.sampler import coupled_sample, inverse_cdf, target_probs
 from outrider.sampling.tensors import on
 from verifier_svc.verification.rules import block, lossy, token_wise
 from verifier_svc.verification.rules.sparse import AcceptedPrefixes, SparseDrafts
+from verifier_svc.verification.tree_walk import favourites, walk
 
 _SAMPLED_RULES: dict[AcceptanceRule, Callable[[SparseDrafts], AcceptedPrefixes]] = {
     AcceptanceRule.TOKEN_WISE: token_wise.accept,
@@ -43,7 +44,8 @@ _LARGEST_LOGIT = 1e33
 class Draft:
     """One sequence's share of a batch.
 
-    It has a logits row after the last committed token, and one after each draft token.
+    It has a logits row after the last committed token, and one after each draft token. The draft
+    tokens may be a tree, but not for TOKEN_WISE and BLOCK.
     """
 
     context: Context
@@ -57,6 +59,16 @@ class Draft:
     """For each draft token, whether RELAXED may apply to it."""
     step: int = 0
     """Drafts of the sequence that were verified before, so that no coin is used twice."""
+
+    @property
+    def favourites(self) -> list[tuple[int, int]]:
+        """The draft tokens that rules judge: each row that has one behind it, and its number.
+
+        In a tree these are the first children. The others are accepted if they are the own token.
+        """
+        if not self.context.parents:
+            return [(i, i) for i in range(len(self.context.drafted))]
+        return [(row, child - 1) for row, child in favourites(self.context.parents)]
 
     @property
     def needs_probs(self) -> bool:
@@ -90,7 +102,8 @@ def accept(
 
     `logits_RV` are the model's, float32, with R = sum of (draft length + 1), sequence by sequence.
     With a `synthetic_rate`, draft tokens are accepted at that rate whatever the target says, which
-    only benchmarks need.
+    only benchmarks need; of a tree, first children alone. Raises ValueError for a tree that was
+    sampled.
     """
     if not drafts:
         return []
@@ -108,7 +121,8 @@ def accept(
         matches_R = rows.tensor(rows.uniform(Purpose.ACCEPT) < synthetic_rate) & rows.drafted_R
     tokens_R = _with_errors(tokens_R, peaks_R, raw_peaks_R)
     matches_R &= tokens_R >= 0
-    return rows.results(*torch.stack([tokens_R, matches_R]).cpu().numpy())
+    tokens, matches = torch.stack([tokens_R, matches_R]).cpu().numpy()
+    return rows.results(tokens, matches, has_siblings=synthetic_rate is None)
 
 
 def _with_errors(
@@ -135,13 +149,30 @@ def _greedy(tokens: list[int], drafts: Sequence[Draft]) -> list[AcceptResult]:
     first = 0
     for draft in drafts:
         end = first
-        for token in draft.context.drafted:
-            if token != tokens[end]:
-                break
-            end += 1
-        results.append(AcceptResult(end - first, tokens[end]))
+        if draft.context.parents:
+            own = tokens[first : first + draft.context.row_count]
+            results.append(_tree_result(draft.context, own, own))
+        else:
+            for token in draft.context.drafted:
+                if token != tokens[end]:
+                    break
+                end += 1
+            results.append(AcceptResult(end - first, tokens[end]))
         first += len(draft.context.drafted) + 1
     return results
+
+
+def _tree_result(
+    context: Context, tokens: list[int], own: list[int], favoured: Sequence[bool] = ()
+) -> AcceptResult:
+    """The result of a tree; `own` and `favoured` are as in `walk`.
+
+    `tokens` has the next token of each row, in case that the walk ends there.
+    """
+    path = walk(context.drafted, context.parents, own, favoured)
+    last = path[-1] if path else 0
+    # Rows grow along a path, so it is the first ones if its last row is as far as it is long.
+    return AcceptResult(len(path), tokens[last], path if last > len(path) else None)
 
 
 def _accept_rows(logits_RV: torch.Tensor, rows: _Rows, tokens_R: torch.Tensor) -> torch.Tensor:
@@ -224,6 +255,8 @@ class _Sampled:
     """
 
     def __init__(self, picked: Sequence[tuple[int, Draft]], probs: _Probs, rows: _Rows) -> None:
+        if any(draft.context.parents for _, draft in picked):
+            raise ValueError("a sampled draft must be a chain")
         lengths = [len(draft.context.drafted) for _, draft in picked]
         flat = [
             row
@@ -280,11 +313,11 @@ def _accept_lossy(
     options: list[SpeculationOptions] = []
     for first, draft in rows:
         if draft.rule is rule:
-            allowed: Sequence[bool] = [True] * len(draft.context.drafted)
+            judged = draft.favourites
             if rule is AcceptanceRule.RELAXED:
-                allowed = draft.thinking
-            flat += [first + i for i, yes in enumerate(allowed) if yes]
-            options += [draft.options for yes in allowed if yes]
+                judged = [(row, i) for row, i in judged if draft.thinking[i]]
+            flat += [first + row for row, _ in judged]
+            options += [draft.options] * len(judged)
     if not flat:
         return
     at = rows.tensor(np.array(flat))
@@ -315,6 +348,12 @@ class _Rows:
         drafted = np.array(
             [token for draft in drafts for token in (*draft.context.drafted, _NO_DRAFT)]
         )
+        self._trees = [(b, draft) for b, draft in enumerate(drafts) if draft.context.parents]
+        for b, draft in self._trees:
+            first = self._first_B[b]
+            drafted[first : first + draft.context.row_count] = _NO_DRAFT
+            for row, i in draft.favourites:
+                drafted[first + row] = draft.context.drafted[i]
         self.draft_R = self.tensor(drafted)
         self.drafted_R = self.tensor(drafted != _NO_DRAFT)
 
@@ -337,6 +376,9 @@ class _Rows:
         seeds_B = np.array([draft.seed for draft in self.drafts], np.uint64)
         seeds: np.ndarray = np.repeat(seeds_B, self._counts_B)
         offsets = np.arange(len(seeds)) - np.repeat(self._first_B, self._counts_B)
+        for b, draft in self._trees:
+            first = self._first_B[b]
+            offsets[first : first + draft.context.row_count] = draft.context.depths
         lengths_B = [len(draft.context.tokens) for draft in self.drafts]
         return seeds, np.repeat(lengths_B, self._counts_B) + offsets
 
@@ -362,16 +404,27 @@ class _Rows:
                 probs[b, k, : each.token_ids.size] = each.probabilities
         return self.tensor(ids), self.tensor(probs)
 
-    def results(self, tokens_R: np.ndarray, matches_R: np.ndarray) -> list[AcceptResult]:
+    def results(
+        self, tokens_R: np.ndarray, matches_R: np.ndarray, *, has_siblings: bool
+    ) -> list[AcceptResult]:
         """The results by sequence.
 
-        Accepted tokens end at a sequence's first row without a match. Its token is the next one.
+        Accepted tokens end at a sequence's first row without a match. Its token is the next one. In
+        a tree, a row without a match goes on to another child that equals its token, if
+        `has_siblings`.
         """
         misses = np.flatnonzero(matches_R == 0)
         end_B = misses[np.searchsorted(misses, self._first_B)]
         counts = (end_B - self._first_B).tolist()
         pairs = zip(counts, tokens_R[end_B].tolist(), strict=True)
-        return [AcceptResult(count, token) for count, token in pairs]
+        found = [AcceptResult(count, token) for count, token in pairs]
+        for b, draft in self._trees:
+            end = self._first_B[b] + self._counts_B[b]
+            tokens: list[int] = tokens_R[self._first_B[b] : end].tolist()
+            matches: list[bool] = matches_R[self._first_B[b] : end].tolist()
+            own = tokens if has_siblings else [NO_TOKEN] * len(tokens)
+            found[b] = _tree_result(draft.context, tokens, own, matches)
+        return found
 
     def tensor(self, array: np.ndarray) -> torch.Tensor:
         """The array as a tensor on the logits' device."""
