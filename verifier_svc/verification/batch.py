@@ -13,7 +13,8 @@ from outrider.errors import OutriderError, Reason
 from outrider.messages import AcceptanceRule, DraftDistribution, TokenLogprob
 from outrider.sampling.logits import Context
 from verifier_svc.state.scheduled_sequence import ScheduledSequence
-from verifier_svc.verification.acceptance import NO_TOKEN, NOT_FINITE, AcceptResult, Draft, accept
+from verifier_svc.verification.acceptance import accept
+from verifier_svc.verification.draft import NO_TOKEN, NOT_FINITE, AcceptResult, Draft
 from verifier_svc.verification.logprobs import logprobs, split_scored
 from verifier_svc.verification.rule_choice import acceptance_rule
 
