@@ -118,7 +118,6 @@ class Committer:
         if scheduled.draft.parents:
             drafted = favourite_length(scheduled.draft.parents)
             right = sum([row == place for place, row in enumerate(result.rows, 1)])
-            right = min(right, drafted)
         self._drafting.record_acceptance(scheduled.assignment, drafted, right)
 
     def _keep_pages(self, sequence: Sequence, drafted: int, accepted: int) -> None:

@@ -25,9 +25,9 @@ class GrammarMasks:
     def cut(self, batch: Sequence[ScheduledSequence]) -> list[ScheduledSequence]:
         """The batch with each draft cut before the tokens that its grammar forbids.
 
-        What is below such a token goes with it. A sampled forbidden token stays and is rejected: the next token must be drawn from the
-        residual. To drop the token because of its value would be to draw anew, which biases the
-        output.
+        What is below such a token goes with it. A sampled forbidden token stays and is rejected:
+        the next token must be drawn from the residual. To drop the token because of its value would
+        be to draw anew, which biases the output.
         """
         found: list[ScheduledSequence] = []
         for scheduled in batch:
@@ -68,7 +68,8 @@ def _walk(matcher: Matcher, draft: DraftTree) -> Iterator[bool]:
         while path[-1] > parent:
             path.pop()
             left += 1
-        matcher.rollback(left)
+        if left:
+            matcher.rollback(left)
         # A parent that is not on the path was forbidden itself.
         allowed = path[-1] == parent and matcher.accept(token)
         if allowed:
