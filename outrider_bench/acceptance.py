@@ -24,7 +24,8 @@ from outrider.messages import AcceptanceRule, SamplingParams, SparseDistribution
 from outrider.sampling.logits import Context
 from outrider.tokenizer import load_tokenizer
 from outrider_bench.ways import counters, serving
-from verifier_svc.verification.acceptance import Draft, accept
+from verifier_svc.verification.acceptance import accept
+from verifier_svc.verification.draft import Draft
 
 _DEPTH = 4
 _ROUNDS = 3

@@ -1,7 +1,7 @@
 """Adjusts logits before they become probabilities: bias, penalties, bans and grammar.
 
-Each row has its own settings and sees the text up to its position, drafted tokens included. Rows
-without settings cost nothing.
+Each row has its own settings and sees the text up to its position, the drafted tokens on its path
+included. Rows without settings cost nothing.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 
 from outrider.messages import SamplingParams
 from outrider.sampling.tensors import on
+from outrider.token_tree import depths
 
 
 @dataclass(slots=True)
@@ -40,6 +41,19 @@ class Context:
     def row_count(self) -> int:
         """Logits rows of the sequence."""
         return len(self.drafted) + 1
+
+    @property
+    def depths(self) -> Sequence[int]:
+        """How many draft tokens are before each row."""
+        return [0, *depths(self.parents)] if self.parents else range(self.row_count)
+
+    def drafted_before(self) -> list[list[int]]:
+        """The draft tokens before each row."""
+        found: list[list[int]] = [[]]
+        parents = self.parents or range(len(self.drafted))
+        for token, parent in zip(self.drafted, parents, strict=True):
+            found.append([*found[parent], token])
+        return found
 
     @property
     def plain(self) -> bool:
@@ -134,9 +148,9 @@ def _counts(
     drafted = []
     for context in contexts:
         drafted += [
-            (first + j, token)
-            for i, token in enumerate(context.drafted)
-            for j in range(i + 1, context.row_count)
+            (first + row, token)
+            for row, before in enumerate(context.drafted_before())
+            for token in before
         ]
         first += context.row_count
     if drafted:
@@ -152,11 +166,11 @@ def _ban(logits_RV: torch.Tensor, picked: _Rows) -> None:
     pairs = []
     for first, context in picked:
         generated = len(context.tokens) - context.prompt_length
-        for i in range(context.row_count):
-            too_early = generated + i < context.sampling.min_tokens
-            pairs += [(first + i, token) for token in context.sampling.banned_token_ids]
+        for row, depth in enumerate(context.depths, first):
+            too_early = generated + depth < context.sampling.min_tokens
+            pairs += [(row, token) for token in context.sampling.banned_token_ids]
             if too_early:
-                pairs += [(first + i, token) for token in context.end_ids]
+                pairs += [(row, token) for token in context.end_ids]
     if pairs:
         rows, tokens = zip(*pairs, strict=True)
         logits_RV[_index(logits_RV, rows, tokens)] = -torch.inf

@@ -14,12 +14,14 @@ import torch
 from outrider.errors import OutriderError
 from outrider.lm.runner import SequenceSlice
 from outrider.messages import AcceptanceRule
+from outrider.token_tree import depths
 from outrider_bench.simulator.costs import Costs
 from outrider_bench.simulator.events import Events
 from outrider_bench.simulator.world import VOCAB, World
 from verifier_svc.state.scheduled_sequence import ScheduledSequence
-from verifier_svc.verification.acceptance import AcceptResult
 from verifier_svc.verification.batch import Verified
+from verifier_svc.verification.draft import AcceptResult
+from verifier_svc.verification.tree_walk import walk
 
 _NO_LOGITS = torch.zeros(1, 1)
 
@@ -95,9 +97,15 @@ class SimulatedVerifier:
 
     def _verify(self, scheduled: ScheduledSequence) -> Verified:
         tokens = scheduled.sequence.tokens
-        drafted = scheduled.draft.token_ids
+        draft = scheduled.draft
+        drafted = draft.token_ids
         text = self._world.text_of(tokens, len(drafted) + 1)
         first = len(tokens) - text.prompt_length
+        if draft.parents:
+            own = [text.tokens[first + depth] for depth in (0, *depths(draft.parents))]
+            path = walk(drafted, draft.parents, own)
+            result = AcceptResult(len(path), text.tokens[first + len(path)], path)
+            return Verified(result, AcceptanceRule.GREEDY)
         accepted = 0
         while accepted < len(drafted) and drafted[accepted] == text.tokens[first + accepted]:
             accepted += 1

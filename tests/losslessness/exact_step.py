@@ -22,7 +22,8 @@ from outrider.sampling.logits import Context
 from outrider.sampling.noise import Purpose
 from outrider.sampling.sampler import inverse_cdf
 from verifier_svc.verification import acceptance
-from verifier_svc.verification.acceptance import Draft, accept
+from verifier_svc.verification.acceptance import accept
+from verifier_svc.verification.draft import Draft
 
 Text = tuple[int, ...]
 Probs = npt.NDArray[np.float64]

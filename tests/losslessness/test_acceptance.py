@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from outrider.messages import AcceptanceRule, SamplingParams, SparseDistribution
 from outrider.sampling.logits import Context
 from outrider.sampling.noise import Purpose, uniforms
-from verifier_svc.verification.acceptance import AcceptResult, Draft, accept
+from verifier_svc.verification.acceptance import accept
+from verifier_svc.verification.draft import AcceptResult, Draft
 
 VOCAB = 5
 DRAWS = 12_000
@@ -149,7 +150,7 @@ def reused_uniform(
 
 
 def test_noise_shared_by_two_purposes_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("verifier_svc.verification.acceptance.uniforms", reused_uniform)
+    monkeypatch.setattr("verifier_svc.verification.rows.uniforms", reused_uniform)
     assert against_enumeration(generate(TARGET, CLOSE, 2, sparse=True), TARGET).p < LEAST_P
 
 

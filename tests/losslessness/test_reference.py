@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from outrider.messages import AcceptanceRule, SamplingParams, SparseDistribution, SpeculationOptions
 from outrider.sampling.logits import Context
 from verifier_svc.verification import reference
-from verifier_svc.verification.acceptance import Draft, accept
+from verifier_svc.verification.acceptance import accept
+from verifier_svc.verification.draft import Draft
 
 VOCAB = 6
 # No ratio of small integers, so that no probability lies on a bound, where rounding decides.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 ACCEPTANCE = "verifier_svc/verification/acceptance.py"
+ROWS = "verifier_svc/verification/rows.py"
 BLOCK = "verifier_svc/verification/rules/block.py"
 TOKEN_WISE = "verifier_svc/verification/rules/token_wise.py"
 BATCH = "verifier_svc/verification/batch.py"
@@ -29,7 +30,7 @@ VERIFIER_MUTANTS = (
     Mutant(
         "A1",
         "coins of acceptance are the same at every step",
-        ACCEPTANCE,
+        ROWS,
         "return uniforms(*self._seeds_and_positions(), purpose, steps)",
         "return uniforms(*self._seeds_and_positions(), purpose)",
         COINS,
@@ -70,7 +71,7 @@ VERIFIER_MUTANTS = (
     Mutant(
         "A6",
         "seeds count with 32 bits",
-        ACCEPTANCE,
+        ROWS,
         "np.array([draft.seed for draft in self.drafts], np.uint64)",
         "np.array([draft.seed % 2**32 for draft in self.drafts], np.uint64)",
         COUPLING,
@@ -94,7 +95,7 @@ VERIFIER_MUTANTS = (
     Mutant(
         "A9",
         "noise depends on the place in the batch",
-        ACCEPTANCE,
+        ROWS,
         "offsets = np.arange(len(seeds)) - np.repeat(self._first_B, self._counts_B)",
         "offsets = np.arange(len(seeds))",
         IN_ANY_BATCH,
@@ -227,15 +228,15 @@ VERIFIER_MUTANTS = (
         "no mask behind a draft that is accepted whole",
         GRAMMAR_MASKS,
         "if not allowed or matcher.ended:",
-        "if not allowed or matcher.ended or i + 1 == len(tokens):",
+        "if not allowed or matcher.ended or row == len(draft.token_ids):",
         GRAMMARS,
     ),
     Mutant(
         "G2",
         "a sampled token that the grammar forbids is cut",
         GRAMMAR_MASKS,
-        "kept = allowed + bool(path.distributions)",
-        "kept = allowed",
+        "kept = allowed.index(False) + bool(draft.distributions)",
+        "kept = allowed.index(False)",
         GRAMMARS,
     ),
     # --- the draft stream ---

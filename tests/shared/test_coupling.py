@@ -14,7 +14,8 @@ from outrider.messages import SamplingParams
 from outrider.sampling.logits import Context
 from outrider.sampling.noise import coupled_draw, coupled_keys
 from outrider.sampling.sampler import coupled_exponentials, coupled_sample
-from verifier_svc.verification.acceptance import Draft, accept
+from verifier_svc.verification.acceptance import accept
+from verifier_svc.verification.draft import Draft
 
 DOCUMENT = Path(__file__).parents[2] / "docs/coupling.md"
 TEXT = DOCUMENT.read_text()

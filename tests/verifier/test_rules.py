@@ -16,14 +16,9 @@ from outrider.messages import (
     TokenRequest,
 )
 from outrider.sampling.logits import Context
-from verifier_svc.verification.acceptance import (
-    NO_TOKEN,
-    NOT_FINITE,
-    AcceptResult,
-    Draft,
-    accept,
-)
+from verifier_svc.verification.acceptance import accept
 from verifier_svc.verification.batch import DraftVerifier
+from verifier_svc.verification.draft import NO_TOKEN, NOT_FINITE, AcceptResult, Draft
 from verifier_svc.verification.rule_choice import acceptance_rule, choose_distribution
 from verifier_svc.verification.rules import block, lossy, token_wise
 from verifier_svc.verification.rules.sparse import SparseDrafts

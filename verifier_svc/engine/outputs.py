@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from outrider.messages import FinishReason, TokenChunk, TokenSource
+from verifier_svc.state.draft_tree import DraftTree
 from verifier_svc.state.scheduled_sequence import ScheduledSequence
 from verifier_svc.state.sequence import Sequence
 from verifier_svc.verification.batch import Verified
+from verifier_svc.verification.draft import AcceptResult
+from verifier_svc.verification.tree_walk import is_leaf
 
 
 def cut_at_end(sequence: Sequence, new: list[int]) -> FinishReason | None:
-    """Cut `new` behind the token that ends the sequence.
+    """Cut `new` behind the token that ends the sequence, and at `max_tokens`.
 
     Returns why the sequence ends; None if it goes on.
     """
@@ -17,29 +20,32 @@ def cut_at_end(sequence: Sequence, new: list[int]) -> FinishReason | None:
     if max_tokens == 0:
         new.clear()  # the request wants only its prompt's log probabilities
         return FinishReason.LENGTH
+    left = max_tokens - (len(sequence.tokens) - len(sequence.request.prompt))
+    del new[left:]
     if not sequence.end_ids.isdisjoint(new):
         del new[next(i for i, token in enumerate(new) if token in sequence.end_ids) + 1 :]
         return FinishReason.STOP
-    generated = len(sequence.tokens) - len(sequence.request.prompt) + len(new)
-    return FinishReason.LENGTH if generated >= max_tokens else None
+    return FinishReason.LENGTH if len(new) >= left else None
 
 
 def chunk_of(
     scheduled: ScheduledSequence,
     new: list[int],
     accepted: int,
+    result: AcceptResult,
     verified: Verified,
     finish_reason: FinishReason | None,
 ) -> TokenChunk:
     """Build the chunk of the committed tokens `new`, the first `accepted` of which were drafted.
 
-    It names the source of each token. The last chunk has the sequence's statistics.
+    `result` is that of `verified`. The chunk names the source of each token. The
+    last one has the sequence's statistics.
     """
     sequence = scheduled.sequence
-    drafted = len(scheduled.draft.token_ids)
+    draft = scheduled.draft
     sources = [TokenSource.ACCEPTED] * accepted
     if len(new) > accepted:
-        sources.append(_own_source(drafted, accepted))
+        sources.append(_own_source(draft, result))
     assignment = scheduled.assignment
     return TokenChunk(
         token_ids=new,
@@ -48,14 +54,15 @@ def chunk_of(
         finish_reason=finish_reason,
         stats=sequence.stats if finish_reason is not None else None,
         cached_token_count=sequence.cached_token_count,
-        draft_token_count=drafted,
+        draft_token_count=len(draft.token_ids),
         logprobs=list(verified.logprobs[: len(new)]),
         prompt_logprobs=list(verified.prompt_logprobs),
     )
 
 
-def _own_source(drafted: int, accepted: int) -> TokenSource:
+def _own_source(draft: DraftTree, result: AcceptResult) -> TokenSource:
     """The source of the token that the target itself sampled."""
-    if drafted == 0:
+    if not draft.token_ids:
         return TokenSource.PLAIN
-    return TokenSource.BONUS if accepted == drafted else TokenSource.RECOVERED
+    whole = is_leaf(result.last_row, len(draft.token_ids), draft.parents)
+    return TokenSource.BONUS if whole else TokenSource.RECOVERED

@@ -11,18 +11,19 @@ rules for sampled drafts of trusted drafters, and the lossy ones, are in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from outrider.messages import AcceptanceRule, SparseDistribution, SpeculationOptions
-from outrider.sampling.logits import Context, adjust
-from outrider.sampling.noise import Purpose, coupled_keys, uniforms
+from outrider.messages import AcceptanceRule, SpeculationOptions
+from outrider.sampling.logits import adjust
+from outrider.sampling.noise import Purpose
 from outrider.sampling.sampler import coupled_sample, inverse_cdf, target_probs
 from outrider.sampling.tensors import on
+from verifier_svc.verification.draft import NO_TOKEN, NOT_FINITE, AcceptResult, Draft
+from verifier_svc.verification.rows import Rows, tree_result
 from verifier_svc.verification.rules import block, lossy, token_wise
 from verifier_svc.verification.rules.sparse import AcceptedPrefixes, SparseDrafts
 
@@ -30,57 +31,8 @@ _SAMPLED_RULES: dict[AcceptanceRule, Callable[[SparseDrafts], AcceptedPrefixes]]
     AcceptanceRule.TOKEN_WISE: token_wise.accept,
     AcceptanceRule.BLOCK: block.accept,
 }
-NO_TOKEN = -1
-"""Instead of a token: the request's bans and grammar allow none."""
-NOT_FINITE = -2
-"""Instead of a token: the model's logits hold NaN, +inf, or nothing but -inf."""
-_NO_DRAFT = -3
 # Larger logits overflow float32 when divided by the lowest temperature that samples, 1e-5.
 _LARGEST_LOGIT = 1e33
-
-
-@dataclass(slots=True)
-class Draft:
-    """One sequence's share of a batch.
-
-    It has a logits row after the last committed token, and one after each draft token.
-    """
-
-    context: Context
-    seed: int
-    rule: AcceptanceRule = AcceptanceRule.COUPLED
-    distributions: Sequence[SparseDistribution] = ()
-    """For TOKEN_WISE and BLOCK, what each draft token was really sampled from; else empty."""
-    options: SpeculationOptions = field(default_factory=SpeculationOptions)
-    """The settings of the lossy rules."""
-    thinking: Sequence[bool] = ()
-    """For each draft token, whether RELAXED may apply to it."""
-    step: int = 0
-    """Drafts of the sequence that were verified before, so that no coin is used twice."""
-
-    @property
-    def needs_probs(self) -> bool:
-        """Whether the rule looks at probabilities, or a token is sampled."""
-        return not self.context.sampling.greedy or self.rule in (
-            AcceptanceRule.TYPICAL,
-            AcceptanceRule.RELAXED,
-        )
-
-
-@dataclass(slots=True)
-class AcceptResult:
-    """How many draft tokens of a sequence were accepted, and the token that follows them."""
-
-    accepted_count: int
-    next_token: int
-    """The recovered, bonus or plain token; NO_TOKEN or NOT_FINITE if there is none."""
-    path: list[int] | None = None
-    """The rows of the accepted draft tokens of a tree, in order; None for the first ones."""
-
-    @property
-    def rows(self) -> Sequence[int]:
-        """The rows of the accepted draft tokens, as in `outrider.token_tree`."""
-        return range(1, self.accepted_count + 1) if self.path is None else self.path
 
 
 def accept(
@@ -90,7 +42,8 @@ def accept(
 
     `logits_RV` are the model's, float32, with R = sum of (draft length + 1), sequence by sequence.
     With a `synthetic_rate`, draft tokens are accepted at that rate whatever the target says, which
-    only benchmarks need.
+    only benchmarks need; of a tree, first children alone. Raises ValueError for a tree that was
+    sampled.
     """
     if not drafts:
         return []
@@ -102,13 +55,14 @@ def accept(
     raw_peaks_R = None if logits_RV is raw_RV else raw_RV.amax(-1)
     if synthetic_rate is None and not any(draft.needs_probs for draft in drafts):
         return _greedy(_with_errors(tokens_R, peaks_R, raw_peaks_R).tolist(), drafts)
-    rows = _Rows(drafts, logits_RV.device)
+    rows = Rows(drafts, logits_RV.device)
     matches_R = _accept_rows(logits_RV, rows, tokens_R)
     if synthetic_rate is not None:
         matches_R = rows.tensor(rows.uniform(Purpose.ACCEPT) < synthetic_rate) & rows.drafted_R
     tokens_R = _with_errors(tokens_R, peaks_R, raw_peaks_R)
     matches_R &= tokens_R >= 0
-    return rows.results(*torch.stack([tokens_R, matches_R]).cpu().numpy())
+    tokens, matches = torch.stack([tokens_R, matches_R]).cpu().numpy()
+    return rows.results(tokens, matches, has_siblings=synthetic_rate is None)
 
 
 def _with_errors(
@@ -135,16 +89,20 @@ def _greedy(tokens: list[int], drafts: Sequence[Draft]) -> list[AcceptResult]:
     first = 0
     for draft in drafts:
         end = first
-        for token in draft.context.drafted:
-            if token != tokens[end]:
-                break
-            end += 1
-        results.append(AcceptResult(end - first, tokens[end]))
+        if draft.context.parents:
+            own = tokens[first : first + draft.context.row_count]
+            results.append(tree_result(draft.context, own, own))
+        else:
+            for token in draft.context.drafted:
+                if token != tokens[end]:
+                    break
+                end += 1
+            results.append(AcceptResult(end - first, tokens[end]))
         first += len(draft.context.drafted) + 1
     return results
 
 
-def _accept_rows(logits_RV: torch.Tensor, rows: _Rows, tokens_R: torch.Tensor) -> torch.Tensor:
+def _accept_rows(logits_RV: torch.Tensor, rows: Rows, tokens_R: torch.Tensor) -> torch.Tensor:
     """Which rows' draft tokens are accepted, bool [R].
 
     `tokens_R` comes in as the rows' argmax, and goes out as the target's own tokens.
@@ -188,7 +146,7 @@ def _accept_sampled(
     accept_prefixes: Callable[[SparseDrafts], AcceptedPrefixes],
     rule: AcceptanceRule,
     probs: _Probs,
-    rows: _Rows,
+    rows: Rows,
     tokens_R: torch.Tensor,
     matches_R: torch.Tensor,
 ) -> None:
@@ -223,7 +181,9 @@ class _Sampled:
     B drafts of at most K tokens, S tokens in all, each drawn from at most E alternatives.
     """
 
-    def __init__(self, picked: Sequence[tuple[int, Draft]], probs: _Probs, rows: _Rows) -> None:
+    def __init__(self, picked: Sequence[tuple[int, Draft]], probs: _Probs, rows: Rows) -> None:
+        if any(draft.context.parents for _, draft in picked):
+            raise ValueError("a sampled draft must be a chain")
         lengths = [len(draft.context.drafted) for _, draft in picked]
         flat = [
             row
@@ -272,19 +232,17 @@ class _Sampled:
         return torch.where(left.sum(-1, keepdim=True) > 0, left, target)
 
 
-def _accept_lossy(
-    rule: AcceptanceRule, probs: _Probs, rows: _Rows, matches_R: torch.Tensor
-) -> None:
+def _accept_lossy(rule: AcceptanceRule, probs: _Probs, rows: Rows, matches_R: torch.Tensor) -> None:
     """Accept the tokens that the lossy rule allows, besides those that the exact rule accepts."""
     flat: list[int] = []
     options: list[SpeculationOptions] = []
     for first, draft in rows:
         if draft.rule is rule:
-            allowed: Sequence[bool] = [True] * len(draft.context.drafted)
+            judged = draft.favourites
             if rule is AcceptanceRule.RELAXED:
-                allowed = draft.thinking
-            flat += [first + i for i, yes in enumerate(allowed) if yes]
-            options += [draft.options for yes in allowed if yes]
+                judged = [(row, i) for row, i in judged if draft.thinking[i]]
+            flat += [first + row for row, _ in judged]
+            options += [draft.options] * len(judged)
     if not flat:
         return
     at = rows.tensor(np.array(flat))
@@ -298,81 +256,3 @@ def _accept_lossy(
         delta_N = rows.tensor(np.array([o.relaxed_delta for o in options], np.float32))
         accepted_N = lossy.relaxed(probs_NV, draft_N, topk_N, delta_N)
     matches_R[at] |= accepted_N
-
-
-class _Rows:
-    """The batch laid out: R logits rows of B sequences, one after the other.
-
-    Iterates over (first row, draft).
-    """
-
-    def __init__(self, drafts: Sequence[Draft], device: torch.device) -> None:
-        self.drafts = drafts
-        self._device = device
-        self._counts_B = np.array([draft.context.row_count for draft in drafts])
-        self._first_B = np.cumsum(self._counts_B) - self._counts_B
-        # The last row of each sequence has nothing to match.
-        drafted = np.array(
-            [token for draft in drafts for token in (*draft.context.drafted, _NO_DRAFT)]
-        )
-        self.draft_R = self.tensor(drafted)
-        self.drafted_R = self.tensor(drafted != _NO_DRAFT)
-
-    def __iter__(self) -> Iterator[tuple[int, Draft]]:
-        return zip(self._first_B.tolist(), self.drafts, strict=True)
-
-    @cached_property
-    def of_row(self) -> list[Draft]:
-        """Each row's draft."""
-        return [draft for draft in self.drafts for _ in range(draft.context.row_count)]
-
-    def where(self, wanted: Callable[[Draft], bool]) -> list[int]:
-        """The rows of the drafts that are `wanted`."""
-        wanted_R: np.ndarray = np.repeat([wanted(draft) for draft in self.drafts], self._counts_B)
-        found: list[int] = np.flatnonzero(wanted_R).tolist()
-        return found
-
-    def _seeds_and_positions(self) -> tuple[np.ndarray, np.ndarray]:
-        """Each row's seed, and the position of its token; [R] each."""
-        seeds_B = np.array([draft.seed for draft in self.drafts], np.uint64)
-        seeds: np.ndarray = np.repeat(seeds_B, self._counts_B)
-        offsets = np.arange(len(seeds)) - np.repeat(self._first_B, self._counts_B)
-        lengths_B = [len(draft.context.tokens) for draft in self.drafts]
-        return seeds, np.repeat(lengths_B, self._counts_B) + offsets
-
-    def uniform(self, purpose: Purpose) -> np.ndarray:
-        """Each row's random number for the purpose, float64 [R]."""
-        steps: np.ndarray = np.repeat([draft.step for draft in self.drafts], self._counts_B)
-        return uniforms(*self._seeds_and_positions(), purpose, steps)
-
-    def keys(self, rows: Sequence[int]) -> torch.Tensor:
-        """The keys of the coupled noise of some rows."""
-        return self.tensor(coupled_keys(*self._seeds_and_positions())[rows])
-
-    def padded_distributions(
-        self, drafts: Sequence[Draft], longest: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ids and probabilities [B, K, E] of sampled drafts, padded with (id 0, probability 0)."""
-        width = max(each.token_ids.size for draft in drafts for each in draft.distributions)
-        ids = np.zeros((len(drafts), longest, width), np.int64)
-        probs = np.zeros((len(drafts), longest, width), np.float64)
-        for b, draft in enumerate(drafts):
-            for k, each in enumerate(draft.distributions):
-                ids[b, k, : each.token_ids.size] = each.token_ids
-                probs[b, k, : each.token_ids.size] = each.probabilities
-        return self.tensor(ids), self.tensor(probs)
-
-    def results(self, tokens_R: np.ndarray, matches_R: np.ndarray) -> list[AcceptResult]:
-        """The results by sequence.
-
-        Accepted tokens end at a sequence's first row without a match. Its token is the next one.
-        """
-        misses = np.flatnonzero(matches_R == 0)
-        end_B = misses[np.searchsorted(misses, self._first_B)]
-        counts = (end_B - self._first_B).tolist()
-        pairs = zip(counts, tokens_R[end_B].tolist(), strict=True)
-        return [AcceptResult(count, token) for count, token in pairs]
-
-    def tensor(self, array: np.ndarray) -> torch.Tensor:
-        """The array as a tensor on the logits' device."""
-        return on(self._device, array)

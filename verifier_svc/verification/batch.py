@@ -13,7 +13,8 @@ from outrider.errors import OutriderError, Reason
 from outrider.messages import AcceptanceRule, DraftDistribution, TokenLogprob
 from outrider.sampling.logits import Context
 from verifier_svc.state.scheduled_sequence import ScheduledSequence
-from verifier_svc.verification.acceptance import NO_TOKEN, NOT_FINITE, AcceptResult, Draft, accept
+from verifier_svc.verification.acceptance import accept
+from verifier_svc.verification.draft import NO_TOKEN, NOT_FINITE, AcceptResult, Draft
 from verifier_svc.verification.logprobs import logprobs, split_scored
 from verifier_svc.verification.rule_choice import acceptance_rule
 
@@ -111,7 +112,7 @@ class DraftVerifier:
         rule = acceptance_rule(request, sampled, self.synthetic_rate is not None)
         thinking: SequenceOf[bool] = ()
         if rule is AcceptanceRule.RELAXED:
-            thinking = self._thinking(sequence.tokens, tree.token_ids)
+            thinking = self._thinking(sequence.tokens, tree.token_ids, tree.parents)
         context = Context(
             request.sampling,
             sequence.tokens,
@@ -119,6 +120,7 @@ class DraftVerifier:
             tree.token_ids,
             sequence.end_ids,
             scheduled.mask,
+            tree.parents,
         )
         return Draft(
             context,
@@ -130,19 +132,23 @@ class DraftVerifier:
             sequence.stats.forward_count,
         )
 
-    def _thinking(self, text: SequenceOf[int], drafted: SequenceOf[int]) -> list[bool]:
+    def _thinking(
+        self, text: SequenceOf[int], drafted: SequenceOf[int], parents: SequenceOf[int] = ()
+    ) -> list[bool]:
         """For each token drafted behind a text, whether it is in the thinking phase.
 
-        The prompt may have begun that phase.
+        The prompt may have begun that phase. `parents` are as in `outrider.token_tree`.
         """
         if self.thinking_ids is None:
             return [False] * len(drafted)
         begin, end = self.thinking_ids
         inside = next((token == begin for token in reversed(text) if token in (begin, end)), False)
         states = []
-        for token in drafted:
+        inside_rows = [inside]
+        for token, parent in zip(drafted, parents or range(len(drafted)), strict=True):
             # The end token is verified exactly: the target decides when thinking stops.
-            inside = (inside and token != end) or token == begin
+            inside = (inside_rows[parent] and token != end) or token == begin
+            inside_rows.append(inside)
             states.append(inside and token != begin)
         return states
 
@@ -162,12 +168,12 @@ def _logprobs(
     for i, (scheduled, result) in enumerate(zip(batch, results, strict=True)):
         count = scheduled.sequence.request.top_logprobs
         if count is not None:
-            accepted = scheduled.draft.token_ids[: result.accepted_count]
-            committed = [*accepted, max(0, result.next_token)]
-            spans[i] = range(len(rows), len(rows) + len(committed))
-            rows += range(first, first + len(committed))
-            tokens += committed
-            counts += [count] * len(committed)
+            path = result.rows
+            spans[i] = range(len(rows), len(rows) + len(path) + 1)
+            rows += [first, *[first + row for row in path]]
+            tokens += [scheduled.draft.token_ids[row - 1] for row in path]
+            tokens.append(max(0, result.next_token))
+            counts += [count] * (len(path) + 1)
         first += len(scheduled.draft.token_ids) + 1
     found = logprobs(logits_RV, rows, tokens, counts)
     return {i: found[span.start : span.stop] for i, span in spans.items()}

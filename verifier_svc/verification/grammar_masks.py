@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -23,11 +23,11 @@ class GrammarMasks:
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="grammar-masks")
 
     def cut(self, batch: Sequence[ScheduledSequence]) -> list[ScheduledSequence]:
-        """The batch with each draft cut before the first token that its grammar forbids.
+        """The batch with each draft cut before the tokens that its grammar forbids.
 
-        A sampled forbidden token stays and is rejected: the next token must be drawn from the
-        residual. To drop the token because of its value would be to draw anew, which biases the
-        output.
+        What is below such a token goes with it. A sampled forbidden token stays and is rejected:
+        the next token must be drawn from the residual. To drop the token because of its value would
+        be to draw anew, which biases the output.
         """
         found: list[ScheduledSequence] = []
         for scheduled in batch:
@@ -37,13 +37,12 @@ class GrammarMasks:
 
     def _cut(self, scheduled: ScheduledSequence, matcher: Matcher) -> ScheduledSequence:
         draft = scheduled.draft
-        allowed = 0
-        for token in draft.token_ids:
-            if not matcher.accept(token):
-                break
-            allowed += 1
-        matcher.rollback(allowed)
-        kept = allowed + bool(draft.distributions)
+        allowed = list(_walk(matcher, draft))
+        if all(allowed):
+            return scheduled
+        if draft.parents:
+            return replace(scheduled, draft=_subtree(draft, allowed))
+        kept = allowed.index(False) + bool(draft.distributions)
         kept_draft = DraftTree(draft.token_ids[:kept], draft.distributions[:kept])
         return replace(scheduled, draft=kept_draft)
 
@@ -55,21 +54,55 @@ class GrammarMasks:
         return done.result
 
 
+def _walk(matcher: Matcher, draft: DraftTree) -> Iterator[bool]:
+    """For each draft token in order, whether the grammar allows it behind its ancestors.
+
+    Meanwhile the matcher stands behind the token, if it is allowed; afterwards where it was.
+    """
+    # The rows of the path on which the matcher stands. In a depth-first order, rows behind the
+    # parent are done with.
+    path = [0]
+    for i, token in enumerate(draft.token_ids):
+        parent = draft.parents[i] if draft.parents else i
+        left = 0
+        while path[-1] > parent:
+            path.pop()
+            left += 1
+        if left:
+            matcher.rollback(left)
+        # A parent that is not on the path was forbidden itself.
+        allowed = path[-1] == parent and matcher.accept(token)
+        if allowed:
+            path.append(i + 1)
+        yield allowed
+    matcher.rollback(len(path) - 1)
+
+
+def _subtree(draft: DraftTree, kept: Sequence[bool]) -> DraftTree:
+    """The tree of the tokens that are `kept`, whose parents are too."""
+    token_ids: list[int] = []
+    parents: list[int] = []
+    new_rows = [0]
+    for i, keep in enumerate(kept):
+        if keep:
+            token_ids.append(draft.token_ids[i])
+            parents.append(new_rows[draft.parents[i]])
+        new_rows.append(len(token_ids))
+    is_chain = parents == list(range(len(parents)))
+    return DraftTree(token_ids, [], [] if is_chain else parents)
+
+
 def _masked(scheduled: ScheduledSequence) -> ScheduledSequence:
     matcher = scheduled.sequence.matcher
     if matcher is None or not scheduled.samples:
         return scheduled
-    tokens = scheduled.draft.token_ids
-    mask: Mask = np.zeros((len(tokens) + 1, scheduled.sequence.mask_width), np.int32)
+    draft = scheduled.draft
+    mask: Mask = np.zeros((len(draft.token_ids) + 1, scheduled.sequence.mask_width), np.int32)
     matcher.fill(mask, 0)
-    accepted = 0
-    for i, token in enumerate(tokens):
-        allowed = matcher.accept(token)
-        accepted += allowed
+    for row, allowed in enumerate(_walk(matcher, draft), 1):
         if not allowed or matcher.ended:
             # Rows behind a forbidden token are never verified; those behind an end are never sent.
-            mask[i + 1] = -1
+            mask[row] = -1
         else:
-            matcher.fill(mask, i + 1)
-    matcher.rollback(accepted)
+            matcher.fill(mask, row)
     return replace(scheduled, mask=mask)

@@ -4,12 +4,12 @@ Notation of all rules: K draft tokens are verified by K + 1 rows of the target. 
 `target_probs` [K + 1, V] is the target's distribution after the first i draft tokens. Row i of
 `draft_probs` [K, V] is the distribution that draft token i was drawn from. A rule accepts the first
 n draft tokens and adds one token of its own: a *recovered* token if it rejected one (n < K),
-otherwise the *bonus* token (n = K).
+otherwise the *bonus* token (n = K). `tree` has the rules for trees of draft tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -130,12 +130,16 @@ def typical(target_probs: Probs, draft: Sequence[int], coins: Coins, epsilon: fl
     """
     for i, token in enumerate(draft):
         probs = target_probs[i]
-        entropy = -np.sum(probs[probs > 0] * np.log(probs[probs > 0]))
-        likely = probs[token] > min(epsilon, np.sqrt(epsilon) * np.exp(-entropy))
         own = coins.draw(probs, i)
-        if not likely and token != own:
+        if not is_typical(probs, token, epsilon) and token != own:
             return Accepted(i, own)
     return Accepted(len(draft), coins.draw(target_probs[-1], len(draft)))
+
+
+def is_typical(probs: Probs, token: int, epsilon: float) -> bool:
+    """Whether TYPICAL accepts a token by the target's distribution."""
+    entropy = -np.sum(probs[probs > 0] * np.log(probs[probs > 0]))
+    return bool(probs[token] > min(epsilon, np.sqrt(epsilon) * np.exp(-entropy)))
 
 
 def relaxed(
@@ -148,12 +152,53 @@ def relaxed(
     """
     for i, token in enumerate(draft):
         probs = target_probs[i]
-        is_near = (
-            (probs > probs[token]).sum() < topk
-            and probs[token] >= probs.max() - delta
-            and probs[token] > 0
-        )
         own = coins.draw(probs, i)
-        if not is_near and token != own:
+        if not is_near(probs, token, topk, delta) and token != own:
             return Accepted(i, own)
     return Accepted(len(draft), coins.draw(target_probs[-1], len(draft)))
+
+
+def is_near(probs: Probs, token: int, topk: int, delta: float) -> bool:
+    """Whether RELAXED accepts a thinking token by the target's distribution."""
+    return bool(
+        (probs > probs[token]).sum() < topk
+        and probs[token] >= probs.max() - delta
+        and probs[token] > 0
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptedPath:
+    """The draft tokens of these rows of a tree are accepted, and `next_token` follows them."""
+
+    rows: list[int]
+    next_token: int
+
+
+def tree(
+    parents: Sequence[int],
+    draft: Sequence[int],
+    own: Callable[[int, int], int],
+    likes: Callable[[int, int], bool] = lambda row, token: False,
+) -> AcceptedPath:
+    """Walk a tree, whose rows are as in `outrider.token_tree`, along the target's own tokens.
+
+    `own(row, depth)` is the target's own token behind a row: its likeliest token (GREEDY), or its
+    draw with the coupled noise of place `depth` (COUPLED). The next row is the child that equals
+    it. `likes(row, token)` tells whether a lossy rule accepts a token behind a row. It is asked
+    only about the first child, which comes before the others: if it could choose among several,
+    the output would follow the drafter even more.
+    """
+    rows: list[int] = []
+    row = 0
+    while True:
+        token = own(row, len(rows))
+        below = [child for child, parent in enumerate(parents, 1) if parent == row]
+        equal = [child for child in below if draft[child - 1] == token]
+        if below and likes(row, draft[below[0] - 1]):
+            row = below[0]
+        elif equal:
+            row = equal[0]
+        else:
+            return AcceptedPath(rows, token)
+        rows.append(row)

@@ -1,0 +1,270 @@
+"""Trees of draft tokens leave texts as they are: the rules, and the engine with its pages."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from chi_square import compare
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_trees import TreeGrafter, random_tree, shuffled
+from small import VOCAB, Guesser, Traffic, near, target_probs
+
+from outrider.messages import (
+    AcceptanceRule,
+    DraftDistribution,
+    SamplingParams,
+    SparseDistribution,
+    SpeculationOptions,
+)
+from outrider.sampling.logits import Context, adjust
+from outrider.token_tree import depths, path_to
+from verifier_svc.state.draft_tree import DraftTree
+from verifier_svc.state.sequence import Sequence as Request
+from verifier_svc.verification import reference
+from verifier_svc.verification.acceptance import accept
+from verifier_svc.verification.draft import NOT_FINITE, Draft
+
+WIDE = 6
+# No ratio of small integers, so that no probability lies on a bound, where rounding decides.
+OPTIONS = SpeculationOptions(typical_epsilon=0.3007, relaxed_topk=3, relaxed_delta=0.2003)
+RULES = (
+    AcceptanceRule.GREEDY,
+    AcceptanceRule.COUPLED,
+    AcceptanceRule.TYPICAL,
+    AcceptanceRule.RELAXED,
+)
+SPARSE = SparseDistribution(np.array([1, 2]), np.array([0.5, 0.5]))
+COUPLED = frozenset({DraftDistribution.ONE_HOT, DraftDistribution.COUPLED})
+
+
+def logits_behind(seed: int, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
+    """Random logits of a text's next token."""
+    rng = np.random.default_rng([seed, zlib.crc32(bytes(tokens))])
+    return rng.normal(size=WIDE).astype(np.float32)
+
+
+def logits_of(seed: int, tree: DraftTree) -> npt.NDArray[np.float32]:
+    """The logits of a tree's rows, [R, V]."""
+    parents = tree.parents or range(len(tree.token_ids))
+    texts = [
+        [tree.token_ids[at - 1] for at in path_to(row, parents)]
+        for row in range(len(tree.token_ids) + 1)
+    ]
+    return np.stack([logits_behind(seed, text) for text in texts])
+
+
+def draft_of(tree: DraftTree, rule: AcceptanceRule, seed: int, position: int = 9) -> Draft:
+    sampling = SamplingParams(0.0 if rule is AcceptanceRule.GREEDY else 1.0)
+    context = Context(sampling, [0] * position, 1, tree.token_ids, parents=tree.parents)
+    thinking = [token % 3 > 0 for token in tree.token_ids]
+    return Draft(context, seed, rule, (), OPTIONS, thinking)
+
+
+def by_reference(
+    tree: DraftTree, rule: AcceptanceRule, seed: int, logits: npt.NDArray[np.float32]
+) -> reference.AcceptedPath:
+    probs = torch.from_numpy(logits).softmax(-1).double().numpy()
+    coins = reference.Coins(seed, 9)
+    first = {parent: row for row, parent in reversed([*enumerate(tree.parents, 1)])}
+
+    def own(row: int, depth: int) -> int:
+        if rule is AcceptanceRule.GREEDY:
+            return int(logits[row].argmax())
+        return coins.draw(probs[row], depth)
+
+    def likes(row: int, token: int) -> bool:
+        assert tree.token_ids[first[row] - 1] == token
+        if rule is AcceptanceRule.TYPICAL:
+            return reference.is_typical(probs[row], token, 0.3007)
+        is_relaxed = rule is AcceptanceRule.RELAXED and token % 3 > 0
+        return is_relaxed and reference.is_near(probs[row], token, 3, 0.2003)
+
+    return reference.tree(tree.parents, tree.token_ids, own, likes)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@given(seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=60)
+def test_a_batch_of_trees_and_chains_accepts_what_the_reference_does(
+    rule: AcceptanceRule, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    trees = [random_tree(rng, int(rng.integers(0, 20)), WIDE) for _ in range(4)]
+    logits = [logits_of(seed + i, tree) for i, tree in enumerate(trees)]
+    drafts = [draft_of(tree, rule, seed + i) for i, tree in enumerate(trees)]
+    found = accept(torch.from_numpy(np.concatenate(logits)), drafts)
+    for i, (tree, result) in enumerate(zip(trees, found, strict=True)):
+        chain = list(range(len(tree.token_ids)))
+        tree = DraftTree(tree.token_ids, [], tree.parents or chain)
+        expected = by_reference(tree, rule, seed + i, logits[i])
+        assert list(result.rows) == expected.rows
+        assert result.accepted_count == len(expected.rows)
+        assert result.next_token == expected.next_token
+        assert (result.path is None) == (expected.rows == list(range(1, len(expected.rows) + 1)))
+
+
+@pytest.mark.parametrize("rule", [AcceptanceRule.GREEDY, AcceptanceRule.COUPLED])
+@given(seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=60)
+def test_the_order_of_siblings_changes_no_token(rule: AcceptanceRule, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    tree = random_tree(rng, 20, WIDE)
+    texts = []
+    for each in (tree, *[shuffled(tree, rng)[0] for _ in range(3)]):
+        logits = torch.from_numpy(logits_of(seed, each))
+        [result] = accept(logits, [draft_of(each, rule, seed)])
+        texts.append([*[each.token_ids[row - 1] for row in result.rows], result.next_token])
+    assert texts[1:] == texts[:1] * 3
+
+
+@pytest.mark.parametrize("rule", RULES)
+@given(seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=40)
+def test_the_walk_stops_with_an_error_at_a_row_that_is_not_finite(
+    rule: AcceptanceRule, seed: int
+) -> None:
+    """Rows that the walk does not come to may hold anything."""
+    rng = np.random.default_rng(seed)
+    tree = random_tree(rng, 12, WIDE)
+    logits = torch.from_numpy(logits_of(seed, tree))
+    draft = draft_of(tree, rule, seed)
+    [whole] = accept(logits, [draft])
+    row = int(rng.integers(0, len(logits)))
+    logits[row, int(rng.integers(WIDE))] = torch.nan
+    [broken] = accept(logits, [draft])
+    visited = [0, *whole.rows]
+    if row in visited:
+        assert [0, *broken.rows] == visited[: visited.index(row) + 1]
+        assert broken.next_token == NOT_FINITE
+    else:
+        assert broken == whole
+
+
+def test_a_synthetic_rate_accepts_first_children_alone() -> None:
+    tree = DraftTree([1, 2, 3, 4], [], [0, 1, 1, 0])
+    drafts = [draft_of(tree, AcceptanceRule.SYNTHETIC, seed) for seed in range(2_000)]
+    results = accept(torch.zeros(5 * len(drafts), WIDE), drafts, synthetic_rate=0.5)
+    shares = [np.mean([result.accepted_count == n for result in results]) for n in range(3)]
+    assert shares == pytest.approx([0.5, 0.25, 0.25], abs=0.04)
+    assert all(result.path is None for result in results)
+
+
+def test_a_sampled_draft_that_is_a_tree_is_refused() -> None:
+    context = Context(SamplingParams(), [0], 1, [1, 2], parents=[0, 0])
+    with pytest.raises(ValueError, match="chain"):
+        accept(
+            torch.zeros(3, WIDE),
+            [Draft(context, 0, AcceptanceRule.BLOCK, [SPARSE, SPARSE])],
+        )
+
+
+@given(seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=40)
+def test_a_row_of_a_tree_has_the_settings_of_its_path(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    tree = random_tree(rng, 12, WIDE)
+    sampling = SamplingParams(
+        repetition_penalty=1.7,
+        presence_penalty=0.4,
+        frequency_penalty=0.3,
+        logit_bias=((2, 1.5),),
+        min_tokens=4,
+        banned_token_ids=(1,),
+    )
+    text = [3, 0, 2]
+    logits = torch.from_numpy(logits_of(seed, tree))
+    parents = tree.parents or list(range(len(tree.token_ids)))
+    ends = frozenset({5})
+    together = adjust(
+        logits, [Context(sampling, text, 2, tree.token_ids, ends, parents=tree.parents)]
+    )
+    for row, depth in enumerate([0, *depths(parents)]):
+        drafted = [tree.token_ids[at - 1] for at in path_to(row, parents)]
+        chain = logits[[0] * depth + [row]]
+        alone = adjust(chain, [Context(sampling, text, 2, drafted, ends)])
+        assert torch.equal(together[row], alone[-1])
+
+
+# --- the engine ---
+
+
+SMALL_POOL = {
+    "page_size": 2,
+    "page_count": 56,
+    "concurrent": 12,
+    "max_batch_tokens": 64,
+    "length": 9,
+}
+
+
+def seed_of(number: int) -> int:
+    return (number + 1) * 0x9E3779B97F4A7C15 % 2**64
+
+
+def with_trees(traffic: Traffic, seed: int, plain: dict[int, list[int]] | None = None) -> list[int]:
+    """Have the traffic verify trees; returns a list that grows by the count of moved slots.
+
+    `plain` has the texts of plain decoding, by seed.
+    """
+
+    def likely(request: Request) -> list[int]:
+        done = len(request.tokens) - len(request.request.prompt)
+        return (plain or {}).get(request.seed, [])[done:]
+
+    TreeGrafter(traffic.engine, seed, VOCAB, likely)
+    moves: list[int] = []
+    move_tokens = traffic.model.move_tokens
+
+    def counted(sources: Sequence[int], targets: Sequence[int]) -> None:
+        moves.append(len(sources))
+        move_tokens(sources, targets)
+
+    traffic.model.move_tokens = counted  # type: ignore[method-assign]
+    return moves
+
+
+@pytest.mark.parametrize("page_size", [2, 3, 4])
+def test_a_seed_gives_the_same_text_with_any_trees(page_size: int) -> None:
+    """With preemption inside trees, prompts in chunks, cached pages and drafters beside them."""
+    options = {**SMALL_POOL, "page_size": page_size, "page_count": 112 // page_size}
+    plain = Traffic(seed=seed_of, length=9).run(300)
+    texts = {seed_of(number): text.tolist() for number, text in enumerate(plain)}
+    for seed in (1, 2):
+        traffic = Traffic(seed=seed_of, **options)  # type: ignore[arg-type]
+        moves = with_trees(traffic, seed, texts)
+        drafter = Guesser("first", near(target_probs), COUPLED, late=1, branches=True)
+        found = traffic.run(300, drafter)
+        assert found.tolist() == plain.tolist()
+        assert sum(moves) > 100
+        assert traffic.engine.scheduler.preemption_count > 5
+        assert traffic.engine.scheduler.cached_token_count > 100
+
+
+def test_texts_follow_the_target_with_trees() -> None:
+    traffic = Traffic(trust=False)
+    moves = with_trees(traffic, 5)
+    texts = traffic.run(4_000, Guesser("first", near(target_probs), COUPLED, late=1))
+    assert sum(moves) > 500
+    compare(traffic.observed(texts), traffic.expected(4_000)).must_agree(sees=0.081)
+
+
+def test_a_second_request_reads_the_pages_that_trees_left() -> None:
+    """The target reads its whole text back from its pages, so that a wrong one changes it."""
+    first = Traffic(seed=seed_of, prompts=((1, 2),), length=40, page_size=2)
+    plain = first.run(1).tolist()[0]
+    for seed in range(20):
+        traffic = Traffic(seed=seed_of, prompts=((1, 2),), length=40, page_size=2)
+        moves = with_trees(traffic, seed, {seed_of(0): plain})
+        assert traffic.run(1).tolist() == [plain]
+        assert sum(moves) > 0
+        traffic.prompts = ((1, 2, *plain[:30]),)
+        traffic.length = 5
+        again = Traffic(seed=seed_of, prompts=traffic.prompts, length=5, page_size=2).run(1)
+        assert traffic.run(1).tolist() == again.tolist()
+        assert traffic.engine.scheduler.cached_token_count >= 28

@@ -1,0 +1,294 @@
+"""The engine with trees of draft tokens: settings of a request, grammars, counts and sources."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+from fake_model import EOS, VOCAB, Client, ScriptedDrafter, TableModel, finish, make_engine
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_trees import TreeGrafter, random_tree
+
+from outrider.grammar.backends import Mask
+from outrider.messages import (
+    DraftDistribution,
+    SamplingParams,
+    TokenChunk,
+    TokenLogprob,
+    TokenRequest,
+    TokenSource,
+)
+from outrider.token_tree import path_to
+from verifier_svc.engine.loop import Engine
+from verifier_svc.state.draft_tree import DraftTree
+from verifier_svc.state.scheduled_sequence import ScheduledSequence
+from verifier_svc.state.sequence import Sequence as Request
+from verifier_svc.verification.batch import DraftVerifier
+from verifier_svc.verification.grammar_masks import GrammarMasks
+
+GREEDY = SamplingParams(0.0)
+
+
+class NoRepeats:
+    """A grammar of texts without two equal tokens in a row, which `EOS` ends."""
+
+    def __init__(self) -> None:
+        self.text = [-1]
+
+    @property
+    def ended(self) -> bool:
+        return self.text[-1] == EOS
+
+    def accept(self, token: int) -> bool:
+        if self.ended or token == self.text[-1]:
+            return False
+        self.text.append(token)
+        return True
+
+    def rollback(self, count: int) -> None:
+        assert count < len(self.text)
+        del self.text[len(self.text) - count :]
+
+    def fill(self, mask: Mask, row: int) -> None:
+        allowed = 0 if self.ended else 2**VOCAB - 1
+        if self.text[-1] >= 0:
+            allowed &= ~(1 << self.text[-1])
+        mask[row] = allowed
+
+
+@dataclass
+class Answer:
+    """What a request got."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    reason: object = None
+
+
+def answers(
+    requests: list[TokenRequest], *, grammar: bool, seed: int | None, likely: list[Answer]
+) -> tuple[list[Answer], Engine]:
+    """The answers of an engine that verifies random trees, with `seed`; without drafts if None."""
+    engine, model = make_engine(page_size=3, page_count=40, seed=3)
+    clients = [Client() for _ in requests]
+    places: dict[int, int] = {}
+    for i, (request, client) in enumerate(zip(requests, clients, strict=True)):
+        sequence = engine.submit(request, client)
+        places[sequence.id] = i
+        if grammar:
+            sequence.matcher = NoRepeats()
+            sequence.mask_width = 1
+
+    def goes_on(sequence: Request) -> list[int]:
+        done = len(sequence.tokens) - len(sequence.request.prompt)
+        return likely[places[sequence.id]].tokens[done:] if likely else []
+
+    moved = watched(model)
+    if seed is not None:
+        TreeGrafter(engine, seed, VOCAB, goes_on, most=12)
+    finish(engine)
+    assert seed is None or moved
+    found = []
+    for client in clients:
+        assert client.error is None
+        logprobs = [each for chunk in client.chunks for each in chunk.logprobs]
+        found.append(Answer(client.tokens, logprobs, client.finish_reason))
+    return found, engine
+
+
+def watched(model: TableModel) -> list[int]:
+    """A list that grows by each slot that is moved."""
+    moved: list[int] = []
+    move_tokens = model.move_tokens
+
+    def watch(sources: Sequence[int], targets: Sequence[int]) -> None:
+        moved.extend(sources)
+        move_tokens(sources, targets)
+
+    model.move_tokens = watch  # type: ignore[method-assign]
+    return moved
+
+
+SETTINGS = {
+    "plain": SamplingParams(),
+    "penalties": SamplingParams(
+        repetition_penalty=1.4, presence_penalty=0.6, frequency_penalty=0.5
+    ),
+    "min_tokens": SamplingParams(min_tokens=9),
+    "bans and bias": SamplingParams(banned_token_ids=(2, 5), logit_bias=((EOS, -2.0), (1, 1.0))),
+    "truncated": SamplingParams(top_k=4, top_p=0.9, min_p=0.02),
+}
+
+
+@pytest.mark.parametrize("grammar", [False, True], ids=["free", "grammar"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_trees_change_no_answer_of_any_setting(
+    name: str, temperature: float, grammar: bool
+) -> None:
+    requests = [
+        TokenRequest(
+            [1, 2, i % 7],
+            20,
+            replace(SETTINGS[name], temperature=temperature, seed=1000 + i),
+            top_logprobs=2,
+        )
+        for i in range(12)
+    ]
+    plain, _ = answers(requests, grammar=grammar, seed=None, likely=[])
+    for seed in range(3):
+        found, engine = answers(requests, grammar=grammar, seed=seed, likely=plain)
+        assert [each.tokens for each in found] == [each.tokens for each in plain]
+        assert [each.reason for each in found] == [each.reason for each in plain]
+        assert engine.scheduler.preemption_count > 0
+        for got, wanted in zip(found, plain, strict=True):
+            for one, other in zip(got.logprobs, wanted.logprobs, strict=True):
+                assert one.logprob == pytest.approx(other.logprob, abs=1e-6)
+                assert one.top_token_ids == other.top_token_ids
+
+
+@given(seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=60)
+def test_a_grammar_cuts_a_tree_and_masks_each_row_as_its_path(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    tree = random_tree(rng, 14, VOCAB)
+    engine, _ = make_engine()
+    sequence = engine.submit(TokenRequest([3], 9, GREEDY), Client())
+    matcher = sequence.matcher = NoRepeats()
+    matcher.accept(4)
+    sequence.mask_width = 1
+    masks = GrammarMasks()
+    batch = masks.cut([ScheduledSequence(sequence, 0, [3], tree, None, True)])
+    [masked] = masks.masks(batch)()
+    assert matcher.text == [-1, 4]
+    assert masked.mask is not None
+    assert masked.draft.parents != list(range(len(masked.draft.token_ids)))
+    rows = {}
+    for row, path in enumerate(paths(masked.draft)):
+        alone = NoRepeats()
+        assert all(alone.accept(token) for token in (4, *path))
+        mask = np.zeros((1, 1), np.int32)
+        alone.fill(mask, 0)
+        assert alone.ended or masked.mask[row] == mask[0]
+        rows[tuple(path)] = row
+    assert list(rows.values()) == list(range(len(masked.draft.token_ids) + 1))
+    # Nothing else was cut, and the order is as before.
+    left = [path for path in paths(tree) if fits([4, *path])]
+    assert list(rows) == [tuple(path) for path in left]
+
+
+def paths(tree: DraftTree) -> list[list[int]]:
+    """The draft tokens before each row of a tree."""
+    parents = tree.parents or list(range(len(tree.token_ids)))
+    return [
+        [tree.token_ids[at - 1] for at in path_to(row, parents)] for row in range(len(parents) + 1)
+    ]
+
+
+def fits(text: list[int]) -> bool:
+    matcher = NoRepeats()
+    return all(matcher.accept(token) for token in text)
+
+
+def test_the_thinking_phase_of_a_token_is_that_of_its_path() -> None:
+    verifier = DraftVerifier(thinking_ids=(5, 6))
+    parents = [0, 1, 0, 3, 3]
+    assert verifier._thinking([1, 5], [3, 6, 6, 4, 5], parents) == [True, False] + [False] * 3
+    assert verifier._thinking([1], [5, 3, 2, 5, 3], parents) == [False, True, False, False, False]
+
+
+class Fixed(GrammarMasks):
+    """Verifies these trees, step by step."""
+
+    def __init__(self, engine: Engine, *trees: DraftTree) -> None:
+        super().__init__()
+        self._pool = engine.pool
+        self._trees = [*trees]
+        engine._grammar_masks = self
+
+    def cut(self, batch: Sequence[ScheduledSequence]) -> list[ScheduledSequence]:
+        [scheduled] = batch
+        if not self._trees:
+            return [scheduled]
+        tree = self._trees.pop(0)
+        end = scheduled.start + len(scheduled.token_ids) + len(tree.token_ids)
+        assert self._pool.reserve(scheduled.sequence.kv, end)
+        return [replace(scheduled, draft=tree)]
+
+
+def other(*tokens: int) -> int:
+    """A token that is none of these."""
+    return next(token for token in range(VOCAB) if token not in tokens)
+
+
+def run_fixed(tree: DraftTree, truth: list[int], **request: object) -> list[TokenChunk]:
+    """The chunks of a request behind [1, 2] whose first step verifies the tree."""
+    engine, _ = make_engine(eos_bias=-99)
+    client = Client()
+    asked = TokenRequest([1, 2], len(truth), GREEDY, **request)  # type: ignore[arg-type]
+    engine.submit(asked, client)
+    Fixed(engine, tree)
+    finish(engine)
+    return client.chunks
+
+
+TRUTH = make_engine(eos_bias=-99)[1].greedy([1, 2], 10)
+ACCEPTED, RECOVERED, BONUS = TokenSource.ACCEPTED, TokenSource.RECOVERED, TokenSource.BONUS
+
+
+def test_the_own_token_behind_a_leaf_is_a_bonus_and_else_recovered() -> None:
+    wrong = other(TRUTH[0])
+    # Row 1 is a wrong favourite with a guess; rows 3 and 4 are right.
+    tree = DraftTree([wrong, 0, TRUTH[0], TRUTH[1]], [], [0, 1, 0, 3])
+    first, *rest = run_fixed(tree, TRUTH)
+    assert first.token_ids == TRUTH[:3]
+    assert first.sources == [ACCEPTED, ACCEPTED, BONUS]
+    assert first.draft_token_count == 4
+    tree = DraftTree([wrong, 0, TRUTH[0], other(TRUTH[1])], [], [0, 1, 0, 3])
+    first, *rest = run_fixed(tree, TRUTH)
+    assert first.sources == [ACCEPTED, RECOVERED]
+    tree = DraftTree([wrong, other(TRUTH[0], wrong)], [], [0, 0])
+    first, *rest = run_fixed(tree, TRUTH)
+    assert first.sources == [RECOVERED]
+    assert [token for chunk in (first, *rest) for token in chunk.token_ids] == TRUTH
+
+
+def test_statistics_count_all_nodes_of_a_tree_as_drafted() -> None:
+    tree = DraftTree([other(TRUTH[0]), TRUTH[0], TRUTH[1]], [], [0, 0, 2])
+    stats = run_fixed(tree, TRUTH)[-1].stats
+    assert stats is not None
+    assert (stats.draft_count, stats.draft_token_count, stats.accepted_token_count) == (1, 3, 2)
+    assert stats.histogram == [0, 0, 1]
+
+
+def test_an_end_inside_an_accepted_path_ends_the_text_there() -> None:
+    stop = next(i for i in range(1, 4) if TRUTH[i] not in TRUTH[:i])
+    wrong = other(TRUTH[0])
+    tree = DraftTree([wrong, *TRUTH[:6]], [], [0, 0, 2, 3, 4, 5, 6])
+    chunks = run_fixed(tree, TRUTH, stop_token_ids=frozenset({TRUTH[stop]}))
+    assert chunks[0].token_ids == TRUTH[: stop + 1]
+    assert chunks[0].sources == [ACCEPTED] * (stop + 1)
+
+
+def test_a_tree_deeper_than_max_tokens_ends_the_text_at_them() -> None:
+    tree = DraftTree([other(TRUTH[0]), *TRUTH[:8]], [], [0, 0, *range(2, 9)])
+    [chunk] = run_fixed(tree, TRUTH[:4])
+    assert chunk.token_ids == TRUTH[:4]
+
+
+def test_the_rate_of_a_drafter_is_that_of_its_favourite_path() -> None:
+    engine, model = make_engine(eos_bias=-99)
+    offers = frozenset({DraftDistribution.ONE_HOT})
+    drafter = ScriptedDrafter(engine, distributions=offers)
+    sequence = engine.submit(TokenRequest([1, 2], 10, GREEDY), Client())
+    engine.drain_inbox()
+    wrong = other(TRUTH[1])
+    tree = DraftTree([TRUTH[0], wrong, 0, TRUTH[1]], [], [0, 1, 2, 1])
+    drafter.propose(sequence.id, tree.token_ids[:3])
+    Fixed(engine, tree)
+    engine.step()
+    assert sequence.tokens[2:] == TRUTH[:3]
+    assert (drafter.handle.verified_count, drafter.handle.accepted_count) == (3, 1)

@@ -1,0 +1,75 @@
+"""What acceptance takes and gives for one sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from outrider.messages import AcceptanceRule, SparseDistribution, SpeculationOptions
+from outrider.sampling.logits import Context
+from verifier_svc.verification.tree_walk import favourites
+
+NO_TOKEN = -1
+"""Instead of a token: the request's bans and grammar allow none."""
+NOT_FINITE = -2
+"""Instead of a token: the model's logits hold NaN, +inf, or nothing but -inf."""
+
+
+@dataclass(slots=True)
+class Draft:
+    """One sequence's share of a batch.
+
+    It has a logits row after the last committed token, and one after each draft token. The draft
+    tokens may be a tree, but not for TOKEN_WISE and BLOCK.
+    """
+
+    context: Context
+    seed: int
+    rule: AcceptanceRule = AcceptanceRule.COUPLED
+    distributions: Sequence[SparseDistribution] = ()
+    """For TOKEN_WISE and BLOCK, what each draft token was really sampled from; else empty."""
+    options: SpeculationOptions = field(default_factory=SpeculationOptions)
+    """The settings of the lossy rules."""
+    thinking: Sequence[bool] = ()
+    """For each draft token, whether RELAXED may apply to it."""
+    step: int = 0
+    """Drafts of the sequence that were verified before, so that no coin is used twice."""
+
+    @property
+    def favourites(self) -> list[tuple[int, int]]:
+        """The draft tokens that rules judge: each row that has one behind it, and its number.
+
+        In a tree these are the first children. The others are accepted if they are the own token.
+        """
+        if not self.context.parents:
+            return [(i, i) for i in range(len(self.context.drafted))]
+        return [(row, child - 1) for row, child in favourites(self.context.parents)]
+
+    @property
+    def needs_probs(self) -> bool:
+        """Whether the rule looks at probabilities, or a token is sampled."""
+        return not self.context.sampling.greedy or self.rule in (
+            AcceptanceRule.TYPICAL,
+            AcceptanceRule.RELAXED,
+        )
+
+
+@dataclass(slots=True)
+class AcceptResult:
+    """How many draft tokens of a sequence were accepted, and the token that follows them."""
+
+    accepted_count: int
+    next_token: int
+    """The recovered, bonus or plain token; NO_TOKEN or NOT_FINITE if there is none."""
+    path: list[int] | None = None
+    """The rows of the accepted draft tokens of a tree, in order; None for the first ones."""
+
+    @property
+    def rows(self) -> Sequence[int]:
+        """The rows of the accepted draft tokens, as in `outrider.token_tree`."""
+        return range(1, self.accepted_count + 1) if self.path is None else self.path
+
+    @property
+    def last_row(self) -> int:
+        """The row of the last accepted draft token; 0 if there is none."""
+        return self.accepted_count if self.path is None else self.path[-1]

@@ -1,0 +1,128 @@
+"""Lays out a batch of drafts as rows of logits, with their noise, and reads the results off."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from outrider.sampling.logits import Context
+from outrider.sampling.noise import Purpose, coupled_keys, uniforms
+from outrider.sampling.tensors import on
+from verifier_svc.verification.draft import NO_TOKEN, AcceptResult, Draft
+from verifier_svc.verification.tree_walk import walk
+
+_NO_DRAFT = -3
+
+
+def tree_result(
+    context: Context, tokens: list[int], own: list[int], favoured: Sequence[bool] = ()
+) -> AcceptResult:
+    """The result of a tree; `own` and `favoured` are as in `walk`.
+
+    `tokens` has the next token of each row, in case that the walk ends there.
+    """
+    path = walk(context.drafted, context.parents, own, favoured)
+    last = path[-1] if path else 0
+    # Rows grow along a path, so it is the first ones if its last row is as far as it is long.
+    return AcceptResult(len(path), tokens[last], path if last > len(path) else None)
+
+
+class Rows:
+    """The batch laid out: R logits rows of B sequences, one after the other.
+
+    Iterates over (first row, draft).
+    """
+
+    def __init__(self, drafts: Sequence[Draft], device: torch.device) -> None:
+        self.drafts = drafts
+        self._device = device
+        self._counts_B = np.array([draft.context.row_count for draft in drafts])
+        self._first_B = np.cumsum(self._counts_B) - self._counts_B
+        # The last row of each sequence has nothing to match.
+        drafted = np.array(
+            [token for draft in drafts for token in (*draft.context.drafted, _NO_DRAFT)]
+        )
+        self._trees = [(b, draft) for b, draft in enumerate(drafts) if draft.context.parents]
+        for b, draft in self._trees:
+            first = self._first_B[b]
+            drafted[first : first + draft.context.row_count] = _NO_DRAFT
+            for row, i in draft.favourites:
+                drafted[first + row] = draft.context.drafted[i]
+        self.draft_R = self.tensor(drafted)
+        self.drafted_R = self.tensor(drafted != _NO_DRAFT)
+
+    def __iter__(self) -> Iterator[tuple[int, Draft]]:
+        return zip(self._first_B.tolist(), self.drafts, strict=True)
+
+    @cached_property
+    def of_row(self) -> list[Draft]:
+        """Each row's draft."""
+        return [draft for draft in self.drafts for _ in range(draft.context.row_count)]
+
+    def where(self, wanted: Callable[[Draft], bool]) -> list[int]:
+        """The rows of the drafts that are `wanted`."""
+        wanted_R: np.ndarray = np.repeat([wanted(draft) for draft in self.drafts], self._counts_B)
+        found: list[int] = np.flatnonzero(wanted_R).tolist()
+        return found
+
+    def _seeds_and_positions(self) -> tuple[np.ndarray, np.ndarray]:
+        """Each row's seed, and the position of its token; [R] each."""
+        seeds_B = np.array([draft.seed for draft in self.drafts], np.uint64)
+        seeds: np.ndarray = np.repeat(seeds_B, self._counts_B)
+        offsets = np.arange(len(seeds)) - np.repeat(self._first_B, self._counts_B)
+        for b, draft in self._trees:
+            first = self._first_B[b]
+            offsets[first : first + draft.context.row_count] = draft.context.depths
+        lengths_B = [len(draft.context.tokens) for draft in self.drafts]
+        return seeds, np.repeat(lengths_B, self._counts_B) + offsets
+
+    def uniform(self, purpose: Purpose) -> np.ndarray:
+        """Each row's random number for the purpose, float64 [R]."""
+        steps: np.ndarray = np.repeat([draft.step for draft in self.drafts], self._counts_B)
+        return uniforms(*self._seeds_and_positions(), purpose, steps)
+
+    def keys(self, rows: Sequence[int]) -> torch.Tensor:
+        """The keys of the coupled noise of some rows."""
+        return self.tensor(coupled_keys(*self._seeds_and_positions())[rows])
+
+    def padded_distributions(
+        self, drafts: Sequence[Draft], longest: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids and probabilities [B, K, E] of sampled drafts, padded with (id 0, probability 0)."""
+        width = max(each.token_ids.size for draft in drafts for each in draft.distributions)
+        ids = np.zeros((len(drafts), longest, width), np.int64)
+        probs = np.zeros((len(drafts), longest, width), np.float64)
+        for b, draft in enumerate(drafts):
+            for k, each in enumerate(draft.distributions):
+                ids[b, k, : each.token_ids.size] = each.token_ids
+                probs[b, k, : each.token_ids.size] = each.probabilities
+        return self.tensor(ids), self.tensor(probs)
+
+    def results(
+        self, tokens_R: np.ndarray, matches_R: np.ndarray, *, has_siblings: bool
+    ) -> list[AcceptResult]:
+        """The results by sequence.
+
+        Accepted tokens end at a sequence's first row without a match. Its token is the next one. In
+        a tree, a row without a match goes on to another child that equals its token, if
+        `has_siblings`.
+        """
+        misses = np.flatnonzero(matches_R == 0)
+        end_B = misses[np.searchsorted(misses, self._first_B)]
+        counts = (end_B - self._first_B).tolist()
+        pairs = zip(counts, tokens_R[end_B].tolist(), strict=True)
+        found = [AcceptResult(count, token) for count, token in pairs]
+        for b, draft in self._trees:
+            end = self._first_B[b] + self._counts_B[b]
+            tokens: list[int] = tokens_R[self._first_B[b] : end].tolist()
+            matches: list[bool] = (matches_R[self._first_B[b] : end] != 0).tolist()
+            own = tokens if has_siblings else [NO_TOKEN] * len(tokens)
+            found[b] = tree_result(draft.context, tokens, own, matches)
+        return found
+
+    def tensor(self, array: np.ndarray) -> torch.Tensor:
+        """The array as a tensor on the logits' device."""
+        return on(self._device, array)

@@ -1,0 +1,60 @@
+"""Walks a tree of draft tokens to the last one that the target accepts.
+
+The token behind a row is the target's own, whatever the tree holds. The tree only decides how many
+of these tokens one forward finds. Rows and parents are as in `outrider.token_tree`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from outrider.token_tree import children
+
+
+def walk(
+    token_ids: Sequence[int],
+    parents: Sequence[int],
+    own: Sequence[int],
+    favoured: Sequence[bool] = (),
+) -> list[int]:
+    """The rows of the accepted draft tokens, in order.
+
+    `own` has each row's own token of the target; a negative one equals no draft token. `favoured`
+    tells for each row whether a rule accepts its first child, whatever the own token is. Otherwise
+    the walk goes to the child that equals the own token, and stops if there is none.
+    """
+    below = children(parents)
+    rows: list[int] = []
+    row = 0
+    while below[row]:
+        following = 0
+        if favoured and favoured[row]:
+            following = below[row][0]
+        else:
+            for child in below[row]:
+                if token_ids[child - 1] == own[row]:
+                    following = child
+                    break
+        if following == 0:
+            break
+        rows.append(following)
+        row = following
+    return rows
+
+
+def favourites(parents: Sequence[int]) -> list[tuple[int, int]]:
+    """The rows that have children, each with its first child's row."""
+    return [(row, below[0]) for row, below in enumerate(children(parents)) if below]
+
+
+def favourite_length(parents: Sequence[int]) -> int:
+    """Tokens of the path of first children; they are the tree's first ones."""
+    length = 0
+    while length < len(parents) and parents[length] == length:
+        length += 1
+    return length
+
+
+def is_leaf(row: int, count: int, parents: Sequence[int]) -> bool:
+    """Whether no draft token follows `row` in a tree, or a chain, of `count` draft tokens."""
+    return row not in parents if parents else row == count
