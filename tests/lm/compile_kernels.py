@@ -114,11 +114,12 @@ def resources(kernel: Any) -> dict[str, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
+        commands = ("cuobjdump", "--dump-resource-usage"), ("nvdisasm", "--print-code")
         usage, code = (
             subprocess.run(
-                [_TOOLS / "cuobjdump", how, file.name], check=True, capture_output=True, text=True
+                [_TOOLS / tool, how, file.name], check=True, capture_output=True, text=True
             ).stdout
-            for how in ("--dump-resource-usage", "--dump-sass")
+            for tool, how in commands
         )
     found = {name: int(number) for name, number in re.findall(r"(REG|STACK):(\d+)", usage)}
     instructions = len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", code, re.MULTILINE))

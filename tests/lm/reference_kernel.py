@@ -42,7 +42,9 @@ def _attend(
         repeats = query.shape[1] // k.shape[1]
         k = k.repeat_interleave(repeats, 1)
         v = v.repeat_interleave(repeats, 1)
-        seen = _seen(slots[begin:end], positions[begin:end], tree_start, ancestors[begin:end])
+        seen = _seen(
+            slots[begin:end], positions[begin:end], count, tree_start, ancestors[begin:end]
+        )
         at = torch.arange(count, device=query.device)
         at[tree_start:] = positions[begin:end][slots[begin:end] >= tree_start]
         distance = positions[begin:end, None] - at
@@ -56,10 +58,14 @@ def _attend(
 
 
 def _seen(
-    slots: torch.Tensor, positions: torch.Tensor, tree_start: int, ancestors: torch.Tensor
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    count: int,
+    tree_start: int,
+    ancestors: torch.Tensor,
 ) -> torch.Tensor:
-    """Return which keys the rows [Q] of a slice see without a window, [Q, keys]."""
-    seen = torch.arange(int(slots[-1]) + 1 if len(slots) else 0) <= slots[:, None].cpu()
+    """Return which keys the rows [Q] of a slice see without a window, [Q, `count`]."""
+    seen = torch.arange(count) <= slots[:, None].cpu()
     seen[:, tree_start:] = False
     for row, slot in enumerate(slots.tolist()):
         if slot >= tree_start:

@@ -140,10 +140,11 @@ def test_a_tree_gives_the_logits_of_its_paths_beside_chains(
     batch = [SequenceSlice([texts[1][-1], *tree], 36, [1], 4, parents)]
     batch.append(SequenceSlice(texts[2][-1:], 43, [2], 1))
     paths = [texts[1] + [tree[at - 1] for at in path_to(row, parents)] for row in range(4)]
+    alike = [chain, SequenceSlice([texts[1][-1], *tree], 36, [1], 4), batch[1]]
     # The last forward finds the tree's words in its inputs, and must not read them.
     for slices, ends, counts in [
         ([chain, *batch], [texts[0] + tree, *paths, texts[2]], [4, 1, 1, 1, 1, 1]),
-        ([chain], [texts[0] + tree], [4]),
+        (alike, [texts[0] + tree, texts[1] + tree, texts[2]], [4, 4, 1]),
     ]:
         logits = runner.forward(slices)
         torch.testing.assert_close(logits, expected(reference, ends, counts), atol=1e-4, rtol=0)
