@@ -104,6 +104,11 @@ class LayerCache:
             self._store.move(sources, targets)
 
     @property
+    def arrays(self) -> list[torch.Tensor]:
+        """Keys and values as flattened arrays [slots, heads, size]; empty before `allocate`."""
+        return [] if self._store is None else [self._store.flat_keys, self._store.flat_values]
+
+    @property
     def page_count(self) -> int:
         """Number of pages; 0 before `allocate`."""
         return 0 if self._store is None else len(self._store.keys)

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import accumulate
 
 import torch
 
 from outrider.lm.cpu.attention import PagedBatch
-from outrider.token_tree import depths
+from outrider.token_tree import ancestor_words, depths
 
 # Slices of up to this many tokens (decoding, verification) share one padded attention call. Longer
 # slices (prefill) get a call each.
@@ -50,6 +50,11 @@ class SequenceSlice:
         return self.end - len(self.parents)
 
     @property
+    def slots(self) -> range:
+        """The slot of each token among the sequence's keys."""
+        return range(self.start, self.end)
+
+    @property
     def positions(self) -> Sequence[int]:
         """The position of each token."""
         if not self.parents:
@@ -75,6 +80,21 @@ def slot_mapping(slices: Sequence[SequenceSlice], page_size: int) -> list[int]:
         for part in slices
         for slot in range(part.start, part.end)
     ]
+
+
+def ancestors_by_token(slices: Sequence[SequenceSlice]) -> list[int]:
+    """Return `ancestor_words` of each packed token, unsigned; 0 for tokens outside trees."""
+    words: list[int] = []
+    for part in slices:
+        words += [0] * (len(part.token_ids) - len(part.parents))
+        words += ancestor_words(part.parents)
+    return words
+
+
+@cache
+def _no_ancestors(device: torch.device) -> torch.Tensor:
+    """Return the `ancestors` of all batches without trees."""
+    return torch.zeros(1, dtype=torch.int64, device=device)
 
 
 class AttentionGroup:
@@ -235,12 +255,24 @@ class BatchLayout:
     @cached_property
     def kernel(self) -> KernelArguments:
         """Arguments of the GPU kernel."""
+        seq_lens = self.tensor([part.end for part in self.slices]).int()
+        positions = self.positions.int()
+        slots, tree_starts = positions, seq_lens
+        ancestors = _no_ancestors(self._device)
+        if any(part.parents for part in self.slices):
+            slots = self.tensor([slot for part in self.slices for slot in part.slots]).int()
+            tree_starts = self.tensor([part.tree_start for part in self.slices]).int()
+            words = torch.tensor(ancestors_by_token(self.slices), dtype=torch.uint64)
+            ancestors = words.view(torch.int64).to(self._device, non_blocking=True)
         return KernelArguments(
             cu_seqlens_q=self.tensor([0, *self._row_ends]).int(),
             max_seqlen_q=max(len(part.token_ids) for part in self.slices),
-            seq_lens=self.tensor([part.end for part in self.slices]).int(),
+            seq_lens=seq_lens,
             block_table=self.block_table(self.slices).int(),
-            positions=self.positions,
+            slots=slots,
+            positions=positions,
+            tree_starts=tree_starts,
+            ancestors=ancestors,
         )
 
     def tensor(self, numbers: Sequence[object]) -> torch.Tensor:
@@ -256,15 +288,22 @@ class KernelArguments:
 
     `cu_seqlens_q` [B + 1]: cumulative token counts of the slices, from 0 on. `max_seqlen_q`: an
     upper bound on the tokens of a slice. `seq_lens` [B]: keys of each sequence, including the
-    slice's own. `block_table` [B, P]: the pages of those keys. `positions` [T]: token positions.
-    The tensors are int32; only `positions` may also be int64.
+    slice's own. `block_table` [B, P]: the pages of those keys. `slots` [T]: each token's place
+    among the keys of its sequence. `positions` [T]: the same but for a tree's tokens.
+    `tree_starts` [B]: the slot of a slice's first tree token; its `seq_lens` without a tree.
+    `ancestors`: for each token of a tree a word with bit j set if draft token j is an ancestor or
+    itself; [T], where the words of other tokens are not read, or [1] in a batch without trees.
+    `ancestors` is int64, the other tensors are int32.
     """
 
     cu_seqlens_q: torch.Tensor
     max_seqlen_q: int
     seq_lens: torch.Tensor
     block_table: torch.Tensor
+    slots: torch.Tensor
     positions: torch.Tensor
+    tree_starts: torch.Tensor
+    ancestors: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)

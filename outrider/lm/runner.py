@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from safetensors import SafetensorError
@@ -16,6 +16,10 @@ from outrider.lm.cpu.decoder import CpuDecoder
 from outrider.lm.cpu.weights import optimize_for_cpu
 from outrider.lm.gpu.graphs import Bounds, CacheShape, Graphs
 from outrider.lm.layout import BatchLayout, SequenceSlice, StaticLayout
+from outrider.sampling.tensors import triton_works
+
+if TYPE_CHECKING:
+    from outrider.lm.gpu.move_tokens import TokenMover
 
 __all__ = ["Bounds", "ModelRunner", "SequenceSlice"]
 
@@ -66,6 +70,7 @@ class ModelRunner:
         max_seq_len = min(self.context_length, self.page_count * self.page_size)
         for layer in self._layers.values():
             layer.allocate(pages, self.page_size, max_seq_len, self.dtype, self.device)
+        self._token_mover = self._make_token_mover()
         self.decoder: CpuDecoder | None = None
         """Replaces the model's own forward on a CPU, where the C decoder supports the model."""
         if self.device.type == "cpu":
@@ -155,8 +160,12 @@ class ModelRunner:
     def move_tokens(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy keys and values between slots of the flattened cache, in every layer.
 
-        All sources are read before a target is written.
+        All sources are read before a target is written. A sequence's moves are in ascending order,
+        and each goes towards the sequence's start.
         """
+        if self._token_mover is not None:
+            self._token_mover.move(sources, targets)
+            return
         from_slots = torch.tensor(sources, device=self.device)
         to_slots = torch.tensor(targets, device=self.device)
         for layer in self._layers.values():
@@ -184,6 +193,15 @@ class ModelRunner:
     def _takes_graphs(self) -> bool:
         """Whether forwards can be captured: no layer may gather pages, which depends on lengths."""
         return all(layer.supports_kernel(self.device) for layer in self._layers.values())
+
+    def _make_token_mover(self) -> TokenMover | None:
+        """Return what moves tokens in all layers at once; None where Triton does not run."""
+        if not triton_works(self.device):
+            return None
+        # Imported here, because not every machine has Triton.
+        from outrider.lm.gpu.move_tokens import TokenMover
+
+        return TokenMover.of([array for layer in self._layers.values() for array in layer.arrays])
 
     def _make_graphs(self) -> Graphs:
         pages_each = min(self.page_count, -(-self.context_length // self.page_size))

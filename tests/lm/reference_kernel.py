@@ -15,33 +15,65 @@ def _attend(
     cu_seqlens_q: torch.Tensor,
     seq_lens: torch.Tensor,
     block_table: torch.Tensor,
+    slots: torch.Tensor,
     positions: torch.Tensor,
+    tree_starts: torch.Tensor,
+    ancestors: torch.Tensor,
     max_seqlen_q: int,
     max_seq_len: int,
     scale: float,
     window: int,
     softcap: float,
 ) -> torch.Tensor:
-    assert {cu_seqlens_q.dtype, seq_lens.dtype, block_table.dtype} == {torch.int32}
+    narrow = (cu_seqlens_q, seq_lens, block_table, slots, positions, tree_starts)
+    assert {tensor.dtype for tensor in narrow} == {torch.int32}
+    assert ancestors.dtype is torch.int64
     # Rows that belong to no sequence hold arbitrary values.
     out = query.new_full((*query.shape[:2], values.shape[-1]), torch.nan)
     for i, count in enumerate(seq_lens.tolist()):
         begin, end = cu_seqlens_q[i : i + 2].tolist()
         assert end - begin <= max_seqlen_q
         assert count <= max_seq_len
-        assert positions[begin:end].tolist() == list(range(count - (end - begin), count))
+        tree_start = int(tree_starts[i])
+        assert slots[begin:end].tolist() == list(range(count - (end - begin), count))
+        text = slots[begin:end] < tree_start
+        assert slots[begin:end][text].equal(positions[begin:end][text])
         k, v = (cache[block_table[i].long()].flatten(0, 1)[:count] for cache in (keys, values))
         repeats = query.shape[1] // k.shape[1]
         k = k.repeat_interleave(repeats, 1)
         v = v.repeat_interleave(repeats, 1)
-        distance = positions[begin:end, None] - torch.arange(count, device=query.device)
-        seen = (distance >= 0) & ((distance < window) | (window == 0))
+        seen = _seen(
+            slots[begin:end], positions[begin:end], count, tree_start, ancestors[begin:end]
+        )
+        at = torch.arange(count, device=query.device)
+        at[tree_start:] = positions[begin:end][slots[begin:end] >= tree_start]
+        distance = positions[begin:end, None] - at
+        seen &= (distance < window) | (window == 0)
         scores = torch.einsum("qhd,khd->hqk", query[begin:end].float(), k.float()) * scale
         if softcap:
             scores = torch.tanh(scores / softcap) * softcap
         probs = scores.masked_fill(~seen, -torch.inf).softmax(-1)
         out[begin:end] = torch.einsum("hqk,khd->qhd", probs, v.float()).to(out.dtype)
     return out
+
+
+def _seen(
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    count: int,
+    tree_start: int,
+    ancestors: torch.Tensor,
+) -> torch.Tensor:
+    """Return which keys the rows [Q] of a slice see without a window, [Q, `count`]."""
+    seen = torch.arange(count) <= slots[:, None].cpu()
+    seen[:, tree_start:] = False
+    for row, slot in enumerate(slots.tolist()):
+        if slot >= tree_start:
+            word = int(ancestors[row]) % 2**64
+            chain = [bit for bit in range(64) if word >> bit & 1]
+            assert len(chain) == int(positions[row]) - tree_start + 1
+            seen[row, [tree_start + bit for bit in chain]] = True
+    return seen.to(slots.device)
 
 
 def paged_attention(
@@ -63,7 +95,10 @@ def paged_attention(
         batch.cu_seqlens_q,
         batch.seq_lens,
         batch.block_table,
+        batch.slots,
         batch.positions,
+        batch.tree_starts,
+        batch.ancestors,
         batch.max_seqlen_q,
         max_seq_len,
         scale,

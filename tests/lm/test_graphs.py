@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from outrider.lm import attention
 from outrider.lm.gpu import graphs, triton_attention
 from outrider.lm.runner import Bounds, ModelRunner, SequenceSlice
+from outrider.token_tree import path_to
 
 PAGE_COUNT = 6
 BOUNDS = Bounds(sequences=5, tokens_each=4, tokens=16)
@@ -122,6 +123,32 @@ def pair(name: str, page_size: int = 256, page_count: int = PAGE_COUNT) -> tuple
     runner = ModelRunner(build(CONFIGS[name]), page_size=page_size, page_count=page_count)
     runner.capture(BOUNDS)
     return runner, build(CONFIGS[name])
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("parents", [[0, 0, 0], [0, 1, 0], [0, 0, 2]], ids=str)
+def test_a_tree_gives_the_logits_of_its_paths_beside_chains(
+    name: str, parents: list[int], capture: Capture
+) -> None:
+    runner, reference = pair(name)
+    texts = [text(i, 30 + 7 * i) for i in range(3)]
+    for i, ids in enumerate(texts):
+        runner.forward([SequenceSlice(ids[:-1], 0, [i], 0)])
+    capture.replays = 0
+    tree = text(9, 3)
+    chain = SequenceSlice([texts[0][-1], *tree], 29, [0], 4)
+    batch = [SequenceSlice([texts[1][-1], *tree], 36, [1], 4, parents)]
+    batch.append(SequenceSlice(texts[2][-1:], 43, [2], 1))
+    paths = [texts[1] + [tree[at - 1] for at in path_to(row, parents)] for row in range(4)]
+    alike = [chain, SequenceSlice([texts[1][-1], *tree], 36, [1], 4), batch[1]]
+    # The last forward finds the tree's words in its inputs, and must not read them.
+    for slices, ends, counts in [
+        ([chain, *batch], [texts[0] + tree, *paths, texts[2]], [4, 1, 1, 1, 1, 1]),
+        (alike, [texts[0] + tree, texts[1] + tree, texts[2]], [4, 4, 1]),
+    ]:
+        logits = runner.forward(slices)
+        torch.testing.assert_close(logits, expected(reference, ends, counts), atol=1e-4, rtol=0)
+    assert capture.replays == 2
 
 
 @pytest.mark.usefixtures("capture")

@@ -11,17 +11,19 @@ import logging
 import time
 import warnings
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, cast
 
+import numpy as np
 import torch
 
 from outrider.lm.layout import (
     KernelArguments,
     SequenceSlice,
     StaticLayout,
+    ancestors_by_token,
     logits_indices,
     slot_mapping,
 )
@@ -104,15 +106,27 @@ class Inputs:
         self.batch = batch
         self.rows = rows
         self._table = table
-        sizes = [rows, rows, rows, batch + 1, batch]
-        self._host, self._device = table.host_and_device(sum(sizes))
-        host = [part.numpy() for part in torch.split(self._host, sizes)]
-        self._ids, self._positions, self._slot_mapping, self._cu_seqlens_q, self._seq_lens = host
-        device = torch.split(self._device, sizes)
-        self.token_ids, self.positions, self._device_slot_mapping, cu_seqlens_q, seq_lens = device
-        self._kernel = KernelArguments(
-            cu_seqlens_q, max_seqlen_q, seq_lens, table.pages_BP[:batch], self.positions
+        # First the 64-bit words, because their addresses must be multiples of 8.
+        sizes = {
+            "ancestors": 2 * rows,
+            **dict.fromkeys(("token_ids", "positions", "slots", "slot_mapping"), rows),
+            "cu_seqlens_q": batch + 1,
+            **dict.fromkeys(("seq_lens", "tree_starts"), batch),
+        }
+        self._host, self._device = table.host_and_device(sum(sizes.values()))
+        self._numbers = dict(
+            zip(sizes, [t.numpy() for t in self._host.split([*sizes.values()])], strict=True)
         )
+        self._words = self._numbers["ancestors"].view(np.uint64)
+        device = dict(zip(sizes, self._device.split([*sizes.values()]), strict=True))
+        self.token_ids = device["token_ids"]
+        self.positions = device["positions"]
+        self._device_slot_mapping = device["slot_mapping"]
+        self._kernel = KernelArguments(
+            device["cu_seqlens_q"], max_seqlen_q, device["seq_lens"], table.pages_BP[:batch],
+            device["slots"], self.positions, device["tree_starts"],
+            device["ancestors"].view(torch.int64),
+        )  # fmt: skip
 
     def layout(self) -> StaticLayout:
         """Return the layout for the layers.
@@ -126,20 +140,28 @@ class Inputs:
         self._table.wait()
         shape = self._table.shape
         padding = self.rows - sum(len(part.token_ids) for part in slices)
-        zeros = [0] * padding
-        spare_slots = [shape.spare_page * shape.page_size] * padding
-        self._ids[:] = [*(token for part in slices for token in part.token_ids), *zeros]
-        positions = (position for part in slices for position in range(part.start, part.end))
-        self._positions[:] = [*positions, *zeros]
-        self._slot_mapping[:] = [*slot_mapping(slices, shape.page_size), *spare_slots]
+        spare_slot = shape.spare_page * shape.page_size
+        self._by_token("token_ids", (token for part in slices for token in part.token_ids))
+        self._by_token("positions", (at for part in slices for at in part.positions))
+        self._by_token("slots", (slot for part in slices for slot in part.slots))
+        self._by_token("slot_mapping", slot_mapping(slices, shape.page_size), spare_slot)
         unused = self.batch - len(slices)
         singles = min(padding, unused)
         lengths = [len(part.token_ids) for part in slices]
         lengths += [1] * singles + [0] * (unused - singles)
-        self._cu_seqlens_q[:] = [0, *accumulate(lengths)]
-        self._seq_lens[:] = [part.end for part in slices] + [1] * unused
+        self._numbers["cu_seqlens_q"][:] = [0, *accumulate(lengths)]
+        self._numbers["seq_lens"][:] = [part.end for part in slices] + [1] * unused
+        self._numbers["tree_starts"][:] = [part.tree_start for part in slices] + [1] * unused
+        if any(part.parents for part in slices):
+            words = ancestors_by_token(slices)
+            self._words[: len(words)] = words
         self._device.copy_(self._host, non_blocking=True)
         self._table.write(slices, self.batch)
+
+    def _by_token(self, name: str, numbers: Iterable[int], padding: int = 0) -> None:
+        """Write a number for each token, and the padding behind them."""
+        written = [*numbers]
+        self._numbers[name][:] = written + [padding] * (self.rows - len(written))
 
 
 class Graphs:

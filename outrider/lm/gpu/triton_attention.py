@@ -3,7 +3,12 @@
 The softmax takes one pass over the keys (FlashAttention-2, Dao, arXiv 2307.08691). The rows of a
 tile are a slice's tokens times the query heads that share a key/value head, so each key is read
 once for all of them. Long sequences are split over their keys, and a second kernel joins the parts
-(Flash-Decoding, Dao et al. 2023). The split depends on positions alone.
+(Flash-Decoding, Dao et al. 2023). The split depends on slots alone.
+
+A slot is a token's place among its sequence's keys. Tokens of a tree lie behind the text, so their
+slots are not their positions. Tiles of keys that end before the tree are computed as for a chain.
+Tiles begin at multiples of their length, wherever the tree begins: a tree's first path, which has
+the slots of a chain, gets the very result of that chain.
 """
 
 from __future__ import annotations
@@ -26,33 +31,52 @@ _MAX_PARTS = 16
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
 def _scores(  # type: ignore[no-untyped-def]  # the arguments are Triton tensors
-    q,
-    k,
-    key_position,
-    position,
-    scale,
-    window,
-    softcap,
-    WINDOWED: tl.constexpr,
-    CAPPED: tl.constexpr,
-    EXACT: tl.constexpr,
+    q, k, scale, softcap, CAPPED: tl.constexpr, EXACT: tl.constexpr
 ):
-    """Return the scores [rows, keys]; -inf where a row does not see a key."""
+    """Return the scores [rows, keys]."""
     scores = tl.dot(q, k, input_precision="ieee" if EXACT else "tf32") * scale
     if CAPPED:
         # tanh by way of exp, because Triton has no tanh.
         scores = softcap * (1 - 2 / (1 + tl.exp(2 * scores / softcap)))
-    seen = key_position[None, :] <= position[:, None]
+    return scores
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
+def _sees_text(  # type: ignore[no-untyped-def]  # the arguments are Triton tensors
+    at, slot, position, window, WINDOWED: tl.constexpr
+):
+    """Return which keys of the text, in the slots `at`, each row sees, [rows, keys]."""
+    seen = at[None, :] <= slot[:, None]
     if WINDOWED:
-        seen = seen & (key_position[None, :] > position[:, None] - window)
-    return tl.where(seen, scores, float("-inf"))
+        seen = seen & (at[None, :] > position[:, None] - window)
+    return seen
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
+def _visible_ancestors(  # type: ignore[no-untyped-def]  # the arguments are Triton tensors
+    words, depth, window, WINDOWED: tl.constexpr
+):
+    """Return each row's word of ancestors without those that lie before its window.
+
+    A word of a token of depth d has d bits, its own included. Ancestors come before their
+    descendants, so the lowest bits are the farthest; all but the highest `window` are cleared.
+    """
+    if WINDOWED:
+        # A word has at most 64 bits: nothing is cleared for the usual windows.
+        for cleared in range(64 - window):
+            words = tl.where(depth - window > cleared, words & (words - 1), words)
+    return words
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
 def _fold(  # type: ignore[no-untyped-def]  # the arguments are Triton tensors
-    scores, v, maximum, total, weighted, EXACT: tl.constexpr
+    scores, seen, v, maximum, total, weighted, EXACT: tl.constexpr
 ):
-    """Add a tile of keys to each row's maximum score, total weight and weighted sum of values."""
+    """Add a tile of keys to each row's maximum score, total weight and weighted sum of values.
+
+    A row adds the keys that are `seen` [rows, keys] by it.
+    """
+    scores = tl.where(seen, scores, float("-inf"))
     highest = tl.maximum(maximum, tl.max(scores, 1))
     # A row that has seen no key yet has a maximum of -inf; -inf - -inf would be NaN.
     base = tl.where(highest == float("-inf"), 0.0, highest)
@@ -71,16 +95,40 @@ def _load(  # type: ignore[no-untyped-def]  # the arguments are Triton pointers 
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
+def _is_ancestor(words, draft_token):  # type: ignore[no-untyped-def]  # Triton tensors
+    """Return which of the draft tokens are in each row's word, [rows, keys]."""
+    # A shift by a negative number is undefined.
+    bit = tl.maximum(draft_token, 0).to(tl.int64)
+    return (words[:, None] >> bit[None, :]) & 1 != 0
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
+def _cache_rows(  # type: ignore[no-untyped-def]  # the arguments are Triton pointers and tensors
+    pages, at, end, head, KV_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr
+):
+    """Return where the keys in a sequence's slots `at` lie in the cache, in heads."""
+    page = tl.load(pages + at // PAGE_SIZE, mask=at < end, other=0)
+    return (page.to(tl.int64) * PAGE_SIZE + at % PAGE_SIZE) * KV_HEADS + head
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
 def _key_range(  # type: ignore[no-untyped-def]  # the arguments are Triton numbers
-    part, first_token, last_token, window, PART: tl.constexpr, KEYS: tl.constexpr,
+    part, first_slot, last_slot, tree_start, window, PART: tl.constexpr, KEYS: tl.constexpr,
     WINDOWED: tl.constexpr,
 ):  # fmt: skip
-    """Return the range of a part's keys that tokens at these positions see."""
+    """Return the slots of a part's keys that tokens in these slots see: begin, tree's tile, end.
+
+    Keys from the second number on are in tiles that overlap the tree. It is the end if there are
+    none.
+    """
     begin = part * PART
-    end = tl.minimum(last_token + 1, begin + PART)
+    end = tl.minimum(last_slot + 1, begin + PART)
     if WINDOWED:
-        begin = tl.maximum(begin, (first_token - window + 1) // KEYS * KEYS)
-    return begin, end
+        # All positions of a tree are `tree_start` or later, in any order.
+        first_position = tl.minimum(first_slot, tree_start)
+        begin = tl.maximum(begin, (first_position - window + 1) // KEYS * KEYS)
+    tree_tile = tl.maximum(begin, tree_start // KEYS * KEYS)
+    return begin, tl.where(tree_start < end, tree_tile, end), end
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
@@ -99,11 +147,18 @@ def _store(  # type: ignore[no-untyped-def]  # the arguments are Triton pointers
 # Arguments that vary from step to step must not cause a new compilation.
 @triton.jit(  # type: ignore[untyped-decorator]  # Triton has no types
     do_not_specialize=["width", "token_count"],
-    do_not_specialize_on_alignment=["cu_seqlens_q", "seq_lens", "block_table"],
+    do_not_specialize_on_alignment=[
+        "cu_seqlens_q",
+        "seq_lens",
+        "block_table",
+        "positions",
+        "tree_starts",
+        "ancestors",
+    ],
 )
 def _attend(  # type: ignore[no-untyped-def]  # the arguments are Triton pointers and numbers
     query, keys, values, out, log_totals, cu_seqlens_q, seq_lens, block_table,
-    width, token_count, scale, window, softcap,
+    positions, tree_starts, ancestors, width, token_count, scale, window, softcap,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr,
     KEY_LANES: tl.constexpr, VALUE_LANES: tl.constexpr, PAGE_SIZE: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, PART: tl.constexpr,
@@ -126,9 +181,13 @@ def _attend(  # type: ignore[no-untyped-def]  # the arguments are Triton pointer
     rows = first_row + tl.arange(0, ROWS)
     token = rows // GROUP
     real = token < count
-    last_token = before + tl.minimum((first_row + ROWS - 1) // GROUP, count - 1)
-    first_token = before + first_row // GROUP
-    begin, end = _key_range(part, first_token, last_token, window, PART, KEYS, WINDOWED)
+    slot = before + token
+    last_slot = before + tl.minimum((first_row + ROWS - 1) // GROUP, count - 1)
+    first_slot = before + first_row // GROUP
+    tree_start = tl.load(tree_starts + sequence)
+    begin, tree_tile, end = _key_range(
+        part, first_slot, last_slot, tree_start, window, PART, KEYS, WINDOWED
+    )
     if begin >= end:
         return
     key_lanes = tl.arange(0, KEY_LANES)
@@ -138,26 +197,46 @@ def _attend(  # type: ignore[no-untyped-def]  # the arguments are Triton pointer
     maximum = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     weighted = tl.zeros([ROWS, VALUE_LANES], tl.float32)
-    for start in range(begin, end, KEYS):
+    position = slot
+    if WINDOWED:
+        position = tl.load(positions + first + token, mask=real, other=0)
+    pages = block_table + sequence * width
+    for start in range(begin, tree_tile, KEYS):
         at = start + tl.arange(0, KEYS)
-        page = tl.load(block_table + sequence * width + at // PAGE_SIZE, mask=at < end, other=0)
-        slot = (page.to(tl.int64) * PAGE_SIZE + at % PAGE_SIZE) * KV_HEADS + head
-        k = _load(keys, slot[None, :], key_lanes[:, None], (at < end)[None, :], KEY_SIZE)
-        scores = _scores(q, k, at, before + token, scale, window, softcap, WINDOWED, CAPPED, EXACT)
-        v = _load(values, slot[:, None], value_lanes[None, :], (at < end)[:, None], VALUE_SIZE)
-        maximum, total, weighted = _fold(scores, v, maximum, total, weighted, EXACT)
+        key_at = _cache_rows(pages, at, end, head, KV_HEADS, PAGE_SIZE)
+        k = _load(keys, key_at[None, :], key_lanes[:, None], (at < end)[None, :], KEY_SIZE)
+        scores = _scores(q, k, scale, softcap, CAPPED, EXACT)
+        seen = _sees_text(at, slot, position, window, WINDOWED)
+        v = _load(values, key_at[:, None], value_lanes[None, :], (at < end)[:, None], VALUE_SIZE)
+        maximum, total, weighted = _fold(scores, seen, v, maximum, total, weighted, EXACT)
+    if tree_tile < end:
+        words = tl.load(ancestors + first + token, mask=real & (slot >= tree_start), other=0)
+        words = _visible_ancestors(words, position - tree_start + 1, window, WINDOWED)
+        # A tree has one or two tiles: loading ahead would only take registers.
+        for start in tl.range(tree_tile, end, KEYS, num_stages=1):
+            at = start + tl.arange(0, KEYS)
+            key_at = _cache_rows(pages, at, end, head, KV_HEADS, PAGE_SIZE)
+            k = _load(keys, key_at[None, :], key_lanes[:, None], (at < end)[None, :], KEY_SIZE)
+            scores = _scores(q, k, scale, softcap, CAPPED, EXACT)
+            seen = _sees_text(at, slot, position, window, WINDOWED)
+            seen = tl.where((at < tree_start)[None, :], seen, _is_ancestor(words, at - tree_start))
+            v = _load(
+                values, key_at[:, None], value_lanes[None, :], (at < end)[:, None], VALUE_SIZE
+            )
+            maximum, total, weighted = _fold(scores, seen, v, maximum, total, weighted, EXACT)
     row_at += part.to(tl.int64) * token_count * (KV_HEADS * GROUP)
     _store(out, log_totals, row_at, value_lanes, real, maximum, total, weighted, VALUE_SIZE)
 
 
 # Arguments that vary from step to step must not cause a new compilation.
 @triton.jit(  # type: ignore[untyped-decorator]  # Triton has no types
-    do_not_specialize=["row_count"], do_not_specialize_on_alignment=["positions"]
+    do_not_specialize=["row_count"], do_not_specialize_on_alignment=["slots", "positions"]
 )
 def _join(  # type: ignore[no-untyped-def]  # the arguments are Triton pointers and numbers
     parts,
     log_totals,
     out,
+    slots,
     positions,
     row_count,
     window,
@@ -167,18 +246,23 @@ def _join(  # type: ignore[no-untyped-def]  # the arguments are Triton pointers 
     PART: tl.constexpr,
     WINDOWED: tl.constexpr,
 ):
-    """Join the parts that one row sees into `out` [T, heads, value size]."""
+    """Join the parts that one row sees into `out` [T, heads, value size].
+
+    Starts with the last part, in which the row sees at least its own key. So the maximum is finite
+    when a part comes of which a token of a tree sees nothing.
+    """
     row = tl.program_id(0).to(tl.int64)
-    position = tl.load(positions + row // HEADS).to(tl.int32)
+    last = tl.load(slots + row // HEADS) // PART
     first = 0
     if WINDOWED:
+        position = tl.load(positions + row // HEADS)
         first = tl.maximum(position - window + 1, 0) // PART
     lanes = tl.arange(0, LANES)
     maximum = tl.full((), float("-inf"), tl.float32)
     total = tl.full((), 0.0, tl.float32)
     weighted = tl.zeros([LANES], tl.float32)
-    for part in range(first, position // PART + 1):
-        at = part * row_count + row
+    for before in range(last + 1 - first):
+        at = (last - before) * row_count + row
         log_total = tl.load(log_totals + at)
         highest = tl.maximum(maximum, log_total)
         kept = tl.exp(maximum - highest)
@@ -228,8 +312,9 @@ def paged_attention(
 ) -> torch.Tensor:
     """Attend for a packed batch over caches [pages, page size, KV heads, size].
 
-    Return [T, H, value size]. Each token sees the keys up to its own position, or the last
-    `window` of them. No sequence is longer than `max_seq_len`, which decides how keys are split.
+    Return [T, H, value size]. Each token sees the text up to its own slot, and in a tree its
+    ancestors and itself; with a `window`, the last so many positions of these. No sequence has more
+    than `max_seq_len` keys, which decides how keys are split.
     """
     query_THD = query_THD.contiguous()
     tokens, heads, size = query_THD.shape
@@ -249,7 +334,8 @@ def paged_attention(
     row_tiles = -(-batch.max_seqlen_q * group // rows)
     _attend[len(batch.seq_lens) * kv_heads, row_tiles, part_count](
         query_THD, keys, values, parts, log_totals, batch.cu_seqlens_q, batch.seq_lens,
-        batch.block_table, width, tokens, scale, window or 0, softcap or 0.0,
+        batch.block_table, batch.positions, batch.tree_starts, batch.ancestors,
+        width, tokens, scale, window or 0, softcap or 0.0,
         GROUP=group, KV_HEADS=kv_heads, KEY_SIZE=size, VALUE_SIZE=value_size,
         KEY_LANES=padded_lanes(size), VALUE_LANES=padded_lanes(value_size),
         PAGE_SIZE=page_size, ROWS=rows, KEYS=tile_keys, PART=part,
@@ -258,7 +344,7 @@ def paged_attention(
     )  # fmt: skip
     if not single_part:
         _join[(tokens * heads,)](
-            parts, log_totals, out, batch.positions, tokens * heads, window or 0,
+            parts, log_totals, out, batch.slots, batch.positions, tokens * heads, window or 0,
             HEADS=heads, SIZE=value_size, LANES=padded_lanes(value_size), PART=part,
             WINDOWED=window is not None,
         )  # fmt: skip
