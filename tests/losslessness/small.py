@@ -342,7 +342,7 @@ class Traffic:
                 if drafter.connected:
                     drafter.tick()
             engine.step()
-            engine.outgoing.tell_clients()
+            engine.outgoing.send_to_clients()
         engine.pool.check_integrity()
         assert engine.pool.used_count == 0
         return np.array(texts)
