@@ -52,6 +52,16 @@ def test_when_a_drafter_leaves_another_of_its_family_takes_over() -> None:
     assert infos == {"two": True, "one": False}
 
 
+def test_a_drafter_gets_no_more_sequences_than_its_hello_allows() -> None:
+    engine, _ = make_engine(eos_bias=-99)
+    drafter = ScriptedDrafter(engine, max_sequence_count=1)
+    first = engine.submit(request([1, 2], 10), Client())
+    engine.submit(request([3, 4], 10), Client())
+    engine.drain_inbox()
+    opened = [opened.sequence_id for batch in drafter.received for opened in batch.opened]
+    assert opened == [first.id]
+
+
 def test_a_violation_ends_only_that_drafters_stream() -> None:
     engine, model = make_engine(eos_bias=-99)
     bad = ScriptedDrafter(engine, "bad", "bad")
