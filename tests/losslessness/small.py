@@ -51,7 +51,7 @@ Text = tuple[int, ...]
 NextProbs = Callable[[Text], Probs]
 """The distribution of the token behind a text, prompt included."""
 PROMPTS: tuple[Text, ...] = ((2,), (1, 2, 3, 4, 0, 1), (1, 2, 3, 4, 0, 1, 2, 3, 4, 1, 0))
-"""Those of more than a page begin alike."""
+"""Prompts that are longer than a page begin alike."""
 
 
 @cache
