@@ -100,7 +100,7 @@ class UsageTotals:
         rules = sorted({rule for of_choice in stats for rule in of_choice.rules})
         if not rules:
             return {}
-        names = [rule.name.lower().replace("_", "-") for rule in rules]
+        names = [rule.label for rule in rules]
         return {"speculation": {"rules": names, "lossless": not any(rule.lossy for rule in rules)}}
 
     def metrics(self) -> dict[str, Any]:

@@ -34,14 +34,17 @@ class BoundedProtocol(HttpToolsProtocol):
 
     # uvicorn's own method overrides with the same narrower type.
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Give the first request's headers `header_seconds` to arrive."""
         super().connection_made(transport)
         self._expect(self.header_seconds)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """Remove the deadline of the connection."""
         self._expect(None)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        """Parse the bytes; refuse a header or trailer that grows beyond MAX_HEADER_BYTES."""
         self._pending_bytes += len(data)
         super().data_received(data)
         if self.transport.is_closing():
@@ -53,14 +56,20 @@ class BoundedProtocol(HttpToolsProtocol):
             self._expect(self.header_seconds)
 
     def on_message_begin(self) -> None:
+        """Count the header bytes of this request from 0."""
         self._header_bytes = 0
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
+        """Count the request line as header bytes."""
         self._header_bytes += len(url)
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        """Keep a header. Raises OutriderError(HEADERS_TOO_LARGE).
+
+        The limits are MAX_HEADERS and MAX_HEADER_BYTES.
+        """
         self._header_bytes += len(name) + len(value)
         if self._header_bytes > MAX_HEADER_BYTES or len(self.headers) >= MAX_HEADERS:
             # The exception stops the parser, which then calls `send_400_response`.
@@ -69,19 +78,23 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        """Give the body `body_seconds` to arrive."""
         self._expect(self.body_seconds)
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
+        """Collect a part of the body, whose bytes are no header's."""
         self._pending_bytes = 0
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        """Remove the deadline: the request has arrived."""
         self._pending_bytes = 0
         self._expect(None)
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
+        """Answer a request that the parser refused with an error in OpenAI's shape."""
         malformed = OutriderError(Reason.MALFORMED_REQUEST, f"this is not HTTP/1.1: {msg}")
         self._refuse(self._refusal or malformed)
 

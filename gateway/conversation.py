@@ -51,6 +51,7 @@ def joined(separator: str) -> Callable[[object], object]:
     """A validator that joins OpenAI's list of content parts into one text."""
 
     def join(value: object) -> object:
+        """The text of a list of parts; any other value as it is. Raises ValidationError."""
         if not isinstance(value, list) or not value:
             return value
         return separator.join(part.text for part in _PARTS.validate_python(value))

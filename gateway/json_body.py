@@ -27,9 +27,11 @@ class JsonRoute(APIRoute):
     """A route whose body is checked by `check_size` before it is parsed."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """FastAPI's handler of the route, called with a request whose `json` checks the size."""
         handle = super().get_route_handler()
 
         async def bounded(request: Request) -> Response:
+            """Answer the request. Its `json` raises OutriderError if the body is too large."""
             return await handle(_JsonRequest(request.scope, request.receive))
 
         return bounded

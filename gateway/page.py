@@ -50,6 +50,7 @@ def install(app: FastAPI, router: Router, metrics: Metrics) -> None:
 
     @routes.get("/", include_in_schema=False)
     async def page() -> Response:
+        """The page, with headers that let it load from this gateway alone."""
         return FileResponse(_WEB / "index.html", headers=_HEADERS)
 
     @routes.get("/events", include_in_schema=False)

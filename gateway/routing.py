@@ -228,7 +228,9 @@ class Router:
             await replica.refresh(self._fingerprint)
             if replica.problem is None:
                 log_after = 0.0
-            if str(replica.problem) != logged and time.monotonic() > log_after:
+            # While the gateway drains, verifiers that stop with it are no news.
+            silent = self.draining or time.monotonic() <= log_after
+            if str(replica.problem) != logged and not silent:
                 log.info("%s", replica.problem or f"verifier {replica.address} is ready")
                 logged = str(replica.problem)
             if replica.problem is not None:

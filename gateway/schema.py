@@ -23,14 +23,13 @@ from gateway.unsupported import document_neutral, drop_neutral
 from outrider.errors import invalid
 from outrider.limits import (
     MAX_CHOICES,
-    MAX_DRAFT_TOKENS,
     MAX_GRAMMAR_CHARACTERS,
     MAX_LISTED_TOKENS,
     MAX_NAME_LENGTH,
-    MAX_RELAXED_TOPK,
     MAX_STOP_TOKENS,
     MAX_TOP_LOGPROBS,
 )
+from outrider.messages import SAMPLING_RANGES, SPECULATION_RANGES, SpeculationOptions
 
 SEED_MIN = -(2**63)
 SEED_MAX = 2**64 - 1
@@ -45,6 +44,17 @@ _PromptForms = (
 )
 
 
+def _sampling(name: str, description: str | None = None) -> Any:
+    """An optional parameter with the range of a field of SamplingParams."""
+    return limited(description, **SAMPLING_RANGES[name].json_schema)
+
+
+def _speculation(name: str) -> Any:
+    """A parameter with the default and the range of a field of SpeculationOptions."""
+    default = getattr(SpeculationOptions(), name)
+    return Field(default=default, json_schema_extra=dict(SPECULATION_RANGES[name].json_schema))
+
+
 class SpeculationBody(Body):
     """Whether and how to speculate.
 
@@ -55,15 +65,11 @@ class SpeculationBody(Body):
 
     enabled: bool = True
     drafter: Text = Field(default="", json_schema_extra={"maxLength": MAX_NAME_LENGTH})
-    draft_tokens: int | None = limited(minimum=0, maximum=MAX_DRAFT_TOKENS)
+    draft_tokens: int | None = _speculation("draft_tokens")
     acceptance: Literal["exact", "typical", "relaxed"] = "exact"
-    typical_epsilon: float = Field(
-        default=0.09, json_schema_extra={"exclusiveMinimum": 0, "maximum": 1}
-    )
-    relaxed_topk: int = Field(
-        default=10, json_schema_extra={"minimum": 1, "maximum": MAX_RELAXED_TOPK}
-    )
-    relaxed_delta: float = Field(default=0.6, json_schema_extra={"minimum": 0, "maximum": 1})
+    typical_epsilon: float = _speculation("typical_epsilon")
+    relaxed_topk: int = _speculation("relaxed_topk")
+    relaxed_delta: float = _speculation("relaxed_delta")
     metrics: bool = False
     tokens: bool = False
 
@@ -132,8 +138,8 @@ class GenerationBody(Body):
     """The parameters that completions and chat completions share."""
 
     model: str | None = None
-    temperature: float | None = limited(minimum=0, maximum=2)
-    top_p: float | None = limited(exclusiveMinimum=0, maximum=1)
+    temperature: float | None = _sampling("temperature")
+    top_p: float | None = _sampling("top_p")
     top_k: int | None = limited("vLLM's extension; 0 or -1 keeps all tokens.", minimum=-1)
     seed: int | None = limited(minimum=SEED_MIN, exclusiveMaximum=SEED_MAX + 1)
     n: int | None = limited(
@@ -160,21 +166,17 @@ class GenerationBody(Body):
     stop_token_ids: Listed[TokenId] | None = limited(
         "vLLM's extension. Ids that end the text.", maxItems=MAX_STOP_TOKENS
     )
-    presence_penalty: float | None = limited(minimum=-2, maximum=2)
-    frequency_penalty: float | None = limited(minimum=-2, maximum=2)
+    presence_penalty: float | None = _sampling("presence_penalty")
+    frequency_penalty: float | None = _sampling("frequency_penalty")
     logit_bias: Entries[float] | None = limited(
         "By token id, in [-100, 100].", maxProperties=MAX_LISTED_TOKENS
     )
-    min_p: float | None = limited(
-        "vLLM's extension. Drop tokens less likely than this fraction of the likeliest.",
-        minimum=0,
-        maximum=1,
+    min_p: float | None = _sampling(
+        "min_p", "vLLM's extension. Drop tokens less likely than this fraction of the likeliest."
     )
-    typical_p: float | None = limited(
-        "Locally typical sampling, up to this mass.", exclusiveMinimum=0, maximum=1
-    )
-    repetition_penalty: float | None = limited(
-        "vLLM's extension. Applies to tokens of prompt and output.", minimum=0.01, maximum=10
+    typical_p: float | None = _sampling("typical_p", "Locally typical sampling, up to this mass.")
+    repetition_penalty: float | None = _sampling(
+        "repetition_penalty", "vLLM's extension. Applies to tokens of prompt and output."
     )
     min_tokens: int | None = limited(
         "vLLM's extension. The text has at least as many tokens.", minimum=0

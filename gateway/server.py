@@ -1,4 +1,4 @@
-"""Run the gateway: HTTP and gRPC on one event loop, until it is told to stop."""
+"""Run the gateway: HTTP and gRPC on one event loop, until SIGTERM or SIGINT."""
 
 from __future__ import annotations
 

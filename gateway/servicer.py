@@ -67,6 +67,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             caller = Caller(f"text-{secrets.token_hex(16)}", span.traceparent, tenant_of(headers))
 
             def build(info: ModelInfo) -> list[TextRequest]:
+                """The request for a replica's model. Raises OutriderError."""
                 text_request = _text_request(request, prompt, caller, info)
                 describe_settings(span, text_request)
                 return [text_request]

@@ -152,10 +152,12 @@ class CompletionShape(ResponseShape):
     closing: ClassVar[Json] = {"text": ""}
 
     def add_prompt_logprobs(self, answer: Json, prompts: Sequence[Sequence[LogprobToken]]) -> None:
+        """Put each choice's scores into the choice, as vLLM does."""
         for choice, prompt in zip(answer["choices"], prompts, strict=True):
             choice["prompt_logprobs"] = _prompt_logprobs(prompt)
 
     def logprobs(self, shown: Sequence[LogprobToken]) -> Json | None:
+        """Lists with one entry a token, as OpenAI's completions have them."""
         if not shown:
             return None
         return {
@@ -166,6 +168,7 @@ class CompletionShape(ResponseShape):
         }
 
     def delta(self, text: str) -> Json:
+        """The text itself."""
         return {"text": text}
 
 
@@ -182,10 +185,11 @@ class ChatShape(ResponseShape):
     closing: ClassVar[Json] = {"delta": {}}
 
     def add_prompt_logprobs(self, answer: Json, prompts: Sequence[Sequence[LogprobToken]]) -> None:
-        # A chat has one prompt, so vLLM puts its scores beside the choices.
+        """Put the scores of the one prompt beside the choices, as vLLM does."""
         answer["prompt_logprobs"] = _prompt_logprobs(prompts[0])
 
     def logprobs(self, shown: Sequence[LogprobToken]) -> Json | None:
+        """A list of objects, one a token, as OpenAI's chats have it."""
         if not shown:
             return None
         content = [
@@ -198,4 +202,5 @@ class ChatShape(ResponseShape):
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
     def delta(self, text: str) -> Json:
+        """The text as the content of a message's delta."""
         return {"delta": {"content": text}}

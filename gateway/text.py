@@ -62,7 +62,7 @@ class TokenTable:
         return text, text.encode()
 
     def _raw_bytes(self, token_id: int, text: str) -> bytes:
-        """The bytes of a token by its name; those of its text if the name does not tell."""
+        """The bytes that a token's name spells, else those of its text."""
         name: str = self._tokenizer.id_to_token(token_id) or ""
         if _BYTE_TOKEN.fullmatch(name):
             return bytes([int(name[3:5], 16)])

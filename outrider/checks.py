@@ -6,39 +6,35 @@ docstring says otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from outrider.errors import OutriderError, Reason, invalid
 from outrider.limits import (
     MAX_CHOICES,
-    MAX_DRAFT_TOKENS,
     MAX_GRAMMAR_CHARACTERS,
     MAX_LISTED_TOKENS,
     MAX_NAME_LENGTH,
-    MAX_RELAXED_TOPK,
     MAX_TOP_LOGPROBS,
+    Range,
 )
-from outrider.messages import Grammar, GrammarKind, SamplingParams, SpeculationOptions
+from outrider.messages import (
+    SAMPLING_RANGES,
+    SPECULATION_RANGES,
+    Grammar,
+    GrammarKind,
+    SamplingParams,
+    SpeculationOptions,
+)
 
 
 def check_sampling(sampling: SamplingParams, vocab_size: int, prefix: str = "") -> None:
-    """Check the sampling settings. NaN is in no range. `prefix` goes before the field's name."""
+    """Check the sampling settings. `prefix` goes before the field's name."""
     s = sampling
-    checks = [
-        ("temperature", 0.0 <= s.temperature <= 2.0, "must be in [0, 2]"),
-        ("top_k", 0 <= s.top_k <= vocab_size, f"must be in [0, {vocab_size}]"),
-        ("top_p", 0.0 < s.top_p <= 1.0, "must be in (0, 1]"),
-        ("min_p", 0.0 <= s.min_p <= 1.0, "must be in [0, 1]"),
-        ("typical_p", 0.0 < s.typical_p <= 1.0, "must be in (0, 1]"),
-        ("repetition_penalty", 0.01 <= s.repetition_penalty <= 10.0, "must be in [0.01, 10]"),
-        ("presence_penalty", -2.0 <= s.presence_penalty <= 2.0, "must be in [-2, 2]"),
-        ("frequency_penalty", -2.0 <= s.frequency_penalty <= 2.0, "must be in [-2, 2]"),
-        ("min_tokens", s.min_tokens >= 0, "must be at least 0"),
-    ]
-    for name, is_valid, message in checks:
-        if not is_valid:
-            raise invalid(prefix + name, f"{message}, not {getattr(s, name)}")
-    bias_field, banned_field = f"{prefix}logit_bias", f"{prefix}banned_token_ids"
+    _check_ranges(s, SAMPLING_RANGES | {"top_k": Range(0, vocab_size)}, prefix)
+    if s.min_tokens < 0:
+        raise invalid(f"{prefix}min_tokens", f"must be at least 0, not {s.min_tokens}")
+    bias_field = f"{prefix}logit_bias"
+    banned_field = f"{prefix}banned_token_ids"
     _check_listed(bias_field, [token for token, _ in s.logit_bias], vocab_size)
     for token, value in s.logit_bias:
         if not -100.0 <= value <= 100.0:
@@ -59,18 +55,16 @@ def _check_listed(field: str, ids: Sequence[int], vocab_size: int) -> None:
 
 def check_speculation(options: SpeculationOptions) -> None:
     """Check the speculation settings."""
-    o = options
-    wanted = o.draft_tokens or 0
-    checks = [
-        ("draft_tokens", 0 <= wanted <= MAX_DRAFT_TOKENS, f"[0, {MAX_DRAFT_TOKENS}]"),
-        ("typical_epsilon", 0.0 < o.typical_epsilon <= 1.0, "(0, 1]"),
-        ("relaxed_topk", 1 <= o.relaxed_topk <= MAX_RELAXED_TOPK, f"[1, {MAX_RELAXED_TOPK}]"),
-        ("relaxed_delta", 0.0 <= o.relaxed_delta <= 1.0, "[0, 1]"),
-    ]
-    check_name("speculation.drafter", o.drafter, empty=True)
-    for name, is_valid, interval in checks:
-        if not is_valid:
-            raise invalid(f"speculation.{name}", f"must be in {interval}, not {getattr(o, name)}")
+    check_name("speculation.drafter", options.drafter, empty=True)
+    _check_ranges(options, SPECULATION_RANGES, "speculation.")
+
+
+def _check_ranges(settings: object, ranges: Mapping[str, Range], prefix: str) -> None:
+    """Check the settings that have a range; one that is None takes its default."""
+    for name, allowed in ranges.items():
+        value = getattr(settings, name)
+        if value is not None and value not in allowed:
+            raise invalid(prefix + name, f"must be in {allowed}, not {value}")
 
 
 def check_grammar(grammar: Grammar, field: str = "") -> None:

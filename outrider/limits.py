@@ -1,6 +1,31 @@
-"""The limits that the protos and the OpenAI API state. Numbers alone."""
+"""The limits that the protos and the OpenAI API state."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """The numbers from `low` to `high`; without `low` itself if `low_is_open`. NaN is in none."""
+
+    low: float
+    high: float
+    low_is_open: bool = False
+
+    def __contains__(self, value: float) -> bool:
+        above = self.low < value if self.low_is_open else self.low <= value
+        return above and value <= self.high
+
+    def __str__(self) -> str:
+        return f"{'(' if self.low_is_open else '['}{self.low}, {self.high}]"
+
+    @property
+    def json_schema(self) -> dict[str, float]:
+        """The keywords of JSON schema that state the range."""
+        lower = "exclusiveMinimum" if self.low_is_open else "minimum"
+        return {lower: self.low, "maximum": self.high}
+
 
 # Requests.
 MAX_NAME_LENGTH = 128

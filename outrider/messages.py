@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from enum import Enum, IntEnum
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from outrider.limits import MIN_TEMPERATURE
+from outrider.limits import MAX_DRAFT_TOKENS, MAX_RELAXED_TOPK, MIN_TEMPERATURE, Range
 
 
 class DraftDistribution(IntEnum):
@@ -69,7 +70,17 @@ class AcceptanceRule(IntEnum):
     @property
     def lossy(self) -> bool:
         """Whether the output's distribution may differ from the target's."""
-        return self >= AcceptanceRule.TYPICAL
+        return self in _LOSSY_RULES
+
+    @property
+    def label(self) -> str:
+        """The name in settings and answers, such as "token-wise"."""
+        return self.name.lower().replace("_", "-")
+
+
+_LOSSY_RULES = (AcceptanceRule.TYPICAL, AcceptanceRule.RELAXED, AcceptanceRule.SYNTHETIC)
+SampledRule = Literal["block", "token-wise"]
+"""Labels of the rules for drafts that a trusted drafter sampled."""
 
 
 class GrammarKind(Enum):
@@ -132,6 +143,18 @@ class SamplingParams:
         )
 
 
+SAMPLING_RANGES = {
+    "temperature": Range(0, 2),
+    "top_p": Range(0, 1, low_is_open=True),
+    "min_p": Range(0, 1),
+    "typical_p": Range(0, 1, low_is_open=True),
+    "repetition_penalty": Range(0.01, 10),
+    "presence_penalty": Range(-2, 2),
+    "frequency_penalty": Range(-2, 2),
+}
+"""Fields of SamplingParams with a range that no model changes. gRPC and HTTP enforce it."""
+
+
 @dataclass(frozen=True, slots=True)
 class SpeculationOptions:
     """Whether to speculate and how.
@@ -147,6 +170,15 @@ class SpeculationOptions:
     typical_epsilon: float = 0.09
     relaxed_topk: int = 10
     relaxed_delta: float = 0.6
+
+
+SPECULATION_RANGES = {
+    "draft_tokens": Range(0, MAX_DRAFT_TOKENS),
+    "typical_epsilon": Range(0, 1, low_is_open=True),
+    "relaxed_topk": Range(1, MAX_RELAXED_TOPK),
+    "relaxed_delta": Range(0, 1),
+}
+"""Fields of SpeculationOptions with a range. gRPC and HTTP enforce it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from pydantic_settings import SettingsConfigDict
 
 from outrider.draft_tokens_policy import DraftTokensSetting
+from outrider.messages import SampledRule
 from outrider.process.config import Device, Dtype, ScrapedSettings
 
 
@@ -36,7 +37,7 @@ class TargetSettings(BaseModel):
     """Wait for every draft, at most a second per step, and pause no drafter, even where that is
     slower: to measure drafters, not to serve."""
 
-    sampled_rule: Literal["block", "token-wise"] = "block"
+    sampled_rule: SampledRule = "block"
     """Acceptance rule for drafts that a trusted drafter sampled."""
 
     grammar_backend: Literal["xgrammar", "llguidance"] = "xgrammar"

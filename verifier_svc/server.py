@@ -177,9 +177,7 @@ def _limits(settings: VerifierSettings, policy: DraftTokensPolicy) -> Limits:
 
 
 def _draft_verifier(settings: VerifierSettings, tokenizer: Tokenizer) -> DraftVerifier:
-    rule = AcceptanceRule.TOKEN_WISE
-    if settings.sampled_rule == "block":
-        rule = AcceptanceRule.BLOCK
+    [rule] = [rule for rule in AcceptanceRule if rule.label == settings.sampled_rule]
     thinking_ids = _thinking_ids(tokenizer, settings.thinking_tokens)
     return DraftVerifier(rule, thinking_ids, settings.synthetic_acceptance_rate)
 

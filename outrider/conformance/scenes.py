@@ -67,6 +67,7 @@ async def answered(link: Link, known: TrackedSequence, rule: str) -> None:
     """Wait for an answer at the committed length, or for enough valid guesses; raises Broken."""
 
     def is_answered() -> bool:
+        """Whether the drafter answered this length or its valid guesses are enough."""
         length = len(known.committed)
         return len(known.valid_guess()) >= known.draft_tokens or length in known.answered
 

@@ -73,6 +73,7 @@ class Link:
         return condition()
 
     async def read(self, requests: AsyncIterator[verifier_pb2.StreamDraftsRequest]) -> None:
+        """Note and check each message until the drafter half-closes."""
         async for request in requests:
             self._note("drafter", MessageToDict(request, preserving_proto_field_name=True))
             self.received_at = time.monotonic()
@@ -84,6 +85,7 @@ class Link:
         self.half_closed.set()
 
     async def write(self, context: Any) -> None:
+        """Send queued messages until `end`. Raises the OutriderError that `end` was given."""
         while (message := await self._outbox.get()) is not None:
             if isinstance(message, OutriderError):
                 raise message
@@ -114,18 +116,21 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
     async def GetModel(
         self, request: verifier_pb2.GetModelRequest, context: Any
     ) -> verifier_pb2.GetModelResponse:
+        """The model that the kit pretends to serve."""
         return self.model
 
     @rpc.reports_errors
     async def GenerateTokens(  # type: ignore[override]  # refuses through the context
         self, request: verifier_pb2.GenerateTokensRequest, context: Any
     ) -> verifier_pb2.GenerateTokensResponse:
+        """Refuse each request: raises OutriderError(UNSUPPORTED_PARAMETER)."""
         raise OutriderError(Reason.UNSUPPORTED_PARAMETER, "the conformance kit has no model")
 
     @rpc.reports_errors
     async def StreamDrafts(  # type: ignore[override]  # the stubs do not know writes to the context
         self, request_iterator: AsyncIterator[verifier_pb2.StreamDraftsRequest], context: Any
     ) -> None:
+        """Welcome a drafter and queue its Link; raises `refusal` instead while it is set."""
         self.attempts.append(time.monotonic())
         requests = aiter(request_iterator)
         try:

@@ -130,7 +130,7 @@ class DraftSequence:
         return {self.guesses[at], *branches}
 
     def give_up(self) -> None:
-        """End the chain until the next verdict; a skip tells a verifier that may be waiting."""
+        """End the chain until the next verdict; a waiting verifier gets a skip."""
         self._given_up = True
 
     def give_up_branches(self) -> None:

@@ -68,6 +68,7 @@ class GuessStrategy(Strategy):
     async def propose(
         self, sequences: Sequence[DraftSequence], interrupted: Callable[[], bool]
     ) -> None:
+        """Extend each chain by the function's tokens; postpone the rest once interrupted."""
         for sequence in sequences:
             if interrupted():
                 sequence.postpone()

@@ -15,10 +15,10 @@ import httpx
 _POLL_S = 0.2
 
 
-async def until_ready(url: str, tell: Callable[[str], None], drafters: int) -> None:
+async def until_ready(url: str, show: Callable[[str], None], drafters: int) -> None:
     """Wait until the gateway takes requests and `drafters` drafters are connected.
 
-    `tell` is called with each new state of the start.
+    Calls `show` with each new state of the start.
     """
     shown = ""
     async with httpx.AsyncClient(base_url=url, timeout=5) as client:
@@ -27,7 +27,7 @@ async def until_ready(url: str, tell: Callable[[str], None], drafters: int) -> N
             if ready:
                 return
             if state not in ("", shown):
-                tell(state)
+                show(state)
                 shown = state
             await asyncio.sleep(_POLL_S)
 

@@ -48,12 +48,12 @@ class StartFailed(Exception):
 class Supervisor:
     """Keeps children running from `start` to `stop`."""
 
-    def __init__(self, tell: Callable[[str, str], None]) -> None:
-        """`tell` is called with the child's name and each line that it prints."""
+    def __init__(self, show: Callable[[str, str], None]) -> None:
+        """Calls `show` with the child's name and each line that it prints."""
         self.children: list[Child] = []
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Holds the exception of the first task that failed; the caller must then `stop`."""
-        self._tell = tell
+        self._show = show
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping = asyncio.Event()
         self._settled = False
@@ -133,7 +133,7 @@ class Supervisor:
                 raise StartFailed(f"{child.name} could not start: it {ended}")
             if time.monotonic() - started > _STABLE_S:
                 backoff_s = _BACKOFF_S[0]
-            self._tell("outrider", f"{child.name} {ended}; restarting it in {backoff_s:.1f} s")
+            self._show("outrider", f"{child.name} {ended}; restarting it in {backoff_s:.1f} s")
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, _BACKOFF_S[1])
             child.restarts += 1
@@ -150,7 +150,7 @@ class Supervisor:
             return f"could not be run: {error}", True
         output = child.process.stdout
         while output is not None and (line := await _line(output)):
-            self._tell(child.name, line.decode(errors="replace").rstrip())
+            self._show(child.name, line.decode(errors="replace").rstrip())
         status = await child.process.wait()
         return f"ended with status {status}", status > 0
 

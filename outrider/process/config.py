@@ -142,6 +142,7 @@ def command(schema: type[_Settings], name: str, run: Callable[[_Settings], Any])
     """
 
     def called(**values: Any) -> Any:
+        """Load the settings and run; exit with status 2 and the reasons if one is wrong."""
         context = click.get_current_context()
         try:
             settings = load(schema, _given(schema, context, values))
@@ -199,6 +200,8 @@ def load(schema: type[_Settings], given: Mapping[str, Any]) -> _Settings:
 
     # A class of its own, since the file's path is known only now.
     class WithFile(schema):  # type: ignore[misc, valid-type]
+        """The schema, reading the YAML file at `path`."""
+
         model_config = SettingsConfigDict(yaml_file=path)
 
     WithFile.__name__ = schema.__name__

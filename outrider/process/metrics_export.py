@@ -68,6 +68,7 @@ def serve_metrics(registry: CollectorRegistry, settings: ScrapedSettings) -> Non
     port = settings.metrics_port
 
     def answer(environ: dict[str, Any], start_response: Any) -> list[bytes]:
+        """WSGI application: the metrics of the registry, for any request."""
         # Prometheus' own format, whatever the scraper accepts: in the OpenMetrics format the client
         # library turns the colon of `outrider:name` into an underscore.
         start_response("200 OK", [("Content-Type", CONTENT_TYPE_LATEST)])

@@ -168,6 +168,7 @@ def reports_errors(handler: _Handler) -> _Handler:
 
     @functools.wraps(handler)
     async def unary(self: Any, request: Any, context: Any) -> Any:
+        """Call the handler; abort the RPC with the status of its exception."""
         try:
             return await handler(self, request, context)
         except OutriderError as error:

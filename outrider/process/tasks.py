@@ -30,6 +30,7 @@ def watch(
     task = asyncio.create_task(work, name=name)
 
     def ended(task: asyncio.Task[_Result]) -> None:
+        """Log the task's exception, if it has one, and pass it to `failed`."""
         if task.cancelled() or (error := task.exception()) is None:
             return
         log.error("%s ended unexpectedly", name, exc_info=error)
@@ -50,6 +51,7 @@ def keep_running(
     """
 
     async def run() -> None:
+        """Call `work` again after each exception, with a growing delay."""
         delay_s = backoff_s[0]
         while True:
             began = time.monotonic()

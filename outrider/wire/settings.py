@@ -5,9 +5,11 @@ Every `*_from_proto` checks the ranges that the proto states.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from enum import Enum
 from typing import Any, TypeVar
+
+from google.protobuf.message import Message
 
 from outrider import messages as m
 from outrider.checks import check_grammar, check_sampling, check_speculation
@@ -16,51 +18,23 @@ from outrider.v1 import common_pb2
 
 _Member = TypeVar("_Member", bound=Enum)
 
-# Where these are unset, the domain's defaults hold.
-_OPTIONAL_SAMPLING = ("temperature", "top_p", "seed", "typical_p", "repetition_penalty")
-_OPTIONAL_SPECULATION = (
-    "enabled",
-    "draft_tokens",
-    "typical_epsilon",
-    "relaxed_topk",
-    "relaxed_delta",
-)
+_SAMPLING = tuple(field.name for field in common_pb2.SamplingParams.DESCRIPTOR.fields)
+_SPECULATION = tuple(field.name for field in common_pb2.SpeculationOptions.DESCRIPTOR.fields)
 
 
 def sampling_from_proto(
     proto: common_pb2.SamplingParams, vocab_size: int, prefix: str = "sampling"
 ) -> m.SamplingParams:
     """Check and convert; raises OutriderError(INVALID_VALUE) that names `prefix` and the field."""
-    sampling = m.SamplingParams(
-        top_k=proto.top_k,
-        min_p=proto.min_p,
-        presence_penalty=proto.presence_penalty,
-        frequency_penalty=proto.frequency_penalty,
-        logit_bias=tuple(sorted(proto.logit_bias.items())),
-        min_tokens=proto.min_tokens,
-        banned_token_ids=tuple(proto.banned_token_ids),
-        **_set_fields(proto, _OPTIONAL_SAMPLING),
-    )
+    sampling = m.SamplingParams(**_set_fields(proto))
     check_sampling(sampling, vocab_size, prefix + ".")
     return sampling
 
 
 def sampling_to_proto(sampling: m.SamplingParams) -> common_pb2.SamplingParams:
     """Convert; sets every field, so that no default matters."""
-    return common_pb2.SamplingParams(
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        seed=sampling.seed,
-        min_p=sampling.min_p,
-        typical_p=sampling.typical_p,
-        repetition_penalty=sampling.repetition_penalty,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        logit_bias=dict(sampling.logit_bias),
-        min_tokens=sampling.min_tokens,
-        banned_token_ids=sampling.banned_token_ids,
-    )
+    values = {name: getattr(sampling, name) for name in _SAMPLING}
+    return common_pb2.SamplingParams(**values | {"logit_bias": dict(sampling.logit_bias)})
 
 
 def speculation_from_proto(proto: common_pb2.SpeculationOptions) -> m.SpeculationOptions:
@@ -68,24 +42,17 @@ def speculation_from_proto(proto: common_pb2.SpeculationOptions) -> m.Speculatio
     if proto.acceptance not in (0, *(kind.value for kind in m.Acceptance)):
         message = f"must be one of the enum's values, not {proto.acceptance}"
         raise invalid("speculation.acceptance", message)
-    given = _set_fields(proto, _OPTIONAL_SPECULATION)
     acceptance = m.Acceptance(proto.acceptance or m.Acceptance.EXACT.value)
-    options = m.SpeculationOptions(drafter=proto.drafter, acceptance=acceptance, **given)
+    options = m.SpeculationOptions(**_set_fields(proto) | {"acceptance": acceptance})
     check_speculation(options)
     return options
 
 
 def speculation_to_proto(options: m.SpeculationOptions) -> common_pb2.SpeculationOptions:
     """Convert; `draft_tokens` stays unset when it is None."""
-    return common_pb2.SpeculationOptions(
-        enabled=options.enabled,
-        drafter=options.drafter,
-        draft_tokens=options.draft_tokens,
-        acceptance=proto_enum(options.acceptance.value),
-        typical_epsilon=options.typical_epsilon,
-        relaxed_topk=options.relaxed_topk,
-        relaxed_delta=options.relaxed_delta,
-    )
+    values = {name: getattr(options, name) for name in _SPECULATION}
+    acceptance = proto_enum(options.acceptance.value)
+    return common_pb2.SpeculationOptions(**values | {"acceptance": acceptance})
 
 
 def grammar_from_proto(proto: common_pb2.Grammar | None) -> m.Grammar | None:
@@ -124,9 +91,19 @@ def grammar_to_proto(grammar: m.Grammar | None) -> common_pb2.Grammar | None:
     return proto
 
 
-def _set_fields(proto: Any, names: Iterable[str]) -> dict[str, Any]:
-    """The values of those fields that the sender set."""
-    return {name: getattr(proto, name) for name in names if proto.HasField(name)}
+def _set_fields(proto: Message) -> dict[str, Any]:
+    """The fields that the sender set, by name: a list as a tuple, a map as sorted pairs.
+
+    Plain data has its own default for a field that is left out. Where the proto cannot tell an
+    unset field from zero, zero is that default.
+    """
+    return {field.name: _plain(value) for field, value in proto.ListFields()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return tuple(sorted(value.items()))
+    return value if isinstance(value, bool | int | float | str) else tuple(value)
 
 
 def known(kind: type[_Member], value: int, otherwise: _Member) -> _Member:

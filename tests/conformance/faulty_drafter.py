@@ -57,7 +57,7 @@ class Stream:
         leaving.wait()
         if FAULT == "leaves-at-once":
             self.call.cancel()
-        goodbye = drafts_pb2.Draining(reason="told to stop")
+        goodbye = drafts_pb2.Draining(reason="stopping")
         self.outbox.put(verifier_pb2.StreamDraftsRequest(draining=goodbye))
         self.outbox.put(None)
 

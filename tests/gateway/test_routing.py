@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
 from scripted_verifier import ready
 
+from gateway import routing
 from gateway.routing import Router
 from outrider.errors import OutriderError, Reason
 from outrider.model_info import ModelInfo, Stage
@@ -70,3 +72,36 @@ async def test_a_lost_replica_is_not_picked(router: Router) -> None:
     with pytest.raises(OutriderError, match="a:1 does not answer: connection refused") as caught:
         router.pick(None)
     assert caught.value.reason is Reason.VERIFIER_UNAVAILABLE
+
+
+@pytest.mark.parametrize("draining", [True, False])
+async def test_a_verifier_lost_while_draining_is_not_logged(
+    draining: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Otherwise `outrider serve`, which stops all processes at once, ends with an alarm."""
+    router = Router(["a:1"], "print")
+    [replica] = router.replicas
+    replica.problem = None
+    caplog.set_level("INFO", "gateway.routing")
+    monkeypatch.setattr(routing, "_STARTUP_S", -1.0)
+    monkeypatch.setattr(routing, "_POLL_LOADING_S", 0.01)
+    polled = asyncio.Event()
+
+    async def lose(fingerprint: str) -> None:
+        if replica.problem is not None:
+            polled.set()
+        replica.mark_lost(OutriderError(Reason.VERIFIER_UNAVAILABLE, "gone"))
+
+    async def ignore(ready: bool) -> None:
+        pass
+
+    monkeypatch.setattr(replica, "refresh", lose)
+    router.start(ignore)
+    router.draining = draining
+    # The second poll begins after the first has been logged, or not.
+    await asyncio.wait_for(polled.wait(), 5)
+    await router.close()
+    logged = [record.getMessage() for record in caplog.records]
+    assert [message for message in logged if "does not answer" in message] == (
+        [] if draining else ["verifier a:1 does not answer: gone"]
+    )

@@ -274,7 +274,7 @@ class _Requests:
             if drafter is not None:
                 drafter.send()
             self._engine.step()
-            self._engine.outgoing.tell_clients()
+            self._engine.outgoing.send_to_clients()
 
     def _start(self) -> None:
         """Submit the next request, if one is left."""

@@ -52,7 +52,7 @@ Text = tuple[int, ...]
 NextProbs = Callable[[Text], Probs]
 """The distribution of the token behind a text, prompt included."""
 PROMPTS: tuple[Text, ...] = ((2,), (1, 2, 3, 4, 0, 1), (1, 2, 3, 4, 0, 1, 2, 3, 4, 1, 0))
-"""Those of more than a page begin alike."""
+"""Prompts that are longer than a page begin alike."""
 
 
 @cache
@@ -357,7 +357,7 @@ class Traffic:
                 if drafter.connected:
                     drafter.tick()
             engine.step()
-            engine.outgoing.tell_clients()
+            engine.outgoing.send_to_clients()
         engine.pool.check_integrity()
         assert engine.pool.used_count == 0
         return np.array(texts)

@@ -91,7 +91,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("rule", "vocab", "longest", "zeros"), CASES)
-def test_a_step_commits_the_targets_joint_law(
+def test_a_step_commits_the_targets_joint_distribution(
     rule: AcceptanceRule, vocab: int, longest: int, zeros: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scenarios = mixed(rule, vocab, longest, 10 * longest + zeros, zeros)

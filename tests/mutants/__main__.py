@@ -43,7 +43,7 @@ def main(names: list[str]) -> int:
         if (failed := run(copy, everything)) is not None:
             print(f"without any mutant, this fails: {failed}", file=sys.stderr)
             return 2
-        print("| mutant | what is planted | what notices it |\n| --- | --- | --- |", flush=True)
+        print("| mutant | planted bug | test that notices it |\n| --- | --- | --- |", flush=True)
         for mutant in chosen:
             killer = planted(copy, mutant)
             wrong += (killer is None) != bool(mutant.equivalent)

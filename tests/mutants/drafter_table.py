@@ -37,7 +37,7 @@ DRAFTER_MUTANTS = (
     ),
     Mutant(
         "C2",
-        "of a branch that was committed one token is passed over, not all",
+        "a commit of several tokens of a branch drops only the first",
         DRAFT_SEQUENCE,
         "branch.tokens[len(tokens) :]",
         "branch.tokens[1:]",

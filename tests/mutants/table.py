@@ -133,7 +133,7 @@ MUTANTS = (
     ),
     Mutant(
         "E5",
-        "what an end cut off counts as accepted",
+        "draft tokens beyond the end of a text count as accepted",
         COMMIT,
         "accepted = min(result.accepted_count, len(new))",
         "accepted = result.accepted_count",
@@ -157,7 +157,7 @@ MUTANTS = (
     ),
     Mutant(
         "P4",
-        "from the third page on, what precedes it does not count",
+        "from the third page on, a page counts without those before it",
         PAGES,
         "parent = before[-1] if before else hashlib",
         "parent = before[-1] if len(before) == 1 else hashlib",

@@ -1,7 +1,7 @@
 """Messages survive a round trip over the wire, and invalid ones are refused."""
 
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -15,21 +15,43 @@ from outrider import messages as m
 from outrider.errors import OutriderError, Reason
 from outrider.limits import MAX_DRAFT_SECONDS
 from outrider.model_info import DrafterInfo, ModelInfo, Stage
-from outrider.v1 import drafts_pb2
+from outrider.v1 import common_pb2, drafts_pb2
 from outrider.wire import drafts as wire_drafts
 from outrider.wire import model as wire_model
 from outrider.wire import requests as wire_requests
 
 VOCAB = 1000
 ids = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=20)
+lists = st.lists(st.integers(0, VOCAB - 1), max_size=4, unique=True)
 samplings = st.builds(
     m.SamplingParams,
     temperature=st.floats(0, 2),
     top_k=st.integers(0, VOCAB),
     top_p=st.floats(0, 1, exclude_min=True),
     seed=st.none() | st.integers(0, 2**64 - 1),
+    min_p=st.floats(0, 1),
+    typical_p=st.floats(0, 1, exclude_min=True),
+    repetition_penalty=st.floats(0.01, 10),
+    presence_penalty=st.floats(-2, 2),
+    frequency_penalty=st.floats(-2, 2),
+    logit_bias=lists.map(lambda found: tuple((token, 0.5) for token in sorted(found))),
+    min_tokens=st.integers(0, 1),
+    banned_token_ids=lists.map(tuple),
 )
 names = st.text(st.characters(min_codepoint=33, max_codepoint=126), max_size=20)
+
+
+@pytest.mark.parametrize(
+    ("plain", "proto"),
+    [
+        (m.SamplingParams, common_pb2.SamplingParams),
+        (m.SpeculationOptions, common_pb2.SpeculationOptions),
+    ],
+)
+def test_every_setting_of_a_request_is_on_the_wire(plain: Any, proto: Any) -> None:
+    assert {field.name for field in fields(plain) if field.init} == set(
+        proto.DESCRIPTOR.fields_by_name
+    )
 
 
 @given(

@@ -118,7 +118,7 @@ class ScriptedDrafter:
         self, engine: Engine, name: str = "scripted", family: str = "scripted", **hello: object
     ) -> None:
         self.engine = engine
-        self.told: list[StepBatch] = []
+        self.received: list[StepBatch] = []
         self.error: OutriderError | None = None
         self.length: dict[int, int] = {}
         """The last known committed length, by sequence."""
@@ -132,7 +132,7 @@ class ScriptedDrafter:
         if isinstance(message, OutriderError):
             self.error = message
             return
-        self.told.append(message)
+        self.received.append(message)
         for opened in message.opened:
             self.length[opened.sequence_id] = len(opened.token_ids)
             self.ahead[opened.sequence_id] = []

@@ -11,7 +11,7 @@ GREEDY = SamplingParams(0.0)
 
 def opened_ids(drafter: ScriptedDrafter) -> list[int]:
     """The ids of the sequences opened for a drafter, in order."""
-    return [opened.sequence_id for step in drafter.told for opened in step.opened]
+    return [opened.sequence_id for step in drafter.received for opened in step.opened]
 
 
 def test_a_sequence_is_opened_for_drafters_when_it_leaves_the_queue() -> None:

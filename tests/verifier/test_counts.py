@@ -32,7 +32,7 @@ def test_statistics_count_verified_tokens() -> None:
     assert f'{name}_per_pos_total{{{labels},position="1"}} 1.0' in text
 
 
-def test_what_an_end_cuts_off_was_not_accepted() -> None:
+def test_draft_tokens_beyond_the_end_are_not_accepted() -> None:
     engine, model = make_engine(eos_bias=-99)
     drafter, client = ScriptedDrafter(engine), Client()
     truth = model.greedy([1, 2, 3], 9)

@@ -30,7 +30,7 @@ def test_a_drafter_that_joins_late_gets_the_running_sequences() -> None:
     engine.step()
     drafter = ScriptedDrafter(engine)
     engine.drain_inbox()
-    [opened] = drafter.told[0].opened
+    [opened] = drafter.received[0].opened
     assert opened.token_ids == sequence.tokens
     drafter.propose(sequence.id, model.greedy(sequence.tokens, 3))
     engine.step()
@@ -44,12 +44,22 @@ def test_when_a_drafter_leaves_another_of_its_family_takes_over() -> None:
     second = ScriptedDrafter(engine, "two", "same")
     sequence = engine.submit(request([1, 2], 10), Client())
     engine.drain_inbox()
-    assert [len(drafter.told) for drafter in (first, second)] == [1, 0]
+    assert [len(drafter.received) for drafter in (first, second)] == [1, 0]
     engine.drafting.leave(first.handle)
     engine.drain_inbox()
-    assert second.told[0].opened[0].sequence_id == sequence.id
+    assert second.received[0].opened[0].sequence_id == sequence.id
     infos = {info.drafter_id: info.connected for info in engine.drafting.roster.infos()}
     assert infos == {"two": True, "one": False}
+
+
+def test_a_drafter_gets_no_more_sequences_than_its_hello_allows() -> None:
+    engine, _ = make_engine(eos_bias=-99)
+    drafter = ScriptedDrafter(engine, max_sequence_count=1)
+    first = engine.submit(request([1, 2], 10), Client())
+    engine.submit(request([3, 4], 10), Client())
+    engine.drain_inbox()
+    opened = [opened.sequence_id for batch in drafter.received for opened in batch.opened]
+    assert opened == [first.id]
 
 
 def test_a_violation_ends_only_that_drafters_stream() -> None:
@@ -178,4 +188,4 @@ def test_only_trusted_drafters_of_sampled_requests_send_distributions() -> None:
         drafter = ScriptedDrafter(engine, distributions=offered)
         engine.submit(request([1], 5, sampling=sampling), Client())
         engine.drain_inbox()
-        assert drafter.told[0].opened[0].distribution is rule
+        assert drafter.received[0].opened[0].distribution is rule

@@ -54,7 +54,7 @@ def test_a_wrong_draft_costs_nothing_but_the_step() -> None:
     truth = model.greedy([1, 2, 3], 10)
     drafter.propose(sequence.id, [truth[0], (truth[1] + 1) % VOCAB, truth[2]])
     engine.step()
-    [verdict] = drafter.told[-1].verdicts
+    [verdict] = drafter.received[-1].verdicts
     assert verdict.committed_length == 5
     assert verdict.accepted_count == 1
     assert verdict.new_token_ids == truth[:2]
@@ -218,7 +218,7 @@ def test_the_prefix_cache_serves_repeated_prompts_of_one_tenant_only() -> None:
     assert clients["again"].tokens == clients["first"].tokens
 
 
-def test_a_cancelled_sequence_is_freed_and_its_drafter_told() -> None:
+def test_a_cancelled_sequence_is_freed_and_closed_to_its_drafter() -> None:
     engine, _ = make_engine(eos_bias=-99)
     drafter, client = ScriptedDrafter(engine), Client()
     sequence = engine.submit(request([1, 2], 30), client)
@@ -227,7 +227,7 @@ def test_a_cancelled_sequence_is_freed_and_its_drafter_told() -> None:
     engine.cancel(sequence)
     engine.drain_inbox()
     assert 'outrider:num_requests_running{model_name="fake"} 0.0' in exposition(engine)
-    assert [closed.sequence_id for closed in drafter.told[-1].closed] == [sequence.id]
+    assert [closed.sequence_id for closed in drafter.received[-1].closed] == [sequence.id]
     assert engine.pool.used_count == 0
     engine.cancel(sequence)
 

@@ -163,9 +163,9 @@ async def test_get_models_answer_fits_a_message_with_any_number_of_drafters() ->
     info = ModelInfo("fake", Stage.READY, "serving", "f", VOCAB, 64, drafters=drafters)
     proto = wire_model.model_to_proto(info)
     assert proto.ByteSize() < rpc.MAX_MESSAGE_BYTES // 2
-    told = wire_model.model_from_proto(proto)
-    assert 500 < len(told.drafters) < 5000
-    assert told.drafters == drafters[: len(told.drafters)]
+    listed = wire_model.model_from_proto(proto)
+    assert 500 < len(listed.drafters) < 5000
+    assert listed.drafters == drafters[: len(listed.drafters)]
 
 
 @pytest.mark.parametrize(

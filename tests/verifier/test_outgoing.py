@@ -18,7 +18,7 @@ def test_verdicts_leave_at_once_and_chunks_with_the_next_forward() -> None:
     known_at_forward: list[int] = []
     model.broken = lambda slices: known_at_forward.append(len(client.tokens))
     engine.step()
-    assert drafter.told[-1].verdicts[0].new_token_ids == model.greedy([1, 2], 1)
+    assert drafter.received[-1].verdicts[0].new_token_ids == model.greedy([1, 2], 1)
     assert client.tokens == []
     engine.step()
     engine.step()
@@ -53,11 +53,11 @@ def test_a_wait_for_a_draft_holds_chunks_only_briefly() -> None:
     drafter.propose(sequence.id, truth[:1])
     engine.step()
     assert client.tokens == []
-    told: list[list[int]] = []
-    clock.after(0.01, lambda: told.append(client.tokens))
+    seen: list[list[int]] = []
+    clock.after(0.01, lambda: seen.append(client.tokens))
     clock.after(0.5, lambda: engine.post(lambda: drafter.propose(sequence.id, truth[2:6])))
     clock.step(engine)
-    assert told == [truth[:2]]
+    assert seen == [truth[:2]]
     assert sequence.tokens == [1, 2, *truth[:7]], "the engine waited for the draft"
 
 

@@ -210,13 +210,13 @@ def test_a_drafter_gets_the_new_number_of_draft_tokens() -> None:
         engine.cost.calibrate(1, 1 + drafted, 0.05 + 0.005 * drafted)
     sequence = engine.submit(TokenRequest([1, 2], 40, GREEDY), Client())
     engine.drain_inbox()
-    first = drafter.told[0].opened[0].draft_tokens
+    first = drafter.received[0].opened[0].draft_tokens
     for _ in range(6):
         truth = model.greedy(sequence.tokens, 2)
         drafter.propose(sequence.id, [truth[0], (truth[1] + 1) % 7])
         make_plan(engine)
         engine.step()
-    asked = [verdict.draft_tokens for batch in drafter.told for verdict in batch.verdicts]
+    asked = [verdict.draft_tokens for batch in drafter.received for verdict in batch.verdicts]
     assert asked[-1] < first
 
 
@@ -229,8 +229,8 @@ def test_a_drafter_on_the_targets_own_cores_does_not_run_ahead() -> None:
     there = ScriptedDrafter(engine, "there", "there", placement=elsewhere)
     engine.submit(TokenRequest([1, 2], 40, GREEDY), Client())
     engine.drain_inbox()
-    assert here.told[0].opened[0].window.depth == 4
-    assert there.told[0].opened[0].window.depth == 9
+    assert here.received[0].opened[0].window.depth == 4
+    assert there.received[0].opened[0].window.depth == 9
 
 
 def test_a_drafter_runs_ahead_by_a_draft_a_step_for_a_round_trip() -> None:
@@ -292,7 +292,7 @@ def test_a_paused_drafter_is_asked_once_drafting_pays_for_the_batch() -> None:
     missed_from = assignment.sent_length
     engine.step()
     assert assignment.asked
-    verdict = drafter.told[-1].verdicts[0]
+    verdict = drafter.received[-1].verdicts[0]
     assert verdict.new_token_ids == good.tokens[missed_from:]
     assert len(verdict.new_token_ids) > 1
     assert verdict.committed_length == len(good.tokens)

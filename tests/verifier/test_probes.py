@@ -44,7 +44,7 @@ def doubted(
 
 
 def verdict_count(drafter: ScriptedDrafter) -> int:
-    return sum([len(batch.verdicts) for batch in drafter.told])
+    return sum([len(batch.verdicts) for batch in drafter.received])
 
 
 def steps_with_verdicts(
@@ -66,7 +66,7 @@ def test_a_bad_drafter_begins_a_new_sequence_with_a_probe(
 ) -> None:
     _, drafter, sequence, _ = doubted(policy)
     assert not sequence.assignments["scripted"].asked
-    opened = drafter.told[-1].opened[0]
+    opened = drafter.received[-1].opened[0]
     assert (opened.draft_tokens, opened.window.depth) == (1, 1)
 
 
@@ -94,7 +94,7 @@ def test_a_probe_asks_for_one_token_and_brings_all_missed_tokens() -> None:
     steps_with_verdicts(engine, drafter, clock, 40)
     verdicts = [
         verdict
-        for batch in drafter.told
+        for batch in drafter.received
         for verdict in batch.verdicts
         if verdict.sequence_id == sequence.id
     ]
@@ -114,9 +114,9 @@ def test_probes_of_many_sequences_share_a_step() -> None:
         clock.step(engine)
     clock.step(engine)
     for _ in range(60):
-        before = len(drafter.told)
+        before = len(drafter.received)
         clock.step(engine)
-        counts = [len(batch.verdicts) for batch in drafter.told[before:] if batch.verdicts]
+        counts = [len(batch.verdicts) for batch in drafter.received[before:] if batch.verdicts]
         assert counts in ([], [8])
 
 

@@ -93,4 +93,4 @@ def test_a_request_too_short_for_drafts_gets_no_drafter() -> None:
         request = TokenRequest([1, 2], max_tokens, SamplingParams(0.0), prompt_logprobs=0)
         engine.submit(request, Client())
     engine.drain_inbox()
-    assert [opened.sequence_id for step in drafter.told for opened in step.opened] == [3]
+    assert [opened.sequence_id for step in drafter.received for opened in step.opened] == [3]

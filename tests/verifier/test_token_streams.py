@@ -111,13 +111,13 @@ async def test_tokens_of_one_turn_of_the_loop_share_a_message() -> None:
         for number in (1, 2, 3):
             await call.write(begin(number, 10 * number))
         await call.done_writing()
-        told = await messages(call)
-    assert [part for message in told for part in message] == [
+        sent = await messages(call)
+    assert [part for message in sent for part in message] == [
         *((number, [10 * number]) for number in (1, 2, 3)),
         *((number, [10 * number] * 2) for number in (1, 2, 3)),
     ]
     # Three requests may begin in three turns of the loop, but equal timers end together.
-    assert len(told) < 6
+    assert len(sent) < 6
 
 
 async def test_a_failed_sequence_gets_its_error_and_the_others_go_on() -> None:

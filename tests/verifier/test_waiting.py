@@ -325,7 +325,7 @@ def test_a_prompt_answer_is_waited_for_and_used(clock: VirtualClock) -> None:
     assert client.chunks[-1].stats.forward_count < 25
 
 
-def test_a_drafter_that_is_always_wrong_is_paused_and_told_all_it_missed(
+def test_an_always_wrong_drafter_is_paused_then_gets_all_it_missed(
     clock: VirtualClock,
 ) -> None:
     engine, model = make_engine(eos_bias=-99, page_count=128, clock=clock)
@@ -347,10 +347,10 @@ def test_a_drafter_that_is_always_wrong_is_paused_and_told_all_it_missed(
         clock.step(engine)
     assert client.tokens == model.greedy([1, 2], 200)
     assert asked < 30
-    verdicts = [verdict for batch in drafter.told for verdict in batch.verdicts]
+    verdicts = [verdict for batch in drafter.received for verdict in batch.verdicts]
     assert max(len(verdict.new_token_ids) for verdict in verdicts) > 16
-    told = [token for verdict in verdicts for token in verdict.new_token_ids]
-    assert told == client.tokens[: len(told)]
+    received = [token for verdict in verdicts for token in verdict.new_token_ids]
+    assert received == client.tokens[: len(received)]
 
 
 def test_an_answer_during_a_forward_is_timed_by_its_arrival(

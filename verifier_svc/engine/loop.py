@@ -159,7 +159,7 @@ class Engine:
                 self._inbox.wait(self.advance())
         finally:
             # Clients get all committed tokens, even if an error ended the loop.
-            self.outgoing.tell_clients()
+            self.outgoing.send_to_clients()
 
     def advance(self) -> float | None:
         """Run posted work, then at most one step; returns how long the caller may sleep afterwards.
@@ -183,11 +183,11 @@ class Engine:
         """Run everything that was posted."""
         self._inbox.run_all()
         self._metrics.flush()
-        self.outgoing.tell_drafters()
+        self.outgoing.send_to_drafters()
 
     def _go_idle(self) -> None:
         """Deliver the last chunks, and check the page pool once per idle period."""
-        self.outgoing.tell_clients()
+        self.outgoing.send_to_clients()
         self._step_clock.idle()
         if self._idle:
             return
@@ -218,10 +218,10 @@ class Engine:
         self._step_clock.begin()
         self._quiet = self._step_clock.undisturbed_since(self.drafting.busy_until)
         plan = self._wait.take_plan()
-        self.outgoing.tell_drafters()
+        self.outgoing.send_to_drafters()
         batch = self._grammar_masks.cut(self.scheduler.next(plan.draft_tokens))
         self._step_clock.end("pack")
-        self.outgoing.tell_clients()
+        self.outgoing.send_to_clients()
         self._step_clock.end("send")
         return batch
 
@@ -266,9 +266,9 @@ class Engine:
         isolated_forward_s = self._observe(batch)
         self._metrics.occupancy(self.scheduler)
         self._metrics.flush()
-        self.outgoing.tell_drafters()
+        self.outgoing.send_to_drafters()
         if not self.sequences:
-            self.outgoing.tell_clients()
+            self.outgoing.send_to_clients()
         self._step_clock.end("send")
         self._spans.end(self._step_clock.phases_s)
         self._metrics.step(self._step_clock, isolated_forward_s, len(batch))

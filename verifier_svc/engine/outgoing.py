@@ -35,10 +35,10 @@ class Outgoing:
         sink: Callable[[TokenChunk | OutriderError], None],
         message: TokenChunk | OutriderError,
     ) -> None:
-        """Keep a client message until `tell_clients`."""
+        """Keep a client message until `send_to_clients`."""
         self._to_clients.append((sink, message))
 
-    def tell_drafters(self) -> None:
+    def send_to_drafters(self) -> None:
         """Deliver at most one message to each drafter, and the errors of rejected drafters."""
         drafting = self._drafting
         messages: list[Delivery] = [(drafter.sink, error) for drafter, error in drafting.rejections]
@@ -50,7 +50,7 @@ class Outgoing:
         if messages:
             self._deliver(messages)
 
-    def tell_clients(self) -> None:
+    def send_to_clients(self) -> None:
         """Deliver all kept client messages in one call."""
         if self._to_clients:
             messages = self._to_clients

@@ -81,7 +81,7 @@ class DraftWait:
         """
         remaining_s = self._began + _MAX_HOLD_S - now
         if remaining_s <= 0.0:
-            self._outgoing.tell_clients()
+            self._outgoing.send_to_clients()
         return remaining_s if self._outgoing.holds_chunks else math.inf
 
     def _late(self, plan: Plan) -> list[Assignment]:

@@ -62,9 +62,11 @@ class DraftStream:
         drafting = self._engine.engine.drafting
 
         def join() -> None:
+            """Register the drafter, on the engine's thread. Raises OutriderError."""
             joined.append(drafting.join(hello, self._sink))
 
         def leave() -> None:
+            """Remove the drafter, on the engine's thread, if it was registered."""
             for drafter in joined:
                 drafting.leave(drafter)
 
