@@ -146,6 +146,7 @@ def scenario_of(
         "sequences": [(workload.batch if workload.arrivals == "closed" else 1) * verifiers],
         "verifiers": verifiers,
         "client_ms": 1000 * serving.client_s,
+        **_shared_cores(experiment, profile),
         # The defaults of the verifier and of a run.
         "max_sequences": 64,
         "prefix_caching": False,
@@ -177,7 +178,7 @@ def at_batch(servings: list[Serving], batch: int) -> Serving:
 
 
 def _costs(experiment: Experiment, profile: Profile, served: str) -> Costs:
-    """The profile's table while it serves in this way, slower if verifiers share the cores."""
+    """The profile's table while it serves in this way."""
     plains, own = profile.at("plain"), profile.at(served)
     pairs = zip(plains, own, strict=True)
     low, high = (
@@ -186,11 +187,19 @@ def _costs(experiment: Experiment, profile: Profile, served: str) -> Costs:
     )
     batch = experiment.workload.batch if experiment.workload.arrivals == "closed" else 1
     message_s = at_batch(own, batch).message_s
-    costs = busy(profile.costs, low, high)
-    target, workload = experiment.target, experiment.workload
-    verifiers = target.count if workload.verifiers == "together" and target.host is None else 1
-    slower = max(1.0, verifiers * profile.threads / len(_cores(target.cores, profile.cores)))
-    return with_messages(costs.slower(slower), message_s)
+    return with_messages(busy(profile.costs, low, high), message_s)
+
+
+def _shared_cores(experiment: Experiment, profile: Profile) -> dict[str, Any]:
+    """The cores that verifiers share if several serve at once on a host.
+
+    What one verifier and its drafters take from each other is part of the profile.
+    """
+    target = experiment.target
+    if target.count == 1 or experiment.workload.verifiers != "together" or target.host is not None:
+        return {}
+    cores = _cores(target.cores, profile.cores)
+    return {"target_cores": cores, "target_threads": profile.threads}
 
 
 def _specs(
@@ -238,14 +247,10 @@ def _placed(experiment: Experiment, drafter: Drafter, profile: Profile) -> dict[
         "interference": serving.interference,
         "slowness": serving.slowness,
     }
-    if fills and place <= own:
+    if _shared_cores(experiment, profile):
+        placed["cores"] = sorted(place)
+    elif fills and place <= own:
         placed |= {"interference": 1.0, "slowness": profile.interference["same_cores"].drafter}
-    verifiers = experiment.target.count if workload.verifiers == "together" else 1
-    computing = verifiers * profile.threads
-    if verifiers > 1 and computing >= len(own):
-        # All threads get an equal share of cores that have less than one for each.
-        slower = (computing + 1) / len(own)
-        placed |= {"interference": 1 / (computing + 1), "slowness": max(serving.slowness, slower)}
     return placed
 
 

@@ -19,6 +19,7 @@ from rich.table import Table
 
 from outrider.process.usage import invoke
 from outrider_bench.experiment.arithmetic import block_efficiency
+from outrider_bench.experiment.dsi_pairs import ModelPair, PairPrediction, prediction_of
 from outrider_bench.experiment.speculation import acceptance_of, dsi_rate, si_rate
 from outrider_bench.simulator.costs import Costs, DraftingCost, Forward
 from outrider_bench.simulator.scenario import Scenario
@@ -66,6 +67,9 @@ class Published(_Part):
     missing: str = ""
     figures: list[Figure] = Field(default_factory=list)
     grid: Grid | None = None
+    pairs: list[ModelPair] = Field(default_factory=list)
+    pairs_note: str = ""
+    """Where the pairs' figures come from, if not from the paper itself."""
     plain_tokens_per_s: float = 0.0
     draft_tokens: dict[str, int] = Field(default_factory=dict)
     draft_token_ms: float = 0.0
@@ -216,6 +220,17 @@ def _dsi_table(points: list[Point]) -> Table:
     return table
 
 
+def _pairs_table(found: list[PairPrediction], note: str) -> Table:
+    table = Table(title=f"DSI over SI ({note})")
+    table.add_column("target / drafter, dataset")
+    for name in ("published", "their simulation's rules", "error", "theory"):
+        table.add_column(name, justify="right")
+    for row in found:
+        rates = (f"{row.published:.2f}", f"{row.simulated:.2f}")
+        table.add_row(row.name, *rates, f"{row.error:+.1%}", f"{row.theory:.2f}")
+    return table
+
+
 def _ssd_table(found: list[Prediction]) -> Table:
     table = Table(title="SSD: tokens/s")
     table.add_column("dataset")
@@ -238,6 +253,7 @@ def command(out: Path | None) -> int:
     grid = papers["dsi"].grid
     points = list(dsi_points(grid)) if grid is not None else []
     predictions = list(ssd_predictions(papers["ssd"]))
+    pairs = [prediction_of(pair) for pair in papers["dsi"].pairs]
     for name, found in (
         ("dsi", _dsi_table(points)),
         ("ssd", _ssd_table(predictions)),
@@ -255,8 +271,15 @@ def command(out: Path | None) -> int:
     console.print(
         f"simulated SI beside theory: median error {median(errors):.2%}, worst {max(errors):.2%}"
     )
+    console.print(_pairs_table(pairs, papers["dsi"].pairs_note))
+    errors = [abs(pair.error) for pair in pairs]
+    console.print(f"DSI over SI: median error {median(errors):.1%}, worst {max(errors):.1%}")
     if out is not None:
-        written = {"dsi": [asdict(p) for p in points], "ssd": [asdict(p) for p in predictions]}
+        written = {
+            "dsi": [asdict(point) for point in points],
+            "dsi_pairs": [asdict(pair) for pair in pairs],
+            "ssd": [asdict(prediction) for prediction in predictions],
+        }
         sources: dict[str, Any] = {name: paper.model_dump() for name, paper in papers.items()}
         out.write_text(json.dumps({"published": sources, "found": written}, indent=1))
     return 0

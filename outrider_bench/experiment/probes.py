@@ -1,8 +1,8 @@
 """Measures loopback round trips, and how drafting slows a target's forwards on the same machine.
 
 No stack runs meanwhile. This module's child processes are `echo ADDRESS...`, which answers the
-messages of a gRPC stream, and `draft MODEL DTYPE CORES`, which drafts without end and prints its
-rate.
+messages of a gRPC stream, and `draft MODEL DTYPE CORES`, which runs forwards without end, with a
+thread for each core, and prints its rate.
 """
 
 from __future__ import annotations
@@ -130,6 +130,43 @@ def interference(
         _pin(before)
 
 
+def concurrent_forwards(
+    target: Path, dtype: str, threads: int, cores: list[int]
+) -> dict[int, float]:
+    """How many times longer a forward takes beside copies of it, by their number with it.
+
+    Each process has `threads` cores of its own. Numbers are powers of two up to those that fit.
+    """
+    places = [cores[i : i + threads] for i in range(0, len(cores) - threads + 1, threads)]
+    runner = ModelRunner.load(str(target), dtype=dtype, threads=threads, page_count=64)
+    before = os.sched_getaffinity(0)
+    found = {1: 1.0}
+    try:
+        _pin(places[0])
+        alone_s = _forward_s(runner)
+        with ExitStack() as stack:
+            while 2 * max(found) <= len(places):
+                count = 2 * max(found)
+                for place in places[count // 2 : count]:
+                    _begin_drafting(stack, target, dtype, place)
+                # A copy cannot make a forward quicker; less than 1 is chance.
+                found[count] = max(_forward_s(runner) / alone_s, 1.0)
+    finally:
+        _pin(before)
+    return found
+
+
+def _begin_drafting(stack: ExitStack, model: Path, dtype: str, place: list[int]) -> None:
+    """Start a process that runs forwards of a model until the stack closes."""
+    arguments = ("draft", str(model), dtype, ",".join(map(str, place)))
+    child = stack.enter_context(_child("outrider_bench.experiment.probes", *arguments))
+    if child.stdout is None:
+        raise RuntimeError("the drafting process has no output")
+    # It is ready, and has measured its speed.
+    for _ in range(2):
+        child.stdout.readline()
+
+
 def _pin(cores: Any) -> None:
     """Pin all threads of this process, also those of the pool that computes."""
     for thread in os.listdir("/proc/self/task"):
@@ -163,7 +200,7 @@ def _forward_s(runner: ModelRunner) -> float:
 def _draft(model: str, dtype: str, cores: list[int]) -> Iterator[str]:
     """Yield `ready`, then tokens a second alone, then those from then until SIGUSR1."""
     os.sched_setaffinity(0, cores)
-    runner = ModelRunner.load(model, dtype=dtype, threads=1, page_count=64)
+    runner = ModelRunner.load(model, dtype=dtype, threads=len(cores), page_count=64)
     asked: list[bool] = []
     signal.signal(signal.SIGUSR1, lambda *_: asked.append(True))
     yield "ready"

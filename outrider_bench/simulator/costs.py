@@ -86,6 +86,9 @@ class Costs(_Table):
     plan_sequence_s: NotNegative = 0.0
     drafting: dict[str, DraftingCost] = Field(default_factory=dict)
     """By the name in a drafter's `cost` setting."""
+    concurrent: dict[int, float] = Field(default_factory=dict)
+    """How many times longer a forward takes while so many compute at once, on cores of their own.
+    Empty if that was not measured; it then counts as 1."""
 
     _grid: dict[int, dict[int, float]] = PrivateAttr(default_factory=dict)
     _known: dict[tuple[int, int], float] = PrivateAttr(default_factory=dict)
@@ -103,23 +106,14 @@ class Costs(_Table):
             seconds += self.prompt_step_s + prompt_tokens * self.prompt_token_s
         return seconds
 
-    def slower(self, times: float) -> Costs:
-        """The table in which forwards and the host's work take `times` as long."""
-        # A model copy would keep the cached interpolations, so this validates a new table.
-        names = (
-            "prompt_step_s",
-            "prompt_token_s",
-            "host_step_s",
-            "host_sequence_s",
-            "plan_step_s",
-            "plan_sequence_s",
-        )
-        table = self.model_dump()
-        for name in names:
-            table[name] *= times
-        for forward in table["forwards"]:
-            forward["seconds"] *= times
-        return Costs.model_validate(table)
+    def beside_forwards(self, count: int) -> float:
+        """How many times longer a forward takes if it is one of `count` at once.
+
+        More than were measured have no cores of their own, and slow each other down no further.
+        """
+        if not self.concurrent or count < 2:
+            return 1.0
+        return _interpolated(self.concurrent, min(count, max(self.concurrent)))
 
     def _interpolate(self, sequences: int, tokens: int) -> float:
         if not self._grid:

@@ -14,6 +14,7 @@ from functools import partial
 from outrider.drafter.session import DraftSession
 from outrider.errors import OutriderError
 from outrider.messages import DraftBatch, Hello, Placement, StepBatch
+from outrider_bench.simulator.cores import Worker
 from outrider_bench.simulator.costs import Costs
 from outrider_bench.simulator.events import Events, Until, Work
 from outrider_bench.simulator.family import SimulatedFamily
@@ -53,6 +54,10 @@ class DrafterActor:
         self._events = events
         self._verifier = verifier
         self._process = process or Process()
+        if self._process.worker is None:
+            cores = verifier.cores if spec.cores else None
+            self._process.worker = Worker(events, cores, frozenset(spec.cores))
+        self._worker = self._process.worker
         self._cost = costs.drafting[spec.cost]
         self._share = spec.interference or float(spec.on_target_cores)
         self.family = self._make_family(world, redis)
@@ -214,7 +219,8 @@ class DrafterActor:
             work.done.add_done_callback(lambda _: self._resume_at(self._events.now, 0))
             return
         begins = max(now, self._process.free_at)
-        self._ends = [begins + end for end in work.ends]
+        worker = self._worker if work.computes else Worker(self._events)
+        self._ends = worker.ends(begins, work.ends)
         if self._ends:
             parts = 1 if self._inbox else len(self._ends)
             self._process.free_at = self._ends[parts - 1]
@@ -237,6 +243,6 @@ class DrafterActor:
         if spec.drafts_by == "acceptance":
             return SimulatedFamily(spec, world, cost)
         if process.model is None:
-            process.model = SimulatedDraftModel(self._events, spec, cost, world)
+            process.model = SimulatedDraftModel(self._worker, spec, cost, world)
         process.model.observers.append(self._computes)
         return SimulatedModel(spec, process.model)

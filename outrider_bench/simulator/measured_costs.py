@@ -35,6 +35,7 @@ from outrider.messages import (
     Verdict,
     Window,
 )
+from outrider_bench.simulator.cores import Worker
 from outrider_bench.simulator.costs import Costs, DraftingCost, Forward
 from outrider_bench.simulator.events import Events
 from outrider_bench.simulator.target import SimulatedVerifier
@@ -274,7 +275,7 @@ def _host_s(sequences: int) -> float:
     world = World(0)
     limits = Limits(draft_tokens_policy=DraftTokensPolicy(), max_sequences=sequences)
     pool = PagePool(64 * sequences, 16)
-    verifier = SimulatedVerifier(Events(), _free(), world)
+    verifier = SimulatedVerifier(Worker(Events()), _free(), world)
     engine = Engine(_FreeTarget(), pool, lambda messages: None, Metrics(""), limits, verifier)
     for number in range(sequences):
         world.add(Text(number, "", 8, 1000))

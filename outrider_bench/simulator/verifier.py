@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from outrider.draft_tokens_policy import DraftTokensPolicy
 from outrider.lm.pages import PagePool
+from outrider_bench.simulator.cores import Cores, Worker
 from outrider_bench.simulator.costs import Costs
 from outrider_bench.simulator.events import Events
 from outrider_bench.simulator.scenario import Scenario
@@ -27,13 +28,27 @@ class VerifierActor:
     """Calls `Engine.advance` when it is due: after a step, after a wait, and for posted work."""
 
     def __init__(
-        self, events: Events, name: str, scenario: Scenario, costs: Costs, world: World
+        self,
+        events: Events,
+        name: str,
+        scenario: Scenario,
+        costs: Costs,
+        world: World,
+        cores: Cores,
     ) -> None:
         self.name = name
         self.serving = True
         self.open_requests = 0
         self.metrics = Metrics(name)
-        self.target = SimulatedTarget(events, costs, world.random("noise", name), scenario.noise)
+        self.cores = cores
+        """The cores of its host."""
+        worker = Worker(
+            events,
+            allowed=frozenset(scenario.target_cores),
+            threads=scenario.target_threads,
+            is_target=True,
+        )
+        self.target = SimulatedTarget(worker, costs, world.random("noise", name), scenario.noise)
         self.pool = PagePool(
             scenario.page_count, _PAGE_SIZE, prefix_caching=scenario.prefix_caching
         )
@@ -48,7 +63,7 @@ class VerifierActor:
                 max_sequences=scenario.max_sequences,
                 max_waiting=1_000_000,
             ),
-            SimulatedVerifier(events, costs, world),
+            SimulatedVerifier(worker, costs, world),
             always_draft=scenario.always_draft,
             own_cores=OWN_CORES,
             clock=events.clock,
@@ -62,6 +77,9 @@ class VerifierActor:
         events.now = started - _WARM_UP_S
         self.engine.warm_up(_TRIAL_CONTEXT)
         events.now = started
+        # Trial forwards ran alone.
+        if scenario.target_cores:
+            worker.cores = cores
 
     def post(self, work: Callable[[], object]) -> None:
         """Post work to the engine, which runs it before its next step."""

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outrider_bench.experiment.dsi_pairs import expected_time, prediction_of
 from outrider_bench.experiment.papers import Pair, dsi_points, published, ssd_predictions
 from outrider_bench.experiment.speculation import acceptance_of, dsi_rate, si_rate
 
@@ -35,12 +36,39 @@ def test_every_paper_says_where_its_figures_come_from(name: str) -> None:
     paper = published(name)
     assert paper.address.startswith("https://arxiv.org/abs/")
     assert paper.via
-    assert paper.rows or paper.missing
+    assert paper.rows or paper.pairs or paper.missing
 
 
 def test_the_simulated_engine_drafts_and_verifies_in_turn_as_theory_says() -> None:
     pair = Pair(0.03, 0.003, 0.8)
     assert pair.si(5) == pytest.approx(si_rate(0.03, 0.003, 0.8, 5), rel=0.03)
+
+
+# --- DSI's table of pairs ---
+
+
+@given(st.floats(0.01, 1.0), st.floats(0.01, 0.99), st.sampled_from([1, 5, 10]))
+def test_dsi_by_the_authors_rules_is_never_slower_than_si(c: float, a: float, k: int) -> None:
+    dsi, si = (expected_time(1.0, c, a, k, at_once=at_once) for at_once in (True, False))
+    assert dsi <= si * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("at_once", "expected"),
+    # Two runs of 20 right guesses in four blocks of 5, and the first verification of the third run.
+    [(True, 2 * (4 * 0.5 + 1) + 1), (False, 2 * (1 + 4 * (0.5 + 1)) + 1)],
+)
+def test_a_drafter_that_is_always_right_makes_runs_of_21(at_once: bool, expected: float) -> None:
+    found = expected_time(1.0, 0.1, 1 - 1e-12, 5, at_once=at_once)
+    assert found == pytest.approx(expected)
+
+
+def test_dsis_table_of_pairs_is_reproduced_and_its_source_marked() -> None:
+    paper = published("dsi")
+    errors = [abs(prediction_of(pair).error) for pair in paper.pairs]
+    assert len(errors) == 10
+    assert median(errors) <= 0.05
+    assert "from memory" in paper.pairs_note
 
 
 @pytest.mark.slow

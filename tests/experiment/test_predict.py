@@ -94,10 +94,33 @@ def test_a_shared_drafter_has_a_connection_for_each_verifier(tmp_path: Path) -> 
     ]
 
 
-def test_verifiers_that_share_cores_slow_each_other_down(tmp_path: Path) -> None:
-    one = load_costs(scenario(tmp_path, PLAIN).costs)
-    four = load_costs(scenario(tmp_path, "idle", target={"threads": 1, "count": 4}).costs)
-    assert four.forward_s(1, 1) == pytest.approx(2 * one.forward_s(1, 1))
+def test_verifiers_that_serve_together_share_the_machines_cores(tmp_path: Path) -> None:
+    found = scenario(tmp_path, use=["pinned"], target={"threads": 1, "count": 4})
+    assert (found.target_cores, found.target_threads) == ([0, 1], 1)
+    assert [drafter.cores for drafter in found.drafters] == 4 * [[0]]
+
+
+def test_one_verifier_and_its_drafters_have_the_profiles_interference_alone(
+    tmp_path: Path,
+) -> None:
+    found = scenario(tmp_path, use=["pinned"])
+    assert found.target_cores == []
+    assert [drafter.cores for drafter in found.drafters] == [[]]
+
+
+def test_verifiers_on_oversubscribed_cores_are_no_faster_than_the_cores() -> None:
+    workload = {"kinds": ["rewriting"], "output_tokens": 16, "waves": 1}
+
+    def rate(count: int) -> float:
+        target = {"threads": 1, "count": count}
+        found = Predictor([made_up_profile()]).measurement(
+            cell(target=target, workload=workload, use=[]), PLAIN
+        )
+        return found.tokens_per_s
+
+    one, two, four = rate(1), rate(2), rate(4)
+    assert two == pytest.approx(2 * one, rel=0.05)
+    assert four == pytest.approx(two, rel=0.15)
 
 
 def test_plain_decoding_has_no_drafters_and_the_profiles_slow_down(tmp_path: Path) -> None:

@@ -1,0 +1,131 @@
+"""Processes on shared cores: no work is lost, and each gets an equal share."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outrider_bench.simulator.cores import Cores, Worker, equal_shares
+from outrider_bench.simulator.costs import Costs, Forward
+from outrider_bench.simulator.events import Events
+from outrider_bench.simulator.scenario import Scenario
+from outrider_bench.simulator.simulation import simulate
+
+LONG = 400.0
+CORE_SETS = st.sampled_from([frozenset({0}), frozenset({1}), frozenset({0, 1})])
+PLACES = st.lists(st.tuples(CORE_SETS, st.integers(1, 2)), min_size=1, max_size=6)
+
+
+def costs(concurrent: dict[int, float]) -> Costs:
+    return Costs(
+        source="made up for a test",
+        measured=False,
+        forwards=[Forward(sequences=1, tokens=1, seconds=1.0)],
+        prompt_step_s=0.0,
+        prompt_token_s=0.0,
+        host_step_s=0.0,
+        host_sequence_s=0.0,
+        concurrent=concurrent,
+    )
+
+
+def rates(
+    count: int, core_count: int, concurrent: dict[int, float] | None = None, pause: float = 0.0
+) -> list[float]:
+    """Seconds of work that each process gets done in a second.
+
+    Processes work for a second, and again after a pause.
+    """
+    events = Events()
+    cores = Cores(events, costs(concurrent or {}))
+    done = [0] * count
+
+    def work(number: int, worker: Worker) -> None:
+        worker.spend(1.0)
+        done[number] += 1
+        events.after(pause, lambda: work(number, worker))
+
+    for number in range(count):
+        worker = Worker(events, cores, frozenset(range(core_count)), is_target=True)
+        events.at(0.1 * number, lambda number=number, worker=worker: work(number, worker))
+    events.run(LONG)
+    return [pieces / LONG for pieces in done]
+
+
+@pytest.mark.parametrize(("count", "core_count"), [(1, 2), (2, 2), (3, 2), (4, 2), (8, 3)])
+def test_each_process_gets_an_equal_share_of_the_cores(count: int, core_count: int) -> None:
+    share = min(1.0, core_count / count)
+    assert rates(count, core_count) == pytest.approx([share] * count, rel=0.05)
+
+
+def test_processes_that_pause_use_the_cores_that_others_leave() -> None:
+    # Two of three work on average, so that mostly each has a core.
+    assert sum(rates(3, 2, pause=0.5)) == pytest.approx(1.75, abs=0.15)
+
+
+def test_forwards_beside_each_other_are_as_much_slower_as_the_table_says() -> None:
+    table = {1: 1.0, 2: 1.25}
+    assert rates(2, 2, table) == pytest.approx([0.8, 0.8], rel=0.05)
+    # Only two of four have cores at a time.
+    assert sum(rates(4, 2, table)) == pytest.approx(1.6, rel=0.05)
+
+
+def test_a_table_without_concurrent_forwards_slows_none_down() -> None:
+    assert [costs({}).beside_forwards(count) for count in (1, 2, 8)] == [1.0, 1.0, 1.0]
+
+
+def test_a_pinned_process_shares_only_with_those_that_need_its_core() -> None:
+    pinned, free = (frozenset({0}), 1), (frozenset({0, 1}), 1)
+    assert equal_shares((pinned, free)) == (1.0, 1.0)
+    assert equal_shares((pinned, pinned, free)) == (0.5, 0.5, 1.0)
+    assert equal_shares((pinned, free, free)) == pytest.approx([2 / 3] * 3)
+
+
+@given(PLACES)
+def test_no_set_of_cores_is_used_for_longer_than_it_is_there(
+    places: list[tuple[frozenset[int], int]],
+) -> None:
+    shares = equal_shares(tuple(places))
+    assert all(0.0 < share <= 1.0 for share in shares)
+    for cores in (frozenset({0}), frozenset({1}), frozenset({0, 1})):
+        used = [
+            threads * share
+            for (allowed, threads), share in zip(places, shares, strict=True)
+            if allowed <= cores
+        ]
+        assert sum(used) <= len(cores) + 1e-9
+
+
+def shared(**more: object) -> Scenario:
+    """Four verifiers on two cores, with a drafter for each from one process there."""
+    drafters = [
+        {
+            "name": f"d{i}",
+            "verifier": f"verifier-{i}",
+            "process": "one",
+            "acceptance": 0.8,
+            "cores": [0, 1],
+        }
+        for i in range(1, 5)
+    ]
+    given: dict[str, object] = {
+        "costs": "assumed-gpu",
+        "seconds": 5.0,
+        "sequences": [4],
+        "verifiers": 4,
+        "target_cores": [0, 1],
+        "drafters": drafters,
+    }
+    return Scenario.model_validate(given | more)
+
+
+def test_four_verifiers_on_two_cores_are_as_fast_as_two() -> None:
+    four = simulate(shared(), 4, drafting=False).sample.tokens
+    two = simulate(shared(verifiers=2, drafters=[]), 2, drafting=False).sample.tokens
+    alone = simulate(shared(target_cores=[]), 4, drafting=False).sample.tokens
+    assert four == pytest.approx(two, rel=0.1)
+    assert alone == pytest.approx(2 * four, rel=0.1)
+
+
+def test_a_simulation_with_shared_cores_repeats_bit_for_bit() -> None:
+    first, second = (simulate(shared(), 4).as_json() for _ in range(2))
+    assert first == second
