@@ -280,7 +280,7 @@ def test_a_tree_deeper_than_max_tokens_ends_the_text_at_them() -> None:
 
 
 def test_the_rate_of_a_drafter_is_that_of_its_favourite_path() -> None:
-    engine, model = make_engine(eos_bias=-99)
+    engine, _ = make_engine(eos_bias=-99)
     offers = frozenset({DraftDistribution.ONE_HOT})
     drafter = ScriptedDrafter(engine, distributions=offers)
     sequence = engine.submit(TokenRequest([1, 2], 10, GREEDY), Client())

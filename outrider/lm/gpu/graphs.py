@@ -115,10 +115,10 @@ class Inputs:
         }
         self._host, self._device = table.host_and_device(sum(sizes.values()))
         self._numbers = dict(
-            zip(sizes, [t.numpy() for t in self._host.split([*sizes.values()])], strict=True)
+            zip(sizes, [t.numpy() for t in torch.split(self._host, [*sizes.values()])], strict=True)
         )
         self._words = self._numbers["ancestors"].view(np.uint64)
-        device = dict(zip(sizes, self._device.split([*sizes.values()]), strict=True))
+        device = dict(zip(sizes, torch.split(self._device, [*sizes.values()]), strict=True))
         self.token_ids = device["token_ids"]
         self.positions = device["positions"]
         self._device_slot_mapping = device["slot_mapping"]

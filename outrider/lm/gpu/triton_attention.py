@@ -94,8 +94,10 @@ def _load(  # type: ignore[no-untyped-def]  # the arguments are Triton pointers 
     return tl.load(rows + at * SIZE + lanes, mask=real & (lanes < SIZE), other=0.0)
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
-def _is_ancestor(words, draft_token):  # type: ignore[no-untyped-def]  # Triton tensors
+@triton.jit
+def _is_ancestor(  # type: ignore[no-untyped-def]  # the arguments are Triton tensors
+    words, draft_token
+):
     """Return which of the draft tokens are in each row's word, [rows, keys]."""
     # A shift by a negative number is undefined.
     bit = tl.maximum(draft_token, 0).to(tl.int64)
