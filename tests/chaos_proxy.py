@@ -8,11 +8,15 @@ from contextlib import asynccontextmanager
 
 
 class ChaosProxy:
-    """Passes bytes on until `swallow`; later connections pass bytes on again."""
+    """Passes bytes on until `swallow`; later connections pass bytes on again.
 
-    def __init__(self, target_port: int) -> None:
+    `delay_s` passes before it passes bytes on, in each direction.
+    """
+
+    def __init__(self, target_port: int, delay_s: float = 0.0) -> None:
         self.port = 0
         self._target_port = target_port
+        self._delay_s = delay_s
         self._tasks: set[asyncio.Task[None]] = set()
         self._open: set[asyncio.Event] = set()
 
@@ -50,8 +54,8 @@ class ChaosProxy:
             return
         try:
             async with asyncio.TaskGroup() as both:
-                both.create_task(_pass_on(reader, far_writer, is_open))
-                both.create_task(_pass_on(far_reader, writer, is_open))
+                both.create_task(_pass_on(reader, far_writer, is_open, self._delay_s))
+                both.create_task(_pass_on(far_reader, writer, is_open, self._delay_s))
         except asyncio.CancelledError:
             # `close` cancels this task, and asyncio would report an error. Unsent bytes would keep
             # the connections open, so they are aborted.
@@ -64,11 +68,15 @@ class ChaosProxy:
 
 
 async def _pass_on(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, is_open: asyncio.Event
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    is_open: asyncio.Event,
+    delay_s: float,
 ) -> None:
     """Pass bytes on as they come; after `swallow` not even the end of the stream is passed on."""
     try:
         while data := await reader.read(65_536):
+            await asyncio.sleep(delay_s)
             if is_open.is_set():
                 writer.write(data)
                 await writer.drain()
@@ -80,9 +88,9 @@ async def _pass_on(
 
 
 @asynccontextmanager
-async def chaos_proxy(target_port: int) -> AsyncIterator[ChaosProxy]:
+async def chaos_proxy(target_port: int, delay_s: float = 0.0) -> AsyncIterator[ChaosProxy]:
     """A proxy in front of the server at 127.0.0.1:`target_port`."""
-    proxy = ChaosProxy(target_port)
+    proxy = ChaosProxy(target_port, delay_s)
     server = await proxy.serve()
     try:
         yield proxy

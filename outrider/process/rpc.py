@@ -45,11 +45,12 @@ SERVER_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_concurrent_streams", MAX_STREAMS),
     ("grpc.so_reuseport", 0),
 ]
-# A lost peer is redialled quickly: peers are on one host or in one rack, not across the internet.
+# A lost peer is redialled quickly. The "min" is how long one attempt may take: a connection to
+# another region needs several round trips, so a short one would never succeed there.
 CHANNEL_OPTIONS: list[tuple[str, Any]] = [
     *_COMMON_OPTIONS,
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 5_000),
     ("grpc.max_reconnect_backoff_ms", 2_000),
     ("grpc.enable_http_proxy", 0),
     # Otherwise a new channel would reuse an older one's connection to the same address, which may
