@@ -14,9 +14,11 @@ from verifier_svc.state.scheduled_sequence import ScheduledSequence
 from verifier_svc.state.sequence import Sequence as Request
 from verifier_svc.verification.grammar_masks import GrammarMasks
 
-# Shares of the tokens that go on behind the last one, and that are the likely ones.
+# Share of the tokens that go on behind the last one; and, where the likely token is not in the tree
+# yet, its share of the first children and of the others.
 _DEEP = 0.6
-_LIKELY = 0.6
+_FAVOURITE = 0.4
+_SIBLING = 0.9
 
 
 def random_tree(
@@ -45,7 +47,8 @@ def random_tree(
         depth = len(path) - 1
         text = [token_ids[row - 1] for row in path_to(parent, parents)]
         on_way = depth < len(likely) and text == list(likely[:depth])
-        if on_way and likely[depth] not in taken and rng.random() < _LIKELY:
+        share = _SIBLING if taken else _FAVOURITE
+        if on_way and likely[depth] not in taken and rng.random() < share:
             token = likely[depth]
         token_ids.append(token)
         parents.append(parent)

@@ -72,7 +72,7 @@ def answers(
     requests: list[TokenRequest], *, grammar: bool, seed: int | None, likely: list[Answer]
 ) -> tuple[list[Answer], Engine]:
     """The answers of an engine that verifies random trees, with `seed`; without drafts if None."""
-    engine, model = make_engine(page_size=3, page_count=24, seed=3)
+    engine, model = make_engine(page_size=3, page_count=20, seed=3, eos_bias=-2.0)
     clients = [Client() for _ in requests]
     places: dict[int, int] = {}
     for i, (request, client) in enumerate(zip(requests, clients, strict=True)):
@@ -139,17 +139,15 @@ def test_trees_change_no_answer_of_any_setting(
         for i in range(12)
     ]
     plain, _ = answers(requests, grammar=grammar, seed=None, likely=[])
-    preemption_count = 0
     for seed in range(3):
         found, engine = answers(requests, grammar=grammar, seed=seed, likely=plain)
         assert [each.tokens for each in found] == [each.tokens for each in plain]
         assert [each.reason for each in found] == [each.reason for each in plain]
-        preemption_count += engine.scheduler.preemption_count
+        assert engine.scheduler.preemption_count > 0
         for got, wanted in zip(found, plain, strict=True):
             for one, other in zip(got.logprobs, wanted.logprobs, strict=True):
                 assert one.logprob == pytest.approx(other.logprob, abs=1e-6)
                 assert one.top_token_ids == other.top_token_ids
-    assert preemption_count > 0
 
 
 @given(seed=st.integers(0, 2**32 - 1))
@@ -167,8 +165,7 @@ def test_a_grammar_cuts_a_tree_and_masks_each_row_as_its_path(seed: int) -> None
     [masked] = masks.masks(batch)()
     assert matcher.text == [-1, 4]
     assert masked.mask is not None
-    parents = masked.draft.parents
-    assert not parents or parents != list(range(len(parents)))
+    assert not masked.draft.parents or masked.draft.parents != list(range(len(masked.mask) - 1))
     rows = {}
     for row, path in enumerate(paths(masked.draft)):
         alone = NoRepeats()
