@@ -242,7 +242,7 @@ def _placed(experiment: Experiment, drafter: Drafter, profile: Profile) -> dict[
     place = set(_cores(drafter.cores, profile.cores))
     # A container has its own host name, so the verifier assumes that it is on another machine.
     believed = fills and bool(place & own) and not drafter.container
-    placed: dict[str, object] = {
+    placed: dict[str, Any] = {
         "on_target_cores": believed,
         "interference": serving.interference,
         "slowness": serving.slowness,

@@ -135,7 +135,8 @@ def concurrent_forwards(
 ) -> dict[int, float]:
     """How many times longer a forward takes beside copies of it, by their number with it.
 
-    Each process has `threads` cores of its own. Numbers are powers of two up to those that fit.
+    Each process has `threads` cores of its own. Numbers are powers of two up to those that fit. It
+    compares times of the processor, so that other work on these cores does not count.
     """
     places = [cores[i : i + threads] for i in range(0, len(cores) - threads + 1, threads)]
     runner = ModelRunner.load(str(target), dtype=dtype, threads=threads, page_count=64)
@@ -143,14 +144,14 @@ def concurrent_forwards(
     found = {1: 1.0}
     try:
         _pin(places[0])
-        alone_s = _forward_s(runner)
+        alone_s = _processor_s(runner)
         with ExitStack() as stack:
             while 2 * max(found) <= len(places):
                 count = 2 * max(found)
                 for place in places[count // 2 : count]:
                     _begin_drafting(stack, target, dtype, place)
                 # A copy cannot make a forward quicker; less than 1 is chance.
-                found[count] = max(_forward_s(runner) / alone_s, 1.0)
+                found[count] = max(_processor_s(runner) / alone_s, 1.0)
     finally:
         _pin(before)
     return found
@@ -195,6 +196,16 @@ def _forward_s(runner: ModelRunner) -> float:
     Two processes on a core take turns longer than a forward, so it is a mean of many.
     """
     return 1.0 / _rate(runner, lambda since: since > _WATCH_S)
+
+
+def _processor_s(runner: ModelRunner) -> float:
+    """Seconds of a processor that a forward of one sequence takes; the median of three means."""
+    found = []
+    for _ in range(3):
+        began, used = time.perf_counter(), time.process_time()
+        rate = _rate(runner, lambda since: since > _WATCH_S)
+        found.append((time.process_time() - used) / (rate * (time.perf_counter() - began)))
+    return median(found)
 
 
 def _draft(model: str, dtype: str, cores: list[int]) -> Iterator[str]:

@@ -23,7 +23,7 @@ _HOW = {
     "costs.prompts": "forwards of prompts of 32 and 256 tokens, the fastest of up to 100",
     "costs.host": "the engine's own time for steps whose forward takes none, the fastest of 60",
     "costs.drafting": "forwards of the draft model by threads, and the median lookup of n-grams",
-    "costs.concurrent": "mean forwards beside copies in other processes over those alone",
+    "costs.concurrent": "processor time of forwards beside copies of them over that alone",
     "links": "a message of 100 bytes and its answer on a gRPC stream between processes, 400 times",
     "interference": "mean forwards of target and draft model beside each other over those alone",
     "served": "a fixed closed load through the gateway, three rounds after one that warms up",

@@ -1,5 +1,7 @@
 """Processes on shared cores: no work is lost, and each gets an equal share."""
 
+from functools import partial
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -42,11 +44,11 @@ def rates(
     def work(number: int, worker: Worker) -> None:
         worker.spend(1.0)
         done[number] += 1
-        events.after(pause, lambda: work(number, worker))
+        events.after(pause, partial(work, number, worker))
 
     for number in range(count):
         worker = Worker(events, cores, frozenset(range(core_count)), is_target=True)
-        events.at(0.1 * number, lambda number=number, worker=worker: work(number, worker))
+        events.at(0.1 * number, partial(work, number, worker))
     events.run(LONG)
     return [pieces / LONG for pieces in done]
 
