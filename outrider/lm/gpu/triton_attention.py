@@ -42,10 +42,14 @@ def _scores(  # type: ignore[no-untyped-def]  # the arguments are Triton tensors
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
-def _sees_text(  # type: ignore[no-untyped-def]  # the arguments are Triton tensors
+def _is_seen(  # type: ignore[no-untyped-def]  # the arguments are Triton tensors
     at, slot, position, window, WINDOWED: tl.constexpr
 ):
-    """Return which keys of the text, in the slots `at`, each row sees, [rows, keys]."""
+    """Return which keys in the slots `at` each row sees, as if all its tokens were text.
+
+    In a tree it sees those of them that are its ancestors: none of these is in a slot before its
+    own position, so none that the window shows is missing.
+    """
     seen = at[None, :] <= slot[:, None]
     if WINDOWED:
         seen = seen & (at[None, :] > position[:, None] - window)
@@ -95,11 +99,16 @@ def _load(  # type: ignore[no-untyped-def]  # the arguments are Triton pointers 
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
-def _is_ancestor(words, draft_token):  # type: ignore[no-untyped-def]  # Triton tensors
-    """Return which of the draft tokens are in each row's word, [rows, keys]."""
-    # A shift by a negative number is undefined.
-    bit = tl.maximum(draft_token, 0).to(tl.int64)
-    return (words[:, None] >> bit[None, :]) & 1 != 0
+def _is_text_or_ancestor(  # type: ignore[no-untyped-def]  # the arguments are Triton tensors
+    at, tree_start, words
+):
+    """Return which keys in the slots `at` are text or in each row's word, [rows, keys].
+
+    It is arbitrary for keys behind the tree, which no row sees.
+    """
+    # Shifts by less than 0 or more than 63 are undefined.
+    bit = ((at - tree_start) & 63).to(tl.int64)
+    return (at < tree_start)[None, :] | ((words[:, None] >> bit[None, :]) & 1 != 0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
@@ -206,7 +215,7 @@ def _attend(  # type: ignore[no-untyped-def]  # the arguments are Triton pointer
         key_at = _cache_rows(pages, at, end, head, KV_HEADS, PAGE_SIZE)
         k = _load(keys, key_at[None, :], key_lanes[:, None], (at < end)[None, :], KEY_SIZE)
         scores = _scores(q, k, scale, softcap, CAPPED, EXACT)
-        seen = _sees_text(at, slot, position, window, WINDOWED)
+        seen = _is_seen(at, slot, position, window, WINDOWED)
         v = _load(values, key_at[:, None], value_lanes[None, :], (at < end)[:, None], VALUE_SIZE)
         maximum, total, weighted = _fold(scores, seen, v, maximum, total, weighted, EXACT)
     if tree_tile < end:
@@ -218,8 +227,8 @@ def _attend(  # type: ignore[no-untyped-def]  # the arguments are Triton pointer
             key_at = _cache_rows(pages, at, end, head, KV_HEADS, PAGE_SIZE)
             k = _load(keys, key_at[None, :], key_lanes[:, None], (at < end)[None, :], KEY_SIZE)
             scores = _scores(q, k, scale, softcap, CAPPED, EXACT)
-            seen = _sees_text(at, slot, position, window, WINDOWED)
-            seen = tl.where((at < tree_start)[None, :], seen, _is_ancestor(words, at - tree_start))
+            seen = _is_seen(at, slot, position, window, WINDOWED)
+            seen = seen & _is_text_or_ancestor(at, tree_start, words)
             v = _load(
                 values, key_at[:, None], value_lanes[None, :], (at < end)[:, None], VALUE_SIZE
             )
