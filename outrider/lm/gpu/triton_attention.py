@@ -112,15 +112,6 @@ def _is_text_or_ancestor(  # type: ignore[no-untyped-def]  # the arguments are T
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
-def _cache_rows(  # type: ignore[no-untyped-def]  # the arguments are Triton pointers and tensors
-    pages, at, end, head, KV_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr
-):
-    """Return where the keys in a sequence's slots `at` lie in the cache, in heads."""
-    page = tl.load(pages + at // PAGE_SIZE, mask=at < end, other=0)
-    return (page.to(tl.int64) * PAGE_SIZE + at % PAGE_SIZE) * KV_HEADS + head
-
-
-@triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
 def _key_range(  # type: ignore[no-untyped-def]  # the arguments are Triton numbers
     part, first_slot, last_slot, tree_start, window, PART: tl.constexpr, KEYS: tl.constexpr,
     WINDOWED: tl.constexpr,
@@ -210,29 +201,19 @@ def _attend(  # type: ignore[no-untyped-def]  # the arguments are Triton pointer
     if WINDOWED:
         position = tl.load(positions + first + token, mask=real, other=0)
     pages = block_table + sequence * width
-    for start in range(begin, tree_tile, KEYS):
+    words = tl.load(ancestors + first + token, mask=real & (slot >= tree_start), other=0)
+    words = _visible_ancestors(words, position - tree_start + 1, window, WINDOWED)
+    for start in range(begin, end, KEYS):
         at = start + tl.arange(0, KEYS)
-        key_at = _cache_rows(pages, at, end, head, KV_HEADS, PAGE_SIZE)
+        page = tl.load(pages + at // PAGE_SIZE, mask=at < end, other=0)
+        key_at = (page.to(tl.int64) * PAGE_SIZE + at % PAGE_SIZE) * KV_HEADS + head
         k = _load(keys, key_at[None, :], key_lanes[:, None], (at < end)[None, :], KEY_SIZE)
         scores = _scores(q, k, scale, softcap, CAPPED, EXACT)
         seen = _is_seen(at, slot, position, window, WINDOWED)
+        if start >= tree_tile:
+            seen = seen & _is_text_or_ancestor(at, tree_start, words)
         v = _load(values, key_at[:, None], value_lanes[None, :], (at < end)[:, None], VALUE_SIZE)
         maximum, total, weighted = _fold(scores, seen, v, maximum, total, weighted, EXACT)
-    if tree_tile < end:
-        words = tl.load(ancestors + first + token, mask=real & (slot >= tree_start), other=0)
-        words = _visible_ancestors(words, position - tree_start + 1, window, WINDOWED)
-        # A tree has one or two tiles: loading ahead would only take registers.
-        for start in tl.range(tree_tile, end, KEYS, num_stages=1):
-            at = start + tl.arange(0, KEYS)
-            key_at = _cache_rows(pages, at, end, head, KV_HEADS, PAGE_SIZE)
-            k = _load(keys, key_at[None, :], key_lanes[:, None], (at < end)[None, :], KEY_SIZE)
-            scores = _scores(q, k, scale, softcap, CAPPED, EXACT)
-            seen = _is_seen(at, slot, position, window, WINDOWED)
-            seen = seen & _is_text_or_ancestor(at, tree_start, words)
-            v = _load(
-                values, key_at[:, None], value_lanes[None, :], (at < end)[:, None], VALUE_SIZE
-            )
-            maximum, total, weighted = _fold(scores, seen, v, maximum, total, weighted, EXACT)
     row_at += part.to(tl.int64) * token_count * (KV_HEADS * GROUP)
     _store(out, log_totals, row_at, value_lanes, real, maximum, total, weighted, VALUE_SIZE)
 
