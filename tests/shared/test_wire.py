@@ -82,7 +82,8 @@ def test_a_request_survives_a_round_trip(
         prompt, max_tokens, sampling, stop, ignore_eos, speculation, tenant, min_chunk_tokens=chunk
     )
     if likeliest is not None:
-        request = replace(request, prompt_logprobs=likeliest, max_tokens=max(max_tokens - 1, sampling.min_tokens))
+        max_tokens = max(max_tokens - 1, sampling.min_tokens)
+        request = replace(request, prompt_logprobs=likeliest, max_tokens=max_tokens)
     proto = wire_requests.request_to_proto(request)
     assert wire_requests.request_from_proto(proto, vocab_size=VOCAB, context_length=1000) == request
 

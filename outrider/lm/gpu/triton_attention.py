@@ -42,10 +42,14 @@ def _scores(  # type: ignore[no-untyped-def]  # the arguments are Triton tensors
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
-def _sees_text(  # type: ignore[no-untyped-def]  # the arguments are Triton tensors
+def _is_seen(  # type: ignore[no-untyped-def]  # the arguments are Triton tensors
     at, slot, position, window, WINDOWED: tl.constexpr
 ):
-    """Return which keys of the text, in the slots `at`, each row sees, [rows, keys]."""
+    """Return which keys in the slots `at` each row sees, as if all its tokens were text.
+
+    In a tree it sees those of them that are its ancestors: none of these is in a slot before its
+    own position, so none that the window shows is missing.
+    """
     seen = at[None, :] <= slot[:, None]
     if WINDOWED:
         seen = seen & (at[None, :] > position[:, None] - window)
@@ -95,22 +99,16 @@ def _load(  # type: ignore[no-untyped-def]  # the arguments are Triton pointers 
 
 
 @triton.jit
-def _is_ancestor(  # type: ignore[no-untyped-def]  # the arguments are Triton tensors
-    words, draft_token
+def _is_text_or_ancestor(  # type: ignore[no-untyped-def]  # the arguments are Triton tensors
+    at, tree_start, words
 ):
-    """Return which of the draft tokens are in each row's word, [rows, keys]."""
-    # A shift by a negative number is undefined.
-    bit = tl.maximum(draft_token, 0).to(tl.int64)
-    return (words[:, None] >> bit[None, :]) & 1 != 0
+    """Return which keys in the slots `at` are text or in each row's word, [rows, keys].
 
-
-@triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
-def _cache_rows(  # type: ignore[no-untyped-def]  # the arguments are Triton pointers and tensors
-    pages, at, end, head, KV_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr
-):
-    """Return where the keys in a sequence's slots `at` lie in the cache, in heads."""
-    page = tl.load(pages + at // PAGE_SIZE, mask=at < end, other=0)
-    return (page.to(tl.int64) * PAGE_SIZE + at % PAGE_SIZE) * KV_HEADS + head
+    It is arbitrary for keys behind the tree, which no row sees.
+    """
+    # Shifts by less than 0 or more than 63 are undefined.
+    bit = ((at - tree_start) & 63).to(tl.int64)
+    return (at < tree_start)[None, :] | ((words[:, None] >> bit[None, :]) & 1 != 0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
@@ -203,29 +201,19 @@ def _attend(  # type: ignore[no-untyped-def]  # the arguments are Triton pointer
     if WINDOWED:
         position = tl.load(positions + first + token, mask=real, other=0)
     pages = block_table + sequence * width
-    for start in range(begin, tree_tile, KEYS):
+    words = tl.load(ancestors + first + token, mask=real & (slot >= tree_start), other=0)
+    words = _visible_ancestors(words, position - tree_start + 1, window, WINDOWED)
+    for start in range(begin, end, KEYS):
         at = start + tl.arange(0, KEYS)
-        key_at = _cache_rows(pages, at, end, head, KV_HEADS, PAGE_SIZE)
+        page = tl.load(pages + at // PAGE_SIZE, mask=at < end, other=0)
+        key_at = (page.to(tl.int64) * PAGE_SIZE + at % PAGE_SIZE) * KV_HEADS + head
         k = _load(keys, key_at[None, :], key_lanes[:, None], (at < end)[None, :], KEY_SIZE)
         scores = _scores(q, k, scale, softcap, CAPPED, EXACT)
-        seen = _sees_text(at, slot, position, window, WINDOWED)
+        seen = _is_seen(at, slot, position, window, WINDOWED)
+        if start >= tree_tile:
+            seen = seen & _is_text_or_ancestor(at, tree_start, words)
         v = _load(values, key_at[:, None], value_lanes[None, :], (at < end)[:, None], VALUE_SIZE)
         maximum, total, weighted = _fold(scores, seen, v, maximum, total, weighted, EXACT)
-    if tree_tile < end:
-        words = tl.load(ancestors + first + token, mask=real & (slot >= tree_start), other=0)
-        words = _visible_ancestors(words, position - tree_start + 1, window, WINDOWED)
-        # A tree has one or two tiles: loading ahead would only take registers.
-        for start in tl.range(tree_tile, end, KEYS, num_stages=1):
-            at = start + tl.arange(0, KEYS)
-            key_at = _cache_rows(pages, at, end, head, KV_HEADS, PAGE_SIZE)
-            k = _load(keys, key_at[None, :], key_lanes[:, None], (at < end)[None, :], KEY_SIZE)
-            scores = _scores(q, k, scale, softcap, CAPPED, EXACT)
-            seen = _sees_text(at, slot, position, window, WINDOWED)
-            seen = tl.where((at < tree_start)[None, :], seen, _is_ancestor(words, at - tree_start))
-            v = _load(
-                values, key_at[:, None], value_lanes[None, :], (at < end)[:, None], VALUE_SIZE
-            )
-            maximum, total, weighted = _fold(scores, seen, v, maximum, total, weighted, EXACT)
     row_at += part.to(tl.int64) * token_count * (KV_HEADS * GROUP)
     _store(out, log_totals, row_at, value_lanes, real, maximum, total, weighted, VALUE_SIZE)
 
