@@ -21,7 +21,7 @@ from outrider.messages import AcceptanceRule, SamplingParams, SparseDistribution
 from outrider.sampling.logits import Context
 from outrider.sampling.noise import Purpose
 from outrider.sampling.sampler import inverse_cdf
-from verifier_svc.verification import acceptance
+from verifier_svc.verification import acceptance, rows
 from verifier_svc.verification.acceptance import accept
 from verifier_svc.verification.draft import Draft
 
@@ -124,8 +124,8 @@ class Batch:
         def coupled_sample(probs: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
             return inverse_cdf(probs, torch.from_numpy(coins.draw.flatten())[keys])
 
-        self._patch.setattr(acceptance, "uniforms", uniforms)
-        self._patch.setattr(acceptance, "coupled_keys", keys)
+        self._patch.setattr(rows, "uniforms", uniforms)
+        self._patch.setattr(rows, "coupled_keys", keys)
         self._patch.setattr(acceptance, "coupled_sample", coupled_sample)
         results = accept(self._logits, self._drafts)
         return [(result.accepted_count, result.next_token) for result in results]

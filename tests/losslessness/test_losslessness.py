@@ -30,7 +30,7 @@ from exact import (
 
 from outrider.messages import AcceptanceRule, DraftDistribution, SamplingParams
 from outrider.sampling.noise import Purpose, uniforms
-from verifier_svc.verification import acceptance
+from verifier_svc.verification import acceptance, rows
 
 SETTINGS = {
     "plain": SamplingParams(),
@@ -148,7 +148,7 @@ def unnormalised(weights_RV: torch.Tensor, uniform_R: torch.Tensor) -> torch.Ten
 
 @pytest.mark.parametrize("rule", BOTH_RULES)
 def test_noise_used_for_two_purposes_is_caught(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(acceptance, "uniforms", reused_uniform)
+    monkeypatch.setattr(rows, "uniforms", reused_uniform)
     assert compared(rule, "plain", "flat", 5_000).p < LEAST_P
 
 

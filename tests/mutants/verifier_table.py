@@ -186,8 +186,8 @@ VERIFIER_MUTANTS = (
         "J3",
         "penalties on the output count the prompt",
         BATCH,
-        "len(request.prompt),\n            path.token_ids",
-        "0,\n            path.token_ids",
+        "len(request.prompt),\n            tree.token_ids",
+        "0,\n            tree.token_ids",
         (f"{OUTPUT}::test_without_a_drafter_output_follows_the_target[everything]",),
     ),
     Mutant(
