@@ -1,13 +1,14 @@
 """All bugs that `python -m tests.mutants` plants: a piece of source text and its replacement.
 
-Those of verification and the draft stream are in `verifier_table`, the drafters' in
-`drafter_table`; here are sampling, noise, the engine and its pages.
+Those of verification and the draft stream are in `verifier_table`, those of trees in `tree_table`,
+the drafters' in `drafter_table`; here are sampling, noise, the engine and its pages.
 """
 
 from __future__ import annotations
 
 from tests.mutants.drafter_table import DRAFTER_MUTANTS
 from tests.mutants.mutant import Mutant
+from tests.mutants.tree_table import TREE_MUTANTS
 from tests.mutants.verifier_table import COINS, COUPLING, TRAFFIC, VERIFIER_MUTANTS
 
 COMMIT = "verifier_svc/engine/commit.py"
@@ -22,6 +23,7 @@ POOLS = ("tests/lm/test_pages.py",)
 
 MUTANTS = (
     *VERIFIER_MUTANTS,
+    *TREE_MUTANTS,
     # --- noise and laws ---
     Mutant(
         "S1",
