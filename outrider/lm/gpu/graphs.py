@@ -125,7 +125,7 @@ class Inputs:
         self._kernel = KernelArguments(
             device["cu_seqlens_q"], max_seqlen_q, device["seq_lens"], table.pages_BP[:batch],
             device["slots"], self.positions, device["tree_starts"],
-            device["ancestors"].view(torch.int64),
+            device["ancestors"].view(torch.int64), has_trees=True,
         )  # fmt: skip
 
     def layout(self) -> StaticLayout:
