@@ -207,7 +207,8 @@ def _attend(  # type: ignore[no-untyped-def]  # the arguments are Triton pointer
         scores = _scores(q, k, scale, softcap, CAPPED, EXACT)
         seen = _is_seen(at, slot, position, window, WINDOWED)
         scores = tl.where(seen, scores, float("-inf"))
-        if TREES:
+        # A constant condition first: it decides whether the code exists.
+        if TREES:  # noqa: SIM102
             if start >= tree_tile:
                 seen = _is_text_or_ancestor(at, tree_start, words)
                 scores = tl.where(seen, scores, float("-inf"))
