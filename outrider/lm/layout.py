@@ -259,7 +259,8 @@ class BatchLayout:
         positions = self.positions.int()
         slots, tree_starts = positions, seq_lens
         ancestors = _no_ancestors(self._device)
-        if any(part.parents for part in self.slices):
+        has_trees = any(part.parents for part in self.slices)
+        if has_trees:
             slots = self.tensor([slot for part in self.slices for slot in part.slots]).int()
             tree_starts = self.tensor([part.tree_start for part in self.slices]).int()
             words = torch.tensor(ancestors_by_token(self.slices), dtype=torch.uint64)
@@ -273,6 +274,7 @@ class BatchLayout:
             positions=positions,
             tree_starts=tree_starts,
             ancestors=ancestors,
+            has_trees=has_trees,
         )
 
     def tensor(self, numbers: Sequence[object]) -> torch.Tensor:
@@ -293,6 +295,7 @@ class KernelArguments:
     `tree_starts` [B]: the slot of a slice's first tree token; its `seq_lens` without a tree.
     `ancestors`: for each token of a tree a word with bit j set if draft token j is an ancestor or
     itself; [T], where the words of other tokens are not read, or [1] in a batch without trees.
+    `has_trees`: whether some slice may have a tree; without one the kernel reads no words.
     `ancestors` is int64, the other tensors are int32.
     """
 
@@ -304,6 +307,7 @@ class KernelArguments:
     positions: torch.Tensor
     tree_starts: torch.Tensor
     ancestors: torch.Tensor
+    has_trees: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,6 +128,9 @@ class ModelRunner:
             if count <= min(self.context_length, self.page_count * self.page_size):
                 pages = list(range(-(-count // self.page_size)))
                 self.forward([SequenceSlice([0] * count, 0, pages, 1)])
+                if count > 1 and self.device.type == "cuda":
+                    # The GPU's kernel is compiled a second time for batches with trees.
+                    self.forward([SequenceSlice([0] * count, 0, pages, 1, [0])])
 
     @torch.inference_mode()
     def capture(self, bounds: Bounds) -> None:

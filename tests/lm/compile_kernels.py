@@ -53,6 +53,7 @@ def attend(
     *,
     windowed: bool = False,
     capped: bool = False,
+    trees: bool = True,
     single_part: bool = False,
 ) -> Any:
     lanes = triton_attention.padded_lanes(size)
@@ -69,7 +70,12 @@ def attend(
         **dict.fromkeys(("scale", "softcap"), "fp32"),
     }
     sizes = {"KEY_SIZE": size, "VALUE_SIZE": size, "KEY_LANES": lanes, "VALUE_LANES": lanes}
-    flags = {"WINDOWED": windowed, "CAPPED": capped, "EXACT": dtype is torch.float32}
+    flags = {
+        "WINDOWED": windowed,
+        "CAPPED": capped,
+        "TREES": trees,
+        "EXACT": dtype is torch.float32,
+    }
     constants = {
         "GROUP": 4,
         "KV_HEADS": 8,
@@ -144,12 +150,13 @@ def race(architecture: int) -> Any:
 if __name__ == "__main__":
     for architecture in (80, 90, 100):
         kernels = {
-            "one token each, bfloat16": attend(architecture, torch.bfloat16, 128, 1),
+            "one token each, bfloat16": attend(architecture, torch.bfloat16, 128, 1, trees=False),
             "short sequences, bfloat16": attend(
                 architecture, torch.bfloat16, 128, 6, windowed=True, single_part=True
             ),
             "drafts, bfloat16": attend(architecture, torch.bfloat16, 128, 6),
-            "prompts, bfloat16": attend(architecture, torch.bfloat16, 128, 512),
+            "prompts, bfloat16": attend(architecture, torch.bfloat16, 128, 512, trees=False),
+            "prompts and trees, bfloat16": attend(architecture, torch.bfloat16, 128, 512),
             "large heads, bfloat16": attend(
                 architecture, torch.bfloat16, 256, 512, windowed=True, capped=True
             ),

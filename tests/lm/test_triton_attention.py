@@ -167,8 +167,11 @@ def test_the_kernels_compile_for_other_gpus_and_fit_the_smallest() -> None:
     )
     assert done.returncode == 0, done.stderr
     kernels = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(kernels) == 36
-    assert {kernel["stack"] for kernel in kernels} == {0}
+    assert len(kernels) == 39
+    # On the oldest architecture the two largest tiles spill a few registers.
+    spilling = {(kernel["architecture"], kernel["name"]) for kernel in kernels if kernel["stack"]}
+    assert spilling <= {(80, "large heads, bfloat16"), (80, "prompts and trees, bfloat16")}
+    assert max(kernel["stack"] for kernel in kernels) <= 136
     assert max(kernel["shared"] for kernel in kernels) <= 99 * 1024
     assert {kernel["name"] for kernel in kernels if not kernel["mma"]} == {
         "float32",

@@ -125,7 +125,8 @@ class Inputs:
         self._kernel = KernelArguments(
             device["cu_seqlens_q"], max_seqlen_q, device["seq_lens"], table.pages_BP[:batch],
             device["slots"], self.positions, device["tree_starts"],
-            device["ancestors"].view(torch.int64),
+            # A tree is two tokens at least: graphs for single tokens need no code for them.
+            device["ancestors"].view(torch.int64), has_trees=max_seqlen_q > 1,
         )  # fmt: skip
 
     def layout(self) -> StaticLayout:

@@ -58,29 +58,24 @@ def _is_seen(  # type: ignore[no-untyped-def]  # the arguments are Triton tensor
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
 def _visible_ancestors(  # type: ignore[no-untyped-def]  # the arguments are Triton tensors
-    words, depth, window, WINDOWED: tl.constexpr
+    words, depth, window
 ):
     """Return each row's word of ancestors without those that lie before its window.
 
     A word of a token of depth d has d bits, its own included. Ancestors come before their
     descendants, so the lowest bits are the farthest; all but the highest `window` are cleared.
     """
-    if WINDOWED:
-        # A word has at most 64 bits: nothing is cleared for the usual windows.
-        for cleared in range(64 - window):
-            words = tl.where(depth - window > cleared, words & (words - 1), words)
+    # A word has at most 64 bits: nothing is cleared for the usual windows.
+    for cleared in range(64 - window):
+        words = tl.where(depth - window > cleared, words & (words - 1), words)
     return words
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
 def _fold(  # type: ignore[no-untyped-def]  # the arguments are Triton tensors
-    scores, seen, v, maximum, total, weighted, EXACT: tl.constexpr
+    scores, v, maximum, total, weighted, EXACT: tl.constexpr
 ):
-    """Add a tile of keys to each row's maximum score, total weight and weighted sum of values.
-
-    A row adds the keys that are `seen` [rows, keys] by it.
-    """
-    scores = tl.where(seen, scores, float("-inf"))
+    """Add a tile of keys to each row's maximum score, total weight and weighted sum of values."""
     highest = tl.maximum(maximum, tl.max(scores, 1))
     # A row that has seen no key yet has a maximum of -inf; -inf - -inf would be NaN.
     base = tl.where(highest == float("-inf"), 0.0, highest)
@@ -162,7 +157,7 @@ def _attend(  # type: ignore[no-untyped-def]  # the arguments are Triton pointer
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr,
     KEY_LANES: tl.constexpr, VALUE_LANES: tl.constexpr, PAGE_SIZE: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, PART: tl.constexpr,
-    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, EXACT: tl.constexpr,
+    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, TREES: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Attend for one tile of rows of one sequence and key/value head, over one part of the keys.
 
@@ -198,11 +193,12 @@ def _attend(  # type: ignore[no-untyped-def]  # the arguments are Triton pointer
     total = tl.zeros([ROWS], tl.float32)
     weighted = tl.zeros([ROWS, VALUE_LANES], tl.float32)
     position = slot
-    if WINDOWED:
-        position = tl.load(positions + first + token, mask=real, other=0)
+    if TREES:
+        words = tl.load(ancestors + first + token, mask=real & (slot >= tree_start), other=0)
+        if WINDOWED:
+            position = tl.load(positions + first + token, mask=real, other=0)
+            words = _visible_ancestors(words, position - tree_start + 1, window)
     pages = block_table + sequence * width
-    words = tl.load(ancestors + first + token, mask=real & (slot >= tree_start), other=0)
-    words = _visible_ancestors(words, position - tree_start + 1, window, WINDOWED)
     for start in range(begin, end, KEYS):
         at = start + tl.arange(0, KEYS)
         page = tl.load(pages + at // PAGE_SIZE, mask=at < end, other=0)
@@ -210,10 +206,14 @@ def _attend(  # type: ignore[no-untyped-def]  # the arguments are Triton pointer
         k = _load(keys, key_at[None, :], key_lanes[:, None], (at < end)[None, :], KEY_SIZE)
         scores = _scores(q, k, scale, softcap, CAPPED, EXACT)
         seen = _is_seen(at, slot, position, window, WINDOWED)
-        if start >= tree_tile:
-            seen = seen & _is_text_or_ancestor(at, tree_start, words)
+        scores = tl.where(seen, scores, float("-inf"))
+        # A constant condition first: it decides whether the code exists.
+        if TREES:  # noqa: SIM102
+            if start >= tree_tile:
+                seen = _is_text_or_ancestor(at, tree_start, words)
+                scores = tl.where(seen, scores, float("-inf"))
         v = _load(values, key_at[:, None], value_lanes[None, :], (at < end)[:, None], VALUE_SIZE)
-        maximum, total, weighted = _fold(scores, seen, v, maximum, total, weighted, EXACT)
+        maximum, total, weighted = _fold(scores, v, maximum, total, weighted, EXACT)
     row_at += part.to(tl.int64) * token_count * (KV_HEADS * GROUP)
     _store(out, log_totals, row_at, value_lanes, real, maximum, total, weighted, VALUE_SIZE)
 
@@ -329,7 +329,7 @@ def paged_attention(
         GROUP=group, KV_HEADS=kv_heads, KEY_SIZE=size, VALUE_SIZE=value_size,
         KEY_LANES=padded_lanes(size), VALUE_LANES=padded_lanes(value_size),
         PAGE_SIZE=page_size, ROWS=rows, KEYS=tile_keys, PART=part,
-        WINDOWED=window is not None, CAPPED=softcap is not None,
+        WINDOWED=window is not None, CAPPED=softcap is not None, TREES=batch.has_trees,
         EXACT=query_THD.dtype is torch.float32,
     )  # fmt: skip
     if not single_part:
