@@ -56,7 +56,7 @@ def _is_seen(  # type: ignore[no-untyped-def]  # the arguments are Triton tensor
     return seen
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
+@triton.jit
 def _visible_ancestors(  # type: ignore[no-untyped-def]  # the arguments are Triton tensors
     words, depth, window
 ):
