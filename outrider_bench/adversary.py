@@ -47,11 +47,13 @@ class RandomFamily(Family):
 
     @classmethod
     async def load(cls, settings: Any, place: PlacementPlan, metrics: Metrics) -> Loaded:
+        """Return the family for any model; only the size of the vocabulary matters."""
         return Loaded(lambda info: cls(info.vocab_size))
 
     async def propose(
         self, sequences: Sequence[DraftSequence], interrupted: Callable[[], bool]
     ) -> None:
+        """Fill each sequence's room with one random token, repeated."""
         for sequence in sequences:
             sequence.extend([random.randrange(self._vocab_size)] * sequence.room)
 

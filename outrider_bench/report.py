@@ -37,6 +37,7 @@ class Results:
     samples: dict[Cell, dict[str, list[Sample]]] = field(default_factory=dict)
 
     def add(self, cell: Cell, way: str, sample: Sample) -> None:
+        """Append one round's sample of a way in a cell."""
         self.samples.setdefault(cell, {}).setdefault(way, []).append(sample)
 
     def groups(self) -> Iterator[tuple[str, list[Cell]]]:
@@ -62,6 +63,7 @@ class Results:
         return next((name for name in names if name in measured), names[0])
 
     def as_json(self) -> list[dict[str, Any]]:
+        """All samples, one object for each cell and way: rates in tokens/s, times in seconds."""
         return [
             {
                 "kind": cell.kind,

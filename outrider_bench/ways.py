@@ -70,6 +70,7 @@ class Sample:
 
     @property
     def tokens_per_s(self) -> float:
+        """Generated tokens over the seconds from the first request to the last answer."""
         return self.tokens / self.seconds
 
     @property

@@ -126,9 +126,11 @@ class LocalHandle:
         self._ended = asyncio.create_task(self._watch())
 
     async def alive(self) -> bool:
+        """Whether the child still runs; a paused one does."""
         return self._process.returncode is None
 
     async def stop(self) -> None:
+        """Send SIGTERM to its group, and SIGKILL after 12 s; return when it has ended."""
         self._signal(signal.SIGTERM)
         self._signal(signal.SIGCONT)  # a paused process takes no other signal
         try:
@@ -137,19 +139,24 @@ class LocalHandle:
             await self.kill()
 
     async def kill(self) -> None:
+        """Send SIGKILL to its group; return when it has ended."""
         self._signal(signal.SIGKILL)
         await self._ended
 
     async def pause(self) -> None:
+        """Send SIGSTOP to its group."""
         self._signal(signal.SIGSTOP)
 
     async def resume(self) -> None:
+        """Send SIGCONT to its group."""
         self._signal(signal.SIGCONT)
 
     async def tail(self) -> list[str]:
+        """The last lines that it printed, at most `TAIL_LINES`; the last is its status, once ended."""
         return list(self._lines)
 
     async def cpu_s(self) -> float:
+        """User and system time in seconds since its start; the last one read, once it has ended."""
         # Once the process has ended, the last figure counts.
         with suppress(FileNotFoundError, ProcessLookupError):
             self._cpu_s = process_cpu_s(self._process.pid)
@@ -179,6 +186,7 @@ class LocalHost:
     address: str = LOOPBACK
 
     async def free_port(self) -> int:
+        """A port that no process listens on at `address` now; raises OSError if there is none."""
         return free_port(self.address)
 
     async def start(self, launch: Launch) -> LocalHandle:

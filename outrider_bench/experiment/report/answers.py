@@ -37,6 +37,7 @@ class Rated:
 
     @property
     def label(self) -> str:
+        """The cell's point in words, and whether the figure is predicted."""
         return point_words(self.cell.point) + marked(self.source)
 
 
