@@ -66,7 +66,7 @@ class ContainerHandle:
             await self._command("unpause")
 
     async def tail(self) -> list[str]:
-        """The last lines that it printed, at most `TAIL_LINES`; the last is its status, once ended."""
+        """The last `TAIL_LINES` lines that it printed; one with its status follows its end."""
         command = ["docker", "logs", "--tail", str(TAIL_LINES), self._id]
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(

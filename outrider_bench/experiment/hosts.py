@@ -152,7 +152,7 @@ class LocalHandle:
         self._signal(signal.SIGCONT)
 
     async def tail(self) -> list[str]:
-        """The last lines that it printed, at most `TAIL_LINES`; the last is its status, once ended."""
+        """The last `TAIL_LINES` lines that it printed; one with its status follows its end."""
         return list(self._lines)
 
     async def cpu_s(self) -> float:
