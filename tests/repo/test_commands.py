@@ -60,6 +60,19 @@ def test_every_link_leads_to_a_file(path: Path) -> None:
     assert [link for link in links if not (path.parent / link).exists()] == []
 
 
+def anchors(page: str) -> set[str]:
+    """The anchors that GitHub gives the headings of a page."""
+    headings = re.findall(r"^#+ (.+)$", page, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_every_link_to_a_section_leads_to_a_heading(path: Path) -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#]*\.md)?#([^)]+)\)", path.read_text())
+    pages = [(path.parent / file if file else path, anchor) for file, anchor in links]
+    assert [(page.name, to) for page, to in pages if to not in anchors(page.read_text())] == []
+
+
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_every_make_target_named_exists(path: Path) -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
