@@ -114,7 +114,9 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
             self._lease = self._ending = None
 
     def _held(self, lease_id: str) -> Lease:
-        lease = self._lease if self._ending is None else None
+        lease = None
+        if self._ending is None:
+            lease = self._lease
         given = lease_id.encode()
         if lease is None or not secrets.compare_digest(lease.lease_id.encode(), given):
             raise invalid("lease_id", "is not that of the lease that holds this machine")

@@ -215,7 +215,9 @@ class ContainerHost:
 
     async def free_port(self) -> int:
         """A port; nothing else listens at the containers' own address."""
-        return free_port(self.address) if self._network is None else next(self._ports)
+        if self._network is None:
+            return free_port(self.address)
+        return next(self._ports)
 
     async def start(self, launch: Launch) -> ContainerHandle:
         """Start the launch in a container beside the first one.
@@ -223,8 +225,12 @@ class ContainerHost:
         Raises OSError when Compose cannot start it.
         """
         self._first = self._first or launch.name
-        beside = self._first if self._network is not None and launch.name != self._first else None
-        addresses = self._addresses(launch) if beside is None else {}
+        beside = None
+        if self._network is not None and launch.name != self._first:
+            beside = self._first
+        addresses = {}
+        if beside is None:
+            addresses = self._addresses(launch)
         files = self._project.write_files(launch)
         return await self._project.start(Service(launch, addresses, beside, files))
 

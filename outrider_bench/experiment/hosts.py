@@ -192,7 +192,9 @@ class LocalHost:
     async def start(self, launch: Launch) -> LocalHandle:
         """Start a child process on the launch's cores; raises OSError when it cannot be run."""
         files = _write(launch.files) if launch.files else None
-        pinned = ["taskset", "--cpu-list", launch.cores] if launch.cores is not None else []
+        pinned = []
+        if launch.cores is not None:
+            pinned = ["taskset", "--cpu-list", launch.cores]
         process = await asyncio.create_subprocess_exec(
             *not_orphaned(),
             *pinned,

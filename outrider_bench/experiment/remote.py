@@ -224,7 +224,9 @@ async def remote_hosts(
 def with_addresses(hosts: Mapping[str, RemoteHost]) -> Hosts:
     """Give hosts on loopback an address that the other machines reach, if there are others."""
     seen = [host.controller_address for host in hosts.values() if not is_loopback(host.address)]
-    here = seen[0] if seen else LOOPBACK
+    here = LOOPBACK
+    if seen:
+        here = seen[0]
     for host in hosts.values():
         if is_loopback(host.address):
             host.address = here

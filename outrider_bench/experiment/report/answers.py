@@ -43,7 +43,9 @@ class Rated:
 
 def marked(source: Source) -> str:
     """The words that follow a predicted figure; none follow a measured one."""
-    return " (predicted)" if source == "predicted" else ""
+    if source == "predicted":
+        return " (predicted)"
+    return ""
 
 
 def answers(results: Results, validation: Validation | None) -> list[str]:
