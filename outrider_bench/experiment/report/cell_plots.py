@@ -165,7 +165,7 @@ def _splits(results: Results) -> Iterator[tuple[str, Source, Split]]:
 def _phases(results: Results, cell: Cell, source: Source, way: str) -> Split:
     found = []
     divided = results.spread(cell, source, way, "step_wait_network_ms") is not None
-    waits = PHASES[1:2]
+    waits: tuple[str, ...] = PHASES[1:2]
     if divided:
         waits = WAITS
     for phase in (PHASES[0], *waits, *PHASES[2:]):
