@@ -157,7 +157,7 @@ def _opening(readme: Path, results: Results) -> tuple[str, str]:
 def _sentences(result: Result) -> str:
     """What was asked and found, the notes, the command and the commit, on one line."""
     command = result.command
-    if not command.startswith("not recorded"):
+    if "`" not in command and command != "not recorded":
         command = f"`{command}`"
     notes = " ".join(result.notes)
     told = f"**{result.title}.** {result.question} {result.answer} {notes}".rstrip()
