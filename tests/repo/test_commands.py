@@ -12,6 +12,7 @@ NAMED = (
     "README.md",
     "CHANGELOG.md",
     "DECISIONS.md",
+    "bench/results/README.md",
     "clients/browser/README.md",
     "compose/README.md",
     "models/README.md",
