@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo serve test test-quick test-together test-apart bench lint proto clean
+.PHONY: demo serve test test-quick test-together test-apart bench benchmarks-page lint proto clean
 
 demo: $(VENV)/installed
 	$(BIN)/outrider demo
@@ -34,6 +34,9 @@ test-quick: test
 
 bench: $(VENV)/installed-bench
 	$(BIN)/outrider bench $(BENCH)
+
+benchmarks-page: $(VENV)/installed
+	$(BIN)/python -m outrider_bench.results_page
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check

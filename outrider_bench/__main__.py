@@ -11,7 +11,6 @@ import asyncio
 import fnmatch
 import math
 import os
-import platform
 import subprocess
 import sys
 import time
@@ -36,9 +35,19 @@ from outrider.launch.prompts import DEMO_PROMPTS, KINDS
 from outrider.process.config import Settings, parse
 from outrider.tokenizer import load_tokenizer
 from outrider_bench import acceptance, adversary, delay, limits, seeds, tracing
+from outrider_bench.console import console_for_output
 from outrider_bench.experiment.links import exact_loop
+from outrider_bench.processor import processor_name
 from outrider_bench.report import Cell, Results, plot, tables, write
-from outrider_bench.ways import Measure, Pair, Task, outrider_stack, transformers_ways, vllm_way
+from outrider_bench.ways import (
+    Measure,
+    Pair,
+    Task,
+    outrider_stack,
+    there_and_back,
+    transformers_ways,
+    vllm_way,
+)
 
 # Rates are compared with the first of these that was measured.
 _BASES = ("transformers", "outrider, plain")
@@ -122,7 +131,7 @@ class BenchSettings(Settings):
 
     @property
     def policies(self) -> list[str]:
-        """The policies of depth that `ways` names."""
+        """The policies of draft tokens that `ways` names."""
         return [
             policy
             for policy in adversary.POLICIES
@@ -153,7 +162,7 @@ def main(arguments: list[str]) -> int:
         remedy = "which `make bench` installs, or pip install '.[bench]'"
         print(f"outrider bench: plots need matplotlib, {remedy}", file=sys.stderr)
         return 2
-    console = Console(record=True) if sys.stdout.isatty() else Console(record=True, width=200)
+    console = console_for_output(record=True)
     stem = f"bench-{time.strftime('%Y%m%d-%H%M%S')}"
     machine = _machine()
     record = {"machine": machine, "arguments": arguments, "started": stem, "pairs": {}}
@@ -185,25 +194,25 @@ def _measure_limits(run: _Run) -> None:
 
 
 def _measure_tracing(run: _Run) -> None:
-    settings, console = run.settings, run.console
-    [bundled] = _pairs(settings, console)
-    measured = tracing.measure(bundled, settings.rounds, settings.tokens, console)
+    settings = run.settings
+    [bundled] = _pairs(settings, run.console)
+    measured = tracing.measure(bundled, settings.rounds, settings.tokens, run.console)
     run.record["tracing"] = asyncio.run(measured)
 
 
 def _measure_adversary(run: _Run) -> None:
-    settings, console = run.settings, run.console
-    [grown] = _pairs(settings, console)
+    settings = run.settings
+    [grown] = _pairs(settings, run.console)
     measured = adversary.measure(
-        grown, settings.policies, settings.rounds, settings.tokens, console
+        grown, settings.policies, settings.rounds, settings.tokens, run.console
     )
     run.record["adversary"] = asyncio.run(measured)
 
 
 def _measure_delay(run: _Run) -> None:
-    settings, console = run.settings, run.console
-    [grown] = _pairs(settings, console)
-    measured = delay.measure(grown, settings.rounds, settings.tokens, console)
+    settings = run.settings
+    [grown] = _pairs(settings, run.console)
+    measured = delay.measure(grown, settings.rounds, settings.tokens, run.console)
     with asyncio.Runner(loop_factory=exact_loop) as runner:
         run.record["delay"], run.images["delay"] = runner.run(measured)
 
@@ -231,13 +240,16 @@ _MEASUREMENTS: dict[str, Callable[[_Run], None]] = {
 
 
 def _pairs(settings: BenchSettings, console: Console) -> list[Pair]:
-    target, draft = settings.models / "target", settings.models / "draft"
+    target = settings.models / "target"
+    draft = settings.models / "draft"
     cores = len(os.sched_getaffinity(0))
     pairs = []
     if settings.only in ("", "bundled", "tracing"):
-        depth = settings.draft_tokens or 4
+        draft_tokens = settings.draft_tokens or 4
         threads = max(1, cores - 1)
-        pairs.append(Pair("bundled, 12 M, float32", target, draft, "float32", depth, threads))
+        pairs.append(
+            Pair("bundled, 12 M, float32", target, draft, "float32", draft_tokens, threads)
+        )
     if settings.only in ("", "grown", "adversary", "delay"):
         console.print("growing the target, unless that was done before")
         grown = grown_checkpoint(
@@ -247,8 +259,8 @@ def _pairs(settings: BenchSettings, console: Console) -> list[Pair]:
         # target may use all cores.
         size = _parameter_count(grown)
         name = f"grown, {size / 1e6:.0f} M, {settings.grown_dtype}"
-        depth = settings.draft_tokens or 6
-        pairs.append(Pair(name, grown, draft, settings.grown_dtype, depth, cores))
+        draft_tokens = settings.draft_tokens or 6
+        pairs.append(Pair(name, grown, draft, settings.grown_dtype, draft_tokens, cores))
     return pairs
 
 
@@ -262,17 +274,12 @@ def _parameter_count(checkpoint: Path) -> int:
 
 def _machine() -> str:
     """Describe the processor, the GPU, the versions and the commit."""
-    models = [
-        line
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
-        if line.startswith("model name")
-    ]
-    name = models[0].partition(":")[2].strip() if models else platform.processor()
-    gpu = [torch.cuda.get_device_name()] if torch.cuda.is_available() else []
-    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
-    return ", ".join(
-        [f"{os.cpu_count()} cores of {name}", *gpu, versions, f"commit {_commit() or 'unknown'}"]
-    )
+    parts = [f"{os.cpu_count()} cores of {processor_name()}"]
+    if torch.cuda.is_available():
+        parts.append(torch.cuda.get_device_name())
+    parts.append(f"torch {torch.__version__}, transformers {transformers.__version__}")
+    parts.append(f"commit {_commit() or 'unknown'}")
+    return ", ".join(parts)
 
 
 def _commit() -> str:
@@ -304,7 +311,7 @@ async def _measure_pair(pair: Pair, settings: BenchSettings, console: Console) -
             bar = progress.add_task(pair.name, total=(1 + settings.rounds) * len(ways) * len(cells))
             for round_number in range(1 + settings.rounds):
                 # Every other round runs backwards, so that the machine's drift meets all alike.
-                order = list(ways.items())[:: -1 if round_number % 2 == 0 else 1]
+                order = list(there_and_back(list(ways.items()), round_number - 1))
                 for cell in cells:
                     for name, measure in order:
                         progress.update(
@@ -312,7 +319,9 @@ async def _measure_pair(pair: Pair, settings: BenchSettings, console: Console) -
                         )
                         if name in _ALONE and cell.batch > 1:
                             continue
-                        tokens = settings.tokens if round_number else 8
+                        tokens = 8
+                        if round_number:
+                            tokens = settings.tokens
                         task = _task(prompts[cell.kind], cell, settings.waves, tokens)
                         sample = await measure(task)
                         if round_number:
@@ -385,12 +394,12 @@ async def _our_ways(stack: AsyncExitStack, pair: Pair, texts: list[str]) -> dict
 
 
 def _vllm_methods(pair: Pair) -> dict[str, dict[str, Any] | None]:
-    depth = {"num_speculative_tokens": pair.depth}
+    count = {"num_speculative_tokens": pair.draft_tokens}
     return {
         "vllm": None,
-        "vllm, ngram": {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1, **depth},
-        "vllm, draft_model": {"method": "draft_model", "model": str(pair.draft), **depth},
-        "vllm, suffix": {"method": "suffix", **depth},
+        "vllm, ngram": {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1, **count},
+        "vllm, draft_model": {"method": "draft_model", "model": str(pair.draft), **count},
+        "vllm, suffix": {"method": "suffix", **count},
     }
 
 

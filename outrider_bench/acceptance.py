@@ -23,11 +23,12 @@ from outrider.lm.runner import ModelRunner, SequenceSlice
 from outrider.messages import AcceptanceRule, SamplingParams, SparseDistribution
 from outrider.sampling.logits import Context
 from outrider.tokenizer import load_tokenizer
+from outrider_bench.console import table_of
 from outrider_bench.ways import counters, serving
 from verifier_svc.verification.acceptance import accept
 from verifier_svc.verification.draft import Draft
 
-_DEPTH = 4
+_DRAFT_TOKENS = 4
 _ROUNDS = 3
 _PAIRED_ROUNDS = 20
 _PAIRED_SEEDS = 10
@@ -49,7 +50,8 @@ def tables(models: Path, tokens: int) -> Group:
 
 
 async def _measure(models: Path, tokens: int) -> list[Table]:
-    target, draft = models / "target", models / "draft"
+    target = models / "target"
+    draft = models / "draft"
     free: dict[str, Any] = {"temperature": 1.0, "max_tokens": tokens}
     guided: dict[str, Any] = {
         "temperature": 0.7,
@@ -75,15 +77,8 @@ async def _measure(models: Path, tokens: int) -> list[Table]:
 
 
 def _table(title: str, first: str) -> Table:
-    table = Table(title=f"{title}, depth {_DEPTH}")
-    for name in (
-        first,
-        "mean accepted length",
-        "accepted / drafted",
-        "draft bytes / accepted token",
-    ):
-        table.add_column(name, justify="left" if name == first else "right")
-    return table
+    measured = ("mean accepted length", "accepted / drafted", "draft bytes / accepted token")
+    return table_of(f"{title}, {_DRAFT_TOKENS} draft tokens", (first, *measured))
 
 
 @asynccontextmanager
@@ -92,7 +87,7 @@ async def _stack(target: Path, drafters: list[str], **settings: Any) -> AsyncIte
 
     Call it with a request's settings and a drafter; it returns a table's row.
     """
-    settings |= {"dtype": "float32", "draft_tokens": _DEPTH, "always_draft": True}
+    settings |= {"dtype": "float32", "draft_tokens": _DRAFT_TOKENS, "always_draft": True}
     async with serving(target, drafters, **settings) as (client, metrics_port):
 
         async def measure(request: dict[str, Any], drafter: str) -> list[str]:
@@ -144,7 +139,7 @@ def _same_drafts(models: Path) -> Table:
             _slices(
                 [[*c, *d[0]] for c, d in zip(contexts, drafts, strict=True)],
                 target.page_size,
-                _DEPTH + 1,
+                _DRAFT_TOKENS + 1,
             )
         )
         for seed in range(_PAIRED_SEEDS):
@@ -163,7 +158,8 @@ def _same_drafts(models: Path) -> Table:
                 accepted[rule] += sum(outcome.accepted_count for outcome in accept(logits, batch))
             judged += len(contexts)
     count = _PAIRED_ROUNDS * len(contexts)
-    table = Table(title=f"temperature 1, depth {_DEPTH}: both rules on the same {count} drafts")
+    compared = f"both rules on the same {count} drafts"
+    table = Table(title=f"temperature 1, {_DRAFT_TOKENS} draft tokens: {compared}")
     table.add_column("rule")
     table.add_column("mean accepted length", justify="right")
     for rule, count in accepted.items():
@@ -174,9 +170,9 @@ def _same_drafts(models: Path) -> Table:
 def _sampled_drafts(
     draft: ModelRunner, contexts: list[list[int]], generator: torch.Generator
 ) -> list[tuple[list[int], list[SparseDistribution]]]:
-    """Draft `_DEPTH` tokens for each context, and keep the distribution of each token."""
+    """Draft `_DRAFT_TOKENS` tokens for each context, and keep the distribution of each token."""
     drafts: list[tuple[list[int], list[SparseDistribution]]] = [([], []) for _ in contexts]
-    for _ in range(_DEPTH):
+    for _ in range(_DRAFT_TOKENS):
         texts = [[*context, *tokens] for context, (tokens, _) in zip(contexts, drafts, strict=True)]
         top = draft.forward(_slices(texts, draft.page_size, 1)).softmax(-1).topk(32)
         weights = (top.values / top.values.sum(-1, keepdim=True)).double()
@@ -191,7 +187,8 @@ def _sampled_drafts(
 
 
 def _slices(texts: list[list[int]], page_size: int, logit_count: int) -> list[SequenceSlice]:
-    slices, first = [], 0
+    slices = []
+    first = 0
     for text in texts:
         count = -(-len(text) // page_size)
         slices.append(SequenceSlice(text, 0, list(range(first, first + count)), logit_count))
@@ -204,16 +201,20 @@ def judging() -> Table:
 
     It runs on this machine's GPU, or on its processor without one.
     """
-    batch, rows, vocab = 64, 8, 131_072
+    batch = 64
+    rows = 8
+    vocab = 131_072
+    device = "cpu"
     where = f"{torch.get_num_threads()} threads"
     if torch.cuda.is_available():
+        device = "cuda"
         where = torch.cuda.get_device_name()
     table = Table(
         title=f"judging {batch} sequences × {rows} positions at a vocabulary of {vocab}, {where}"
     )
     table.add_column("settings")
     table.add_column("milliseconds, median of 3", justify="right")
-    logits = torch.randn(batch * rows, vocab, device="cuda" if torch.cuda.is_available() else "cpu")
+    logits = torch.randn(batch * rows, vocab, device=device)
     cases = {
         "greedy": SamplingParams(0.0),
         "temperature 1": SamplingParams(1.0),
@@ -221,7 +222,9 @@ def judging() -> Table:
         "greedy, repetition penalty": SamplingParams(0.0, repetition_penalty=1.1),
     }
     for name, sampling in cases.items():
-        rule = AcceptanceRule.GREEDY if sampling.greedy else AcceptanceRule.COUPLED
+        rule = AcceptanceRule.COUPLED
+        if sampling.greedy:
+            rule = AcceptanceRule.GREEDY
         context = Context(sampling, list(range(500)), 400, list(range(rows - 1)))
         drafts = [Draft(context, seed, rule) for seed in range(batch)]
         _seconds(logits, drafts)  # the first one chooses kernels

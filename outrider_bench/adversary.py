@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from drafter_svc.families.base import Family, Loaded
 from drafter_svc.metrics import Metrics
@@ -21,6 +20,7 @@ from outrider.drafter.draft_sequence import DraftSequence
 from outrider.launch.prompts import DEMO_PROMPTS
 from outrider.launch.stack import free_port
 from outrider.tokenizer import load_tokenizer
+from outrider_bench.console import table_of
 from outrider_bench.report import spread
 from outrider_bench.ways import MakeWay, Pair, Task, outrider_stack
 
@@ -47,11 +47,13 @@ class RandomFamily(Family):
 
     @classmethod
     async def load(cls, settings: Any, place: PlacementPlan, metrics: Metrics) -> Loaded:
+        """Return the family for any model; only the size of the vocabulary matters."""
         return Loaded(lambda info: cls(info.vocab_size))
 
     async def propose(
         self, sequences: Sequence[DraftSequence], interrupted: Callable[[], bool]
     ) -> None:
+        """Fill each sequence's room with one random token, repeated."""
         for sequence in sequences:
             sequence.extend([random.randrange(self._vocab_size)] * sequence.room)
 
@@ -64,9 +66,10 @@ async def measure(
     prompts = [tokenizer.encode(prompt).ids for _, prompt in DEMO_PROMPTS]
     record: dict[str, Any] = {}
     how = f"× plain decoding, median of {rounds} rounds (range)"
-    table = Table(title=f"{pair.name}: a drafter that is always wrong, {how}")
-    for name in ("depth", *(f"batch {batch}" for batch in BATCHES)):
-        table.add_column(name, justify="left" if name == "depth" else "right")
+    table = table_of(
+        f"{pair.name}: a drafter that is always wrong, {how}",
+        ("draft tokens", *(f"batch {batch}" for batch in BATCHES)),
+    )
     for policy in policies:
         ratios = record[policy] = await _ratios(pair, policy, prompts, rounds, tokens)
         table.add_row(policy, *(spread(r, 3) for r in ratios.values()))
@@ -80,7 +83,7 @@ async def _ratios(
     verifier = free_port("127.0.0.1")
     ratios: dict[int, list[float]] = {}
     async with outrider_stack(
-        pair, [], pair.shared_threads, verifier_port=verifier, depth=policy
+        pair, [], pair.shared_threads, verifier_port=verifier, draft_tokens=policy
     ) as way:
         process = await asyncio.create_subprocess_exec(
             sys.executable, *_ARGUMENTS, f"127.0.0.1:{verifier}", stdout=-1
@@ -110,9 +113,9 @@ async def _ratio(way: MakeWay, task: Task) -> float:
 
     The order is without, with, with, without, so that drift of the machine meets both alike.
     """
-    seconds = dict.fromkeys(("plain", "wrong"), 0.0)
-    for name in ("plain", "wrong", "wrong", "plain"):
-        seconds[name] += (
-            await way({"enabled": False} if name == "plain" else {"drafter": "adversary"})(task)
-        ).seconds
-    return seconds["plain"] / seconds["wrong"]
+    plain = way({"enabled": False})
+    wrong = way({"drafter": "adversary"})
+    before = await plain(task)
+    samples = (await wrong(task), await wrong(task))
+    after = await plain(task)
+    return (before.seconds + after.seconds) / sum(sample.seconds for sample in samples)

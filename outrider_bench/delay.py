@@ -18,10 +18,11 @@ from rich.table import Table
 from outrider.launch.prompts import KINDS
 from outrider.launch.stack import free_port
 from outrider.tokenizer import load_tokenizer
+from outrider_bench.console import table_of
 from outrider_bench.experiment.links import ShapedLink
 from outrider_bench.experiment.spec import Link
 from outrider_bench.report import LOOKUPS, spread
-from outrider_bench.ways import Measure, Pair, Sample, Task, outrider_stack
+from outrider_bench.ways import Measure, Pair, Sample, Task, outrider_stack, there_and_back
 
 DELAYS_MS = (0, 1, 5, 20, 50)
 
@@ -35,7 +36,8 @@ async def measure(
     """
     tokenizer = load_tokenizer(str(pair.target))
     prompts = [tokenizer.encode(prompt).ids for _, prompt in KINDS["rewriting"]]
-    task, short = Task(prompts, 1, tokens, 0.0), Task(prompts, 1, 8, 0.0)
+    task = Task(prompts, 1, tokens, 0.0)
+    short = Task(prompts, 1, 8, 0.0)
     rates: dict[str, dict[int, list[float]]] = {}
     accepted: dict[str, list[tuple[float, float]]] = {}
     async with AsyncExitStack() as stack:
@@ -46,8 +48,7 @@ async def measure(
             "model": way({"drafter": "model"}),
         }
         for round_number in range(1 + rounds):
-            # Every other round runs backwards, so that drift of the machine meets all alike.
-            for delay_ms in DELAYS_MS[:: -1 if round_number % 2 == 0 else 1]:
+            for delay_ms in there_and_back(DELAYS_MS, round_number - 1):
                 link.change(Link.model_validate({"round_trip_ms": delay_ms}))
                 for name, run in ways.items():
                     await run(short)
@@ -83,7 +84,8 @@ def _lookups(sample: Sample) -> tuple[float, float] | None:
 @asynccontextmanager
 async def delayed_stack(pair: Pair) -> AsyncIterator[tuple[Any, ShapedLink]]:
     """Start a stack whose drafters reach the verifier over the yielded link."""
-    verifier, front = free_port("127.0.0.1"), free_port("127.0.0.1")
+    verifier = free_port("127.0.0.1")
+    front = free_port("127.0.0.1")
     link = ShapedLink(Link.model_validate({}))
     dial = f"verifier=127.0.0.1:{front},uds=/nonexistent"
     drafters = [f"ngram,{dial}", f"model={pair.draft},{dial}"]
@@ -101,17 +103,18 @@ def _table(
     rounds: int,
 ) -> Table:
     how = f"batch 1, median of {rounds} rounds (range); ratios are of the same round"
-    table = Table(title=f"{pair.name}: tokens/s by delay of the draft stream's round trip, {how}")
-    for name in (
-        "drafter",
-        "delay, ms",
-        "tokens/s",
-        "× no delay",
-        "× plain",
-        "acceptance",
-        "next draft there",
-    ):
-        table.add_column(name, justify="left" if name == "drafter" else "right")
+    table = table_of(
+        f"{pair.name}: tokens/s by delay of the draft stream's round trip, {how}",
+        (
+            "drafter",
+            "delay, ms",
+            "tokens/s",
+            "× no delay",
+            "× plain",
+            "acceptance",
+            "next draft there",
+        ),
+    )
     for name, by_delay in rates.items():
         for delay_ms in DELAYS_MS:
             values = by_delay[delay_ms]

@@ -63,7 +63,9 @@ class _PacedModel:
         self._logits_RV[:, _WORD] = 1.0
 
     def forward(self, slices: Sequence[SequenceSlice]) -> torch.Tensor:
-        due = self.ends[-1] + self.interval_s if self.ends else 0.0
+        due = 0.0
+        if self.ends:
+            due = self.ends[-1] + self.interval_s
         time.sleep(max(due - time.perf_counter(), 0.0))
         self.ends.append(time.perf_counter())
         return self._logits_RV[: sum(part.logit_count for part in slices)]

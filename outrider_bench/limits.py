@@ -36,6 +36,7 @@ from outrider.lm.pages import PagePool
 from outrider.lm.runner import SequenceSlice
 from outrider.messages import DraftBatch, Hello, Proposal, SamplingParams, StepBatch, TokenRequest
 from outrider_bench import gateway_load
+from outrider_bench.console import table_of
 from verifier_svc.engine.loop import Engine
 from verifier_svc.engine.outgoing import Delivery
 from verifier_svc.engine.target import Limits
@@ -79,7 +80,9 @@ async def measure(models: Path, out: Path, console: Console) -> dict[str, Any]:
 def _measure_host(console: Console) -> dict[str, Any]:
     host = {batch: _host_seconds(batch, drafts=False) for batch in _BATCHES}
     drafted = {batch: _host_seconds(batch, drafts=True) for batch in _BATCHES}
-    how = "compiled" if _COMPILED else "not compiled"
+    how = "not compiled"
+    if _COMPILED:
+        how = "compiled"
     table = Table(
         title="the engine's host time a step, with a model that costs nothing, "
         f"µs (median of 60 steps); {how}"
@@ -96,9 +99,8 @@ def _measure_host(console: Console) -> dict[str, Any]:
 
 async def _measure_lookups(console: Console) -> dict[str, Any]:
     record: dict[str, Any] = {}
-    table = Table(title="n-gram lookups")
-    for name in ("pool", "p50, µs", "p99, µs", "remarks"):
-        table.add_column(name, justify="left" if name in ("pool", "remarks") else "right")
+    columns = ("pool", "p50, µs", "p99, µs", "remarks")
+    table = table_of("n-gram lookups", columns, text=["remarks"])
     for name, times, remark in (_memory_lookups(), await _redis_lookups()):
         ordered = sorted(times)
         p50, p99 = (1e6 * ordered[int(len(ordered) * share)] for share in (0.5, 0.99))
@@ -161,7 +163,9 @@ def _host_seconds(batch: int, *, drafts: bool) -> float:
     limits = Limits(DraftTokensPolicy("fixed", 3), max_batch_tokens=batch * 16, max_sequences=batch)
     engine = Engine(_NullModel(), pool, deliver, Metrics("null"), limits)
     told: list[StepBatch | OutriderError] = []
-    drafter = engine.drafting.join(Hello("d", "d", "f", 16), told.append) if drafts else None
+    drafter = None
+    if drafts:
+        drafter = engine.drafting.join(Hello("d", "d", "f", 16), told.append)
     request = TokenRequest([1] * 8, 500, SamplingParams(0.0))
     sequences = [engine.submit(request, lambda chunk: None) for _ in range(batch)]
     times = []

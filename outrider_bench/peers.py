@@ -28,7 +28,9 @@ def main() -> None:
     parser.add_argument("--draft-tokens", type=int, required=True)
     arguments = parser.parse_args()
     dtype = getattr(torch, arguments.dtype)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = "cpu"
+    if torch.cuda.is_available():
+        device = "cuda"
     target: Any = AutoModelForCausalLM.from_pretrained(arguments.target, dtype=dtype)
     draft: Any = AutoModelForCausalLM.from_pretrained(arguments.draft, dtype=dtype)
     target.to(device)
@@ -68,7 +70,9 @@ def _generate(target: Any, prompts: list[list[int]], how: dict[str, Any], *, alo
     Speculation in transformers takes one sequence at a time (`alone`). Plain decoding takes the
     batch, padded on the left.
     """
-    batches = [[prompt] for prompt in prompts] if alone else [prompts]
+    batches = [prompts]
+    if alone:
+        batches = [[prompt] for prompt in prompts]
     count = 0
     for batch in batches:
         longest = max(map(len, batch))

@@ -14,6 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from outrider_bench.console import table_of
 from outrider_bench.ways import Sample
 
 PHASES = ("wait", "pack", "forward", "accept", "commit", "send")
@@ -37,6 +38,7 @@ class Results:
     samples: dict[Cell, dict[str, list[Sample]]] = field(default_factory=dict)
 
     def add(self, cell: Cell, way: str, sample: Sample) -> None:
+        """Append one round's sample of a way in a cell."""
         self.samples.setdefault(cell, {}).setdefault(way, []).append(sample)
 
     def groups(self) -> Iterator[tuple[str, list[Cell]]]:
@@ -62,6 +64,7 @@ class Results:
         return next((name for name in names if name in measured), names[0])
 
     def as_json(self) -> list[dict[str, Any]]:
+        """All samples, one object for each cell and way: rates in tokens/s, times in seconds."""
         return [
             {
                 "kind": cell.kind,
@@ -125,18 +128,16 @@ def _rates(
             rates = [
                 value for sample in samples.get(way, []) if (value := rate(sample)) is not None
             ]
-            row.append(spread(rates, 1) if rates else "–")
-            found = _ratios(samples, way, base, rate)
-            row.append(f"{median(found):.2f}" if found else "–")
+            row.append(_or_dash(rates, lambda values: spread(values, 1)))
+            ratios = _ratios(samples, way, base, rate)
+            row.append(_or_dash(ratios, lambda values: f"{median(values):.2f}"))
         table.add_row(way, *row)
     return table
 
 
 def _latencies(title: str, cells: list[Cell], results: Results) -> Table:
-    table = Table(title=f"{title}\nlatency, in tokens, not chunks")
     labels = ("Median TTFT (ms)", "P99 TTFT (ms)", "Median TPOT (ms)", "P99 TPOT (ms)")
-    for name in ("way", "batch", *labels):
-        table.add_column(name, justify="left" if name == "way" else "right")
+    table = table_of(f"{title}\nlatency, in tokens, not chunks", ("way", "batch", *labels))
     for way in _ways(cells, results):
         for cell in cells:
             samples = results.samples[cell].get(way, [])
@@ -159,11 +160,6 @@ def p99(values: list[float]) -> float:
 
 
 def _steps(title: str, cells: list[Cell], results: Results) -> Table:
-    table = Table(
-        title=f"{title}\nthe verifier's steps: milliseconds by phase; tokens that a sequence's "
-        "step commits; the limit is the time of forwards alone for these tokens, on an idle "
-        "machine; then what commits found of the next draft"
-    )
     columns = (
         "way",
         "batch",
@@ -175,8 +171,12 @@ def _steps(title: str, cells: list[Cell], results: Results) -> Table:
         *LOOKUPS,
         "bytes / token",
     )
-    for name in columns:
-        table.add_column(name, justify="left" if name == "way" else "right")
+    table = table_of(
+        f"{title}\nthe verifier's steps: milliseconds by phase; tokens that a sequence's "
+        "step commits; the limit is the time of forwards alone for these tokens, on an idle "
+        "machine; then what commits found of the next draft",
+        columns,
+    )
     for way in _ways(cells, results):
         for cell in cells:
             samples = results.samples[cell].get(way, [])
@@ -201,12 +201,24 @@ def _step_figures(samples: list[Sample]) -> list[str]:
     return [
         *(f"{1000 * total[f'step_phase_seconds.{phase}'] / steps:.2f}" for phase in PHASES),
         f"{tokens / max(plain_steps, 1):.2f}",
-        f"{rate / efficiency:.1f}" if efficiency else "–",
+        _quotient(rate, efficiency, 1),
         f"{efficiency:.2f}",
         f"{total.get('wasted_tokens', 0.0) / tokens:.2f}",
-        *(f"{count / sum(lookups):.2f}" if sum(lookups) else "–" for count in lookups),
+        *(_quotient(count, sum(lookups), 2) for count in lookups),
         f"{total.get('draft_bytes', 0.0) / tokens:.0f}",
     ]
+
+
+def _quotient(part: float, whole: float, digits: int) -> str:
+    if whole == 0.0:
+        return "–"
+    return f"{part / whole:.{digits}f}"
+
+
+def _or_dash(values: list[float], show: Callable[[list[float]], str]) -> str:
+    if not values:
+        return "–"
+    return show(values)
 
 
 def plot(results: Results, bases: Sequence[str]) -> dict[str, bytes]:

@@ -43,13 +43,13 @@ _VOCAB_STRIDE = 7
 class Case(NamedTuple):
     """How requests are run.
 
-    `depth` is that of drafts, 0 without any; `chunk` bounds the tokens of a step; `times` repeats
-    the prompts.
+    `draft_tokens` is the length of drafts, 0 without any; `chunk` bounds the tokens of a step;
+    `times` repeats the prompts.
     """
 
     name: str
     batch: int = 1
-    depth: int = 0
+    draft_tokens: int = 0
     chunk: int = 512
     times: int = 1
 
@@ -57,10 +57,10 @@ class Case(NamedTuple):
 _ALONE = Case("alone, plain")
 _CASES = (
     Case("batch 8", batch=8),
-    Case("drafts of 3, alone", depth=3),
-    Case("drafts of 8, batch 8", batch=8, depth=8),
+    Case("drafts of 3, alone", draft_tokens=3),
+    Case("drafts of 8, batch 8", batch=8, draft_tokens=8),
     Case("prompts in chunks of 16", chunk=16),
-    Case("cached prefix, batch 8, drafts of 4", batch=8, depth=4, times=2),
+    Case("cached prefix, batch 8, drafts of 4", batch=8, draft_tokens=4, times=2),
 )
 
 
@@ -160,8 +160,8 @@ def _run(
 ) -> list[_Answer]:
     """Run the requests; returns their answers in the order in which they ended."""
     engine = _engine(runner, case)
-    if case.depth:
-        _Guesser(engine, prompts, reference, case.depth)
+    if case.draft_tokens:
+        _Guesser(engine, prompts, reference, case.draft_tokens)
     found: list[_Answer] = []
     waiting = [number for _ in range(case.times) for number in range(len(prompts))]
     under_way: list[_Answer] = []
@@ -211,7 +211,7 @@ def _engine(runner: ModelRunner, case: Case) -> Engine:
         for sink, message in deliveries:
             sink(message)
 
-    limits = Limits(DraftTokensPolicy("fixed", max(case.depth, 1)), case.chunk)
+    limits = Limits(DraftTokensPolicy("fixed", max(case.draft_tokens, 1)), case.chunk)
     pool = PagePool(runner.page_count, runner.page_size)
     return Engine(runner, pool, deliver, Metrics("seeds"), limits, always_draft=True)
 
@@ -223,12 +223,16 @@ class _Guesser:
     """
 
     def __init__(
-        self, engine: Engine, prompts: list[list[int]], reference: dict[int, list[int]], depth: int
+        self,
+        engine: Engine,
+        prompts: list[list[int]],
+        reference: dict[int, list[int]],
+        draft_tokens: int,
     ) -> None:
         self._engine = engine
         self._prompts = prompts
         self._reference = reference
-        self._depth = depth
+        self._draft_tokens = draft_tokens
         self._random = random.Random(0)
         self._numbers: dict[int, int] = {}
         self._drafter = engine.drafting.join(Hello("seeds", "seeds", "", 16), self._told)
@@ -248,7 +252,7 @@ class _Guesser:
     def _guess(self, sequence_id: int, length: int) -> Proposal:
         number = self._numbers[sequence_id]
         start = length - len(self._prompts[number])
-        tokens = list(self._reference[number][start : start + self._depth])
+        tokens = list(self._reference[number][start : start + self._draft_tokens])
         if tokens and self._random.random() < 0.5:
             at = self._random.randrange(len(tokens))
             tokens[at] = (tokens[at] + _VOCAB_STRIDE) % self._engine.model.vocab_size

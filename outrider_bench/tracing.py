@@ -18,10 +18,10 @@ import grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 from outrider.launch.prompts import DEMO_PROMPTS
 from outrider.tokenizer import load_tokenizer
+from outrider_bench.console import table_of
 from outrider_bench.ways import MakeWay, Measure, Pair, Task, outrider_stack
 
 _BATCH = 8
@@ -56,9 +56,8 @@ async def measure(pair: Pair, rounds: int, tokens: int, console: Console) -> dic
     console.print(
         f"{pair.name}, batch {_BATCH}, {rounds} rounds; {servicer.spans} spans were received"
     )
-    table = Table(title="throughput with tracing")
-    for title in ("traced", "tokens/s, median", "compared with", "ratio, paired", "95 % interval"):
-        table.add_column(title, justify="left" if title in ("traced", "compared with") else "right")
+    columns = ("traced", "tokens/s, median", "compared with", "ratio, paired", "95 % interval")
+    table = table_of("throughput with tracing", columns, text=["compared with"])
     record: dict[str, Any] = {}
     for name, rates in found.items():
         base = _COMPARED[name]
@@ -87,12 +86,14 @@ async def _ways(
 
     async def start(**tracing: str) -> MakeWay:
         return await stack.enter_async_context(
-            outrider_stack(pair, ["ngram"], pair.shared_threads, depth="fixed:4", **tracing)
+            outrider_stack(pair, ["ngram"], pair.shared_threads, draft_tokens="fixed:4", **tracing)
         )
 
     def sampled(share: float) -> Callable[[], dict[str, str]]:
         def headers() -> dict[str, str]:
-            flag = "01" if generator.random() < share else "00"
+            flag = "00"
+            if generator.random() < share:
+                flag = "01"
             trace_id = generator.getrandbits(128)
             span_id = generator.getrandbits(64)
             return {"traceparent": f"00-{trace_id:032x}-{span_id:016x}-{flag}"}

@@ -12,11 +12,11 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
@@ -45,10 +45,11 @@ class Task:
     @property
     def lengths(self) -> list[int]:
         """Tokens of each prompt, spread evenly by the golden ratio."""
-        spread = [
-            0.5 + (i * 0.618034) % 1.0 if self.varied else 1.0 for i in range(len(self.prompts))
-        ]
-        return [round(self.max_tokens * share) for share in spread]
+        count = len(self.prompts)
+        if not self.varied:
+            return [self.max_tokens] * count
+        shares = [0.5 + (i * 0.618034) % 1.0 for i in range(count)]
+        return [round(self.max_tokens * share) for share in shares]
 
 
 @dataclass(slots=True)
@@ -70,6 +71,7 @@ class Sample:
 
     @property
     def tokens_per_s(self) -> float:
+        """Generated tokens over the seconds from the first request to the last answer."""
         return self.tokens / self.seconds
 
     @property
@@ -91,6 +93,19 @@ def _tokens_by(at: float, first: float, last: float, count: int) -> float:
     return 1 + (count - 1) * (at - first) / (last - first)
 
 
+_Item = TypeVar("_Item")
+
+
+def there_and_back(items: Sequence[_Item], round_number: int) -> Iterator[_Item]:
+    """The items in order in even rounds, and in reverse order in odd ones.
+
+    So drift of the machine meets all items alike.
+    """
+    if round_number % 2 == 0:
+        return iter(items)
+    return reversed(items)
+
+
 Measure = Callable[[Task], Awaitable[Sample]]
 MakeWay = Callable[..., Measure]
 
@@ -99,14 +114,15 @@ MakeWay = Callable[..., Measure]
 class Pair:
     """A target and its draft model.
 
-    `shared_threads` are the verifier's threads when a draft model runs on the same cores.
+    Peers verify `draft_tokens` in a step; Outrider chooses its own number. `shared_threads` are the
+    verifier's threads when a draft model runs on the same cores.
     """
 
     name: str
     target: Path
     draft: Path
     dtype: str
-    depth: int
+    draft_tokens: int
     shared_threads: int
 
 
@@ -120,7 +136,8 @@ async def line_peer(*command: str) -> AsyncIterator[Callable[[dict[str, Any]], A
         process = await asyncio.create_subprocess_exec(*command, stdin=-1, stdout=-1, stderr=errors)
         if process.stdin is None or process.stdout is None:
             raise RuntimeError("the peer has no pipes")
-        send, receive = process.stdin, process.stdout
+        send = process.stdin
+        receive = process.stdout
 
         async def ask(task: dict[str, Any]) -> Sample:
             send.write(json.dumps(task).encode() + b"\n")
@@ -149,7 +166,7 @@ async def transformers_ways(pair: Pair) -> AsyncIterator[dict[str, Measure]]:
         "--dtype",
         pair.dtype,
         "--draft-tokens",
-        str(pair.depth),
+        str(pair.draft_tokens),
     ]
     async with line_peer(sys.executable, "-m", "outrider_bench.peers", *arguments) as ask:
 
@@ -321,4 +338,6 @@ def counter_key(name: str, labels: Mapping[str, str]) -> str:
         return ""
     label = labels.get("phase") or labels.get("result")
     short = name.removeprefix("outrider:").removesuffix("_total")
-    return f"{short}.{label}" if label else short
+    if label:
+        return f"{short}.{label}"
+    return short

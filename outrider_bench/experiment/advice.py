@@ -81,7 +81,9 @@ class BatchAdvice:
     def best(self) -> str | None:
         """The key of the fastest place; None where none pays."""
         key = max(self.simulated, key=lambda place: self.simulated[place].speed)
-        return key if self.simulated[key].speed >= PAYS else None
+        if self.simulated[key].speed >= PAYS:
+            return key
+        return None
 
     @property
     def limit(self) -> str:
@@ -160,7 +162,9 @@ def _arithmetic(situation: Situation, place: Place) -> Arithmetic:
         return arithmetic.pushed(times, acceptance, depth, situation.hit_rate)
 
     ways = (arithmetic.synchronous, arithmetic.late, arithmetic.chain, pushed)
-    strategy = arithmetic.taking_turns if place.on_target_cores else arithmetic.expected
+    strategy = arithmetic.expected
+    if place.on_target_cores:
+        strategy = arithmetic.taking_turns
     return Arithmetic(
         times,
         [arithmetic.best(way, times, acceptance) for way in ways],
@@ -202,7 +206,9 @@ class Simulator:
             "on_target_cores": place.on_target_cores,
             "interference": place.interference,
         }
-        table = self._cheap if cheap_verifying else self._drafted
+        table = self._drafted
+        if cheap_verifying:
+            table = self._cheap
         scenario = self._scenario(table, drafter)
         return self._simulated(simulate(scenario, self.batch).sample)
 

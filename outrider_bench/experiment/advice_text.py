@@ -98,7 +98,9 @@ def _batch_json(found: BatchAdvice) -> dict[str, Any]:
 def difference(place: Place, found: BatchAdvice) -> float | None:
     """How far the simulation is above the arithmetic, as a share; None if within 10 %."""
     share = found.simulated[place.key].speed / found.arithmetic[place.key].expected.speed - 1.0
-    return share if abs(share) > _DIFFERS else None
+    if abs(share) > _DIFFERS:
+        return share
+    return None
 
 
 def _reason(place: Place, found: BatchAdvice) -> str:
@@ -219,7 +221,9 @@ def _limit(found: BatchAdvice) -> str:
 
 
 def _share(value: float | None) -> str:
-    return "none pays" if value is None else f"{value:.2f}"
+    if value is None:
+        return "none pays"
+    return f"{value:.2f}"
 
 
 def _speed(place: Place, found: BatchAdvice) -> str:
@@ -247,4 +251,6 @@ def finite(value: Any) -> Any:
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [finite(item) for item in value]
-    return None if value == math.inf else value
+    if value == math.inf:
+        return None
+    return value

@@ -16,6 +16,7 @@ from rich.progress import track
 
 from outrider.process.config import Settings, command
 from outrider.process.usage import invoke, refuse
+from outrider_bench.console import console_for_output
 from outrider_bench.experiment import advice_text, machine_costs
 from outrider_bench.experiment.advice import advise
 from outrider_bench.experiment.arithmetic import MAX_ACCEPTANCE
@@ -99,7 +100,9 @@ def situations_of(question: Question) -> list[Situation]:
 
 
 def _situation(question: Question, batch: int, costs: MachineCosts) -> Situation:
-    acceptance = costs.acceptance if question.acceptance is None else question.acceptance
+    acceptance = question.acceptance
+    if acceptance is None:
+        acceptance = costs.acceptance
     if acceptance is None:
         raise ValueError(f"acceptance: give --acceptance, from 0 to {MAX_ACCEPTANCE}")
     places = _places(question, costs)
@@ -108,12 +111,14 @@ def _situation(question: Question, batch: int, costs: MachineCosts) -> Situation
 
 
 def _places(question: Question, costs: MachineCosts) -> tuple[Place, Place, Place]:
-    given_ms = question.host_round_trip_ms
+    round_trip_ms = question.host_round_trip_ms
+    if round_trip_ms is None:
+        round_trip_ms = costs.round_trip_ms
     host = Place(
         "host",
         "on other cores of the host",
         question.host_drafter or question.drafter,
-        costs.round_trip_ms if given_ms is None else given_ms,
+        round_trip_ms,
         costs.jitter_ms,
         interference=costs.interference,
         slowness=costs.slowness,
@@ -154,7 +159,7 @@ def _run(question: Question) -> int:
     if click.get_current_context().meta["json"]:
         print(json.dumps(advice_text.as_json(drafter, found), indent=1))
         return 0
-    console = Console() if sys.stdout.isatty() else Console(width=_WIDTH)
+    console = console_for_output(_WIDTH)
     advice_text.show(console, drafter, found)
     return 0
 

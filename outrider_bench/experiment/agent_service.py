@@ -83,6 +83,11 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
     async def HoldMachine(
         self, request: agent_pb2.HoldMachineRequest, context: _Context
     ) -> AsyncIterator[agent_pb2.HoldMachineResponse]:
+        """Hold the machine for the caller until the call ends; then end its processes.
+
+        Answers once, with the lease and the machine's description. Raises OutriderError(OVERLOADED)
+        if another experiment holds the machine.
+        """
         if self._lease is not None:
             problem = "another experiment holds this machine, and an agent serves one at a time"
             raise OutriderError(Reason.OVERLOADED, problem)
@@ -109,7 +114,9 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
             self._lease = self._ending = None
 
     def _held(self, lease_id: str) -> Lease:
-        lease = self._lease if self._ending is None else None
+        lease = None
+        if self._ending is None:
+            lease = self._lease
         given = lease_id.encode()
         if lease is None or not secrets.compare_digest(lease.lease_id.encode(), given):
             raise invalid("lease_id", "is not that of the lease that holds this machine")
@@ -119,6 +126,10 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
     async def FindFreePort(
         self, request: agent_pb2.FindFreePortRequest, context: _Context
     ) -> agent_pb2.FindFreePortResponse:
+        """Answer with a port that no process listens on at the address now.
+
+        Raises OutriderError(INVALID_VALUE) for a lease that is not the machine's.
+        """
         self._held(request.lease_id)
         return agent_pb2.FindFreePortResponse(port=free_port(request.address))
 
@@ -126,6 +137,11 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
     async def StartProcess(
         self, request: agent_pb2.StartProcessRequest, context: _Context
     ) -> agent_pb2.StartProcessResponse:
+        """Start a process of the lease and answer with its id.
+
+        Raises OutriderError(INVALID_VALUE) for a lease that is not the machine's, or for a command
+        that an agent does not run.
+        """
         lease = self._held(request.lease_id)
         launch = Launch(
             request.name,
@@ -143,6 +159,10 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
     async def SignalProcess(
         self, request: agent_pb2.SignalProcessRequest, context: _Context
     ) -> agent_pb2.SignalProcessResponse:
+        """Stop, kill, pause or resume a process; stop and kill answer when it has ended.
+
+        Raises OutriderError(INVALID_VALUE) for an unknown lease, process or signal.
+        """
         handle = self._held(request.lease_id).process(request.process_id)
         actions = {
             agent_pb2.PROCESS_SIGNAL_STOP: handle.stop,
@@ -160,6 +180,10 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
     async def GetProcess(
         self, request: agent_pb2.GetProcessRequest, context: _Context
     ) -> agent_pb2.GetProcessResponse:
+        """Answer whether a process runs, its CPU time, and the last lines that it printed.
+
+        Raises OutriderError(INVALID_VALUE) for an unknown lease or process.
+        """
         handle = self._held(request.lease_id).process(request.process_id)
         cpu_time = Duration()
         cpu_time.FromNanoseconds(round(await handle.cpu_s() * 1e9))

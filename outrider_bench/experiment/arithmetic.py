@@ -123,7 +123,9 @@ def late(times: Times, acceptance: float, depth: int) -> Estimate:
 
 def _overlapped(way: str, times: Times, acceptance: float, depth: int, hit_rate: float) -> Estimate:
     verify_s = times.verify_s[depth]
-    draft_s = times.draft_s(depth) + times.round_trip_s if depth else 0.0
+    draft_s = 0.0
+    if depth:
+        draft_s = times.draft_s(depth) + times.round_trip_s
     step_s = hit_rate * max(verify_s, draft_s) + (1.0 - hit_rate) * (verify_s + draft_s)
     tokens = block_efficiency(acceptance, depth)
     speed = tokens * times.decode_step_s / step_s

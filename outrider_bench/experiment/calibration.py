@@ -125,7 +125,9 @@ async def _speed(family: str, port: int) -> tuple[float, float]:
         for drafter in info.drafters
         if drafter.family == family
     ]
-    return found[0] if found else (0.0, 0.0)
+    if found:
+        return found[0]
+    return (0.0, 0.0)
 
 
 def task_of(target: Path, batch: int) -> Task:

@@ -62,7 +62,9 @@ class Images:
         if name is None:
             program = f"{launch.module or launch.program} {family}"
             raise invalid("container", f"{launch.name} runs {program}, which is in no image")
-        variant = "-gpu" if gpu_of(launch) is not None else ""
+        variant = ""
+        if gpu_of(launch) is not None:
+            variant = "-gpu"
         return f"{name}{variant}:{self.tag}"
 
 
@@ -185,7 +187,9 @@ def _literal(text: str) -> str:
 def value_of(launch: Launch, flag: str) -> str | None:
     """The value of a flag of a command line; None if the flag is not given."""
     arguments = launch.arguments
-    return arguments[arguments.index(flag) + 1] if flag in arguments[:-1] else None
+    if flag in arguments[:-1]:
+        return arguments[arguments.index(flag) + 1]
+    return None
 
 
 def gpu_of(launch: Launch) -> str | None:

@@ -42,25 +42,31 @@ class ContainerHandle:
         self._cpu_s = 0.0
 
     async def alive(self) -> bool:
+        """Whether the container runs; a paused one does, a removed one does not."""
         return bool((await self._state()).get("Running"))
 
     async def stop(self) -> None:
+        """Let the engine send SIGTERM, and SIGKILL after 12 s; return when it has ended."""
         await self.resume()  # a paused process takes no signal
         await self._command(f"stop?t={_STOP_S}")
 
     async def kill(self) -> None:
+        """Let the engine send SIGKILL; return when the container has ended."""
         await self.resume()
         await self._command("kill")
         await self._command("wait")
 
     async def pause(self) -> None:
+        """Freeze all processes of the container."""
         await self._command("pause")
 
     async def resume(self) -> None:
+        """Let a paused container go on; does nothing to another one."""
         if (await self._state()).get("Paused"):
             await self._command("unpause")
 
     async def tail(self) -> list[str]:
+        """The last `TAIL_LINES` lines that it printed; one with its status follows its end."""
         command = ["docker", "logs", "--tail", str(TAIL_LINES), self._id]
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
@@ -74,6 +80,7 @@ class ContainerHandle:
         return lines[-TAIL_LINES:]
 
     async def cpu_s(self) -> float:
+        """User and system time in seconds since its start, as the engine counts them."""
         answer = await self._engine.get(f"/containers/{self._id}/stats?stream=false&one-shot=true")
         if answer.is_success:
             used_ns = answer.json()["cpu_stats"]["cpu_usage"]["total_usage"]
@@ -201,18 +208,29 @@ class ContainerHost:
 
     @property
     def address(self) -> str:
+        """The containers' IP address: loopback without a network, else one of the network's."""
         if self._network is None:
             return LOOPBACK
         return self._project.subnets.address(self._network, self._number)
 
     async def free_port(self) -> int:
         """A port; nothing else listens at the containers' own address."""
-        return free_port(self.address) if self._network is None else next(self._ports)
+        if self._network is None:
+            return free_port(self.address)
+        return next(self._ports)
 
     async def start(self, launch: Launch) -> ContainerHandle:
+        """Start the launch in a container beside the first one.
+
+        Raises OSError when Compose cannot start it.
+        """
         self._first = self._first or launch.name
-        beside = self._first if self._network is not None and launch.name != self._first else None
-        addresses = self._addresses(launch) if beside is None else {}
+        beside = None
+        if self._network is not None and launch.name != self._first:
+            beside = self._first
+        addresses = {}
+        if beside is None:
+            addresses = self._addresses(launch)
         files = self._project.write_files(launch)
         return await self._project.start(Service(launch, addresses, beside, files))
 

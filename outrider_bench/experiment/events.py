@@ -24,7 +24,9 @@ class Events:
         self.errors: list[str] = []
         self._drafting = drafting
         self._experiment = experiment
-        used = {*drafting.links, *experiment.use} if drafting is not None else set()
+        used = set()
+        if drafting is not None:
+            used = {*drafting.links, *experiment.use}
         self._events: Sequence[Event] = [event for event in experiment.events if event.who in used]
 
     def begin(self, group: asyncio.TaskGroup, playing: asyncio.Task[Any]) -> None:

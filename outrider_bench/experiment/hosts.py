@@ -126,9 +126,11 @@ class LocalHandle:
         self._ended = asyncio.create_task(self._watch())
 
     async def alive(self) -> bool:
+        """Whether the child still runs; a paused one does."""
         return self._process.returncode is None
 
     async def stop(self) -> None:
+        """Send SIGTERM to its group, and SIGKILL after 12 s; return when it has ended."""
         self._signal(signal.SIGTERM)
         self._signal(signal.SIGCONT)  # a paused process takes no other signal
         try:
@@ -137,19 +139,24 @@ class LocalHandle:
             await self.kill()
 
     async def kill(self) -> None:
+        """Send SIGKILL to its group; return when it has ended."""
         self._signal(signal.SIGKILL)
         await self._ended
 
     async def pause(self) -> None:
+        """Send SIGSTOP to its group."""
         self._signal(signal.SIGSTOP)
 
     async def resume(self) -> None:
+        """Send SIGCONT to its group."""
         self._signal(signal.SIGCONT)
 
     async def tail(self) -> list[str]:
+        """The last `TAIL_LINES` lines that it printed; one with its status follows its end."""
         return list(self._lines)
 
     async def cpu_s(self) -> float:
+        """User and system time in seconds since its start; the last one read, once it has ended."""
         # Once the process has ended, the last figure counts.
         with suppress(FileNotFoundError, ProcessLookupError):
             self._cpu_s = process_cpu_s(self._process.pid)
@@ -179,12 +186,15 @@ class LocalHost:
     address: str = LOOPBACK
 
     async def free_port(self) -> int:
+        """A port that no process listens on at `address` now; raises OSError if there is none."""
         return free_port(self.address)
 
     async def start(self, launch: Launch) -> LocalHandle:
         """Start a child process on the launch's cores; raises OSError when it cannot be run."""
         files = _write(launch.files) if launch.files else None
-        pinned = ["taskset", "--cpu-list", launch.cores] if launch.cores is not None else []
+        pinned = []
+        if launch.cores is not None:
+            pinned = ["taskset", "--cpu-list", launch.cores]
         process = await asyncio.create_subprocess_exec(
             *not_orphaned(),
             *pinned,

@@ -213,11 +213,15 @@ def _flag(name: str, value: Setting) -> list[str]:
 
 
 def _path(path: Path | None) -> str | None:
-    return None if path is None else str(path)
+    if path is None:
+        return None
+    return str(path)
 
 
 def _text(value: Setting | None) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value)
 
 
 def _environment(otlp_endpoint: str) -> dict[str, str]:

@@ -120,7 +120,9 @@ class ShapedLink:
         shape = self.shape
         rate = shape.mbit_s * 125_000
         jitter_s = self._random.uniform(0.0, shape.jitter_ms / 1000)
-        size = SEGMENT_BYTES if rate or shape.loss else len(data)
+        size = len(data)
+        if rate or shape.loss:
+            size = SEGMENT_BYTES
         for start in range(0, len(data), size):
             piece = data[start : start + size]
             wire.free_at = max(wire.free_at, leaves)
@@ -158,7 +160,9 @@ class _End(asyncio.Protocol):
         self._dialling: asyncio.Task[None] | None = None
         self._waiting_bytes = 0
         self._last = 0.0
-        self._wire = self.link.up if self.target is not None else self.link.down
+        self._wire = self.link.down
+        if self.target is not None:
+            self._wire = self.link.up
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # create_server and create_connection make no other transport.

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
-import re
 import subprocess
 import time
 import timeit
@@ -24,6 +23,7 @@ from outrider.errors import invalid
 from outrider_bench.experiment.hosts import check_cores
 from outrider_bench.experiment.records import Machine
 from outrider_bench.experiment.spec import Experiment, drafters_of
+from outrider_bench.processor import processor_name
 
 _READ_BYTES = 256 << 20
 _READ_COUNT = 3
@@ -39,7 +39,7 @@ def this_machine() -> Machine:
     topology = Topology.read(Path("/sys"))
     return Machine(
         host=platform.node(),
-        processor=_processor(),
+        processor=processor_name(),
         cores=sorted(os.sched_getaffinity(0)),
         numa_nodes=topology.nodes,
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
@@ -115,11 +115,6 @@ def warnings() -> Iterator[str]:
     if governors - {"performance"}:
         known = ", ".join(sorted(governors))
         yield f"cores change their clock: the governor is {known}, not performance"
-
-
-def _processor() -> str:
-    found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    return found.group(1) if found else platform.machine()
 
 
 def _memory_bytes_per_s() -> float:

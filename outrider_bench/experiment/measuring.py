@@ -95,7 +95,9 @@ class Bench:
         return {**found, "load": time.process_time()}
 
     async def _traffic(self) -> dict[str, LinkTraffic]:
-        return await self.drafting.traffic() if self.drafting is not None else {}
+        if self.drafting is not None:
+            return await self.drafting.traffic()
+        return {}
 
 
 def _asked(experiment: Experiment, way: str, tenant: str) -> Asked:

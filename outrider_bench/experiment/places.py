@@ -64,7 +64,9 @@ class Places:
         if machine is not None:
             return self._remote(name, machine, is_container)
         if self.project is not None and self.compose:
-            network = name.removeprefix(_LINK) if name.startswith(_LINK) else CORE
+            network = CORE
+            if name.startswith(_LINK):
+                network = name.removeprefix(_LINK)
             return self.project.host(name, network)
         if not is_container:
             return self.hosts.here

@@ -35,24 +35,31 @@ class RemoteHandle:
         self._process_id = process_id
 
     async def alive(self) -> bool:
+        """Ask the agent whether the process still runs; a paused one does."""
         return (await self._state()).is_alive
 
     async def stop(self) -> None:
+        """Let the agent send SIGTERM, and SIGKILL after 12 s; return when it has ended."""
         await self._signal(agent_pb2.PROCESS_SIGNAL_STOP)
 
     async def kill(self) -> None:
+        """Let the agent send SIGKILL; return when the process has ended."""
         await self._signal(agent_pb2.PROCESS_SIGNAL_KILL)
 
     async def pause(self) -> None:
+        """Let the agent send SIGSTOP."""
         await self._signal(agent_pb2.PROCESS_SIGNAL_PAUSE)
 
     async def resume(self) -> None:
+        """Let the agent send SIGCONT."""
         await self._signal(agent_pb2.PROCESS_SIGNAL_RESUME)
 
     async def tail(self) -> list[str]:
+        """The last lines that the process printed, at most `TAIL_LINES`."""
         return list((await self._state()).tail)
 
     async def cpu_s(self) -> float:
+        """User and system time in seconds since its start."""
         return (await self._state()).cpu_time.ToNanoseconds() / 1e9
 
     async def _signal(self, signal: agent_pb2.ProcessSignal.ValueType) -> None:
@@ -112,12 +119,14 @@ class RemoteHost:
         return self._held.controller_address
 
     async def free_port(self) -> int:
+        """A port that no process listens on now, at the machine's address."""
         answer = await self.call(
             "FindFreePort", agent_pb2.FindFreePortRequest(address=self.address)
         )
         return int(answer.port)
 
     async def start(self, launch: Launch) -> RemoteHandle:
+        """Let the agent start the process; its cores are those of the remote machine."""
         request = agent_pb2.StartProcessRequest(
             name=launch.name,
             module=launch.module,
@@ -215,7 +224,9 @@ async def remote_hosts(
 def with_addresses(hosts: Mapping[str, RemoteHost]) -> Hosts:
     """Give hosts on loopback an address that the other machines reach, if there are others."""
     seen = [host.controller_address for host in hosts.values() if not is_loopback(host.address)]
-    here = seen[0] if seen else LOOPBACK
+    here = LOOPBACK
+    if seen:
+        here = seen[0]
     for host in hosts.values():
         if is_loopback(host.address):
             host.address = here

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from fnmatch import fnmatch
 from pathlib import Path
@@ -155,7 +155,9 @@ def open_folder(
     A new folder records the machine, the commit and `command`, the command line.
     """
     here, commit = machine.this_machine(), machine.commit(_ROOT)
-    about = found.about if found is not None else {}
+    about: Mapping[str, str] = {}
+    if found is not None:
+        about = found.about
     version = f"{commit}-{found.digest}" if found is not None and about else commit
     folder = Folder.of(out, experiment, here, version)
     others = [other for other in folder.path.parent.glob("*") if other != folder.path]
@@ -181,7 +183,9 @@ def target_model(target: Target) -> Path:
         return target.model
     from outrider.launch.grow import MODEST, grown_checkpoint
 
-    dtype = "bfloat16" if target.dtype == "auto" else target.dtype
+    dtype = target.dtype
+    if target.dtype == "auto":
+        dtype = "bfloat16"
     return grown_checkpoint(target.model, Path("bench/out"), MODEST, dtype)
 
 

@@ -7,7 +7,7 @@ measured right before its cells' drafters start.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,6 +18,7 @@ from outrider_bench.experiment.records import DRAFTED, IDLE, PLAIN, Folder
 from outrider_bench.experiment.spans import Spans, receiver
 from outrider_bench.experiment.spec import Cell, Experiment, Target
 from outrider_bench.experiment.stack import backend, drafting
+from outrider_bench.ways import there_and_back
 
 _Item = TypeVar("_Item")
 Tell = Callable[[str, int], None]
@@ -65,7 +66,7 @@ class Runner:
         """Measure; raises StackFailed when a process does not start, or ends too early."""
         async with receiver(self._places.here) as spans:
             for repetition in range(self._experiment.repetitions):
-                for stacks in _there_and_back(self._groups, repetition):
+                for stacks in there_and_back(self._groups, repetition):
                     await self._with_target(stacks, repetition, spans)
 
     async def _with_target(self, stacks: list[list[Cell]], repetition: int, found: Spans) -> None:
@@ -74,13 +75,17 @@ class Runner:
         if not any(self._lacks(cell, way, repetition) for cell in cells for way in ways_of(cell)):
             return
         experiment = cells[0].experiment
-        spans = found if experiment.trace else None
+        spans = None
+        if experiment.trace:
+            spans = found
         model = self._target_model(experiment.target)
         tokenizer = load_tokenizer(str(model))
         self._tell(f"{repetition + 1}: starting verifiers", 0)
-        endpoint = spans.endpoint if spans is not None else ""
+        endpoint = ""
+        if spans is not None:
+            endpoint = spans.endpoint
         async with backend(experiment.target, model, self._places, endpoint) as running:
-            for stack in _there_and_back(stacks, repetition):
+            for stack in there_and_back(stacks, repetition):
                 bench = Bench(running, None, tokenizer, spans)
                 await self._plain(stack, repetition, bench)
                 await self._drafted(stack, repetition, bench)
@@ -107,7 +112,7 @@ class Runner:
         """Measure one cell after the other, with its links' shapes."""
         lacking = [
             (cell, way)
-            for cell in _there_and_back(stack, repetition)
+            for cell in there_and_back(stack, repetition)
             for way in ways_of(cell)
             if way != PLAIN and self._lacks(cell, way, repetition)
         ]
@@ -127,11 +132,6 @@ class Runner:
 
     def _lacks(self, cell: Cell, way: str, repetition: int) -> bool:
         return not self._folder.has(cell.key, way, repetition)
-
-
-def _there_and_back(items: Sequence[_Item], repetition: int) -> Iterator[_Item]:
-    """The items in order in even repetitions, and in reverse order in odd ones."""
-    return iter(items) if repetition % 2 == 0 else reversed(items)
 
 
 def _tenant(cell: Cell, way: str, repetition: int) -> str:

@@ -220,7 +220,9 @@ class _Fitter:
 
 def _bounded_ratio(wanted: float, found: float) -> float:
     """`wanted` / `found`, between a quarter and 4; 1 if nothing was found."""
-    return min(max(wanted / found, 0.25), 4.0) if found > 0.0 else 1.0
+    if found > 0.0:
+        return min(max(wanted / found, 0.25), 4.0)
+    return 1.0
 
 
 def _steps_of(simulation: Simulation) -> _Simulated:

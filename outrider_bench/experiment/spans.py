@@ -42,6 +42,7 @@ class Spans(trace_service_pb2_grpc.TraceServiceServicer):
         """The times in which drafters computed, by trace, in seconds."""
 
     async def Export(self, request: Any, context: Any) -> Any:
+        """Take an export of OTLP: the spans of any number of resources and scopes."""
         for resource in request.resource_spans:
             for scope in resource.scope_spans:
                 for span in scope.spans:

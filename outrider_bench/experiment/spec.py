@@ -186,7 +186,9 @@ class Workload(_Part):
     @property
     def under_way(self) -> int:
         """Requests under way at each verifier while it warms up: `batch` if closed, else 1."""
-        return self.batch if self.arrivals == "closed" else 1
+        if self.arrivals == "closed":
+            return self.batch
+        return 1
 
 
 class Event(_Part):
@@ -390,7 +392,9 @@ def first_problem(error: ValidationError) -> str:
     details = error.errors()[0]
     place = ".".join(map(str, details["loc"]))
     message = str(details["msg"])
-    return f"{place}: {message}" if place else message
+    if place:
+        return f"{place}: {message}"
+    return message
 
 
 def _word(value: Any) -> str:

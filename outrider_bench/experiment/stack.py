@@ -85,7 +85,9 @@ async def backend(
                 host = places.host(name, target.host, False)
                 address = host.address
                 verifier = f"{address}:{await host.free_port()}"
-                uds = Path(sockets, f"{name}.sock") if target.host is None else None
+                uds = None
+                if target.host is None:
+                    uds = Path(sockets, f"{name}.sock")
                 ports = (await host.free_port(), await host.free_port())
                 endpoint = Endpoint(name, str(target.model), address, *ports, verifier, uds)
                 await processes.start(host, verifier_launch(target, model, endpoint, otlp_endpoint))
@@ -171,7 +173,9 @@ class _Starter:
 
     async def start(self) -> None:
         uses_redis = any(d.pool == "redis" for _, d in drafters_of(self._experiment))
-        redis = await self._redis() if uses_redis else ""
+        redis = ""
+        if uses_redis:
+            redis = await self._redis()
         # By link, the link's address for each target.
         fronts = {
             link: await self._link(link, targets) for link, targets in self._targets(redis).items()
@@ -268,8 +272,12 @@ def check(experiment: Experiment, places: Places) -> None:
     verifier_launch(experiment.target, experiment.target.model, endpoint, "")
     for name, drafter in drafters_of(experiment):
         places.host(f"{name}-1", drafter.host, drafter.container)
-        count = experiment.target.count if drafter.shared else 1
-        redis = f"{LOOPBACK}:4" if drafter.pool == "redis" else None
+        count = 1
+        if drafter.shared:
+            count = experiment.target.count
+        redis = None
+        if drafter.pool == "redis":
+            redis = f"{LOOPBACK}:4"
         dial = Dial((endpoint.verifier,) * count, uds, redis, "0" * 32)
         drafter_launch(f"drafters.{name}", f"{name}-1", drafter, experiment.target, dial, "")
         is_here = isinstance(places.host("redis", None, False), LocalHost)

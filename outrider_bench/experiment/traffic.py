@@ -40,7 +40,9 @@ def requests_of(workload: Workload, tokenizer: Tokenizer, verifier: int = 0) -> 
     same. The last prompt of each kind is kept for warming up. Raises ValueError that names the
     wrong line of a recording.
     """
-    place = 0 if workload.verifiers == "in-turn" else verifier
+    place = verifier
+    if workload.verifiers == "in-turn":
+        place = 0
     prompts = _Prompts(workload, tokenizer)
     found = []
     for i, (at, kind, length, output) in enumerate(_arrivals(workload, place)):
@@ -124,4 +126,6 @@ class _Prompts:
 
 
 def _seed(workload: Workload, i: int) -> int | None:
-    return None if workload.seed is None else workload.seed + i
+    if workload.seed is None:
+        return None
+    return workload.seed + i

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import track
 
 from outrider.process.usage import invoke
+from outrider_bench.console import console_for_output
 from outrider_bench.fleet import results
 from outrider_bench.fleet.compare import CASES, compare, table
 from outrider_bench.fleet.layout import Floats, peak_rates
@@ -96,7 +97,7 @@ def _run(job: tuple[Fleet, dict[str, Cell], Floats]) -> dict[str, Any]:
 def _show(fleet: Fleet, out: Path | None, rates: Path, processes: int | None) -> int:
     began = time.monotonic()
     written = simulate(fleet, rates, processes)
-    console = Console(record=True) if sys.stdout.isatty() else Console(record=True, width=200)
+    console = console_for_output(record=True)
     console.print(written["machine"], markup=False)
     if fleet.question:
         console.print(fleet.question, markup=False)
@@ -105,7 +106,9 @@ def _show(fleet: Fleet, out: Path | None, rates: Path, processes: int | None) ->
     for sentence in results.findings(written["compared"]):
         console.print(sentence, markup=False, highlight=False)
     if out is not None:
-        images = results.plots(written) if find_spec("matplotlib") is not None else {}
+        images = {}
+        if find_spec("matplotlib") is not None:
+            images = results.plots(written)
         for path in write(out, fleet.name, written, console, images):
             print(f"written: {path}")
     print(f"took {time.monotonic() - began:.0f} s")

@@ -22,7 +22,8 @@ _WARM_UP_S = 10.0
 # The coarse simulator costs little, so its window is long enough to leave no noise of its own.
 _COARSE_WINDOW_S = 400.0
 # The fine one has at least this window, and a longer one at small loads: few requests are noisy.
-_FINE_WINDOW_S, _FINE_SEQUENCE_S = 40.0, 800.0
+_FINE_WINDOW_S = 40.0
+_FINE_SEQUENCE_S = 800.0
 # Requests that come so late may not end in time.
 _TAIL_S = 15.0
 FIGURES = ("tokens_per_s", "tpot_mean_ms", "tpot_p50_ms", "tpot_p99_ms", "ttft_p50_ms")
@@ -120,7 +121,9 @@ def _tokens_between(end: float, request: tuple[float, float, float, int]) -> flo
     """Tokens of a request from the end of the warm-up to `end`, taken to come evenly."""
     _, first, last, count = request
     if last <= first:
-        return float(count) if _WARM_UP_S <= first <= end else 0.0
+        if _WARM_UP_S <= first <= end:
+            return float(count)
+        return 0.0
     part = (min(last, end) - max(first, _WARM_UP_S)) / (last - first)
     return count * max(part, 0.0)
 

@@ -75,7 +75,9 @@ def peak_rates(fleet: Fleet, servers: Servers) -> Floats:
     """
     most = fleet.verifiers.max_sequences
     output = (fleet.traffic.output_tokens[0] + fleet.traffic.output_tokens[-1]) / 2
-    kind = GOOD if fleet.drafters.count else PLAIN
+    kind = PLAIN
+    if fleet.drafters.count:
+        kind = GOOD
     found = []
     for region in fleet.regions.values():
         load = np.array([min(region.peak_sequences / region.verifiers, most)])

@@ -30,8 +30,10 @@ SLOWNESS = (0.5, 1.0, 2.0, 4.0)
 QUANTILES = np.linspace(0.0, 1.0, 101)
 _BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096)
 # A cell lasts for about so many requests, and so many one after the other, within bounds for CPU.
-_REQUESTS, _WAVES = 300, 5
-_LEAST_S, _MOST_S = 10.0, 150.0
+_REQUESTS = 300
+_WAVES = 5
+_LEAST_S = 10.0
+_MOST_S = 150.0
 _ROOT = Path(__file__).parents[2]
 _SOURCES = ("verifier_svc/**/*.py", "outrider_bench/simulator/**/*.py", "outrider/drafter/**/*.py")
 
@@ -123,7 +125,9 @@ def measure(job: tuple[Scenario, int]) -> Cell:
     later = [(t, *request) for t, request in pairs if request[0] - t >= sample.seconds / 3]
     spans = [(last - first, count - 1) for _, first, last, count in later if count > 1]
     token_s = sum(span for span, _ in spans) / sum(count for _, count in spans)
-    busy_s = outcome.drafters["drafter"]["busy_seconds"] if drafting else 0.0
+    busy_s = 0.0
+    if drafting:
+        busy_s = outcome.drafters["drafter"]["busy_seconds"]
     stretch = np.quantile([span / count for span, count in spans], QUANTILES) / token_s
     return Cell(
         tokens_per_s=sample.tokens / sample.seconds,

@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
+from outrider_bench.console import table_of
 from outrider_bench.fleet.layout import lay_out
 from outrider_bench.fleet.recorder import PERCENTILES
 from outrider_bench.fleet.spec import Fleet
@@ -49,24 +50,19 @@ def tables(written: dict[str, Any]) -> Iterator[Table]:
     yield _comparison(written["compared"])
 
 
-def _table(title: str, *names: str) -> Table:
-    table = Table(title=title)
-    for number, name in enumerate(names):
-        table.add_column(name, justify="right" if number else "left")
-    return table
-
-
 def _hours(hours: list[dict[str, Any]]) -> Table:
-    table = _table(
+    table = table_of(
         "the fleet by hour (UTC)",
-        "hour",
-        "tokens/s",
-        "requests/s",
-        "under way",
-        "served abroad",
-        "drafters busy",
-        "bad links",
-        "undrafted",
+        (
+            "hour",
+            "tokens/s",
+            "requests/s",
+            "under way",
+            "served abroad",
+            "drafters busy",
+            "bad links",
+            "undrafted",
+        ),
     )
     for hour in hours:
         shares = ("abroad_share", "drafter_busy", "bad_link_share", "undrafted_share")
@@ -76,7 +72,8 @@ def _hours(hours: list[dict[str, Any]]) -> Table:
 
 
 def _region(name: str, hours: list[dict[str, Any]]) -> Table:
-    table = _table(f"{name}, its clients' latencies by hour (ms)", "hour", "under way", *_labels())
+    title = f"{name}, its clients' latencies by hour (ms)"
+    table = table_of(title, ("hour", "under way", *_labels()))
     for hour in hours:
         region = hour["regions"][name]
         figures = [f"{region[key]:.1f}" if key in region else "–" for key in _LATENCIES]
@@ -89,17 +86,19 @@ def _labels() -> list[str]:
 
 
 def _comparison(compared: dict[str, Any]) -> Table:
-    table = _table(
+    table = table_of(
         "the same traffic with other drafters and links",
-        "fleet",
-        "processes",
-        "shared by",
-        "TPOT mean (ms)",
-        "×",
-        *_labels(),
-        "under way",
-        "busy",
-        "undrafted",
+        (
+            "fleet",
+            "processes",
+            "shared by",
+            "TPOT mean (ms)",
+            "×",
+            *_labels(),
+            "under way",
+            "busy",
+            "undrafted",
+        ),
     )
     base = next(iter(compared.values()))["tpot_mean_ms"]
     for name, found in compared.items():

@@ -228,7 +228,9 @@ class Simulation:
         each = (drafted / np.maximum(present.sum(axis=1), 1))[layout.group_of]
         drafters = self._fleet.drafters
         slowness = self._servers.slowness(np.maximum(loads, 1.0), each, drafters)
-        streams = drafters.shared_by if drafters.passes == "in-turn" else 1
+        streams = 1
+        if drafters.passes == "in-turn":
+            streams = drafters.shared_by
         return shares, slowness, np.clip(each, 0.0, streams)
 
     # --- counts ---

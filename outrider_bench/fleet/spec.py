@@ -21,7 +21,9 @@ Lengths = Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1, max_l
 
 
 def _as_list(value: object) -> object:
-    return value if isinstance(value, list) else [value]
+    if isinstance(value, list):
+        return value
+    return [value]
 
 
 class _Part(BaseModel):

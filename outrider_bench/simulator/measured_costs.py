@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import os
-import platform
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -35,6 +34,7 @@ from outrider.messages import (
     Verdict,
     Window,
 )
+from outrider_bench.processor import processor_name
 from outrider_bench.simulator.cores import Worker
 from outrider_bench.simulator.costs import Costs, DraftingCost, Forward
 from outrider_bench.simulator.events import Events
@@ -92,7 +92,7 @@ def measure(
     forwards = _forwards(target, sequences)
     step_s, token_s = _prompts(target, forwards[0].seconds)
     host_step_s, host_sequence_s = _host()
-    cores = f"{threads} of {os.cpu_count()} cores of {_processor()}"
+    cores = f"{threads} of {os.cpu_count()} cores of {processor_name()}"
     source = f"measured with {cores}: {target_path}, {target.dtype}"
     del target
     drafting = {"ngram": _lookup_cost()}
@@ -315,10 +315,3 @@ def _free() -> Costs:
         host_step_s=0.0,
         host_sequence_s=0.0,
     )
-
-
-def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor()

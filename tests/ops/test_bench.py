@@ -2,7 +2,7 @@
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,9 @@ import torch
 import transformers
 from rich.console import Console
 
+from outrider.launch.stack import ServeSettings
 from outrider_bench import __main__ as bench
-from outrider_bench import seeds
+from outrider_bench import adversary, seeds, tracing, ways
 from outrider_bench.raw_client import stream
 from outrider_bench.report import Cell, Results, plot, tables, write
 from outrider_bench.ways import Pair, Sample, Task, line_peer, serving, transformers_ways
@@ -170,6 +171,29 @@ async def test_suffix_drafters_start_if_a_chosen_way_can_use_them(
     assert started == [drafters, drafters[:-1]]
     assert list(found) == [f"outrider, {way}" for way in ways]
     assert ("without suffix drafters" in console.export_text()) == (not trees)
+
+
+@pytest.mark.parametrize(
+    "measure",
+    [
+        lambda pair: adversary.measure(pair, ["fixed:4"], 1, 8, Console()),
+        lambda pair: tracing.measure(pair, 1, 8, Console()),
+    ],
+    ids=["adversary", "tracing"],
+)
+async def test_special_stacks_start_with_settings_that_serve_has(
+    monkeypatch: pytest.MonkeyPatch, measure: Callable[[Pair], Awaitable[Any]]
+) -> None:
+    class Planned(Exception):
+        pass
+
+    def planned(settings: ServeSettings, directory: Path) -> None:
+        raise Planned(settings.draft_tokens)
+
+    monkeypatch.setattr(ways, "plan_stack", planned)
+    pair = Pair("tiny", MODELS / "draft", MODELS / "draft", "float32", 4, shared_threads=1)
+    with pytest.raises(Planned, match="fixed:4"):
+        await measure(pair)
 
 
 def test_a_record_names_versions_and_the_gpu_even_without_git(

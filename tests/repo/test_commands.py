@@ -12,6 +12,7 @@ NAMED = (
     "README.md",
     "CHANGELOG.md",
     "DECISIONS.md",
+    "bench/results/README.md",
     "clients/browser/README.md",
     "compose/README.md",
     "models/README.md",
@@ -58,6 +59,19 @@ def setting_flags() -> frozenset[str]:
 def test_every_link_leads_to_a_file(path: Path) -> None:
     links = re.findall(r"\]\((?!https?:)([^)#]+)", path.read_text())
     assert [link for link in links if not (path.parent / link).exists()] == []
+
+
+def anchors(page: str) -> set[str]:
+    """The anchors that GitHub gives the headings of a page."""
+    headings = re.findall(r"^#+ (.+)$", page, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_every_link_to_a_section_leads_to_a_heading(path: Path) -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#]*\.md)?#([^)]+)\)", path.read_text())
+    pages = [(path.parent / file if file else path, anchor) for file, anchor in links]
+    assert [(page.name, to) for page, to in pages if to not in anchors(page.read_text())] == []
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)

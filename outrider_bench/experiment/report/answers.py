@@ -37,12 +37,15 @@ class Rated:
 
     @property
     def label(self) -> str:
+        """The cell's point in words, and whether the figure is predicted."""
         return point_words(self.cell.point) + marked(self.source)
 
 
 def marked(source: Source) -> str:
     """The words that follow a predicted figure; none follow a measured one."""
-    return " (predicted)" if source == "predicted" else ""
+    if source == "predicted":
+        return " (predicted)"
+    return ""
 
 
 def answers(results: Results, validation: Validation | None) -> list[str]:

@@ -81,7 +81,9 @@ def _bars(rated: list[Rated]) -> Figure:
     axes = figure.subplots()
     for place, one in enumerate(rated):
         spread = one.times_plain
-        colour = COLOURS[0] if spread.median >= 1.0 else COLOURS[1]
+        colour = COLOURS[1]
+        if spread.median >= 1.0:
+            colour = COLOURS[0]
         hatch = "//" if one.source == "predicted" else None
         axes.barh(place, spread.median, color=colour, alpha=0.85, hatch=hatch, height=0.65)
         axes.plot([spread.least, spread.most], [place, place], color=ink(), linewidth=1.5)
@@ -141,7 +143,9 @@ def _write_values(
             axes.text(*place, "not run", ha="center", va="center", color=ink(), alpha=0.6)
             continue
         speed = one.times_plain.median
-        colour = "white" if abs(speed - 1.0) > 0.6 * reach else "black"
+        colour = "black"
+        if abs(speed - 1.0) > 0.6 * reach:
+            colour = "white"
         text = f"{speed:.2f}"
         if one.source == "predicted":
             text += "\npredicted"
@@ -161,7 +165,9 @@ def _splits(results: Results) -> Iterator[tuple[str, Source, Split]]:
 def _phases(results: Results, cell: Cell, source: Source, way: str) -> Split:
     found = []
     divided = results.spread(cell, source, way, "step_wait_network_ms") is not None
-    waits = WAITS if divided else PHASES[1:2]
+    waits: tuple[str, ...] = PHASES[1:2]
+    if divided:
+        waits = WAITS
     for phase in (PHASES[0], *waits, *PHASES[2:]):
         spread = results.spread(cell, source, way, f"step_{phase}_ms")
         if spread is not None and spread.median > 0.0:
@@ -179,7 +185,9 @@ def _split(bars: list[tuple[str, Source, Split]]) -> Figure:
             label = PHASE_TITLES[phase] if phase not in seen else None
             seen.add(phase)
             colour = PHASE_COLOURS[phase]
-            alpha = 0.55 if source == "predicted" else 1.0
+            alpha = 1.0
+            if source == "predicted":
+                alpha = 0.55
             axes.barh(place, milliseconds, left=left, color=colour, label=label, alpha=alpha)
             left += milliseconds
         beside_bar(axes, f"{left:.1f}", left, place)

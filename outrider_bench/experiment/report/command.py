@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from rich.markup import escape
 from rich.table import Table as RichTable
 
 from outrider.process.usage import invoke, refuse
+from outrider_bench.console import console_for_output
 from outrider_bench.experiment.records import Folder
 from outrider_bench.experiment.report import contents, page
 from outrider_bench.experiment.report.answers import answers
@@ -111,7 +111,7 @@ def _command(source: Path, runs: Path, out: Path | None) -> int:
 
     Takes a run's folder, or an experiment's file, whose latest run it reports.
     """
-    console = Console() if sys.stdout.isatty() else Console(width=200)
+    console = console_for_output()
     try:
         folder = Folder(source) if source.is_dir() else latest_run(source, runs)
         results = read(folder)

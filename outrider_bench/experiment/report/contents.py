@@ -156,7 +156,9 @@ def _by_way(results: Results) -> list[Subject]:
     found, seen = [], set()
     for cell, source in results.found():
         for way in (PLAIN, DRAFTED):
-            place = (load_of(cell), way) if way == PLAIN else (cell.key, way)
+            place = (cell.key, way)
+            if way == PLAIN:
+                place = (load_of(cell), way)
             rows = [row for row in results.rows if (row.cell, row.way) == (cell.key, way)]
             if rows and place not in seen:
                 seen.add(place)

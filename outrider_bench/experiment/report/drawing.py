@@ -73,7 +73,9 @@ def beside_bar(axes: Axes, text: str, right: float, place: float) -> None:
 
 def with_source(label: str, source: str) -> str:
     """A label with the source of its figure, unless that is measurement."""
-    return f"{label}, {source}" if source != "measured" else label
+    if source != "measured":
+        return f"{label}, {source}"
+    return label
 
 
 def distance_axis(axes: Axes, values: Sequence[float]) -> None:

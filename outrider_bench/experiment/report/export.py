@@ -95,12 +95,16 @@ def _validation_json(validation: Validation | None) -> dict[str, Any] | None:
 
 def _plain(path: str, value: Any) -> Any:
     """A value of a sweep, with lists as words."""
-    return value if isinstance(value, str | int | float | bool) else words(path, value)
+    if isinstance(value, str | int | float | bool):
+        return value
+    return words(path, value)
 
 
 def _of_one_kind(values: list[Any]) -> list[Any]:
     kinds = {type(value) for value in values if value is not None}
     if len(kinds) < 2:
         return values
-    convert = float if kinds <= {int, float, bool} else str
+    convert: type[float] | type[str] = str
+    if kinds <= {int, float, bool}:
+        convert = float
     return [None if value is None else convert(value) for value in values]

@@ -109,7 +109,9 @@ def _drafts(counters: Mapping[str, float]) -> Figures:
     lookups = {result: counters.get(f"draft_lookups.{result}", 0.0) for result in LOOKUPS}
     looked_up = sum(lookups.values())
     forwards = counters.get("step_sequences_sum", 0.0)
-    drafted_tokens = tokens if drafted else 0.0
+    drafted_tokens = 0.0
+    if drafted:
+        drafted_tokens = tokens
     return _quotients(
         {
             "acceptance": (accepted, drafted),

@@ -26,7 +26,9 @@ def titles(paths: Sequence[str]) -> dict[str, str]:
     short = {path: _PATH_TITLES.get(path) or _title(path) for path in paths}
     found = {}
     for path, title in short.items():
-        parent = path.split(".")[-2] if "." in path else path
+        parent = path
+        if "." in path:
+            parent = path.split(".")[-2]
         found[path] = title
         if list(short.values()).count(title) > 1:
             found[path] += f" of {parent}"

@@ -130,7 +130,9 @@ def _legend(figure: Figure, all_axes: list[Axes]) -> None:
             handles.setdefault(label, handle)
     measured = {with_source(label, "predicted") for label in handles}
     shown = [label for label in handles if label not in measured]
-    columns = 2 if max(map(len, shown)) > 20 else 3
+    columns = 3
+    if max(map(len, shown)) > 20:
+        columns = 2
     kept = [handles[label] for label in shown]
     figure.legend(kept, shown, loc="outside lower center", ncols=columns, frameon=False)
 

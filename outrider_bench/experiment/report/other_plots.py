@@ -74,7 +74,9 @@ def _lines(results: Results, cell: Cell, source: Source) -> Lines:
     for _, measured in results.measurements[cell.key, source]:
         if measured.timeline and measured.way in _WAY_COLOURS:
             lines.setdefault(measured.way, []).append(measured.timeline)
-    return lines if DRAFTED in lines else {}
+    if DRAFTED in lines:
+        return lines
+    return {}
 
 
 def _timelines(results: Results, shown: list[tuple[Cell, Source, Lines]]) -> Figure:
@@ -85,7 +87,9 @@ def _timelines(results: Results, shown: list[tuple[Cell, Source, Lines]]) -> Fig
             _draw_way(axes, way, repetitions)
         highest = axes.get_ylim()[1]
         _mark_events(axes, results.events(cell, source), highest)
-        name = point_words(cell.point) if cell.point else ""
+        name = ""
+        if cell.point:
+            name = point_words(cell.point)
         axes.set_title(with_source(name, source), fontsize=10, loc="left")
         axes.set_ylabel("tokens/s")
         axes.set_ylim(0, 1.25 * highest)

@@ -73,7 +73,9 @@ def _machine(machine: Mapping[str, Any]) -> str:
         return _UNKNOWN
     cores = machine.get("cores") or []
     nodes = machine.get("numa_nodes") or {}
-    plural = "s" if len(nodes) != 1 else ""
+    plural = ""
+    if len(nodes) != 1:
+        plural = "s"
     parts = [
         str(machine.get("host", "")),
         str(machine.get("processor", "")),

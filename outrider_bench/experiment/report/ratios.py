@@ -51,7 +51,9 @@ def baseline_of(results: Results, cell: Cell) -> Cell | None:
     for base in bases:
         if base.point == wanted:
             return base
-    return bases[0] if len(bases) == 1 else None
+    if len(bases) == 1:
+        return bases[0]
+    return None
 
 
 def _plain(
@@ -91,7 +93,9 @@ def _place(row: Row) -> tuple[str, ...]:
 
 def _figure(rows: dict[tuple[str, ...], Row], like: Row, figure: str) -> float | None:
     found = rows.get(_place(like))
-    return found.figures.get(figure) if found is not None else None
+    if found is not None:
+        return found.figures.get(figure)
+    return None
 
 
 def _add_speedup(row: Row, plain_ms: float | None) -> None:

@@ -43,7 +43,9 @@ class BreakEven:
     def words(self) -> str:
         """One clause that follows the drafter's name."""
         if self.at_ms is not None:
-            doubt = "" if self.clear else ", within the spread of the repetitions"
+            doubt = ", within the spread of the repetitions"
+            if self.clear:
+                doubt = ""
             return f"breaks even at {self.at_ms:.3g} ms{doubt}"
         if self.faster:
             return f"has no break-even up to {self.most_ms:g} ms"

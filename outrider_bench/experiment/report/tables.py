@@ -39,7 +39,9 @@ class Entry:
     way: str = ""
 
     def __str__(self) -> str:
-        return f"{self.text} ({self.range_text})" if self.range_text else self.text
+        if self.range_text:
+            return f"{self.text} ({self.range_text})"
+        return self.text
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +106,9 @@ def rich_table(table: Table) -> RichTable:
     for column in table.columns:
         shown.add_column(column, justify="right")
     for line in table.lines:
-        style = "italic" if line.source == "predicted" else None
+        style = None
+        if line.source == "predicted":
+            style = "italic"
         words = [*line.heads, *map(str, line.entries)]
         shown.add_row(*[Text(word) for word in words], style=style)
     return shown

@@ -1,0 +1,31 @@
+"""What the benchmarks' commands print on: a console, and tables with numbers on the right."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+
+from rich.console import Console
+from rich.table import Table
+
+
+def console_for_output(width: int = 200, *, record: bool = False) -> Console:
+    """A console on standard output; `width` is used where that is no terminal.
+
+    With `record`, the output can be exported afterwards.
+    """
+    if sys.stdout.isatty():
+        return Console(record=record)
+    return Console(record=record, width=width)
+
+
+def table_of(title: str, columns: Iterable[str], text: Iterable[str] = ()) -> Table:
+    """A table whose columns are aligned to the right, except the first and those in `text`."""
+    table = Table(title=title)
+    left = set(text)
+    for number, name in enumerate(columns):
+        if number == 0 or name in left:
+            table.add_column(name)
+        else:
+            table.add_column(name, justify="right")
+    return table
