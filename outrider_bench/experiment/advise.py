@@ -88,9 +88,7 @@ def main(arguments: list[str]) -> int:
 def situations_of(question: Question) -> list[Situation]:
     """The situation of each batch; raises ValueError that names the setting."""
     found = machine_costs.load(question.profile, question.costs)
-    table = found
-    if not isinstance(found, Costs):
-        table = found.costs
+    table = found if isinstance(found, Costs) else found.costs
     for name in ("drafter", "host_drafter", "far_drafter"):
         way = getattr(question, name)
         if way is not None and way not in table.drafting:

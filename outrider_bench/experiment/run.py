@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from fnmatch import fnmatch
 from pathlib import Path
@@ -155,7 +155,7 @@ def open_folder(
     A new folder records the machine, the commit and `command`, the command line.
     """
     here, commit = machine.this_machine(), machine.commit(_ROOT)
-    about = {}
+    about: Mapping[str, str] = {}
     if found is not None:
         about = found.about
     version = f"{commit}-{found.digest}" if found is not None and about else commit
