@@ -140,6 +140,7 @@ async def line_peer(*command: str) -> AsyncIterator[Callable[[dict[str, Any]], A
         receive = process.stdout
 
         async def ask(task: dict[str, Any]) -> Sample:
+            """Send a task as one line; raises RuntimeError with the peer's last words if it died."""
             send.write(json.dumps(task).encode() + b"\n")
             answer = await receive.readline()
             if not answer:
@@ -260,6 +261,7 @@ async def outrider_stack(
         def way(
             speculation: dict[str, Any], headers: Callable[[], dict[str, str]] = dict
         ) -> Measure:
+            """Return a way of decoding with a request's `speculation` and headers."""
             stem = {"model": str(pair.target), "speculation": speculation}
             return lambda task: _over_http(client, metrics_port, stem, headers, task)
 
@@ -279,6 +281,7 @@ async def _over_http(
     before = await counters(metrics_port)
 
     async def worker() -> None:
+        """Send one request after the other, until none waits."""
         while waiting:
             prompt, length = waiting.pop()
             body = {**stem, "prompt": prompt, "max_tokens": length, "temperature": task.temperature}
