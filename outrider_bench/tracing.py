@@ -92,6 +92,7 @@ async def _ways(
 
     def sampled(share: float) -> Callable[[], dict[str, str]]:
         """Return a function that makes a request's headers, with this share of traces sampled."""
+
         def headers() -> dict[str, str]:
             flag = "00"
             if generator.random() < share:

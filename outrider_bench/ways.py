@@ -12,11 +12,11 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
@@ -93,19 +93,6 @@ def _tokens_by(at: float, first: float, last: float, count: int) -> float:
     return 1 + (count - 1) * (at - first) / (last - first)
 
 
-_Item = TypeVar("_Item")
-
-
-def there_and_back(items: Sequence[_Item], round_number: int) -> Iterator[_Item]:
-    """The items in order in even rounds, and in reverse order in odd ones.
-
-    So drift of the machine meets all items alike.
-    """
-    if round_number % 2 == 0:
-        return iter(items)
-    return reversed(items)
-
-
 Measure = Callable[[Task], Awaitable[Sample]]
 MakeWay = Callable[..., Measure]
 
@@ -140,7 +127,7 @@ async def line_peer(*command: str) -> AsyncIterator[Callable[[dict[str, Any]], A
         receive = process.stdout
 
         async def ask(task: dict[str, Any]) -> Sample:
-            """Send a task as one line; raises RuntimeError with the peer's last words if it died."""
+            """Send a task as a line; raises RuntimeError with the peer's last words if it died."""
             send.write(json.dumps(task).encode() + b"\n")
             answer = await receive.readline()
             if not answer:
