@@ -39,15 +39,8 @@ from outrider_bench.console import console_for_output
 from outrider_bench.experiment.links import exact_loop
 from outrider_bench.processor import processor_name
 from outrider_bench.report import Cell, Results, plot, tables, write
-from outrider_bench.ways import (
-    Measure,
-    Pair,
-    Task,
-    outrider_stack,
-    there_and_back,
-    transformers_ways,
-    vllm_way,
-)
+from outrider_bench.rounds import there_and_back
+from outrider_bench.ways import Measure, Pair, Task, outrider_stack, transformers_ways, vllm_way
 
 # Rates are compared with the first of these that was measured.
 _BASES = ("transformers", "outrider, plain")
@@ -247,9 +240,8 @@ def _pairs(settings: BenchSettings, console: Console) -> list[Pair]:
     if settings.only in ("", "bundled", "tracing"):
         draft_tokens = settings.draft_tokens or 4
         threads = max(1, cores - 1)
-        pairs.append(
-            Pair("bundled, 12 M, float32", target, draft, "float32", draft_tokens, threads)
-        )
+        name = "bundled, 12 M, float32"
+        pairs.append(Pair(name, target, draft, "float32", draft_tokens, threads))
     if settings.only in ("", "grown", "adversary", "delay"):
         console.print("growing the target, unless that was done before")
         grown = grown_checkpoint(
@@ -310,7 +302,6 @@ async def _measure_pair(pair: Pair, settings: BenchSettings, console: Console) -
         with Progress(console=console) as progress:
             bar = progress.add_task(pair.name, total=(1 + settings.rounds) * len(ways) * len(cells))
             for round_number in range(1 + settings.rounds):
-                # Every other round runs backwards, so that the machine's drift meets all alike.
                 order = list(there_and_back(list(ways.items()), round_number - 1))
                 for cell in cells:
                     for name, measure in order:

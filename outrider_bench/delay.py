@@ -22,7 +22,8 @@ from outrider_bench.console import table_of
 from outrider_bench.experiment.links import ShapedLink
 from outrider_bench.experiment.spec import Link
 from outrider_bench.report import LOOKUPS, spread
-from outrider_bench.ways import Measure, Pair, Sample, Task, outrider_stack, there_and_back
+from outrider_bench.rounds import there_and_back
+from outrider_bench.ways import Measure, Pair, Sample, Task, outrider_stack
 
 DELAYS_MS = (0, 1, 5, 20, 50)
 

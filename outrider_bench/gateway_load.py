@@ -63,6 +63,7 @@ class _PacedModel:
         self._logits_RV[:, _WORD] = 1.0
 
     def forward(self, slices: Sequence[SequenceSlice]) -> torch.Tensor:
+        """Return logits `interval_s` after the last ones, a row for each that is wanted."""
         due = 0.0
         if self.ends:
             due = self.ends[-1] + self.interval_s
@@ -229,13 +230,16 @@ class _Arrivals(asyncio.Protocol):
         self._end = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Send the request."""
         cast(asyncio.WriteTransport, transport).write(self._request)
 
     def data_received(self, data: bytes) -> None:
+        """Note the time for each event that has arrived."""
         self._found += [time.perf_counter()] * data.count(b"data: ")
         self._end = self._end[-100:] + data
 
     def connection_lost(self, _error: Exception | None) -> None:
+        """Hand out the times, or a RuntimeError if no `[DONE]` came."""
         if b"[DONE]" in self._end:
             self.times.set_result(self._found)
         else:

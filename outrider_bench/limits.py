@@ -143,6 +143,7 @@ class _NullModel:
         self._logits_RV[:, 0] = 1.0
 
     def forward(self, slices: Sequence[SequenceSlice]) -> torch.Tensor:
+        """Return the same logits at once, one row for each that is wanted."""
         return self._logits_RV[: sum(part.logit_count for part in slices)]
 
     def move_tokens(self, sources: Sequence[int], targets: Sequence[int]) -> None:

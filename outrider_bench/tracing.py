@@ -85,11 +85,14 @@ async def _ways(
     """
 
     async def start(**tracing: str) -> MakeWay:
+        """Start a stack with an n-gram drafter and these settings of tracing."""
         return await stack.enter_async_context(
             outrider_stack(pair, ["ngram"], pair.shared_threads, draft_tokens="fixed:4", **tracing)
         )
 
     def sampled(share: float) -> Callable[[], dict[str, str]]:
+        """Return a function that makes a request's headers, with this share of traces sampled."""
+
         def headers() -> dict[str, str]:
             flag = "00"
             if generator.random() < share:
@@ -121,6 +124,7 @@ class _Receiver(trace_service_pb2_grpc.TraceServiceServicer):
         self.spans = 0
 
     async def Export(self, request: Any, context: Any) -> Any:
+        """Count the spans of an export and drop them."""
         self.spans += sum(
             len(scope.spans)
             for resource in request.resource_spans

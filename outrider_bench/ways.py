@@ -12,11 +12,11 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
@@ -93,19 +93,6 @@ def _tokens_by(at: float, first: float, last: float, count: int) -> float:
     return 1 + (count - 1) * (at - first) / (last - first)
 
 
-_Item = TypeVar("_Item")
-
-
-def there_and_back(items: Sequence[_Item], round_number: int) -> Iterator[_Item]:
-    """The items in order in even rounds, and in reverse order in odd ones.
-
-    So drift of the machine meets all items alike.
-    """
-    if round_number % 2 == 0:
-        return iter(items)
-    return reversed(items)
-
-
 Measure = Callable[[Task], Awaitable[Sample]]
 MakeWay = Callable[..., Measure]
 
@@ -140,6 +127,7 @@ async def line_peer(*command: str) -> AsyncIterator[Callable[[dict[str, Any]], A
         receive = process.stdout
 
         async def ask(task: dict[str, Any]) -> Sample:
+            """Send a task as a line; raises RuntimeError with the peer's last words if it died."""
             send.write(json.dumps(task).encode() + b"\n")
             answer = await receive.readline()
             if not answer:
@@ -260,6 +248,7 @@ async def outrider_stack(
         def way(
             speculation: dict[str, Any], headers: Callable[[], dict[str, str]] = dict
         ) -> Measure:
+            """Return a way of decoding with a request's `speculation` and headers."""
             stem = {"model": str(pair.target), "speculation": speculation}
             return lambda task: _over_http(client, metrics_port, stem, headers, task)
 
@@ -279,6 +268,7 @@ async def _over_http(
     before = await counters(metrics_port)
 
     async def worker() -> None:
+        """Send one request after the other, until none waits."""
         while waiting:
             prompt, length = waiting.pop()
             body = {**stem, "prompt": prompt, "max_tokens": length, "temperature": task.temperature}

@@ -169,6 +169,7 @@ def step_of(samples: list[Sample]) -> Step:
     """Means of a step over all samples."""
 
     def each(*names: str) -> float:
+        """The counters of these names for one step, averaged over the samples."""
         return mean(
             [
                 sum([s.counters.get(name, 0.0) for name in names])

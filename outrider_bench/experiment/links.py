@@ -165,6 +165,7 @@ class _End(asyncio.Protocol):
             self._wire = self.link.up
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Keep the transport; the side that dials may send after one round trip."""
         # create_server and create_connection make no other transport.
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
@@ -189,6 +190,7 @@ class _End(asyncio.Protocol):
         self._arm()
 
     def data_received(self, data: bytes) -> None:
+        """Put the bytes on the wire; stop reading when more than the link's queue waits."""
         self._wire.byte_count += len(data)
         self._waiting_bytes += len(data)
         leaves = max(self._loop.time(), self.opens_at)
@@ -197,18 +199,22 @@ class _End(asyncio.Protocol):
             self._transport.pause_reading()
 
     def eof_received(self) -> bool:
+        """Send the end after the bytes on their way; the other direction stays open."""
         self._put((self._in_order(), b""))
         return True  # the other direction stays open
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """Close the peer's connection after the bytes on their way."""
         self.link._ends.discard(self)
         self._transport = None
         self._put((self._in_order(), None))
 
     def pause_writing(self) -> None:
+        """Hold bytes that arrive for this side: its reader does not keep up."""
         self.is_full = True
 
     def resume_writing(self) -> None:
+        """Deliver held bytes again."""
         self.is_full = False
         if self.peer is not None:
             self.peer._arm()

@@ -86,6 +86,7 @@ async def _closed(
     started = time.perf_counter()
 
     async def worker() -> None:
+        """Ask one request after the other, until none waits."""
         for i, request in waiting:
             answers[i] = await _ask(request, endpoint, asked)
         ended.append(time.perf_counter() - started)

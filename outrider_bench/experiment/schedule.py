@@ -18,7 +18,7 @@ from outrider_bench.experiment.records import DRAFTED, IDLE, PLAIN, Folder
 from outrider_bench.experiment.spans import Spans, receiver
 from outrider_bench.experiment.spec import Cell, Experiment, Target
 from outrider_bench.experiment.stack import backend, drafting
-from outrider_bench.ways import there_and_back
+from outrider_bench.rounds import there_and_back
 
 _Item = TypeVar("_Item")
 Tell = Callable[[str, int], None]

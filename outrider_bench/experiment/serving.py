@@ -65,10 +65,12 @@ def busy(costs: Costs, one: Serving, many: Serving) -> Costs:
     span = max(many.sequences - one.sequences, 1e-9)
 
     def slowdown(sequences: int) -> float:
+        """The factor of a forward, interpolated between the two measured loads."""
         share = min(max((sequences - one.sequences) / span, 0.0), 1.0)
         return one.slowdown + share * (many.slowdown - one.slowdown)
 
     def line(low: float, high: float) -> tuple[float, float]:
+        """Seconds of a step and of each further sequence, neither negative."""
         each = max(0.0, (high - low) / span)
         return max(0.0, low - each * one.sequences), each
 
@@ -134,6 +136,7 @@ class _Fitter:
         self._recorder = recorder
 
     def plain(self, served: Served) -> Serving:
+        """The costs of serving without drafters, from a measured load."""
         step = served.step
         return Serving(
             way="plain",

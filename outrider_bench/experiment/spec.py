@@ -186,9 +186,7 @@ class Workload(_Part):
     @property
     def under_way(self) -> int:
         """Requests under way at each verifier while it warms up: `batch` if closed, else 1."""
-        if self.arrivals == "closed":
-            return self.batch
-        return 1
+        return self.batch if self.arrivals == "closed" else 1
 
 
 class Event(_Part):

@@ -172,6 +172,7 @@ class _Starter:
         self._secret = secrets.token_hex(16)
 
     async def start(self) -> None:
+        """Start Redis if a drafter needs it, then the links, then the drafters."""
         uses_redis = any(d.pool == "redis" for _, d in drafters_of(self._experiment))
         redis = ""
         if uses_redis:
