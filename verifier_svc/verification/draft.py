@@ -72,4 +72,4 @@ class AcceptResult:
     @property
     def last_row(self) -> int:
         """The row of the last accepted draft token; 0 if there is none."""
-        return self.accepted_count if self.path is None else self.path[-1]
+        return self.path[-1] if self.path else self.accepted_count
