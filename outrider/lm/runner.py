@@ -166,6 +166,8 @@ class ModelRunner:
         All sources are read before a target is written. A sequence's moves are in ascending order,
         and each goes towards the sequence's start.
         """
+        if not sources:
+            return
         if self._token_mover is not None:
             self._token_mover.move(sources, targets)
             return
