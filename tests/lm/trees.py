@@ -36,7 +36,9 @@ def parents(draw: DrawFn, most: int = 64) -> list[int]:
 
 def trees() -> strategies.SearchStrategy[Part]:
     """Return slices with a tree, also those whose first token is the tree's."""
-    return strategies.builds(Part, strategies.integers(1, 50), strategies.integers(0, 3), parents())
+    return strategies.builds(
+        Part, strategies.integers(1, 150), strategies.integers(0, 3), parents()
+    )
 
 
 def batches() -> strategies.SearchStrategy[list[Part]]:
