@@ -67,10 +67,10 @@ INLINE ivec find_ancestors(uint64_t ancestors, int64_t offset) {
 }
 
 // Turns a row's scores into weights exp(score - max_score), and rescales its earlier sums if the
-// maximum has risen. The block's first key is `offset` slots behind the tree's first token.
-INLINE void update_softmax(struct work *work, int row, ivec slots, int64_t offset, int head_size) {
+// maximum has risen. The row sees no other slots than `ancestors`.
+INLINE void update_softmax(struct work *work, int row, ivec slots, ivec ancestors, int head_size) {
   ivec seen = (slots >= (int32_t)work->first[row]) & (slots <= (int32_t)work->last[row]);
-  if (offset > -LANES) seen &= find_ancestors(work->ancestors[row], offset);
+  seen &= ancestors;
   vec scores = (vec)(((ivec)work->weights[row] & seen) | ((ivec)splat(-INFINITY) & ~seen));
   float highest = largest_lane(scores);
   if (highest > work->max_score[row]) {
@@ -233,8 +233,16 @@ INLINE void attend_rows(const struct layer *layer, const int64_t *pages, struct 
       int first = head * rows;
       load_block(work, layer, slot, kv_head + head, (int)count, &prefetch, is_bfloat16);
       BY_ROWS(rows, score(work, first + row, n, head_size))
-      for (int row = 0; row < rows; row++)
-        update_softmax(work, first + row, slots, offset, head_size);
+      if (offset <= -LANES) {
+        const ivec all = ~(ivec){0};
+        for (int row = first; row < first + rows; row++)
+          update_softmax(work, row, slots, all, head_size);
+      } else {
+        for (int row = first; row < first + rows; row++) {
+          ivec ancestors = find_ancestors(work->ancestors[row], offset);
+          update_softmax(work, row, slots, ancestors, head_size);
+        }
+      }
       BY_ROWS(rows, add_values(work, first + row, n, (int)count, head_size))
     }
   }
