@@ -16,7 +16,7 @@ from outrider.lm.cpu.attention import PagedBatch
 from outrider.token_tree import ancestor_words, depths
 
 # Slices of up to this many tokens (decoding, verification) share one padded attention call. Longer
-# slices (prefill) get a call each.
+# slices (prefill, large trees) get a call each.
 SHORT_SLICE = 32
 
 

@@ -20,7 +20,7 @@ from outrider.lm.cpu.library import runnable_builds
 from outrider.lm.cpu.weights import optimize_for_cpu
 from outrider.lm.layout import BatchLayout, SequenceSlice
 from outrider.lm.runner import ModelRunner
-from outrider.token_tree import ancestor_words, depths
+from outrider.token_tree import ancestor_words, depths, path_to
 
 DTYPES = [torch.float32, torch.bfloat16]
 SEEDS = st.integers(0, 2**32)
@@ -41,7 +41,7 @@ _SIZES: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-_WINDOWS = {
+_WINDOWS: dict[str, Any] = {
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     "attn_logit_softcapping": 0.5,
     "query_pre_attn_scalar": 16,
@@ -132,14 +132,14 @@ def check_moves(runner: ModelRunner, parts: list[Part], seed: int, row_of: list[
     """Accept a path of each tree, and go on behind it."""
     sequences = Sequences(runner, parts, seed)
     sequences.forward()
-    rows = [row % (len(part.parents) + 1) for row, part in zip(row_of, parts, strict=False)]
+    rows = [row_of[i] % (len(part.parents) + 1) for i, part in enumerate(parts)]
     sources: list[int] = []
     targets: list[int] = []
     texts = [sequences.path_tokens(i, row) for i, row in enumerate(rows)]
     for i, part in enumerate(parts):
         slots = sequences.slots(i)
         root = part.before + part.text - 1
-        on_path = [slots[root + row] for row in _path(rows[i], part.parents)]
+        on_path = [slots[root + row] for row in path_to(rows[i], part.parents)]
         sources += on_path
         targets += slots[root + 1 : root + 1 + len(on_path)]
     runner.move_tokens(sources, targets)
@@ -164,17 +164,13 @@ def check_moves(runner: ModelRunner, parts: list[Part], seed: int, row_of: list[
     near(moved, prefilled, ROUNDING[runner.dtype])
 
 
-def _path(row: int, of: list[int]) -> list[int]:
-    return [] if row == 0 else [*_path(of[row - 1], of), row]
-
-
 SOME_TREES = st.lists(trees(), min_size=1, max_size=3)
 ROWS = st.lists(st.integers(0, 10**6), min_size=3, max_size=3)
 
 
 @FEW
 @given(parts=SOME_TREES, seed=SEEDS, rows=ROWS, page_size=st.sampled_from([16, 5]))
-def test_an_accepted_path_moved_by_c_is_as_if_it_had_been_a_chain(
+def test_the_decoder_continues_an_accepted_path_like_a_chain(
     build_name: str,
     dtype: torch.dtype,
     parts: list[Part],
@@ -187,7 +183,7 @@ def test_an_accepted_path_moved_by_c_is_as_if_it_had_been_a_chain(
 
 @FEW
 @given(parts=SOME_TREES, seed=SEEDS, rows=ROWS)
-def test_an_accepted_path_moved_is_as_if_it_had_been_a_chain(
+def test_a_models_own_forward_continues_an_accepted_path_like_a_chain(
     model_name: str, dtype: torch.dtype, parts: list[Part], seed: int, rows: list[int]
 ) -> None:
     check_moves(own_forward(model_name, dtype), parts, seed, rows)
@@ -257,27 +253,26 @@ def test_attention_to_a_tree_equals_plain_attention(
     window: int,
     page_size: int,
 ) -> None:
-    """All tokens are in the tree's slice but `before`; the cache is NaN behind them."""
+    """Behind the tokens `before` the slice, the cache is NaN."""
     torch.manual_seed(seed)
     pages = random.Random(seed).sample(range(64), 64)[: -(-(before + 65) // page_size)]
     part = SequenceSlice([0] * (len(parents) + 1), before, pages, 0, parents)
     keys, values = torch.randn(2, 64, page_size, 2, 32).to(dtype)
     query = torch.randn(len(parents) + 1, 8, 32).to(dtype)
     key, value = torch.randn(2, len(parents) + 1, 2, 32).to(dtype)
-    for cache_, new in ((keys, key), (values, value)):
-        in_order = cache_[pages].flatten(0, 1)
+    for held in (keys, values):
+        in_order = held[pages].flatten(0, 1)
         in_order[before:] = torch.nan
-        cache_[pages] = in_order.view(-1, page_size, 2, 32)
-        assert not new.isnan().any()
+        held[pages] = in_order.view(-1, page_size, 2, 32)
     layout = BatchLayout([part], page_size, torch.device("cpu"))
     with pytest.MonkeyPatch.context() as patch:
         use_build(build_name, patch)
         attention = PagedAttention(keys, values)
-    as_models_do = [t[None].transpose(1, 2) for t in (query, key, value)]
-    out = attention.attend(layout.cpu_batch, *as_models_do, 0.2, window)
-    held = [cache_[pages].flatten(0, 1)[: part.end] for cache_ in (keys, values)]
+    by_head, key_by_head, value_by_head = (t[None].transpose(1, 2) for t in (query, key, value))
+    out = attention.attend(layout.cpu_batch, by_head, key_by_head, value_by_head, 0.2, window)
+    held_keys, held_values = (held[pages].flatten(0, 1)[: part.end] for held in (keys, values))
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
-    expected = plain_attention(part, query, *held, window)
+    expected = plain_attention(part, query, held_keys, held_values, window)
     torch.testing.assert_close(out.float(), expected, atol=tolerance, rtol=tolerance)
 
 
