@@ -16,7 +16,7 @@ from outrider.lm.cpu.attention import PagedBatch
 from outrider.token_tree import ancestor_words, depths
 
 # Slices of up to this many tokens (decoding, verification) share one padded attention call. Longer
-# slices (prefill) get a call each.
+# slices (prefill, large trees) get a call each.
 SHORT_SLICE = 32
 
 
@@ -126,7 +126,10 @@ class AttentionGroup:
     @cached_property
     def rows_BQ(self) -> torch.Tensor:
         """Packed token numbers. The padding repeats each slice's last token."""
-        return self._layout.tensor(self._padded(self._first_rows))
+        first_rows = zip(self._first_rows, self._slices, strict=True)
+        return self._padded(
+            [range(first, first + len(part.token_ids)) for first, part in first_rows]
+        )
 
     @cached_property
     def is_real_BQ(self) -> torch.Tensor:
@@ -140,13 +143,10 @@ class AttentionGroup:
         """Page numbers, padded with page 0, which the mask hides."""
         return self._layout.block_table(self._slices)
 
-    def _padded(self, firsts: Sequence[int]) -> list[list[int]]:
-        """Count up from each slice's first number; repeat the slice's last number up to Q."""
-        lengths = [len(part.token_ids) for part in self._slices]
-        return [
-            [first + min(i, n - 1) for i in range(self.shape[1])]
-            for first, n in zip(firsts, lengths, strict=True)
-        ]
+    def _padded(self, rows: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Return a row of numbers for each slice; the last number is repeated up to Q."""
+        longest = self.shape[1]
+        return self._layout.tensor([[*row, *[row[-1]] * (longest - len(row))] for row in rows])
 
     def mask(self, window: int | None, repeats: int, dtype: torch.dtype) -> torch.Tensor | None:
         """Return the attention mask [B, 1, Q * repeats, keys]: 0 for visible keys, else -inf.
@@ -165,14 +165,40 @@ class AttentionGroup:
     ) -> torch.Tensor | None:
         if self.shape == (1, 1) and (window is None or self.key_count <= window):
             return None
-        positions_BQ = self._layout.tensor(self._padded([part.start for part in self._slices]))
-        queries = positions_BQ.repeat_interleave(repeats, dim=1)[:, None, :, None]
-        keys = torch.arange(self.key_count, device=queries.device)
-        hidden = keys > queries
+        slots_BQ = self._padded([part.slots for part in self._slices])
+        key_positions = torch.arange(self.key_count, device=slots_BQ.device)
+        hidden_BQK = key_positions > slots_BQ[:, :, None]
+        positions_BQ = slots_BQ
+        if any(part.parents for part in self._slices):
+            self._hide_branches(hidden_BQK)
+            positions_BQ = self._padded([part.positions for part in self._slices])
+            key_positions = self._key_positions(key_positions)
         if window is not None:
-            hidden = hidden | (keys <= queries - window)
+            hidden_BQK |= key_positions <= positions_BQ[:, :, None] - window
+        hidden = hidden_BQK.repeat_interleave(repeats, dim=1)[:, None]
         zeros = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
         return zeros.masked_fill_(hidden, -torch.inf)
+
+    def _hide_branches(self, hidden_BQK: torch.Tensor) -> None:
+        """Hide the tokens of a tree that are no ancestors of a query of that tree."""
+        for hidden_QK, part in zip(hidden_BQK, self._slices, strict=True):
+            ancestors = _ancestor_matrix(part.parents).to(hidden_QK.device)
+            queries = slice(part.tree_start - part.start, len(part.token_ids))
+            hidden_QK[queries, part.tree_start : part.end] |= ~ancestors
+
+    def _key_positions(self, slots_K: torch.Tensor) -> torch.Tensor:
+        """Return the position of each key, [B, 1, keys]."""
+        positions_BK = slots_K.repeat(self.shape[0], 1)
+        for positions_K, part in zip(positions_BK, self._slices, strict=True):
+            of_tree = part.positions[part.tree_start - part.start :]
+            positions_K[part.tree_start : part.end] = self._layout.tensor(of_tree)
+        return positions_BK[:, None]
+
+
+def _ancestor_matrix(parents: Sequence[int]) -> torch.Tensor:
+    """Return [N, N]: whether the column's draft token is an ancestor of the row's, or itself."""
+    words = torch.tensor(ancestor_words(parents), dtype=torch.uint64).view(torch.int64)
+    return (words[:, None] >> torch.arange(len(parents)) & 1).bool()
 
 
 def _contiguous_slots(part: SequenceSlice, page_size: int) -> slice | None:
@@ -223,12 +249,15 @@ class BatchLayout:
         return self._cpu_batch(self.slices, self.first_rows)
 
     def _cpu_batch(self, slices: Sequence[SequenceSlice], first_rows: Sequence[int]) -> PagedBatch:
+        has_trees = any(part.parents for part in slices)
         return PagedBatch(
             slot_mapping(self.slices, self.page_size),
             first_rows,
             [len(part.token_ids) for part in slices],
             [part.start for part in slices],
             [part.pages for part in slices],
+            [part.tree_start for part in slices] if has_trees else [],
+            ancestors_by_token(self.slices) if has_trees else [],
         )
 
     @cached_property

@@ -166,6 +166,8 @@ class ModelRunner:
         All sources are read before a target is written. A sequence's moves are in ascending order,
         and each goes towards the sequence's start.
         """
+        if not sources:
+            return
         if self._token_mover is not None:
             self._token_mover.move(sources, targets)
             return
@@ -221,12 +223,14 @@ class ModelRunner:
         """Decode `count` tokens greedily for slices of one token each, by one call of C.
 
         Return `count` rows of one token per slice, as `CpuDecoder.continue_greedily` does; None if
-        there is no `CpuDecoder` or a slice is longer. For a small model, one call instead of many
-        saves more time than its forwards take.
+        there is no `CpuDecoder`, or a slice is longer or a tree. For a small model, one call
+        instead of many saves more time than its forwards take.
         """
         if self.decoder is None:
             return None
-        if any(len(part.token_ids) != 1 or part.logit_count != 1 for part in slices):
+        if any(
+            len(part.token_ids) != 1 or part.logit_count != 1 or part.parents for part in slices
+        ):
             return None
         found = self.decoder.continue_greedily(self._layout(slices), count, limit)
         tokens: list[list[int]] = found.tolist()

@@ -39,6 +39,7 @@ class Batch(ctypes.Structure):
             (name, ctypes.c_void_p)
             for name in ("slot_mapping", "first_rows", "lengths", "starts", "page_offsets", "pages")
         ),
+        *((name, ctypes.c_void_p) for name in ("tree_starts", "ancestors")),
     )
 
 
@@ -57,7 +58,11 @@ class PagedBatch:
 
     `slot_mapping` has one slot in the flattened cache per token. The other sequences have one
     entry per slice: `first_rows` the slice's first token as a number in the batch, `lengths` its
-    number of tokens, `starts` the position of its first token, `page_tables` its page numbers.
+    number of tokens, `starts` the slot of its first token, `page_tables` its page numbers.
+
+    In a batch with trees, `tree_starts` has the slot of each slice's first tree token or that
+    behind its last token, and `ancestors` a word for each token of the batch; see
+    `outrider.lm.layout.ancestors_by_token`.
     """
 
     def __init__(
@@ -67,6 +72,8 @@ class PagedBatch:
         lengths: Sequence[int],
         starts: Sequence[int],
         page_tables: Sequence[Sequence[int]],
+        tree_starts: Sequence[int] = (),
+        ancestors: Sequence[int] = (),
     ) -> None:
         page_offsets = []
         pages = array("q")
@@ -76,7 +83,10 @@ class PagedBatch:
         per_token_or_slice = (slot_mapping, first_rows, lengths, starts, page_offsets)
         # Kept alive, because the C structure has only their addresses.
         self._arrays = [*(array("q", numbers) for numbers in per_token_or_slice), pages]
+        if tree_starts:
+            self._arrays += [array("q", tree_starts), array("Q", ancestors)]
         addresses = (numbers.buffer_info()[0] for numbers in self._arrays)
+        # The addresses of a tree are null without one.
         self._batch = Batch(len(slot_mapping), len(first_rows), *addresses)
         self.pointer = ctypes.byref(self._batch)
 

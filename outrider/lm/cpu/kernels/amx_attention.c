@@ -29,7 +29,10 @@ struct work {
   // Where the cache has each 16 positions of the chunk.
   const uint16_t *keys[CHUNK / TILE_ROWS], *cached_values[CHUNK / TILE_ROWS + 1];
   vec max_score[QUERY_TILES], total[QUERY_TILES];
-  ivec last[QUERY_TILES];  // the last position that a query sees, -1 for none
+  ivec last[QUERY_TILES];  // the last slot that a query sees, -1 for none
+  // Of the slots from `tree_start` on, a query sees those whose bits are set, 32 in each half.
+  uvec ancestors[QUERY_TILES][2];
+  int64_t tree_start;
   int head_size, tiles;
   int64_t stride;  // elements from one position's keys, or values, to the next one's
   float scale;
@@ -90,7 +93,19 @@ INLINE void pair_values(struct work *work, int block, int count) {
   }
 }
 
-// Hides the scores of keys that a query does not see; returns each query's maximum so far. `count`
+// Hides the scores of the tree's tokens that are no ancestors of a query.
+INLINE void hide_branches(struct work *work, int tile, int64_t start, int count) {
+  int64_t offset = start - work->tree_start;
+  for (int64_t key = offset < 0 ? -offset : 0; key < count && key + offset < 64; key++) {
+    int bit = (int)(key + offset);
+    vec score = load_float(work->scores[tile][key]);
+    ivec seen = (work->ancestors[tile][bit / 32] & (1u << bit % 32)) != 0;
+    score = (vec)(((ivec)score & seen) | ((ivec)UNSEEN & ~seen));
+    memcpy(work->scores[tile][key], &score, sizeof score);
+  }
+}
+
+// Hides the scores of keys behind a query's own; returns each query's maximum so far. `count`
 // is a multiple of 4.
 INLINE vec mask_scores(struct work *work, int tile, int64_t start, int count) {
   vec most[4] = {work->max_score[tile], UNSEEN, UNSEEN, UNSEEN};
@@ -128,6 +143,7 @@ INLINE vec weigh_block(struct work *work, int tile, int block, vec most) {
 // Updates the softmax of a tile of queries with a chunk, and rescales the earlier sums to the new
 // maximum.
 INLINE void update_softmax(struct work *work, int tile, int64_t start, int blocks) {
+  if (start + blocks * BLOCK > work->tree_start) hide_branches(work, tile, start, blocks * BLOCK);
   vec most = mask_scores(work, tile, start, blocks * BLOCK);
   vec factor = exponential((work->max_score[tile] - most) * work->scale);
   work->max_score[tile] = most;
@@ -220,6 +236,11 @@ INLINE void load_queries(struct work *work, int tile, const struct layer *layer,
     memset(work->sums[tile * TILE_ROWS + i], 0, work->head_size * sizeof(float));
     int64_t token = (first_row + i) / group, head = kv_head * group + (first_row + i) % group;
     work->last[tile][i] = i < count ? (int32_t)(batch->starts[slice] + token) : -1;
+    if (batch->ancestors && i < count) {
+      uint64_t ancestors = batch->ancestors[batch->first_rows[slice] + token];
+      work->ancestors[tile][0][i] = (uint32_t)ancestors;
+      work->ancestors[tile][1][i] = (uint32_t)(ancestors >> 32);
+    }
     rows[i] = (const uint16_t *)query->data + head * query->head_stride +
               (batch->first_rows[slice] + token) * query->token_stride;
   }
@@ -262,6 +283,7 @@ void outrider_attend_amx(const struct layer *layer, const struct batch *batch,
   int64_t slice = item.slice, kv_head = item.kv_head, group = layer->heads / layer->kv_heads;
   int64_t rows = batch->lengths[slice] * group;
   const int64_t *pages = batch->pages + batch->page_offsets[slice];
+  work.tree_start = find_tree_start(batch, slice);
   for (int64_t row = item.part * QUERY_ROWS; row < rows; row += item.parts * QUERY_ROWS) {
     int64_t count = rows - row < QUERY_ROWS ? rows - row : QUERY_ROWS;
     work.tiles = count > TILE_ROWS ? 2 : 1;

@@ -45,11 +45,24 @@ struct layer {
 
 // One batch of `token_count` tokens; token i goes to slot `slot_mapping[i]` of the flattened cache.
 // Attention computes `slice_count` slices. Slice s has `lengths[s]` tokens from row `first_rows[s]`
-// on, the first at position `starts[s]`; its page numbers begin at `pages[page_offsets[s]]`.
+// on, the first in slot `starts[s]` of its sequence; its page numbers begin at
+// `pages[page_offsets[s]]`.
+//
+// A slice may end with a tree, in the slots from `tree_starts[s]` on; without a tree this is the slot
+// behind the slice. Of these slots, token i sees slot tree_starts[s] + j only if bit j of
+// `ancestors[i]` is set, and itself is one of its ancestors. So its position is tree_starts[s] - 1
+// plus its number of ancestors. Words of tokens outside trees are 0. In a batch without trees, both
+// are null.
 struct batch {
   int64_t token_count, slice_count;
-  const int64_t *slot_mapping, *first_rows, *lengths, *starts, *page_offsets, *pages;
+  const int64_t *slot_mapping, *first_rows, *lengths, *starts, *page_offsets, *pages, *tree_starts;
+  const uint64_t *ancestors;
 };
+
+// Returns the slot of a slice's first tree token, or a larger number than any slot.
+INLINE int64_t find_tree_start(const struct batch *batch, int64_t slice) {
+  return batch->tree_starts ? batch->tree_starts[slice] : INT64_MAX;
+}
 
 // A tensor [heads, tokens, head_size] with a contiguous last dimension; strides are in elements.
 struct rows {

@@ -32,7 +32,9 @@ struct work {
   uint32_t query_pairs[QUERY_ROWS][MOST_HEAD_SIZE / 2], weight_pairs[QUERY_ROWS][LANES / 2];
   vec sums[QUERY_ROWS][MOST_HEAD_SIZE / LANES], weights[QUERY_ROWS], total[QUERY_ROWS];
   float queries[QUERY_ROWS][MOST_HEAD_SIZE], max_score[QUERY_ROWS];
-  int64_t first[QUERY_ROWS], last[QUERY_ROWS];  // the positions that a query sees
+  // The slots that a query sees; of the tree's slots only its ancestors'.
+  int64_t first[QUERY_ROWS], last[QUERY_ROWS], tree_start;
+  uint64_t ancestors[QUERY_ROWS];
 };
 
 // Computes the scores of `n` rows against the block. Each score has the same partial sums whatever
@@ -56,10 +58,19 @@ INLINE void score(struct work *work, int row, int n, int head_size) {
   }
 }
 
+// Returns which lanes of a block are ancestors or text. The block's first key is `offset` slots
+// behind the tree's first token, or up to LANES - 1 before it.
+INLINE ivec find_ancestors(uint64_t ancestors, int64_t offset) {
+  uint64_t text = offset < 0 ? (1 << -offset) - 1 : 0;
+  uint32_t bits = (uint32_t)(offset < 0 ? ancestors << -offset | text : ancestors >> offset);
+  return (((int32_t)bits & (1 << lanes)) != 0);
+}
+
 // Turns a row's scores into weights exp(score - max_score), and rescales its earlier sums if the
-// maximum has risen.
-INLINE void update_softmax(struct work *work, int row, ivec position, int head_size) {
-  ivec seen = (position >= (int32_t)work->first[row]) & (position <= (int32_t)work->last[row]);
+// maximum has risen. The row sees no other slots than `ancestors`.
+INLINE void update_softmax(struct work *work, int row, ivec slots, ivec ancestors, int head_size) {
+  ivec seen = (slots >= (int32_t)work->first[row]) & (slots <= (int32_t)work->last[row]);
+  seen &= ancestors;
   vec scores = (vec)(((ivec)work->weights[row] & seen) | ((ivec)splat(-INFINITY) & ~seen));
   float highest = largest_lane(scores);
   if (highest > work->max_score[row]) {
@@ -214,14 +225,24 @@ INLINE void attend_rows(const struct layer *layer, const int64_t *pages, struct 
     int64_t at = next_slot * stride + kv_head * head_size * width;
     const char *keys = (const char *)layer->keys, *values = (const char *)layer->values;
     struct prefetch prefetch = {keys + at, values + at, 0, bytes, stride};
-    // Lanes after the block get a position that no row sees.
-    ivec position = lanes + (int32_t)key;
-    position |= (lanes >= (int32_t)count) & INT32_MAX;
+    // Lanes after the block get a slot that no row sees.
+    ivec slots = lanes + (int32_t)key;
+    slots |= (lanes >= (int32_t)count) & INT32_MAX;
+    int64_t offset = key - work->tree_start;
     for (int head = 0; head < heads; head++) {
       int first = head * rows;
       load_block(work, layer, slot, kv_head + head, (int)count, &prefetch, is_bfloat16);
       BY_ROWS(rows, score(work, first + row, n, head_size))
-      for (int row = 0; row < rows; row++) update_softmax(work, first + row, position, head_size);
+      if (offset <= -LANES) {
+        const ivec all = ~(ivec){0};
+        for (int row = first; row < first + rows; row++)
+          update_softmax(work, row, slots, all, head_size);
+      } else {
+        for (int row = first; row < first + rows; row++) {
+          ivec ancestors = find_ancestors(work->ancestors[row], offset);
+          update_softmax(work, row, slots, ancestors, head_size);
+        }
+      }
       BY_ROWS(rows, add_values(work, first + row, n, (int)count, head_size))
     }
   }
@@ -254,6 +275,24 @@ INLINE void load_query(struct work *work, int64_t i, const struct rows *query, i
   work->max_score[i] = -INFINITY;
 }
 
+// Finds what a query of a slice's token sees: the last `window` positions if `window` is above 0.
+INLINE void find_view(struct work *work, int64_t i, const struct batch *batch, int64_t slice,
+                      int64_t token, int64_t window) {
+  int64_t slot = batch->starts[slice] + token;
+  work->last[i] = slot;
+  work->first[i] = window > 0 && slot >= window ? slot - window + 1 : 0;
+  work->ancestors[i] = 0;
+  if (slot < work->tree_start) return;
+  uint64_t ancestors = batch->ancestors[batch->first_rows[slice] + token];
+  work->ancestors[i] = ancestors;
+  if (window <= 0) return;
+  int64_t depth = __builtin_popcountll(ancestors), text = window - depth;
+  for (; depth > window; depth--) ancestors &= ancestors - 1;  // drops the farthest ancestor
+  work->ancestors[i] = ancestors;
+  work->first[i] = work->tree_start > text ? work->tree_start - text : 0;
+  if (text <= 0) work->first[i] = work->tree_start + __builtin_ctzll(ancestors);
+}
+
 // Attends for up to QUERY_ROWS rows of an item: `rows` rows of each of its key/value heads, from
 // `first_row` on.
 INLINE void attend_row_block(const struct layer *layer, const struct batch *batch,
@@ -265,15 +304,14 @@ INLINE void attend_row_block(const struct layer *layer, const struct batch *batc
   work.by_dots = HAS_DOTS && is_bfloat16 && layer->head_size % (2 * LANES) == 0;
   work.scale = scale;
   int64_t group = layer->heads / layer->kv_heads, size = layer->head_size;
-  int64_t start = batch->starts[item.slice], first_token = batch->first_rows[item.slice];
+  int64_t first_token = batch->first_rows[item.slice];
+  work.tree_start = find_tree_start(batch, item.slice);
   int64_t first_key = INT32_MAX, last_key = 0, all = item.kv_heads * rows;
   for (int64_t i = 0; i < all; i++) {
     struct query_row row = find_row(item, group, first_row, rows, i);
     int64_t at = row.head * query->head_stride + (first_token + row.token) * query->token_stride;
     load_query(&work, i, query, at, size, is_bfloat16);
-    int64_t position = start + row.token;
-    work.last[i] = position;
-    work.first[i] = window > 0 && position >= window ? position - window + 1 : 0;
+    find_view(&work, i, batch, item.slice, row.token, window);
     if (work.first[i] < first_key) first_key = work.first[i];
     if (work.last[i] > last_key) last_key = work.last[i];
   }
@@ -318,7 +356,7 @@ static void store_in_cache(const struct layer *layer, const struct batch *batch,
 
 // Stores the batch's keys and values in the cache, then attends. `out` is [tokens, heads,
 // head_size]; only the slices' rows are written. A query sees the keys up to its own position, or
-// the last `window` of them if `window` is above 0.
+// the last `window` positions if `window` is above 0; of a tree only its ancestors.
 void outrider_paged_attention(const struct layer *layer, const struct batch *batch,
                               struct rows query, struct rows key, struct rows value, void *out,
                               float scale, int64_t window) {
