@@ -24,8 +24,10 @@ def depths(parents: Sequence[int]) -> list[int]:
 def ancestor_words(parents: Sequence[int]) -> list[int]:
     """For each draft token, a word with bit j set if draft token j is an ancestor or itself.
 
-    At most MAX_TREE_TOKENS tokens, so that a word has 64 bits.
+    Raises ValueError for more than MAX_TREE_TOKENS tokens, whose bits do not fit a word.
     """
+    if len(parents) > MAX_TREE_TOKENS:
+        raise ValueError(f"a tree has at most {MAX_TREE_TOKENS} draft tokens, not {len(parents)}")
     words = [0]
     for i, parent in enumerate(parents):
         words.append(words[parent] | 1 << i)

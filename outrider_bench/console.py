@@ -1,4 +1,4 @@
-"""What the benchmarks' commands print on: a console, and tables with numbers on the right."""
+"""Makes the console and the tables that the benchmarks' commands print."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ Value = Spread | Decimal | None
 
 
 class Aim(_Entry):
-    """What was aimed at, what was measured, and whether that meets the aim."""
+    """An aim, the figure that was measured, and the verdict whether it meets the aim."""
 
     aim: str
     measured: str
@@ -155,13 +155,13 @@ def _opening(readme: Path, results: Results) -> tuple[str, str]:
 
 
 def _sentences(result: Result) -> str:
-    """What was asked and found, the notes, the command and the commit, on one line."""
+    """One line with the result's question, answer, notes, command and commit."""
     command = result.command
     if "`" not in command and command != "not recorded":
         command = f"`{command}`"
     notes = " ".join(result.notes)
-    told = f"**{result.title}.** {result.question} {result.answer} {notes}".rstrip()
-    return f"{told} Command: {command}; commit: {result.commit}."
+    text = f"**{result.title}.** {result.question} {result.answer} {notes}".rstrip()
+    return f"{text} Command: {command}; commit: {result.commit}."
 
 
 def _table(result: Result) -> Iterator[str]:

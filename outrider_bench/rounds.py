@@ -1,4 +1,4 @@
-"""The order of what rounds of a measurement repeat."""
+"""Orders the items that each round of a measurement repeats."""
 
 from collections.abc import Iterator, Sequence
 from typing import TypeVar

@@ -1,4 +1,4 @@
-"""What trees cost the target: forwards of trees beside chains of as many tokens, and moves.
+"""Measures forwards of trees beside chains of as many tokens, and moves in the cache.
 
 `python -m outrider_bench.tree_cost` builds a model with random weights on the GPU, because only
 shapes matter here. It prints a line of JSON for each cell, with medians in ms. Chains and trees of

@@ -1,4 +1,4 @@
-"""Random trees of draft tokens, and what makes an engine verify them whatever its drafters send."""
+"""Makes random trees of draft tokens, and has an engine verify them in place of its drafts."""
 
 from __future__ import annotations
 

@@ -49,11 +49,6 @@ class _Store:
         self.flat_keys.index_copy_(0, slot_mapping, key[0].transpose(0, 1))
         self.flat_values.index_copy_(0, slot_mapping, value[0].transpose(0, 1))
 
-    def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """Copy slots; all `sources` are read before a target is written."""
-        self.flat_keys.index_copy_(0, targets, self.flat_keys.index_select(0, sources))
-        self.flat_values.index_copy_(0, targets, self.flat_values.index_select(0, sources))
-
 
 class LayerCache:
     """Keys and values of one layer, and the attention over them.
@@ -97,11 +92,6 @@ class LayerCache:
             return
         if PagedAttention.supports(keys, values):
             self.cpu_attention = PagedAttention(keys, values)
-
-    def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """Copy keys and values between slots of the flattened cache."""
-        if self._store is not None:
-            self._store.move(sources, targets)
 
     @property
     def arrays(self) -> list[torch.Tensor]:

@@ -58,7 +58,7 @@ class SequenceSlice:
     def positions(self) -> Sequence[int]:
         """The position of each token."""
         if not self.parents:
-            return range(self.start, self.end)
+            return self.slots
         first = self.tree_start
         return [*range(self.start, first), *[first - 1 + d for d in depths(self.parents)]]
 
@@ -78,7 +78,7 @@ def slot_mapping(slices: Sequence[SequenceSlice], page_size: int) -> list[int]:
     return [
         part.pages[slot // page_size] * page_size + slot % page_size
         for part in slices
-        for slot in range(part.start, part.end)
+        for slot in part.slots
     ]
 
 

@@ -173,8 +173,8 @@ class ModelRunner:
             return
         from_slots = torch.tensor(sources, device=self.device)
         to_slots = torch.tensor(targets, device=self.device)
-        for layer in self._layers.values():
-            layer.move(from_slots, to_slots)
+        for array in self._cache_arrays():
+            array.index_copy_(0, to_slots, array.index_select(0, from_slots))
 
     def _call(
         self,
@@ -200,13 +200,17 @@ class ModelRunner:
         return all(layer.supports_kernel(self.device) for layer in self._layers.values())
 
     def _make_token_mover(self) -> TokenMover | None:
-        """Return what moves tokens in all layers at once; None where Triton does not run."""
+        """Return a mover of tokens in all layers at once; None where Triton does not run."""
         if not triton_works(self.device):
             return None
         # Imported here, because not every machine has Triton.
         from outrider.lm.gpu.move_tokens import TokenMover
 
-        return TokenMover.of([array for layer in self._layers.values() for array in layer.arrays])
+        return TokenMover.of(self._cache_arrays())
+
+    def _cache_arrays(self) -> list[torch.Tensor]:
+        """Return the keys and values of all layers, each as [slots, heads, size]."""
+        return [array for layer in self._layers.values() for array in layer.arrays]
 
     def _make_graphs(self) -> Graphs:
         pages_each = min(self.page_count, -(-self.context_length // self.page_size))

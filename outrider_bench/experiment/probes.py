@@ -149,7 +149,7 @@ def concurrent_forwards(
             while 2 * max(found) <= len(places):
                 count = 2 * max(found)
                 for place in places[count // 2 : count]:
-                    _begin_drafting(stack, target, dtype, place)
+                    stack.enter_context(_drafting(target, dtype, place))
                 # A copy cannot make a forward quicker; less than 1 is chance.
                 found[count] = max(_processor_s(runner) / alone_s, 1.0)
     finally:
@@ -157,15 +157,28 @@ def concurrent_forwards(
     return found
 
 
-def _begin_drafting(stack: ExitStack, model: Path, dtype: str, place: list[int]) -> None:
-    """Start a process that runs forwards of a model until the stack closes."""
+@contextmanager
+def _drafting(
+    model: Path, dtype: str, place: list[int]
+) -> Iterator[tuple[float, Callable[[], float]]]:
+    """Run forwards of a model in a process until the context ends.
+
+    Gives its speed before the context began, and a function that returns its speed since then, both
+    in tokens a second.
+    """
     arguments = ("draft", str(model), dtype, ",".join(map(str, place)))
-    child = stack.enter_context(_child("outrider_bench.experiment.probes", *arguments))
-    if child.stdout is None:
-        raise RuntimeError("the drafting process has no output")
-    # It is ready, and has measured its speed.
-    for _ in range(2):
-        child.stdout.readline()
+    with _child("outrider_bench.experiment.probes", *arguments) as child:
+        output = child.stdout
+        if output is None:
+            raise RuntimeError("the drafting process has no output")
+        output.readline()
+        alone = float(output.readline())
+
+        def speed_since() -> float:
+            child.send_signal(signal.SIGUSR1)
+            return float(output.readline())
+
+        yield alone, speed_since
 
 
 def _pin(cores: Any) -> None:
@@ -177,15 +190,9 @@ def _pin(cores: Any) -> None:
 def _beside(
     runner: ModelRunner, alone_s: float, draft: Path, dtype: str, place: list[int], own: list[int]
 ) -> Interference:
-    arguments = ("draft", str(draft), dtype, ",".join(map(str, place)))
-    with _child("outrider_bench.experiment.probes", *arguments) as child:
-        if child.stdout is None:
-            raise RuntimeError("the drafting process has no output")
-        child.stdout.readline()
-        drafts_alone = float(child.stdout.readline())
+    with _drafting(draft, dtype, place) as (drafts_alone, speed_since):
         beside_s = _forward_s(runner)
-        child.send_signal(signal.SIGUSR1)
-        drafts_beside = float(child.stdout.readline())
+        drafts_beside = speed_since()
     slowdown = drafts_alone / max(drafts_beside, 1e-9)
     return Interference(target=beside_s / alone_s, drafter=max(slowdown, 1e-9))
 

@@ -100,13 +100,13 @@ class Batch:
         self._patch = patch
         self.width = 1 + max(trial.scenario.length for trial in trials)
         self._drafts = [_draft(i, trial) for i, trial in enumerate(trials)]
-        rows = [
+        probs = [
             trial.scenario.target(trial.tokens[:n])
             for trial in trials
             for n in range(len(trial.tokens) + 1)
         ]
         with np.errstate(divide="ignore"):
-            self._logits = torch.from_numpy(np.log(np.array(rows)))
+            self._logits = torch.from_numpy(np.log(np.array(probs)))
 
     def coins(self, value: float) -> Coins:
         return Coins(*(np.full((len(self.trials), self.width), value) for _ in range(2)))

@@ -1,7 +1,7 @@
 """All bugs that `python -m tests.mutants` plants: a piece of source text and its replacement.
 
-Those of verification and the draft stream are in `verifier_table`, those of trees in `tree_table`,
-the drafters' in `drafter_table`; here are sampling, noise, the engine and its pages.
+`verifier_table` has the bugs of verification and the draft stream, `tree_table` those of trees, and
+`drafter_table` those of drafters. This file has sampling, noise, the engine and its pages.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class NoRepeats:
 
 @dataclass
 class Answer:
-    """What a request got."""
+    """The tokens, log probabilities and finish reason of a request."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)

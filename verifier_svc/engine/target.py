@@ -24,7 +24,8 @@ class LanguageModel(Protocol):
     def move_tokens(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy keys and values between slots of the flattened cache, in every layer.
 
-        All sources are read before a target is written.
+        All sources are read before a target is written. A sequence's moves are in ascending order,
+        and each goes towards the sequence's start.
         """
 
 

@@ -25,8 +25,8 @@ class GrammarMasks:
     def cut(self, batch: Sequence[ScheduledSequence]) -> list[ScheduledSequence]:
         """The batch with each draft cut before the tokens that its grammar forbids.
 
-        What is below such a token goes with it. A sampled forbidden token stays and is rejected:
-        the next token must be drawn from the residual. To drop the token because of its value would
+        The tokens below such a token are cut too. A sampled forbidden token stays and is rejected,
+        and the next token is drawn from the residual. To drop the token because of its value would
         be to draw anew, which biases the output.
         """
         found: list[ScheduledSequence] = []

@@ -13,9 +13,10 @@ import triton
 import triton.language as tl
 
 from outrider.sampling.tensors import on
+from outrider.token_tree import MAX_TREE_TOKENS
 
-# Moves that are read before the first of them is written; a tree has no more.
-_MOVES = 64
+# Moves that are read before the first of them is written; one tree has no more.
+_MOVES = MAX_TREE_TOKENS
 # 64-bit words of a slot that one program moves.
 _LANES = 32
 _WORD_BYTES = 8
@@ -68,15 +69,13 @@ class TokenMover:
         return cls(arrays)
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy slots, on the current stream.
+        """Copy slots, at least one, on the current stream.
 
         All sources are read before a target is written, if no target is the source of a move that
         comes more than a chunk later. That holds when each sequence's moves go towards its start
         in ascending order, because no other sequence writes its slots: let s_i and t_i be source
         and target of its move i. For i < j, t_i <= s_i < s_j, so t_i is not s_j.
         """
-        if not sources:
-            return
         moves = on(self._addresses.device, [sources, targets], torch.int64)
         _move[self._grid](
             self._addresses, self._widths, moves, len(sources), MOVES=_MOVES, LANES=_LANES
