@@ -357,6 +357,8 @@ class Opened:
     grammar: Grammar | None = None
     prediction: list[int] = field(default_factory=list)
     prompt_length: int = 0
+    tree_tokens: int = 0
+    """Draft tokens of all branches together that are worth sending for its next step."""
 
 
 @dataclass(slots=True)
@@ -366,6 +368,8 @@ class Proposal:
     `parents` is empty for a chain. For a tree it holds each token's parent: 0 for the base, j for
     `token_ids[j - 1]`. `distributions` is empty or holds, for each token, the distribution it was
     sampled from; None for a one-hot token and where an earlier proposal had the distribution.
+    `confidences` is empty or holds, for each token, the drafter's estimate in (0, 1] of the
+    probability that the token is committed if its parent is.
     """
 
     sequence_id: int
@@ -374,6 +378,7 @@ class Proposal:
     parents: list[int] = field(default_factory=list)
     distributions: list[SparseDistribution | None] = field(default_factory=list)
     draft_seconds: float = 0.0
+    confidences: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -400,6 +405,8 @@ class Verdict:
     window: Window | None = None
     """The window from now on; None leaves it unchanged."""
     traceparent: str = ""
+    tree_tokens: int = 0
+    """Draft tokens of all branches together that are worth sending for its next step."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -243,6 +243,7 @@ class VerifierCheck:
             "an unknown sequence": {"sequence_id": 2**52, "base_length": 1, "token_ids": [1]},
             "a proposal without tokens": {"sequence_id": 2**52, "base_length": 1},
             "an id out of range": {"base_length": 1, "token_ids": [self._model.vocab_size]},
+            "a confidence of 2": {"base_length": 1, "token_ids": [1], "confidences": [2.0]},
         }
         for number, (fault, fields) in enumerate(wrongs.items()):
             async with self._drafter(f"conformance-liar-{number}") as drafter:

@@ -117,6 +117,7 @@ def test_a_chunk_survives_a_round_trip() -> None:
     sampling=samplings,
     window=st.builds(m.Window, st.integers(1, 4096), st.integers(1, 128)),
     accepted=st.integers(0, 64),
+    tree=st.integers(0, 1024),
 )
 def test_a_step_survives_a_round_trip(
     sequence_id: int,
@@ -125,14 +126,23 @@ def test_a_step_survives_a_round_trip(
     sampling: m.SamplingParams,
     window: m.Window,
     accepted: int,
+    tree: int,
 ) -> None:
     sparse = m.DraftDistribution.SPARSE
+    opened = m.Opened(sequence_id, tokens, sampling, sparse, window, 4, "tenant", "trace")
     step = m.StepBatch(
-        [m.Opened(sequence_id, tokens, sampling, sparse, window, 4, "tenant", "trace")],
-        [m.Verdict(sequence_id, length, tokens, accepted, 4, window, "trace")],
+        [replace(opened, tree_tokens=tree)],
+        [m.Verdict(sequence_id, length, tokens, accepted, 4, window, "trace", tree)],
         [m.Closed(sequence_id, m.CloseReason.ENDED)],
     )
     assert wire_drafts.step_from_proto(wire_drafts.step_to_proto(step), VOCAB) == step
+
+
+@given(st.lists(st.floats(0, 1, exclude_min=True, width=32), min_size=1, max_size=32))
+def test_confidences_survive_a_round_trip(confidences: list[float]) -> None:
+    tokens = [5] * len(confidences)
+    batch = m.DraftBatch([m.Proposal(1, 5, tokens, confidences=confidences)])
+    assert wire_drafts.drafts_from_proto(wire_drafts.drafts_to_proto(batch), VOCAB) == batch
 
 
 @given(st.lists(st.floats(2**-20, 1, width=32), min_size=1, max_size=32))
@@ -198,6 +208,9 @@ def sparse(ids: list[int], probabilities: list[float]) -> dict[str, Any]:
             {**PROPOSAL, "confidences": [0.5, 0.5]},
             "must be empty or one for each of 1 tokens, not 2",
         ),
+        ({**PROPOSAL, "confidences": [0.0]}, r"must be in \(0, 1\], not 0"),
+        ({**PROPOSAL, "confidences": [1.5]}, r"must be in \(0, 1\], not 1.5"),
+        ({**PROPOSAL, "confidences": [math.nan]}, r"must be in \(0, 1\], not nan"),
         (sparse([5], []), "must hold 1 to 256 ids and as many probabilities, not 1 and 0"),
         (sparse(list(range(300)), [1 / 300] * 300), "must hold 1 to 256 ids"),
         (sparse([5, 6], [1.5, -0.5]), "must be finite and not negative"),
