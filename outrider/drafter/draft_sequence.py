@@ -177,7 +177,9 @@ class DraftSequence:
             return None
         tokens = list(self.guesses)
         count = len(tokens)
-        parents = list(range(count)) if new else []
+        parents: list[int] = []
+        if new:
+            parents += range(count)
         for at, branch in new:
             first = len(tokens) + 1
             parents += [at, *range(first, first + len(branch.tokens) - 1)]
@@ -252,5 +254,7 @@ class DraftSequence:
         if branch is None or branch.tokens[: len(tokens)] != tokens:
             branch = _Branch([])
         self.guesses = branch.tokens[len(tokens) :]
-        self._unsent = [] if branch.sent else [None] * len(self.guesses)
+        self._unsent = []
+        if not branch.sent:
+            self._unsent = [None] * len(self.guesses)
         self._branches = {}

@@ -12,7 +12,7 @@ from outrider.errors import invalid
 from outrider.limits import MAX_CORE_ID, MAX_CORES, MAX_NODE_ID
 from outrider.model_info import DrafterInfo, ModelInfo, Stage
 from outrider.v1 import common_pb2, verifier_pb2
-from outrider.wire.settings import known, proto_enum
+from outrider.wire.settings import known, optional, proto_enum
 
 # The range of google.protobuf.Duration, ten thousand years.
 _MAX_DURATION_S = 315_576_000_000.0
@@ -84,9 +84,9 @@ def _drafter_from_proto(proto: verifier_pb2.DrafterInfo) -> DrafterInfo:
         placement_from_proto(proto.placement),
         proto.connected,
         proto.sequence_count,
-        proto.acceptance_rate if proto.HasField("acceptance_rate") else None,
-        _seconds(proto.round_trip_time) if proto.HasField("round_trip_time") else None,
-        _seconds(proto.token_time) if proto.HasField("token_time") else None,
+        optional(proto, "acceptance_rate"),
+        _seconds(optional(proto, "round_trip_time")),
+        _seconds(optional(proto, "token_time")),
     )
 
 
@@ -107,7 +107,7 @@ def placement_from_proto(proto: common_pb2.Placement) -> m.Placement:
     for name in ("kind", "host", "device", "architecture"):
         check_name(f"placement.{name}", getattr(proto, name), empty=True)
     _check_cores(proto.cores)
-    numa_node = proto.numa_node if proto.HasField("numa_node") else None
+    numa_node = optional(proto, "numa_node")
     if numa_node is not None and not 0 <= numa_node <= MAX_NODE_ID:
         raise invalid("placement.numa_node", f"must be in [0, {MAX_NODE_ID}], not {numa_node}")
     return m.Placement(
@@ -127,8 +127,12 @@ def _check_cores(cores: Sequence[int]) -> None:
 
 
 def _duration(seconds: float | None) -> Duration | None:
-    return None if seconds is None else Duration(seconds=int(seconds), nanos=int(seconds % 1 * 1e9))
+    if seconds is None:
+        return None
+    return Duration(seconds=int(seconds), nanos=int(seconds % 1 * 1e9))
 
 
-def _seconds(duration: Duration) -> float:
+def _seconds(duration: Duration | None) -> float | None:
+    if duration is None:
+        return None
     return min(max(duration.seconds + duration.nanos / 1e9, 0.0), _MAX_DURATION_S)

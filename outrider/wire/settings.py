@@ -114,6 +114,13 @@ def known(kind: type[_Member], value: int, otherwise: _Member) -> _Member:
         return otherwise
 
 
+def optional(proto: Message, field: str) -> Any:
+    """The value of an optional field; None if the sender left it out."""
+    if not proto.HasField(field):
+        return None
+    return getattr(proto, field)
+
+
 def proto_enum(value: int) -> Any:
     """A value for a proto's enum field. Typed Any, since the stubs give each enum its own type."""
     return int(value)

@@ -79,10 +79,8 @@ class Engine:
         self.scheduler = Scheduler(pool, limits, model.vocab_size)
         self.cost = ForwardCost()
         self.isolated_cost = ForwardCost()  # learns from trial forwards alone
-        self.budget = SpeculationBudget(self.isolated_cost)
-        self.planner = Planner(
-            limits.draft_tokens_policy, self.cost, self.budget, always=always_draft
-        )
+        budget = SpeculationBudget(self.isolated_cost)
+        self.planner = Planner(limits.draft_tokens_policy, self.cost, budget, always=always_draft)
         self.drafting = DraftExchange(
             self.sequences,
             self.planner,
@@ -292,7 +290,7 @@ class Engine:
         if prompt_token_count > 0:
             return 0.0
         if seconds < math.inf:
-            self.budget.observe(
+            self.planner.budget.observe(
                 len(batch),
                 self.drafting.plan.paying,
                 committed,

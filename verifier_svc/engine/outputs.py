@@ -25,7 +25,9 @@ def cut_at_end(sequence: Sequence, new: list[int]) -> FinishReason | None:
     if not sequence.end_ids.isdisjoint(new):
         del new[next(i for i, token in enumerate(new) if token in sequence.end_ids) + 1 :]
         return FinishReason.STOP
-    return FinishReason.LENGTH if len(new) >= left else None
+    if len(new) >= left:
+        return FinishReason.LENGTH
+    return None
 
 
 def chunk_of(
@@ -64,5 +66,6 @@ def _own_source(draft: DraftTree, result: AcceptResult) -> TokenSource:
     """The source of the token that the target itself sampled."""
     if not draft.token_ids:
         return TokenSource.PLAIN
-    whole = is_leaf(result.last_row, len(draft.token_ids), draft.parents)
-    return TokenSource.BONUS if whole else TokenSource.RECOVERED
+    if is_leaf(result.last_row, len(draft.token_ids), draft.parents):
+        return TokenSource.BONUS
+    return TokenSource.RECOVERED

@@ -82,7 +82,9 @@ class DraftWait:
         remaining_s = self._began + _MAX_HOLD_S - now
         if remaining_s <= 0.0:
             self._outgoing.send_to_clients()
-        return remaining_s if self._outgoing.holds_chunks else math.inf
+        if not self._outgoing.holds_chunks:
+            return math.inf
+        return remaining_s
 
     def _late(self, plan: Plan) -> list[Assignment]:
         """The drafts of `plan.wait_for` that are missing and still the best for their sequences."""

@@ -52,7 +52,9 @@ def accept(
     tokens_R = logits_RV.argmax(-1)
     # The argmax of a row that holds NaN is the NaN.
     peaks_R = logits_RV.gather(-1, tokens_R.unsqueeze(-1)).squeeze(-1)
-    raw_peaks_R = None if logits_RV is raw_RV else raw_RV.amax(-1)
+    raw_peaks_R = peaks_R
+    if logits_RV is not raw_RV:
+        raw_peaks_R = raw_RV.amax(-1)
     if synthetic_rate is None and not any(draft.needs_probs for draft in drafts):
         return _greedy(_with_errors(tokens_R, peaks_R, raw_peaks_R).tolist(), drafts)
     rows = Rows(drafts, logits_RV.device)
@@ -66,16 +68,16 @@ def accept(
 
 
 def _with_errors(
-    tokens_R: torch.Tensor, peaks_R: torch.Tensor, raw_peaks_R: torch.Tensor | None
+    tokens_R: torch.Tensor, peaks_R: torch.Tensor, raw_peaks_R: torch.Tensor
 ) -> torch.Tensor:
     """The tokens, with NOT_FINITE or NO_TOKEN for rows that have none.
 
     `peaks_R` are the rows' largest logits after the request's settings are applied; `raw_peaks_R`
-    those before, None if no row changed. A row with a NaN or +inf has it as its largest logit, and
-    a row of nothing else has -inf. Single -inf entries are legal.
+    those before, the same tensor if no row changed. A row with a NaN or +inf has it as its largest
+    logit, and a row of nothing but -inf has -inf. Single -inf entries are legal.
     """
-    finite_R = (peaks_R if raw_peaks_R is None else raw_peaks_R).abs() < _LARGEST_LOGIT
-    if raw_peaks_R is not None:
+    finite_R = raw_peaks_R.abs() < _LARGEST_LOGIT
+    if raw_peaks_R is not peaks_R:
         tokens_R = torch.where(peaks_R.isneginf(), NO_TOKEN, tokens_R)
     return torch.where(finite_R, tokens_R, NOT_FINITE)
 
@@ -110,10 +112,12 @@ def _accept_rows(logits_RV: torch.Tensor, rows: Rows, tokens_R: torch.Tensor) ->
     needed = rows.where(lambda draft: draft.needs_probs)
     if not needed:
         return tokens_R == rows.draft_R
-    whole = len(needed) == len(logits_RV)
     at_N = rows.tensor(np.array(needed))
     settings = [rows.of_row[row].context.sampling for row in needed]
-    probs_NV = target_probs(logits_RV if whole else logits_RV[at_N], settings)
+    logits_NV = logits_RV
+    if len(needed) < len(logits_RV):
+        logits_NV = logits_RV[at_N]
+    probs_NV = target_probs(logits_NV, settings)
     # NaN is in rows that `_with_errors` marks.
     probs_NV = probs_NV.nan_to_num(0.0)
     sampled_N = coupled_sample(probs_NV, rows.keys(needed))

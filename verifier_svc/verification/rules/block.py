@@ -28,7 +28,9 @@ def accept(drafts: SparseDrafts) -> AcceptedPrefixes:
         ratio_B = drafts.target_BK[:, i - 1] / drafts.draft_BK[:, i - 1].clamp(min=_TINY)
         weight_B = (weight_B * ratio_B).clamp(max=1.0)
         # A shorter draft is padded with zeros, for which `_prob_of_end` is its last weight.
-        prob_B = weight_B if i == count else _prob_of_end(drafts, i, weight_B)
+        prob_B = weight_B
+        if i < count:
+            prob_B = _prob_of_end(drafts, i, weight_B)
         ends_B = (drafts.uniform_BK[:, i - 1] < prob_B) & (drafts.lengths_B >= i)
         accepted_B = torch.where(ends_B, i, accepted_B)
         scale_B = torch.where(ends_B, weight_B, scale_B)
