@@ -6,11 +6,10 @@ from collections.abc import Sequence
 
 from google.protobuf.duration_pb2 import Duration
 
-from outrider import messages as m
 from outrider.checks import check_name
 from outrider.errors import invalid
 from outrider.limits import MAX_CORE_ID, MAX_CORES, MAX_NODE_ID
-from outrider.model_info import DrafterInfo, ModelInfo, Stage
+from outrider.model_info import DrafterInfo, ModelInfo, Placement, Stage
 from outrider.v1 import common_pb2, verifier_pb2
 from outrider.wire.settings import known, optional, proto_enum
 
@@ -90,7 +89,7 @@ def _drafter_from_proto(proto: verifier_pb2.DrafterInfo) -> DrafterInfo:
     )
 
 
-def placement_to_proto(placement: m.Placement) -> common_pb2.Placement:
+def placement_to_proto(placement: Placement) -> common_pb2.Placement:
     """Convert; inverse of `placement_from_proto`."""
     return common_pb2.Placement(
         kind=placement.kind,
@@ -102,7 +101,7 @@ def placement_to_proto(placement: m.Placement) -> common_pb2.Placement:
     )
 
 
-def placement_from_proto(proto: common_pb2.Placement) -> m.Placement:
+def placement_from_proto(proto: common_pb2.Placement) -> Placement:
     """Check and convert; raises OutriderError(INVALID_VALUE) that names the field."""
     for name in ("kind", "host", "device", "architecture"):
         check_name(f"placement.{name}", getattr(proto, name), empty=True)
@@ -110,7 +109,7 @@ def placement_from_proto(proto: common_pb2.Placement) -> m.Placement:
     numa_node = optional(proto, "numa_node")
     if numa_node is not None and not 0 <= numa_node <= MAX_NODE_ID:
         raise invalid("placement.numa_node", f"must be in [0, {MAX_NODE_ID}], not {numa_node}")
-    return m.Placement(
+    return Placement(
         proto.kind, proto.host, proto.device, tuple(proto.cores), numa_node, proto.architecture
     )
 

@@ -17,8 +17,9 @@ from outrider.clock import Clock, monotonic
 from outrider.errors import OutriderError, Reason
 from outrider.grammar.backends import Compiled
 from outrider.grammar.compiler import GrammarCompiler
+from outrider.grammar.kinds import Grammar
 from outrider.internal.v1 import token_streams_pb2, token_streams_pb2_grpc
-from outrider.messages import Grammar, TokenChunk
+from outrider.messages import TokenChunk
 from outrider.model_info import DrafterInfo, ModelInfo, Stage
 from outrider.process import telemetry
 from outrider.process.rpc import reports_errors

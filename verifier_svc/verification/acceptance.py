@@ -11,7 +11,7 @@ rules for sampled drafts of trusted drafters, and the lossy ones, are in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,13 +24,9 @@ from outrider.sampling.sampler import coupled_sample, inverse_cdf, target_probs
 from outrider.sampling.tensors import on
 from verifier_svc.verification.draft import NO_TOKEN, NOT_FINITE, AcceptResult, Draft
 from verifier_svc.verification.rows import Rows, tree_result
-from verifier_svc.verification.rules import block, lossy, token_wise
-from verifier_svc.verification.rules.sparse import AcceptedPrefixes, SparseDrafts
+from verifier_svc.verification.rules import lossy
+from verifier_svc.verification.rules.sampled import SAMPLED_RULES, SparseDrafts
 
-_SAMPLED_RULES: dict[AcceptanceRule, Callable[[SparseDrafts], AcceptedPrefixes]] = {
-    AcceptanceRule.TOKEN_WISE: token_wise.accept,
-    AcceptanceRule.BLOCK: block.accept,
-}
 # Larger logits overflow float32 when divided by the lowest temperature that samples, 1e-5.
 _LARGEST_LOGIT = 1e33
 
@@ -126,8 +122,8 @@ def _accept_rows(logits_RV: torch.Tensor, rows: Rows, tokens_R: torch.Tensor) ->
     matches_R = tokens_R == rows.draft_R
     probs = _Probs(probs_NV, {row: n for n, row in enumerate(needed)})
     for rule in {draft.rule for draft in rows.drafts}:
-        if rule in _SAMPLED_RULES:
-            _accept_sampled(_SAMPLED_RULES[rule], rule, probs, rows, tokens_R, matches_R)
+        if rule in SAMPLED_RULES:
+            _accept_sampled(rule, probs, rows, tokens_R, matches_R)
         elif rule in (AcceptanceRule.TYPICAL, AcceptanceRule.RELAXED):
             _accept_lossy(rule, probs, rows, matches_R)
     return matches_R
@@ -147,7 +143,6 @@ class _Probs:
 
 
 def _accept_sampled(
-    accept_prefixes: Callable[[SparseDrafts], AcceptedPrefixes],
     rule: AcceptanceRule,
     probs: _Probs,
     rows: Rows,
@@ -166,7 +161,7 @@ def _accept_sampled(
     if not picked:
         return
     sampled = _Sampled(picked, probs, rows)
-    prefixes = accept_prefixes(sampled.drafts)
+    prefixes = SAMPLED_RULES[rule](sampled.drafts)
     accepted_B = prefixes.accepted_B
     lengths_B = sampled.drafts.lengths_B
     of_draft_S, place_S = sampled.places

@@ -28,7 +28,8 @@ from __future__ import annotations
 
 from outrider.messages import Acceptance, AcceptanceRule, DraftDistribution, TokenRequest
 
-_LOSSY = {Acceptance.TYPICAL: AcceptanceRule.TYPICAL, Acceptance.RELAXED: AcceptanceRule.RELAXED}
+# The rule of a lossy acceptance has its name.
+_LOSSY = {kind: AcceptanceRule[kind.name] for kind in Acceptance if kind is not Acceptance.EXACT}
 
 
 def choose_distribution(
