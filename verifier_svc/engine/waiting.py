@@ -1,6 +1,7 @@
 """Waits for late drafts before a step, and updates a drafter's latency if its draft does not come.
 
-It keeps a deadline but never sleeps; the engine's caller sleeps.
+The plan says how long (`verifier_svc/policy/waits.py`). This keeps the deadline but never sleeps;
+the engine's caller sleeps.
 """
 
 from __future__ import annotations

@@ -137,9 +137,8 @@ class VerifierServicer(
             async for response in responses:
                 yield response
 
-    # The stubs do not know that a handler may write through its context.
     @reports_errors
-    async def StreamTokens(  # type: ignore[override]
+    async def StreamTokens(  # type: ignore[override]  # the stubs lack writes through the context
         self,
         request_iterator: AsyncIterator[token_streams_pb2.StreamTokensRequest],
         context: Context,
