@@ -73,13 +73,17 @@ class VerifierActor:
         # When to advance next, and the number of that appointment; earlier ones are void.
         self._due = float("inf")
         self._appointment = 0
-        started = events.now
-        events.now = started - _WARM_UP_S
-        self.engine.warm_up(_TRIAL_CONTEXT)
-        events.now = started
+        self._warm_up()
         # Trial forwards ran alone.
         if scenario.target_cores:
             worker.cores = cores
+
+    def _warm_up(self) -> None:
+        """Run the trial forwards in the time before now."""
+        started = self._events.now
+        self._events.now = started - _WARM_UP_S
+        self.engine.warm_up(_TRIAL_CONTEXT)
+        self._events.now = started
 
     def post(self, work: Callable[[], object]) -> None:
         """Post work to the engine, which runs it before its next step."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from outrider.clock import Clock, monotonic
 from outrider.errors import OutriderError, Reason
-from outrider.messages import Closed, CloseReason, DraftBatch, Hello, StepBatch, Verdict
+from outrider.messages import Closed, DraftBatch, Hello, StepBatch, Verdict
 from outrider.process.telemetry import Span
 from verifier_svc.drafts.assignments import new_assignment, run_ahead_window
 from verifier_svc.drafts.draft_message import DraftMessage
@@ -123,7 +123,7 @@ class DraftExchange:
         for assignment in sequence.assignments.values():
             assignment.drafter.sequence_ids.discard(sequence.id)
             if assignment.opened:
-                assignment.drafter.outbox.closed.append(Closed(sequence.id, CloseReason.ENDED))
+                assignment.drafter.outbox.closed.append(Closed(sequence.id))
         sequence.assignments.clear()
 
     # --- drafts arrive ---

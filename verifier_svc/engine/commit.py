@@ -5,7 +5,7 @@ from __future__ import annotations
 from outrider.errors import OutriderError, Reason
 from outrider.messages import FinishReason, TokenChunk
 from outrider.process.telemetry import Span
-from verifier_svc.engine.outputs import chunk_of, cut_at_end
+from verifier_svc.engine.outputs import chunk_of, cut_at_end, sources_of
 from verifier_svc.engine.parts import EngineParts
 from verifier_svc.engine.step_spans import StepSpans
 from verifier_svc.state.scheduled_sequence import ScheduledSequence
@@ -100,7 +100,8 @@ class Committer:
         if span.traceparent:
             span.set(outrider__accepted_tokens=accepted, outrider__committed_tokens=len(new))
         self._record_acceptance(scheduled, result)
-        self._emit(sequence, chunk_of(scheduled, new, accepted, result, verified, finish_reason))
+        sources = sources_of(scheduled.draft, result, len(new))
+        self._emit(sequence, chunk_of(scheduled, verified, new, sources, finish_reason))
         if finish_reason is not None:
             self.close(sequence)
         else:

@@ -57,4 +57,6 @@ def favourite_length(parents: Sequence[int]) -> int:
 
 def is_leaf(row: int, count: int, parents: Sequence[int]) -> bool:
     """Whether no draft token follows `row` in a tree, or a chain, of `count` draft tokens."""
-    return row not in parents if parents else row == count
+    if not parents:
+        return row == count
+    return row not in parents
