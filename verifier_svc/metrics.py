@@ -255,6 +255,22 @@ class Metrics:
         key = (drafter, drafted, accepted)
         self._verified[key] = self._verified.get(key, 0) + 1
 
+    def verified_in_tree(
+        self, drafter: Drafter, drafted: int, places: list[int], *, leads: bool
+    ) -> None:
+        """Record a drafter's `drafted` tokens of a verified tree.
+
+        `places` are those of its accepted ones in the accepted path. The tree counts as a draft of
+        the drafter that `leads`, whose tokens begin its favourite path.
+        """
+        labels = self._labels(drafter)
+        if leads:
+            self._add(self._drafts, labels)
+        self._add(self._draft_tokens, labels, drafted)
+        self._add(self._accepted_tokens, labels, len(places))
+        for place in places:
+            self._add(self._accepted_per_pos, (*labels, _POSITIONS[place]))
+
     def generated(self, token_count: int) -> None:
         """Record committed tokens."""
         self._generated_count += token_count

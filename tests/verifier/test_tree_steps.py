@@ -279,7 +279,7 @@ def test_a_tree_deeper_than_max_tokens_ends_the_text_at_them() -> None:
     assert chunk.token_ids == TRUTH[:4]
 
 
-def test_the_rate_of_a_drafter_is_that_of_its_favourite_path() -> None:
+def test_a_drafters_rate_counts_favourites_and_its_metrics_all_tokens() -> None:
     engine, _ = make_engine(eos_bias=-99)
     offers = frozenset({DraftDistribution.ONE_HOT})
     drafter = ScriptedDrafter(engine, distributions=offers)
@@ -291,4 +291,6 @@ def test_the_rate_of_a_drafter_is_that_of_its_favourite_path() -> None:
     Fixed(engine, tree)
     engine.step()
     assert sequence.tokens[2:] == TRUTH[:3]
-    assert (drafter.handle.verified_count, drafter.handle.accepted_count) == (3, 1)
+    assert (drafter.handle.verified_count, drafter.handle.accepted_count) == (4, 2)
+    rates = sequence.assignments["scripted"].rate.by_position
+    assert rates[0] > 0.8 > rates[1]

@@ -5,11 +5,14 @@ from __future__ import annotations
 from outrider.clock import Clock
 from outrider.lm.pages import PagePool
 from outrider.lm.runner import SequenceSlice
+from outrider.token_tree import MAX_TREE_TOKENS
 from verifier_svc.engine.target import LanguageModel, Limits
 from verifier_svc.policy.forward_cost import ForwardCost
 
 # No trial begins after this time. A large model then misses its larger batches.
 _WARM_UP_S = 5.0
+# Rows of the trial forwards of a sequence's tree, besides those of chains.
+_TREE_ROWS = (16, 32, 1 + MAX_TREE_TOKENS)
 # Tokens of the trial prompt.
 _TRIAL_PROMPT = 256
 
@@ -59,7 +62,10 @@ class WarmUp:
         """Measure forwards of `batch` sequences with none, some and all of the draft tokens."""
         pool = self._pool
         max_draft_tokens = self._limits.draft_tokens_policy.max_draft_tokens
-        for count in sorted({1, 2, 1 + max_draft_tokens // 2, 1 + max_draft_tokens}):
+        counts = {1, 2, 1 + max_draft_tokens // 2, 1 + max_draft_tokens}
+        if self._limits.draft_trees:
+            counts.update(_TREE_ROWS)
+        for count in sorted(counts):
             pages = batch * -(-count // pool.page_size)
             if batch * count <= self._limits.max_batch_tokens and pages <= pool.page_count:
                 seconds = self._trial_s(batch, count, self._context, count)

@@ -1,0 +1,44 @@
+"""Measurements of the guesses beside a favourite: how often one of them is right instead of it."""
+
+from __future__ import annotations
+
+# Depths and ranks from here on share a measurement.
+_DEPTHS = 4
+_RANKS = 8
+# Weight of the prior, in guesses that were expected to be right.
+_PRIOR_WEIGHT = 1.0
+_DECAY = 0.995
+
+
+class SideRates:
+    """How far one drafter's claims about guesses beside the favourite hold, by depth and rank.
+
+    A claim is an estimate, made before the commit, of the probability that a guess is right if its
+    parent is: the drafter's confidence, or a prior. The measured factor between the claims and the
+    commits corrects it. An estimate from decayed sums and a prior factor of 1.
+    """
+
+    __slots__ = ("_claimed", "_right")
+
+    def __init__(self) -> None:
+        self._right = [0.0] * (_DEPTHS * _RANKS)
+        self._claimed = [0.0] * (_DEPTHS * _RANKS)
+
+    def observe(self, depth: int, rank: int, claim: float, right: bool) -> None:
+        """Count a guess behind `depth` others whose parent was committed.
+
+        `rank` is its place among the drafter's guesses behind that parent, from 0.
+        """
+        at = _place(depth, rank)
+        self._right[at] = self._right[at] * _DECAY + right
+        self._claimed[at] = self._claimed[at] * _DECAY + claim
+
+    def estimate(self, depth: int, rank: int, claim: float) -> float:
+        """The corrected claim, at most 1."""
+        at = _place(depth, rank)
+        factor = (self._right[at] + _PRIOR_WEIGHT) / (self._claimed[at] + _PRIOR_WEIGHT)
+        return min(claim * factor, 1.0)
+
+
+def _place(depth: int, rank: int) -> int:
+    return min(depth, _DEPTHS - 1) * _RANKS + min(rank, _RANKS - 1)
