@@ -232,7 +232,7 @@ class Scenario(Settings):
     draft_tokens: DraftTokensSetting = "goodput"
     """The verifier's setting."""
 
-    draft_trees: bool = False
+    draft_trees: bool = True
     """The verifier's setting."""
 
     always_draft: bool = False
