@@ -135,3 +135,27 @@ def test_a_late_tree_is_judged_by_its_favourite_path() -> None:
 )
 def test_the_favourite_path_takes_each_first_child(parents: list[int], path: list[int]) -> None:
     assert favourite_path(parents) == path
+
+
+def test_a_drafter_without_right_guesses_beside_is_asked_for_chains() -> None:
+    engine = planned()
+    good = assignment(engine, "good")
+    assert make_plan(engine, 5).tree_tokens[good] > 0
+    for _ in range(500):
+        good.side_rates.observe_wrong(False)
+    assert good not in make_plan(engine, 5).tree_tokens
+    for _ in range(100):
+        good.side_rates.observe_wrong(True)
+    assert good in make_plan(engine, 5).tree_tokens
+
+
+def test_a_wrong_favourite_without_a_guess_beside_it_counts_against_trees() -> None:
+    engine = planned()
+    [sequence] = engine.sequences.values()
+    good = assignment(engine, "good")
+    before = good.side_rates.rescued_share
+    good.tree_tokens = 8
+    good.trie.add(Proposal(sequence.id, len(sequence.tokens), [3, 4]), sequence.tokens)
+    sequence.tokens += [3, 5]
+    engine.drafting.send_verdicts(sequence, [3, 5], good, sequence.span)
+    assert good.side_rates.rescued_share < before

@@ -181,7 +181,7 @@ class DraftExchange:
         `verified` is the assignment whose draft the step verified; `span` is the step's.
         """
         lookups: list[str] = []
-        if verified is not None and self.plan.token_prices and is_branched(sequence):
+        if verified is not None and (verified.tree_tokens or self._is_tree_step(sequence)):
             observe_sides(sequence, verified, new_token_ids)
         for assignment in sequence.assignments.values():
             drafter = assignment.drafter
@@ -203,6 +203,10 @@ class DraftExchange:
                 assignment.asked = False
         if lookups:
             span.set(outrider__lookups="; ".join(lookups))
+
+    def _is_tree_step(self, sequence: Sequence) -> bool:
+        """Whether steps may verify trees, and the sequence has guesses for one."""
+        return bool(self.plan.token_prices) and is_branched(sequence)
 
     def _ask(
         self,
@@ -230,6 +234,7 @@ class DraftExchange:
         new_token_ids = sequence.tokens[assignment.sent_length :]
         assignment.sent_length = length
         tree_tokens = self.plan.tree_tokens.get(assignment, 0)
+        assignment.tree_tokens = tree_tokens
         window = run_ahead_window(assignment, wanted, self.plan.decode_step_s, tree_tokens)
         changed = window is not assignment.window
         assignment.window = window

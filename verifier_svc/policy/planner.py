@@ -19,7 +19,7 @@ from verifier_svc.policy.prices import Prices, current_prices
 from verifier_svc.policy.speculation_budget import SpeculationBudget
 from verifier_svc.policy.waits import drafts_to_wait_for
 from verifier_svc.state.drafter import Drafter
-from verifier_svc.state.merged_tries import is_sampled, second_guess_prob, side_prob
+from verifier_svc.state.merged_tries import is_sampled, side_prob, side_tokens
 from verifier_svc.state.sequence import Assignment, Sequence
 
 # Drafters are ordered by how soon they deliver a draft of so many tokens.
@@ -202,7 +202,7 @@ class Planner:
         accept_probs.sort()
         choice = _Choice([], drafters, price_of_tokens(accept_probs, prices.token_prices))
         drafts = [draft for sequence in decoding for draft in self._pick(sequence, choice, prices)]
-        rate, waits = self._goodput(drafts, prices)
+        rate, waits = self._goodput(drafts, choice.price, prices)
         return _Choice(drafts, drafters, choice.price, rate, waits or self._always)
 
     def _accept_probs(
@@ -263,7 +263,7 @@ class Planner:
         price += prices.rate * drafting_s
         return assignment.rate.tokens_worth(price, min(prices.limit, most))
 
-    def _goodput(self, drafts: _Drafts, prices: Prices) -> tuple[float, bool]:
+    def _goodput(self, drafts: _Drafts, price: float, prices: Prices) -> tuple[float, bool]:
         """`goodput` of steps with these drafts; sequences without one decode plainly.
 
         The rate is 0 before anything was measured.
@@ -280,6 +280,10 @@ class Planner:
         for _, assignment, count in drafts:
             gained += assignment.rate.expected_tokens(count) - 1.0
             total += count
+            if self._trees and _wants_tree(assignment, price):
+                # About one token beside each of the favourite path.
+                gained += side_tokens(assignment, count)
+                total += count
             longest[assignment.drafter] = max(count, longest.get(assignment.drafter, 0))
         wait_s = max([drafter.latency(count) for drafter, count in longest.items()])
         # A drafter drafts for all its sequences at once.
@@ -360,8 +364,13 @@ def _tree_tokens(drafts: _Drafts, price: float) -> dict[Assignment, int]:
     return {
         assignment: min(_TREE_TOKENS_PER_DEPTH * count, MAX_TREE_TOKENS)
         for _, assignment, count in drafts
-        if second_guess_prob(assignment) >= price
+        if _wants_tree(assignment, price)
     }
+
+
+def _wants_tree(assignment: Assignment, price: float) -> bool:
+    """Whether a guess beside the first favourite is worth its price."""
+    return side_tokens(assignment, 1) >= price
 
 
 def _due_probes(

@@ -91,11 +91,13 @@ def observe_sides(sequence: Sequence, first: Assignment, committed: list[int]) -
     measurements do not depend on what was verified.
     """
     nodes = roots(sequence, first)
+    on_favourites = True
     for depth, token in enumerate(committed):
         guesses = guesses_behind(nodes)
         if not guesses:
             return
         favourite = _rate(guesses[0].assignment, depth)
+        on_favourites = on_favourites and guesses[0].assignment is first
         nodes = []
         for place, guess in enumerate(guesses):
             right = guess.token == token
@@ -104,6 +106,9 @@ def observe_sides(sequence: Sequence, first: Assignment, committed: list[int]) -
             if place:
                 claim = _claim(guess, depth, favourite)
                 guess.assignment.side_rates.observe(depth, guess.rank, claim, right)
+        if on_favourites and token != guesses[0].token:
+            first.side_rates.observe_wrong(bool(nodes))
+            on_favourites = False
 
 
 def side_prob(assignment: Assignment, favourite: Assignment) -> float:
@@ -112,10 +117,13 @@ def side_prob(assignment: Assignment, favourite: Assignment) -> float:
     return assignment.side_rates.estimate(0, 0, claim)
 
 
-def second_guess_prob(assignment: Assignment) -> float:
-    """The probability that a drafter's guess beside its first favourite is right."""
-    claim = (1.0 - _rate(assignment, 0)) * _NEXT_GUESS
-    return assignment.side_rates.estimate(0, 1, claim)
+def side_tokens(assignment: Assignment, draft_tokens: int) -> float:
+    """Expected draft tokens that a tree adds to a favourite path of so many.
+
+    The first one beside the path. Those behind it would be more, but have prices as well.
+    """
+    prob_wrong = 1.0 - assignment.rate.prob_all_accepted(draft_tokens)
+    return prob_wrong * assignment.side_rates.rescued_share
 
 
 def _claim(guess: Guess, depth: int, favourite: float) -> float:

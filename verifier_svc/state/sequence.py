@@ -52,6 +52,8 @@ class Assignment:
     """
     sent_length: int
     """The committed length in the last message to the drafter."""
+    tree_tokens: int = 0
+    """Draft tokens of all branches together that it asked for; 0 for a chain."""
     side_rates: SideRates = field(default_factory=SideRates)
     """Measurements of the drafter's guesses beside favourites, for this kind of traffic."""
     opened: bool = False

@@ -8,6 +8,10 @@ _RANKS = 8
 # Weight of the prior, in guesses that were expected to be right.
 _PRIOR_WEIGHT = 1.0
 _DECAY = 0.995
+# Prior share of wrong favourites with a right guess beside them, and its weight in favourites.
+_FIRST_SHARE = 0.4
+_SHARE_WEIGHT = 4.0
+_SHARE_DECAY = 0.99
 
 
 class SideRates:
@@ -18,11 +22,13 @@ class SideRates:
     commits corrects it. An estimate from decayed sums and a prior factor of 1.
     """
 
-    __slots__ = ("_claimed", "_right")
+    __slots__ = ("_claimed", "_rescued", "_right", "_wrong")
 
     def __init__(self) -> None:
         self._right = [0.0] * (_DEPTHS * _RANKS)
         self._claimed = [0.0] * (_DEPTHS * _RANKS)
+        self._rescued = 0.0
+        self._wrong = 0.0
 
     def observe(self, depth: int, rank: int, claim: float, right: bool) -> None:
         """Count a guess behind `depth` others whose parent was committed.
@@ -38,6 +44,17 @@ class SideRates:
         at = _place(depth, rank)
         factor = (self._right[at] + _PRIOR_WEIGHT) / (self._claimed[at] + _PRIOR_WEIGHT)
         return min(claim * factor, 1.0)
+
+    def observe_wrong(self, rescued: bool) -> None:
+        """Count a wrong favourite; `rescued` if a guess beside it was right."""
+        self._rescued = self._rescued * _SHARE_DECAY + rescued
+        self._wrong = self._wrong * _SHARE_DECAY + 1.0
+
+    @property
+    def rescued_share(self) -> float:
+        """Share of wrong favourites with a right guess beside them, where a tree was asked for."""
+        prior = _FIRST_SHARE * _SHARE_WEIGHT
+        return (self._rescued + prior) / (self._wrong + _SHARE_WEIGHT)
 
 
 def _place(depth: int, rank: int) -> int:
