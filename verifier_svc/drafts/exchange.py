@@ -181,8 +181,8 @@ class DraftExchange:
         `verified` is the assignment whose draft the step verified; `span` is the step's.
         """
         lookups: list[str] = []
-        if verified is not None and (verified.tree_tokens or self._is_tree_step(sequence)):
-            observe_sides(sequence, verified, new_token_ids)
+        if verified is not None and self.plan.token_prices:
+            _observe_sides(sequence, verified, new_token_ids)
         for assignment in sequence.assignments.values():
             drafter = assignment.drafter
             trie = assignment.trie
@@ -203,10 +203,6 @@ class DraftExchange:
                 assignment.asked = False
         if lookups:
             span.set(outrider__lookups="; ".join(lookups))
-
-    def _is_tree_step(self, sequence: Sequence) -> bool:
-        """Whether steps may verify trees, and the sequence has guesses for one."""
-        return bool(self.plan.token_prices) and is_branched(sequence)
 
     def _ask(
         self,
@@ -302,6 +298,14 @@ def _tokens_to_ask(plan: Plan, sequence: Sequence, assignment: Assignment) -> in
         return plan.asks.get(assignment, 0)
     # The sequence was admitted, or got this drafter, after the step was planned.
     return assignment.draft_tokens if assignment.asked else 0
+
+
+def _observe_sides(sequence: Sequence, verified: Assignment, new_token_ids: list[int]) -> None:
+    """Measure the guesses beside favourites, or their lack, before the tries' roots move."""
+    if is_branched(sequence):
+        observe_sides(sequence, verified, new_token_ids)
+    elif verified.tree_tokens > 0 and verified.trie.is_contradicted(new_token_ids):
+        verified.side_rates.observe_wrong(False)
 
 
 def _mark_sent(assignment: Assignment, now: float) -> None:

@@ -43,7 +43,7 @@ def grow_trees(sequences: Collection[Sequence], plan: Plan) -> dict[int, Draft]:
 
     A sequence that is missing, such as one with sampled drafts, has its best chain.
     """
-    if not plan.token_prices:
+    if not plan.token_prices or not any(map(is_branched, sequences)):
         return {}
     planned = [
         sequence

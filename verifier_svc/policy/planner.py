@@ -370,7 +370,8 @@ def _tree_tokens(drafts: _Drafts, price: float) -> dict[Assignment, int]:
 
 def _wants_tree(assignment: Assignment, price: float) -> bool:
     """Whether a guess beside the first favourite is worth its price."""
-    return side_tokens(assignment, 1) >= price
+    # The first test spares most sequences of a drafter of chains the second one.
+    return assignment.side_rates.rescued_share >= price and side_tokens(assignment, 1) >= price
 
 
 def _due_probes(

@@ -22,13 +22,15 @@ class SideRates:
     commits corrects it. An estimate from decayed sums and a prior factor of 1.
     """
 
-    __slots__ = ("_claimed", "_rescued", "_right", "_wrong")
+    __slots__ = ("_claimed", "_rescued", "_right", "_wrong", "rescued_share")
 
     def __init__(self) -> None:
         self._right = [0.0] * (_DEPTHS * _RANKS)
         self._claimed = [0.0] * (_DEPTHS * _RANKS)
         self._rescued = 0.0
         self._wrong = 0.0
+        self.rescued_share = _FIRST_SHARE
+        """Share of wrong favourites with a right guess beside them, where a tree was asked for."""
 
     def observe(self, depth: int, rank: int, claim: float, right: bool) -> None:
         """Count a guess behind `depth` others whose parent was committed.
@@ -49,12 +51,8 @@ class SideRates:
         """Count a wrong favourite; `rescued` if a guess beside it was right."""
         self._rescued = self._rescued * _SHARE_DECAY + rescued
         self._wrong = self._wrong * _SHARE_DECAY + 1.0
-
-    @property
-    def rescued_share(self) -> float:
-        """Share of wrong favourites with a right guess beside them, where a tree was asked for."""
-        prior = _FIRST_SHARE * _SHARE_WEIGHT
-        return (self._rescued + prior) / (self._wrong + _SHARE_WEIGHT)
+        right = self._rescued + _FIRST_SHARE * _SHARE_WEIGHT
+        self.rescued_share = right / (self._wrong + _SHARE_WEIGHT)
 
 
 def _place(depth: int, rank: int) -> int:

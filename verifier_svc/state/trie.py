@@ -213,6 +213,13 @@ class Trie:
         """Whether it has no guess beside the path of favourites."""
         return self.node_count == len(self._path())
 
+    def is_contradicted(self, new_token_ids: list[int]) -> bool:
+        """Whether the path of favourites has another token than these somewhere."""
+        for node, token in zip(self._path(), new_token_ids, strict=False):
+            if node.token != token:
+                return True
+        return False
+
     def path(self, depth: int) -> DraftTree:
         """The path of favourites from the root, at most `depth` tokens.
 
