@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 
 import numpy as np
@@ -12,6 +13,8 @@ from random_trees import random_tree
 from outrider.draft_tokens_policy import DraftTokensPolicy
 from outrider.messages import DraftDistribution, Proposal, SamplingParams, TokenRequest
 from verifier_svc.engine.target import Limits
+from verifier_svc.state.draft_tree import DraftTree
+from verifier_svc.state.sequence import Assignment, Sequence
 
 COUPLED = frozenset({DraftDistribution.ONE_HOT, DraftDistribution.COUPLED})
 SAMPLINGS = {
@@ -71,12 +74,18 @@ class Run:
             self.moved_count += len(sources)
             move_tokens(sources, targets)
 
-        def recorded(sequence: object, assignment: object, draft: object, rows: object) -> None:
-            self.shared_count += len(set(draft.drafter_ids)) > 1  # type: ignore[attr-defined]
-            record_draft(sequence, assignment, draft, rows)  # type: ignore[arg-type]
+        def recorded(
+            sequence: Sequence,
+            assignment: Assignment,
+            draft: DraftTree,
+            rows: SequenceOf[int],
+            emitted: int,
+        ) -> None:
+            self.shared_count += len(set(draft.drafter_ids)) > 1
+            record_draft(sequence, assignment, draft, rows, emitted)
 
         self.model.move_tokens = moved  # type: ignore[method-assign,assignment]
-        self.engine.drafting.record_draft = recorded  # type: ignore[method-assign,assignment]
+        self.engine.drafting.record_draft = recorded  # type: ignore[method-assign]
 
     @property
     def texts(self) -> list[list[int]]:

@@ -19,8 +19,12 @@ def favourite_outcome(draft: DraftTree, drafter_id: str, rows: Sequence[int]) ->
         if draft.drafter_ids and draft.drafter_ids[drafted] != drafter_id:
             break
         drafted += 1
-    right = sum([row == place for place, row in enumerate(rows[:drafted], 1)])
-    return drafted, right
+    return drafted, favoured_count(rows[:drafted])
+
+
+def favoured_count(rows: Sequence[int]) -> int:
+    """How many of the accepted rows are the favourite path's, which are a draft's first ones."""
+    return sum([row == place for place, row in enumerate(rows, 1)])
 
 
 def outcomes_by_drafter(

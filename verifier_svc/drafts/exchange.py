@@ -13,7 +13,7 @@ from outrider.messages import Closed, CloseReason, DraftBatch, Hello, StepBatch,
 from outrider.process.telemetry import Span
 from verifier_svc.drafts.assignments import new_assignment, run_ahead_window
 from verifier_svc.drafts.draft_message import DraftMessage
-from verifier_svc.drafts.draft_outcome import favourite_outcome, outcomes_by_drafter
+from verifier_svc.drafts.draft_outcome import favoured_count, favourite_outcome, outcomes_by_drafter
 from verifier_svc.drafts.roster import Roster
 from verifier_svc.metrics import Metrics
 from verifier_svc.policy.plan import Plan
@@ -266,9 +266,16 @@ class DraftExchange:
         drafter.outbox.opened.append(sequence.opened_for(assignment))
 
     def record_draft(
-        self, sequence: Sequence, assignment: Assignment, draft: DraftTree, rows: SequenceOf[int]
+        self,
+        sequence: Sequence,
+        assignment: Assignment,
+        draft: DraftTree,
+        rows: SequenceOf[int],
+        emitted: int,
     ) -> None:
         """Count a verified draft, whose `rows` were accepted, in acceptance rates and metrics.
+
+        The step `emitted` so many tokens of the sequence.
 
         `assignment` is that of the favourite path. Its rate is that of its favourites alone;
         `observe_sides` measures the guesses beside them by the commit.
@@ -280,7 +287,7 @@ class DraftExchange:
             assignment.observe_acceptance(drafted, accepted)
             drafter.verified_count += drafted
             drafter.accepted_count += accepted
-            self._metrics.verified(drafter, drafted, accepted)
+            self._metrics.verified(drafter, drafted, accepted, emitted)
             return
         own_id = assignment.drafter.id
         assignment.observe_acceptance(*favourite_outcome(draft, own_id, rows))
@@ -290,6 +297,13 @@ class DraftExchange:
             drafter.accepted_count += len(places)
             leads = drafter_id == own_id
             self._metrics.verified_in_tree(drafter, drafted, places, leads=leads)
+        self._metrics.verified_draft(
+            len(draft.token_ids),
+            favoured_count(rows),
+            len(rows),
+            emitted,
+            branched=bool(draft.parents),
+        )
 
 
 def _tokens_to_ask(plan: Plan, sequence: Sequence, assignment: Assignment) -> int:

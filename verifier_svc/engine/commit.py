@@ -5,6 +5,7 @@ from __future__ import annotations
 from outrider.errors import OutriderError, Reason
 from outrider.messages import FinishReason, TokenChunk
 from outrider.process.telemetry import Span
+from verifier_svc.drafts.draft_outcome import favoured_count
 from verifier_svc.engine.outputs import chunk_of, cut_at_end
 from verifier_svc.engine.parts import EngineParts
 from verifier_svc.engine.step_spans import StepSpans
@@ -98,9 +99,12 @@ class Committer:
         self._token_count += len(new)
         if span.traceparent:
             span.set(outrider__accepted_tokens=accepted, outrider__committed_tokens=len(new))
+            if scheduled.draft.parents:
+                span.set(outrider__side_tokens=accepted - favoured_count(result.rows[:accepted]))
         verified_of = scheduled.assignment
         if verified_of is not None:
-            self._drafting.record_draft(sequence, verified_of, scheduled.draft, result.rows)
+            draft = scheduled.draft
+            self._drafting.record_draft(sequence, verified_of, draft, result.rows, len(new))
         self._emit(sequence, chunk_of(scheduled, new, accepted, result, verified, finish_reason))
         if finish_reason is not None:
             self.close(sequence)
