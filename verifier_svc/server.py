@@ -133,9 +133,8 @@ class Loader:
         )
         self.grammars = self._grammar_compiler(runner)
         self._report(Stage.WARMING_UP, "running trial forwards")
-        runner.capture(
-            Bounds(settings.max_sequences, 1 + policy.max_draft_tokens, settings.max_batch_tokens)
-        )
+        most = engine.limits.most_draft_tokens
+        runner.capture(Bounds(settings.max_sequences, 1 + most, settings.max_batch_tokens))
         engine.warm_up(min(_TRIAL_CONTEXT, context_length))
         # The loaded objects live as long as the process. Without the freeze, each full collection
         # takes 100 ms to visit them.
@@ -175,6 +174,8 @@ def _limits(settings: VerifierSettings, policy: DraftTokensPolicy) -> Limits:
         settings.max_sequences,
         settings.max_waiting,
         settings.max_drafters,
+        # A synthetic rate knows favourites alone.
+        draft_trees=settings.draft_trees and settings.synthetic_acceptance_rate is None,
     )
 
 

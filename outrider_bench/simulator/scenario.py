@@ -237,6 +237,9 @@ class Scenario(Settings):
     draft_tokens: DraftTokensSetting = "goodput"
     """The verifier's setting."""
 
+    draft_trees: bool = True
+    """The verifier's setting."""
+
     always_draft: bool = False
     """The verifier's setting: wait for every draft, even if that does not pay."""
 

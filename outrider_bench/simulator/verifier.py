@@ -62,6 +62,7 @@ class VerifierActor:
                 max_batch_tokens=scenario.max_batch_tokens,
                 max_sequences=scenario.max_sequences,
                 max_waiting=1_000_000,
+                draft_trees=scenario.draft_trees,
             ),
             SimulatedVerifier(worker, costs, world),
             always_draft=scenario.always_draft,

@@ -260,8 +260,8 @@ VERIFIER_MUTANTS = (
         "T3",
         "the window is counted from a proposal's base, not from the last committed token",
         TRIE,
-        "self._add_child(node, token, depth,",
-        "self._add_child(node, token, i + 1,",
+        "self._add_child(node, proposal, i, depth, added)",
+        "self._add_child(node, proposal, i, i + 1, added)",
         (f"{TRIES}::test_tokens_beyond_the_window_are_cut",),
     ),
     Mutant(
@@ -284,8 +284,8 @@ VERIFIER_MUTANTS = (
         "T6",
         "each token gets the distribution of the one before it",
         TRIE,
-        "given[i] if given else None",
-        "given[i - 1] if given else None",
+        "proposal.distributions[i] if",
+        "proposal.distributions[i - 1] if",
         (TRIES,),
     ),
     Mutant(

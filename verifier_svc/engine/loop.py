@@ -33,6 +33,7 @@ from verifier_svc.engine.target import LanguageModel, Limits
 from verifier_svc.engine.waiting import DraftWait
 from verifier_svc.engine.warm_up import WarmUp
 from verifier_svc.metrics import Metrics
+from verifier_svc.policy.draft_trees import grow_trees
 from verifier_svc.policy.forward_cost import ForwardCost
 from verifier_svc.policy.planner import Planner
 from verifier_svc.policy.speculation_budget import SpeculationBudget
@@ -80,7 +81,9 @@ class Engine:
         self.cost = ForwardCost()
         self.isolated_cost = ForwardCost()  # learns from trial forwards alone
         budget = SpeculationBudget(self.isolated_cost)
-        self.planner = Planner(limits.draft_tokens_policy, self.cost, budget, always=always_draft)
+        policy = limits.draft_tokens_policy
+        trees = limits.draft_trees
+        self.planner = Planner(policy, self.cost, budget, always=always_draft, trees=trees)
         self.drafting = DraftExchange(
             self.sequences,
             self.planner,
@@ -212,7 +215,8 @@ class Engine:
         self._quiet = self._step_clock.undisturbed_since(self.drafting.busy_until)
         plan = self._wait.take_plan()
         self.outgoing.send_to_drafters()
-        batch = self._grammar_masks.cut(self.scheduler.next(plan.draft_tokens))
+        trees = grow_trees(self.scheduler.running.values(), plan)
+        batch = self._grammar_masks.cut(self.scheduler.next(plan.draft_tokens, trees))
         self._step_clock.end("pack")
         self.outgoing.send_to_clients()
         self._step_clock.end("send")
