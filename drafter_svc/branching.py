@@ -60,11 +60,14 @@ def offer_likeliest(sequence: DraftSequence, branches: Sequence[Branch]) -> None
     ordered = sorted([value for run in survivals for value in run], reverse=True)
     least = ordered[room - 1] if room < len(ordered) else 0.0
     pairs = zip(survivals, branches, strict=True)
-    for run, branch in sorted(pairs, key=lambda pair: pair[0][0], reverse=True):
+    likely = [pair for pair in pairs if pair[0][0] >= least]
+    for run, branch in sorted(likely, key=lambda pair: pair[0][0], reverse=True):
         # Equal survivals may be more than there is room for.
-        count = min(len([value for value in run if value >= least]), sequence.tree_room)
-        if count > 0:
-            sequence.branch(branch.at, branch.run[:count], branch.confidences[:count])
+        count = min(len([value for value in run if value >= least]), room)
+        if count == 0:
+            break
+        room -= count
+        sequence.branch(branch.at, branch.run[:count], branch.confidences[:count])
 
 
 def _survivals(sequence: DraftSequence, branches: Sequence[Branch]) -> list[list[float]]:

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 # Occurrences that are kept of an n-gram. A lookup takes the newest or the oldest, and uses another
 # only if too few tokens follow there.
 _MAX_OCCURRENCES = 16
-
+# Shorter suffixes count no more once so little probability is left for them.
+_LEAST_SHARE = 0.1
 
 _Occurrence = tuple[list[int], int]
 """A text, and the position behind an n-gram in it."""
@@ -152,6 +153,8 @@ class MemoryPool:
                     others.append(Continuation(tokens, confidences))
             seen.update(runs)
             left = each
+            if left < _LEAST_SHARE:
+                break
         return share, others
 
     def _find(self, ngram: Sequence[int]) -> Sequence[_Occurrence]:

@@ -176,7 +176,7 @@ def step_to_proto(step: m.StepBatch) -> drafts_pb2.StepBatch:
         opened=[_opened_to_proto(opened) for opened in step.opened],
         verdicts=[_verdict_to_proto(verdict) for verdict in step.verdicts],
         closed=[
-            drafts_pb2.Closed(sequence_id=closed.sequence_id, reason=proto_enum(closed.reason))
+            drafts_pb2.Closed(sequence_id=closed.sequence_id, reason=drafts_pb2.CLOSE_REASON_ENDED)
             for closed in step.closed
         ],
     )
@@ -219,16 +219,13 @@ def _window_to_proto(window: m.Window) -> drafts_pb2.Window:
 def step_from_proto(proto: drafts_pb2.StepBatch, vocab_size: int) -> m.StepBatch:
     """Check and convert; raises OutriderError that names the field.
 
-    A later version's values cost guesses at most: an unknown distribution counts as ONE_HOT, an
-    unknown reason for closing as ENDED, and a grammar of an unknown kind as no grammar.
+    A later version's values cost guesses at most: an unknown distribution counts as ONE_HOT, and a
+    grammar of an unknown kind as no grammar. The reason for closing changes nothing.
     """
     return m.StepBatch(
         [_opened_from_proto(opened, vocab_size) for opened in proto.opened],
         [_verdict_from_proto(verdict, vocab_size) for verdict in proto.verdicts],
-        [
-            m.Closed(closed.sequence_id, known(m.CloseReason, closed.reason, m.CloseReason.ENDED))
-            for closed in proto.closed
-        ],
+        [m.Closed(closed.sequence_id) for closed in proto.closed],
     )
 
 

@@ -42,12 +42,9 @@ class VerifierActor:
         self.metrics = Metrics(name)
         self.cores = cores
         """The cores of its host."""
-        worker = Worker(
-            events,
-            allowed=frozenset(scenario.target_cores),
-            threads=scenario.target_threads,
-            is_target=True,
-        )
+        allowed = frozenset(scenario.target_cores)
+        threads = scenario.target_threads
+        worker = Worker(events, allowed=allowed, threads=threads, is_target=True)
         self.target = SimulatedTarget(worker, costs, world.random("noise", name), scenario.noise)
         self.pool = PagePool(
             scenario.page_count, _PAGE_SIZE, prefix_caching=scenario.prefix_caching
@@ -74,13 +71,17 @@ class VerifierActor:
         # When to advance next, and the number of that appointment; earlier ones are void.
         self._due = float("inf")
         self._appointment = 0
-        started = events.now
-        events.now = started - _WARM_UP_S
-        self.engine.warm_up(_TRIAL_CONTEXT)
-        events.now = started
+        self._warm_up()
         # Trial forwards ran alone.
         if scenario.target_cores:
             worker.cores = cores
+
+    def _warm_up(self) -> None:
+        """Run the trial forwards in the time before now."""
+        started = self._events.now
+        self._events.now = started - _WARM_UP_S
+        self.engine.warm_up(_TRIAL_CONTEXT)
+        self._events.now = started
 
     def post(self, work: Callable[[], object]) -> None:
         """Post work to the engine, which runs it before its next step."""

@@ -231,6 +231,7 @@ def moves_of(traffic: Traffic) -> list[int]:
         moves.append(len(sources))
         move_tokens(sources, targets)
 
+    # The test counts the calls of one object's method.
     traffic.model.move_tokens = counted  # type: ignore[method-assign]
     return moves
 
@@ -242,6 +243,7 @@ def test_a_seed_gives_the_same_text_with_any_trees(page_size: int) -> None:
     plain = Traffic(seed=seed_of, length=9).run(300)
     texts = {seed_of(number): text.tolist() for number, text in enumerate(plain)}
     for seed in (1, 2):
+        # The options' values differ in type.
         traffic = Traffic(seed=seed_of, **options)  # type: ignore[arg-type]
         moves = with_trees(traffic, seed, texts)
         drafter = Guesser("first", near(target_probs), COUPLED, late=1, branches=True)

@@ -57,7 +57,11 @@ def test_shares_are_a_distribution_over_different_first_tokens(
     assert all(0 < value < 1 for one in others for value in one.confidences)
     assert all(len(one.tokens) == len(one.confidences) <= length for one in others)
     known = set(firsts) | ({chosen} if share else set())
-    assert known == {text[i] for i in range(1, len(text)) if text[i - 1] == text[-1]}
+    followers = [text[i] for i in range(1, len(text)) if text[i - 1] == text[-1]]
+    assert known <= set(followers)
+    # With ten occurrences, shorter suffixes have less than a tenth left.
+    if len(followers) < 10:
+        assert known == set(followers)
 
 
 def test_shares_count_the_longest_suffix_first() -> None:

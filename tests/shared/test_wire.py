@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from outrider import messages as m
 from outrider.errors import OutriderError, Reason
 from outrider.limits import MAX_DRAFT_SECONDS
-from outrider.model_info import DrafterInfo, ModelInfo, Stage
+from outrider.model_info import DrafterInfo, ModelInfo, Placement, Stage
 from outrider.v1 import common_pb2, drafts_pb2
 from outrider.wire import drafts as wire_drafts
 from outrider.wire import model as wire_model
@@ -133,7 +133,7 @@ def test_a_step_survives_a_round_trip(
     step = m.StepBatch(
         [replace(opened, tree_tokens=tree)],
         [m.Verdict(sequence_id, length, tokens, accepted, 4, window, "trace", tree)],
-        [m.Closed(sequence_id, m.CloseReason.ENDED)],
+        [m.Closed(sequence_id)],
     )
     assert wire_drafts.step_from_proto(wire_drafts.step_to_proto(step), VOCAB) == step
 
@@ -162,7 +162,7 @@ def test_statistics_and_model_info_survive_a_round_trip() -> None:
     sources = [m.TokenSource.ACCEPTED, m.TokenSource.BONUS]
     chunk = m.TokenChunk([1, 2], sources, "d", m.FinishReason.LENGTH, stats, 16, 1)
     assert wire_requests.chunk_from_proto(wire_requests.chunk_to_proto(chunk)) == chunk
-    place = m.Placement("cpu", "host", "cpu", (0, 1), 0, "aarch64")
+    place = Placement("cpu", "host", "cpu", (0, 1), 0, "aarch64")
     drafter = DrafterInfo("d", "ngram", place, True, 2, 0.5, 0.25, 0.125)
     info = ModelInfo(
         "model", Stage.READY, "serving", "f", 10, 20, (1, 2), "float32", "cpu", (drafter,), 4
@@ -181,7 +181,7 @@ def test_reported_durations_are_clamped(reported: int, expected: float) -> None:
     batch = drafts_pb2.DraftBatch(proposals=[sent])
     [proposal] = wire_drafts.drafts_from_proto(batch, VOCAB).proposals
     assert proposal.draft_seconds == expected
-    drafter = DrafterInfo("d", "f", m.Placement(), True, 0, token_s=expected)
+    drafter = DrafterInfo("d", "f", Placement(), True, 0, token_s=expected)
     info = ModelInfo("", Stage.READY, "", drafters=(drafter,))
     read = wire_model.model_from_proto(wire_model.model_to_proto(info))
     assert read.drafters[0].token_s == expected

@@ -80,14 +80,10 @@ class Engine:
         self.scheduler = Scheduler(pool, limits, model.vocab_size)
         self.cost = ForwardCost()
         self.isolated_cost = ForwardCost()  # learns from trial forwards alone
-        self.budget = SpeculationBudget(self.isolated_cost)
-        self.planner = Planner(
-            limits.draft_tokens_policy,
-            self.cost,
-            self.budget,
-            always=always_draft,
-            trees=limits.draft_trees,
-        )
+        budget = SpeculationBudget(self.isolated_cost)
+        policy = limits.draft_tokens_policy
+        trees = limits.draft_trees
+        self.planner = Planner(policy, self.cost, budget, always=always_draft, trees=trees)
         self.drafting = DraftExchange(
             self.sequences,
             self.planner,
@@ -107,11 +103,9 @@ class Engine:
         parts = EngineParts(
             self.sequences, self.scheduler, self.drafting, self.outgoing, metrics, clock
         )
-        has_thinking = draft_verifier.thinking_ids is not None
-        self._admission = Admission(parts, model, limits, has_thinking=has_thinking)
+        self._admission = Admission(parts, model, limits, draft_verifier.thinking_ids)
         self._wait = DraftWait(parts, self._admission, self.planner, self._step_clock)
         self._committer = Committer(parts, self._spans)
-        self._idle = True
         self._quiet = False  # whether no drafter computes during the step in progress
 
     # --- from other threads ---
@@ -180,7 +174,6 @@ class Engine:
         wait_s = self._wait.remaining_s()
         if wait_s > 0.0:
             return wait_s
-        self._idle = False
         self.step()
         return 0.0
 
@@ -193,10 +186,8 @@ class Engine:
     def _go_idle(self) -> None:
         """Deliver the last chunks, and check the page pool once per idle period."""
         self.outgoing.send_to_clients()
-        self._step_clock.idle()
-        if self._idle:
+        if not self._step_clock.idle():
             return
-        self._idle = True
         try:
             self.pool.check_integrity()
         except RuntimeError as error:
@@ -298,13 +289,9 @@ class Engine:
         if prompt_token_count > 0:
             return 0.0
         if seconds < math.inf:
-            self.budget.observe(
-                len(batch),
-                self.drafting.plan.paying,
-                committed,
-                seconds,
-                quiet=self._quiet and token_count == len(batch),
-            )
+            quiet = self._quiet and token_count == len(batch)
+            paying = self.drafting.plan.paying
+            self.planner.budget.observe(len(batch), paying, committed, seconds, quiet=quiet)
         return self.isolated_cost.estimate(len(batch), token_count)
 
 

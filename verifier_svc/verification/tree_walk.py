@@ -49,4 +49,6 @@ def favourites(parents: Sequence[int]) -> list[tuple[int, int]]:
 
 def is_leaf(row: int, count: int, parents: Sequence[int]) -> bool:
     """Whether no draft token follows `row` in a tree, or a chain, of `count` draft tokens."""
-    return row not in parents if parents else row == count
+    if not parents:
+        return row == count
+    return row not in parents
