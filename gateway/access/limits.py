@@ -1,0 +1,140 @@
+"""Hold each API key to its limits of requests, tokens and sequences."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from gateway.access.windows import Windows
+from gateway.choices import Event
+from outrider.errors import OutriderError, Reason, invalid
+from outrider.process.key_file import KeyEntry
+
+HEADERS = tuple(
+    f"x-ratelimit-{part}-{kind}"
+    for part in ("limit", "remaining", "reset")
+    for kind in ("requests", "tokens")
+)
+"""OpenAI's headers of rate limits."""
+_BUSY_RETRY_S = 1.0
+
+
+class Limits:
+    """Counts what each key uses. Without keys there are no limits."""
+
+    def __init__(self, windows: Windows) -> None:
+        self.windows = windows
+        self.running: Counter[str] = Counter()
+        """Sequences in progress, by the id of their key."""
+
+    async def admit(self, key: KeyEntry | None) -> Grant:
+        """Count a request. Raises OutriderError(RATE_LIMIT_EXCEEDED) if it is one too many."""
+        grant = Grant(self, key)
+        await grant.take("requests", 1)
+        return grant
+
+
+class Grant:
+    """One request that was admitted. `headers` tell its caller what is left of the minute."""
+
+    def __init__(self, limits: Limits, key: KeyEntry | None) -> None:
+        self.headers: dict[str, str] = {}
+        self._limits = limits
+        self._key = key
+        self._minute = limits.windows.minute()
+
+    async def take(self, kind: str, amount: int) -> int:
+        """Take an amount of this minute's limit, at most the whole, and return what was taken.
+
+        Raises OutriderError(RATE_LIMIT_EXCEEDED) if less is left.
+        """
+        limit = None if self._key is None else getattr(self._key, f"{kind}_per_minute")
+        if self._key is None or limit is None:
+            return 0
+        amount = min(amount, limit)
+        windows = self._limits.windows
+        self._minute = windows.minute()
+        name = f"{self._key.id}/{kind}"
+        left = limit - await windows.add(name, amount, self._minute)
+        refused = left < 0
+        if refused:
+            left = limit - await windows.add(name, -amount, self._minute)
+        seconds = windows.seconds_left()
+        self._show(kind, limit, max(0, left), seconds)
+        if refused:
+            message = f"the API key has used up its {limit} {kind} of this minute"
+            if amount > 1:
+                message += f": {max(0, left)} are left, and the request may need {amount}"
+            raise self._refusal(message, seconds)
+        return amount
+
+    async def metered(
+        self, events: AsyncGenerator[Event, None], *, prompt: int, answer: int, sequences: int
+    ) -> AsyncGenerator[Event, None]:
+        """Yield the events of a request's sequences while they count against the limits.
+
+        `prompt` and `answer` are the tokens of all prompts and the most tokens of all answers. They
+        are reserved, and at the end the count is corrected by the tokens that were generated.
+        Raises OutriderError(RATE_LIMIT_EXCEEDED) before the first event.
+        """
+        key = self._key
+        if key is None:
+            async with aclosing(events):
+                async for event in events:
+                    yield event
+            return
+        running = self._limits.running
+        self._check_concurrency(key, sequences)
+        running[key.id] += sequences
+        reserved = used = 0
+        minute = self._minute
+        try:
+            await self.take("sequences", sequences)
+            reserved = await self.take("tokens", prompt + answer)
+            minute = self._minute
+            async with aclosing(events):
+                async for event in events:
+                    used = (used or prompt) + len(event[1].token_ids)
+                    yield event
+        finally:
+            running[key.id] -= sequences
+            if reserved:
+                await self._settle(key, used - reserved, minute)
+
+    async def _settle(self, key: KeyEntry, difference: int, minute: int) -> None:
+        """Give back what was not used of a reservation, or count what it did not cover."""
+        windows = self._limits.windows
+        if difference > 0:
+            minute = windows.minute()
+        # What is left over from an earlier minute is of no use in this one.
+        if difference and minute == windows.minute():
+            await windows.add(f"{key.id}/tokens", difference, minute)
+
+    def _check_concurrency(self, key: KeyEntry, sequences: int) -> None:
+        most = key.concurrent_sequences
+        running = self._limits.running[key.id]
+        if most is None or running + sequences <= most:
+            return
+        if sequences > most:
+            problem = f"asks for {sequences} sequences, but the API key may run {most} at once"
+            raise invalid("n", problem)
+        message = f"the API key may run {most} sequences at once, and {running} are running"
+        raise self._refusal(message, _BUSY_RETRY_S)
+
+    def _refusal(self, message: str, seconds: float) -> OutriderError:
+        return OutriderError(
+            Reason.RATE_LIMIT_EXCEEDED,
+            message,
+            retry_after_s=float(math.ceil(seconds)),
+            metadata=dict(self.headers),
+        )
+
+    def _show(self, kind: str, limit: int, left: int, seconds: float) -> None:
+        if kind != "sequences":
+            self.headers |= {
+                f"x-ratelimit-limit-{kind}": str(limit),
+                f"x-ratelimit-remaining-{kind}": str(left),
+                f"x-ratelimit-reset-{kind}": f"{math.ceil(seconds)}s",
+            }
