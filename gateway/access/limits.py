@@ -32,42 +32,54 @@ class Limits:
     async def admit(self, key: KeyEntry | None) -> Grant:
         """Count a request. Raises OutriderError(RATE_LIMIT_EXCEEDED) if it is one too many."""
         grant = Grant(self, key)
-        await grant.take("requests", 1)
+        if key is not None:
+            await grant.take("requests", key.requests_per_minute, 1)
         return grant
 
 
 class Grant:
-    """One request that was admitted. `headers` tell its caller what is left of the minute."""
+    """One request that was admitted."""
 
     def __init__(self, limits: Limits, key: KeyEntry | None) -> None:
-        self.headers: dict[str, str] = {}
         self._limits = limits
         self._key = key
-        self._minute = limits.windows.minute()
+        self._minute = 0
+        self._seconds = 0.0
+        self._left: dict[str, tuple[int, int]] = {}
 
-    async def take(self, kind: str, amount: int) -> int:
+    @property
+    def headers(self) -> dict[str, str]:
+        """OpenAI's headers, which tell what is left of the minute's requests and tokens."""
+        shown = {}
+        reset = f"{math.ceil(self._seconds)}s"
+        for kind, (limit, left) in self._left.items():
+            shown[f"x-ratelimit-limit-{kind}"] = str(limit)
+            shown[f"x-ratelimit-remaining-{kind}"] = str(max(0, left))
+            shown[f"x-ratelimit-reset-{kind}"] = reset
+        return shown
+
+    async def take(self, kind: str, limit: int | None, amount: int) -> int:
         """Take an amount of this minute's limit, at most the whole, and return what was taken.
 
         Raises OutriderError(RATE_LIMIT_EXCEEDED) if less is left.
         """
-        limit = None if self._key is None else getattr(self._key, f"{kind}_per_minute")
         if self._key is None or limit is None:
             return 0
         amount = min(amount, limit)
         windows = self._limits.windows
-        self._minute = windows.minute()
+        self._minute, self._seconds = windows.now()
         name = f"{self._key.id}/{kind}"
         left = limit - await windows.add(name, amount, self._minute)
         refused = left < 0
         if refused:
             left = limit - await windows.add(name, -amount, self._minute)
-        seconds = windows.seconds_left()
-        self._show(kind, limit, max(0, left), seconds)
+        if kind != "sequences":
+            self._left[kind] = limit, left
         if refused:
             message = f"the API key has used up its {limit} {kind} of this minute"
             if amount > 1:
                 message += f": {max(0, left)} are left, and the request may need {amount}"
-            raise self._refusal(message, seconds)
+            raise self._refusal(message, self._seconds)
         return amount
 
     async def metered(
@@ -91,8 +103,8 @@ class Grant:
         reserved = used = 0
         minute = self._minute
         try:
-            await self.take("sequences", sequences)
-            reserved = await self.take("tokens", prompt + answer)
+            await self.take("sequences", key.sequences_per_minute, sequences)
+            reserved = await self.take("tokens", key.tokens_per_minute, prompt + answer)
             minute = self._minute
             async with aclosing(events):
                 async for event in events:
@@ -106,11 +118,10 @@ class Grant:
     async def _settle(self, key: KeyEntry, difference: int, minute: int) -> None:
         """Give back what was not used of a reservation, or count what it did not cover."""
         windows = self._limits.windows
-        if difference > 0:
-            minute = windows.minute()
+        now, _ = windows.now()
         # What is left over from an earlier minute is of no use in this one.
-        if difference and minute == windows.minute():
-            await windows.add(f"{key.id}/tokens", difference, minute)
+        if difference > 0 or minute == now:
+            await windows.add(f"{key.id}/tokens", difference, now)
 
     def _check_concurrency(self, key: KeyEntry, sequences: int) -> None:
         most = key.concurrent_sequences
@@ -128,13 +139,5 @@ class Grant:
             Reason.RATE_LIMIT_EXCEEDED,
             message,
             retry_after_s=float(math.ceil(seconds)),
-            metadata=dict(self.headers),
+            metadata=self.headers,
         )
-
-    def _show(self, kind: str, limit: int, left: int, seconds: float) -> None:
-        if kind != "sequences":
-            self.headers |= {
-                f"x-ratelimit-limit-{kind}": str(limit),
-                f"x-ratelimit-remaining-{kind}": str(left),
-                f"x-ratelimit-reset-{kind}": f"{math.ceil(seconds)}s",
-            }

@@ -35,22 +35,16 @@ class Windows:
         self._minute = 0
         self._counts: dict[str, int] = {}
 
-    def minute(self) -> int:
-        """The current minute, counted from the epoch."""
-        return int(self._clock() // _MINUTE_S)
-
-    def seconds_left(self) -> float:
-        """Seconds until the next minute begins."""
-        return _MINUTE_S - self._clock() % _MINUTE_S
+    def now(self) -> tuple[int, float]:
+        """The current minute, counted from the epoch, and the seconds that are left of it."""
+        minute, seconds = divmod(self._clock(), _MINUTE_S)
+        return int(minute), _MINUTE_S - seconds
 
     async def add(self, name: str, amount: int, minute: int) -> int:
-        """Add to a count of a minute and return the sum. Other minutes than the current are 0."""
-        now = self.minute()
-        if now != self._minute:
-            self._minute = now
+        """Add to a count of the current minute and return the sum."""
+        if minute != self._minute:
+            self._minute = minute
             self._counts = {}
-        if minute != now:
-            return 0
         total = self._counts.get(name, 0) + amount
         self._counts[name] = total
         return total
@@ -69,7 +63,7 @@ class RedisWindows(Windows):
         self._warned_at = -_WARNING_INTERVAL_S
 
     async def add(self, name: str, amount: int, minute: int) -> int:
-        """Add to a count of a minute and return the sum."""
+        """Add to a count of the current minute and return the sum."""
         if time.monotonic() >= self._paused_until:
             key = f"{name}/{minute}"
             counting = asyncio.ensure_future(self._storage.incr(key, _KEPT_S, amount))

@@ -136,7 +136,7 @@ async def test_a_failed_request_gives_its_tokens_back(prompts: Prompts, tmp_path
             answer = await post(rig, max_tokens=90)
             assert answer.json()["error"]["code"] == "overloaded"
         limits = rig.gateway.gate.limits
-        assert await limits.windows.add("alice/tokens", 0, limits.windows.minute()) == 0
+        assert await limits.windows.add("alice/tokens", 0, limits.windows.now()[0]) == 0
         assert limits.running["alice"] == 0
 
 
@@ -199,7 +199,7 @@ async def test_what_a_reservation_did_not_cover_is_charged_at_the_end() -> None:
     grant = await limits.admit(entry(ALICE, "alice", tokens_per_minute=10))
     events = grant.metered(deltas(30), prompt=5, answer=30, sequences=1)
     assert len([event async for event in events]) == 30
-    assert await limits.windows.add("alice/tokens", 0, limits.windows.minute()) == 35
+    assert await limits.windows.add("alice/tokens", 0, limits.windows.now()[0]) == 35
 
 
 async def test_a_leftover_of_an_earlier_minute_is_not_given_back() -> None:
@@ -210,7 +210,7 @@ async def test_a_leftover_of_an_earlier_minute_is_not_given_back() -> None:
     await anext(events)
     clock.seconds += 60
     assert len([event async for event in events]) == 2
-    assert await limits.windows.add("alice/tokens", 0, limits.windows.minute()) == 0
+    assert await limits.windows.add("alice/tokens", 0, limits.windows.now()[0]) == 0
 
 
 class FailingStorage(Storage):
