@@ -91,7 +91,7 @@ class GatewaySettings(ServiceSettings):
     def _check_exposure(self) -> Self:
         listens = [self.http_host, host_of(self.grpc_listen)]
         if self.published_on:
-            listens = [self.published_on]
+            listens = [self.published_on.strip("[]")]
         has_keys = self.keys_file is not None or bool(self.keys)
         check_exposure(listens, has_keys=has_keys, is_open=self.open)
         return self

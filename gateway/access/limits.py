@@ -82,7 +82,7 @@ class Grant:
             raise self._refusal(message, self._seconds)
         return amount
 
-    async def metered(
+    def metered(
         self, events: AsyncGenerator[Event, None], *, prompt: int, answer: int, sequences: int
     ) -> AsyncGenerator[Event, None]:
         """Yield the events of a request's sequences while they count against the limits.
@@ -91,12 +91,18 @@ class Grant:
         are reserved, and at the end the count is corrected by the tokens that were generated.
         Raises OutriderError(RATE_LIMIT_EXCEEDED) before the first event.
         """
-        key = self._key
-        if key is None:
-            async with aclosing(events):
-                async for event in events:
-                    yield event
-            return
+        if self._key is None:
+            return events
+        return self._metered(self._key, events, prompt, answer, sequences)
+
+    async def _metered(
+        self,
+        key: KeyEntry,
+        events: AsyncGenerator[Event, None],
+        prompt: int,
+        answer: int,
+        sequences: int,
+    ) -> AsyncGenerator[Event, None]:
         running = self._limits.running
         self._check_concurrency(key, sequences)
         running[key.id] += sequences
