@@ -16,7 +16,8 @@ from limits.aio.storage import Storage
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from gateway.access.limits import Limits
-from gateway.access.windows import RedisWindows, Windows, windows
+from gateway.access.redis_windows import RedisWindows
+from gateway.access.windows import Windows, windows
 from gateway.choices import Event
 from gateway.deltas import TextDelta
 from gateway.prompts import Prompts
@@ -255,7 +256,7 @@ async def test_while_redis_fails_limits_hold_in_memory() -> None:
     assert storage.calls == 1
 
 
-@pytest.mark.parametrize("url", ["http://a", "redis", "redis+sentinel://"])
+@pytest.mark.parametrize("url", ["http://a", "redis", "redis+sentinel://", "memory://"])
 async def test_a_wrong_url_of_redis_is_refused(url: str) -> None:
-    with pytest.raises(OutriderError, match="limits-redis cannot be used"):
+    with pytest.raises(OutriderError, match=r"limits-redis (cannot be used|must be)"):
         windows(url, None, None)
