@@ -146,9 +146,8 @@ def write_keys(path: Path, entries: Sequence[KeyEntry]) -> None:
             os.fsync(new.fileno())
             os.chmod(new.name, mode)
             os.replace(new.name, path)
-        except BaseException:
-            os.unlink(new.name)
-            raise
+        finally:
+            Path(new.name).unlink(missing_ok=True)
 
 
 def new_key() -> str:
