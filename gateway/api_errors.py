@@ -45,8 +45,10 @@ class _AsciiResponse(JSONResponse):
 
 
 def error_response(error: OutriderError) -> Response:
-    """The error with its HTTP status, and Retry-After in whole seconds if it has a time."""
-    headers = {}
+    """The error with its HTTP status, its rate limits, and Retry-After in whole seconds."""
+    headers: dict[str, str] = {}
+    if error.reason is Reason.RATE_LIMIT_EXCEEDED:
+        headers |= error.metadata
     if error.retry_after_s is not None:
         headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
     return _AsciiResponse(error_body(error), status_code=error.reason.kind.http, headers=headers)

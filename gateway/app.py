@@ -8,7 +8,9 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway import api_errors, connect, document, openai, page, system
-from gateway.access import Access, origin_pattern
+from gateway.access.gate import Gate, RequireKey
+from gateway.access.limits import HEADERS
+from gateway.access.origins import CheckOrigin, origin_pattern
 from gateway.config import GatewaySettings
 from gateway.generate import Generation
 from gateway.metrics import Metrics
@@ -16,26 +18,30 @@ from gateway.servicer import GenerationServicer
 from outrider import __version__
 
 
-def create_app(settings: GatewaySettings, generation: Generation, metrics: Metrics) -> FastAPI:
-    """The application around one Generation."""
+def create_app(
+    settings: GatewaySettings, generation: Generation, metrics: Metrics, gate: Gate
+) -> FastAPI:
+    """The application around one Generation, for the callers that the gate lets in."""
     app = FastAPI(title="Outrider", version=__version__, docs_url=None, redoc_url=None)
-    app.include_router(openai.routes(generation, settings.max_sequences))
-    app.include_router(system.routes(generation, metrics))
-    servicer = GenerationServicer(generation)
+    app.include_router(openai.routes(generation, settings.max_sequences, gate))
+    app.include_router(system.routes(generation, metrics, gate))
+    servicer = GenerationServicer(generation, gate)
     app.router.routes.append(connect.route(servicer, settings.max_body_bytes // 2))
     page.install(app, generation.router, metrics)
     api_errors.install(app)
     document.install(app)
     app.add_middleware(BodyLimit, limit_bytes=settings.max_body_bytes)
+    # Inside of CORS: a browser asks for permission without a key.
+    app.add_middleware(RequireKey, gate=gate)
     if settings.allowed_origins:
         app.add_middleware(
             CORSMiddleware,
             allow_origin_regex=origin_pattern(settings.allowed_origins),
             allow_methods=["GET", "HEAD", "POST"],
             allow_headers=["*"],
-            expose_headers=["X-Request-Id", "Retry-After", *connect.ERROR_HEADERS],
+            expose_headers=["X-Request-Id", "Retry-After", *HEADERS, *connect.ERROR_HEADERS],
         )
-    app.add_middleware(Access, settings=settings)
+    app.add_middleware(CheckOrigin, settings=settings)
     app.add_middleware(CountResponses, metrics=metrics)
     return app
 

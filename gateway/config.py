@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from pydantic import Field, ValidationInfo, field_validator
+from pathlib import Path
+from typing import Self
+
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from outrider.process.config import ServiceSettings
+from outrider.process.exposure import check_exposure, host_of
 
 
 class GatewaySettings(ServiceSettings):
@@ -31,6 +35,30 @@ class GatewaySettings(ServiceSettings):
 
     grpc_listen: str = "127.0.0.1:8001"
     """host:port or unix:/path that gRPC listens on."""
+
+    keys_file: Path | None = None
+    """YAML or JSON file with the hashes of API keys; `outrider keys` writes it. It is read again
+    when it changes."""
+
+    keys: str = ""
+    """The same as text, for the environment; beside those of keys_file."""
+
+    open: bool = False
+    """Let everybody in without a key, on addresses beyond the loopback interface too."""
+
+    published_on: str = ""
+    """Address of the host on which a container's ports are published. It says in place of the
+    listening addresses whether keys are needed."""
+
+    limits_redis: str = ""
+    """URL of a Redis in which several gateways count the use of each key together. Without one
+    each counts for itself. Schemes as for a drafter's --redis, without options after a `?`."""
+
+    limits_redis_password_file: Path | None = None
+    """File with the password of the Redis user."""
+
+    limits_redis_ca_file: Path | None = None
+    """PEM file with the authorities that may sign the Redis servers' certificates."""
 
     max_body_bytes: int = Field(default=4 * 1024 * 1024, ge=1024)
     """Largest HTTP request body in bytes. A gRPC request may have half as many."""
@@ -58,6 +86,15 @@ class GatewaySettings(ServiceSettings):
 
     drain_seconds: float = Field(default=10.0, ge=0.0)
     """After SIGTERM, how long running requests may take before the gateway cuts them off."""
+
+    @model_validator(mode="after")
+    def _check_exposure(self) -> Self:
+        listens = [self.http_host, host_of(self.grpc_listen)]
+        if self.published_on:
+            listens = [self.published_on.strip("[]")]
+        has_keys = self.keys_file is not None or bool(self.keys)
+        check_exposure(listens, has_keys=has_keys, is_open=self.open)
+        return self
 
     @field_validator("verifier", "allowed_hosts", "allowed_origins")
     @classmethod

@@ -29,11 +29,12 @@ _ERROR: Json = {
 }
 _ERRORS = {
     400: "The request is invalid. `param` names the field, and `message` the limit.",
-    403: "The Host or Origin is not allowed.",
+    401: "There is no API key, or it is unknown or expired.",
+    403: "The Host or Origin is not allowed, or the API key is not an operator's.",
     404: "There is no such model or drafter.",
     408: "The body did not arrive in time.",
     413: "The body is too large.",
-    429: "The server has too much to do. `Retry-After` says when to try again.",
+    429: "The server is full, or the API key has used up a limit. `Retry-After` says how long.",
     431: "The headers are too large.",
     500: "The server failed.",
     503: "The model is not served now. `Retry-After` says when to try again.",

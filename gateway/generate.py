@@ -89,7 +89,10 @@ class _Sequence:
     async def deltas(self) -> AsyncGenerator[TextDelta, None]:
         """Yield the sequence's deltas, and record its metrics."""
         length = len(self.request.tokens.prompt)
-        clock = SequenceClock(self.generation.metrics, self.pick.model, self.operation, length)
+        tenant = self.request.tokens.tenant
+        clock = SequenceClock(
+            self.generation.metrics, self.pick.model, self.operation, length, tenant
+        )
         builder: DeltaBuilder | None = None
         try:
             async with aclosing(self._chunks()) as chunks:

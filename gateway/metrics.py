@@ -44,6 +44,9 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.activity = Activity()
+        """Sums over all tenants."""
+        self.by_tenant: dict[str, Activity] | None = None
+        """Sums over each tenant's sequences, if API keys bound the number of tenants."""
         self._add_counters()
         self._add_times()
         self._add_draft_counters()
@@ -53,6 +56,11 @@ class Metrics:
             ["route", "status"],
             registry=self.registry,
         )
+
+    def activity_of(self, tenant: str) -> Activity:
+        """The sums over a tenant's sequences."""
+        by_tenant = {} if self.by_tenant is None else self.by_tenant
+        return by_tenant.setdefault(tenant, Activity())
 
     def _add_counters(self) -> None:
         self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts.")
@@ -154,7 +162,12 @@ class SequenceClock:
     """Records the metrics of one sequence, from its creation until `close`."""
 
     def __init__(
-        self, metrics: Metrics, model: str, operation: str, prompt_token_count: int
+        self,
+        metrics: Metrics,
+        model: str,
+        operation: str,
+        prompt_token_count: int,
+        tenant: str = "",
     ) -> None:
         self._metrics = metrics
         self._model = model
@@ -164,6 +177,9 @@ class SequenceClock:
         self._ended = False
         self._draft_token_count = 0
         self._accepted_counts: list[int] = []
+        self._activities = [metrics.activity]
+        if metrics.by_tenant is not None:
+            self._activities.append(metrics.activity_of(tenant))
         self._chunk_s = metrics.chunk_s.labels(model)
         metrics.prompt_tokens.labels(model).inc(prompt_token_count)
         metrics.running.labels(model).inc()
@@ -176,7 +192,8 @@ class SequenceClock:
         """
         if chunk.token_ids:
             self._add_tokens(len(chunk.token_ids))
-        self._metrics.activity.add(chunk)
+        for activity in self._activities:
+            activity.add(chunk)
         self._draft_token_count += chunk.draft_token_count
         if gathered and chunk.stats is not None:
             self._add_accepted(chunk.stats.histogram)
@@ -185,7 +202,8 @@ class SequenceClock:
 
     def _add_accepted(self, accepted_counts: Sequence[int]) -> None:
         add_counts(self._accepted_counts, accepted_counts)
-        add_counts(self._metrics.activity.accepted_counts, accepted_counts)
+        for activity in self._activities:
+            add_counts(activity.accepted_counts, accepted_counts)
 
     def _add_tokens(self, token_count: int) -> None:
         now = time.perf_counter()
@@ -195,7 +213,8 @@ class SequenceClock:
             self._metrics.semantic_first_token_s.labels(*self._semantic).observe(now - self._start)
         else:
             self._chunk_s.observe(now - self._last)
-            self._metrics.activity.waited(token_count, now - self._last)
+            for activity in self._activities:
+                activity.waited(token_count, now - self._last)
         self._last = now
         self._token_count += token_count
 

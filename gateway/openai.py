@@ -7,30 +7,32 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
+from gateway.access.gate import Gate, identity_of
+from gateway.access.limits import Grant
 from gateway.choices import UsageTotals, WholeChoice, collect
 from gateway.document import STREAMED, json_responses
 from gateway.generate import Generation
 from gateway.json_body import JsonRoute
-from gateway.parameters import text_requests
+from gateway.parameters import most_answer_tokens, text_requests
 from gateway.request import Caller, Prompt, TextRequest
 from gateway.request_span import begin, describe, describe_http, describe_settings, responding
 from gateway.schema import ChatBody, CompletionBody, GenerationBody, StreamOptions
 from gateway.shapes import ChatShape, CompletionShape, ResponseShape, attribution
 from gateway.streaming import ChunkWriter, EventStream, sse, until_gone
-from gateway.tenants import tenant_of
 from outrider.errors import invalid
 from outrider.model_info import ModelInfo
 
-_ERRORS = (400, 404, 408, 413, 429, 500, 503)
+_ERRORS = (400, 401, 404, 408, 413, 429, 500, 503)
 
 
-def routes(generation: Generation, max_sequences: int) -> APIRouter:
+def routes(generation: Generation, max_sequences: int, gate: Gate) -> APIRouter:
     """The endpoints that generate text."""
     router = APIRouter(route_class=JsonRoute)
 
     @router.post("/v1/completions", responses=json_responses(*_ERRORS, also=STREAMED))
     async def completions(body: CompletionBody, request: Request) -> Response:
         """Continue each prompt. `max_tokens` is 16 by default."""
+        grant = await gate.admit(request)
         model, info = generation.router.lookup(body.model)
         n = _choice_count(body, len(body.prompt), max_sequences)
         prediction = await _prediction(generation, body, info)
@@ -41,11 +43,13 @@ def routes(generation: Generation, max_sequences: int) -> APIRouter:
                 ids = await generation.prompts.encode(given, "prompt", info.context_length)
             echo = generation.echo(given, info) if body.echo else None
             prompts.append(Prompt(ids, "prompt", echo, prediction))
-        return await _answer(generation, request, body, prompts, n, CompletionShape(model))
+        shape = CompletionShape(model)
+        return await _answer(generation, request, body, prompts, n, shape, grant)
 
     @router.post("/v1/chat/completions", responses=json_responses(*_ERRORS, also=STREAMED))
     async def chat_completions(body: ChatBody, request: Request) -> Response:
         """Answer a conversation. `max_completion_tokens` is what the context leaves by default."""
+        grant = await gate.admit(request)
         model, info = generation.router.lookup(body.model)
         n = _choice_count(body, 1, max_sequences)
         messages = [message.for_template() for message in body.messages]
@@ -54,7 +58,7 @@ def routes(generation: Generation, max_sequences: int) -> APIRouter:
         text = await prompts.rendered(messages, "messages", most, **body.rendering())
         ids = await prompts.encode(text, "messages", most, add_special_tokens=False)
         prompt = Prompt(ids, "messages", prediction=await _prediction(generation, body, info))
-        return await _answer(generation, request, body, [prompt], n, ChatShape(model))
+        return await _answer(generation, request, body, [prompt], n, ChatShape(model), grant)
 
     return router
 
@@ -85,25 +89,33 @@ async def _answer(
     prompts: list[Prompt],
     n: int,
     shape: ResponseShape,
+    grant: Grant,
 ) -> Response:
     """Generate n choices for each prompt, and answer with one JSON object or with a stream."""
+    _, info = generation.router.lookup(shape.model)
+    lengths = [len(prompt.token_ids) for prompt in prompts for _ in range(n)]
     span = begin(request.headers, shape.model, shape.operation, n, stream=bool(body.stream))
     describe_http(span, request)
-    caller = Caller(shape.id, span.traceparent, tenant_of(request.headers))
+    caller = Caller(shape.id, span.traceparent, identity_of(request).tenant)
 
     def build(info: ModelInfo) -> list[TextRequest]:
         requests = text_requests(body, prompts, n, caller, info)
         describe_settings(span, requests[0])
         return requests
 
-    events = generation.generate(shape.model, shape.operation, build)
+    events = grant.metered(
+        generation.generate(shape.model, shape.operation, build),
+        prompt=sum(lengths[::n]),
+        answer=most_answer_tokens(body, prompts, n, info),
+        sequences=len(lengths),
+    )
     totals = UsageTotals(len(prompts), n)
     if not body.stream:
         with span, responding(span):
             choices = await until_gone(request, collect(events, totals))
             describe(span, shape.id, totals, shape.model)
             answer = _whole(body, shape, totals, choices)
-            return JSONResponse(answer, headers={"X-Request-Id": shape.id})
+            return JSONResponse(answer, headers={"X-Request-Id": shape.id, **grant.headers})
     try:
         with responding(span):
             # Await the first delta before the status line goes out, so that a refused request
@@ -115,9 +127,9 @@ async def _answer(
         span.end()
         raise
     options = body.stream_options or StreamOptions()
-    lengths = [len(prompt.token_ids) for prompt in prompts for _ in range(n)]
     writer = ChunkWriter(shape, totals, options, lengths, metrics=body.speculation.metrics)
-    return EventStream(sse(first, events, writer, span), events, {"X-Request-Id": shape.id})
+    headers = {"X-Request-Id": shape.id, **grant.headers}
+    return EventStream(sse(first, events, writer, span), events, headers)
 
 
 def _whole(

@@ -8,10 +8,11 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
-from fastapi import APIRouter, FastAPI
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import FileResponse, Response, StreamingResponse
 from fastapi.staticfiles import StaticFiles
 
+from gateway.access.gate import Identity, identity_of
 from gateway.metrics import Metrics
 from gateway.routing import Router
 from gateway.streaming import event
@@ -54,30 +55,37 @@ def install(app: FastAPI, router: Router, metrics: Metrics) -> None:
         return FileResponse(_WEB / "index.html", headers=_HEADERS)
 
     @routes.get("/events", include_in_schema=False)
-    async def events() -> Response:
-        """Stream the state twice a second, until the client leaves or the gateway drains."""
+    async def events(request: Request) -> Response:
+        """Stream the state twice a second, until the client leaves or the gateway drains.
+
+        Operators see the sums over all tenants and the processes, others their own sums.
+        """
         unbuffered = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        return StreamingResponse(
-            _events(router, metrics), media_type="text/event-stream", headers=unbuffered
-        )
+        states = _events(router, metrics, identity_of(request))
+        return StreamingResponse(states, media_type="text/event-stream", headers=unbuffered)
 
     app.include_router(routes)
     app.mount("/web", _Files(directory=_WEB))
 
 
-async def _events(router: Router, metrics: Metrics) -> AsyncGenerator[bytes, None]:
+async def _events(
+    router: Router, metrics: Metrics, identity: Identity
+) -> AsyncGenerator[bytes, None]:
     while True:
-        yield event(_state(router, metrics))
+        yield event(_state(router, metrics, identity))
         if router.draining:
             return
         await asyncio.sleep(_EVERY_S)
 
 
-def _state(router: Router, metrics: Metrics) -> dict[str, Any]:
+def _state(router: Router, metrics: Metrics, identity: Identity) -> dict[str, Any]:
+    activity = metrics.activity
+    if not identity.is_operator:
+        activity = metrics.activity_of(identity.tenant)
     return {
         "version": __version__,
         "seconds": time.monotonic(),
         "models": list(router.models),
-        "readiness": readiness(router),
-        "activity": metrics.activity.snapshot(),
+        "readiness": readiness(router, identity),
+        "activity": activity.snapshot(),
     }

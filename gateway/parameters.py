@@ -105,6 +105,17 @@ def _template(
     return request, limit
 
 
+def most_answer_tokens(
+    body: CompletionBody | ChatBody, prompts: Sequence[Prompt], n: int, info: ModelInfo
+) -> int:
+    """As many tokens as all answers together could have, before anything is checked."""
+    limit = AnswerLimit(body.max_tokens, default=_COMPLETION_MAX_TOKENS)
+    if isinstance(body, ChatBody):
+        asked = body.max_completion_tokens
+        limit = AnswerLimit(body.max_tokens if asked is None else asked)
+    return n * sum(limit.most(prompt, info) for prompt in prompts)
+
+
 def _with_seed(sampling: m.SamplingParams, choice: int) -> m.SamplingParams:
     if sampling.seed is None:
         return sampling

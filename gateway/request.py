@@ -67,6 +67,12 @@ class AnswerLimit:
     default: int | None = None
     scores_prompt: bool = False
 
+    def most(self, prompt: Prompt, info: ModelInfo) -> int:
+        """As many tokens as an answer to this prompt could have, before anything is checked."""
+        left = max(0, info.context_length - len(prompt.token_ids))
+        asked = self.asked if self.asked is not None else self.default
+        return left if asked is None else min(left, max(0, asked))
+
     def resolve(self, prompt: Prompt, min_tokens: int, info: ModelInfo) -> int:
         """The most tokens to generate after this prompt.
 

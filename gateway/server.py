@@ -12,6 +12,8 @@ from collections.abc import AsyncIterator, Iterator
 
 import uvicorn
 
+from gateway.access.gate import Gate
+from gateway.access.interceptor import RequireKeyInCalls
 from gateway.app import create_app
 from gateway.config import GatewaySettings
 from gateway.connections import protocol
@@ -52,8 +54,11 @@ class Gateway:
         prompts = Prompts(settings.tokenizer)
         self.router = Router(settings.verifier, prompts.fingerprint, settings.model_name)
         generation = Generation(self.router, prompts, metrics)
+        self.gate = Gate(settings)
+        if self.gate.keys is not None:
+            metrics.by_tenant = {}
         config = uvicorn.Config(
-            create_app(settings, generation, metrics),
+            create_app(settings, generation, metrics, self.gate),
             log_config=None,
             access_log=False,
             lifespan="off",
@@ -64,9 +69,13 @@ class Gateway:
             timeout_graceful_shutdown=_CANCEL_S,
         )
         self._http = _HttpServer(config)
-        self._grpc = rpc.Server(SERVICE, max_request_bytes=settings.max_body_bytes // 2)
+        self._grpc = rpc.Server(
+            SERVICE,
+            max_request_bytes=settings.max_body_bytes // 2,
+            interceptors=[RequireKeyInCalls(self.gate)],
+        )
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(
-            GenerationServicer(generation), self._grpc.grpc
+            GenerationServicer(generation, self.gate), self._grpc.grpc
         )
         self._metrics = metrics
         self._tasks: list[asyncio.Task[None]] = []
@@ -91,6 +100,8 @@ class Gateway:
             lambda: observe_lag(self._metrics.loop_lag_s), "measuring the event loop's lag"
         )
         self._tasks = [serving, measuring]
+        if self.gate.keys is not None:
+            self._tasks.append(keep_running(self.gate.keys.follow, "following the keys' file"))
         self.router.start(self._grpc.set_serving)
 
     async def stop(self) -> None:
@@ -111,6 +122,7 @@ class Gateway:
         for task in self._tasks[1:]:
             task.cancel()
         await self.router.close()
+        await self.gate.limits.windows.close()
 
 
 def _listen(host: str, port: int) -> socket.socket:

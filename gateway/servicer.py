@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 import grpc
 
+from gateway.access.gate import Gate
+from gateway.access.interceptor import text_metadata
 from gateway.choices import UsageTotals
 from gateway.conversation import MAX_MESSAGES
 from gateway.deltas import TextDelta
@@ -17,7 +19,6 @@ from gateway.generate import Generation
 from gateway.json_body import MAX_VALUES
 from gateway.request import AnswerLimit, Caller, Prompt, TextRequest, check_stop
 from gateway.request_span import begin, describe, describe_settings
-from gateway.tenants import tenant_of
 from outrider.checks import check_logprobs
 from outrider.errors import OutriderError, invalid
 from outrider.messages import TokenRequest
@@ -36,8 +37,9 @@ _ROLES = ("system", "user", "assistant")
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     """Serves GenerateText over gRPC. `answer` serves it for other protocols too."""
 
-    def __init__(self, generation: Generation) -> None:
+    def __init__(self, generation: Generation, gate: Gate) -> None:
         self._generation = generation
+        self._gate = gate
 
     @rpc.reports_errors
     async def GenerateText(
@@ -46,8 +48,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncGenerator[generation_pb2.GenerateTextResponse, None]:
         """Stream the text of one request."""
-        metadata = context.invocation_metadata() or ()
-        headers = {key: value for key, value in metadata if isinstance(value, str)}
+        headers = text_metadata(context.invocation_metadata())
         async with aclosing(self.answer(request, headers)) as responses:
             async for response in responses:
                 yield response
@@ -59,12 +60,14 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
         The caller's `headers`, in lower case, name its tenant and its trace.
         """
+        identity = self._gate.identify(headers)
+        grant = await self._gate.limits.admit(identity.key)
         model, info = self._generation.router.lookup(request.model)
         prompt = await self._prompt(request, info.context_length)
         operation = "chat" if request.HasField("chat") else "text_completion"
         totals = UsageTotals(1, 1)
         with begin(headers, model, operation, 1, stream=True) as span, _responding(span):
-            caller = Caller(f"text-{secrets.token_hex(16)}", span.traceparent, tenant_of(headers))
+            caller = Caller(f"text-{secrets.token_hex(16)}", span.traceparent, identity.tenant)
 
             def build(info: ModelInfo) -> list[TextRequest]:
                 """The request for a replica's model. Raises OutriderError."""
@@ -72,7 +75,13 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 describe_settings(span, text_request)
                 return [text_request]
 
-            async with aclosing(self._generation.generate(model, operation, build)) as events:
+            events = grant.metered(
+                self._generation.generate(model, operation, build),
+                prompt=len(prompt.token_ids),
+                answer=AnswerLimit(_given(request, "max_tokens")).most(prompt, info),
+                sequences=1,
+            )
+            async with aclosing(events):
                 async for _, delta in events:
                     if delta.finish is not None:
                         totals.finishes[0] = delta.finish

@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse, Response
 from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
+from gateway.access.gate import Gate, Identity, identity_of, operators_only
 from gateway.document import JSON, error_responses, json_responses
 from gateway.generate import Generation
 from gateway.json_body import JsonRoute
@@ -28,35 +29,40 @@ class _Metrics(Response):
     media_type = CONTENT_TYPE_LATEST
 
 
-def routes(generation: Generation, metrics: Metrics) -> APIRouter:
+def routes(generation: Generation, metrics: Metrics, gate: Gate) -> APIRouter:
     """The router of these endpoints."""
     router = APIRouter(route_class=JsonRoute)
     _add_model_routes(router, generation.router)
     _add_health_routes(router, generation.router)
 
-    @router.get("/metrics", response_class=_Metrics, responses=error_responses())
+    @router.get(
+        "/metrics",
+        response_class=_Metrics,
+        responses=error_responses(401),
+        dependencies=[Depends(operators_only)],
+    )
     async def prometheus() -> Response:
-        """The metrics in Prometheus' text format."""
+        """The metrics in Prometheus' text format, for operators."""
         for name in generation.router.models:
             # `vllm bench serve` reads these counters before its first request.
             metrics.drafted(name, 0, ())
         return _Metrics(generate_latest(metrics.registry))
 
     _answer_head(router)
-    _add_tokenizer_routes(router, generation)
+    _add_tokenizer_routes(router, generation, gate)
     return router
 
 
 def _add_model_routes(router: APIRouter, replicas: Router) -> None:
     started = int(time.time())
 
-    @router.get("/v1/models", responses=json_responses())
+    @router.get("/v1/models", responses=json_responses(401))
     async def models() -> Response:
         """The served models. Empty before a verifier has answered."""
         listed = [_model(name, info, started) for name, info in replicas.models.items()]
         return JSONResponse({"object": "list", "data": listed})
 
-    @router.get("/v1/models/{name:path}", responses=json_responses(404))
+    @router.get("/v1/models/{name:path}", responses=json_responses(401, 404))
     async def model(name: str) -> Response:
         """One served model, or 404."""
         info = replicas.models.get(name)
@@ -76,12 +82,13 @@ def _add_health_routes(router: APIRouter, replicas: Router) -> None:
         "/readyz",
         responses={**json_responses(), 503: {"description": "As above.", "content": JSON}},
     )
-    async def readyz() -> Response:
+    async def readyz(request: Request) -> Response:
         """200 if the gateway takes requests, else 503 with the reason.
 
-        The status is "degraded" if it takes requests, but has lost a verifier or a drafter.
+        The status is "degraded" if it takes requests, but has lost a verifier or a drafter. Only
+        operators see the reason and the processes.
         """
-        body = readiness(replicas)
+        body = readiness(replicas, identity_of(request))
         takes_requests = body["status"] in ("ready", "degraded")
         return JSONResponse(body, status_code=200 if takes_requests else 503)
 
@@ -100,14 +107,19 @@ def _answer_head(router: APIRouter) -> None:
     for route in list(router.routes):
         if isinstance(route, APIRoute):
             router.add_api_route(
-                route.path, route.endpoint, methods=["HEAD"], include_in_schema=False
+                route.path,
+                route.endpoint,
+                methods=["HEAD"],
+                dependencies=route.dependencies,
+                include_in_schema=False,
             )
 
 
-def _add_tokenizer_routes(router: APIRouter, generation: Generation) -> None:
-    @router.post("/tokenize", responses=json_responses(400, 404, 408, 413, 500, 503))
-    async def tokenize(body: TokenizeBody) -> Response:
+def _add_tokenizer_routes(router: APIRouter, generation: Generation, gate: Gate) -> None:
+    @router.post("/tokenize", responses=json_responses(400, 401, 404, 408, 413, 429, 500, 503))
+    async def tokenize(body: TokenizeBody, request: Request) -> Response:
         """The ids of a prompt or of a rendered conversation, in vLLM's shape."""
+        grant = await gate.admit(request)
         _, info = generation.router.lookup(body.model)
         prompts = generation.prompts
         ids = await _tokenize(body, prompts, max(info.context_length, MAX_TOKENIZED))
@@ -118,12 +130,14 @@ def _add_tokenizer_routes(router: APIRouter, generation: Generation) -> None:
                 "max_model_len": info.context_length,
                 "tokens": ids,
                 "token_strs": strings,
-            }
+            },
+            headers=grant.headers,
         )
 
-    @router.post("/detokenize", responses=json_responses(400, 404, 408, 413, 500, 503))
-    async def detokenize(body: DetokenizeBody) -> Response:
+    @router.post("/detokenize", responses=json_responses(400, 401, 404, 408, 413, 429, 500, 503))
+    async def detokenize(body: DetokenizeBody, request: Request) -> Response:
         """The text of ids, special tokens included, in vLLM's shape."""
+        grant = await gate.admit(request)
         _, info = generation.router.lookup(body.model)
         most = max(info.context_length, MAX_TOKENIZED)
         if len(body.tokens) > most:
@@ -132,7 +146,8 @@ def _add_tokenizer_routes(router: APIRouter, generation: Generation) -> None:
             if not 0 <= extreme < info.vocab_size:
                 message = f"must be in [0, {info.vocab_size}), not {extreme}"
                 raise invalid(f"tokens[{body.tokens.index(extreme)}]", message)
-        return JSONResponse({"prompt": generation.prompts.decode(body.tokens)})
+        text = generation.prompts.decode(body.tokens)
+        return JSONResponse({"prompt": text}, headers=grant.headers)
 
 
 async def _tokenize(body: TokenizeBody, prompts: Prompts, most: int) -> list[int]:
@@ -166,12 +181,15 @@ def _model(name: str, info: ModelInfo, created: int) -> dict[str, Any]:
     }
 
 
-def readiness(router: Router) -> dict[str, Any]:
+def readiness(router: Router, identity: Identity) -> dict[str, Any]:
     """The body of `/readyz`: the status, its reason, and each verifier's state.
 
-    The status is ready, degraded, loading, failed, unavailable or draining.
+    The status is ready, degraded, loading, failed, unavailable or draining. The states hold sums
+    over all tenants, so only operators get more than the status.
     """
     status, detail = _status(router)
+    if not identity.is_operator:
+        return {"status": status, "detail": "", "verifiers": []}
     verifiers = [_verifier(replica) for replica in router.replicas]
     return {"status": status, "detail": detail, "verifiers": verifiers}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -184,6 +185,59 @@ def health(address: str, service: str, timeout: float) -> int:
     if why is not None:
         print(f"outrider health: {address}: {why}", file=sys.stderr)
     return int(why is not None)
+
+
+@app.group()
+def keys() -> None:
+    """Add, list and revoke the API keys of a gateway's --keys-file."""
+
+
+_FILE = click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
+_LIMIT = click.IntRange(min=1)
+
+
+@keys.command("add")
+@_FILE
+@click.option("--tenant", required=True, help="Requests of one tenant share caches and n-grams.")
+@click.option("--id", help="Name of the key; by default the tenant's and a number.")
+@click.option(
+    "--role",
+    type=click.Choice(["tenant", "operator"]),
+    default="tenant",
+    help="An operator also sees metrics, processes, and sums over all tenants.",
+)
+@click.option("--days", type=click.FloatRange(min=0, min_open=True), help="Days until it expires.")
+@click.option("--requests-per-minute", type=_LIMIT, help="Most requests in a minute.")
+@click.option("--tokens-per-minute", type=_LIMIT, help="Most tokens, of prompts and answers.")
+@click.option("--sequences-per-minute", type=_LIMIT, help="Most sequences: prompts times n.")
+@click.option("--concurrent-sequences", type=_LIMIT, help="Most sequences at once.")
+def keys_add(file: Path, days: float | None, **fields: Any) -> int:
+    """Add a key to FILE, which is made if it is missing, and print the key.
+
+    FILE holds only the key's hash, so the key cannot be shown again.
+    """
+    from outrider.launch.keys import add
+
+    return add(file, fields, days)
+
+
+@keys.command("list")
+@_FILE
+def keys_list(file: Path) -> int:
+    """Show the keys of FILE: tenants, roles, expiries and limits."""
+    from outrider.launch.keys import show
+
+    return show(file)
+
+
+@keys.command("revoke")
+@_FILE
+@click.argument("id")
+def keys_revoke(file: Path, id: str) -> int:
+    """Remove the key ID from FILE. Gateways refuse it within two seconds."""
+    from outrider.launch.keys import revoke
+
+    return revoke(file, id)
 
 
 @app.command()

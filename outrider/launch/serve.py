@@ -130,8 +130,11 @@ async def _announce(
     """Show how far the start is, then print the URLs; raises StartFailed."""
     loading = f"loading {' and '.join(_models(settings))} ..."
     with start_status(console, loading) as show:
-        await supervisor.settle(until_ready(stack.http_url, show, len(settings.drafter)))
+        # Without a key, /readyz does not list the drafters.
+        drafters = 0 if settings.has_keys else len(settings.drafter)
+        await supervisor.settle(until_ready(stack.http_url, show, drafters))
     log.ready()
+    key = " -H 'authorization: Bearer KEY'" if settings.has_keys else ""
     console.print(
         f"""
 Ready.
@@ -140,7 +143,7 @@ Ready.
   health       {stack.http_url}/readyz
   drafters     dial {stack.verifier_address}
 
-  curl {stack.http_url}/v1/completions -H 'content-type: application/json' \\
+  curl {stack.http_url}/v1/completions{key} -H 'content-type: application/json' \\
     -d '{{"model": "{settings.target}", "prompt": "def main(", "max_tokens": 64, "temperature": 0}}'
 """,
         markup=False,

@@ -19,6 +19,7 @@ from outrider.errors import OutriderError, Reason, invalid
 from outrider.launch.supervisor import Child
 from outrider.process.config import Dtype, ScrapedSettings, ServiceSettings, load
 from outrider.process.cores import parse_cores
+from outrider.process.exposure import check_exposure
 from outrider.process.usage import suggestion
 from verifier_svc.config import TargetSettings
 
@@ -118,6 +119,15 @@ class ServeSettings(TargetSettings, ServiceSettings):
     grpc_port: int = Field(8001, ge=0, le=65535)
     """Port of the gateway's gRPC service; 0 takes a free one."""
 
+    keys_file: Path | None = None
+    """File with the hashes of the gateway's API keys; `outrider keys` writes it."""
+
+    keys: str = ""
+    """The same as text, for the environment."""
+
+    open: bool = False
+    """Let everybody use the gateway without a key, on addresses beyond the loopback interface."""
+
     allowed_hosts: list[str] = Field(default_factory=list)
     """Names under which clients reach the gateway, such as llm.example.com or *.example.com, beside
     addresses and localhost; * allows all names."""
@@ -152,6 +162,16 @@ class ServeSettings(TargetSettings, ServiceSettings):
 
     pool_secret_file: Path | None = None
     """File with the secret from which keys in Redis are made; redis needs it."""
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether callers of the gateway need a key."""
+        return self.keys_file is not None or bool(self.keys)
+
+    @model_validator(mode="after")
+    def _check_exposure(self) -> Self:
+        check_exposure([self.host], has_keys=self.has_keys, is_open=self.open)
+        return self
 
     @model_validator(mode="after")
     def _check_redis(self) -> Self:
@@ -321,6 +341,9 @@ def _gateway_arguments(
             "tokenizer": settings.target,
             "http_host": settings.host,
             "http_port": http_port,
+            "keys_file": [] if settings.keys_file is None else [settings.keys_file],
+            "keys": [settings.keys] if settings.keys else [],
+            "open": settings.open,
             "allowed_hosts": settings.allowed_hosts,
             "allowed_origins": settings.allowed_origins,
             "grpc_listen": f"{settings.host}:{grpc_port}",

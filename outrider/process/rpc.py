@@ -6,7 +6,7 @@ import asyncio
 import functools
 import inspect
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, NoReturn, TypeVar, cast
 
 import grpc
@@ -291,12 +291,17 @@ class Server:
     the end `await stop(grace_s)`. Every service starts as NOT_SERVING.
     """
 
-    def __init__(self, *services: str, max_request_bytes: int = MAX_MESSAGE_BYTES) -> None:
-        """`services` are full names, for health and reflection."""
+    def __init__(
+        self,
+        *services: str,
+        max_request_bytes: int = MAX_MESSAGE_BYTES,
+        interceptors: Sequence[grpc.aio.ServerInterceptor] = (),  # type: ignore[type-arg]  # as above
+    ) -> None:
+        """`services` are full names, for health and reflection. The interceptors run first."""
         self.services = services
         self.ports: list[int] = []
         options = [*SERVER_OPTIONS, ("grpc.max_receive_message_length", max_request_bytes)]
-        self.grpc = grpc.aio.server(interceptors=[_ParseErrors()], options=options)
+        self.grpc = grpc.aio.server(interceptors=[*interceptors, _ParseErrors()], options=options)
         # grpc-stubs lack it.
         self._health: Any = health.aio.HealthServicer()  # type: ignore[attr-defined]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)

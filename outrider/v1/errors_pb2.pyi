@@ -90,6 +90,12 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """INTERNAL. The model computed logits that are not finite. Retry: never."""
     ERROR_REASON_INTERNAL: _ErrorReason.ValueType  # 26
     """INTERNAL. A defect of the server; its log has the details. Retry: backoff."""
+    ERROR_REASON_INVALID_API_KEY: _ErrorReason.ValueType  # 28
+    """UNAUTHENTICATED. There is no API key, or it is unknown or expired. Retry: never."""
+    ERROR_REASON_INSUFFICIENT_PERMISSIONS: _ErrorReason.ValueType  # 29
+    """PERMISSION_DENIED. The API key's role may not call this. Retry: never."""
+    ERROR_REASON_RATE_LIMIT_EXCEEDED: _ErrorReason.ValueType  # 30
+    """RESOURCE_EXHAUSTED. The API key has used up one of its limits. Retry: RetryInfo."""
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """Why a call failed. The values never travel as numbers; the enum is the list of names."""
@@ -148,4 +154,10 @@ ERROR_REASON_LOGITS_NOT_FINITE: ErrorReason.ValueType  # 25
 """INTERNAL. The model computed logits that are not finite. Retry: never."""
 ERROR_REASON_INTERNAL: ErrorReason.ValueType  # 26
 """INTERNAL. A defect of the server; its log has the details. Retry: backoff."""
+ERROR_REASON_INVALID_API_KEY: ErrorReason.ValueType  # 28
+"""UNAUTHENTICATED. There is no API key, or it is unknown or expired. Retry: never."""
+ERROR_REASON_INSUFFICIENT_PERMISSIONS: ErrorReason.ValueType  # 29
+"""PERMISSION_DENIED. The API key's role may not call this. Retry: never."""
+ERROR_REASON_RATE_LIMIT_EXCEEDED: ErrorReason.ValueType  # 30
+"""RESOURCE_EXHAUSTED. The API key has used up one of its limits. Retry: RetryInfo."""
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015

@@ -93,6 +93,8 @@ def gateway_launch(endpoint: Endpoint, model: Path, grpc_port: int, otlp_endpoin
         "http_host": endpoint.address,
         "http_port": endpoint.http_port,
         "grpc_listen": f"{endpoint.address}:{grpc_port}",
+        # An experiment has no clients but its own.
+        "open": True,
         "otlp_endpoint": otlp_endpoint or None,
         "log_level": _LOG_LEVEL,
     }

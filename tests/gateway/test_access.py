@@ -10,7 +10,8 @@ import httpx
 import pytest
 from gateway_rig import TARGET, Rig
 
-from gateway.access import allowed_hosts, host_allowed, origin_pattern
+from gateway.access.gate import Gate
+from gateway.access.origins import allowed_hosts, host_allowed, origin_pattern
 from gateway.app import create_app
 from gateway.config import GatewaySettings
 from gateway.generate import Generation
@@ -59,7 +60,7 @@ HOSTS = [
 async def test_a_host_header_names_this_gateway_or_another_host(
     host: str, bound: str, allowed: list[str], accepted: bool
 ) -> None:
-    patterns = allowed_hosts(settings(http_host=bound, allowed_hosts=allowed))
+    patterns = allowed_hosts(settings(http_host=bound, allowed_hosts=allowed, open=True))
     assert host_allowed(host, patterns) is accepted
 
 
@@ -107,11 +108,12 @@ async def test_the_page_may_call_the_gateway_behind_a_tls_proxy() -> None:
         ).status_code == 403
 
 
-def unused() -> tuple[Any, Metrics]:
+def unused() -> tuple[Any, Metrics, Gate]:
     """The dependencies of routes that these tests do not call."""
     metrics = Metrics()
     prompts = Prompts(TARGET)
-    return Generation(Router([], prompts.fingerprint), prompts, metrics), metrics
+    generation = Generation(Router([], prompts.fingerprint), prompts, metrics)
+    return generation, metrics, Gate(settings())
 
 
 async def test_an_allowed_website_gets_its_preflight_and_its_answers() -> None:

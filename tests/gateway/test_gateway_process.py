@@ -45,8 +45,11 @@ def test_the_gateway_prints_its_addresses_and_ends_on_a_signal(number: signal.Si
         ),
         (["--colour", "red"], 2, "colour"),
         (["--tokenizer", "/nowhere"], 1, "there is no directory /nowhere"),
-        (["--grpc-listen", "256.0.0.1:1"], 1, "cannot listen on 256.0.0.1:1"),
-        (["--http-host", "256.0.0.1"], 1, "256.0.0.1"),
+        (["--http-host", "0.0.0.0"], 2, "give --open to let everybody in"),
+        (["--keys-file", "/nowhere"], 1, "keys-file /nowhere cannot be read"),
+        (["--keys", "{"], 1, "keys is not YAML"),
+        (["--open", "--grpc-listen", "256.0.0.1:1"], 1, "cannot listen on 256.0.0.1:1"),
+        (["--open", "--http-host", "256.0.0.1"], 1, "256.0.0.1"),
     ],
 )
 def test_the_error_for_a_bad_setting_names_it(

@@ -77,9 +77,11 @@ async def test_sources_of_tokens_are_refused_with_stop_strings(rig: Rig) -> None
     assert answer.json()["error"]["param"] == "speculation.tokens"
 
 
-async def events(rig: Rig, count: int) -> list[dict[str, Any]]:
+async def events(
+    rig: Rig, count: int, headers: dict[str, str] | None = None
+) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
-    async with asyncio.timeout(5), rig.http.stream("GET", "/events") as response:
+    async with asyncio.timeout(5), rig.http.stream("GET", "/events", headers=headers) as response:
         assert response.headers["content-type"].startswith("text/event-stream")
         async for line in response.aiter_lines():
             if line.startswith("data: "):

@@ -45,6 +45,7 @@ def setting_flags() -> frozenset[str]:
         "gateway/config.py",
         "outrider/launch/stack.py",
         "outrider/process/config.py",
+        "outrider/process/key_file.py",
         "outrider_bench/__main__.py",
         *(f"outrider_bench/experiment/{name}.py" for name in ("advise", "agent", "profile", "run")),
         "outrider_bench/simulator/scenario.py",
@@ -86,7 +87,17 @@ def test_every_flag_on_a_page_belongs_to_a_command(path: Path) -> None:
     flags = re.findall(r"(?<![\w-])--([a-z][a-z-]+)", path.read_text())
     named = {flag.removeprefix("no-") for flag in flags} - {"help"}
     # protoc's flags are names of languages.
-    others = {"models", "max-tokens", "service", "timeout", "version", "grpc", "ruby", "transcript"}
+    others = {
+        "days",
+        "models",
+        "max-tokens",
+        "service",
+        "timeout",
+        "version",
+        "grpc",
+        "ruby",
+        "transcript",
+    }
     fleet = {"compare", "out", "rates", "processes"}
     assert named <= setting_flags() | others | fleet | EXPERIMENTS | CLIENTS | DOCKERS | CURLS
 

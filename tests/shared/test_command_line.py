@@ -47,6 +47,16 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[ServeSettings]:
         ),
         ("--redis-ca-file a --drafter ngram", "redis-ca-file has no meaning without --redis URL"),
         ("--config /nowhere", "config: /nowhere is not a file"),
+        (
+            "--host 0.0.0.0",
+            "0.0.0.0 is not a loopback address, so anybody who reaches it could call the gateway: "
+            "make keys with `outrider keys add FILE --tenant NAME` and give --keys-file FILE, or "
+            "give --open to let everybody in",
+        ),
+        (
+            "--open --keys-file k",
+            "open means a gateway without keys, but keys are given; give one of them",
+        ),
     ],
 )
 def test_an_error_in_a_setting_is_one_line(

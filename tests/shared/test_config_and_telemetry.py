@@ -167,6 +167,15 @@ def test_the_gateway_gets_all_allowed_hosts_and_origins(tmp_path: Path) -> None:
     assert received.allowed_origins == ["http://localhost:*"]
 
 
+def test_a_gateways_keys_go_to_the_gateway_alone(tmp_path: Path) -> None:
+    keys = {"--keys-file": "keys.yaml", "--keys": "{keys: []}"}
+    words = [word for pair in keys.items() for word in pair]
+    children = planned(tmp_path, "--host", "127.0.0.1", *words)
+    assert {name: children["gateway"][name] for name in keys} == keys
+    assert not set(keys) & set(children["verifier"])
+    assert "--no-open" in children["gateway"]
+
+
 def test_local_processes_dial_a_public_verifier_on_loopback(tmp_path: Path) -> None:
     children = planned(tmp_path, "--drafter", "ngram", "--verifier-host", "0.0.0.0")
     host, _, port = children["verifier"]["--listen"].partition(":")

@@ -31,6 +31,7 @@ class Admission:
         self._sequences = parts.sequences
         self._scheduler = parts.scheduler
         self._drafting = parts.drafting
+        self._outgoing = parts.outgoing
         self._clock = parts.clock
         self._model = model
         self._limits = limits
@@ -46,6 +47,7 @@ class Admission:
     ) -> Sequence:
         """Queue a request and admit what fits; raises OutriderError, see `Engine.submit`."""
         self._check(request)
+        self._make_room(request.tenant)
         sequence = self._new_sequence(request, sink, span)
         if grammar is not None:
             sequence.matcher = grammar.matcher()
@@ -68,9 +70,6 @@ class Admission:
             field = "max_tokens"
             message = f"prompt and max_tokens make {needed} tokens, but the KV cache holds {held}"
             raise OutriderError(Reason.CONTEXT_LENGTH_EXCEEDED, f"{field}: {message}", field)
-        if len(self._scheduler.waiting) >= self._limits.max_waiting:
-            message = f"{self._limits.max_waiting} requests are waiting already"
-            raise OutriderError(Reason.OVERLOADED, message)
         relaxed = request.speculation.acceptance is Acceptance.RELAXED
         if relaxed and self._thinking_ids is None:
             field = "speculation.acceptance"
@@ -78,6 +77,24 @@ class Admission:
             raise OutriderError(Reason.INVALID_VALUE, f"{field}: {message}", field)
         if request.speculation.enabled:
             self._drafting.roster.check_known(request.speculation.drafter)
+
+    def _make_room(self, tenant: str) -> None:
+        """Raise OVERLOADED if the queue is full, unless another tenant has more than its share.
+
+        In that case its youngest waiting sequence ends with OVERLOADED instead.
+        """
+        waiting = self._scheduler.waiting
+        if len(waiting) < self._limits.max_waiting:
+            return
+        error = OutriderError(
+            Reason.OVERLOADED, f"{self._limits.max_waiting} requests are waiting already"
+        )
+        displaced = waiting.to_displace(tenant)
+        if displaced is None:
+            raise error
+        del self._sequences[displaced.id]
+        self._scheduler.remove(displaced)
+        self._outgoing.add(displaced.sink, error)
 
     def _new_sequence(
         self,

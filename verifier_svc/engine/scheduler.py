@@ -5,11 +5,11 @@ Knows sequences and pages; not the model, the acceptance rule or any stream.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from outrider.lm.pages import PagePool
+from verifier_svc.engine.fair_queue import FairQueue
 from verifier_svc.policy.draft_trees import Draft, best_chain
 from verifier_svc.state.draft_tree import NO_DRAFT
 from verifier_svc.state.scheduled_sequence import ScheduledSequence
@@ -27,7 +27,7 @@ _NO_TREES: Mapping[int, Draft] = {}
 
 
 class Scheduler:
-    """Serves sequences in order of arrival, and decodes before it prefills.
+    """Serves tenants in turn, each in order of arrival, and decodes before it prefills.
 
     When pages run out, it preempts the youngest sequence.
     """
@@ -35,7 +35,7 @@ class Scheduler:
     def __init__(self, pool: PagePool, limits: Limits, vocab_size: int) -> None:
         self.pool = pool
         self.running: dict[int, Sequence] = {}
-        self.waiting: deque[Sequence] = deque()
+        self.waiting = FairQueue()
         self.preemption_count = 0
         self.prompt_token_count = 0
         """Tokens of all admitted sequences."""
@@ -47,12 +47,12 @@ class Scheduler:
         self._max_scored_tokens = max(1, limits.scored_logits_bytes // (_LOGIT_BYTES * vocab_size))
 
     def add(self, sequence: Sequence) -> None:
-        """Put a sequence at the end of the queue."""
-        self.waiting.append(sequence)
+        """Put a sequence into the queue."""
+        self.waiting.add(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence and free its pages."""
-        if self.running.pop(sequence.id, None) is None and sequence in self.waiting:
+        if self.running.pop(sequence.id, None) is None:
             self.waiting.remove(sequence)
         self.pool.free(sequence.kv)
 
@@ -139,7 +139,7 @@ class Scheduler:
         """
         admitted: list[Sequence] = []
         while self.waiting and len(self.running) < self._max_sequences:
-            sequence = self.waiting[0]
+            sequence = self.waiting.first(self.running.values())
             # Scoring a token needs the logits before it, which the cache does not hold.
             limit = sequence.unscored.start - 1 if sequence.unscored else None
             tenant = sequence.request.tenant
@@ -151,7 +151,8 @@ class Scheduler:
             self.cached_token_count += cached
             if sequence.stats.forward_count == 0:
                 sequence.cached_token_count = cached
-            self.running[sequence.id] = self.waiting.popleft()
+            self.waiting.remove(sequence)
+            self.running[sequence.id] = sequence
             sequence.admitted = True
             admitted.append(sequence)
         return admitted
@@ -160,7 +161,7 @@ class Scheduler:
         """Free its pages and recompute it later; it keeps its tokens and its drafters' tries."""
         self.pool.free(victim.kv)
         del self.running[victim.id]
-        self.waiting.appendleft(victim)
+        self.waiting.put_back(victim)
         self.preemption_count += 1
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import re
 import socket
 from collections.abc import Sequence
@@ -13,12 +12,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from gateway.api_errors import error_response
 from gateway.config import GatewaySettings
 from outrider.errors import OutriderError, Reason
+from outrider.process.exposure import is_address, is_loopback
 
 _SHOWN_CHARACTERS = 100
 _LOOPBACK = ("localhost", "*.localhost")
 
 
-class Access:
+class CheckOrigin:
     """ASGI middleware that refuses foreign Host and Origin headers with 403.
 
     A website can point its own name at any address, even 127.0.0.1. Its scripts can then read
@@ -73,7 +73,7 @@ def allowed_hosts(settings: GatewaySettings) -> list[str]:
     """
     patterns = [*_LOOPBACK, settings.http_host.lower(), socket.gethostname().lower()]
     patterns += [name.lower() for name in settings.allowed_hosts]
-    if not _is_loopback(settings.http_host):
+    if not is_loopback(settings.http_host):
         patterns.append("")
     return patterns
 
@@ -87,7 +87,7 @@ def host_allowed(host: str, patterns: Sequence[str]) -> bool:
     if host.startswith("["):
         name = host[1:].partition("]")[0]
     name = name.removesuffix(".")
-    if _is_address(name) or ("" in patterns and "." not in name):
+    if is_address(name) or ("" in patterns and "." not in name):
         return True
     return any(fnmatchcase(name, pattern) for pattern in patterns if pattern)
 
@@ -102,17 +102,3 @@ def origin_pattern(origins: Sequence[str]) -> str:
     escaped = [re.escape(origin.lower().rstrip("/")) for origin in origins]
     patterns = [origin.replace(r"\*", r"[a-z0-9.-]+") for origin in escaped]
     return "|".join(f"(?:{pattern})" for pattern in patterns) or r"(?!)"
-
-
-def _is_address(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
-
-
-def _is_loopback(host: str) -> bool:
-    if _is_address(host):
-        return ipaddress.ip_address(host).is_loopback
-    return host == "localhost"

@@ -1,0 +1,132 @@
+"""Tell callers apart by their API key, and refuse those without a valid one."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from starlette.requests import HTTPConnection
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from gateway.access.keys import KeyRing
+from gateway.access.limits import Grant, Limits
+from gateway.access.tenants import tenant_of
+from gateway.access.windows import windows
+from gateway.api_errors import error_response
+from gateway.config import GatewaySettings
+from outrider.errors import OutriderError, Reason
+from outrider.process.key_file import KeyEntry
+
+OPEN_PATHS = frozenset({"/livez", "/readyz", "/health"})
+"""Paths that need no key."""
+_PAGE = "/"
+_SCOPE_KEY = "outrider.identity"
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who calls. `key` is None without keys, and `tenant` then tells callers apart if it can."""
+
+    tenant: str
+    is_operator: bool
+    key: KeyEntry | None = None
+
+
+_STRANGER = Identity("", is_operator=False)
+
+
+class Gate:
+    """Identifies callers and holds them to their limits.
+
+    Without keys everybody is an operator, and there are no limits. Raises
+    OutriderError(INVALID_VALUE) for keys or a Redis that cannot be used.
+    """
+
+    def __init__(self, settings: GatewaySettings) -> None:
+        self.keys: KeyRing | None = None
+        if settings.keys_file is not None or settings.keys:
+            self.keys = KeyRing(settings.keys_file, settings.keys)
+        redis = settings.limits_redis
+        self.limits = Limits(
+            windows(redis, settings.limits_redis_password_file, settings.limits_redis_ca_file)
+        )
+
+    def identify(self, headers: Mapping[str, str]) -> Identity:
+        """The caller with these headers, whose names are in lower case.
+
+        Raises OutriderError(INVALID_API_KEY) if there are keys and the caller has no valid one.
+        """
+        if self.keys is None:
+            return Identity(tenant_of(headers), is_operator=True)
+        key = key_in(headers.get("authorization", ""))
+        if not key:
+            message = "an API key is needed, in the header `Authorization: Bearer KEY`"
+            raise OutriderError(Reason.INVALID_API_KEY, message)
+        entry = self.keys.find(key)
+        if entry is None:
+            raise OutriderError(Reason.INVALID_API_KEY, "the API key is not known here")
+        if entry.expires is not None and entry.expires.timestamp() <= time.time():
+            raise OutriderError(Reason.INVALID_API_KEY, "the API key has expired")
+        return Identity(entry.tenant, entry.role == "operator", entry)
+
+    async def admit(self, request: HTTPConnection) -> Grant:
+        """Count a request. Raises OutriderError(RATE_LIMIT_EXCEEDED) if it is one too many."""
+        return await self.limits.admit(identity_of(request).key)
+
+
+def key_in(authorization: str) -> str:
+    """The key in the value of an Authorization header; "" if there is none.
+
+    Browsers cannot send `Bearer KEY` for a page, but ask for a password and send it as Basic. The
+    password is the key, with any user name.
+    """
+    scheme, _, value = authorization.partition(" ")
+    if scheme.lower() == "bearer":
+        return value.strip()
+    if scheme.lower() != "basic":
+        return ""
+    try:
+        return base64.b64decode(value, validate=True).decode().partition(":")[2]
+    except (binascii.Error, UnicodeDecodeError):
+        return ""
+
+
+class RequireKey:
+    """ASGI middleware that answers 401 to callers without a key, but for `OPEN_PATHS`.
+
+    Every other path needs one, so a new route is closed unless somebody opens it here.
+    """
+
+    def __init__(self, app: ASGIApp, gate: Gate) -> None:
+        self._app = app
+        self._gate = gate
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            try:
+                scope[_SCOPE_KEY] = self._gate.identify(HTTPConnection(scope).headers)
+            except OutriderError as error:
+                if scope["path"] not in OPEN_PATHS:
+                    response = error_response(error)
+                    scheme = "Basic" if scope["path"] == _PAGE else "Bearer"
+                    response.headers["WWW-Authenticate"] = f'{scheme} realm="Outrider"'
+                    await response(scope, receive, send)
+                    return
+                scope[_SCOPE_KEY] = _STRANGER
+        await self._app(scope, receive, send)
+
+
+def identity_of(request: HTTPConnection) -> Identity:
+    """Who sent the request."""
+    identity: Identity = request.scope[_SCOPE_KEY]
+    return identity
+
+
+def operators_only(request: HTTPConnection) -> None:
+    """A route's dependency. Raises OutriderError(INSUFFICIENT_PERMISSIONS) for others."""
+    if not identity_of(request).is_operator:
+        message = "this shows all tenants, so it needs a key with the role operator"
+        raise OutriderError(Reason.INSUFFICIENT_PERMISSIONS, message)

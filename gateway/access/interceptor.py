@@ -1,0 +1,45 @@
+"""Refuse gRPC calls without a valid API key, but for the health service."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health
+
+from gateway.access.gate import Gate
+from outrider.errors import OutriderError
+from outrider.process import rpc
+
+_OPEN = f"/{health.SERVICE_NAME}/"
+
+
+class RequireKeyInCalls(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # only the stubs are generic
+    """Answers UNAUTHENTICATED to calls whose metadata `authorization` holds no valid key."""
+
+    def __init__(self, gate: Gate) -> None:
+        self._gate = gate
+
+    async def intercept_service(
+        self, continuation: Any, handler_call_details: grpc.HandlerCallDetails
+    ) -> Any:
+        """The method's handler, or one that refuses the call."""
+        if not handler_call_details.method.startswith(_OPEN):
+            try:
+                self._gate.identify(text_metadata(handler_call_details.invocation_metadata))
+            except OutriderError as error:
+                return _refusal(error)
+        return await continuation(handler_call_details)
+
+
+def text_metadata(metadata: Any) -> dict[str, str]:
+    """A call's metadata but for binary values, by name."""
+    return {key: value for key, value in metadata or () if isinstance(value, str)}
+
+
+def _refusal(error: OutriderError) -> Any:
+    # A stream of requests suits every method: a single request is a stream of one.
+    async def refuse(_requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        await rpc.abort(context, error)
+
+    return grpc.stream_stream_rpc_method_handler(refuse)

@@ -1,0 +1,72 @@
+"""The gateway's API keys: looked up by hash, and read again when their file changes."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import os
+from pathlib import Path
+
+from outrider.errors import OutriderError
+from outrider.process.key_file import KeyEntry, parse_keys, read_keys
+
+log = logging.getLogger(__name__)
+
+_RELOAD_S = 1.0
+
+_Stamp = tuple[int, int, int] | None
+"""A file's inode, size and time of change in ns; None for a file that cannot be found."""
+
+
+class KeyRing:
+    """The keys of a file and of a setting. Raises OutriderError(INVALID_VALUE) for bad ones."""
+
+    def __init__(self, file: Path | None, text: str) -> None:
+        """`text` holds entries as the file does; "" holds none."""
+        self._file = file
+        self._given = parse_keys(text, "keys") if text else ()
+        self._stamp = self._current_stamp()
+        self._by_digest = self._indexed(() if file is None else read_keys(file))
+
+    def find(self, key: str) -> KeyEntry | None:
+        """The entry of a key; None if there is none.
+
+        The look-up's time depends on a hash of the key, which tells nothing of the key itself.
+        """
+        digest = hashlib.sha256(key.encode(errors="surrogatepass")).hexdigest()
+        entry = self._by_digest.get(digest)
+        if entry is None or not hmac.compare_digest(entry.sha256, digest):
+            return None
+        return entry
+
+    async def follow(self) -> None:
+        """Read the file again, forever, whenever it has changed. A bad file keeps the old keys."""
+        while True:
+            await asyncio.sleep(_RELOAD_S)
+            if self._current_stamp() != self._stamp:
+                await self.reload()
+
+    async def reload(self) -> None:
+        """Read the file again. The log says if it is bad; the old keys then stay in force."""
+        self._stamp = self._current_stamp()
+        if self._file is None:
+            return
+        try:
+            entries = await asyncio.to_thread(read_keys, self._file)
+            self._by_digest = self._indexed(entries)
+        except OutriderError as error:
+            log.error("the old keys stay in force: %s", error)
+            return
+        log.info("%s has changed; there are %d keys now", self._file, len(self._by_digest))
+
+    def _indexed(self, entries: tuple[KeyEntry, ...]) -> dict[str, KeyEntry]:
+        return {entry.sha256: entry for entry in (*self._given, *entries)}
+
+    def _current_stamp(self) -> _Stamp:
+        try:
+            found = os.stat(self._file or "")
+        except OSError:
+            return None
+        return found.st_ino, found.st_size, found.st_mtime_ns

@@ -1,0 +1,99 @@
+"""Counts of each key's use in a Redis that several gateways share, by the `limits` library."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from limits.aio.storage import RedisSentinelStorage, RedisStorage, Storage
+from limits.storage import storage_from_string
+from redis.exceptions import RedisClusterException, RedisError
+
+from gateway.access.windows import MINUTE_S, Windows
+from outrider.errors import invalid
+
+log = logging.getLogger(__name__)
+
+# A window is kept for longer than its minute, since the clocks of two gateways may differ.
+_KEPT_S = 2 * MINUTE_S
+_REDIS_TIMEOUT_S = 0.1
+_REDIS_CONNECT_S = 0.5
+# After a failure, Redis is left alone for this time, and counts go on in memory.
+_REDIS_PAUSE_S = 5.0
+_WARNING_INTERVAL_S = 60.0
+
+
+class RedisWindows(Windows):
+    """Windows in Redis. While Redis fails, they are in memory."""
+
+    def __init__(self, storage: Storage, clock: Callable[[], float] = time.time) -> None:
+        super().__init__(clock)
+        self._storage = storage
+        self._paused_until = 0.0
+        self._warned_at = -_WARNING_INTERVAL_S
+
+    async def add(self, name: str, amount: int, minute: int) -> int:
+        """Add to a count of the current minute and return the sum."""
+        if time.monotonic() >= self._paused_until:
+            key = f"{name}/{minute}"
+            counting = asyncio.ensure_future(self._storage.incr(key, _KEPT_S, amount))
+            try:
+                # A caller that leaves must not cut the command off from its answer.
+                return await asyncio.shield(counting)
+            except (RedisError, RedisClusterException, OSError, TimeoutError) as error:
+                self._pause(error)
+        return await super().add(name, amount, minute)
+
+    async def close(self) -> None:
+        """Close all connections."""
+        if not isinstance(self._storage, RedisStorage):
+            return
+        bridge: Any = self._storage.bridge
+        await bridge.get_connection().aclose()
+        if isinstance(self._storage, RedisSentinelStorage):
+            for client in bridge.sentinel.sentinels:
+                await client.aclose()
+
+    def _pause(self, error: Exception) -> None:
+        now = time.monotonic()
+        self._paused_until = now + _REDIS_PAUSE_S
+        if now - self._warned_at >= _WARNING_INTERVAL_S:
+            self._warned_at = now
+            log.warning("limits are counted by this gateway alone, since Redis fails: %s", error)
+
+
+def storage_of(url: str, password_file: Path | None, ca_file: Path | None) -> Storage:
+    """The storage of `limits` for the Redis of a URL.
+
+    Raises OutriderError(INVALID_VALUE) for a wrong URL and a file that cannot be read.
+    """
+    options: dict[str, Any] = {
+        "implementation": "redispy",
+        "key_prefix": "outrider:limits",
+        "socket_timeout": _REDIS_TIMEOUT_S,
+        "socket_connect_timeout": _REDIS_CONNECT_S,
+    }
+    try:
+        if password_file is not None:
+            options["password"] = password_file.read_text(encoding="utf-8").strip()
+        if ca_file is not None:
+            options["ssl_ca_certs"] = str(ca_file)
+        if url.startswith("rediss+"):
+            # `limits` knows TLS by the scheme of a single server alone.
+            url = url.replace("rediss+", "redis+", 1)
+            options["ssl"] = True
+        if url.startswith("redis+sentinel:"):
+            options["sentinel_kwargs"] = {k: v for k, v in options.items() if k.startswith("ssl")}
+        storage = storage_from_string(f"async+{url}", **options)
+    except OSError as error:
+        raise invalid("limits-redis-password-file", f"cannot be read: {error}") from error
+    # The library raises various errors for a wrong URL.
+    except Exception as error:
+        raise invalid("limits-redis", f"cannot be used: {error}") from error
+    if not isinstance(storage, RedisStorage):
+        raise invalid("limits-redis", "must be the URL of a Redis")
+    return storage

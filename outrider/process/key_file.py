@@ -1,0 +1,160 @@
+"""API keys as they are stored: a hash, a tenant, limits and an expiry, and never the key itself.
+
+A key is 256 random bits, so nobody can find it by trying, and one SHA-256 hides it. A slow hash
+such as bcrypt protects passwords, which people choose. Here it would cost each request 100 ms of
+a core, and callers without a key could spend that time as well.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import tempfile
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from datetime import UTC, date, datetime, time
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import (
+    AfterValidator,
+    AwareDatetime,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+)
+
+from outrider.errors import invalid
+
+_PREFIX = "outrider-"
+_KEY_BYTES = 32
+_NEW_FILE_MODE = 0o600
+
+
+def _at_midnight(value: Any) -> Any:
+    """A date without a time stands for its beginning in UTC."""
+    if isinstance(value, date) and not isinstance(value, datetime):
+        return datetime.combine(value, time(tzinfo=UTC))
+    return value
+
+
+_Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+_Limit = Annotated[int, Field(ge=1, le=10**12)]
+Role = Literal["tenant", "operator"]
+
+
+class KeyEntry(BaseModel):
+    """One API key. A limit that is not given does not hold."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    id: _Name
+    """Names the key for people: in the log, and for `outrider keys revoke`."""
+
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    """SHA-256 of the key, as hexadecimal digits."""
+
+    tenant: _Name
+    """Requests of one tenant share caches and n-grams, and no others do."""
+
+    role: Role = "tenant"
+    """An operator also sees metrics, processes, and sums over all tenants."""
+
+    expires: Annotated[AwareDatetime | None, BeforeValidator(_at_midnight)] = None
+    """The key is refused from this time on."""
+
+    requests_per_minute: _Limit | None = None
+    tokens_per_minute: _Limit | None = None
+    """Tokens of prompts and of generated text."""
+
+    sequences_per_minute: _Limit | None = None
+    """Prompts times n, summed over the requests."""
+
+    concurrent_sequences: _Limit | None = None
+    """Most sequences that run at once at a gateway."""
+
+
+def _distinct(entries: tuple[KeyEntry, ...]) -> tuple[KeyEntry, ...]:
+    for field in ("id", "sha256"):
+        counts = Counter(getattr(entry, field) for entry in entries)
+        for value, count in counts.items():
+            if count > 1:
+                raise ValueError(f"{count} keys have the {field} {value}")
+    return entries
+
+
+class _Keys(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    keys: Annotated[tuple[KeyEntry, ...], AfterValidator(_distinct)]
+
+
+def parse_keys(text: str, source: str) -> tuple[KeyEntry, ...]:
+    """The entries of a YAML or JSON text, `{"keys": [{"id": …}, …]}`.
+
+    Raises OutriderError(INVALID_VALUE) that names `source` and the first problem.
+    """
+    try:
+        return _Keys.model_validate(yaml.safe_load(text) or {}).keys
+    except yaml.YAMLError as error:
+        raise invalid(source, f"is not YAML: {' '.join(str(error).split())}") from error
+    except ValidationError as error:
+        raise invalid(source, f"holds no valid keys: {_first_problem(error)}") from error
+
+
+def make_entry(fields: Mapping[str, Any]) -> KeyEntry:
+    """An entry with these fields. Raises OutriderError(INVALID_VALUE) for the first wrong one."""
+    try:
+        return KeyEntry.model_validate(fields)
+    except ValidationError as error:
+        raise invalid("the key", f"cannot be made: {_first_problem(error)}") from error
+
+
+def _first_problem(error: ValidationError) -> str:
+    """The place and pydantic's complaint, without the value, which may be a secret."""
+    first = error.errors(include_input=False, include_url=False)[0]
+    place = ".".join(map(str, first["loc"]))
+    return f"{place}: {first['msg'].removeprefix('Value error, ')}"
+
+
+def read_keys(path: Path) -> tuple[KeyEntry, ...]:
+    """The entries of a file. Raises OutriderError(INVALID_VALUE) that names the file."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise invalid("keys-file", f"{path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise invalid("keys-file", f"{path} is not UTF-8") from error
+    return parse_keys(text, f"keys-file {path}")
+
+
+def write_keys(path: Path, entries: Sequence[KeyEntry]) -> None:
+    """Replace a file at once, so that a gateway never reads half of it.
+
+    A new file is its owner's alone; an older one keeps its mode. Raises OSError.
+    """
+    mode = path.stat().st_mode & 0o777 if path.exists() else _NEW_FILE_MODE
+    listed = [entry.model_dump(mode="json", exclude_defaults=True) for entry in entries]
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as new:
+        try:
+            yaml.safe_dump({"keys": listed}, new, sort_keys=False)
+            new.flush()
+            os.fsync(new.fileno())
+            os.chmod(new.name, mode)
+            os.replace(new.name, path)
+        finally:
+            Path(new.name).unlink(missing_ok=True)
+
+
+def new_key() -> str:
+    """A random key of 256 bits. Its beginning lets scanners find keys in public text."""
+    return f"{_PREFIX}{secrets.token_urlsafe(_KEY_BYTES)}"
+
+
+def key_digest(key: str) -> str:
+    """The SHA-256 that the file holds of a key, as hexadecimal digits."""
+    return hashlib.sha256(key.encode()).hexdigest()

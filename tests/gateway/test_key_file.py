@@ -1,0 +1,102 @@
+"""The file of API keys and the refusal to listen for everybody: checked before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from keyed_rig import ALICE, BOB, entry
+
+from gateway.access.keys import KeyRing
+from gateway.config import GatewaySettings
+from outrider.errors import OutriderError
+from outrider.process.key_file import read_keys, write_keys
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[1]", "valid dictionary"),
+        ("", "keys: Field required"),
+        ("keys: [{id: a, tenant: t, sha256: abc}]", "keys.0.sha256"),
+        ("keys: [{id: a, tenant: t, sha256: {h}, colour: red}]", "keys.0.colour"),
+        ("keys: [{id: a, tenant: t, sha256: {h}}, {id: a, tenant: t, sha256: {g}}]", "the id a"),
+        ("keys: [{id: a, tenant: t, sha256: {h}}, {id: b, tenant: t, sha256: {h}}]", "sha256"),
+        ("keys: [{id: a, tenant: t, sha256: {h}, requests_per_minute: 0}]", "requests_per_minute"),
+        ("keys: [{id: a, tenant: t, sha256: {h}, expires: 2026-01-01T00:00:00}]", "expires"),
+        ("{", "is not YAML"),
+    ],
+)
+def test_a_bad_file_is_refused_with_the_place_and_the_problem(
+    tmp_path: Path, text: str, says: str
+) -> None:
+    path = tmp_path / "keys.yaml"
+    path.write_text(text.replace("{h}", "a" * 64).replace("{g}", "b" * 64))
+    with pytest.raises(OutriderError) as caught:
+        read_keys(path)
+    assert says in caught.value.message
+    assert str(path) in caught.value.message
+
+
+def test_keys_come_from_the_environment_as_the_same_text(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    digest = entry(ALICE, "alice").sha256
+    text = f'{{"keys": [{{"id": "a", "tenant": "alice", "sha256": "{digest}"}}]}}'
+    monkeypatch.setenv("OUTRIDER_GATEWAY_KEYS", text)
+    settings = GatewaySettings(verifier=["v:1"], tokenizer="t", http_host="0.0.0.0")
+    found = KeyRing(settings.keys_file, settings.keys).find(ALICE)
+    assert found is not None
+    assert found.tenant == "alice"
+
+
+def test_a_new_file_of_keys_is_its_owners_and_keeps_a_chosen_mode(tmp_path: Path) -> None:
+    path = tmp_path / "keys.yaml"
+    write_keys(path, [entry(ALICE, "alice")])
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert ALICE not in path.read_text()
+    path.chmod(0o640)
+    write_keys(path, [entry(BOB, "bob")])
+    assert path.stat().st_mode & 0o777 == 0o640
+    assert [path.name for path in tmp_path.iterdir()] == ["keys.yaml"]
+
+
+EXPOSED = [
+    ({"http_host": "0.0.0.0"}, "0.0.0.0"),
+    ({"http_host": "::"}, "::"),
+    ({"http_host": "gpu7.lan"}, "gpu7.lan"),
+    ({"grpc_listen": "0.0.0.0:8001"}, "0.0.0.0"),
+    ({"grpc_listen": "[::]:8001"}, "::"),
+]
+
+
+@pytest.mark.parametrize(("given", "named"), EXPOSED)
+def test_without_keys_only_loopback_is_listened_on_unless_open(
+    given: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(ValueError, match="is not a loopback address") as caught:
+        GatewaySettings(verifier=["v:1"], tokenizer="t", **given)
+    for said in (f"{named} is not", "outrider keys add", "--keys-file", "--open"):
+        assert said in str(caught.value)
+    GatewaySettings(verifier=["v:1"], tokenizer="t", open=True, **given)
+    GatewaySettings(verifier=["v:1"], tokenizer="t", keys_file=Path("k"), **given)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"http_host": "localhost"},
+        {"http_host": "127.9.9.9"},
+        {"http_host": "::1"},
+        {"grpc_listen": "unix:/run/outrider.sock"},
+    ],
+)
+def test_a_gateway_on_loopback_needs_neither_keys_nor_open(given: dict[str, Any]) -> None:
+    GatewaySettings(verifier=["v:1"], tokenizer="t", **given)
+
+
+def test_open_contradicts_keys() -> None:
+    with pytest.raises(ValueError, match="give one of them"):
+        GatewaySettings(verifier=["v:1"], tokenizer="t", open=True, keys_file=Path("k"))

@@ -1,0 +1,201 @@
+"""API keys: who gets in, what each role sees, and how the file of keys is read again."""
+
+from __future__ import annotations
+
+import base64
+import logging
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+import pytest_asyncio
+from gateway_rig import Rig
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from keyed_rig import ALICE, BOB, EXPIRED, OPERATOR, auth, entry, keyed_rig
+from test_page_api import events
+
+from gateway.access.keys import KeyRing
+from gateway.prompts import Prompts
+from outrider.errors import Reason
+from outrider.process import rpc
+from outrider.process.key_file import new_key, write_keys
+from outrider.v1 import generation_pb2
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+BODY = {"prompt": "if x", "temperature": 0}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def keyed(prompts: Prompts, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig]:
+    entries = [
+        entry(ALICE, "alice"),
+        entry(BOB, "bob"),
+        entry(OPERATOR, "ops", role="operator"),
+        entry(EXPIRED, "late", expires=datetime.now(UTC) - timedelta(seconds=1)),
+    ]
+    folder = tmp_path_factory.mktemp("keys")
+    async with keyed_rig(prompts, folder, entries) as rig:
+        yield rig
+
+
+@pytest.mark.parametrize(
+    ("authorization", "says"),
+    [
+        (None, "an API key is needed"),
+        ("Bearer", "an API key is needed"),
+        ("Bearer wrong", "not known here"),
+        (f"Bearer {ALICE}x", "not known here"),
+        (f"Digest {ALICE}", "an API key is needed"),
+        ("Basic !!!", "an API key is needed"),
+        (f"Bearer {EXPIRED}", "has expired"),
+    ],
+)
+async def test_a_request_without_a_valid_key_is_refused_in_openais_shape(
+    keyed: Rig, authorization: str | None, says: str
+) -> None:
+    headers = {} if authorization is None else {"authorization": authorization}
+    answer = await keyed.http.post("/v1/completions", json=BODY, headers=headers)
+    assert answer.status_code == 401
+    error = answer.json()["error"]
+    assert (error["code"], error["type"]) == ("invalid_api_key", "invalid_request_error")
+    assert says in error["message"]
+    for secret in (ALICE, BOB, OPERATOR, EXPIRED, "alice", "bob"):
+        assert secret not in answer.text
+    assert keyed.script.requests == []
+
+
+async def test_a_keys_requests_carry_its_tenant_over_http_and_grpc(keyed: Rig) -> None:
+    keyed.says("x")
+    for headers in (auth(ALICE), basic(ALICE)):
+        answer = await keyed.http.post("/v1/completions", json=BODY, headers=headers)
+        assert answer.status_code == 200
+    call = keyed.generation.GenerateText(
+        generation_pb2.GenerateTextRequest(prompt="x"), metadata=list(auth(BOB).items())
+    )
+    _ = [response async for response in call]
+    assert [request.tenant for request in keyed.script.requests[-3:]] == ["alice", "alice", "bob"]
+
+
+def basic(key: str) -> dict[str, str]:
+    return {"authorization": f"Basic {base64.b64encode(f'me:{key}'.encode()).decode()}"}
+
+
+async def test_a_browser_is_asked_for_the_key_as_a_password(keyed: Rig) -> None:
+    answer = await keyed.http.get("/")
+    assert answer.status_code == 401
+    assert answer.headers["www-authenticate"] == 'Basic realm="Outrider"'
+    assert (await keyed.http.get("/", headers=basic(ALICE))).status_code == 200
+    answer = await keyed.http.post("/v1/completions", json=BODY)
+    assert answer.headers["www-authenticate"] == 'Bearer realm="Outrider"'
+
+
+@pytest.mark.parametrize("key", ["", "wrong", EXPIRED])
+async def test_grpc_calls_without_a_valid_key_are_unauthenticated(keyed: Rig, key: str) -> None:
+    metadata = list(auth(key).items()) if key else None
+    call = keyed.generation.GenerateText(
+        generation_pb2.GenerateTextRequest(prompt="x"), metadata=metadata
+    )
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        _ = [response async for response in call]
+    assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    assert rpc.error_of(caught.value).reason is Reason.INVALID_API_KEY
+
+
+async def test_grpc_health_needs_no_key(keyed: Rig) -> None:
+    async with rpc.dial(keyed.gateway.grpc_address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        answer = await stub.Check(health_pb2.HealthCheckRequest())
+    assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/metrics%0A"])
+async def test_metrics_are_for_operators(keyed: Rig, path: str) -> None:
+    answer = await keyed.http.get(path, headers=auth(ALICE))
+    assert answer.status_code in (403, 404)
+    assert "outrider:" not in answer.text
+    assert (await keyed.http.get("/metrics", headers=auth(OPERATOR))).status_code == 200
+    refused = await keyed.http.get("/metrics", headers=auth(ALICE))
+    assert refused.json()["error"]["code"] == "insufficient_permissions"
+
+
+async def test_only_operators_see_the_processes(keyed: Rig) -> None:
+    for headers in ({}, auth("wrong"), auth(ALICE)):
+        body = (await keyed.http.get("/readyz", headers=headers)).json()
+        assert body == {"status": "ready", "detail": "", "verifiers": []}
+    body = (await keyed.http.get("/readyz", headers=auth(OPERATOR))).json()
+    assert [verifier["ready"] for verifier in body["verifiers"]] == [True]
+
+
+async def test_events_show_a_tenant_its_own_sums_alone(keyed: Rig) -> None:
+    async def tokens(key: str) -> tuple[int, dict[str, Any]]:
+        [state] = await events(keyed, 1, auth(key))
+        return sum(state["activity"]["tokens"].values()), state
+
+    before = {key: (await tokens(key))[0] for key in (ALICE, BOB, OPERATOR)}
+    ids = keyed.says("if x: y")
+    await keyed.http.post("/v1/completions", json=BODY, headers=auth(ALICE))
+    after = {key: await tokens(key) for key in (ALICE, BOB, OPERATOR)}
+    grown = {key: after[key][0] - before[key] for key in before}
+    assert grown[ALICE] == grown[OPERATOR] >= len(ids)
+    assert grown[BOB] == 0
+    assert after[BOB][1]["readiness"]["verifiers"] == []
+    assert after[OPERATOR][1]["readiness"]["verifiers"] != []
+
+
+async def test_a_changed_file_is_read_again_and_a_bad_one_keeps_the_keys(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "keys.yaml"
+    first, second = new_key(), new_key()
+    write_keys(path, [entry(first, "a")])
+    ring = KeyRing(path, "")
+    assert ring.find(second) is None
+    write_keys(path, [entry(second, "b")])
+    await ring.reload()
+    assert ring.find(first) is None
+    assert ring.find(second) is not None
+    for bad in ("keys: [", "keys: [{id: a}]", "\0"):
+        path.write_text(bad)
+        with caplog.at_level(logging.ERROR):
+            await ring.reload()
+        assert "the old keys stay in force" in caplog.text
+        caplog.clear()
+        assert ring.find(second) is not None
+    path.unlink()
+    await ring.reload()
+    assert ring.find(second) is not None
+
+
+async def test_a_running_gateway_follows_its_file(prompts: Prompts, tmp_path: Path) -> None:
+    async with keyed_rig(prompts, tmp_path, [entry(ALICE, "alice")]) as rig:
+        assert (await rig.http.get("/v1/models", headers=auth(BOB))).status_code == 401
+        write_keys(tmp_path / "keys.yaml", [entry(BOB, "bob")])
+        gate = rig.gateway.gate
+        assert gate.keys is not None
+        await gate.keys.reload()
+        assert (await rig.http.get("/v1/models", headers=auth(BOB))).status_code == 200
+        assert (await rig.http.get("/v1/models", headers=auth(ALICE))).status_code == 401
+
+
+async def test_a_preflight_needs_no_key(prompts: Prompts, tmp_path: Path) -> None:
+    origin = "https://chat.example.com"
+    entries = [entry(ALICE, "alice")]
+    async with keyed_rig(prompts, tmp_path, entries, allowed_origins=[origin]) as rig:
+        asked = {"origin": origin, "access-control-request-method": "POST"}
+        preflight = await rig.http.options("/v1/completions", headers=asked)
+        assert preflight.status_code == 200
+        refused = await rig.http.post("/v1/completions", json=BODY, headers={"origin": origin})
+        assert refused.status_code == 401
+        assert refused.headers["access-control-allow-origin"] == origin
+
+
+async def test_without_keys_everybody_sees_all(rig: Rig) -> None:
+    assert (await rig.http.get("/metrics")).status_code == 200
+    assert (await rig.http.get("/readyz")).json()["verifiers"] != []
+    http: httpx.AsyncClient = rig.http
+    assert (await http.get("/v1/models")).status_code == 200

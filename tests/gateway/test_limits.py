@@ -1,0 +1,262 @@
+"""Limits of an API key: requests, tokens and sequences, in a minute and at once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from gateway_rig import Rig, until
+from keyed_rig import ALICE, BOB, auth, entry, keyed_rig
+from limits.aio.storage import Storage
+from redis.exceptions import ConnectionError as RedisConnectionError
+
+from gateway.access.limits import Limits
+from gateway.access.redis_windows import RedisWindows
+from gateway.access.windows import Windows, windows
+from gateway.choices import Event
+from gateway.deltas import TextDelta
+from gateway.prompts import Prompts
+from outrider.errors import OutriderError, Reason
+from outrider.messages import TokenSource
+from outrider.process import rpc
+from outrider.v1 import generation_pb2
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+BODY = {"prompt": "if x", "temperature": 0, "max_tokens": 8}
+
+
+class Clock:
+    """A wall clock that a test sets. It begins 20 s before the end of a minute."""
+
+    def __init__(self) -> None:
+        self.seconds = 1_000_000 * 60 + 40.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+@contextlib.asynccontextmanager
+async def limited(
+    prompts: Prompts, folder: Path, clock: Clock | None = None, **limits: int
+) -> AsyncIterator[Rig]:
+    """A gateway where alice has limits and bob has none."""
+    entries = [entry(ALICE, "alice", **limits), entry(BOB, "bob")]
+    async with keyed_rig(prompts, folder, entries) as rig:
+        rig.gateway.gate.limits.windows = Windows(clock or Clock())
+        yield rig
+
+
+async def post(rig: Rig, key: str = ALICE, **given: Any) -> Any:
+    return await rig.http.post("/v1/completions", json=BODY | given, headers=auth(key))
+
+
+async def test_too_many_requests_get_429_until_the_next_minute(
+    prompts: Prompts, tmp_path: Path
+) -> None:
+    clock = Clock()
+    async with limited(prompts, tmp_path, clock, requests_per_minute=2) as rig:
+        first, second, third = [await post(rig) for _ in range(3)]
+        assert [answer.status_code for answer in (first, second, third)] == [200, 200, 429]
+        remaining = "x-ratelimit-remaining-requests"
+        assert [answer.headers[remaining] for answer in (first, second, third)] == ["1", "0", "0"]
+        assert third.headers["retry-after"] == "20"
+        assert third.headers["x-ratelimit-limit-requests"] == "2"
+        assert third.headers["x-ratelimit-reset-requests"] == "20s"
+        error = third.json()["error"]
+        assert (error["code"], error["type"]) == ("rate_limit_exceeded", "rate_limit_error")
+        assert (await post(rig, BOB)).status_code == 200
+        assert "x-ratelimit-limit-requests" not in (await post(rig, BOB)).headers
+        clock.seconds += 20
+        assert (await post(rig)).status_code == 200
+
+
+async def test_tokenizing_counts_as_a_request(prompts: Prompts, tmp_path: Path) -> None:
+    async with limited(prompts, tmp_path, requests_per_minute=1) as rig:
+        answers = [
+            await rig.http.post("/tokenize", json={"prompt": "x"}, headers=auth(ALICE))
+            for _ in range(2)
+        ]
+    assert [answer.status_code for answer in answers] == [200, 429]
+
+
+async def test_refused_requests_use_up_nothing(prompts: Prompts, tmp_path: Path) -> None:
+    async with limited(prompts, tmp_path, tokens_per_minute=100) as rig:
+        rig.says("one two three", pause_s=0.05)
+        running = asyncio.create_task(post(rig, max_tokens=90))
+        await until(lambda: rig.script.running == 1)
+        refused = [await post(rig, max_tokens=50) for _ in range(5)]
+        assert {answer.status_code for answer in refused} == {429}
+        assert "x-ratelimit-remaining-tokens" in refused[0].headers
+        assert "the request may need" in refused[0].json()["error"]["message"]
+        rig.says("x")
+        small = await post(rig, max_tokens=4)
+        assert small.status_code == 200
+        assert (await running).status_code == 200
+
+
+async def test_tokens_are_reserved_at_the_start_and_settled_at_the_end(
+    prompts: Prompts, tmp_path: Path
+) -> None:
+    clock = Clock()
+    async with limited(prompts, tmp_path, clock, tokens_per_minute=1000) as rig:
+        rig.says("one two three")
+        for stream in (False, True):
+            answer = await post(rig, max_tokens=500, stream=stream)
+            assert answer.status_code == 200
+        usage = (await post(rig, max_tokens=500)).json()["usage"]
+        last = await post(rig, max_tokens=100)
+        # The reservation of the last request is still in force when its headers are sent.
+        reserved = usage["prompt_tokens"] + 100
+        left = int(last.headers["x-ratelimit-remaining-tokens"])
+        spent = 1000 - left - reserved
+        assert 3 * (usage["total_tokens"] - 1) <= spent <= 3 * usage["total_tokens"]
+
+
+async def test_a_request_may_reserve_at_most_the_whole_limit(
+    prompts: Prompts, tmp_path: Path
+) -> None:
+    async with limited(prompts, tmp_path, tokens_per_minute=50) as rig:
+        answers = [await post(rig, max_tokens=1000) for _ in range(2)]
+        # The chat's default is all that the context leaves.
+        chat = {"messages": [{"role": "user", "content": "hi"}]}
+        answers.append(await rig.http.post("/v1/chat/completions", json=chat, headers=auth(ALICE)))
+    # What the first ones did not use was given back, but the third needs the whole minute.
+    assert [answer.status_code for answer in answers] == [200, 429, 429]
+
+
+async def test_a_failed_request_gives_its_tokens_back(prompts: Prompts, tmp_path: Path) -> None:
+    async with limited(prompts, tmp_path, tokens_per_minute=100) as rig:
+        rig.script.answer = lambda _: [OutriderError(Reason.OVERLOADED, "full")]
+        for _ in range(5):
+            answer = await post(rig, max_tokens=90)
+            assert answer.json()["error"]["code"] == "overloaded"
+        limits = rig.gateway.gate.limits
+        assert await limits.windows.add("alice/tokens", 0, limits.windows.now()[0]) == 0
+        assert limits.running["alice"] == 0
+
+
+async def test_only_so_many_sequences_run_at_once(prompts: Prompts, tmp_path: Path) -> None:
+    async with limited(prompts, tmp_path, concurrent_sequences=3) as rig:
+        rig.says("one two three", pause_s=0.05)
+        running = asyncio.create_task(post(rig, n=2))
+        await until(lambda: rig.script.running == 2)
+        refused = await post(rig, n=2)
+        assert refused.status_code == 429
+        assert refused.headers["retry-after"] == "1"
+        assert (await post(rig, n=4)).json()["error"]["param"] == "n"
+        assert (await post(rig)).status_code == 200
+        assert (await running).status_code == 200
+        assert (await post(rig, n=3)).status_code == 200
+
+
+async def test_a_client_that_leaves_frees_its_sequences(prompts: Prompts, tmp_path: Path) -> None:
+    async with limited(prompts, tmp_path, concurrent_sequences=1) as rig:
+        rig.says("one two three " * 20, pause_s=0.05)
+        for _ in range(2):
+            body = BODY | {"stream": True, "max_tokens": 100}
+            async with rig.http.stream(
+                "POST", "/v1/completions", json=body, headers=auth(ALICE)
+            ) as response:
+                assert response.status_code == 200
+                await anext(response.aiter_lines())
+            await until(lambda: rig.gateway.gate.limits.running["alice"] == 0)
+
+
+async def test_sequences_of_a_minute_are_bounded(prompts: Prompts, tmp_path: Path) -> None:
+    async with limited(prompts, tmp_path, sequences_per_minute=4) as rig:
+        answers = [await post(rig, n=n) for n in (3, 2, 1)]
+    assert [answer.status_code for answer in answers] == [200, 429, 200]
+
+
+async def test_grpc_tells_when_to_retry(prompts: Prompts, tmp_path: Path) -> None:
+    async with limited(prompts, tmp_path, requests_per_minute=1) as rig:
+        request = generation_pb2.GenerateTextRequest(prompt="x")
+        metadata = tuple(auth(ALICE).items())
+        _ = [each async for each in rig.generation.GenerateText(request, metadata=metadata)]
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            _ = [each async for each in rig.generation.GenerateText(request, metadata=metadata)]
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    error = rpc.error_of(caught.value)
+    assert error.reason is Reason.RATE_LIMIT_EXCEEDED
+    assert error.retry_after_s == 20.0
+
+
+def deltas(count: int) -> AsyncGenerator[Event, None]:
+    async def made() -> AsyncGenerator[Event, None]:
+        for _ in range(count):
+            yield 0, TextDelta("x", [5], [TokenSource.PLAIN])
+
+    return made()
+
+
+async def test_what_a_reservation_did_not_cover_is_charged_at_the_end() -> None:
+    limits = Limits(Windows(Clock()))
+    grant = await limits.admit(entry(ALICE, "alice", tokens_per_minute=10))
+    events = grant.metered(deltas(30), prompt=5, answer=30, sequences=1)
+    assert len([event async for event in events]) == 30
+    assert await limits.windows.add("alice/tokens", 0, limits.windows.now()[0]) == 35
+
+
+async def test_a_leftover_of_an_earlier_minute_is_not_given_back() -> None:
+    clock = Clock()
+    limits = Limits(Windows(clock))
+    grant = await limits.admit(entry(ALICE, "alice", tokens_per_minute=100))
+    events = grant.metered(deltas(3), prompt=5, answer=80, sequences=1)
+    await anext(events)
+    clock.seconds += 60
+    assert len([event async for event in events]) == 2
+    assert await limits.windows.add("alice/tokens", 0, limits.windows.now()[0]) == 0
+
+
+class FailingStorage(Storage):
+    """A Redis that does not answer. Only `incr` is called."""
+
+    STORAGE_SCHEME = None
+    base_exceptions = RedisConnectionError
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    async def incr(self, key: str, expiry: int, amount: int = 1) -> int:
+        self.calls += 1
+        raise RedisConnectionError("refused")
+
+    async def get(self, key: str) -> int:
+        raise AssertionError
+
+    async def get_expiry(self, key: str) -> float:
+        raise AssertionError
+
+    async def check(self) -> bool:
+        raise AssertionError
+
+    async def reset(self) -> int | None:
+        raise AssertionError
+
+    async def clear(self, key: str) -> None:
+        raise AssertionError
+
+
+async def test_while_redis_fails_limits_hold_in_memory() -> None:
+    storage = FailingStorage()
+    limits = Limits(RedisWindows(storage, Clock()))
+    key = entry(ALICE, "alice", requests_per_minute=2)
+    for _ in range(2):
+        await limits.admit(key)
+    with pytest.raises(OutriderError, match="has used up its 2 requests"):
+        await limits.admit(key)
+    # After the first failure Redis is left alone for a while.
+    assert storage.calls == 1
+
+
+@pytest.mark.parametrize("url", ["http://a", "redis", "redis+sentinel://", "memory://"])
+async def test_a_wrong_url_of_redis_is_refused(url: str) -> None:
+    with pytest.raises(OutriderError, match=r"limits-redis (cannot be used|must be)"):
+        windows(url, None, None)

@@ -1,0 +1,75 @@
+"""`outrider keys`: adds, lists and revokes keys; only the printed key is secret."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from outrider.launch.cli import app
+from outrider.process.key_file import key_digest, read_keys
+from outrider.process.usage import invoke
+
+
+def keys(*arguments: str) -> int:
+    status = invoke(app, "outrider", ["keys", *arguments])
+    return int(status or 0)
+
+
+def test_add_prints_the_key_once_and_stores_its_hash(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "keys.yaml"
+    limits = ("--requests-per-minute", "60", "--concurrent-sequences", "4")
+    assert keys("add", str(file), "--tenant", "alice", "--days", "30", *limits) == 0
+    printed = capsys.readouterr()
+    key = printed.out.strip()
+    assert len(key) > 43
+    assert key not in file.read_text() + printed.err
+    [entry] = read_keys(file)
+    assert entry.sha256 == key_digest(key)
+    assert (entry.id, entry.tenant, entry.role) == ("alice-1", "alice", "tenant")
+    assert (entry.requests_per_minute, entry.concurrent_sequences) == (60, 4)
+    assert entry.tokens_per_minute is None
+    assert entry.expires is not None
+
+
+def test_keys_are_listed_without_hashes_and_revoked_by_id(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "keys.yaml"
+    for tenant in ("alice", "alice", "bob"):
+        keys("add", str(file), "--tenant", tenant)
+    capsys.readouterr()
+    assert keys("list", str(file)) == 0
+    listed = capsys.readouterr().out
+    for name in ("alice-1", "alice-2", "bob-1"):
+        assert name in listed
+    assert not any(entry.sha256 in listed for entry in read_keys(file))
+    assert keys("revoke", str(file), "alice-1") == 0
+    assert [entry.id for entry in read_keys(file)] == ["alice-2", "bob-1"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["revoke", "{file}", "none"], "none is not a key of"),
+        (["add", "{file}", "--tenant", "bob", "--id", "alice-1"], "alice-1 is a key of"),
+        (["add", "{file}", "--tenant", "a b"], "the key cannot be made: "),
+        (["list", "{file}.none"], "cannot be read: No such file"),
+        (["add", "/nowhere/keys.yaml", "--tenant", "a"], "No such file"),
+    ],
+)
+def test_an_error_is_one_line(
+    arguments: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "keys.yaml"
+    keys("add", str(file), "--tenant", "alice")
+    before = file.read_text()
+    capsys.readouterr()
+    assert keys(*(argument.replace("{file}", str(file)) for argument in arguments)) == 1
+    printed = capsys.readouterr()
+    assert printed.err.startswith("outrider keys: ")
+    assert says in printed.err
+    assert (printed.err.count("\n"), printed.out) == (1, "")
+    assert file.read_text() == before

@@ -1,0 +1,99 @@
+"""Fairness: one tenant's flood neither starves another one nor keeps it out of the queue."""
+
+from __future__ import annotations
+
+import pytest
+from fake_model import Client, finish, make_engine
+
+from outrider.errors import OutriderError, Reason
+from outrider.messages import SamplingParams, TokenRequest
+from verifier_svc.engine.loop import Engine
+from verifier_svc.engine.target import Limits
+from verifier_svc.state.sequence import Sequence
+
+GREEDY = SamplingParams(0.0)
+
+
+def submit(
+    engine: Engine, tenant: str, count: int = 1, max_tokens: int = 4
+) -> tuple[list[Sequence], list[Client]]:
+    clients = [Client() for _ in range(count)]
+    request = TokenRequest([1, 2], max_tokens, GREEDY, tenant=tenant)
+    return [engine.submit(request, client) for client in clients], clients
+
+
+def order_of_admission(engine: Engine) -> list[int]:
+    """Run the engine until it is idle; returns the ids of its sequences as they were admitted."""
+    order = list(engine.scheduler.running)
+    while engine.sequences:
+        engine.step()
+        engine.drain_inbox()
+        order += [known for known in engine.scheduler.running if known not in order]
+    return order
+
+
+def test_a_tenant_with_one_request_gets_the_next_place_behind_a_flood() -> None:
+    engine, _ = make_engine(eos_bias=-99, limits=Limits(max_sequences=2))
+    flood, _ = submit(engine, "flood", 20)
+    [victim], _ = submit(engine, "victim")
+    order = order_of_admission(engine)
+    assert order[:2] == [flood[0].id, flood[1].id]
+    assert victim.id in order[2:4]
+
+
+def test_two_tenants_share_the_batch_equally() -> None:
+    engine, _ = make_engine(eos_bias=-99, limits=Limits(max_sequences=4))
+    submit(engine, "a", 20)
+    late, _ = submit(engine, "b", 6)
+    order = order_of_admission(engine)
+    last_of_b = max(order.index(sequence.id) for sequence in late)
+    # Half of the places that follow the first four belong to b.
+    assert last_of_b <= 4 + 2 * 6
+
+
+def test_one_tenants_requests_are_served_in_order_of_arrival() -> None:
+    engine, _ = make_engine(eos_bias=-99, limits=Limits(max_sequences=2))
+    sequences, _ = submit(engine, "a", 6)
+    assert order_of_admission(engine) == [sequence.id for sequence in sequences]
+
+
+def test_a_preempted_sequence_comes_before_all_waiting_ones() -> None:
+    engine, _ = make_engine(eos_bias=-99, limits=Limits(max_sequences=1))
+    [*_, young], _ = submit(engine, "a", 3)
+    submit(engine, "b")
+    queue = engine.scheduler.waiting
+    queue.remove(young)
+    queue.put_back(young)
+    assert queue.first(engine.scheduler.running.values()) is young
+    assert next(iter(queue)) is young
+    finish(engine)
+
+
+def test_a_full_queue_takes_another_tenants_request_and_drops_the_youngest() -> None:
+    engine, _ = make_engine(eos_bias=-99, limits=Limits(max_sequences=1, max_waiting=4))
+    flood, clients = submit(engine, "flood", 5)
+    [victim], [answer] = submit(engine, "victim")
+    dropped = clients[-1]
+    finish(engine)
+    assert dropped.error is not None
+    assert dropped.error.reason is Reason.OVERLOADED
+    assert [client.error for client in clients[:-1]] == [None] * 4
+    assert len(answer.tokens) == 4
+    assert victim.id > flood[-1].id
+
+
+def test_a_full_queue_refuses_the_tenant_that_fills_it() -> None:
+    engine, _ = make_engine(eos_bias=-99, limits=Limits(max_sequences=1, max_waiting=4))
+    submit(engine, "flood", 5)
+    with pytest.raises(OutriderError) as caught:
+        submit(engine, "flood")
+    assert caught.value.reason is Reason.OVERLOADED
+
+
+def test_two_flooding_tenants_do_not_displace_each_other_in_turns() -> None:
+    engine, _ = make_engine(eos_bias=-99, limits=Limits(max_sequences=1, max_waiting=4))
+    submit(engine, "a", 5)
+    submit(engine, "b", 2)
+    for tenant in ("a", "b"):
+        with pytest.raises(OutriderError):
+            submit(engine, tenant)
