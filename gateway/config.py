@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from pydantic import Field, ValidationInfo, field_validator
+from pathlib import Path
+from typing import Self
+
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
+from outrider.errors import OutriderError
 from outrider.process.config import ServiceSettings
+from outrider.process.tls import Tls, TlsSettings
 
 
-class GatewaySettings(ServiceSettings):
+class GatewaySettings(TlsSettings, ServiceSettings):
     """Settings of `python -m gateway`."""
 
     model_config = SettingsConfigDict(env_prefix="OUTRIDER_GATEWAY_")
@@ -31,6 +36,18 @@ class GatewaySettings(ServiceSettings):
 
     grpc_listen: str = "127.0.0.1:8001"
     """host:port or unix:/path that gRPC listens on."""
+
+    public_tls_cert: Path | None = None
+    """PEM file with the certificate that clients see on the HTTP and gRPC ports, and those between
+    it and its authority. With it and public-tls-key, both ports use TLS. Changed files are read
+    again without a restart."""
+
+    public_tls_key: Path | None = None
+    """PEM file with the certificate's key."""
+
+    public_tls_ca: Path | None = None
+    """PEM file with the authorities of clients' certificates. If it is given, every client must
+    show a certificate that one of them signed."""
 
     max_body_bytes: int = Field(default=4 * 1024 * 1024, ge=1024)
     """Largest HTTP request body in bytes. A gRPC request may have half as many."""
@@ -58,6 +75,24 @@ class GatewaySettings(ServiceSettings):
 
     drain_seconds: float = Field(default=10.0, ge=0.0)
     """After SIGTERM, how long running requests may take before the gateway cuts them off."""
+
+    @property
+    def public_tls(self) -> Tls | None:
+        """TLS of the HTTP and gRPC ports; None if they have none.
+
+        Raises OutriderError(INVALID_VALUE) that names a missing or bad file.
+        """
+        return Tls.of_server(
+            self.public_tls_cert, self.public_tls_key, self.public_tls_ca, "public-tls"
+        )
+
+    @model_validator(mode="after")
+    def _check_public_tls(self) -> Self:
+        try:
+            _ = self.public_tls
+        except OutriderError as error:
+            raise ValueError(error.message) from error
+        return self
 
     @field_validator("verifier", "allowed_hosts", "allowed_origins")
     @classmethod

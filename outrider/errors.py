@@ -44,6 +44,7 @@ class Reason(Enum):
     DRAFTER_NOT_FOUND = "NOT_FOUND", Retry.NEVER, 404, "invalid_request_error"
     HOST_NOT_ALLOWED = "PERMISSION_DENIED", Retry.NEVER, 403, "invalid_request_error"
     ORIGIN_NOT_ALLOWED = "PERMISSION_DENIED", Retry.NEVER, 403, "invalid_request_error"
+    CERTIFICATE_NOT_ALLOWED = "PERMISSION_DENIED", Retry.NEVER, 403, "invalid_request_error"
     ROUTE_NOT_FOUND = "UNIMPLEMENTED", Retry.NEVER, 404, "invalid_request_error"
     METHOD_NOT_ALLOWED = "UNIMPLEMENTED", Retry.NEVER, 405, "invalid_request_error"
     REQUEST_TIMEOUT = "DEADLINE_EXCEEDED", Retry.BACKOFF, 408, "invalid_request_error"

@@ -51,7 +51,7 @@ async def serve(settings: VerifierSettings, metrics: Metrics) -> None:
     add_VerifierServiceServicer_to_server(servicer, server.grpc)
     add_TokenStreamServiceServicer_to_server(servicer, server.grpc)
     sockets = [f"unix:{settings.uds}"] if settings.uds is not None else []
-    ports = await server.start(settings.listen, *sockets)
+    ports = await server.start(settings.listen, *sockets, tls=settings.tls)
     print(f"verifier listening on {settings.listen.rpartition(':')[0]}:{ports[0]}", flush=True)
     serve_metrics(metrics.registry, settings)
     loader = Loader(settings, servicer, metrics)

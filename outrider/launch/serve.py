@@ -130,8 +130,10 @@ async def _announce(
     """Show how far the start is, then print the URLs; raises StartFailed."""
     loading = f"loading {' and '.join(_models(settings))} ..."
     with start_status(console, loading) as show:
-        await supervisor.settle(until_ready(stack.http_url, show, len(settings.drafter)))
+        ready = until_ready(stack.http_url, show, len(settings.drafter), stack.ca)
+        await supervisor.settle(ready)
     log.ready()
+    curl = "curl" if stack.ca is None else f"curl --cacert {stack.ca}"
     console.print(
         f"""
 Ready.
@@ -140,7 +142,7 @@ Ready.
   health       {stack.http_url}/readyz
   drafters     dial {stack.verifier_address}
 
-  curl {stack.http_url}/v1/completions -H 'content-type: application/json' \\
+  {curl} {stack.http_url}/v1/completions -H 'content-type: application/json' \\
     -d '{{"model": "{settings.target}", "prompt": "def main(", "max_tokens": 64, "temperature": 0}}'
 """,
         markup=False,

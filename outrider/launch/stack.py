@@ -19,6 +19,8 @@ from outrider.errors import OutriderError, Reason, invalid
 from outrider.launch.supervisor import Child
 from outrider.process.config import Dtype, ScrapedSettings, ServiceSettings, load
 from outrider.process.cores import parse_cores
+from outrider.process.roles import Role
+from outrider.process.tls import Tls
 from outrider.process.usage import suggestion
 from verifier_svc.config import TargetSettings
 
@@ -153,6 +155,35 @@ class ServeSettings(TargetSettings, ServiceSettings):
     pool_secret_file: Path | None = None
     """File with the secret from which keys in Redis are made; redis needs it."""
 
+    certs: Path | None = None
+    """Directory of `outrider certs`: all processes then use mutual TLS, and the gateway's ports
+    TLS. With trust-draft-distributions the drafters get the role trusted-drafter."""
+
+    def files(self, role: str) -> dict[str, Path]:
+        """Certificate, key and authorities of a role by the names of settings; none without TLS."""
+        if self.certs is None:
+            return {}
+        pair = {"tls_cert": self.certs / f"{role}.pem", "tls_key": self.certs / f"{role}.key"}
+        return pair | {"tls_ca": self.certs / "ca.pem"}
+
+    @property
+    def drafter_role(self) -> str:
+        """The role of the drafters' certificate."""
+        role = Role.TRUSTED_DRAFTER if self.trust_draft_distributions else Role.DRAFTER
+        return role.value
+
+    @model_validator(mode="after")
+    def _check_certs(self) -> Self:
+        if self.certs is None:
+            return self
+        for role in (Role.VERIFIER.value, Role.GATEWAY.value, self.drafter_role):
+            try:
+                Tls.of(*self.files(role).values())
+            except OutriderError as error:
+                remedy = f"`outrider certs {self.certs}` makes the files"
+                raise ValueError(f"certs: {error.message}; {remedy}") from error
+        return self
+
     @model_validator(mode="after")
     def _check_redis(self) -> Self:
         if self.redis is None:
@@ -183,6 +214,8 @@ class Stack:
     http_url: str
     grpc_address: str
     verifier_address: str
+    ca: Path | None = None
+    """File with the authority of the gateway's certificate; None without TLS."""
 
 
 def plan_stack(settings: ServeSettings, socket_directory: Path) -> Stack:
@@ -207,8 +240,12 @@ def plan_stack(settings: ServeSettings, socket_directory: Path) -> Stack:
     ]
     for child in children:
         child.arguments += _service_arguments(settings)
-    http_url = f"http://{settings.host}:{http_port}"
-    return Stack(children, http_url, f"{settings.host}:{grpc_port}", verifier)
+    # A certificate does not name the address of all interfaces.
+    host = loopback if settings.host == "0.0.0.0" else settings.host
+    scheme = "http" if settings.certs is None else "https"
+    ca = settings.files(Role.GATEWAY.value).get("tls_ca")
+    http_url = f"{scheme}://{host}:{http_port}"
+    return Stack(children, http_url, f"{host}:{grpc_port}", verifier, ca)
 
 
 def _service_arguments(settings: ServeSettings) -> list[str]:
@@ -232,7 +269,10 @@ def _verifier_arguments(
         "metrics_port": settings.metrics_port,
     }
     options |= {name: getattr(settings, name) for name in TargetSettings.model_fields}
-    return _flags(options)
+    if settings.certs is not None:
+        # The drafters' certificates say it.
+        options["trust_draft_distributions"] = False
+    return _flags(options | settings.files(Role.VERIFIER.value))
 
 
 def _free_cores(specs: list[DrafterSpec]) -> int:
@@ -265,7 +305,8 @@ def _drafters(
 
 def _common_options(settings: ServeSettings, spec: DrafterSpec) -> dict[str, str]:
     """Settings that a drafter takes over from the command, unless its own options replace them."""
-    options: dict[str, str] = {}
+    files = settings.files(settings.drafter_role)
+    options = {name: str(path) for name, path in files.items()}
     if spec.runs_model:
         options["dtype"] = settings.dtype
         # A model with cores of its own runs one thread on each.
@@ -312,6 +353,8 @@ def _flags(options: Mapping[str, object]) -> list[str]:
 def _gateway_arguments(
     settings: ServeSettings, verifier: str, http_port: int, grpc_port: int
 ) -> list[str]:
+    files: dict[str, Path] = settings.files(Role.GATEWAY.value)
+    public = {f"public_{name}": path for name, path in files.items() if name != "tls_ca"}
     return _flags(
         {
             "verifier": verifier,
@@ -322,6 +365,8 @@ def _gateway_arguments(
             "allowed_origins": settings.allowed_origins,
             "grpc_listen": f"{settings.host}:{grpc_port}",
         }
+        | files
+        | public
     )
 
 

@@ -90,6 +90,8 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """INTERNAL. The model computed logits that are not finite. Retry: never."""
     ERROR_REASON_INTERNAL: _ErrorReason.ValueType  # 26
     """INTERNAL. A defect of the server; its log has the details. Retry: backoff."""
+    ERROR_REASON_CERTIFICATE_NOT_ALLOWED: _ErrorReason.ValueType  # 27
+    """PERMISSION_DENIED. The role or the name in the caller's certificate forbids it. Retry: never."""
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """Why a call failed. The values never travel as numbers; the enum is the list of names."""
@@ -148,4 +150,6 @@ ERROR_REASON_LOGITS_NOT_FINITE: ErrorReason.ValueType  # 25
 """INTERNAL. The model computed logits that are not finite. Retry: never."""
 ERROR_REASON_INTERNAL: ErrorReason.ValueType  # 26
 """INTERNAL. A defect of the server; its log has the details. Retry: backoff."""
+ERROR_REASON_CERTIFICATE_NOT_ALLOWED: ErrorReason.ValueType  # 27
+"""PERMISSION_DENIED. The role or the name in the caller's certificate forbids it. Retry: never."""
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015
