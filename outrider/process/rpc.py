@@ -353,20 +353,20 @@ class Server:
         """
         await self.set_serving(False)
         self._checks.has_roles = tls is not None
-        credentials = None if tls is None else server_credentials(tls)
         for address in addresses:
             try:
-                self.ports.append(self._bind(address, credentials))
+                self.ports.append(self._bind(address, tls))
             except RuntimeError as cause:
                 message = f"cannot listen on {address}: {cause}"
                 raise OutriderError(Reason.INVALID_VALUE, message, "listen") from cause
         await self.grpc.start()
         return self.ports
 
-    def _bind(self, address: str, credentials: grpc.ServerCredentials | None) -> int:
-        if credentials is not None:
-            return self.grpc.add_secure_port(address, credentials)
-        return self.grpc.add_insecure_port(address)
+    def _bind(self, address: str, tls: Tls | None) -> int:
+        if tls is None:
+            return self.grpc.add_insecure_port(address)
+        # Credentials whose files change serve a single port.
+        return self.grpc.add_secure_port(address, server_credentials(tls))
 
     async def set_serving(self, serving: bool) -> None:
         """Set the health of every service and of the server as a whole (the empty name)."""

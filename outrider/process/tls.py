@@ -221,9 +221,11 @@ class WatchedTls(Generic[_Loaded]):
 
 
 def http_context(tls: Tls) -> ssl.SSLContext:
-    """TLS of an HTTP server. Clients need a certificate if the files have authorities.
+    """TLS of an HTTP server; each handshake takes the files as they are then.
 
-    Each handshake takes the files as they are then.
+    If the files have authorities, a client's certificate that none of them signed, or that has
+    expired, ends the handshake. Whether a client needs one is up to the server, which can say so in
+    an answer.
     """
     watched = WatchedTls(tls, _http_context)
     context = watched.current
@@ -243,7 +245,10 @@ def _http_context(tls: Tls) -> ssl.SSLContext:
     context.load_cert_chain(tls.cert, tls.key)
     if tls.ca is not None:
         context.load_verify_locations(tls.ca)
-        context.verify_mode = ssl.CERT_REQUIRED
+        context.verify_mode = ssl.CERT_OPTIONAL
+        # A resumed session would not look at the client's certificate again.
+        context.options |= ssl.OP_NO_TICKET
+        context.num_tickets = 0
     return context
 
 

@@ -12,6 +12,7 @@ NAMED = (
     "README.md",
     "CHANGELOG.md",
     "DECISIONS.md",
+    "SECURITY.md",
     "bench/results/README.md",
     "clients/browser/README.md",
     "compose/README.md",
@@ -33,7 +34,7 @@ CERTS = {"days", "name", "new-authority", "role"}
 """Flags of `outrider certs` that are not settings."""
 EXPERIMENTS = {"json", "validate"}
 """Flags of `outrider advise` and `outrider experiment predict` that are not settings."""
-CURLS = {"data-binary", "list-services", "protocol", "schema"}
+CURLS = {"cacert", "data-binary", "list-services", "protocol", "schema"}
 """Flags of `curl` and `buf curl` that the pages name."""
 
 

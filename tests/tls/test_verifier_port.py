@@ -252,7 +252,7 @@ async def test_a_server_shows_its_new_certificate(site: Site) -> None:
 async def test_the_socket_of_a_host_has_tls_too(site: Site) -> None:
     server = rpc.Server("outrider.v1.VerifierService")
     address = f"unix:{site.folder}/verifier.sock"
-    await server.start(address, tls=site.issue("verifier"))
+    await server.start("127.0.0.1:0", address, tls=site.issue("verifier"))
     try:
         refused = await outcome(address, None, get_model)
         assert refused is not None
