@@ -19,7 +19,7 @@ from outrider.process.config import ScrapedSettings, Settings
 from outrider.process.tls import TlsSettings
 
 
-class RedisSettings(TlsSettings, FamilySettings):
+class RedisSettings(FamilySettings):
     """Which Redis holds the n-grams that replicas share, and how their keys are made."""
 
     redis: str | None = None
@@ -52,10 +52,12 @@ class RedisSettings(TlsSettings, FamilySettings):
         """
         if self.redis is None:
             return None
-        return RedisServer.parse(self.redis, self.redis_password_file, self.redis_ca_file, self.tls)
+        # A process's schema adds the files of TLS to these settings.
+        tls = self.tls if isinstance(self, TlsSettings) else None
+        return RedisServer.parse(self.redis, self.redis_password_file, self.redis_ca_file, tls)
 
 
-class EraseSettings(RedisSettings, Settings):
+class EraseSettings(RedisSettings, TlsSettings, Settings):
     """The settings of `python -m drafter_svc erase`."""
 
     # The environment may name a drafter's file, which has settings that erase does not know.

@@ -12,7 +12,7 @@ import pytest
 from pools import found, pool, until, written
 from redis_servers import Certificates, Standalone
 
-from drafter_svc.config import EraseSettings
+from drafter_svc.config import EraseSettings, RedisSettings, settings_schema
 from drafter_svc.pools.redis_server import RedisServer
 from outrider.launch.certs import Authority
 from outrider.process.tls import Tls
@@ -85,14 +85,21 @@ async def test_a_renewed_certificate_is_used_without_a_restart(mutual: Standalon
                 await asyncio.sleep(0.05)
 
 
+@pytest.mark.parametrize("process", ["drafter", "erase"])
 def test_the_certificate_of_the_process_is_used_unless_the_url_names_another(
-    mutual: Standalone,
+    mutual: Standalone, process: str
 ) -> None:
     tls = certificates_of(mutual).issue("drafter")
     files = {"tls_cert": tls.cert, "tls_key": tls.key, "tls_ca": tls.ca}
 
     def options(url: str) -> dict[str, object]:
-        server = EraseSettings(redis=url, **files).redis_server()
+        given = {"redis": url, **files}
+        settings: RedisSettings = EraseSettings.model_validate(given)
+        if process == "drafter":
+            loaded = settings_schema("ngram").model_validate({"family": "ngram", **given})
+            assert isinstance(loaded, RedisSettings)
+            settings = loaded
+        server = settings.redis_server()
         assert server is not None
         return server.options
 

@@ -151,6 +151,26 @@ async def test_a_false_verifier_is_refused(site: Site, change: dict[str, Any], r
         await replica.close()
 
 
+@pytest.mark.parametrize(
+    ("address", "encrypted", "reason"),
+    [
+        ("127.0.0.2:0", True, "the peer's certificate is for other names than the one that was"),
+        ("127.0.0.1:0", False, "the peer does not use TLS"),
+    ],
+)
+async def test_a_server_of_another_name_or_without_tls_is_refused(
+    site: Site, address: str, encrypted: bool, reason: str
+) -> None:
+    served = site.issue("verifier") if encrypted else None
+    server = rpc.Server("outrider.v1.VerifierService")
+    [port] = await server.start(address, tls=served)
+    dialled = f"{address.partition(':')[0]}:{port}"
+    error = await outcome(dialled, site.issue("gateway"), get_model)
+    await server.stop(0)
+    assert error is not None
+    assert error.message.startswith(reason)
+
+
 async def test_a_gateway_says_why_it_has_no_verifier(site: Site) -> None:
     async with verifier(site.issue("verifier")) as (address, _):
         for tls, reason in (
