@@ -108,10 +108,10 @@ class Tls:
             reason = cause.reason or cause
             problem = f"{self.key} does not belong to {self.cert}, or one is not PEM ({reason})"
             raise invalid(f"{prefix}-key", problem) from cause
-        if pems.ca is not None:
+        if self.ca is not None:
             try:
-                context.load_verify_locations(cadata=pems.ca.decode("ascii"))
-            except (ssl.SSLError, UnicodeDecodeError) as cause:
+                context.load_verify_locations(self.ca)
+            except ssl.SSLError as cause:
                 raise invalid(f"{prefix}-ca", f"{self.ca} holds no PEM certificates") from cause
         return pems
 
