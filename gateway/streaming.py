@@ -179,6 +179,7 @@ async def sse(
         except OutriderError as error:
             span.ended_by(error)
             yield event(error_body(error))
+        # The status line is out, so the error can only be an event.
         except Exception as error:
             log.exception("a stream failed")
             span.ended_by(error)

@@ -226,10 +226,7 @@ def plan_stack(settings: ServeSettings, socket_directory: Path) -> Stack:
     http_port = _port("http_port", settings.host, settings.http_port)
     grpc_port = _port("grpc_port", settings.host, settings.grpc_port)
     verifier_port = _port("verifier_port", settings.verifier_host, settings.verifier_port)
-    # A verifier that listens on all addresses listens on the loopback interface too.
-    loopback = "127.0.0.1"
-    verifier_host = loopback if settings.verifier_host == "0.0.0.0" else settings.verifier_host
-    verifier = f"{verifier_host}:{verifier_port}"
+    verifier = f"{_dialled(settings.verifier_host)}:{verifier_port}"
     uds = socket_directory / "verifier.sock"
     specs = [DrafterSpec.parse(text) for text in settings.drafter]
     listen = f"{settings.verifier_host}:{verifier_port}"
@@ -240,12 +237,20 @@ def plan_stack(settings: ServeSettings, socket_directory: Path) -> Stack:
     ]
     for child in children:
         child.arguments += _service_arguments(settings)
-    # A certificate does not name the address of all interfaces.
-    host = loopback if settings.host == "0.0.0.0" else settings.host
+    host = _dialled(settings.host)
     scheme = "http" if settings.certs is None else "https"
     ca = settings.files(Role.GATEWAY.value).get("tls_ca")
     http_url = f"{scheme}://{host}:{http_port}"
     return Stack(children, http_url, f"{host}:{grpc_port}", verifier, ca)
+
+
+def _dialled(host: str) -> str:
+    """The address at which this host's processes dial a server that listens on `host`.
+
+    One that listens on all addresses listens on the loopback interface too, which a certificate can
+    name.
+    """
+    return "127.0.0.1" if host == "0.0.0.0" else host
 
 
 def _service_arguments(settings: ServeSettings) -> list[str]:
@@ -343,8 +348,10 @@ def _flags(options: Mapping[str, object]) -> list[str]:
         name = key.replace("_", "-")
         for item in value if isinstance(value, list) else [value]:
             text = str(item)
-            if text.lower() in ("true", "false"):
-                words.append(f"--{name}" if text.lower() == "true" else f"--no-{name}")
+            if text.lower() == "true":
+                words.append(f"--{name}")
+            elif text.lower() == "false":
+                words.append(f"--no-{name}")
             else:
                 words += [f"--{name}", text]
     return words
