@@ -14,6 +14,7 @@ import os
 import platform
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 
 import uvloop
@@ -22,6 +23,7 @@ from drafter_svc.config import DrafterSettings, FamilyChoice, settings_schema
 from drafter_svc.families.registry import find_family, known_families
 from drafter_svc.metrics import Metrics, StreamMetrics
 from drafter_svc.placement import PlacementPlan, choose_address, plan
+from outrider.drafter.serve import own_id
 from outrider.drafter.strategy import Strategy
 from outrider.drafter.stream import DraftStream, Observer
 from outrider.drafter.streams import DraftStreams
@@ -120,7 +122,8 @@ async def _streams(
 
     def stream(verifier: str, uds: Path | None) -> DraftStream:
         observer = _StreamObserver(server, metrics, registered)
-        return DraftStream(lambda: choose_address(verifier, uds), loaded.make, hello, observer)
+        address = partial(choose_address, verifier, uds)
+        return DraftStream(address, loaded.make, hello, observer, tls=settings.tls)
 
     pairs = itertools.zip_longest(settings.verifier, settings.uds)
     return DraftStreams([(verifier, stream(verifier, uds)) for verifier, uds in pairs])
@@ -166,8 +169,9 @@ def main() -> None:
     telemetry.setup(
         _SERVICE_NAME, endpoint=settings.otlp_endpoint, sample_ratio=settings.trace_sample_ratio
     )
-    metrics = Metrics(settings.id or f"{family}-{platform.node()}-{os.getpid()}", family)
+    name = settings.id or f"{family}-{platform.node()}-{os.getpid()}"
     try:
+        metrics = Metrics(own_id(name, settings.tls), family)
         # Apply the placement before torch is imported: torch sizes its thread pools by the cores
         # that it sees, and memory stays on the NUMA node that first touched it.
         place = plan(settings.placement, settings.cores, settings.numa_node, settings.threads)

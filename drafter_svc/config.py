@@ -14,7 +14,9 @@ from pydantic_settings import SettingsConfigDict
 
 from drafter_svc.families.base import FamilySettings
 from drafter_svc.families.registry import find_family
+from drafter_svc.pools.redis_server import RedisServer
 from outrider.process.config import ScrapedSettings, Settings
+from outrider.process.tls import TlsSettings
 
 
 class RedisSettings(FamilySettings):
@@ -26,14 +28,15 @@ class RedisSettings(FamilySettings):
     redis+sentinel://user@host:26379,host:26379/service. Cluster:
     redis+cluster://user@host:6379,host:6379. With TLS: rediss, rediss+sentinel, rediss+cluster.
     Options after a ?: sentinel_auth=true (the Sentinels ask for the same user and password), and
-    with TLS ssl_certfile=PATH, ssl_keyfile=PATH, ssl_check_hostname=false."""
+    with TLS ssl_certfile=PATH, ssl_keyfile=PATH, ssl_check_hostname=false. With TLS, the drafter
+    shows the certificate of tls-cert, unless the URL names another."""
 
     redis_password_file: Path | None = None
     """File with the password of the URL's user; it is read again for each connection."""
 
     redis_ca_file: Path | None = None
-    """PEM file of the authorities that sign the servers' certificates; the system's authorities
-    unless set."""
+    """PEM file of the authorities that sign the servers' certificates. Unless set, those of tls-ca,
+    and without that the system's."""
 
     pool_secret_file: Path | None = None
     """File with the secret from which keys in Redis are made: at least 16 bytes, the same for all
@@ -42,8 +45,19 @@ class RedisSettings(FamilySettings):
     is_public_pool: bool = False
     """Share one pool among all requests of all tenants."""
 
+    def redis_server(self) -> RedisServer | None:
+        """The Redis to use; None without one.
 
-class EraseSettings(RedisSettings, Settings):
+        Raises OutriderError(INVALID_VALUE) that names the setting at fault.
+        """
+        if self.redis is None:
+            return None
+        # A process's schema adds the files of TLS to these settings.
+        tls = self.tls if isinstance(self, TlsSettings) else None
+        return RedisServer.parse(self.redis, self.redis_password_file, self.redis_ca_file, tls)
+
+
+class EraseSettings(RedisSettings, TlsSettings, Settings):
     """The settings of `python -m drafter_svc erase`."""
 
     # The environment may name a drafter's file, which has settings that erase does not know.
@@ -54,7 +68,7 @@ class EraseSettings(RedisSettings, Settings):
     is-public-pool instead to erase the public pool."""
 
 
-class DrafterSettings(ScrapedSettings):
+class DrafterSettings(TlsSettings, ScrapedSettings):
     """The settings of every drafter. --family NAME --help also lists those of the family."""
 
     model_config = SettingsConfigDict(env_prefix="OUTRIDER_DRAFTER_")
@@ -72,10 +86,11 @@ class DrafterSettings(ScrapedSettings):
     several verifiers, one each, in the same order."""
 
     id: str = ""
-    """Name of this drafter at the verifier; made of family, host and process id unless set."""
+    """Name of this drafter at the verifier; made of family, host and process id unless set. With
+    TLS, the certificate's common name and a slash are put before it."""
 
     listen: str = "127.0.0.1:0"
-    """host:port of the health service; port 0 takes any free port."""
+    """host:port of the health service, which has no TLS; port 0 takes any free port."""
 
     placement: Literal["local", "cpu", "grace"] = "local"
     """local lets the system place the process; cpu pins it to cores and numa-node; grace finds the

@@ -7,7 +7,6 @@ import asyncio
 from drafter_svc.config import EraseSettings
 from drafter_svc.pools.keys import PoolKeys, is_index, read_secret
 from drafter_svc.pools.redis_client import FAILURES, RedisClient
-from drafter_svc.pools.redis_server import RedisServer
 from outrider.errors import OutriderError, invalid
 from outrider.process.config import parse
 
@@ -27,11 +26,11 @@ async def erase(client: RedisClient, pattern: bytes) -> int:
 
 
 async def _erase(settings: EraseSettings) -> int:
-    if settings.redis is None:
+    server = settings.redis_server()
+    if server is None:
         raise invalid("redis", "must be given")
     if (settings.tenant is None) != settings.is_public_pool:
         raise invalid("tenant", "must be given, or is-public-pool instead of it")
-    server = RedisServer.parse(settings.redis, settings.redis_password_file, settings.redis_ca_file)
     keys = PoolKeys(read_secret(settings.pool_secret_file), public=settings.is_public_pool)
     client = RedisClient(server)
     try:

@@ -8,11 +8,13 @@ from typing import Self
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
+from outrider.errors import OutriderError
 from outrider.process.config import ServiceSettings
 from outrider.process.exposure import check_exposure, host_of
+from outrider.process.tls import Tls, TlsSettings
 
 
-class GatewaySettings(ServiceSettings):
+class GatewaySettings(TlsSettings, ServiceSettings):
     """Settings of `python -m gateway`."""
 
     model_config = SettingsConfigDict(env_prefix="OUTRIDER_GATEWAY_")
@@ -59,6 +61,17 @@ class GatewaySettings(ServiceSettings):
 
     limits_redis_ca_file: Path | None = None
     """PEM file with the authorities that may sign the Redis servers' certificates."""
+    public_tls_cert: Path | None = None
+    """PEM file with the certificate that clients see on the HTTP and gRPC ports, and those between
+    it and its authority. With it and public-tls-key, both ports use TLS. Changed files are read
+    again without a restart."""
+
+    public_tls_key: Path | None = None
+    """PEM file with the certificate's key."""
+
+    public_tls_ca: Path | None = None
+    """PEM file with the authorities of clients' certificates. If it is given, every client must
+    show a certificate that one of them signed."""
 
     max_body_bytes: int = Field(default=4 * 1024 * 1024, ge=1024)
     """Largest HTTP request body in bytes. A gRPC request may have half as many."""
@@ -92,8 +105,27 @@ class GatewaySettings(ServiceSettings):
         listens = [self.http_host, host_of(self.grpc_listen)]
         if self.published_on:
             listens = [self.published_on.strip("[]")]
-        has_keys = self.keys_file is not None or bool(self.keys)
-        check_exposure(listens, has_keys=has_keys, is_open=self.open)
+        # Clients that must show a certificate are known as well as those with a key.
+        is_closed = bool(self.keys_file or self.keys or self.public_tls_ca)
+        check_exposure(listens, has_keys=is_closed, is_open=self.open)
+        return self
+
+    @property
+    def public_tls(self) -> Tls | None:
+        """TLS of the HTTP and gRPC ports; None if they have none.
+
+        Raises OutriderError(INVALID_VALUE) that names a missing or bad file.
+        """
+        return Tls.of_server(
+            self.public_tls_cert, self.public_tls_key, self.public_tls_ca, "public-tls"
+        )
+
+    @model_validator(mode="after")
+    def _check_public_tls(self) -> Self:
+        try:
+            _ = self.public_tls
+        except OutriderError as error:
+            raise ValueError(error.message) from error
         return self
 
     @field_validator("verifier", "allowed_hosts", "allowed_origins")

@@ -11,6 +11,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from gateway.api_errors import error_body
 from gateway.config import GatewaySettings
 from outrider.errors import OutriderError, Reason
+from outrider.process.roles import check_http, peer_of_ssl
 
 MAX_HEADER_BYTES = 64 * 1024
 MAX_HEADERS = 128
@@ -21,6 +22,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     header_seconds: float
     body_seconds: float
+    needs_certificate: bool
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -36,7 +38,23 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Give the first request's headers `header_seconds` to arrive."""
         super().connection_made(transport)
+        self._refusal = self._refuse_certificate(transport)
         self._expect(self.header_seconds)
+
+    def _refuse_certificate(self, transport: asyncio.Transport) -> OutriderError | None:
+        """Why the client may not use HTTP by its certificate; None if it may, or without TLS."""
+        connection = transport.get_extra_info("ssl_object")
+        if connection is None:
+            return None
+        certificate = connection.getpeercert()
+        if self.needs_certificate and not certificate:
+            message = "this gateway requires a client certificate, and the client has shown none"
+            return OutriderError(Reason.CERTIFICATE_NOT_ALLOWED, message)
+        try:
+            check_http(peer_of_ssl(certificate))
+        except OutriderError as error:
+            return error
+        return None
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Remove the deadline of the connection."""
@@ -61,7 +79,13 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
-        """Count the request line as header bytes."""
+        """Count the request line as header bytes.
+
+        Raises OutriderError(CERTIFICATE_NOT_ALLOWED) if the client's certificate is not enough.
+        """
+        if self._refusal is not None:
+            # The exception stops the parser, which then calls `send_400_response`.
+            raise self._refusal
         self._header_bytes += len(url)
         super().on_url(url)
 
@@ -135,9 +159,13 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 def protocol(settings: GatewaySettings) -> type[asyncio.Protocol]:
-    """A subclass of `BoundedProtocol` with the times of the settings."""
-    times = {"header_seconds": settings.header_seconds, "body_seconds": settings.body_seconds}
-    return cast(type[asyncio.Protocol], type("Connection", (BoundedProtocol,), times))
+    """A subclass of `BoundedProtocol` with the settings."""
+    members = {
+        "header_seconds": settings.header_seconds,
+        "body_seconds": settings.body_seconds,
+        "needs_certificate": settings.public_tls_ca is not None,
+    }
+    return cast(type[asyncio.Protocol], type("Connection", (BoundedProtocol,), members))
 
 
 def _too_large() -> OutriderError:

@@ -19,6 +19,7 @@ from outrider.limits import MAX_DRAFT_TOKENS
 from outrider.model_info import ModelInfo, Stage
 from outrider.process import rpc
 from outrider.process.tasks import keep_running, watch
+from outrider.process.tls import Tls, WatchedTls, explain
 from outrider.v1 import verifier_pb2, verifier_pb2_grpc
 from outrider.wire import model as wire_model
 
@@ -39,8 +40,10 @@ _RETRY_ELSEWHERE = (Reason.VERIFIER_UNAVAILABLE, Reason.NOT_READY, Reason.DRAINI
 class Replica:
     """One verifier. `problem` says why it cannot take requests; None means that it can."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, tls: Tls | None = None) -> None:
         self.address = address
+        self._tls = tls
+        self._files = None if tls is None else WatchedTls(tls, Tls.read)
         self.info: ModelInfo | None = None
         self.problem: OutriderError | None = OutriderError(
             Reason.NOT_READY, f"verifier {address} has not answered yet"
@@ -53,7 +56,7 @@ class Replica:
         self._dial()
 
     def _dial(self) -> None:
-        channel = rpc.dial(self.address)
+        channel = rpc.dial(self.address, self._tls)
         self._channel = channel
         self._stub = verifier_pb2_grpc.VerifierServiceStub(channel)
 
@@ -61,7 +64,7 @@ class Replica:
             # An earlier connection may end while the verifier is well.
             if channel is self._channel:
                 return self.mark_lost(error)
-            return _lost(self.address, error)
+            return self._lost(error)
 
         self.tokens = TokenStream(token_streams_pb2_grpc.TokenStreamServiceStub(channel), on_lost)
 
@@ -86,6 +89,9 @@ class Replica:
 
         `fingerprint` is the gateway's tokenizer's, which must equal the verifier's.
         """
+        if self._files is not None and self._files.refresh():
+            # A channel keeps the certificate that it was made with.
+            self.redial()
         asked = time.perf_counter()
         request = verifier_pb2.GetModelRequest()
         try:
@@ -107,8 +113,13 @@ class Replica:
 
     def mark_lost(self, error: OutriderError) -> OutriderError:
         """Take no requests until the verifier answers again. Returns the error for callers."""
-        self.problem = _lost(self.address, error)
+        self.problem = self._lost(error)
         return self.problem
+
+    def _lost(self, error: OutriderError) -> OutriderError:
+        reason = explain(error.message, self._tls)
+        message = f"verifier {self.address} does not answer: {reason}"
+        return OutriderError(Reason.VERIFIER_UNAVAILABLE, message, retry_after_s=1.0)
 
     async def close(self) -> None:
         """End all sequences and connections."""
@@ -126,11 +137,6 @@ async def _retire(channel: grpc.aio.Channel, tokens: TokenStream) -> None:
     finally:
         await tokens.close()
         await channel.close(None)
-
-
-def _lost(address: str, error: OutriderError) -> OutriderError:
-    message = f"verifier {address} does not answer: {error.message}"
-    return OutriderError(Reason.VERIFIER_UNAVAILABLE, message, retry_after_s=1.0)
 
 
 def _unreadable(address: str, cause: Exception) -> OutriderError:
@@ -189,8 +195,14 @@ class Pick(NamedTuple):
 class Router:
     """Polls the replicas and picks one for each request."""
 
-    def __init__(self, addresses: Sequence[str], fingerprint: str, model_name: str = "") -> None:
-        self.replicas = [Replica(address) for address in addresses]
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        fingerprint: str,
+        model_name: str = "",
+        tls: Tls | None = None,
+    ) -> None:
+        self.replicas = [Replica(address, tls) for address in addresses]
         self.draining = False
         self._fingerprint = fingerprint
         self._model_name = model_name

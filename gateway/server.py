@@ -7,8 +7,10 @@ import contextlib
 import gc
 import signal
 import socket
+import ssl
 from asyncio import FIRST_COMPLETED
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 
 import uvicorn
 
@@ -25,6 +27,7 @@ from gateway.servicer import SERVICE, GenerationServicer
 from outrider.errors import OutriderError, Reason, invalid
 from outrider.process import rpc
 from outrider.process.tasks import keep_running, watch
+from outrider.process.tls import Tls, http_context
 from outrider.v1 import generation_pb2_grpc
 
 # How long clients have to read the end of their answers.
@@ -52,7 +55,10 @@ class Gateway:
     def __init__(self, settings: GatewaySettings, metrics: Metrics) -> None:
         self._settings = settings
         prompts = Prompts(settings.tokenizer)
-        self.router = Router(settings.verifier, prompts.fingerprint, settings.model_name)
+        self.router = Router(
+            settings.verifier, prompts.fingerprint, settings.model_name, settings.tls
+        )
+        self._tls = settings.public_tls
         generation = Generation(self.router, prompts, metrics)
         self.gate = Gate(settings)
         if self.gate.keys is not None:
@@ -67,6 +73,7 @@ class Gateway:
             # uvicorn declares an int but takes fractions as well.
             timeout_keep_alive=settings.keep_alive_seconds,  # type: ignore[arg-type]
             timeout_graceful_shutdown=_CANCEL_S,
+            ssl_context_factory=None if self._tls is None else partial(_context, self._tls),
         )
         self._http = _HttpServer(config)
         self._grpc = rpc.Server(
@@ -88,12 +95,13 @@ class Gateway:
         """Start to listen. Raises OutriderError(INVALID_VALUE) if an address cannot be bound."""
         settings = self._settings
         listener = _listen(settings.http_host, settings.http_port)
-        [port] = await self._grpc.start(settings.grpc_listen)
+        [port] = await self._grpc.start(settings.grpc_listen, tls=self._tls)
         self.grpc_address = settings.grpc_listen
         if not settings.grpc_listen.startswith("unix:"):
             self.grpc_address = f"{settings.grpc_listen.rpartition(':')[0]}:{port}"
         host = f"[{settings.http_host}]" if ":" in settings.http_host else settings.http_host
-        self.http_url = f"http://{host}:{listener.getsockname()[1]}"
+        scheme = "http" if self._tls is None else "https"
+        self.http_url = f"{scheme}://{host}:{listener.getsockname()[1]}"
         http = self._http.serve(sockets=[listener])
         serving = watch(http, "the HTTP server", lambda _: self.broken.set())
         measuring = keep_running(
@@ -123,6 +131,11 @@ class Gateway:
             task.cancel()
         await self.router.close()
         await self.gate.limits.windows.close()
+
+
+def _context(tls: Tls, *_: object) -> ssl.SSLContext:
+    """The context that uvicorn asks for; it offers its configuration and its default."""
+    return http_context(tls)
 
 
 def _listen(host: str, port: int) -> socket.socket:

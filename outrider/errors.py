@@ -46,6 +46,7 @@ class Reason(Enum):
     ORIGIN_NOT_ALLOWED = "PERMISSION_DENIED", Retry.NEVER, 403, "invalid_request_error"
     INVALID_API_KEY = "UNAUTHENTICATED", Retry.NEVER, 401, "invalid_request_error"
     INSUFFICIENT_PERMISSIONS = "PERMISSION_DENIED", Retry.NEVER, 403, "invalid_request_error"
+    CERTIFICATE_NOT_ALLOWED = "PERMISSION_DENIED", Retry.NEVER, 403, "invalid_request_error"
     ROUTE_NOT_FOUND = "UNIMPLEMENTED", Retry.NEVER, 404, "invalid_request_error"
     METHOD_NOT_ALLOWED = "UNIMPLEMENTED", Retry.NEVER, 405, "invalid_request_error"
     REQUEST_TIMEOUT = "DEADLINE_EXCEEDED", Retry.BACKOFF, 408, "invalid_request_error"

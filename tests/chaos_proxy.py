@@ -10,11 +10,13 @@ from contextlib import asynccontextmanager
 class ChaosProxy:
     """Passes bytes on until `swallow`; later connections pass bytes on again.
 
-    `delay_s` passes before it passes bytes on, in each direction.
+    `delay_s` passes before it passes bytes on, in each direction. `carried` has all bytes that
+    arrived, of both directions.
     """
 
     def __init__(self, target_port: int, delay_s: float = 0.0) -> None:
         self.port = 0
+        self.carried = bytearray()
         self._target_port = target_port
         self._delay_s = delay_s
         self._tasks: set[asyncio.Task[None]] = set()
@@ -54,8 +56,8 @@ class ChaosProxy:
             return
         try:
             async with asyncio.TaskGroup() as both:
-                both.create_task(_pass_on(reader, far_writer, is_open, self._delay_s))
-                both.create_task(_pass_on(far_reader, writer, is_open, self._delay_s))
+                both.create_task(self._pass_on(reader, far_writer, is_open))
+                both.create_task(self._pass_on(far_reader, writer, is_open))
         except asyncio.CancelledError:
             # `close` cancels this task, and asyncio would report an error. Unsent bytes would keep
             # the connections open, so they are aborted.
@@ -66,25 +68,22 @@ class ChaosProxy:
             far_writer.close()
             self._tasks.discard(task)
 
-
-async def _pass_on(
-    reader: asyncio.StreamReader,
-    writer: asyncio.StreamWriter,
-    is_open: asyncio.Event,
-    delay_s: float,
-) -> None:
-    """Pass bytes on as they come; after `swallow` not even the end of the stream is passed on."""
-    try:
-        while data := await reader.read(65_536):
-            await asyncio.sleep(delay_s)
-            if is_open.is_set():
-                writer.write(data)
-                await writer.drain()
-    except OSError:
-        # One side hung up; closing the writer tells the other.
-        pass
-    if is_open.is_set():
-        writer.close()
+    async def _pass_on(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, is_open: asyncio.Event
+    ) -> None:
+        """Pass bytes on as they come; after `swallow` not even the end is passed on."""
+        try:
+            while data := await reader.read(65_536):
+                self.carried += data
+                await asyncio.sleep(self._delay_s)
+                if is_open.is_set():
+                    writer.write(data)
+                    await writer.drain()
+        except OSError:
+            # One side hung up; closing the writer tells the other.
+            pass
+        if is_open.is_set():
+            writer.close()
 
 
 @asynccontextmanager

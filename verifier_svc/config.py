@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from outrider.draft_tokens_policy import DraftTokensSetting
 from outrider.messages import SampledRule
 from outrider.process.config import Device, Dtype, ScrapedSettings
+from outrider.process.tls import TlsSettings
 
 
 class TargetSettings(BaseModel):
@@ -35,7 +36,8 @@ class TargetSettings(BaseModel):
 
     trust_draft_distributions: bool = False
     """Let drafters sample, and accept their drafts by the distribution that they claim. A drafter
-    that claims a wrong one can bias the output."""
+    that claims a wrong one can bias the output. With TLS, the role trusted-drafter in a drafter's
+    certificate says it instead."""
 
     always_draft: bool = False
     """Wait for every draft, at most a second per step, and pause no drafter, even where that is
@@ -49,7 +51,7 @@ class TargetSettings(BaseModel):
     tags."""
 
 
-class VerifierSettings(TargetSettings, ScrapedSettings):
+class VerifierSettings(TargetSettings, TlsSettings, ScrapedSettings):
     """The settings of `python -m verifier_svc`."""
 
     model_config = SettingsConfigDict(env_prefix="OUTRIDER_VERIFIER_")
@@ -112,6 +114,13 @@ class VerifierSettings(TargetSettings, ScrapedSettings):
 
     drain_seconds: float = Field(10.0, ge=0)
     """Longest time for running requests to finish after SIGTERM."""
+
+    @model_validator(mode="after")
+    def _check_trust(self) -> Self:
+        if self.trust_draft_distributions and self.tls_cert is not None:
+            remedy = "give the trusted drafters certificates with the role trusted-drafter"
+            raise ValueError(f"trust-draft-distributions has no meaning with tls-cert: {remedy}")
+        return self
 
     @property
     def served_name(self) -> str:

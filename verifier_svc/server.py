@@ -53,7 +53,7 @@ async def serve(settings: VerifierSettings, metrics: Metrics) -> None:
     sockets = []
     if settings.uds is not None:
         sockets.append(f"unix:{settings.uds}")
-    ports = await server.start(settings.listen, *sockets)
+    ports = await server.start(settings.listen, *sockets, tls=settings.tls)
     print(f"verifier listening on {settings.listen.rpartition(':')[0]}:{ports[0]}", flush=True)
     serve_metrics(metrics.registry, settings)
     loader = Loader(settings, servicer, metrics)

@@ -20,7 +20,6 @@ from drafter_svc.pools.keys import PoolKeys, TenantKeys, read_secret
 from drafter_svc.pools.memory import Continuation, MemoryPool, NgramOptions
 from drafter_svc.pools.prediction import Prediction
 from drafter_svc.pools.redis import Query, RedisCounters, RedisOptions, RedisPool
-from drafter_svc.pools.redis_server import RedisServer
 from outrider.drafter.draft_sequence import DraftSequence
 from outrider.limits import MAX_DRAFT_TOKENS
 from outrider.model_info import ModelInfo
@@ -283,9 +282,9 @@ def _redis_pool(
 
     Raises OutriderError(INVALID_VALUE) that names the setting at fault.
     """
-    if settings.redis is None:
+    server = settings.redis_server()
+    if server is None:
         return lambda info: None
-    server = RedisServer.parse(settings.redis, settings.redis_password_file, settings.redis_ca_file)
     keys = PoolKeys(
         read_secret(settings.pool_secret_file), settings.namespace, public=settings.is_public_pool
     )

@@ -21,7 +21,7 @@ from drafter_svc.pools.keys import BUCKETS, PoolKeys, TenantKeys
 from drafter_svc.pools.redis_client import RedisClient
 from drafter_svc.pools.redis_server import RedisServer
 from outrider.clock import Clock, monotonic
-from outrider.process.tasks import keep_running
+from outrider.process.tasks import keep_running, watch
 
 log = logging.getLogger(__name__)
 
@@ -159,9 +159,12 @@ class RedisPool:
         self._options = options or RedisOptions()
         self._observe = observe
         self._clock = clock
+        self._server = server
+        self._stamp = server.tls and server.tls.stamp()
         self._client = RedisClient(server)
         self._writes: asyncio.Queue[_Write] = asyncio.Queue(_WRITE_QUEUE)
         self._running: set[asyncio.Task[Any]] = set()
+        self._closing: set[asyncio.Task[None]] = set()
         # One for each, since a Redis that is full or read-only still answers lookups.
         self._lookup_breaker = _CircuitBreaker("lookups", clock)
         self._write_breaker = _CircuitBreaker("writes", clock)
@@ -227,7 +230,7 @@ class RedisPool:
         tasks = [self._writer, *self._running]
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, *self._closing, return_exceptions=True)
         await self._client.aclose()
 
     async def _fetch(self, keys: list[bytes]) -> list[Any] | None:
@@ -301,8 +304,20 @@ class RedisPool:
         # Limit the warnings: a Redis at its memory limit takes some writes and refuses others.
         if not self._has_failed and self._clock() >= self._next_warning_at:
             self._next_warning_at = self._clock() + _WARNING_INTERVAL_S
-            log.warning("Redis fails (%s: %s); drafting without its pool", breaker.name, error)
+            reason = self._server.reason(error)
+            log.warning("Redis fails (%s: %s); drafting without its pool", breaker.name, reason)
         breaker.record_failure()
+        self._renew()
+
+    def _renew(self) -> None:
+        """Connect anew if the certificate has changed; redis-py's connections keep theirs."""
+        stamp = self._server.tls and self._server.tls.stamp()
+        if stamp != self._stamp:
+            self._stamp = stamp
+            closing = watch(self._client.aclose(), "closing earlier connections to Redis")
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+            self._client = RedisClient(self._server)
 
     def _record_success(self, breaker: _CircuitBreaker) -> None:
         had_failed = breaker.has_failed

@@ -16,6 +16,7 @@ from redis.credentials import CredentialProvider
 from redis.exceptions import AuthenticationError
 
 from outrider.errors import invalid
+from outrider.process.tls import Tls, explain
 
 _FORMS = (
     "redis://HOST:PORT/DB, redis+sentinel://HOST:PORT,HOST:PORT/SERVICE "
@@ -74,11 +75,28 @@ class RedisServer:
     options: dict[str, Any] = field(default_factory=dict)
     """redis-py's keyword arguments for credentials and TLS."""
 
+    def reason(self, error: Exception) -> str:
+        """The error's text, with its cause in TLS if there is one."""
+        if "ssl" not in self.options:
+            return str(error)
+        return explain(str(error), self.tls)
+
+    @property
+    def tls(self) -> Tls | None:
+        """The files with which a client shows who it is; None if it shows nothing."""
+        names = ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs")
+        cert, key, ca = (self.options.get(name) for name in names)
+        return Tls(Path(cert), Path(key), ca and Path(ca)) if cert and key else None
+
     @classmethod
     def parse(
-        cls, url: str, password_file: Path | None = None, ca_file: Path | None = None
+        cls,
+        url: str,
+        password_file: Path | None = None,
+        ca_file: Path | None = None,
+        tls: Tls | None = None,
     ) -> RedisServer:
-        """Check a URL and the files that go with it.
+        """Check a URL and the files that go with it. `tls` has this process's certificate.
 
         Raises OutriderError(INVALID_VALUE) that names the setting. The message does not repeat the
         URL, which may hold a password.
@@ -100,7 +118,7 @@ class RedisServer:
         use_tls = scheme == "rediss"
         query = _query(parts.query, use_tls)
         sentinel_auth = bool(query.pop("sentinel_auth", False))
-        options = query | _tls(use_tls, ca_file) | _credentials(parts, password_file)
+        options = _tls(use_tls, ca_file, tls) | query | _credentials(parts, password_file)
         return cls(topology, addresses, database, service, sentinel_auth, options)
 
 
@@ -149,20 +167,24 @@ def _query(text: str, use_tls: bool) -> dict[str, Any]:
     return values
 
 
-def _tls(use_tls: bool, ca_file: Path | None) -> dict[str, Any]:
+def _tls(use_tls: bool, ca_file: Path | None, tls: Tls | None) -> dict[str, Any]:
     """redis-py's arguments for TLS; none without it."""
     if not use_tls:
         if ca_file is not None:
             raise invalid("redis-ca-file", "goes with a URL whose scheme begins with rediss")
         return {}
+    own: dict[str, Any] = {"ssl": True}
+    if tls is not None:
+        own |= {"ssl_certfile": str(tls.cert), "ssl_keyfile": str(tls.key)}
+        own |= {"ssl_ca_certs": str(tls.ca)}
     if ca_file is not None:
         try:
             ssl.create_default_context(cafile=str(ca_file))
         except OSError as cause:
             message = f"{ca_file} is no file of PEM certificates: {cause.strerror or cause}"
             raise invalid("redis-ca-file", message) from cause
-        return {"ssl": True, "ssl_ca_certs": str(ca_file)}
-    return {"ssl": True}
+        own["ssl_ca_certs"] = str(ca_file)
+    return own
 
 
 def _credentials(parts: SplitResult, password_file: Path | None) -> dict[str, Any]:

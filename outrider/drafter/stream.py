@@ -21,6 +21,7 @@ from outrider.errors import OutriderError, Reason, Retry
 from outrider.messages import DraftBatch, Hello, StepBatch, Welcome
 from outrider.model_info import ModelInfo, Stage
 from outrider.process import rpc, telemetry
+from outrider.process.tls import Tls, explain
 from outrider.v1 import drafts_pb2, verifier_pb2, verifier_pb2_grpc
 from outrider.wire import drafts as wire_drafts
 from outrider.wire import model as wire_model
@@ -62,15 +63,21 @@ class Observer:
         """A round ended with these counts: sequences that are open, and all abandoned so far."""
 
 
-async def wait_until_ready(channel: grpc.aio.Channel, clock: Clock = monotonic) -> ModelInfo:
+async def wait_until_ready(
+    channel: grpc.aio.Channel, clock: Clock = monotonic, tls: Tls | None = None
+) -> ModelInfo:
     """Poll GetModel until the verifier is READY; returns its model.
 
-    Never times out. Raises OutriderError for an answer that is invalid.
+    `tls` has the files that the channel was made with. Never times out. Raises OutriderError for an
+    answer that is invalid, or when the files change, since the channel keeps the old ones; and
+    AioRpcError when the verifier refuses the call for good.
     """
     stub = verifier_pb2_grpc.VerifierServiceStub(channel)
     logged = ""
     log_after = clock() + _LOG_WAIT_AFTER_S
+    stamp = tls and tls.stamp()
     while True:
+        is_refused = False
         try:
             response = await stub.GetModel(verifier_pb2.GetModelRequest(), timeout=10)
             info = wire_model.model_from_proto(rpc.readable(response))
@@ -78,8 +85,16 @@ async def wait_until_ready(channel: grpc.aio.Channel, clock: Clock = monotonic) 
                 return info
             state = f"{info.stage.name.lower()}: {info.stage_detail}"
         except grpc.aio.AioRpcError as failure:
-            state = f"{failure.code().name}: {failure.details()}"
-        if state != logged and clock() > log_after:
+            error = rpc.error_of(failure)
+            if error.reason.kind.retry is Retry.NEVER:
+                raise
+            reason = explain(error.message, tls)
+            is_refused = reason != error.message
+            state = f"{failure.code().name}: {reason}"
+        if tls is not None and tls.stamp() != stamp:
+            raise OutriderError(Reason.VERIFIER_UNAVAILABLE, "the certificate's files have changed")
+        # A refused certificate does not get better by waiting, so it is logged at once.
+        if state != logged and (is_refused or clock() > log_after):
             log.info("waiting for the verifier (%s)", state)
             logged = state
         await asyncio.sleep(_POLL_LOADING_S)
@@ -95,8 +110,9 @@ class DraftStream:
         hello: Callable[[Strategy, ModelInfo], Hello],
         observer: Observer,
         clock: Clock = monotonic,
+        tls: Tls | None = None,
     ) -> None:
-        """Each connection calls `address`, `make_strategy` and `hello` anew.
+        """Each connection calls `address`, `make_strategy` and `hello` and reads `tls` anew.
 
         The verifier's socket may appear after this drafter started, so its address may change. A
         verifier opens every sequence again on a new stream, so each strategy starts empty.
@@ -106,6 +122,7 @@ class DraftStream:
         self._hello = hello
         self._observer = observer
         self._clock = clock
+        self._tls = tls
         self._stopping = asyncio.Event()
         self._backoff_s = _BACKOFF_S[0]
         self._fatal: tuple[type[Exception], ...] = ()
@@ -146,12 +163,13 @@ class DraftStream:
             return
 
     async def _connect(self) -> None:
-        async with rpc.dial(self._address()) as channel:
-            info = await self._unless_stopped(wait_until_ready(channel, self._clock))
+        async with rpc.dial(self._address(), self._tls) as channel:
+            waiting = wait_until_ready(channel, self._clock, self._tls)
+            info = await self._unless_stopped(waiting)
         if info is None:
             return
         address = self._address()
-        async with rpc.dial(address) as channel:
+        async with rpc.dial(address, self._tls) as channel:
             strategy = self._make_strategy(info)
             self._fatal = strategy.fatal
             try:

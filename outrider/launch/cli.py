@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
@@ -29,6 +30,7 @@ _EXTENSIONS = {
     "agent": "Start and stop processes on this machine for an experiment elsewhere.",
     "fleet": "Simulate thousands of verifiers and drafters by rates and queues.",
 }
+_Command = TypeVar("_Command", bound=Callable[..., Any])
 _ENTRY_POINTS = "outrider.commands"
 _EXTRA = "bench"
 _PASS_ON = {"ignore_unknown_options": True}
@@ -102,6 +104,13 @@ def _add_extension(name: str, text: str) -> None:
         return _run_extension(name, arguments)
 
 
+def _tls_option(name: str, text: str) -> Callable[[_Command], _Command]:
+    """The option for a file of mutual TLS, which may come from any process's environment."""
+    variables = [f"OUTRIDER_{process}_TLS_{name.upper()}" for process in ("GATEWAY", "VERIFIER")]
+    path = click.Path(path_type=Path, dir_okay=False)
+    return click.option(f"--tls-{name}", type=path, envvar=variables, help=f"PEM file with {text}.")
+
+
 def _run_extension(name: str, arguments: tuple[str, ...]) -> int:
     """Run a command of the entry-point group; exit with status 2 if its extra is not installed."""
     found = entry_points(group=_ENTRY_POINTS, name=name)
@@ -165,6 +174,55 @@ def conformance(command: tuple[str, ...], tokenizer: str | None, transcript: Pat
 
 
 @app.command()
+@click.argument("directory", metavar="DIR", type=click.Path(path_type=Path, file_okay=False))
+@click.option(
+    "--host",
+    multiple=True,
+    help="Names and addresses by which the processes are reached, with commas between them;"
+    " localhost, 127.0.0.1 and ::1 are always among them.",
+)
+@click.option(
+    "--role",
+    multiple=True,
+    help="Role of a certificate to make; all of them by default. Repeat it for several.",
+)
+@click.option(
+    "--name",
+    help="Common name of the certificate and name of its files, for one role; by default the"
+    " role's. A drafter's id must be its certificate's common name, or begin with it and a slash.",
+)
+@click.option(
+    "--days", type=click.IntRange(1, 3650), default=365, help="Days until the certificates expire."
+)
+@click.option(
+    "--new-authority",
+    is_flag=True,
+    help="Replace the authority of DIR. Certificates of the earlier one are worth nothing then.",
+)
+def certs(
+    directory: Path,
+    host: tuple[str, ...],
+    role: tuple[str, ...],
+    name: str | None,
+    days: int,
+    new_authority: bool,
+) -> int:
+    """Make a private authority in DIR, and a certificate for each role.
+
+    An authority that is there signs again: run the command once more to renew the certificates.
+    """
+    from outrider.errors import OutriderError
+    from outrider.launch.certs import NAMES, run
+
+    if unknown := [kind for kind in role if kind not in NAMES]:
+        raise click.UsageError(f"role: must be one of {', '.join(NAMES)}, not {unknown[0]!r}")
+    try:
+        return run(directory, host, role, name, days, new_authority)
+    except OutriderError as error:
+        raise click.UsageError(error.message) from error
+
+
+@app.command()
 @click.argument("address")
 @click.option(
     "--service",
@@ -174,14 +232,24 @@ def conformance(command: tuple[str, ...], tokenizer: str | None, transcript: Pat
 @click.option(
     "--timeout", type=click.FloatRange(min=0.1), default=3.0, help="Seconds to wait for an answer."
 )
-def health(address: str, service: str, timeout: float) -> int:
+@_tls_option("cert", "the caller's certificate, of any role")
+@_tls_option("key", "its key")
+@_tls_option("ca", "the authorities that sign the process's certificate; with it, TLS is used")
+def health(
+    address: str,
+    service: str,
+    timeout: float,
+    tls_cert: Path | None,
+    tls_key: Path | None,
+    tls_ca: Path | None,
+) -> int:
     """Ask the process at ADDRESS (host:port or unix:/path) for its gRPC health.
 
     Exits with 0 if it serves, else with 1 and says why.
     """
     from outrider.launch.health import problem
 
-    why = problem(address, service, timeout)
+    why = problem(address, service, timeout, tls_cert, tls_key, tls_ca)
     if why is not None:
         print(f"outrider health: {address}: {why}", file=sys.stderr)
     return int(why is not None)

@@ -6,8 +6,10 @@ For the command line, not for services.
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,13 +17,17 @@ import httpx
 _POLL_S = 0.2
 
 
-async def until_ready(url: str, show: Callable[[str], None], drafters: int) -> None:
+async def until_ready(
+    url: str, show: Callable[[str], None], drafters: int, ca: Path | None = None
+) -> None:
     """Wait until the gateway takes requests and `drafters` drafters are connected.
 
-    Calls `show` with each new state of the start.
+    Calls `show` with each new state of the start. `ca` has the authority of the gateway's
+    certificate.
     """
     shown = ""
-    async with httpx.AsyncClient(base_url=url, timeout=5) as client:
+    verify = True if ca is None else ssl.create_default_context(cafile=str(ca))
+    async with httpx.AsyncClient(base_url=url, timeout=5, verify=verify) as client:
         while True:
             state, ready = await _state(client, drafters)
             if ready:

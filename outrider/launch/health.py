@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from outrider.process.tls import SOCKET_NAME
 
-def problem(address: str, service: str, timeout_s: float) -> str | None:
+
+def problem(
+    address: str,
+    service: str,
+    timeout_s: float,
+    cert: Path | None = None,
+    key: Path | None = None,
+    ca: Path | None = None,
+) -> str | None:
     """Return why a service does not serve, or None if it does.
 
-    `address` is `host:port` or `unix:/path`; an empty `service` means the whole process.
+    `address` is `host:port` or `unix:/path`; an empty `service` means the whole process. With `ca`
+    the call uses TLS, with the caller's certificate if there is one.
     """
-    with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+    try:
+        channel = _channel(address, _content(cert), _content(key), _content(ca))
+    except OSError as error:
+        return f"{error.filename} cannot be read: {error.strerror}"
+    with channel:
         try:
             answer = health_pb2_grpc.HealthStub(channel).Check(
                 health_pb2.HealthCheckRequest(service=service), timeout=timeout_s
@@ -22,6 +39,21 @@ def problem(address: str, service: str, timeout_s: float) -> str | None:
         return None
     status = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
     return f"{service or 'the process'} is {status}"
+
+
+def _content(path: Path | None) -> bytes | None:
+    return None if path is None else path.read_bytes()
+
+
+def _channel(address: str, cert: bytes | None, key: bytes | None, ca: bytes | None) -> grpc.Channel:
+    options: list[tuple[str, Any]] = [("grpc.enable_http_proxy", 0)]
+    if ca is None:
+        return grpc.insecure_channel(address, options=options)
+    if address.startswith("unix:"):
+        # gRPC would look for the socket's path in the certificate.
+        options.append(("grpc.ssl_target_name_override", SOCKET_NAME))
+    credentials = grpc.ssl_channel_credentials(ca, key, cert)
+    return grpc.secure_channel(address, credentials, options=options)
 
 
 def _reason(error: grpc.RpcError, service: str) -> str:

@@ -132,8 +132,9 @@ async def _announce(
     with start_status(console, loading) as show:
         # Without a key, /readyz does not list the drafters.
         drafters = 0 if settings.has_keys else len(settings.drafter)
-        await supervisor.settle(until_ready(stack.http_url, show, drafters))
+        await supervisor.settle(until_ready(stack.http_url, show, drafters, stack.ca))
     log.ready()
+    curl = "curl" if stack.ca is None else f"curl --cacert {stack.ca}"
     key = " -H 'authorization: Bearer KEY'" if settings.has_keys else ""
     console.print(
         f"""
@@ -143,7 +144,7 @@ Ready.
   health       {stack.http_url}/readyz
   drafters     dial {stack.verifier_address}
 
-  curl {stack.http_url}/v1/completions{key} -H 'content-type: application/json' \\
+  {curl} {stack.http_url}/v1/completions{key} -H 'content-type: application/json' \\
     -d '{{"model": "{settings.target}", "prompt": "def main(", "max_tokens": 64, "temperature": 0}}'
 """,
         markup=False,

@@ -20,6 +20,8 @@ from outrider.launch.supervisor import Child
 from outrider.process.config import Dtype, ScrapedSettings, ServiceSettings, load
 from outrider.process.cores import parse_cores
 from outrider.process.exposure import check_exposure
+from outrider.process.roles import Role
+from outrider.process.tls import Tls
 from outrider.process.usage import suggestion
 from verifier_svc.config import TargetSettings
 
@@ -173,6 +175,35 @@ class ServeSettings(TargetSettings, ServiceSettings):
         check_exposure([self.host], has_keys=self.has_keys, is_open=self.open)
         return self
 
+    certs: Path | None = None
+    """Directory of `outrider certs`: all processes then use mutual TLS, and the gateway's ports
+    TLS. With trust-draft-distributions the drafters get the role trusted-drafter."""
+
+    def files(self, role: str) -> dict[str, Path]:
+        """Certificate, key and authorities of a role by the names of settings; none without TLS."""
+        if self.certs is None:
+            return {}
+        pair = {"tls_cert": self.certs / f"{role}.pem", "tls_key": self.certs / f"{role}.key"}
+        return pair | {"tls_ca": self.certs / "ca.pem"}
+
+    @property
+    def drafter_role(self) -> str:
+        """The role of the drafters' certificate."""
+        role = Role.TRUSTED_DRAFTER if self.trust_draft_distributions else Role.DRAFTER
+        return role.value
+
+    @model_validator(mode="after")
+    def _check_certs(self) -> Self:
+        if self.certs is None:
+            return self
+        for role in (Role.VERIFIER.value, Role.GATEWAY.value, self.drafter_role):
+            try:
+                Tls.of(*self.files(role).values())
+            except OutriderError as error:
+                remedy = f"`outrider certs {self.certs}` makes the files"
+                raise ValueError(f"certs: {error.message}; {remedy}") from error
+        return self
+
     @model_validator(mode="after")
     def _check_redis(self) -> Self:
         if self.redis is None:
@@ -203,6 +234,8 @@ class Stack:
     http_url: str
     grpc_address: str
     verifier_address: str
+    ca: Path | None = None
+    """File with the authority of the gateway's certificate; None without TLS."""
 
 
 def plan_stack(settings: ServeSettings, socket_directory: Path) -> Stack:
@@ -213,11 +246,7 @@ def plan_stack(settings: ServeSettings, socket_directory: Path) -> Stack:
     http_port = _port("http_port", settings.host, settings.http_port)
     grpc_port = _port("grpc_port", settings.host, settings.grpc_port)
     verifier_port = _port("verifier_port", settings.verifier_host, settings.verifier_port)
-    # A verifier that listens on all addresses listens on the loopback interface too.
-    verifier_host = settings.verifier_host
-    if verifier_host == "0.0.0.0":
-        verifier_host = "127.0.0.1"
-    verifier = f"{verifier_host}:{verifier_port}"
+    verifier = f"{_dialled(settings.verifier_host)}:{verifier_port}"
     uds = socket_directory / "verifier.sock"
     specs = [DrafterSpec.parse(text) for text in settings.drafter]
     listen = f"{settings.verifier_host}:{verifier_port}"
@@ -228,8 +257,20 @@ def plan_stack(settings: ServeSettings, socket_directory: Path) -> Stack:
     ]
     for child in children:
         child.arguments += _service_arguments(settings)
-    http_url = f"http://{settings.host}:{http_port}"
-    return Stack(children, http_url, f"{settings.host}:{grpc_port}", verifier)
+    host = _dialled(settings.host)
+    scheme = "http" if settings.certs is None else "https"
+    ca = settings.files(Role.GATEWAY.value).get("tls_ca")
+    http_url = f"{scheme}://{host}:{http_port}"
+    return Stack(children, http_url, f"{host}:{grpc_port}", verifier, ca)
+
+
+def _dialled(host: str) -> str:
+    """The address at which this host's processes dial a server that listens on `host`.
+
+    One that listens on all addresses listens on the loopback interface too, which a certificate can
+    name.
+    """
+    return "127.0.0.1" if host == "0.0.0.0" else host
 
 
 def _service_arguments(settings: ServeSettings) -> list[str]:
@@ -253,7 +294,10 @@ def _verifier_arguments(
         "metrics_port": settings.metrics_port,
     }
     options |= {name: getattr(settings, name) for name in TargetSettings.model_fields}
-    return _flags(options)
+    if settings.certs is not None:
+        # The drafters' certificates say it.
+        options["trust_draft_distributions"] = False
+    return _flags(options | settings.files(Role.VERIFIER.value))
 
 
 def _free_cores(specs: list[DrafterSpec]) -> int:
@@ -286,7 +330,8 @@ def _drafters(
 
 def _common_options(settings: ServeSettings, spec: DrafterSpec) -> dict[str, str]:
     """Settings that a drafter takes over from the command, unless its own options replace them."""
-    options: dict[str, str] = {}
+    files = settings.files(settings.drafter_role)
+    options = {name: str(path) for name, path in files.items()}
     if spec.runs_model:
         options["dtype"] = settings.dtype
         # A model with cores of its own runs one thread on each.
@@ -335,6 +380,8 @@ def _flags(options: Mapping[str, object]) -> list[str]:
 def _gateway_arguments(
     settings: ServeSettings, verifier: str, http_port: int, grpc_port: int
 ) -> list[str]:
+    files: dict[str, Path] = settings.files(Role.GATEWAY.value)
+    public = {f"public_{name}": path for name, path in files.items() if name != "tls_ca"}
     return _flags(
         {
             "verifier": verifier,
@@ -348,6 +395,8 @@ def _gateway_arguments(
             "allowed_origins": settings.allowed_origins,
             "grpc_listen": f"{settings.host}:{grpc_port}",
         }
+        | files
+        | public
     )
 
 

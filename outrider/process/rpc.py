@@ -18,6 +18,9 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 from grpc_status import rpc_status
 
 from outrider.errors import DOMAIN, OutriderError, Reason
+from outrider.process.credentials import client_credentials, peer_of, server_credentials
+from outrider.process.roles import check_call
+from outrider.process.tls import Tls
 
 log = logging.getLogger(__name__)
 
@@ -59,11 +62,16 @@ CHANNEL_OPTIONS: list[tuple[str, Any]] = [
 ]
 
 
-def dial(address: str, credentials: grpc.ChannelCredentials | None = None) -> grpc.aio.Channel:
-    """A channel to `host:port` or `unix:/path`, with TLS if credentials are given."""
-    if credentials is not None:
-        return grpc.aio.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
-    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+def dial(address: str, tls: Tls | None = None) -> grpc.aio.Channel:
+    """A channel to `host:port` or `unix:/path`, with mutual TLS if files are given.
+
+    The files are read now; a channel keeps what they held. Raises OutriderError(INVALID_VALUE) if
+    they are bad.
+    """
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+    credentials, name = client_credentials(address, tls)
+    return grpc.aio.secure_channel(address, credentials, options=[*CHANNEL_OPTIONS, *name])
 
 
 def status_of(error: OutriderError) -> status_pb2.Status:
@@ -204,17 +212,26 @@ _UNPARSABLE = object()
 """Takes the place of a request whose bytes are not a message of the method's type."""
 
 
-class _ParseErrors(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # only the stubs are generic
-    """Answers requests that cannot be parsed with INVALID_ARGUMENT.
+class _Checks(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # only the stubs are generic
+    """Refuses calls that the peer's role may not make, and requests that cannot be parsed.
 
-    gRPC itself would log a traceback and answer UNKNOWN. The handler of a stream sees an
-    OutriderError(MALFORMED_REQUEST) where it reads.
+    gRPC itself would log a traceback and answer UNKNOWN for the latter. They are answered with
+    INVALID_ARGUMENT; the handler of a stream sees an OutriderError(MALFORMED_REQUEST) where it
+    reads.
     """
+
+    def __init__(self) -> None:
+        self.has_roles = False
+        """Whether every peer has TLS, and so a role."""
+
+    def _admit(self, method: str, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        if self.has_roles:
+            check_call(method, peer_of(context))
 
     async def intercept_service(
         self, continuation: Any, handler_call_details: grpc.HandlerCallDetails
     ) -> Any:
-        """The method's handler, made to refuse such requests."""
+        """The method's handler, made to refuse such calls and requests."""
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
@@ -225,7 +242,9 @@ class _ParseErrors(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # onl
         make = getattr(grpc, f"{kind}_rpc_method_handler")
         check = _checked_stream if handler.request_streaming else _checked
         deserializer = functools.partial(_parsed, handler.request_deserializer)
-        return make(_refusing(behaviour, check), deserializer, handler.response_serializer)
+        admit = functools.partial(self._admit, handler_call_details.method)
+        refusing = _refusing(behaviour, admit, check)
+        return make(refusing, deserializer, handler.response_serializer)
 
 
 def _parsed(parse: Callable[[bytes], Any], data: bytes) -> Any:
@@ -247,8 +266,10 @@ async def _checked_stream(requests: Any) -> AsyncIterator[Any]:
         yield _checked(request)
 
 
-def _refusing(behaviour: Callable[..., Any], check: Callable[[Any], Any]) -> Callable[..., Any]:
-    """The handler with checked requests.
+def _refusing(
+    behaviour: Callable[..., Any], admit: Callable[[Any], None], check: Callable[[Any], Any]
+) -> Callable[..., Any]:
+    """The handler behind `admit`, which takes the context, and with checked requests.
 
     It stays an asynchronous generator or a coroutine function: gRPC calls the two differently.
     """
@@ -256,6 +277,7 @@ def _refusing(behaviour: Callable[..., Any], check: Callable[[Any], Any]) -> Cal
 
         async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
             try:
+                admit(context)
                 async for response in behaviour(check(request), context):
                     yield response
             except OutriderError as error:
@@ -265,6 +287,7 @@ def _refusing(behaviour: Callable[..., Any], check: Callable[[Any], Any]) -> Cal
 
     async def answer(request: Any, context: Any) -> Any:
         try:
+            admit(context)
             return await behaviour(check(request), context)
         except OutriderError as error:
             await abort(context, error)
@@ -301,7 +324,8 @@ class Server:
         self.services = services
         self.ports: list[int] = []
         options = [*SERVER_OPTIONS, ("grpc.max_receive_message_length", max_request_bytes)]
-        self.grpc = grpc.aio.server(interceptors=[*interceptors, _ParseErrors()], options=options)
+        self._checks = _Checks()
+        self.grpc = grpc.aio.server(interceptors=[*interceptors, self._checks], options=options)
         # grpc-stubs lack it.
         self._health: Any = health.aio.HealthServicer()  # type: ignore[attr-defined]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
@@ -326,28 +350,28 @@ class Server:
         )
         self.grpc.add_generic_rpc_handlers((method,))
 
-    async def start(
-        self, *addresses: str, credentials: grpc.ServerCredentials | None = None
-    ) -> list[int]:
-        """Listen on each `host:port` or `unix:/path`, with TLS if credentials are given.
+    async def start(self, *addresses: str, tls: Tls | None = None) -> list[int]:
+        """Listen on each `host:port` or `unix:/path`, with TLS and roles if files are given.
 
         Returns the ports that were bound. Raises OutriderError(INVALID_VALUE) if an address cannot
-        be bound.
+        be bound or the files are bad.
         """
         await self.set_serving(False)
+        self._checks.has_roles = tls is not None
         for address in addresses:
             try:
-                self.ports.append(self._bind(address, credentials))
+                self.ports.append(self._bind(address, tls))
             except RuntimeError as cause:
                 message = f"cannot listen on {address}: {cause}"
                 raise OutriderError(Reason.INVALID_VALUE, message, "listen") from cause
         await self.grpc.start()
         return self.ports
 
-    def _bind(self, address: str, credentials: grpc.ServerCredentials | None) -> int:
-        if credentials is not None:
-            return self.grpc.add_secure_port(address, credentials)
-        return self.grpc.add_insecure_port(address)
+    def _bind(self, address: str, tls: Tls | None) -> int:
+        if tls is None:
+            return self.grpc.add_insecure_port(address)
+        # Credentials whose files change serve a single port.
+        return self.grpc.add_secure_port(address, server_credentials(tls))
 
     async def set_serving(self, serving: bool) -> None:
         """Set the health of every service and of the server as a whole (the empty name)."""

@@ -131,7 +131,9 @@ class Hello(_message.Message):
     CAPABILITIES_FIELD_NUMBER: _builtins.int
     MAX_SEQUENCE_COUNT_FIELD_NUMBER: _builtins.int
     drafter_id: _builtins.str
-    """Unique among connected drafters; 1 to 128 printable characters."""
+    """Unique among connected drafters; 1 to 128 printable characters. With mutual TLS it is the common
+    name of the drafter's certificate, or begins with that name and a slash.
+    """
     family: _builtins.str
     """The kind of drafter, such as "ngram" or "model"; 1 to 64 printable characters."""
     tokenizer_fingerprint: _builtins.str

@@ -90,6 +90,8 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """INTERNAL. The model computed logits that are not finite. Retry: never."""
     ERROR_REASON_INTERNAL: _ErrorReason.ValueType  # 26
     """INTERNAL. A defect of the server; its log has the details. Retry: backoff."""
+    ERROR_REASON_CERTIFICATE_NOT_ALLOWED: _ErrorReason.ValueType  # 27
+    """PERMISSION_DENIED. The role or the name in the caller's certificate forbids it. Retry: never."""
     ERROR_REASON_INVALID_API_KEY: _ErrorReason.ValueType  # 28
     """UNAUTHENTICATED. There is no API key, or it is unknown or expired. Retry: never."""
     ERROR_REASON_INSUFFICIENT_PERMISSIONS: _ErrorReason.ValueType  # 29
@@ -154,6 +156,8 @@ ERROR_REASON_LOGITS_NOT_FINITE: ErrorReason.ValueType  # 25
 """INTERNAL. The model computed logits that are not finite. Retry: never."""
 ERROR_REASON_INTERNAL: ErrorReason.ValueType  # 26
 """INTERNAL. A defect of the server; its log has the details. Retry: backoff."""
+ERROR_REASON_CERTIFICATE_NOT_ALLOWED: ErrorReason.ValueType  # 27
+"""PERMISSION_DENIED. The role or the name in the caller's certificate forbids it. Retry: never."""
 ERROR_REASON_INVALID_API_KEY: ErrorReason.ValueType  # 28
 """UNAUTHENTICATED. There is no API key, or it is unknown or expired. Retry: never."""
 ERROR_REASON_INSUFFICIENT_PERMISSIONS: ErrorReason.ValueType  # 29

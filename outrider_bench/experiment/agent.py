@@ -18,41 +18,28 @@ from outrider.errors import OutriderError
 from outrider.internal.v1 import agent_pb2_grpc
 from outrider.process import rpc
 from outrider.process.config import Settings, command
+from outrider.process.tls import TlsSettings
 from outrider.process.usage import invoke, refuse
 from outrider_bench.experiment.agent_service import SERVICE, AgentServicer
 from outrider_bench.experiment.machine import commit, this_machine
-from outrider_bench.experiment.tls import Tls, require_tls, split_address
+from outrider_bench.experiment.tls import require_tls, split_address
 
 _PROGRAM = "outrider agent"
 _ROOT = Path(__file__).parents[2]
 _MAX_REQUEST_BYTES = 2 * 1024 * 1024
 
 
-class AgentSettings(Settings):
+class AgentSettings(TlsSettings, Settings):
     """Start and stop Outrider's processes here for an experiment elsewhere, until Ctrl-C.
 
-    Every client that can connect can start processes, so an address beyond loopback needs mutual
-    TLS.
+    An address beyond loopback needs mutual TLS, since clients start processes; a client's
+    certificate must have the role operator.
     """
 
     model_config = SettingsConfigDict(env_prefix="OUTRIDER_AGENT_")
 
     listen: str = Field("127.0.0.1:7070")
     """host:port to serve on; port 0 takes any."""
-
-    tls_cert: Path | None = None
-    """PEM file with this agent's certificate, for the name or address that controllers dial."""
-
-    tls_key: Path | None = None
-    """PEM file with its key."""
-
-    tls_ca: Path | None = None
-    """PEM file with the authorities that signed the controllers' certificates."""
-
-    @property
-    def tls(self) -> Tls | None:
-        """The files, if named; raises OutriderError(INVALID_VALUE) if some are missing."""
-        return Tls.of(self.tls_cert, self.tls_key, self.tls_ca)
 
     @model_validator(mode="after")
     def _is_protected(self) -> Self:
@@ -93,8 +80,7 @@ async def serve(settings: AgentSettings) -> None:
     agent_pb2_grpc.add_AgentServiceServicer_to_server(servicer, server.grpc)
     try:
         tls = settings.tls
-        credentials = tls.server() if tls is not None else None
-        [port] = await server.start(settings.listen, credentials=credentials)
+        [port] = await server.start(settings.listen, tls=tls)
         await server.set_serving(True)
         host, _ = split_address("listen", settings.listen)
         protection = "mutual TLS" if tls is not None else "no TLS"

@@ -9,12 +9,12 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 from outrider.errors import invalid
+from outrider.process.tls import Tls
 from outrider_bench.experiment.compose_file import CORE
 from outrider_bench.experiment.containers import Project, containers
 from outrider_bench.experiment.hosts import Host
 from outrider_bench.experiment.remote import Hosts, check_hosts, remote_hosts
 from outrider_bench.experiment.spec import Experiment, drafters_of
-from outrider_bench.experiment.tls import Tls
 
 _LINK = "link-"
 

@@ -18,10 +18,11 @@ import grpc
 from outrider.errors import invalid
 from outrider.internal.v1 import agent_pb2, agent_pb2_grpc
 from outrider.process import rpc
+from outrider.process.tls import Tls, explain
 from outrider_bench.experiment.hosts import LOOPBACK, Host, Launch, LocalHost
 from outrider_bench.experiment.records import Machine
 from outrider_bench.experiment.spec import Experiment
-from outrider_bench.experiment.tls import Tls, is_loopback, require_tls, split_address
+from outrider_bench.experiment.tls import is_loopback, require_tls, split_address
 
 _CALL_S = 20.0
 """Longer than the 12 s that a process has to stop."""
@@ -78,10 +79,13 @@ class RemoteHost:
     Every method raises OSError with the reason when the agent refuses or the connection is lost.
     """
 
-    def __init__(self, name: str, address: str, channel: grpc.aio.Channel) -> None:
+    def __init__(
+        self, name: str, address: str, channel: grpc.aio.Channel, tls: Tls | None = None
+    ) -> None:
         self.name = name
         self.address = address
         self.channel = channel
+        self._tls = tls
         self._stub: Any = agent_pb2_grpc.AgentServiceStub(channel)
         self._lease: Any = self._stub.HoldMachine(
             agent_pb2.HoldMachineRequest(), wait_for_ready=False
@@ -148,7 +152,7 @@ class RemoteHost:
             raise self._failure(error) from error
 
     def _failure(self, error: grpc.aio.AioRpcError) -> OSError:
-        reason = rpc.error_of(error).message
+        reason = explain(rpc.error_of(error).message, self._tls)
         return ConnectionError(f"host {self.name}: {reason}")
 
 
@@ -208,10 +212,8 @@ async def remote_hosts(
     async with AsyncExitStack() as stack:
         hosts: dict[str, RemoteHost] = {}
         for name, address in addresses.items():
-            channel = await stack.enter_async_context(
-                rpc.dial(address, tls.channel() if tls is not None else None)
-            )
-            host = RemoteHost(name, split_address("hosts", address)[0], channel)
+            channel = await stack.enter_async_context(rpc.dial(address, tls))
+            host = RemoteHost(name, split_address("hosts", address)[0], channel, tls)
             stack.callback(host.release)
             await host.hold()
             if host.commit != commit:

@@ -20,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from outrider.errors import OutriderError, invalid
 from outrider.process.config import Settings, parse
+from outrider.process.tls import TlsSettings
 from outrider.process.usage import refuse
 from outrider_bench.experiment import machine, stack
 from outrider_bench.experiment.places import Places, Where, places
@@ -28,14 +29,13 @@ from outrider_bench.experiment.records import DRAFTED, IDLE, PLAIN, Folder
 from outrider_bench.experiment.remote import parse_hosts
 from outrider_bench.experiment.schedule import Runner, ways_of
 from outrider_bench.experiment.spec import Cell, Experiment, Target, load
-from outrider_bench.experiment.tls import Tls
 
 PROGRAM = "outrider experiment run"
 _INTERRUPTED = 130
 _ROOT = Path(__file__).parents[2]
 
 
-class RunSettings(Settings):
+class RunSettings(TlsSettings, Settings):
     """Measure the cells of an experiment file. FILE is the same as --file.
 
     A run that was interrupted goes on where it stopped when it is started again.
@@ -58,22 +58,8 @@ class RunSettings(Settings):
     hosts: str = ""
     """Addresses of `outrider agent` on the file's machines: a=10.0.0.2:7070,b=10.0.0.3:7070."""
 
-    tls_cert: Path | None = None
-    """PEM file with this machine's certificate, for agents beyond loopback."""
-
-    tls_key: Path | None = None
-    """PEM file with its key."""
-
-    tls_ca: Path | None = None
-    """PEM file with the authorities that signed the agents' certificates."""
-
     out: Path = Path("bench/out/experiments")
     """Directory for the results: a folder for each experiment, machine and commit."""
-
-    @property
-    def tls(self) -> Tls | None:
-        """The files, if named; raises OutriderError(INVALID_VALUE) if some are missing."""
-        return Tls.of(self.tls_cert, self.tls_key, self.tls_ca)
 
 
 def main(arguments: list[str]) -> int:

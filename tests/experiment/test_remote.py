@@ -11,53 +11,52 @@ import yaml
 from agents import OUTRIDER, ROOT, agent, listens, proxy, until
 
 from outrider.errors import OutriderError
+from outrider.launch.certs import run
+from outrider.process.tls import Tls
 from outrider_bench.experiment.records import Folder, Measurement
 from outrider_bench.experiment.remote import check_hosts, remote_hosts
 from outrider_bench.experiment.spec import Experiment
-from outrider_bench.experiment.tls import Tls
-
-
-def openssl(directory: Path, words: str) -> None:
-    subprocess.run(["openssl", *words.split()], cwd=directory, check=True, capture_output=True)
 
 
 def authority(directory: Path) -> Path:
-    """A new directory with an authority and a certificate that it signed for 127.0.0.1."""
-    directory.mkdir()
-    new = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2"
-    openssl(directory, f"{new} -keyout ca.key -out ca.pem -subj /CN=authority")
-    signed = "-CA ca.pem -CAkey ca.key -addext subjectAltName=IP:127.0.0.1 -subj /CN=agent"
-    openssl(directory, f"{new} {signed} -keyout key.pem -out cert.pem")
+    """A new directory with an authority and its certificates for an agent and an operator."""
+    for kind in ("agent", "operator", "drafter"):
+        assert run(directory, ["127.0.0.1"], [kind], None, 2, False) == 0
     return directory
 
 
-def tls_of(directory: Path, ca: Path | None = None) -> Tls:
-    return Tls(directory / "cert.pem", directory / "key.pem", (ca or directory) / "ca.pem")
+def tls_of(directory: Path, kind: str, ca: Path | None = None) -> Tls:
+    return Tls(directory / f"{kind}.pem", directory / f"{kind}.key", (ca or directory) / "ca.pem")
 
 
 def flags_of(tls: Tls) -> list[str]:
     return ["--tls-cert", str(tls.cert), "--tls-key", str(tls.key), "--tls-ca", str(tls.ca)]
 
 
-async def test_mutual_tls_lets_in_only_who_has_a_certificate(tmp_path: Path) -> None:
+async def test_mutual_tls_lets_in_only_operators_of_the_authority(tmp_path: Path) -> None:
     ours, others = authority(tmp_path / "ours"), authority(tmp_path / "others")
     launch, port = proxy()
-    async with agent(*flags_of(tls_of(ours))) as near:
+    strangers = {
+        "tls-cert, tls-key and tls-ca are not given": None,
+        "no authority in .* has signed": tls_of(others, "operator", ca=ours),
+        "role drafter .* may not call .*HoldMachine": tls_of(ours, "drafter"),
+    }
+    async with agent(*flags_of(tls_of(ours, "agent"))) as near:
         addresses = {"near": near.address}
-        for stranger in (None, tls_of(others, ca=ours)):
-            with pytest.raises(OSError, match="host near"):
+        for reason, stranger in strangers.items():
+            with pytest.raises(OSError, match=f"host near: .*{reason}"):
                 async with remote_hosts(addresses, stranger, near.commit):
                     pass
-        async with remote_hosts(addresses, tls_of(ours), near.commit) as hosts:
+        async with remote_hosts(addresses, tls_of(ours, "operator"), near.commit) as hosts:
             await hosts.remote["near"].start(launch)
             await until(lambda: listens(port))
 
 
 async def test_a_controller_refuses_an_agent_of_another_authority(tmp_path: Path) -> None:
     ours, others = authority(tmp_path / "ours"), authority(tmp_path / "others")
-    async with agent(*flags_of(tls_of(others, ca=ours))) as near:
-        with pytest.raises(OSError, match="host near"):
-            async with remote_hosts({"near": near.address}, tls_of(ours), near.commit):
+    async with agent(*flags_of(tls_of(others, "agent", ca=ours))) as near:
+        with pytest.raises(OSError, match="host near: the peer's certificate is refused: unable"):
+            async with remote_hosts({"near": near.address}, tls_of(ours, "operator"), near.commit):
                 pass
 
 
@@ -77,8 +76,8 @@ BAD_FLAGS = [
         "listen 0.0.0.0:7070 is not on loopback, so it needs mutual TLS",
     ),
     (["--listen", "7070"], "listen must be host:port with a port of at most 65535, not '7070'"),
-    (["--tls-cert", "x"], "tls_key must be given too"),
-    (["--tls-cert", "x", "--tls-key", "x", "--tls-ca", "x"], "tls_cert x is not a file"),
+    (["--tls-cert", "x"], "tls-key must be given too"),
+    (["--tls-cert", "x", "--tls-key", "x", "--tls-ca", "x"], "tls-cert x cannot be read"),
 ]
 
 

@@ -310,13 +310,8 @@ class Traffic:
                 sink(argument)
 
         self.model = SmallTarget(self.probs, self.page_count, self.page_size)
-        limits = Limits(
-            self.policy,
-            self.max_batch_tokens,
-            self.concurrent,
-            2 * self.concurrent,
-            draft_trees=self.trees,
-        )
+        limits = Limits(self.policy, self.max_batch_tokens, self.concurrent, 2 * self.concurrent)
+        limits = replace(limits, draft_trees=self.trees)
         self.engine = Engine(
             self.model,
             PagePool(self.page_count, self.page_size),

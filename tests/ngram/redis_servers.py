@@ -12,12 +12,15 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import redis
 
 from drafter_svc.pools.redis_server import RedisServer
+from outrider.launch.certs import Authority
+from outrider.process.tls import Tls
 
 OPERATIONS = (Path(__file__).parents[2] / "docs/operations.md").read_text()
 PASSWORD = "correct horse"
@@ -47,20 +50,23 @@ def free_port() -> int:
 class Certificates:
     """An authority, and a certificate for 127.0.0.1 that it signed."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, clients: bool = False) -> None:
+        """`clients` says whether a server asks its clients for certificates."""
         directory.mkdir(parents=True, exist_ok=True)
-        self.ca = directory / "ca.crt"
-        self.key = directory / "server.key"
-        self.certificate = directory / "server.crt"
-        ca_key = directory / "ca.key"
-        new = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2"
-        authority = ["-keyout", ca_key, "-out", self.ca, "-subj", "/CN=authority"]
-        server = ["-keyout", self.key, "-out", self.certificate, "-subj", "/CN=server"]
-        signed = ["-CA", self.ca, "-CAkey", ca_key]
-        for extension in ("subjectAltName=IP:127.0.0.1", "basicConstraints=CA:FALSE"):
-            signed += ["-addext", extension]
-        for arguments in (authority, [*server, *signed]):
-            subprocess.run([*new.split(), *arguments], check=True, capture_output=True)
+        self.directory = directory
+        self.clients = clients
+        self.authority = Authority.new()
+        self.authority.write(directory)
+        self.ca = directory / "ca.pem"
+        own = self.issue("redis")
+        self.key = own.key
+        self.certificate = own.cert
+
+    def issue(self, kind: str, hours: float = 24, authority: Authority | None = None) -> Tls:
+        """Write a certificate, which another authority may have signed."""
+        signer = authority or self.authority
+        signer.write_issued(self.directory, kind, kind, [], timedelta(hours=hours))
+        return Tls(self.directory / f"{kind}.pem", self.directory / f"{kind}.key", self.ca)
 
 
 class RedisProcess:
@@ -95,7 +101,7 @@ class RedisProcess:
         return [
             "port 0",
             f"tls-port {self.port}",
-            "tls-auth-clients no",
+            f"tls-auth-clients {'yes' if self._tls.clients else 'no'}",
             "tls-replication yes",
             "tls-cluster yes",
             f"tls-cert-file {self._tls.certificate}",
@@ -113,6 +119,7 @@ class RedisProcess:
         tls: dict[str, Any] = {}
         if self._tls is not None:
             tls = {"ssl": True, "ssl_ca_certs": str(self._tls.ca)}
+            tls |= {"ssl_certfile": self._tls.certificate, "ssl_keyfile": self._tls.key}
         return redis.Redis(port=self.port, host="127.0.0.1", protocol=2, **tls)
 
     def kill(self) -> None:

@@ -12,6 +12,7 @@ NAMED = (
     "README.md",
     "CHANGELOG.md",
     "DECISIONS.md",
+    "SECURITY.md",
     "bench/results/README.md",
     "clients/browser/README.md",
     "compose/README.md",
@@ -29,9 +30,11 @@ CLIENTS |= {"temperature", "tokenizer"}
 """Flags of `vllm bench serve` and `guidellm run` that the pages name."""
 DOCKERS = {"build", "detach", "force-recreate", "profile", "pull", "scale", "volumes"}
 """Flags of `docker compose` that the pages name."""
+CERTS = {"days", "name", "new-authority", "role"}
+"""Flags of `outrider certs` that are not settings."""
 EXPERIMENTS = {"json", "validate"}
 """Flags of `outrider advise` and `outrider experiment predict` that are not settings."""
-CURLS = {"data-binary", "list-services", "protocol", "schema"}
+CURLS = {"cacert", "data-binary", "list-services", "protocol", "schema"}
 """Flags of `curl` and `buf curl` that the pages name."""
 
 
@@ -46,6 +49,7 @@ def setting_flags() -> frozenset[str]:
         "outrider/launch/stack.py",
         "outrider/process/config.py",
         "outrider/process/key_file.py",
+        "outrider/process/tls.py",
         "outrider_bench/__main__.py",
         *(f"outrider_bench/experiment/{name}.py" for name in ("advise", "agent", "profile", "run")),
         "outrider_bench/simulator/scenario.py",
@@ -99,7 +103,8 @@ def test_every_flag_on_a_page_belongs_to_a_command(path: Path) -> None:
         "transcript",
     }
     fleet = {"compare", "out", "rates", "processes"}
-    assert named <= setting_flags() | others | fleet | EXPERIMENTS | CLIENTS | DOCKERS | CURLS
+    ours = setting_flags() | others | fleet | CERTS | EXPERIMENTS
+    assert named <= ours | CLIENTS | DOCKERS | CURLS
 
 
 def test_the_readme_opens_with_the_three_commands() -> None:

@@ -15,6 +15,7 @@ from verifier_svc.config import VerifierSettings
 
 COMPOSE = Path(__file__).parents[2] / "compose"
 TEXT = (COMPOSE / "compose.yaml").read_text()
+TLS_TEXT = (COMPOSE / "tls.yaml").read_text()
 SERVICES: dict[str, dict[str, Any]] = yaml.safe_load(TEXT)["services"]
 SETTINGS: dict[str, list[type[Settings]]] = {
     "VERIFIER": [VerifierSettings],
@@ -70,7 +71,7 @@ def test_only_redis_and_ngram_drafters_share_secrets_and_a_network() -> None:
 
 
 def test_every_variable_is_a_setting_of_its_process() -> None:
-    files = TEXT + (COMPOSE / "Dockerfile").read_text()
+    files = TEXT + TLS_TEXT + (COMPOSE / "Dockerfile").read_text()
     variable = r"^ +(?:ENV )?OUTRIDER_(VERIFIER|DRAFTER|GATEWAY)_([A-Z_]+)[:=]"
     named = set(re.findall(variable, files, re.MULTILINE))
     assert len(named) > 20
@@ -82,7 +83,19 @@ def test_every_variable_is_a_setting_of_its_process() -> None:
 
 
 def test_every_variable_is_in_the_readme() -> None:
-    variables = set(re.findall(r"\$\{([A-Z_]+):-", TEXT))
+    variables = set(re.findall(r"\$\{([A-Z_]+):-", TEXT + TLS_TEXT))
     variables |= set(re.findall(r"^ +([A-Z_]+):$", TEXT, re.MULTILINE))
     readme = (COMPOSE / "README.md").read_text()
     assert [name for name in variables if f"`{name}`" not in readme] == []
+
+
+def test_with_tls_every_service_gets_the_files_of_its_own_role_alone() -> None:
+    services: dict[str, dict[str, Any]] = yaml.safe_load(TLS_TEXT)["services"]
+    own = {name for name in SERVICES if re.match(r"gateway|verifier|drafter", name)}
+    assert set(services) == own | {"redis"}
+    for name, service in services.items():
+        role = name.partition("-")[0]
+        [volume] = service["volumes"]
+        assert volume == f"${{OUTRIDER_CERTS:-./certs}}/{role}:/run/outrider/certs:ro"
+        named = set(re.findall(r"/run/outrider/certs/([a-z.]+)", str(service)))
+        assert named == {"ca.pem", f"{role}.pem", f"{role}.key"}

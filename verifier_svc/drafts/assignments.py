@@ -25,16 +25,15 @@ _LONG_MEMORY = 0.99
 _KNOWN_POSITIONS = 16
 
 
-def new_assignment(sequence: Sequence, drafter: Drafter, *, trusted: bool) -> Assignment:
-    """An assignment of which the drafter knows nothing yet.
-
-    `trusted` says whether the verifier trusts drafters' distributions.
-    """
+def new_assignment(sequence: Sequence, drafter: Drafter) -> Assignment:
+    """An assignment of which the drafter knows nothing yet."""
     limit = sequence.max_draft_tokens
     reach = min(_AHEAD * limit + 1, drafter.hello.max_draft_tokens)
     length = len(sequence.tokens)
     trie = Trie(length, Window(token_count=_TOKENS_PER_DEPTH * reach, depth=reach))
-    distribution = choose_distribution(sequence.request, drafter.hello.distributions, trusted)
+    distribution = choose_distribution(
+        sequence.request, drafter.hello.distributions, drafter.trusted
+    )
     kind = _kind(sequence)
     drafter_rate = drafter.rates.get(kind)
     if drafter_rate is None:

@@ -59,12 +59,20 @@ class DraftExchange:
 
     # --- drafters come and go ---
 
-    def join(self, hello: Hello, sink: Callable[[StepBatch | OutriderError], None]) -> Drafter:
+    def join(
+        self,
+        hello: Hello,
+        sink: Callable[[StepBatch | OutriderError], None],
+        *,
+        trusted: bool | None = None,
+    ) -> Drafter:
         """Register a drafter and assign it the admitted sequences that have none of its family.
 
-        Raises as `Roster.join` does.
+        `trusted` says whether its distributions count; None leaves that to the setting. Raises as
+        `Roster.join` does.
         """
         drafter = Drafter(hello, sink)
+        drafter.trusted = self._trust_distributions if trusted is None else trusted
         own_cores = self._own_cores
         drafter.on_target_cores = own_cores is not None and drafter.shares_cores(own_cores)
         self.roster.join(drafter)
@@ -110,7 +118,7 @@ class DraftExchange:
         if sequence.max_draft_tokens == 0:
             return
         for drafter in self.roster.choose(sequence.request.speculation, sequence.assignments):
-            assignment = new_assignment(sequence, drafter, trusted=self._trust_distributions)
+            assignment = new_assignment(sequence, drafter)
             sequence.assignments[drafter.id] = assignment
             wanted = self._planner.first_draft_tokens(sequence, assignment, self.plan)
             assignment.asked = wanted > 0

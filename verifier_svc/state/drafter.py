@@ -35,6 +35,8 @@ class Drafter:
     sequence_ids: set[int] = field(default_factory=set)
     last_sequence_id: int = 0
     """The highest sequence id that was ever announced to it."""
+    trusted: bool = False
+    """Whether the distributions that it claims count, so that it may sample its drafts."""
     on_target_cores: bool = False
     """Whether it computes on cores that the target computes on."""
     busy_until: float = 0.0

@@ -15,6 +15,7 @@ import grpc
 
 from outrider.errors import OutriderError, Reason
 from outrider.messages import Hello, StepBatch
+from outrider.process.roles import Peer, Role
 from outrider.v1 import drafts_pb2, verifier_pb2
 from outrider.wire import drafts as wire_drafts
 from verifier_svc.engine.engine_thread import EngineThread
@@ -43,11 +44,14 @@ class DraftStream:
         requests: Requests,
         context: Context,
         model: verifier_pb2.GetModelResponse,
+        peer: Peer | None = None,
     ) -> None:
+        """`peer` is the drafter by its certificate; None without TLS."""
         self._engine = engine
         self._requests = requests
         self._context = context
         self._model = model
+        self._peer = peer
         self._unsent: asyncio.Queue[verifier_pb2.StreamDraftsResponse] = asyncio.Queue()
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -58,12 +62,13 @@ class DraftStream:
         slowly, or if the verifier stops.
         """
         hello = await self._receive_hello()
+        trusted = None if self._peer is None else self._peer.role is Role.TRUSTED_DRAFTER
         joined: list[Drafter] = []
         drafting = self._engine.engine.drafting
 
         def join() -> None:
             """Register the drafter, on the engine's thread. Raises OutriderError."""
-            joined.append(drafting.join(hello, self._sink))
+            joined.append(drafting.join(hello, self._sink, trusted=trusted))
 
         def leave() -> None:
             """Remove the drafter, on the engine's thread, if it was registered."""
@@ -113,6 +118,8 @@ class DraftStream:
         if first.WhichOneof("message") != "hello":
             raise _violation("the first message must be a Hello")
         hello = wire_drafts.hello_from_proto(first.hello)
+        if self._peer is not None:
+            self._peer.check_id("hello.drafter_id", hello.drafter_id)
         expected = self._model.tokenizer_fingerprint
         if hello.tokenizer_fingerprint != expected:
             field = "hello.tokenizer_fingerprint"

@@ -22,6 +22,7 @@ from outrider.internal.v1 import token_streams_pb2, token_streams_pb2_grpc
 from outrider.messages import TokenChunk
 from outrider.model_info import DrafterInfo, ModelInfo, Stage
 from outrider.process import telemetry
+from outrider.process.credentials import peer_of
 from outrider.process.rpc import reports_errors
 from outrider.process.tasks import watch
 from outrider.v1 import verifier_pb2, verifier_pb2_grpc
@@ -218,8 +219,9 @@ class VerifierServicer(
         self, request_iterator: AsyncIterator[verifier_pb2.StreamDraftsRequest], context: Context
     ) -> None:
         """Serve one drafter's stream until it leaves."""
+        model = wire_model.model_to_proto(self.info)
         stream = DraftStream(
-            self._ready(), aiter(request_iterator), context, wire_model.model_to_proto(self.info)
+            self._ready(), aiter(request_iterator), context, model, peer_of(context)
         )
         self._streams.add(stream)
         try:

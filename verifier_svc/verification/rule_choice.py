@@ -37,7 +37,7 @@ def choose_distribution(
 ) -> DraftDistribution:
     """How a drafter is to choose its tokens for a request.
 
-    `offered` are the ways that it can; `trusted` is the verifier's flag.
+    `offered` are the ways that it can; `trusted` says whether its distributions count.
     """
     if request.sampling.greedy:
         return DraftDistribution.ONE_HOT

@@ -1,0 +1,161 @@
+"""The gateway's HTTP and gRPC ports: TLS, and clients' certificates where they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc
+import httpx
+import pytest
+from gateway_rig import TARGET, echo
+from scripted_verifier import Script, ScriptedVerifier, ready, serve_verifier
+from sites import Site, until
+
+from gateway.config import GatewaySettings
+from gateway.metrics import Metrics
+from gateway.prompts import Prompts
+from gateway.server import Gateway, running
+from outrider.errors import Reason
+from outrider.process import rpc
+from outrider.process.tls import Tls, explain
+from outrider.v1 import generation_pb2, generation_pb2_grpc
+
+BODY = {"prompt": "def main(", "max_tokens": 4}
+
+
+@asynccontextmanager
+async def gateway(site: Site, *, ask: bool, verifier_port: int = 1) -> AsyncIterator[Gateway]:
+    """A gateway with TLS, which asks clients for certificates or does not."""
+    served, mine = site.issue("gateway", "public"), site.issue("gateway")
+    settings = GatewaySettings(
+        verifier=[f"127.0.0.1:{verifier_port}"],
+        tokenizer=TARGET,
+        http_port=0,
+        grpc_listen="127.0.0.1:0",
+        drain_seconds=0,
+        public_tls_cert=served.cert,
+        public_tls_key=served.key,
+        public_tls_ca=site.ca if ask else None,
+        tls_cert=mine.cert,
+        tls_key=mine.key,
+        tls_ca=mine.ca,
+    )
+    async with running(settings, Metrics()) as made:
+        yield made
+
+
+async def status(made: Gateway, site: Site, tls: Tls | None) -> int | str:
+    """The status of GET /livez; "refused" if the handshake failed."""
+    try:
+        async with httpx.AsyncClient(base_url=made.http_url, verify=site.context(tls)) as client:
+            response = await client.get("/livez")
+            return response.status_code
+    except httpx.TransportError:
+        return "refused"
+
+
+async def outcome(made: Gateway, tls: Tls | None, site: Site) -> grpc.aio.AioRpcError:
+    """How GenerateText ends. There is no verifier, so it never succeeds."""
+    trusting = grpc.ssl_channel_credentials(site.ca.read_bytes())
+    channel = grpc.aio.secure_channel(made.grpc_address, trusting)
+    if tls is not None:
+        channel = rpc.dial(made.grpc_address, tls)
+    async with channel:
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        request = generation_pb2.GenerateTextRequest(prompt="x", max_tokens=1)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async for _ in stub.GenerateText(request, timeout=10):
+                pass
+    return caught.value
+
+
+async def test_clients_need_no_certificate_unless_it_is_asked_for(site: Site) -> None:
+    async with gateway(site, ask=False) as made:
+        assert made.http_url.startswith("https://")
+        assert await status(made, site, None) == 200
+        assert str((await outcome(made, None, site)).details()).startswith("verifier 127.0.0.1:1 ")
+
+
+async def test_plain_http_is_refused_where_tls_is_on(site: Site) -> None:
+    async with gateway(site, ask=False) as made, httpx.AsyncClient() as client:
+        with pytest.raises(httpx.TransportError):
+            await client.get(made.http_url.replace("https", "http") + "/livez")
+
+
+async def test_a_client_without_a_certificate_is_told_so(site: Site) -> None:
+    async with gateway(site, ask=True) as made:
+        assert (await outcome(made, None, site)).code() is grpc.StatusCode.UNAVAILABLE
+        async with httpx.AsyncClient(verify=site.context(None)) as client:
+            response = await client.post(f"{made.http_url}/v1/completions", json=BODY)
+    assert response.status_code == 403
+    assert "requires a client certificate" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(("hours", "foreign"), [(1.0, True), (-1.0, False)])
+async def test_a_foreign_or_expired_certificate_ends_the_handshake(
+    site: Site, hours: float, foreign: bool
+) -> None:
+    async with gateway(site, ask=True) as made:
+        tls = site.issue("client", hours=hours, foreign=foreign)
+        assert await status(made, site, tls) == "refused"
+        error = await outcome(made, tls, site)
+        assert error.code() is grpc.StatusCode.UNAVAILABLE
+        reason = "no authority in" if foreign else "client.pem has expired"
+        assert reason in explain(str(error.details()), tls)
+
+
+@pytest.mark.parametrize(
+    ("role", "admitted"),
+    [
+        ("client", True),
+        ("operator", True),
+        ("drafter", False),
+        ("gateway", False),
+    ],
+)
+async def test_clients_and_operators_are_let_in(site: Site, role: str, admitted: bool) -> None:
+    async with gateway(site, ask=True) as made:
+        mine = site.issue(role, "caller")
+        error = rpc.error_of(await outcome(made, mine, site))
+        if admitted:
+            assert await status(made, site, mine) == 200
+            assert error.reason in (Reason.NOT_READY, Reason.VERIFIER_UNAVAILABLE)
+            return
+        assert error.reason is Reason.CERTIFICATE_NOT_ALLOWED
+        assert f"role {role} ('caller') may not call outrider.v1.Generation" in error.message
+        async with httpx.AsyncClient(verify=site.context(mine)) as client:
+            response = await client.post(f"{made.http_url}/v1/completions", json=BODY)
+        assert response.status_code == 403
+        refusal = response.json()["error"]
+        assert refusal["code"] == "certificate_not_allowed"
+        assert f"role {role} ('caller') may not call the gateway's HTTP API" in refusal["message"]
+
+
+async def test_a_renewed_certificate_is_shown_without_a_restart(site: Site) -> None:
+    async with gateway(site, ask=True) as made:
+        mine = site.issue("client")
+        ports = [int(made.http_url.rpartition(":")[2]), int(made.grpc_address.rpartition(":")[2])]
+        first = [await site.serial(port, mine) for port in ports]
+        assert first[0] == first[1]
+        renewed = site.issue("gateway", "public")
+        second = [await site.serial(port, mine) for port in ports]
+        assert second[0] == second[1] != first[0]
+        renewed.key.write_bytes(mine.key.read_bytes())
+        assert [await site.serial(port, mine) for port in ports] == second
+        assert await status(made, site, mine) == 200
+
+
+async def test_a_request_passes_over_tls_from_the_client_to_the_verifier(site: Site) -> None:
+    script = Script(ready(Prompts(TARGET).fingerprint), echo)
+    server = rpc.Server("outrider.v1.VerifierService")
+    serve_verifier(ScriptedVerifier(script), server.grpc)
+    [port] = await server.start("127.0.0.1:0", tls=site.issue("verifier"))
+    async with (
+        gateway(site, ask=False, verifier_port=port) as made,
+        httpx.AsyncClient(base_url=made.http_url, verify=site.context(None)) as client,
+    ):
+        await until(lambda: made.router.ready)
+        response = await client.post("/v1/completions", json=BODY)
+    await server.stop(0)
+    assert response.json()["choices"][0]["text"].startswith("def main(")

@@ -1,0 +1,103 @@
+"""Settings of TLS: they go together, and `outrider serve` gives each process its role's files."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+from sites import Site
+
+from gateway.config import GatewaySettings
+from outrider.launch.health import problem
+from outrider.launch.stack import ServeSettings, plan_stack
+from outrider.process import rpc
+from verifier_svc.config import VerifierSettings
+
+
+def files(site: Site, kind: str) -> dict[str, Path]:
+    tls = site.issue(kind)
+    return {"tls_cert": tls.cert, "tls_key": tls.key, "tls_ca": site.ca}
+
+
+def test_the_three_files_go_together(site: Site) -> None:
+    given = files(site, "verifier")
+    for name in given:
+        rest = {other: path for other, path in given.items() if other != name}
+        with pytest.raises(ValidationError, match=f"{name.replace('_', '-')} must be given too"):
+            VerifierSettings(target="x", **rest)
+
+
+def test_a_key_of_another_certificate_is_refused(site: Site) -> None:
+    given = files(site, "verifier") | {"tls_key": site.issue("gateway").key}
+    with pytest.raises(ValidationError, match=r"tls-key .*gateway.key does not belong to .*verif"):
+        VerifierSettings(target="x", **given)
+
+
+def test_a_file_without_certificates_is_refused(site: Site) -> None:
+    given = files(site, "verifier") | {"tls_ca": site.issue("gateway").key}
+    with pytest.raises(ValidationError, match=r"tls-ca .*gateway.key holds no PEM certificates"):
+        VerifierSettings(target="x", **given)
+
+
+def test_the_public_certificate_needs_its_key(site: Site) -> None:
+    cert = site.issue("gateway").cert
+    with pytest.raises(ValidationError, match="public-tls-key must be given too"):
+        GatewaySettings(verifier=["a:1"], tokenizer="x", public_tls_cert=cert)
+    with pytest.raises(ValidationError, match="public-tls-cert must be given too"):
+        GatewaySettings(verifier=["a:1"], tokenizer="x", public_tls_ca=site.ca)
+
+
+def test_with_tls_the_role_says_whom_to_trust(site: Site) -> None:
+    with pytest.raises(ValidationError, match="certificates with the role trusted-drafter"):
+        VerifierSettings(target="x", trust_draft_distributions=True, **files(site, "verifier"))
+
+
+@pytest.mark.parametrize(("trust", "role"), [(False, "drafter"), (True, "trusted-drafter")])
+def test_serve_gives_each_process_the_files_of_its_role(
+    site: Site, trust: bool, role: str, tmp_path: Path
+) -> None:
+    for kind in ("verifier", "gateway", role):
+        site.issue(kind)
+    ports = {"http_port": 0, "grpc_port": 0, "verifier_port": 0}
+    settings = ServeSettings(
+        target="x",
+        drafter=["ngram"],
+        certs=site.folder,
+        trust_draft_distributions=trust,
+        host="0.0.0.0",
+        **ports,
+    )
+    stack = plan_stack(settings, tmp_path)
+    for child, kind in zip(stack.children, ("verifier", role, "gateway"), strict=True):
+        at = child.arguments.index("--tls-cert")
+        assert child.arguments[at + 1 : at + 6 : 2] == [
+            str(site.folder / name) for name in (f"{kind}.pem", f"{kind}.key", "ca.pem")
+        ]
+        assert "--trust-draft-distributions" not in child.arguments
+    assert "--public-tls-cert" in stack.children[-1].arguments
+    assert stack.http_url.startswith("https://127.0.0.1:")
+    assert stack.ca == site.ca
+
+
+def test_serve_says_how_to_make_missing_certificates(tmp_path: Path) -> None:
+    with pytest.raises(ValidationError, match=r"tls-cert .*verifier.pem cannot be read: No such"):
+        ServeSettings(target="x", certs=tmp_path)
+    with pytest.raises(ValidationError, match=r"`outrider certs .*` makes the files"):
+        ServeSettings(target="x", certs=tmp_path)
+
+
+async def test_health_is_asked_over_tls_by_any_role(site: Site) -> None:
+    server = rpc.Server("outrider.v1.VerifierService")
+    socket = f"unix:{site.folder}/verifier.sock"
+    [port, _] = await server.start("127.0.0.1:0", socket, tls=site.issue("verifier"))
+    await server.set_serving(True)
+    mine = site.issue("drafter")
+    for address in (f"127.0.0.1:{port}", socket):
+        ask = [address, "", 5.0, mine.cert, mine.key, site.ca]
+        assert await asyncio.to_thread(problem, *ask) is None
+        refused = await asyncio.to_thread(problem, address, "", 5.0)
+        assert refused is not None
+        assert "UNAVAILABLE" in refused
+    await server.stop(0)

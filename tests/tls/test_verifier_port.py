@@ -1,0 +1,285 @@
+"""The verifier's port lets in certificates of the authority, and each role to its own calls."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+import pytest
+from sites import FINGERPRINT, Site, until, verifier
+
+from gateway.routing import Replica
+from outrider.drafter.serve import own_id
+from outrider.drafter.strategy import GuessStrategy
+from outrider.drafter.stream import DraftStream, Observer
+from outrider.errors import OutriderError, Reason
+from outrider.internal.v1 import token_streams_pb2, token_streams_pb2_grpc
+from outrider.messages import DraftDistribution, Hello
+from outrider.process import rpc
+from outrider.process.tls import Tls, explain
+from outrider.v1 import drafts_pb2, verifier_pb2, verifier_pb2_grpc
+
+Call = Callable[[grpc.aio.Channel], Awaitable[Any]]
+
+
+async def get_model(channel: grpc.aio.Channel) -> Any:
+    stub = verifier_pb2_grpc.VerifierServiceStub(channel)
+    return await stub.GetModel(verifier_pb2.GetModelRequest(), timeout=10)
+
+
+async def generate_tokens(channel: grpc.aio.Channel) -> Any:
+    request = verifier_pb2.GenerateTokensRequest(prompt_token_ids=[1], max_tokens=2)
+    call = verifier_pb2_grpc.VerifierServiceStub(channel).GenerateTokens(request, timeout=10)
+    return [part async for part in call]
+
+
+async def stream_tokens(channel: grpc.aio.Channel) -> Any:
+    request = token_streams_pb2.StreamTokensRequest(
+        call_id=1,
+        generate=verifier_pb2.GenerateTokensRequest(prompt_token_ids=[1], max_tokens=2),
+    )
+    stub: Any = token_streams_pb2_grpc.TokenStreamServiceStub(channel)
+    call = stub.StreamTokens(iter([request]), timeout=10)
+    return await call.read()
+
+
+def stream_drafts(drafter_id: str) -> Call:
+    async def call(channel: grpc.aio.Channel) -> Any:
+        stub: Any = verifier_pb2_grpc.VerifierServiceStub(channel)
+        stream = stub.StreamDrafts(timeout=10)
+        hello = drafts_pb2.Hello(
+            drafter_id=drafter_id,
+            family="raw",
+            tokenizer_fingerprint=FINGERPRINT,
+            max_draft_tokens=4,
+        )
+        try:
+            await stream.write(verifier_pb2.StreamDraftsRequest(hello=hello))
+        except asyncio.InvalidStateError:
+            # The call has ended; reading raises its status.
+            pass
+        return await stream.read()
+
+    return call
+
+
+async def outcome(address: str, tls: Tls | None, call: Call) -> OutriderError | None:
+    """The error of a call with these files; None if it was answered."""
+    async with rpc.dial(address, tls) as channel:
+        try:
+            await call(channel)
+        except grpc.aio.AioRpcError as failure:
+            error = rpc.error_of(failure)
+            error.message = explain(error.message, tls)
+            return error
+    return None
+
+
+CALLS: dict[str, Call] = {
+    "GetModel": get_model,
+    "GenerateTokens": generate_tokens,
+    "StreamTokens": stream_tokens,
+    "StreamDrafts": stream_drafts("drafter/1"),
+}
+MAY = {
+    "gateway": {"GetModel", "GenerateTokens", "StreamTokens"},
+    "operator": {"GetModel", "GenerateTokens"},
+    "drafter": {"GetModel", "StreamDrafts"},
+    "client": set[str](),
+    "verifier": set[str](),
+}
+
+
+@pytest.mark.parametrize("role", MAY)
+async def test_a_role_makes_its_own_calls_and_no_other(site: Site, role: str) -> None:
+    async with verifier(site.issue("verifier")) as (address, _):
+        mine = site.issue(role)
+        for name, call in CALLS.items():
+            error = await outcome(address, mine, call)
+            if name in MAY[role]:
+                assert error is None, error
+                continue
+            assert error is not None
+            assert error.reason is Reason.CERTIFICATE_NOT_ALLOWED
+            assert f"role {role} ('{role}') may not call outrider." in error.message
+            assert f"/{name}, which is for " in error.message
+
+
+@pytest.mark.parametrize("name", CALLS)
+async def test_a_peer_without_a_valid_certificate_is_refused(site: Site, name: str) -> None:
+    kind = "drafter" if name == "StreamDrafts" else "gateway"
+    strangers = {
+        "tls-cert, tls-key and tls-ca are not given": None,
+        "no authority in ": site.issue(kind, "foreign", foreign=True),
+        "expired.pem has expired (": site.issue(kind, "expired", hours=-1),
+    }
+    async with verifier(site.issue("verifier")) as (address, _):
+        for reason, tls in strangers.items():
+            error = await outcome(address, tls, CALLS[name])
+            assert error is not None
+            assert reason in error.message
+
+
+async def test_a_client_with_tls_and_no_certificate_is_refused(site: Site) -> None:
+    async with verifier(site.issue("verifier")) as (address, _):
+        trusting = grpc.ssl_channel_credentials(site.ca.read_bytes())
+        async with grpc.aio.secure_channel(address, trusting) as channel:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await get_model(channel)
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+SERVERS = [
+    ({"hours": -1.0}, "the peer's certificate is refused: certificate has expired"),
+    ({"foreign": True}, "refused: unable to get local issuer certificate"),
+    ({"kind": "drafter"}, "refused: unsupported certificate purpose"),
+]
+
+
+@pytest.mark.parametrize(("change", "reason"), SERVERS, ids=["expired", "foreign", "drafter"])
+async def test_a_false_verifier_is_refused(site: Site, change: dict[str, Any], reason: str) -> None:
+    served = site.issue(**{"kind": "verifier", "name": "served", **change})
+    async with verifier(served) as (address, _):
+        replica = Replica(address, site.issue("gateway"))
+        await replica.refresh(FINGERPRINT)
+        assert replica.problem is not None
+        assert reason in replica.problem.message
+        assert str(site.ca) in replica.problem.message
+        await replica.close()
+
+
+@pytest.mark.parametrize(
+    ("address", "encrypted", "reason"),
+    [
+        ("127.0.0.2:0", True, "the peer's certificate is for other names than the one that was"),
+        ("127.0.0.1:0", False, "the peer does not use TLS"),
+    ],
+)
+async def test_a_server_of_another_name_or_without_tls_is_refused(
+    site: Site, address: str, encrypted: bool, reason: str
+) -> None:
+    served = site.issue("verifier") if encrypted else None
+    server = rpc.Server("outrider.v1.VerifierService")
+    [port] = await server.start(address, tls=served)
+    dialled = f"{address.partition(':')[0]}:{port}"
+    error = await outcome(dialled, site.issue("gateway"), get_model)
+    await server.stop(0)
+    assert error is not None
+    assert error.message.startswith(reason)
+
+
+async def test_a_gateway_says_why_it_has_no_verifier(site: Site) -> None:
+    async with verifier(site.issue("verifier")) as (address, _):
+        for tls, reason in (
+            (site.issue("client"), "role client ('client') may not call"),
+            (site.issue("gateway", "expired", hours=-1), "expired.pem has expired"),
+        ):
+            replica = Replica(address, tls)
+            await replica.refresh(FINGERPRINT)
+            assert replica.problem is not None
+            assert reason in replica.problem.message
+            await replica.close()
+
+
+def drafter(address: str, tls: Tls | None, identity: str) -> DraftStream:
+    """A drafter's stream that guesses nothing, as `outrider.drafter.serve` makes it."""
+
+    def hello(strategy: Any, info: Any) -> Hello:
+        return Hello(identity, "quiet", FINGERPRINT, 4, frozenset({DraftDistribution.SPARSE}))
+
+    return DraftStream(
+        lambda: address,
+        lambda info: GuessStrategy(lambda text, count: [], "quiet"),
+        hello,
+        Observer(),
+        tls=tls,
+    )
+
+
+@pytest.mark.parametrize(("role", "trusted"), [("drafter", False), ("trusted-drafter", True)])
+async def test_the_role_says_whether_distributions_count(
+    site: Site, role: str, trusted: bool
+) -> None:
+    tls = site.issue(role, "cpu1")
+    async with verifier(site.issue("verifier")) as (address, engine):
+        stream = drafter(address, tls, own_id("quiet", tls))
+        running = asyncio.create_task(stream.run())
+        await until(lambda: bool(engine.drafting.roster.connected))
+        assert engine.drafting.roster.connected["cpu1/quiet"].trusted is trusted
+        stream.stop()
+        await running
+
+
+async def test_a_drafter_cannot_take_the_name_of_another(site: Site) -> None:
+    async with verifier(site.issue("verifier")) as (address, engine):
+        stream = drafter(address, site.issue("drafter", "cpu1"), "cpu10/quiet")
+        with pytest.raises(OutriderError) as caught:
+            await asyncio.wait_for(stream.run(), 10)
+        assert caught.value.reason is Reason.CERTIFICATE_NOT_ALLOWED
+        assert caught.value.message.startswith(
+            "hello.drafter_id is 'cpu10/quiet', but the certificate's common name is 'cpu1'"
+        )
+        assert not engine.drafting.roster.connected
+
+
+async def test_a_drafter_of_the_wrong_role_ends_with_the_reason(site: Site) -> None:
+    async with verifier(site.issue("verifier")) as (address, _):
+        with pytest.raises(OutriderError, match=r"role client .* may not call .*/GetModel"):
+            await asyncio.wait_for(drafter(address, site.issue("client"), "client/x").run(), 10)
+
+
+async def test_new_files_are_used_without_a_restart(
+    site: Site, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Gateway and drafter start with certificates that have expired; these are then renewed."""
+    caplog.set_level(logging.INFO)
+    expired = {name: site.issue(name, hours=-1) for name in ("gateway", "drafter")}
+    async with verifier(site.issue("verifier")) as (address, engine):
+        replica = Replica(address, expired["gateway"])
+        await replica.refresh(FINGERPRINT)
+        assert replica.problem is not None
+        stream = drafter(address, expired["drafter"], "drafter")
+        running = asyncio.create_task(stream.run())
+        await until(lambda: "drafter.pem has expired" in caplog.text)
+
+        site.issue("gateway")
+        site.issue("drafter")
+        await replica.refresh(FINGERPRINT)
+        assert replica.problem is None
+        await until(lambda: "drafter" in engine.drafting.roster.connected)
+        stream.stop()
+        await running
+        await replica.close()
+
+
+async def test_a_server_shows_its_new_certificate(site: Site) -> None:
+    served, mine = site.issue("verifier"), site.issue("gateway")
+    async with verifier(served) as (address, _):
+        port = int(address.rpartition(":")[2])
+        first = await site.serial(port, mine)
+        assert await site.serial(port, mine) == first
+        site.issue("verifier")
+        second = await site.serial(port, mine)
+        assert second != first
+        # Half of a replacement: the certificate of another key.
+        served.cert.write_bytes(mine.cert.read_bytes())
+        assert await site.serial(port, mine) == second
+        assert await outcome(address, mine, get_model) is None
+
+
+async def test_the_socket_of_a_host_has_tls_too(site: Site) -> None:
+    server = rpc.Server("outrider.v1.VerifierService")
+    address = f"unix:{site.folder}/verifier.sock"
+    await server.start("127.0.0.1:0", address, tls=site.issue("verifier"))
+    try:
+        refused = await outcome(address, None, get_model)
+        assert refused is not None
+        assert "tls-cert, tls-key and tls-ca are not given" in refused.message
+        answered = await outcome(address, site.issue("drafter"), get_model)
+        assert answered is not None
+        assert "Method not found" in answered.message
+    finally:
+        await server.stop(0)
