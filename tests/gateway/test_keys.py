@@ -54,6 +54,7 @@ async def keyed(prompts: Prompts, tmp_path_factory: pytest.TempPathFactory) -> A
         ("Basic !!!", "an API key is needed"),
         (f"Bearer {EXPIRED}", "has expired"),
     ],
+    ids=["no key", "no value", "unknown", "a letter more", "digest", "bad basic", "expired"],
 )
 async def test_a_request_without_a_valid_key_is_refused_in_openais_shape(
     keyed: Rig, authorization: str | None, says: str
@@ -94,7 +95,7 @@ async def test_a_browser_is_asked_for_the_key_as_a_password(keyed: Rig) -> None:
     assert answer.headers["www-authenticate"] == 'Bearer realm="Outrider"'
 
 
-@pytest.mark.parametrize("key", ["", "wrong", EXPIRED])
+@pytest.mark.parametrize("key", ["", "wrong", EXPIRED], ids=["no key", "unknown", "expired"])
 async def test_grpc_calls_without_a_valid_key_are_unauthenticated(keyed: Rig, key: str) -> None:
     metadata = list(auth(key).items()) if key else None
     call = keyed.generation.GenerateText(
