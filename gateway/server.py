@@ -51,7 +51,7 @@ class Gateway:
         self._settings = settings
         prompts = Prompts(settings.tokenizer)
         self.router = Router(settings.verifier, prompts.fingerprint, settings.model_name)
-        generation = Generation(self.router, prompts, metrics)
+        generation = Generation(self.router, prompts, metrics, settings.resume_seconds)
         config = uvicorn.Config(
             create_app(settings, generation, metrics),
             log_config=None,

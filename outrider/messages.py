@@ -187,6 +187,8 @@ class TokenRequest:
 
     `top_logprobs` is the number of likeliest tokens to report with each generated token,
     `prompt_logprobs` with each token of the prompt. None asks for no log probabilities.
+    `committed` is output that was generated before, which the verifier continues. `noise_seed`
+    seeds the random numbers if `sampling` has no seed; it promises no text.
     """
 
     prompt: list[int]
@@ -203,6 +205,8 @@ class TokenRequest:
     grammar: Grammar | None = None
     prediction: list[int] = field(default_factory=list)
     prompt_logprobs: int | None = None
+    committed: list[int] = field(default_factory=list)
+    noise_seed: int | None = None
 
 
 @dataclass(slots=True)

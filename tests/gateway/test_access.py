@@ -111,7 +111,7 @@ def unused() -> tuple[Any, Metrics]:
     """The dependencies of routes that these tests do not call."""
     metrics = Metrics()
     prompts = Prompts(TARGET)
-    return Generation(Router([], prompts.fingerprint), prompts, metrics), metrics
+    return Generation(Router([], prompts.fingerprint), prompts, metrics, 0.0), metrics
 
 
 async def test_an_allowed_website_gets_its_preflight_and_its_answers() -> None:

@@ -110,6 +110,12 @@ CASES = {
         ),
         {"page_size": 2, "page_count": 48, "concurrent": 16, "max_batch_tokens": 24, "length": 9},
     ),
+    "deaths of the verifier": Case(
+        lambda offers: [Guesser("first", CLOSE, offers, late=1)],
+        lambda traffic, drafters: traffic.resumed_count > 500,
+        {"concurrent": 24, "length": 9},
+        lambda traffic, drafters, tick: traffic.die(1) if tick % 3 == 2 else None,
+    ),
     "joins and leaves": Case(
         lambda offers: [Guesser("first", CLOSE, offers, late=1), Guesser("second", OTHER, ONE_HOT)],
         events=come_and_go,
@@ -158,19 +164,21 @@ EVEN = fixed(0.5, 0.5, *[0.0] * (VOCAB - 2))
 HEADS = fixed(0.9, 0.1, *[0.0] * (VOCAB - 2))
 
 
+@pytest.mark.parametrize("dies", [False, True], ids=["lives", "dies at each step"])
 @pytest.mark.parametrize(
     "rule", [AcceptanceRule.BLOCK, pytest.param(AcceptanceRule.TOKEN_WISE, marks=pytest.mark.slow)]
 )
-def test_the_engine_uses_no_coin_twice(
-    rule: AcceptanceRule,
-) -> None:
+def test_the_engine_uses_no_coin_twice(rule: AcceptanceRule, dies: bool) -> None:
     """The target throws a fair coin, and the drafter takes it for a loaded one.
 
-    Here the end of a block reveals the most about the coins behind it.
+    Here the end of a block reveals the most about the coins behind it. A verifier that continues a
+    sequence does not know which coins were used before.
     """
     traffic = Traffic(
         EVEN, prompts=((2,),), rule=rule, policy=DraftTokensPolicy("fixed", 4), length=4
     )
+    if dies:
+        traffic.events = lambda tick: traffic.die(0)
     texts = traffic.run(6_000, Guesser("heads", HEADS, SPARSE, silent=0.0))
     compare(traffic.observed(texts), traffic.expected(len(texts))).must_agree(sees=0.041)
 

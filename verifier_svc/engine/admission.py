@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 
-from outrider.errors import OutriderError, Reason
+from outrider.errors import OutriderError, Reason, invalid
 from outrider.grammar.backends import Compiled
 from outrider.lm.pages import KVSequence
 from outrider.messages import Acceptance, SpeculationStats, TokenChunk, TokenRequest
@@ -43,6 +43,7 @@ class Admission:
         if grammar is not None:
             sequence.matcher = grammar.matcher()
             sequence.mask_width = -(-self._model.vocab_size // 32)
+        _check_committed(sequence)
         self._sequences[sequence.id] = sequence
         self._scheduler.add(sequence)
         self.admit()
@@ -61,13 +62,16 @@ class Admission:
             field = "max_tokens"
             message = f"prompt and max_tokens make {needed} tokens, but the KV cache holds {held}"
             raise OutriderError(Reason.CONTEXT_LENGTH_EXCEEDED, f"{field}: {message}", field)
-        if len(self._scheduler.waiting) >= self._limits.max_waiting:
-            message = f"{self._limits.max_waiting} requests are waiting already"
-            raise OutriderError(Reason.OVERLOADED, message)
         if request.speculation.acceptance is Acceptance.RELAXED and not self._has_thinking:
             field = "speculation.acceptance"
             message = "relaxed is for the thinking phase, and the model has no tokens that mark one"
             raise OutriderError(Reason.INVALID_VALUE, f"{field}: {message}", field)
+        if request.committed:
+            # It was taken before. A full queue, or the loss of its drafter, is no reason to end it.
+            return
+        if len(self._scheduler.waiting) >= self._limits.max_waiting:
+            message = f"{self._limits.max_waiting} requests are waiting already"
+            raise OutriderError(Reason.OVERLOADED, message)
         if request.speculation.enabled:
             self._drafting.roster.check_known(request.speculation.drafter)
 
@@ -85,6 +89,8 @@ class Admission:
             depth = 0  # the last token is always the target's own, so a single token has no draft
         seed = request.sampling.seed
         if seed is None:
+            seed = request.noise_seed
+        if seed is None:
             seed = secrets.randbits(64)
         unscored = range(0)
         if request.prompt_logprobs is not None:
@@ -101,9 +107,24 @@ class Admission:
             end_ids=end_ids,
             kv=KVSequence(),
             sink=sink,
-            tokens=list(request.prompt),
+            tokens=[*request.prompt, *request.committed],
             stats=SpeculationStats(max_draft_tokens=depth),
             unscored=unscored,
             span=span,
             submitted_at=self._clock(),
         )
+
+
+def _check_committed(sequence: Sequence) -> None:
+    """Check the output that was committed before, and advance the grammar behind it.
+
+    Raises OutriderError(INVALID_VALUE) for a token that ends the sequence or that the grammar
+    forbids.
+    """
+    for i, token in enumerate(sequence.request.committed):
+        field = f"committed_token_ids[{i}]"
+        matcher = sequence.matcher
+        if matcher is not None and not matcher.accept(token):
+            raise invalid(field, f"must be a token that the grammar allows here, not {token}")
+        if token in sequence.end_ids or (matcher is not None and matcher.ended):
+            raise invalid(field, f"must not end the sequence, but {token} does")
