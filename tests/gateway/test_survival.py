@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -13,24 +12,14 @@ import grpc
 import httpx
 import pytest
 import pytest_asyncio
-from gateway_rig import TARGET, echo, until
-from scripted_verifier import Script, ScriptedVerifier, Step, last, plain, ready, serve_verifier
+from gateway_rig import until
+from mortal_verifiers import FOREVER, TEXT, Site, Verifier, running_site
+from scripted_verifier import last, plain
 
 from gateway import routing
-from gateway.config import GatewaySettings
-from gateway.metrics import Metrics
 from gateway.prompts import Prompts
-from gateway.server import Gateway, running
 from outrider.errors import OutriderError, Reason
-from outrider.messages import (
-    Acceptance,
-    FinishReason,
-    SpeculationStats,
-    TokenChunk,
-    TokenLogprob,
-    TokenRequest,
-    TokenSource,
-)
+from outrider.messages import FinishReason, SpeculationStats, TokenChunk, TokenLogprob, TokenSource
 from outrider.model_info import Stage
 from outrider.process import rpc
 from outrider.v1 import generation_pb2_grpc
@@ -38,112 +27,7 @@ from outrider.v1.generation_pb2 import GenerateTextRequest
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-TEXT = "def main():\n    return [1, 2, 3]\n\nclass Größe:\n    pass\n"
-FOREVER = 600.0
 LOST = OutriderError(Reason.VERIFIER_UNAVAILABLE, "the verifier has crashed")
-
-
-class Verifier:
-    """A scripted verifier that can be killed and restarted at the same address."""
-
-    def __init__(self, prompts: Prompts) -> None:
-        self.script = Script(ready(prompts.fingerprint), echo)
-        self._server: rpc.Server | None = None
-        self._port = 0
-
-    @property
-    def address(self) -> str:
-        return f"127.0.0.1:{self._port}"
-
-    async def start(self) -> None:
-        self._server = rpc.Server()
-        serve_verifier(ScriptedVerifier(self.script), self._server.grpc)
-        [self._port] = await self._server.start(f"127.0.0.1:{self._port}")
-
-    async def kill(self) -> None:
-        """Cut all connections."""
-        if self._server is not None:
-            await self._server.stop(0)
-            self._server = None
-
-
-class Site:
-    """A gateway with two verifiers. While neither is busy, it picks `first`."""
-
-    def __init__(self, prompts: Prompts) -> None:
-        self.prompts = prompts
-        self.ids = prompts.tokenizer.encode(TEXT).ids
-        self.first = Verifier(prompts)
-        self.second = Verifier(prompts)
-        self.gateway: Gateway
-        self.http: httpx.AsyncClient
-
-    def writes(
-        self, verifier: Verifier, until_token: int | None = None, then: Step = FOREVER
-    ) -> None:
-        """Let a verifier write TEXT behind what is committed; at `until_token` it does `then`."""
-
-        def steps(request: TokenRequest) -> list[Step]:
-            done = len(request.committed)
-            end = len(self.ids) if until_token is None else until_token
-            chunks: list[Step] = [self.chunk(request, at) for at in range(done, end)]
-            if until_token is None:
-                return [*chunks, last([3], FinishReason.STOP, SpeculationStats(len(chunks) + 1))]
-            return [*chunks, then]
-
-        verifier.script.answer = steps
-
-    def chunk(self, request: TokenRequest, at: int) -> TokenChunk:
-        """The chunk of the text's token `at`. It has a log probability if the request wants it."""
-        chunk = plain([self.ids[at]])
-        if request.top_logprobs is not None:
-            chunk.logprobs = [TokenLogprob(-0.25 * at, (self.ids[at],), (-0.25 * at,), 1)]
-        return chunk
-
-    def ask(self, **body: Any) -> asyncio.Task[httpx.Response]:
-        wanted = {"prompt": "x", "max_tokens": 500} | body
-        return asyncio.create_task(self.http.post("/v1/completions", json=wanted))
-
-    async def sent(self, verifier: Verifier, count: int) -> None:
-        """Wait until the gateway has the verifier's first `count` tokens of every sequence."""
-
-        def has_them() -> bool:
-            sequences = {s for r in self.gateway.router.replicas for s in r.sequences}
-            here = verifier.script.running
-            return 0 < here == sum(len(s._committed) == count for s in sequences)  # type: ignore[attr-defined]
-
-        await until(has_them)
-
-    async def counted(self, reason: str) -> int:
-        text = (await self.http.get("/metrics")).text
-        name = f'outrider:request_resumed_total{{model_name="models/target",reason="{reason}"}}'
-        lines = [line for line in text.splitlines() if line.startswith(name)]
-        return int(float(lines[0].split()[-1])) if lines else 0
-
-
-@contextlib.asynccontextmanager
-async def running_site(prompts: Prompts, **settings: Any) -> AsyncIterator[Site]:
-    site = Site(prompts)
-    async with contextlib.AsyncExitStack() as stack:
-        for verifier in (site.first, site.second):
-            await verifier.start()
-            stack.push_async_callback(verifier.kill)
-            site.writes(verifier)
-        given: dict[str, Any] = {
-            "verifier": [site.first.address, site.second.address],
-            "tokenizer": TARGET,
-            "http_port": 0,
-            "grpc_listen": "127.0.0.1:0",
-            "drain_seconds": 0,
-        }
-        site.gateway = await stack.enter_async_context(
-            running(GatewaySettings(**given | settings), Metrics())
-        )
-        site.http = await stack.enter_async_context(
-            httpx.AsyncClient(base_url=site.gateway.http_url, timeout=30)
-        )
-        await until(lambda: all(r.problem is None for r in site.gateway.router.replicas))
-        yield site
 
 
 @pytest_asyncio.fixture(loop_scope="session")
@@ -390,7 +274,7 @@ async def test_the_statistics_are_those_of_all_verifiers(site: Site) -> None:
     ending = replace(drafted(site.ids[2:5], 2, 4), cached_token_count=48)
     ending = replace(ending, finish_reason=FinishReason.LENGTH, stats=stats)
     site.second.script.answer = lambda _: [ending]
-    body = {"speculation": {"metrics": True, "acceptance": Acceptance.TYPICAL.name.lower()}}
+    body = {"speculation": {"metrics": True, "acceptance": "typical"}}
     asked = site.ask(max_tokens=5, **body)
     await site.sent(site.first, 2)
     await site.first.kill()
@@ -419,12 +303,6 @@ async def test_grpc_tells_how_often_a_request_went_on(site: Site) -> None:
     assert responses[-1].usage.completion_token_count == len(site.ids) + 1
 
 
-def says_that_it_leaves(verifier: Verifier) -> None:
-    """Let a verifier drain, and finish the texts that stay with it."""
-    verifier.script.info = replace(verifier.script.info, stage=Stage.DRAINING)
-    verifier.script.leaves = True
-
-
 async def test_a_verifier_that_drains_hands_its_sequences_over(
     prompts: Prompts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -434,7 +312,7 @@ async def test_a_verifier_that_drains_hands_its_sequences_over(
         site.writes(site.first, 3)
         begun = site.ask(stream=True)
         await site.sent(site.first, 3)
-        says_that_it_leaves(site.first)
+        site.first.drain()
         assert text_of(await begun) == TEXT
         await until(lambda: site.first.script.running == 0)
         assert site.first.script.cancelled == 1
@@ -452,7 +330,7 @@ async def test_without_another_one_a_draining_verifier_finishes_its_sequences(si
     ]
     asked = site.ask(stream=True)
     await site.sent(site.first, 3)
-    says_that_it_leaves(site.first)
+    site.first.drain()
     await until(lambda: site.gateway.router.replicas[0].problem is not None)
     assert text_of(await asked) == TEXT
     assert len(site.first.script.requests) == 1
@@ -464,7 +342,7 @@ async def test_a_sequence_goes_on_when_a_draining_verifier_has_restarted(site: S
     site.writes(site.first, 3)
     asked = site.ask(stream=True)
     await site.sent(site.first, 3)
-    says_that_it_leaves(site.first)
+    site.first.drain()
     await until(lambda: site.gateway.router.replicas[0].problem is not None)
     site.first.script.hangs_up = True
     await until(lambda: site.first.script.running == 0)
