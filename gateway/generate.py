@@ -168,6 +168,7 @@ class _Sequence:
                     await self._move(error)
                     continue
             yield TokenChunk([], [], finish_reason=reason)
+            return
 
     def _rest(self) -> TokenRequest:
         """The verifier's request for what is left to generate."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -72,8 +73,8 @@ class Answer:
     counts: tuple[int, int] = (0, 0)
     """Prompt and completion tokens."""
 
-    def add(self, event: dict[str, Any]) -> None:
-        """Add an event of the stream."""
+    def add(self, event: dict[str, Any]) -> int:
+        """Add an event of the stream. Returns the characters of its text."""
         assert "error" not in event, event
         for part in event["choices"]:
             choice = self.choices.setdefault(part["index"], Choice())
@@ -86,6 +87,7 @@ class Answer:
         if event["usage"]:
             usage = event["usage"]
             self.counts = (usage["prompt_tokens"], usage["completion_tokens"])
+        return sum(len(part["text"]) for part in event["choices"])
 
     def must_equal(self, other: Answer) -> None:
         assert self.counts == other.counts
@@ -153,9 +155,10 @@ class Round:
     """The answers to all streams at once."""
 
     site: Site
-    on_event: Callable[[int], None] = lambda count: None
-    """Called with the number of events so far."""
-    event_count: int = 0
+    moment: float = math.inf
+    """After how many characters of all texts together `then` is called."""
+    then: Callable[[], object] = lambda: None
+    character_count: int = 0
 
     async def answers(self) -> list[Answer]:
         limits = httpx.Limits(max_connections=None)
@@ -164,40 +167,41 @@ class Round:
 
     async def _read(self, http: httpx.AsyncClient, number: int) -> Answer:
         answer = Answer()
+        last = ""
         async with http.stream("POST", "/v1/completions", json=body(number)) as response:
             assert response.status_code == 200, await response.aread()
-            lines = []
             async for line in response.aiter_lines():
-                if line:
-                    lines.append(line.removeprefix("data: "))
-                    self.event_count += 1
-                    self.on_event(self.event_count)
-        assert lines.pop() == "[DONE]"
-        for line in lines:
-            answer.add(json.loads(line))
+                last = line.removeprefix("data: ") or last
+                if line and last != "[DONE]":
+                    self._count(answer.add(json.loads(last)))
+        assert last == "[DONE]"
         return answer
+
+    def _count(self, characters: int) -> None:
+        before = self.character_count
+        self.character_count += characters
+        if before < self.moment <= self.character_count:
+            self.then()
 
 
 async def lose_one(
-    site: Site, undisturbed: Round, wanted: list[Answer], number: int, how: signal.Signals
+    site: Site, wanted: list[Answer], length: int, number: int, how: signal.Signals
 ) -> None:
-    """Send a signal to a verifier in the middle, and compare all answers."""
+    """Send a signal to a verifier in the middle, and compare all answers.
+
+    The texts of all answers together have `length` characters.
+    """
     verifier = site.stacks[number % 2].verifier
-    # At another moment in each round: after a fifth to four fifths of all events.
-    moment = int(undisturbed.event_count * (0.2 + 0.6 * (number * 7 % 20) / 20))
-
-    def on_event(count: int) -> None:
-        if count == moment:
-            verifier.popen.send_signal(how)
-
+    # At another moment in each round: after a tenth to seven tenths of all characters.
+    moment = length * (0.1 + 0.6 * (number * 7 % 20) / 20)
     resumed = site.resumed()
-    found = await Round(site, on_event).answers()
+    found = await Round(site, moment, lambda: verifier.popen.send_signal(how)).answers()
     assert len(found) == STREAMS
     for answer, other in zip(found, wanted, strict=True):
         answer.must_equal(other)
-    assert site.resumed() - resumed > 0
     # One that was told to stop has handed everything over, and has nothing to wait for.
     assert verifier.popen.wait(5) == (0 if how is signal.SIGTERM else -how)
+    assert site.resumed() - resumed > 0
     verifier.start()
     site.wait_ready()
 
@@ -207,7 +211,7 @@ async def test_no_stream_notices_the_loss_of_its_verifier(site: Site, how: signa
     undisturbed = Round(site)
     wanted = await undisturbed.answers()
     assert len({answer.choices[0].text for answer in wanted}) > STREAMS / 2
-    await lose_one(site, undisturbed, wanted, 0, how)
+    await lose_one(site, wanted, undisturbed.character_count, 4, how)
 
 
 @pytest.mark.slow
@@ -215,7 +219,7 @@ async def test_no_stream_notices_the_loss_of_its_verifier_twenty_times(site: Sit
     undisturbed = Round(site)
     wanted = await undisturbed.answers()
     for number in range(20):
-        await lose_one(site, undisturbed, wanted, number, signal.SIGKILL)
+        await lose_one(site, wanted, undisturbed.character_count, number, signal.SIGKILL)
 
 
 @pytest.mark.slow
@@ -225,12 +229,12 @@ async def test_streams_wait_for_the_only_verifier_to_restart(site: Site) -> None
     other, only = (stack.verifier for stack in site.stacks)
     other.kill()
 
-    def on_event(count: int) -> None:
-        if count == undisturbed.event_count // 2:
-            only.kill()
-            only.start()
+    def restart() -> None:
+        only.kill()
+        only.start()
 
-    for answer, expected in zip(await Round(site, on_event).answers(), wanted, strict=True):
+    found = await Round(site, undisturbed.character_count / 2, restart).answers()
+    for answer, expected in zip(found, wanted, strict=True):
         answer.must_equal(expected)
     other.start()
     site.wait_ready()

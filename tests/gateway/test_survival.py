@@ -14,6 +14,8 @@ import pytest
 import pytest_asyncio
 from gateway_rig import until
 from mortal_verifiers import FOREVER, TEXT, Site, Verifier, running_site
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from scripted_verifier import last, plain
 
 from gateway import routing
@@ -21,7 +23,7 @@ from gateway.prompts import Prompts
 from outrider.errors import OutriderError, Reason
 from outrider.messages import FinishReason, SpeculationStats, TokenChunk, TokenLogprob, TokenSource
 from outrider.model_info import Stage
-from outrider.process import rpc
+from outrider.process import rpc, telemetry
 from outrider.v1 import generation_pb2_grpc
 from outrider.v1.generation_pb2 import GenerateTextRequest
 
@@ -286,6 +288,23 @@ async def test_the_statistics_are_those_of_all_verifiers(site: Site) -> None:
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 16
     # The lost verifier never said by which rule it accepted, but the request did.
     assert answer["speculation"] == {"rules": ["typical"], "lossless": False}
+
+
+async def test_the_requests_span_tells_how_often_its_sequences_went_on(site: Site) -> None:
+    exporter = InMemorySpanExporter()
+    telemetry.setup("gateway", SimpleSpanProcessor(exporter))
+    try:
+        site.writes(site.first, 3)
+        # Both choices of one request run at the same verifier.
+        asked = site.ask(n=2)
+        await site.sent(site.first, 3)
+        await site.first.kill()
+        assert (await asked).status_code == 200
+        await site.ask()
+    finally:
+        telemetry.shutdown()
+    spans = [dict(span.attributes or {}) for span in exporter.get_finished_spans()]
+    assert [span.get("outrider.resumed") for span in spans] == [2, None]
 
 
 async def test_grpc_tells_how_often_a_request_went_on(site: Site) -> None:

@@ -237,6 +237,8 @@ def test_a_request_that_goes_on_is_taken_though_the_queue_is_full() -> None:
         engine.submit(REQUEST, Client())
     goes_on = Client()
     engine.submit(replace(REQUEST, committed=[1, 2]), goes_on)
+    with pytest.raises(OutriderError, match="2 requests are waiting already"):
+        engine.submit(replace(REQUEST, committed=[1, 2]), Client())
     finish(engine)
     assert len(goes_on.tokens) == REQUEST.max_tokens - 2
 

@@ -66,13 +66,14 @@ class Admission:
             field = "speculation.acceptance"
             message = "relaxed is for the thinking phase, and the model has no tokens that mark one"
             raise OutriderError(Reason.INVALID_VALUE, f"{field}: {message}", field)
+        most = self._limits.max_waiting
         if request.committed:
-            # It was taken before. A full queue, or the loss of its drafter, is no reason to end it.
-            return
-        if len(self._scheduler.waiting) >= self._limits.max_waiting:
-            message = f"{self._limits.max_waiting} requests are waiting already"
-            raise OutriderError(Reason.OVERLOADED, message)
-        if request.speculation.enabled:
+            # It was taken before, so it may go beyond the bound for new requests.
+            most *= 2
+        if len(self._scheduler.waiting) >= most:
+            raise OutriderError(Reason.OVERLOADED, f"{most} requests are waiting already")
+        if request.speculation.enabled and not request.committed:
+            # A continued request does without a drafter that only its lost verifier had.
             self._drafting.roster.check_known(request.speculation.drafter)
 
     def _new_sequence(
