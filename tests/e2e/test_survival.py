@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -19,8 +20,12 @@ import httpx
 import pytest
 from stack import TARGET, Process, Stack, free_port
 
+from outrider_bench.raw_client import stream
+
 STREAMS = 50
-TOKENS = 40
+TOKENS = 100
+# Good enough to see how far the streams are: a text may be cut in two.
+TEXT = re.compile(rb'"text":"([^"]*)')
 PROMPTS = (
     "def read(path):\n    ",
     "import os\n\nclass Cache:\n    def get(self, key):\n",
@@ -33,7 +38,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0, "ignore_eos": True},
     "seeded": {"temperature": 1, "ignore_eos": True},
     "truncated": {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "ignore_eos": True},
-    "grammar": {"temperature": 1, "regex": "[a-z]{3,9}( = [0-9]{1,4}, [a-z]{1,9}){5,20}"},
+    "grammar": {"temperature": 1, "regex": "[a-z]{3,9}( = [0-9]{1,4}, [a-z]{1,9}){9,30}"},
     "greedy grammar": {"temperature": 0, "response_format": {"type": "json_object"}},
     "logprobs": {"temperature": 1, "logprobs": 3, "ignore_eos": True},
     "penalties": {"temperature": 1, "ignore_eos": True, **PENALTIES},
@@ -73,8 +78,8 @@ class Answer:
     counts: tuple[int, int] = (0, 0)
     """Prompt and completion tokens."""
 
-    def add(self, event: dict[str, Any]) -> int:
-        """Add an event of the stream. Returns the characters of its text."""
+    def add(self, event: dict[str, Any]) -> None:
+        """Add an event of the stream."""
         assert "error" not in event, event
         for part in event["choices"]:
             choice = self.choices.setdefault(part["index"], Choice())
@@ -87,7 +92,6 @@ class Answer:
         if event["usage"]:
             usage = event["usage"]
             self.counts = (usage["prompt_tokens"], usage["completion_tokens"])
-        return sum(len(part["text"]) for part in event["choices"])
 
     def must_equal(self, other: Answer) -> None:
         assert self.counts == other.counts
@@ -103,8 +107,9 @@ class Site:
         self.stacks = [Stack(), Stack()]
         addresses = [part for stack in self.stacks for part in ("--verifier", stack.address)]
         self.drafter = Process("drafter_svc", "--family", "ngram", "--id", "ngram-1", *addresses)
-        self.url = f"http://127.0.0.1:{free_port()}"
-        ports = ["--http-port", self.url.rpartition(":")[2], "--grpc-listen", "127.0.0.1:0"]
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        ports = ["--http-port", str(self.port), "--grpc-listen", "127.0.0.1:0"]
         self.gateway = Process("gateway", "--tokenizer", TARGET, *addresses, *ports)
 
     def wait_ready(self) -> None:
@@ -161,20 +166,18 @@ class Round:
     character_count: int = 0
 
     async def answers(self) -> list[Answer]:
-        limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(base_url=self.site.url, timeout=300, limits=limits) as http:
-            return await asyncio.gather(*(self._read(http, i) for i in range(STREAMS)))
+        return await asyncio.gather(*(self._read(number) for number in range(STREAMS)))
 
-    async def _read(self, http: httpx.AsyncClient, number: int) -> Answer:
+    async def _read(self, number: int) -> Answer:
+        blocks = []
+        # The client must not be slower than the stack, so it parses nothing until the end.
+        async for block in stream(self.site.port, body(number), {}):
+            blocks.append(block)
+            self._count(sum(map(len, TEXT.findall(block))))
         answer = Answer()
-        last = ""
-        async with http.stream("POST", "/v1/completions", json=body(number)) as response:
-            assert response.status_code == 200, await response.aread()
-            async for line in response.aiter_lines():
-                last = line.removeprefix("data: ") or last
-                if line and last != "[DONE]":
-                    self._count(answer.add(json.loads(last)))
-        assert last == "[DONE]"
+        for line in b"".join(blocks).splitlines():
+            if line.startswith(b"data: {"):
+                answer.add(json.loads(line.removeprefix(b"data: ")))
         return answer
 
     def _count(self, characters: int) -> None:
@@ -192,8 +195,8 @@ async def lose_one(
     The texts of all answers together have `length` characters.
     """
     verifier = site.stacks[number % 2].verifier
-    # At another moment in each round: after a tenth to seven tenths of all characters.
-    moment = length * (0.1 + 0.6 * (number * 7 % 20) / 20)
+    # At another moment in each round: after 5 to 53 % of all characters.
+    moment = length * (0.05 + 0.5 * (number * 7 % 20) / 20)
     resumed = site.resumed()
     found = await Round(site, moment, lambda: verifier.popen.send_signal(how)).answers()
     assert len(found) == STREAMS
