@@ -1,10 +1,15 @@
-"""How many branches to prepare at each place of a chain of guesses.
+"""Which branches to offer beside a chain of guesses, and how many at each place of it.
 
 A branch guesses the tokens that follow if the verifier accepts the chain up to one place and then
 commits another token. docs/drafters.md explains branches.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from outrider.drafter.draft_sequence import DraftSequence
 
 # The exponent r of SSD's power law: how fast further guesses at one place become less likely. The
 # paper's own fits are about 1.
@@ -30,3 +35,48 @@ def fan_out(acceptance: float, depth: int, budget: int) -> list[int]:
     for j in by_remainder[: budget - sum(counts)]:
         counts[j] += 1
     return counts
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """The tokens `run` that may follow the first `at` guesses of a chain, with confidences."""
+
+    at: int
+    run: Sequence[int]
+    confidences: Sequence[float]
+
+
+def offer_likeliest(sequence: DraftSequence, branches: Sequence[Branch]) -> None:
+    """Offer those tokens of the branches that are likeliest to be committed, the likeliest first.
+
+    As many as `sequence.tree_room`. A token is committed with its survival: the product of its own
+    confidence and those of all tokens before it. Survival falls along a path, so the likeliest
+    tokens form a tree: this is the rule of EAGLE-2 (arXiv 2406.16858).
+    """
+    room = sequence.tree_room
+    if room == 0:
+        return
+    survivals = _survivals(sequence, branches)
+    ordered = sorted([value for run in survivals for value in run], reverse=True)
+    least = ordered[room - 1] if room < len(ordered) else 0.0
+    pairs = zip(survivals, branches, strict=True)
+    likely = [pair for pair in pairs if pair[0][0] >= least]
+    for run, branch in sorted(likely, key=lambda pair: pair[0][0], reverse=True):
+        # Equal survivals may be more than there is room for.
+        count = min(len([value for value in run if value >= least]), room)
+        if count == 0:
+            break
+        room -= count
+        sequence.branch(branch.at, branch.run[:count], branch.confidences[:count])
+
+
+def _survivals(sequence: DraftSequence, branches: Sequence[Branch]) -> list[list[float]]:
+    """The survival of each token of each branch."""
+    reached = [1.0]
+    for confidence in sequence.confidences:
+        reached.append(reached[-1] * (confidence or sequence.acceptance))
+    found: list[list[float]] = []
+    for branch in branches:
+        survival = reached[branch.at]
+        found.append([survival := survival * confidence for confidence in branch.confidences])
+    return found

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.errors import invalid
-from outrider.messages import Placement
+from outrider.model_info import Placement
 from outrider.process.cores import format_cores, parse_cores
 
 _MPOL_BIND = 2

@@ -109,6 +109,7 @@ async def _answer(
             # Await the first delta before the status line goes out, so that a refused request
             # gets the status of its error.
             first = await until_gone(request, anext(events))
+    # Also when the client goes away: a span that is not ended is never sent.
     except BaseException as error:
         span.ended_by(error)
         span.end()

@@ -20,6 +20,7 @@ from gateway.schema import (
 from outrider import messages as m
 from outrider.checks import check_grammar, check_logprobs, check_sampling, check_speculation
 from outrider.errors import invalid
+from outrider.grammar.kinds import Grammar, GrammarKind
 from outrider.limits import MAX_STOP_TOKENS
 from outrider.model_info import ModelInfo
 
@@ -191,7 +192,7 @@ def _prompt_logprobs(body: GenerationBody) -> int | None:
     return body.prompt_logprobs
 
 
-def _grammar(body: GenerationBody) -> tuple[m.Grammar | None, str]:
+def _grammar(body: GenerationBody) -> tuple[Grammar | None, str]:
     """The grammar of the answer and the field that gives it; (None, "") for no grammar."""
     found = _grammars(body)
     if not found:
@@ -204,21 +205,21 @@ def _grammar(body: GenerationBody) -> tuple[m.Grammar | None, str]:
     return grammar, field
 
 
-def _grammars(body: GenerationBody) -> dict[str, m.Grammar]:
+def _grammars(body: GenerationBody) -> dict[str, Grammar]:
     """All grammars of the body by field: OpenAI's response_format, our fields and vLLM's."""
     structured = body.structured_outputs or StructuredOutputs()
     texts = {
-        "regex": (m.GrammarKind.REGEX, body.regex),
-        "guided_regex": (m.GrammarKind.REGEX, body.guided_regex),
-        "structured_outputs.regex": (m.GrammarKind.REGEX, structured.regex),
-        "grammar": (m.GrammarKind.EBNF, body.grammar),
-        "guided_grammar": (m.GrammarKind.EBNF, body.guided_grammar),
-        "structured_outputs.grammar": (m.GrammarKind.EBNF, structured.grammar),
-        "guided_json": (m.GrammarKind.JSON_SCHEMA, _json(body.guided_json)),
-        "structured_outputs.json": (m.GrammarKind.JSON_SCHEMA, _json(structured.json_)),
-        "structural_tag": (m.GrammarKind.STRUCTURAL_TAG, _json(body.structural_tag)),
+        "regex": (GrammarKind.REGEX, body.regex),
+        "guided_regex": (GrammarKind.REGEX, body.guided_regex),
+        "structured_outputs.regex": (GrammarKind.REGEX, structured.regex),
+        "grammar": (GrammarKind.EBNF, body.grammar),
+        "guided_grammar": (GrammarKind.EBNF, body.guided_grammar),
+        "structured_outputs.grammar": (GrammarKind.EBNF, structured.grammar),
+        "guided_json": (GrammarKind.JSON_SCHEMA, _json(body.guided_json)),
+        "structured_outputs.json": (GrammarKind.JSON_SCHEMA, _json(structured.json_)),
+        "structural_tag": (GrammarKind.STRUCTURAL_TAG, _json(body.structural_tag)),
         "structured_outputs.structural_tag": (
-            m.GrammarKind.STRUCTURAL_TAG,
+            GrammarKind.STRUCTURAL_TAG,
             _json(structured.structural_tag),
         ),
     }
@@ -230,15 +231,15 @@ def _grammars(body: GenerationBody) -> dict[str, m.Grammar]:
     formatted = _response_format(body)
     found = {} if formatted is None else {"response_format": formatted}
     found |= {
-        field: m.Grammar(kind, text) for field, (kind, text) in texts.items() if text is not None
+        field: Grammar(kind, text) for field, (kind, text) in texts.items() if text is not None
     }
     found |= {
-        field: m.Grammar(m.GrammarKind.CHOICE, choices=tuple(given))
+        field: Grammar(GrammarKind.CHOICE, choices=tuple(given))
         for field, given in choices.items()
         if given is not None
     }
     if structured.json_object:
-        found["structured_outputs.json_object"] = m.Grammar(m.GrammarKind.JSON_OBJECT)
+        found["structured_outputs.json_object"] = Grammar(GrammarKind.JSON_OBJECT)
     return found
 
 
@@ -249,16 +250,16 @@ def _json(value: JsonValue | None) -> str | None:
     return json.dumps(value)
 
 
-def _response_format(body: GenerationBody) -> m.Grammar | None:
+def _response_format(body: GenerationBody) -> Grammar | None:
     wanted = body.response_format
     if wanted is None or wanted.type == "text":
         return None
     if wanted.type == "json_object":
-        return m.Grammar(m.GrammarKind.JSON_OBJECT)
+        return Grammar(GrammarKind.JSON_OBJECT)
     if wanted.type == "json_schema":
         if wanted.json_schema is None:
             raise invalid("response_format.json_schema", "is required with type json_schema")
-        return m.Grammar(m.GrammarKind.JSON_SCHEMA, json.dumps(wanted.json_schema.schema_))
+        return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(wanted.json_schema.schema_))
     if wanted.structural_tag is None:
         raise invalid("response_format.structural_tag", "is required with type structural_tag")
-    return m.Grammar(m.GrammarKind.STRUCTURAL_TAG, json.dumps(wanted.structural_tag))
+    return Grammar(GrammarKind.STRUCTURAL_TAG, json.dumps(wanted.structural_tag))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, create_model, model_validator
 
 from gateway.conversation import MAX_MESSAGES, Content, Message, TemplateOptions, joined
 from gateway.fields import (
@@ -28,12 +29,19 @@ from outrider.limits import (
     MAX_NAME_LENGTH,
     MAX_STOP_TOKENS,
     MAX_TOP_LOGPROBS,
+    Range,
 )
-from outrider.messages import SAMPLING_RANGES, SPECULATION_RANGES, SpeculationOptions
+from outrider.messages import (
+    SAMPLING_RANGES,
+    SPECULATION_RANGES,
+    AcceptanceLabel,
+    SpeculationOptions,
+)
 
 SEED_MIN = -(2**63)
 SEED_MAX = 2**64 - 1
 MAX_PROMPTS = 1024
+_Body = TypeVar("_Body", bound=Body)
 _Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 _Ids = Annotated[list[TokenId], Field(min_length=1)]
 _PromptForms = (
@@ -44,9 +52,20 @@ _PromptForms = (
 )
 
 
-def _sampling(name: str, description: str | None = None) -> Any:
-    """An optional parameter with the range of a field of SamplingParams."""
-    return limited(description, **SAMPLING_RANGES[name].json_schema)
+def _with_numbers(ranges: Mapping[str, Range]) -> Callable[[type[_Body]], type[_Body]]:
+    """Add an optional number to a body for each range, under the range's name."""
+
+    def extended(body: type[_Body]) -> type[_Body]:
+        """Derive the body with these numbers."""
+        numbers: dict[str, Any] = {
+            name: (float | None, limited(allowed.about, **allowed.json_schema))
+            for name, allowed in ranges.items()
+        }
+        return create_model(
+            body.__name__, __base__=body, __module__=__name__, __doc__=body.__doc__, **numbers
+        )
+
+    return extended
 
 
 def _speculation(name: str) -> Any:
@@ -66,7 +85,7 @@ class SpeculationBody(Body):
     enabled: bool = True
     drafter: Text = Field(default="", json_schema_extra={"maxLength": MAX_NAME_LENGTH})
     draft_tokens: int | None = _speculation("draft_tokens")
-    acceptance: Literal["exact", "typical", "relaxed"] = "exact"
+    acceptance: AcceptanceLabel = "exact"
     typical_epsilon: float = _speculation("typical_epsilon")
     relaxed_topk: int = _speculation("relaxed_topk")
     relaxed_delta: float = _speculation("relaxed_delta")
@@ -134,12 +153,15 @@ class StructuredOutputs(Body):
     structural_tag: dict[str, Any] | Text | None = None
 
 
-class GenerationBody(Body):
+@_with_numbers(SAMPLING_RANGES)
+class SamplingBody(Body):
+    """The sampling settings that are numbers with a range, such as `temperature` and `top_p`."""
+
+
+class GenerationBody(SamplingBody):
     """The parameters that completions and chat completions share."""
 
     model: str | None = None
-    temperature: float | None = _sampling("temperature")
-    top_p: float | None = _sampling("top_p")
     top_k: int | None = limited("vLLM's extension; 0 or -1 keeps all tokens.", minimum=-1)
     seed: int | None = limited(minimum=SEED_MIN, exclusiveMaximum=SEED_MAX + 1)
     n: int | None = limited(
@@ -166,17 +188,8 @@ class GenerationBody(Body):
     stop_token_ids: Listed[TokenId] | None = limited(
         "vLLM's extension. Ids that end the text.", maxItems=MAX_STOP_TOKENS
     )
-    presence_penalty: float | None = _sampling("presence_penalty")
-    frequency_penalty: float | None = _sampling("frequency_penalty")
     logit_bias: Entries[float] | None = limited(
         "By token id, in [-100, 100].", maxProperties=MAX_LISTED_TOKENS
-    )
-    min_p: float | None = _sampling(
-        "min_p", "vLLM's extension. Drop tokens less likely than this fraction of the likeliest."
-    )
-    typical_p: float | None = _sampling("typical_p", "Locally typical sampling, up to this mass.")
-    repetition_penalty: float | None = _sampling(
-        "repetition_penalty", "vLLM's extension. Applies to tokens of prompt and output."
     )
     min_tokens: int | None = limited(
         "vLLM's extension. The text has at least as many tokens.", minimum=0

@@ -182,6 +182,7 @@ async def sse(
         except OutriderError as error:
             span.ended_by(error)
             yield event(error_body(error)) + DONE
+        # The status line is out, so the error can only be an event.
         except Exception as error:
             log.exception("a stream failed")
             span.ended_by(error)

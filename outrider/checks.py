@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from outrider.errors import OutriderError, Reason, invalid
+from outrider.grammar.kinds import Grammar, GrammarKind
 from outrider.limits import (
     MAX_CHOICES,
     MAX_GRAMMAR_CHARACTERS,
@@ -20,8 +21,6 @@ from outrider.limits import (
 from outrider.messages import (
     SAMPLING_RANGES,
     SPECULATION_RANGES,
-    Grammar,
-    GrammarKind,
     SamplingParams,
     SpeculationOptions,
 )

@@ -39,8 +39,11 @@ class DraftTokensPolicy:
             return cls("auto", _AUTO_SMALL_BATCH_TOKENS)
         if kind == "goodput" and not number:
             return cls()
-        if kind in ("goodput", "fixed") and number.isdecimal() and int(number) <= MAX_DRAFT_TOKENS:
-            return cls("fixed" if kind == "fixed" else "goodput", int(number))
+        if number.isdecimal() and int(number) <= MAX_DRAFT_TOKENS:
+            if kind == "fixed":
+                return cls("fixed", int(number))
+            if kind == "goodput":
+                return cls("goodput", int(number))
         forms = "goodput, goodput:MAX, auto or fixed:K"
         message = f"must be {forms}, with at most {MAX_DRAFT_TOKENS}, not {text!r}"
         raise invalid("draft_tokens", message)

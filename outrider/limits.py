@@ -12,6 +12,8 @@ class Range:
     low: float
     high: float
     low_is_open: bool = False
+    about: str | None = None
+    """What the number does, for /openapi.json; None for OpenAI's own parameters."""
 
     def __contains__(self, value: float) -> bool:
         above = self.low < value if self.low_is_open else self.low <= value

@@ -15,7 +15,9 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from outrider.grammar.kinds import Grammar
 from outrider.limits import MAX_DRAFT_TOKENS, MAX_RELAXED_TOPK, MIN_TEMPERATURE, Range
+from outrider.model_info import Placement
 
 
 class DraftDistribution(IntEnum):
@@ -42,18 +44,16 @@ class FinishReason(IntEnum):
     LENGTH = 2
 
 
-class CloseReason(IntEnum):
-    """Why the verifier closed a sequence to a drafter."""
-
-    ENDED = 1
-
-
 class Acceptance(Enum):
     """How closely the output has to follow the target. All but EXACT are lossy."""
 
     EXACT = 1
     TYPICAL = 2
     RELAXED = 3
+
+
+AcceptanceLabel = Literal["exact", "typical", "relaxed"]
+"""Names of `Acceptance` in HTTP requests."""
 
 
 class AcceptanceRule(IntEnum):
@@ -81,26 +81,6 @@ class AcceptanceRule(IntEnum):
 _LOSSY_RULES = (AcceptanceRule.TYPICAL, AcceptanceRule.RELAXED, AcceptanceRule.SYNTHETIC)
 SampledRule = Literal["block", "token-wise"]
 """Labels of the rules for drafts that a trusted drafter sampled."""
-
-
-class GrammarKind(Enum):
-    """The language of a grammar's text; the values are the names of the proto's fields."""
-
-    JSON_SCHEMA = "json_schema"
-    JSON_OBJECT = "json_object"
-    REGEX = "regex"
-    EBNF = "ebnf"
-    CHOICE = "choice"
-    STRUCTURAL_TAG = "structural_tag"
-
-
-@dataclass(frozen=True, slots=True)
-class Grammar:
-    """A constraint on the output. JSON_OBJECT has no `text`, and CHOICE has `choices` instead."""
-
-    kind: GrammarKind
-    text: str = ""
-    choices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,13 +126,15 @@ class SamplingParams:
 SAMPLING_RANGES = {
     "temperature": Range(0, 2),
     "top_p": Range(0, 1, low_is_open=True),
-    "min_p": Range(0, 1),
-    "typical_p": Range(0, 1, low_is_open=True),
-    "repetition_penalty": Range(0.01, 10),
+    "min_p": Range(
+        0, 1, about="vLLM's extension. Drop tokens less likely than this fraction of the likeliest."
+    ),
+    "typical_p": Range(0, 1, low_is_open=True, about="Locally typical sampling, up to this mass."),
+    "repetition_penalty": Range(0.01, 10, about="vLLM's extension. Applies to prompt and output."),
     "presence_penalty": Range(-2, 2),
     "frequency_penalty": Range(-2, 2),
 }
-"""Fields of SamplingParams with a range that no model changes. gRPC and HTTP enforce it."""
+"""Numbers of SamplingParams whose range no model changes. gRPC and HTTP take and check them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,18 +268,6 @@ class TokenChunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
-    """Where a drafter runs. Empty `cores`: not pinned; `numa_node` None: memory not bound."""
-
-    kind: str = "local"
-    host: str = ""
-    device: str = "cpu"
-    cores: tuple[int, ...] = ()
-    numa_node: int | None = None
-    architecture: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class Hello:
     """A drafter's introduction."""
 
@@ -361,6 +331,8 @@ class Opened:
     grammar: Grammar | None = None
     prediction: list[int] = field(default_factory=list)
     prompt_length: int = 0
+    tree_tokens: int = 0
+    """Draft tokens of all branches together that are worth sending for its next step."""
 
 
 @dataclass(slots=True)
@@ -370,6 +342,8 @@ class Proposal:
     `parents` is empty for a chain. For a tree it holds each token's parent: 0 for the base, j for
     `token_ids[j - 1]`. `distributions` is empty or holds, for each token, the distribution it was
     sampled from; None for a one-hot token and where an earlier proposal had the distribution.
+    `confidences` is empty or holds, for each token, the drafter's estimate in (0, 1] of the
+    probability that the token is committed if its parent is.
     """
 
     sequence_id: int
@@ -378,6 +352,7 @@ class Proposal:
     parents: list[int] = field(default_factory=list)
     distributions: list[SparseDistribution | None] = field(default_factory=list)
     draft_seconds: float = 0.0
+    confidences: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -404,6 +379,8 @@ class Verdict:
     window: Window | None = None
     """The window from now on; None leaves it unchanged."""
     traceparent: str = ""
+    tree_tokens: int = 0
+    """Draft tokens of all branches together that are worth sending for its next step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -411,7 +388,6 @@ class Closed:
     """The sequence has ended for this drafter."""
 
     sequence_id: int
-    reason: CloseReason = CloseReason.ENDED
 
 
 @dataclass(slots=True)

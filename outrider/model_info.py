@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from outrider.messages import Placement
-
 
 class Stage(Enum):
     """How far a verifier has loaded. FAILED may come from verifiers of other makes."""
@@ -16,6 +14,18 @@ class Stage(Enum):
     READY = 3
     DRAINING = 4
     FAILED = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a drafter runs. Empty `cores`: not pinned; `numa_node` None: memory not bound."""
+
+    kind: str = "local"
+    host: str = ""
+    device: str = "cpu"
+    cores: tuple[int, ...] = ()
+    numa_node: int | None = None
+    architecture: str = ""
 
 
 @dataclass(frozen=True, slots=True)

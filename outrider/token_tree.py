@@ -42,6 +42,17 @@ def children(parents: Sequence[int]) -> list[list[int]]:
     return found
 
 
+def favourite_path(parents: Sequence[int]) -> list[int]:
+    """The rows of the path of first children; in a depth-first order, the first ones."""
+    found: list[int] = []
+    row = 0
+    for i, parent in enumerate(parents):
+        if parent == row:
+            row = i + 1
+            found.append(row)
+    return found
+
+
 def path_to(row: int, parents: Sequence[int]) -> list[int]:
     """The rows from row 0's child to `row`, both included; empty for row 0."""
     found: list[int] = []

@@ -22,11 +22,16 @@ class Rig:
     def open(self, opened: Opened) -> None:
         self.session.apply(StepBatch(opened=[opened]))
 
-    def commit(self, sequence_id: int, *new: int, window: Window | None = None) -> None:
+    def commit(
+        self, sequence_id: int, *new: int, window: Window | None = None, tree_tokens: int = 0
+    ) -> None:
         """Send a verdict with these tokens, for as many draft tokens as before."""
         sequence = self.session.sequences[sequence_id]
         length = len(sequence.tokens) + len(new)
-        verdict = Verdict(sequence_id, length, list(new), 0, sequence.draft_tokens, window)
+        draft_tokens = sequence.draft_tokens
+        verdict = Verdict(
+            sequence_id, length, list(new), 0, draft_tokens, window, tree_tokens=tree_tokens
+        )
         self.session.apply(StepBatch(verdicts=[verdict]))
 
     def close(self, sequence_id: int) -> None:

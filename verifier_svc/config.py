@@ -26,6 +26,10 @@ class TargetSettings(BaseModel):
     goodput (the fastest number by measured acceptance and costs, at most 8; goodput:MAX for another
     bound), auto (TensorRT-LLM's heuristic by batch size) or fixed:K."""
 
+    draft_trees: bool = True
+    """Verify trees of draft tokens, at most 64 of a sequence, where they are faster than chains.
+    Drafts that a trusted drafter sampled stay chains."""
+
     prefix_caching: bool = True
     """Share pages of the KV cache between prompts of a tenant that begin alike."""
 

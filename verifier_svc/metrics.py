@@ -15,6 +15,7 @@ from verifier_svc.state.trie import CommitWalk, LookupResult
 
 _MODEL = ["model_name"]
 _LABELS = [*_MODEL, "drafter", "placement"]
+_SHAPE = [*_MODEL, "shape"]
 _POSITIONS = [str(position) for position in range(MAX_DRAFT_TOKENS)]
 
 
@@ -64,10 +65,11 @@ class Metrics:
         self._generated_count = 0
         self._answers: dict[Drafter, list[float]] = {}
         self._walks: dict[tuple[Drafter, LookupResult], tuple[int, int]] = {}
-        self._verified: dict[tuple[Drafter, int, int], int] = {}
+        self._verified: dict[tuple[Drafter, int, int, int], int] = {}
         # The scheduler's counts as last exported: prompt tokens, cached tokens, preemptions.
         self._exported = (0, 0, 0)
         self._register_drafts()
+        self._register_shapes()
         self._register_steps()
         self._register_requests()
 
@@ -117,6 +119,26 @@ class Metrics:
             "From a verdict to the first draft that answers it.",
             _doubling(0.000125, 16),
             _LABELS,
+        )
+
+    def _register_shapes(self) -> None:
+        """Register the metrics of drafts by shape: chains, or trees with branches."""
+        counter = self._registry.counter
+        self._shape_drafts = counter(
+            "spec_decode_num_drafts_by_shape", "Steps of a sequence that verified a draft.", _SHAPE
+        )
+        self._shape_draft_tokens = counter(
+            "spec_decode_num_draft_tokens_by_shape", "Draft tokens verified.", _SHAPE
+        )
+        self._shape_emitted_tokens = counter(
+            "spec_decode_num_emitted_tokens_by_shape",
+            "Tokens committed by steps that verified a draft, the target's own included.",
+            _SHAPE,
+        )
+        self._walk_accepted_tokens = counter(
+            "spec_decode_num_accepted_tokens_by_walk",
+            "Draft tokens accepted, on the favourite path or on a side of it.",
+            [*_MODEL, "walk"],
         )
 
     def _register_steps(self) -> None:
@@ -212,7 +234,9 @@ class Metrics:
         for (drafter, result), (count, wasted) in self._walks.items():
             self._add(self._hits, (*self._labels(drafter), result.value), count)
             self._add(self._wasted_tokens, self._labels(drafter), wasted)
-        for (drafter, drafted, accepted), count in self._verified.items():
+        for (drafter, drafted, accepted, emitted), count in self._verified.items():
+            self._add_shape("chain", count, drafted, emitted)
+            self._add(self._walk_accepted_tokens, (self._model_name, "favourite"), count * accepted)
             labels = self._labels(drafter)
             self._add(self._drafts, labels, count)
             self._add(self._draft_tokens, labels, count * drafted)
@@ -221,6 +245,13 @@ class Metrics:
                 self._add(self._accepted_per_pos, (*labels, _POSITIONS[position]), count)
         self._walks.clear()
         self._verified.clear()
+
+    def _add_shape(self, shape: str, count: int, drafted: int, emitted: int) -> None:
+        """Add `count` drafts of a shape, each with so many tokens verified and emitted."""
+        labels = (self._model_name, shape)
+        self._add(self._shape_drafts, labels, count)
+        self._add(self._shape_draft_tokens, labels, count * drafted)
+        self._add(self._shape_emitted_tokens, labels, count * emitted)
 
     def received(self, drafter: Drafter, byte_count: int) -> None:
         """Record a message of a draft stream."""
@@ -250,10 +281,37 @@ class Metrics:
         count, wasted = self._walks.get(key, (0, 0))
         self._walks[key] = (count + 1, wasted + walk.wasted)
 
-    def verified(self, drafter: Drafter, drafted: int, accepted: int) -> None:
-        """Record a verified draft of `drafted` tokens."""
-        key = (drafter, drafted, accepted)
+    def verified(self, drafter: Drafter, drafted: int, accepted: int, emitted: int) -> None:
+        """Record a verified chain of `drafted` tokens, and the tokens that its step emitted."""
+        key = (drafter, drafted, accepted, emitted)
         self._verified[key] = self._verified.get(key, 0) + 1
+
+    def verified_in_tree(
+        self, drafter: Drafter, drafted: int, places: list[int], *, leads: bool
+    ) -> None:
+        """Record a drafter's `drafted` tokens of a verified tree.
+
+        `places` are those of its accepted ones in the accepted path. The tree counts as a draft of
+        the drafter that `leads`, whose tokens begin its favourite path.
+        """
+        labels = self._labels(drafter)
+        if leads:
+            self._add(self._drafts, labels)
+        self._add(self._draft_tokens, labels, drafted)
+        self._add(self._accepted_tokens, labels, len(places))
+        for place in places:
+            self._add(self._accepted_per_pos, (*labels, _POSITIONS[place]))
+
+    def verified_draft(
+        self, drafted: int, favoured: int, accepted: int, emitted: int, *, branched: bool
+    ) -> None:
+        """Record a verified draft of several drafters, or with branches.
+
+        `favoured` of its `accepted` tokens are the favourite path's.
+        """
+        self._add_shape("tree" if branched else "chain", 1, drafted, emitted)
+        self._add(self._walk_accepted_tokens, (self._model_name, "favourite"), favoured)
+        self._add(self._walk_accepted_tokens, (self._model_name, "side"), accepted - favoured)
 
     def generated(self, token_count: int) -> None:
         """Record committed tokens."""

@@ -50,7 +50,9 @@ async def serve(settings: VerifierSettings, metrics: Metrics) -> None:
     server = rpc.Server("outrider.v1.VerifierService", "outrider.internal.v1.TokenStreamService")
     add_VerifierServiceServicer_to_server(servicer, server.grpc)
     add_TokenStreamServiceServicer_to_server(servicer, server.grpc)
-    sockets = [f"unix:{settings.uds}"] if settings.uds is not None else []
+    sockets = []
+    if settings.uds is not None:
+        sockets.append(f"unix:{settings.uds}")
     ports = await server.start(settings.listen, *sockets)
     print(f"verifier listening on {settings.listen.rpartition(':')[0]}:{ports[0]}", flush=True)
     serve_metrics(metrics.registry, settings)
@@ -126,14 +128,13 @@ class Loader:
             _draft_verifier(settings, tokenizer),
             trust_draft_distributions=settings.trust_draft_distributions,
             always_draft=settings.always_draft,
-            own_cores=_cores_without_spare() if runner.device.type == "cpu" else None,
+            own_cores=_own_cores(runner.device),
             traced_steps=settings.trace_step_share,
         )
         self.grammars = self._grammar_compiler(runner)
         self._report(Stage.WARMING_UP, "running trial forwards")
-        runner.capture(
-            Bounds(settings.max_sequences, 1 + policy.max_draft_tokens, settings.max_batch_tokens)
-        )
+        most = engine.limits.most_draft_tokens
+        runner.capture(Bounds(settings.max_sequences, 1 + most, settings.max_batch_tokens))
         engine.warm_up(min(_TRIAL_CONTEXT, context_length))
         # The loaded objects live as long as the process. Without the freeze, each full collection
         # takes 100 ms to visit them.
@@ -173,6 +174,8 @@ def _limits(settings: VerifierSettings, policy: DraftTokensPolicy) -> Limits:
         settings.max_sequences,
         settings.max_waiting,
         settings.max_drafters,
+        # A synthetic rate knows favourites alone.
+        draft_trees=settings.draft_trees and settings.synthetic_acceptance_rate is None,
     )
 
 
@@ -182,10 +185,12 @@ def _draft_verifier(settings: VerifierSettings, tokenizer: Tokenizer) -> DraftVe
     return DraftVerifier(rule, thinking_ids, settings.synthetic_acceptance_rate)
 
 
-def _cores_without_spare() -> frozenset[int] | None:
-    """The cores of this process if torch has a thread for each; None if some are spare."""
+def _own_cores(device: torch.device) -> frozenset[int] | None:
+    """The cores of this process, if the target computes on all of them; None if some are spare."""
     cores = os.sched_getaffinity(0)
-    return frozenset(cores) if torch.get_num_threads() >= len(cores) else None
+    if device.type != "cpu" or torch.get_num_threads() < len(cores):
+        return None
+    return frozenset(cores)
 
 
 def _thinking_ids(tokenizer: Tokenizer, tokens: str) -> tuple[int, int] | None:

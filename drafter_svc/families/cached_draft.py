@@ -13,6 +13,22 @@ from outrider.lm.pages import KVSequence
 from outrider.messages import DraftDistribution, SparseDistribution
 
 
+@dataclass(frozen=True, slots=True)
+class Guess:
+    """A guessed token, the best tokens at its place, and the distribution to send with it.
+
+    `best` are the tokens that the target is likeliest to commit there, the likeliest first; `token`
+    is the first of them unless it was sampled. `shares` are the draft model's estimates of their
+    probabilities, or empty. `distribution` is None unless the token was sampled from one that is
+    sent.
+    """
+
+    token: int
+    best: list[int]
+    distribution: SparseDistribution | None = None
+    shares: list[float] = field(default_factory=list)
+
+
 @dataclass(eq=False, slots=True)
 class CachedDraft:
     """A sequence with its KV cache; or a branch, which has its own tokens and KV cache.
@@ -32,12 +48,14 @@ class CachedDraft:
     """Whether the text has ids that the draft model does not know."""
     at: int | None = None
     run: list[int] = field(default_factory=list)
+    run_shares: list[float] = field(default_factory=list)
+    """The draft model's estimates of the probability of each of `run`; 0 for none."""
     kv: KVSequence = field(default_factory=KVSequence)
     grammar: GrammarState | None = None
     committed_count: int = 0
     """Committed tokens when `alternatives` and the cache were last cut."""
-    alternatives: list[list[int]] = field(default_factory=list)
-    """For each of the sequence's guesses, the tokens that the model found likeliest besides."""
+    alternatives: list[list[tuple[int, float]]] = field(default_factory=list)
+    """For each of the sequence's guesses the best tokens besides, with their shares or 0."""
     branches: dict[tuple[int, int], CachedDraft] = field(default_factory=dict)
     """The sequence's branches until the next verdict, by `at` and first token."""
     draw_count: int = 0
@@ -111,18 +129,16 @@ class CachedDraft:
             return self.guessed[start - len(committed) :][:limit]
         return [*committed[start : start + limit], *self.guessed][:limit]
 
-    def append(
-        self, token: int, likeliest: list[int], distribution: SparseDistribution | None = None
-    ) -> None:
-        """Guess one more token.
-
-        `likeliest` are the likeliest tokens at its place, `distribution` is what it was drawn from;
-        None if it was not drawn from a distribution that is sent.
-        """
-        self.draw_count += distribution is not None
+    def append(self, guess: Guess) -> None:
+        """Guess one more token."""
+        self.draw_count += guess.distribution is not None
+        shares = guess.shares or [0.0] * len(guess.best)
+        best = list(zip(guess.best, shares, strict=True))
+        share = sum([share for token, share in best if token == guess.token])
         if self.at is not None:
-            self.run.append(token)
+            self.run.append(guess.token)
+            self.run_shares.append(share)
             return
-        distributions = [distribution] if distribution is not None else []
-        self.sequence.extend([token], distributions)
-        self.alternatives.append([other for other in likeliest if other != token])
+        distributions = [guess.distribution] if guess.distribution is not None else []
+        self.sequence.extend([guess.token], distributions, [share] if share > 0.0 else [])
+        self.alternatives.append([other for other in best if other[0] != guess.token])

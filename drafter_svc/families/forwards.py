@@ -7,12 +7,11 @@ as well.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from drafter_svc.families.cached_draft import CachedDraft
+from drafter_svc.families.cached_draft import CachedDraft, Guess
 from drafter_svc.families.shared_pages import SharedPagePool
 from drafter_svc.grammar_state import GrammarState
 from outrider.errors import OutriderError
@@ -21,31 +20,20 @@ from outrider.lm.runner import ModelRunner, SequenceSlice
 from outrider.messages import DraftDistribution, SparseDistribution
 from outrider.sampling.logits import Context, adjust
 from outrider.sampling.noise import Purpose, coupled_keys, uniforms
-from outrider.sampling.sampler import coupled_sample, inverse_cdf, target_probs
+from outrider.sampling.sampler import coupled_sample, coupled_top, inverse_cdf, target_probs
 from outrider.sampling.tensors import on
 
 log = logging.getLogger(__name__)
 
-# Alternative tokens that are remembered for each guessed one.
+# Alternative tokens that are remembered for each guessed one, without and with trees.
 _ALTERNATIVES = 3
+_TREE_ALTERNATIVES = 7
 # Most unread tokens of a sequence that is past its prompt: the token that the verifier committed,
 # and the last guess.
 _FEW_TOKENS = 2
 
 DEVICE_LOST = torch.AcceleratorError
 """Raised by a device that failed; this process cannot use it again."""
-
-
-@dataclass(frozen=True, slots=True)
-class Guess:
-    """A guessed token, the likeliest tokens at its place, and the distribution to send with it.
-
-    `distribution` is None unless the token was sampled from one that is sent.
-    """
-
-    token: int
-    likeliest: list[int]
-    distribution: SparseDistribution | None = None
 
 
 class Forwards:
@@ -135,15 +123,15 @@ class Forwards:
         rows = self._continue(drafts, count)
         if rows is None:
             return False
-        for draft, tokens in zip(drafts, zip(*rows, strict=True), strict=True):
+        for draft, guesses in zip(drafts, zip(*rows, strict=True), strict=True):
             draft.kv.num_computed_tokens += count
-            for token in tokens:
-                draft.append(token, [])
+            for guess in guesses:
+                draft.append(guess)
             self._cache_pages(draft)
         return True
 
-    def _continue(self, drafts: list[CachedDraft], count: int) -> list[list[int]] | None:
-        """The likeliest next tokens, [count, len(drafts)]; None if the decoder cannot find them.
+    def _continue(self, drafts: list[CachedDraft], count: int) -> list[list[Guess]] | None:
+        """The next guesses, [count, len(drafts)]; None if the decoder cannot find them.
 
         All drafts have the same `vocab_size` and lack one token in their KV cache.
         """
@@ -151,7 +139,21 @@ class Forwards:
             SequenceSlice(draft.unread(1), draft.kv.num_computed_tokens, draft.kv.pages, 1)
             for draft in drafts
         ]
-        return self._runner.continue_greedily(slices, count, drafts[0].vocab_size)
+        limit = drafts[0].vocab_size
+        if not _want_trees(drafts):
+            rows = self._runner.continue_greedily(slices, count, limit)
+            if rows is None:
+                return None
+            return [[Guess(token, []) for token in row] for row in rows]
+        found = self._runner.continue_with_logits(slices, count, limit)
+        if found is None:
+            return None
+        rows, logits = found
+        top, shares = _best(logits.flatten(0, 1)[:, :limit], trees=True)
+        best = top.indices.tolist()
+        tokens = [token for row in rows for token in row]
+        guesses = [Guess(token, best[i], shares=shares[i]) for i, token in enumerate(tokens)]
+        return [guesses[i : i + len(drafts)] for i in range(0, len(guesses), len(drafts))]
 
     def _forward(self, drafts: list[CachedDraft]) -> None:
         """Guess the next token of each draft, or read a chunk of its prompt, in one forward."""
@@ -178,7 +180,7 @@ class Forwards:
             draft.kv.num_computed_tokens += len(part.token_ids)
         for draft, guess in zip(scored, guesses, strict=True):
             if guess is not None:
-                draft.append(guess.token, guess.likeliest, guess.distribution)
+                draft.append(guess)
             else:
                 draft.stuck = True
                 # Read the last token again when another guess is wanted.
@@ -205,13 +207,14 @@ class Forwards:
         Take the likeliest token, or draw one if the draft's `distribution` says so.
         """
         logits_RV = adjust(logits_RV, [_context(draft) for draft in drafts])
-        top = logits_RV.topk(min(1 + _ALTERNATIVES, logits_RV.shape[-1]))
+        top, shares = _best(logits_RV, trees=_want_trees(drafts))
         # Grammar and bans together may forbid every token, and a model may overflow.
         possible = top.values[:, 0].isfinite().tolist()
+        best: list[list[int]] = top.indices.tolist()
         guesses: list[Guess | None] = [None] * len(drafts)
-        for i, likeliest in enumerate(top.indices.tolist()):
+        for i, ids in enumerate(best):
             if possible[i]:
-                guesses[i] = Guess(likeliest[0], likeliest)
+                guesses[i] = Guess(ids[0], ids, shares=shares[i])
         samplers = {
             DraftDistribution.SPARSE: self._sample,
             DraftDistribution.COUPLED: self._sample_coupled,
@@ -220,26 +223,33 @@ class Forwards:
             rows = [i for i, d in enumerate(drafts) if d.distribution is kind and possible[i]]
             if not rows:
                 continue
-            drawn = sample([drafts[i] for i in rows], logits_RV[rows])
-            for i, (token, distribution) in zip(rows, drawn, strict=True):
-                guesses[i] = Guess(token, top.indices[i].tolist(), distribution)
+            drawn = sample([drafts[i] for i in rows], logits_RV[rows], [best[i] for i in rows])
+            for i, guess in zip(rows, drawn, strict=True):
+                guesses[i] = guess
         return guesses
 
     def _sample_coupled(
-        self, drafts: list[CachedDraft], logits_RV: torch.Tensor
-    ) -> list[tuple[int, SparseDistribution | None]]:
+        self, drafts: list[CachedDraft], logits_RV: torch.Tensor, likeliest: list[list[int]]
+    ) -> list[Guess]:
         """Draw with the verifier's own noise, so that similar models draw the same tokens.
 
-        Only ids cross the wire, so the distributions returned are None.
+        Only ids cross the wire, so there are no distributions. The target draws with this noise as
+        well. So where it does not draw the same token, it draws one that comes soon after in the
+        order of the draw: where trees are verified, these are the alternatives.
         """
         probs_RV = target_probs(logits_RV, [draft.sequence.opened.sampling for draft in drafts])
         keys = coupled_keys([draft.seed for draft in drafts], [draft.length for draft in drafts])
-        tokens = coupled_sample(probs_RV, on(probs_RV.device, keys)).tolist()
-        return [(token, None) for token in tokens]
+        keys_R = on(probs_RV.device, keys)
+        if _want_trees(drafts):
+            ids_RK, shares_RK = coupled_top(probs_RV, keys_R, 1 + _TREE_ALTERNATIVES)
+            best, shares = ids_RK.tolist(), shares_RK.tolist()
+            return [Guess(ids[0], ids, shares=of) for ids, of in zip(best, shares, strict=True)]
+        tokens = coupled_sample(probs_RV, keys_R).tolist()
+        return [Guess(token, ids) for token, ids in zip(tokens, likeliest, strict=True)]
 
     def _sample(
-        self, drafts: list[CachedDraft], logits_RV: torch.Tensor
-    ) -> list[tuple[int, SparseDistribution | None]]:
+        self, drafts: list[CachedDraft], logits_RV: torch.Tensor, likeliest: list[list[int]]
+    ) -> list[Guess]:
         """Draw from the `max_entries` likeliest tokens, with probabilities rounded to float32.
 
         The verifier gets exactly the distribution that was drawn from: it is truncated, normalised
@@ -260,9 +270,29 @@ class Forwards:
         draft_probs = top_RE.cpu().numpy().astype(np.float64)
         kept = draft_probs > 0
         return [
-            (tokens[i], SparseDistribution(ids[i][kept[i]], draft_probs[i][kept[i]]))
+            Guess(
+                tokens[i],
+                likeliest[i],
+                SparseDistribution(ids[i][kept[i]], draft_probs[i][kept[i]]),
+            )
             for i in range(len(drafts))
         ]
+
+
+def _want_trees(drafts: list[CachedDraft]) -> bool:
+    """Whether one of the drafts should have branches for its verifier's next step."""
+    return any(draft.sequence.wants_tree for draft in drafts)
+
+
+def _best(
+    logits_RV: torch.Tensor, *, trees: bool
+) -> tuple[torch.return_types.topk, list[list[float]]]:
+    """The likeliest tokens of each row, the best first; with `trees`, their probabilities too."""
+    count = 1 + (_TREE_ALTERNATIVES if trees else _ALTERNATIVES)
+    top = logits_RV.topk(min(count, logits_RV.shape[-1]))
+    if not trees:
+        return top, [[]] * len(logits_RV)
+    return top, (top.values - logits_RV.logsumexp(-1, keepdim=True)).exp().tolist()
 
 
 def _mask_unknown(drafts: list[CachedDraft], logits_RV: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from drafter_svc.branching import fan_out
+from drafter_svc.branching import Branch, fan_out, offer_likeliest
 from drafter_svc.families.base import Family, FamilySettings, Loaded
 from drafter_svc.families.cached_draft import CachedDraft
 from drafter_svc.metrics import Metrics
@@ -197,6 +197,7 @@ class ModelFamily(Family):
         if growing or branches:
             await self._grow([*growing, *branches], interrupted, urgent=not running_ahead)
         for draft in growing:
+            self._offer_leaves(draft)
             if draft.stuck:
                 draft.sequence.give_up()
             # The round ended, or was interrupted, before the whole prompt was read.
@@ -244,15 +245,16 @@ class ModelFamily(Family):
         for at, count in enumerate(fan_out(sequence.acceptance, places, budget)):
             if sequence.window.depth - at <= sequence.draft_tokens:
                 break
-            taken = sequence.guessed_at(at)
-            for token in [token for token in draft.alternatives[at] if token not in taken][:count]:
-                draft.branches[at, token] = self._fork(draft, at, token)
+            others = [one for one in draft.alternatives[at] if not sequence.has_behind(at, one[0])]
+            for token, share in others[:count]:
+                draft.branches[at, token] = self._fork(draft, at, token, share)
         return True
 
-    def _fork(self, draft: CachedDraft, at: int, token: int) -> CachedDraft:
+    def _fork(self, draft: CachedDraft, at: int, token: int, share: float) -> CachedDraft:
         """A branch behind the first `at` guesses that begins with `token`."""
         sequence = draft.sequence
-        branch = CachedDraft(sequence, draft.seed, self._vocab_size, at=at, run=[token])
+        branch = CachedDraft(sequence, draft.seed, self._vocab_size, at=at)
+        branch.run, branch.run_shares = [token], [share]
         branch.grammar = draft.grammar
         branch.kv = self._pool.fork(draft.kv, len(sequence.tokens) + at)
         return branch
@@ -261,8 +263,24 @@ class ModelFamily(Family):
         """Offer the branches that have guesses behind their first token and fit the window."""
         for (at, _), branch in draft.branches.items():
             if 1 < len(branch.run) <= draft.sequence.branch_room:
-                draft.sequence.branch(at, branch.run)
+                shares = branch.run_shares if branch.run_shares[0] > 0.0 else []
+                draft.sequence.branch(at, branch.run, shares)
         draft.sequence.give_up_branches()
+
+    def _offer_leaves(self, draft: CachedDraft) -> None:
+        """Offer the best tokens beside those guessed in this round, where trees are verified.
+
+        Not beside a sampled chain: its tokens carry distributions, and it is verified alone.
+        """
+        sequence = draft.sequence
+        if sequence.tree_room > 0 and draft.distribution is not DraftDistribution.SPARSE:
+            leaves = [
+                Branch(at, [token], [share])
+                for at in range(draft.round_start_count, draft.guess_count)
+                for token, share in draft.alternatives[at]
+                if share > 0.0
+            ]
+            offer_likeliest(sequence, leaves)
 
 
 def _load_runner(settings: ModelSettings, place: PlacementPlan) -> ModelRunner:

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 from pydantic import Field
 
-from drafter_svc.branching import fan_out
+from drafter_svc.branching import Branch, fan_out, offer_likeliest
 from drafter_svc.config import RedisSettings
 from drafter_svc.families.base import Family, Loaded
 from drafter_svc.metrics import Metrics
 from drafter_svc.placement import PlacementPlan
 from drafter_svc.pools.keys import PoolKeys, TenantKeys, read_secret
-from drafter_svc.pools.memory import MemoryPool, NgramOptions
+from drafter_svc.pools.memory import Continuation, MemoryPool, NgramOptions
 from drafter_svc.pools.prediction import Prediction
 from drafter_svc.pools.redis import Query, RedisCounters, RedisOptions, RedisPool
 from drafter_svc.pools.redis_server import RedisServer
@@ -179,19 +179,54 @@ class NgramFamily(Family):
             if sequence.room == 0:
                 self._branch(sequence)
             elif run := self._local(sequence):
-                sequence.extend(run)
+                self._extend(sequence, run)
             else:
                 unknown.append(sequence)
         if unknown and self._redis is not None:
             runs = await self._redis.lookup(self._queries(unknown))
             for sequence, run in zip(unknown, runs, strict=True):
-                sequence.extend(run)
+                self._extend(sequence, run)
+
+    def _extend(self, sequence: DraftSequence, run: list[int]) -> None:
+        """Extend the chain by `run`; where the verifier verifies trees, offer branches as well.
+
+        They are the other continuations that the request's own pool, else the public one, knows at
+        each place of `run`.
+        """
+        if not sequence.wants_tree:
+            sequence.extend(run)
+            return
+        run = run[: sequence.room]
+        first = len(sequence.guesses)
+        text = self._context(sequence, sequence.guesses)
+        confidences: list[float] = []
+        branches: list[Branch] = []
+        for i, token in enumerate(run):
+            share, others = self._shares(sequence, [*text, *run[:i]], token)
+            # The run may come from the prediction or from Redis, which have no counts.
+            confidences.append(share or sequence.acceptance)
+            branches += [Branch(first + i, one.tokens, one.confidences) for one in others]
+        sequence.extend(run, confidences=confidences)
+        offer_likeliest(sequence, branches)
+
+    def _shares(
+        self, sequence: DraftSequence, context: list[int], token: int
+    ) -> tuple[float, list[Continuation]]:
+        pool = self._texts[sequence.id].pool
+        found = pool.shares(context, sequence.draft_tokens, token)
+        if self._shared is None or found[0] or found[1]:
+            return found
+        return self._shared.shares(context, sequence.draft_tokens, token)
 
     def _branch(self, sequence: DraftSequence) -> None:
         """Offer other continuations that the sequence's own pool knows, at each place of the draft.
 
         If the draft fails at that place, such a branch is the next draft and is already there.
         """
+        # Where the verifier verifies trees, `_extend` has offered them.
+        if sequence.wants_tree:
+            sequence.give_up_branches()
+            return
         pool = self._texts[sequence.id].pool
         places = min(sequence.draft_tokens, len(sequence.guesses) - 1)
         budget = max(_MIN_BRANCHES, _BRANCHES // len(self._texts))

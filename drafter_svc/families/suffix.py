@@ -151,20 +151,61 @@ class SuffixFamily(Family):
     async def propose(
         self, sequences: Sequence[DraftSequence], interrupted: Callable[[], bool]
     ) -> None:
-        """Extend every sequence that has room."""
+        """Extend every sequence that has room; where the verifier verifies trees, add branches."""
         for sequence in sequences:
             if sequence.room > 0:
-                sequence.extend(self._continuation(sequence))
+                self._extend(sequence)
 
-    def _continuation(self, sequence: DraftSequence) -> list[int]:
-        depth = self._settings.max_tree_depth
-        text = self._texts[sequence.id]
-        draft = text.trees.speculate(
-            text.number,
-            [*sequence.tokens[-depth:], *sequence.guesses][-depth:],
-            max_spec_tokens=min(sequence.room, depth),
-            max_spec_factor=self._settings.max_spec_factor,
-            min_token_prob=self._settings.min_token_probability,
-        )
+    def _extend(self, sequence: DraftSequence) -> None:
+        first = len(sequence.guesses)
+        context = [*sequence.tokens, *sequence.guesses][-self._settings.max_tree_depth :]
         # Without the option for trees of tokens, the draft is a chain.
-        return list(draft.token_ids)
+        draft = self._speculate(sequence, context, sequence.room)
+        if not sequence.wants_tree:
+            sequence.extend(draft.token_ids)
+            return
+        for tokens, confidences in _leaves(draft, sequence.acceptance):
+            sequence.extend(tokens, confidences=confidences)
+        if room := sequence.tree_room:
+            count = len(sequence.guesses) - first + room
+            # The factor bounds the whole draft, and a tree has as many paths as there is room for.
+            paths = sequence.tree_tokens / sequence.draft_tokens
+            tree = self._speculate(sequence, context, count, paths=paths, use_tree_spec=True)
+            for tokens, confidences in _leaves(tree, sequence.acceptance):
+                sequence.branch(first, tokens, confidences)
+
+    def _speculate(
+        self,
+        sequence: DraftSequence,
+        context: list[int],
+        count: int,
+        *,
+        paths: float = 1.0,
+        use_tree_spec: bool = False,
+    ) -> Any:
+        """At most `count` tokens that may follow `context`, the likeliest first."""
+        settings = self._settings
+        text = self._texts[sequence.id]
+        return text.trees.speculate(
+            text.number,
+            context,
+            max_spec_tokens=min(count, settings.max_tree_depth),
+            max_spec_factor=paths * settings.max_spec_factor,
+            min_token_prob=settings.min_token_probability,
+            use_tree_spec=use_tree_spec,
+        )
+
+
+def _leaves(draft: Any, acceptance: float) -> list[tuple[list[int], list[float]]]:
+    """The tokens and confidences of each path of a draft that no other one continues.
+
+    The trees' probabilities are products of frequencies. A frequency says how probable a token is
+    if one of the tokens that followed before comes again; `acceptance` says how often that is so.
+    """
+    paths: list[tuple[list[int], list[float]]] = []
+    for token, parent, prob in zip(draft.token_ids, draft.parents, draft.probs, strict=True):
+        tokens, confidences = paths[parent] if parent >= 0 else ([], [])
+        frequency = prob / (draft.probs[parent] if parent >= 0 else 1.0)
+        paths.append(([*tokens, token], [*confidences, acceptance * frequency]))
+    inner = set(draft.parents)
+    return [path for i, path in enumerate(paths) if i not in inner]

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 # Occurrences that are kept of an n-gram. A lookup takes the newest or the oldest, and uses another
 # only if too few tokens follow there.
 _MAX_OCCURRENCES = 16
-
+# Shorter suffixes count no more once so little probability is left for them.
+_LEAST_SHARE = 0.1
 
 _Occurrence = tuple[list[int], int]
 """A text, and the position behind an n-gram in it."""
@@ -32,6 +33,17 @@ class NgramOptions:
     """Keep several continuations of an n-gram, else only the newest."""
     is_use_oldest: bool = False
     """Prefer the oldest continuation that is kept, else the newest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """Tokens that followed a context, and how probable the pool's counts make each of them.
+
+    The first token's probability is given the context, each other's given the token before it.
+    """
+
+    tokens: list[int]
+    confidences: list[float]
 
 
 class MemoryPool:
@@ -103,6 +115,47 @@ class MemoryPool:
                     seen.add(run[0])
                     found.append(run)
         return found
+
+    def shares(
+        self, context: Sequence[int], length: int, chosen: int
+    ) -> tuple[float, list[Continuation]]:
+        """The probability of the token `chosen` behind `context`, and all other continuations.
+
+        The others begin with different tokens and have at most `length` tokens. Probabilities are
+        those of PPM's method A (Cleary and Witten, "Data Compression Using Adaptive Coding and
+        Partial String Matching", 1984): of n occurrences of the longest suffix, c were followed by
+        a token, so it has c / (n + 1). The remaining 1 / (n + 1) is divided in the same way among
+        the tokens that followed shorter suffixes alone. 0 for a token that the pool does not know.
+        """
+        length = min(length, self._options.max_draft_len)
+        share = 0.0
+        others: list[Continuation] = []
+        seen: set[int] = set()
+        left = 1.0
+        for size in range(min(self._options.max_matching_ngram_size, len(context)), 0, -1):
+            runs: dict[int, list[_Occurrence]] = {}
+            for place in reversed(self._find(context[-size:])):
+                token = place[0][place[1]]
+                if token not in seen:
+                    runs.setdefault(token, []).append(place)
+            if not runs:
+                continue
+            each = left / (1 + sum([len(places) for places in runs.values()]))
+            for token, places in runs.items():
+                if token == chosen:
+                    share = each * len(places)
+                else:
+                    text, end = places[0]
+                    tokens = text[end : end + length]
+                    # As if the occurrences went on alike.
+                    further = len(places) / (len(places) + 1)
+                    confidences = [each * len(places), *[further] * (len(tokens) - 1)]
+                    others.append(Continuation(tokens, confidences))
+            seen.update(runs)
+            left = each
+            if left < _LEAST_SHARE:
+                break
+        return share, others
 
     def _find(self, ngram: Sequence[int]) -> Sequence[_Occurrence]:
         """The kept occurrences of an n-gram, the oldest first."""

@@ -114,6 +114,9 @@ class Ledger:
         if len(places) != len(tokens) or any(at > i for i, at in enumerate(places)):
             self._complain("valid-parents", f"parents {parents} of {len(tokens)} tokens")
             return
+        given = list(proposal.confidences)
+        if len(given) not in (0, len(tokens)) or not all(0 < value <= 1 for value in given):
+            self._complain("valid-confidences", f"confidences {given} of {len(tokens)} tokens")
         self._check_distributions(known, proposal)
         paths: list[list[int]] = [[]]
         for token, parent in zip(tokens, places, strict=True):

@@ -64,6 +64,10 @@ RULES: dict[str, Rule] = {
         "SPARSE: has the distribution that each token was sampled from; otherwise none.",
         "Send distributions only where Opened.distribution is SPARSE.",
     ),
+    "valid-confidences": Rule(
+        "confidences is empty, or has for each token a number above 0 and at most 1.",
+        "It estimates how probably a token is committed if its parent is; leave it out if unsure.",
+    ),
     "knows-its-sequences": Rule(
         "Sends nothing for unknown sequences, and nothing later than 0.5 s after Closed.",
         "Drop a sequence with Closed, and all of them when the stream ends.",

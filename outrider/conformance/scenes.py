@@ -111,7 +111,7 @@ async def rounds(stage: Stage) -> None:
         await go_on(link, known, "answers-verdicts", [miss])
         await go_on(link, known, "answers-verdicts", TEXT[:5])
     stage.passed("answers-verdicts", "valid-base", "valid-tokens", "valid-parents")
-    stage.passed("valid-distributions")
+    stage.passed("valid-distributions", "valid-confidences")
     link.step(closed=[drafts_pb2.Closed(sequence_id=known.opened.sequence_id)])
     await asyncio.sleep(0.6)
     stage.passed("knows-its-sequences")

@@ -243,6 +243,7 @@ class VerifierCheck:
             "an unknown sequence": {"sequence_id": 2**52, "base_length": 1, "token_ids": [1]},
             "a proposal without tokens": {"sequence_id": 2**52, "base_length": 1},
             "an id out of range": {"base_length": 1, "token_ids": [self._model.vocab_size]},
+            "a confidence of 2": {"base_length": 1, "token_ids": [1], "confidences": [2.0]},
         }
         for number, (fault, fields) in enumerate(wrongs.items()):
             async with self._drafter(f"conformance-liar-{number}") as drafter:
@@ -274,7 +275,9 @@ def check_verifier(address: str) -> int:
     table = Table("rule", "", "statement; reason of the failure")
     for rule, says in RULES.items():
         wrong = check.results.get(rule, "not reached, since an earlier rule failed")
-        outcome = "[green]pass[/]" if wrong is None else "[bold red]FAIL[/]"
-        table.add_row(rule, outcome, says if wrong is None else f"{says}\n[red]{wrong}[/]")
+        if wrong is None:
+            table.add_row(rule, "[green]pass[/]", says)
+        else:
+            table.add_row(rule, "[bold red]FAIL[/]", f"{says}\n[red]{wrong}[/]")
     Console().print(table)
     return int(any(check.results.get(rule, "") is not None for rule in RULES))

@@ -1,4 +1,4 @@
-"""A drafter's state of one sequence: committed tokens, the guesses behind them, and branches.
+"""A drafter's state of one sequence: committed tokens, and the tree of guesses behind them.
 
 All families share it. Knows tokens and the rules of the draft stream; not models, pools or streams.
 """
@@ -6,22 +6,11 @@ All families share it. Knows tokens and the rules of the draft stream; not model
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from outrider.drafter.guess_tree import GuessTree
 from outrider.errors import OutriderError, Reason
 from outrider.limits import MAX_PROPOSAL_TOKENS
 from outrider.messages import Opened, Proposal, Skip, SparseDistribution, Verdict
-
-# Each verdict's weight in the acceptance estimate falls by this factor with the next verdict.
-_DECAY = 0.9
-
-
-@dataclass(slots=True)
-class _Branch:
-    """A run of guesses beside the chain, and whether a proposal has had it."""
-
-    tokens: list[int]
-    sent: bool = False
 
 
 class DraftSequence:
@@ -35,24 +24,28 @@ class DraftSequence:
         self.id = opened.sequence_id
         self.tokens = list(opened.token_ids)
         """Every committed token, prompt included. The list only grows, in place."""
-        self.guesses: list[int] = []
-        """The chain of guesses behind the committed tokens."""
         self.draft_tokens = opened.draft_tokens
-        """Guesses that the verifier can use in its next step."""
+        """Guesses, one behind the other, that the verifier can use in its next step."""
+        self.tree_tokens = opened.tree_tokens
+        """Guesses of all branches together that are worth sending for its next step."""
         self.window = opened.window
         self.traceparent = opened.traceparent
         self.abandoned = False
         self.postponed = False
-        # The distributions of the last guesses, those that no proposal has had yet.
-        self._unsent: list[SparseDistribution | None] = []
-        # By the number of guesses before the branch, and its first token.
-        self._branches: dict[tuple[int, int], _Branch] = {}
+        self._tree = GuessTree()
         self._given_up = False
         self._branches_given_up = False
         self._skipped = False
-        # Decayed counts of guesses that were committed and of those that were not.
-        self._hits = 0.0
-        self._misses = 0.0
+
+    @property
+    def guesses(self) -> list[int]:
+        """The chain of guesses behind the committed tokens."""
+        return self._tree.chain
+
+    @property
+    def confidences(self) -> list[float]:
+        """The confidence of each of `guesses`; 0 where none was given."""
+        return self._tree.confidences
 
     @property
     def room(self) -> int:
@@ -62,24 +55,43 @@ class DraftSequence:
         return max(0, min(self.window.depth - len(self.guesses), self._space))
 
     @property
+    def wants_tree(self) -> bool:
+        """Whether the verifier's next step can verify guesses beside the chain."""
+        return self.tree_tokens > self.draft_tokens > 0
+
+    @property
+    def tree_room(self) -> int:
+        """How many more tokens branches may have that the verifier's coming steps can verify.
+
+        The chain may have guesses for several steps, and each step can use `tree_tokens`. 0 if the
+        verifier verifies chains alone, and wherever `branch_room` is 0.
+        """
+        if self._no_branches or not self.wants_tree:
+            return 0
+        steps = -(-len(self.guesses) // self.draft_tokens)
+        held = len(self.guesses) + self._tree.branch_count
+        return max(0, min(steps * self.tree_tokens - held, self._space))
+
+    @property
     def branch_room(self) -> int:
         """How many more tokens the branches may have together.
 
-        0 where there is no guess to branch from, where the window leaves no room to run ahead of
-        the next step, and after `give_up_branches` and `abandon`.
+        As many as the window has room for, where it lets the drafter run ahead of the next step;
+        else `tree_room`. 0 where there is no guess to branch from, and after `give_up_branches` and
+        `abandon`.
         """
-        given_up = self._branches_given_up or self.abandoned
-        runs_ahead = self.window.depth > self.draft_tokens
-        if given_up or not self.guesses or not runs_ahead:
-            return 0
-        return max(0, self._space)
+        if self.window.depth <= self.draft_tokens:
+            return self.tree_room
+        return 0 if self._no_branches else max(0, self._space)
+
+    @property
+    def _no_branches(self) -> bool:
+        return self._branches_given_up or self.abandoned or not self.guesses
 
     @property
     def _space(self) -> int:
         """How many more tokens the window and a proposal have room for."""
-        held = len(self.guesses)
-        if self._branches:
-            held += sum([len(branch.tokens) for branch in self._branches.values()])
+        held = len(self.guesses) + self._tree.branch_count
         return min(self.window.token_count, MAX_PROPOSAL_TOKENS) - held
 
     @property
@@ -101,33 +113,39 @@ class DraftSequence:
     @property
     def acceptance(self) -> float:
         """Estimated probability that a guess is committed if those before it are."""
-        return (self._hits + 2.0) / (self._hits + self._misses + 3.0)
+        return self._tree.acceptance
 
-    def extend(self, run: Sequence[int], distributions: Sequence[SparseDistribution] = ()) -> None:
+    def extend(
+        self,
+        run: Sequence[int],
+        distributions: Sequence[SparseDistribution] = (),
+        confidences: Sequence[float] = (),
+    ) -> None:
         """Add the guesses of `run` to the chain; drops those beyond `room`.
 
-        `distributions` has the distribution that each was sampled from, or is empty.
+        `distributions` has the distribution that each was sampled from, or is empty. `confidences`
+        has the strategy's estimates of the probability that each is committed if the one before it
+        is, or is empty.
         """
         count = min(len(run), self.room)
-        self.guesses += run[:count]
-        self._unsent += list(distributions[:count]) or [None] * count
+        self._tree.extend(run[:count], distributions[:count], confidences[:count])
 
-    def branch(self, at: int, run: Sequence[int]) -> None:
+    def branch(self, at: int, run: Sequence[int], confidences: Sequence[float] = ()) -> None:
         """Guess that `run` follows the first `at` guesses; drops tokens beyond the window.
 
-        Does nothing if `guessed_at(at)` has the run's first token. Raises IndexError if the chain
+        What agrees with the chain or another branch merges with it. Raises IndexError if the chain
         has no guess at `at`.
         """
-        taken = self.guessed_at(at)
-        room = max(0, min(self.branch_room, self.window.depth - at))
-        tokens = list(run[:room])
-        if tokens and tokens[0] not in taken:
-            self._branches[at, tokens[0]] = _Branch(tokens)
+        depth = max(0, self.window.depth - at)
+        self._tree.branch(at, run[:depth], confidences, self.branch_room)
 
     def guessed_at(self, at: int) -> set[int]:
         """The tokens guessed behind the first `at` guesses: the chain's and the branches'."""
-        branches = [token for place, token in self._branches if place == at]
-        return {self.guesses[at], *branches}
+        return self._tree.first_tokens(at)
+
+    def has_behind(self, at: int, token: int) -> bool:
+        """Whether the branch behind the first `at` guesses that begins so has a second token."""
+        return self._tree.has_behind(at, token)
 
     def give_up(self) -> None:
         """End the chain until the next verdict; a waiting verifier gets a skip."""
@@ -150,10 +168,9 @@ class DraftSequence:
         The session calls this after each `propose`, so that it does not ask for the same again
         before the next verdict.
         """
-        offered = self._unsent or any(not branch.sent for branch in self._branches.values())
         postponed = self.postponed
         self.postponed = False
-        if offered or postponed:
+        if self._tree.has_unsent or postponed:
             return
         if self.room > 0:
             self.give_up()
@@ -163,33 +180,15 @@ class DraftSequence:
     def abandon(self) -> None:
         """Offer nothing from now on; drops all guesses that no proposal has had."""
         self.abandoned = True
-        del self.guesses[len(self.guesses) - len(self._unsent) :]
-        self._unsent = []
-        self._branches = {}
+        self._tree.drop_unsent()
 
     def take_proposal(self) -> Proposal | None:
         """A proposal of the chain and the new branches; None if nothing is new.
 
         It repeats the chain from the last committed token, so that it needs no earlier proposal.
+        If only some guesses have a confidence, `acceptance` stands in for the others.
         """
-        new = [(at, branch) for (at, _), branch in self._branches.items() if not branch.sent]
-        if not new and not self._unsent:
-            return None
-        tokens = list(self.guesses)
-        count = len(tokens)
-        parents = list(range(count)) if new else []
-        for at, branch in new:
-            first = len(tokens) + 1
-            parents += [at, *range(first, first + len(branch.tokens) - 1)]
-            tokens += branch.tokens
-            branch.sent = True
-        distributions: list[SparseDistribution | None] = []
-        if any(given is not None for given in self._unsent):
-            distributions = (
-                [None] * (count - len(self._unsent)) + self._unsent + [None] * (len(tokens) - count)
-            )
-        self._unsent = []
-        return Proposal(self.id, len(self.tokens), tokens, parents, distributions)
+        return self._tree.take(self.id, len(self.tokens))
 
     def take_skip(self) -> Skip | None:
         """A skip if the chain has ended and the verifier may be waiting; one for each length."""
@@ -214,43 +213,12 @@ class DraftSequence:
         held = before + len(self.guesses)
         if verdict.committed_length <= before:
             return held
-        standing = self._commit(verdict.new_token_ids[known:])
+        new = verdict.new_token_ids[known:]
+        matched = self._tree.commit(new)
+        self.tokens += new
         self.draft_tokens = verdict.draft_tokens
+        self.tree_tokens = verdict.tree_tokens
         self.window = verdict.window or self.window
         self.traceparent = verdict.traceparent
         self._given_up = self._branches_given_up = self._skipped = False
-        return standing
-
-    def _commit(self, new: list[int]) -> int:
-        """Move the last committed token along `new`; returns the number of valid tokens."""
-        before = len(self.tokens)
-        count = len(self.guesses)
-        matched = 0
-        while matched < min(len(new), count) and new[matched] == self.guesses[matched]:
-            matched += 1
-        self._hits = self._hits * _DECAY + matched
-        self._misses = self._misses * _DECAY + (matched < len(new) and matched < count)
-        self.tokens += new
-        if matched < len(new):
-            self._change_to_branch(matched, new[matched:])
-            return before + matched
-        del self.guesses[:matched]
-        del self._unsent[: max(0, len(self._unsent) - len(self.guesses))]
-        self._branches = {
-            (at - matched, token): branch
-            for (at, token), branch in self._branches.items()
-            if at >= matched
-        }
-        return before + count
-
-    def _change_to_branch(self, at: int, tokens: list[int]) -> None:
-        """Continue with the branch that guessed these committed tokens, or with no guesses.
-
-        The tokens were committed behind the first `at` guesses and differ from the chain there.
-        """
-        branch = self._branches.get((at, tokens[0]))
-        if branch is None or branch.tokens[: len(tokens)] != tokens:
-            branch = _Branch([])
-        self.guesses = branch.tokens[len(tokens) :]
-        self._unsent = [] if branch.sent else [None] * len(self.guesses)
-        self._branches = {}
+        return before + matched if matched < len(new) else held

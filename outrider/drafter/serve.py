@@ -12,8 +12,8 @@ from outrider.drafter.strategy import Guess, GuessStrategy, Strategy
 from outrider.drafter.stream import DraftStream, Observer
 from outrider.drafter.streams import DraftStreams
 from outrider.errors import OutriderError
-from outrider.messages import Hello, Placement
-from outrider.model_info import ModelInfo
+from outrider.messages import Hello
+from outrider.model_info import ModelInfo, Placement
 from outrider.process import telemetry
 
 

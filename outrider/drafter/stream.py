@@ -124,9 +124,10 @@ class DraftStream:
                 error = rpc.error_of(failure)
                 if error.reason.kind.retry is Retry.NEVER:
                     raise error from failure
+            # The verifier sent an invalid message. A new stream starts from a clean state.
             except OutriderError as violation:
-                # The verifier sent an invalid message. A new stream starts from a clean state.
                 error = violation
+            # A fault of the strategy that a new connection may clear.
             except Exception as fault:
                 if isinstance(fault, self._fatal):
                     raise

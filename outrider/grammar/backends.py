@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from outrider.errors import invalid
-from outrider.messages import Grammar, GrammarKind
+from outrider.grammar.kinds import Grammar, GrammarKind
 
 Backend = Literal["xgrammar", "llguidance"]
 Mask = npt.NDArray[np.int32]

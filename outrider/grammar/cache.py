@@ -6,7 +6,7 @@ import threading
 from collections import OrderedDict
 
 from outrider.grammar.backends import Compiled
-from outrider.messages import Grammar
+from outrider.grammar.kinds import Grammar
 
 # The size of the Python objects around a grammar, so that many small grammars count as well.
 _ENTRY_BYTES = 4096

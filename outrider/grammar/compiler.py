@@ -19,9 +19,9 @@ import numpy as np
 from outrider.errors import OutriderError, Reason, invalid
 from outrider.grammar.backends import Backend, Compiled, LLGuidance, Matcher, XGrammar
 from outrider.grammar.cache import GrammarCache
+from outrider.grammar.kinds import Grammar, GrammarKind
 from outrider.grammar.repetition import check_ebnf, check_pattern, check_times
 from outrider.grammar.schema import check_schema
-from outrider.messages import Grammar, GrammarKind
 
 _THREAD_COUNT = 2
 # LLGuidance recurses along rules and references, and a stack overflow ends the process. The longest

@@ -127,7 +127,9 @@ def _check_keywords(schema: Mapping[str, Any], field: str) -> None:
 def _check_neighbours(schema: Mapping[str, Any], field: str) -> None:
     """Refuse combinations of keywords that the backends do not enforce together."""
     for name in _ALONE:
-        allowed = {name, "type"} if name in ("enum", "const") else {name}
+        allowed = {name}
+        if name in ("enum", "const"):
+            allowed.add("type")
         beside = sorted(schema.keys() - _NOTES - allowed)
         if name in schema and beside:
             message = f"has {beside[0]} beside {name}, which cannot be enforced together"
@@ -192,8 +194,12 @@ def _inner_bounds(
     schema: Mapping[str, Any], inclusive: str, exclusive: str, step: int
 ) -> list[float]:
     """The bounds of a range of integers; `step` leads from an excluded number into the range."""
-    bounds = [schema[inclusive]] if inclusive in schema else []
-    return [*bounds, schema[exclusive] + step] if exclusive in schema else bounds
+    bounds = []
+    if inclusive in schema:
+        bounds.append(schema[inclusive])
+    if exclusive in schema:
+        bounds.append(schema[exclusive] + step)
+    return bounds
 
 
 def _is_whole(value: Any) -> bool:
@@ -232,8 +238,10 @@ def _type_of(value: Any) -> str:
 def _types(schema: Mapping[str, Any]) -> set[str]:
     """The schema's types, with number for integer; empty where it names none."""
     kinds = schema.get("type", [])
-    if not isinstance(kinds, list):
-        kinds = [kinds] if isinstance(kinds, str) else []
+    if isinstance(kinds, str):
+        kinds = [kinds]
+    elif not isinstance(kinds, list):
+        kinds = []
     return {"number" if kind == "integer" else str(kind) for kind in set(kinds)}
 
 

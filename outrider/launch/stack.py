@@ -194,8 +194,9 @@ def plan_stack(settings: ServeSettings, socket_directory: Path) -> Stack:
     grpc_port = _port("grpc_port", settings.host, settings.grpc_port)
     verifier_port = _port("verifier_port", settings.verifier_host, settings.verifier_port)
     # A verifier that listens on all addresses listens on the loopback interface too.
-    loopback = "127.0.0.1"
-    verifier_host = loopback if settings.verifier_host == "0.0.0.0" else settings.verifier_host
+    verifier_host = settings.verifier_host
+    if verifier_host == "0.0.0.0":
+        verifier_host = "127.0.0.1"
     verifier = f"{verifier_host}:{verifier_port}"
     uds = socket_directory / "verifier.sock"
     specs = [DrafterSpec.parse(text) for text in settings.drafter]
@@ -302,8 +303,10 @@ def _flags(options: Mapping[str, object]) -> list[str]:
         name = key.replace("_", "-")
         for item in value if isinstance(value, list) else [value]:
             text = str(item)
-            if text.lower() in ("true", "false"):
-                words.append(f"--{name}" if text.lower() == "true" else f"--no-{name}")
+            if text.lower() == "true":
+                words.append(f"--{name}")
+            elif text.lower() == "false":
+                words.append(f"--no-{name}")
             else:
                 words += [f"--{name}", text]
     return words

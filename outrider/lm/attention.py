@@ -96,12 +96,16 @@ class LayerCache:
     @property
     def arrays(self) -> list[torch.Tensor]:
         """Keys and values as flattened arrays [slots, heads, size]; empty before `allocate`."""
-        return [] if self._store is None else [self._store.flat_keys, self._store.flat_values]
+        if self._store is None:
+            return []
+        return [self._store.flat_keys, self._store.flat_values]
 
     @property
     def page_count(self) -> int:
         """Number of pages; 0 before `allocate`."""
-        return 0 if self._store is None else len(self._store.keys)
+        if self._store is None:
+            return 0
+        return len(self._store.keys)
 
     def supports_kernel(self, device: torch.device) -> bool:
         """Whether the GPU kernel can compute this layer on `device`."""
@@ -148,7 +152,9 @@ class LayerCache:
                 return out.unsqueeze(0)
             out = query_THD.new_empty(*query_THD.shape[:2], store.values.shape[-1])
         for group in groups:
-            rows = group.rows_BQ[group.is_real_BQ] if group.padded else group.rows_BQ.flatten()
+            rows = group.rows_BQ.flatten()
+            if group.padded:
+                rows = group.rows_BQ[group.is_real_BQ]
             out[rows] = _attend_group(store, query_THD, group, scaling, window, softcap)
         return out.unsqueeze(0)
 

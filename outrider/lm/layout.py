@@ -113,14 +113,16 @@ class AttentionGroup:
         self._slices = [layout.slices[i] for i in indices]
         self._first_rows = [layout.first_rows[i] for i in indices]
         longest = max(len(part.token_ids) for part in self._slices)
-        single = len(indices) == 1
         self.shape = len(indices), longest
         self.padded = any(len(part.token_ids) < longest for part in self._slices)
         self.whole_batch = not self.padded and len(indices) == len(layout.slices)
         size = layout.page_size
         max_seq_len = max(part.end for part in self._slices)
-        self.key_count = max_seq_len if single else -(-max_seq_len // size) * size
-        self.contiguous_slots = _contiguous_slots(self._slices[0], size) if single else None
+        self.key_count = -(-max_seq_len // size) * size
+        self.contiguous_slots = None
+        if len(indices) == 1:
+            self.key_count = max_seq_len
+            self.contiguous_slots = _contiguous_slots(self._slices[0], size)
         self._masks: dict[tuple[int | None, int], torch.Tensor | None] = {}
 
     @cached_property
@@ -249,15 +251,19 @@ class BatchLayout:
         return self._cpu_batch(self.slices, self.first_rows)
 
     def _cpu_batch(self, slices: Sequence[SequenceSlice], first_rows: Sequence[int]) -> PagedBatch:
-        has_trees = any(part.parents for part in slices)
+        tree_starts: list[int] = []
+        ancestors: list[int] = []
+        if any(part.parents for part in slices):
+            tree_starts = [part.tree_start for part in slices]
+            ancestors = ancestors_by_token(self.slices)
         return PagedBatch(
             slot_mapping(self.slices, self.page_size),
             first_rows,
             [len(part.token_ids) for part in slices],
             [part.start for part in slices],
             [part.pages for part in slices],
-            [part.tree_start for part in slices] if has_trees else [],
-            ancestors_by_token(self.slices) if has_trees else [],
+            tree_starts,
+            ancestors,
         )
 
     @cached_property
@@ -272,8 +278,9 @@ class BatchLayout:
     @cached_property
     def groups(self) -> list[AttentionGroup]:
         """Groups for attention that gathers pages: all short slices, then each long slice."""
-        short = [AttentionGroup(self, self._short)] if self._short else []
-        return short + self.long_groups
+        if not self._short:
+            return self.long_groups
+        return [AttentionGroup(self, self._short), *self.long_groups]
 
     def block_table(self, slices: Sequence[SequenceSlice]) -> torch.Tensor:
         """Return the page numbers [B, P] of the slices' keys, padded with page 0."""

@@ -230,15 +230,28 @@ class ModelRunner:
         there is no `CpuDecoder`, or a slice is longer or a tree. For a small model, one call
         instead of many saves more time than its forwards take.
         """
+        found = self._continue(slices, count, limit, keep_logits=False)
+        return None if found is None else found[0]
+
+    def continue_with_logits(
+        self, slices: Sequence[SequenceSlice], count: int, limit: int
+    ) -> tuple[list[list[int]], torch.Tensor] | None:
+        """As `continue_greedily`, with the logits [count, B, V] behind the tokens' predecessors."""
+        return self._continue(slices, count, limit, keep_logits=True)
+
+    def _continue(
+        self, slices: Sequence[SequenceSlice], count: int, limit: int, *, keep_logits: bool
+    ) -> tuple[list[list[int]], torch.Tensor] | None:
         if self.decoder is None:
             return None
         if any(
             len(part.token_ids) != 1 or part.logit_count != 1 or part.parents for part in slices
         ):
             return None
-        found = self.decoder.continue_greedily(self._layout(slices), count, limit)
-        tokens: list[list[int]] = found.tolist()
-        return tokens
+        tokens, logits = self.decoder.continue_greedily(
+            self._layout(slices), count, limit, keep_logits=keep_logits
+        )
+        return tokens.tolist(), logits
 
     def _layout(self, slices: Sequence[SequenceSlice]) -> BatchLayout:
         return BatchLayout(slices, self.page_size, self.device)

@@ -241,8 +241,9 @@ def _option(field: str, info: FieldInfo) -> click.Parameter:
     default = None
     if not info.is_required():
         default = info.get_default(call_default_factory=True, validated_data={})
-    shown = "" if default in (None, "", []) else f" [default: {_shown(default)}]"
-    text = f"{' '.join((info.description or '').split())}{shown}"
+    text = " ".join((info.description or "").split())
+    if default not in (None, "", []):
+        text += f" [default: {_shown(default)}]"
     if info.annotation is bool:
         return click.Option([f"--{flag}/--no-{flag}", field], default=None, help=text)
     [kind, *_] = _kinds(info.annotation)
@@ -272,7 +273,9 @@ def _kinds(annotation: Any) -> list[Any]:
 def _shown(default: Any) -> str:
     if isinstance(default, bool):
         return "on" if default else "off"
-    return ",".join(map(str, default)) if isinstance(default, list) else str(default)
+    if isinstance(default, list):
+        return ",".join(map(str, default))
+    return str(default)
 
 
 def _items(text: Any, *, is_text: bool) -> Iterator[Any]:
@@ -280,8 +283,10 @@ def _items(text: Any, *, is_text: bool) -> Iterator[Any]:
         yield text
     elif text.lstrip().startswith("["):
         yield from json.loads(text)
+    elif is_text:
+        yield text
     else:
-        yield from [text] if is_text else text.split(",")
+        yield from text.split(",")
 
 
 def _problem(schema: type[Settings], details: ErrorDetails) -> str:

@@ -174,8 +174,8 @@ class MetricsSender:
     def _try_to_send(self) -> None:
         try:
             self._send()
+        # Only this thread sends, and nobody would notice its end.
         except Exception:
-            # Only this thread sends, and nobody would notice its end.
             log.exception("metrics could not be converted for OTLP")
 
     def _send(self) -> None:

@@ -57,6 +57,7 @@ def keep_running(
             began = time.monotonic()
             try:
                 return await work()
+            # Whatever went wrong is logged, and the work begins again.
             except Exception:
                 if time.monotonic() - began > _GOOD_S:
                     delay_s = backoff_s[0]

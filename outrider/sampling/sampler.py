@@ -65,6 +65,28 @@ def coupled_sample(probs_RV: torch.Tensor, keys_R: torch.Tensor) -> torch.Tensor
     return torch.cat(tokens)
 
 
+def coupled_top(
+    probs_RV: torch.Tensor, keys_R: torch.Tensor, count: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The token that `coupled_sample` draws and the next in its order, int64 [R, K], and shares.
+
+    K is `count`, or V if that is less. A token's share, float64 [R, K], is its part of the sum of
+    probability / exponential over all tokens: the softmax of the perturbed logits. It estimates how
+    probably another party with these keys and similar probabilities draws the token.
+    """
+    size = probs_RV.shape[-1]
+    tokens, shares = [], []
+    row_count = max(1, _NOISE_BLOCK // size)
+    for probs, keys in zip(
+        torch.split(probs_RV, row_count), torch.split(keys_R, row_count), strict=True
+    ):
+        scores = probs.double() / coupled_exponentials(keys, size)
+        top = scores.topk(min(count, size))
+        tokens.append(top.indices)
+        shares.append(top.values / scores.sum(-1, keepdim=True))
+    return torch.cat(tokens), torch.cat(shares)
+
+
 def target_probs(logits_RV: torch.Tensor, samplings: Sequence[SamplingParams]) -> torch.Tensor:
     """Probabilities [R, V] after temperature, top-k, top-p, min-p and typical-p, in this order.
 

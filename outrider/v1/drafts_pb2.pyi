@@ -253,6 +253,7 @@ class Opened(_message.Message):
     GRAMMAR_FIELD_NUMBER: _builtins.int
     PREDICTION_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    TREE_TOKENS_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.int
     """Unique for the verifier's lifetime. In [0, 2^53), so that a double holds it."""
     prompt_token_count: _builtins.int
@@ -268,6 +269,11 @@ class Opened(_message.Message):
     """The key of private pools, an opaque name; empty is the default tenant."""
     traceparent: _builtins.str
     """W3C trace context of the request; empty when it is not traced."""
+    tree_tokens: _builtins.int
+    """Draft tokens of all branches together that are worth sending for the next step, draft_tokens at
+    most one behind the other. The verifier chooses some of them and verifies them as a tree. 0, or
+    no more than draft_tokens: it verifies a chain. Range [0, 1024].
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Every committed token: the prompt, and what was generated before this drafter joined."""
@@ -304,10 +310,11 @@ class Opened(_message.Message):
         grammar: _common_pb2.Grammar | None = ...,
         prediction_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         traceparent: _builtins.str = ...,
+        tree_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["grammar", b"grammar", "sampling", b"sampling", "window", b"window"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["distribution", b"distribution", "draft_tokens", b"draft_tokens", "grammar", b"grammar", "prediction_token_ids", b"prediction_token_ids", "prompt_token_count", b"prompt_token_count", "sampling", b"sampling", "sequence_id", b"sequence_id", "tenant", b"tenant", "token_ids", b"token_ids", "traceparent", b"traceparent", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["distribution", b"distribution", "draft_tokens", b"draft_tokens", "grammar", b"grammar", "prediction_token_ids", b"prediction_token_ids", "prompt_token_count", b"prompt_token_count", "sampling", b"sampling", "sequence_id", b"sequence_id", "tenant", b"tenant", "token_ids", b"token_ids", "traceparent", b"traceparent", "tree_tokens", b"tree_tokens", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -386,8 +393,10 @@ class Proposal(_message.Message):
 
     @_builtins.property
     def confidences(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Reserved for the drafter's own estimate of the probability that each token is committed if its
-        parent is. Not used yet.
+        """Empty, or for each token the drafter's own estimate of the probability that the token is
+        committed if its parent is. Range (0, 1]. The verifier chooses a tree's tokens by it, and
+        corrects it by what the commits show. It ignores the confidence of a token with a distribution:
+        a choice by a sampled token's own probability would bias the output.
         """
 
     @_builtins.property
@@ -489,6 +498,7 @@ class Verdict(_message.Message):
     WINDOW_FIELD_NUMBER: _builtins.int
     FEATURES_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    TREE_TOKENS_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.int
     """From Opened."""
     committed_length: _builtins.int
@@ -499,6 +509,8 @@ class Verdict(_message.Message):
     """Draft tokens that the verifier can use in its next step. Range [0, 128]."""
     traceparent: _builtins.str
     """W3C trace context of the round; empty when it is not traced."""
+    tree_tokens: _builtins.int
+    """As in Opened, for the next step. Range [0, 1024]."""
     @_builtins.property
     def new_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The newest committed tokens: those since the last verdict, usually of one step."""
@@ -522,10 +534,11 @@ class Verdict(_message.Message):
         window: Global___Window | None = ...,
         features: Global___Features | None = ...,
         traceparent: _builtins.str = ...,
+        tree_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["features", b"features", "window", b"window"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_count", b"accepted_count", "committed_length", b"committed_length", "draft_tokens", b"draft_tokens", "features", b"features", "new_token_ids", b"new_token_ids", "sequence_id", b"sequence_id", "traceparent", b"traceparent", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_count", b"accepted_count", "committed_length", b"committed_length", "draft_tokens", b"draft_tokens", "features", b"features", "new_token_ids", b"new_token_ids", "sequence_id", b"sequence_id", "traceparent", b"traceparent", "tree_tokens", b"tree_tokens", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -105,13 +105,20 @@ def _proposal_from_proto(proto: drafts_pb2.Proposal, vocab_size: int) -> m.Propo
             limit = f"at most {place} at place {place}, not {parent}"
             message = f"must name a token before its child: {limit}"
             raise _violation("proposal.parents", message)
+    confidences = list(proto.confidences)
+    # Written so that a NaN is refused too.
+    wrong = [value for value in confidences if not 0.0 < value <= 1.0]
+    if wrong:
+        raise _violation("proposal.confidences", f"must be in (0, 1], not {wrong[0]:g}")
     distributions = [
         _distribution(given, token, vocab_size) if given.token_ids else None
         for given, token in zip(proto.distributions, ids, strict=False)
     ]
     seconds = proto.draft_time.seconds + proto.draft_time.nanos * 1e-9
     seconds = min(max(0.0, seconds), MAX_DRAFT_SECONDS)
-    return m.Proposal(proto.sequence_id, proto.base_length, ids, parents, distributions, seconds)
+    return m.Proposal(
+        proto.sequence_id, proto.base_length, ids, parents, distributions, seconds, confidences
+    )
 
 
 def _distribution(
@@ -147,6 +154,7 @@ def drafts_to_proto(batch: m.DraftBatch) -> drafts_pb2.DraftBatch:
             base_length=proposal.base_length,
             token_ids=proposal.token_ids,
             parents=proposal.parents,
+            confidences=proposal.confidences,
         )
         for given in proposal.distributions:
             if given is None:
@@ -168,7 +176,7 @@ def step_to_proto(step: m.StepBatch) -> drafts_pb2.StepBatch:
         opened=[_opened_to_proto(opened) for opened in step.opened],
         verdicts=[_verdict_to_proto(verdict) for verdict in step.verdicts],
         closed=[
-            drafts_pb2.Closed(sequence_id=closed.sequence_id, reason=proto_enum(closed.reason))
+            drafts_pb2.Closed(sequence_id=closed.sequence_id, reason=drafts_pb2.CLOSE_REASON_ENDED)
             for closed in step.closed
         ],
     )
@@ -187,6 +195,7 @@ def _opened_to_proto(opened: m.Opened) -> drafts_pb2.Opened:
         grammar=grammar_to_proto(opened.grammar),
         prediction_token_ids=opened.prediction,
         prompt_token_count=opened.prompt_length,
+        tree_tokens=opened.tree_tokens,
     )
 
 
@@ -199,6 +208,7 @@ def _verdict_to_proto(verdict: m.Verdict) -> drafts_pb2.Verdict:
         draft_tokens=verdict.draft_tokens,
         window=None if verdict.window is None else _window_to_proto(verdict.window),
         traceparent=verdict.traceparent,
+        tree_tokens=verdict.tree_tokens,
     )
 
 
@@ -209,16 +219,13 @@ def _window_to_proto(window: m.Window) -> drafts_pb2.Window:
 def step_from_proto(proto: drafts_pb2.StepBatch, vocab_size: int) -> m.StepBatch:
     """Check and convert; raises OutriderError that names the field.
 
-    A later version's values cost guesses at most: an unknown distribution counts as ONE_HOT, an
-    unknown reason for closing as ENDED, and a grammar of an unknown kind as no grammar.
+    A later version's values cost guesses at most: an unknown distribution counts as ONE_HOT, and a
+    grammar of an unknown kind as no grammar. The reason for closing changes nothing.
     """
     return m.StepBatch(
         [_opened_from_proto(opened, vocab_size) for opened in proto.opened],
         [_verdict_from_proto(verdict, vocab_size) for verdict in proto.verdicts],
-        [
-            m.Closed(closed.sequence_id, known(m.CloseReason, closed.reason, m.CloseReason.ENDED))
-            for closed in proto.closed
-        ],
+        [m.Closed(closed.sequence_id) for closed in proto.closed],
     )
 
 
@@ -232,6 +239,7 @@ def _verdict_from_proto(proto: drafts_pb2.Verdict, vocab_size: int) -> m.Verdict
         _draft_tokens_from_proto(proto.draft_tokens),
         _window_from_proto(proto.window) if proto.HasField("window") else None,
         proto.traceparent,
+        _tree_tokens_from_proto(proto.tree_tokens),
     )
 
 
@@ -255,6 +263,7 @@ def _opened_from_proto(proto: drafts_pb2.Opened, vocab_size: int) -> m.Opened:
         grammar=grammar_from_proto(proto.grammar if proto.grammar.WhichOneof("kind") else None),
         prediction=list(proto.prediction_token_ids),
         prompt_length=proto.prompt_token_count,
+        tree_tokens=_tree_tokens_from_proto(proto.tree_tokens),
     )
 
 
@@ -269,6 +278,12 @@ def _window_from_proto(proto: drafts_pb2.Window) -> m.Window:
 def _draft_tokens_from_proto(count: int) -> int:
     if not 0 <= count <= MAX_WINDOW_DEPTH:
         raise _violation("draft_tokens", f"must be in [0, {MAX_WINDOW_DEPTH}], not {count}")
+    return count
+
+
+def _tree_tokens_from_proto(count: int) -> int:
+    if not 0 <= count <= MAX_PROPOSAL_TOKENS:
+        raise _violation("tree_tokens", f"must be in [0, {MAX_PROPOSAL_TOKENS}], not {count}")
     return count
 
 

@@ -6,13 +6,12 @@ from collections.abc import Sequence
 
 from google.protobuf.duration_pb2 import Duration
 
-from outrider import messages as m
 from outrider.checks import check_name
 from outrider.errors import invalid
 from outrider.limits import MAX_CORE_ID, MAX_CORES, MAX_NODE_ID
-from outrider.model_info import DrafterInfo, ModelInfo, Stage
+from outrider.model_info import DrafterInfo, ModelInfo, Placement, Stage
 from outrider.v1 import common_pb2, verifier_pb2
-from outrider.wire.settings import known, proto_enum
+from outrider.wire.settings import known, optional, proto_enum
 
 # The range of google.protobuf.Duration, ten thousand years.
 _MAX_DURATION_S = 315_576_000_000.0
@@ -84,13 +83,13 @@ def _drafter_from_proto(proto: verifier_pb2.DrafterInfo) -> DrafterInfo:
         placement_from_proto(proto.placement),
         proto.connected,
         proto.sequence_count,
-        proto.acceptance_rate if proto.HasField("acceptance_rate") else None,
-        _seconds(proto.round_trip_time) if proto.HasField("round_trip_time") else None,
-        _seconds(proto.token_time) if proto.HasField("token_time") else None,
+        optional(proto, "acceptance_rate"),
+        _seconds(optional(proto, "round_trip_time")),
+        _seconds(optional(proto, "token_time")),
     )
 
 
-def placement_to_proto(placement: m.Placement) -> common_pb2.Placement:
+def placement_to_proto(placement: Placement) -> common_pb2.Placement:
     """Convert; inverse of `placement_from_proto`."""
     return common_pb2.Placement(
         kind=placement.kind,
@@ -102,15 +101,15 @@ def placement_to_proto(placement: m.Placement) -> common_pb2.Placement:
     )
 
 
-def placement_from_proto(proto: common_pb2.Placement) -> m.Placement:
+def placement_from_proto(proto: common_pb2.Placement) -> Placement:
     """Check and convert; raises OutriderError(INVALID_VALUE) that names the field."""
     for name in ("kind", "host", "device", "architecture"):
         check_name(f"placement.{name}", getattr(proto, name), empty=True)
     _check_cores(proto.cores)
-    numa_node = proto.numa_node if proto.HasField("numa_node") else None
+    numa_node = optional(proto, "numa_node")
     if numa_node is not None and not 0 <= numa_node <= MAX_NODE_ID:
         raise invalid("placement.numa_node", f"must be in [0, {MAX_NODE_ID}], not {numa_node}")
-    return m.Placement(
+    return Placement(
         proto.kind, proto.host, proto.device, tuple(proto.cores), numa_node, proto.architecture
     )
 
@@ -127,8 +126,12 @@ def _check_cores(cores: Sequence[int]) -> None:
 
 
 def _duration(seconds: float | None) -> Duration | None:
-    return None if seconds is None else Duration(seconds=int(seconds), nanos=int(seconds % 1 * 1e9))
+    if seconds is None:
+        return None
+    return Duration(seconds=int(seconds), nanos=int(seconds % 1 * 1e9))
 
 
-def _seconds(duration: Duration) -> float:
+def _seconds(duration: Duration | None) -> float | None:
+    if duration is None:
+        return None
     return min(max(duration.seconds + duration.nanos / 1e9, 0.0), _MAX_DURATION_S)

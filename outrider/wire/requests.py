@@ -15,6 +15,7 @@ from outrider.wire.settings import (
     grammar_from_proto,
     grammar_to_proto,
     known,
+    optional,
     proto_enum,
     sampling_from_proto,
     sampling_to_proto,
@@ -39,8 +40,8 @@ def request_from_proto(
 
     The reason is CONTEXT_LENGTH_EXCEEDED where prompt and answer do not fit, else INVALID_VALUE.
     """
-    top_logprobs = proto.top_logprob_count if proto.HasField("top_logprob_count") else None
-    prompt_logprobs = proto.prompt_logprob_count if proto.HasField("prompt_logprob_count") else None
+    top_logprobs = optional(proto, "top_logprob_count")
+    prompt_logprobs = optional(proto, "prompt_logprob_count")
     check_logprobs("top_logprob_count", top_logprobs)
     check_logprobs("prompt_logprob_count", prompt_logprobs)
     check_name("request_id", proto.request_id, empty=True)
@@ -61,11 +62,11 @@ def request_from_proto(
         traceparent=traceparent,
         min_chunk_tokens=min(max(1, proto.min_chunk_token_count), MAX_GATHERED_TOKENS),
         top_logprobs=top_logprobs,
-        grammar=grammar_from_proto(proto.grammar if proto.HasField("grammar") else None),
+        grammar=grammar_from_proto(optional(proto, "grammar")),
         prediction=list(proto.prediction_token_ids),
         prompt_logprobs=prompt_logprobs,
         committed=list(proto.committed_token_ids),
-        noise_seed=proto.noise_seed if proto.HasField("noise_seed") else None,
+        noise_seed=optional(proto, "noise_seed"),
     )
 
 

@@ -14,6 +14,7 @@ from google.protobuf.message import Message
 from outrider import messages as m
 from outrider.checks import check_grammar, check_sampling, check_speculation
 from outrider.errors import invalid
+from outrider.grammar.kinds import Grammar, GrammarKind
 from outrider.v1 import common_pb2
 
 _Member = TypeVar("_Member", bound=Enum)
@@ -55,7 +56,7 @@ def speculation_to_proto(options: m.SpeculationOptions) -> common_pb2.Speculatio
     return common_pb2.SpeculationOptions(**values | {"acceptance": acceptance})
 
 
-def grammar_from_proto(proto: common_pb2.Grammar | None) -> m.Grammar | None:
+def grammar_from_proto(proto: common_pb2.Grammar | None) -> Grammar | None:
     """Check and convert; raises OutriderError(INVALID_VALUE) that names the field.
 
     A grammar without a kind is refused. A kind that only a later version knows looks like that,
@@ -65,26 +66,26 @@ def grammar_from_proto(proto: common_pb2.Grammar | None) -> m.Grammar | None:
         return None
     name = proto.WhichOneof("kind")
     if name is None:
-        kinds = ", ".join(kind.value for kind in m.GrammarKind)
+        kinds = ", ".join(kind.value for kind in GrammarKind)
         raise invalid("grammar", f"must have one of {kinds}; none that this version knows is set")
-    kind = m.GrammarKind(name)
-    if kind is m.GrammarKind.JSON_OBJECT:
-        grammar = m.Grammar(kind)
-    elif kind is m.GrammarKind.CHOICE:
-        grammar = m.Grammar(kind, choices=tuple(proto.choice.texts))
+    kind = GrammarKind(name)
+    if kind is GrammarKind.JSON_OBJECT:
+        grammar = Grammar(kind)
+    elif kind is GrammarKind.CHOICE:
+        grammar = Grammar(kind, choices=tuple(proto.choice.texts))
     else:
-        grammar = m.Grammar(kind, getattr(proto, name))
+        grammar = Grammar(kind, getattr(proto, name))
     check_grammar(grammar)
     return grammar
 
 
-def grammar_to_proto(grammar: m.Grammar | None) -> common_pb2.Grammar | None:
+def grammar_to_proto(grammar: Grammar | None) -> common_pb2.Grammar | None:
     """Convert; None for no grammar."""
     if grammar is None:
         return None
-    if grammar.kind is m.GrammarKind.JSON_OBJECT:
+    if grammar.kind is GrammarKind.JSON_OBJECT:
         return common_pb2.Grammar(json_object=True)
-    if grammar.kind is m.GrammarKind.CHOICE:
+    if grammar.kind is GrammarKind.CHOICE:
         return common_pb2.Grammar(choice=common_pb2.Choices(texts=grammar.choices))
     proto = common_pb2.Grammar()
     setattr(proto, grammar.kind.value, grammar.text)
@@ -112,6 +113,13 @@ def known(kind: type[_Member], value: int, otherwise: _Member) -> _Member:
         return kind(value)
     except ValueError:
         return otherwise
+
+
+def optional(proto: Message, field: str) -> Any:
+    """The value of an optional field; None if the sender left it out."""
+    if not proto.HasField(field):
+        return None
+    return getattr(proto, field)
 
 
 def proto_enum(value: int) -> Any:

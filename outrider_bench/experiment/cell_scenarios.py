@@ -29,6 +29,7 @@ _VERIFIER_SETTINGS = (
     "draft_tokens",
     "max_batch_tokens",
     "max_sequences",
+    "draft_trees",
     "always_draft",
     "prefix_caching",
     "page_count",

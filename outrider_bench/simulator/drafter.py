@@ -13,7 +13,8 @@ from functools import partial
 
 from outrider.drafter.session import DraftSession
 from outrider.errors import OutriderError
-from outrider.messages import DraftBatch, Hello, Placement, StepBatch
+from outrider.messages import DraftBatch, Hello, StepBatch
+from outrider.model_info import Placement
 from outrider_bench.simulator.cores import Worker
 from outrider_bench.simulator.costs import Costs
 from outrider_bench.simulator.events import Events, Until, Work

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 
+from drafter_svc.branching import Branch, offer_likeliest
 from drafter_svc.families.base import Family
 from outrider.drafter.draft_sequence import DraftSequence
 from outrider_bench.simulator.costs import DraftingCost
@@ -21,6 +22,7 @@ class SimulatedFamily(Family):
         self.acceptance = spec.acceptance
         self._hard_acceptance = spec.hard_acceptance
         self._skips_hard = spec.skips_hard
+        self._alternatives = spec.alternatives
         self._world = world
         self._cost = cost
         self._slowness = spec.slowness
@@ -78,7 +80,37 @@ class SimulatedFamily(Family):
         while right and known < depth + count and self._knows(text, first + known, known):
             known += 1
         self.drafted_count += count
-        sequence.extend([*true[depth:known], *[(token + 1) % VOCAB for token in true[known:]]])
+        run = [*true[depth:known], *[(token + 1) % VOCAB for token in true[known:]]]
+        if not (sequence.wants_tree and self._alternatives):
+            sequence.extend(run)
+            return
+        places = range(depth, depth + count)
+        rates = [self._rate(text, first + place, place) for place in places]
+        sequence.extend(run, confidences=rates)
+        leaves = [
+            leaf
+            for place, rate in zip(places, rates, strict=True)
+            for leaf in self._leaves(text, first, place, rate, right=right and place == known)
+        ]
+        offer_likeliest(sequence, leaves)
+
+    def _leaves(
+        self, text: Text, first: int, place: int, rate: float, *, right: bool
+    ) -> list[Branch]:
+        """The alternatives to the guess at `place`, the likeliest first.
+
+        One of them may be right if the guess is the first that is wrong.
+        """
+        token = text.tokens[first + place]
+        luck = self._world.luck(f"{self.name}/alternatives", text, first + place)
+        left = 1.0
+        leaves: list[Branch] = []
+        for rank, share in enumerate(self._alternatives):
+            hit = right and 1.0 - left <= luck < 1.0 - left * (1.0 - share)
+            guess = token if hit else (token + 2 + rank) % VOCAB
+            leaves.append(Branch(place, [guess], [(1.0 - rate) * left * share]))
+            left *= 1.0 - share
+        return leaves
 
     def _offered(self, text: Text, index: int, count: int) -> int:
         """How many of `count` tokens from `index` behind the prompt it has guesses for."""
@@ -92,9 +124,12 @@ class SimulatedFamily(Family):
         recorded = text.guesses.get(self.name)
         if recorded is not None:
             return recorded[index : index + 1] == RIGHT
+        return self._world.luck(self.name, text, index) < self._rate(text, index, depth)
+
+    def _rate(self, text: Text, index: int, depth: int) -> float:
+        """The set acceptance of a guess at `depth`, for the token at `index` behind the prompt."""
         by_kind = self.acceptance
         if self._hard_acceptance is not None and text.hard[index]:
             by_kind = self._hard_acceptance
         rates = by_kind.get(text.kind) or by_kind.get("") or [0.0]
-        rate = rates[min(depth, len(rates) - 1)]
-        return self._world.luck(self.name, text, index) < rate
+        return rates[min(depth, len(rates) - 1)]

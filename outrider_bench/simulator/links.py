@@ -12,6 +12,7 @@ from outrider_bench.simulator.events import Events
 _MESSAGE_BYTES = 40
 _ENTRY_BYTES = 16
 _TOKEN_BYTES = 2
+_CONFIDENCE_BYTES = 4
 _SEGMENT_BYTES = 1460
 
 
@@ -71,8 +72,10 @@ class Link:
 def draft_bytes(batch: DraftBatch) -> int:
     """The approximate size of a drafter's message on the wire."""
     tokens = sum([len(proposal.token_ids) + len(proposal.parents) for proposal in batch.proposals])
+    confidences = sum([len(proposal.confidences) for proposal in batch.proposals])
     entries = len(batch.proposals) + len(batch.skips)
-    return _MESSAGE_BYTES + _ENTRY_BYTES * entries + _TOKEN_BYTES * tokens
+    payload = _TOKEN_BYTES * tokens + _CONFIDENCE_BYTES * confidences
+    return _MESSAGE_BYTES + _ENTRY_BYTES * entries + payload
 
 
 def step_bytes(step: StepBatch) -> int:

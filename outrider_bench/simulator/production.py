@@ -10,9 +10,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import cast
 
-from drafter_svc.families.cached_draft import CachedDraft
+from drafter_svc.families.cached_draft import CachedDraft, Guess
 from drafter_svc.families.draft_model import DraftModel, _Round
-from drafter_svc.families.forwards import Forwards, Guess
+from drafter_svc.families.forwards import Forwards
 from drafter_svc.families.model import ModelFamily
 from drafter_svc.families.ngram import NgramFamily
 from drafter_svc.families.shared_pages import SharedPagePool
@@ -29,6 +29,9 @@ from outrider_bench.simulator.world import RIGHT, World
 _POOL_ENTRIES = 1_000_000
 # No text has this token, so a guess of it is wrong.
 _WRONG = 2**30
+# The shares that a draft model gives its likeliest tokens in a tree, the best first. A recording
+# has ranks alone, and the verifier corrects the shares by what the commits show.
+_SHARES = [0.7, 0.12, 0.06, 0.03]
 # Size of a draft model's cache, and its context length in tokens.
 _PAGES = 65_536
 _PAGE_SIZE = 16
@@ -96,8 +99,10 @@ class SimulatedNgram(NgramFamily):
     ) -> None:
         """Propose as in production, after the cost table's time."""
         cost = self._cost
-        branching = len([sequence for sequence in sequences if sequence.room == 0])
-        chains_s = (len(sequences) - branching) * cost.sequence_s
+        full = len([sequence for sequence in sequences if sequence.room == 0])
+        trees = len([sequence for sequence in sequences if sequence.wants_tree])
+        branching = max(full, trees)
+        chains_s = (len(sequences) - full) * cost.sequence_s
         seconds = cost.round_s + chains_s + branching * cost.branches_s
         if seconds > 0.0:
             await Work([self._slowness * seconds])
@@ -191,24 +196,23 @@ class _RecordedForwards(Forwards):
         self._cost = cost
         self._slowness = spec.slowness
 
-    def _continue(self, drafts: list[CachedDraft], count: int) -> list[list[int]] | None:
+    def _continue(self, drafts: list[CachedDraft], count: int) -> list[list[Guess]] | None:
         run_s = count * self._cost.of_run_token(len(drafts))
         self.forward_s = self._slowness * (self._cost.round_s + run_s)
         runs = [self._run(draft, count) for draft in drafts]
         return [list(row) for row in zip(*runs, strict=True)]
 
-    def _run(self, draft: CachedDraft, count: int) -> list[int]:
-        run: list[int] = []
-        while len(run) < count:
-            run.append(self._likeliest(draft, run)[0])
+    def _run(self, draft: CachedDraft, count: int) -> list[Guess]:
+        run: list[Guess] = []
+        for _ in range(count):
+            run.append(_guess(draft, self._likeliest(draft, [guess.token for guess in run])))
         return run
 
     def _score(self, slices: list[SequenceSlice], scored: list[CachedDraft]) -> list[Guess | None]:
         tokens = sum([len(part.token_ids) for part in slices])
         seconds = self._cost.round_s + (tokens - len(slices)) * self._cost.prompt_token_s
         self.forward_s = self._slowness * (seconds + self._cost.of_token(len(slices)))
-        found = [self._likeliest(draft, []) for draft in scored]
-        return [Guess(likeliest[0], likeliest) for likeliest in found]
+        return [_guess(draft, self._likeliest(draft, [])) for draft in scored]
 
     def _likeliest(self, draft: CachedDraft, further: list[int]) -> list[int]:
         """The draft model's likeliest next tokens, best first, behind its guesses and `further`.
@@ -229,3 +233,8 @@ class _RecordedForwards(Forwards):
         elif recorded.isdigit() and int(recorded) < len(likeliest):
             likeliest[int(recorded)] = text.tokens[at]
         return likeliest
+
+
+def _guess(draft: CachedDraft, likeliest: list[int]) -> Guess:
+    """A guess of the likeliest token; with shares where the verifier verifies trees."""
+    return Guess(likeliest[0], likeliest, shares=_SHARES if draft.sequence.wants_tree else [])

@@ -49,14 +49,19 @@ class DrafterSpec(_Part):
     verifier: str = "verifier-1"
 
     drafts_by: Literal["acceptance", "lookup", "model"] = "acceptance"
-    """acceptance draws from `acceptance`, or takes a recording's guesses, and drafts a chain
-    without branches. lookup runs the production n-gram family on the recording's tokens. model runs
-    the production draft-model family, with branches, on the recording's guesses."""
+    """acceptance draws from `acceptance`, or takes a recording's guesses, and drafts a chain, with
+    branches of one token only by `alternatives`. lookup runs the production n-gram family on the
+    recording's tokens. model runs the production draft-model family, with branches, on the
+    recording's guesses."""
 
     acceptance: Acceptance = Field(default_factory=lambda: {"": [0.0]})
 
     hard_acceptance: Acceptance | None = None
     """As `acceptance`, within hard stretches of a text; by default the same."""
+
+    alternatives: list[Share] = Field(default_factory=list, max_length=16)
+    """Offer so many other tokens beside each guess, where the verifier verifies trees. Each number
+    is the probability that the token is right if the guess and the tokens before it are wrong."""
 
     skips_hard: bool = False
     """Propose nothing within hard stretches, as a lookup that finds nothing."""
@@ -230,6 +235,9 @@ class Scenario(Settings):
     """Events at their times; as a flag a JSON list."""
 
     draft_tokens: DraftTokensSetting = "goodput"
+    """The verifier's setting."""
+
+    draft_trees: bool = True
     """The verifier's setting."""
 
     always_draft: bool = False

@@ -62,6 +62,7 @@ class VerifierActor:
                 max_batch_tokens=scenario.max_batch_tokens,
                 max_sequences=scenario.max_sequences,
                 max_waiting=1_000_000,
+                draft_trees=scenario.draft_trees,
             ),
             SimulatedVerifier(worker, costs, world),
             always_draft=scenario.always_draft,
@@ -73,13 +74,17 @@ class VerifierActor:
         # When to advance next, and the number of that appointment; earlier ones are void.
         self._due = float("inf")
         self._appointment = 0
-        started = events.now
-        events.now = started - _WARM_UP_S
-        self.engine.warm_up(_TRIAL_CONTEXT)
-        events.now = started
+        self._warm_up()
         # Trial forwards ran alone.
         if scenario.target_cores:
             worker.cores = cores
+
+    def _warm_up(self) -> None:
+        """Run the trial forwards in the time before now."""
+        started = self._events.now
+        self._events.now = started - _WARM_UP_S
+        self.engine.warm_up(_TRIAL_CONTEXT)
+        self._events.now = started
 
     def post(self, work: Callable[[], object]) -> None:
         """Post work to the engine, which runs it before its next step."""

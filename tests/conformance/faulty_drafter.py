@@ -114,6 +114,8 @@ class Stream:
             proposal.token_ids[0] = 4096
         elif FAULT == "parents-behind":
             proposal.parents.extend(range(1, len(proposal.token_ids) + 1))
+        elif FAULT == "confidences-of-zero":
+            proposal.confidences.extend([0.0] * len(proposal.token_ids))
 
 
 def pause(error: grpc.RpcError, backoff_s: float) -> float:

@@ -25,6 +25,7 @@ FAULTS: dict[str, set[str]] = {
     "base-too-large": {"valid-base"},
     "ids-too-large": {"valid-tokens"},
     "parents-behind": {"valid-parents"},
+    "confidences-of-zero": {"valid-confidences"},
     "forgets-closed": {"knows-its-sequences"},
     # It fails to answer in several scenes.
     "never-skips": {

@@ -44,36 +44,44 @@ def sure(token: int) -> SparseDistribution:
 
 
 class Model:
-    """A reference that keeps whole paths. `paths[0]` is the chain; a commit keeps what agrees."""
+    """A reference that keeps every guess as its whole path, in the order of their arrival."""
 
     def __init__(self) -> None:
         self.tokens = list(PROMPT)
-        self.paths: list[tuple[int, list[int]]] = [(0, [])]
+        self.chain: tuple[int, ...] = ()
+        self.paths: list[tuple[int, ...]] = []
 
     def extend(self, run: list[int]) -> None:
-        self.paths[0] = (0, [*self.paths[0][1], *run])
+        self._add(self.chain, run)
+        self.chain += tuple(run)
 
     def branch(self, at: int, run: list[int]) -> None:
-        self.paths.append((at, [*self.paths[0][1][:at], *run]))
+        known = self.chain + tuple(run)
+        if known[: len(self.chain)] != (self.chain[:at] + tuple(run))[: len(self.chain)]:
+            self._add(self.chain[:at], run)
+
+    def _add(self, before: tuple[int, ...], run: list[int]) -> None:
+        for token in run:
+            before = (*before, token)
+            if before not in self.paths:
+                self.paths.append(before)
 
     def follow(self, committed: list[int]) -> None:
-        new = committed[len(self.tokens) :]
+        new = tuple(committed[len(self.tokens) :])
         count = len(new)
         self.tokens += new
-        chain = self.paths[0][1]
-        if chain[:count] == new:
-            self.paths = [
-                (at - count, path[count:])
-                for i, (at, path) in enumerate(self.paths)
-                if i == 0 or at >= count
-            ]
-            self.paths[0] = (0, self.paths[0][1])
-        else:
-            # The chain failed. Keep the branch that agrees with all new tokens.
-            fitting = [
-                path[count:] for at, path in self.paths[1:] if at < count and path[:count] == new
-            ]
-            self.paths = [(0, next(iter(fitting), []))]
+        self.paths = [
+            path[count:] for path in self.paths if len(path) > count and path[:count] == new
+        ]
+        kept = self.chain[:count] == new
+        self.chain = self.chain[count:] if kept else self._favourite()
+
+    def _favourite(self) -> tuple[int, ...]:
+        """The path of the guesses that came first."""
+        path: tuple[int, ...] = ()
+        while behind := [one for one in self.paths if one[:-1] == path]:
+            path = behind[0]
+        return path
 
 
 token = st.integers(0, 2)
@@ -104,11 +112,7 @@ class Pair:
 
     def branch(self, at: int, run: list[int]) -> None:
         room = min(self.real.branch_room, WINDOW.depth - at)
-        if (
-            at < len(self.real.guesses)
-            and len(run) <= room
-            and run[0] not in self.real.guessed_at(at)
-        ):
+        if at < len(self.real.guesses) and len(run) <= room:
             self.model.branch(at, run)
             self.real.branch(at, run)
 
@@ -136,7 +140,7 @@ class Pair:
 
     def take(self) -> None:
         """Take a proposal: it is valid on the wire, complete in itself, and has all new guesses."""
-        unsent = {tuple(path) for _, path in self.model.paths if path} - self.sent()
+        unsent = set(self.model.paths) - self.sent()
         proposal = self.real.take_proposal()
         if proposal is None:
             assert not unsent
@@ -168,7 +172,7 @@ def test_it_agrees_with_a_reference_after_any_messages(
     for name, *arguments in script:
         getattr(pair, str(name))(*arguments)
         assert pair.real.tokens == pair.model.tokens
-        assert pair.real.guesses == pair.model.paths[0][1]
+        assert tuple(pair.real.guesses) == pair.model.chain
     pair.take()
 
 
@@ -220,17 +224,31 @@ def test_branches_are_sent_once_with_the_chain() -> None:
     assert drafted.take_proposal() == Proposal(1, 3, [1, 2, 0, 0], [0, 1, 2, 1])
 
 
-def test_a_branch_with_a_known_first_token_is_ignored() -> None:
+def test_equal_prefixes_of_branches_and_chain_merge() -> None:
     drafted = sequence()
-    drafted.extend([1, 2])
-    drafted.branch(1, [2, 2])
+    drafted.extend([1, 2, 0])
     drafted.branch(1, [0, 1])
-    drafted.branch(1, [0, 2])
+    drafted.branch(0, [1, 0, 2])
     assert drafted.guessed_at(1) == {0, 2}
+    assert drafted.take_proposal() == Proposal(1, 3, [1, 2, 0, 0, 1, 2], [0, 1, 2, 1, 4, 4])
+    drafted.branch(1, [2, 0, 1])
+    assert drafted.take_proposal() is None
     drafted.follow(verdict(5, 1, 0))
     assert drafted.guesses == [1]
+    assert drafted.guessed_at(0) == {1, 2}
     with pytest.raises(IndexError):
         drafted.branch(1, [1])
+
+
+def test_a_branch_that_grows_is_sent_again_from_the_chain_on() -> None:
+    drafted = sequence()
+    drafted.extend([1, 2])
+    drafted.branch(1, [0])
+    drafted.take_proposal()
+    assert not drafted.has_behind(1, 0)
+    drafted.branch(1, [0, 1])
+    assert drafted.has_behind(1, 0)
+    assert drafted.take_proposal() == Proposal(1, 3, [1, 2, 0, 1], [0, 1, 1, 3])
 
 
 def test_a_committed_branch_becomes_the_chain_and_is_not_sent_again() -> None:

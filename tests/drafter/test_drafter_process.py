@@ -20,16 +20,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from scripted_drafts import READY, ScriptedVerifier
 
 from drafter_svc.families.registry import find_family
-from outrider.messages import (
-    Closed,
-    DraftBatch,
-    DraftDistribution,
-    Grammar,
-    GrammarKind,
-    SamplingParams,
-    Skip,
-    StepBatch,
-)
+from outrider.grammar.kinds import Grammar, GrammarKind
+from outrider.messages import Closed, DraftBatch, DraftDistribution, SamplingParams, Skip, StepBatch
 from outrider.process import rpc
 from outrider.tokenizer import fingerprint, load_tokenizer
 from outrider.v1 import drafts_pb2, verifier_pb2

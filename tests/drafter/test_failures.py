@@ -18,16 +18,9 @@ from drafter_svc.families.ngram import NgramFamily
 from drafter_svc.families.suffix import SuffixFamily, SuffixSettings
 from drafter_svc.pools.memory import NgramOptions
 from outrider.grammar.compiler import GrammarCompiler
+from outrider.grammar.kinds import Grammar, GrammarKind
 from outrider.lm.runner import ModelRunner, SequenceSlice
-from outrider.messages import (
-    DraftDistribution,
-    Grammar,
-    GrammarKind,
-    Opened,
-    SamplingParams,
-    Skip,
-    Window,
-)
+from outrider.messages import DraftDistribution, Opened, SamplingParams, Skip, Window
 from outrider.tokenizer import load_tokenizer
 
 MODEL = str(Path(__file__).parents[2] / "models/draft")

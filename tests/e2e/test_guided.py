@@ -12,14 +12,8 @@ import pytest
 from json_schemas import schemas
 from stack import TARGET, Client, Stack
 
-from outrider.messages import (
-    FinishReason,
-    Grammar,
-    GrammarKind,
-    SamplingParams,
-    SpeculationOptions,
-    TokenRequest,
-)
+from outrider.grammar.kinds import Grammar, GrammarKind
+from outrider.messages import FinishReason, SamplingParams, SpeculationOptions, TokenRequest
 from outrider.process import rpc
 from outrider.tokenizer import load_tokenizer
 

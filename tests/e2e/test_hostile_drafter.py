@@ -59,6 +59,11 @@ BAD_PROPOSALS: dict[str, tuple[dict[str, Any], str, str]] = {
         "proposal.confidences",
         "one for each of 2 tokens, not 1",
     ),
+    "a confidence of zero": (
+        {"token_ids": [5], "confidences": [0.0]},
+        "proposal.confidences",
+        r"must be in \(0, 1\], not 0",
+    ),
     "a sequence that never was": (
         {"token_ids": [5], "sequence_id": 10**12},
         "proposal.sequence_id",

@@ -196,6 +196,7 @@ async def test_a_deadline_ends_the_call_and_frees_its_sequence(rig: Rig, encodin
 async def test_a_browser_that_hangs_up_frees_its_sequence(
     rig: Rig, encoding: str, chunks: list[object]
 ) -> None:
+    # An answer's parts have no common type.
     rig.script.answer = lambda _: [*chunks, 60.0]  # type: ignore[list-item]
     body = envelope(encoding, GenerateTextRequest(prompt="x"))
     with pytest.raises(httpx.ReadTimeout):

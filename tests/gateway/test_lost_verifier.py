@@ -22,8 +22,8 @@ from gateway.metrics import Metrics
 from gateway.prompts import Prompts
 from gateway.server import Gateway, running
 from outrider.errors import Reason
-from outrider.messages import FinishReason, Placement, TokenChunk, TokenLogprob, TokenSource
-from outrider.model_info import DrafterInfo, Stage
+from outrider.messages import FinishReason, TokenChunk, TokenLogprob, TokenSource
+from outrider.model_info import DrafterInfo, Placement, Stage
 from outrider.process import rpc
 from outrider.v1 import common_pb2, verifier_pb2
 from outrider.wire import model as wire_model
@@ -108,6 +108,7 @@ async def pair(prompts: Prompts, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
         for server, verifier in zip(
             servers, (made.liar, ScriptedVerifier(made.second)), strict=True
         ):
+            # It has only the methods of a server that `serve_verifier` calls.
             serve_verifier(verifier, _GenericOnly(server))  # type: ignore[arg-type]
             await server.start("127.0.0.1:0")
             stack.push_async_callback(server.stop, 0)
@@ -153,6 +154,7 @@ async def test_a_sequence_with_a_chunk_stays_when_the_poll_fails(pair: Pair) -> 
     await until(
         lambda: len(pair.gateway.router.replicas[0].sequences) == 1 and pair.first.running == 1
     )
+    # The call exists, since a sequence runs.
     await until(lambda: not pair.gateway.router.replicas[0].tokens._call._waiting)  # type: ignore[union-attr]
     pair.first.unreachable = True
     await until(lambda: pair.problems[0] is Reason.VERIFIER_UNAVAILABLE)
@@ -185,6 +187,7 @@ async def test_a_half_open_connection_is_replaced_as_soon_as_a_poll_fails(pair: 
 
 def _unknown_stage(prompts: Prompts) -> bytes:
     proto = wire_model.model_to_proto(ready(prompts.fingerprint))
+    # A value that the enum lacks.
     proto.stage = 99  # type: ignore[assignment]
     return proto.SerializeToString()
 

@@ -17,8 +17,8 @@ from gateway.metrics import Metrics
 from gateway.prompts import Prompts
 from gateway.server import running
 from outrider.errors import OutriderError, Reason
-from outrider.messages import FinishReason, Placement
-from outrider.model_info import DrafterInfo, Stage
+from outrider.messages import FinishReason
+from outrider.model_info import DrafterInfo, Placement, Stage
 from outrider.process import rpc
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

@@ -12,12 +12,11 @@ from scripted_verifier import Step, last, plain
 
 from gateway.schema import GenerationBody
 from outrider.errors import OutriderError, Reason
+from outrider.grammar.kinds import Grammar, GrammarKind
 from outrider.messages import (
     Acceptance,
     AcceptanceRule,
     FinishReason,
-    Grammar,
-    GrammarKind,
     SamplingParams,
     SpeculationStats,
     TokenLogprob,

@@ -177,9 +177,10 @@ def test_a_greedy_continuation_equals_one_forward_a_token(limit: int, dtype: tor
     count = 21
     runner = cpu_runner(SUPPORTED["llama"], dtype)
     slices = last_tokens(runner)
-    expected = []
+    expected, logits = [], []
     for _ in range(count):
-        tokens = runner.forward(slices)[:, :limit].argmax(-1).tolist()
+        logits.append(runner.forward(slices).clone())
+        tokens = logits[-1][:, :limit].argmax(-1).tolist()
         expected.append(tokens)
         slices = [
             SequenceSlice([token], part.start + 1, part.pages, 1)
@@ -190,6 +191,11 @@ def test_a_greedy_continuation_equals_one_forward_a_token(limit: int, dtype: tor
     runner = cpu_runner(SUPPORTED["llama"], dtype)
     assert runner.continue_greedily(last_tokens(runner), count, limit) == expected
     assert torch.equal(runner.forward(slices), after)
+
+    found = runner.continue_with_logits(last_tokens(runner), count, limit)
+    assert found is not None
+    assert found[0] == expected
+    assert torch.equal(found[1], torch.stack(logits))
 
 
 def test_only_single_tokens_can_be_continued(dtype: torch.dtype) -> None:

@@ -295,6 +295,7 @@ class Traffic:
     max_batch_tokens: int = 2048
     seed: Callable[[int], int | None] = lambda number: None
     always: bool = True
+    trees: bool = False
     in_waves: bool = False
     """Whether the next requests begin only when all are done, so that all are equally far."""
     events: Callable[[int], object] = lambda tick: None
@@ -313,7 +314,13 @@ class Traffic:
                 sink(argument)
 
         self.model = SmallTarget(self.probs, self.page_count, self.page_size)
-        limits = Limits(self.policy, self.max_batch_tokens, self.concurrent, 2 * self.concurrent)
+        limits = Limits(
+            self.policy,
+            self.max_batch_tokens,
+            self.concurrent,
+            2 * self.concurrent,
+            draft_trees=self.trees,
+        )
         self.engine = Engine(
             self.model,
             PagePool(self.page_count, self.page_size),

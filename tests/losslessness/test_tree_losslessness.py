@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from random_trees import TreeGrafter, random_tree, shuffled
 from small import VOCAB, Guesser, Traffic, near, target_probs
 
+from outrider.draft_tokens_policy import DraftTokensPolicy
 from outrider.messages import (
     AcceptanceRule,
     DraftDistribution,
@@ -218,6 +219,11 @@ def with_trees(traffic: Traffic, seed: int, plain: dict[int, list[int]] | None =
         return (plain or {}).get(request.seed, [])[done:]
 
     TreeGrafter(traffic.engine, seed, VOCAB, likely)
+    return moves_of(traffic)
+
+
+def moves_of(traffic: Traffic) -> list[int]:
+    """A list that grows by the count of moved slots."""
     moves: list[int] = []
     move_tokens = traffic.model.move_tokens
 
@@ -225,6 +231,7 @@ def with_trees(traffic: Traffic, seed: int, plain: dict[int, list[int]] | None =
         moves.append(len(sources))
         move_tokens(sources, targets)
 
+    # The test counts the calls of one object's method.
     traffic.model.move_tokens = counted  # type: ignore[method-assign]
     return moves
 
@@ -236,6 +243,7 @@ def test_a_seed_gives_the_same_text_with_any_trees(page_size: int) -> None:
     plain = Traffic(seed=seed_of, length=9).run(300)
     texts = {seed_of(number): text.tolist() for number, text in enumerate(plain)}
     for seed in (1, 2):
+        # The options' values differ in type.
         traffic = Traffic(seed=seed_of, **options)  # type: ignore[arg-type]
         moves = with_trees(traffic, seed, texts)
         drafter = Guesser("first", near(target_probs), COUPLED, late=1, branches=True)
@@ -251,6 +259,36 @@ def test_texts_follow_the_target_with_trees() -> None:
     moves = with_trees(traffic, 5)
     texts = traffic.run(4_000, Guesser("first", near(target_probs), COUPLED, late=1))
     assert sum(moves) > 500
+    compare(traffic.observed(texts), traffic.expected(4_000)).must_agree(sees=0.081)
+
+
+def two_guessers() -> tuple[Guesser, Guesser]:
+    """Drafters with branches, one of which is better."""
+    return (
+        Guesser("first", near(target_probs), COUPLED, late=1, branches=True),
+        Guesser("second", near(target_probs, 0.5, seed=2), COUPLED, late=1, branches=True),
+    )
+
+
+@pytest.mark.parametrize("page_size", [2, 3])
+def test_a_seed_gives_the_same_text_with_trees_of_two_drafters(page_size: int) -> None:
+    """The engine builds the trees out of both drafters' branches."""
+    options = {**SMALL_POOL, "page_size": page_size, "page_count": 112 // page_size}
+    plain = Traffic(seed=seed_of, length=9).run(300)
+    policy = DraftTokensPolicy("fixed", 6)
+    traffic = Traffic(seed=seed_of, trees=True, policy=policy, **options)  # type: ignore[arg-type]
+    moves = moves_of(traffic)
+    assert traffic.run(300, *two_guessers()).tolist() == plain.tolist()
+    assert sum(moves) > 50
+    assert traffic.engine.scheduler.preemption_count > 5
+    assert traffic.engine.scheduler.cached_token_count > 100
+
+
+def test_texts_follow_the_target_with_trees_of_two_drafters() -> None:
+    traffic = Traffic(trust=False, trees=True, policy=DraftTokensPolicy("fixed", 5))
+    moves = moves_of(traffic)
+    texts = traffic.run(4_000, *two_guessers())
+    assert sum(moves) > 100
     compare(traffic.observed(texts), traffic.expected(4_000)).must_agree(sees=0.081)
 
 

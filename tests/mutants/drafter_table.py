@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant
 
-DRAFT_SEQUENCE, MODEL = "outrider/drafter/draft_sequence.py", "drafter_svc/families/model.py"
+GUESS_TREE, MODEL = "outrider/drafter/guess_tree.py", "drafter_svc/families/model.py"
 FORWARDS, CACHED_DRAFT = "drafter_svc/families/forwards.py", "drafter_svc/families/cached_draft.py"
 DRAFT_SEQUENCES = ("tests/drafter/test_draft_sequence.py",)
 DRAFT_SAMPLING = ("tests/drafter/test_draft_sampling.py",)
@@ -14,13 +14,14 @@ REAL_MODEL = (
 
 _UNSURE = """            self._forward(drafts)
             for draft in drafts:
-                guesses, unsent = draft.sequence.guesses, draft.sequence._unsent
+                tree = draft.sequence._tree
+                guesses, unsent = tree.chain, tree.unsent
                 distribution = unsent[-1] if unsent else None
                 if distribution is None or len(guesses) < 2:
                     continue
                 if distribution.probabilities[distribution.token_ids == guesses[-1]][0] >= 0.3:
                     continue
-                for gathered in (guesses, unsent, draft.alternatives):
+                for gathered in (guesses, tree.confidences, unsent, draft.alternatives):
                     gathered.pop()
                 draft.goal = draft.guess_count
                 self._pool.truncate(draft.kv, draft.length - 1)
@@ -30,25 +31,25 @@ DRAFTER_MUTANTS = (
     Mutant(
         "C1",
         "branches do not move along with a commit",
-        DRAFT_SEQUENCE,
-        "(at - matched, token): branch",
-        "(at, token): branch",
+        GUESS_TREE,
+        "{at - matched: found",
+        "{at: found",
         DRAFT_SEQUENCES,
     ),
     Mutant(
         "C2",
         "a commit of several tokens of a branch drops only the first",
-        DRAFT_SEQUENCE,
-        "branch.tokens[len(tokens) :]",
-        "branch.tokens[1:]",
+        GUESS_TREE,
+        "for token in tokens:",
+        "for token in tokens[:1]:",
         DRAFT_SEQUENCES,
     ),
     Mutant(
         "C3",
         "a repeated chain has its distributions beside other tokens",
-        DRAFT_SEQUENCE,
-        "[None] * (count - len(self._unsent)) + self._unsent",
-        "self._unsent + [None] * (count - len(self._unsent))",
+        GUESS_TREE,
+        "[None] * (count - len(self.unsent)) + self.unsent",
+        "self.unsent + [None] * (count - len(self.unsent))",
         DRAFT_SEQUENCES,
     ),
     # --- the draft model ---
@@ -56,7 +57,7 @@ DRAFTER_MUTANTS = (
         "D1",
         "the draft model draws twice with one number",
         CACHED_DRAFT,
-        "self.draw_count += distribution is not None",
+        "self.draw_count += guess.distribution is not None",
         "pass",
         DRAFT_SAMPLING,
     ),

@@ -6,8 +6,7 @@ from tests.mutants.mutant import Mutant
 
 ACCEPTANCE = "verifier_svc/verification/acceptance.py"
 ROWS = "verifier_svc/verification/rows.py"
-BLOCK = "verifier_svc/verification/rules/block.py"
-TOKEN_WISE = "verifier_svc/verification/rules/token_wise.py"
+SAMPLED_RULES = "verifier_svc/verification/rules/sampled.py"
 BATCH = "verifier_svc/verification/batch.py"
 RULE_CHOICE = "verifier_svc/verification/rule_choice.py"
 GRAMMAR_MASKS = "verifier_svc/verification/grammar_masks.py"
@@ -112,7 +111,7 @@ VERIFIER_MUTANTS = (
     Mutant(
         "R2",
         "block verification's weight is not clamped",
-        BLOCK,
+        SAMPLED_RULES,
         "(weight_B * ratio_B).clamp(max=1.0)",
         "weight_B * ratio_B",
         EXACT,
@@ -120,7 +119,7 @@ VERIFIER_MUTANTS = (
     Mutant(
         "R3",
         "tokens that the drafter never draws are not weighted",
-        BLOCK,
+        SAMPLED_RULES,
         "outside_B = weight_B * (1",
         "outside_B = (1",
         EXACT,
@@ -128,7 +127,7 @@ VERIFIER_MUTANTS = (
     Mutant(
         "R4",
         "tokens that the drafter never draws are left out",
-        BLOCK,
+        SAMPLED_RULES,
         "excess_B = outside_B + (weight_B",
         "excess_B = (weight_B",
         EXACT,
@@ -136,7 +135,7 @@ VERIFIER_MUTANTS = (
     Mutant(
         "R6",
         "a block ends where target and draft agree throughout",
-        BLOCK,
+        SAMPLED_RULES,
         "clamp(min=_TINY), 1.0)",
         "clamp(min=_TINY), 0.0)",
         EXACT,
@@ -145,7 +144,7 @@ VERIFIER_MUTANTS = (
     Mutant(
         "R7",
         "block verification stops at the first coin that fails",
-        BLOCK,
+        SAMPLED_RULES,
         "& (drafts.lengths_B >= i)",
         "& (drafts.lengths_B >= i) & (accepted_B == i - 1)",
         EXACT,
@@ -153,7 +152,7 @@ VERIFIER_MUTANTS = (
     Mutant(
         "R8",
         "token-wise rejection goes on behind a rejection",
-        TOKEN_WISE,
+        SAMPLED_RULES,
         ".cumprod(-1).sum(-1)",
         ".sum(-1)",
         EXACT,
@@ -161,7 +160,7 @@ VERIFIER_MUTANTS = (
     Mutant(
         "R9",
         "token-wise rejection never accepts a token that the target likes more",
-        TOKEN_WISE,
+        SAMPLED_RULES,
         "< drafts.target_BK)",
         "< drafts.target_BK) & (drafts.target_BK <= drafts.draft_BK)",
         EXACT,
@@ -210,9 +209,10 @@ VERIFIER_MUTANTS = (
         "U3",
         "a drafter gets the noise of a sequence that is open to samples",
         RULE_CHOICE,
-        "return wanted if wanted in offered else DraftDistribution.ONE_HOT",
-        "order = (wanted, DraftDistribution.COUPLED, DraftDistribution.ONE_HOT)\n"
-        "    return next(way for way in order if way in offered)",
+        "    if wanted not in offered:\n",
+        "    if wanted not in offered and DraftDistribution.COUPLED in offered:\n"
+        "        return DraftDistribution.COUPLED\n"
+        "    if wanted not in offered:\n",
         RULES,
     ),
     Mutant(
@@ -260,8 +260,8 @@ VERIFIER_MUTANTS = (
         "T3",
         "the window is counted from a proposal's base, not from the last committed token",
         TRIE,
-        "self._add_child(node, token, depth,",
-        "self._add_child(node, token, i + 1,",
+        "self._add_child(node, proposal, i, depth, added)",
+        "self._add_child(node, proposal, i, i + 1, added)",
         (f"{TRIES}::test_tokens_beyond_the_window_are_cut",),
     ),
     Mutant(
@@ -284,8 +284,8 @@ VERIFIER_MUTANTS = (
         "T6",
         "each token gets the distribution of the one before it",
         TRIE,
-        "given[i] if given else None",
-        "given[i - 1] if given else None",
+        "proposal.distributions[i] if",
+        "proposal.distributions[i - 1] if",
         (TRIES,),
     ),
     Mutant(

@@ -45,6 +45,33 @@ def test_indexing_in_pieces_equals_indexing_at_once(text: list[int], pieces: lis
     assert pool.continuation(text, 8) == whole.continuation(text, 8)
 
 
+@given(texts, st.integers(1, 4), st.integers(1, 6), st.integers(0, 4))
+def test_shares_are_a_distribution_over_different_first_tokens(
+    text: list[int], size: int, length: int, chosen: int
+) -> None:
+    pool = pool_of(text, max_matching_ngram_size=size, max_draft_len=length)
+    share, others = pool.shares(text, length, chosen)
+    firsts = [one.tokens[0] for one in others]
+    assert len({chosen, *firsts}) == 1 + len(firsts)
+    assert share + sum(one.confidences[0] for one in others) < 1
+    assert all(0 < value < 1 for one in others for value in one.confidences)
+    assert all(len(one.tokens) == len(one.confidences) <= length for one in others)
+    known = set(firsts) | ({chosen} if share else set())
+    followers = [text[i] for i in range(1, len(text)) if text[i - 1] == text[-1]]
+    assert known <= set(followers)
+    # With ten occurrences, shorter suffixes have less than a tenth left.
+    if len(followers) < 10:
+        assert known == set(followers)
+
+
+def test_shares_count_the_longest_suffix_first() -> None:
+    pool = pool_of([3, 1, 2, 9, 1, 2, 9, 8, 2, 7, 1, 2])
+    # 9 followed 1 2 twice of two times, 7 followed 2 alone.
+    share, [other] = pool.shares([1, 2], 2, 9)
+    assert share == 2 / 3
+    assert (other.tokens, other.confidences) == ([7, 1], [1 / 3 / 2, 1 / 2])
+
+
 def test_the_longest_suffix_comes_first() -> None:
     assert pool_of([1, 2, 3, 9, 8, 3, 7, 7, 1, 2, 3]).continuation([1, 2, 3], 2) == [9, 8]
 

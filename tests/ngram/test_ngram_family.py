@@ -75,6 +75,41 @@ async def test_every_place_where_a_draft_can_end_has_a_branch() -> None:
     assert {(0, 11), (1, 12), (2, 13), (3, 14)} <= set(firsts)
 
 
+TREE = [1, 2, 8, 9, 7, 5, 1, 2, 3, 4, 6, 1, 2, 8, 9, 7, 0, 1, 2]
+
+
+async def test_where_trees_are_verified_branches_come_with_the_chain() -> None:
+    rig = Rig(NgramFamily(NgramOptions(max_draft_len=3), 1000))
+    window = Window(12, 4)
+    rig.open(replace(opened(1, TREE), window=window, tree_tokens=12))
+    proposal, *_ = (await rig.draft()).proposals
+    assert proposal.token_ids[:3] == [8, 9, 7]
+    paths = list(zip(proposal.parents, proposal.token_ids, strict=True))
+    of = dict(zip(paths, proposal.confidences, strict=True))
+    # After 1 2 came 8 twice and 3 once, and one of four is left for another token.
+    assert of[0, 8] == pytest.approx(2 / 4)
+    assert of[0, 3] == pytest.approx(1 / 4)
+    at = paths.index((0, 3))
+    assert proposal.token_ids[at : at + 3] == [3, 4, 6]
+    assert len(paths) <= 12
+
+
+async def test_the_likeliest_continuations_get_the_room() -> None:
+    rig = Rig(NgramFamily(NgramOptions(max_draft_len=3), 1000))
+    rig.open(replace(opened(1, TREE), window=Window(12, 4), tree_tokens=5))
+    proposal, *_ = (await rig.draft()).proposals
+    assert (proposal.token_ids, proposal.parents) == ([8, 9, 7, 3, 4], [0, 1, 2, 0, 4])
+
+
+async def test_a_continuation_without_counts_has_the_measured_acceptance() -> None:
+    rig = Rig(NgramFamily(NgramOptions(max_draft_len=3), 1000))
+    rig.open(replace(opened(1, [1, 2, 3]), prediction=[7, 8, 9, 4], tree_tokens=12))
+    rig.commit(1, 7, 8, tree_tokens=12)
+    proposal, *_ = (await rig.draft()).proposals
+    acceptance = rig.session.sequences[1].acceptance
+    assert (proposal.token_ids, proposal.confidences) == ([9, 4], [acceptance] * 2)
+
+
 async def test_no_branches_where_running_ahead_is_not_allowed() -> None:
     rig = Rig(NgramFamily(NgramOptions(max_draft_len=4), 1000))
     rig.open(opened(1, [1, 2, 8, 9, 7, 5, 1, 2, 3, 4, 6, 1, 2], depth=4))

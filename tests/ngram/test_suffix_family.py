@@ -7,7 +7,7 @@ from drafter_svc.families.suffix import SuffixFamily, SuffixSettings
 from outrider.messages import DraftDistribution, Opened, SamplingParams, Skip, Window
 
 
-def opened(sequence_id: int, tokens: list[int], tenant: str = "") -> Opened:
+def opened(sequence_id: int, tokens: list[int], tenant: str = "", tree_tokens: int = 0) -> Opened:
     window = Window(64, 16)
     return Opened(
         sequence_id,
@@ -18,6 +18,7 @@ def opened(sequence_id: int, tokens: list[int], tenant: str = "") -> Opened:
         4,
         tenant=tenant,
         prompt_length=len(tokens),
+        tree_tokens=tree_tokens,
     )
 
 
@@ -76,6 +77,19 @@ async def test_proposals_stay_within_the_window() -> None:
     rig = Rig(SuffixFamily(SuffixSettings(max_spec_factor=9.0)))
     rig.open(opened(1, [*range(100, 140), *range(100, 120)]))
     assert await proposed(rig) == [list(range(120, 136))]
+
+
+async def test_where_trees_are_verified_other_continuations_are_branches() -> None:
+    rig = Rig(SuffixFamily(SuffixSettings(max_spec_factor=2.0)))
+    rig.open(opened(1, [1, 2, 3, 4, 1, 2, 3, 6, 1, 2, 3, 4, 5, 9, 1, 2], tree_tokens=9))
+    [proposal] = (await rig.draft()).proposals
+    assert proposal.token_ids[:2] == [3, 4]
+    paths = list(zip(proposal.parents, proposal.token_ids, strict=True))
+    assert (1, 6) in paths
+    assert len(paths) <= 9
+    # 4 followed twice and 6 once.
+    of = dict(zip(paths, proposal.confidences, strict=True))
+    assert of[1, 4] == pytest.approx(2 * of[1, 6])
 
 
 def test_without_the_package_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,8 +94,3 @@ def test_every_flag_on_a_page_belongs_to_a_command(path: Path) -> None:
 def test_the_readme_opens_with_the_three_commands() -> None:
     commands = re.findall(r"^make (\w+)", (ROOT / "README.md").read_text(), re.MULTILINE)
     assert commands == ["demo", "test", "serve"]
-
-
-def test_no_python_file_is_too_long() -> None:
-    sources = [name for name in FILES if name.endswith(".py") and "_pb2" not in name]
-    assert [name for name in sources if len((ROOT / name).read_text().splitlines()) > 450] == []

@@ -107,9 +107,9 @@ def step(**fields: Any) -> object:
     return wire_drafts.step_from_proto(drafts_pb2.StepBatch(**fields), VOCAB)
 
 
-def opened(window: dict[str, int] | None = None, draft_tokens: int = 0) -> object:
+def opened(window: dict[str, int] | None = None, **fields: int) -> object:
     place = drafts_pb2.Window(**({"token_count": 1, "depth": 1} | (window or {})))
-    return step(opened=[drafts_pb2.Opened(token_ids=[1], window=place, draft_tokens=draft_tokens)])
+    return step(opened=[drafts_pb2.Opened(token_ids=[1], window=place, **fields)])
 
 
 def grammar(**fields: Any) -> object:
@@ -146,9 +146,14 @@ READERS: dict[str, Callable[[Any], object]] = {
     "Window.token_count": lambda value: opened({"token_count": value}),
     "Window.depth": lambda value: opened({"depth": value}),
     "Opened.draft_tokens": lambda value: opened(draft_tokens=value),
+    "Opened.tree_tokens": lambda value: opened(tree_tokens=value),
     "Verdict.draft_tokens": lambda value: step(verdicts=[drafts_pb2.Verdict(draft_tokens=value)]),
+    "Verdict.tree_tokens": lambda value: step(verdicts=[drafts_pb2.Verdict(tree_tokens=value)]),
     "SparseDistribution.token_ids": distribution,
     "Proposal.token_ids": lambda n: drafts(proposals=[drafts_pb2.Proposal(token_ids=[1] * n)]),
+    "Proposal.confidences": lambda value: drafts(
+        proposals=[drafts_pb2.Proposal(token_ids=[1], confidences=[value])]
+    ),
     "DraftBatch.proposals": lambda n: drafts(skips=[drafts_pb2.Skip()] * n),
     "GenerateTextRequest.stop": lambda n: check_stop(["a"] * n),
     "GenerateTextRequest.top_logprob_count": partial(check_logprobs, "top_logprob_count"),

@@ -12,7 +12,7 @@ import numpy as np
 
 from outrider.grammar.backends import Backend, Compiled
 from outrider.grammar.compiler import GrammarCompiler
-from outrider.messages import Grammar, GrammarKind
+from outrider.grammar.kinds import Grammar, GrammarKind
 from outrider.tokenizer import load_tokenizer
 
 TARGET = str(Path(__file__).parents[2] / "models/target")

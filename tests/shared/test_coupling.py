@@ -13,7 +13,7 @@ from scipy import stats
 from outrider.messages import SamplingParams
 from outrider.sampling.logits import Context
 from outrider.sampling.noise import coupled_draw, coupled_keys
-from outrider.sampling.sampler import coupled_exponentials, coupled_sample
+from outrider.sampling.sampler import coupled_exponentials, coupled_sample, coupled_top
 from verifier_svc.verification.acceptance import accept
 from verifier_svc.verification.draft import Draft
 
@@ -205,3 +205,20 @@ def test_draws_compare_scores_in_float64() -> None:
     expected = (probs.double() / noise).argmax(-1)
     assert ((probs / noise.float()).argmax(-1) != expected).sum() > 100
     assert torch.equal(coupled_sample(probs, keys), expected)
+
+
+def test_the_order_of_a_draw_is_that_of_draws_without_the_tokens_before() -> None:
+    probs_RV = torch.rand(200, 7, generator=torch.Generator().manual_seed(4))
+    probs_RV[:, 2] = 0.0
+    keys_R = torch.from_numpy(coupled_keys(range(200), range(200)))
+    ids_RK, shares_RK = coupled_top(probs_RV, keys_R, 5)
+    left_RV = probs_RV.clone()
+    for k in range(5):
+        drawn_R1 = coupled_sample(left_RV, keys_R).unsqueeze(-1)
+        assert torch.equal(ids_RK[:, k : k + 1], drawn_R1)
+        left_RV.scatter_(-1, drawn_R1, 0.0)
+    assert (shares_RK.diff(dim=-1) <= 0).all()
+    assert (shares_RK > 0).all()
+    whole_RK = coupled_top(probs_RV, keys_R, 99)[1]
+    assert whole_RK.shape == probs_RV.shape
+    assert torch.allclose(whole_RK.sum(-1), torch.ones(200, dtype=torch.float64))

@@ -15,7 +15,7 @@ from json_schemas import schemas
 
 from outrider.errors import OutriderError
 from outrider.grammar.backends import Backend
-from outrider.messages import Grammar, GrammarKind
+from outrider.grammar.kinds import Grammar, GrammarKind
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -13,7 +13,7 @@ from outrider.grammar import compiler as compiler_module
 from outrider.grammar.backends import Backend, Compiled, Matcher
 from outrider.grammar.cache import GrammarCache
 from outrider.grammar.compiler import GrammarCompiler
-from outrider.messages import Grammar, GrammarKind
+from outrider.grammar.kinds import Grammar, GrammarKind
 
 
 def test_the_cache_keeps_recent_grammars_within_its_bytes() -> None:

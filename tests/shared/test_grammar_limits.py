@@ -14,9 +14,9 @@ from grammar_texts import BACKENDS, ENDS, TARGET, TOKENIZER, VOCAB, allowed, com
 from outrider.errors import OutriderError
 from outrider.grammar.backends import Backend
 from outrider.grammar.compiler import GrammarCompiler
+from outrider.grammar.kinds import Grammar, GrammarKind
 from outrider.grammar.repetition import check_ebnf, check_pattern
 from outrider.limits import MAX_GRAMMAR_CHARACTERS
-from outrider.messages import Grammar, GrammarKind
 
 
 def named(count: int, **counts: int) -> Grammar:

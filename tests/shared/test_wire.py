@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from outrider import messages as m
 from outrider.errors import OutriderError, Reason
 from outrider.limits import MAX_DRAFT_SECONDS
-from outrider.model_info import DrafterInfo, ModelInfo, Stage
+from outrider.model_info import DrafterInfo, ModelInfo, Placement, Stage
 from outrider.v1 import common_pb2, drafts_pb2
 from outrider.wire import drafts as wire_drafts
 from outrider.wire import model as wire_model
@@ -145,6 +145,7 @@ def test_a_chunk_survives_a_round_trip() -> None:
     sampling=samplings,
     window=st.builds(m.Window, st.integers(1, 4096), st.integers(1, 128)),
     accepted=st.integers(0, 64),
+    tree=st.integers(0, 1024),
 )
 def test_a_step_survives_a_round_trip(
     sequence_id: int,
@@ -153,14 +154,23 @@ def test_a_step_survives_a_round_trip(
     sampling: m.SamplingParams,
     window: m.Window,
     accepted: int,
+    tree: int,
 ) -> None:
     sparse = m.DraftDistribution.SPARSE
+    opened = m.Opened(sequence_id, tokens, sampling, sparse, window, 4, "tenant", "trace")
     step = m.StepBatch(
-        [m.Opened(sequence_id, tokens, sampling, sparse, window, 4, "tenant", "trace")],
-        [m.Verdict(sequence_id, length, tokens, accepted, 4, window, "trace")],
-        [m.Closed(sequence_id, m.CloseReason.ENDED)],
+        [replace(opened, tree_tokens=tree)],
+        [m.Verdict(sequence_id, length, tokens, accepted, 4, window, "trace", tree)],
+        [m.Closed(sequence_id)],
     )
     assert wire_drafts.step_from_proto(wire_drafts.step_to_proto(step), VOCAB) == step
+
+
+@given(st.lists(st.floats(0, 1, exclude_min=True, width=32), min_size=1, max_size=32))
+def test_confidences_survive_a_round_trip(confidences: list[float]) -> None:
+    tokens = [5] * len(confidences)
+    batch = m.DraftBatch([m.Proposal(1, 5, tokens, confidences=confidences)])
+    assert wire_drafts.drafts_from_proto(wire_drafts.drafts_to_proto(batch), VOCAB) == batch
 
 
 @given(st.lists(st.floats(2**-20, 1, width=32), min_size=1, max_size=32))
@@ -180,7 +190,7 @@ def test_statistics_and_model_info_survive_a_round_trip() -> None:
     sources = [m.TokenSource.ACCEPTED, m.TokenSource.BONUS]
     chunk = m.TokenChunk([1, 2], sources, "d", m.FinishReason.LENGTH, stats, 16, 1)
     assert wire_requests.chunk_from_proto(wire_requests.chunk_to_proto(chunk)) == chunk
-    place = m.Placement("cpu", "host", "cpu", (0, 1), 0, "aarch64")
+    place = Placement("cpu", "host", "cpu", (0, 1), 0, "aarch64")
     drafter = DrafterInfo("d", "ngram", place, True, 2, 0.5, 0.25, 0.125)
     info = ModelInfo(
         "model", Stage.READY, "serving", "f", 10, 20, (1, 2), "float32", "cpu", (drafter,), 4
@@ -199,7 +209,7 @@ def test_reported_durations_are_clamped(reported: int, expected: float) -> None:
     batch = drafts_pb2.DraftBatch(proposals=[sent])
     [proposal] = wire_drafts.drafts_from_proto(batch, VOCAB).proposals
     assert proposal.draft_seconds == expected
-    drafter = DrafterInfo("d", "f", m.Placement(), True, 0, token_s=expected)
+    drafter = DrafterInfo("d", "f", Placement(), True, 0, token_s=expected)
     info = ModelInfo("", Stage.READY, "", drafters=(drafter,))
     read = wire_model.model_from_proto(wire_model.model_to_proto(info))
     assert read.drafters[0].token_s == expected
@@ -226,6 +236,9 @@ def sparse(ids: list[int], probabilities: list[float]) -> dict[str, Any]:
             {**PROPOSAL, "confidences": [0.5, 0.5]},
             "must be empty or one for each of 1 tokens, not 2",
         ),
+        ({**PROPOSAL, "confidences": [0.0]}, r"must be in \(0, 1\], not 0"),
+        ({**PROPOSAL, "confidences": [1.5]}, r"must be in \(0, 1\], not 1.5"),
+        ({**PROPOSAL, "confidences": [math.nan]}, r"must be in \(0, 1\], not nan"),
         (sparse([5], []), "must hold 1 to 256 ids and as many probabilities, not 1 and 0"),
         (sparse(list(range(300)), [1 / 300] * 300), "must hold 1 to 256 ids"),
         (sparse([5, 6], [1.5, -0.5]), "must be finite and not negative"),

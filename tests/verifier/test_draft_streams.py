@@ -9,7 +9,6 @@ from fake_model import Client, make_engine
 
 from outrider.messages import (
     Closed,
-    CloseReason,
     DraftBatch,
     DraftDistribution,
     Hello,
@@ -40,7 +39,7 @@ def test_long_prompts_are_split_over_messages_and_precede_verdicts() -> None:
     step = StepBatch(
         opened=[opened(number, 500_000) for number in range(12)],
         verdicts=[Verdict(3, 500_001, [5], 0, 4)],
-        closed=[Closed(4, CloseReason.ENDED)],
+        closed=[Closed(4)],
     )
     parts = list(draft_streams._messages(wire_drafts.step_to_proto(step)))
     assert all(part.ByteSize() <= draft_streams._MAX_MESSAGE_BYTES + 100 for part in parts)
@@ -51,7 +50,7 @@ def test_long_prompts_are_split_over_messages_and_precede_verdicts() -> None:
 
 
 def test_a_step_that_fits_is_one_message() -> None:
-    batch = StepBatch(opened=[opened(1, 5)], closed=[Closed(2, CloseReason.ENDED)])
+    batch = StepBatch(opened=[opened(1, 5)], closed=[Closed(2)])
     step = wire_drafts.step_to_proto(batch)
     assert list(draft_streams._messages(step)) == [step]
 

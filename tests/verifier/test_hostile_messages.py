@@ -21,15 +21,13 @@ from drafter_svc.families.ngram import NgramFamily
 from drafter_svc.pools.memory import NgramOptions
 from outrider.drafter.session import DraftSession
 from outrider.errors import OutriderError, Reason
+from outrider.grammar.kinds import Grammar, GrammarKind
 from outrider.messages import (
     Closed,
     DraftBatch,
     DraftDistribution,
-    Grammar,
-    GrammarKind,
     Hello,
     Opened,
-    Placement,
     Proposal,
     SamplingParams,
     Skip,
@@ -38,6 +36,7 @@ from outrider.messages import (
     Verdict,
     Window,
 )
+from outrider.model_info import Placement
 from outrider.v1 import verifier_pb2
 from outrider.wire import drafts as wire_drafts
 from outrider.wire import model as wire_model

@@ -13,8 +13,7 @@ from chaos_proxy import chaos_proxy
 from fake_model import VOCAB, exposition, make_engine
 
 from outrider.errors import OutriderError, Reason
-from outrider.messages import Placement
-from outrider.model_info import DrafterInfo, ModelInfo, Stage
+from outrider.model_info import DrafterInfo, ModelInfo, Placement, Stage
 from outrider.process import rpc
 from outrider.v1 import common_pb2, drafts_pb2, verifier_pb2, verifier_pb2_grpc
 from outrider.wire import model as wire_model

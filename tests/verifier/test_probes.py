@@ -35,7 +35,7 @@ def doubted(
     first = engine.submit(TokenRequest([1, 2], 400, GREEDY), Client())
     clock.step(engine)
     for _ in range(100):
-        engine.drafting.record_acceptance(first.assignments["scripted"], 8, 0)
+        first.assignments["scripted"].observe_acceptance(8, 0)
     clock.step(engine)
     engine.cancel(first)
     sequence = engine.submit(TokenRequest(list(range(1, 7)), 400, GREEDY), Client())

@@ -20,8 +20,8 @@ from verifier_svc.verification.acceptance import accept
 from verifier_svc.verification.batch import DraftVerifier
 from verifier_svc.verification.draft import NO_TOKEN, NOT_FINITE, AcceptResult, Draft
 from verifier_svc.verification.rule_choice import acceptance_rule, choose_distribution
-from verifier_svc.verification.rules import block, lossy, token_wise
-from verifier_svc.verification.rules.sparse import SparseDrafts
+from verifier_svc.verification.rules import lossy
+from verifier_svc.verification.rules.sampled import SparseDrafts, block, token_wise
 
 TARGET = np.array([1 / 3, 2 / 3])
 DRAFTER = np.array([2 / 3, 1 / 3])
@@ -51,16 +51,16 @@ def toy(numbers: int = 60) -> tuple[SparseDrafts, np.ndarray]:
 def test_block_accepts_eleven_ninths_where_token_wise_accepts_ten() -> None:
     drafts, weights = toy()
     assert weights.sum() == pytest.approx(1)
-    assert (token_wise.accept(drafts).accepted_B.numpy() * weights).sum() == pytest.approx(10 / 9)
-    assert (block.accept(drafts).accepted_B.numpy() * weights).sum() == pytest.approx(11 / 9)
+    assert (token_wise(drafts).accepted_B.numpy() * weights).sum() == pytest.approx(10 / 9)
+    assert (block(drafts).accepted_B.numpy() * weights).sum() == pytest.approx(11 / 9)
 
 
 def test_the_last_accepted_position_decides_not_the_first_rejected() -> None:
     # Tokens (0, 1): a block never ends behind the first here, but the pair is always accepted.
     drafts, _ = toy(4)
     pair = (drafts.target_BK[:, 0] < 0.5) & (drafts.target_BK[:, 1] > 0.5)
-    assert (block.accept(drafts).accepted_B[pair] == 2).all()
-    assert (token_wise.accept(drafts).accepted_B[pair] == 0).any()
+    assert (block(drafts).accepted_B[pair] == 2).all()
+    assert (token_wise(drafts).accepted_B[pair] == 0).any()
 
 
 def test_with_one_hot_drafts_block_equals_token_wise() -> None:
@@ -73,7 +73,7 @@ def test_with_one_hot_drafts_block_equals_token_wise() -> None:
     target = torch.tensor([0.5, 0.75], dtype=torch.float64).expand(count, 2)
     drafts = SparseDrafts(lengths, ones, target, ones.unsqueeze(-1), target.unsqueeze(-1), uniform)
     for rule in (token_wise, block):
-        accepted = rule.accept(drafts).accepted_B
+        accepted = rule(drafts).accepted_B
         shares = [(accepted == n).double().mean().item() for n in range(3)]
         assert shares == pytest.approx([0.5, 0.125, 0.375], abs=0.02)
 
@@ -98,7 +98,7 @@ def test_block_verification_never_accepts_less(seed: int) -> None:
         torch.from_numpy(target * real[..., None]),
         torch.from_numpy(rng.random((count, length))),
     )
-    kept = [rule.accept(drafts).accepted_B.double() for rule in (token_wise, block)]
+    kept = [rule(drafts).accepted_B.double() for rule in (token_wise, block)]
     assert kept[1].mean() > kept[0].mean() - 0.01
     assert (kept[1] <= drafts.lengths_B).all()
 

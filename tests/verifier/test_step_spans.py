@@ -117,6 +117,7 @@ def test_a_steps_span_has_its_drafter_and_the_accepted_tokens(
         "outrider.family": "scripted",
         "outrider.placement": "local",
         "outrider.draft_tokens": 2,
+        "outrider.draft_shape": "chain",
         "outrider.accepted_tokens": 2,
         "outrider.committed_tokens": 3,
         "outrider.base_length": 4,

@@ -7,7 +7,16 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
-from fake_model import EOS, VOCAB, Client, ScriptedDrafter, TableModel, finish, make_engine
+from fake_model import (
+    EOS,
+    VOCAB,
+    Client,
+    ScriptedDrafter,
+    TableModel,
+    exposition,
+    finish,
+    make_engine,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_trees import TreeGrafter, random_tree
@@ -279,7 +288,7 @@ def test_a_tree_deeper_than_max_tokens_ends_the_text_at_them() -> None:
     assert chunk.token_ids == TRUTH[:4]
 
 
-def test_the_rate_of_a_drafter_is_that_of_its_favourite_path() -> None:
+def test_a_drafters_rate_counts_favourites_and_its_metrics_all_tokens() -> None:
     engine, _ = make_engine(eos_bias=-99)
     offers = frozenset({DraftDistribution.ONE_HOT})
     drafter = ScriptedDrafter(engine, distributions=offers)
@@ -291,4 +300,16 @@ def test_the_rate_of_a_drafter_is_that_of_its_favourite_path() -> None:
     Fixed(engine, tree)
     engine.step()
     assert sequence.tokens[2:] == TRUTH[:3]
-    assert (drafter.handle.verified_count, drafter.handle.accepted_count) == (3, 1)
+    assert (drafter.handle.verified_count, drafter.handle.accepted_count) == (4, 2)
+    rates = sequence.assignments["scripted"].rate.by_position
+    assert rates[0] > 0.8 > rates[1]
+    text = exposition(engine)
+    for name, label, count in (
+        ("drafts_by_shape", 'shape="tree"', 1),
+        ("draft_tokens_by_shape", 'shape="tree"', 4),
+        ("emitted_tokens_by_shape", 'shape="tree"', 3),
+        ("accepted_tokens_by_walk", 'walk="favourite"', 1),
+        ("accepted_tokens_by_walk", 'walk="side"', 1),
+    ):
+        metric = f"outrider:spec_decode_num_{name}_total"
+        assert f'{metric}{{model_name="fake",{label}}} {count}.0' in text

@@ -9,6 +9,7 @@ from outrider.messages import Window
 from verifier_svc.state.acceptance_rate import AcceptanceRate
 from verifier_svc.state.drafter import Drafter
 from verifier_svc.state.sequence import Assignment, Sequence
+from verifier_svc.state.side_rates import SideRates
 from verifier_svc.state.trie import Trie
 from verifier_svc.verification.rule_choice import choose_distribution
 
@@ -40,7 +41,17 @@ def new_assignment(sequence: Sequence, drafter: Drafter, *, trusted: bool) -> As
         drafter_rate = AcceptanceRate(_OPTIMISM, _KNOWN_POSITIONS, decay=_LONG_MEMORY)
         drafter.rates[kind] = drafter_rate
     rate = AcceptanceRate(drafter_rate, limit)
-    return Assignment(drafter, trie, distribution, rate, drafter_rate, trie.window, 1, length)
+    return Assignment(
+        drafter,
+        trie,
+        distribution,
+        rate,
+        drafter_rate,
+        trie.window,
+        draft_tokens=1,
+        sent_length=length,
+        side_rates=drafter.side_rates.setdefault(kind, SideRates()),
+    )
 
 
 def _kind(sequence: Sequence) -> tuple[bool, bool, bool]:
@@ -52,17 +63,20 @@ def _kind(sequence: Sequence) -> tuple[bool, bool, bool]:
     return request.sampling.greedy, request.grammar is not None, bool(request.prediction)
 
 
-def run_ahead_window(assignment: Assignment, draft_tokens: int, step_s: float) -> Window:
-    """How far a drafter may run ahead that is asked for `draft_tokens`.
+def run_ahead_window(
+    assignment: Assignment, draft_tokens: int, step_s: float, tree_tokens: int = 0
+) -> Window:
+    """How far a drafter may run ahead that is asked for `draft_tokens`, or a tree of `tree_tokens`.
 
     Far enough for a draft in each step of `step_s` seconds until the next verdict reaches the
-    drafter, as far as the trie has room. Just `draft_tokens` on the target's cores, where running
-    ahead would slow down the forward. A single token for a probe, which asks for 0.
+    drafter, as far as the trie has room. Just the draft on the target's cores, where running ahead
+    would slow down the forward. A single token for a probe, which asks for 0.
     """
     drafter = assignment.drafter
     most = assignment.trie.window
     if draft_tokens == 0 or drafter.on_target_cores:
-        reach = token_count = max(draft_tokens, 1)
+        reach = max(draft_tokens, 1)
+        token_count = max(reach, min(tree_tokens, most.token_count))
     else:
         steps = MAX_DRAFT_TOKENS
         if step_s > 0.0:

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 from outrider.errors import OutriderError, Reason
 from outrider.messages import DraftBatch, Proposal, Skip
+from outrider.token_tree import depths, favourite_path
 from verifier_svc.state.drafter import Drafter
 from verifier_svc.state.sequence import Assignment, Sequence
-from verifier_svc.state.trie import AddResult
 
 
 @dataclass(slots=True)
@@ -70,9 +70,13 @@ class DraftMessage:
         latency_s = assignment.on_answer(self.arrived_at, proposal.base_length, drafted=True)
         if latency_s is not None:
             self.draft_latencies_s.append(latency_s)
-            _observe_late_draft(assignment, proposal, added)
-            # Tokens that were in the trie already were drafted before.
-            self.draft_length = max(self.draft_length, count - added.merged)
+            _observe_late_draft(assignment, proposal, sequence.tokens)
+            # Tokens that were in the trie already were drafted before. The branches of a tree are
+            # drafted side by side.
+            length = count - added.merged
+            if proposal.parents:
+                length = min(length, max(depths(proposal.parents)))
+            self.draft_length = max(self.draft_length, length)
 
     def _take_skip(self, skip: Skip) -> None:
         found = self._find(skip.sequence_id, "skip.sequence_id")
@@ -103,9 +107,18 @@ class DraftMessage:
         return sequence, assignment
 
 
-def _observe_late_draft(assignment: Assignment, proposal: Proposal, added: AddResult) -> None:
-    """Judge a chain that came too late for verification by the tokens committed meanwhile."""
-    contradicted = added.stale > 0
+def _observe_late_draft(assignment: Assignment, proposal: Proposal, committed: list[int]) -> None:
+    """Judge a favourite path that came too late for verification by the tokens since its base."""
+    since = committed[proposal.base_length :]
+    if not since:
+        return
+    guessed = proposal.token_ids
+    if proposal.parents:
+        guessed = [guessed[row - 1] for row in favourite_path(proposal.parents)]
+    right = 0
+    while right < min(len(guessed), len(since)) and guessed[right] == since[right]:
+        right += 1
+    contradicted = right < min(len(guessed), len(since))
     # A drafter that is asked was sent these tokens meanwhile, so right ones alone prove nothing.
-    if not proposal.parents and (contradicted or not assignment.asked):
-        assignment.observe_acceptance(added.passed + contradicted, added.passed)
+    if contradicted or not assignment.asked:
+        assignment.observe_acceptance(right + contradicted, right)

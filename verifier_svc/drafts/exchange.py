@@ -5,18 +5,22 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 
 from outrider.clock import Clock, monotonic
 from outrider.errors import OutriderError, Reason
-from outrider.messages import Closed, CloseReason, DraftBatch, Hello, StepBatch, Verdict
+from outrider.messages import Closed, DraftBatch, Hello, StepBatch, Verdict
 from outrider.process.telemetry import Span
 from verifier_svc.drafts.assignments import new_assignment, run_ahead_window
 from verifier_svc.drafts.draft_message import DraftMessage
+from verifier_svc.drafts.draft_outcome import favoured_count, favourite_outcome, outcomes_by_drafter
 from verifier_svc.drafts.roster import Roster
 from verifier_svc.metrics import Metrics
 from verifier_svc.policy.plan import Plan
 from verifier_svc.policy.planner import Planner
+from verifier_svc.state.draft_tree import DraftTree
 from verifier_svc.state.drafter import MESSAGE_BYTES, Drafter
+from verifier_svc.state.merged_tries import is_branched, observe_sides
 from verifier_svc.state.sequence import FIRST_BACKOFF, Assignment, Sequence
 from verifier_svc.state.trie import Trie
 
@@ -123,7 +127,7 @@ class DraftExchange:
         for assignment in sequence.assignments.values():
             assignment.drafter.sequence_ids.discard(sequence.id)
             if assignment.opened:
-                assignment.drafter.outbox.closed.append(Closed(sequence.id, CloseReason.ENDED))
+                assignment.drafter.outbox.closed.append(Closed(sequence.id))
         sequence.assignments.clear()
 
     # --- drafts arrive ---
@@ -177,6 +181,8 @@ class DraftExchange:
         `verified` is the assignment whose draft the step verified; `span` is the step's.
         """
         lookups: list[str] = []
+        if verified is not None and self.plan.token_prices:
+            _observe_sides(sequence, verified, new_token_ids)
         for assignment in sequence.assignments.values():
             drafter = assignment.drafter
             trie = assignment.trie
@@ -189,7 +195,7 @@ class DraftExchange:
                     lookups.append(f"{drafter.id}: {walk.result.value}, {walk.wasted} wasted")
             if guessed:
                 # The step did not verify these guesses, such as a probe's; the commit judges them.
-                assignment.observe_acceptance(guessed, min(walk.matched, guessed))
+                assignment.observe_acceptance(guessed, min(walk.favoured, guessed))
             wanted = _tokens_to_ask(self.plan, sequence, assignment)
             if wanted or assignment in self.plan.probes:
                 self._ask(sequence, assignment, wanted, walk.matched, span.traceparent)
@@ -223,7 +229,9 @@ class DraftExchange:
         length = len(sequence.tokens)
         new_token_ids = sequence.tokens[assignment.sent_length :]
         assignment.sent_length = length
-        window = run_ahead_window(assignment, wanted, self.plan.decode_step_s)
+        tree_tokens = self.plan.tree_tokens.get(assignment, 0)
+        assignment.tree_tokens = tree_tokens
+        window = run_ahead_window(assignment, wanted, self.plan.decode_step_s, tree_tokens)
         changed = window is not assignment.window
         assignment.window = window
         _mark_sent(assignment, self._clock())
@@ -235,6 +243,7 @@ class DraftExchange:
             assignment.draft_tokens,
             window if changed else None,
             traceparent,
+            tree_tokens,
         )
         assignment.drafter.outbox.verdicts.append(verdict)
         # A drafter that is asked again after a silence has to read first, so its answer says little
@@ -256,16 +265,45 @@ class DraftExchange:
         drafter.last_sequence_id = max(drafter.last_sequence_id, sequence.id)
         drafter.outbox.opened.append(sequence.opened_for(assignment))
 
-    def record_acceptance(self, assignment: Assignment, drafted: int, accepted: int) -> None:
-        """Count a verified draft of `drafted` tokens, of which `accepted` were accepted.
+    def record_draft(
+        self,
+        sequence: Sequence,
+        assignment: Assignment,
+        draft: DraftTree,
+        rows: SequenceOf[int],
+        emitted: int,
+    ) -> None:
+        """Count a verified draft, whose `rows` were accepted, in acceptance rates and metrics.
 
-        Updates acceptance rates and metrics.
+        The step `emitted` so many tokens of the sequence.
+
+        `assignment` is that of the favourite path. Its rate is that of its favourites alone;
+        `observe_sides` measures the guesses beside them by the commit.
         """
-        drafter = assignment.drafter
-        assignment.observe_acceptance(drafted, accepted)
-        drafter.verified_count += drafted
-        drafter.accepted_count += accepted
-        self._metrics.verified(drafter, drafted, accepted)
+        if not draft.parents and not draft.drafter_ids:
+            drafter = assignment.drafter
+            drafted = len(draft.token_ids)
+            accepted = len(rows)
+            assignment.observe_acceptance(drafted, accepted)
+            drafter.verified_count += drafted
+            drafter.accepted_count += accepted
+            self._metrics.verified(drafter, drafted, accepted, emitted)
+            return
+        own_id = assignment.drafter.id
+        assignment.observe_acceptance(*favourite_outcome(draft, own_id, rows))
+        for drafter_id, (drafted, places) in outcomes_by_drafter(draft, own_id, rows).items():
+            drafter = sequence.assignments[drafter_id].drafter
+            drafter.verified_count += drafted
+            drafter.accepted_count += len(places)
+            leads = drafter_id == own_id
+            self._metrics.verified_in_tree(drafter, drafted, places, leads=leads)
+        self._metrics.verified_draft(
+            len(draft.token_ids),
+            favoured_count(rows),
+            len(rows),
+            emitted,
+            branched=bool(draft.parents),
+        )
 
 
 def _tokens_to_ask(plan: Plan, sequence: Sequence, assignment: Assignment) -> int:
@@ -274,6 +312,14 @@ def _tokens_to_ask(plan: Plan, sequence: Sequence, assignment: Assignment) -> in
         return plan.asks.get(assignment, 0)
     # The sequence was admitted, or got this drafter, after the step was planned.
     return assignment.draft_tokens if assignment.asked else 0
+
+
+def _observe_sides(sequence: Sequence, verified: Assignment, new_token_ids: list[int]) -> None:
+    """Measure the guesses beside favourites, or their lack, before the tries' roots move."""
+    if is_branched(sequence):
+        observe_sides(sequence, verified, new_token_ids)
+    elif verified.tree_tokens > 0 and verified.trie.is_contradicted(new_token_ids):
+        verified.side_rates.observe_wrong(False)
 
 
 def _mark_sent(assignment: Assignment, now: float) -> None:

@@ -1,4 +1,4 @@
-"""The drafters: those that are connected, those that were lost, and which ones a sequence gets."""
+"""The drafters: the connected, the lost and those in quarantine, and which ones a sequence gets."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Roster:
         return forgotten
 
     def fault(self, drafter: Drafter) -> None:
-        """Count a protocol violation."""
+        """Count a protocol violation; repeated ones put the drafter's id in quarantine."""
         faults = [*self._faults.pop(drafter.id, []), self._clock()]
         self._faults[drafter.id] = faults[-_FAULTS_ALLOWED:]
         _drop_oldest(self._faults)

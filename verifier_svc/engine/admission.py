@@ -16,10 +16,17 @@ from verifier_svc.state.sequence import Sequence
 
 
 class Admission:
-    """For one engine, on its thread. `has_thinking` is whether the model has a thinking phase."""
+    """For one engine, on its thread.
+
+    `thinking_ids` begin and end the model's thinking phase; None if it has none.
+    """
 
     def __init__(
-        self, parts: EngineParts, model: LanguageModel, limits: Limits, *, has_thinking: bool
+        self,
+        parts: EngineParts,
+        model: LanguageModel,
+        limits: Limits,
+        thinking_ids: tuple[int, int] | None,
     ) -> None:
         self._sequences = parts.sequences
         self._scheduler = parts.scheduler
@@ -27,7 +34,7 @@ class Admission:
         self._clock = parts.clock
         self._model = model
         self._limits = limits
-        self._has_thinking = has_thinking
+        self._thinking_ids = thinking_ids
         self._last_id = 0
 
     def submit(
@@ -62,7 +69,8 @@ class Admission:
             field = "max_tokens"
             message = f"prompt and max_tokens make {needed} tokens, but the KV cache holds {held}"
             raise OutriderError(Reason.CONTEXT_LENGTH_EXCEEDED, f"{field}: {message}", field)
-        if request.speculation.acceptance is Acceptance.RELAXED and not self._has_thinking:
+        relaxed = request.speculation.acceptance is Acceptance.RELAXED
+        if relaxed and self._thinking_ids is None:
             field = "speculation.acceptance"
             message = "relaxed is for the thinking phase, and the model has no tokens that mark one"
             raise OutriderError(Reason.INVALID_VALUE, f"{field}: {message}", field)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from outrider.errors import OutriderError, Reason
 from outrider.messages import FinishReason, TokenChunk
 from outrider.process.telemetry import Span
-from verifier_svc.engine.outputs import chunk_of, cut_at_end
+from verifier_svc.drafts.draft_outcome import favoured_count
+from verifier_svc.engine.outputs import chunk_of, cut_at_end, sources_of
 from verifier_svc.engine.parts import EngineParts
 from verifier_svc.engine.step_spans import StepSpans
 from verifier_svc.state.scheduled_sequence import ScheduledSequence
 from verifier_svc.state.sequence import Sequence
 from verifier_svc.verification.batch import Verified
 from verifier_svc.verification.draft import AcceptResult
-from verifier_svc.verification.tree_walk import favourite_length
 
 
 class Committer:
@@ -99,26 +99,18 @@ class Committer:
         self._token_count += len(new)
         if span.traceparent:
             span.set(outrider__accepted_tokens=accepted, outrider__committed_tokens=len(new))
-        self._record_acceptance(scheduled, result)
-        self._emit(sequence, chunk_of(scheduled, new, accepted, result, verified, finish_reason))
+            if scheduled.draft.parents:
+                span.set(outrider__side_tokens=accepted - favoured_count(result.rows[:accepted]))
+        verified_of = scheduled.assignment
+        if verified_of is not None:
+            draft = scheduled.draft
+            self._drafting.record_draft(sequence, verified_of, draft, result.rows, len(new))
+        sources = sources_of(scheduled.draft, result, len(new))
+        self._emit(sequence, chunk_of(scheduled, verified, new, sources, finish_reason))
         if finish_reason is not None:
             self.close(sequence)
         else:
-            self._drafting.send_verdicts(sequence, new, scheduled.assignment, span)
-
-    def _record_acceptance(self, scheduled: ScheduledSequence, result: AcceptResult) -> None:
-        """Tell how much of the draft of `scheduled.assignment` was right.
-
-        Of a tree, its favourite path counts: a rate is that of a drafter's favourite guesses.
-        """
-        if scheduled.assignment is None:
-            return
-        drafted = len(scheduled.draft.token_ids)
-        right = result.accepted_count
-        if scheduled.draft.parents:
-            drafted = favourite_length(scheduled.draft.parents)
-            right = sum([row == place for place, row in enumerate(result.rows, 1)])
-        self._drafting.record_acceptance(scheduled.assignment, drafted, right)
+            self._drafting.send_verdicts(sequence, new, verified_of, span)
 
     def _keep_pages(self, sequence: Sequence, drafted: int, accepted: int) -> None:
         """Keep the cache of the accepted tokens and free the pages of the rejected ones.

@@ -48,6 +48,7 @@ class EngineThread:
         self._loop.call_soon_threadsafe(self.built.set_result, engine)
         try:
             engine.run()
+        # `serve` awaits `ended` and ends the process.
         except BaseException as error:
             log.exception("the engine stopped")
             self._loop.call_soon_threadsafe(self.ended.set_exception, error)
@@ -95,6 +96,6 @@ def _call_sinks(deliveries: list[Delivery]) -> None:
     for sink, argument in deliveries:
         try:
             sink(argument)
+        # The other sinks still get their messages.
         except Exception:
-            # The other sinks still get their messages.
             log.exception("the engine could not deliver a message")

@@ -33,6 +33,7 @@ from verifier_svc.engine.target import LanguageModel, Limits
 from verifier_svc.engine.waiting import DraftWait
 from verifier_svc.engine.warm_up import WarmUp
 from verifier_svc.metrics import Metrics
+from verifier_svc.policy.draft_trees import grow_trees
 from verifier_svc.policy.forward_cost import ForwardCost
 from verifier_svc.policy.planner import Planner
 from verifier_svc.policy.speculation_budget import SpeculationBudget
@@ -79,10 +80,10 @@ class Engine:
         self.scheduler = Scheduler(pool, limits, model.vocab_size)
         self.cost = ForwardCost()
         self.isolated_cost = ForwardCost()  # learns from trial forwards alone
-        self.budget = SpeculationBudget(self.isolated_cost)
-        self.planner = Planner(
-            limits.draft_tokens_policy, self.cost, self.budget, always=always_draft
-        )
+        budget = SpeculationBudget(self.isolated_cost)
+        policy = limits.draft_tokens_policy
+        trees = limits.draft_trees
+        self.planner = Planner(policy, self.cost, budget, always=always_draft, trees=trees)
         self.drafting = DraftExchange(
             self.sequences,
             self.planner,
@@ -102,11 +103,9 @@ class Engine:
         parts = EngineParts(
             self.sequences, self.scheduler, self.drafting, self.outgoing, metrics, clock
         )
-        has_thinking = draft_verifier.thinking_ids is not None
-        self._admission = Admission(parts, model, limits, has_thinking=has_thinking)
+        self._admission = Admission(parts, model, limits, draft_verifier.thinking_ids)
         self._wait = DraftWait(parts, self._admission, self.planner, self._step_clock)
         self._committer = Committer(parts, self._spans)
-        self._idle = True
         self._quiet = False  # whether no drafter computes during the step in progress
 
     # --- from other threads ---
@@ -175,7 +174,6 @@ class Engine:
         wait_s = self._wait.remaining_s()
         if wait_s > 0.0:
             return wait_s
-        self._idle = False
         self.step()
         return 0.0
 
@@ -188,10 +186,8 @@ class Engine:
     def _go_idle(self) -> None:
         """Deliver the last chunks, and check the page pool once per idle period."""
         self.outgoing.send_to_clients()
-        self._step_clock.idle()
-        if self._idle:
+        if not self._step_clock.idle():
             return
-        self._idle = True
         try:
             self.pool.check_integrity()
         except RuntimeError as error:
@@ -219,7 +215,8 @@ class Engine:
         self._quiet = self._step_clock.undisturbed_since(self.drafting.busy_until)
         plan = self._wait.take_plan()
         self.outgoing.send_to_drafters()
-        batch = self._grammar_masks.cut(self.scheduler.next(plan.draft_tokens))
+        trees = grow_trees(self.scheduler.running.values(), plan)
+        batch = self._grammar_masks.cut(self.scheduler.next(plan.draft_tokens, trees))
         self._step_clock.end("pack")
         self.outgoing.send_to_clients()
         self._step_clock.end("send")
@@ -292,13 +289,9 @@ class Engine:
         if prompt_token_count > 0:
             return 0.0
         if seconds < math.inf:
-            self.budget.observe(
-                len(batch),
-                self.drafting.plan.paying,
-                committed,
-                seconds,
-                quiet=self._quiet and token_count == len(batch),
-            )
+            quiet = self._quiet and token_count == len(batch)
+            paying = self.drafting.plan.paying
+            self.planner.budget.observe(len(batch), paying, committed, seconds, quiet=quiet)
         return self.isolated_cost.estimate(len(batch), token_count)
 
 

@@ -25,27 +25,29 @@ def cut_at_end(sequence: Sequence, new: list[int]) -> FinishReason | None:
     if not sequence.end_ids.isdisjoint(new):
         del new[next(i for i, token in enumerate(new) if token in sequence.end_ids) + 1 :]
         return FinishReason.STOP
-    return FinishReason.LENGTH if len(new) >= left else None
+    if len(new) >= left:
+        return FinishReason.LENGTH
+    return None
+
+
+def sources_of(draft: DraftTree, result: AcceptResult, count: int) -> list[TokenSource]:
+    """Who wrote each of the `count` tokens that are committed of a step."""
+    accepted = min(result.accepted_count, count)
+    sources = [TokenSource.ACCEPTED] * accepted
+    if count > accepted:
+        sources.append(_own_source(draft, result))
+    return sources
 
 
 def chunk_of(
     scheduled: ScheduledSequence,
-    new: list[int],
-    accepted: int,
-    result: AcceptResult,
     verified: Verified,
+    new: list[int],
+    sources: list[TokenSource],
     finish_reason: FinishReason | None,
 ) -> TokenChunk:
-    """Build the chunk of the committed tokens `new`, the first `accepted` of which were drafted.
-
-    `result` is that of `verified`. The chunk names the source of each token. The
-    last one has the sequence's statistics.
-    """
+    """Build the chunk of the committed tokens `new`; the last one has the sequence's statistics."""
     sequence = scheduled.sequence
-    draft = scheduled.draft
-    sources = [TokenSource.ACCEPTED] * accepted
-    if len(new) > accepted:
-        sources.append(_own_source(draft, result))
     assignment = scheduled.assignment
     return TokenChunk(
         token_ids=new,
@@ -54,7 +56,7 @@ def chunk_of(
         finish_reason=finish_reason,
         stats=sequence.stats if finish_reason is not None else None,
         cached_token_count=sequence.cached_token_count,
-        draft_token_count=len(draft.token_ids),
+        draft_token_count=len(scheduled.draft.token_ids),
         logprobs=list(verified.logprobs[: len(new)]),
         prompt_logprobs=list(verified.prompt_logprobs),
     )
@@ -64,5 +66,6 @@ def _own_source(draft: DraftTree, result: AcceptResult) -> TokenSource:
     """The source of the token that the target itself sampled."""
     if not draft.token_ids:
         return TokenSource.PLAIN
-    whole = is_leaf(result.last_row, len(draft.token_ids), draft.parents)
-    return TokenSource.BONUS if whole else TokenSource.RECOVERED
+    if is_leaf(result.last_row, len(draft.token_ids), draft.parents):
+        return TokenSource.BONUS
+    return TokenSource.RECOVERED

@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from outrider.lm.pages import PagePool
-from verifier_svc.state.draft_tree import NO_DRAFT, DraftTree
+from verifier_svc.policy.draft_trees import Draft, best_chain
+from verifier_svc.state.draft_tree import NO_DRAFT
 from verifier_svc.state.scheduled_sequence import ScheduledSequence
-from verifier_svc.state.sequence import Assignment, Sequence
+from verifier_svc.state.sequence import Sequence
 
 if TYPE_CHECKING:
     from verifier_svc.engine.target import Limits  # imports torch, which the metrics do not need
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 # requests would keep all other requests from beginning.
 _PROMPTS_SHARE = 0.25
 _LOGIT_BYTES = 4
+_NO_DRAFT: Draft = (None, NO_DRAFT)
+_NO_TREES: Mapping[int, Draft] = {}
 
 
 class Scheduler:
@@ -53,10 +56,13 @@ class Scheduler:
             self.waiting.remove(sequence)
         self.pool.free(sequence.kv)
 
-    def next(self, draft_tokens: Mapping[int, int]) -> list[ScheduledSequence]:
+    def next(
+        self, draft_tokens: Mapping[int, int], trees: Mapping[int, Draft] = _NO_TREES
+    ) -> list[ScheduledSequence]:
         """Build the next batch from the admitted sequences; empty when there is nothing to do.
 
-        `draft_tokens` is the longest draft allowed, by sequence id.
+        A sequence has its draft of `trees`, else its best chain of at most `draft_tokens`, both by
+        sequence id.
         """
         batch: dict[int, ScheduledSequence] = {}
         pairs = [(sequence, sequence.num_uncomputed_tokens) for sequence in self.running.values()]
@@ -78,7 +84,11 @@ class Scheduler:
             spare -= count if count > 1 else 0
             planned = draft_tokens.get(sequence.id, 0)
             room = max(0, spare - for_prompts) if pending == 1 else spare
-            scheduled = self._schedule(sequence, count, pending, min(planned, room), batch)
+            samples = count == pending
+            draft = _NO_DRAFT
+            if samples:
+                draft = trees.get(sequence.id) or best_chain(sequence, min(planned, room))
+            scheduled = self._schedule(sequence, count, samples, room, draft, batch)
             if scheduled is not None:
                 scheduled.planned_draft_tokens = planned
                 spare -= len(scheduled.draft.token_ids)
@@ -89,28 +99,25 @@ class Scheduler:
         self,
         sequence: Sequence,
         count: int,
-        pending: int,
-        max_draft_tokens: int,
+        samples: bool,
+        room: int,
+        chosen: Draft,
         batch: dict[int, ScheduledSequence],
     ) -> ScheduledSequence | None:
-        """Add `count` of the sequence's `pending` tokens to the batch, and a draft behind the last.
+        """Add `count` of the sequence's tokens to the batch, and a draft behind the last.
 
-        Returns None if the sequence was preempted.
+        The draft has at most `room` tokens. Returns None if the sequence was preempted.
         """
         if sequence.id not in self.running:
             return None  # this step preempted it for an older one
-        samples = count == pending
-        assignment: Assignment | None = None
-        draft = NO_DRAFT
-        if samples:
-            assignment, draft = best_draft(sequence, max_draft_tokens)
+        assignment, draft = chosen
+        draft = draft.first(room)
         start = sequence.kv.num_computed_tokens
         end = start + count
         has_room = self.pool.reserve(sequence.kv, end + len(draft.token_ids))
         if not has_room and draft.token_ids:
             # A draft is no reason to preempt another sequence.
-            assignment = None
-            draft = NO_DRAFT
+            assignment, draft = _NO_DRAFT
         while not has_room and not self.pool.reserve(sequence.kv, end):
             others = (other for other in reversed(self.running.values()) if other.id not in batch)
             victim = next(others, sequence)
@@ -171,23 +178,3 @@ def _scored(sequence: Sequence, start: int, count: int) -> range:
     if not unscored:
         return unscored
     return range(unscored.start, min(unscored.stop, start + count + 1))
-
-
-def best_draft(sequence: Sequence, draft_tokens: int) -> tuple[Assignment | None, DraftTree]:
-    """The ready path of at most `draft_tokens` tokens with the most expected accepted tokens.
-
-    The expectation comes from the path's length and its drafter's acceptance rate.
-    """
-    if draft_tokens <= 0:
-        return None, NO_DRAFT
-    lengths = {
-        assignment: assignment.trie.length(draft_tokens)
-        for assignment in sequence.assignments.values()
-    }
-    ready = [assignment for assignment, length in lengths.items() if length]
-    if not ready:
-        return None, NO_DRAFT
-    best = ready[0]
-    if len(ready) > 1:
-        best = max(ready, key=lambda each: each.rate.expected_tokens(lengths[each]))
-    return best, best.trie.path(draft_tokens)

@@ -122,5 +122,6 @@ def _verify_span(scheduled: ScheduledSequence, wait_s: float, step: str) -> Span
             outrider__family=hello.family,
             outrider__placement=hello.placement.kind,
             outrider__base_length=len(scheduled.sequence.tokens),
+            outrider__draft_shape="tree" if scheduled.draft.parents else "chain",
         )
     return span

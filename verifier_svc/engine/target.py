@@ -10,6 +10,7 @@ import torch
 
 from outrider.draft_tokens_policy import DraftTokensPolicy
 from outrider.lm.runner import SequenceSlice
+from outrider.token_tree import MAX_TREE_TOKENS
 
 
 class LanguageModel(Protocol):
@@ -34,8 +35,8 @@ class Limits:
     """The limits of one engine.
 
     `draft_tokens_policy` chooses how many draft tokens of a sequence a step verifies, unless the
-    request says it. `scored_logits_bytes` bounds the logits that a step computes to score prompts.
-    The others are counts.
+    request says it. With `draft_trees` a draft may be a tree. `scored_logits_bytes` bounds the
+    logits that a step computes to score prompts. The others are counts.
     """
 
     draft_tokens_policy: DraftTokensPolicy = field(
@@ -46,3 +47,10 @@ class Limits:
     max_waiting: int = 1024
     max_drafters: int = 64
     scored_logits_bytes: int = 2**28
+    draft_trees: bool = False
+
+    @property
+    def most_draft_tokens(self) -> int:
+        """Most draft tokens of a sequence in one step, unless its request says it."""
+        most = self.draft_tokens_policy.max_draft_tokens
+        return max(most, MAX_TREE_TOKENS) if self.draft_trees else most

@@ -1,6 +1,7 @@
 """Waits for late drafts before a step, and updates a drafter's latency if its draft does not come.
 
-It keeps a deadline but never sleeps; the engine's caller sleeps.
+The plan says how long (`verifier_svc/policy/waits.py`). This keeps the deadline but never sleeps;
+the engine's caller sleeps.
 """
 
 from __future__ import annotations
@@ -82,7 +83,9 @@ class DraftWait:
         remaining_s = self._began + _MAX_HOLD_S - now
         if remaining_s <= 0.0:
             self._outgoing.send_to_clients()
-        return remaining_s if self._outgoing.holds_chunks else math.inf
+        if not self._outgoing.holds_chunks:
+            return math.inf
+        return remaining_s
 
     def _late(self, plan: Plan) -> list[Assignment]:
         """The drafts of `plan.wait_for` that are missing and still the best for their sequences."""

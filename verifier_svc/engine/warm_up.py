@@ -5,11 +5,14 @@ from __future__ import annotations
 from outrider.clock import Clock
 from outrider.lm.pages import PagePool
 from outrider.lm.runner import SequenceSlice
+from outrider.token_tree import MAX_TREE_TOKENS
 from verifier_svc.engine.target import LanguageModel, Limits
 from verifier_svc.policy.forward_cost import ForwardCost
 
 # No trial begins after this time. A large model then misses its larger batches.
 _WARM_UP_S = 5.0
+# Rows of the trial forwards of a sequence's tree, besides those of chains.
+_TREE_ROWS = (16, 32, 1 + MAX_TREE_TOKENS)
 # Tokens of the trial prompt.
 _TRIAL_PROMPT = 256
 
@@ -42,9 +45,14 @@ class WarmUp:
         if self._clock() < end:
             self._try_prompts(cost)
         # The largest comes first, in case no time is left for the others.
-        for batch in dict.fromkeys([largest, *(2**i for i in range(3, largest.bit_length()))]):
+        batches = dict.fromkeys([largest, *(2**i for i in range(3, largest.bit_length()))])
+        for batch in batches:
             if batch > 1 and self._clock() < end:
                 self._try_batch(batch, cost, isolated_cost)
+        for batch in dict.fromkeys([1, *batches]) if self._limits.draft_trees else ():
+            for count in _TREE_ROWS:
+                if self._clock() < end:
+                    self._try_rows(batch, count, cost, isolated_cost)
 
     def _try_prompts(self, cost: ForwardCost) -> None:
         """Measure a short prompt and a long one."""
@@ -57,14 +65,17 @@ class WarmUp:
 
     def _try_batch(self, batch: int, *costs: ForwardCost) -> None:
         """Measure forwards of `batch` sequences with none, some and all of the draft tokens."""
-        pool = self._pool
         max_draft_tokens = self._limits.draft_tokens_policy.max_draft_tokens
         for count in sorted({1, 2, 1 + max_draft_tokens // 2, 1 + max_draft_tokens}):
-            pages = batch * -(-count // pool.page_size)
-            if batch * count <= self._limits.max_batch_tokens and pages <= pool.page_count:
-                seconds = self._trial_s(batch, count, self._context, count)
-                for cost in costs:
-                    cost.calibrate(batch, batch * count, seconds)
+            self._try_rows(batch, count, *costs)
+
+    def _try_rows(self, batch: int, count: int, *costs: ForwardCost) -> None:
+        """Measure a forward of `count` rows of each of `batch` sequences, if it fits."""
+        pages = batch * -(-count // self._pool.page_size)
+        if batch * count <= self._limits.max_batch_tokens and pages <= self._pool.page_count:
+            seconds = self._trial_s(batch, count, self._context, count)
+            for cost in costs:
+                cost.calibrate(batch, batch * count, seconds)
 
     def _trial_s(self, batch: int, count: int, context: int, logit_count: int) -> float:
         """Time in seconds of one forward of `batch` sequences; the faster of two runs.

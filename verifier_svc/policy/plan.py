@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -27,9 +28,15 @@ class Plan:
     planned_ids: frozenset[int] = frozenset()
     """Ids of the sequences that the plan covers."""
     draft_tokens: Mapping[int, int] = field(default_factory=dict)
-    """Most draft tokens that the step verifies, by sequence id; a missing id stands for 0."""
+    """Most draft tokens of a path that the step verifies, by sequence id; 0 for a missing id."""
+    token_prices: SequenceOf[tuple[int, float]] = ()
+    """The prices of the forward's draft tokens, as in `Prices`; empty if drafts stay chains."""
+    fixed: bool = False
+    """Whether every draft has its number of tokens, whatever their price."""
     asks: Mapping[Assignment, int] = field(default_factory=dict)
     """Drafters to ask behind this step: draft tokens to ask for, by assignment."""
+    tree_tokens: Mapping[Assignment, int] = field(default_factory=dict)
+    """Draft tokens of all branches together to ask for, by assignment; 0 for a missing one."""
     probes: frozenset[Assignment] = frozenset()
     """Assignments that do not pay, but get this step's verdict to see whether they improved."""
     wait_for: tuple[tuple[Sequence, Assignment], ...] = ()

@@ -6,11 +6,12 @@ it cannot bias the output.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from operator import itemgetter
 from typing import NamedTuple
 
 from outrider.draft_tokens_policy import DraftTokensPolicy
+from outrider.token_tree import MAX_TREE_TOKENS
 from verifier_svc.policy.forward_cost import ForwardCost
 from verifier_svc.policy.goodput import goodput, price_of_tokens, steps_meanwhile
 from verifier_svc.policy.plan import Plan
@@ -18,12 +19,15 @@ from verifier_svc.policy.prices import Prices, current_prices
 from verifier_svc.policy.speculation_budget import SpeculationBudget
 from verifier_svc.policy.waits import drafts_to_wait_for
 from verifier_svc.state.drafter import Drafter
+from verifier_svc.state.merged_tries import is_sampled, side_prob, side_tokens
 from verifier_svc.state.sequence import Assignment, Sequence
 
 # Drafters are ordered by how soon they deliver a draft of so many tokens.
 _COMPARED_TOKENS = 4
 # Drafts must make the batch faster than plain steps by this factor; otherwise drafters rest.
 _MARGIN = 1.01
+# Draft tokens of a tree to ask for, for each of its favourite path.
+_TREE_TOKENS_PER_DEPTH = 3
 
 _Drafts = list[tuple[Sequence, Assignment, int]]
 """(sequence, assignment, draft tokens) of each draft."""
@@ -42,7 +46,10 @@ class _Choice(NamedTuple):
 
 
 class Planner:
-    """Plans for one engine. With `always` it asks and waits for every draft, even at a loss."""
+    """Plans for one engine. With `always` it asks and waits for every draft, even at a loss.
+
+    With `trees`, steps may verify trees of draft tokens.
+    """
 
     def __init__(
         self,
@@ -51,11 +58,13 @@ class Planner:
         budget: SpeculationBudget,
         *,
         always: bool = False,
+        trees: bool = False,
     ) -> None:
         self._policy = policy
         self._cost = cost
         self.budget = budget
         self._always = always
+        self._trees = trees
         # Whether drafts have the policy's most tokens, even at a loss.
         self._by_limit = policy.kind != "goodput" or always
 
@@ -83,7 +92,12 @@ class Planner:
         if newcomers:
             drafts = drafts + self._first_drafts(reading, newcomers - considered, choice, prices)
         draft_tokens = _draft_tokens(drafts)
-        asks = _asks(drafts, choice.waits, prices.decode_step_s)
+        asked = drafts
+        trees: Mapping[Assignment, int] = {}
+        if self._trees:
+            asked = drafts + _companions(drafts, choice)
+            trees = _tree_tokens(asked, choice.price)
+        asks = _asks(asked, choice.waits, prices.decode_step_s)
         rate = choice.rate or prices.rate
         wait_for, wait_s = drafts_to_wait_for(
             decoding, draft_tokens, prices, rate, now_s, always=self._always
@@ -95,7 +109,10 @@ class Planner:
             price=choice.price,
             planned_ids=frozenset([sequence.id for sequence in (*decoding, *reading)]),
             draft_tokens=draft_tokens,
+            token_prices=prices.token_prices if self._trees else (),
+            fixed=self._by_limit,
             asks=asks,
+            tree_tokens=trees,
             probes=_due_probes(decoding, asks, silent, step),
             wait_for=wait_for,
             wait_s=wait_s,
@@ -185,7 +202,7 @@ class Planner:
         accept_probs.sort()
         choice = _Choice([], drafters, price_of_tokens(accept_probs, prices.token_prices))
         drafts = [draft for sequence in decoding for draft in self._pick(sequence, choice, prices)]
-        rate, waits = self._goodput(drafts, prices)
+        rate, waits = self._goodput(drafts, choice.price, prices)
         return _Choice(drafts, drafters, choice.price, rate, waits or self._always)
 
     def _accept_probs(
@@ -246,7 +263,7 @@ class Planner:
         price += prices.rate * drafting_s
         return assignment.rate.tokens_worth(price, min(prices.limit, most))
 
-    def _goodput(self, drafts: _Drafts, prices: Prices) -> tuple[float, bool]:
+    def _goodput(self, drafts: _Drafts, price: float, prices: Prices) -> tuple[float, bool]:
         """`goodput` of steps with these drafts; sequences without one decode plainly.
 
         The rate is 0 before anything was measured.
@@ -263,6 +280,10 @@ class Planner:
         for _, assignment, count in drafts:
             gained += assignment.rate.expected_tokens(count) - 1.0
             total += count
+            if self._trees and _wants_tree(assignment, price):
+                # About one token beside each of the favourite path.
+                gained += side_tokens(assignment, count)
+                total += count
             longest[assignment.drafter] = max(count, longest.get(assignment.drafter, 0))
         wait_s = max([drafter.latency(count) for drafter, count in longest.items()])
         # A drafter drafts for all its sequences at once.
@@ -307,6 +328,50 @@ def _asks(drafts: _Drafts, waits: bool, decode_step_s: float) -> dict[Assignment
             wanted += steps_meanwhile(assignment.drafter.latency(count), decode_step_s)
         asks[assignment] = min(wanted, assignment.trie.window.depth)
     return asks
+
+
+def _companions(drafts: _Drafts, choice: _Choice) -> _Drafts:
+    """Drafts of further drafters, whose guesses join the chosen drafter's in one tree.
+
+    Only of drafters that pay anyway, deliver sooner than the chosen one, and take no time of the
+    target's cores. So a companion costs a message, and no wait.
+    """
+    found: _Drafts = []
+    if len(choice.drafters) < 2:
+        return found
+    chosen = {assignment for _, assignment, _ in drafts}
+    for sequence, assignment, count in drafts:
+        latest_s = assignment.drafter.latency(count)
+        for other in sequence.assignments.values():
+            drafter = other.drafter
+            if (
+                other not in chosen
+                and drafter in choice.drafters
+                and drafter.busy_s(count) == 0.0
+                and drafter.latency(count) <= latest_s
+                and side_prob(other, assignment) >= choice.price
+                and not is_sampled(sequence)
+            ):
+                found.append((sequence, other, min(count, drafter.hello.max_draft_tokens)))
+    return found
+
+
+def _tree_tokens(drafts: _Drafts, price: float) -> dict[Assignment, int]:
+    """Draft tokens of all branches together to ask for, by assignment.
+
+    A drafter whose first guess beside its favourite is not worth its price is asked for a chain.
+    """
+    return {
+        assignment: min(_TREE_TOKENS_PER_DEPTH * count, MAX_TREE_TOKENS)
+        for _, assignment, count in drafts
+        if _wants_tree(assignment, price)
+    }
+
+
+def _wants_tree(assignment: Assignment, price: float) -> bool:
+    """Whether a guess beside the first favourite is worth its price."""
+    # The first test spares most sequences of a drafter of chains the second one.
+    return assignment.side_rates.rescued_share >= price and side_tokens(assignment, 1) >= price
 
 
 def _due_probes(

@@ -1,4 +1,7 @@
-"""Chooses the pending drafts that are worth waiting for, and for how long."""
+"""Chooses the pending drafts that are worth waiting for, and for how long.
+
+The engine waits in `verifier_svc/engine/waiting.py`.
+"""
 
 from __future__ import annotations
 

@@ -20,6 +20,19 @@ class DraftTree:
     """What each token was sampled from; empty for a one-hot draft. Only chains have them."""
     parents: list[int] = field(default_factory=list)
     """Each token's parent, as in `outrider.token_tree`; empty for a chain."""
+    drafter_ids: list[str] = field(default_factory=list)
+    """Each token's drafter; empty if all are from the favourite path's."""
+
+    def first(self, count: int) -> DraftTree:
+        """The first `count` tokens, which are a tree as well."""
+        if len(self.token_ids) <= count:
+            return self
+        return DraftTree(
+            self.token_ids[:count],
+            self.distributions[:count],
+            self.parents[:count],
+            self.drafter_ids[:count],
+        )
 
 
 NO_DRAFT = DraftTree([], [])

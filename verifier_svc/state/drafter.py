@@ -10,6 +10,7 @@ from outrider.errors import OutriderError
 from outrider.messages import Hello, StepBatch
 from outrider.model_info import DrafterInfo
 from verifier_svc.state.acceptance_rate import AcceptanceRate, Latency
+from verifier_svc.state.side_rates import SideRates
 
 # Memory that a message takes besides its size on the wire.
 MESSAGE_BYTES = 1024
@@ -27,6 +28,8 @@ class Drafter:
     """Time to draft one token."""
     rates: dict[tuple[bool, bool, bool], AcceptanceRate] = field(default_factory=dict)
     """Acceptance over all its sequences, by kind of traffic: the prior of a new sequence."""
+    side_rates: dict[tuple[bool, bool, bool], SideRates] = field(default_factory=dict)
+    """Measurements of its guesses beside favourites, by kind of traffic."""
     outbox: StepBatch = field(default_factory=StepBatch)
     """Messages of the current step that are to be sent to it."""
     sequence_ids: set[int] = field(default_factory=set)

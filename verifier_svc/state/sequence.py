@@ -19,6 +19,7 @@ from outrider.messages import (
 from outrider.process.telemetry import NO_SPAN, Span
 from verifier_svc.state.acceptance_rate import AcceptanceRate
 from verifier_svc.state.drafter import Drafter
+from verifier_svc.state.side_rates import SideRates
 from verifier_svc.state.trie import Trie
 
 _LENGTHS_TIMED = 8
@@ -51,6 +52,10 @@ class Assignment:
     """
     sent_length: int
     """The committed length in the last message to the drafter."""
+    tree_tokens: int = 0
+    """Draft tokens of all branches together that it asked for; 0 for a chain."""
+    side_rates: SideRates = field(default_factory=SideRates)
+    """Measurements of the drafter's guesses beside favourites, for this kind of traffic."""
     opened: bool = False
     """Whether the sequence was announced to the drafter."""
     asked: bool = True

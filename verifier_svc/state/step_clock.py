@@ -53,9 +53,11 @@ class StepClock:
         self._ended = (before, now)
         return max(now - before, 0.0)
 
-    def idle(self) -> None:
-        """Note that the engine has nothing to do."""
+    def idle(self) -> bool:
+        """Note that the engine has nothing to do; returns whether it was at work."""
+        has_worked = self._ended[1] > -math.inf
         self._ended = (-math.inf, -math.inf)
+        return has_worked
 
     def undisturbed_since(self, busy_until: float) -> bool:
         """Whether drafters that computed until then were done before the last step began."""

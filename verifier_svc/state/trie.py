@@ -33,6 +33,8 @@ class CommitWalk:
 
     matched: int
     """Committed tokens that the trie had."""
+    favoured: int
+    """How many of those are the favourite path's first tokens."""
     result: LookupResult
     wasted: int
     """Guesses that were dropped without being committed."""
@@ -55,14 +57,16 @@ class AddResult:
 
 
 @dataclass(eq=False, slots=True)
-class _Node:
+class Node:
     """A guess. Its children are by token; the first of them is the favourite."""
 
     token: int
     distribution: SparseDistribution | None = None
-    children: dict[int, _Node] = field(default_factory=dict)
+    confidence: float = 0.0
+    """The drafter's estimate that the token is right if its parent is; 0 if it gave none."""
+    children: dict[int, Node] = field(default_factory=dict)
 
-    def favourite(self) -> _Node | None:
+    def favourite(self) -> Node | None:
         return next(iter(self.children.values()), None)
 
     def count(self) -> int:
@@ -77,8 +81,8 @@ class _Node:
 
 
 # Parents of dropped tokens: no token is added below them.
-_STALE = _Node(-1)
-_CUT = _Node(-1)
+_STALE = Node(-1)
+_CUT = Node(-1)
 
 
 class Trie:
@@ -90,10 +94,10 @@ class Trie:
         self.node_count = 0
         """Guesses below the last committed token."""
         self._opened_length = opened_length
-        self._root = _Node(-1)
+        self._root = Node(-1)
         self._skipped = False
         # The favourite path from the root's child on; None until it is needed.
-        self._favourites: list[_Node] | None = None
+        self._favourites: list[Node] | None = None
 
     def add(self, proposal: Proposal, committed: list[int]) -> AddResult:
         """Compare a proposal with the tokens committed since its base; add the rest to the trie.
@@ -104,7 +108,6 @@ class Trie:
         self._check_base(proposal.base_length, len(committed), "proposal.base_length")
         added = AddResult()
         parents = proposal.parents
-        given = proposal.distributions
         # The parent of the next token: its depth below the root, at most 0 if it is committed, and
         # its node, the root's for a committed one. `places` has them for each token of a tree.
         depth = proposal.base_length - len(committed)
@@ -122,21 +125,17 @@ class Trie:
             elif depth <= 0:
                 added.passed += 1
             else:
-                node = self._add_child(node, token, depth, given[i] if given else None, added)
+                node = self._add_child(node, proposal, i, depth, added)
             if parents:
                 places.append((depth, node))
         self._favourites = None
         return added
 
     def _add_child(
-        self,
-        parent: _Node,
-        token: int,
-        depth: int,
-        distribution: SparseDistribution | None,
-        added: AddResult,
-    ) -> _Node:
-        """The node of a guess: the present one, a new one, or _CUT if the window has no room."""
+        self, parent: Node, proposal: Proposal, i: int, depth: int, added: AddResult
+    ) -> Node:
+        """The node of a proposal's token `i`: the present one, a new one, or _CUT without room."""
+        token = proposal.token_ids[i]
         node = parent.children.get(token)
         if node is not None:
             # A later draw does not change the first distribution: the token was there before it.
@@ -145,7 +144,10 @@ class Trie:
         if depth > self.window.depth or self.node_count >= self.window.token_count:
             added.cut += 1
             return _CUT
-        node = parent.children[token] = _Node(token, distribution)
+        distribution = proposal.distributions[i] if proposal.distributions else None
+        node = parent.children[token] = Node(token, distribution)
+        if proposal.confidences and distribution is None:
+            node.confidence = proposal.confidences[i]
         self.node_count += 1
         added.fresh += 1
         return node
@@ -171,16 +173,16 @@ class Trie:
         """Move the root along newly committed tokens and drop the guesses that are not below it."""
         node = self._root
         before = self.node_count
-        matched = 0
+        matched = favoured = 0
         forked = False
-        favoured = True
         for token in new_token_ids:
             child = node.children.get(token)
             if child is None:
                 break
             if len(node.children) > 1:
                 forked = True
-                favoured = favoured and child is node.favourite()
+            if favoured == matched and child is node.favourite():
+                favoured += 1
             matched += 1
             node = child
         # Without a fork on the way, only the matched nodes leave the trie.
@@ -191,15 +193,32 @@ class Trie:
         elif missed:
             result = LookupResult.MISS
         else:
-            result = LookupResult.CHAIN if favoured else LookupResult.BRANCH
+            result = LookupResult.CHAIN if favoured == matched else LookupResult.BRANCH
         if missed:
-            node = _Node(-1)
+            node = Node(-1)
             left = 0
         self._root = node
         self.node_count = left
         self._skipped = False
         self._favourites = None
-        return CommitWalk(matched, result, before - matched - left)
+        return CommitWalk(matched, favoured, result, before - matched - left)
+
+    @property
+    def root(self) -> Node:
+        """The last committed token; its children are the guesses behind it."""
+        return self._root
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether it has no guess beside the path of favourites."""
+        return self.node_count == len(self._path())
+
+    def is_contradicted(self, new_token_ids: list[int]) -> bool:
+        """Whether the path of favourites has another token than these somewhere."""
+        for node, token in zip(self._path(), new_token_ids, strict=False):
+            if node.token != token:
+                return True
+        return False
 
     def path(self, depth: int) -> DraftTree:
         """The path of favourites from the root, at most `depth` tokens.
@@ -214,7 +233,7 @@ class Trie:
             distributions = []
         return DraftTree([node.token for node in nodes], distributions)
 
-    def _path(self) -> list[_Node]:
+    def _path(self) -> list[Node]:
         if self._favourites is None:
             self._favourites = []
             node = self._root.favourite()

@@ -17,8 +17,9 @@ from outrider.clock import Clock, monotonic
 from outrider.errors import OutriderError, Reason
 from outrider.grammar.backends import Compiled
 from outrider.grammar.compiler import GrammarCompiler
+from outrider.grammar.kinds import Grammar
 from outrider.internal.v1 import token_streams_pb2, token_streams_pb2_grpc
-from outrider.messages import Grammar, TokenChunk
+from outrider.messages import TokenChunk
 from outrider.model_info import DrafterInfo, ModelInfo, Stage
 from outrider.process import telemetry
 from outrider.process.rpc import reports_errors
@@ -142,9 +143,8 @@ class VerifierServicer(
             async for response in responses:
                 yield response
 
-    # The stubs do not know that a handler may write through its context.
     @reports_errors
-    async def StreamTokens(  # type: ignore[override]
+    async def StreamTokens(  # type: ignore[override]  # the stubs lack writes through the context
         self,
         request_iterator: AsyncIterator[token_streams_pb2.StreamTokensRequest],
         context: Context,

@@ -11,7 +11,7 @@ rules for sampled drafts of trusted drafters, and the lossy ones, are in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,13 +24,9 @@ from outrider.sampling.sampler import coupled_sample, inverse_cdf, target_probs
 from outrider.sampling.tensors import on
 from verifier_svc.verification.draft import NO_TOKEN, NOT_FINITE, AcceptResult, Draft
 from verifier_svc.verification.rows import Rows, tree_result
-from verifier_svc.verification.rules import block, lossy, token_wise
-from verifier_svc.verification.rules.sparse import AcceptedPrefixes, SparseDrafts
+from verifier_svc.verification.rules import lossy
+from verifier_svc.verification.rules.sampled import SAMPLED_RULES, SparseDrafts
 
-_SAMPLED_RULES: dict[AcceptanceRule, Callable[[SparseDrafts], AcceptedPrefixes]] = {
-    AcceptanceRule.TOKEN_WISE: token_wise.accept,
-    AcceptanceRule.BLOCK: block.accept,
-}
 # Larger logits overflow float32 when divided by the lowest temperature that samples, 1e-5.
 _LARGEST_LOGIT = 1e33
 
@@ -52,7 +48,9 @@ def accept(
     tokens_R = logits_RV.argmax(-1)
     # The argmax of a row that holds NaN is the NaN.
     peaks_R = logits_RV.gather(-1, tokens_R.unsqueeze(-1)).squeeze(-1)
-    raw_peaks_R = None if logits_RV is raw_RV else raw_RV.amax(-1)
+    raw_peaks_R = peaks_R
+    if logits_RV is not raw_RV:
+        raw_peaks_R = raw_RV.amax(-1)
     if synthetic_rate is None and not any(draft.needs_probs for draft in drafts):
         return _greedy(_with_errors(tokens_R, peaks_R, raw_peaks_R).tolist(), drafts)
     rows = Rows(drafts, logits_RV.device)
@@ -66,16 +64,16 @@ def accept(
 
 
 def _with_errors(
-    tokens_R: torch.Tensor, peaks_R: torch.Tensor, raw_peaks_R: torch.Tensor | None
+    tokens_R: torch.Tensor, peaks_R: torch.Tensor, raw_peaks_R: torch.Tensor
 ) -> torch.Tensor:
     """The tokens, with NOT_FINITE or NO_TOKEN for rows that have none.
 
     `peaks_R` are the rows' largest logits after the request's settings are applied; `raw_peaks_R`
-    those before, None if no row changed. A row with a NaN or +inf has it as its largest logit, and
-    a row of nothing else has -inf. Single -inf entries are legal.
+    those before, the same tensor if no row changed. A row with a NaN or +inf has it as its largest
+    logit, and a row of nothing but -inf has -inf. Single -inf entries are legal.
     """
-    finite_R = (peaks_R if raw_peaks_R is None else raw_peaks_R).abs() < _LARGEST_LOGIT
-    if raw_peaks_R is not None:
+    finite_R = raw_peaks_R.abs() < _LARGEST_LOGIT
+    if raw_peaks_R is not peaks_R:
         tokens_R = torch.where(peaks_R.isneginf(), NO_TOKEN, tokens_R)
     return torch.where(finite_R, tokens_R, NOT_FINITE)
 
@@ -110,10 +108,12 @@ def _accept_rows(logits_RV: torch.Tensor, rows: Rows, tokens_R: torch.Tensor) ->
     needed = rows.where(lambda draft: draft.needs_probs)
     if not needed:
         return tokens_R == rows.draft_R
-    whole = len(needed) == len(logits_RV)
     at_N = rows.tensor(np.array(needed))
     settings = [rows.of_row[row].context.sampling for row in needed]
-    probs_NV = target_probs(logits_RV if whole else logits_RV[at_N], settings)
+    logits_NV = logits_RV
+    if len(needed) < len(logits_RV):
+        logits_NV = logits_RV[at_N]
+    probs_NV = target_probs(logits_NV, settings)
     # NaN is in rows that `_with_errors` marks.
     probs_NV = probs_NV.nan_to_num(0.0)
     sampled_N = coupled_sample(probs_NV, rows.keys(needed))
@@ -122,8 +122,8 @@ def _accept_rows(logits_RV: torch.Tensor, rows: Rows, tokens_R: torch.Tensor) ->
     matches_R = tokens_R == rows.draft_R
     probs = _Probs(probs_NV, {row: n for n, row in enumerate(needed)})
     for rule in {draft.rule for draft in rows.drafts}:
-        if rule in _SAMPLED_RULES:
-            _accept_sampled(_SAMPLED_RULES[rule], rule, probs, rows, tokens_R, matches_R)
+        if rule in SAMPLED_RULES:
+            _accept_sampled(rule, probs, rows, tokens_R, matches_R)
         elif rule in (AcceptanceRule.TYPICAL, AcceptanceRule.RELAXED):
             _accept_lossy(rule, probs, rows, matches_R)
     return matches_R
@@ -143,7 +143,6 @@ class _Probs:
 
 
 def _accept_sampled(
-    accept_prefixes: Callable[[SparseDrafts], AcceptedPrefixes],
     rule: AcceptanceRule,
     probs: _Probs,
     rows: Rows,
@@ -162,7 +161,7 @@ def _accept_sampled(
     if not picked:
         return
     sampled = _Sampled(picked, probs, rows)
-    prefixes = accept_prefixes(sampled.drafts)
+    prefixes = SAMPLED_RULES[rule](sampled.drafts)
     accepted_B = prefixes.accepted_B
     lengths_B = sampled.drafts.lengths_B
     of_draft_S, place_S = sampled.places

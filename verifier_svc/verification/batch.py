@@ -107,8 +107,10 @@ class DraftVerifier:
         tree = scheduled.draft
         assignment = scheduled.assignment
         # A distribution counts only if the drafter was asked for it: a false one can force a token.
+        sampled = None
         asked = assignment is not None and assignment.distribution is DraftDistribution.SPARSE
-        sampled = self.sampled_rule if asked and tree.distributions else None
+        if asked and tree.distributions:
+            sampled = self.sampled_rule
         rule = acceptance_rule(request, sampled, self.synthetic_rate is not None)
         thinking: SequenceOf[bool] = ()
         if rule is AcceptanceRule.RELAXED:
@@ -180,7 +182,9 @@ def _logprobs(
 
 def _error(verified: Verified) -> OutriderError | None:
     """The error of a sequence that cannot go on: no token is allowed, or a logit is not finite."""
-    next_token = 0 if verified.result is None else verified.result.next_token
+    next_token = 0
+    if verified.result is not None:
+        next_token = verified.result.next_token
     if next_token >= 0 and not verified.prompt_logprobs:
         return None
     if next_token == NOT_FINITE or any(isnan(token.logprob) for token in verified.prompt_logprobs):

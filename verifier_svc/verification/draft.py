@@ -65,7 +65,9 @@ class AcceptResult:
     @property
     def rows(self) -> Sequence[int]:
         """The rows of the accepted draft tokens, as in `outrider.token_tree`."""
-        return range(1, self.accepted_count + 1) if self.path is None else self.path
+        if self.path is None:
+            return range(1, self.accepted_count + 1)
+        return self.path
 
     @property
     def last_row(self) -> int:

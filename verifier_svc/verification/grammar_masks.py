@@ -32,7 +32,9 @@ class GrammarMasks:
         found: list[ScheduledSequence] = []
         for scheduled in batch:
             matcher = scheduled.sequence.matcher
-            found.append(scheduled if matcher is None else self._cut(scheduled, matcher))
+            if matcher is not None:
+                scheduled = self._cut(scheduled, matcher)
+            found.append(scheduled)
         return found
 
     def _cut(self, scheduled: ScheduledSequence, matcher: Matcher) -> ScheduledSequence:
@@ -62,8 +64,8 @@ def _walk(matcher: Matcher, draft: DraftTree) -> Iterator[bool]:
     # The rows of the path on which the matcher stands. In a depth-first order, rows behind the
     # parent are done with.
     path = [0]
-    for i, token in enumerate(draft.token_ids):
-        parent = draft.parents[i] if draft.parents else i
+    parents = draft.parents or range(len(draft.token_ids))
+    for row, (token, parent) in enumerate(zip(draft.token_ids, parents, strict=True), 1):
         left = 0
         while path[-1] > parent:
             path.pop()
@@ -73,7 +75,7 @@ def _walk(matcher: Matcher, draft: DraftTree) -> Iterator[bool]:
         # A parent that is not on the path was forbidden itself.
         allowed = path[-1] == parent and matcher.accept(token)
         if allowed:
-            path.append(i + 1)
+            path.append(row)
         yield allowed
     matcher.rollback(len(path) - 1)
 
@@ -88,8 +90,9 @@ def _subtree(draft: DraftTree, kept: Sequence[bool]) -> DraftTree:
             token_ids.append(draft.token_ids[i])
             parents.append(new_rows[draft.parents[i]])
         new_rows.append(len(token_ids))
-    is_chain = parents == list(range(len(parents)))
-    return DraftTree(token_ids, [], [] if is_chain else parents)
+    if parents == list(range(len(parents))):
+        return DraftTree(token_ids, [])  # a chain
+    return DraftTree(token_ids, [], parents)
 
 
 def _masked(scheduled: ScheduledSequence) -> ScheduledSequence:

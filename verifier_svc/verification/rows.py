@@ -27,7 +27,9 @@ def tree_result(
     path = walk(context.drafted, context.parents, own, favoured)
     last = path[-1] if path else 0
     # Rows grow along a path, so it is the first ones if its last row is as far as it is long.
-    return AcceptResult(len(path), tokens[last], path if last > len(path) else None)
+    if last == len(path):
+        return AcceptResult(len(path), tokens[last])
+    return AcceptResult(len(path), tokens[last], path)
 
 
 class Rows:
@@ -123,7 +125,9 @@ class Rows:
             end = self._first_B[b] + self._counts_B[b]
             tokens: list[int] = tokens_R[self._first_B[b] : end].tolist()
             matches: list[bool] = (matches_R[self._first_B[b] : end] != 0).tolist()
-            own = tokens if has_siblings else [NO_TOKEN] * len(tokens)
+            own = tokens
+            if not has_siblings:
+                own = [NO_TOKEN] * len(tokens)
             found[b] = tree_result(draft.context, tokens, own, matches)
         return found
 

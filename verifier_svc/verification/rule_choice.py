@@ -28,7 +28,8 @@ from __future__ import annotations
 
 from outrider.messages import Acceptance, AcceptanceRule, DraftDistribution, TokenRequest
 
-_LOSSY = {Acceptance.TYPICAL: AcceptanceRule.TYPICAL, Acceptance.RELAXED: AcceptanceRule.RELAXED}
+# The rule of a lossy acceptance has its name.
+_LOSSY = {kind: AcceptanceRule[kind.name] for kind in Acceptance if kind is not Acceptance.EXACT}
 
 
 def choose_distribution(
@@ -41,9 +42,12 @@ def choose_distribution(
     if request.sampling.greedy:
         return DraftDistribution.ONE_HOT
     exact = request.speculation.acceptance is Acceptance.EXACT
-    open_to_samples = trusted and exact and request.sampling.seed is None
-    wanted = DraftDistribution.SPARSE if open_to_samples else DraftDistribution.COUPLED
-    return wanted if wanted in offered else DraftDistribution.ONE_HOT
+    wanted = DraftDistribution.COUPLED
+    if trusted and exact and request.sampling.seed is None:
+        wanted = DraftDistribution.SPARSE  # the request is open to samples
+    if wanted not in offered:
+        return DraftDistribution.ONE_HOT
+    return wanted
 
 
 def acceptance_rule(

@@ -47,14 +47,8 @@ def favourites(parents: Sequence[int]) -> list[tuple[int, int]]:
     return [(row, below[0]) for row, below in enumerate(children(parents)) if below]
 
 
-def favourite_length(parents: Sequence[int]) -> int:
-    """Tokens of the path of first children; they are the tree's first ones."""
-    length = 0
-    while length < len(parents) and parents[length] == length:
-        length += 1
-    return length
-
-
 def is_leaf(row: int, count: int, parents: Sequence[int]) -> bool:
     """Whether no draft token follows `row` in a tree, or a chain, of `count` draft tokens."""
-    return row not in parents if parents else row == count
+    if not parents:
+        return row == count
+    return row not in parents

@@ -66,6 +66,7 @@ class _Step(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("token_ids", "positions", "logits_indices")),
         ("logits_count", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("scratch", "logits")),
+        ("logits_stride", ctypes.c_int64),
     )
 
 
@@ -137,20 +138,25 @@ class CpuDecoder:
         self._decode(self._decoder, layout.cpu_batch.pointer, self._step(layout, logits))
         return logits
 
-    def continue_greedily(self, layout: BatchLayout, count: int, limit: int) -> torch.Tensor:
+    def continue_greedily(
+        self, layout: BatchLayout, count: int, limit: int, *, keep_logits: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Decode `count` tokens greedily for each of B slices of one token: [count, B].
 
         Considers token ids below `limit` only. Writes keys and values of the slices' tokens and of
-        all new tokens but the last to the caches; the caller provides pages for them.
+        all new tokens but the last to the caches; the caller provides pages for them. Also returns
+        the float32 logits of each forward, [count, B, V], or with `keep_logits` False of the last
+        one, [1, B, V].
         """
         slice_count = layout.token_ids.numel()
-        logits = torch.empty(slice_count, self._vocab_size)
+        logits = torch.empty(count if keep_logits else 1, slice_count, self._vocab_size)
         tokens = torch.empty(count, slice_count, dtype=torch.int64)
         step = self._step(layout, logits)
+        step.logits_stride = logits.stride(0) if keep_logits else 0
         limit = min(limit, self._vocab_size)
         batch = layout.cpu_batch.pointer
         self._continue(self._decoder, batch, step, limit, count, tokens.data_ptr())
-        return tokens
+        return tokens, logits
 
     def _step(self, layout: BatchLayout, logits: torch.Tensor) -> _Step:
         needed = self._scratch_bytes(self._decoder, layout.token_ids.numel())

@@ -56,6 +56,23 @@ def _is_seen(  # type: ignore[no-untyped-def]  # the arguments are Triton tensor
     return seen
 
 
+@triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
+def _tile_scores(  # type: ignore[no-untyped-def]  # the arguments are Triton tensors and numbers
+    q, k, start, at, slot, position, tree_tile, tree_start, words, scale, window, softcap,
+    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, TREES: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Return the scores [rows, keys] of the tile of slots `at` from `start`; -inf where unseen."""
+    scores = _scores(q, k, scale, softcap, CAPPED, EXACT)
+    seen = _is_seen(at, slot, position, window, WINDOWED)
+    scores = tl.where(seen, scores, float("-inf"))
+    # A constant condition first: it decides whether the code exists.
+    if TREES:  # noqa: SIM102
+        if start >= tree_tile:
+            seen = _is_text_or_ancestor(at, tree_start, words)
+            scores = tl.where(seen, scores, float("-inf"))
+    return scores
+
+
 @triton.jit
 def _visible_ancestors(  # type: ignore[no-untyped-def]  # the arguments are Triton tensors
     words, depth, window
@@ -69,6 +86,25 @@ def _visible_ancestors(  # type: ignore[no-untyped-def]  # the arguments are Tri
     for cleared in range(64 - window):
         words = tl.where(depth - window > cleared, words & (words - 1), words)
     return words
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
+def _ancestors(  # type: ignore[no-untyped-def]  # the arguments are Triton pointers and tensors
+    ancestors, positions, at, slot, real, tree_start, window,
+    WINDOWED: tl.constexpr, TREES: tl.constexpr,
+):  # fmt: skip
+    """Return each row's position, and its word of the ancestors that it sees, if there are trees.
+
+    `at` is each row's token in the batch. Without trees a position is the slot.
+    """
+    position = slot
+    words = slot
+    if TREES:
+        words = tl.load(ancestors + at, mask=real & (slot >= tree_start), other=0)
+        if WINDOWED:
+            position = tl.load(positions + at, mask=real, other=0)
+            words = _visible_ancestors(words, position - tree_start + 1, window)
+    return position, words
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
@@ -94,6 +130,23 @@ def _load(  # type: ignore[no-untyped-def]  # the arguments are Triton pointers 
 
 
 @triton.jit
+def _sequence(cu_seqlens_q, seq_lens, tree_starts, number):  # type: ignore[no-untyped-def]  # pointers
+    """Return first token in the batch, number of tokens, slots before them, start of the tree."""
+    first = tl.load(cu_seqlens_q + number)
+    count = tl.load(cu_seqlens_q + number + 1) - first
+    return first, count, tl.load(seq_lens + number) - count, tl.load(tree_starts + number)
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
+def _key_rows(  # type: ignore[no-untyped-def]  # the arguments are Triton pointers and tensors
+    pages, at, end, head, PAGE_SIZE: tl.constexpr, KV_HEADS: tl.constexpr
+):
+    """Return where the cache has a head's keys for the slots `at`, counted in heads."""
+    page = tl.load(pages + at // PAGE_SIZE, mask=at < end, other=0)
+    return (page.to(tl.int64) * PAGE_SIZE + at % PAGE_SIZE) * KV_HEADS + head
+
+
+@triton.jit
 def _is_text_or_ancestor(  # type: ignore[no-untyped-def]  # the arguments are Triton tensors
     at, tree_start, words
 ):
@@ -108,19 +161,21 @@ def _is_text_or_ancestor(  # type: ignore[no-untyped-def]  # the arguments are T
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
 def _key_range(  # type: ignore[no-untyped-def]  # the arguments are Triton numbers
-    part, first_slot, last_slot, tree_start, window, PART: tl.constexpr, KEYS: tl.constexpr,
-    WINDOWED: tl.constexpr,
+    part, before, count, first_row, tree_start, window, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    PART: tl.constexpr, KEYS: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
-    """Return the slots of a part's keys that tokens in these slots see: begin, tree's tile, end.
+    """Return the slots of a part's keys that a tile of rows sees: begin, tree's tile, end.
 
-    Keys from the second number on are in tiles that overlap the tree. It is the end if there are
-    none.
+    The sequence's `count` tokens have the slots from `before` on. Keys from the second number on
+    are in tiles that overlap the tree. It is the end if there are none.
     """
+    first_token = first_row // GROUP
+    last_token = tl.minimum((first_row + ROWS - 1) // GROUP, count - 1)
     begin = part * PART
-    end = tl.minimum(last_slot + 1, begin + PART)
+    end = tl.minimum(before + last_token + 1, begin + PART)
     if WINDOWED:
         # All positions of a tree are `tree_start` or later, in any order.
-        first_position = tl.minimum(first_slot, tree_start)
+        first_position = tl.minimum(before + first_token, tree_start)
         begin = tl.maximum(begin, (first_position - window + 1) // KEYS * KEYS)
     tree_tile = tl.maximum(begin, tree_start // KEYS * KEYS)
     return begin, tl.where(tree_start < end, tree_tile, end), end
@@ -161,27 +216,21 @@ def _attend(  # type: ignore[no-untyped-def]  # the arguments are Triton pointer
 ):  # fmt: skip
     """Attend for one tile of rows of one sequence and key/value head, over one part of the keys.
 
-    `out` [parts, T, heads, value size] receives each part normalised by itself; `log_totals`
-    [parts, T, heads] receives the logarithm of the divisor.
+    `out` is [parts, T, heads, value size], and `log_totals` [parts, T, heads], see `_store`.
     """
     sequence = tl.program_id(0) // KV_HEADS
     head = tl.program_id(0) % KV_HEADS
     first_row = tl.program_id(1) * ROWS
     part = tl.program_id(2)
-    first = tl.load(cu_seqlens_q + sequence)
-    count = tl.load(cu_seqlens_q + sequence + 1) - first
+    first, count, before, tree_start = _sequence(cu_seqlens_q, seq_lens, tree_starts, sequence)
     if first_row >= count * GROUP:
         return
-    before = tl.load(seq_lens + sequence) - count
     rows = first_row + tl.arange(0, ROWS)
     token = rows // GROUP
     real = token < count
     slot = before + token
-    last_slot = before + tl.minimum((first_row + ROWS - 1) // GROUP, count - 1)
-    first_slot = before + first_row // GROUP
-    tree_start = tl.load(tree_starts + sequence)
     begin, tree_tile, end = _key_range(
-        part, first_slot, last_slot, tree_start, window, PART, KEYS, WINDOWED
+        part, before, count, first_row, tree_start, window, GROUP, ROWS, PART, KEYS, WINDOWED
     )
     if begin >= end:
         return
@@ -192,26 +241,17 @@ def _attend(  # type: ignore[no-untyped-def]  # the arguments are Triton pointer
     maximum = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     weighted = tl.zeros([ROWS, VALUE_LANES], tl.float32)
-    position = slot
-    if TREES:
-        words = tl.load(ancestors + first + token, mask=real & (slot >= tree_start), other=0)
-        if WINDOWED:
-            position = tl.load(positions + first + token, mask=real, other=0)
-            words = _visible_ancestors(words, position - tree_start + 1, window)
-    pages = block_table + sequence * width
+    position, words = _ancestors(
+        ancestors, positions, first + token, slot, real, tree_start, window, WINDOWED, TREES
+    )
     for start in range(begin, end, KEYS):
         at = start + tl.arange(0, KEYS)
-        page = tl.load(pages + at // PAGE_SIZE, mask=at < end, other=0)
-        key_at = (page.to(tl.int64) * PAGE_SIZE + at % PAGE_SIZE) * KV_HEADS + head
+        key_at = _key_rows(block_table + sequence * width, at, end, head, PAGE_SIZE, KV_HEADS)
         k = _load(keys, key_at[None, :], key_lanes[:, None], (at < end)[None, :], KEY_SIZE)
-        scores = _scores(q, k, scale, softcap, CAPPED, EXACT)
-        seen = _is_seen(at, slot, position, window, WINDOWED)
-        scores = tl.where(seen, scores, float("-inf"))
-        # A constant condition first: it decides whether the code exists.
-        if TREES:  # noqa: SIM102
-            if start >= tree_tile:
-                seen = _is_text_or_ancestor(at, tree_start, words)
-                scores = tl.where(seen, scores, float("-inf"))
+        scores = _tile_scores(
+            q, k, start, at, slot, position, tree_tile, tree_start, words, scale, window, softcap,
+            WINDOWED, CAPPED, TREES, EXACT,
+        )  # fmt: skip
         v = _load(values, key_at[:, None], value_lanes[None, :], (at < end)[:, None], VALUE_SIZE)
         maximum, total, weighted = _fold(scores, v, maximum, total, weighted, EXACT)
     row_at += part.to(tl.int64) * token_count * (KV_HEADS * GROUP)

@@ -35,12 +35,14 @@ struct decoder {
 };
 
 // One forward of a `struct batch`: its tokens and positions, the rows that need logits, scratch
-// memory, and the output.
+// memory, and the output. NAME(continue) runs several forwards; the output of each begins
+// `logits_stride` floats behind the one before, 0 to overwrite it.
 struct step {
   const int64_t *token_ids, *positions, *logits_indices;
   int64_t logits_count;
   void *scratch;
   float *logits;
+  int64_t logits_stride;
 };
 
 const int64_t NAME(line) = LINE;
@@ -283,7 +285,8 @@ void NAME(continue)(const struct decoder *decoder, const struct batch *batch,
     }
     NAME(decode)(decoder, &next_batch, &next_step);
     for (int64_t i = 0; i < count; i++)
-      tokens[i] = argmax(step->logits + i * decoder->head.out, limit);
+      tokens[i] = argmax(next_step.logits + i * decoder->head.out, limit);
     next_step.token_ids = tokens;
+    next_step.logits += step->logits_stride;
   }
 }

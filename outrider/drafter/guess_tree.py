@@ -1,0 +1,235 @@
+"""The tree of a drafter's guesses behind the committed tokens: a chain with branches beside it.
+
+Knows tokens alone; not windows, messages from the verifier, models or pools.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from outrider.messages import Proposal, SparseDistribution
+
+# Each commit's weight in the acceptance estimate falls by this factor with the next commit.
+_DECAY = 0.9
+# Confidences are above 0 on the wire, in float32.
+_LEAST_CONFIDENCE = 1e-6
+
+
+@dataclass(eq=False, slots=True)
+class _Guess:
+    """A guess beside the chain. Its children are by token; the first of them is the favourite."""
+
+    token: int
+    confidence: float
+    unsent: bool = True
+    """Whether no proposal has had this guess, or one behind it."""
+    children: dict[int, _Guess] = field(default_factory=dict)
+
+    def count(self) -> int:
+        """This guess and those behind it."""
+        return 1 + sum([child.count() for child in self.children.values()])
+
+
+class GuessTree:
+    """Guesses in the form of a tree, in which equal prefixes merge.
+
+    The chain is the favourite path and a plain list, because most drafts are nothing else. A place
+    in it is a number of guesses before. A confidence of 0 means that none was given.
+    """
+
+    def __init__(self) -> None:
+        self.chain: list[int] = []
+        self.confidences: list[float] = []
+        """The confidence of each guess of the chain."""
+        self.unsent: list[SparseDistribution | None] = []
+        """The distributions of the chain's last guesses, those that no proposal has had."""
+        self.branch_count = 0
+        """Guesses of all branches together."""
+        # The first guesses of the branches by place, then by token.
+        self._branches: dict[int, dict[int, _Guess]] = {}
+        self._unsent_branches = False
+        # Decayed counts of the chain's guesses that were committed and of those that were not.
+        self._hits = 0.0
+        self._misses = 0.0
+
+    @property
+    def acceptance(self) -> float:
+        """Estimated probability that a guess of the chain is committed if those before it are."""
+        return (self._hits + 2.0) / (self._hits + self._misses + 3.0)
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether a guess has been in no proposal."""
+        return bool(self.unsent) or self._unsent_branches
+
+    def extend(
+        self,
+        run: Sequence[int],
+        distributions: Sequence[SparseDistribution],
+        confidences: Sequence[float],
+    ) -> None:
+        """Add the guesses of `run` to the chain, with as many distributions, or none."""
+        self.chain += run
+        self.confidences += [_valid(given) for given in confidences] or [0.0] * len(run)
+        self.unsent += distributions or [None] * len(run)
+
+    def branch(
+        self, place: int, run: Sequence[int], confidences: Sequence[float], room: int
+    ) -> None:
+        """Add `run` behind the chain's first `place` guesses; at most `room` guesses are new.
+
+        The part of `run` that agrees with the chain or with a branch merges with it. What goes on
+        behind the chain's end is ignored. Raises IndexError if the chain has no guess at `place`.
+        """
+        first = 0
+        expected = self.chain[place]
+        while first < len(run) and run[first] == expected:
+            first += 1
+            place += 1
+            if place == len(self.chain):
+                return
+            expected = self.chain[place]
+        guesses = self._branches.get(place, {})
+        path: list[_Guess] = []
+        grown = False
+        for i in range(first, len(run)):
+            guess = guesses.get(run[i])
+            if guess is None:
+                if room <= 0:
+                    break
+                room -= 1
+                grown = True
+                self.branch_count += 1
+                guess = guesses[run[i]] = _Guess(
+                    run[i], _valid(confidences[i]) if confidences else 0.0
+                )
+            path.append(guess)
+            guesses = guess.children
+        if grown:
+            self._branches.setdefault(place, {})[path[0].token] = path[0]
+            self._unsent_branches = True
+            for guess in path:
+                guess.unsent = True
+
+    def first_tokens(self, place: int) -> set[int]:
+        """The tokens behind the chain's first `place` guesses: the chain's and the branches'."""
+        return {self.chain[place], *self._branches.get(place, ())}
+
+    def has_behind(self, place: int, token: int) -> bool:
+        """Whether the branch that begins with `token` has a second guess."""
+        guess = self._branches.get(place, {}).get(token)
+        return guess is not None and bool(guess.children)
+
+    def drop_unsent(self) -> None:
+        """Drop the guesses of the chain that no proposal has had, and all branches."""
+        kept = len(self.chain) - len(self.unsent)
+        del self.chain[kept:]
+        del self.confidences[kept:]
+        self.unsent = []
+        self._set_branches({})
+
+    def commit(self, new: Sequence[int]) -> int:
+        """Move the root along the committed tokens `new`.
+
+        Returns how many of them the chain had in a row.
+        """
+        count = len(self.chain)
+        matched = 0
+        while matched < min(len(new), count) and new[matched] == self.chain[matched]:
+            matched += 1
+        self._hits = self._hits * _DECAY + matched
+        self._misses = self._misses * _DECAY + (matched < len(new) and matched < count)
+        if matched < len(new):
+            self._change_to_branch(matched, new[matched:])
+            return matched
+        del self.chain[:matched]
+        del self.confidences[:matched]
+        del self.unsent[: max(0, len(self.unsent) - len(self.chain))]
+        if self._branches:
+            branches = self._branches.items()
+            self._set_branches({at - matched: found for at, found in branches if at >= matched})
+        return matched
+
+    def _change_to_branch(self, place: int, tokens: Sequence[int]) -> None:
+        """Continue with the branch that guessed these committed tokens, or with no guesses.
+
+        The tokens were committed behind the chain's first `place` guesses and differ from the chain
+        there. The favourite path behind them becomes the chain.
+        """
+        guesses = self._branches.get(place, {})
+        for token in tokens:
+            found = guesses.get(token)
+            guesses = found.children if found is not None else {}
+        path: list[_Guess] = []
+        branches: dict[int, dict[int, _Guess]] = {}
+        while guesses:
+            favourite, *others = guesses.values()
+            if others:
+                branches[len(path)] = {other.token: other for other in others}
+            path.append(favourite)
+            guesses = favourite.children
+        self.chain = [guess.token for guess in path]
+        self.confidences = [guess.confidence for guess in path]
+        # A guess is unsent only if those behind it are.
+        self.unsent = [None for guess in path if guess.unsent]
+        self._set_branches(branches)
+
+    def _set_branches(self, branches: dict[int, dict[int, _Guess]]) -> None:
+        self._branches = branches
+        firsts = [guess for found in branches.values() for guess in found.values()]
+        self.branch_count = sum([guess.count() for guess in firsts])
+        self._unsent_branches = any(guess.unsent for guess in firsts)
+
+    def take(self, sequence_id: int, base_length: int) -> Proposal | None:
+        """A proposal of the chain and of the branches' new guesses; None if nothing is new.
+
+        It repeats the chain from the root, so that it needs no earlier proposal. If only some
+        guesses have a confidence, `acceptance` stands in for the others.
+        """
+        if not self.has_unsent:
+            return None
+        tokens = list(self.chain)
+        confidences = list(self.confidences)
+        count = len(tokens)
+        parents: list[int] = []
+        if self._unsent_branches:
+            parents += range(count)
+            for place, found in self._branches.items():
+                _append(found, place, tokens, parents, confidences)
+            self._unsent_branches = False
+        distributions: list[SparseDistribution | None] = []
+        if any(given is not None for given in self.unsent):
+            distributions = (
+                [None] * (count - len(self.unsent)) + self.unsent + [None] * (len(tokens) - count)
+            )
+        self.unsent = []
+        if any(confidences):
+            confidences = [given or self.acceptance for given in confidences]
+        else:
+            confidences = []
+        return Proposal(
+            sequence_id, base_length, tokens, parents, distributions, confidences=confidences
+        )
+
+
+def _append(
+    guesses: dict[int, _Guess],
+    parent: int,
+    tokens: list[int],
+    parents: list[int],
+    confidences: list[float],
+) -> None:
+    """Append the unsent guesses, and those before them, to the lists of a proposal."""
+    for guess in guesses.values():
+        if guess.unsent:
+            guess.unsent = False
+            tokens.append(guess.token)
+            parents.append(parent)
+            confidences.append(guess.confidence)
+            _append(guess.children, len(tokens), tokens, parents, confidences)
+
+
+def _valid(confidence: float) -> float:
+    """The confidence within the wire's range; the least one for a NaN."""
+    return min(max(_LEAST_CONFIDENCE, confidence), 1.0)

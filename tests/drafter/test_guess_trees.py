@@ -1,0 +1,118 @@
+"""Trees for the verifier's next step: their room, and the confidences of their tokens."""
+
+from __future__ import annotations
+
+import math
+
+from outrider.drafter.draft_sequence import DraftSequence
+from outrider.messages import DraftDistribution, Opened, Proposal, SamplingParams, Verdict, Window
+
+CHAIN = Window(token_count=4, depth=4)
+TREE = Window(token_count=16, depth=4)
+AHEAD = Window(token_count=40, depth=9)
+
+
+def sequence(window: Window = TREE, tree_tokens: int = 10) -> DraftSequence:
+    """A sequence of which the verifier takes 4 tokens in a row."""
+    greedy = SamplingParams(0.0)
+    opened = Opened(1, [7], greedy, DraftDistribution.ONE_HOT, window, 4, tree_tokens=tree_tokens)
+    return DraftSequence(opened)
+
+
+def confidences_of(proposal: Proposal | None) -> list[float]:
+    assert proposal is not None
+    return proposal.confidences
+
+
+def test_each_token_of_a_proposal_has_its_confidence() -> None:
+    drafted = sequence()
+    drafted.extend([1, 2], confidences=[0.5, 0.25])
+    drafted.branch(1, [3, 4], [0.125, 0.75])
+    proposal = drafted.take_proposal()
+    assert proposal is not None
+    assert (proposal.token_ids, proposal.parents) == ([1, 2, 3, 4], [0, 1, 1, 3])
+    assert proposal.confidences == [0.5, 0.25, 0.125, 0.75]
+
+
+def test_without_any_confidence_a_proposal_has_none() -> None:
+    drafted = sequence()
+    drafted.extend([1, 2])
+    drafted.branch(1, [3])
+    assert confidences_of(drafted.take_proposal()) == []
+
+
+def test_measured_acceptance_stands_in_for_a_missing_confidence() -> None:
+    drafted = sequence()
+    drafted.extend([1])
+    drafted.extend([2], confidences=[0.25])
+    assert confidences_of(drafted.take_proposal()) == [drafted.acceptance, 0.25]
+
+
+def test_confidences_stay_within_the_wires_range() -> None:
+    drafted = sequence()
+    drafted.extend([1, 2, 3, 4], confidences=[0.0, -1.0, 1.5, math.nan])
+    assert confidences_of(drafted.take_proposal()) == [1e-6, 1e-6, 1.0, 1e-6]
+
+
+def test_confidences_move_along_with_a_commit() -> None:
+    drafted = sequence()
+    drafted.extend([1, 2, 3], confidences=[0.5, 0.25, 0.75])
+    drafted.branch(1, [4, 5], [0.125, 0.0625])
+    drafted.follow(Verdict(1, 2, [1], 1, 4, tree_tokens=10))
+    assert drafted.confidences == [0.25, 0.75]
+    drafted.follow(Verdict(1, 3, [4], 1, 4, tree_tokens=10))
+    assert (drafted.guesses, drafted.confidences) == ([5], [0.0625])
+
+
+def test_a_committed_branch_brings_the_branches_beside_it() -> None:
+    drafted = sequence()
+    drafted.extend([1, 2])
+    drafted.branch(0, [3, 4, 5])
+    drafted.branch(0, [3, 6])
+    drafted.follow(Verdict(1, 2, [3], 0, 4, tree_tokens=10))
+    assert drafted.guesses == [4, 5]
+    assert drafted.guessed_at(0) == {4, 6}
+    drafted.follow(Verdict(1, 3, [6], 0, 4, tree_tokens=10))
+    assert drafted.guesses == []
+
+
+def test_a_tree_has_as_many_tokens_as_the_verifier_asks_for() -> None:
+    drafted = sequence()
+    assert drafted.tree_room == 0
+    drafted.extend([1, 2, 3, 4])
+    assert drafted.tree_room == drafted.branch_room == 6
+    for token in range(10, 14):
+        drafted.branch(0, [token, 8])
+    assert drafted.tree_room == 0
+    proposal = drafted.take_proposal()
+    assert proposal is not None
+    assert len(proposal.token_ids) == 10
+
+
+def test_a_chain_that_runs_ahead_has_room_for_a_tree_for_each_step() -> None:
+    drafted = sequence(AHEAD)
+    drafted.extend([1, 2, 3, 4])
+    assert drafted.tree_room == 6
+    drafted.extend([5, 6, 7, 8])
+    assert drafted.tree_room == 2 * 10 - 8
+    assert drafted.branch_room == AHEAD.token_count - 8
+
+
+def test_no_tree_unless_the_verifier_asks_for_one() -> None:
+    for drafted in (sequence(tree_tokens=0), sequence(tree_tokens=4), sequence(CHAIN)):
+        drafted.extend([1, 2, 3, 4])
+        assert drafted.branch_room == 0
+    asked = sequence()
+    asked.extend([1, 2, 3, 4])
+    asked.follow(Verdict(1, 2, [1], 1, 4))
+    assert not asked.wants_tree
+    assert asked.tree_room == 0
+
+
+def test_no_tree_after_branches_were_given_up() -> None:
+    drafted = sequence()
+    drafted.extend([1, 2, 3, 4])
+    drafted.give_up_branches()
+    assert drafted.tree_room == 0
+    drafted.follow(Verdict(1, 2, [1], 1, 4, tree_tokens=10))
+    assert drafted.tree_room == 7

@@ -1,0 +1,301 @@
+"""Trees of draft tokens: chosen out of all drafters' tries, from the likeliest token down."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import combinations, pairwise
+
+import numpy as np
+import pytest
+from fake_model import VOCAB, Client, ScriptedDrafter, make_engine
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_trees import random_tree
+
+from outrider.draft_tokens_policy import DraftTokensPolicy
+from outrider.messages import (
+    DraftDistribution,
+    Proposal,
+    SamplingParams,
+    SpeculationOptions,
+    TokenRequest,
+)
+from outrider.token_tree import MAX_TREE_TOKENS, path_to
+from verifier_svc.engine.loop import Engine
+from verifier_svc.engine.target import Limits
+from verifier_svc.policy.draft_trees import best_chain, grow_trees
+from verifier_svc.policy.plan import Plan
+from verifier_svc.state.acceptance_rate import AcceptanceRate
+from verifier_svc.state.draft_tree import DraftTree
+from verifier_svc.state.merged_tries import guesses_behind, probs, roots
+from verifier_svc.state.sequence import Assignment, Sequence
+from verifier_svc.state.side_rates import SideRates
+
+GREEDY = SamplingParams(0.0)
+LIMITS = Limits(DraftTokensPolicy(), draft_trees=True)
+ALL = [(1000, 0.0)]
+Prices = list[tuple[int, float]]
+
+
+class Rig:
+    """An engine with sequences that decode, and drafters of which each has a rate."""
+
+    def __init__(self, *rates: float, sequences: int = 1, **options: object) -> None:
+        trust = bool(options.pop("trust", False))
+        self.engine, _ = make_engine(limits=LIMITS, eos_bias=-99, page_count=256, trust=trust)
+        self.drafters = [
+            ScriptedDrafter(self.engine, f"d{i}", f"d{i}", **options) for i in range(len(rates))
+        ]
+        request = TokenRequest([1, 2], 50, GREEDY if not trust else SamplingParams())
+        self.sequences = [self.engine.submit(request, Client()) for _ in range(sequences)]
+        self.engine.step()
+        for sequence in self.sequences:
+            for rate, assignment in zip(rates, sequence.assignments.values(), strict=True):
+                assignment.rate = AcceptanceRate(rate, 8)
+
+    def propose(self, tree: DraftTree, drafter: int = 0, sequence: int = 0) -> None:
+        """Send a tree behind the committed tokens."""
+        target = self.sequences[sequence]
+        base = len(target.tokens)
+        proposal = Proposal(target.id, base, tree.token_ids, tree.parents)
+        if tree.token_ids:
+            self.drafters[drafter].send(proposal)
+
+    def grow(self, depth: int = 8, prices: Prices = ALL, **plan: object) -> list[DraftTree]:
+        """The drafts that pay at these prices; a sequence's chain where trees are no use."""
+        depths = {sequence.id: depth for sequence in self.sequences}
+        plan = {"draft_tokens": depths, "token_prices": prices, **plan}
+        found = grow_trees(self.sequences, Plan(**plan))  # type: ignore[arg-type]
+        return [
+            (found.get(sequence.id) or best_chain(sequence, depth))[1]
+            for sequence in self.sequences
+        ]
+
+    def assignment(self, drafter: int = 0, sequence: int = 0) -> Assignment:
+        return self.sequences[sequence].assignments[f"d{drafter}"]
+
+
+Path = tuple[int, ...]
+
+
+def paths(tree: DraftTree) -> list[Path]:
+    """The tokens from the root to each draft token of a tree."""
+    parents = tree.parents or list(range(len(tree.token_ids)))
+    rows = [path_to(row, parents) for row in range(1, len(parents) + 1)]
+    return [tuple(tree.token_ids[at - 1] for at in each) for each in rows]
+
+
+def survivals(sequence: Sequence, first: Assignment, depth: int) -> dict[Path, float]:
+    """The survival of each guess of a sequence down to `depth`, by its path."""
+    found: dict[Path, float] = {}
+    pending = [((), 1.0, roots(sequence, first))]
+    while pending:
+        path, survival, nodes = pending.pop()
+        guesses = guesses_behind(nodes) if len(path) < depth else []
+        estimates = probs(guesses, len(path)) if guesses else []
+        for guess, prob in zip(guesses, estimates, strict=True):
+            below = (*path, guess.token)
+            found[below] = survival * prob
+            pending.append((below, survival * prob, guess.nodes))
+    return found
+
+
+def connected(known: Mapping[Path, float]) -> Iterator[tuple[Path, ...]]:
+    """All sets of guesses that have each guess's parent too."""
+    for count in range(len(known) + 1):
+        for chosen in combinations(known, count):
+            if all(len(path) == 1 or path[:-1] in chosen for path in chosen):
+                yield chosen
+
+
+def cost(count: int, prices: Prices) -> float:
+    """The tokens that a forward of so many draft tokens costs."""
+    total = 0.0
+    for i in range(count):
+        total += next((price for end, price in prices if i < end), prices[-1][1])
+    return total
+
+
+@given(seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=60)
+def test_no_other_set_of_guesses_gains_more_at_the_same_prices(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    rig = Rig(*rng.uniform(0.2, 0.9, size=2))
+    for drafter in range(2):
+        rig.propose(random_tree(rng, int(rng.integers(1, 6)), 3), drafter)
+    rises = np.sort(rng.uniform(0.01, 0.6, size=3))
+    prices = [(2, rises[0]), (5, rises[1]), (9, rises[2])]
+    [tree] = rig.grow(depth=4, prices=prices)
+    [sequence] = rig.sequences
+    first, _ = best_chain(sequence, 4)
+    assert first is not None
+    known = survivals(sequence, first, 4)
+
+    def gain(chosen: tuple[Path, ...]) -> float:
+        return sum(known[path] for path in chosen) - cost(len(chosen), prices)
+
+    # A chain is as long as the plan says, whatever its price.
+    if len(known) > max(map(len, known)):
+        best = max(gain(chosen) for chosen in connected(known))
+        assert gain(tuple(paths(tree))) == pytest.approx(best)
+
+
+@given(seed=st.integers(0, 2**32 - 1), depth=st.integers(1, 9), most=st.integers(1, 40))
+@settings(max_examples=80)
+def test_a_tree_is_depth_first_and_its_favourites_come_first(
+    seed: int, depth: int, most: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    rig = Rig(*rng.uniform(0.2, 0.9, size=3))
+    for drafter in range(3):
+        rig.propose(random_tree(rng, int(rng.integers(0, 30)), VOCAB - 1), drafter)
+    [tree] = rig.grow(depth=depth, prices=[(most, 0.0), (1000, 1.1)])
+    [sequence] = rig.sequences
+    chosen = paths(tree)
+    assert len(set(chosen)) == len(chosen) <= max(most, depth)
+    assert max(map(len, chosen), default=0) <= depth
+    # Each token follows its parent or a token below it.
+    for before, path in pairwise(chosen):
+        assert path[:-1] == before[: len(path) - 1]
+    first, chain = best_chain(sequence, depth)
+    if first is not None:
+        favourites = [path for path in chosen if path == tuple(chain.token_ids[: len(path)])]
+        assert favourites == chosen[: len(favourites)]
+        known = survivals(sequence, first, depth)
+        assert set(chosen) <= set(known)
+        for path, owner in zip(chosen, tree.drafter_ids, strict=False):
+            assert path in held(sequence.assignments[owner])
+
+
+def held(assignment: Assignment) -> list[Path]:
+    """All paths of a trie."""
+    found: list[Path] = []
+    pending = [((), assignment.trie.root)]
+    while pending:
+        path, node = pending.pop()
+        for child in node.children.values():
+            found.append((*path, child.token))
+            pending.append((found[-1], child))
+    return found
+
+
+def test_the_tries_of_two_drafters_merge_where_they_agree() -> None:
+    rig = Rig(0.8, 0.5)
+    rig.propose(DraftTree([3, 4, 5], []))
+    rig.propose(DraftTree([3, 6, 4], [], [0, 1, 1]), drafter=1)
+    [tree] = rig.grow()
+    assert paths(tree) == [(3,), (3, 4), (3, 4, 5), (3, 6)]
+    assert tree.drafter_ids == ["d0", "d0", "d0", "d1"]
+    assert tree.parents == [0, 1, 2, 1]
+
+
+def test_another_drafter_continues_the_favourite_path_of_the_first() -> None:
+    rig = Rig(0.9, 0.3)
+    rig.propose(DraftTree([3, 4], []))
+    rig.propose(DraftTree([3, 4, 5, 6], []), drafter=1)
+    [tree] = rig.grow()
+    assert (tree.token_ids, tree.parents) == ([3, 4, 5, 6], [])
+    assert tree.drafter_ids == ["d0", "d0", "d1", "d1"]
+
+
+def test_sequences_compete_for_the_cheap_places_of_a_forward() -> None:
+    rig = Rig(0.8, sequences=2)
+    for assignment, rate in ((rig.assignment(), 0.9), (rig.assignment(sequence=1), 0.4)):
+        assignment.rate = AcceptanceRate(rate, 8)
+    for sequence in range(2):
+        rig.propose(DraftTree([3, 4, 5, 6], [], [0, 1, 0, 3]), sequence=sequence)
+    sizes = [
+        [len(tree.token_ids) for tree in rig.grow(prices=[(count, 0.01), (1000, 2.0)])]
+        for count in (2, 4, 5, 8)
+    ]
+    # 0.9 and 0.81 of the first; 0.4, 0.3 and 0.16 of the second; then 0.12 and 0.05, 0.045.
+    assert sizes == [[2, 0], [2, 2], [2, 3], [4, 4]]
+
+
+def test_a_draft_has_no_more_tokens_than_a_word_has_bits() -> None:
+    rig = Rig(0.9)
+    chains = [(token, place) for token in range(VOCAB) for place in range(11)]
+    parents = [i if place else 0 for i, (_, place) in enumerate(chains)]
+    rig.propose(DraftTree([token for token, _ in chains], [], parents))
+    assert rig.assignment().trie.node_count > MAX_TREE_TOKENS
+    [tree] = rig.grow(depth=64)
+    assert len(tree.token_ids) == MAX_TREE_TOKENS
+
+
+def test_a_fixed_number_of_tokens_is_kept_whatever_they_cost() -> None:
+    rig = Rig(0.6)
+    rig.propose(DraftTree([3, 4, 5, 6], [], [0, 1, 2, 0]))
+    [tree] = rig.grow(depth=2, prices=[(1000, 2.0)], fixed=True)
+    assert paths(tree) == [(3,), (3, 4)]
+    rig.sequences[0].request = replace(
+        rig.sequences[0].request, speculation=SpeculationOptions(draft_tokens=3)
+    )
+    rig.assignment().rate = AcceptanceRate(0.3, 8)
+    [tree] = rig.grow(depth=3, prices=[(1000, 2.0)])
+    assert paths(tree) == [(3,), (3, 4), (6,)]
+
+
+def test_chains_alone_are_left_to_the_plan() -> None:
+    rig = Rig(0.5, sequences=2)
+    for sequence in range(2):
+        rig.propose(DraftTree([3, 4, 5], []), sequence=sequence)
+    plan = Plan(draft_tokens={each.id: 3 for each in rig.sequences}, token_prices=ALL)
+    assert grow_trees(rig.sequences, plan) == {}
+    rig.propose(DraftTree([6], []), sequence=1)
+    assert grow_trees(rig.sequences, replace(plan, token_prices=())) == {}
+    assert len(grow_trees(rig.sequences, plan)) == 2
+
+
+def test_sampled_drafts_stay_chains() -> None:
+    offers = frozenset({DraftDistribution.SPARSE, DraftDistribution.ONE_HOT})
+    rig = Rig(0.5, trust=True, distributions=offers)
+    assert rig.assignment().distribution is DraftDistribution.SPARSE
+    rig.propose(DraftTree([3, 4, 5], [], [0, 1, 0]))
+    [tree] = rig.grow()
+    assert (tree.token_ids, tree.parents) == ([3, 4], [])
+
+
+def confident(engine: Engine, drafter: ScriptedDrafter, sequence: Sequence, share: float) -> None:
+    proposal = Proposal(sequence.id, len(sequence.tokens), [3, 4], [0, 0])
+    proposal.confidences = [0.5, share]
+    drafter.send(proposal)
+
+
+def test_a_drafters_confidence_decides_about_a_guess_at_its_side() -> None:
+    sizes = []
+    for share in (0.02, 0.4):
+        rig = Rig(0.6)
+        confident(rig.engine, rig.drafters[0], rig.sequences[0], share)
+        sizes.append([len(tree.token_ids) for tree in rig.grow(prices=[(9, 0.1)])])
+    assert sizes == [[1], [2]]
+
+
+def test_claims_that_the_commits_contradict_lose_their_weight() -> None:
+    rates = SideRates()
+    for i in range(400):
+        rates.observe(0, 1, 0.4, i % 10 == 0)
+    assert rates.estimate(0, 1, 0.4) == pytest.approx(0.1, abs=0.03)
+    assert rates.estimate(0, 1, 0.2) == pytest.approx(0.05, abs=0.015)
+    # Another rank and another depth have measurements of their own; the deepest share one.
+    assert rates.estimate(0, 2, 0.4) == rates.estimate(1, 1, 0.4) == 0.4
+    rates.observe(9, 1, 0.4, True)
+    assert rates.estimate(3, 1, 0.4) > 0.4
+
+
+def test_commits_measure_the_guesses_beside_favourites() -> None:
+    """Also those that no step verified."""
+    rig = Rig(0.5)
+    engine = rig.engine
+    [sequence] = rig.sequences
+    before = rig.assignment().side_rates.estimate(0, 1, 0.25)
+    for _ in range(12):
+        base = len(sequence.tokens)
+        own = make_engine(eos_bias=-99)[1].greedy(sequence.tokens, 1)[0]
+        engine.drafting.plan = replace(engine.drafting.plan, token_prices=[(9, 1.0)])
+        other = (own + 1) % VOCAB
+        rig.drafters[0].send(Proposal(sequence.id, base, [other, own], [0, 0]))
+        engine.step()
+        assert len(sequence.tokens) > base
+    assert rig.assignment().side_rates.estimate(0, 1, 0.25) > before
+    assert rig.assignment().rate.by_position[0] < 0.3

@@ -1,0 +1,161 @@
+"""Plans with trees: room for branches, a second drafter for a sequence, trials of large drafts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from fake_model import Client, ScriptedDrafter, make_engine, make_plan
+
+from outrider.draft_tokens_policy import DraftTokensPolicy
+from outrider.messages import DraftBatch, Proposal, SamplingParams, TokenRequest
+from outrider.token_tree import MAX_TREE_TOKENS, favourite_path
+from verifier_svc.engine.loop import Engine
+from verifier_svc.engine.target import Limits
+from verifier_svc.policy.forward_cost import ForwardCost
+from verifier_svc.state.acceptance_rate import AcceptanceRate
+from verifier_svc.state.sequence import Assignment
+
+TREES = Limits(DraftTokensPolicy(), draft_trees=True)
+GREEDY = SamplingParams(0.0)
+
+
+def planned(limits: Limits = TREES, quick_s: float = 0.001, quick_rate: float = 0.5) -> Engine:
+    """An engine with one sequence and two drafters: "good" takes 5 ms, "quick" `quick_s`."""
+    engine, _ = make_engine(eos_bias=-99, page_count=256, limits=limits)
+    for name in ("good", "quick"):
+        ScriptedDrafter(engine, name, name)
+    for drafted in (0, 8, 64):
+        engine.cost.calibrate(1, 1 + drafted, 0.05 + 0.0005 * drafted)
+    engine.submit(TokenRequest([1, 2], 100, GREEDY), Client())
+    engine.step()
+    for name, rate, seconds in (("good", 0.8, 0.005), ("quick", quick_rate, quick_s)):
+        found = assignment(engine, name)
+        found.asked = True
+        found.rate = AcceptanceRate(rate, 8)
+        found.drafter.round_trip.observe(seconds)
+    return engine
+
+
+def assignment(engine: Engine, name: str) -> Assignment:
+    [sequence] = engine.sequences.values()
+    return sequence.assignments[name]
+
+
+def asked(engine: Engine) -> set[str]:
+    """The drafters that the plan asks after some steps."""
+    return {each.drafter.id for each in make_plan(engine, 5).asks}
+
+
+def test_a_quick_drafter_is_asked_beside_the_chosen_one() -> None:
+    assert asked(planned()) == {"good", "quick"}
+
+
+def test_a_second_drafter_is_not_asked_where_it_costs_or_adds_too_little() -> None:
+    assert asked(planned(replace(TREES, draft_trees=False))) == {"good"}
+    assert asked(planned(quick_s=0.006)) == {"good"}
+    assert asked(planned(quick_rate=0.001)) == {"good"}
+    engine = planned()
+    drafter = assignment(engine, "quick").drafter
+    drafter.on_target_cores = True
+    drafter.token_time.observe(0.0001)
+    assert asked(engine) == {"good"}
+
+
+def test_a_second_drafter_does_not_prolong_the_wait() -> None:
+    both, alone = planned(), planned(replace(TREES, draft_trees=False))
+    for engine in (both, alone):
+        make_plan(engine, 5)
+        for each in ("good", "quick"):
+            found = assignment(engine, each)
+            found.asked = found in engine.drafting.plan.asks
+            found.answered_length = 3
+    waits = [make_plan(engine) for engine in (both, alone)]
+    assert [each.drafter.id for _, each in waits[0].wait_for] == ["good"]
+    assert waits[0].wait_s == pytest.approx(waits[1].wait_s, rel=0.05)
+
+
+@pytest.mark.parametrize("on_target_cores", [False, True])
+def test_verdicts_ask_for_a_tree_only_where_one_may_be_verified(on_target_cores: bool) -> None:
+    for trees in (False, True):
+        engine = planned(replace(TREES, draft_trees=trees))
+        good = assignment(engine, "good")
+        good.drafter.on_target_cores = on_target_cores
+        make_plan(engine, 5)
+        good.drafter.outbox.verdicts.clear()
+        [sequence] = engine.sequences.values()
+        sequence.tokens.append(3)
+        engine.drafting.send_verdicts(sequence, [3], None, sequence.span)
+        [verdict] = good.drafter.outbox.verdicts
+        if trees:
+            assert verdict.draft_tokens < verdict.tree_tokens <= MAX_TREE_TOKENS
+            assert good.window.token_count >= verdict.tree_tokens
+        else:
+            assert verdict.tree_tokens == 0
+            assert good.window.token_count == good.window.depth or not on_target_cores
+
+
+def test_trial_forwards_have_the_sizes_of_trees() -> None:
+    for trees, largest in ((False, 9), (True, 1 + MAX_TREE_TOKENS)):
+        engine, model = make_engine(limits=replace(TREES, draft_trees=trees), page_count=256)
+        model.cache[:] = 0
+        sizes: list[int] = []
+        model.broken = lambda slices, sizes=sizes: sizes.append(len(slices[0].token_ids))
+        engine.warm_up(16)
+        drafts = {size for size in sizes if size > 9 and size not in (4, 16)}
+        assert max(drafts, default=9) == largest
+        assert TREES.most_draft_tokens == MAX_TREE_TOKENS
+
+
+def test_a_cost_table_with_trees_prices_their_tokens() -> None:
+    cost = ForwardCost()
+    for count in (1, 9, 65):
+        cost.calibrate(1, count, 1.0 + 0.1 * (count - 1))
+    assert cost.further_tokens_s(1)[-1] == (64, pytest.approx(0.1))
+
+
+def test_a_late_tree_is_judged_by_its_favourite_path() -> None:
+    engine = planned()
+    [sequence] = engine.sequences.values()
+    good = assignment(engine, "good")
+    base = len(sequence.tokens)
+    sequence.tokens += [4, 5]
+    for each in sequence.assignments.values():
+        each.trie.advance([4, 5])
+    good.expect_answer(base)
+    before = good.rate.by_position[0]
+    proposal = Proposal(sequence.id, base, [3, 4, 5], [0, 0, 2])
+    engine.drafting.on_drafts(good.drafter, DraftBatch([proposal]))
+    assert good.rate.by_position[0] < before
+
+
+@pytest.mark.parametrize(
+    ("parents", "path"),
+    [([], []), ([0, 1, 2], [1, 2, 3]), ([0, 0, 1, 2, 3], [1, 3, 5]), ([0, 0, 2], [1])],
+)
+def test_the_favourite_path_takes_each_first_child(parents: list[int], path: list[int]) -> None:
+    assert favourite_path(parents) == path
+
+
+def test_a_drafter_without_right_guesses_beside_is_asked_for_chains() -> None:
+    engine = planned()
+    good = assignment(engine, "good")
+    assert make_plan(engine, 5).tree_tokens[good] > 0
+    for _ in range(500):
+        good.side_rates.observe_wrong(False)
+    assert good not in make_plan(engine, 5).tree_tokens
+    for _ in range(100):
+        good.side_rates.observe_wrong(True)
+    assert good in make_plan(engine, 5).tree_tokens
+
+
+def test_a_wrong_favourite_without_a_guess_beside_it_counts_against_trees() -> None:
+    engine = planned()
+    [sequence] = engine.sequences.values()
+    good = assignment(engine, "good")
+    before = good.side_rates.rescued_share
+    good.tree_tokens = 8
+    good.trie.add(Proposal(sequence.id, len(sequence.tokens), [3, 4]), sequence.tokens)
+    sequence.tokens += [3, 5]
+    engine.drafting.send_verdicts(sequence, [3, 5], good, sequence.span)
+    assert good.side_rates.rescued_share < before

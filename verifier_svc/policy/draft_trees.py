@@ -1,0 +1,178 @@
+"""Chooses the draft tokens of a step: chains, or trees where that pays.
+
+A step's tokens are taken over all its sequences from the likeliest down, as long as each is worth
+its price in the forward. Since no token is likelier than its parent, the taken ones are trees, and
+no others of that size promise more tokens. EAGLE-2 (arXiv 2406.16858) and OPT-Tree (2406.17276)
+choose nodes in this order, for one sequence and a fixed number.
+
+Looks at the tries' shapes, at confidences and at measured rates; never at which tokens are guessed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+
+from outrider.token_tree import MAX_TREE_TOKENS, children
+from verifier_svc.policy.plan import Plan
+from verifier_svc.state.draft_tree import NO_DRAFT, DraftTree
+from verifier_svc.state.merged_tries import (
+    Guess,
+    Nodes,
+    guesses_behind,
+    is_branched,
+    is_sampled,
+    probs,
+    roots,
+)
+from verifier_svc.state.sequence import Assignment, Sequence
+
+Draft = tuple[Assignment | None, DraftTree]
+"""A draft, and the assignment that its favourite path comes from; None without a draft."""
+
+
+def best_chain(sequence: Sequence, draft_tokens: int) -> Draft:
+    """The ready path of at most `draft_tokens` tokens with the most expected accepted tokens."""
+    best = _best_path(sequence, draft_tokens)
+    return (None, NO_DRAFT) if best is None else (best, best.trie.path(draft_tokens))
+
+
+def grow_trees(sequences: Collection[Sequence], plan: Plan) -> dict[int, Draft]:
+    """The drafts of a step that verifies trees, by sequence id; none if chains are all there is.
+
+    A sequence that is missing, such as one with sampled drafts, has its best chain.
+    """
+    if not plan.token_prices or not any(map(is_branched, sequences)):
+        return {}
+    planned = [
+        sequence
+        for sequence in sequences
+        if sequence.num_uncomputed_tokens == 1 and plan.draft_tokens.get(sequence.id, 0) > 0
+    ]
+    if not any(is_branched(sequence) and not is_sampled(sequence) for sequence in planned):
+        return {}
+    return _Forest(planned, plan).grow()
+
+
+def _best_path(sequence: Sequence, draft_tokens: int) -> Assignment | None:
+    """The assignment whose favourite path promises the most accepted tokens; None if none is ready.
+
+    The expectation comes from the path's length and its drafter's acceptance rate.
+    """
+    if draft_tokens <= 0:
+        return None
+    lengths = {
+        assignment: assignment.trie.length(draft_tokens)
+        for assignment in sequence.assignments.values()
+    }
+    ready = [assignment for assignment, length in lengths.items() if length]
+    if not ready:
+        return None
+    best = ready[0]
+    if len(ready) > 1:
+        best = max(ready, key=lambda each: each.rate.expected_tokens(lengths[each]))
+    return best
+
+
+@dataclass(eq=False, slots=True)
+class _Tree:
+    """The tree of one sequence while it grows. Its rows are in the order in which they were taken.
+
+    With `fixed`, the request or the policy sets the number of tokens, whatever they cost.
+    """
+
+    assignment: Assignment
+    depth: int
+    """Most tokens of a path."""
+    most: int
+    """Most tokens in all."""
+    fixed: bool
+    token_ids: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    drafter_ids: list[str] = field(default_factory=list)
+
+    def take(self, parent: int, guess: Guess) -> int:
+        """Add a guess below the row `parent`; returns its row."""
+        self.token_ids.append(guess.token)
+        self.parents.append(parent)
+        self.drafter_ids.append(guess.assignment.drafter.id)
+        return len(self.token_ids)
+
+    def draft(self) -> Draft:
+        """The draft with these tokens, depth-first. Of siblings, the favourite was taken first."""
+        if not self.token_ids:
+            return None, NO_DRAFT
+        below = children(self.parents)
+        draft = DraftTree([], [])
+        pending = [(row, 0) for row in reversed(below[0])]
+        while pending:
+            row, parent = pending.pop()
+            draft.token_ids.append(self.token_ids[row - 1])
+            draft.parents.append(parent)
+            draft.drafter_ids.append(self.drafter_ids[row - 1])
+            here = len(draft.token_ids)
+            pending += [(child, here) for child in reversed(below[row])]
+        if draft.parents == list(range(len(draft.parents))):
+            draft.parents = []
+        if all(each == self.assignment.drafter.id for each in draft.drafter_ids):
+            draft.drafter_ids = []
+        return self.assignment, draft
+
+
+class _Forest:
+    """The trees of a step's sequences while they grow."""
+
+    def __init__(self, planned: Collection[Sequence], plan: Plan) -> None:
+        self._prices = plan.token_prices
+        self._price_index = 0
+        self._taken = 0
+        # Guesses that may be taken next, the likeliest first: (minus its survival, a number that
+        # orders equal ones, its tree, its parent's row, its depth, the guess).
+        self._next: list[tuple[float, int, _Tree, int, int, Guess]] = []
+        self._offered = 0
+        self._trees: dict[int, _Tree] = {}
+        for sequence in planned:
+            depth = plan.draft_tokens[sequence.id]
+            best = _best_path(sequence, depth)
+            if best is None:
+                continue
+            if is_sampled(sequence):
+                self._taken += best.trie.length(depth)
+                continue
+            fixed = plan.fixed or sequence.request.speculation.draft_tokens is not None
+            most = depth if fixed else MAX_TREE_TOKENS
+            tree = self._trees[sequence.id] = _Tree(best, depth, most, fixed)
+            self._offer(tree, 0, 0, 1.0, roots(sequence, best))
+
+    def grow(self) -> dict[int, Draft]:
+        """Take all guesses that are worth their price; returns the drafts by sequence id."""
+        while self._next:
+            key, _, tree, parent, depth, guess = heappop(self._next)
+            if len(tree.token_ids) < tree.most and (tree.fixed or -key >= self._price()):
+                self._taken += 1
+                row = tree.take(parent, guess)
+                self._offer(tree, row, depth, -key, guess.nodes)
+        return {sequence_id: tree.draft() for sequence_id, tree in self._trees.items()}
+
+    def _offer(self, tree: _Tree, row: int, depth: int, survival: float, nodes: Nodes) -> None:
+        """Let the guesses behind a row be taken. The row has this depth and survival."""
+        if depth == tree.depth:
+            return
+        guesses = guesses_behind(nodes)
+        if not guesses:
+            return
+        # No guess becomes cheaper later.
+        price = 0.0 if tree.fixed else self._price()
+        for guess, prob in zip(guesses, probs(guesses, depth), strict=True):
+            if survival * prob >= price:
+                self._offered += 1
+                offer = (-survival * prob, self._offered, tree, row, depth + 1, guess)
+                heappush(self._next, offer)
+
+    def _price(self) -> float:
+        """The price of the next token: those of a forward become dearer the more it has."""
+        last = len(self._prices) - 1
+        while self._price_index < last and self._taken >= self._prices[self._price_index][0]:
+            self._price_index += 1
+        return self._prices[self._price_index][1]

@@ -1,0 +1,141 @@
+"""The tries of all drafters of one sequence as one, in which equal prefixes merge.
+
+The trie whose favourite path is to be verified comes first. Its favourites are favourites here too;
+another drafter's favourite is one only where the tries before it have no guess.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from outrider.messages import DraftDistribution
+from verifier_svc.state.sequence import Assignment, Sequence
+from verifier_svc.state.trie import Node
+
+Nodes = list[tuple[Assignment, Node]]
+"""The nodes of one prefix in the tries that have it."""
+
+# A drafter's guess beside its own favourite is taken to be half as likely as the one before it.
+_NEXT_GUESS = 0.5
+
+
+class Guess(NamedTuple):
+    """A token that may follow a prefix."""
+
+    token: int
+    assignment: Assignment
+    """The first one whose trie has it."""
+    rank: int
+    """Its place among that trie's guesses behind the prefix, from 0."""
+    confidence: float
+    nodes: Nodes
+
+
+def is_branched(sequence: Sequence) -> bool:
+    """Whether its tries together may be more than a chain."""
+    found = False
+    for assignment in sequence.assignments.values():
+        trie = assignment.trie
+        if trie.node_count:
+            if found or not trie.is_chain:
+                return True
+            found = True
+    return False
+
+
+def is_sampled(sequence: Sequence) -> bool:
+    """Whether a drafter samples its drafts. The rules for these know chains alone."""
+    assignments = sequence.assignments.values()
+    return any(each.distribution is DraftDistribution.SPARSE for each in assignments)
+
+
+def roots(sequence: Sequence, first: Assignment) -> Nodes:
+    """The last committed token in each trie that has guesses; that of `first` comes first."""
+    others = [each for each in sequence.assignments.values() if each is not first]
+    return [(each, each.trie.root) for each in (first, *others) if each.trie.node_count]
+
+
+def guesses_behind(nodes: Nodes) -> list[Guess]:
+    """The tokens that may follow a prefix; the favourite is the first."""
+    found: dict[int, Guess] = {}
+    for assignment, node in nodes:
+        for rank, child in enumerate(node.children.values()):
+            guess = found.get(child.token)
+            if guess is None:
+                below = [(assignment, child)]
+                found[child.token] = Guess(child.token, assignment, rank, child.confidence, below)
+            else:
+                guess.nodes.append((assignment, child))
+    return list(found.values())
+
+
+def probs(guesses: list[Guess], depth: int) -> list[float]:
+    """The probability of each of `guesses_behind` a prefix of `depth` guesses that are right.
+
+    The favourite has its drafter's acceptance rate. No other guess is more probable than it, so
+    that a tree has it before the others.
+    """
+    favourite = _rate(guesses[0].assignment, depth)
+    found = [favourite]
+    for guess in guesses[1:]:
+        claim = _claim(guess, depth, favourite)
+        estimate = guess.assignment.side_rates.estimate(depth, guess.rank, claim)
+        found.append(min(estimate, favourite))
+    return found
+
+
+def observe_sides(sequence: Sequence, first: Assignment, committed: list[int]) -> None:
+    """Measure the guesses beside the favourites by the newly committed tokens.
+
+    Call it before the tries' roots move. Guesses that no step verified count as well, so the
+    measurements do not depend on what was verified.
+    """
+    nodes = roots(sequence, first)
+    on_favourites = True
+    for depth, token in enumerate(committed):
+        guesses = guesses_behind(nodes)
+        if not guesses:
+            return
+        favourite = _rate(guesses[0].assignment, depth)
+        on_favourites = on_favourites and guesses[0].assignment is first
+        nodes = []
+        for place, guess in enumerate(guesses):
+            right = guess.token == token
+            if right:
+                nodes = guess.nodes
+            if place:
+                claim = _claim(guess, depth, favourite)
+                guess.assignment.side_rates.observe(depth, guess.rank, claim, right)
+        if on_favourites and token != guesses[0].token:
+            first.side_rates.observe_wrong(bool(nodes))
+            on_favourites = False
+
+
+def side_prob(assignment: Assignment, favourite: Assignment) -> float:
+    """The probability that a drafter's next token is right where it differs from the favourite."""
+    claim = (1.0 - _rate(favourite, 0)) * _rate(assignment, 0)
+    return assignment.side_rates.estimate(0, 0, claim)
+
+
+def side_tokens(assignment: Assignment, draft_tokens: int) -> float:
+    """Expected draft tokens that a tree adds to a favourite path of so many.
+
+    The first one beside the path. Those behind it would be more, but have prices as well.
+    """
+    prob_wrong = 1.0 - assignment.rate.prob_all_accepted(draft_tokens)
+    return prob_wrong * assignment.side_rates.rescued_share
+
+
+def _claim(guess: Guess, depth: int, favourite: float) -> float:
+    """The probability of a guess beside the favourite, before it is corrected."""
+    if guess.confidence > 0.0:
+        return guess.confidence
+    if guess.rank == 0:
+        return (1.0 - favourite) * _rate(guess.assignment, depth)
+    return (1.0 - favourite) * _NEXT_GUESS**guess.rank
+
+
+def _rate(assignment: Assignment, depth: int) -> float:
+    """Acceptance of a drafter's favourite behind `depth` accepted guesses."""
+    rates = assignment.rate.by_position
+    return rates[depth] if depth < len(rates) else rates[-1]
