@@ -37,7 +37,7 @@ def fan_out(acceptance: float, depth: int, budget: int) -> list[int]:
     return counts
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Branch:
     """The tokens `run` that may follow the first `at` guesses of a chain, with confidences."""
 

@@ -118,9 +118,8 @@ class SamplingParams:
     @property
     def penalised(self) -> bool:
         """Whether the tokens so far change a token's probability."""
-        return self.repetition_penalty != 1.0 or bool(
-            self.presence_penalty or self.frequency_penalty
-        )
+        added = self.presence_penalty or self.frequency_penalty
+        return self.repetition_penalty != 1.0 or bool(added)
 
 
 SAMPLING_RANGES = {
@@ -293,12 +292,10 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """How far a drafter may run ahead of the last committed token."""
+    """How far a drafter may run ahead: `token_count` draft tokens in all, `depth` in a row."""
 
     token_count: int
-    """Most draft tokens of all branches together."""
     depth: int
-    """Most draft tokens of one branch, one behind the other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,7 +313,8 @@ class SparseDistribution:
 class Opened:
     """The verifier hands a sequence to a drafter.
 
-    `token_ids` are the committed tokens; the first `prompt_length` of them are the prompt.
+    `token_ids` are the committed tokens; the first `prompt_length` of them are the prompt. The next
+    step can use `draft_tokens` in a row; for a tree, `tree_tokens` in all are worth sending.
     """
 
     sequence_id: int
@@ -325,14 +323,12 @@ class Opened:
     distribution: DraftDistribution
     window: Window
     draft_tokens: int
-    """Draft tokens that the verifier can use in its next step."""
     tenant: str = ""
     traceparent: str = ""
     grammar: Grammar | None = None
     prediction: list[int] = field(default_factory=list)
     prompt_length: int = 0
     tree_tokens: int = 0
-    """Draft tokens of all branches together that are worth sending for its next step."""
 
 
 @dataclass(slots=True)
@@ -342,8 +338,8 @@ class Proposal:
     `parents` is empty for a chain. For a tree it holds each token's parent: 0 for the base, j for
     `token_ids[j - 1]`. `distributions` is empty or holds, for each token, the distribution it was
     sampled from; None for a one-hot token and where an earlier proposal had the distribution.
-    `confidences` is empty or holds, for each token, the drafter's estimate in (0, 1] of the
-    probability that the token is committed if its parent is.
+    `confidences` is empty or holds the drafter's estimates, in (0, 1], of the probability that each
+    token is committed if its parent is.
     """
 
     sequence_id: int
@@ -367,7 +363,8 @@ class Skip:
 class Verdict:
     """The verifier committed `new_token_ids`, the last of now `committed_length` tokens.
 
-    `accepted_count` is the number of this drafter's tokens that the last commit matched.
+    `accepted_count` is the number of this drafter's tokens that the last commit matched. A `window`
+    of None leaves the window as it is. `draft_tokens` and `tree_tokens` are as in Opened.
     """
 
     sequence_id: int
@@ -375,12 +372,9 @@ class Verdict:
     new_token_ids: list[int]
     accepted_count: int
     draft_tokens: int
-    """Draft tokens that the verifier can use in its next step."""
     window: Window | None = None
-    """The window from now on; None leaves it unchanged."""
     traceparent: str = ""
     tree_tokens: int = 0
-    """Draft tokens of all branches together that are worth sending for its next step."""
 
 
 @dataclass(frozen=True, slots=True)

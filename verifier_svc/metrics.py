@@ -51,6 +51,80 @@ class _Registry:
         return Gauge(f"outrider:{name}", text, _MODEL, registry=self.collectors)
 
 
+class _DraftMetrics:
+    """The metrics of each drafter's drafts."""
+
+    def __init__(self, registry: _Registry) -> None:
+        counter = registry.counter
+        self.drafts = counter(
+            "spec_decode_num_drafts", "Steps of a sequence that verified a draft.", _LABELS
+        )
+        self.draft_tokens = counter(
+            "spec_decode_num_draft_tokens", "Draft tokens verified.", _LABELS
+        )
+        self.accepted_tokens = counter(
+            "spec_decode_num_accepted_tokens", "Draft tokens accepted.", _LABELS
+        )
+        self.accepted_per_pos = counter(
+            "spec_decode_num_accepted_tokens_per_pos",
+            "Draft tokens accepted, by position in the draft.",
+            [*_LABELS, "position"],
+        )
+        self.proposed_tokens = counter("proposed_tokens", "Draft tokens received.", _LABELS)
+        self.received = counter("draft_bytes", "Bytes of proposals and skips received.", _LABELS)
+        self.stale_tokens = counter(
+            "stale_tokens",
+            "Draft tokens that came after the commit contradicted them or their sequence ended.",
+            _LABELS,
+        )
+        self.cut_tokens = counter(
+            "cut_tokens", "Draft tokens received that the window had no room for.", _LABELS
+        )
+        self.ignored = counter(
+            "ignored_messages",
+            "Messages received of a kind that this version does not know.",
+            _LABELS,
+        )
+        self.hits = counter(
+            "draft_lookups",
+            "Commits by result: a hit on the chain or in a side branch, late (no draft yet), or a "
+            "miss.",
+            [*_LABELS, "result"],
+        )
+        self.wasted_tokens = counter(
+            "wasted_tokens", "Draft tokens dropped without being committed.", _LABELS
+        )
+        self.draft_seconds = registry.histogram(
+            "draft_latency_seconds",
+            "From a verdict to the first draft that answers it.",
+            _doubling(0.000125, 16),
+            _LABELS,
+        )
+
+
+class _ShapeMetrics:
+    """The metrics of drafts by shape: chains, or trees with branches."""
+
+    def __init__(self, registry: _Registry) -> None:
+        counter = registry.counter
+        self.drafts = counter(
+            "spec_decode_num_drafts_by_shape", "Steps of a sequence that verified a draft.", _SHAPE
+        )
+        self.draft_tokens = counter(
+            "spec_decode_num_draft_tokens_by_shape", "Draft tokens verified.", _SHAPE
+        )
+        self.emitted_tokens = counter(
+            "spec_decode_num_emitted_tokens_by_shape",
+            "Tokens committed by steps that verified a draft, the target's own included.",
+            _SHAPE,
+        )
+        self.accepted_tokens_by_walk = counter(
+            "spec_decode_num_accepted_tokens_by_walk",
+            "Draft tokens accepted, on the favourite path or on a side of it.",
+            [*_MODEL, "walk"],
+        )
+
+
 class Metrics:
     """The metrics of one verifier, in their own registry.
 
@@ -61,6 +135,8 @@ class Metrics:
         self._registry = _Registry()
         self.registry = self._registry.collectors
         self._model_name = model_name
+        self._of_drafts = _DraftMetrics(self._registry)
+        self._of_shapes = _ShapeMetrics(self._registry)
         self._pending: dict[tuple[Counter, tuple[str, ...]], float] = {}
         self._generated_count = 0
         self._answers: dict[Drafter, list[float]] = {}
@@ -68,78 +144,8 @@ class Metrics:
         self._verified: dict[tuple[Drafter, int, int, int], int] = {}
         # The scheduler's counts as last exported: prompt tokens, cached tokens, preemptions.
         self._exported = (0, 0, 0)
-        self._register_drafts()
-        self._register_shapes()
         self._register_steps()
         self._register_requests()
-
-    def _register_drafts(self) -> None:
-        """Register the metrics of each drafter's drafts."""
-        counter = self._registry.counter
-        self._drafts = counter(
-            "spec_decode_num_drafts", "Steps of a sequence that verified a draft.", _LABELS
-        )
-        self._draft_tokens = counter(
-            "spec_decode_num_draft_tokens", "Draft tokens verified.", _LABELS
-        )
-        self._accepted_tokens = counter(
-            "spec_decode_num_accepted_tokens", "Draft tokens accepted.", _LABELS
-        )
-        self._accepted_per_pos = counter(
-            "spec_decode_num_accepted_tokens_per_pos",
-            "Draft tokens accepted, by position in the draft.",
-            [*_LABELS, "position"],
-        )
-        self._proposed_tokens = counter("proposed_tokens", "Draft tokens received.", _LABELS)
-        self._received = counter("draft_bytes", "Bytes of proposals and skips received.", _LABELS)
-        self._stale_tokens = counter(
-            "stale_tokens",
-            "Draft tokens that came after the commit contradicted them or their sequence ended.",
-            _LABELS,
-        )
-        self._cut_tokens = counter(
-            "cut_tokens", "Draft tokens received that the window had no room for.", _LABELS
-        )
-        self._ignored = counter(
-            "ignored_messages",
-            "Messages received of a kind that this version does not know.",
-            _LABELS,
-        )
-        self._hits = counter(
-            "draft_lookups",
-            "Commits by result: a hit on the chain or in a side branch, late (no draft yet), or a "
-            "miss.",
-            [*_LABELS, "result"],
-        )
-        self._wasted_tokens = counter(
-            "wasted_tokens", "Draft tokens dropped without being committed.", _LABELS
-        )
-        self._draft_seconds = self._registry.histogram(
-            "draft_latency_seconds",
-            "From a verdict to the first draft that answers it.",
-            _doubling(0.000125, 16),
-            _LABELS,
-        )
-
-    def _register_shapes(self) -> None:
-        """Register the metrics of drafts by shape: chains, or trees with branches."""
-        counter = self._registry.counter
-        self._shape_drafts = counter(
-            "spec_decode_num_drafts_by_shape", "Steps of a sequence that verified a draft.", _SHAPE
-        )
-        self._shape_draft_tokens = counter(
-            "spec_decode_num_draft_tokens_by_shape", "Draft tokens verified.", _SHAPE
-        )
-        self._shape_emitted_tokens = counter(
-            "spec_decode_num_emitted_tokens_by_shape",
-            "Tokens committed by steps that verified a draft, the target's own included.",
-            _SHAPE,
-        )
-        self._walk_accepted_tokens = counter(
-            "spec_decode_num_accepted_tokens_by_walk",
-            "Draft tokens accepted, on the favourite path or on a side of it.",
-            [*_MODEL, "walk"],
-        )
 
     def _register_steps(self) -> None:
         """Register the metrics of the engine's steps."""
@@ -218,7 +224,7 @@ class Metrics:
         for (counter, labels), amount in pending.items():
             counter.labels(*labels).inc(amount)
         for drafter, answers in self._answers.items():
-            histogram = self._draft_seconds.labels(*self._labels(drafter))
+            histogram = self._of_drafts.draft_seconds.labels(*self._labels(drafter))
             for seconds in answers:
                 histogram.observe(seconds)
         self._answers.clear()
@@ -232,34 +238,38 @@ class Metrics:
     def _add_draft_counts(self) -> None:
         """Add what `walked` and `verified` gathered to the counters."""
         for (drafter, result), (count, wasted) in self._walks.items():
-            self._add(self._hits, (*self._labels(drafter), result.value), count)
-            self._add(self._wasted_tokens, self._labels(drafter), wasted)
+            self._add(self._of_drafts.hits, (*self._labels(drafter), result.value), count)
+            self._add(self._of_drafts.wasted_tokens, self._labels(drafter), wasted)
         for (drafter, drafted, accepted, emitted), count in self._verified.items():
             self._add_shape("chain", count, drafted, emitted)
-            self._add(self._walk_accepted_tokens, (self._model_name, "favourite"), count * accepted)
+            self._add_walk("favourite", count * accepted)
             labels = self._labels(drafter)
-            self._add(self._drafts, labels, count)
-            self._add(self._draft_tokens, labels, count * drafted)
-            self._add(self._accepted_tokens, labels, count * accepted)
+            self._add(self._of_drafts.drafts, labels, count)
+            self._add(self._of_drafts.draft_tokens, labels, count * drafted)
+            self._add(self._of_drafts.accepted_tokens, labels, count * accepted)
             for position in range(min(accepted, MAX_DRAFT_TOKENS)):
-                self._add(self._accepted_per_pos, (*labels, _POSITIONS[position]), count)
+                self._add(self._of_drafts.accepted_per_pos, (*labels, _POSITIONS[position]), count)
         self._walks.clear()
         self._verified.clear()
 
     def _add_shape(self, shape: str, count: int, drafted: int, emitted: int) -> None:
         """Add `count` drafts of a shape, each with so many tokens verified and emitted."""
         labels = (self._model_name, shape)
-        self._add(self._shape_drafts, labels, count)
-        self._add(self._shape_draft_tokens, labels, count * drafted)
-        self._add(self._shape_emitted_tokens, labels, count * emitted)
+        self._add(self._of_shapes.drafts, labels, count)
+        self._add(self._of_shapes.draft_tokens, labels, count * drafted)
+        self._add(self._of_shapes.emitted_tokens, labels, count * emitted)
+
+    def _add_walk(self, walk: str, accepted: int) -> None:
+        """Add tokens that were accepted on the favourite path, or on a side of it."""
+        self._add(self._of_shapes.accepted_tokens_by_walk, (self._model_name, walk), accepted)
 
     def received(self, drafter: Drafter, byte_count: int) -> None:
         """Record a message of a draft stream."""
-        self._add(self._received, self._labels(drafter), byte_count)
+        self._add(self._of_drafts.received, self._labels(drafter), byte_count)
 
     def ignored(self, drafter: Drafter) -> None:
         """Record a message of a draft stream whose kind this version does not know."""
-        self._add(self._ignored, self._labels(drafter))
+        self._add(self._of_drafts.ignored, self._labels(drafter))
 
     def answered(self, drafter: Drafter, seconds: list[float]) -> None:
         """Record a drafter's first answers to verdicts, by the `seconds` that each took."""
@@ -270,10 +280,10 @@ class Metrics:
     ) -> None:
         """Record proposals: their tokens, and how many of them were stale or cut."""
         labels = self._labels(drafter)
-        self._add(self._proposed_tokens, labels, token_count)
-        self._add(self._stale_tokens, labels, stale_count)
+        self._add(self._of_drafts.proposed_tokens, labels, token_count)
+        self._add(self._of_drafts.stale_tokens, labels, stale_count)
         if cut_count:
-            self._add(self._cut_tokens, labels, cut_count)
+            self._add(self._of_drafts.cut_tokens, labels, cut_count)
 
     def walked(self, drafter: Drafter, walk: CommitWalk) -> None:
         """Record that a trie's root moved along a commit."""
@@ -296,11 +306,11 @@ class Metrics:
         """
         labels = self._labels(drafter)
         if leads:
-            self._add(self._drafts, labels)
-        self._add(self._draft_tokens, labels, drafted)
-        self._add(self._accepted_tokens, labels, len(places))
+            self._add(self._of_drafts.drafts, labels)
+        self._add(self._of_drafts.draft_tokens, labels, drafted)
+        self._add(self._of_drafts.accepted_tokens, labels, len(places))
         for place in places:
-            self._add(self._accepted_per_pos, (*labels, _POSITIONS[place]))
+            self._add(self._of_drafts.accepted_per_pos, (*labels, _POSITIONS[place]))
 
     def verified_draft(
         self, drafted: int, favoured: int, accepted: int, emitted: int, *, branched: bool
@@ -310,8 +320,8 @@ class Metrics:
         `favoured` of its `accepted` tokens are the favourite path's.
         """
         self._add_shape("tree" if branched else "chain", 1, drafted, emitted)
-        self._add(self._walk_accepted_tokens, (self._model_name, "favourite"), favoured)
-        self._add(self._walk_accepted_tokens, (self._model_name, "side"), accepted - favoured)
+        self._add_walk("favourite", favoured)
+        self._add_walk("side", accepted - favoured)
 
     def generated(self, token_count: int) -> None:
         """Record committed tokens."""

@@ -5,7 +5,9 @@ Knows token ids and page tables; no model and no torch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 
 from drafter_svc.grammar_state import GrammarState
 from outrider.drafter.draft_sequence import DraftSequence
@@ -13,20 +15,35 @@ from outrider.lm.pages import KVSequence
 from outrider.messages import DraftDistribution, SparseDistribution
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Guess:
     """A guessed token, the best tokens at its place, and the distribution to send with it.
 
     `best` are the tokens that the target is likeliest to commit there, the likeliest first; `token`
     is the first of them unless it was sampled. `shares` are the draft model's estimates of their
-    probabilities, or empty. `distribution` is None unless the token was sampled from one that is
+    probabilities, or None. `distribution` is None unless the token was sampled from one that is
     sent.
     """
 
     token: int
     best: list[int]
     distribution: SparseDistribution | None = None
-    shares: list[float] = field(default_factory=list)
+    shares: list[float] | None = None
+
+    @property
+    def share(self) -> float:
+        """The token's own share; 0 for none."""
+        pairs = zip(self.best, self.shares or (), strict=False)
+        return next((share for token, share in pairs if token == self.token), 0.0)
+
+    @property
+    def others(self) -> list[tuple[int, float]]:
+        """The best tokens but `token`, each with its share or 0."""
+        if not self.best:
+            return []
+        shares = self.shares or repeat(0.0)
+        pairs = zip(self.best, shares, strict=False)
+        return [(other, share) for other, share in pairs if other != self.token]
 
 
 @dataclass(eq=False, slots=True)
@@ -129,16 +146,15 @@ class CachedDraft:
             return self.guessed[start - len(committed) :][:limit]
         return [*committed[start : start + limit], *self.guessed][:limit]
 
-    def append(self, guess: Guess) -> None:
-        """Guess one more token."""
-        self.draw_count += guess.distribution is not None
-        shares = guess.shares or [0.0] * len(guess.best)
-        best = list(zip(guess.best, shares, strict=True))
-        share = sum([share for token, share in best if token == guess.token])
+    def extend(self, guesses: Sequence[Guess]) -> None:
+        """Guess more tokens. Either all or none of them carry distributions, and shares."""
+        tokens = [guess.token for guess in guesses]
+        distributions = [guess.distribution for guess in guesses if guess.distribution is not None]
+        self.draw_count += len(distributions)
+        shares = [guess.share for guess in guesses if guess.shares]
         if self.at is not None:
-            self.run.append(guess.token)
-            self.run_shares.append(share)
+            self.run += tokens
+            self.run_shares += shares or [0.0] * len(tokens)
             return
-        distributions = [guess.distribution] if guess.distribution is not None else []
-        self.sequence.extend([guess.token], distributions, [share] if share > 0.0 else [])
-        self.alternatives.append([other for other in best if other[0] != guess.token])
+        self.sequence.extend(tokens, distributions, shares)
+        self.alternatives += [guess.others for guess in guesses]

@@ -125,8 +125,7 @@ class Forwards:
             return False
         for draft, guesses in zip(drafts, zip(*rows, strict=True), strict=True):
             draft.kv.num_computed_tokens += count
-            for guess in guesses:
-                draft.append(guess)
+            draft.extend(guesses)
             self._cache_pages(draft)
         return True
 
@@ -180,7 +179,7 @@ class Forwards:
             draft.kv.num_computed_tokens += len(part.token_ids)
         for draft, guess in zip(scored, guesses, strict=True):
             if guess is not None:
-                draft.append(guess)
+                draft.extend([guess])
             else:
                 draft.stuck = True
                 # Read the last token again when another guess is wanted.
@@ -214,7 +213,7 @@ class Forwards:
         guesses: list[Guess | None] = [None] * len(drafts)
         for i, ids in enumerate(best):
             if possible[i]:
-                guesses[i] = Guess(ids[0], ids, shares=shares[i])
+                guesses[i] = Guess(ids[0], ids, shares=shares[i] if shares else None)
         samplers = {
             DraftDistribution.SPARSE: self._sample,
             DraftDistribution.COUPLED: self._sample_coupled,
@@ -291,7 +290,7 @@ def _best(
     count = 1 + (_TREE_ALTERNATIVES if trees else _ALTERNATIVES)
     top = logits_RV.topk(min(count, logits_RV.shape[-1]))
     if not trees:
-        return top, [[]] * len(logits_RV)
+        return top, []
     return top, (top.values - logits_RV.logsumexp(-1, keepdim=True)).exp().tolist()
 
 

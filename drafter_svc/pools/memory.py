@@ -35,7 +35,7 @@ class NgramOptions:
     """Prefer the oldest continuation that is kept, else the newest."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Continuation:
     """Tokens that followed a context, and how probable the pool's counts make each of them.
 

@@ -66,11 +66,12 @@ class DraftSequence:
         The chain may have guesses for several steps, and each step can use `tree_tokens`. 0 if the
         verifier verifies chains alone, and wherever `branch_room` is 0.
         """
-        if self._no_branches or not self.wants_tree:
+        count = len(self._tree.chain)
+        if not self.tree_tokens > self.draft_tokens > 0 or count == 0 or self._no_branches:
             return 0
-        steps = -(-len(self.guesses) // self.draft_tokens)
-        held = len(self.guesses) + self._tree.branch_count
-        return max(0, min(steps * self.tree_tokens - held, self._space))
+        steps = -(-count // self.draft_tokens)
+        most = min(steps * self.tree_tokens, self.window.token_count, MAX_PROPOSAL_TOKENS)
+        return max(0, most - count - self._tree.branch_count)
 
     @property
     def branch_room(self) -> int:
@@ -82,11 +83,11 @@ class DraftSequence:
         """
         if self.window.depth <= self.draft_tokens:
             return self.tree_room
-        return 0 if self._no_branches else max(0, self._space)
+        return 0 if self._no_branches or not self.guesses else max(0, self._space)
 
     @property
     def _no_branches(self) -> bool:
-        return self._branches_given_up or self.abandoned or not self.guesses
+        return self._branches_given_up or self.abandoned
 
     @property
     def _space(self) -> int:

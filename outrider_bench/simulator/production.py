@@ -237,4 +237,4 @@ class _RecordedForwards(Forwards):
 
 def _guess(draft: CachedDraft, likeliest: list[int]) -> Guess:
     """A guess of the likeliest token; with shares where the verifier verifies trees."""
-    return Guess(likeliest[0], likeliest, shares=_SHARES if draft.sequence.wants_tree else [])
+    return Guess(likeliest[0], likeliest, shares=_SHARES if draft.sequence.wants_tree else None)

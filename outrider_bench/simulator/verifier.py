@@ -42,12 +42,9 @@ class VerifierActor:
         self.metrics = Metrics(name)
         self.cores = cores
         """The cores of its host."""
-        worker = Worker(
-            events,
-            allowed=frozenset(scenario.target_cores),
-            threads=scenario.target_threads,
-            is_target=True,
-        )
+        allowed = frozenset(scenario.target_cores)
+        threads = scenario.target_threads
+        worker = Worker(events, allowed=allowed, threads=threads, is_target=True)
         self.target = SimulatedTarget(worker, costs, world.random("noise", name), scenario.noise)
         self.pool = PagePool(
             scenario.page_count, _PAGE_SIZE, prefix_caching=scenario.prefix_caching

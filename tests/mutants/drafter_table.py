@@ -57,7 +57,7 @@ DRAFTER_MUTANTS = (
         "D1",
         "the draft model draws twice with one number",
         CACHED_DRAFT,
-        "self.draw_count += guess.distribution is not None",
+        "self.draw_count += len(distributions)",
         "pass",
         DRAFT_SAMPLING,
     ),

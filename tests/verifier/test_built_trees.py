@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -13,8 +13,8 @@ from random_trees import random_tree
 from outrider.draft_tokens_policy import DraftTokensPolicy
 from outrider.messages import DraftDistribution, Proposal, SamplingParams, TokenRequest
 from verifier_svc.engine.target import Limits
-from verifier_svc.state.draft_tree import DraftTree
-from verifier_svc.state.sequence import Assignment, Sequence
+from verifier_svc.policy.draft_trees import Draft
+from verifier_svc.state.scheduled_sequence import ScheduledSequence
 
 COUPLED = frozenset({DraftDistribution.ONE_HOT, DraftDistribution.COUPLED})
 SAMPLINGS = {
@@ -68,24 +68,21 @@ class Run:
 
     def _watch(self) -> None:
         move_tokens = self.model.move_tokens
-        record_draft = self.engine.drafting.record_draft
+        schedule = self.engine.scheduler.next
 
         def moved(sources: list[int], targets: list[int]) -> None:
             self.moved_count += len(sources)
             move_tokens(sources, targets)
 
-        def recorded(
-            sequence: Sequence,
-            assignment: Assignment,
-            draft: DraftTree,
-            rows: SequenceOf[int],
-            emitted: int,
-        ) -> None:
-            self.shared_count += len(set(draft.drafter_ids)) > 1
-            record_draft(sequence, assignment, draft, rows, emitted)
+        def scheduled(
+            draft_tokens: Mapping[int, int], trees: Mapping[int, Draft]
+        ) -> list[ScheduledSequence]:
+            batch = schedule(draft_tokens, trees)
+            self.shared_count += sum([len(set(each.draft.drafter_ids)) > 1 for each in batch])
+            return batch
 
         self.model.move_tokens = moved  # type: ignore[method-assign,assignment]
-        self.engine.drafting.record_draft = recorded  # type: ignore[method-assign]
+        self.engine.scheduler.next = scheduled  # type: ignore[method-assign,assignment]
 
     @property
     def texts(self) -> list[list[int]]:

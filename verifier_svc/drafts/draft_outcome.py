@@ -1,13 +1,64 @@
-"""What became of a verified tree: of its favourite path, and of each drafter's tokens."""
+"""Records the outcome of a verified draft, for its favourite path and for each drafter."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence as SequenceOf
 
+from verifier_svc.metrics import Metrics
 from verifier_svc.state.draft_tree import DraftTree
+from verifier_svc.state.sequence import Assignment, Sequence
 
 
-def favourite_outcome(draft: DraftTree, drafter_id: str, rows: Sequence[int]) -> tuple[int, int]:
+def record_draft(
+    metrics: Metrics,
+    sequence: Sequence,
+    assignment: Assignment,
+    draft: DraftTree,
+    rows: SequenceOf[int],
+    emitted: int,
+) -> None:
+    """Count a verified draft, whose `rows` were accepted, in acceptance rates and metrics.
+
+    `assignment` is that of the favourite path. The step `emitted` so many tokens of the sequence.
+    """
+    if draft.parents or draft.drafter_ids:
+        _record_tree(metrics, sequence, assignment, draft, rows, emitted)
+        return
+    drafter = assignment.drafter
+    drafted = len(draft.token_ids)
+    accepted = len(rows)
+    assignment.observe_acceptance(drafted, accepted)
+    drafter.verified_count += drafted
+    drafter.accepted_count += accepted
+    metrics.verified(drafter, drafted, accepted, emitted)
+
+
+def _record_tree(
+    metrics: Metrics,
+    sequence: Sequence,
+    assignment: Assignment,
+    draft: DraftTree,
+    rows: SequenceOf[int],
+    emitted: int,
+) -> None:
+    """As `record_draft`, for a draft with branches or of several drafters.
+
+    The rate of an assignment is that of its favourites alone. The commit measures the guesses
+    beside them, verified or not, see `observe_sides`.
+    """
+    own_id = assignment.drafter.id
+    assignment.observe_acceptance(*favourite_outcome(draft, own_id, rows))
+    for drafter_id, (drafted, places) in outcomes_by_drafter(draft, own_id, rows).items():
+        drafter = sequence.assignments[drafter_id].drafter
+        drafter.verified_count += drafted
+        drafter.accepted_count += len(places)
+        metrics.verified_in_tree(drafter, drafted, places, leads=drafter_id == own_id)
+    favoured = favoured_count(rows)
+    branched = bool(draft.parents)
+    metrics.verified_draft(len(draft.token_ids), favoured, len(rows), emitted, branched=branched)
+
+
+def favourite_outcome(draft: DraftTree, drafter_id: str, rows: SequenceOf[int]) -> tuple[int, int]:
     """The length of a drafter's own favourite path in a tree, and how much of it was accepted.
 
     The path ends where another drafter's guess continues it. `rows` are the accepted ones.
@@ -22,13 +73,13 @@ def favourite_outcome(draft: DraftTree, drafter_id: str, rows: Sequence[int]) ->
     return drafted, favoured_count(rows[:drafted])
 
 
-def favoured_count(rows: Sequence[int]) -> int:
+def favoured_count(rows: SequenceOf[int]) -> int:
     """How many of the accepted rows are the favourite path's, which are a draft's first ones."""
     return sum([row == place for place, row in enumerate(rows, 1)])
 
 
 def outcomes_by_drafter(
-    draft: DraftTree, drafter_id: str, rows: Sequence[int]
+    draft: DraftTree, drafter_id: str, rows: SequenceOf[int]
 ) -> dict[str, tuple[int, list[int]]]:
     """Each drafter's number of tokens in a tree, and the places of its accepted ones in the path.
 

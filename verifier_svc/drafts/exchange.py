@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
-from collections.abc import Sequence as SequenceOf
 
 from outrider.clock import Clock, monotonic
 from outrider.errors import OutriderError, Reason
@@ -13,12 +12,10 @@ from outrider.messages import Closed, DraftBatch, Hello, StepBatch, Verdict
 from outrider.process.telemetry import Span
 from verifier_svc.drafts.assignments import new_assignment, run_ahead_window
 from verifier_svc.drafts.draft_message import DraftMessage
-from verifier_svc.drafts.draft_outcome import favoured_count, favourite_outcome, outcomes_by_drafter
 from verifier_svc.drafts.roster import Roster
 from verifier_svc.metrics import Metrics
 from verifier_svc.policy.plan import Plan
 from verifier_svc.policy.planner import Planner
-from verifier_svc.state.draft_tree import DraftTree
 from verifier_svc.state.drafter import MESSAGE_BYTES, Drafter
 from verifier_svc.state.merged_tries import is_branched, observe_sides
 from verifier_svc.state.sequence import FIRST_BACKOFF, Assignment, Sequence
@@ -264,46 +261,6 @@ class DraftExchange:
         _mark_sent(assignment, self._clock())
         drafter.last_sequence_id = max(drafter.last_sequence_id, sequence.id)
         drafter.outbox.opened.append(sequence.opened_for(assignment))
-
-    def record_draft(
-        self,
-        sequence: Sequence,
-        assignment: Assignment,
-        draft: DraftTree,
-        rows: SequenceOf[int],
-        emitted: int,
-    ) -> None:
-        """Count a verified draft, whose `rows` were accepted, in acceptance rates and metrics.
-
-        The step `emitted` so many tokens of the sequence.
-
-        `assignment` is that of the favourite path. Its rate is that of its favourites alone;
-        `observe_sides` measures the guesses beside them by the commit.
-        """
-        if not draft.parents and not draft.drafter_ids:
-            drafter = assignment.drafter
-            drafted = len(draft.token_ids)
-            accepted = len(rows)
-            assignment.observe_acceptance(drafted, accepted)
-            drafter.verified_count += drafted
-            drafter.accepted_count += accepted
-            self._metrics.verified(drafter, drafted, accepted, emitted)
-            return
-        own_id = assignment.drafter.id
-        assignment.observe_acceptance(*favourite_outcome(draft, own_id, rows))
-        for drafter_id, (drafted, places) in outcomes_by_drafter(draft, own_id, rows).items():
-            drafter = sequence.assignments[drafter_id].drafter
-            drafter.verified_count += drafted
-            drafter.accepted_count += len(places)
-            leads = drafter_id == own_id
-            self._metrics.verified_in_tree(drafter, drafted, places, leads=leads)
-        self._metrics.verified_draft(
-            len(draft.token_ids),
-            favoured_count(rows),
-            len(rows),
-            emitted,
-            branched=bool(draft.parents),
-        )
 
 
 def _tokens_to_ask(plan: Plan, sequence: Sequence, assignment: Assignment) -> int:

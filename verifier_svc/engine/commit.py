@@ -5,7 +5,7 @@ from __future__ import annotations
 from outrider.errors import OutriderError, Reason
 from outrider.messages import FinishReason, TokenChunk
 from outrider.process.telemetry import Span
-from verifier_svc.drafts.draft_outcome import favoured_count
+from verifier_svc.drafts.draft_outcome import favoured_count, record_draft
 from verifier_svc.engine.outputs import chunk_of, cut_at_end, sources_of
 from verifier_svc.engine.parts import EngineParts
 from verifier_svc.engine.step_spans import StepSpans
@@ -104,7 +104,7 @@ class Committer:
         verified_of = scheduled.assignment
         if verified_of is not None:
             draft = scheduled.draft
-            self._drafting.record_draft(sequence, verified_of, draft, result.rows, len(new))
+            record_draft(self._metrics, sequence, verified_of, draft, result.rows, len(new))
         sources = sources_of(scheduled.draft, result, len(new))
         self._emit(sequence, chunk_of(scheduled, verified, new, sources, finish_reason))
         if finish_reason is not None:

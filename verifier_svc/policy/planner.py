@@ -6,7 +6,7 @@ it cannot bias the output.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -92,11 +92,7 @@ class Planner:
         if newcomers:
             drafts = drafts + self._first_drafts(reading, newcomers - considered, choice, prices)
         draft_tokens = _draft_tokens(drafts)
-        asked = drafts
-        trees: Mapping[Assignment, int] = {}
-        if self._trees:
-            asked = drafts + _companions(drafts, choice)
-            trees = _tree_tokens(asked, choice.price)
+        asked = drafts + _companions(drafts, choice) if self._trees else drafts
         asks = _asks(asked, choice.waits, prices.decode_step_s)
         rate = choice.rate or prices.rate
         wait_for, wait_s = drafts_to_wait_for(
@@ -112,7 +108,7 @@ class Planner:
             token_prices=prices.token_prices if self._trees else (),
             fixed=self._by_limit,
             asks=asks,
-            tree_tokens=trees,
+            tree_tokens=_tree_tokens(asked, choice.price) if self._trees else {},
             probes=_due_probes(decoding, asks, silent, step),
             wait_for=wait_for,
             wait_s=wait_s,
