@@ -303,10 +303,6 @@ class Traffic:
     clock: Clock = monotonic
     paused_ticks: int = field(default=0, init=False)
     """Ticks at which some sequence's drafter was paused."""
-    resumed_count: int = field(default=0, init=False)
-    """How often a text was continued by `die`."""
-    _texts: dict[int, list[int]] = field(default_factory=dict, init=False)
-    """The tokens that arrived, by sequence."""
 
     def __post_init__(self) -> None:
         def deliver(deliveries: list[Delivery]) -> None:
@@ -380,21 +376,7 @@ class Traffic:
 
         prompt = list(self.prompts[number % len(self.prompts)])
         sampling = replace(SamplingParams(), seed=self.seed(number))
-        request = TokenRequest(prompt, self.length, sampling)
-        self._texts[self.engine.submit(request, collect).id] = text
-
-    def die(self, lose: int) -> None:
-        """Cancel all sequences, and continue them from prompt, committed tokens and seed.
-
-        Another verifier would do the same. The last `lose` tokens of each answer never arrived.
-        """
-        for sequence in list(self.engine.sequences.values()):
-            self.engine.cancel(sequence)
-            text = self._texts.pop(sequence.id)
-            del text[max(0, len(text) - lose) :]
-            self.resumed_count += bool(text)
-            again = replace(sequence.request, committed=list(text), noise_seed=sequence.seed)
-            self._texts[self.engine.submit(again, sequence.sink).id] = text
+        self.engine.submit(TokenRequest(prompt, self.length, sampling), collect)
 
     def expected(self, draws: int) -> Probs:
         """Expected counts by prompt and text of `LENGTH` tokens, [prompts * VOCAB ** LENGTH]."""
