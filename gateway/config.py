@@ -97,6 +97,10 @@ class GatewaySettings(TlsSettings, ServiceSettings):
     """Origins of other websites whose scripts may call the gateway (CORS), such as
     https://chat.example.com or http://localhost:*. * allows all."""
 
+    resume_seconds: float = Field(default=30.0, ge=0.0)
+    """How long a sequence that has begun and has lost its verifier waits for one that continues it:
+    another replica, or the same one after a restart."""
+
     drain_seconds: float = Field(default=10.0, ge=0.0)
     """After SIGTERM, how long running requests may take before the gateway cuts them off."""
 

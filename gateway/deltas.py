@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from gateway.request import TextRequest
 from gateway.text import Detokenizer, TextStream, TokenOffsets, TokenTable
-from outrider.messages import FinishReason, SpeculationStats, TokenChunk, TokenLogprob, TokenSource
+from outrider.messages import (
+    AcceptanceRule,
+    FinishReason,
+    SpeculationStats,
+    TokenChunk,
+    TokenLogprob,
+    TokenSource,
+)
 from outrider.model_info import ModelInfo
 
 # OpenAI's log probability of an impossible token. JSON has no infinity.
@@ -23,6 +31,8 @@ class FinishInfo:
     completion_token_count: int
     cached_token_count: int
     stats: SpeculationStats
+    resumed_count: int = 0
+    """How often the sequence went on at another verifier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +94,10 @@ class DeltaBuilder:
     def __init__(self, request: TextRequest, info: ModelInfo, table: TokenTable) -> None:
         tokens = request.tokens
         self._request = request
-        self._end_ids = tokens.stop_token_ids
+        self.end_ids = tokens.stop_token_ids
+        """The tokens that end the sequence."""
         if not tokens.ignore_eos:
-            self._end_ids |= frozenset(info.eos_token_ids)
+            self.end_ids |= frozenset(info.eos_token_ids)
         self._text = TextStream(table, request.stop)
         self._table = table
         # Decodes token by token to find the text of each.
@@ -97,16 +108,38 @@ class DeltaBuilder:
         self._offsets = TokenOffsets(table, at=len(self._echo))
         # If a stop string ends the sequence, the verifier's own statistics never arrive.
         self._stats = SpeculationStats(max_draft_tokens=_max_draft_tokens(request, info))
+        # The part of earlier verifiers.
+        self._earlier_stats = SpeculationStats()
+        self._resumed_count = 0
+        self._cached_token_count = 0
+
+    def resumed(self) -> None:
+        """Note that the next chunk comes from another verifier.
+
+        Its statistics begin anew. Its prefix cache may hold the answer's tokens too, so the cached
+        tokens of the first verifier count.
+        """
+        self._resumed_count += 1
+        rule = AcceptanceRule.__members__.get(self._request.tokens.speculation.acceptance.name)
+        if rule is not None and self._stats.draft_count:
+            # The answer must say that it is lossy, even if no draft is verified from here on.
+            self._stats.rules = [rule]
+        self._earlier_stats = total_stats(self._earlier_stats, self._stats)
+        self._stats = SpeculationStats(max_draft_tokens=self._stats.max_draft_tokens)
 
     def add(self, chunk: TokenChunk) -> TextDelta:
         """The delta for the next chunk."""
         ids = chunk.token_ids
         stops = chunk.finish_reason is FinishReason.STOP and bool(ids)
-        by_token = stops and ids[-1] in self._end_ids
+        by_token = stops and ids[-1] in self.end_ids
         text, used = self._add_text(chunk, ended_by_token=by_token)
         sources = chunk.sources[:used]
-        if ids:
+        # Of several gathered steps, only the verifier's own statistics tell what each accepted.
+        gathered = self._request.tokens.min_chunk_tokens > 1 and self._stats.forward_count > 0
+        if ids and not gathered:
             self._stats.record(chunk.draft_token_count, sources.count(TokenSource.ACCEPTED))
+        if self._resumed_count == 0:
+            self._cached_token_count = max(self._cached_token_count, chunk.cached_token_count)
         visible = used - 1 if by_token and used == len(ids) else used
         # With an echo the ending token is listed too: evaluations that score an echoed text count
         # tokens from its end.
@@ -194,9 +227,26 @@ class DeltaBuilder:
         stats = self._stats
         if not stopped and chunk.stats is not None:
             stats = chunk.stats
+        stats = total_stats(self._earlier_stats, stats)
         count = self._text.token_count + (ended_by_token and not stopped)
         prompt_count = len(self._request.tokens.prompt)
-        return FinishInfo(reason, prompt_count, count, chunk.cached_token_count, stats)
+        cached = self._cached_token_count
+        return FinishInfo(reason, prompt_count, count, cached, stats, self._resumed_count)
+
+
+def total_stats(earlier: SpeculationStats, later: SpeculationStats) -> SpeculationStats:
+    """The statistics of two parts of a sequence together."""
+    if earlier.forward_count == 0:
+        return later
+    return SpeculationStats(
+        earlier.forward_count + later.forward_count,
+        earlier.draft_count + later.draft_count,
+        earlier.draft_token_count + later.draft_token_count,
+        earlier.accepted_token_count + later.accepted_token_count,
+        [sum(pair) for pair in zip_longest(earlier.histogram, later.histogram, fillvalue=0)],
+        later.max_draft_tokens,
+        [*earlier.rules, *(rule for rule in later.rules if rule not in earlier.rules)],
+    )
 
 
 def _finite(logprob: float) -> float:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+import secrets
+import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 
 from gateway.choices import Event, merge
@@ -12,12 +15,17 @@ from gateway.deltas import DeltaBuilder, TextDelta
 from gateway.metrics import Metrics, SequenceClock
 from gateway.prompts import Prompts
 from gateway.request import TextRequest, check_ids
-from gateway.routing import Pick, Router
+from gateway.routing import MOVING, Pick, Router
 from gateway.text import TokenTable
 from outrider.errors import OutriderError, Reason
 from outrider.limits import MAX_DRAFT_TOKENS
-from outrider.messages import TokenChunk
+from outrider.messages import FinishReason, TokenChunk, TokenRequest
 from outrider.model_info import ModelInfo
+
+log = logging.getLogger(__name__)
+
+# A request that makes every verifier crash must not end them all.
+_MOST_LOST = 4
 
 Build = Callable[[ModelInfo], Sequence[TextRequest]]
 """Checks a request against a model and builds its sequences. Raises OutriderError."""
@@ -26,10 +34,14 @@ Build = Callable[[ModelInfo], Sequence[TextRequest]]
 class Generation:
     """Generates text with the verifier's replicas."""
 
-    def __init__(self, router: Router, prompts: Prompts, metrics: Metrics) -> None:
+    def __init__(
+        self, router: Router, prompts: Prompts, metrics: Metrics, resume_seconds: float
+    ) -> None:
+        """A sequence that has begun waits `resume_seconds` for a verifier to continue it."""
         self.router = router
         self.prompts = prompts
         self.metrics = metrics
+        self.resume_seconds = resume_seconds
         self.table = TokenTable(prompts.tokenizer)
 
     def echo(self, prompt: str | list[int], info: ModelInfo) -> str:
@@ -44,9 +56,9 @@ class Generation:
     ) -> AsyncGenerator[Event, None]:
         """Yield the deltas of a request's sequences as they arrive.
 
-        The request is built for the model of one replica and runs there. If the replica fails
-        before a sequence's first chunk, the sequence is built again for another replica and
-        moves there. Closing the iterator cancels all sequences. `operation` is OpenTelemetry's
+        The request is built for the model of one replica and runs there. If the replica fails or
+        leaves, each sequence goes on at another one; before its first chunk it is built again for
+        that replica. Closing the iterator cancels all sequences. `operation` is OpenTelemetry's
         name of the operation. Raises OutriderError from `Router.pick`, from `build` and from
         the verifier.
         """
@@ -67,41 +79,58 @@ class Generation:
                 yield event
 
 
-@dataclass(eq=False)
 class _Sequence:
-    """One sequence of a request. It counts as running at its replica until `deltas` ends."""
+    """One sequence of a request. It counts as running at its replica until `deltas` ends.
 
-    generation: Generation
-    operation: str
-    built: Build
-    index: int
-    pick: Pick
+    Prompt, committed tokens and seed are all that another replica needs to continue it.
+    """
 
-    def __post_init__(self) -> None:
-        self.go_to(self.pick)
+    def __init__(
+        self, generation: Generation, operation: str, built: Build, index: int, pick: Pick
+    ) -> None:
+        self._generation = generation
+        self._operation = operation
+        self._built = built
+        self._index = index
+        self._pick = pick
+        self._builder: DeltaBuilder | None = None
+        # Every replica draws with it if the request has no seed.
+        self._noise_seed = secrets.randbits(64)
+        self._committed: list[int] = []
+        # Tokens of the prompt whose log probabilities have arrived, and how many of these the
+        # present replica will repeat.
+        self._scored = 0
+        self._scored_again = 0
+        # Since the last token: replicas that were lost, and until when to try others.
+        self._lost_count = 0
+        self._deadline: float | None = None
+        self._go_to(pick)
 
-    def go_to(self, pick: Pick) -> None:
-        """Check the request against the pick's model, and count as running at its replica."""
-        self.pick = pick
-        self.request = self.built(pick.info)[self.index]
+    def _go_to(self, pick: Pick) -> None:
+        """Count as running at the pick's replica.
+
+        Before the first chunk, the request is built for that replica's model, and checked.
+        """
+        if self._builder is None:
+            self._request = self._built(pick.info)[self._index]
+        self._pick.replica.sequences.discard(self)
+        self._pick = pick
         pick.replica.sequences.add(self)
 
     async def deltas(self) -> AsyncGenerator[TextDelta, None]:
         """Yield the sequence's deltas, and record its metrics."""
-        length = len(self.request.tokens.prompt)
-        tenant = self.request.tokens.tenant
-        clock = SequenceClock(
-            self.generation.metrics, self.pick.model, self.operation, length, tenant
-        )
-        builder: DeltaBuilder | None = None
+        tokens = self._request.tokens
+        metrics = self._generation.metrics
+        length = len(tokens.prompt)
+        clock = SequenceClock(metrics, self._pick.model, self._operation, length, tokens.tenant)
         try:
             async with aclosing(self._chunks()) as chunks:
                 async for chunk in chunks:
-                    if builder is None:
-                        # The replica may have changed before, but does not from here on.
-                        builder = DeltaBuilder(self.request, self.pick.info, self.generation.table)
-                    clock.add(chunk, gathered=self.request.tokens.min_chunk_tokens > 1)
-                    delta = builder.add(chunk)
+                    if self._builder is None:
+                        table = self._generation.table
+                        self._builder = DeltaBuilder(self._request, self._pick.info, table)
+                    clock.add(chunk, gathered=self._request.tokens.min_chunk_tokens > 1)
+                    delta = self._builder.add(chunk)
                     if delta.finish is not None:
                         clock.finished(delta.finish.reason)
                     yield delta
@@ -112,37 +141,91 @@ class _Sequence:
             if error.field is None or not error.field.startswith("grammar."):
                 raise
             # The verifier names the wire's field. Name the caller's field instead.
-            name = self.request.grammar_field
+            name = self._request.grammar_field
             message = error.message.replace(error.field, name)
             raise replace(error, message=message, field=name) from error
         finally:
             clock.close()
-            self.pick.replica.sequences.discard(self)
+            self._pick.replica.sequences.discard(self)
 
     async def _chunks(self) -> AsyncGenerator[TokenChunk, None]:
-        """Yield the replica's chunks. If it fails before the first one, try another replica."""
-        begun = False
+        """Yield the chunks of the replica, and of those that continue when it fails."""
         while True:
-            tokens = self.request.tokens
-            replica = self.pick.replica
-            left = tokens.max_tokens
+            info = self._pick.info
+            replica = self._pick.replica
             try:
-                async with aclosing(replica.tokens.generate(tokens)) as chunks:
+                async with aclosing(replica.tokens.generate(self._rest())) as chunks:
                     async for chunk in chunks:
-                        begun = True
-                        left = check_chunk(chunk, self.pick.info, left, replica.address)
-                        yield chunk
+                        left = self._request.tokens.max_tokens - len(self._committed)
+                        check_chunk(chunk, info, left, replica.address)
+                        yield self._taken(chunk)
                 message = f"verifier {replica.address} ended without a finish reason"
                 raise OutriderError(Reason.VERIFIER_UNAVAILABLE, message)
             except OutriderError as error:
-                if begun:
+                if error.reason not in MOVING:
                     raise
-                replica.sequences.discard(self)
-                self.go_to(self.generation.router.instead_of(self.pick, error))
+                reason = self._end()
+                if reason is None:
+                    await self._move(error)
+                    continue
+            yield TokenChunk([], [], finish_reason=reason)
+            return
+
+    def _rest(self) -> TokenRequest:
+        """The verifier's request for what is left to generate."""
+        tokens = self._request.tokens
+        if self._committed:
+            tokens = replace(tokens, committed=self._committed, prompt_logprobs=None)
+        self._scored_again = self._scored
+        return replace(tokens, noise_seed=self._noise_seed)
+
+    def _taken(self, chunk: TokenChunk) -> TokenChunk:
+        """Keep what another replica would need to continue, and drop what was there before."""
+        if chunk.token_ids:
+            self._committed += chunk.token_ids
+            self._lost_count = 0
+            self._deadline = None
+        if not chunk.prompt_logprobs:
+            return chunk
+        new = chunk.prompt_logprobs[self._scored_again :]
+        self._scored_again -= len(chunk.prompt_logprobs) - len(new)
+        self._scored += len(new)
+        return replace(chunk, prompt_logprobs=new)
+
+    def _end(self) -> FinishReason | None:
+        """Why the sequence is complete, if only the word of its lost replica is missing."""
+        if self._builder is None or not self._committed:
+            return None
+        if self._committed[-1] in self._builder.end_ids:
+            return FinishReason.STOP
+        complete = len(self._committed) >= self._request.tokens.max_tokens
+        return FinishReason.LENGTH if complete else None
+
+    async def _move(self, error: OutriderError) -> None:
+        """Go to another replica after `error`. Raises it if there is none.
+
+        A sequence with a chunk waits for one. A caller that has nothing yet may ask again instead.
+        """
+        now = time.monotonic()
+        if self._deadline is None:
+            self._deadline = now + self._generation.resume_seconds
+        wait_s = 0.0 if self._builder is None else self._deadline - now
+        self._lost_count += error.reason is Reason.VERIFIER_UNAVAILABLE
+        if self._lost_count > _MOST_LOST or wait_s < 0.0:
+            raise error
+        self._go_to(await self._generation.router.instead_of(self._pick, error, wait_s))
+        if self._builder is None:
+            return
+        self._builder.resumed()
+        model, _, replica = self._pick
+        self._generation.metrics.resumed.labels(model, error.reason.name.lower()).inc()
+        request_id = self._request.tokens.request_id
+        count = len(self._committed)
+        log.info("%s goes on at %s behind %d tokens: %s", request_id, replica.address, count, error)
 
 
-def check_chunk(chunk: TokenChunk, info: ModelInfo, left: int, address: str) -> int:
-    """Check a chunk against the model, and return how many tokens may follow it.
+def check_chunk(chunk: TokenChunk, info: ModelInfo, left: int, address: str) -> None:
+    """Check a chunk against the model.
 
     `left` is how many tokens may come from this chunk on. Raises OutriderError(INTERNAL) for a
     chunk that no verifier of this model can send.
@@ -160,4 +243,3 @@ def check_chunk(chunk: TokenChunk, info: ModelInfo, left: int, address: str) -> 
         problem = f"an acceptance histogram of {len(chunk.stats.histogram)} entries"
     if problem:
         raise OutriderError(Reason.INTERNAL, f"verifier {address} sent {problem}")
-    return left - len(ids)

@@ -71,6 +71,9 @@ class Metrics:
         self.failed = self._counter(
             "request_failure", "Sequences that ended in an error.", "reason"
         )
+        self.resumed = self._counter(
+            "request_resumed", "Times that a sequence went on at another verifier.", "reason"
+        )
         self.cancelled = self._counter("request_cancelled", "Sequences whose client hung up.")
         self.running = Gauge(
             "outrider:num_requests_running",

@@ -98,4 +98,7 @@ def describe(span: Span, request_id: str, totals: UsageTotals, model: str) -> No
         outrider__accepted_tokens=details["accepted_prediction_tokens"],
         outrider__rejected_tokens=details["rejected_prediction_tokens"],
     )
+    resumed = sum(finish.resumed_count for finish in totals.finishes if finish is not None)
+    if resumed:
+        span.set(outrider__resumed=resumed)
     log.info("%s: %d tokens in, %d out (%s)", request_id, prompt, completion, ", ".join(reasons))

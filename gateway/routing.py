@@ -7,6 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
@@ -33,8 +34,8 @@ _DRAIN_POLL_S = 0.05
 # A verifier that starts together with the gateway may take this long to answer. Until then its
 # problems are not logged.
 _STARTUP_S = 30.0
-# Errors of one replica with which a request moves to another replica.
-_RETRY_ELSEWHERE = (Reason.VERIFIER_UNAVAILABLE, Reason.NOT_READY, Reason.DRAINING)
+# Errors of one replica with which a sequence moves to another replica.
+MOVING = (Reason.VERIFIER_UNAVAILABLE, Reason.NOT_READY, Reason.DRAINING)
 
 
 class Replica:
@@ -49,9 +50,11 @@ class Replica:
             Reason.NOT_READY, f"verifier {address} has not answered yet"
         )
         self.sequences: set[object] = set()
-        """The sequences that run on this replica."""
+        """The sequences that run on this replica, or wait since it was lost for one to move to."""
         self.round_trip_s: float | None = None
         """How long the last poll took."""
+        self.suspect = asyncio.Event()
+        """Set when the next poll should not wait: the verifier is lost, or says that it leaves."""
         self._earlier: dict[asyncio.Task[None], TokenStream] = {}
         self._dial()
 
@@ -63,10 +66,12 @@ class Replica:
         def on_lost(error: OutriderError) -> OutriderError:
             # An earlier connection may end while the verifier is well.
             if channel is self._channel:
+                self.suspect.set()
                 return self.mark_lost(error)
             return self._lost(error)
 
-        self.tokens = TokenStream(token_streams_pb2_grpc.TokenStreamServiceStub(channel), on_lost)
+        stub = token_streams_pb2_grpc.TokenStreamServiceStub(channel)
+        self.tokens = TokenStream(stub, on_lost, self.suspect.set)
 
     def redial(self) -> None:
         """Make a new connection, since the old one may be half open.
@@ -208,6 +213,9 @@ class Router:
         self._model_name = model_name
         self._tasks: list[asyncio.Task[None]] = []
         self._reported_ready: bool | None = None
+        # Set for a moment when a replica is ready, and when the router drains.
+        self._news = asyncio.Event()
+        self._cut_off = False
 
     def start(self, on_ready: Callable[[bool], Awaitable[None]]) -> None:
         """Start polling. `on_ready` is called with each change of `ready`."""
@@ -218,10 +226,12 @@ class Router:
     async def drain(self, seconds: float) -> None:
         """Refuse new requests, give running sequences `seconds` to finish, and fail the rest."""
         self.draining = True
+        self._wake()
         deadline = time.monotonic() + seconds
         # Sequences end in many places, so there is no single event to wait for.
         while any(r.sequences for r in self.replicas) and time.monotonic() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(_DRAIN_POLL_S)
+        self._cut_off = True
         for replica in self.replicas:
             replica.fail_sequences(_shutting_down())
 
@@ -237,31 +247,41 @@ class Router:
         logged = str(replica.problem)
         log_after = time.monotonic() + _STARTUP_S
         while True:
+            replica.suspect.clear()
             await replica.refresh(self._fingerprint)
             if replica.problem is None:
                 log_after = 0.0
+                self._wake()
             # While the gateway drains, verifiers that stop with it are no news.
             silent = self.draining or time.monotonic() <= log_after
             if str(replica.problem) != logged and not silent:
                 log.info("%s", replica.problem or f"verifier {replica.address} is ready")
                 logged = str(replica.problem)
             if replica.problem is not None:
-                self._move_waiting(replica, replica.problem)
+                self._move(replica, replica.problem)
             if self.ready is not self._reported_ready:
                 self._reported_ready = self.ready
                 await on_ready(self.ready)
-            await asyncio.sleep(_POLL_READY_S if replica.problem is None else _POLL_LOADING_S)
+            pause_s = _POLL_READY_S if replica.problem is None else _POLL_LOADING_S
+            with suppress(TimeoutError):
+                await asyncio.wait_for(replica.suspect.wait(), pause_s)
 
-    def _move_waiting(self, replica: Replica, problem: OutriderError) -> None:
-        """Move sequences without a chunk from a lost replica to another one of the same model.
+    def _move(self, replica: Replica, problem: OutriderError) -> None:
+        """Move sequences from a replica to another one of the same model, if one is ready.
 
-        Without another one they wait, since the replica may come back.
+        All sequences leave a replica that drains. Only those without a chunk leave one that does
+        not answer polls, since it may just be slow. Without another replica they stay.
         """
-        if problem.reason is not Reason.VERIFIER_UNAVAILABLE or replica.info is None:
+        drains = problem.reason is Reason.DRAINING
+        if not (drains or problem.reason is Reason.VERIFIER_UNAVAILABLE) or replica.info is None:
             return
-        name = self._name(replica.info)
-        if any(pick.model == name for pick in self._ready_picks() if pick.replica is not replica):
-            replica.fail_sequences(problem, waiting_only=True)
+        if self._ready_picks(self._name(replica.info)):
+            replica.fail_sequences(problem, waiting_only=not drains)
+
+    def _wake(self) -> None:
+        """Have sequences that wait for a replica look again."""
+        self._news.set()
+        self._news.clear()
 
     @property
     def ready(self) -> bool:
@@ -296,19 +316,24 @@ class Router:
         """
         return min(self._picks(model), key=Pick.load)
 
-    def instead_of(self, lost: Pick, error: OutriderError) -> Pick:
-        """Pick another replica of the model after `lost` failed with `error`.
+    async def instead_of(self, lost: Pick, error: OutriderError, wait_s: float) -> Pick:
+        """Pick a ready replica of the model after `lost` failed with `error`.
 
-        Raises `error` if another replica would not help, or if there is none.
+        It may be the lost one, once a poll has found it ready again. Raises `error` if none is
+        ready for `wait_s`. A gateway that shuts down does not wait.
         """
-        if error.reason not in _RETRY_ELSEWHERE:
-            raise error
         # The next poll finds out whether the replica can take requests again.
         lost.replica.problem = lost.replica.problem or error
-        try:
-            return self.pick(lost.model)
-        except OutriderError:
-            raise error from None
+        deadline = time.monotonic() + wait_s
+        while not self._cut_off:
+            if picks := self._ready_picks(lost.model):
+                return min(picks, key=Pick.load)
+            left_s = deadline - time.monotonic()
+            if self.draining or left_s <= 0:
+                break
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._news.wait(), left_s)
+        raise error
 
     def _picks(self, model: str | None) -> list[Pick]:
         """The ready replicas that serve the model, at least one. Raises as `pick` does."""
@@ -325,12 +350,14 @@ class Router:
             raise OutriderError(Reason.MODEL_NOT_FOUND, message, "model")
         return serving
 
-    def _ready_picks(self) -> list[Pick]:
-        return [
+    def _ready_picks(self, model: str | None = None) -> list[Pick]:
+        """The ready replicas, of one model or of any."""
+        picks = [
             Pick(self._name(replica.info), replica.info, replica)
             for replica in self.replicas
             if replica.problem is None and replica.info is not None
         ]
+        return [pick for pick in picks if model in (None, pick.model)]
 
 
 def _shutting_down() -> OutriderError:

@@ -55,11 +55,10 @@ class Gateway:
     def __init__(self, settings: GatewaySettings, metrics: Metrics) -> None:
         self._settings = settings
         prompts = Prompts(settings.tokenizer)
-        self.router = Router(
-            settings.verifier, prompts.fingerprint, settings.model_name, settings.tls
-        )
+        tls = settings.tls
+        self.router = Router(settings.verifier, prompts.fingerprint, settings.model_name, tls)
         self._tls = settings.public_tls
-        generation = Generation(self.router, prompts, metrics)
+        generation = Generation(self.router, prompts, metrics, settings.resume_seconds)
         self.gate = Gate(settings)
         if self.gate.keys is not None:
             metrics.by_tenant = {}

@@ -206,5 +206,6 @@ def _response(delta: TextDelta) -> generation_pb2.GenerateTextResponse:
         response.usage.prompt_token_count = finish.prompt_token_count
         response.usage.completion_token_count = finish.completion_token_count
         response.usage.cached_token_count = finish.cached_token_count
+        response.usage.resumed_count = finish.resumed_count
         response.stats.CopyFrom(wire_requests.stats_to_proto(finish.stats))
     return response

@@ -160,7 +160,10 @@ class ChunkWriter:
 async def sse(
     first: Event, rest: AsyncGenerator[Event, None], writer: ChunkWriter, span: Span
 ) -> AsyncGenerator[bytes, None]:
-    """Yield the events of a stream. An error becomes the last event, in OpenAI's shape."""
+    """Yield the events of a stream. An error becomes its last event but `[DONE]`, as in vLLM.
+
+    Its shape is OpenAI's.
+    """
     with span:
         try:
             item: Event | None = first
@@ -178,9 +181,9 @@ async def sse(
             raise
         except OutriderError as error:
             span.ended_by(error)
-            yield event(error_body(error))
+            yield event(error_body(error)) + DONE
         # The status line is out, so the error can only be an event.
         except Exception as error:
             log.exception("a stream failed")
             span.ended_by(error)
-            yield event(error_body(unexpected()))
+            yield event(error_body(unexpected())) + DONE

@@ -37,10 +37,16 @@ _HUNG_UP = OutriderError(Reason.VERIFIER_UNAVAILABLE, "the gateway has hung up")
 class TokenStream:
     """The stream to one verifier. A request opens it if it is not open or has broken."""
 
-    def __init__(self, stub: TokenStreamServiceAsyncStub, on_lost: _OnLost) -> None:
-        """If the verifier is lost, `on_lost` gets the error and returns the one for callers."""
+    def __init__(
+        self, stub: TokenStreamServiceAsyncStub, on_lost: _OnLost, on_draining: Callable[[], None]
+    ) -> None:
+        """If the verifier is lost, `on_lost` gets the error and returns the one for callers.
+
+        `on_draining` is called when the verifier says that it will leave soon.
+        """
         self._stub = stub
         self._on_lost = on_lost
+        self._on_draining = on_draining
         self._call: _StreamCall | None = None
 
     async def generate(self, request: TokenRequest) -> AsyncGenerator[TokenChunk, None]:
@@ -52,7 +58,7 @@ class TokenStream:
         """
         if self._call is None or self._call.ended:
             # An empty context: later log lines of the stream do not belong to this request's trace.
-            self._call = Context().run(_StreamCall, self._stub, self._on_lost)
+            self._call = Context().run(_StreamCall, self._stub, self._on_lost, self._on_draining)
         call = self._call
         call_id, chunks = call.begin(request)
         try:
@@ -84,8 +90,11 @@ class TokenStream:
 class _StreamCall:
     """One gRPC call of StreamTokens, until it ends."""
 
-    def __init__(self, stub: TokenStreamServiceAsyncStub, on_lost: _OnLost) -> None:
+    def __init__(
+        self, stub: TokenStreamServiceAsyncStub, on_lost: _OnLost, on_draining: Callable[[], None]
+    ) -> None:
         self._on_lost = on_lost
+        self._on_draining = on_draining
         self._last_id = 0
         self._running: dict[int, _Chunks] = {}
         # Running sequences without a chunk yet.
@@ -160,6 +169,8 @@ class _StreamCall:
         error: OutriderError | None = _HUNG_UP
         try:
             async for response in self._call:
+                if response.draining:
+                    self._on_draining()
                 for part in response.parts:
                     chunks = self._running.get(part.call_id)
                     # Tokens of a cancelled sequence may have been on their way.

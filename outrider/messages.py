@@ -2,8 +2,8 @@
 
 `outrider.wire` checks every object that it makes: ids, counts and numbers are in the ranges that
 the protos state. Nothing changes a message after its creation, but classes that each step creates
-for every sequence are not frozen, because a frozen one takes four times as long to create. The
-values of the enums are the protos' values.
+for every sequence are not frozen, because that takes four times as long. Enums have the protos'
+values.
 """
 
 from __future__ import annotations
@@ -87,8 +87,7 @@ SampledRule = Literal["block", "token-wise"]
 class SamplingParams:
     """How the next token is drawn; `outrider.sampling.sampler` documents the order of the steps.
 
-    Temperature 0 is greedy, and top_k 0 is off. `logit_bias` is (token id, value) pairs with
-    distinct ids.
+    Temperature 0 is greedy, top_k 0 is off. `logit_bias` is (token id, value) pairs; ids differ.
     """
 
     temperature: float = 1.0
@@ -167,7 +166,8 @@ class TokenRequest:
     """One sequence to generate.
 
     `top_logprobs` is the number of likeliest tokens to report with each generated token,
-    `prompt_logprobs` with each token of the prompt. None asks for no log probabilities.
+    `prompt_logprobs` with each of the prompt; None asks for none. The output goes on behind
+    `committed`. `noise_seed` seeds the random numbers if `sampling` has no seed.
     """
 
     prompt: list[int]
@@ -184,6 +184,8 @@ class TokenRequest:
     grammar: Grammar | None = None
     prediction: list[int] = field(default_factory=list)
     prompt_logprobs: int | None = None
+    committed: list[int] = field(default_factory=list)
+    noise_seed: int | None = None
 
 
 @dataclass(slots=True)
@@ -212,8 +214,7 @@ class SpeculationStats:
         self.draft_count += 1
         self.draft_token_count += drafted
         self.accepted_token_count += accepted
-        if accepted >= len(self.histogram):
-            self.histogram.extend([0] * (accepted + 1 - len(self.histogram)))
+        self.histogram.extend([0] * (accepted + 1 - len(self.histogram)))
         self.histogram[accepted] += 1
 
 
@@ -221,8 +222,7 @@ class SpeculationStats:
 class TokenLogprob:
     """Natural logarithms of the target's unprocessed softmax for a token and the likeliest ones.
 
-    The likeliest come first. `rank` counts the tokens at least as likely as this one, itself
-    included.
+    The likeliest come first. `rank` counts the tokens at least as likely as this one, with it.
     """
 
     logprob: float

@@ -92,7 +92,7 @@ async def measure(models: Path) -> dict[str, float]:
         _gateway(address, models) as (port, pid),
         rpc.dial(address) as channel,
     ):
-        tokens = TokenStream(TokenStreamServiceStub(channel), lambda error: error)
+        tokens = TokenStream(TokenStreamServiceStub(channel), lambda error: error, lambda: None)
         before, started = _cpu_seconds(pid), time.perf_counter()
         arrivals = await asyncio.gather(
             *(_through_gateway(port, _TOKENS) for _ in range(_CONNECTIONS))
@@ -239,8 +239,8 @@ class _Arrivals(asyncio.Protocol):
         self._end = self._end[-100:] + data
 
     def connection_lost(self, _error: Exception | None) -> None:
-        """Hand out the times, or a RuntimeError if no `[DONE]` came."""
-        if b"[DONE]" in self._end:
+        """Hand out the times, or a RuntimeError if no `[DONE]` or an error came."""
+        if b"[DONE]" in self._end and b'data: {"error"' not in self._end:
             self.times.set_result(self._found)
         else:
             self.times.set_exception(

@@ -33,7 +33,8 @@ async def stream(
 ) -> AsyncIterator[bytes]:
     """Yield the answer of `POST /v1/completions` as it arrives.
 
-    Raises RuntimeError if the connection closes before the end of the stream.
+    Raises RuntimeError if the connection closes before the end of the stream, or if the stream ends
+    with an error.
     """
     reader, writer = await asyncio.open_connection(host, port)
     try:
@@ -45,6 +46,8 @@ async def stream(
                 raise RuntimeError(f"the gateway hung up: {last.decode(errors='replace')}")
             yield block
             last = last[-500:] + block
+        if b'data: {"error"' in last:
+            raise RuntimeError(f"the answer failed: {last.decode(errors='replace')}")
     finally:
         writer.close()
         await writer.wait_closed()

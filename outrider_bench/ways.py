@@ -22,7 +22,8 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from outrider.launch.client import until_ready
-from outrider.launch.stack import ServeSettings, free_port, plan_stack
+from outrider.launch.serve_settings import ServeSettings
+from outrider.launch.stack import free_port, plan_stack
 from outrider.launch.supervisor import StartFailed, Supervisor
 from outrider_bench.raw_client import stream
 

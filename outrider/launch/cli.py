@@ -43,7 +43,7 @@ class _Commands(click.Group):
         if cmd_name != "serve":
             return super().get_command(ctx, cmd_name)
         from outrider.launch.serve import run
-        from outrider.launch.stack import ServeSettings
+        from outrider.launch.serve_settings import ServeSettings
         from outrider.process.config import command
 
         return command(ServeSettings, "serve", run)

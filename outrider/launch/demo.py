@@ -27,7 +27,8 @@ from outrider.errors import OutriderError
 from outrider.launch.client import Answer, complete, until_ready
 from outrider.launch.grow import MODEST, grown_checkpoint
 from outrider.launch.prompts import DEMO_PROMPTS
-from outrider.launch.stack import ServeSettings, Stack, plan_stack
+from outrider.launch.serve_settings import ServeSettings
+from outrider.launch.stack import Stack, plan_stack
 from outrider.launch.start_log import start_status
 from outrider.launch.supervisor import StartFailed, Supervisor
 

@@ -18,7 +18,8 @@ from rich.markup import escape
 
 from outrider.errors import OutriderError, Reason
 from outrider.launch.client import until_ready
-from outrider.launch.stack import DrafterSpec, ServeSettings, Stack, plan_stack
+from outrider.launch.serve_settings import DrafterSpec, ServeSettings
+from outrider.launch.stack import Stack, plan_stack
 from outrider.launch.start_log import StartLog, start_status
 from outrider.launch.supervisor import StartFailed, Supervisor
 from outrider.process.output import Output

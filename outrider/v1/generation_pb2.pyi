@@ -202,22 +202,26 @@ class Usage(_message.Message):
     PROMPT_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     COMPLETION_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     CACHED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    RESUMED_COUNT_FIELD_NUMBER: _builtins.int
     prompt_token_count: _builtins.int
     """Tokens of the prompt."""
     completion_token_count: _builtins.int
     """Tokens generated."""
     cached_token_count: _builtins.int
     """Prompt tokens found in the prefix cache."""
+    resumed_count: _builtins.int
+    """How often the request went on at another verifier, or at the same one after a restart."""
     def __init__(
         self,
         *,
         prompt_token_count: _builtins.int = ...,
         completion_token_count: _builtins.int = ...,
         cached_token_count: _builtins.int = ...,
+        resumed_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_token_count", b"cached_token_count", "completion_token_count", b"completion_token_count", "prompt_token_count", b"prompt_token_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_token_count", b"cached_token_count", "completion_token_count", b"completion_token_count", "prompt_token_count", b"prompt_token_count", "resumed_count", b"resumed_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

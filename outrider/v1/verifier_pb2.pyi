@@ -77,6 +77,8 @@ class GenerateTokensRequest(_message.Message):
     GRAMMAR_FIELD_NUMBER: _builtins.int
     PREDICTION_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROB_COUNT_FIELD_NUMBER: _builtins.int
+    COMMITTED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    NOISE_SEED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """For logs and traces; at most 128 characters, empty lets the verifier choose."""
     max_tokens: _builtins.int
@@ -99,6 +101,11 @@ class GenerateTokensRequest(_message.Message):
     """As top_logprob_count, for each token of the prompt but the first, which has no context. Range
     [0, 20]; unset reports nothing about the prompt. The verifier computes such a prompt from its
     beginning, since the prefix cache has no logits.
+    """
+    noise_seed: _builtins.int
+    """Seed of the verifier's random numbers where sampling has none; unset lets the verifier choose.
+    With the same one a continued request goes on as it would have. Unlike sampling.seed it allows
+    sampled drafts, so it promises no text.
     """
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -126,6 +133,14 @@ class GenerateTokensRequest(_message.Message):
         context length.
         """
 
+    @_builtins.property
+    def committed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Output that was committed before, by a verifier that was lost or left: the verifier continues
+        behind it, and sends new tokens alone. Ids in [0, vocabulary size), fewer than max_tokens, none
+        of which ends the sequence. They count as output everywhere: in max_tokens, min_tokens and
+        penalties, for the grammar and for the noise. Must be empty with prompt_logprob_count.
+        """
+
     def __init__(
         self,
         *,
@@ -142,15 +157,21 @@ class GenerateTokensRequest(_message.Message):
         grammar: _common_pb2.Grammar | None = ...,
         prediction_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         prompt_logprob_count: _builtins.int | None = ...,
+        committed_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        noise_seed: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprob_count", b"_prompt_logprob_count", "_top_logprob_count", b"_top_logprob_count", "grammar", b"grammar", "prompt_logprob_count", b"prompt_logprob_count", "sampling", b"sampling", "speculation", b"speculation", "top_logprob_count", b"top_logprob_count"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_noise_seed", b"_noise_seed", "_prompt_logprob_count", b"_prompt_logprob_count", "_top_logprob_count", b"_top_logprob_count", "grammar", b"grammar", "noise_seed", b"noise_seed", "prompt_logprob_count", b"prompt_logprob_count", "sampling", b"sampling", "speculation", b"speculation", "top_logprob_count", b"top_logprob_count"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprob_count", b"_prompt_logprob_count", "_top_logprob_count", b"_top_logprob_count", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "min_chunk_token_count", b"min_chunk_token_count", "prediction_token_ids", b"prediction_token_ids", "prompt_logprob_count", b"prompt_logprob_count", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "speculation", b"speculation", "stop_token_ids", b"stop_token_ids", "tenant", b"tenant", "top_logprob_count", b"top_logprob_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_noise_seed", b"_noise_seed", "_prompt_logprob_count", b"_prompt_logprob_count", "_top_logprob_count", b"_top_logprob_count", "committed_token_ids", b"committed_token_ids", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "min_chunk_token_count", b"min_chunk_token_count", "noise_seed", b"noise_seed", "prediction_token_ids", b"prediction_token_ids", "prompt_logprob_count", b"prompt_logprob_count", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "speculation", b"speculation", "stop_token_ids", b"stop_token_ids", "tenant", b"tenant", "top_logprob_count", b"top_logprob_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__noise_seed: _TypeAlias = _typing.Literal["noise_seed"]  # noqa: Y015
+    _WhichOneofArgType__noise_seed: _TypeAlias = _typing.Literal["_noise_seed", b"_noise_seed"]  # noqa: Y015
     _WhichOneofReturnType__prompt_logprob_count: _TypeAlias = _typing.Literal["prompt_logprob_count"]  # noqa: Y015
     _WhichOneofArgType__prompt_logprob_count: _TypeAlias = _typing.Literal["_prompt_logprob_count", b"_prompt_logprob_count"]  # noqa: Y015
     _WhichOneofReturnType__top_logprob_count: _TypeAlias = _typing.Literal["top_logprob_count"]  # noqa: Y015
     _WhichOneofArgType__top_logprob_count: _TypeAlias = _typing.Literal["_top_logprob_count", b"_top_logprob_count"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__noise_seed) -> _WhichOneofReturnType__noise_seed | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprob_count) -> _WhichOneofReturnType__prompt_logprob_count | None: ...
     @_typing.overload

@@ -26,6 +26,7 @@ from outrider.wire.settings import (
 # Converting a value takes a third of the time of a call of the enum, and each token needs one.
 _SOURCES = {source.value: source for source in m.TokenSource}
 _RULES = {rule.value: rule for rule in m.AcceptanceRule}
+_ID_LISTS = ("prompt_token_ids", "stop_token_ids", "prediction_token_ids", "committed_token_ids")
 
 
 def request_from_proto(
@@ -46,7 +47,8 @@ def request_from_proto(
     check_name("request_id", proto.request_id, empty=True)
     check_name("tenant", proto.tenant, empty=True)
     _check_counts(proto, context_length)
-    for name in ("prompt_token_ids", "stop_token_ids", "prediction_token_ids"):
+    _check_committed(proto)
+    for name in _ID_LISTS:
         check_ids(name, getattr(proto, name), vocab_size)
     return m.TokenRequest(
         prompt=list(proto.prompt_token_ids),
@@ -63,7 +65,19 @@ def request_from_proto(
         grammar=grammar_from_proto(optional(proto, "grammar")),
         prediction=list(proto.prediction_token_ids),
         prompt_logprobs=prompt_logprobs,
+        committed=list(proto.committed_token_ids),
+        noise_seed=optional(proto, "noise_seed"),
     )
+
+
+def _check_committed(proto: verifier_pb2.GenerateTokensRequest) -> None:
+    """Check that output is left to generate behind the output that was committed before."""
+    count = len(proto.committed_token_ids)
+    if count and count >= proto.max_tokens:
+        limit = f"max_tokens, which is {proto.max_tokens}"
+        raise invalid("committed_token_ids", f"must hold fewer ids than {limit}, not {count}")
+    if count and proto.HasField("prompt_logprob_count"):
+        raise invalid("committed_token_ids", "must be empty with prompt_logprob_count")
 
 
 def _check_counts(proto: verifier_pb2.GenerateTokensRequest, context_length: int) -> None:
@@ -107,6 +121,8 @@ def request_to_proto(request: m.TokenRequest) -> verifier_pb2.GenerateTokensRequ
         grammar=grammar_to_proto(request.grammar),
         prediction_token_ids=request.prediction,
         prompt_logprob_count=request.prompt_logprobs,
+        committed_token_ids=request.committed,
+        noise_seed=request.noise_seed,
     )
 
 

@@ -17,7 +17,7 @@ from drafter_svc.families.ngram import NgramFamily
 from drafter_svc.families.registry import find_family, known_families
 from examples.repeat_drafter import RepeatFamily
 from outrider.errors import OutriderError
-from outrider.launch.stack import DrafterSpec
+from outrider.launch.serve_settings import DrafterSpec
 from outrider.messages import DraftDistribution, Opened, Proposal, SamplingParams, Skip, Window
 
 ROOT = Path(__file__).parents[2]

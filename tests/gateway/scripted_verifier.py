@@ -35,6 +35,8 @@ class Script:
     cancelled: int = 0
     unreachable: bool = False
     hangs_up: bool = False
+    leaves: bool = False
+    """Whether to say on each stream that the verifier is about to stop."""
     stream_count: int = 0
 
 
@@ -76,8 +78,11 @@ class ScriptedVerifier(
             hung_up.cancel()
 
     async def _hang_up(self, stream: TokenStream) -> None:
-        # Tests set a plain flag, so there is no event to wait for.
-        while not self.script.hangs_up:  # noqa: ASYNC110
+        # Tests set plain flags, so there is no event to wait for.
+        while not self.script.hangs_up:
+            if self.script.leaves:
+                self.script.leaves = False
+                stream.say_draining()
             await asyncio.sleep(0.02)
         self.script.hangs_up = False
         stream.end()

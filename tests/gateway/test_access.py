@@ -112,7 +112,7 @@ def unused() -> tuple[Any, Metrics, Gate]:
     """The dependencies of routes that these tests do not call."""
     metrics = Metrics()
     prompts = Prompts(TARGET)
-    generation = Generation(Router([], prompts.fingerprint), prompts, metrics)
+    generation = Generation(Router([], prompts.fingerprint), prompts, metrics, 0.0)
     return generation, metrics, Gate(settings())
 
 

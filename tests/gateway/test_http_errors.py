@@ -280,16 +280,16 @@ async def test_a_verifiers_error_about_a_grammar_names_the_callers_field(
 
 
 @pytest.mark.parametrize("n", [1, 3])
-async def test_a_failure_in_mid_stream_is_the_last_event(rig: Rig, n: int) -> None:
+async def test_a_failure_in_mid_stream_is_the_last_event_before_done(rig: Rig, n: int) -> None:
     rig.script.answer = lambda request: [
         plain([5]),
         OutriderError(Reason.INTERNAL, "the target's forward failed"),
     ]
     response = await rig.http.post("/v1/completions", json={"prompt": "x", "stream": True, "n": n})
     assert response.status_code == 200
-    *texts, error, end = response.text.split("\n\n")
+    *texts, error, done, end = response.text.split("\n\n")
     assert texts
-    assert end == ""
+    assert (done, end) == ("data: [DONE]", "")
     assert json.loads(error.removeprefix("data: ")) == {
         "error": {
             "message": "the target's forward failed",

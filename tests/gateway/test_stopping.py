@@ -84,8 +84,9 @@ async def test_every_request_gets_an_error_when_the_gateway_stops(
         assert is_draining(await ask(BEGUN, True))
 
         for response in [await task for task in begun]:
-            *events, error, end = response.text.split("\n\n")
-            assert (response.status_code, end, len(events)) == (200, "", 1)
+            *events, error, done, end = response.text.split("\n\n")
+            assert (response.status_code, done, end) == (200, "data: [DONE]", "")
+            assert len(events) == 1
             assert json.loads(error.removeprefix("data: "))["error"]["code"] == "draining"
         assert all([is_draining(await task) for task in waiting])
         for count, (received, failure) in zip(

@@ -43,7 +43,7 @@ async def test_successive_and_simultaneous_requests_share_a_stream(rig: Rig) -> 
 async def test_after_a_stream_breaks_the_next_request_opens_another(
     rig: Rig,
 ) -> None:
-    rig.script.answer = lambda _: [plain([5]), 60.0]
+    rig.script.answer = lambda _: [60.0]
     asked = [asyncio.create_task(ask(rig)) for _ in range(3)]
     await until(lambda: rig.script.running == 3)
     before = rig.script.stream_count
@@ -55,6 +55,9 @@ async def test_after_a_stream_breaks_the_next_request_opens_another(
         assert "the verifier is about to stop" in failure.message
         assert failure.response.headers["retry-after"] == "1"
     await until(lambda: rig.script.running == 0 and stream_has_ended(rig))
+    # A poll finds out that the verifier takes requests again.
+    rig.gateway.router.replicas[0].suspect.set()
+    await until(lambda: rig.gateway.router.replicas[0].problem is None)
     rig.script.answer = lambda _: [plain([5]), last([], FinishReason.LENGTH)]
     await ask(rig)
     assert rig.script.stream_count == before + 1

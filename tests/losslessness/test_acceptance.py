@@ -41,13 +41,12 @@ def make_draft(
     tokens: Sequence[int] = (),
     distributions: Sequence[SparseDistribution] = (),
     rule: AcceptanceRule = AcceptanceRule.TOKEN_WISE,
-    step: int = 0,
 ) -> Draft:
     """A draft behind `position` committed tokens; `rule` applies if it has distributions."""
     if not distributions:
         rule = AcceptanceRule.GREEDY if sampling.greedy else AcceptanceRule.COUPLED
     context = Context(sampling, [0] * position, drafted=tokens)
-    return Draft(context, seed, rule, distributions, step=step)
+    return Draft(context, seed, rule, distributions)
 
 
 def draw(
@@ -72,7 +71,6 @@ def generate(
     """
     rng = np.random.default_rng(draft_tokens)
     done: list[list[int]] = [[] for _ in range(draws)]
-    step = 0
     while unfinished := [i for i, tokens in enumerate(done) if len(tokens) < length]:
         drafts: list[Draft] = []
         rows: list[npt.NDArray[np.float64]] = []
@@ -88,8 +86,7 @@ def generate(
                 else:
                     tokens.append(int(draft_probs.argmax()))
             rows += [target[token] for token in (context, *tokens)]
-            drafts.append(make_draft(SAMPLED, i, len(done[i]), tokens, distributions, rule, step))
-        step += 1
+            drafts.append(make_draft(SAMPLED, i, len(done[i]), tokens, distributions, rule))
         logits = torch.from_numpy(np.log(np.array(rows) + 1e-300)).float()
         for i, draft, result in zip(unfinished, drafts, accept(logits, drafts), strict=True):
             done[i] += [*draft.context.drafted[: result.accepted_count], result.next_token]

@@ -55,9 +55,7 @@ def situations(draw: st.DrawFn) -> tuple[Probs, Probs, list[int], reference.Coin
     target = draw(distributions(count + 1))
     drafter = draw(distributions(count))
     draft = [draw(st.sampled_from(np.flatnonzero(row).tolist())) for row in drafter]
-    coins = reference.Coins(
-        draw(st.integers(0, 2**64 - 1)), draw(st.integers(1, 50)), draw(st.integers(0, 9))
-    )
+    coins = reference.Coins(draw(st.integers(0, 2**64 - 1)), draw(st.integers(1, 50)))
     return target, drafter, draft, coins
 
 
@@ -79,9 +77,7 @@ def test_a_batch_accepts_what_the_reference_accepts(
         context = Context(sampling, [0] * coins.position, drafted=draft)
         thinking = [True] * len(draft)
         distributions = claims if is_sampled else ()
-        drafts.append(
-            Draft(context, coins.seed, rule, distributions, OPTIONS, thinking, coins.step)
-        )
+        drafts.append(Draft(context, coins.seed, rule, distributions, OPTIONS, thinking))
         rows += list(target)
         accepted = RULES[rule](target, drafter, draft, coins)
         expected.append((accepted.count, accepted.next_token))

@@ -8,7 +8,7 @@ target of five tokens that can be enumerated.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -67,6 +67,15 @@ def come_and_go(traffic: Traffic, drafters: list[Guesser], tick: int) -> None:
             drafter.join(traffic.engine)
 
 
+def die(traffic: Traffic) -> None:
+    """Cancel all sequences, and continue them as another verifier would."""
+    for sequence in list(traffic.engine.sequences.values()):
+        traffic.engine.cancel(sequence)
+        committed = sequence.tokens[len(sequence.request.prompt) :]
+        again = replace(sequence.request, committed=committed, noise_seed=sequence.seed)
+        traffic.engine.submit(again, sequence.sink)
+
+
 def two(offers: frozenset[DraftDistribution], **settings: Any) -> list[Guesser]:
     return [
         Guesser("first", CLOSE, offers, **settings),
@@ -109,6 +118,12 @@ CASES = {
             and traffic.engine.scheduler.cached_token_count > 1000
         ),
         {"page_size": 2, "page_count": 48, "concurrent": 16, "max_batch_tokens": 24, "length": 9},
+    ),
+    "deaths of the verifier": Case(
+        lambda offers: [Guesser("first", CLOSE, offers, late=1)],
+        lambda traffic, drafters: traffic.engine._admission._last_id > 1_100,
+        {"concurrent": 24, "length": 9},
+        lambda traffic, drafters, tick: die(traffic) if tick % 3 == 2 else None,
     ),
     "joins and leaves": Case(
         lambda offers: [Guesser("first", CLOSE, offers, late=1), Guesser("second", OTHER, ONE_HOT)],
@@ -158,19 +173,21 @@ EVEN = fixed(0.5, 0.5, *[0.0] * (VOCAB - 2))
 HEADS = fixed(0.9, 0.1, *[0.0] * (VOCAB - 2))
 
 
+@pytest.mark.parametrize("dies", [False, True], ids=["lives", "dies at each step"])
 @pytest.mark.parametrize(
     "rule", [AcceptanceRule.BLOCK, pytest.param(AcceptanceRule.TOKEN_WISE, marks=pytest.mark.slow)]
 )
-def test_the_engine_uses_no_coin_twice(
-    rule: AcceptanceRule,
-) -> None:
+def test_the_engine_uses_no_coin_twice(rule: AcceptanceRule, dies: bool) -> None:
     """The target throws a fair coin, and the drafter takes it for a loaded one.
 
-    Here the end of a block reveals the most about the coins behind it.
+    Here the end of a block reveals the most about the coins behind it. A verifier that continues a
+    sequence does not know which coins were used before.
     """
     traffic = Traffic(
         EVEN, prompts=((2,),), rule=rule, policy=DraftTokensPolicy("fixed", 4), length=4
     )
+    if dies:
+        traffic.events = lambda tick: die(traffic)
     texts = traffic.run(6_000, Guesser("heads", HEADS, SPARSE, silent=0.0))
     compare(traffic.observed(texts), traffic.expected(len(texts))).must_agree(sees=0.041)
 

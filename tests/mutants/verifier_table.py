@@ -176,9 +176,9 @@ VERIFIER_MUTANTS = (
     Mutant(
         "J2",
         "coins are the same at every step, through the engine",
-        BATCH,
-        "sequence.stats.forward_count,",
-        "0,",
+        ROWS,
+        "lengths = [len(draft.context.tokens) for draft",
+        "lengths = [0 for draft",
         (f"{TRAFFIC}::test_the_engine_uses_no_coin_twice",),
     ),
     Mutant(

@@ -12,7 +12,7 @@ import torch
 import transformers
 from rich.console import Console
 
-from outrider.launch.stack import ServeSettings
+from outrider.launch.serve_settings import ServeSettings
 from outrider_bench import __main__ as bench
 from outrider_bench import adversary, seeds, tracing, ways
 from outrider_bench.raw_client import stream

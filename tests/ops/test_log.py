@@ -23,7 +23,8 @@ for count in range(10**9):
 SUPERVISES = """
 import asyncio, sys
 from outrider.launch.serve import supervise
-from outrider.launch.stack import ServeSettings, Stack
+from outrider.launch.serve_settings import ServeSettings
+from outrider.launch.stack import Stack
 from outrider.launch.supervisor import Child
 stack = Stack([Child("talks", "talks", [])], "http://127.0.0.1:1", "", "")
 sys.exit(asyncio.run(supervise(stack, ServeSettings(target="t"))))

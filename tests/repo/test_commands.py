@@ -46,7 +46,7 @@ def setting_flags() -> frozenset[str]:
         "drafter_svc/config.py",
         "examples/repeat_drafter.py",
         "gateway/config.py",
-        "outrider/launch/stack.py",
+        "outrider/launch/serve_settings.py",
         "outrider/process/config.py",
         "outrider/process/key_file.py",
         "outrider/process/tls.py",

@@ -10,7 +10,7 @@ import pytest
 from outrider import __version__
 from outrider.launch import serve as serving
 from outrider.launch.cli import app
-from outrider.launch.stack import ServeSettings
+from outrider.launch.serve_settings import ServeSettings
 from outrider.process.usage import invoke
 
 ROOT = Path(__file__).parents[2]

@@ -84,8 +84,36 @@ def test_a_request_survives_a_round_trip(
     if likeliest is not None:
         max_tokens = max(max_tokens - 1, sampling.min_tokens)
         request = replace(request, prompt_logprobs=likeliest, max_tokens=max_tokens)
+    else:
+        request = replace(request, committed=prompt[: max_tokens - 1], noise_seed=max_tokens)
     proto = wire_requests.request_to_proto(request)
     assert wire_requests.request_from_proto(proto, vocab_size=VOCAB, context_length=1000) == request
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (
+            m.TokenRequest([1], 2, committed=[1, 2]),
+            "must hold fewer ids than max_tokens, which is 2, not 2",
+        ),
+        (m.TokenRequest([1], 5, committed=[1, VOCAB]), r"must be in \[0, 1000\), not 1000"),
+        (
+            m.TokenRequest([1], 5, committed=[1], prompt_logprobs=0),
+            "must be empty with prompt_logprob_count",
+        ),
+    ],
+)
+def test_the_error_of_impossible_committed_tokens_states_the_limit(
+    request_: m.TokenRequest, message: str
+) -> None:
+    proto = wire_requests.request_to_proto(request_)
+    with pytest.raises(OutriderError, match=f"committed_token_ids {message}") as caught:
+        wire_requests.request_from_proto(proto, vocab_size=VOCAB, context_length=1000)
+    assert (caught.value.reason, caught.value.field) == (
+        Reason.INVALID_VALUE,
+        "committed_token_ids",
+    )
 
 
 def test_at_most_4096_tokens_are_gathered() -> None:

@@ -11,7 +11,8 @@ from sites import Site
 
 from gateway.config import GatewaySettings
 from outrider.launch.health import problem
-from outrider.launch.stack import ServeSettings, plan_stack
+from outrider.launch.serve_settings import ServeSettings
+from outrider.launch.stack import plan_stack
 from outrider.process import rpc
 from verifier_svc.config import VerifierSettings
 
@@ -67,6 +68,7 @@ def test_serve_gives_each_process_the_files_of_its_role(
         certs=site.folder,
         trust_draft_distributions=trust,
         host="0.0.0.0",
+        open=True,
         **ports,
     )
     stack = plan_stack(settings, tmp_path)

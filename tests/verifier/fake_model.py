@@ -18,6 +18,7 @@ from verifier_svc.engine.target import Limits
 from verifier_svc.metrics import Metrics
 from verifier_svc.policy.plan import Plan
 from verifier_svc.state.drafter import Drafter
+from verifier_svc.verification.batch import DraftVerifier
 
 VOCAB = 8
 EOS = 7
@@ -172,6 +173,7 @@ def make_engine(
     always_draft: bool = False,
     clock: Clock = monotonic,
     deliver: Callable[[list[Delivery]], None] | None = None,
+    draft_verifier: DraftVerifier | None = None,
 ) -> tuple[Engine, TableModel]:
     """An engine with a table model; without `deliver`, the caller's thread calls sinks at once."""
 
@@ -187,6 +189,7 @@ def make_engine(
         deliver or call,
         Metrics("fake"),
         limits or Limits(),
+        draft_verifier or DraftVerifier(),
         trust_draft_distributions=trust,
         always_draft=always_draft,
         clock=clock,

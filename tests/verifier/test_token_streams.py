@@ -225,6 +225,20 @@ async def test_a_verifier_that_ends_the_stream_sends_all_earlier_tokens() -> Non
         await until(lambda: verifier.running == 0)
 
 
+async def test_a_verifier_that_leaves_says_so_once_and_goes_on() -> None:
+    verifier = Verifier(lambda prompt: [[prompt], 0.5, [9]])
+    async with calling(verifier) as call:
+        await call.write(begin(1, 1))
+        await until(lambda: verifier.running == 1)
+        assert verifier.stream is not None
+        verifier.stream.say_draining()
+        await call.done_writing()
+        found = [message async for message in call]
+    assert [message.draining for message in found].count(True) == 1
+    parts = [list(part.tokens.token_ids) for message in found for part in message.parts]
+    assert parts == [[1], [9]]
+
+
 async def test_large_parts_are_divided_among_messages() -> None:
     """The prompt log probabilities of many sequences can exceed gRPC's limit of a message."""
     long = list(range(1_000_000, 1_000_000 + 200_000))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 
-from outrider.errors import OutriderError, Reason
+from outrider.errors import OutriderError, Reason, invalid
 from outrider.grammar.backends import Compiled
 from outrider.lm.pages import KVSequence
 from outrider.messages import Acceptance, SpeculationStats, TokenChunk, TokenRequest
@@ -52,6 +52,7 @@ class Admission:
         if grammar is not None:
             sequence.matcher = grammar.matcher()
             sequence.mask_width = -(-self._model.vocab_size // 32)
+        _check_committed(sequence)
         self._sequences[sequence.id] = sequence
         self._scheduler.add(sequence)
         self.admit()
@@ -75,7 +76,14 @@ class Admission:
             field = "speculation.acceptance"
             message = "relaxed is for the thinking phase, and the model has no tokens that mark one"
             raise OutriderError(Reason.INVALID_VALUE, f"{field}: {message}", field)
-        if request.speculation.enabled:
+        most = self._limits.max_waiting
+        if request.committed:
+            # It was taken before, so it may go beyond the bound for new requests.
+            most *= 2
+        if len(self._scheduler.waiting) >= most:
+            raise OutriderError(Reason.OVERLOADED, f"{most} requests are waiting already")
+        if request.speculation.enabled and not request.committed:
+            # A continued request does without a drafter that only its lost verifier had.
             self._drafting.roster.check_known(request.speculation.drafter)
 
     def _make_room(self, tenant: str) -> None:
@@ -110,6 +118,8 @@ class Admission:
             depth = 0  # the last token is always the target's own, so a single token has no draft
         seed = request.sampling.seed
         if seed is None:
+            seed = request.noise_seed
+        if seed is None:
             seed = secrets.randbits(64)
         unscored = range(0)
         if request.prompt_logprobs is not None:
@@ -126,9 +136,24 @@ class Admission:
             end_ids=end_ids,
             kv=KVSequence(),
             sink=sink,
-            tokens=list(request.prompt),
+            tokens=[*request.prompt, *request.committed],
             stats=SpeculationStats(max_draft_tokens=depth),
             unscored=unscored,
             span=span,
             submitted_at=self._clock(),
         )
+
+
+def _check_committed(sequence: Sequence) -> None:
+    """Check the output that was committed before, and advance the grammar behind it.
+
+    Raises OutriderError(INVALID_VALUE) for a token that ends the sequence or that the grammar
+    forbids.
+    """
+    for i, token in enumerate(sequence.request.committed):
+        field = f"committed_token_ids[{i}]"
+        matcher = sequence.matcher
+        if matcher is not None and not matcher.accept(token):
+            raise invalid(field, f"must be a token that the grammar allows here, not {token}")
+        if token in sequence.end_ids or (matcher is not None and matcher.ended):
+            raise invalid(field, f"must not end the sequence, but {token} does")

@@ -76,8 +76,14 @@ class VerifierServicer(
         self._grammars = grammars
 
     async def drain(self, grace_s: float) -> None:
-        """Refuse new requests, tell the drafters, and let running requests end within `grace_s`."""
+        """Refuse new requests, and let running ones end within `grace_s`.
+
+        Drafters are told, and gateways too: they move their sequences to another verifier if they
+        have one.
+        """
         self.report(Stage.DRAINING, "finishing what runs")
+        for callers in self._token_streams:
+            callers.say_draining()
         for stream in self._streams:
             stream.say_draining("the verifier is about to stop", grace_s)
         with suppress(TimeoutError):
@@ -178,6 +184,8 @@ class VerifierServicer(
             span.set(
                 outrider__request_id=parsed.request_id, gen_ai__usage__input_tokens=prompt_length
             )
+            if parsed.committed:
+                span.set(outrider__resumed_tokens=len(parsed.committed))
 
             def submit() -> None:
                 sequence = engine.engine.submit(parsed, chunks.put_nowait, span, grammar)

@@ -44,6 +44,7 @@ class TokenStream:
         self._has_unsent = asyncio.Event()
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._over = False
+        self._draining = False
 
     async def run(self) -> None:
         """Serve until the caller ends the stream or `end` is called.
@@ -65,6 +66,11 @@ class TokenStream:
             await writing
         finally:
             await _cancel(reading, writing, *self._calls.values())
+
+    def say_draining(self) -> None:
+        """Tell the caller that the verifier is about to stop."""
+        self._draining = True
+        self._has_unsent.set()
 
     def end(self) -> None:
         """Cancel the running calls, send their last parts and end the stream."""
@@ -127,6 +133,9 @@ class TokenStream:
             # All calls queue their parts of a step before this task has its turn.
             await self._has_unsent.wait()
             self._has_unsent.clear()
+            if self._draining:
+                self._draining = False
+                await self._context.write(token_streams_pb2.StreamTokensResponse(draining=True))
             while self._unsent:
                 parts = self._take_parts()
                 await self._context.write(token_streams_pb2.StreamTokensResponse(parts=parts))

@@ -131,7 +131,6 @@ class DraftVerifier:
             tree.distributions if rule is sampled else (),
             request.speculation,
             thinking,
-            sequence.stats.forward_count,
         )
 
     def _thinking(

@@ -32,8 +32,6 @@ class Draft:
     """The settings of the lossy rules."""
     thinking: Sequence[bool] = ()
     """For each draft token, whether RELAXED may apply to it."""
-    step: int = 0
-    """Drafts of the sequence that were verified before, so that no coin is used twice."""
 
     @property
     def favourites(self) -> list[tuple[int, int]]:

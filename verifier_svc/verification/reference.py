@@ -30,18 +30,19 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class Coins:
-    """The random numbers of a step: functions of the three fields."""
+    """The random numbers of a step: functions of the two fields.
+
+    A coin decides about a place only once: the next step has another position.
+    """
 
     seed: int
     """The sequence's."""
     position: int
-    """Of the first draft token, counted from the prompt's first token."""
-    step: int = 0
-    """Drafts of the sequence that were verified before."""
+    """Of the first draft token, counted from the prompt's first token: the committed length."""
 
     def accept(self, i: int) -> float:
         """Uniform in [0, 1); decides about draft token i."""
-        return float(uniforms([self.seed], [self.position + i], Purpose.ACCEPT, [self.step])[0])
+        return float(uniforms([self.seed], [self.position + i], Purpose.ACCEPT, [self.position])[0])
 
     def draw(self, probs: Probs, i: int) -> int:
         """The target's own token at place i, drawn with the coupled noise of its position."""
@@ -49,7 +50,7 @@ class Coins:
 
     def recover(self, weights: Probs, i: int) -> int:
         """A token at place i with probability proportional to its weight."""
-        number = uniforms([self.seed], [self.position + i], Purpose.RECOVER, [self.step])[0]
+        number = uniforms([self.seed], [self.position + i], Purpose.RECOVER, [self.position])[0]
         cumulative = weights.cumsum()
         return int(np.searchsorted(cumulative, number * cumulative[-1], side="right"))
 

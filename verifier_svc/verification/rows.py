@@ -82,8 +82,12 @@ class Rows:
         return seeds, np.repeat(lengths_B, self._counts_B) + offsets
 
     def uniform(self, purpose: Purpose) -> np.ndarray:
-        """Each row's random number for the purpose, float64 [R]."""
-        steps: np.ndarray = np.repeat([draft.step for draft in self.drafts], self._counts_B)
+        """Each row's random number for the purpose, float64 [R].
+
+        It depends on the committed length too, so that no number is used at two steps.
+        """
+        lengths = [len(draft.context.tokens) for draft in self.drafts]
+        steps: np.ndarray = np.repeat(lengths, self._counts_B)
         return uniforms(*self._seeds_and_positions(), purpose, steps)
 
     def keys(self, rows: Sequence[int]) -> torch.Tensor:

@@ -87,6 +87,11 @@ class StreamTokensResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PARTS_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
+    draining: _builtins.bool
+    """The verifier will leave soon. Sequences that another verifier can continue should move there:
+    cancel them here, and begin them there with their committed tokens.
+    """
     @_builtins.property
     def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokensPart]:
         """In the order of the commits."""
@@ -95,10 +100,11 @@ class StreamTokensResponse(_message.Message):
         self,
         *,
         parts: _abc.Iterable[Global___TokensPart] | None = ...,
+        draining: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["parts", b"parts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "parts", b"parts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

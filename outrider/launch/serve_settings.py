@@ -1,0 +1,221 @@
+"""The settings of `outrider serve`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Self
+
+from pydantic import Field, field_validator, model_validator
+from pydantic_settings import SettingsConfigDict
+
+from drafter_svc.config import DrafterSettings, required_setting, settings_schema
+from drafter_svc.families.registry import known_families
+from outrider.errors import OutriderError, Reason, invalid
+from outrider.process.config import Dtype, ServiceSettings
+from outrider.process.exposure import check_exposure
+from outrider.process.roles import Role
+from outrider.process.tls import Tls
+from verifier_svc.config import TargetSettings
+
+REDIS_SETTINGS = ("redis", "redis_password_file", "redis_ca_file", "pool_secret_file")
+"""Settings of this command that go to drafters that can use a Redis."""
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterSpec:
+    """`FAMILY[=VALUE][,key=value...]`, as in `model=PATH,placement=cpu,cores=0,2,4-7`.
+
+    VALUE is the family's required setting. The keys are the drafter's own settings; their values
+    may have commas.
+    """
+
+    family: str
+    options: dict[str, str]
+
+    @classmethod
+    def parse(cls, text: str) -> DrafterSpec:
+        """Read one `--drafter`; raises OutriderError(INVALID_VALUE) that shows the right form."""
+        head, *pairs = text.split(",")
+        family, _, value = head.partition("=")
+        options: dict[str, str] = {}
+        for pair in pairs:
+            key, given, option = pair.partition("=")
+            if given or not options:
+                options[key.replace("-", "_")] = option
+            else:
+                last = next(reversed(options))
+                options[last] = options[last] and f"{options[last]},{pair}"
+        if not all(key and option for key, option in options.items()):
+            families = f"{', '.join(known_families())} or package.module:Class"
+            raise invalid("drafter", f"must be {families}, then key=value, not {text!r}")
+        return cls(family, _required(family, value) | options)
+
+    @property
+    def schema(self) -> type[DrafterSettings]:
+        """The settings of the drafter's process."""
+        return settings_schema(self.family)
+
+    @property
+    def runs_model(self) -> bool:
+        """Whether the drafter runs a model, and so needs cores."""
+        return "device" in self.schema.model_fields
+
+    @property
+    def shares_redis(self) -> bool:
+        """Whether the drafter can share its n-grams through a Redis."""
+        return "redis" in self.schema.model_fields
+
+
+def _required(family: str, value: str) -> dict[str, str]:
+    try:
+        required = required_setting(settings_schema(family))
+    except OutriderError as error:
+        raise OutriderError(Reason.INVALID_VALUE, error.message, "drafter") from error
+    if required is None:
+        if value:
+            hint = f"{family} takes no value; its settings follow as key=value after commas"
+            raise invalid("drafter", f"{family}={value}: {hint}")
+        return {}
+    if not value:
+        example = f"{family}={required.upper()}"
+        raise invalid("drafter", f"{family} needs its {required}, as in {example}")
+    return {required: value}
+
+
+class ServeSettings(TargetSettings, ServiceSettings):
+    """Run a verifier, drafters and a gateway on this host until Ctrl-C.
+
+    Each setting may also come from the environment (OUTRIDER_TARGET) or a YAML file (--config).
+    TARGET is the same as --target.
+    """
+
+    model_config = SettingsConfigDict(env_prefix="OUTRIDER_")
+
+    argument: ClassVar = "target"
+
+    target: str
+    """Directory or hub id of the target model."""
+
+    drafter: list[str] = Field(default_factory=list)
+    """ngram, suffix, model=PATH, or another family by its name or package.module:Class; its own
+    settings follow after commas: model=PATH,placement=cpu,cores=0-3. Repeat it for more
+    drafters."""
+
+    dtype: Dtype = "auto"
+    """Type of the weights of target and draft models: auto is the checkpoint's."""
+
+    host: str = "127.0.0.1"
+    """Address that the gateway listens on."""
+
+    http_port: int = Field(8000, ge=0, le=65535)
+    """Port of the OpenAI API; 0 takes a free one."""
+
+    grpc_port: int = Field(8001, ge=0, le=65535)
+    """Port of the gateway's gRPC service; 0 takes a free one."""
+
+    keys_file: Path | None = None
+    """File with the hashes of the gateway's API keys; `outrider keys` writes it."""
+
+    keys: str = ""
+    """The same as text, for the environment."""
+
+    open: bool = False
+    """Let everybody use the gateway without a key, on addresses beyond the loopback interface."""
+
+    allowed_hosts: list[str] = Field(default_factory=list)
+    """Names under which clients reach the gateway, such as llm.example.com or *.example.com, beside
+    addresses and localhost; * allows all names."""
+
+    allowed_origins: list[str] = Field(default_factory=list)
+    """Origins of other websites whose scripts may call the gateway (CORS), such as
+    http://localhost:*; * allows all."""
+
+    verifier_host: str = "127.0.0.1"
+    """Address that the verifier listens on, for drafters that are started by hand; 0.0.0.0 lets
+    other machines in."""
+
+    verifier_port: int = Field(50051, ge=0, le=65535)
+    """Port of the verifier; 0 takes a free one."""
+
+    metrics_port: int = Field(0, ge=0, le=65535)
+    """Port of the verifier's /metrics on the loopback interface; 0 is off."""
+
+    threads: int | None = Field(None, ge=1)
+    """Threads of the target on a CPU; unset leaves a core to each draft model."""
+
+    redis: str | None = None
+    """URL of a Redis in which n-gram drafters share each tenant's n-grams, in any form that a
+    drafter's `--redis` takes. `--drafter ngram,is_public_pool=true` shares one pool among all
+    tenants."""
+
+    redis_password_file: Path | None = None
+    """File with the password of the Redis user."""
+
+    redis_ca_file: Path | None = None
+    """PEM file with the authorities that may sign the Redis servers' certificates."""
+
+    pool_secret_file: Path | None = None
+    """File with the secret from which keys in Redis are made; redis needs it."""
+
+    certs: Path | None = None
+    """Directory of `outrider certs`: all processes then use mutual TLS, and the gateway's ports
+    TLS. With trust-draft-distributions the drafters get the role trusted-drafter."""
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether callers of the gateway need a key."""
+        return self.keys_file is not None or bool(self.keys)
+
+    @model_validator(mode="after")
+    def _check_exposure(self) -> Self:
+        check_exposure([self.host], has_keys=self.has_keys, is_open=self.open)
+        return self
+
+    def files(self, role: str) -> dict[str, Path]:
+        """Certificate, key and authorities of a role by the names of settings; none without TLS."""
+        if self.certs is None:
+            return {}
+        pair = {"tls_cert": self.certs / f"{role}.pem", "tls_key": self.certs / f"{role}.key"}
+        return pair | {"tls_ca": self.certs / "ca.pem"}
+
+    @property
+    def drafter_role(self) -> str:
+        """The role of the drafters' certificate."""
+        role = Role.TRUSTED_DRAFTER if self.trust_draft_distributions else Role.DRAFTER
+        return role.value
+
+    @model_validator(mode="after")
+    def _check_certs(self) -> Self:
+        if self.certs is None:
+            return self
+        for role in (Role.VERIFIER.value, Role.GATEWAY.value, self.drafter_role):
+            try:
+                Tls.of(*self.files(role).values())
+            except OutriderError as error:
+                remedy = f"`outrider certs {self.certs}` makes the files"
+                raise ValueError(f"certs: {error.message}; {remedy}") from error
+        return self
+
+    @model_validator(mode="after")
+    def _check_redis(self) -> Self:
+        if self.redis is None:
+            given = [
+                name.replace("_", "-") for name in REDIS_SETTINGS if getattr(self, name) is not None
+            ]
+            if given:
+                raise ValueError(f"{given[0]} has no meaning without --redis URL")
+            return self
+        if not any(DrafterSpec.parse(text).shares_redis for text in self.drafter):
+            raise ValueError("redis is for n-gram drafters, and there is none; add --drafter ngram")
+        return self
+
+    @field_validator("drafter")
+    @classmethod
+    def _check_drafters(cls, texts: list[str]) -> list[str]:
+        for text in texts:
+            try:
+                DrafterSpec.parse(text)
+            except OutriderError as error:
+                raise ValueError(error.message) from error
+        return texts

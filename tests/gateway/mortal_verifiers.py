@@ -1,0 +1,132 @@
+"""A gateway with two scripted verifiers that can be killed, restarted and drained."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import httpx
+from gateway_rig import TARGET, echo, until
+from scripted_verifier import Script, ScriptedVerifier, Step, last, plain, ready, serve_verifier
+
+from gateway.config import GatewaySettings
+from gateway.metrics import Metrics
+from gateway.prompts import Prompts
+from gateway.server import Gateway, running
+from outrider.messages import FinishReason, SpeculationStats, TokenChunk, TokenLogprob, TokenRequest
+from outrider.model_info import Stage
+from outrider.process import rpc
+
+TEXT = "def main():\n    return [1, 2, 3]\n\nclass Größe:\n    pass\n"
+FOREVER = 600.0
+
+
+class Verifier:
+    """A scripted verifier that can be killed and restarted at the same address."""
+
+    def __init__(self, prompts: Prompts) -> None:
+        self.script = Script(ready(prompts.fingerprint), echo)
+        self._server: rpc.Server | None = None
+        self._port = 0
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self._port}"
+
+    async def start(self) -> None:
+        self._server = rpc.Server()
+        serve_verifier(ScriptedVerifier(self.script), self._server.grpc)
+        [self._port] = await self._server.start(f"127.0.0.1:{self._port}")
+
+    def drain(self) -> None:
+        """Say that it leaves, and finish the texts that stay."""
+        self.script.info = replace(self.script.info, stage=Stage.DRAINING)
+        self.script.leaves = True
+
+    async def kill(self) -> None:
+        """Cut all connections."""
+        if self._server is not None:
+            await self._server.stop(0)
+            self._server = None
+
+
+class Site:
+    """A gateway with two verifiers. While neither is busy, it picks `first`."""
+
+    def __init__(self, prompts: Prompts) -> None:
+        self.prompts = prompts
+        self.ids = prompts.tokenizer.encode(TEXT).ids
+        self.first = Verifier(prompts)
+        self.second = Verifier(prompts)
+        self.gateway: Gateway
+        self.http: httpx.AsyncClient
+
+    def writes(
+        self, verifier: Verifier, until_token: int | None = None, then: Step = FOREVER
+    ) -> None:
+        """Let a verifier write TEXT behind what is committed; at `until_token` it does `then`."""
+
+        def steps(request: TokenRequest) -> list[Step]:
+            done = len(request.committed)
+            end = len(self.ids) if until_token is None else until_token
+            chunks: list[Step] = [self.chunk(request, at) for at in range(done, end)]
+            if until_token is None:
+                return [*chunks, last([3], FinishReason.STOP, SpeculationStats(len(chunks) + 1))]
+            return [*chunks, then]
+
+        verifier.script.answer = steps
+
+    def chunk(self, request: TokenRequest, at: int) -> TokenChunk:
+        """The chunk of the text's token `at`. It has a log probability if the request wants it."""
+        chunk = plain([self.ids[at]])
+        if request.top_logprobs is not None:
+            chunk.logprobs = [TokenLogprob(-0.25 * at, (self.ids[at],), (-0.25 * at,), 1)]
+        return chunk
+
+    def ask(self, **body: Any) -> asyncio.Task[httpx.Response]:
+        wanted = {"prompt": "x", "max_tokens": 500} | body
+        return asyncio.create_task(self.http.post("/v1/completions", json=wanted))
+
+    async def sent(self, verifier: Verifier, count: int) -> None:
+        """Wait until the gateway has the verifier's first `count` tokens of every sequence."""
+
+        def has_them() -> bool:
+            sequences = {s for r in self.gateway.router.replicas for s in r.sequences}
+            here = verifier.script.running
+            return 0 < here == sum(len(s._committed) == count for s in sequences)  # type: ignore[attr-defined]
+
+        await until(has_them)
+
+    async def counted(self, reason: str) -> int:
+        text = (await self.http.get("/metrics")).text
+        name = f'outrider:request_resumed_total{{model_name="models/target",reason="{reason}"}}'
+        lines = [line for line in text.splitlines() if line.startswith(name)]
+        return int(float(lines[0].split()[-1])) if lines else 0
+
+
+@contextlib.asynccontextmanager
+async def running_site(prompts: Prompts, **settings: Any) -> AsyncIterator[Site]:
+    site = Site(prompts)
+    async with contextlib.AsyncExitStack() as stack:
+        for verifier in (site.first, site.second):
+            await verifier.start()
+            stack.push_async_callback(verifier.kill)
+            site.writes(verifier)
+        given: dict[str, Any] = {
+            "verifier": [site.first.address, site.second.address],
+            "tokenizer": TARGET,
+            "http_port": 0,
+            "grpc_listen": "127.0.0.1:0",
+            "drain_seconds": 0,
+        }
+        site.gateway = await stack.enter_async_context(
+            running(GatewaySettings(**given | settings), Metrics())
+        )
+        site.http = await stack.enter_async_context(
+            httpx.AsyncClient(base_url=site.gateway.http_url, timeout=30)
+        )
+        await until(lambda: all(r.problem is None for r in site.gateway.router.replicas))
+        yield site

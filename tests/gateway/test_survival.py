@@ -1,0 +1,393 @@
+"""A sequence whose verifier is lost or leaves goes on at another: no token twice, none missing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+import pytest_asyncio
+from gateway_rig import until
+from mortal_verifiers import FOREVER, TEXT, Site, Verifier, running_site
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from scripted_verifier import last, plain
+
+from gateway import routing
+from gateway.prompts import Prompts
+from outrider.errors import OutriderError, Reason
+from outrider.messages import FinishReason, SpeculationStats, TokenChunk, TokenLogprob, TokenSource
+from outrider.model_info import Stage
+from outrider.process import rpc, telemetry
+from outrider.v1 import generation_pb2_grpc
+from outrider.v1.generation_pb2 import GenerateTextRequest
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+LOST = OutriderError(Reason.VERIFIER_UNAVAILABLE, "the verifier has crashed")
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def site(prompts: Prompts, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Site]:
+    monkeypatch.setattr(routing, "_POLL_READY_S", 0.05)
+    monkeypatch.setattr(routing, "_POLL_LOADING_S", 0.05)
+    async with running_site(prompts) as made:
+        yield made
+
+
+def events(response: httpx.Response) -> list[dict[str, Any]]:
+    """The events of a stream, which ends as it should."""
+    *lines, done, end = response.text.split("\n\n")
+    assert (response.status_code, done, end) == (200, "data: [DONE]", "")
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+def text_of(response: httpx.Response) -> str:
+    return "".join(choice["text"] for event in events(response) for choice in event["choices"])
+
+
+WITH_USAGE = {"stream": True, "stream_options": {"include_usage": True}}
+
+
+@pytest.mark.parametrize("until_token", [1, 7, 20])
+async def test_a_stream_goes_on_without_a_break_when_its_verifier_dies(
+    site: Site, until_token: int
+) -> None:
+    undisturbed = await site.ask(logprobs=1, **WITH_USAGE)
+    site.writes(site.first, until_token)
+    asked = site.ask(logprobs=1, **WITH_USAGE)
+    await site.sent(site.first, until_token)
+    await site.first.kill()
+    found, wanted = events(await asked), events(undisturbed)
+    for event in (*found, *wanted):
+        del event["id"], event["created"]
+    assert found == wanted
+    [began] = site.first.script.requests[1:]
+    [goes_on] = site.second.script.requests
+    assert goes_on == replace(began, committed=site.ids[:until_token])
+    assert began.noise_seed is not None
+    assert await site.counted("verifier_unavailable") == 1
+
+
+async def test_a_whole_answer_survives_its_verifier_too(site: Site) -> None:
+    site.writes(site.first, 9)
+    asked = site.ask(logprobs=0)
+    await site.sent(site.first, 9)
+    await site.first.kill()
+    answer = (await asked).json()
+    [choice] = answer["choices"]
+    assert (choice["text"], choice["finish_reason"]) == (TEXT, "stop")
+    assert choice["logprobs"]["token_logprobs"] == [-0.25 * at for at in range(len(site.ids))]
+    assert answer["usage"]["completion_tokens"] == len(site.ids) + 1
+    assert site.second.script.requests[0].committed == site.ids[:9]
+
+
+async def test_a_sequence_without_a_token_begins_elsewhere(site: Site) -> None:
+    site.writes(site.first, 0)
+    asked = site.ask(stream=True)
+    await until(lambda: site.first.script.running == 1)
+    await site.first.kill()
+    assert text_of(await asked) == TEXT
+    assert site.second.script.requests[0].committed == []
+    assert await site.counted("verifier_unavailable") == 0
+
+
+@pytest.mark.parametrize("reason", ["length", "stop"])
+async def test_a_complete_sequence_is_not_repeated(site: Site, reason: str) -> None:
+    """Its verifier dies after the last token, before it says that the sequence is over."""
+    ends = site.ids[:6] if reason == "length" else [*site.ids[:5], 3]
+    site.first.script.answer = lambda _: [*(plain([token]) for token in ends), FOREVER]
+    asked = site.ask(max_tokens=6, **WITH_USAGE)
+    await site.sent(site.first, 6)
+    await site.first.kill()
+    *_, closing, usage = events(await asked)
+    assert closing["choices"][0]["finish_reason"] == reason
+    assert usage["usage"]["completion_tokens"] == 6
+    assert site.second.script.requests == []
+
+
+async def test_a_stop_string_may_begin_at_one_verifier_and_end_at_another(site: Site) -> None:
+    at = TEXT.index("[1, 2")
+    before = site.prompts.tokenizer.encode(TEXT[: at + 3]).ids
+    assert before == site.ids[: len(before)]
+    site.writes(site.first, len(before))
+    asked = site.ask(stream=True, stop="[1, 2")
+    await site.sent(site.first, len(before))
+    await site.first.kill()
+    assert text_of(await asked) == TEXT[:at]
+
+
+async def test_each_choice_goes_on_by_itself(site: Site) -> None:
+    undisturbed = (await site.ask(n=3, seed=5)).json()
+    for verifier in (site.first, site.second):
+        verifier.script.requests.clear()
+        site.writes(verifier, 4)
+    asked = site.ask(n=3, seed=5)
+    await site.sent(site.first, 4)
+    site.writes(site.second)
+    await site.first.kill()
+    answer = (await asked).json()
+    assert answer["choices"] == undisturbed["choices"]
+    assert answer["usage"] == undisturbed["usage"]
+    begun = [request.sampling.seed for request in site.first.script.requests]
+    goes_on = site.second.script.requests
+    assert [(r.sampling.seed, len(r.committed)) for r in goes_on] == [(seed, 4) for seed in begun]
+
+
+async def test_a_sequence_outlives_several_verifiers(site: Site) -> None:
+    site.writes(site.first, 3)
+    site.writes(site.second, 8)
+    asked = site.ask(**WITH_USAGE)
+    await site.sent(site.first, 3)
+    await site.first.kill()
+    await site.sent(site.second, 8)
+    # No verifier is left, until the first one has restarted.
+    await site.second.kill()
+    site.writes(site.first)
+    await site.first.start()
+    response = await asked
+    assert text_of(response) == TEXT
+    assert events(response)[-1]["usage"]["completion_tokens"] == len(site.ids) + 1
+    assert [len(r.committed) for r in site.first.script.requests] == [0, 8]
+    assert await site.counted("verifier_unavailable") == 2
+
+
+async def test_a_verifier_that_dies_before_it_continues_is_replaced(site: Site) -> None:
+    site.writes(site.first, 3)
+    site.writes(site.second, 3)
+    asked = site.ask(stream=True)
+    await site.sent(site.first, 3)
+    await site.first.kill()
+    await until(lambda: site.second.script.running == 1)
+    site.writes(site.first)
+    await site.first.start()
+    await until(lambda: site.gateway.router.replicas[0].problem is None)
+    await site.second.kill()
+    assert text_of(await asked) == TEXT
+    assert site.first.script.requests[-1].committed == site.ids[:3]
+
+
+async def test_without_a_verifier_in_time_a_sequence_ends_with_an_error(prompts: Prompts) -> None:
+    async with running_site(prompts, resume_seconds=0.3) as site:
+        await site.second.kill()
+        await until(lambda: site.gateway.router.replicas[1].problem is not None)
+        site.writes(site.first, 3)
+        asked = site.ask(stream=True)
+        await site.sent(site.first, 3)
+        await site.first.kill()
+        error = events(await asked)[-1]["error"]
+        assert error["code"] == "verifier_unavailable"
+        assert [len(r.sequences) for r in site.gateway.router.replicas] == [0, 0]
+
+
+async def test_a_request_that_ends_each_verifier_is_given_up(site: Site) -> None:
+    for verifier in (site.first, site.second):
+        site.writes(verifier, 3, LOST)
+    response = await site.ask(stream=True)
+    assert events(response)[-1]["error"]["code"] == "verifier_unavailable"
+    begun = len(site.first.script.requests) + len(site.second.script.requests)
+    assert begun == 5
+
+
+@pytest.mark.parametrize(
+    "reason", [Reason.INVALID_VALUE, Reason.OVERLOADED, Reason.INTERNAL, Reason.LOGITS_NOT_FINITE]
+)
+async def test_an_error_that_is_not_the_verifiers_death_is_not_retried(
+    site: Site, reason: Reason
+) -> None:
+    site.writes(site.first, 3, OutriderError(reason, "no"))
+    response = await site.ask(stream=True)
+    assert events(response)[-1]["error"]["code"] == reason.name.lower()
+    assert site.second.script.requests == []
+
+
+async def test_a_client_that_leaves_while_its_sequence_waits_is_forgotten(site: Site) -> None:
+    await site.second.kill()
+    await until(lambda: site.gateway.router.replicas[1].problem is not None)
+    site.writes(site.first, 3)
+    asked = site.ask()
+    await site.sent(site.first, 3)
+    await site.first.kill()
+    await until(lambda: site.gateway.router.replicas[0].problem is not None)
+    asked.cancel()
+    await asyncio.gather(asked, return_exceptions=True)
+    await until(lambda: not any(r.sequences for r in site.gateway.router.replicas))
+    site.writes(site.first)
+    await site.first.start()
+    await until(lambda: site.gateway.router.replicas[0].problem is None)
+    assert (await site.ask()).json()["choices"][0]["text"] == TEXT
+    assert len(site.first.script.requests) == 2
+
+
+def scored(*tokens: int) -> TokenChunk:
+    """A chunk with the log probabilities of some of the prompt's tokens."""
+    return TokenChunk([], [], prompt_logprobs=[TokenLogprob(-float(t), (), (), 1) for t in tokens])
+
+
+@pytest.mark.parametrize("parts", [[[6], [7, 8]], [[6, 7], [8]], [[6, 7, 8]]])
+async def test_a_prompt_is_listed_once_though_it_is_scored_twice(
+    site: Site, parts: list[list[int]]
+) -> None:
+    site.first.script.answer = lambda _: [scored(6, 7), FOREVER]
+    site.second.script.answer = lambda _: [
+        *(scored(*part) for part in parts),
+        plain([site.ids[0]]),
+        last([], FinishReason.LENGTH),
+    ]
+    asked = site.ask(prompt=[5, 6, 7, 8], echo=True, logprobs=0, max_tokens=1)
+    await until(
+        lambda: any(
+            s._scored == 2  # type: ignore[attr-defined]
+            for s in site.gateway.router.replicas[0].sequences
+        )
+    )
+    await site.first.kill()
+    listed = (await asked).json()["choices"][0]["logprobs"]["token_logprobs"]
+    assert listed[:4] == [None, -6.0, -7.0, -8.0]
+    assert site.second.script.requests[0].prompt_logprobs == 0
+
+
+async def test_a_scored_prompt_is_not_scored_again_behind_a_token(site: Site) -> None:
+    site.first.script.answer = lambda request: [scored(6), site.chunk(request, 0), FOREVER]
+    asked = site.ask(prompt=[5, 6], echo=True, logprobs=0)
+    await site.sent(site.first, 1)
+    await site.first.kill()
+    listed = (await asked).json()["choices"][0]["logprobs"]["token_logprobs"]
+    assert listed[:4] == [None, -6.0, 0.0, -0.25]
+    assert site.second.script.requests[0].prompt_logprobs is None
+
+
+def drafted(token_ids: list[int], accepted: int, draft_tokens: int) -> TokenChunk:
+    sources = [TokenSource.ACCEPTED] * accepted
+    sources += [TokenSource.RECOVERED] * (len(token_ids) - accepted)
+    return TokenChunk(token_ids, sources, "ngram-1", draft_token_count=draft_tokens)
+
+
+async def test_the_statistics_are_those_of_all_verifiers(site: Site) -> None:
+    """Of the lost one, those of the steps that arrived. The prompt's cached tokens are its own."""
+    begun = replace(drafted(site.ids[:2], 1, 3), cached_token_count=16)
+    site.first.script.answer = lambda _: [begun, FOREVER]
+    stats = SpeculationStats(2, 1, 4, 2, [0, 0, 1], 4)
+    ending = replace(drafted(site.ids[2:5], 2, 4), cached_token_count=48)
+    ending = replace(ending, finish_reason=FinishReason.LENGTH, stats=stats)
+    site.second.script.answer = lambda _: [ending]
+    body = {"speculation": {"metrics": True, "acceptance": "typical"}}
+    asked = site.ask(max_tokens=5, **body)
+    await site.sent(site.first, 2)
+    await site.first.kill()
+    answer = (await asked).json()
+    found = answer["metrics"]["speculative_decoding"]
+    assert found["num_draft_tokens"] == 7
+    assert found["num_accepted_draft_tokens"] == 3
+    assert found["acceptance_histogram"] == [0, 1, 1, 0, 0]
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 16
+    # The lost verifier never said by which rule it accepted, but the request did.
+    assert answer["speculation"] == {"rules": ["typical"], "lossless": False}
+
+
+async def test_the_requests_span_tells_how_often_its_sequences_went_on(site: Site) -> None:
+    exporter = InMemorySpanExporter()
+    telemetry.setup("gateway", SimpleSpanProcessor(exporter))
+    try:
+        site.writes(site.first, 3)
+        # Both choices of one request run at the same verifier.
+        asked = site.ask(n=2)
+        await site.sent(site.first, 3)
+        await site.first.kill()
+        assert (await asked).status_code == 200
+        await site.ask()
+    finally:
+        telemetry.shutdown()
+    spans = [dict(span.attributes or {}) for span in exporter.get_finished_spans()]
+    assert [span.get("outrider.resumed") for span in spans] == [2, None]
+
+
+async def test_grpc_tells_how_often_a_request_went_on(site: Site) -> None:
+    site.writes(site.first, 3)
+    async with rpc.dial(site.gateway.grpc_address) as channel:
+        call = generation_pb2_grpc.GenerationServiceStub(channel).GenerateText(
+            GenerateTextRequest(prompt="x")
+        )
+        responses = [await call.read() for _ in range(3)]
+        await site.first.kill()
+        while (response := await call.read()) is not grpc.aio.EOF:
+            responses.append(response)
+    assert "".join(response.text for response in responses) == TEXT
+    assert responses[-1].usage.resumed_count == 1
+    assert responses[-1].usage.completion_token_count == len(site.ids) + 1
+
+
+async def test_a_verifier_that_drains_hands_its_sequences_over(
+    prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The gateway must believe the verifier at once, and not only when it polls it.
+    monkeypatch.setattr(routing, "_POLL_READY_S", 60.0)
+    async with running_site(prompts) as site:
+        site.writes(site.first, 3)
+        begun = site.ask(stream=True)
+        await site.sent(site.first, 3)
+        site.first.drain()
+        assert text_of(await begun) == TEXT
+        await until(lambda: site.first.script.running == 0)
+        assert site.first.script.cancelled == 1
+        assert await site.counted("draining") == 1
+
+
+async def test_without_another_one_a_draining_verifier_finishes_its_sequences(site: Site) -> None:
+    await site.second.kill()
+    await until(lambda: site.gateway.router.replicas[1].problem is not None)
+    site.first.script.answer = lambda request: [
+        plain(site.ids[:3]),
+        1.0,
+        plain(site.ids[3:]),
+        last([3], FinishReason.STOP),
+    ]
+    asked = site.ask(stream=True)
+    await site.sent(site.first, 3)
+    site.first.drain()
+    await until(lambda: site.gateway.router.replicas[0].problem is not None)
+    assert text_of(await asked) == TEXT
+    assert len(site.first.script.requests) == 1
+
+
+async def test_a_sequence_goes_on_when_a_draining_verifier_has_restarted(site: Site) -> None:
+    await site.second.kill()
+    await until(lambda: site.gateway.router.replicas[1].problem is not None)
+    site.writes(site.first, 3)
+    asked = site.ask(stream=True)
+    await site.sent(site.first, 3)
+    site.first.drain()
+    await until(lambda: site.gateway.router.replicas[0].problem is not None)
+    site.first.script.hangs_up = True
+    await until(lambda: site.first.script.running == 0)
+    site.writes(site.first)
+    site.first.script.info = replace(site.first.script.info, stage=Stage.READY)
+    assert text_of(await asked) == TEXT
+
+
+async def test_sequences_spread_over_the_verifiers_that_are_left(prompts: Prompts) -> None:
+    third = Verifier(prompts)
+    await third.start()
+    try:
+        async with running_site(prompts) as site:
+            router = site.gateway.router
+            router.replicas.append(routing.Replica(third.address))
+            await router.replicas[2].refresh(prompts.fingerprint)
+            site.writes(site.first, 2)
+            left = [site.second.script, third.script]
+            for script in left:
+                script.answer = lambda _: [FOREVER]
+            asked = [site.ask() for _ in range(12)]
+            await until(lambda: site.first.script.running == 4)
+            await site.first.kill()
+            await until(lambda: [script.running for script in left] == [6, 6])
+            for task in asked:
+                task.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
+    finally:
+        await third.kill()
