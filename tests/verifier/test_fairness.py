@@ -82,6 +82,17 @@ def test_a_full_queue_takes_another_tenants_request_and_drops_the_youngest() -> 
     assert victim.id > flood[-1].id
 
 
+def test_a_request_that_began_elsewhere_is_not_dropped() -> None:
+    engine, _ = make_engine(eos_bias=-99, limits=Limits(max_sequences=1, max_waiting=4))
+    _, clients = submit(engine, "flood", 4)
+    begun = Client()
+    engine.submit(TokenRequest([1, 2], 4, GREEDY, tenant="flood", committed=[1]), begun)
+    submit(engine, "victim")
+    finish(engine)
+    assert begun.error is None
+    assert clients[-1].error is not None
+
+
 def test_a_full_queue_refuses_the_tenant_that_fills_it() -> None:
     engine, _ = make_engine(eos_bias=-99, limits=Limits(max_sequences=1, max_waiting=4))
     submit(engine, "flood", 5)

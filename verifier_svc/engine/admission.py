@@ -47,7 +47,7 @@ class Admission:
     ) -> Sequence:
         """Queue a request and admit what fits; raises OutriderError, see `Engine.submit`."""
         self._check(request)
-        self._make_room(request.tenant)
+        self._make_room(request)
         sequence = self._new_sequence(request, sink, span)
         if grammar is not None:
             sequence.matcher = grammar.matcher()
@@ -76,28 +76,24 @@ class Admission:
             field = "speculation.acceptance"
             message = "relaxed is for the thinking phase, and the model has no tokens that mark one"
             raise OutriderError(Reason.INVALID_VALUE, f"{field}: {message}", field)
-        most = self._limits.max_waiting
-        if request.committed:
-            # It was taken before, so it may go beyond the bound for new requests.
-            most *= 2
-        if len(self._scheduler.waiting) >= most:
-            raise OutriderError(Reason.OVERLOADED, f"{most} requests are waiting already")
         if request.speculation.enabled and not request.committed:
             # A continued request does without a drafter that only its lost verifier had.
             self._drafting.roster.check_known(request.speculation.drafter)
 
-    def _make_room(self, tenant: str) -> None:
+    def _make_room(self, request: TokenRequest) -> None:
         """Raise OVERLOADED if the queue is full, unless another tenant has more than its share.
 
         In that case its youngest waiting sequence ends with OVERLOADED instead.
         """
         waiting = self._scheduler.waiting
-        if len(waiting) < self._limits.max_waiting:
+        most = self._limits.max_waiting
+        if request.committed:
+            # It was taken before, so it may go beyond the bound for new requests.
+            most *= 2
+        if len(waiting) < most:
             return
-        error = OutriderError(
-            Reason.OVERLOADED, f"{self._limits.max_waiting} requests are waiting already"
-        )
-        displaced = waiting.to_displace(tenant)
+        error = OutriderError(Reason.OVERLOADED, f"{most} requests are waiting already")
+        displaced = waiting.to_displace(request.tenant)
         if displaced is None:
             raise error
         del self._sequences[displaced.id]

@@ -62,9 +62,12 @@ class FairQueue:
     def to_displace(self, tenant: str) -> Sequence | None:
         """The sequence that loses its place in a full queue to one of `tenant`, if any does.
 
-        It is the youngest of the tenant with the most waiting sequences. That tenant must keep at
-        least as many as `tenant` then has, so the two cannot displace each other in turns.
+        It is the youngest of the tenant with the most waiting sequences, but none that began at
+        another verifier. That tenant must keep at least as many as `tenant` then has, so the two
+        cannot displace each other in turns.
         """
         longest = max(self._by_tenant.values(), key=len, default=deque())
         own = len(self._by_tenant.get(tenant, ()))
-        return longest[-1] if len(longest) - 1 > own else None
+        if len(longest) - 1 <= own:
+            return None
+        return next((each for each in reversed(longest) if not each.request.committed), None)
