@@ -48,6 +48,7 @@ def _kernels() -> list[Extension]:
 # be copied, pickled or derived from.
 _STEP = [
     "outrider/lm/pages.py",
+    "outrider/draft_messages.py",
     "outrider/messages.py",
     "outrider/token_tree.py",
     "verifier_svc/verification/acceptance.py",

@@ -23,12 +23,12 @@ from drafter_svc.config import DrafterSettings, FamilyChoice, settings_schema
 from drafter_svc.families.registry import find_family, known_families
 from drafter_svc.metrics import Metrics, StreamMetrics
 from drafter_svc.placement import PlacementPlan, choose_address, plan
+from outrider.draft_messages import DraftBatch, Hello
 from outrider.drafter.serve import own_id
 from outrider.drafter.strategy import Strategy
 from outrider.drafter.stream import DraftStream, Observer
 from outrider.drafter.streams import DraftStreams
 from outrider.errors import OutriderError
-from outrider.messages import DraftBatch, Hello
 from outrider.model_info import ModelInfo
 from outrider.process import rpc, telemetry
 from outrider.process.config import load, parse

@@ -15,21 +15,13 @@ from typing import Any, NamedTuple
 
 from rich.table import Table
 
+from outrider.draft_messages import DraftBatch, Hello, Proposal, StepBatch
 from outrider.draft_tokens_policy import DraftTokensPolicy
 from outrider.errors import OutriderError
 from outrider.launch.prompts import DEMO_PROMPTS
 from outrider.lm.pages import PagePool
 from outrider.lm.runner import ModelRunner
-from outrider.messages import (
-    DraftBatch,
-    Hello,
-    Proposal,
-    SamplingParams,
-    SpeculationOptions,
-    StepBatch,
-    TokenChunk,
-    TokenRequest,
-)
+from outrider.messages import SamplingParams, SpeculationOptions, TokenChunk, TokenRequest
 from outrider.tokenizer import load_tokenizer
 from verifier_svc.engine.loop import Engine
 from verifier_svc.engine.outgoing import Delivery

@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 import grpc
 
 from outrider.clock import Clock, monotonic
+from outrider.draft_messages import DraftBatch, Hello, StepBatch, Welcome
 from outrider.drafter.session import DraftSession
 from outrider.drafter.strategy import Strategy
 from outrider.errors import OutriderError, Reason, Retry
-from outrider.messages import DraftBatch, Hello, StepBatch, Welcome
 from outrider.model_info import ModelInfo, Stage
 from outrider.process import rpc, telemetry
 from outrider.process.tls import Tls, explain

@@ -9,6 +9,7 @@ import math
 
 import numpy as np
 
+from outrider import draft_messages as d
 from outrider import messages as m
 from outrider.checks import check_ids, check_name
 from outrider.errors import OutriderError, Reason, invalid
@@ -35,7 +36,7 @@ from outrider.wire.settings import (
 )
 
 
-def hello_from_proto(proto: drafts_pb2.Hello) -> m.Hello:
+def hello_from_proto(proto: drafts_pb2.Hello) -> d.Hello:
     """Check and convert; raises OutriderError(INVALID_VALUE). Drops unknown distributions."""
     check_name("hello.drafter_id", proto.drafter_id)
     check_name("hello.family", proto.family, longest=MAX_FAMILY_LENGTH)
@@ -48,7 +49,7 @@ def hello_from_proto(proto: drafts_pb2.Hello) -> m.Hello:
         raise invalid("hello.max_sequence_count", message)
     offered: set[int] = set(proto.distributions)
     distributions = [kind for kind in m.DraftDistribution if kind in offered]
-    return m.Hello(
+    return d.Hello(
         drafter_id=proto.drafter_id,
         family=proto.family,
         tokenizer_fingerprint=proto.tokenizer_fingerprint,
@@ -59,7 +60,7 @@ def hello_from_proto(proto: drafts_pb2.Hello) -> m.Hello:
     )
 
 
-def hello_to_proto(hello: m.Hello) -> drafts_pb2.Hello:
+def hello_to_proto(hello: d.Hello) -> drafts_pb2.Hello:
     """Convert; inverse of `hello_from_proto`."""
     return drafts_pb2.Hello(
         drafter_id=hello.drafter_id,
@@ -72,7 +73,7 @@ def hello_to_proto(hello: m.Hello) -> drafts_pb2.Hello:
     )
 
 
-def drafts_from_proto(proto: drafts_pb2.DraftBatch, vocab_size: int) -> m.DraftBatch:
+def drafts_from_proto(proto: drafts_pb2.DraftBatch, vocab_size: int) -> d.DraftBatch:
     """Check and convert; raises OutriderError(PROTOCOL_VIOLATION).
 
     Ids must be in [0, vocab_size). Base lengths and windows depend on the committed tokens; the
@@ -80,13 +81,13 @@ def drafts_from_proto(proto: drafts_pb2.DraftBatch, vocab_size: int) -> m.DraftB
     """
     if len(proto.proposals) + len(proto.skips) > MAX_BATCH_ENTRIES:
         raise _violation("drafts", f"must hold at most {MAX_BATCH_ENTRIES} proposals and skips")
-    return m.DraftBatch(
+    return d.DraftBatch(
         [_proposal_from_proto(proposal, vocab_size) for proposal in proto.proposals],
-        [m.Skip(skip.sequence_id, skip.base_length) for skip in proto.skips],
+        [d.Skip(skip.sequence_id, skip.base_length) for skip in proto.skips],
     )
 
 
-def _proposal_from_proto(proto: drafts_pb2.Proposal, vocab_size: int) -> m.Proposal:
+def _proposal_from_proto(proto: drafts_pb2.Proposal, vocab_size: int) -> d.Proposal:
     ids = list(proto.token_ids)
     count = len(ids)
     if not 1 <= count <= MAX_PROPOSAL_TOKENS:
@@ -116,14 +117,14 @@ def _proposal_from_proto(proto: drafts_pb2.Proposal, vocab_size: int) -> m.Propo
     ]
     seconds = proto.draft_time.seconds + proto.draft_time.nanos * 1e-9
     seconds = min(max(0.0, seconds), MAX_DRAFT_SECONDS)
-    return m.Proposal(
+    return d.Proposal(
         proto.sequence_id, proto.base_length, ids, parents, distributions, seconds, confidences
     )
 
 
 def _distribution(
     proto: drafts_pb2.SparseDistribution, token: int, vocab_size: int
-) -> m.SparseDistribution:
+) -> d.SparseDistribution:
     """Check the distribution of one proposed token and renormalise it in float64."""
     name = "proposal.distributions"
     count = len(proto.token_ids)
@@ -142,10 +143,10 @@ def _distribution(
         raise _violation(name, f"must hold distinct ids in [0, {vocab_size})")
     if not weights[ids == token].any():
         raise _violation(name, f"must give the proposed token {token} a probability above 0")
-    return m.SparseDistribution(ids, weights / total)
+    return d.SparseDistribution(ids, weights / total)
 
 
-def drafts_to_proto(batch: m.DraftBatch) -> drafts_pb2.DraftBatch:
+def drafts_to_proto(batch: d.DraftBatch) -> drafts_pb2.DraftBatch:
     """Convert; inverse of `drafts_from_proto`. Probabilities become float32."""
     proto = drafts_pb2.DraftBatch()
     for proposal in batch.proposals:
@@ -170,7 +171,7 @@ def drafts_to_proto(batch: m.DraftBatch) -> drafts_pb2.DraftBatch:
     return proto
 
 
-def step_to_proto(step: m.StepBatch) -> drafts_pb2.StepBatch:
+def step_to_proto(step: d.StepBatch) -> drafts_pb2.StepBatch:
     """Convert; inverse of `step_from_proto`."""
     return drafts_pb2.StepBatch(
         opened=[_opened_to_proto(opened) for opened in step.opened],
@@ -182,7 +183,7 @@ def step_to_proto(step: m.StepBatch) -> drafts_pb2.StepBatch:
     )
 
 
-def _opened_to_proto(opened: m.Opened) -> drafts_pb2.Opened:
+def _opened_to_proto(opened: d.Opened) -> drafts_pb2.Opened:
     return drafts_pb2.Opened(
         sequence_id=opened.sequence_id,
         token_ids=opened.token_ids,
@@ -199,7 +200,7 @@ def _opened_to_proto(opened: m.Opened) -> drafts_pb2.Opened:
     )
 
 
-def _verdict_to_proto(verdict: m.Verdict) -> drafts_pb2.Verdict:
+def _verdict_to_proto(verdict: d.Verdict) -> drafts_pb2.Verdict:
     return drafts_pb2.Verdict(
         sequence_id=verdict.sequence_id,
         committed_length=verdict.committed_length,
@@ -212,26 +213,26 @@ def _verdict_to_proto(verdict: m.Verdict) -> drafts_pb2.Verdict:
     )
 
 
-def _window_to_proto(window: m.Window) -> drafts_pb2.Window:
+def _window_to_proto(window: d.Window) -> drafts_pb2.Window:
     return drafts_pb2.Window(token_count=window.token_count, depth=window.depth)
 
 
-def step_from_proto(proto: drafts_pb2.StepBatch, vocab_size: int) -> m.StepBatch:
+def step_from_proto(proto: drafts_pb2.StepBatch, vocab_size: int) -> d.StepBatch:
     """Check and convert; raises OutriderError that names the field.
 
     A later version's values cost guesses at most: an unknown distribution counts as ONE_HOT, and a
     grammar of an unknown kind as no grammar. The reason for closing changes nothing.
     """
-    return m.StepBatch(
+    return d.StepBatch(
         [_opened_from_proto(opened, vocab_size) for opened in proto.opened],
         [_verdict_from_proto(verdict, vocab_size) for verdict in proto.verdicts],
-        [m.Closed(closed.sequence_id) for closed in proto.closed],
+        [d.Closed(closed.sequence_id) for closed in proto.closed],
     )
 
 
-def _verdict_from_proto(proto: drafts_pb2.Verdict, vocab_size: int) -> m.Verdict:
+def _verdict_from_proto(proto: drafts_pb2.Verdict, vocab_size: int) -> d.Verdict:
     check_ids("verdict.new_token_ids", proto.new_token_ids, vocab_size)
-    return m.Verdict(
+    return d.Verdict(
         proto.sequence_id,
         proto.committed_length,
         list(proto.new_token_ids),
@@ -243,7 +244,7 @@ def _verdict_from_proto(proto: drafts_pb2.Verdict, vocab_size: int) -> m.Verdict
     )
 
 
-def _opened_from_proto(proto: drafts_pb2.Opened, vocab_size: int) -> m.Opened:
+def _opened_from_proto(proto: drafts_pb2.Opened, vocab_size: int) -> d.Opened:
     if not proto.token_ids:
         raise _violation("opened.token_ids", "must hold at least 1 token")
     check_ids("opened.token_ids", proto.token_ids, vocab_size)
@@ -251,7 +252,7 @@ def _opened_from_proto(proto: drafts_pb2.Opened, vocab_size: int) -> m.Opened:
     if not 0 <= proto.prompt_token_count <= len(proto.token_ids):
         message = f"must be in [0, {len(proto.token_ids)}], not {proto.prompt_token_count}"
         raise _violation("opened.prompt_token_count", message)
-    return m.Opened(
+    return d.Opened(
         sequence_id=proto.sequence_id,
         token_ids=list(proto.token_ids),
         sampling=sampling_from_proto(proto.sampling, vocab_size, "opened.sampling"),
@@ -267,12 +268,12 @@ def _opened_from_proto(proto: drafts_pb2.Opened, vocab_size: int) -> m.Opened:
     )
 
 
-def _window_from_proto(proto: drafts_pb2.Window) -> m.Window:
+def _window_from_proto(proto: drafts_pb2.Window) -> d.Window:
     for name, most in (("token_count", MAX_WINDOW_TOKENS), ("depth", MAX_WINDOW_DEPTH)):
         value = getattr(proto, name)
         if not 1 <= value <= most:
             raise _violation(f"window.{name}", f"must be in [1, {most}], not {value}")
-    return m.Window(proto.token_count, proto.depth)
+    return d.Window(proto.token_count, proto.depth)
 
 
 def _draft_tokens_from_proto(count: int) -> int:

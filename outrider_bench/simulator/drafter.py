@@ -11,9 +11,9 @@ from bisect import bisect_left
 from collections import deque
 from functools import partial
 
+from outrider.draft_messages import DraftBatch, Hello, StepBatch
 from outrider.drafter.session import DraftSession
 from outrider.errors import OutriderError
-from outrider.messages import DraftBatch, Hello, StepBatch
 from outrider.model_info import Placement
 from outrider_bench.simulator.cores import Worker
 from outrider_bench.simulator.costs import Costs

@@ -11,9 +11,10 @@ from scripted_drafts import FINGERPRINT
 
 from drafter_svc.families.base import Family
 from drafter_svc.metrics import Metrics, StreamMetrics
+from outrider.draft_messages import DraftBatch, Hello, Opened, Window
 from outrider.drafter.draft_sequence import DraftSequence
 from outrider.drafter.stream import DraftStream, Observer
-from outrider.messages import DraftBatch, DraftDistribution, Hello, Opened, SamplingParams, Window
+from outrider.messages import DraftDistribution, SamplingParams
 from outrider.model_info import ModelInfo
 
 WINDOW = Window(16, 4)

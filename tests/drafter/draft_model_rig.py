@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from family_rig import Rig
 
-from outrider.messages import DraftDistribution, Opened, SamplingParams, Window
+from outrider.draft_messages import Opened, Window
+from outrider.messages import DraftDistribution, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
 

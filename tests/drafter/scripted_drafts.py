@@ -9,8 +9,8 @@ from typing import Any
 
 import grpc
 
+from outrider.draft_messages import DraftBatch, Hello, StepBatch
 from outrider.errors import OutriderError, Reason
-from outrider.messages import DraftBatch, Hello, StepBatch
 from outrider.model_info import ModelInfo, Stage
 from outrider.process import rpc
 from outrider.v1 import drafts_pb2, verifier_pb2

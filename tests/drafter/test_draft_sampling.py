@@ -11,8 +11,9 @@ from draft_model_rig import GREEDY, guesses_of, opened
 from family_rig import Rig
 from scipy import stats
 
+from outrider.draft_messages import Opened, SparseDistribution
 from outrider.lm.runner import ModelRunner
-from outrider.messages import DraftDistribution, Opened, SamplingParams, SparseDistribution
+from outrider.messages import DraftDistribution, SamplingParams
 from outrider.sampling.noise import Purpose, uniforms
 from outrider.wire.drafts import drafts_from_proto, drafts_to_proto
 

@@ -7,19 +7,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.drafter.draft_sequence import DraftSequence
-from outrider.errors import OutriderError, Reason
-from outrider.messages import (
+from outrider.draft_messages import (
     DraftBatch,
-    DraftDistribution,
     Opened,
     Proposal,
-    SamplingParams,
     Skip,
     SparseDistribution,
     Verdict,
     Window,
 )
+from outrider.drafter.draft_sequence import DraftSequence
+from outrider.errors import OutriderError, Reason
+from outrider.messages import DraftDistribution, SamplingParams
 from outrider.wire.drafts import drafts_from_proto, drafts_to_proto
 
 WINDOW = Window(token_count=12, depth=6)

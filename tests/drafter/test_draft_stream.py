@@ -11,9 +11,9 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from scripted_drafts import FINGERPRINT, READY, ScriptedVerifier
 
+from outrider.draft_messages import Closed, DraftBatch, Hello, Proposal, Skip, StepBatch, Verdict
 from outrider.drafter import stream as stream_module
 from outrider.errors import OutriderError, Reason
-from outrider.messages import Closed, DraftBatch, Hello, Proposal, Skip, StepBatch, Verdict
 from outrider.model_info import Stage
 from outrider.process import telemetry
 

@@ -20,8 +20,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from scripted_drafts import READY, ScriptedVerifier
 
 from drafter_svc.families.registry import find_family
+from outrider.draft_messages import Closed, DraftBatch, Skip, StepBatch
 from outrider.grammar.kinds import Grammar, GrammarKind
-from outrider.messages import Closed, DraftBatch, DraftDistribution, SamplingParams, Skip, StepBatch
+from outrider.messages import DraftDistribution, SamplingParams
 from outrider.process import rpc
 from outrider.tokenizer import fingerprint, load_tokenizer
 from outrider.v1 import drafts_pb2, verifier_pb2

@@ -9,10 +9,10 @@ import pytest
 from counting_drafter import Counting, Drafter, opened, running, until
 from scripted_drafts import ScriptedVerifier
 
+from outrider.draft_messages import Closed, DraftBatch, Proposal, Skip, StepBatch, Verdict
 from outrider.drafter import stream as stream_module
 from outrider.drafter.draft_sequence import DraftSequence
 from outrider.errors import OutriderError, Reason
-from outrider.messages import Closed, DraftBatch, Proposal, Skip, StepBatch, Verdict
 from outrider.v1 import common_pb2, drafts_pb2, verifier_pb2
 from outrider.wire import drafts as wire_drafts
 

@@ -9,21 +9,20 @@ from typing import Any
 import pytest
 
 from drafter_svc.families.base import Family
-from outrider.drafter.draft_sequence import DraftSequence
-from outrider.drafter.session import DraftSession
-from outrider.errors import OutriderError, Reason
-from outrider.messages import (
+from outrider.draft_messages import (
     Closed,
     DraftBatch,
-    DraftDistribution,
     Opened,
     Proposal,
-    SamplingParams,
     Skip,
     StepBatch,
     Verdict,
     Window,
 )
+from outrider.drafter.draft_sequence import DraftSequence
+from outrider.drafter.session import DraftSession
+from outrider.errors import OutriderError, Reason
+from outrider.messages import DraftDistribution, SamplingParams
 
 WINDOW = Window(16, 4)
 

@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 
 from outrider.clock import Clock, monotonic
+from outrider.draft_messages import DraftBatch, Hello, SparseDistribution, StepBatch
 from outrider.draft_tokens_policy import DraftTokensPolicy
 from outrider.drafter.draft_sequence import DraftSequence
 from outrider.errors import OutriderError
@@ -26,12 +27,8 @@ from outrider.lm.pages import PagePool
 from outrider.lm.runner import SequenceSlice
 from outrider.messages import (
     AcceptanceRule,
-    DraftBatch,
     DraftDistribution,
-    Hello,
     SamplingParams,
-    SparseDistribution,
-    StepBatch,
     TokenChunk,
     TokenRequest,
 )

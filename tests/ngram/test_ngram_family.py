@@ -10,7 +10,8 @@ from redis_servers import Standalone
 from drafter_svc.families.ngram import NgramFamily
 from drafter_svc.pools.memory import MemoryPool, NgramOptions
 from drafter_svc.pools.redis import RedisPool
-from outrider.messages import DraftDistribution, Opened, Proposal, SamplingParams, Skip, Window
+from outrider.draft_messages import Opened, Proposal, Skip, Window
+from outrider.messages import DraftDistribution, SamplingParams
 
 
 def opened(sequence_id: int, tokens: list[int], depth: int = 6) -> Opened:

@@ -4,7 +4,8 @@ import pytest
 from family_rig import Rig
 
 from drafter_svc.families.suffix import SuffixFamily, SuffixSettings
-from outrider.messages import DraftDistribution, Opened, SamplingParams, Skip, Window
+from outrider.draft_messages import Opened, Skip, Window
+from outrider.messages import DraftDistribution, SamplingParams
 
 
 def opened(sequence_id: int, tokens: list[int], tenant: str = "", tree_tokens: int = 0) -> Opened:

@@ -12,6 +12,7 @@ import pytest
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
+from outrider import draft_messages as d
 from outrider import messages as m
 from outrider.errors import OutriderError, Reason
 from outrider.model_info import Stage
@@ -126,7 +127,7 @@ def test_unknown_values_are_read_as_the_protos_say(value: Any) -> None:
     )
     read = wire_drafts.step_from_proto(step, VOCAB)
     assert read.opened[0].distribution is m.DraftDistribution.ONE_HOT
-    assert read.closed == [m.Closed(0)]
+    assert read.closed == [d.Closed(0)]
     info = wire_model.model_from_proto(verifier_pb2.GetModelResponse(stage=value))
     assert info.stage is Stage.LOADING
     hello = drafts_pb2.Hello(

@@ -11,6 +11,7 @@ from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outrider import draft_messages as d
 from outrider import messages as m
 from outrider.errors import OutriderError, Reason
 from outrider.limits import MAX_DRAFT_SECONDS
@@ -143,7 +144,7 @@ def test_a_chunk_survives_a_round_trip() -> None:
     length=st.integers(0, 2**31 - 1),
     tokens=ids,
     sampling=samplings,
-    window=st.builds(m.Window, st.integers(1, 4096), st.integers(1, 128)),
+    window=st.builds(d.Window, st.integers(1, 4096), st.integers(1, 128)),
     accepted=st.integers(0, 64),
     tree=st.integers(0, 1024),
 )
@@ -152,16 +153,16 @@ def test_a_step_survives_a_round_trip(
     length: int,
     tokens: list[int],
     sampling: m.SamplingParams,
-    window: m.Window,
+    window: d.Window,
     accepted: int,
     tree: int,
 ) -> None:
     sparse = m.DraftDistribution.SPARSE
-    opened = m.Opened(sequence_id, tokens, sampling, sparse, window, 4, "tenant", "trace")
-    step = m.StepBatch(
+    opened = d.Opened(sequence_id, tokens, sampling, sparse, window, 4, "tenant", "trace")
+    step = d.StepBatch(
         [replace(opened, tree_tokens=tree)],
-        [m.Verdict(sequence_id, length, tokens, accepted, 4, window, "trace", tree)],
-        [m.Closed(sequence_id)],
+        [d.Verdict(sequence_id, length, tokens, accepted, 4, window, "trace", tree)],
+        [d.Closed(sequence_id)],
     )
     assert wire_drafts.step_from_proto(wire_drafts.step_to_proto(step), VOCAB) == step
 
@@ -169,7 +170,7 @@ def test_a_step_survives_a_round_trip(
 @given(st.lists(st.floats(0, 1, exclude_min=True, width=32), min_size=1, max_size=32))
 def test_confidences_survive_a_round_trip(confidences: list[float]) -> None:
     tokens = [5] * len(confidences)
-    batch = m.DraftBatch([m.Proposal(1, 5, tokens, confidences=confidences)])
+    batch = d.DraftBatch([d.Proposal(1, 5, tokens, confidences=confidences)])
     assert wire_drafts.drafts_from_proto(wire_drafts.drafts_to_proto(batch), VOCAB) == batch
 
 
@@ -177,8 +178,8 @@ def test_confidences_survive_a_round_trip(confidences: list[float]) -> None:
 def test_drafter_and_verifier_use_the_same_distribution(weights: list[float]) -> None:
     """The drafter draws from float32 weights over their sum; the verifier divides the same way."""
     drawn_from = (np.array(weights) / sum(weights)).astype(np.float32).astype(np.float64)
-    sent = m.SparseDistribution(np.arange(len(weights)), drawn_from)
-    batch = m.DraftBatch([m.Proposal(1, 5, [0], [], [sent])])
+    sent = d.SparseDistribution(np.arange(len(weights)), drawn_from)
+    batch = d.DraftBatch([d.Proposal(1, 5, [0], [], [sent])])
     read = wire_drafts.drafts_from_proto(wire_drafts.drafts_to_proto(batch), VOCAB)
     received = read.proposals[0].distributions[0]
     assert received is not None

@@ -12,12 +12,13 @@ import pytest
 from sites import FINGERPRINT, Site, until, verifier
 
 from gateway.routing import Replica
+from outrider.draft_messages import Hello
 from outrider.drafter.serve import own_id
 from outrider.drafter.strategy import GuessStrategy
 from outrider.drafter.stream import DraftStream, Observer
 from outrider.errors import OutriderError, Reason
 from outrider.internal.v1 import token_streams_pb2, token_streams_pb2_grpc
-from outrider.messages import DraftDistribution, Hello
+from outrider.messages import DraftDistribution
 from outrider.process import rpc
 from outrider.process.tls import Tls, explain
 from outrider.v1 import drafts_pb2, verifier_pb2, verifier_pb2_grpc

@@ -10,8 +10,9 @@ import pytest
 from fake_model import VOCAB, Client, ScriptedDrafter, make_engine
 from random_trees import random_tree
 
+from outrider.draft_messages import Proposal
 from outrider.draft_tokens_policy import DraftTokensPolicy
-from outrider.messages import DraftDistribution, Proposal, SamplingParams, TokenRequest
+from outrider.messages import DraftDistribution, SamplingParams, TokenRequest
 from verifier_svc.engine.target import Limits
 from verifier_svc.policy.draft_trees import Draft
 from verifier_svc.state.scheduled_sequence import ScheduledSequence

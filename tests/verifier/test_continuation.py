@@ -9,6 +9,7 @@ import pytest
 from fake_model import EOS, VOCAB, Client, ScriptedDrafter, TableModel, finish, make_engine
 from test_tree_steps import NoRepeats
 
+from outrider.draft_messages import Proposal, SparseDistribution
 from outrider.draft_tokens_policy import DraftTokensPolicy
 from outrider.errors import OutriderError, Reason
 from outrider.grammar.backends import Matcher
@@ -17,9 +18,7 @@ from outrider.messages import (
     AcceptanceRule,
     DraftDistribution,
     FinishReason,
-    Proposal,
     SamplingParams,
-    SparseDistribution,
     SpeculationOptions,
     TokenLogprob,
     TokenRequest,

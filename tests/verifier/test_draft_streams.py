@@ -7,19 +7,17 @@ from typing import Any, cast
 
 from fake_model import Client, make_engine
 
-from outrider.messages import (
+from outrider.draft_messages import (
     Closed,
     DraftBatch,
-    DraftDistribution,
     Hello,
     Opened,
     Proposal,
-    SamplingParams,
     StepBatch,
-    TokenRequest,
     Verdict,
     Window,
 )
+from outrider.messages import DraftDistribution, SamplingParams, TokenRequest
 from outrider.model_info import ModelInfo, Stage
 from outrider.v1 import verifier_pb2
 from outrider.wire import drafts as wire_drafts

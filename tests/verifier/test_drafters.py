@@ -6,14 +6,9 @@ import pytest
 from fake_model import Client, ScriptedDrafter, exposition, finish, make_engine
 from virtual_time import VirtualClock
 
+from outrider.draft_messages import Proposal
 from outrider.errors import OutriderError, Reason
-from outrider.messages import (
-    DraftDistribution,
-    Proposal,
-    SamplingParams,
-    SpeculationOptions,
-    TokenRequest,
-)
+from outrider.messages import DraftDistribution, SamplingParams, SpeculationOptions, TokenRequest
 
 GREEDY = SamplingParams(temperature=0.0)
 

@@ -5,8 +5,9 @@ import pytest
 import torch
 from fake_model import Client, ScriptedDrafter, make_engine
 
+from outrider.draft_messages import SparseDistribution
 from outrider.grammar.backends import Mask
-from outrider.messages import DraftDistribution, SamplingParams, SparseDistribution, TokenRequest
+from outrider.messages import DraftDistribution, SamplingParams, TokenRequest
 from verifier_svc.state.draft_tree import DraftTree
 from verifier_svc.state.scheduled_sequence import ScheduledSequence
 from verifier_svc.verification.batch import DraftVerifier, Verified

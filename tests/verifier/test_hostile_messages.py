@@ -19,23 +19,21 @@ from hypothesis import strategies as st
 
 from drafter_svc.families.ngram import NgramFamily
 from drafter_svc.pools.memory import NgramOptions
-from outrider.drafter.session import DraftSession
-from outrider.errors import OutriderError, Reason
-from outrider.grammar.kinds import Grammar, GrammarKind
-from outrider.messages import (
+from outrider.draft_messages import (
     Closed,
     DraftBatch,
-    DraftDistribution,
     Hello,
     Opened,
     Proposal,
-    SamplingParams,
     Skip,
     StepBatch,
-    TokenRequest,
     Verdict,
     Window,
 )
+from outrider.drafter.session import DraftSession
+from outrider.errors import OutriderError, Reason
+from outrider.grammar.kinds import Grammar, GrammarKind
+from outrider.messages import DraftDistribution, SamplingParams, TokenRequest
 from outrider.model_info import Placement
 from outrider.v1 import verifier_pb2
 from outrider.wire import drafts as wire_drafts

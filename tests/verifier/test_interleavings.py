@@ -9,22 +9,20 @@ from fake_model import VOCAB, Client, make_engine
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.draft_tokens_policy import DraftTokensPolicy
-from outrider.drafter.draft_sequence import DraftSequence
-from outrider.errors import OutriderError, Reason
-from outrider.messages import (
+from outrider.draft_messages import (
     DraftBatch,
-    DraftDistribution,
     Hello,
     Opened,
     Proposal,
-    SamplingParams,
     Skip,
     StepBatch,
-    TokenRequest,
     Verdict,
     Window,
 )
+from outrider.draft_tokens_policy import DraftTokensPolicy
+from outrider.drafter.draft_sequence import DraftSequence
+from outrider.errors import OutriderError, Reason
+from outrider.messages import DraftDistribution, SamplingParams, TokenRequest
 from verifier_svc.engine.loop import Engine
 from verifier_svc.engine.target import Limits
 from verifier_svc.state.trie import Trie

@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 import pytest
 from fake_model import Client, ScriptedDrafter, make_engine, make_plan
 
+from outrider.draft_messages import DraftBatch, Proposal
 from outrider.draft_tokens_policy import DraftTokensPolicy
 from outrider.errors import OutriderError
-from outrider.messages import DraftBatch, Proposal, SamplingParams, SpeculationOptions, TokenRequest
+from outrider.messages import SamplingParams, SpeculationOptions, TokenRequest
 from outrider.model_info import Placement
 from verifier_svc.drafts.assignments import run_ahead_window
 from verifier_svc.engine.loop import Engine

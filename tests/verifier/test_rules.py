@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+from outrider.draft_messages import SparseDistribution
 from outrider.messages import (
     Acceptance,
     AcceptanceRule,
     DraftDistribution,
     SamplingParams,
-    SparseDistribution,
     SpeculationOptions,
     TokenRequest,
 )

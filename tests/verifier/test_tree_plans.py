@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 from fake_model import Client, ScriptedDrafter, make_engine, make_plan
 
+from outrider.draft_messages import DraftBatch, Proposal
 from outrider.draft_tokens_policy import DraftTokensPolicy
-from outrider.messages import DraftBatch, Proposal, SamplingParams, TokenRequest
+from outrider.messages import SamplingParams, TokenRequest
 from outrider.token_tree import MAX_TREE_TOKENS, favourite_path
 from verifier_svc.engine.loop import Engine
 from verifier_svc.engine.target import Limits

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from outrider.draft_messages import DraftBatch, Proposal, Skip
 from outrider.errors import OutriderError, Reason
-from outrider.messages import DraftBatch, Proposal, Skip
 from outrider.token_tree import depths, favourite_path
 from verifier_svc.state.drafter import Drafter
 from verifier_svc.state.sequence import Assignment, Sequence

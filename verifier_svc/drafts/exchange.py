@@ -7,8 +7,8 @@ import math
 from collections.abc import Callable
 
 from outrider.clock import Clock, monotonic
+from outrider.draft_messages import Closed, DraftBatch, Hello, StepBatch, Verdict
 from outrider.errors import OutriderError, Reason
-from outrider.messages import Closed, DraftBatch, Hello, StepBatch, Verdict
 from outrider.process.telemetry import Span
 from verifier_svc.drafts.assignments import new_assignment, run_ahead_window
 from verifier_svc.drafts.draft_message import DraftMessage

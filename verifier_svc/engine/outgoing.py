@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from outrider.draft_messages import StepBatch
 from outrider.errors import OutriderError
-from outrider.messages import StepBatch, TokenChunk
+from outrider.messages import TokenChunk
 from verifier_svc.drafts.exchange import DraftExchange
 
 Delivery = tuple[Callable[..., None], object]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from outrider.messages import SparseDistribution
+from outrider.draft_messages import SparseDistribution
 
 
 @dataclass(slots=True)

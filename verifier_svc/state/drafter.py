@@ -6,8 +6,8 @@ import platform
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from outrider.draft_messages import Hello, StepBatch
 from outrider.errors import OutriderError
-from outrider.messages import Hello, StepBatch
 from outrider.model_info import DrafterInfo
 from verifier_svc.state.acceptance_rate import AcceptanceRate, Latency
 from verifier_svc.state.side_rates import SideRates

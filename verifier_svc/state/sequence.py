@@ -5,17 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from outrider.draft_messages import Opened, Window
 from outrider.errors import OutriderError
 from outrider.grammar.backends import Matcher
 from outrider.lm.pages import KVSequence
-from outrider.messages import (
-    DraftDistribution,
-    Opened,
-    SpeculationStats,
-    TokenChunk,
-    TokenRequest,
-    Window,
-)
+from outrider.messages import DraftDistribution, SpeculationStats, TokenChunk, TokenRequest
 from outrider.process.telemetry import NO_SPAN, Span
 from verifier_svc.state.acceptance_rate import AcceptanceRate
 from verifier_svc.state.drafter import Drafter

@@ -13,8 +13,8 @@ from typing import Any
 
 import grpc
 
+from outrider.draft_messages import Hello, StepBatch
 from outrider.errors import OutriderError, Reason
-from outrider.messages import Hello, StepBatch
 from outrider.process.roles import Peer, Role
 from outrider.v1 import drafts_pb2, verifier_pb2
 from outrider.wire import drafts as wire_drafts

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from outrider.messages import AcceptanceRule, SparseDistribution, SpeculationOptions
+from outrider.draft_messages import SparseDistribution
+from outrider.messages import AcceptanceRule, SpeculationOptions
 from outrider.sampling.logits import Context
 from verifier_svc.verification.tree_walk import favourites
 
