@@ -20,6 +20,16 @@ class Activity:
     """Draft tokens verified."""
     accepted_counts: list[int] = field(default_factory=list)
     """Entry i counts the steps that verified a draft and accepted i of its tokens."""
+    chain_steps: int = 0
+    """Steps of a sequence that verified a chain of draft tokens."""
+    chain_tokens: int = 0
+    """Tokens that these steps committed."""
+    tree_steps: int = 0
+    """Steps of a sequence that verified draft tokens with branches."""
+    tree_tokens: int = 0
+    """Tokens that these steps committed."""
+    side_draft_tokens: int = 0
+    """Draft tokens verified beside the favourite paths."""
     later_tokens: int = 0
     """Tokens after the first chunk of their sequence."""
     later_token_seconds: float = 0.0
@@ -30,6 +40,16 @@ class Activity:
         for source in chunk.sources:
             self.tokens[source.name.lower()] += 1
         self.draft_tokens += chunk.draft_token_count
+        self.side_draft_tokens += chunk.side_draft_token_count
+
+    def add_step(self, chunk: TokenChunk) -> None:
+        """Count a chunk of one step that verified a draft, by the draft's shape."""
+        if chunk.side_draft_token_count:
+            self.tree_steps += 1
+            self.tree_tokens += len(chunk.token_ids)
+        else:
+            self.chain_steps += 1
+            self.chain_tokens += len(chunk.token_ids)
 
     def waited(self, token_count: int, seconds: float) -> None:
         """Record that a sequence got `token_count` tokens `seconds` after its last ones."""

@@ -137,7 +137,8 @@ class DeltaBuilder:
         # Of several gathered steps, only the verifier's own statistics tell what each accepted.
         gathered = self._request.tokens.min_chunk_tokens > 1 and self._stats.forward_count > 0
         if ids and not gathered:
-            self._stats.record(chunk.draft_token_count, sources.count(TokenSource.ACCEPTED))
+            accepted = sum([source.is_accepted for source in sources])
+            self._stats.record(chunk.draft_token_count, accepted)
         if self._resumed_count == 0:
             self._cached_token_count = max(self._cached_token_count, chunk.cached_token_count)
         visible = used - 1 if by_token and used == len(ids) else used

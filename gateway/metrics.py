@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from gateway.activity import Activity, add_counts
-from outrider.messages import FinishReason, TokenChunk, TokenSource
+from outrider.messages import FinishReason, TokenChunk
 
 _LABELS = ["model_name"]
 _SEMANTIC_LABELS = ["gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_model"]
@@ -201,7 +201,9 @@ class SequenceClock:
         if gathered and chunk.stats is not None:
             self._add_accepted(chunk.stats.histogram)
         elif not gathered and chunk.draft_token_count:
-            self._add_accepted([0] * chunk.sources.count(TokenSource.ACCEPTED) + [1])
+            self._add_accepted([0] * chunk.accepted_count + [1])
+            for activity in self._activities:
+                activity.add_step(chunk)
 
     def _add_accepted(self, accepted_counts: Sequence[int]) -> None:
         add_counts(self._accepted_counts, accepted_counts)

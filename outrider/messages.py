@@ -31,6 +31,13 @@ class TokenSource(IntEnum):
     ACCEPTED = 2
     RECOVERED = 3
     BONUS = 4
+    ACCEPTED_SIDE = 5
+    """Accepted beside the favourite path of a draft with branches."""
+
+    @property
+    def is_accepted(self) -> bool:
+        """Whether a drafter wrote the token."""
+        return self in (TokenSource.ACCEPTED, TokenSource.ACCEPTED_SIDE)
 
 
 class FinishReason(IntEnum):
@@ -231,9 +238,10 @@ class TokenLogprob:
 class TokenChunk:
     """The tokens that one engine step committed for one sequence.
 
-    `draft_token_count` is the number of draft tokens verified. The last chunk has a finish reason
-    and statistics. `prompt_logprobs` begin with the prompt's second token, and each chunk
-    continues those of the chunk before.
+    `draft_token_count` is the number of draft tokens verified, `side_draft_token_count` that of
+    those beside the favourite path. The last chunk has a finish reason and statistics.
+    `prompt_logprobs` begin with the prompt's second token, and each chunk continues those of the
+    chunk before.
     """
 
     token_ids: list[int]
@@ -243,8 +251,14 @@ class TokenChunk:
     stats: SpeculationStats | None = None
     cached_token_count: int = 0
     draft_token_count: int = 0
+    side_draft_token_count: int = 0
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+
+    @property
+    def accepted_count(self) -> int:
+        """How many of the tokens drafters wrote."""
+        return sum([source.is_accepted for source in self.sources])
 
     def joined(self, after: TokenChunk) -> TokenChunk:
         """Merge this chunk with the next one."""
@@ -253,6 +267,7 @@ class TokenChunk:
             token_ids=[*self.token_ids, *after.token_ids],
             sources=[*self.sources, *after.sources],
             draft_token_count=self.draft_token_count + after.draft_token_count,
+            side_draft_token_count=self.side_draft_token_count + after.side_draft_token_count,
             logprobs=[*self.logprobs, *after.logprobs],
             prompt_logprobs=[*self.prompt_logprobs, *after.prompt_logprobs],
         )

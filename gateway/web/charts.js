@@ -65,6 +65,20 @@ export class Charts {
     return { shares: counts.map((count) => total ? 100 * count / total : 0), mean };
   }
 
+  /** How many tokens a step of each shape committed, and how much of the drafts lay on side branches. */
+  #shapes() {
+    const now = this.samples.at(-1).activity;
+    const before = this.#since(this.samples.at(-1).seconds - LENGTHS_S).activity;
+    const grew = (name) => now[name] - before[name];
+    const mean = (shape) => (grew(`${shape}_tokens`) / grew(`${shape}_steps`)).toFixed(2);
+    const steps = ["chain", "tree"].filter((shape) => grew(`${shape}_steps`));
+    if (!steps.length) return "";
+    const text = steps.map((shape) => `${mean(shape)} tokens per step from ${shape}s (${grew(`${shape}_steps`)} steps)`);
+    const side = grew("side_draft_tokens");
+    const walked = now.tokens.accepted_side - before.tokens.accepted_side;
+    return `${text.join(", ")}. ${walked} of ${side} draft tokens on side branches were accepted.`;
+  }
+
   #draw() {
     const last = this.samples.at(-1);
     const isQuiet = total(last.activity) === total(this.samples[0].activity);
@@ -75,6 +89,7 @@ export class Charts {
     for (const name of Object.keys(CHARTS)) this.plots[name].setData([ages, this.samples.map((sample) => sample[name])]);
     const lengths = this.#lengths();
     this.plots.lengths.setData([lengths.shares.map((_, i) => i), lengths.shares]);
+    document.getElementById("shapes").textContent = this.#shapes();
     this.#say("acceptance", last.acceptance, (value) => `${value.toFixed(0)} %`);
     this.#say("lengths", lengths.mean, (value) => `mean ${value.toFixed(2)}`);
     this.#say("rate", last.rate, (value) => value.toFixed(0));

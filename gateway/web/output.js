@@ -2,6 +2,7 @@
 
 const SOURCES = {
   accepted: "accepted: guessed by",
+  accepted_side: "side: guessed on a side branch of a draft by",
   recovered: "recovered: the target's token, in place of a guess by",
   bonus: "bonus: the target's token, after a fully accepted draft by",
   plain: "plain: the target's token, without a draft",
@@ -122,6 +123,7 @@ export function figures(statistics, tokens) {
   return [
     ...known,
     ["drafts accepted", `${(100 * speculative.draft_acceptance_rate).toFixed(0)} %`],
+    ["from side branches", tokens.filter((token) => token.source === "accepted_side").length],
     ["tokens per step", (tokens.length / stepCount(tokens)).toFixed(2)],
   ];
 }
@@ -129,5 +131,5 @@ export function figures(statistics, tokens) {
 /** The number of the target's steps, with and without a draft, that generated the tokens. */
 export function stepCount(tokens) {
   // Each step ends with a token of the target, except the last one if the text's end cuts it.
-  return tokens.filter((token, i) => token.source !== "accepted" || i === tokens.length - 1).length;
+  return tokens.filter((token, i) => !token.source.startsWith("accepted") || i === tokens.length - 1).length;
 }

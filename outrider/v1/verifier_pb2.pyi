@@ -194,8 +194,9 @@ class GenerateTokensResponse(_message.Message):
     DRAFT_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    SIDE_DRAFT_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     drafter_id: _builtins.str
-    """The drafter whose draft was verified; empty after a step without a draft."""
+    """The drafter of the draft's favourite path; empty after a step without a draft."""
     finish_reason: _common_pb2.FinishReason.ValueType
     """Set on the last message."""
     cached_token_count: _builtins.int
@@ -204,6 +205,8 @@ class GenerateTokensResponse(_message.Message):
     """Draft tokens that this step verified. A caller that ends the sequence before its last message
     can add them up.
     """
+    side_draft_token_count: _builtins.int
+    """How many of draft_token_count were beside the favourite path; 0 for a chain."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The committed ids, in order; a final stop token is included."""
@@ -238,10 +241,11 @@ class GenerateTokensResponse(_message.Message):
         draft_token_count: _builtins.int = ...,
         logprobs: _abc.Iterable[_common_pb2.TokenLogprob] | None = ...,
         prompt_logprobs: _abc.Iterable[_common_pb2.TokenLogprob] | None = ...,
+        side_draft_token_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["stats", b"stats"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_token_count", b"cached_token_count", "draft_token_count", b"draft_token_count", "drafter_id", b"drafter_id", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "sources", b"sources", "stats", b"stats", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_token_count", b"cached_token_count", "draft_token_count", b"draft_token_count", "drafter_id", b"drafter_id", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "side_draft_token_count", b"side_draft_token_count", "sources", b"sources", "stats", b"stats", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

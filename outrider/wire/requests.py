@@ -134,6 +134,7 @@ def chunk_to_proto(chunk: m.TokenChunk) -> verifier_pb2.GenerateTokensResponse:
         drafter_id=chunk.drafter_id,
         cached_token_count=chunk.cached_token_count,
         draft_token_count=chunk.draft_token_count,
+        side_draft_token_count=chunk.side_draft_token_count,
         logprobs=[logprob_to_proto(logprob) for logprob in chunk.logprobs],
         prompt_logprobs=[logprob_to_proto(logprob) for logprob in chunk.prompt_logprobs],
     )
@@ -157,6 +158,7 @@ def chunk_from_proto(proto: verifier_pb2.GenerateTokensResponse) -> m.TokenChunk
         stats=stats_from_proto(proto.stats) if proto.HasField("stats") else None,
         cached_token_count=proto.cached_token_count,
         draft_token_count=proto.draft_token_count,
+        side_draft_token_count=proto.side_draft_token_count,
         logprobs=[logprob_from_proto(logprob) for logprob in proto.logprobs],
         prompt_logprobs=[logprob_from_proto(logprob) for logprob in proto.prompt_logprobs],
     )

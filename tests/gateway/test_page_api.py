@@ -128,10 +128,27 @@ async def test_events_have_the_processes_and_the_sums_of_all_requests(
         "accepted": 3,
         "recovered": 1,
         "bonus": 1,
+        "accepted_side": 0,
     }
     assert sums["draft_tokens"] - base["draft_tokens"] == 6
     pairs = zip_longest(sums["accepted_counts"], base["accepted_counts"], fillvalue=0)
     assert [now - was for now, was in pairs][:4] == [1, 0, 0, 1]
+
+
+async def test_events_count_steps_and_tokens_by_the_shape_of_the_draft(rig: Rig) -> None:
+    [before] = await events(rig, 1)
+    side = TokenSource.ACCEPTED_SIDE
+    chain = drafted([5, 6], TokenSource.ACCEPTED, TokenSource.RECOVERED)
+    tree = drafted([7, 8, 9], side, side, TokenSource.BONUS)
+    tree.side_draft_token_count = 4
+    rig.script.answer = lambda _: [chain, tree, last([], FinishReason.LENGTH, STATS)]
+    await rig.http.post("/v1/completions", json={"prompt": "x", "stream": True})
+    _, after = await events(rig, 2)
+    sums = after["activity"]
+    base = before["activity"]
+    assert sums["tokens"]["accepted_side"] - base["tokens"]["accepted_side"] == 2
+    names = ("chain_steps", "chain_tokens", "tree_steps", "tree_tokens", "side_draft_tokens")
+    assert [sums[name] - base[name] for name in names] == [1, 2, 1, 3, 4]
 
 
 async def test_the_page_has_a_policy_that_allows_no_other_host(

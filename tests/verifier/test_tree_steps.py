@@ -245,7 +245,8 @@ def run_fixed(tree: DraftTree, truth: list[int], **request: object) -> list[Toke
 
 
 TRUTH = make_engine(eos_bias=-99)[1].greedy([1, 2], 10)
-ACCEPTED, RECOVERED, BONUS = TokenSource.ACCEPTED, TokenSource.RECOVERED, TokenSource.BONUS
+SIDE = TokenSource.ACCEPTED_SIDE
+RECOVERED, BONUS = TokenSource.RECOVERED, TokenSource.BONUS
 
 
 def test_the_own_token_behind_a_leaf_is_a_bonus_and_else_recovered() -> None:
@@ -254,11 +255,11 @@ def test_the_own_token_behind_a_leaf_is_a_bonus_and_else_recovered() -> None:
     tree = DraftTree([wrong, 0, TRUTH[0], TRUTH[1]], [], [0, 1, 0, 3])
     first, *rest = run_fixed(tree, TRUTH)
     assert first.token_ids == TRUTH[:3]
-    assert first.sources == [ACCEPTED, ACCEPTED, BONUS]
-    assert first.draft_token_count == 4
+    assert first.sources == [SIDE, SIDE, BONUS]
+    assert (first.draft_token_count, first.side_draft_token_count) == (4, 2)
     tree = DraftTree([wrong, 0, TRUTH[0], other(TRUTH[1])], [], [0, 1, 0, 3])
     first, *rest = run_fixed(tree, TRUTH)
-    assert first.sources == [ACCEPTED, RECOVERED]
+    assert first.sources == [SIDE, RECOVERED]
     tree = DraftTree([wrong, other(TRUTH[0], wrong)], [], [0, 0])
     first, *rest = run_fixed(tree, TRUTH)
     assert first.sources == [RECOVERED]
@@ -279,7 +280,7 @@ def test_an_end_inside_an_accepted_path_ends_the_text_there() -> None:
     tree = DraftTree([wrong, *TRUTH[:6]], [], [0, 0, 2, 3, 4, 5, 6])
     chunks = run_fixed(tree, TRUTH, stop_token_ids=frozenset({TRUTH[stop]}))
     assert chunks[0].token_ids == TRUTH[: stop + 1]
-    assert chunks[0].sources == [ACCEPTED] * (stop + 1)
+    assert chunks[0].sources == [SIDE] * (stop + 1)
 
 
 def test_a_tree_deeper_than_max_tokens_ends_the_text_at_them() -> None:

@@ -15,6 +15,8 @@ pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.slow]
 # A repetition, so that an n-gram drafter has something to guess.
 REPEATING = "x = [1, 2, 3]\n" * 6
 
+GUESSED = ".output .token.accepted, .output .token.accepted_side"
+
 
 async def write(page: Page, prompt: str, tokens: int = 64) -> None:
     await page.get_by_label("Prompt", exact=True).fill(prompt)
@@ -38,7 +40,7 @@ async def test_the_pointer_shows_the_source_and_drafter_of_a_token(
     await accepted.nth(5).hover()
     await expect(page.get_by_role("tooltip")).to_have_text("accepted: guessed by ngram-1")
     tokens = await page.locator(".output .token").count()
-    steps = tokens - await page.locator(".output .token.accepted").count()
+    steps = tokens - await page.locator(GUESSED).count()
     await expect(page.locator(".output dl")).to_contain_text(
         re.compile(rf"tokens per step({tokens / steps:.2f}|{tokens / (steps + 1):.2f})")
     )
@@ -103,6 +105,8 @@ async def test_the_charts_show_a_run(page: Page) -> None:
     )
     assert len(drawn) == 4
     assert all(colors > 3 for colors in drawn), "axes, and something drawn in a colour of its own"
+    shapes = re.compile(r"\d\.\d\d tokens per step from (chain|tree)s .* were accepted\.$")
+    await expect(page.locator("#shapes")).to_have_text(shapes)
 
 
 async def test_an_error_is_shown_until_the_next_run(page: Page) -> None:
@@ -202,9 +206,7 @@ async def test_the_join_example_continues_with_the_new_drafter(page: Page, site:
     )
     await example.get_by_role("button", name="Start the text").click()
     await page.locator(".output .token").nth(20).wait_for()
-    assert await page.locator(".output .token.accepted").count() == 0, (
-        "no drafter but the new one writes"
-    )
+    assert await page.locator(GUESSED).count() == 0, "no drafter but the new one writes"
     site.stack.add_drafter("ngram-late", "ngram")
     try:
         await expect(page.locator(".process", has_text="ngram-late")).to_contain_text(

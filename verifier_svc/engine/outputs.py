@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from outrider.messages import FinishReason, TokenChunk, TokenSource
+from outrider.token_tree import favourite_path
 from verifier_svc.state.draft_tree import DraftTree
 from verifier_svc.state.scheduled_sequence import ScheduledSequence
 from verifier_svc.state.sequence import Sequence
@@ -32,9 +33,12 @@ def cut_at_end(sequence: Sequence, new: list[int]) -> FinishReason | None:
 
 def sources_of(draft: DraftTree, result: AcceptResult, count: int) -> list[TokenSource]:
     """Who wrote each of the `count` tokens that are committed of a step."""
-    accepted = min(result.accepted_count, count)
-    sources = [TokenSource.ACCEPTED] * accepted
-    if count > accepted:
+    rows = result.rows[:count]
+    # The favourite path's rows are the first ones.
+    favoured = sum([row == place for place, row in enumerate(rows, 1)])
+    sources = [TokenSource.ACCEPTED] * favoured
+    sources += [TokenSource.ACCEPTED_SIDE] * (len(rows) - favoured)
+    if count > len(rows):
         sources.append(_own_source(draft, result))
     return sources
 
@@ -48,6 +52,7 @@ def chunk_of(
 ) -> TokenChunk:
     """Build the chunk of the committed tokens `new`; the last one has the sequence's statistics."""
     sequence = scheduled.sequence
+    draft = scheduled.draft
     assignment = scheduled.assignment
     return TokenChunk(
         token_ids=new,
@@ -56,10 +61,18 @@ def chunk_of(
         finish_reason=finish_reason,
         stats=sequence.stats if finish_reason is not None else None,
         cached_token_count=sequence.cached_token_count,
-        draft_token_count=len(scheduled.draft.token_ids),
+        draft_token_count=len(draft.token_ids),
+        side_draft_token_count=_side_count(draft.parents),
         logprobs=list(verified.logprobs[: len(new)]),
         prompt_logprobs=list(verified.prompt_logprobs),
     )
+
+
+def _side_count(parents: list[int]) -> int:
+    """How many tokens of a tree are beside its favourite path; 0 for a chain."""
+    if not parents:
+        return 0
+    return len(parents) - len(favourite_path(parents))
 
 
 def _own_source(draft: DraftTree, result: AcceptResult) -> TokenSource:
