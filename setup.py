@@ -85,7 +85,7 @@ _STEP = [
     "verifier_svc/state/step_clock.py",
     "verifier_svc/state/trie.py",
     "verifier_svc/verification/batch.py",
-    "verifier_svc/engine/waiting.py",
+    "verifier_svc/engine/draft_wait.py",
 ]
 
 _VENDOR = Path("gateway/web/vendor")

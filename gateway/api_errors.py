@@ -1,4 +1,7 @@
-"""Answer every error in OpenAI's shape: from validation, routing, the verifier or a bug of ours."""
+"""Answer every error in OpenAI's shape: from validation, routing, the verifier or a bug of ours.
+
+`outrider.errors.Reason` says which HTTP status each reason has, such as 400.
+"""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ class DraftExchange:
         if self.roster.connected.get(drafter.id) is not drafter:
             return
         log.warning("drafter %s: %s", drafter.id, error)
-        self.roster.fault(drafter)
+        self.roster.count_fault(drafter)
         self.rejections.append((drafter, error))
         self.leave(drafter)
 

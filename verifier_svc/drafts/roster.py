@@ -41,7 +41,7 @@ class Roster:
         Raises OutriderError: QUARANTINED for an id with repeated protocol violations,
         DRAFTER_ID_TAKEN, or OVERLOADED if `max_drafters` are connected.
         """
-        if (left_s := self._quarantine_s(drafter.id)) > 0:
+        if (left_s := self._quarantine_left_s(drafter.id)) > 0:
             message = (
                 f"drafter {drafter.id} broke the protocol {_FAULTS_ALLOWED} times"
                 f" and is in quarantine for {ceil(left_s)} s more"
@@ -81,13 +81,13 @@ class Roster:
             del self._gone[drafter_id]
         return forgotten
 
-    def fault(self, drafter: Drafter) -> None:
+    def count_fault(self, drafter: Drafter) -> None:
         """Count a protocol violation; repeated ones put the drafter's id in quarantine."""
         faults = [*self._faults.pop(drafter.id, []), self._clock()]
         self._faults[drafter.id] = faults[-_FAULTS_ALLOWED:]
         _drop_oldest(self._faults)
 
-    def _quarantine_s(self, drafter_id: str) -> float:
+    def _quarantine_left_s(self, drafter_id: str) -> float:
         """Seconds for which the id is still refused.
 
         `_FAULTS_ALLOWED` violations within `_QUARANTINE_S` start a quarantine of that duration.

@@ -63,9 +63,9 @@ class Committer:
     def fail(self, sequence: Sequence, error: OutriderError) -> None:
         """End a sequence with an error."""
         self._outgoing.add(sequence.sink, error)
-        self.close(sequence)
+        self.end_sequence(sequence)
 
-    def close(self, sequence: Sequence) -> None:
+    def end_sequence(self, sequence: Sequence) -> None:
         """Forget a sequence, free its pages, and tell its drafters that it has ended."""
         del self._sequences[sequence.id]
         self._scheduler.remove(sequence)
@@ -108,7 +108,7 @@ class Committer:
         sources = sources_of(scheduled.draft, result, len(new))
         self._emit(sequence, chunk_of(scheduled, verified, new, sources, finish_reason))
         if finish_reason is not None:
-            self.close(sequence)
+            self.end_sequence(sequence)
         else:
             self._drafting.send_verdicts(sequence, new, verified_of, span)
 

@@ -24,13 +24,13 @@ from verifier_svc.drafts.exchange import DraftExchange
 from verifier_svc.engine.admission import Admission
 from verifier_svc.engine.commit import Committer
 from verifier_svc.engine.compaction import moved_slots
+from verifier_svc.engine.draft_wait import DraftWait
 from verifier_svc.engine.inbox import Inbox
 from verifier_svc.engine.outgoing import Delivery, Outgoing
 from verifier_svc.engine.parts import EngineParts
 from verifier_svc.engine.scheduler import Scheduler
 from verifier_svc.engine.step_spans import StepSpans
 from verifier_svc.engine.target import LanguageModel, Limits
-from verifier_svc.engine.waiting import DraftWait
 from verifier_svc.engine.warm_up import WarmUp
 from verifier_svc.metrics import Metrics
 from verifier_svc.policy.draft_trees import grow_trees
@@ -146,7 +146,7 @@ class Engine:
     def cancel(self, sequence: Sequence) -> None:
         """End a sequence without a message to its client, and free its pages."""
         if sequence.id in self.sequences:
-            self._committer.close(sequence)
+            self._committer.end_sequence(sequence)
             self._metrics.occupancy(self.scheduler)
 
     # --- the loop ---

@@ -1,6 +1,6 @@
 """Chooses the pending drafts that are worth waiting for, and for how long.
 
-The engine waits in `verifier_svc/engine/waiting.py`.
+The engine waits in `verifier_svc/engine/draft_wait.py`.
 """
 
 from __future__ import annotations
