@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import cache
 
 from gateway.choices import Event, merge
+from gateway.chunk_checks import check_chunk
 from gateway.deltas import DeltaBuilder, TextDelta
 from gateway.metrics import Metrics, SequenceClock
 from gateway.prompts import Prompts
@@ -18,7 +19,6 @@ from gateway.request import TextRequest, check_ids
 from gateway.routing import MOVING, Pick, Router
 from gateway.text import TokenTable
 from outrider.errors import OutriderError, Reason
-from outrider.limits import MAX_DRAFT_TOKENS
 from outrider.messages import FinishReason, TokenChunk, TokenRequest
 from outrider.model_info import ModelInfo
 
@@ -222,24 +222,3 @@ class _Sequence:
         request_id = self._request.tokens.request_id
         count = len(self._committed)
         log.info("%s goes on at %s behind %d tokens: %s", request_id, replica.address, count, error)
-
-
-def check_chunk(chunk: TokenChunk, info: ModelInfo, left: int, address: str) -> None:
-    """Check a chunk against the model.
-
-    `left` is how many tokens may come from this chunk on. Raises OutriderError(INTERNAL) for a
-    chunk that no verifier of this model can send.
-    """
-    ids = chunk.token_ids
-    id_lists = [known.top_token_ids for known in (*chunk.logprobs, *chunk.prompt_logprobs)]
-    problem = ""
-    if any(listed and max(listed) >= info.vocab_size for listed in (ids, *id_lists)):
-        problem = f"a token id that is not in [0, {info.vocab_size})"
-    elif len(ids) > left:
-        problem = "more tokens than it was asked for"
-    elif len(chunk.sources) != len(ids) or (chunk.logprobs and len(chunk.logprobs) != len(ids)):
-        problem = "tokens without a source or a log probability each"
-    elif chunk.stats is not None and len(chunk.stats.histogram) > MAX_DRAFT_TOKENS + 1:
-        problem = f"an acceptance histogram of {len(chunk.stats.histogram)} entries"
-    if problem:
-        raise OutriderError(Reason.INTERNAL, f"verifier {address} sent {problem}")

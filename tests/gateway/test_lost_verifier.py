@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
@@ -22,7 +23,7 @@ from gateway.metrics import Metrics
 from gateway.prompts import Prompts
 from gateway.server import Gateway, running
 from outrider.errors import Reason
-from outrider.messages import FinishReason, TokenChunk, TokenLogprob, TokenSource
+from outrider.messages import FinishReason, SpeculationStats, TokenChunk, TokenLogprob, TokenSource
 from outrider.model_info import DrafterInfo, Placement, Stage
 from outrider.process import rpc
 from outrider.v1 import common_pb2, verifier_pb2
@@ -264,6 +265,10 @@ def _logprob(token: int) -> TokenLogprob:
     return TokenLogprob(-0.5, (token,), (-0.5,), 1)
 
 
+def _ended(stats: SpeculationStats) -> TokenChunk:
+    return TokenChunk([], [], finish_reason=FinishReason.LENGTH, stats=stats)
+
+
 PLAIN = TokenSource.PLAIN
 WRONG_CHUNKS: dict[str, TokenChunk] = {
     "a token that there is not": TokenChunk([4096], [PLAIN]),
@@ -275,6 +280,20 @@ WRONG_CHUNKS: dict[str, TokenChunk] = {
     "an alternative in the prompt that there is not": TokenChunk(
         [5], [PLAIN], prompt_logprobs=[_logprob(4096)]
     ),
+    "a log probability that is no number": TokenChunk(
+        [5], [PLAIN], logprobs=[TokenLogprob(math.nan, (5,), (-0.5,), 1)]
+    ),
+    "an alternative's infinite log probability": TokenChunk(
+        [5], [PLAIN], logprobs=[TokenLogprob(-0.5, (5,), (math.inf,), 1)]
+    ),
+    "an alternative without a log probability": TokenChunk(
+        [5], [PLAIN], logprobs=[TokenLogprob(-0.5, (5, 6), (-0.5,), 1)]
+    ),
+    "fewer cached tokens than none": TokenChunk([5], [PLAIN], cached_token_count=-1),
+    "fewer draft tokens than none": TokenChunk([5], [PLAIN], draft_token_count=-1),
+    "fewer accepted tokens than none": _ended(SpeculationStats(accepted_token_count=-1)),
+    "fewer drafts of a length than none": _ended(SpeculationStats(histogram=[1, -1])),
+    "more draft tokens than any verifier has": _ended(SpeculationStats(max_draft_tokens=2**31 - 1)),
 }
 
 
@@ -288,6 +307,7 @@ async def test_an_impossible_chunk_is_an_error(rig: Rig, lie: str, stream: bool)
     assert (response.status_code, response.json()["error"]["code"]) == (500, "internal")
     assert "verifier 127.0.0.1:" in response.json()["error"]["message"]
     await until(lambda: rig.script.running == 0)
+    assert not rig.gateway.router.replicas[0].sequences
     rig.script.answer = echo
     assert (await rig.http.post("/v1/completions", json={"prompt": "x"})).status_code == 200
 

@@ -1,0 +1,79 @@
+"""Check what a verifier sends: a broken verifier costs its own requests alone, with a clear error.
+
+Knows nothing of requests, replicas and texts.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import chain
+
+from outrider.errors import OutriderError, Reason
+from outrider.limits import MAX_DRAFT_TOKENS
+from outrider.messages import SpeculationStats, TokenChunk, TokenLogprob
+from outrider.model_info import ModelInfo
+
+
+def check_chunk(chunk: TokenChunk, info: ModelInfo, left: int, address: str) -> None:
+    """Check a chunk against the model.
+
+    `left` is how many tokens may come from this chunk on. Raises OutriderError(INTERNAL) for a
+    chunk that no verifier of this model can send.
+    """
+    problem = _false_tokens(chunk, info, left) or _false_counts(chunk)
+    for known in chain(chunk.logprobs, chunk.prompt_logprobs):
+        problem = problem or _false_logprob(known, info)
+    if chunk.stats is not None:
+        problem = problem or _false_stats(chunk.stats)
+    if problem:
+        raise OutriderError(Reason.INTERNAL, f"verifier {address} sent {problem}")
+
+
+def _false_tokens(chunk: TokenChunk, info: ModelInfo, left: int) -> str:
+    """What is impossible about the tokens; "" if nothing is."""
+    ids = chunk.token_ids
+    if ids and max(ids) >= info.vocab_size:
+        return _no_token(info)
+    if len(ids) > left:
+        return "more tokens than it was asked for"
+    if len(chunk.sources) != len(ids) or (chunk.logprobs and len(chunk.logprobs) != len(ids)):
+        return "tokens without a source or a log probability each"
+    return ""
+
+
+def _false_counts(chunk: TokenChunk) -> str:
+    counts = (chunk.cached_token_count, chunk.draft_token_count, chunk.side_draft_token_count)
+    return "a negative number of tokens" if min(counts) < 0 else ""
+
+
+def _false_logprob(known: TokenLogprob, info: ModelInfo) -> str:
+    listed = known.top_token_ids
+    if listed and max(listed) >= info.vocab_size:
+        return _no_token(info)
+    if len(listed) != len(known.top_logprobs):
+        return "alternatives without a log probability each"
+    # JSON has neither value. Minus infinity is the log probability of an impossible token.
+    if not all(value < math.inf for value in (known.logprob, *known.top_logprobs)):
+        return "a log probability that is NaN or infinite"
+    return ""
+
+
+def _false_stats(stats: SpeculationStats) -> str:
+    if len(stats.histogram) > MAX_DRAFT_TOKENS + 1:
+        return f"an acceptance histogram of {len(stats.histogram)} entries"
+    # An answer lists that many counts.
+    if stats.max_draft_tokens > MAX_DRAFT_TOKENS:
+        return f"statistics of {stats.max_draft_tokens} draft tokens a step"
+    counts = (
+        stats.forward_count,
+        stats.draft_count,
+        stats.draft_token_count,
+        stats.accepted_token_count,
+        stats.max_draft_tokens,
+        *stats.histogram,
+    )
+    return "statistics with a negative number" if min(counts) < 0 else ""
+
+
+def _no_token(info: ModelInfo) -> str:
+    return f"a token id that is not in [0, {info.vocab_size})"
