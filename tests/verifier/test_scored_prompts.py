@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import pytest
-from fake_model import EOS, VOCAB, Client, ScriptedDrafter, TableModel, make_engine
+from fake_model import EOS, VOCAB, Client, ScriptedDrafter, TableModel, finish, make_engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -94,3 +94,18 @@ def test_a_request_too_short_for_drafts_gets_no_drafter() -> None:
         engine.submit(request, Client())
     engine.drain_inbox()
     assert [opened.sequence_id for step in drafter.received for opened in step.opened] == [3]
+
+
+def test_more_alternatives_than_tokens_are_all_tokens_and_fail_no_batch() -> None:
+    engine, model = make_engine(eos_bias=-99)
+    greedy = SamplingParams(0.0)
+    asked = TokenRequest([1, 2], 2, greedy, top_logprobs=20, prompt_logprobs=20)
+    client, beside = Client(), Client()
+    engine.submit(asked, client)
+    engine.submit(TokenRequest([3], 4, greedy), beside)
+    finish(engine)
+    logprobs = [
+        known for chunk in client.chunks for known in (*chunk.prompt_logprobs, *chunk.logprobs)
+    ]
+    assert [sorted(known.top_token_ids) for known in logprobs] == [list(range(VOCAB))] * 3
+    assert beside.tokens == model.greedy([3], 4)

@@ -20,7 +20,8 @@ def logprobs(
 ) -> list[TokenLogprob]:
     """For each of `rows`, its token's log probability and rank, and its `count` likeliest tokens.
 
-    `rows`, `tokens` and `counts` have one entry each per result. One copy from the device.
+    A vocabulary of fewer tokens gives all of them. `rows`, `tokens` and `counts` have one entry
+    each per result. One copy from the device.
     """
     if not rows:
         return []
@@ -32,7 +33,7 @@ def logprobs(
     for at in range(0, len(rows), _ROWS_AT_ONCE):
         log_probs_NV = logits_RV[index_N[at : at + _ROWS_AT_ONCE]].log_softmax(-1)
         own_N1 = log_probs_NV.gather(-1, tokens_N[at : at + _ROWS_AT_ONCE].unsqueeze(-1))
-        top = log_probs_NV.topk(max(counts), dim=-1)
+        top = log_probs_NV.topk(min(max(counts), logits_RV.shape[-1]), dim=-1)
         values.append(torch.cat([own_N1, top.values], -1))
         ids.append(torch.cat([(log_probs_NV >= own_N1).sum(-1, keepdim=True), top.indices], -1))
     found = zip(torch.cat(values).tolist(), torch.cat(ids).tolist(), counts, strict=True)
