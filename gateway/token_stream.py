@@ -169,9 +169,10 @@ class _StreamCall:
         error: OutriderError | None = _HUNG_UP
         try:
             async for response in self._call:
-                if response.draining:
+                readable = rpc.readable(response)
+                if readable.draining:
                     self._on_draining()
-                for part in response.parts:
+                for part in readable.parts:
                     chunks = self._running.get(part.call_id)
                     # Tokens of a cancelled sequence may have been on their way.
                     if chunks is not None:
@@ -183,6 +184,10 @@ class _StreamCall:
             gone = failure.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNIMPLEMENTED)
             if gone and error.reason is Reason.VERIFIER_UNAVAILABLE:
                 error = self._on_lost(error)
+        except OutriderError as violation:
+            # The caller of the gateway is not at fault.
+            message = f"the verifier's stream is broken: {violation.message}"
+            error = OutriderError(Reason.INTERNAL, message)
         # `unexpected` logs any other failure and gives INTERNAL.
         except Exception:  # noqa: BLE001
             error = rpc.unexpected("StreamTokens")
@@ -218,7 +223,8 @@ def _decode(part: token_streams_pb2.TokensPart) -> TokenChunk | OutriderError:
     """The chunk or the error of a part. An invalid part fails its sequence, not the stream."""
     try:
         if part.HasField("status"):
-            return rpc.error_in(part.status)
+            # A verifier's metadata would become HTTP headers.
+            return replace(rpc.error_in(part.status), metadata={})
         return wire_requests.chunk_from_proto(part.tokens)
     # `unexpected` logs the failure and gives INTERNAL.
     except Exception:  # noqa: BLE001

@@ -26,6 +26,9 @@ log = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 MAX_STREAMS = 4096
+# A peer's error travels on to callers in a call's metadata, of which gRPC allows 8 KiB.
+_MAX_ERROR_BYTES = 1024
+_MAX_RETRY_S = 86_400.0
 _REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
 
 # Both ends notice within 12 s that the other has vanished: after 4 s without data they send a ping,
@@ -125,7 +128,7 @@ def error_in(serialized: bytes, otherwise: Reason = Reason.INTERNAL) -> Outrider
     """
     try:
         status = status_pb2.Status.FromString(serialized)
-        return _with_details(OutriderError(otherwise, status.message), status)
+        return _with_details(OutriderError(otherwise, _cut(status.message)), status)
     except DecodeError:
         return OutriderError(otherwise, "the peer reported an error that cannot be read")
 
@@ -140,10 +143,16 @@ def _with_details(error: OutriderError, status: status_pb2.Status) -> OutriderEr
             error.reason = Reason[info.reason]
             error.metadata = dict(info.metadata)
         elif packed.Unpack(bad) and bad.field_violations:
-            error.field = bad.field_violations[0].field
+            error.field = _cut(bad.field_violations[0].field)
         elif packed.Unpack(retry):
-            error.retry_after_s = retry.retry_delay.ToNanoseconds() / 1e9
+            delay_s = retry.retry_delay.ToNanoseconds() / 1e9
+            error.retry_after_s = min(max(delay_s, 0.0), _MAX_RETRY_S)
     return error
+
+
+def _cut(text: str) -> str:
+    """The beginning of a text, as much as a call's metadata has room for."""
+    return text.encode()[:_MAX_ERROR_BYTES].decode(errors="ignore")
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: OutriderError) -> NoReturn:

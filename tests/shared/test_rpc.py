@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 import pytest
 from chaos_proxy import chaos_proxy  # lies in tests
-from google.rpc import status_pb2
+from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 
@@ -149,6 +149,22 @@ def failure(status: bytes) -> grpc.aio.AioRpcError:
 def test_unreadable_error_details_leave_the_status(status: bytes) -> None:
     assert rpc.error_of(failure(status)) == OutriderError(Reason.VERIFIER_UNAVAILABLE, "away")
     assert rpc.error_in(b"\xff" * 30).reason is Reason.INTERNAL
+
+
+def test_a_peers_error_is_cut_so_that_it_can_travel_on() -> None:
+    """A call's metadata has 8 KiB, and a Duration at most 10,000 years."""
+    told = OutriderError(Reason.OVERLOADED, "\N{SNOWMAN}" * 9000, "f" * 9000, 60.0)
+    status = rpc.status_of(told)
+    for detail in status.details:
+        retry = error_details_pb2.RetryInfo()
+        if detail.Unpack(retry):
+            retry.retry_delay.seconds = 2**63 - 1
+            detail.Pack(retry)
+    error = rpc.error_in(status.SerializeToString())
+    assert told.message.startswith(error.message)
+    assert error.field != "f" * 9000
+    assert error.retry_after_s == 86_400
+    assert rpc.status_of(error).ByteSize() < 4096
 
 
 async def test_health_is_not_serving_until_set_for_each_service() -> None:
