@@ -15,4 +15,6 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 # On a busy machine some example always takes long; that is no failure of the tested code.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# For `--hypothesis-profile=long`: `hostile_messages.fuzzing` then takes many random examples.
+settings.register_profile("long", settings.get_profile("patient"))
 settings.load_profile("patient")

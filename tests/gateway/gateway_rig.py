@@ -63,6 +63,14 @@ def echo(request: TokenRequest) -> list[Step]:
     return [plain(request.prompt), last([3], FinishReason.STOP)]
 
 
+def echo_within_limit(request: TokenRequest) -> list[Step]:
+    """The prompt's own tokens, at most as many as the request allows."""
+    ids = request.prompt[: request.max_tokens]
+    if len(ids) == request.max_tokens:
+        return [plain(ids), last([], FinishReason.LENGTH)]
+    return [plain(ids), last([3], FinishReason.STOP)]
+
+
 async def is_ready(http: httpx.AsyncClient) -> bool:
     return (await http.get("/readyz")).status_code == 200
 

@@ -13,8 +13,8 @@ from dataclasses import replace
 import pytest
 from fake_model import VOCAB, Client, ScriptedDrafter, make_engine
 from google.protobuf.message import DecodeError
-from hostile_messages import changed, messages
-from hypothesis import HealthCheck, given, settings
+from hostile_messages import fuzzing, messages, wire
+from hypothesis import given
 from hypothesis import strategies as st
 
 from drafter_svc.families.ngram import NgramFamily
@@ -40,9 +40,7 @@ from outrider.wire import drafts as wire_drafts
 from outrider.wire import model as wire_model
 from outrider.wire import requests as wire_requests
 
-BOUNDED = settings(
-    max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
-)
+BOUNDED = fuzzing(60)
 GREEDY = SamplingParams(temperature=0.0)
 PLACEMENT = Placement("cpu", "h", "cpu", (0, 1), 0, "x")
 HELLO = Hello("d", "f", "t", 8, frozenset(DraftDistribution), PLACEMENT)
@@ -103,12 +101,7 @@ def take(data: bytes) -> None:
 
 
 @BOUNDED
-@given(
-    st.one_of(
-        changed(SAID_BY_DRAFTERS),
-        messages(verifier_pb2.StreamDraftsRequest).map(lambda m: m.SerializeToString()),
-    )
-)
+@given(wire(verifier_pb2.StreamDraftsRequest, SAID_BY_DRAFTERS))
 def test_a_drafters_message_is_taken_or_refused_and_changes_no_text(data: bytes) -> None:
     take(data)
 
@@ -143,8 +136,7 @@ async def draft(said: list[bytes]) -> None:
     st.lists(
         st.one_of(
             st.sampled_from(SAID_BY_VERIFIERS),
-            changed(SAID_BY_VERIFIERS),
-            messages(verifier_pb2.StreamDraftsResponse).map(lambda m: m.SerializeToString()),
+            wire(verifier_pb2.StreamDraftsResponse, SAID_BY_VERIFIERS),
         ),
         min_size=1,
         max_size=5,

@@ -13,6 +13,7 @@ from chaos_proxy import chaos_proxy
 from fake_model import VOCAB, exposition, make_engine
 
 from outrider.errors import OutriderError, Reason
+from outrider.internal.v1 import token_streams_pb2_grpc
 from outrider.model_info import DrafterInfo, ModelInfo, Placement, Stage
 from outrider.process import rpc
 from outrider.v1 import common_pb2, drafts_pb2, verifier_pb2, verifier_pb2_grpc
@@ -46,6 +47,7 @@ async def verifier(limits: Limits | None = None) -> AsyncIterator[Verifier]:
     servicer.serve(thread, ModelInfo("fake", Stage.READY, "serving", "f", VOCAB, 64))
     server = rpc.Server("outrider.v1.VerifierService")
     verifier_pb2_grpc.add_VerifierServiceServicer_to_server(servicer, server.grpc)
+    token_streams_pb2_grpc.add_TokenStreamServiceServicer_to_server(servicer, server.grpc)
     [port] = await server.start("127.0.0.1:0")
     try:
         yield Verifier(engine, thread, port)

@@ -1,0 +1,109 @@
+"""Random and broken messages at every RPC of the gateway, over gRPC and from browsers.
+
+Each call ends with a clear status, and a request beside it gets its text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import AsyncIterator
+
+import grpc
+import pytest
+import pytest_asyncio
+from gateway_rig import Rig, echo_within_limit, until
+from google.protobuf import json_format
+from google.protobuf.descriptor import MethodDescriptor
+from google.rpc import code_pb2
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2
+from hostile_messages import fuzzing, messages, wire
+from hypothesis import given
+from hypothesis import strategies as st
+from raw_calls import call_raw, methods
+from test_connect import JSON, PROTO, WEB, post
+
+from outrider.process import rpc
+from outrider.v1 import common_pb2
+from outrider.v1.generation_pb2 import DESCRIPTOR, Chat, ChatMessage, GenerateTextRequest
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+GREEDY = common_pb2.SamplingParams(temperature=0.0)
+CHAT = Chat(messages=[ChatMessage(role="user", content="hi")])
+VALID = [
+    request.SerializeToString()
+    for request in (
+        GenerateTextRequest(prompt="if x", max_tokens=8, sampling=GREEDY, stop=["y"]),
+        GenerateTextRequest(chat=CHAT, top_logprob_count=2, prompt_logprob_count=1),
+        GenerateTextRequest(prompt="if x", grammar=common_pb2.Grammar(regex="a+")),
+    )
+]
+# A call of Watch never ends.
+METHODS = [
+    method
+    for method in methods(DESCRIPTOR, health_pb2.DESCRIPTOR, reflection_pb2.DESCRIPTOR)
+    if method.name != "Watch"
+]
+REQUESTS = {
+    method.name: st.lists(
+        wire(method.input_type._concrete_class, {"GenerateText": VALID}.get(method.name)),
+        min_size=1,
+        max_size=4 if method.client_streaming else 1,
+    )
+    for method in METHODS
+}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def channel(shared_rig: Rig) -> AsyncIterator[grpc.aio.Channel]:
+    async with rpc.dial(shared_rig.gateway.grpc_address) as channel:
+        yield channel
+
+
+async def check_good_request(rig: Rig) -> None:
+    """A well-formed request gets its text, which is its prompt."""
+    answer = await rig.http.post("/v1/completions", json={"prompt": "if x", "temperature": 0})
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"][0]["text"] == "if x"
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+@fuzzing(80)
+@given(data=st.data())
+async def test_every_rpc_takes_or_clearly_refuses_any_messages(
+    rig: Rig, channel: grpc.aio.Channel, method: MethodDescriptor, data: st.DataObject
+) -> None:
+    rig.script.answer = echo_within_limit
+    requests = data.draw(REQUESTS[method.name])
+    await asyncio.gather(check_good_request(rig), call_raw(channel, method, requests))
+    await until(lambda: rig.script.running == 0)
+
+
+def as_json(message: GenerateTextRequest) -> bytes:
+    return json_format.MessageToJson(message).encode()
+
+
+ENCODED = {
+    JSON: messages(GenerateTextRequest).map(as_json) | st.binary(),
+    PROTO: wire(GenerateTextRequest, VALID),
+    WEB: wire(GenerateTextRequest, VALID),
+}
+
+
+@pytest.mark.parametrize("encoding", ENCODED)
+@fuzzing(60)
+@given(data=st.data())
+async def test_a_browsers_message_is_answered_or_clearly_refused(
+    rig: Rig, encoding: str, data: st.DataObject
+) -> None:
+    rig.script.answer = echo_within_limit
+    message = data.draw(ENCODED[encoding])
+    # For bit 0, a compressed message without an encoding, the protocols require INTERNAL.
+    flags = data.draw(st.sampled_from([0, 0, 0, 0, 2, 128, 254]))
+    length = data.draw(st.sampled_from([*[len(message)] * 6, 0, len(message) + 1, 2**32 - 1]))
+    _, status = await post(rig, encoding, struct.pack(">BI", flags, length) + message)
+    assert status.code not in (code_pb2.INTERNAL, code_pb2.UNKNOWN), status
+    await check_good_request(rig)
+    await until(lambda: rig.script.running == 0)

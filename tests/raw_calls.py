@@ -1,0 +1,64 @@
+"""Calls of any RPC with raw bytes, for tests with hostile messages."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+from google.protobuf.descriptor import FileDescriptor, MethodDescriptor
+
+from outrider.errors import OutriderError, Reason
+from outrider.process import rpc
+
+_OURS = "/outrider."
+# grpc.aio's client says so if it writes to a call that has just ended. It then knows no status.
+_OF_CLIENT = "Internal error from Core"
+_UNCLEAR = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
+
+
+def methods(*files: FileDescriptor) -> list[MethodDescriptor]:
+    """All methods of all services in the files of protos."""
+    return [
+        method
+        for file in files
+        for service in file.services_by_name.values()
+        for method in service.methods
+    ]
+
+
+def path(method: MethodDescriptor) -> str:
+    """The method's path in HTTP/2."""
+    return f"/{method.containing_service.full_name}/{method.name}"
+
+
+def check_details(failure: grpc.aio.AioRpcError) -> OutriderError:
+    """The error of a call of one of our services, whose details must agree with its status."""
+    # Only an error without the details is taken for this reason.
+    error = rpc.error_of(failure, otherwise=Reason.ROUTE_NOT_FOUND)
+    assert error.reason is not Reason.ROUTE_NOT_FOUND, failure
+    assert error.reason.kind.status == failure.code().name, failure
+    return error
+
+
+def check_clear(failure: grpc.aio.AioRpcError, *, is_ours: bool = True) -> None:
+    """The status says what is wrong with the call, and in our services the details name it."""
+    if failure.details() == _OF_CLIENT:
+        return
+    assert failure.code() not in _UNCLEAR, failure
+    if is_ours:
+        error = check_details(failure)
+        assert error.field or error.reason is not Reason.INVALID_VALUE, failure
+
+
+async def call_raw(
+    channel: grpc.aio.Channel, method: MethodDescriptor, requests: list[bytes]
+) -> None:
+    """Send raw messages and read to the end. If the call fails, its status must be clear."""
+    call: Any = channel.stream_stream(path(method))(iter(requests))
+    try:
+        async with asyncio.timeout(20):
+            async for _ in call:
+                pass
+    except grpc.aio.AioRpcError as failure:
+        check_clear(failure, is_ours=path(method).startswith(_OURS))

@@ -1,0 +1,179 @@
+"""Random and broken messages at every RPC of a verifier, over real gRPC.
+
+Each call ends with a clear status, a request beside it gets its text, and no page, sequence or
+drafter is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from itertools import count
+
+import grpc
+import pytest
+import pytest_asyncio
+from fake_model import VOCAB, make_engine
+from google.protobuf.descriptor import MethodDescriptor
+from google.protobuf.message import DecodeError
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2
+from hostile_messages import fuzzing, wire
+from hypothesis import given
+from hypothesis import strategies as st
+from raw_calls import call_raw, check_clear, methods
+from test_hostile_messages import SAID_BY_DRAFTERS
+from test_hostile_streams import RawDrafter, Verifier, verifier
+
+from outrider.internal.v1 import token_streams_pb2
+from outrider.messages import DraftDistribution
+from outrider.process import rpc
+from outrider.v1 import common_pb2, drafts_pb2, verifier_pb2, verifier_pb2_grpc
+from outrider.wire.settings import proto_enum
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+GENERATE = verifier_pb2.GenerateTokensRequest(
+    prompt_token_ids=[1, 2], max_tokens=40, sampling=common_pb2.SamplingParams(temperature=0.0)
+)
+EXPECTED = make_engine()[1].greedy([1, 2], 40)
+CANCEL = token_streams_pb2.CancelTokens()
+VALID: dict[str, list[bytes]] = {
+    "GenerateTokens": [GENERATE.SerializeToString()],
+    "StreamTokens": [
+        token_streams_pb2.StreamTokensRequest(call_id=1, generate=GENERATE).SerializeToString(),
+        token_streams_pb2.StreamTokensRequest(call_id=1, cancel=CANCEL).SerializeToString(),
+    ],
+    "StreamDrafts": SAID_BY_DRAFTERS,
+}
+# A call of Watch never ends.
+METHODS = [
+    method
+    for method in methods(
+        verifier_pb2.DESCRIPTOR,
+        token_streams_pb2.DESCRIPTOR,
+        health_pb2.DESCRIPTOR,
+        reflection_pb2.DESCRIPTOR,
+    )
+    if method.name != "Watch"
+]
+REQUESTS = {
+    method.name: st.lists(
+        wire(method.input_type._concrete_class, VALID.get(method.name)),
+        min_size=1,
+        max_size=4 if method.client_streaming else 1,
+    )
+    for method in METHODS
+}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def served() -> AsyncIterator[Verifier]:
+    async with verifier() as running:
+        yield running
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def channel(served: Verifier) -> AsyncIterator[grpc.aio.Channel]:
+    async with rpc.dial(f"127.0.0.1:{served.port}") as channel:
+        yield channel
+
+
+async def good_text(channel: grpc.aio.Channel) -> list[int]:
+    """The tokens of a well-formed request."""
+    stub = verifier_pb2_grpc.VerifierServiceStub(channel)
+    return [token async for chunk in stub.GenerateTokens(GENERATE) for token in chunk.token_ids]
+
+
+async def until_empty(served: Verifier) -> None:
+    """Wait until no sequence, page or drafter is left in the engine, and check its pages."""
+    engine = served.engine
+
+    def left() -> tuple[int, int, int]:
+        drafters = engine.drafting.roster.connected
+        return len(engine.sequences), engine.pool.used_count, len(drafters)
+
+    remaining = (1, 1, 1)
+    with suppress(TimeoutError):
+        async with asyncio.timeout(10):
+            # The engine's thread has no event to wait for.
+            while any(remaining := await served.thread.call(left)):  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+    assert not any(remaining), f"sequences, pages and drafters that are left: {remaining}"
+    await served.thread.call(engine.pool.check_integrity)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+@fuzzing(60)
+@given(data=st.data())
+async def test_every_rpc_takes_or_clearly_refuses_any_messages(
+    served: Verifier, channel: grpc.aio.Channel, method: MethodDescriptor, data: st.DataObject
+) -> None:
+    requests = data.draw(REQUESTS[method.name])
+    text, _ = await asyncio.gather(good_text(channel), call_raw(channel, method, requests))
+    assert text == EXPECTED
+    await until_empty(served)
+
+
+NAMES = count()
+
+
+def aimed(data: bytes, opened: drafts_pb2.Opened) -> bytes:
+    """A drafter's message with its small numbers made those of an open sequence.
+
+    Otherwise nearly every message would be about no sequence. Bytes that cannot be parsed stay.
+    """
+    try:
+        request = verifier_pb2.StreamDraftsRequest.FromString(data)
+    except DecodeError:
+        return data
+    for part in (*request.drafts.proposals, *request.drafts.skips):
+        if part.sequence_id <= 12:
+            part.sequence_id = opened.sequence_id
+        if part.base_length <= 12:
+            part.base_length = len(opened.token_ids) + part.base_length % 3
+    for proposal in request.drafts.proposals:
+        for place, token in enumerate(proposal.token_ids):
+            if token <= 12:
+                proposal.token_ids[place] = token % VOCAB
+    return request.SerializeToString()
+
+
+async def opened_to(drafter: RawDrafter) -> drafts_pb2.Opened:
+    """The next sequence that the verifier opens to the drafter."""
+    async with asyncio.timeout(10):
+        while True:
+            response = await drafter.call.read()
+            if response.step.opened:
+                return response.step.opened[0]
+
+
+async def end(drafter: RawDrafter) -> None:
+    """Say no more, and read to the end; an error must be clear."""
+    with suppress(asyncio.InvalidStateError):
+        await drafter.call.done_writing()
+    try:
+        async with asyncio.timeout(20):
+            while await drafter.call.read() is not grpc.aio.EOF:
+                pass
+    except grpc.aio.AioRpcError as failure:
+        check_clear(failure)
+
+
+@fuzzing(120)
+@given(st.lists(wire(verifier_pb2.StreamDraftsRequest, SAID_BY_DRAFTERS), min_size=1, max_size=4))
+async def test_a_drafter_in_mid_stream_changes_no_text_and_leaves_nothing(
+    served: Verifier, channel: grpc.aio.Channel, said: list[bytes]
+) -> None:
+    distributions = [proto_enum(kind) for kind in DraftDistribution]
+    drafter = RawDrafter(channel, f"hostile-{next(NAMES)}", distributions=distributions)
+    await drafter.welcomed()
+    text = asyncio.create_task(good_text(channel))
+    opened = await opened_to(drafter)
+    for data in said:
+        with suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):
+            await drafter.say(aimed(data, opened))
+    await end(drafter)
+    assert await text == EXPECTED
+    await until_empty(served)
