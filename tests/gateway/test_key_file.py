@@ -11,7 +11,7 @@ from keyed_rig import ALICE, BOB, entry
 from gateway.access.keys import KeyRing
 from gateway.config import GatewaySettings
 from outrider.errors import OutriderError
-from outrider.process.key_file import read_keys, write_keys
+from outrider.process.key_file import key_digest, read_keys, write_keys
 
 
 @pytest.mark.parametrize(
@@ -100,3 +100,32 @@ def test_a_gateway_on_loopback_needs_neither_keys_nor_open(given: dict[str, Any]
 def test_open_contradicts_keys() -> None:
     with pytest.raises(ValueError, match="give one of them"):
         GatewaySettings(verifier=["v:1"], tokenizer="t", open=True, keys_file=Path("k"))
+
+
+class Incomparable(str):
+    """A key whose comparison with anything is an error."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        raise AssertionError("a comparison's time tells how much of a guess is right")
+
+
+def test_only_hashes_of_keys_are_compared_and_in_constant_time(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    compared: list[tuple[str, str]] = []
+
+    def record(one: str, other: str) -> bool:
+        compared.append((one, other))
+        return one == other
+
+    monkeypatch.setattr("gateway.access.keys.hmac.compare_digest", record)
+    path = tmp_path / "keys.yaml"
+    write_keys(path, [entry(ALICE, "alice"), entry(BOB, "bob")])
+    ring = KeyRing(path, "")
+    found = ring.find(Incomparable(ALICE))
+    assert found is not None
+    assert found.tenant == "alice"
+    assert compared == [(key_digest(ALICE), key_digest(ALICE))]
+    assert ring.find(Incomparable(ALICE[:-1])) is None
