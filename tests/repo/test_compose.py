@@ -37,6 +37,36 @@ def test_every_service_is_read_only_unprivileged_and_limited(name: str) -> None:
     assert not service.get("privileged")
 
 
+def users_of_stages() -> dict[str, str]:
+    """The last USER of each stage of the Dockerfile, its own or that of the stage it begins with.
+
+    A base image's user counts as root.
+    """
+    users: dict[str, str] = {}
+    stage = ""
+    for line in (COMPOSE / "Dockerfile").read_text().splitlines():
+        if found := re.match(r"FROM (\S+) AS (\S+)", line):
+            stage = found[2]
+            users[stage] = users.get(found[1], "root")
+        elif found := re.match(r"USER (\S+)", line):
+            users[stage] = found[1]
+    return users
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_no_service_runs_as_root(name: str) -> None:
+    """Images of others may change their user, so their services set it."""
+    service = SERVICES[name]
+    image = service["image"].partition(":")[0]
+    targets = {
+        other["image"].partition(":")[0]: other["build"]["target"]
+        for other in SERVICES.values()
+        if "build" in other
+    }
+    user = service.get("user") or users_of_stages()[targets[image]]
+    assert re.match("[1-9][0-9]*:", user), user
+
+
 @pytest.mark.parametrize("name", sorted(set(SERVICES) - {"secrets", "redis-cluster-join"}))
 def test_every_long_lived_service_has_a_memory_limit_and_restarts(name: str) -> None:
     assert SERVICES[name]["mem_limit"]
