@@ -1,0 +1,99 @@
+"""Requests that schemathesis makes from /openapi.json, valid and invalid ones.
+
+Each answer has a documented status; each error has OpenAI's form and names the field; and the
+gateway answers a good request afterwards.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+import requests
+import schemathesis
+from gateway_rig import Rig, echo_within_limit, until
+from hostile_messages import fuzzing
+from hypothesis import given
+from hypothesis import strategies as st
+from test_access import settings, unused
+
+from gateway.app import create_app
+from outrider.errors import Reason
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+DOCUMENT: Any = create_app(settings(), *unused()).openapi()
+SCHEMA = schemathesis.openapi.from_dict(DOCUMENT)
+MODES = (schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE)
+OPERATIONS = [
+    (method.upper(), path) for path, methods in DOCUMENT["paths"].items() for method in methods
+]
+# Errors of the whole request, not of one field.
+WITHOUT_FIELD = (
+    Reason.MALFORMED_REQUEST,
+    Reason.REQUEST_TOO_LARGE,
+    Reason.ROUTE_NOT_FOUND,
+    Reason.METHOD_NOT_ALLOWED,
+)
+
+
+def cases(method: str, path: str) -> st.SearchStrategy[schemathesis.Case]:
+    """Valid and invalid requests of an operation."""
+    operation = SCHEMA[path][method]
+    return st.one_of(
+        [operation.as_strategy(generation_mode=mode) for mode in MODES if makes(operation, mode)]
+    )
+
+
+def makes(operation: Any, mode: Any) -> bool:
+    """Whether there are such requests: one without parameters and body has no invalid ones."""
+    has_input = operation.body or any(operation.iter_parameters())
+    return bool(has_input) or mode is schemathesis.GenerationMode.POSITIVE
+
+
+CASES = {operation: cases(*operation) for operation in OPERATIONS}
+
+
+async def send(rig: Rig, case: schemathesis.Case) -> httpx.Response:
+    """The answer to a case. The body of an endless stream is not read."""
+    made = case.as_transport_kwargs(base_url=rig.gateway.http_url)
+    made.pop("timeout", None)
+    prepared = requests.Request(**made).prepare()
+    async with rig.http.stream(
+        prepared.method or "",
+        prepared.url or "",
+        headers=dict(prepared.headers),
+        content=prepared.body,  # type: ignore[arg-type]
+    ) as answer:
+        if case.operation.path != "/events":
+            await answer.aread()
+        return answer
+
+
+def check_error(answer: httpx.Response) -> None:
+    """The body is an error in OpenAI's form that names the field at fault."""
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    reason = Reason[error["code"].upper()]
+    assert (answer.status_code, error["type"]) == (reason.kind.http, reason.kind.openai_type)
+    assert error["message"]
+    assert error["param"] or reason in WITHOUT_FIELD, error
+
+
+@pytest.mark.parametrize("operation", OPERATIONS, ids=" ".join)
+@fuzzing(60)
+@given(data=st.data())
+async def test_each_answer_is_documented_and_the_gateway_goes_on(
+    rig: Rig, operation: tuple[str, str], data: st.DataObject
+) -> None:
+    rig.script.answer = echo_within_limit
+    answer = await send(rig, data.draw(CASES[operation]))
+    documented = DOCUMENT["paths"][operation[1]][operation[0].lower()]["responses"]
+    assert str(answer.status_code) in documented
+    assert answer.status_code < 500
+    if answer.status_code != 200:
+        check_error(answer)
+    good = await rig.http.post("/v1/completions", json={"prompt": "if x", "temperature": 0})
+    assert good.json()["choices"][0]["text"] == "if x"
+    await until(lambda: rig.script.running == 0)
