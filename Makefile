@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo serve test test-quick test-together test-apart bench benchmarks-page lint proto clean
+.PHONY: demo serve test test-quick test-together test-apart bench benchmarks-page lint proto sbom clean
 
 demo: $(VENV)/installed
 	$(BIN)/outrider demo
@@ -45,6 +45,16 @@ lint: $(VENV)/installed-dev
 
 proto: $(VENV)/installed-dev
 	protos/generate.sh
+
+# A list of everything that is installed, in CycloneDX's format. Its tool has an environment of its
+# own, so that it does not list itself.
+SBOM_TOOL := build/cyclonedx
+sbom: $(VENV)/installed
+	$(PYTHON) -m venv $(SBOM_TOOL)
+	$(SBOM_TOOL)/bin/python -m pip install --quiet --disable-pip-version-check cyclonedx-bom
+	$(SBOM_TOOL)/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible \
+	  --output-file build/sbom.json $(BIN)/python
+	@echo "build/sbom.json lists what is installed"
 
 .PHONY: tools
 tools:
