@@ -149,6 +149,11 @@ class Engine:
             self._committer.end_sequence(sequence)
             self._metrics.occupancy(self.scheduler)
 
+    def stop_gathering(self) -> None:
+        """Send clients all unsent tokens, and from now on those of each step."""
+        self._committer.stop_gathering()
+        self.outgoing.send_to_clients()
+
     # --- the loop ---
 
     def run(self) -> None:
