@@ -97,14 +97,16 @@ class DraftExchange:
         drafter.draining = True
 
     def reject(self, drafter: Drafter, error: OutriderError) -> None:
-        """Count a protocol violation and end the drafter's stream with `error`.
+        """End the drafter's stream with `error`, and count a protocol violation.
 
-        Its sequences go to other drafters. No effect if it is not connected.
+        INTERNAL is a fault of our own and does not count. The drafter's sequences go to other
+        drafters. No effect if it is not connected.
         """
         if self.roster.connected.get(drafter.id) is not drafter:
             return
         log.warning("drafter %s: %s", drafter.id, error)
-        self.roster.count_fault(drafter)
+        if error.reason is not Reason.INTERNAL:
+            self.roster.count_fault(drafter)
         self.rejections.append((drafter, error))
         self.leave(drafter)
 
