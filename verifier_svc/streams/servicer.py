@@ -80,7 +80,7 @@ class VerifierServicer(
         """Refuse new requests, and let running ones end within `grace_s`.
 
         Drafters are told, and gateways too: they move their sequences to another verifier if they
-        have one. Before, clients get the tokens that `min_chunk_tokens` holds back.
+        have one. First, clients get the tokens that `min_chunk_tokens` holds back.
         """
         engine = self._ready()
         # A drain does not wait for an engine that hangs.
