@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -90,7 +89,8 @@ def key_in(authorization: str) -> str:
         return ""
     try:
         return base64.b64decode(value, validate=True).decode().partition(":")[2]
-    except (binascii.Error, UnicodeDecodeError):
+    # It is not base64 or not UTF-8, or it has characters outside of ASCII.
+    except ValueError:
         return ""
 
 
