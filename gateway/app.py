@@ -27,7 +27,7 @@ def create_app(
     app.include_router(system.routes(generation, metrics, gate))
     servicer = GenerationServicer(generation, gate)
     app.router.routes.append(connect.route(servicer, settings.max_body_bytes // 2))
-    page.install(app, generation.router, metrics)
+    page.install(app, generation.router, metrics, gate)
     api_errors.install(app)
     document.install(app)
     app.add_middleware(BodyLimit, limit_bytes=settings.max_body_bytes)

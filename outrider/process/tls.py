@@ -266,7 +266,7 @@ def explain(details: str, tls: Tls | None) -> str:
     if refused := _REFUSED.search(details):
         reason = f"the peer's certificate is refused: {refused[1]} (authorities: {tls.ca})"
     elif "Hostname Verification Check failed" in details:
-        reason = "the peer's certificate is for other names than the one that was dialled"
+        reason = "the peer's certificate has another role or name than the one that was dialled"
     elif "WRONG_VERSION_NUMBER" in details:
         reason = "the peer does not use TLS"
     elif problem := tls.own_problem():

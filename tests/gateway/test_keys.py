@@ -226,6 +226,23 @@ async def test_a_running_gateway_follows_its_file(prompts: Prompts, tmp_path: Pa
         assert (await rig.http.get("/v1/models", headers=auth(ALICE))).status_code == 401
 
 
+@pytest.mark.parametrize("role", ["tenant", "operator"])
+async def test_events_end_once_the_key_is_revoked(
+    prompts: Prompts, tmp_path: Path, role: str
+) -> None:
+    async with (
+        asyncio.timeout(10),
+        keyed_rig(prompts, tmp_path, [entry(ALICE, "alice", role=role)]) as rig,
+        rig.http.stream("GET", "/events", headers=auth(ALICE)) as response,
+    ):
+        lines = response.aiter_lines()
+        assert (await anext(lines)).startswith("data: ")
+        write_keys(tmp_path / "keys.yaml", [])
+        assert rig.gateway.gate.keys is not None
+        await rig.gateway.gate.keys.reload()
+        _ = [line async for line in lines]
+
+
 async def test_a_preflight_needs_no_key(prompts: Prompts, tmp_path: Path) -> None:
     origin = "https://chat.example.com"
     entries = [entry(ALICE, "alice")]

@@ -153,23 +153,31 @@ async def test_a_false_verifier_is_refused(site: Site, change: dict[str, Any], r
 
 
 @pytest.mark.parametrize(
-    ("address", "encrypted", "reason"),
+    ("role", "reason"),
     [
-        ("127.0.0.2:0", True, "the peer's certificate is for other names than the one that was"),
-        ("127.0.0.1:0", False, "the peer does not use TLS"),
+        ("redis", "the peer's certificate has another role or name than the one that was dialled"),
+        ("gateway", "the peer's certificate has another role or name"),
+        ("agent", "the peer's certificate has another role or name"),
+        (None, "the peer does not use TLS"),
     ],
 )
-async def test_a_server_of_another_name_or_without_tls_is_refused(
-    site: Site, address: str, encrypted: bool, reason: str
+async def test_a_server_of_another_role_or_without_tls_is_refused(
+    site: Site, role: str | None, reason: str
 ) -> None:
-    served = site.issue("verifier") if encrypted else None
-    server = rpc.Server("outrider.v1.VerifierService")
-    [port] = await server.start(address, tls=served)
-    dialled = f"{address.partition(':')[0]}:{port}"
-    error = await outcome(dialled, site.issue("gateway"), get_model)
-    await server.stop(0)
+    served = None if role is None else site.issue(role, "served")
+    async with verifier(served) as (address, _):
+        error = await outcome(address, site.issue("gateway"), get_model)
     assert error is not None
     assert error.message.startswith(reason)
+
+
+async def test_a_verifier_is_known_by_its_role_at_any_address(site: Site) -> None:
+    server = rpc.Server("outrider.v1.VerifierService")
+    [port] = await server.start("127.0.0.2:0", tls=site.issue("verifier"))
+    error = await outcome(f"127.0.0.2:{port}", site.issue("gateway"), get_model)
+    await server.stop(0)
+    assert error is not None
+    assert "Method not found" in error.message
 
 
 async def test_a_gateway_says_why_it_has_no_verifier(site: Site) -> None:
