@@ -9,7 +9,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway import api_errors, connect, document, openai, page, system
 from gateway.access.gate import Gate, RequireKey
-from gateway.access.limits import HEADERS
 from gateway.access.origins import CheckOrigin, origin_pattern
 from gateway.config import GatewaySettings
 from gateway.generate import Generation
@@ -39,7 +38,12 @@ def create_app(
             allow_origin_regex=origin_pattern(settings.allowed_origins),
             allow_methods=["GET", "HEAD", "POST"],
             allow_headers=["*"],
-            expose_headers=["X-Request-Id", "Retry-After", *HEADERS, *connect.ERROR_HEADERS],
+            expose_headers=[
+                "X-Request-Id",
+                "Retry-After",
+                *api_errors.RATE_LIMIT_HEADERS,
+                *connect.ERROR_HEADERS,
+            ],
         )
     app.add_middleware(CheckOrigin, settings=settings)
     app.add_middleware(CountResponses, metrics=metrics)

@@ -14,12 +14,6 @@ from gateway.choices import Event
 from outrider.errors import OutriderError, Reason, invalid
 from outrider.process.key_file import KeyEntry
 
-HEADERS = tuple(
-    f"x-ratelimit-{part}-{kind}"
-    for part in ("limit", "remaining", "reset")
-    for kind in ("requests", "tokens")
-)
-"""OpenAI's headers of rate limits."""
 _BUSY_RETRY_S = 1.0
 
 

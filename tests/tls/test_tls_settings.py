@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from pathlib import Path
 
 import pytest
+from cryptography.hazmat.primitives import serialization
 from pydantic import ValidationError
 from sites import Site
 
@@ -14,6 +16,7 @@ from outrider.launch.health import problem
 from outrider.launch.serve_settings import ServeSettings
 from outrider.launch.stack import plan_stack
 from outrider.process import rpc
+from outrider.process.tls import Tls
 from verifier_svc.config import VerifierSettings
 
 
@@ -34,6 +37,23 @@ def test_a_key_of_another_certificate_is_refused(site: Site) -> None:
     given = files(site, "verifier") | {"tls_key": site.issue("gateway").key}
     with pytest.raises(ValidationError, match=r"tls-key .*gateway.key does not belong to .*verif"):
         VerifierSettings(target="x", **given)
+
+
+@pytest.mark.parametrize(
+    "form", [serialization.PrivateFormat.PKCS8, serialization.PrivateFormat.TraditionalOpenSSL]
+)
+def test_an_encrypted_key_is_refused_without_asking_for_its_password(
+    site: Site, form: serialization.PrivateFormat
+) -> None:
+    given = files(site, "verifier")
+    key = serialization.load_pem_private_key(given["tls_key"].read_bytes(), None)
+    locked = serialization.BestAvailableEncryption(b"secret")
+    given["tls_key"].write_bytes(key.private_bytes(serialization.Encoding.PEM, form, locked))
+    with pytest.raises(ValidationError, match=r"tls-key .*verifier.key is encrypted"):
+        VerifierSettings(target="x", **given)
+    tls = Tls(given["tls_cert"], given["tls_key"], None)
+    with pytest.raises(ssl.SSLError):
+        tls.load_pair(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
 
 
 def test_a_file_without_certificates_is_refused(site: Site) -> None:
