@@ -128,6 +128,8 @@ def test_a_gateway_on_loopback_needs_neither_keys_nor_open(given: dict[str, Any]
     GatewaySettings(verifier=["v:1"], tokenizer="t", **given)
 
 
-def test_open_contradicts_keys() -> None:
+def test_open_contradicts_keys_and_client_certificates() -> None:
     with pytest.raises(ValueError, match="give one of them"):
         GatewaySettings(verifier=["v:1"], tokenizer="t", open=True, keys_file=Path("k"))
+    with pytest.raises(ValueError, match="public-tls-ca asks clients for certificates; give one"):
+        GatewaySettings(verifier=["v:1"], tokenizer="t", open=True, public_tls_ca=Path("ca"))
