@@ -67,6 +67,25 @@ def stream_drafts(drafter_id: str) -> Call:
     return call
 
 
+def break_protocol(drafter_id: str) -> Call:
+    """A drafter that says hello again, which ends its stream as a violation."""
+
+    async def call(channel: grpc.aio.Channel) -> Any:
+        stub: Any = verifier_pb2_grpc.VerifierServiceStub(channel)
+        stream = stub.StreamDrafts(timeout=10)
+        hello = drafts_pb2.Hello(
+            drafter_id=drafter_id,
+            family="raw",
+            tokenizer_fingerprint=FINGERPRINT,
+            max_draft_tokens=4,
+        )
+        for _ in range(2):
+            await stream.write(verifier_pb2.StreamDraftsRequest(hello=hello))
+            await stream.read()
+
+    return call
+
+
 async def outcome(address: str, tls: Tls | None, call: Call) -> OutriderError | None:
     """The error of a call with these files; None if it was answered."""
     async with rpc.dial(address, tls) as channel:
@@ -232,6 +251,20 @@ async def test_a_drafter_cannot_take_the_name_of_another(site: Site) -> None:
             "hello.drafter_id is 'cpu10/quiet', but the certificate's common name is 'cpu1'"
         )
         assert not engine.drafting.roster.connected
+
+
+async def test_another_id_of_the_same_certificate_is_in_quarantine_too(site: Site) -> None:
+    async with verifier(site.issue("verifier")) as (address, _):
+        mine, other = site.issue("drafter", "cpu1"), site.issue("drafter", "cpu2")
+        for name in ("cpu1/a", "cpu1/b", "cpu1/c"):
+            error = await outcome(address, mine, break_protocol(name))
+            assert error is not None
+            assert error.reason is Reason.PROTOCOL_VIOLATION
+        error = await outcome(address, mine, stream_drafts("cpu1/d"))
+        assert error is not None
+        assert error.reason is Reason.QUARANTINED
+        assert error.message.startswith("drafter cpu1 broke the protocol 3 times")
+        assert await outcome(address, other, stream_drafts("cpu2/d")) is None
 
 
 async def test_a_drafter_of_the_wrong_role_ends_with_the_reason(site: Site) -> None:
