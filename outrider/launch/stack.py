@@ -90,6 +90,7 @@ def _verifier_arguments(
         "dtype": settings.dtype,
         "threads": settings.threads or _free_cores(specs),
         "listen": address,
+        "open": settings.verifier_open,
         "uds": uds,
         "metrics_port": settings.metrics_port,
     }

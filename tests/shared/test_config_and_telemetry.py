@@ -188,7 +188,9 @@ def test_keys_given_as_text_are_on_no_command_line(
 
 
 def test_local_processes_dial_a_public_verifier_on_loopback(tmp_path: Path) -> None:
-    children = planned(tmp_path, "--drafter", "ngram", "--verifier-host", "0.0.0.0")
+    children = planned(
+        tmp_path, "--drafter", "ngram", "--verifier-host", "0.0.0.0", "--verifier-open"
+    )
     host, _, port = children["verifier"]["--listen"].partition(":")
     assert host == "0.0.0.0"
     assert children["ngram-1"]["--verifier"] == f"127.0.0.1:{port}"
