@@ -151,6 +151,8 @@ class Grant:
 
     async def _correct(self, taken: _Taken, difference: int) -> None:
         """Give back what was not used, or count what was not covered."""
+        if difference == 0:
+            return
         windows = self._limits.windows
         # More tokens than were reserved count when they are known.
         minute = windows.now()[0] if difference > 0 else taken.minute
