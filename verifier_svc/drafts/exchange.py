@@ -65,13 +65,14 @@ class DraftExchange:
         sink: Callable[[StepBatch | OutriderError], None],
         *,
         trusted: bool | None = None,
+        holder: str = "",
     ) -> Drafter:
         """Register a drafter and assign it the admitted sequences that have none of its family.
 
-        `trusted` says whether its distributions count; None leaves that to the setting. Raises as
-        `Roster.join` does.
+        `trusted` says whether its distributions count; None leaves that to the setting. `holder` is
+        the common name of its certificate. Raises as `Roster.join` does.
         """
-        drafter = Drafter(hello, sink)
+        drafter = Drafter(hello, sink, holder)
         drafter.trusted = self._trust_distributions if trusted is None else trusted
         own_cores = self._own_cores
         drafter.on_target_cores = own_cores is not None and drafter.shares_cores(own_cores)
