@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from outrider.lm.pages import PagePool
+from outrider.token_tree import favourite_path
 from verifier_svc.engine.fair_queue import FairQueue
 from verifier_svc.policy.draft_trees import Draft, best_chain
 from verifier_svc.state.draft_tree import NO_DRAFT
@@ -112,9 +113,15 @@ class Scheduler:
             return None  # this step preempted it for an older one
         assignment, draft = chosen
         draft = draft.first(room)
+        if not draft.token_ids:
+            assignment = None
         start = sequence.kv.num_computed_tokens
         end = start + count
         has_room = self.pool.reserve(sequence.kv, end + len(draft.token_ids))
+        if not has_room and draft.parents:
+            # The favourite path alone may fit.
+            draft = draft.first(len(favourite_path(draft.parents)))
+            has_room = self.pool.reserve(sequence.kv, end + len(draft.token_ids))
         if not has_room and draft.token_ids:
             # A draft is no reason to preempt another sequence.
             assignment, draft = _NO_DRAFT

@@ -1,0 +1,47 @@
+"""Trees that lack room in a forward, or that a grammar cuts."""
+
+from __future__ import annotations
+
+from fake_model import Client, ScriptedDrafter, make_engine
+
+from outrider.messages import SamplingParams, TokenRequest
+from verifier_svc.engine.loop import Engine
+from verifier_svc.engine.target import Limits
+from verifier_svc.policy.draft_trees import Draft
+from verifier_svc.state.draft_tree import DraftTree
+from verifier_svc.state.scheduled_sequence import ScheduledSequence
+from verifier_svc.state.sequence import Sequence
+
+GREEDY = SamplingParams(0.0)
+
+
+def decoding(page_count: int = 64, max_batch_tokens: int = 64) -> tuple[Engine, Sequence]:
+    """An engine with pages of 4 tokens, a drafter, and a sequence of 3 tokens."""
+    limits = Limits(max_batch_tokens=max_batch_tokens)
+    engine, _ = make_engine(page_count=page_count, limits=limits, eos_bias=-99)
+    ScriptedDrafter(engine)
+    sequence = engine.submit(TokenRequest([1, 2], 6, GREEDY), Client())
+    engine.step()
+    return engine, sequence
+
+
+def schedule(engine: Engine, sequence: Sequence, tree: DraftTree) -> ScheduledSequence:
+    """The sequence's part of the next batch, if `tree` is its draft."""
+    chosen: Draft = (sequence.assignments["scripted"], tree)
+    planned = {sequence.id: len(tree.token_ids)}
+    [scheduled] = engine.scheduler.next(planned, {sequence.id: chosen})
+    return scheduled
+
+
+def test_a_draft_without_room_in_the_forward_counts_as_none() -> None:
+    engine, sequence = decoding(max_batch_tokens=1)
+    scheduled = schedule(engine, sequence, DraftTree([3, 4], []))
+    assert (scheduled.assignment, scheduled.draft.token_ids) == (None, [])
+
+
+def test_of_a_tree_without_pages_the_favourite_path_is_verified() -> None:
+    engine, sequence = decoding(page_count=2)
+    tree = DraftTree([3, 4, 5, 6, 7, 0], [], [0, 1, 2, 2, 1, 0])
+    scheduled = schedule(engine, sequence, tree)
+    assert scheduled.draft.token_ids == [3, 4, 5]
+    assert scheduled.assignment is not None
