@@ -14,7 +14,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-from outrider.token_tree import MAX_TREE_TOKENS, children
+from outrider.token_tree import MAX_TREE_TOKENS, children, without_chain
 from verifier_svc.policy.plan import Plan
 from verifier_svc.state.draft_tree import NO_DRAFT, DraftTree
 from verifier_svc.state.merged_tries import (
@@ -113,8 +113,7 @@ class _Tree:
             draft.drafter_ids.append(self.drafter_ids[row - 1])
             here = len(draft.token_ids)
             pending += [(child, here) for child in reversed(below[row])]
-        if draft.parents == list(range(len(draft.parents))):
-            draft.parents = []
+        draft.parents = without_chain(draft.parents)
         if all(each == self.assignment.drafter.id for each in draft.drafter_ids):
             draft.drafter_ids = []
         return self.assignment, draft
