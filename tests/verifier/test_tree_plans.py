@@ -9,7 +9,7 @@ from fake_model import Client, ScriptedDrafter, make_engine, make_plan
 
 from outrider.draft_messages import DraftBatch, Proposal
 from outrider.draft_tokens_policy import DraftTokensPolicy
-from outrider.messages import SamplingParams, TokenRequest
+from outrider.messages import DraftDistribution, SamplingParams, SpeculationOptions, TokenRequest
 from outrider.token_tree import MAX_TREE_TOKENS, favourite_path
 from verifier_svc.engine.loop import Engine
 from verifier_svc.engine.target import Limits
@@ -160,3 +160,58 @@ def test_a_wrong_favourite_without_a_guess_beside_it_counts_against_trees() -> N
     sequence.tokens += [3, 5]
     engine.drafting.send_verdicts(sequence, [3, 5], good, sequence.span)
     assert good.side_rates.rescued_share < before
+
+
+def test_a_drafter_of_chains_is_asked_for_a_tree_once_in_a_while() -> None:
+    engine = planned()
+    good = assignment(engine, "good")
+    for _ in range(500):
+        good.side_rates.observe_wrong(False)
+    plan = make_plan(engine, 5)
+    asked_at = [
+        step
+        for step in range(1, 130)
+        if good in engine.planner.plan(engine.sequences.values(), plan, step, 0.0).tree_tokens
+    ]
+    assert asked_at == [32, 64, 96, 128]
+
+
+def test_a_remote_drafter_is_asked_for_more_tokens_of_a_tree_than_of_a_chain() -> None:
+    """Also where the chain has the tokens that are committed before it arrives."""
+    engine = planned(quick_s=10.0)
+    good = assignment(engine, "good")
+    for _ in range(50):
+        good.drafter.round_trip.observe(0.2)
+    good.rate = AcceptanceRate(0.97, 8)
+    plan = make_plan(engine, 5)
+    [sequence] = engine.sequences.values()
+    assert plan.asks[good] > plan.draft_tokens[sequence.id]
+    plan = engine.planner.plan([sequence], plan, 32, 0.0)
+    assert plan.tree_tokens[good] == min(3 * plan.asks[good], MAX_TREE_TOKENS)
+
+
+def test_sampled_drafts_are_planned_and_measured_as_chains() -> None:
+    engine = planned()
+    [sequence] = engine.sequences.values()
+    good = assignment(engine, "good")
+    good.distribution = DraftDistribution.SPARSE
+    assert make_plan(engine, 32).tree_tokens == {}
+    before = good.side_rates.rescued_share
+    base = len(sequence.tokens)
+    good.trie.add(Proposal(sequence.id, base, [3, 4], [0, 0]), sequence.tokens)
+    sequence.tokens.append(5)
+    engine.drafting.send_verdicts(sequence, [5], good, sequence.span)
+    assert good.side_rates.rescued_share == before
+
+
+def test_trees_add_no_tokens_to_drafts_of_a_fixed_number() -> None:
+    """So the expected speed is that of chains."""
+    for options in ({}, {"draft_tokens": 4}):
+        policy = DraftTokensPolicy() if options else DraftTokensPolicy("fixed", 4)
+        speeds = []
+        for trees in (True, False):
+            engine = planned(Limits(policy, draft_trees=trees))
+            [sequence] = engine.sequences.values()
+            sequence.request = replace(sequence.request, speculation=SpeculationOptions(**options))
+            speeds.append(make_plan(engine).speedup)
+        assert speeds[0] == speeds[1] > 1.0

@@ -17,7 +17,7 @@ from verifier_svc.metrics import Metrics
 from verifier_svc.policy.plan import Plan
 from verifier_svc.policy.planner import Planner
 from verifier_svc.state.drafter import MESSAGE_BYTES, Drafter
-from verifier_svc.state.merged_tries import is_branched, observe_sides
+from verifier_svc.state.merged_tries import is_branched, is_sampled, observe_sides
 from verifier_svc.state.sequence import FIRST_BACKOFF, Assignment, Sequence
 from verifier_svc.state.trie import Trie
 
@@ -281,6 +281,8 @@ def _tokens_to_ask(plan: Plan, sequence: Sequence, assignment: Assignment) -> in
 
 def _observe_sides(sequence: Sequence, verified: Assignment, new_token_ids: list[int]) -> None:
     """Measure the guesses beside favourites, or their lack, before the tries' roots move."""
+    if is_sampled(sequence):
+        return  # its drafts stay chains
     if is_branched(sequence):
         observe_sides(sequence, verified, new_token_ids)
     elif verified.tree_tokens > 0 and verified.trie.is_contradicted(new_token_ids):
