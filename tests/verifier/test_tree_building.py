@@ -23,7 +23,7 @@ from verifier_svc.policy.draft_trees import best_chain, grow_trees
 from verifier_svc.policy.plan import Plan
 from verifier_svc.state.acceptance_rate import AcceptanceRate
 from verifier_svc.state.draft_tree import DraftTree
-from verifier_svc.state.merged_tries import guesses_behind, probs, roots
+from verifier_svc.state.merged_tries import guesses_behind, observe_sides, probs, roots
 from verifier_svc.state.sequence import Assignment, Sequence
 from verifier_svc.state.side_rates import SideRates
 
@@ -276,6 +276,17 @@ def test_claims_that_the_commits_contradict_lose_their_weight() -> None:
     assert rates.estimate(0, 2, 0.4) == rates.estimate(1, 1, 0.4) == 0.4
     rates.observe(9, 1, 0.4, True)
     assert rates.estimate(3, 1, 0.4) > 0.4
+
+
+def test_a_favourite_is_rescued_by_an_own_guess_that_is_worth_its_price() -> None:
+    for other, price, rescues in ((0, 0.1, True), (0, 0.6, False), (1, 0.1, False)):
+        rig = Rig(0.5, 0.4)
+        rig.propose(DraftTree([3], []))
+        rig.propose(DraftTree([3, 4], [], [0, 0]), drafter=other)
+        first = rig.assignment()
+        before = first.side_rates.rescued_share
+        observe_sides(rig.sequences[0], first, [4], price)
+        assert (first.side_rates.rescued_share > before) == rescues
 
 
 def test_commits_measure_the_guesses_beside_favourites() -> None:

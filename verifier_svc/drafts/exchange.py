@@ -187,7 +187,7 @@ class DraftExchange:
         """
         lookups: list[str] = []
         if verified is not None and self.plan.token_prices:
-            _observe_sides(sequence, verified, new_token_ids)
+            _observe_sides(sequence, verified, new_token_ids, self.plan.price)
         for assignment in sequence.assignments.values():
             drafter = assignment.drafter
             trie = assignment.trie
@@ -279,12 +279,14 @@ def _tokens_to_ask(plan: Plan, sequence: Sequence, assignment: Assignment) -> in
     return assignment.draft_tokens if assignment.asked else 0
 
 
-def _observe_sides(sequence: Sequence, verified: Assignment, new_token_ids: list[int]) -> None:
+def _observe_sides(
+    sequence: Sequence, verified: Assignment, new_token_ids: list[int], price: float
+) -> None:
     """Measure the guesses beside favourites, or their lack, before the tries' roots move."""
     if is_sampled(sequence):
         return  # its drafts stay chains
     if is_branched(sequence):
-        observe_sides(sequence, verified, new_token_ids)
+        observe_sides(sequence, verified, new_token_ids, price)
     elif verified.tree_tokens > 0 and verified.trie.is_contradicted(new_token_ids):
         verified.side_rates.observe_wrong(False)
 

@@ -84,20 +84,25 @@ def probs(guesses: list[Guess], depth: int) -> list[float]:
     return found
 
 
-def observe_sides(sequence: Sequence, first: Assignment, committed: list[int]) -> None:
+def observe_sides(
+    sequence: Sequence, first: Assignment, committed: list[int], price: float
+) -> None:
     """Measure the guesses beside the favourites by the newly committed tokens.
 
     Call it before the tries' roots move. Guesses that no step verified count as well, so the
-    measurements do not depend on what was verified.
+    measurements do not depend on what was verified. But only an own guess of `first` that is worth
+    `price` rescues its wrong favourite.
     """
     nodes = roots(sequence, first)
     on_favourites = True
+    survival = 1.0
     for depth, token in enumerate(committed):
         guesses = guesses_behind(nodes)
         if not guesses:
             return
         favourite = _rate(guesses[0].assignment, depth)
         on_favourites = on_favourites and guesses[0].assignment is first
+        rescued = False
         nodes = []
         for place, guess in enumerate(guesses):
             right = guess.token == token
@@ -105,9 +110,14 @@ def observe_sides(sequence: Sequence, first: Assignment, committed: list[int]) -
                 nodes = guess.nodes
             if place:
                 claim = _claim(guess, depth, favourite)
-                guess.assignment.side_rates.observe(depth, guess.rank, claim, right)
+                rates = guess.assignment.side_rates
+                if right and guess.assignment is first:
+                    prob = min(rates.estimate(depth, guess.rank, claim), favourite)
+                    rescued = survival * prob >= price
+                rates.observe(depth, guess.rank, claim, right)
+        survival *= favourite
         if on_favourites and token != guesses[0].token:
-            first.side_rates.observe_wrong(bool(nodes))
+            first.side_rates.observe_wrong(rescued)
             on_favourites = False
 
 
