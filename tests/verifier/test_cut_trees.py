@@ -50,6 +50,15 @@ def test_of_a_tree_without_pages_the_favourite_path_is_verified() -> None:
     assert scheduled.assignment is not None
 
 
+def test_trees_know_the_room_that_prompts_leave_them() -> None:
+    engine, _ = decoding(max_batch_tokens=16)
+    assert engine.scheduler.draft_room() == 15
+    engine.submit(TokenRequest([1] * 40, 6, GREEDY), Client())
+    engine.scheduler.admit()
+    # A quarter of the batch is the prompt's.
+    assert engine.scheduler.draft_room() == 11
+
+
 class Low:
     """A grammar of tokens below 4."""
 

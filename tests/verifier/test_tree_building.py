@@ -57,11 +57,13 @@ class Rig:
         if tree.token_ids:
             self.drafters[drafter].send(proposal)
 
-    def grow(self, depth: int = 8, prices: Prices = ALL, **plan: object) -> list[DraftTree]:
+    def grow(
+        self, depth: int = 8, prices: Prices = ALL, room: int = 1000, **plan: object
+    ) -> list[DraftTree]:
         """The drafts that pay at these prices; a sequence's chain where trees are no use."""
         depths = {sequence.id: depth for sequence in self.sequences}
         plan = {"draft_tokens": depths, "token_prices": prices, **plan}
-        found = grow_trees(self.sequences, Plan(**plan))  # type: ignore[arg-type]
+        found = grow_trees(self.sequences, Plan(**plan), lambda: room)  # type: ignore[arg-type]
         return [
             (found.get(sequence.id) or best_chain(sequence, depth))[1]
             for sequence in self.sequences
@@ -208,6 +210,14 @@ def test_sequences_compete_for_the_cheap_places_of_a_forward() -> None:
     assert sizes == [[2, 0], [2, 2], [2, 3], [4, 4]]
 
 
+def test_sequences_share_the_room_of_a_forward_by_likelihood() -> None:
+    rig = Rig(0.8, sequences=3)
+    for sequence in range(3):
+        rig.propose(DraftTree([3, 4, 5, 6], [], [0, 1, 0, 3]), sequence=sequence)
+    sizes = [[len(tree.token_ids) for tree in rig.grow(room=room)] for room in (0, 3, 6)]
+    assert sizes == [[0, 0, 0], [1, 1, 1], [2, 2, 2]]
+
+
 def test_a_draft_has_no_more_tokens_than_a_word_has_bits() -> None:
     rig = Rig(0.9)
     chains = [(token, place) for token in range(VOCAB) for place in range(11)]
@@ -236,10 +246,10 @@ def test_chains_alone_are_left_to_the_plan() -> None:
     for sequence in range(2):
         rig.propose(DraftTree([3, 4, 5], []), sequence=sequence)
     plan = Plan(draft_tokens={each.id: 3 for each in rig.sequences}, token_prices=ALL)
-    assert grow_trees(rig.sequences, plan) == {}
+    assert grow_trees(rig.sequences, plan, lambda: 99) == {}
     rig.propose(DraftTree([6], []), sequence=1)
-    assert grow_trees(rig.sequences, replace(plan, token_prices=())) == {}
-    assert len(grow_trees(rig.sequences, plan)) == 2
+    assert grow_trees(rig.sequences, replace(plan, token_prices=()), lambda: 99) == {}
+    assert len(grow_trees(rig.sequences, plan, lambda: 99)) == 2
 
 
 def test_sampled_drafts_stay_chains() -> None:

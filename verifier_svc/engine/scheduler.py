@@ -72,10 +72,7 @@ class Scheduler:
         # Every decoding sequence has room for its one token. Drafts and prompts share the rest.
         spare = max(0, self._max_batch_tokens - len(decoding))
         rows = self._max_scored_tokens
-        for_prompts = min(
-            sum([pending for _, pending in prefilling]),
-            int(self._max_batch_tokens * _PROMPTS_SHARE),
-        )
+        for_prompts = self._for_prompts(sum([pending for _, pending in prefilling]))
         for sequence, pending in decoding + prefilling:
             count = _scorable(sequence, pending, rows) if sequence.unscored else pending
             if pending > 1:
@@ -95,6 +92,18 @@ class Scheduler:
                 spare -= len(scheduled.draft.token_ids)
                 rows -= len(scheduled.scored)
         return list(batch.values())
+
+    def draft_room(self) -> int:
+        """Most draft tokens of all decoding sequences together in the next batch."""
+        pending = [sequence.num_uncomputed_tokens for sequence in self.running.values()]
+        decoding = pending.count(1)
+        return max(
+            0, self._max_batch_tokens - decoding - self._for_prompts(sum(pending) - decoding)
+        )
+
+    def _for_prompts(self, pending: int) -> int:
+        """Tokens of a batch that drafts leave to prompts, which have so many `pending`."""
+        return min(pending, int(self._max_batch_tokens * _PROMPTS_SHARE))
 
     def _schedule(
         self,

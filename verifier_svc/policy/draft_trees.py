@@ -10,7 +10,7 @@ Looks at the tries' shapes, at confidences and at measured rates; never at which
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
@@ -38,21 +38,26 @@ def best_chain(sequence: Sequence, draft_tokens: int) -> Draft:
     return (None, NO_DRAFT) if best is None else (best, best.trie.path(draft_tokens))
 
 
-def grow_trees(sequences: Collection[Sequence], plan: Plan) -> dict[int, Draft]:
+def grow_trees(
+    sequences: Collection[Sequence], plan: Plan, room: Callable[[], int]
+) -> dict[int, Draft]:
     """The drafts of a step that verifies trees, by sequence id; none if chains are all there is.
 
-    A sequence that is missing, such as one with sampled drafts, has its best chain.
+    A sequence that is missing, such as one with sampled drafts, has its best chain. `room` returns
+    the most draft tokens of all sequences together.
     """
-    if not plan.token_prices or not any(map(is_branched, sequences)):
+    if not plan.token_prices:
         return {}
-    planned = [
-        sequence
-        for sequence in sequences
-        if sequence.num_uncomputed_tokens == 1 and plan.draft_tokens.get(sequence.id, 0) > 0
-    ]
-    if not any(is_branched(sequence) and not is_sampled(sequence) for sequence in planned):
+    branched = [sequence for sequence in sequences if is_branched(sequence)]
+    if not any(_is_planned(sequence, plan) and not is_sampled(sequence) for sequence in branched):
         return {}
-    return _Forest(planned, plan).grow()
+    planned = [sequence for sequence in sequences if _is_planned(sequence, plan)]
+    return _Forest(planned, plan).grow(room())
+
+
+def _is_planned(sequence: Sequence, plan: Plan) -> bool:
+    """Whether the step verifies a draft of the sequence, if one is ready."""
+    return sequence.num_uncomputed_tokens == 1 and plan.draft_tokens.get(sequence.id, 0) > 0
 
 
 def _best_path(sequence: Sequence, draft_tokens: int) -> Assignment | None:
@@ -144,9 +149,12 @@ class _Forest:
             tree = self._trees[sequence.id] = _Tree(best, depth, most, fixed)
             self._offer(tree, 0, 0, 1.0, roots(sequence, best))
 
-    def grow(self) -> dict[int, Draft]:
-        """Take all guesses that are worth their price; returns the drafts by sequence id."""
-        while self._next:
+    def grow(self, room: int) -> dict[int, Draft]:
+        """Take the guesses that are worth their price, and return the drafts by sequence id.
+
+        They are at most `room`, so that the likeliest ones of all sequences have it.
+        """
+        while self._next and self._taken < room:
             key, _, tree, parent, depth, guess = heappop(self._next)
             if len(tree.token_ids) < tree.most and (tree.fixed or -key >= self._price()):
                 self._taken += 1
