@@ -190,6 +190,18 @@ def test_a_remote_drafter_is_asked_for_more_tokens_of_a_tree_than_of_a_chain() -
     assert plan.tree_tokens[good] == min(3 * plan.asks[good], MAX_TREE_TOKENS)
 
 
+def test_a_late_announcement_asks_for_a_tree_as_a_verdict_does() -> None:
+    engine = planned()
+    good = assignment(engine, "good")
+    good.opened = False
+    plan = make_plan(engine, 5)
+    [sequence] = engine.sequences.values()
+    sequence.tokens.append(3)
+    engine.drafting.send_verdicts(sequence, [3], None, sequence.span)
+    [opened] = good.drafter.outbox.opened
+    assert opened.tree_tokens == plan.tree_tokens[good] > opened.draft_tokens
+
+
 def test_sampled_drafts_are_planned_and_measured_as_chains() -> None:
     engine = planned()
     [sequence] = engine.sequences.values()

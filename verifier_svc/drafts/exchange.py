@@ -265,7 +265,11 @@ class DraftExchange:
             assignment.trie = Trie(length, assignment.trie.window)
             assignment.sent_length = length
         assignment.opened = True
-        assignment.window = run_ahead_window(assignment, wanted, self.plan.decode_step_s)
+        tree_tokens = self.plan.tree_tokens.get(assignment, 0)
+        assignment.tree_tokens = tree_tokens
+        assignment.window = run_ahead_window(
+            assignment, wanted, self.plan.decode_step_s, tree_tokens
+        )
         _mark_sent(assignment, self._clock())
         drafter.last_sequence_id = max(drafter.last_sequence_id, sequence.id)
         drafter.outbox.opened.append(sequence.opened_for(assignment))

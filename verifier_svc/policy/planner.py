@@ -330,7 +330,8 @@ def _companions(drafts: _Drafts, choice: _Choice) -> _Drafts:
     """Drafts of further drafters, whose guesses join the chosen drafter's in one tree.
 
     Only of drafters that pay anyway, deliver sooner than the chosen one, and take no time of the
-    target's cores. So a companion costs a message, and no wait.
+    target's cores. So a companion costs a message. The engine waits for it only where the ready
+    drafts promise less.
     """
     found: _Drafts = []
     if len(choice.drafters) < 2:
