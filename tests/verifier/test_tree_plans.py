@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from fake_model import Client, ScriptedDrafter, make_engine, make_plan
+from virtual_time import VirtualClock
 
 from outrider.draft_messages import DraftBatch, Proposal
 from outrider.draft_tokens_policy import DraftTokensPolicy
@@ -23,7 +24,7 @@ GREEDY = SamplingParams(0.0)
 
 def planned(limits: Limits = TREES, quick_s: float = 0.001, quick_rate: float = 0.5) -> Engine:
     """An engine with one sequence and two drafters: "good" takes 5 ms, "quick" `quick_s`."""
-    engine, _ = make_engine(eos_bias=-99, page_count=256, limits=limits)
+    engine, _ = make_engine(eos_bias=-99, page_count=256, limits=limits, clock=VirtualClock())
     for name in ("good", "quick"):
         ScriptedDrafter(engine, name, name)
     for drafted in (0, 8, 64):
