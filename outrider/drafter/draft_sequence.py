@@ -67,7 +67,7 @@ class DraftSequence:
         verifier verifies chains alone, and wherever `branch_room` is 0.
         """
         count = len(self._tree.chain)
-        if not self.tree_tokens > self.draft_tokens > 0 or count == 0 or self._no_branches:
+        if not self.wants_tree or count == 0 or self._no_branches:
             return 0
         steps = -(-count // self.draft_tokens)
         most = min(steps * self.tree_tokens, self.window.token_count, MAX_PROPOSAL_TOKENS)

@@ -12,6 +12,7 @@ from outrider.draft_messages import DraftBatch, Proposal
 from outrider.draft_tokens_policy import DraftTokensPolicy
 from outrider.messages import DraftDistribution, SamplingParams, SpeculationOptions, TokenRequest
 from outrider.token_tree import MAX_TREE_TOKENS, favourite_path
+from verifier_svc.drafts.draft_message import DraftMessage
 from verifier_svc.engine.loop import Engine
 from verifier_svc.engine.target import Limits
 from verifier_svc.policy.forward_cost import ForwardCost
@@ -189,6 +190,20 @@ def test_a_remote_drafter_is_asked_for_more_tokens_of_a_tree_than_of_a_chain() -
     assert plan.asks[good] > plan.draft_tokens[sequence.id]
     plan = engine.planner.plan([sequence], plan, 32, 0.0)
     assert plan.tree_tokens[good] == min(3 * plan.asks[good], MAX_TREE_TOKENS)
+
+
+def test_drafting_time_is_that_of_the_new_tokens_one_behind_the_other() -> None:
+    """A proposal repeats its chain, and branches are drafted side by side."""
+    engine = planned()
+    [sequence] = engine.sequences.values()
+    good = assignment(engine, "good")
+    base = len(sequence.tokens)
+    good.trie.add(Proposal(sequence.id, base, [3, 4, 5]), sequence.tokens)
+    good.expect_answer(base)
+    message = DraftMessage(good.drafter, 0.0, engine.sequences)
+    tree = Proposal(sequence.id, base, [3, 4, 5, 6, 6, 7, 6], [0, 1, 2, 3, 0, 5, 1])
+    message.take(DraftBatch([tree]))
+    assert message.draft_length == 2
 
 
 def test_a_late_announcement_asks_for_a_tree_as_a_verdict_does() -> None:

@@ -57,6 +57,12 @@ def roots(sequence: Sequence, first: Assignment) -> Nodes:
 
 def guesses_behind(nodes: Nodes) -> list[Guess]:
     """The tokens that may follow a prefix; the favourite is the first."""
+    if len(nodes) == 1:
+        [(assignment, node)] = nodes
+        return [
+            Guess(child.token, assignment, rank, child.confidence, [(assignment, child)])
+            for rank, child in enumerate(node.children.values())
+        ]
     found: dict[int, Guess] = {}
     for assignment, node in nodes:
         for rank, child in enumerate(node.children.values()):
