@@ -10,6 +10,7 @@ from virtual_time import VirtualClock
 
 from outrider.draft_messages import DraftBatch, Proposal
 from outrider.draft_tokens_policy import DraftTokensPolicy
+from outrider.lm.layout import SequenceSlice
 from outrider.messages import DraftDistribution, SamplingParams, SpeculationOptions, TokenRequest
 from outrider.token_tree import MAX_TREE_TOKENS, favourite_path
 from verifier_svc.drafts.draft_message import DraftMessage
@@ -98,6 +99,19 @@ def test_verdicts_ask_for_a_tree_only_where_one_may_be_verified(on_target_cores:
             assert good.window.token_count == good.window.depth or not on_target_cores
 
 
+def test_trial_forwards_of_the_sizes_of_trees_have_branches() -> None:
+    engine, model = make_engine(limits=TREES, page_count=256)
+    model.cache[:] = 0
+    branched: dict[int, bool] = {}
+
+    def record(slices: list[SequenceSlice]) -> None:
+        branched[len(slices[0].token_ids)] = bool(slices[0].parents)
+
+    model.broken = record
+    engine.warm_up(4)
+    assert {size for size, found in branched.items() if found} == {16, 32, 1 + MAX_TREE_TOKENS}
+
+
 def test_trial_forwards_have_the_sizes_of_trees() -> None:
     for trees, largest in ((False, 9), (True, 1 + MAX_TREE_TOKENS)):
         engine, model = make_engine(limits=replace(TREES, draft_trees=trees), page_count=256)
@@ -107,7 +121,7 @@ def test_trial_forwards_have_the_sizes_of_trees() -> None:
         engine.warm_up(16)
         drafts = {size for size in sizes if size > 9 and size not in (4, 16)}
         assert max(drafts, default=9) == largest
-        assert TREES.most_draft_tokens == MAX_TREE_TOKENS
+        assert TREES.largest_draft == MAX_TREE_TOKENS
 
 
 def test_a_cost_table_with_trees_prices_their_tokens() -> None:

@@ -18,7 +18,7 @@ from outrider.token_tree import MAX_TREE_TOKENS, children, without_chain
 from verifier_svc.policy.plan import Plan
 from verifier_svc.state.draft_tree import NO_DRAFT, DraftTree
 from verifier_svc.state.merged_tries import (
-    Guess,
+    MergedGuess,
     Nodes,
     guesses_behind,
     is_branched,
@@ -97,7 +97,7 @@ class _Tree:
     parents: list[int] = field(default_factory=list)
     drafter_ids: list[str] = field(default_factory=list)
 
-    def take(self, parent: int, guess: Guess) -> int:
+    def take(self, parent: int, guess: MergedGuess) -> int:
         """Add a guess below the row `parent`; returns its row."""
         self.token_ids.append(guess.token)
         self.parents.append(parent)
@@ -133,7 +133,7 @@ class _Forest:
         self._taken = 0
         # Guesses that may be taken next, the likeliest first: (minus its survival, a number that
         # orders equal ones, its tree, its parent's row, its depth, the guess).
-        self._next: list[tuple[float, int, _Tree, int, int, Guess]] = []
+        self._next: list[tuple[float, int, _Tree, int, int, MergedGuess]] = []
         self._offered = 0
         self._trees: dict[int, _Tree] = {}
         for sequence in planned:

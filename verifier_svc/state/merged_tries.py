@@ -19,7 +19,7 @@ Nodes = list[tuple[Assignment, Node]]
 _NEXT_GUESS = 0.5
 
 
-class Guess(NamedTuple):
+class MergedGuess(NamedTuple):
     """A token that may follow a prefix."""
 
     token: int
@@ -55,27 +55,29 @@ def roots(sequence: Sequence, first: Assignment) -> Nodes:
     return [(each, each.trie.root) for each in (first, *others) if each.trie.node_count]
 
 
-def guesses_behind(nodes: Nodes) -> list[Guess]:
+def guesses_behind(nodes: Nodes) -> list[MergedGuess]:
     """The tokens that may follow a prefix; the favourite is the first."""
     if len(nodes) == 1:
         [(assignment, node)] = nodes
         return [
-            Guess(child.token, assignment, rank, child.confidence, [(assignment, child)])
+            MergedGuess(child.token, assignment, rank, child.confidence, [(assignment, child)])
             for rank, child in enumerate(node.children.values())
         ]
-    found: dict[int, Guess] = {}
+    found: dict[int, MergedGuess] = {}
     for assignment, node in nodes:
         for rank, child in enumerate(node.children.values()):
             guess = found.get(child.token)
             if guess is None:
                 below = [(assignment, child)]
-                found[child.token] = Guess(child.token, assignment, rank, child.confidence, below)
+                found[child.token] = MergedGuess(
+                    child.token, assignment, rank, child.confidence, below
+                )
             else:
                 guess.nodes.append((assignment, child))
     return list(found.values())
 
 
-def probs(guesses: list[Guess], depth: int) -> list[float]:
+def probs(guesses: list[MergedGuess], depth: int) -> list[float]:
     """The probability of each of `guesses_behind` a prefix of `depth` guesses that are right.
 
     The favourite has its drafter's acceptance rate. No other guess is more probable than it, so
@@ -142,7 +144,7 @@ def side_tokens(assignment: Assignment, draft_tokens: int) -> float:
     return prob_wrong * assignment.side_rates.rescued_share
 
 
-def _claim(guess: Guess, depth: int, favourite: float) -> float:
+def _claim(guess: MergedGuess, depth: int, favourite: float) -> float:
     """The probability of a guess beside the favourite, before it is corrected."""
     if guess.confidence > 0.0:
         return guess.confidence
