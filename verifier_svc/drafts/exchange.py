@@ -265,6 +265,7 @@ class DraftExchange:
             assignment.trie = Trie(length, assignment.trie.window)
             assignment.sent_length = length
         assignment.opened = True
+        # A new sequence's first draft is a chain: no plan knows the assignment yet.
         tree_tokens = self.plan.tree_tokens.get(assignment, 0)
         assignment.tree_tokens = tree_tokens
         assignment.window = run_ahead_window(
