@@ -17,7 +17,7 @@ from verifier_svc.metrics import Metrics
 from verifier_svc.policy.plan import Plan
 from verifier_svc.policy.planner import Planner
 from verifier_svc.state.drafter import MESSAGE_BYTES, Drafter
-from verifier_svc.state.merged_tries import is_branched, observe_sides
+from verifier_svc.state.merged_tries import is_branched, is_sampled, observe_sides
 from verifier_svc.state.sequence import FIRST_BACKOFF, Assignment, Sequence
 from verifier_svc.state.trie import Trie
 
@@ -190,7 +190,7 @@ class DraftExchange:
         """
         lookups: list[str] = []
         if verified is not None and self.plan.token_prices:
-            _observe_sides(sequence, verified, new_token_ids)
+            _observe_sides(sequence, verified, new_token_ids, self.plan.price)
         for assignment in sequence.assignments.values():
             drafter = assignment.drafter
             trie = assignment.trie
@@ -268,7 +268,12 @@ class DraftExchange:
             assignment.trie = Trie(length, assignment.trie.window)
             assignment.sent_length = length
         assignment.opened = True
-        assignment.window = run_ahead_window(assignment, wanted, self.plan.decode_step_s)
+        # A new sequence's first draft is a chain: no plan knows the assignment yet.
+        tree_tokens = self.plan.tree_tokens.get(assignment, 0)
+        assignment.tree_tokens = tree_tokens
+        assignment.window = run_ahead_window(
+            assignment, wanted, self.plan.decode_step_s, tree_tokens
+        )
         _mark_sent(assignment, self._clock())
         drafter.last_sequence_id = max(drafter.last_sequence_id, sequence.id)
         drafter.outbox.opened.append(sequence.opened_for(assignment))
@@ -282,10 +287,14 @@ def _tokens_to_ask(plan: Plan, sequence: Sequence, assignment: Assignment) -> in
     return assignment.draft_tokens if assignment.asked else 0
 
 
-def _observe_sides(sequence: Sequence, verified: Assignment, new_token_ids: list[int]) -> None:
+def _observe_sides(
+    sequence: Sequence, verified: Assignment, new_token_ids: list[int], price: float
+) -> None:
     """Measure the guesses beside favourites, or their lack, before the tries' roots move."""
+    if is_sampled(sequence):
+        return  # its drafts stay chains
     if is_branched(sequence):
-        observe_sides(sequence, verified, new_token_ids)
+        observe_sides(sequence, verified, new_token_ids, price)
     elif verified.tree_tokens > 0 and verified.trie.is_contradicted(new_token_ids):
         verified.side_rates.observe_wrong(False)
 
