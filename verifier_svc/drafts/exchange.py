@@ -100,8 +100,8 @@ class DraftExchange:
     def reject(self, drafter: Drafter, error: OutriderError) -> None:
         """End the drafter's stream with `error`, and count a protocol violation.
 
-        INTERNAL is a fault of our own and does not count. The drafter's sequences go to other
-        drafters. No effect if it is not connected.
+        INTERNAL is a fault of our own and does not count. Its sequences go to other drafters. No
+        effect if it is not connected.
         """
         if self.roster.connected.get(drafter.id) is not drafter:
             return
@@ -237,9 +237,8 @@ class DraftExchange:
         length = len(sequence.tokens)
         new_token_ids = sequence.tokens[assignment.sent_length :]
         assignment.sent_length = length
-        tree_tokens = self.plan.tree_tokens.get(assignment, 0)
-        assignment.tree_tokens = tree_tokens
-        window = run_ahead_window(assignment, wanted, self.plan.decode_step_s, tree_tokens)
+        trees = assignment.tree_tokens = self.plan.tree_tokens.get(assignment, 0)
+        window = run_ahead_window(assignment, wanted, self.plan.decode_step_s, trees)
         changed = window is not assignment.window
         assignment.window = window
         _mark_sent(assignment, self._clock())
@@ -251,7 +250,7 @@ class DraftExchange:
             assignment.draft_tokens,
             window if changed else None,
             traceparent,
-            tree_tokens,
+            trees,
         )
         assignment.drafter.outbox.verdicts.append(verdict)
         # A drafter that is asked again after a silence has to read first, so its answer says little
@@ -269,11 +268,9 @@ class DraftExchange:
             assignment.sent_length = length
         assignment.opened = True
         # A new sequence's first draft is a chain: no plan knows the assignment yet.
-        tree_tokens = self.plan.tree_tokens.get(assignment, 0)
-        assignment.tree_tokens = tree_tokens
-        assignment.window = run_ahead_window(
-            assignment, wanted, self.plan.decode_step_s, tree_tokens
-        )
+        trees = assignment.tree_tokens = self.plan.tree_tokens.get(assignment, 0)
+        step_s = self.plan.decode_step_s
+        assignment.window = run_ahead_window(assignment, wanted, step_s, trees)
         _mark_sent(assignment, self._clock())
         drafter.last_sequence_id = max(drafter.last_sequence_id, sequence.id)
         drafter.outbox.opened.append(sequence.opened_for(assignment))
