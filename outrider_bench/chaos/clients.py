@@ -14,7 +14,7 @@ from outrider_bench.chaos.requests import COUNT, Answer, body
 from outrider_bench.experiment.hosts import LOOPBACK
 
 _SILENCE_S = 120.0
-_PAUSE_S = 0.2
+_PAUSE_S = 0.5
 _HALF = b"POST /v1/completions HTTP/1.1\r\nHost: localh"
 
 

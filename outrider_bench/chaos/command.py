@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import click
 from rich.table import Table
@@ -79,15 +78,16 @@ def table(events: Sequence[Event], violations: Sequence[Violation]) -> Table:
     for event in events:
         if event["event"] == "fault":
             rounds.setdefault(event["name"], []).append(event["round"])
-    requests = Counter(event["round"] for event in events if event["event"] == "request")
-    counts = {what: Counter(v.round for v in violations if v.what == what) for what in _WHAT}
-    made = table_of("Faults", ["fault", "tries", "requests", *_WHAT])
+    requests = [event for event in events if event["event"] == "request"]
+    finished = [event for event in requests if event["outcome"] == "finished"]
+    counts = [Counter(event["round"] for event in some) for some in (requests, finished)]
+    counts += [Counter(v.round for v in violations if v.what == what) for what in _WHAT]
+    made = table_of("Faults", ["fault", "tries", "requests", "finished", *_WHAT])
     for name, numbers in sorted(rounds.items()):
-        of_fault = [requests, *(counts[what] for what in _WHAT)]
-        sums = (sum(count[number] for number in numbers) for count in of_fault)
+        sums = (sum(count[number] for number in numbers) for count in counts)
         made.add_row(name, str(len(numbers)), *map(str, sums))
-    total: list[Any] = [len(requests), requests.total(), *(c.total() for c in counts.values())]
-    made.add_row("all rounds", *map(str, total))
+    played = len({number for numbers in rounds.values() for number in numbers})
+    made.add_row("all rounds", str(played), *(str(count.total()) for count in counts))
     return made
 
 

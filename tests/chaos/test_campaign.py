@@ -43,7 +43,7 @@ def test_a_violation_is_told_with_its_fault_and_makes_the_status_one(
     assert command.main(["--history", str(tmp_path / "history.jsonl")]) == status
     printed = capsys.readouterr().out
     [row] = [line.split() for line in printed.splitlines() if "drafter killed" in line]
-    assert [cell for cell in row if cell.isdigit()] == ["1", "0", str(status), "0", "0"]
+    assert [cell for cell in row if cell.isdigit()] == ["1", "0", "0", str(status), "0", "0"]
     assert ("round 4: lost: model ended" in printed) == bool(status)
 
 
