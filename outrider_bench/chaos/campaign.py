@@ -27,7 +27,8 @@ async def play(
 ) -> None:
     """Play rounds with the faults of a bag until the time is over, or one round `only`.
 
-    Raises StackFailed if the stack does not start, or does not answer without any fault.
+    Raises StackFailed if the stack does not start, does not answer without any fault, or does not
+    recover from one.
     """
     async with running_site() as site, aclosing(Clients(site.port, history)) as clients:
         await clients.ask_all(_AT_ONCE)
@@ -62,7 +63,9 @@ async def _round(scene: Scene, planned: list[Planned], count: int, history: Hist
     for detail in await scene.site.revive():
         history.add("trouble", detail=detail)
     if not await scene.site.recovered():
-        history.add("trouble", detail="the stack did not recover")
+        detail = "the stack did not recover"
+        history.add("trouble", detail=detail)
+        raise StackFailed(detail)
     history.add("quiet", **await scene.site.quiet())
 
 

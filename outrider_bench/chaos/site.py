@@ -195,7 +195,8 @@ class Site:
         in_use = {}
         if not await _within(_QUIET_S, is_quiet):
             in_use = await self._in_use()
-        sizes = {name: _size(self.pid(name)) for name in self._names()}
+        alive = [name for name in self._names() if await self.processes.handle(name).alive()]
+        sizes = {name: _size(self.pid(name)) for name in alive}
         return {"in_use": in_use, "processes": sizes}
 
     async def _in_use(self) -> dict[str, float]:
