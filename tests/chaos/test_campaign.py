@@ -10,6 +10,7 @@ import pytest
 
 from outrider_bench.chaos import command
 from outrider_bench.chaos.history import History
+from outrider_bench.experiment.processes import StackFailed
 
 ROOT = Path(__file__).parents[2]
 
@@ -45,6 +46,17 @@ def test_a_violation_is_told_with_its_fault_and_makes_the_status_one(
     [row] = [line.split() for line in printed.splitlines() if "drafter killed" in line]
     assert [cell for cell in row if cell.isdigit()] == ["1", "0", "0", str(status), "0", "0"]
     assert ("round 4: lost: model ended" in printed) == bool(status)
+
+
+def test_a_campaign_that_ends_early_has_the_status_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def play(*_: object) -> None:
+        raise StackFailed("verifier-1 was not ready")
+
+    monkeypatch.setattr(command, "play", play)
+    assert command.main(["--history", str(tmp_path / "history.jsonl")]) == 1
+    assert "verifier-1 was not ready" in capsys.readouterr().out
 
 
 def test_a_fault_that_does_not_exist_is_refused(
