@@ -180,7 +180,7 @@ class Site:
         return found
 
     def _names(self) -> list[str]:
-        names = [*BOTH, "gateway", *DRAFTERS]
+        names = [*BOTH, "gateway", *DRAFTERS, *self.links]
         return [*names, "redis"] if self._redis_port else names
 
     async def quiet(self) -> dict[str, Any]:
