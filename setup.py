@@ -77,6 +77,7 @@ _STEP = [
     "verifier_svc/policy/plan.py",
     "verifier_svc/policy/planner.py",
     "verifier_svc/policy/prices.py",
+    "verifier_svc/policy/tree_asks.py",
     "verifier_svc/policy/waits.py",
     "verifier_svc/verification/rule_choice.py",
     "verifier_svc/engine/scheduler.py",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -21,6 +22,13 @@ from outrider.errors import OutriderError, Reason
 
 log = logging.getLogger(__name__)
 
+RATE_LIMIT_HEADERS = tuple(
+    f"x-ratelimit-{part}-{kind}"
+    for part in ("limit", "remaining", "reset")
+    for kind in ("requests", "tokens")
+)
+"""OpenAI's headers of rate limits."""
+_PLAIN = re.compile(r"[0-9]+s?")
 _SHOWN_CHARACTERS = 60
 _BY_STATUS = {
     404: Reason.ROUTE_NOT_FOUND,
@@ -51,7 +59,9 @@ def error_response(error: OutriderError) -> Response:
     """The error with its HTTP status, its rate limits, and Retry-After in whole seconds."""
     headers: dict[str, str] = {}
     if error.reason is Reason.RATE_LIMIT_EXCEEDED:
-        headers |= error.metadata
+        # The error may be a verifier's, which must not write other headers, or break their lines.
+        known = {name: error.metadata.get(name, "") for name in RATE_LIMIT_HEADERS}
+        headers |= {name: value for name, value in known.items() if _PLAIN.fullmatch(value)}
     if error.retry_after_s is not None:
         headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
     return _AsciiResponse(error_body(error), status_code=error.reason.kind.http, headers=headers)

@@ -9,7 +9,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway import api_errors, connect, document, openai, page, system
 from gateway.access.gate import Gate, RequireKey
-from gateway.access.limits import HEADERS
 from gateway.access.origins import CheckOrigin, origin_pattern
 from gateway.config import GatewaySettings
 from gateway.generate import Generation
@@ -27,7 +26,7 @@ def create_app(
     app.include_router(system.routes(generation, metrics, gate))
     servicer = GenerationServicer(generation, gate)
     app.router.routes.append(connect.route(servicer, settings.max_body_bytes // 2))
-    page.install(app, generation.router, metrics)
+    page.install(app, generation.router, metrics, gate)
     api_errors.install(app)
     document.install(app)
     app.add_middleware(BodyLimit, limit_bytes=settings.max_body_bytes)
@@ -39,7 +38,12 @@ def create_app(
             allow_origin_regex=origin_pattern(settings.allowed_origins),
             allow_methods=["GET", "HEAD", "POST"],
             allow_headers=["*"],
-            expose_headers=["X-Request-Id", "Retry-After", *HEADERS, *connect.ERROR_HEADERS],
+            expose_headers=[
+                "X-Request-Id",
+                "Retry-After",
+                *api_errors.RATE_LIMIT_HEADERS,
+                *connect.ERROR_HEADERS,
+            ],
         )
     app.add_middleware(CheckOrigin, settings=settings)
     app.add_middleware(CountResponses, metrics=metrics)

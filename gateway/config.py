@@ -61,6 +61,7 @@ class GatewaySettings(TlsSettings, ServiceSettings):
 
     limits_redis_ca_file: Path | None = None
     """PEM file with the authorities that may sign the Redis servers' certificates."""
+
     public_tls_cert: Path | None = None
     """PEM file with the certificate that clients see on the HTTP and gRPC ports, and those between
     it and its authority. With it and public-tls-key, both ports use TLS. Changed files are read
@@ -110,8 +111,12 @@ class GatewaySettings(TlsSettings, ServiceSettings):
         if self.published_on:
             listens = [self.published_on.strip("[]")]
         # Clients that must show a certificate are known as well as those with a key.
-        is_closed = bool(self.keys_file or self.keys or self.public_tls_ca)
-        check_exposure(listens, has_keys=is_closed, is_open=self.open)
+        has_keys = bool(self.keys_file or self.keys)
+        if self.open and self.public_tls_ca and not has_keys:
+            raise ValueError(
+                "open lets everybody in, but public-tls-ca asks clients for certificates; give one"
+            )
+        check_exposure(listens, has_keys=has_keys or bool(self.public_tls_ca), is_open=self.open)
         return self
 
     @property

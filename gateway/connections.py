@@ -11,10 +11,12 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from gateway.api_errors import error_body
 from gateway.config import GatewaySettings
 from outrider.errors import OutriderError, Reason
-from outrider.process.roles import check_http, peer_of_ssl
+from outrider.process.roles import Peer, check_http, peer_of_ssl
 
 MAX_HEADER_BYTES = 64 * 1024
 MAX_HEADERS = 128
+PEER_KEY = "outrider.peer"
+"""Key of an ASGI scope whose value is the connection's Peer; None without TLS."""
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -27,6 +29,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._refusal: OutriderError | None = None
+        self._peer: Peer | None = None
         # Bytes of the request line and of complete headers.
         self._header_bytes = 0
         # Bytes since the last byte of a body. They may be an unfinished header or trailer,
@@ -51,7 +54,8 @@ class BoundedProtocol(HttpToolsProtocol):
             message = "this gateway requires a client certificate, and the client has shown none"
             return OutriderError(Reason.CERTIFICATE_NOT_ALLOWED, message)
         try:
-            check_http(peer_of_ssl(certificate))
+            self._peer = peer_of_ssl(certificate)
+            check_http(self._peer)
         except OutriderError as error:
             return error
         return None
@@ -74,9 +78,11 @@ class BoundedProtocol(HttpToolsProtocol):
             self._expect(self.header_seconds)
 
     def on_message_begin(self) -> None:
-        """Count the header bytes of this request from 0."""
+        """Count the header bytes of this request from 0, and tell the application the peer."""
         self._header_bytes = 0
         super().on_message_begin()
+        # ASGI lets a server add keys of its own, which uvicorn's type does not know.
+        cast(dict[str, Any], self.scope)[PEER_KEY] = self._peer
 
     def on_url(self, url: bytes) -> None:
         """Count the request line as header bytes.

@@ -24,7 +24,8 @@ from outrider.model_info import ModelInfo
 
 log = logging.getLogger(__name__)
 
-# A request that makes every verifier crash must not end them all.
+# A request that makes every verifier crash must not end them all, whatever it writes in between.
+# One that every verifier refuses must not go round in circles.
 _MOST_LOST = 4
 
 Build = Callable[[ModelInfo], Sequence[TextRequest]]
@@ -101,8 +102,9 @@ class _Sequence:
         # present replica will repeat.
         self._scored = 0
         self._scored_again = 0
-        # Since the last token: replicas that were lost, and until when to try others.
         self._lost_count = 0
+        # Since the last token: replicas that refused it, and until when to wait for others.
+        self._refused_count = 0
         self._deadline: float | None = None
         self._go_to(pick)
 
@@ -153,8 +155,9 @@ class _Sequence:
         while True:
             info = self._pick.info
             replica = self._pick.replica
+            stream = replica.tokens
             try:
-                async with aclosing(replica.tokens.generate(self._rest())) as chunks:
+                async with aclosing(stream.generate(self._rest())) as chunks:
                     async for chunk in chunks:
                         left = self._request.tokens.max_tokens - len(self._committed)
                         check_chunk(chunk, info, left, replica.address)
@@ -162,8 +165,9 @@ class _Sequence:
                 message = f"verifier {replica.address} ended without a finish reason"
                 raise OutriderError(Reason.VERIFIER_UNAVAILABLE, message)
             except OutriderError as error:
-                if error.reason not in MOVING:
+                if not self._moves(error.reason):
                     raise
+                replica.doubt(stream, error)
                 reason = self._end()
                 if reason is None:
                     await self._move(error)
@@ -183,7 +187,7 @@ class _Sequence:
         """Keep what another replica would need to continue, and drop what was there before."""
         if chunk.token_ids:
             self._committed += chunk.token_ids
-            self._lost_count = 0
+            self._refused_count = 0
             self._deadline = None
         if not chunk.prompt_logprobs:
             return chunk
@@ -201,6 +205,14 @@ class _Sequence:
         complete = len(self._committed) >= self._request.tokens.max_tokens
         return FinishReason.LENGTH if complete else None
 
+    def _moves(self, reason: Reason) -> bool:
+        """Whether the sequence goes to another replica after an error.
+
+        A full queue is a reason only for a sequence that has begun: it was accepted once.
+        """
+        begun = self._builder is not None
+        return reason in MOVING or (begun and reason is Reason.OVERLOADED)
+
     async def _move(self, error: OutriderError) -> None:
         """Go to another replica after `error`. Raises it if there is none.
 
@@ -209,13 +221,20 @@ class _Sequence:
         now = time.monotonic()
         if self._deadline is None:
             self._deadline = now + self._generation.resume_seconds
-        wait_s = 0.0 if self._builder is None else self._deadline - now
-        self._lost_count += error.reason is Reason.VERIFIER_UNAVAILABLE
-        if self._lost_count > _MOST_LOST or wait_s < 0.0:
+        if error.reason is Reason.VERIFIER_UNAVAILABLE:
+            self._lost_count += 1
+        else:
+            self._refused_count += 1
+        if max(self._lost_count, self._refused_count) > _MOST_LOST:
             raise error
-        self._go_to(await self._generation.router.instead_of(self._pick, error, wait_s))
+        router = self._generation.router
         if self._builder is None:
+            self._go_to(await router.instead_of(self._pick, error))
             return
+        tokens = self._request.tokens
+        length = len(tokens.prompt) + tokens.max_tokens
+        wait_s = max(0.0, self._deadline - now)
+        self._go_to(await router.instead_of(self._pick, error, wait_s, length))
         self._builder.resumed()
         model, _, replica = self._pick
         self._generation.metrics.resumed.labels(model, error.reason.name.lower()).inc()

@@ -108,6 +108,7 @@ async def _answer(
         prompt=sum(lengths[::n]),
         answer=most_answer_tokens(body, prompts, n, info),
         sequences=len(lengths),
+        gathered=not (body.stream or body.stop or body.speculation.tokens),
     )
     totals = UsageTotals(len(prompts), n)
     if not body.stream:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,13 @@ from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import FileResponse, Response, StreamingResponse
 from fastapi.staticfiles import StaticFiles
 
-from gateway.access.gate import Identity, identity_of
+from gateway.access.gate import Gate, Identity
 from gateway.metrics import Metrics
 from gateway.routing import Router
 from gateway.streaming import event
 from gateway.system import readiness
 from outrider import __version__
+from outrider.errors import OutriderError
 
 _WEB = Path(__file__).with_name("web")
 _EVERY_S = 0.5
@@ -45,7 +46,7 @@ class _Files(StaticFiles):
         return response
 
 
-def install(app: FastAPI, router: Router, metrics: Metrics) -> None:
+def install(app: FastAPI, router: Router, metrics: Metrics, gate: Gate) -> None:
     """Add the page and its events."""
     routes = APIRouter()
 
@@ -58,10 +59,11 @@ def install(app: FastAPI, router: Router, metrics: Metrics) -> None:
     async def events(request: Request) -> Response:
         """Stream the state twice a second, until the client leaves or the gateway drains.
 
-        Operators see the sums over all tenants and the processes, others their own sums.
+        Operators see the sums over all tenants and the processes, others their own sums. The
+        stream also ends once the caller's key is revoked or has expired.
         """
         unbuffered = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        states = _events(router, metrics, identity_of(request))
+        states = _events(router, metrics, lambda: gate.identify_http(request.scope))
         return StreamingResponse(states, media_type="text/event-stream", headers=unbuffered)
 
     app.include_router(routes)
@@ -69,9 +71,13 @@ def install(app: FastAPI, router: Router, metrics: Metrics) -> None:
 
 
 async def _events(
-    router: Router, metrics: Metrics, identity: Identity
+    router: Router, metrics: Metrics, identify: Callable[[], Identity]
 ) -> AsyncGenerator[bytes, None]:
     while True:
+        try:
+            identity = identify()
+        except OutriderError:
+            return
         yield event(_state(router, metrics, identity))
         if router.draining:
             return

@@ -121,6 +121,15 @@ class Replica:
         self.problem = self._lost(error)
         return self.problem
 
+    def doubt(self, stream: TokenStream, error: OutriderError) -> None:
+        """Take no requests until the next poll, since `error` ended a sequence of `stream`.
+
+        No effect for an earlier connection's stream, which may end while the verifier is well, and
+        for a full queue.
+        """
+        if stream is self.tokens and error.reason in MOVING:
+            self.problem = self.problem or error
+
     def _lost(self, error: OutriderError) -> OutriderError:
         reason = explain(error.message, self._tls)
         message = f"verifier {self.address} does not answer: {reason}"
@@ -196,6 +205,18 @@ class Pick(NamedTuple):
         """How many sequences run on the replica."""
         return len(self.replica.sequences)
 
+    def continues(self, begun: ModelInfo, length: int) -> bool:
+        """Whether the replica can write the rest of a sequence that `begun` has begun.
+
+        `length` is the sequence's prompt and `max_tokens` together, in tokens.
+        """
+        same = _identity(self.info) == _identity(begun)
+        return same and length <= self.info.context_length
+
+
+def _identity(info: ModelInfo) -> tuple[object, ...]:
+    return info.model_id, info.vocab_size, info.eos_token_ids
+
 
 class Router:
     """Polls the replicas and picks one for each request."""
@@ -267,15 +288,17 @@ class Router:
                 await asyncio.wait_for(replica.suspect.wait(), pause_s)
 
     def _move(self, replica: Replica, problem: OutriderError) -> None:
-        """Move sequences from a replica to another one of the same model, if one is ready.
+        """Move sequences from a replica to another one that can continue them all, if one is ready.
 
         All sequences leave a replica that drains. Only those without a chunk leave one that does
         not answer polls, since it may just be slow. Without another replica they stay.
         """
         drains = problem.reason is Reason.DRAINING
-        if not (drains or problem.reason is Reason.VERIFIER_UNAVAILABLE) or replica.info is None:
+        info = replica.info
+        if not (drains or problem.reason is Reason.VERIFIER_UNAVAILABLE) or info is None:
             return
-        if self._ready_picks(self._name(replica.info)):
+        picks = self._ready_picks(self._name(info))
+        if any(pick.continues(info, info.context_length) for pick in picks):
             replica.fail_sequences(problem, waiting_only=not drains)
 
     def _wake(self) -> None:
@@ -316,18 +339,25 @@ class Router:
         """
         return min(self._picks(model), key=Pick.load)
 
-    async def instead_of(self, lost: Pick, error: OutriderError, wait_s: float) -> Pick:
+    async def instead_of(
+        self, lost: Pick, error: OutriderError, wait_s: float = 0.0, length: int | None = None
+    ) -> Pick:
         """Pick a ready replica of the model after `lost` failed with `error`.
 
-        It may be the lost one, once a poll has found it ready again. Raises `error` if none is
-        ready for `wait_s`. A gateway that shuts down does not wait.
+        It may be the lost one, once a poll has found it ready again. A sequence that has begun
+        gives its `length`, see `Pick.continues`. Raises `error` if none is ready for `wait_s`. A
+        gateway that shuts down does not wait.
         """
-        # The next poll finds out whether the replica can take requests again.
-        lost.replica.problem = lost.replica.problem or error
         deadline = time.monotonic() + wait_s
+        # A replica whose queue is full stays ready, but may have room only later.
+        full = lost.replica if error.reason is Reason.OVERLOADED else None
         while not self._cut_off:
-            if picks := self._ready_picks(lost.model):
+            picks = [pick for pick in self._ready_picks(lost.model) if pick.replica is not full]
+            if length is not None:
+                picks = [pick for pick in picks if pick.continues(lost.info, length)]
+            if picks:
                 return min(picks, key=Pick.load)
+            full = None
             left_s = deadline - time.monotonic()
             if self.draining or left_s <= 0:
                 break

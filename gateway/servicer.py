@@ -80,6 +80,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 prompt=len(prompt.token_ids),
                 answer=AnswerLimit(_given(request, "max_tokens")).most(prompt, info),
                 sequences=1,
+                gathered=False,
             )
             async with aclosing(events):
                 async for _, delta in events:

@@ -13,6 +13,11 @@ MAX_TREE_TOKENS = 64
 """Most draft tokens of a tree with branches: a token's ancestors are the bits of one word."""
 
 
+def without_chain(parents: list[int]) -> list[int]:
+    """The parents, or an empty list if they are a chain's."""
+    return [] if parents == list(range(len(parents))) else parents
+
+
 def depths(parents: Sequence[int]) -> list[int]:
     """Each draft token's distance from row 0, at least 1."""
     found = [0]

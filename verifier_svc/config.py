@@ -11,6 +11,7 @@ from pydantic_settings import SettingsConfigDict
 from outrider.draft_tokens_policy import DraftTokensSetting
 from outrider.messages import SampledRule
 from outrider.process.config import Device, Dtype, ScrapedSettings
+from outrider.process.exposure import check_verifier_exposure, host_of
 from outrider.process.tls import TlsSettings
 
 
@@ -74,6 +75,13 @@ class VerifierSettings(TargetSettings, TlsSettings, ScrapedSettings):
     listen: str = "127.0.0.1:50051"
     """host:port to serve on."""
 
+    open: bool = False
+    """Let everybody in without TLS, on addresses beyond the loopback interface."""
+
+    published_on: str = ""
+    """Address of the host on which a container's port is published. It says in place of `listen`
+    whether TLS or `open` is needed."""
+
     uds: Path | None = None
     """Unix socket to serve on too, for drafters on this host."""
 
@@ -120,6 +128,17 @@ class VerifierSettings(TargetSettings, TlsSettings, ScrapedSettings):
         if self.trust_draft_distributions and self.tls_cert is not None:
             remedy = "give the trusted drafters certificates with the role trusted-drafter"
             raise ValueError(f"trust-draft-distributions has no meaning with tls-cert: {remedy}")
+        return self
+
+    @model_validator(mode="after")
+    def _check_exposure(self) -> Self:
+        host = self.published_on.strip("[]") or host_of(self.listen)
+        remedy = (
+            "give --tls-cert, --tls-key and --tls-ca (`outrider certs` makes them), "
+            "or --open to let everybody in"
+        )
+        has_tls = self.tls_cert is not None
+        check_verifier_exposure(host, has_tls=has_tls, is_open=self.open, remedy=remedy)
         return self
 
     @property

@@ -133,7 +133,7 @@ class Loader:
         )
         self.grammars = self._grammar_compiler(runner)
         self._report(Stage.WARMING_UP, "running trial forwards")
-        most = engine.limits.most_draft_tokens
+        most = engine.limits.largest_draft
         runner.capture(Bounds(settings.max_sequences, 1 + most, settings.max_batch_tokens))
         engine.warm_up(min(_TRIAL_CONTEXT, context_length))
         # The loaded objects live as long as the process. Without the freeze, each full collection

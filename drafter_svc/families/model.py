@@ -261,11 +261,15 @@ class ModelFamily(Family):
 
     def _offer_branches(self, draft: CachedDraft) -> None:
         """Offer the branches that have guesses behind their first token and fit the window."""
+        sequence = draft.sequence
         for (at, _), branch in draft.branches.items():
-            if 1 < len(branch.run) <= draft.sequence.branch_room:
-                shares = branch.run_shares if branch.run_shares[0] > 0.0 else []
-                draft.sequence.branch(at, branch.run, shares)
-        draft.sequence.give_up_branches()
+            if 1 < len(branch.run) <= sequence.branch_room:
+                shares: list[float] = []
+                if branch.run_shares[0] > 0.0:
+                    # The tokens behind the first are the branch's favourites.
+                    shares = [share or sequence.acceptance for share in branch.run_shares]
+                sequence.branch(at, branch.run, shares)
+        sequence.give_up_branches()
 
     def _offer_leaves(self, draft: CachedDraft) -> None:
         """Offer the best tokens beside those guessed in this round, where trees are verified.

@@ -166,6 +166,8 @@ class SuffixFamily(Family):
             return
         for tokens, confidences in _leaves(draft, sequence.acceptance):
             sequence.extend(tokens, confidences=confidences)
+        if len(sequence.guesses) == first:
+            return  # branches begin beside a guess
         if room := sequence.tree_room:
             count = len(sequence.guesses) - first + room
             # The factor bounds the whole draft, and a tree has as many paths as there is room for.

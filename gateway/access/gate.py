@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,8 +16,10 @@ from gateway.access.tenants import tenant_of
 from gateway.access.windows import windows
 from gateway.api_errors import error_response
 from gateway.config import GatewaySettings
+from gateway.connections import PEER_KEY
 from outrider.errors import OutriderError, Reason
 from outrider.process.key_file import KeyEntry
+from outrider.process.roles import Peer, Role
 
 OPEN_PATHS = frozenset({"/livez", "/readyz", "/health"})
 """Paths that need no key."""
@@ -41,26 +42,29 @@ _STRANGER = Identity("", is_operator=False)
 class Gate:
     """Identifies callers and holds them to their limits.
 
-    Without keys everybody is an operator, and there are no limits. Raises
-    OutriderError(INVALID_VALUE) for keys or a Redis that cannot be used.
+    Without keys there are no limits, and everybody is an operator; where clients need certificates,
+    those with that role are. Raises OutriderError(INVALID_VALUE) for keys or a Redis that cannot be
+    used.
     """
 
     def __init__(self, settings: GatewaySettings) -> None:
         self.keys: KeyRing | None = None
         if settings.keys_file is not None or settings.keys:
             self.keys = KeyRing(settings.keys_file, settings.keys)
+        self._asks_for_certificates = settings.public_tls_ca is not None
         redis = settings.limits_redis
         self.limits = Limits(
             windows(redis, settings.limits_redis_password_file, settings.limits_redis_ca_file)
         )
 
-    def identify(self, headers: Mapping[str, str]) -> Identity:
-        """The caller with these headers, whose names are in lower case.
+    def identify(self, headers: Mapping[str, str], peer: Peer | None = None) -> Identity:
+        """The caller with these headers, whose names are in lower case, and this certificate.
 
         Raises OutriderError(INVALID_API_KEY) if there are keys and the caller has no valid one.
         """
         if self.keys is None:
-            return Identity(tenant_of(headers), is_operator=True)
+            is_operator = peer is not None and peer.role is Role.OPERATOR
+            return Identity(tenant_of(headers), is_operator or not self._asks_for_certificates)
         key = key_in(headers.get("authorization", ""))
         if not key:
             message = "an API key is needed, in the header `Authorization: Bearer KEY`"
@@ -71,6 +75,10 @@ class Gate:
         if entry.expires is not None and entry.expires.timestamp() <= time.time():
             raise OutriderError(Reason.INVALID_API_KEY, "the API key has expired")
         return Identity(entry.tenant, entry.role == "operator", entry)
+
+    def identify_http(self, scope: Scope) -> Identity:
+        """The caller of an HTTP request. Raises OutriderError(INVALID_API_KEY) as above."""
+        return self.identify(HTTPConnection(scope).headers, scope.get(PEER_KEY))
 
     async def admit(self, request: HTTPConnection) -> Grant:
         """Count a request. Raises OutriderError(RATE_LIMIT_EXCEEDED) if it is one too many."""
@@ -90,7 +98,8 @@ def key_in(authorization: str) -> str:
         return ""
     try:
         return base64.b64decode(value, validate=True).decode().partition(":")[2]
-    except (binascii.Error, UnicodeDecodeError):
+    # It is not base64 or not UTF-8, or it has characters outside of ASCII.
+    except ValueError:
         return ""
 
 
@@ -107,7 +116,7 @@ class RequireKey:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             try:
-                scope[_SCOPE_KEY] = self._gate.identify(HTTPConnection(scope).headers)
+                scope[_SCOPE_KEY] = self._gate.identify_http(scope)
             except OutriderError as error:
                 if scope["path"] not in OPEN_PATHS:
                     response = error_response(error)

@@ -9,15 +9,16 @@ import logging
 import os
 from pathlib import Path
 
-from outrider.errors import OutriderError
-from outrider.process.key_file import KeyEntry, parse_keys, read_keys
+from outrider.errors import OutriderError, invalid
+from outrider.process.key_file import KeyEntry, check_distinct, parse_keys, read_keys
 
 log = logging.getLogger(__name__)
 
 _RELOAD_S = 1.0
 
-_Stamp = tuple[int, int, int] | None
-"""A file's inode, size and time of change in ns; None for a file that cannot be found."""
+_Stamp = tuple[int, int, int, int] | None
+"""A file's inode and size, and the times in ns at which its contents, and its contents, mode or
+owner, last changed; None for a file that cannot be found."""
 
 
 class KeyRing:
@@ -27,7 +28,7 @@ class KeyRing:
         """`text` holds entries as the file does; "" holds none."""
         self._file = file
         self._given = parse_keys(text, "keys") if text else ()
-        self._stamp = self._current_stamp()
+        self._stamp = self._failed = self._current_stamp()
         self._by_digest = self._indexed(() if file is None else read_keys(file))
 
     def find(self, key: str) -> KeyEntry | None:
@@ -45,28 +46,43 @@ class KeyRing:
         """Read the file again, forever, whenever it has changed. A bad file keeps the old keys."""
         while True:
             await asyncio.sleep(_RELOAD_S)
-            if self._current_stamp() != self._stamp:
+            if self.has_changed():
                 await self.reload()
 
+    def has_changed(self) -> bool:
+        """Whether the file differs from the one whose keys are in force."""
+        return self._current_stamp() != self._stamp
+
     async def reload(self) -> None:
-        """Read the file again. The log says if it is bad; the old keys then stay in force."""
-        self._stamp = self._current_stamp()
+        """Read the file again. The log says if it is bad; the old keys then stay in force.
+
+        A file that could not be read still counts as changed, so `follow` tries it again.
+        """
+        stamp = self._current_stamp()
         if self._file is None:
             return
         try:
             entries = await asyncio.to_thread(read_keys, self._file)
             self._by_digest = self._indexed(entries)
         except OutriderError as error:
-            log.error("the old keys stay in force: %s", error)
+            if stamp != self._failed:
+                log.error("the old keys stay in force: %s", error)
+            self._failed = stamp
             return
+        self._stamp = stamp
         log.info("%s has changed; there are %d keys now", self._file, len(self._by_digest))
 
     def _indexed(self, entries: tuple[KeyEntry, ...]) -> dict[str, KeyEntry]:
-        return {entry.sha256: entry for entry in (*self._given, *entries)}
+        both = (*self._given, *entries)
+        try:
+            check_distinct(both)
+        except ValueError as error:
+            raise invalid("keys", f"contradicts the keys of {self._file}: {error}") from error
+        return {entry.sha256: entry for entry in both}
 
     def _current_stamp(self) -> _Stamp:
         try:
             found = os.stat(self._file or "")
         except OSError:
             return None
-        return found.st_ino, found.st_size, found.st_mtime_ns
+        return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections import Counter
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import dataclass
 
-from gateway.access.windows import Windows
+from gateway.access.windows import Count, Windows
 from gateway.choices import Event
 from outrider.errors import OutriderError, Reason, invalid
 from outrider.process.key_file import KeyEntry
 
-HEADERS = tuple(
-    f"x-ratelimit-{part}-{kind}"
-    for part in ("limit", "remaining", "reset")
-    for kind in ("requests", "tokens")
-)
-"""OpenAI's headers of rate limits."""
 _BUSY_RETRY_S = 1.0
 
 
@@ -37,13 +33,22 @@ class Limits:
         return grant
 
 
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """An amount that a request has taken of a limit, and where it was counted."""
+
+    name: str
+    amount: int
+    minute: int
+    count: Count
+
+
 class Grant:
     """One request that was admitted."""
 
     def __init__(self, limits: Limits, key: KeyEntry | None) -> None:
         self._limits = limits
         self._key = key
-        self._minute = 0
         self._seconds = 0.0
         self._left: dict[str, tuple[int, int]] = {}
 
@@ -58,21 +63,23 @@ class Grant:
             shown[f"x-ratelimit-reset-{kind}"] = reset
         return shown
 
-    async def take(self, kind: str, limit: int | None, amount: int) -> int:
-        """Take an amount of this minute's limit, at most the whole, and return what was taken.
+    async def take(self, kind: str, limit: int | None, amount: int) -> _Taken | None:
+        """Take an amount of this minute's limit, at most the whole; None without a limit.
 
         Raises OutriderError(RATE_LIMIT_EXCEEDED) if less is left.
         """
         if self._key is None or limit is None:
-            return 0
+            return None
         amount = min(amount, limit)
         windows = self._limits.windows
-        self._minute, self._seconds = windows.now()
+        minute, self._seconds = windows.now()
         name = f"{self._key.id}/{kind}"
-        left = limit - await windows.add(name, amount, self._minute)
+        taken = _Taken(name, amount, minute, await windows.add(name, amount, minute))
+        left = limit - taken.count.total
         refused = left < 0
         if refused:
-            left = limit - await windows.add(name, -amount, self._minute)
+            left += amount
+            await self._correct(taken, -amount)
         if kind != "sequences":
             self._left[kind] = limit, left
         if refused:
@@ -80,20 +87,28 @@ class Grant:
             if amount > 1:
                 message += f": {max(0, left)} are left, and the request may need {amount}"
             raise self._refusal(message, self._seconds)
-        return amount
+        return taken
 
     def metered(
-        self, events: AsyncGenerator[Event, None], *, prompt: int, answer: int, sequences: int
+        self,
+        events: AsyncGenerator[Event, None],
+        *,
+        prompt: int,
+        answer: int,
+        sequences: int,
+        gathered: bool,
     ) -> AsyncGenerator[Event, None]:
         """Yield the events of a request's sequences while they count against the limits.
 
         `prompt` and `answer` are the tokens of all prompts and the most tokens of all answers. They
-        are reserved, and at the end the count is corrected by the tokens that were generated.
-        Raises OutriderError(RATE_LIMIT_EXCEEDED) before the first event.
+        are reserved, and at the end the count is corrected by the tokens that were generated. A
+        client that leaves pays for the prompts at least, or for all that it reserved if answers are
+        `gathered`, since nobody knows how far these are. Raises OutriderError(RATE_LIMIT_EXCEEDED)
+        before the first event.
         """
         if self._key is None:
             return events
-        return self._metered(self._key, events, prompt, answer, sequences)
+        return self._metered(self._key, events, prompt, answer, sequences, gathered)
 
     async def _metered(
         self,
@@ -102,32 +117,46 @@ class Grant:
         prompt: int,
         answer: int,
         sequences: int,
+        gathered: bool,
     ) -> AsyncGenerator[Event, None]:
         running = self._limits.running
         self._check_concurrency(key, sequences)
         running[key.id] += sequences
-        reserved = used = 0
-        minute = self._minute
+        reserved: _Taken | None = None
+        used = 0
         try:
-            await self.take("sequences", key.sequences_per_minute, sequences)
-            reserved = await self.take("tokens", key.tokens_per_minute, prompt + answer)
-            minute = self._minute
+            reserved = await self._reserve(key, sequences, prompt + answer)
             async with aclosing(events):
                 async for event in events:
                     used = (used or prompt) + len(event[1].token_ids)
                     yield event
+        except (asyncio.CancelledError, GeneratorExit):
+            if reserved is not None:
+                used = max(used, reserved.amount if gathered else prompt)
+            raise
         finally:
             running[key.id] -= sequences
-            if reserved:
-                await self._settle(key, used - reserved, minute)
+            if reserved is not None:
+                await self._correct(reserved, used - reserved.amount)
 
-    async def _settle(self, key: KeyEntry, difference: int, minute: int) -> None:
-        """Give back what was not used of a reservation, or count what it did not cover."""
+    async def _reserve(self, key: KeyEntry, sequences: int, tokens: int) -> _Taken | None:
+        """Take sequences and tokens, or neither. Returns the tokens; None without a limit."""
+        counted = await self.take("sequences", key.sequences_per_minute, sequences)
+        try:
+            return await self.take("tokens", key.tokens_per_minute, tokens)
+        except (OutriderError, asyncio.CancelledError):
+            if counted is not None:
+                await self._correct(counted, -counted.amount)
+            raise
+
+    async def _correct(self, taken: _Taken, difference: int) -> None:
+        """Give back what was not used, or count what was not covered."""
+        if difference == 0:
+            return
         windows = self._limits.windows
-        now, _ = windows.now()
-        # What is left over from an earlier minute is of no use in this one.
-        if difference > 0 or minute == now:
-            await windows.add(f"{key.id}/tokens", difference, now)
+        # More tokens than were reserved count when they are known.
+        minute = windows.now()[0] if difference > 0 else taken.minute
+        await windows.correct(taken.name, difference, minute, taken.count)
 
     def _check_concurrency(self, key: KeyEntry, sequences: int) -> None:
         most = key.concurrent_sequences

@@ -13,7 +13,7 @@ from limits.aio.storage import RedisSentinelStorage, RedisStorage, Storage
 from limits.storage import storage_from_string
 from redis.exceptions import RedisClusterException, RedisError
 
-from gateway.access.windows import MINUTE_S, Windows
+from gateway.access.windows import MINUTE_S, Count, Windows
 from outrider.errors import invalid
 
 log = logging.getLogger(__name__)
@@ -35,21 +35,58 @@ class RedisWindows(Windows):
         self._storage = storage
         self._paused_until = 0.0
         self._warned_at = -_WARNING_INTERVAL_S
+        self._commands: set[asyncio.Task[int | None]] = set()
 
-    async def add(self, name: str, amount: int, minute: int) -> int:
-        """Add to a count of the current minute and return the sum."""
+    async def add(self, name: str, amount: int, minute: int) -> Count:
+        """Add to a count of a minute. If the caller leaves meanwhile, nothing is added."""
         if time.monotonic() >= self._paused_until:
-            key = f"{name}/{minute}"
-            counting = asyncio.ensure_future(self._storage.incr(key, _KEPT_S, amount))
+            command = self._begin(name, amount, minute)
             try:
                 # A caller that leaves must not cut the command off from its answer.
-                return await asyncio.shield(counting)
-            except (RedisError, RedisClusterException, OSError, TimeoutError) as error:
-                self._pause(error)
+                total = await asyncio.shield(command)
+            except asyncio.CancelledError:
+                self._take_back(command, name, amount, minute)
+                raise
+            if total is not None:
+                return Count(total, is_shared=True)
         return await super().add(name, amount, minute)
 
+    async def correct(self, name: str, amount: int, minute: int, counted: Count) -> None:
+        """Add an amount where `counted` was counted. While Redis fails, its counts stay."""
+        if not counted.is_shared:
+            await super().correct(name, amount, minute, counted)
+        elif time.monotonic() >= self._paused_until:
+            await asyncio.shield(self._begin(name, amount, minute))
+
+    def _begin(self, name: str, amount: int, minute: int) -> asyncio.Task[int | None]:
+        """Add to a count in Redis. The result is None if Redis fails."""
+        command = asyncio.create_task(self._command(name, amount, minute))
+        self._commands.add(command)
+        command.add_done_callback(self._commands.discard)
+        return command
+
+    async def _command(self, name: str, amount: int, minute: int) -> int | None:
+        try:
+            return await self._storage.incr(f"{name}/{minute}", _KEPT_S, amount)
+        except (RedisError, RedisClusterException, OSError, TimeoutError) as error:
+            self._pause(error)
+            return None
+
+    def _take_back(
+        self, command: asyncio.Task[int | None], name: str, amount: int, minute: int
+    ) -> None:
+        """Subtract what the command adds, once it has ended."""
+
+        def ended(_: asyncio.Task[int | None]) -> None:
+            if not command.cancelled() and command.result() is not None:
+                self._begin(name, -amount, minute)
+
+        command.add_done_callback(ended)
+
     async def close(self) -> None:
-        """Close all connections."""
+        """Let the commands end, and close all connections."""
+        while self._commands:
+            await asyncio.wait(self._commands)
         if not isinstance(self._storage, RedisStorage):
             return
         bridge: Any = self._storage.bridge

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 MINUTE_S = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """The sum of a window after something was added, and whether it is in Redis."""
+
+    total: int
+    is_shared: bool = False
 
 
 class Windows:
@@ -22,12 +31,22 @@ class Windows:
         minute, seconds = divmod(self._clock(), MINUTE_S)
         return int(minute), MINUTE_S - seconds
 
-    async def add(self, name: str, amount: int, minute: int) -> int:
-        """Add to a count of the current minute and return the sum."""
-        if minute != self._minute:
+    async def add(self, name: str, amount: int, minute: int) -> Count:
+        """Add to a count of a minute."""
+        return Count(self._add(name, amount, minute))
+
+    async def correct(self, name: str, amount: int, minute: int, counted: Count) -> None:
+        """Add an amount, which may be negative, in the place where `counted` was counted."""
+        # What is left over from an earlier minute is of no use in this one.
+        if amount > 0 or minute >= self._minute:
+            self._add(name, amount, minute)
+
+    def _add(self, name: str, amount: int, minute: int) -> int:
+        # An earlier minute's amount, which Redis has refused late, counts in the current one.
+        if minute > self._minute:
             self._minute = minute
             self._counts = {}
-        total = self._counts.get(name, 0) + amount
+        total = max(0, self._counts.get(name, 0) + amount)
         self._counts[name] = total
         return total
 

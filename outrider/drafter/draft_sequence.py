@@ -67,7 +67,7 @@ class DraftSequence:
         verifier verifies chains alone, and wherever `branch_room` is 0.
         """
         count = len(self._tree.chain)
-        if not self.tree_tokens > self.draft_tokens > 0 or count == 0 or self._no_branches:
+        if not self.wants_tree or count == 0 or self._no_branches:
             return 0
         steps = -(-count // self.draft_tokens)
         most = min(steps * self.tree_tokens, self.window.token_count, MAX_PROPOSAL_TOKENS)
@@ -187,7 +187,8 @@ class DraftSequence:
         """A proposal of the chain and the new branches; None if nothing is new.
 
         It repeats the chain from the last committed token, so that it needs no earlier proposal.
-        If only some guesses have a confidence, `acceptance` stands in for the others.
+        If only some guesses have a confidence, `acceptance` stands in for those of other
+        favourites, and half of what it leaves for the guesses beside them.
         """
         return self._tree.take(self.id, len(self.tokens))
 

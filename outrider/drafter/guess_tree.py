@@ -185,7 +185,8 @@ class GuessTree:
         """A proposal of the chain and of the branches' new guesses; None if nothing is new.
 
         It repeats the chain from the root, so that it needs no earlier proposal. If only some
-        guesses have a confidence, `acceptance` stands in for the others.
+        guesses have a confidence, `acceptance` stands in for those of other favourites, and half of
+        what it leaves for the guesses beside them.
         """
         if not self.has_unsent:
             return None
@@ -204,10 +205,7 @@ class GuessTree:
                 [None] * (count - len(self.unsent)) + self.unsent + [None] * (len(tokens) - count)
             )
         self.unsent = []
-        if any(confidences):
-            confidences = [given or self.acceptance for given in confidences]
-        else:
-            confidences = []
+        confidences = _filled(confidences, parents, self.acceptance) if any(confidences) else []
         return Proposal(
             sequence_id, base_length, tokens, parents, distributions, confidences=confidences
         )
@@ -228,6 +226,17 @@ def _append(
             parents.append(parent)
             confidences.append(guess.confidence)
             _append(guess.children, len(tokens), tokens, parents, confidences)
+
+
+def _filled(confidences: Sequence[float], parents: Sequence[int], acceptance: float) -> list[float]:
+    """The confidences of a proposal with estimates where none was given."""
+    found: list[float] = []
+    known: set[int] = set()
+    for given, parent in zip(confidences, parents or range(len(confidences)), strict=True):
+        estimate = (1.0 - acceptance) / 2.0 if parent in known else acceptance
+        found.append(given or estimate)
+        known.add(parent)
+    return found
 
 
 def _valid(confidence: float) -> float:

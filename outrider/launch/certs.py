@@ -29,12 +29,10 @@ LOCAL_NAMES = (SOCKET_NAME, "127.0.0.1", "::1")
 # Clocks of other machines may be behind.
 _SKEW = timedelta(minutes=5)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
-REDIS = "redis"
-"""Name of the certificate for Redis servers, which have no role: they call no process."""
-NAMES = (*(role.value for role in Role), REDIS)
+NAMES = tuple(role.value for role in Role)
 """What certificates can be made for."""
-# A drafter or client whose certificate served too could pose as the verifier.
-_SERVERS = (Role.GATEWAY.value, Role.VERIFIER.value, Role.AGENT.value, REDIS)
+# Clients of the gateway check no role, so a drafter with a server's certificate could pose as it.
+_SERVERS = (Role.GATEWAY, Role.VERIFIER, Role.AGENT, Role.REDIS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,16 +82,18 @@ class Authority:
     ) -> tuple[bytes, bytes]:
         """A certificate of one of `NAMES` and its key, as PEM.
 
-        `name` is its common name. `hosts` are DNS names and IP addresses, besides `LOCAL_NAMES`.
+        `name` is its common name. `hosts` are DNS names and IP addresses, besides `LOCAL_NAMES` and
+        the name of its role.
         The certificate may have expired already, for tests; it ends with the authority's at the
         latest.
         """
         key = ec.generate_private_key(ec.SECP256R1())
-        names = [_general_name(host) for host in dict.fromkeys([*hosts, *LOCAL_NAMES])]
-        if kind != REDIS:
-            names.append(x509.UniformResourceIdentifier(f"{URI}{kind}"))
+        role = Role(kind)
+        hosts = list(dict.fromkeys([*hosts, *LOCAL_NAMES, role.server_name]))
+        names = [_general_name(host) for host in hosts]
+        names.append(x509.UniformResourceIdentifier(f"{URI}{kind}"))
         usages = [ExtendedKeyUsageOID.CLIENT_AUTH]
-        if kind in _SERVERS:
+        if role in _SERVERS:
             usages.append(ExtendedKeyUsageOID.SERVER_AUTH)
         left = self.cert.not_valid_after_utc - datetime.now(UTC)
         subject, issuer = _subject(name), self.cert.subject

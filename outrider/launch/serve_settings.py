@@ -13,7 +13,7 @@ from drafter_svc.config import DrafterSettings, required_setting, settings_schem
 from drafter_svc.families.registry import known_families
 from outrider.errors import OutriderError, Reason, invalid
 from outrider.process.config import Dtype, ServiceSettings
-from outrider.process.exposure import check_exposure
+from outrider.process.exposure import check_exposure, check_verifier_exposure
 from outrider.process.roles import Role
 from outrider.process.tls import Tls
 from verifier_svc.config import TargetSettings
@@ -135,6 +135,9 @@ class ServeSettings(TargetSettings, ServiceSettings):
     """Address that the verifier listens on, for drafters that are started by hand; 0.0.0.0 lets
     other machines in."""
 
+    verifier_open: bool = False
+    """Let everybody use the verifier without TLS, on addresses beyond the loopback interface."""
+
     verifier_port: int = Field(50051, ge=0, le=65535)
     """Port of the verifier; 0 takes a free one."""
 
@@ -170,6 +173,12 @@ class ServeSettings(TargetSettings, ServiceSettings):
     @model_validator(mode="after")
     def _check_exposure(self) -> Self:
         check_exposure([self.host], has_keys=self.has_keys, is_open=self.open)
+        check_verifier_exposure(
+            self.verifier_host,
+            has_tls=self.certs is not None,
+            is_open=self.verifier_open,
+            remedy="give --certs DIR (`outrider certs DIR` makes them), or --verifier-open",
+        )
         return self
 
     def files(self, role: str) -> dict[str, Path]:

@@ -47,7 +47,13 @@ def plan_stack(settings: ServeSettings, socket_directory: Path) -> Stack:
     children = [
         Child("verifier", "verifier_svc", _verifier_arguments(settings, specs, listen, uds)),
         *_drafters(settings, specs, verifier, uds),
-        Child("gateway", "gateway", _gateway_arguments(settings, verifier, http_port, grpc_port)),
+        Child(
+            "gateway",
+            "gateway",
+            _gateway_arguments(settings, verifier, http_port, grpc_port),
+            # Every user of the machine can read a command line.
+            {"OUTRIDER_GATEWAY_KEYS": settings.keys} if settings.keys else {},
+        ),
     ]
     for child in children:
         child.arguments += _service_arguments(settings)
@@ -84,6 +90,7 @@ def _verifier_arguments(
         "dtype": settings.dtype,
         "threads": settings.threads or _free_cores(specs),
         "listen": address,
+        "open": settings.verifier_open,
         "uds": uds,
         "metrics_port": settings.metrics_port,
     }
@@ -183,7 +190,6 @@ def _gateway_arguments(
             "http_host": settings.host,
             "http_port": http_port,
             "keys_file": [] if settings.keys_file is None else [settings.keys_file],
-            "keys": [settings.keys] if settings.keys else [],
             "open": settings.open,
             "allowed_hosts": settings.allowed_hosts,
             "allowed_origins": settings.allowed_origins,

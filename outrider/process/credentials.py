@@ -6,21 +6,25 @@ from typing import Any
 
 import grpc
 
-from outrider.process.roles import Peer, peer_of_grpc
+from outrider.process.roles import Peer, Role, peer_of_grpc
 from outrider.process.tls import SOCKET_NAME, Tls, WatchedTls
 
 
 def client_credentials(
-    address: str, tls: Tls
+    address: str, tls: Tls, server: Role | None
 ) -> tuple[grpc.ChannelCredentials, list[tuple[str, str]]]:
     """Credentials for a server at this address, and the channel options that go with them.
 
-    Raises OutriderError(INVALID_VALUE) if the files are bad.
+    The server's certificate must have the role `server`, or for None the address' name. Raises
+    OutriderError(INVALID_VALUE) if the files are bad.
     """
     pems = tls.read()
-    # gRPC would look for a socket's path in the certificate.
-    name = [("grpc.ssl_target_name_override", SOCKET_NAME)] if address.startswith("unix:") else []
-    return grpc.ssl_channel_credentials(pems.ca, pems.key, pems.cert), name
+    credentials = grpc.ssl_channel_credentials(pems.ca, pems.key, pems.cert)
+    name = None if server is None else server.server_name
+    if name is None and address.startswith("unix:"):
+        # gRPC would look for a socket's path in the certificate.
+        name = SOCKET_NAME
+    return credentials, [] if name is None else [("grpc.ssl_target_name_override", name)]
 
 
 def server_credentials(tls: Tls) -> grpc.ServerCredentials:

@@ -1,4 +1,4 @@
-"""Refuse to listen beyond the loopback interface without keys, unless the operator says so."""
+"""Refuse to listen beyond the loopback interface for everybody, unless the operator says so."""
 
 from __future__ import annotations
 
@@ -19,6 +19,18 @@ def check_exposure(listens: Sequence[str], *, has_keys: bool, is_open: bool) -> 
             f"{exposed[0]} is not a loopback address, so anybody who reaches it could call the "
             "gateway: make keys with `outrider keys add FILE --tenant NAME` and give --keys-file "
             "FILE, or give --open to let everybody in"
+        )
+
+
+def check_verifier_exposure(host: str, *, has_tls: bool, is_open: bool, remedy: str) -> None:
+    """Raise ValueError if anybody could call the verifier and its operator did not say so.
+
+    `remedy` names the settings that help.
+    """
+    if not (is_local(host) or has_tls or is_open):
+        raise ValueError(
+            f"{host} is not a loopback address, so anybody who reaches it could call the verifier, "
+            f"and see requests as a drafter: {remedy}"
         )
 
 

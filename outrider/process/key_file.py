@@ -78,7 +78,8 @@ class KeyEntry(BaseModel):
     """Most sequences that run at once at a gateway."""
 
 
-def _distinct(entries: tuple[KeyEntry, ...]) -> tuple[KeyEntry, ...]:
+def check_distinct(entries: tuple[KeyEntry, ...]) -> tuple[KeyEntry, ...]:
+    """The entries. Raises ValueError if two of them have the same id or hash."""
     for field in ("id", "sha256"):
         counts = Counter(getattr(entry, field) for entry in entries)
         for value, count in counts.items():
@@ -90,7 +91,7 @@ def _distinct(entries: tuple[KeyEntry, ...]) -> tuple[KeyEntry, ...]:
 class _Keys(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
-    keys: Annotated[tuple[KeyEntry, ...], AfterValidator(_distinct)]
+    keys: Annotated[tuple[KeyEntry, ...], AfterValidator(check_distinct)]
 
 
 def parse_keys(text: str, source: str) -> tuple[KeyEntry, ...]:
@@ -101,9 +102,18 @@ def parse_keys(text: str, source: str) -> tuple[KeyEntry, ...]:
     try:
         return _Keys.model_validate(yaml.safe_load(text) or {}).keys
     except yaml.YAMLError as error:
-        raise invalid(source, f"is not YAML: {' '.join(str(error).split())}") from error
+        # Without its cause, whose text quotes the file.
+        raise invalid(source, f"is not YAML{_place_of(error)}") from None
     except ValidationError as error:
         raise invalid(source, f"holds no valid keys: {_first_problem(error)}") from error
+
+
+def _place_of(error: yaml.YAMLError) -> str:
+    """The problem and its place, without the text there, which may be a secret."""
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
+        return ""
+    mark = error.problem_mark
+    return f": {error.problem}, in line {mark.line + 1}, column {mark.column + 1}"
 
 
 def make_entry(fields: Mapping[str, Any]) -> KeyEntry:
@@ -135,19 +145,30 @@ def read_keys(path: Path) -> tuple[KeyEntry, ...]:
 def write_keys(path: Path, entries: Sequence[KeyEntry]) -> None:
     """Replace a file at once, so that a gateway never reads half of it.
 
-    A new file is its owner's alone; an older one keeps its mode. Raises OSError.
+    A new file is its owner's alone; an older one keeps its mode, owner and group, so that a gateway
+    can still read it after root has changed it. Raises OSError.
     """
-    mode = path.stat().st_mode & 0o777 if path.exists() else _NEW_FILE_MODE
+    old = path.stat() if path.exists() else None
+    mode = _NEW_FILE_MODE if old is None else old.st_mode & 0o777
     listed = [entry.model_dump(mode="json", exclude_defaults=True) for entry in entries]
     with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as new:
         try:
             yaml.safe_dump({"keys": listed}, new, sort_keys=False)
             new.flush()
             os.fsync(new.fileno())
-            os.chmod(new.name, mode)
+            if old is not None:
+                _keep_owner(new.fileno(), old)
+            os.fchmod(new.fileno(), mode)
             os.replace(new.name, path)
         finally:
             Path(new.name).unlink(missing_ok=True)
+
+
+def _keep_owner(file: int, old: os.stat_result) -> None:
+    """Give an open file the owner and group of an older one, unless it has them."""
+    new = os.fstat(file)
+    if (new.st_uid, new.st_gid) != (old.st_uid, old.st_gid):
+        os.fchown(file, old.st_uid, old.st_gid)
 
 
 def new_key() -> str:

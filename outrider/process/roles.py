@@ -2,6 +2,9 @@
 
 A certificate has its role as the URI outrider://role/NAME among its alternative names, and its
 holder's name as the common name of its subject. One without such a URI is a client's.
+
+gRPC's clients see no URI of a server, but check its DNS names. So a role is also a DNS name, and
+whoever dials a verifier or an agent demands it in place of the host's name.
 """
 
 from __future__ import annotations
@@ -26,6 +29,12 @@ class Role(Enum):
     OPERATOR = "operator"
     AGENT = "agent"
     CLIENT = "client"
+    REDIS = "redis"
+
+    @property
+    def server_name(self) -> str:
+        """The DNS name that a server's certificate has for this role."""
+        return f"{self.value}.outrider"
 
 
 _DRAFTERS = frozenset({Role.DRAFTER, Role.TRUSTED_DRAFTER})

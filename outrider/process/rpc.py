@@ -19,7 +19,7 @@ from grpc_status import rpc_status
 
 from outrider.errors import DOMAIN, OutriderError, Reason
 from outrider.process.credentials import client_credentials, peer_of, server_credentials
-from outrider.process.roles import check_call
+from outrider.process.roles import Role, check_call
 from outrider.process.tls import Tls
 
 log = logging.getLogger(__name__)
@@ -62,15 +62,18 @@ CHANNEL_OPTIONS: list[tuple[str, Any]] = [
 ]
 
 
-def dial(address: str, tls: Tls | None = None) -> grpc.aio.Channel:
+def dial(
+    address: str, tls: Tls | None = None, server: Role | None = Role.VERIFIER
+) -> grpc.aio.Channel:
     """A channel to `host:port` or `unix:/path`, with mutual TLS if files are given.
 
-    The files are read now; a channel keeps what they held. Raises OutriderError(INVALID_VALUE) if
-    they are bad.
+    With TLS, the server's certificate must have the role `server`; for None it must have the name
+    of the host. The files are read now; a channel keeps what they held. Raises
+    OutriderError(INVALID_VALUE) if they are bad.
     """
     if tls is None:
         return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-    credentials, name = client_credentials(address, tls)
+    credentials, name = client_credentials(address, tls, server)
     return grpc.aio.secure_channel(address, credentials, options=[*CHANNEL_OPTIONS, *name])
 
 

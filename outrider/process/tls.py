@@ -101,9 +101,12 @@ class Tls:
             _content(f"{prefix}-key", self.key),
             None if self.ca is None else _content(f"{prefix}-ca", self.ca),
         )
+        if b"ENCRYPTED" in pems.key:
+            problem = f"{self.key} is encrypted, and nobody is there to enter its password"
+            raise invalid(f"{prefix}-key", f"{problem}; give a key without one")
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
-            context.load_cert_chain(self.cert, self.key)
+            self.load_pair(context)
         except ssl.SSLError as cause:
             reason = cause.reason or cause
             problem = f"{self.key} does not belong to {self.cert}, or one is not PEM ({reason})"
@@ -114,6 +117,11 @@ class Tls:
             except ssl.SSLError as cause:
                 raise invalid(f"{prefix}-ca", f"{self.ca} holds no PEM certificates") from cause
         return pems
+
+    def load_pair(self, context: ssl.SSLContext) -> None:
+        """Load the certificate and its key. Raises ssl.SSLError."""
+        # Without a password OpenSSL would ask for one on the terminal, and wait.
+        context.load_cert_chain(self.cert, self.key, password=b"")
 
     def stamp(self) -> tuple[tuple[int, int, int] | None, ...]:
         """A value that differs once a file has changed."""
@@ -242,7 +250,7 @@ def http_context(tls: Tls) -> ssl.SSLContext:
 def _http_context(tls: Tls) -> ssl.SSLContext:
     tls.read()
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(tls.cert, tls.key)
+    tls.load_pair(context)
     if tls.ca is not None:
         context.load_verify_locations(tls.ca)
         context.verify_mode = ssl.CERT_OPTIONAL
@@ -266,7 +274,7 @@ def explain(details: str, tls: Tls | None) -> str:
     if refused := _REFUSED.search(details):
         reason = f"the peer's certificate is refused: {refused[1]} (authorities: {tls.ca})"
     elif "Hostname Verification Check failed" in details:
-        reason = "the peer's certificate is for other names than the one that was dialled"
+        reason = "the peer's certificate has another role or name than the one that was dialled"
     elif "WRONG_VERSION_NUMBER" in details:
         reason = "the peer does not use TLS"
     elif problem := tls.own_problem():

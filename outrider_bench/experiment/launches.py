@@ -64,6 +64,8 @@ def verifier_launch(target: Target, model: Path, endpoint: Endpoint, otlp_endpoi
         "model_name": endpoint.model,
         "dtype": target.dtype,
         "listen": endpoint.verifier,
+        # An experiment has a network of its own.
+        "open": True,
         "uds": _path(endpoint.uds),
         "threads": threads,
         "metrics_host": endpoint.address,

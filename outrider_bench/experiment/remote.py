@@ -18,6 +18,7 @@ import grpc
 from outrider.errors import invalid
 from outrider.internal.v1 import agent_pb2, agent_pb2_grpc
 from outrider.process import rpc
+from outrider.process.roles import Role
 from outrider.process.tls import Tls, explain
 from outrider_bench.experiment.hosts import LOOPBACK, Host, Launch, LocalHost
 from outrider_bench.experiment.records import Machine
@@ -212,7 +213,7 @@ async def remote_hosts(
     async with AsyncExitStack() as stack:
         hosts: dict[str, RemoteHost] = {}
         for name, address in addresses.items():
-            channel = await stack.enter_async_context(rpc.dial(address, tls))
+            channel = await stack.enter_async_context(rpc.dial(address, tls, Role.AGENT))
             host = RemoteHost(name, split_address("hosts", address)[0], channel, tls)
             stack.callback(host.release)
             await host.hold()

@@ -9,9 +9,11 @@ import pytest
 import torch
 from family_rig import Rig
 
+from drafter_svc.families.cached_draft import CachedDraft
 from drafter_svc.families.draft_model import DraftModel
 from drafter_svc.families.model import ModelFamily
 from outrider.draft_messages import Opened, Proposal, Window
+from outrider.drafter.draft_sequence import DraftSequence
 from outrider.lm.runner import ModelRunner, SequenceSlice
 from outrider.messages import DraftDistribution, SamplingParams
 from outrider.tokenizer import load_tokenizer
@@ -207,3 +209,15 @@ async def test_branches_of_sampled_drafts_carry_no_distributions(
     assert any(proposal.parents for proposal in proposals)
     for proposal in proposals:
         assert not any(proposal.distributions[_chain_length(proposal) :])
+
+
+def test_a_branchs_guesses_without_shares_are_as_likely_as_the_chains(family: ModelFamily) -> None:
+    sequence = DraftSequence(opened([1, 2]))
+    sequence.extend([3, 4, 5], confidences=[0.5, 0.5, 0.5])
+    draft = CachedDraft(sequence, 0, 100)
+    branch = CachedDraft(sequence, 0, 100, at=1, run=[6, 7], run_shares=[0.25, 0.0])
+    draft.branches[1, 6] = branch
+    family._offer_branches(draft)
+    proposal = sequence.take_proposal()
+    assert proposal is not None
+    assert proposal.confidences == [0.5, 0.5, 0.5, 0.25, sequence.acceptance]

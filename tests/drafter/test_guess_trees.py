@@ -49,6 +49,15 @@ def test_measured_acceptance_stands_in_for_a_missing_confidence() -> None:
     assert confidences_of(drafted.take_proposal()) == [drafted.acceptance, 0.25]
 
 
+def test_a_guess_beside_a_favourite_without_confidence_is_less_likely() -> None:
+    drafted = sequence()
+    drafted.extend([1, 2], confidences=[0.5, 0.25])
+    drafted.branch(1, [3, 4])
+    beside = (1.0 - drafted.acceptance) / 2.0
+    expected = [0.5, 0.25, beside, drafted.acceptance]
+    assert confidences_of(drafted.take_proposal()) == expected
+
+
 def test_confidences_stay_within_the_wires_range() -> None:
     drafted = sequence()
     drafted.extend([1, 2, 3, 4], confidences=[0.0, -1.0, 1.5, math.nan])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
@@ -22,6 +23,18 @@ from outrider.process import rpc
 
 TEXT = "def main():\n    return [1, 2, 3]\n\nclass Größe:\n    pass\n"
 FOREVER = 600.0
+
+
+def events(response: httpx.Response) -> list[dict[str, Any]]:
+    """The events of a stream, which ends as it should."""
+    *lines, done, end = response.text.split("\n\n")
+    assert (response.status_code, done, end) == (200, "data: [DONE]", "")
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+def text_of(response: httpx.Response) -> str:
+    """The text that the events of a stream make."""
+    return "".join(choice["text"] for event in events(response) for choice in event["choices"])
 
 
 class Verifier:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from keyed_rig import ALICE, BOB, entry
 from gateway.access.keys import KeyRing
 from gateway.config import GatewaySettings
 from outrider.errors import OutriderError
-from outrider.process.key_file import read_keys, write_keys
+from outrider.process.key_file import key_digest, read_keys, write_keys
 
 
 @pytest.mark.parametrize(
@@ -62,6 +63,36 @@ def test_a_new_file_of_keys_is_its_owners_and_keeps_a_chosen_mode(tmp_path: Path
     assert [path.name for path in tmp_path.iterdir()] == ["keys.yaml"]
 
 
+def test_a_file_that_root_writes_keeps_its_owner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "keys.yaml"
+    write_keys(path, [entry(ALICE, "alice")])
+    owned, given = path.stat(), list[tuple[int, int]]()
+    as_root = os.stat_result((*owned[:4], owned.st_uid + 1, owned.st_gid + 2, *owned[6:]))
+    monkeypatch.setattr(os, "fstat", lambda file: as_root)
+    monkeypatch.setattr(os, "fchown", lambda file, user, group: given.append((user, group)))
+    write_keys(path, [])
+    assert given == [(owned.st_uid, owned.st_gid)]
+
+
+def test_a_broken_file_is_not_quoted(tmp_path: Path) -> None:
+    path = tmp_path / "keys.yaml"
+    path.write_text(f"keys: a\n{ALICE}: [b: c: d]")
+    with pytest.raises(OutriderError, match=r"but got ':', in line 2, column \d+$") as caught:
+        read_keys(path)
+    assert ALICE not in caught.value.message
+
+
+@pytest.mark.parametrize(("key", "tenant"), [(ALICE, "bob"), (BOB, "alice")], ids=["key", "id"])
+def test_the_keys_of_file_and_setting_must_differ(tmp_path: Path, key: str, tenant: str) -> None:
+    path = tmp_path / "keys.yaml"
+    write_keys(path, [entry(ALICE, "alice")])
+    text = f"keys: [{{id: {tenant}, tenant: t, sha256: {key_digest(key)}}}]"
+    with pytest.raises(OutriderError, match=r"contradicts the keys of .*: 2 keys have the"):
+        KeyRing(path, text)
+
+
 EXPOSED = [
     ({"http_host": "0.0.0.0"}, "0.0.0.0"),
     ({"http_host": "::"}, "::"),
@@ -97,6 +128,8 @@ def test_a_gateway_on_loopback_needs_neither_keys_nor_open(given: dict[str, Any]
     GatewaySettings(verifier=["v:1"], tokenizer="t", **given)
 
 
-def test_open_contradicts_keys() -> None:
+def test_open_contradicts_keys_and_client_certificates() -> None:
     with pytest.raises(ValueError, match="give one of them"):
         GatewaySettings(verifier=["v:1"], tokenizer="t", open=True, keys_file=Path("k"))
+    with pytest.raises(ValueError, match="public-tls-ca asks clients for certificates; give one"):
+        GatewaySettings(verifier=["v:1"], tokenizer="t", open=True, public_tls_ca=Path("ca"))

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import logging
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import grpc
 import httpx
 import pytest
 import pytest_asyncio
-from gateway_rig import Rig
+from gateway_rig import Rig, until
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from keyed_rig import ALICE, BOB, EXPIRED, OPERATOR, auth, entry, keyed_rig
 from test_page_api import events
 
+from gateway.access import keys
 from gateway.access.keys import KeyRing
 from gateway.prompts import Prompts
-from outrider.errors import Reason
+from outrider.errors import Reason, invalid
 from outrider.process import rpc
 from outrider.process.key_file import new_key, write_keys
 from outrider.v1 import generation_pb2
@@ -52,14 +55,26 @@ async def keyed(prompts: Prompts, tmp_path_factory: pytest.TempPathFactory) -> A
         (f"Bearer {ALICE}x", "not known here"),
         (f"Digest {ALICE}", "an API key is needed"),
         ("Basic !!!", "an API key is needed"),
+        ("Basic \xe9", "an API key is needed"),
+        ("Basic /w==", "an API key is needed"),
         (f"Bearer {EXPIRED}", "has expired"),
     ],
-    ids=["no key", "no value", "unknown", "a letter more", "digest", "bad basic", "expired"],
+    ids=[
+        "no key",
+        "no value",
+        "unknown",
+        "a letter more",
+        "digest",
+        "bad basic",
+        "letter",
+        "bytes",
+        "expired",
+    ],
 )
 async def test_a_request_without_a_valid_key_is_refused_in_openais_shape(
     keyed: Rig, authorization: str | None, says: str
 ) -> None:
-    headers = {} if authorization is None else {"authorization": authorization}
+    headers = {} if authorization is None else {"authorization": authorization.encode("latin-1")}
     answer = await keyed.http.post("/v1/completions", json=BODY, headers=headers)
     assert answer.status_code == 401
     error = answer.json()["error"]
@@ -172,6 +187,34 @@ async def test_a_changed_file_is_read_again_and_a_bad_one_keeps_the_keys(
     assert ring.find(second) is not None
 
 
+async def test_a_file_that_could_not_be_read_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "keys.yaml"
+    write_keys(path, [entry(ALICE, "alice")])
+    ring = KeyRing(path, "")
+    monkeypatch.setattr(keys, "_RELOAD_S", 0.001)
+    following = asyncio.create_task(ring.follow())
+    refused = invalid("keys-file", "cannot be read: Permission denied")
+    with monkeypatch.context() as patched:
+        patched.setattr(keys, "read_keys", Mock(side_effect=refused))
+        write_keys(path, [])
+        await until(lambda: "the old keys stay in force" in caplog.text)
+    # Nothing about the file has changed, as when its folder's mode was wrong.
+    await until(lambda: ring.find(ALICE) is None)
+    following.cancel()
+    assert caplog.text.count("the old keys stay in force") == 1
+
+
+async def test_a_change_of_owner_or_mode_counts_as_a_change(tmp_path: Path) -> None:
+    path = tmp_path / "keys.yaml"
+    write_keys(path, [entry(ALICE, "alice")])
+    ring = KeyRing(path, "")
+    assert not ring.has_changed()
+    path.chmod(0o640)
+    assert ring.has_changed()
+
+
 async def test_a_running_gateway_follows_its_file(prompts: Prompts, tmp_path: Path) -> None:
     async with keyed_rig(prompts, tmp_path, [entry(ALICE, "alice")]) as rig:
         assert (await rig.http.get("/v1/models", headers=auth(BOB))).status_code == 401
@@ -181,6 +224,23 @@ async def test_a_running_gateway_follows_its_file(prompts: Prompts, tmp_path: Pa
         await gate.keys.reload()
         assert (await rig.http.get("/v1/models", headers=auth(BOB))).status_code == 200
         assert (await rig.http.get("/v1/models", headers=auth(ALICE))).status_code == 401
+
+
+@pytest.mark.parametrize("role", ["tenant", "operator"])
+async def test_events_end_once_the_key_is_revoked(
+    prompts: Prompts, tmp_path: Path, role: str
+) -> None:
+    async with (
+        asyncio.timeout(10),
+        keyed_rig(prompts, tmp_path, [entry(ALICE, "alice", role=role)]) as rig,
+        rig.http.stream("GET", "/events", headers=auth(ALICE)) as response,
+    ):
+        lines = response.aiter_lines()
+        assert (await anext(lines)).startswith("data: ")
+        write_keys(tmp_path / "keys.yaml", [])
+        assert rig.gateway.gate.keys is not None
+        await rig.gateway.gate.keys.reload()
+        _ = [line async for line in lines]
 
 
 async def test_a_preflight_needs_no_key(prompts: Prompts, tmp_path: Path) -> None:

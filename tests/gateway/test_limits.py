@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from keyed_rig import ALICE, BOB, auth, entry, keyed_rig
 from limits.aio.storage import Storage
 from redis.exceptions import ConnectionError as RedisConnectionError
 
+from gateway.access import redis_windows
 from gateway.access.limits import Limits
 from gateway.access.redis_windows import RedisWindows
 from gateway.access.windows import Windows, windows
@@ -50,6 +52,11 @@ async def limited(
     async with keyed_rig(prompts, folder, entries) as rig:
         rig.gateway.gate.limits.windows = Windows(clock or Clock())
         yield rig
+
+
+async def counted(limits: Limits, kind: str) -> int:
+    """What alice has used of a limit in this minute."""
+    return (await limits.windows.add(f"alice/{kind}", 0, limits.windows.now()[0])).total
 
 
 async def post(rig: Rig, key: str = ALICE, **given: Any) -> Any:
@@ -137,7 +144,7 @@ async def test_a_failed_request_gives_its_tokens_back(prompts: Prompts, tmp_path
             answer = await post(rig, max_tokens=90)
             assert answer.json()["error"]["code"] == "overloaded"
         limits = rig.gateway.gate.limits
-        assert await limits.windows.add("alice/tokens", 0, limits.windows.now()[0]) == 0
+        assert await counted(limits, "tokens") == 0
         assert limits.running["alice"] == 0
 
 
@@ -198,35 +205,93 @@ def deltas(count: int) -> AsyncGenerator[Event, None]:
 async def test_what_a_reservation_did_not_cover_is_charged_at_the_end() -> None:
     limits = Limits(Windows(Clock()))
     grant = await limits.admit(entry(ALICE, "alice", tokens_per_minute=10))
-    events = grant.metered(deltas(30), prompt=5, answer=30, sequences=1)
+    events = grant.metered(deltas(30), prompt=5, answer=30, sequences=1, gathered=False)
     assert len([event async for event in events]) == 30
-    assert await limits.windows.add("alice/tokens", 0, limits.windows.now()[0]) == 35
+    assert await counted(limits, "tokens") == 35
 
 
 async def test_a_leftover_of_an_earlier_minute_is_not_given_back() -> None:
     clock = Clock()
     limits = Limits(Windows(clock))
     grant = await limits.admit(entry(ALICE, "alice", tokens_per_minute=100))
-    events = grant.metered(deltas(3), prompt=5, answer=80, sequences=1)
+    events = grant.metered(deltas(3), prompt=5, answer=80, sequences=1, gathered=False)
     await anext(events)
     clock.seconds += 60
     assert len([event async for event in events]) == 2
-    assert await limits.windows.add("alice/tokens", 0, limits.windows.now()[0]) == 0
+    assert await counted(limits, "tokens") == 0
 
 
-class FailingStorage(Storage):
-    """A Redis that does not answer. Only `incr` is called."""
+@pytest.mark.parametrize(
+    ("gathered", "taken", "charged"), [(False, 0, 5), (False, 2, 7), (True, 0, 85), (True, 2, 85)]
+)
+async def test_a_client_that_leaves_pays_for_the_work(
+    gathered: bool, taken: int, charged: int
+) -> None:
+    limits = Limits(Windows(Clock()))
+    grant = await limits.admit(entry(ALICE, "alice", tokens_per_minute=100))
+    begun, forever = asyncio.Event(), asyncio.Event()
+
+    async def slow() -> AsyncGenerator[Event, None]:
+        async for event in deltas(taken):
+            yield event
+        begun.set()
+        await forever.wait()
+
+    async def read() -> None:
+        metered = grant.metered(slow(), prompt=5, answer=80, sequences=1, gathered=gathered)
+        _ = [event async for event in metered]
+
+    reading = asyncio.create_task(read())
+    await begun.wait()
+    reading.cancel()
+    await asyncio.wait([reading])
+    assert reading.cancelled()
+    assert await counted(limits, "tokens") == charged
+    assert limits.running["alice"] == 0
+
+
+async def test_a_request_without_tokens_left_takes_no_sequences() -> None:
+    limits = Limits(Windows(Clock()))
+    key = entry(ALICE, "alice", tokens_per_minute=10, sequences_per_minute=5)
+    await (await limits.admit(key)).take("tokens", 10, 6)
+    grant = await limits.admit(key)
+    with pytest.raises(OutriderError, match="10 tokens of this minute: 4 are left"):
+        await anext(grant.metered(deltas(1), prompt=5, answer=1, sequences=2, gathered=False))
+    assert await counted(limits, "sequences") == 0
+    assert await counted(limits, "tokens") == 6
+
+
+async def test_a_late_count_of_an_earlier_minute_keeps_this_minutes_counts() -> None:
+    counts = Windows(Clock())
+    this, _ = counts.now()
+    await counts.add("a/tokens", 5, this)
+    late = await counts.add("a/tokens", 2, this - 1)
+    assert late.total == 7
+    await counts.correct("a/tokens", -2, this - 1, late)
+    assert (await counts.add("a/tokens", 0, this)).total == 7
+
+
+class FakeStorage(Storage):
+    """A Redis that answers once it is `open`, unless it is `broken`. Only `incr` is called."""
 
     STORAGE_SCHEME = None
     base_exceptions = RedisConnectionError
 
-    def __init__(self) -> None:
+    def __init__(self, *, broken: bool = False) -> None:
         super().__init__()
         self.calls = 0
+        self.broken = broken
+        self.open = asyncio.Event()
+        self.open.set()
+        self.counts: Counter[str] = Counter()
 
     async def incr(self, key: str, expiry: int, amount: int = 1) -> int:
         self.calls += 1
-        raise RedisConnectionError("refused")
+        await self.open.wait()
+        if self.broken:
+            raise RedisConnectionError("refused")
+        self.counts[key] += amount
+        return self.counts[key]
 
     async def get(self, key: str) -> int:
         raise AssertionError
@@ -245,7 +310,7 @@ class FailingStorage(Storage):
 
 
 async def test_while_redis_fails_limits_hold_in_memory() -> None:
-    storage = FailingStorage()
+    storage = FakeStorage(broken=True)
     limits = Limits(RedisWindows(storage, Clock()))
     key = entry(ALICE, "alice", requests_per_minute=2)
     for _ in range(2):
@@ -254,6 +319,40 @@ async def test_while_redis_fails_limits_hold_in_memory() -> None:
         await limits.admit(key)
     # After the first failure Redis is left alone for a while.
     assert storage.calls == 1
+
+
+@pytest.mark.parametrize("broken_at_first", [True, False])
+async def test_a_reservation_is_settled_where_it_was_counted(
+    broken_at_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redis_windows, "_REDIS_PAUSE_S", 0.0)
+    storage = FakeStorage(broken=broken_at_first)
+    limits = Limits(RedisWindows(storage, Clock()))
+    grant = await limits.admit(entry(ALICE, "alice", tokens_per_minute=100))
+    events = grant.metered(deltas(1), prompt=5, answer=80, sequences=1, gathered=False)
+    await anext(events)
+    storage.broken = not broken_at_first
+    assert [event async for event in events] == []
+    # Redis has all of the reservation, since it could not be given back, or none of it.
+    assert sum(storage.counts.values()) == (0 if broken_at_first else 85)
+    storage.broken = True
+    assert await counted(limits, "tokens") == (6 if broken_at_first else 0)
+
+
+async def test_a_client_that_leaves_during_its_reservation_takes_nothing() -> None:
+    storage = FakeStorage()
+    limits = Limits(RedisWindows(storage, Clock()))
+    storage.open.clear()
+    key = entry(ALICE, "alice", requests_per_minute=5)
+    asking = asyncio.create_task(limits.admit(key))
+    await until(lambda: storage.calls == 1)
+    asking.cancel()
+    await asyncio.wait([asking])
+    assert asking.cancelled()
+    storage.open.set()
+    await limits.windows.close()
+    assert storage.calls == 2
+    assert sum(storage.counts.values()) == 0
 
 
 @pytest.mark.parametrize("url", ["http://a", "redis", "redis+sentinel://", "memory://"])

@@ -30,8 +30,8 @@ VERIFIER_MUTANTS = (
         "A1",
         "coins of acceptance are the same at every step",
         ROWS,
-        "return uniforms(*self._seeds_and_positions(), purpose, steps)",
-        "return uniforms(*self._seeds_and_positions(), purpose)",
+        "return uniforms(*self._seeds_and_positions, purpose, steps)",
+        "return uniforms(*self._seeds_and_positions, purpose)",
         COINS,
     ),
     Mutant(

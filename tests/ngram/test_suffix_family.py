@@ -5,6 +5,7 @@ from family_rig import Rig
 
 from drafter_svc.families.suffix import SuffixFamily, SuffixSettings
 from outrider.draft_messages import Opened, Skip, Window
+from outrider.drafter.draft_sequence import DraftSequence
 from outrider.messages import DraftDistribution, SamplingParams
 
 
@@ -91,6 +92,16 @@ async def test_where_trees_are_verified_other_continuations_are_branches() -> No
     # 4 followed twice and 6 once.
     of = dict(zip(paths, proposal.confidences, strict=True))
     assert of[1, 4] == pytest.approx(2 * of[1, 6])
+
+
+async def test_a_chain_that_cannot_grow_gets_no_branches_behind_it() -> None:
+    """Trees may be longer than chains: here they have guesses where the chain has none."""
+    family = SuffixFamily(SuffixSettings(max_spec_factor=0.3))
+    sequence = DraftSequence(opened(1, [1, 2, 3, 4, 5, 1, 2], tree_tokens=9))
+    family.opened(sequence)
+    sequence.extend([3])
+    await family.propose([sequence], lambda: False)
+    assert sequence.guesses == [3]
 
 
 def test_without_the_package_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

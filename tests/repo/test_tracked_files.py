@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -94,3 +95,10 @@ def test_foreign_and_built_files_are_found(path: str, size: int, found: str | No
         assert reason is None
     else:
         assert found in (reason or "")
+
+
+def test_test_files_have_names_of_their_own() -> None:
+    """pytest imports tests by the files' names, without their folders."""
+    names = [path.name for path in (ROOT / "tests").rglob("*.py")]
+    counts = Counter(name for name in names if name not in ("conftest.py", "__init__.py"))
+    assert [name for name, count in counts.items() if count > 1] == []

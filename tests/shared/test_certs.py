@@ -37,11 +37,11 @@ def test_each_role_gets_a_certificate_that_the_authority_signed(tmp_path: Path) 
         cert = load(tls.cert)
         cert.verify_directly_issued_by(authority)
         names = cert.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-        assert names.get_values_for_type(x509.DNSName) == ["gpu1", "localhost"]
+        assert names.get_values_for_type(x509.DNSName) == ["gpu1", "localhost", f"{name}.outrider"]
         addresses = set(map(str, names.get_values_for_type(x509.IPAddress)))
         assert addresses == {"10.0.0.5", "127.0.0.1", "::1"}
         uris = names.get_values_for_type(x509.UniformResourceIdentifier)
-        assert uris == ([] if name == "redis" else [f"outrider://role/{name}"])
+        assert uris == [f"outrider://role/{name}"]
 
 
 def test_only_servers_get_certificates_for_servers(tmp_path: Path) -> None:

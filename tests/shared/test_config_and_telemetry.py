@@ -169,16 +169,28 @@ def test_the_gateway_gets_all_allowed_hosts_and_origins(tmp_path: Path) -> None:
 
 
 def test_a_gateways_keys_go_to_the_gateway_alone(tmp_path: Path) -> None:
-    keys = {"--keys-file": "keys.yaml", "--keys": "{keys: []}"}
-    words = [word for pair in keys.items() for word in pair]
-    children = planned(tmp_path, "--host", "127.0.0.1", *words)
-    assert {name: children["gateway"][name] for name in keys} == keys
-    assert not set(keys) & set(children["verifier"])
+    children = planned(tmp_path, "--host", "127.0.0.1", "--keys-file", "keys.yaml")
+    assert children["gateway"]["--keys-file"] == "keys.yaml"
+    assert "--keys-file" not in children["verifier"]
     assert "--no-open" in children["gateway"]
 
 
+def test_keys_given_as_text_are_on_no_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OUTRIDER_KEYS", "{keys: []}")
+    ports = ["--http-port", "0", "--grpc-port", "0", "--verifier-port", "0"]
+    settings = parse(ServeSettings, "serve", ["--target", "t", *ports])
+    children = plan_stack(settings, tmp_path).children
+    assert not [child for child in children if "{keys: []}" in child.arguments]
+    given = {child.name: child.environment for child in children if child.environment}
+    assert given == {"gateway": {"OUTRIDER_GATEWAY_KEYS": "{keys: []}"}}
+
+
 def test_local_processes_dial_a_public_verifier_on_loopback(tmp_path: Path) -> None:
-    children = planned(tmp_path, "--drafter", "ngram", "--verifier-host", "0.0.0.0")
+    children = planned(
+        tmp_path, "--drafter", "ngram", "--verifier-host", "0.0.0.0", "--verifier-open"
+    )
     host, _, port = children["verifier"]["--listen"].partition(":")
     assert host == "0.0.0.0"
     assert children["ngram-1"]["--verifier"] == f"127.0.0.1:{port}"

@@ -54,6 +54,7 @@ WHO = {
     Role.GATEWAY: {"GenerateTokens", "GetModel", "StreamTokens"},
     Role.VERIFIER: set[str](),
     Role.AGENT: set[str](),
+    Role.REDIS: set[str](),
     Role.DRAFTER: {"GetModel", "StreamDrafts"},
     Role.TRUSTED_DRAFTER: {"GetModel", "StreamDrafts"},
     Role.CLIENT: {"GenerateText", "ServerReflectionInfo"},

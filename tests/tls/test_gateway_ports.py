@@ -60,7 +60,7 @@ async def outcome(made: Gateway, tls: Tls | None, site: Site) -> grpc.aio.AioRpc
     trusting = grpc.ssl_channel_credentials(site.ca.read_bytes())
     channel = grpc.aio.secure_channel(made.grpc_address, trusting)
     if tls is not None:
-        channel = rpc.dial(made.grpc_address, tls)
+        channel = rpc.dial(made.grpc_address, tls, server=None)
     async with channel:
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
         request = generation_pb2.GenerateTextRequest(prompt="x", max_tokens=1)
@@ -112,6 +112,7 @@ async def test_a_foreign_or_expired_certificate_ends_the_handshake(
         ("operator", True),
         ("drafter", False),
         ("gateway", False),
+        ("redis", False),
     ],
 )
 async def test_clients_and_operators_are_let_in(site: Site, role: str, admitted: bool) -> None:
@@ -130,6 +131,20 @@ async def test_clients_and_operators_are_let_in(site: Site, role: str, admitted:
         refusal = response.json()["error"]
         assert refusal["code"] == "certificate_not_allowed"
         assert f"role {role} ('caller') may not call the gateway's HTTP API" in refusal["message"]
+
+
+@pytest.mark.parametrize(("role", "status_code"), [("operator", 200), ("client", 403)])
+async def test_metrics_are_for_operators_by_certificate(
+    site: Site, role: str, status_code: int
+) -> None:
+    async with (
+        gateway(site, ask=True) as made,
+        httpx.AsyncClient(base_url=made.http_url, verify=site.context(site.issue(role))) as client,
+    ):
+        response = await client.get("/metrics")
+        processes = (await client.get("/readyz")).json()["verifiers"]
+    assert response.status_code == status_code
+    assert bool(processes) is (status_code == 200)
 
 
 async def test_a_renewed_certificate_is_shown_without_a_restart(site: Site) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from pathlib import Path
+from typing import Any
 
 import pytest
+from cryptography.hazmat.primitives import serialization
 from pydantic import ValidationError
 from sites import Site
 
@@ -14,6 +17,8 @@ from outrider.launch.health import problem
 from outrider.launch.serve_settings import ServeSettings
 from outrider.launch.stack import plan_stack
 from outrider.process import rpc
+from outrider.process.config import parse
+from outrider.process.tls import Tls
 from verifier_svc.config import VerifierSettings
 
 
@@ -34,6 +39,23 @@ def test_a_key_of_another_certificate_is_refused(site: Site) -> None:
     given = files(site, "verifier") | {"tls_key": site.issue("gateway").key}
     with pytest.raises(ValidationError, match=r"tls-key .*gateway.key does not belong to .*verif"):
         VerifierSettings(target="x", **given)
+
+
+@pytest.mark.parametrize(
+    "form", [serialization.PrivateFormat.PKCS8, serialization.PrivateFormat.TraditionalOpenSSL]
+)
+def test_an_encrypted_key_is_refused_without_asking_for_its_password(
+    site: Site, form: serialization.PrivateFormat
+) -> None:
+    given = files(site, "verifier")
+    key = serialization.load_pem_private_key(given["tls_key"].read_bytes(), None)
+    locked = serialization.BestAvailableEncryption(b"secret")
+    given["tls_key"].write_bytes(key.private_bytes(serialization.Encoding.PEM, form, locked))
+    with pytest.raises(ValidationError, match=r"tls-key .*verifier.key is encrypted"):
+        VerifierSettings(target="x", **given)
+    tls = Tls(given["tls_cert"], given["tls_key"], None)
+    with pytest.raises(ssl.SSLError):
+        tls.load_pair(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
 
 
 def test_a_file_without_certificates_is_refused(site: Site) -> None:
@@ -81,6 +103,32 @@ def test_serve_gives_each_process_the_files_of_its_role(
     assert "--public-tls-cert" in stack.children[-1].arguments
     assert stack.http_url.startswith("https://127.0.0.1:")
     assert stack.ca == site.ca
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "[::]", "10.0.0.5", "gpu1"])
+def test_a_verifier_beyond_loopback_needs_tls_or_open(site: Site, host: str) -> None:
+    listen = f"{host}:50051"
+    with pytest.raises(ValidationError, match=r"not a loopback address.* --tls-cert.* or --open"):
+        VerifierSettings(target="x", listen=listen)
+    VerifierSettings(target="x", listen=listen, open=True)
+    VerifierSettings(target="x", listen=listen, published_on="127.0.0.1")
+    VerifierSettings(target="x", listen=listen, **files(site, "verifier"))
+    with pytest.raises(ValidationError, match=r"0\.0\.0\.0 is not a loopback address"):
+        VerifierSettings(target="x", published_on="0.0.0.0")
+
+
+def test_serve_exposes_its_verifier_only_with_certificates_or_on_purpose(
+    site: Site, tmp_path: Path
+) -> None:
+    for kind in ("verifier", "gateway", "drafter"):
+        site.issue(kind)
+    with pytest.raises(ValidationError, match=r"give --certs DIR .* or --verifier-open"):
+        ServeSettings(target="x", verifier_host="0.0.0.0")
+    ports: dict[str, Any] = {"http_port": 0, "grpc_port": 0, "verifier_port": 0}
+    for given in ({"certs": site.folder}, {"verifier_open": True}):
+        settings = ServeSettings(target="x", verifier_host="0.0.0.0", **ports, **given)
+        arguments = plan_stack(settings, tmp_path).children[0].arguments
+        assert parse(VerifierSettings, "verifier", arguments).listen.startswith("0.0.0.0:")
 
 
 def test_serve_says_how_to_make_missing_certificates(tmp_path: Path) -> None:

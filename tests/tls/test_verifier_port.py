@@ -67,6 +67,25 @@ def stream_drafts(drafter_id: str) -> Call:
     return call
 
 
+def break_protocol(drafter_id: str) -> Call:
+    """A drafter that says hello again, which ends its stream as a violation."""
+
+    async def call(channel: grpc.aio.Channel) -> Any:
+        stub: Any = verifier_pb2_grpc.VerifierServiceStub(channel)
+        stream = stub.StreamDrafts(timeout=10)
+        hello = drafts_pb2.Hello(
+            drafter_id=drafter_id,
+            family="raw",
+            tokenizer_fingerprint=FINGERPRINT,
+            max_draft_tokens=4,
+        )
+        for _ in range(2):
+            await stream.write(verifier_pb2.StreamDraftsRequest(hello=hello))
+            await stream.read()
+
+    return call
+
+
 async def outcome(address: str, tls: Tls | None, call: Call) -> OutriderError | None:
     """The error of a call with these files; None if it was answered."""
     async with rpc.dial(address, tls) as channel:
@@ -153,23 +172,31 @@ async def test_a_false_verifier_is_refused(site: Site, change: dict[str, Any], r
 
 
 @pytest.mark.parametrize(
-    ("address", "encrypted", "reason"),
+    ("role", "reason"),
     [
-        ("127.0.0.2:0", True, "the peer's certificate is for other names than the one that was"),
-        ("127.0.0.1:0", False, "the peer does not use TLS"),
+        ("redis", "the peer's certificate has another role or name than the one that was dialled"),
+        ("gateway", "the peer's certificate has another role or name"),
+        ("agent", "the peer's certificate has another role or name"),
+        (None, "the peer does not use TLS"),
     ],
 )
-async def test_a_server_of_another_name_or_without_tls_is_refused(
-    site: Site, address: str, encrypted: bool, reason: str
+async def test_a_server_of_another_role_or_without_tls_is_refused(
+    site: Site, role: str | None, reason: str
 ) -> None:
-    served = site.issue("verifier") if encrypted else None
-    server = rpc.Server("outrider.v1.VerifierService")
-    [port] = await server.start(address, tls=served)
-    dialled = f"{address.partition(':')[0]}:{port}"
-    error = await outcome(dialled, site.issue("gateway"), get_model)
-    await server.stop(0)
+    served = None if role is None else site.issue(role, "served")
+    async with verifier(served) as (address, _):
+        error = await outcome(address, site.issue("gateway"), get_model)
     assert error is not None
     assert error.message.startswith(reason)
+
+
+async def test_a_verifier_is_known_by_its_role_at_any_address(site: Site) -> None:
+    server = rpc.Server("outrider.v1.VerifierService")
+    [port] = await server.start("127.0.0.2:0", tls=site.issue("verifier"))
+    error = await outcome(f"127.0.0.2:{port}", site.issue("gateway"), get_model)
+    await server.stop(0)
+    assert error is not None
+    assert "Method not found" in error.message
 
 
 async def test_a_gateway_says_why_it_has_no_verifier(site: Site) -> None:
@@ -224,6 +251,20 @@ async def test_a_drafter_cannot_take_the_name_of_another(site: Site) -> None:
             "hello.drafter_id is 'cpu10/quiet', but the certificate's common name is 'cpu1'"
         )
         assert not engine.drafting.roster.connected
+
+
+async def test_another_id_of_the_same_certificate_is_in_quarantine_too(site: Site) -> None:
+    async with verifier(site.issue("verifier")) as (address, _):
+        mine, other = site.issue("drafter", "cpu1"), site.issue("drafter", "cpu2")
+        for name in ("cpu1/a", "cpu1/b", "cpu1/c"):
+            error = await outcome(address, mine, break_protocol(name))
+            assert error is not None
+            assert error.reason is Reason.PROTOCOL_VIOLATION
+        error = await outcome(address, mine, stream_drafts("cpu1/d"))
+        assert error is not None
+        assert error.reason is Reason.QUARANTINED
+        assert error.message.startswith("drafter cpu1 broke the protocol 3 times")
+        assert await outcome(address, other, stream_drafts("cpu2/d")) is None
 
 
 async def test_a_drafter_of_the_wrong_role_ends_with_the_reason(site: Site) -> None:

@@ -85,6 +85,13 @@ def test_a_drafter_that_keeps_breaking_the_protocol_is_quarantined() -> None:
     ScriptedDrafter(engine, "another")
 
 
+def test_the_verifiers_own_faults_put_no_drafter_in_quarantine() -> None:
+    engine, _ = make_engine()
+    for _ in range(4):
+        drafter = ScriptedDrafter(engine)
+        engine.drafting.reject(drafter.handle, OutriderError(Reason.INTERNAL, "a fault of ours"))
+
+
 def test_a_quarantine_begins_with_the_third_violation_in_half_a_minute() -> None:
     clock = VirtualClock()
     clock.now = 0.0

@@ -254,3 +254,17 @@ def test_min_chunk_tokens_delays_all_tokens_but_the_first() -> None:
     assert [len(chunk.token_ids) for chunk in client.chunks] == [1, 11]
     assert client.tokens == model.greedy([1, 2], 12)
     assert all(len(chunk.sources) == len(chunk.token_ids) for chunk in client.chunks)
+
+
+def test_an_engine_that_stops_gathering_sends_all_tokens_at_once() -> None:
+    engine, model = make_engine(eos_bias=-99)
+    client = Client()
+    engine.submit(request([1, 2], 12, min_chunk_tokens=12), client)
+    for _ in range(5):
+        engine.step()
+    assert len(client.tokens) == 1
+    engine.stop_gathering()
+    assert len(client.tokens) == 5
+    finish(engine)
+    assert [len(chunk.token_ids) for chunk in client.chunks] == [1, 4, *[1] * 7]
+    assert client.tokens == model.greedy([1, 2], 12)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from fake_model import Client, finish, make_engine
+from fake_model import EOS, Client, finish, make_engine
 
 from outrider.errors import OutriderError, Reason
 from outrider.messages import SamplingParams, TokenRequest
@@ -91,6 +91,20 @@ def test_a_request_that_began_elsewhere_is_not_dropped() -> None:
     finish(engine)
     assert begun.error is None
     assert clients[-1].error is not None
+
+
+def test_a_refused_request_drops_nobody() -> None:
+    engine, _ = make_engine(eos_bias=-99, limits=Limits(max_sequences=1, max_waiting=2))
+    _, clients = submit(engine, "flood", 3)
+    # Begun sequences queue beyond the bound for new ones, up to twice as many.
+    for _ in range(2):
+        clients.append(Client())
+        begun = TokenRequest([1, 2], 4, GREEDY, tenant="flood", committed=[1])
+        engine.submit(begun, clients[-1])
+    with pytest.raises(OutriderError, match="must not end the sequence"):
+        engine.submit(TokenRequest([1, 2], 4, GREEDY, tenant="victim", committed=[EOS]), Client())
+    finish(engine)
+    assert [client.error for client in clients] == [None] * 5
 
 
 def test_a_full_queue_refuses_the_tenant_that_fills_it() -> None:

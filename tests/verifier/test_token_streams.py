@@ -239,6 +239,19 @@ async def test_a_verifier_that_leaves_says_so_once_and_goes_on() -> None:
     assert parts == [[1], [9]]
 
 
+async def test_the_tokens_at_hand_come_with_the_word_that_the_verifier_leaves() -> None:
+    verifier = Verifier(lambda prompt: [[prompt], FOREVER])
+    async with calling(verifier) as call:
+        await call.write(begin(1, 1))
+        first = await call.read()
+        assert verifier.stream is not None
+        verifier.stream.say_draining()
+        verifier.stream._send(token_streams_pb2.TokensPart(call_id=1, tokens=Tokens(token_ids=[8])))
+        found = [first, await call.read()]
+    assert [list(part.tokens.token_ids) for each in found for part in each.parts] == [[1], [8]]
+    assert [message.draining for message in found] == [False, True]
+
+
 async def test_large_parts_are_divided_among_messages() -> None:
     """The prompt log probabilities of many sequences can exceed gRPC's limit of a message."""
     long = list(range(1_000_000, 1_000_000 + 200_000))

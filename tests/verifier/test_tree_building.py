@@ -23,7 +23,7 @@ from verifier_svc.policy.draft_trees import best_chain, grow_trees
 from verifier_svc.policy.plan import Plan
 from verifier_svc.state.acceptance_rate import AcceptanceRate
 from verifier_svc.state.draft_tree import DraftTree
-from verifier_svc.state.merged_tries import guesses_behind, probs, roots
+from verifier_svc.state.merged_tries import guesses_behind, observe_sides, probs, roots
 from verifier_svc.state.sequence import Assignment, Sequence
 from verifier_svc.state.side_rates import SideRates
 
@@ -57,11 +57,13 @@ class Rig:
         if tree.token_ids:
             self.drafters[drafter].send(proposal)
 
-    def grow(self, depth: int = 8, prices: Prices = ALL, **plan: object) -> list[DraftTree]:
+    def grow(
+        self, depth: int = 8, prices: Prices = ALL, room: int = 1000, **plan: object
+    ) -> list[DraftTree]:
         """The drafts that pay at these prices; a sequence's chain where trees are no use."""
         depths = {sequence.id: depth for sequence in self.sequences}
         plan = {"draft_tokens": depths, "token_prices": prices, **plan}
-        found = grow_trees(self.sequences, Plan(**plan))  # type: ignore[arg-type]
+        found = grow_trees(self.sequences, Plan(**plan), lambda: room)  # type: ignore[arg-type]
         return [
             (found.get(sequence.id) or best_chain(sequence, depth))[1]
             for sequence in self.sequences
@@ -208,6 +210,14 @@ def test_sequences_compete_for_the_cheap_places_of_a_forward() -> None:
     assert sizes == [[2, 0], [2, 2], [2, 3], [4, 4]]
 
 
+def test_sequences_share_the_room_of_a_forward_by_likelihood() -> None:
+    rig = Rig(0.8, sequences=3)
+    for sequence in range(3):
+        rig.propose(DraftTree([3, 4, 5, 6], [], [0, 1, 0, 3]), sequence=sequence)
+    sizes = [[len(tree.token_ids) for tree in rig.grow(room=room)] for room in (0, 3, 6)]
+    assert sizes == [[0, 0, 0], [1, 1, 1], [2, 2, 2]]
+
+
 def test_a_draft_has_no_more_tokens_than_a_word_has_bits() -> None:
     rig = Rig(0.9)
     chains = [(token, place) for token in range(VOCAB) for place in range(11)]
@@ -236,10 +246,10 @@ def test_chains_alone_are_left_to_the_plan() -> None:
     for sequence in range(2):
         rig.propose(DraftTree([3, 4, 5], []), sequence=sequence)
     plan = Plan(draft_tokens={each.id: 3 for each in rig.sequences}, token_prices=ALL)
-    assert grow_trees(rig.sequences, plan) == {}
+    assert grow_trees(rig.sequences, plan, lambda: 99) == {}
     rig.propose(DraftTree([6], []), sequence=1)
-    assert grow_trees(rig.sequences, replace(plan, token_prices=())) == {}
-    assert len(grow_trees(rig.sequences, plan)) == 2
+    assert grow_trees(rig.sequences, replace(plan, token_prices=()), lambda: 99) == {}
+    assert len(grow_trees(rig.sequences, plan, lambda: 99)) == 2
 
 
 def test_sampled_drafts_stay_chains() -> None:
@@ -276,6 +286,17 @@ def test_claims_that_the_commits_contradict_lose_their_weight() -> None:
     assert rates.estimate(0, 2, 0.4) == rates.estimate(1, 1, 0.4) == 0.4
     rates.observe(9, 1, 0.4, True)
     assert rates.estimate(3, 1, 0.4) > 0.4
+
+
+def test_a_favourite_is_rescued_by_an_own_guess_that_is_worth_its_price() -> None:
+    for other, price, rescues in ((0, 0.1, True), (0, 0.6, False), (1, 0.1, False)):
+        rig = Rig(0.5, 0.4)
+        rig.propose(DraftTree([3], []))
+        rig.propose(DraftTree([3, 4], [], [0, 0]), drafter=other)
+        first = rig.assignment()
+        before = first.side_rates.rescued_share
+        observe_sides(rig.sequences[0], first, [4], price)
+        assert (first.side_rates.rescued_share > before) == rescues
 
 
 def test_commits_measure_the_guesses_beside_favourites() -> None:

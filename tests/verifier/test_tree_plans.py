@@ -6,11 +6,14 @@ from dataclasses import replace
 
 import pytest
 from fake_model import Client, ScriptedDrafter, make_engine, make_plan
+from virtual_time import VirtualClock
 
 from outrider.draft_messages import DraftBatch, Proposal
 from outrider.draft_tokens_policy import DraftTokensPolicy
-from outrider.messages import SamplingParams, TokenRequest
+from outrider.lm.layout import SequenceSlice
+from outrider.messages import DraftDistribution, SamplingParams, SpeculationOptions, TokenRequest
 from outrider.token_tree import MAX_TREE_TOKENS, favourite_path
+from verifier_svc.drafts.draft_message import DraftMessage
 from verifier_svc.engine.loop import Engine
 from verifier_svc.engine.target import Limits
 from verifier_svc.policy.forward_cost import ForwardCost
@@ -23,7 +26,7 @@ GREEDY = SamplingParams(0.0)
 
 def planned(limits: Limits = TREES, quick_s: float = 0.001, quick_rate: float = 0.5) -> Engine:
     """An engine with one sequence and two drafters: "good" takes 5 ms, "quick" `quick_s`."""
-    engine, _ = make_engine(eos_bias=-99, page_count=256, limits=limits)
+    engine, _ = make_engine(eos_bias=-99, page_count=256, limits=limits, clock=VirtualClock())
     for name in ("good", "quick"):
         ScriptedDrafter(engine, name, name)
     for drafted in (0, 8, 64):
@@ -96,6 +99,19 @@ def test_verdicts_ask_for_a_tree_only_where_one_may_be_verified(on_target_cores:
             assert good.window.token_count == good.window.depth or not on_target_cores
 
 
+def test_trial_forwards_of_the_sizes_of_trees_have_branches() -> None:
+    engine, model = make_engine(limits=TREES, page_count=256)
+    model.cache[:] = 0
+    branched: dict[int, bool] = {}
+
+    def record(slices: list[SequenceSlice]) -> None:
+        branched[len(slices[0].token_ids)] = bool(slices[0].parents)
+
+    model.broken = record
+    engine.warm_up(4)
+    assert {size for size, found in branched.items() if found} == {16, 32, 1 + MAX_TREE_TOKENS}
+
+
 def test_trial_forwards_have_the_sizes_of_trees() -> None:
     for trees, largest in ((False, 9), (True, 1 + MAX_TREE_TOKENS)):
         engine, model = make_engine(limits=replace(TREES, draft_trees=trees), page_count=256)
@@ -105,7 +121,7 @@ def test_trial_forwards_have_the_sizes_of_trees() -> None:
         engine.warm_up(16)
         drafts = {size for size in sizes if size > 9 and size not in (4, 16)}
         assert max(drafts, default=9) == largest
-        assert TREES.most_draft_tokens == MAX_TREE_TOKENS
+        assert TREES.largest_draft == MAX_TREE_TOKENS
 
 
 def test_a_cost_table_with_trees_prices_their_tokens() -> None:
@@ -160,3 +176,84 @@ def test_a_wrong_favourite_without_a_guess_beside_it_counts_against_trees() -> N
     sequence.tokens += [3, 5]
     engine.drafting.send_verdicts(sequence, [3, 5], good, sequence.span)
     assert good.side_rates.rescued_share < before
+
+
+def test_a_drafter_of_chains_is_asked_for_a_tree_once_in_a_while() -> None:
+    engine = planned()
+    good = assignment(engine, "good")
+    for _ in range(500):
+        good.side_rates.observe_wrong(False)
+    plan = make_plan(engine, 5)
+    asked_at = [
+        step
+        for step in range(1, 130)
+        if good in engine.planner.plan(engine.sequences.values(), plan, step, 0.0).tree_tokens
+    ]
+    assert asked_at == [32, 64, 96, 128]
+
+
+def test_a_remote_drafter_is_asked_for_more_tokens_of_a_tree_than_of_a_chain() -> None:
+    """Also where the chain has the tokens that are committed before it arrives."""
+    engine = planned(quick_s=10.0)
+    good = assignment(engine, "good")
+    for _ in range(50):
+        good.drafter.round_trip.observe(0.2)
+    good.rate = AcceptanceRate(0.97, 8)
+    plan = make_plan(engine, 5)
+    [sequence] = engine.sequences.values()
+    assert plan.asks[good] > plan.draft_tokens[sequence.id]
+    plan = engine.planner.plan([sequence], plan, 32, 0.0)
+    assert plan.tree_tokens[good] == min(3 * plan.asks[good], MAX_TREE_TOKENS)
+
+
+def test_drafting_time_is_that_of_the_new_tokens_one_behind_the_other() -> None:
+    """A proposal repeats its chain, and branches are drafted side by side."""
+    engine = planned()
+    [sequence] = engine.sequences.values()
+    good = assignment(engine, "good")
+    base = len(sequence.tokens)
+    good.trie.add(Proposal(sequence.id, base, [3, 4, 5]), sequence.tokens)
+    good.expect_answer(base)
+    message = DraftMessage(good.drafter, 0.0, engine.sequences)
+    tree = Proposal(sequence.id, base, [3, 4, 5, 6, 6, 7, 6], [0, 1, 2, 3, 0, 5, 1])
+    message.take(DraftBatch([tree]))
+    assert message.draft_length == 2
+
+
+def test_a_late_announcement_asks_for_a_tree_as_a_verdict_does() -> None:
+    engine = planned()
+    good = assignment(engine, "good")
+    good.opened = False
+    plan = make_plan(engine, 5)
+    [sequence] = engine.sequences.values()
+    sequence.tokens.append(3)
+    engine.drafting.send_verdicts(sequence, [3], None, sequence.span)
+    [opened] = good.drafter.outbox.opened
+    assert opened.tree_tokens == plan.tree_tokens[good] > opened.draft_tokens
+
+
+def test_sampled_drafts_are_planned_and_measured_as_chains() -> None:
+    engine = planned()
+    [sequence] = engine.sequences.values()
+    good = assignment(engine, "good")
+    good.distribution = DraftDistribution.SPARSE
+    assert make_plan(engine, 32).tree_tokens == {}
+    before = good.side_rates.rescued_share
+    base = len(sequence.tokens)
+    good.trie.add(Proposal(sequence.id, base, [3, 4], [0, 0]), sequence.tokens)
+    sequence.tokens.append(5)
+    engine.drafting.send_verdicts(sequence, [5], good, sequence.span)
+    assert good.side_rates.rescued_share == before
+
+
+def test_trees_add_no_tokens_to_drafts_of_a_fixed_number() -> None:
+    """So the expected speed is that of chains."""
+    for options in ({}, {"draft_tokens": 4}):
+        policy = DraftTokensPolicy() if options else DraftTokensPolicy("fixed", 4)
+        speeds = []
+        for trees in (True, False):
+            engine = planned(Limits(policy, draft_trees=trees))
+            [sequence] = engine.sequences.values()
+            sequence.request = replace(sequence.request, speculation=SpeculationOptions(**options))
+            speeds.append(make_plan(engine).speedup)
+        assert speeds[0] == speeds[1] > 1.0

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from outrider.draft_messages import DraftBatch, Proposal, Skip
 from outrider.errors import OutriderError, Reason
-from outrider.token_tree import depths, favourite_path
+from outrider.token_tree import favourite_path
 from verifier_svc.state.drafter import Drafter
 from verifier_svc.state.sequence import Assignment, Sequence
 
@@ -71,11 +71,10 @@ class DraftMessage:
         if latency_s is not None:
             self.draft_latencies_s.append(latency_s)
             _observe_late_draft(assignment, proposal, sequence.tokens)
-            # Tokens that were in the trie already were drafted before. The branches of a tree are
-            # drafted side by side.
+            # Tokens that were in the trie already were drafted before.
             length = count - added.merged
             if proposal.parents:
-                length = min(length, max(depths(proposal.parents)))
+                length = min(length, _new_depth(proposal.parents, added.merged))
             self.draft_length = max(self.draft_length, length)
 
     def _take_skip(self, skip: Skip) -> None:
@@ -105,6 +104,18 @@ class DraftMessage:
         if assignment is None or not assignment.opened:
             return None
         return sequence, assignment
+
+
+def _new_depth(parents: list[int], merged: int) -> int:
+    """The most tokens one behind the other that a tree adds to its repeated favourite path.
+
+    Its branches are drafted side by side. `merged` of its tokens were drafted before.
+    """
+    repeated = min(merged, len(favourite_path(parents)))
+    behind = [0] * (1 + repeated)
+    for parent in parents[repeated:]:
+        behind.append(behind[parent] + 1)
+    return max(behind)
 
 
 def _observe_late_draft(assignment: Assignment, proposal: Proposal, committed: list[int]) -> None:

@@ -21,7 +21,7 @@ def record_draft(
 
     `assignment` is that of the favourite path. The step `emitted` so many tokens of the sequence.
     """
-    if draft.parents or draft.drafter_ids:
+    if draft.parents or draft.drafter_ids or draft.favoured is not None:
         _record_tree(metrics, sequence, assignment, draft, rows, emitted)
         return
     drafter = assignment.drafter
@@ -53,7 +53,7 @@ def _record_tree(
         drafter.verified_count += drafted
         drafter.accepted_count += len(places)
         metrics.verified_in_tree(drafter, drafted, places, leads=drafter_id == own_id)
-    favoured = favoured_count(rows)
+    favoured = favoured_count(rows[: draft.favoured])
     branched = bool(draft.parents)
     metrics.verified_draft(len(draft.token_ids), favoured, len(rows), emitted, branched=branched)
 
@@ -64,7 +64,7 @@ def favourite_outcome(draft: DraftTree, drafter_id: str, rows: SequenceOf[int]) 
     The path ends where another drafter's guess continues it. `rows` are the accepted ones.
     """
     drafted = 0
-    while drafted < len(draft.token_ids):
+    while drafted < len(draft.token_ids) and drafted != draft.favoured:
         if draft.parents and draft.parents[drafted] != drafted:
             break
         if draft.drafter_ids and draft.drafter_ids[drafted] != drafter_id:

@@ -17,7 +17,7 @@ from verifier_svc.metrics import Metrics
 from verifier_svc.policy.plan import Plan
 from verifier_svc.policy.planner import Planner
 from verifier_svc.state.drafter import MESSAGE_BYTES, Drafter
-from verifier_svc.state.merged_tries import is_branched, observe_sides
+from verifier_svc.state.merged_tries import is_branched, is_sampled, observe_sides
 from verifier_svc.state.sequence import FIRST_BACKOFF, Assignment, Sequence
 from verifier_svc.state.trie import Trie
 
@@ -65,13 +65,14 @@ class DraftExchange:
         sink: Callable[[StepBatch | OutriderError], None],
         *,
         trusted: bool | None = None,
+        holder: str = "",
     ) -> Drafter:
         """Register a drafter and assign it the admitted sequences that have none of its family.
 
-        `trusted` says whether its distributions count; None leaves that to the setting. Raises as
-        `Roster.join` does.
+        `trusted` says whether its distributions count; None leaves that to the setting. `holder` is
+        the common name of its certificate. Raises as `Roster.join` does.
         """
-        drafter = Drafter(hello, sink)
+        drafter = Drafter(hello, sink, holder)
         drafter.trusted = self._trust_distributions if trusted is None else trusted
         own_cores = self._own_cores
         drafter.on_target_cores = own_cores is not None and drafter.shares_cores(own_cores)
@@ -97,14 +98,16 @@ class DraftExchange:
         drafter.draining = True
 
     def reject(self, drafter: Drafter, error: OutriderError) -> None:
-        """Count a protocol violation and end the drafter's stream with `error`.
+        """End the drafter's stream with `error`, and count a protocol violation.
 
-        Its sequences go to other drafters. No effect if it is not connected.
+        INTERNAL is a fault of our own and does not count. Its sequences go to other drafters. No
+        effect if it is not connected.
         """
         if self.roster.connected.get(drafter.id) is not drafter:
             return
         log.warning("drafter %s: %s", drafter.id, error)
-        self.roster.count_fault(drafter)
+        if error.reason is not Reason.INTERNAL:
+            self.roster.count_fault(drafter)
         self.rejections.append((drafter, error))
         self.leave(drafter)
 
@@ -187,7 +190,7 @@ class DraftExchange:
         """
         lookups: list[str] = []
         if verified is not None and self.plan.token_prices:
-            _observe_sides(sequence, verified, new_token_ids)
+            _observe_sides(sequence, verified, new_token_ids, self.plan.price)
         for assignment in sequence.assignments.values():
             drafter = assignment.drafter
             trie = assignment.trie
@@ -234,9 +237,8 @@ class DraftExchange:
         length = len(sequence.tokens)
         new_token_ids = sequence.tokens[assignment.sent_length :]
         assignment.sent_length = length
-        tree_tokens = self.plan.tree_tokens.get(assignment, 0)
-        assignment.tree_tokens = tree_tokens
-        window = run_ahead_window(assignment, wanted, self.plan.decode_step_s, tree_tokens)
+        trees = assignment.tree_tokens = self.plan.tree_tokens.get(assignment, 0)
+        window = run_ahead_window(assignment, wanted, self.plan.decode_step_s, trees)
         changed = window is not assignment.window
         assignment.window = window
         _mark_sent(assignment, self._clock())
@@ -248,7 +250,7 @@ class DraftExchange:
             assignment.draft_tokens,
             window if changed else None,
             traceparent,
-            tree_tokens,
+            trees,
         )
         assignment.drafter.outbox.verdicts.append(verdict)
         # A drafter that is asked again after a silence has to read first, so its answer says little
@@ -265,7 +267,10 @@ class DraftExchange:
             assignment.trie = Trie(length, assignment.trie.window)
             assignment.sent_length = length
         assignment.opened = True
-        assignment.window = run_ahead_window(assignment, wanted, self.plan.decode_step_s)
+        # A new sequence's first draft is a chain: no plan knows the assignment yet.
+        trees = assignment.tree_tokens = self.plan.tree_tokens.get(assignment, 0)
+        step_s = self.plan.decode_step_s
+        assignment.window = run_ahead_window(assignment, wanted, step_s, trees)
         _mark_sent(assignment, self._clock())
         drafter.last_sequence_id = max(drafter.last_sequence_id, sequence.id)
         drafter.outbox.opened.append(sequence.opened_for(assignment))
@@ -279,10 +284,14 @@ def _tokens_to_ask(plan: Plan, sequence: Sequence, assignment: Assignment) -> in
     return assignment.draft_tokens if assignment.asked else 0
 
 
-def _observe_sides(sequence: Sequence, verified: Assignment, new_token_ids: list[int]) -> None:
+def _observe_sides(
+    sequence: Sequence, verified: Assignment, new_token_ids: list[int], price: float
+) -> None:
     """Measure the guesses beside favourites, or their lack, before the tries' roots move."""
+    if is_sampled(sequence):
+        return  # its drafts stay chains
     if is_branched(sequence):
-        observe_sides(sequence, verified, new_token_ids)
+        observe_sides(sequence, verified, new_token_ids, price)
     elif verified.tree_tokens > 0 and verified.trie.is_contradicted(new_token_ids):
         verified.side_rates.observe_wrong(False)
 

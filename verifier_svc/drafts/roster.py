@@ -33,17 +33,19 @@ class Roster:
         """By id."""
         # Drafters that left, by id, with the time (seconds), the longest gone first.
         self._gone: dict[str, tuple[float, Drafter]] = {}
+        # Times of violations, by `Drafter.blamed`.
         self._faults: dict[str, list[float]] = {}
 
     def join(self, drafter: Drafter) -> None:
         """Register a drafter.
 
-        Raises OutriderError: QUARANTINED for an id with repeated protocol violations,
+        Raises OutriderError: QUARANTINED after repeated protocol violations of its id, or with TLS
+        of any drafter with its certificate's name,
         DRAFTER_ID_TAKEN, or OVERLOADED if `max_drafters` are connected.
         """
-        if (left_s := self._quarantine_left_s(drafter.id)) > 0:
+        if (left_s := self._quarantine_left_s(drafter.blamed)) > 0:
             message = (
-                f"drafter {drafter.id} broke the protocol {_FAULTS_ALLOWED} times"
+                f"drafter {drafter.blamed} broke the protocol {_FAULTS_ALLOWED} times"
                 f" and is in quarantine for {ceil(left_s)} s more"
             )
             raise OutriderError(Reason.QUARANTINED, message, retry_after_s=left_s)
@@ -82,17 +84,17 @@ class Roster:
         return forgotten
 
     def count_fault(self, drafter: Drafter) -> None:
-        """Count a protocol violation; repeated ones put the drafter's id in quarantine."""
-        faults = [*self._faults.pop(drafter.id, []), self._clock()]
-        self._faults[drafter.id] = faults[-_FAULTS_ALLOWED:]
+        """Count a protocol violation; repeated ones put the drafter in quarantine."""
+        faults = [*self._faults.pop(drafter.blamed, []), self._clock()]
+        self._faults[drafter.blamed] = faults[-_FAULTS_ALLOWED:]
         _drop_oldest(self._faults)
 
-    def _quarantine_left_s(self, drafter_id: str) -> float:
-        """Seconds for which the id is still refused.
+    def _quarantine_left_s(self, name: str) -> float:
+        """Seconds for which the id or certificate's name is still refused.
 
         `_FAULTS_ALLOWED` violations within `_QUARANTINE_S` start a quarantine of that duration.
         """
-        faults = self._faults.get(drafter_id, [])
+        faults = self._faults.get(name, [])
         if len(faults) < _FAULTS_ALLOWED or faults[-1] - faults[0] >= _QUARANTINE_S:
             return 0.0
         return faults[-1] + _QUARANTINE_S - self._clock()

@@ -47,12 +47,12 @@ class Admission:
     ) -> Sequence:
         """Queue a request and admit what fits; raises OutriderError, see `Engine.submit`."""
         self._check(request)
-        self._make_room(request)
         sequence = self._new_sequence(request, sink, span)
         if grammar is not None:
             sequence.matcher = grammar.matcher()
             sequence.mask_width = -(-self._model.vocab_size // 32)
         _check_committed(sequence)
+        self._make_room(request)
         self._sequences[sequence.id] = sequence
         self._scheduler.add(sequence)
         self.admit()

@@ -27,6 +27,7 @@ class Committer:
         self._metrics = parts.metrics
         self._spans = spans
         self._token_count = 0
+        self._gathers = True
 
     def commit(
         self,
@@ -64,6 +65,14 @@ class Committer:
         """End a sequence with an error."""
         self._outgoing.add(sequence.sink, error)
         self.end_sequence(sequence)
+
+    def stop_gathering(self) -> None:
+        """Add all unsent tokens to the outgoing chunks, and keep none from now on."""
+        self._gathers = False
+        for sequence in self._sequences.values():
+            if sequence.unsent is not None:
+                self._outgoing.add(sequence.sink, sequence.unsent)
+                sequence.unsent = None
 
     def end_sequence(self, sequence: Sequence) -> None:
         """Forget a sequence, free its pages, and tell its drafters that it has ended."""
@@ -129,7 +138,7 @@ class Committer:
         """
         if sequence.unsent is not None:
             chunk = sequence.unsent.joined(chunk)
-        enough = len(chunk.token_ids) >= sequence.request.min_chunk_tokens
+        enough = len(chunk.token_ids) >= sequence.request.min_chunk_tokens or not self._gathers
         if enough or chunk.finish_reason is not None or sequence.stats.forward_count == 1:
             self._outgoing.add(sequence.sink, chunk)
             sequence.unsent = None

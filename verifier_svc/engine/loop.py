@@ -149,6 +149,11 @@ class Engine:
             self._committer.end_sequence(sequence)
             self._metrics.occupancy(self.scheduler)
 
+    def stop_gathering(self) -> None:
+        """Send clients all unsent tokens, and from now on those of each step."""
+        self._committer.stop_gathering()
+        self.outgoing.send_to_clients()
+
     # --- the loop ---
 
     def run(self) -> None:
@@ -215,8 +220,9 @@ class Engine:
         self._quiet = self._step_clock.undisturbed_since(self.drafting.busy_until)
         plan = self._wait.take_plan()
         self.outgoing.send_to_drafters()
-        trees = grow_trees(self.scheduler.running.values(), plan)
-        batch = self._grammar_masks.cut(self.scheduler.next(plan.draft_tokens, trees))
+        scheduler = self.scheduler
+        trees = grow_trees(scheduler.running.values(), plan, scheduler.draft_room)
+        batch = self._grammar_masks.cut(scheduler.next(plan.draft_tokens, trees))
         self._step_clock.end("pack")
         self.outgoing.send_to_clients()
         self._step_clock.end("send")

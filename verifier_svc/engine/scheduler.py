@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from outrider.lm.pages import PagePool
+from outrider.token_tree import favourite_path
 from verifier_svc.engine.fair_queue import FairQueue
 from verifier_svc.policy.draft_trees import Draft, best_chain
 from verifier_svc.state.draft_tree import NO_DRAFT
@@ -71,10 +72,7 @@ class Scheduler:
         # Every decoding sequence has room for its one token. Drafts and prompts share the rest.
         spare = max(0, self._max_batch_tokens - len(decoding))
         rows = self._max_scored_tokens
-        for_prompts = min(
-            sum([pending for _, pending in prefilling]),
-            int(self._max_batch_tokens * _PROMPTS_SHARE),
-        )
+        for_prompts = self._for_prompts(sum([pending for _, pending in prefilling]))
         for sequence, pending in decoding + prefilling:
             count = _scorable(sequence, pending, rows) if sequence.unscored else pending
             if pending > 1:
@@ -95,6 +93,18 @@ class Scheduler:
                 rows -= len(scheduled.scored)
         return list(batch.values())
 
+    def draft_room(self) -> int:
+        """Most draft tokens of all decoding sequences together in the next batch."""
+        pending = [sequence.num_uncomputed_tokens for sequence in self.running.values()]
+        decoding = pending.count(1)
+        return max(
+            0, self._max_batch_tokens - decoding - self._for_prompts(sum(pending) - decoding)
+        )
+
+    def _for_prompts(self, pending: int) -> int:
+        """Tokens of a batch that drafts leave to prompts, which have so many `pending`."""
+        return min(pending, int(self._max_batch_tokens * _PROMPTS_SHARE))
+
     def _schedule(
         self,
         sequence: Sequence,
@@ -112,9 +122,15 @@ class Scheduler:
             return None  # this step preempted it for an older one
         assignment, draft = chosen
         draft = draft.first(room)
+        if not draft.token_ids:
+            assignment = None
         start = sequence.kv.num_computed_tokens
         end = start + count
         has_room = self.pool.reserve(sequence.kv, end + len(draft.token_ids))
+        if not has_room and draft.parents:
+            # The favourite path alone may fit.
+            draft = draft.first(len(favourite_path(draft.parents)))
+            has_room = self.pool.reserve(sequence.kv, end + len(draft.token_ids))
         if not has_room and draft.token_ids:
             # A draft is no reason to preempt another sequence.
             assignment, draft = _NO_DRAFT

@@ -50,7 +50,7 @@ class Limits:
     draft_trees: bool = False
 
     @property
-    def most_draft_tokens(self) -> int:
+    def largest_draft(self) -> int:
         """Most draft tokens of a sequence in one step, unless its request says it."""
         most = self.draft_tokens_policy.max_draft_tokens
         return max(most, MAX_TREE_TOKENS) if self.draft_trees else most

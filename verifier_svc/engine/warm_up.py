@@ -52,7 +52,7 @@ class WarmUp:
         for batch in dict.fromkeys([1, *batches]) if self._limits.draft_trees else ():
             for count in _TREE_ROWS:
                 if self._clock() < end:
-                    self._try_rows(batch, count, cost, isolated_cost)
+                    self._try_rows(batch, count, cost, isolated_cost, branched=True)
 
     def _try_prompts(self, cost: ForwardCost) -> None:
         """Measure a short prompt and a long one."""
@@ -69,26 +69,35 @@ class WarmUp:
         for count in sorted({1, 2, 1 + max_draft_tokens // 2, 1 + max_draft_tokens}):
             self._try_rows(batch, count, *costs)
 
-    def _try_rows(self, batch: int, count: int, *costs: ForwardCost) -> None:
-        """Measure a forward of `count` rows of each of `batch` sequences, if it fits."""
+    def _try_rows(
+        self, batch: int, count: int, *costs: ForwardCost, branched: bool = False
+    ) -> None:
+        """Measure a forward of `count` rows of each of `batch` sequences, if it fits.
+
+        If `branched`, the rows are a tree.
+        """
         pages = batch * -(-count // self._pool.page_size)
         if batch * count <= self._limits.max_batch_tokens and pages <= self._pool.page_count:
-            seconds = self._trial_s(batch, count, self._context, count)
+            seconds = self._trial_s(batch, count, self._context, count, branched=branched)
             for cost in costs:
                 cost.calibrate(batch, batch * count, seconds)
 
-    def _trial_s(self, batch: int, count: int, context: int, logit_count: int) -> float:
+    def _trial_s(
+        self, batch: int, count: int, context: int, logit_count: int, *, branched: bool = False
+    ) -> float:
         """Time in seconds of one forward of `batch` sequences; the faster of two runs.
 
         Each sequence has `count` new tokens behind `context` zeros, and `logit_count` logits rows.
+        If `branched`, all new tokens but the first are children of the first.
         """
+        parents = [0] * (count - 1) if branched else []
         size = self._pool.page_size
         length = max(min(context, self._pool.page_count // batch * size), count)
         pages = -(-length // size)
         slices = []
         for i in range(batch):
             own = list(range(i * pages, (i + 1) * pages))
-            slices.append(SequenceSlice([0] * count, length - count, own, logit_count))
+            slices.append(SequenceSlice([0] * count, length - count, own, logit_count, parents))
         times = []
         for _ in range(2):
             started = self._clock()

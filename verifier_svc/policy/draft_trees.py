@@ -10,15 +10,15 @@ Looks at the tries' shapes, at confidences and at measured rates; never at which
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-from outrider.token_tree import MAX_TREE_TOKENS, children
+from outrider.token_tree import MAX_TREE_TOKENS, children, without_chain
 from verifier_svc.policy.plan import Plan
 from verifier_svc.state.draft_tree import NO_DRAFT, DraftTree
 from verifier_svc.state.merged_tries import (
-    Guess,
+    MergedGuess,
     Nodes,
     guesses_behind,
     is_branched,
@@ -38,21 +38,26 @@ def best_chain(sequence: Sequence, draft_tokens: int) -> Draft:
     return (None, NO_DRAFT) if best is None else (best, best.trie.path(draft_tokens))
 
 
-def grow_trees(sequences: Collection[Sequence], plan: Plan) -> dict[int, Draft]:
+def grow_trees(
+    sequences: Collection[Sequence], plan: Plan, room: Callable[[], int]
+) -> dict[int, Draft]:
     """The drafts of a step that verifies trees, by sequence id; none if chains are all there is.
 
-    A sequence that is missing, such as one with sampled drafts, has its best chain.
+    A sequence that is missing, such as one with sampled drafts, has its best chain. `room` returns
+    the most draft tokens of all sequences together.
     """
-    if not plan.token_prices or not any(map(is_branched, sequences)):
+    if not plan.token_prices:
         return {}
-    planned = [
-        sequence
-        for sequence in sequences
-        if sequence.num_uncomputed_tokens == 1 and plan.draft_tokens.get(sequence.id, 0) > 0
-    ]
-    if not any(is_branched(sequence) and not is_sampled(sequence) for sequence in planned):
+    branched = [sequence for sequence in sequences if is_branched(sequence)]
+    if not any(_is_planned(sequence, plan) and not is_sampled(sequence) for sequence in branched):
         return {}
-    return _Forest(planned, plan).grow()
+    planned = [sequence for sequence in sequences if _is_planned(sequence, plan)]
+    return _Forest(planned, plan).grow(room())
+
+
+def _is_planned(sequence: Sequence, plan: Plan) -> bool:
+    """Whether the step verifies a draft of the sequence, if one is ready."""
+    return sequence.num_uncomputed_tokens == 1 and plan.draft_tokens.get(sequence.id, 0) > 0
 
 
 def _best_path(sequence: Sequence, draft_tokens: int) -> Assignment | None:
@@ -92,7 +97,7 @@ class _Tree:
     parents: list[int] = field(default_factory=list)
     drafter_ids: list[str] = field(default_factory=list)
 
-    def take(self, parent: int, guess: Guess) -> int:
+    def take(self, parent: int, guess: MergedGuess) -> int:
         """Add a guess below the row `parent`; returns its row."""
         self.token_ids.append(guess.token)
         self.parents.append(parent)
@@ -113,8 +118,7 @@ class _Tree:
             draft.drafter_ids.append(self.drafter_ids[row - 1])
             here = len(draft.token_ids)
             pending += [(child, here) for child in reversed(below[row])]
-        if draft.parents == list(range(len(draft.parents))):
-            draft.parents = []
+        draft.parents = without_chain(draft.parents)
         if all(each == self.assignment.drafter.id for each in draft.drafter_ids):
             draft.drafter_ids = []
         return self.assignment, draft
@@ -129,7 +133,7 @@ class _Forest:
         self._taken = 0
         # Guesses that may be taken next, the likeliest first: (minus its survival, a number that
         # orders equal ones, its tree, its parent's row, its depth, the guess).
-        self._next: list[tuple[float, int, _Tree, int, int, Guess]] = []
+        self._next: list[tuple[float, int, _Tree, int, int, MergedGuess]] = []
         self._offered = 0
         self._trees: dict[int, _Tree] = {}
         for sequence in planned:
@@ -145,9 +149,12 @@ class _Forest:
             tree = self._trees[sequence.id] = _Tree(best, depth, most, fixed)
             self._offer(tree, 0, 0, 1.0, roots(sequence, best))
 
-    def grow(self) -> dict[int, Draft]:
-        """Take all guesses that are worth their price; returns the drafts by sequence id."""
-        while self._next:
+    def grow(self, room: int) -> dict[int, Draft]:
+        """Take the guesses that are worth their price, and return the drafts by sequence id.
+
+        They are at most `room`, so that the likeliest ones of all sequences have it.
+        """
+        while self._next and self._taken < room:
             key, _, tree, parent, depth, guess = heappop(self._next)
             if len(tree.token_ids) < tree.most and (tree.fixed or -key >= self._price()):
                 self._taken += 1

@@ -11,12 +11,12 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from outrider.draft_tokens_policy import DraftTokensPolicy
-from outrider.token_tree import MAX_TREE_TOKENS
 from verifier_svc.policy.forward_cost import ForwardCost
 from verifier_svc.policy.goodput import goodput, price_of_tokens, steps_meanwhile
 from verifier_svc.policy.plan import Plan
 from verifier_svc.policy.prices import Prices, current_prices
 from verifier_svc.policy.speculation_budget import SpeculationBudget
+from verifier_svc.policy.tree_asks import tree_tokens, wants_tree
 from verifier_svc.policy.waits import drafts_to_wait_for
 from verifier_svc.state.drafter import Drafter
 from verifier_svc.state.merged_tries import is_sampled, side_prob, side_tokens
@@ -26,8 +26,6 @@ from verifier_svc.state.sequence import Assignment, Sequence
 _COMPARED_TOKENS = 4
 # Drafts must make the batch faster than plain steps by this factor; otherwise drafters rest.
 _MARGIN = 1.01
-# Draft tokens of a tree to ask for, for each of its favourite path.
-_TREE_TOKENS_PER_DEPTH = 3
 
 _Drafts = list[tuple[Sequence, Assignment, int]]
 """(sequence, assignment, draft tokens) of each draft."""
@@ -108,7 +106,7 @@ class Planner:
             token_prices=prices.token_prices if self._trees else (),
             fixed=self._by_limit,
             asks=asks,
-            tree_tokens=_tree_tokens(asked, choice.price) if self._trees else {},
+            tree_tokens=tree_tokens(asked, asks, choice.price, step) if self._trees else {},
             probes=_due_probes(decoding, asks, silent, step),
             wait_for=wait_for,
             wait_s=wait_s,
@@ -273,10 +271,12 @@ class Planner:
         longest: dict[Drafter, int] = {}
         gained = 0.0
         total = 0
-        for _, assignment, count in drafts:
+        for sequence, assignment, count in drafts:
             gained += assignment.rate.expected_tokens(count) - 1.0
             total += count
-            if self._trees and _wants_tree(assignment, price):
+            # A draft of a fixed number of tokens has no further ones.
+            fixed = self._by_limit or sequence.request.speculation.draft_tokens is not None
+            if self._trees and not fixed and wants_tree(sequence, assignment, price):
                 # About one token beside each of the favourite path.
                 gained += side_tokens(assignment, count)
                 total += count
@@ -330,7 +330,8 @@ def _companions(drafts: _Drafts, choice: _Choice) -> _Drafts:
     """Drafts of further drafters, whose guesses join the chosen drafter's in one tree.
 
     Only of drafters that pay anyway, deliver sooner than the chosen one, and take no time of the
-    target's cores. So a companion costs a message, and no wait.
+    target's cores. So a companion costs a message. The engine waits for it only where the ready
+    drafts promise less.
     """
     found: _Drafts = []
     if len(choice.drafters) < 2:
@@ -350,24 +351,6 @@ def _companions(drafts: _Drafts, choice: _Choice) -> _Drafts:
             ):
                 found.append((sequence, other, min(count, drafter.hello.max_draft_tokens)))
     return found
-
-
-def _tree_tokens(drafts: _Drafts, price: float) -> dict[Assignment, int]:
-    """Draft tokens of all branches together to ask for, by assignment.
-
-    A drafter whose first guess beside its favourite is not worth its price is asked for a chain.
-    """
-    return {
-        assignment: min(_TREE_TOKENS_PER_DEPTH * count, MAX_TREE_TOKENS)
-        for _, assignment, count in drafts
-        if _wants_tree(assignment, price)
-    }
-
-
-def _wants_tree(assignment: Assignment, price: float) -> bool:
-    """Whether a guess beside the first favourite is worth its price."""
-    # The first test spares most sequences of a drafter of chains the second one.
-    return assignment.side_rates.rescued_share >= price and side_tokens(assignment, 1) >= price
 
 
 def _due_probes(

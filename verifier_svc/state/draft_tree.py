@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from outrider.draft_messages import SparseDistribution
+from outrider.token_tree import without_chain
 
 
 @dataclass(slots=True)
@@ -22,6 +23,8 @@ class DraftTree:
     """Each token's parent, as in `outrider.token_tree`; empty for a chain."""
     drafter_ids: list[str] = field(default_factory=list)
     """Each token's drafter; empty if all are from the favourite path's."""
+    favoured: int | None = None
+    """Tokens of the favourite path where a grammar cut it; None if it is the first children."""
 
     def first(self, count: int) -> DraftTree:
         """The first `count` tokens, which are a tree as well."""
@@ -30,8 +33,9 @@ class DraftTree:
         return DraftTree(
             self.token_ids[:count],
             self.distributions[:count],
-            self.parents[:count],
+            without_chain(self.parents[:count]),
             self.drafter_ids[:count],
+            self.favoured,
         )
 
 

@@ -22,6 +22,8 @@ class Drafter:
 
     hello: Hello
     sink: Callable[[StepBatch | OutriderError], None]
+    holder: str = ""
+    """The common name of its certificate; empty without TLS."""
     round_trip: Latency = field(default_factory=Latency)
     """From a verdict that asks for a draft to its first message, without the drafting time."""
     token_time: Latency = field(default_factory=Latency)
@@ -54,6 +56,11 @@ class Drafter:
     def id(self) -> str:
         """The id by which it registered."""
         return self.hello.drafter_id
+
+    @property
+    def blamed(self) -> str:
+        """The name that its faults count against: another id does not wash them off."""
+        return self.holder or self.id
 
     def latency(self, draft_tokens: int) -> float:
         """Seconds from a verdict to a draft of so many tokens."""

@@ -19,7 +19,7 @@ Nodes = list[tuple[Assignment, Node]]
 _NEXT_GUESS = 0.5
 
 
-class Guess(NamedTuple):
+class MergedGuess(NamedTuple):
     """A token that may follow a prefix."""
 
     token: int
@@ -55,21 +55,29 @@ def roots(sequence: Sequence, first: Assignment) -> Nodes:
     return [(each, each.trie.root) for each in (first, *others) if each.trie.node_count]
 
 
-def guesses_behind(nodes: Nodes) -> list[Guess]:
+def guesses_behind(nodes: Nodes) -> list[MergedGuess]:
     """The tokens that may follow a prefix; the favourite is the first."""
-    found: dict[int, Guess] = {}
+    if len(nodes) == 1:
+        [(assignment, node)] = nodes
+        return [
+            MergedGuess(child.token, assignment, rank, child.confidence, [(assignment, child)])
+            for rank, child in enumerate(node.children.values())
+        ]
+    found: dict[int, MergedGuess] = {}
     for assignment, node in nodes:
         for rank, child in enumerate(node.children.values()):
             guess = found.get(child.token)
             if guess is None:
                 below = [(assignment, child)]
-                found[child.token] = Guess(child.token, assignment, rank, child.confidence, below)
+                found[child.token] = MergedGuess(
+                    child.token, assignment, rank, child.confidence, below
+                )
             else:
                 guess.nodes.append((assignment, child))
     return list(found.values())
 
 
-def probs(guesses: list[Guess], depth: int) -> list[float]:
+def probs(guesses: list[MergedGuess], depth: int) -> list[float]:
     """The probability of each of `guesses_behind` a prefix of `depth` guesses that are right.
 
     The favourite has its drafter's acceptance rate. No other guess is more probable than it, so
@@ -84,20 +92,25 @@ def probs(guesses: list[Guess], depth: int) -> list[float]:
     return found
 
 
-def observe_sides(sequence: Sequence, first: Assignment, committed: list[int]) -> None:
+def observe_sides(
+    sequence: Sequence, first: Assignment, committed: list[int], price: float
+) -> None:
     """Measure the guesses beside the favourites by the newly committed tokens.
 
     Call it before the tries' roots move. Guesses that no step verified count as well, so the
-    measurements do not depend on what was verified.
+    measurements do not depend on what was verified. But only an own guess of `first` that is worth
+    `price` rescues its wrong favourite.
     """
     nodes = roots(sequence, first)
     on_favourites = True
+    survival = 1.0
     for depth, token in enumerate(committed):
         guesses = guesses_behind(nodes)
         if not guesses:
             return
         favourite = _rate(guesses[0].assignment, depth)
         on_favourites = on_favourites and guesses[0].assignment is first
+        rescued = False
         nodes = []
         for place, guess in enumerate(guesses):
             right = guess.token == token
@@ -105,9 +118,14 @@ def observe_sides(sequence: Sequence, first: Assignment, committed: list[int]) -
                 nodes = guess.nodes
             if place:
                 claim = _claim(guess, depth, favourite)
-                guess.assignment.side_rates.observe(depth, guess.rank, claim, right)
+                rates = guess.assignment.side_rates
+                if right and guess.assignment is first:
+                    prob = min(rates.estimate(depth, guess.rank, claim), favourite)
+                    rescued = survival * prob >= price
+                rates.observe(depth, guess.rank, claim, right)
+        survival *= favourite
         if on_favourites and token != guesses[0].token:
-            first.side_rates.observe_wrong(bool(nodes))
+            first.side_rates.observe_wrong(rescued)
             on_favourites = False
 
 
@@ -126,7 +144,7 @@ def side_tokens(assignment: Assignment, draft_tokens: int) -> float:
     return prob_wrong * assignment.side_rates.rescued_share
 
 
-def _claim(guess: Guess, depth: int, favourite: float) -> float:
+def _claim(guess: MergedGuess, depth: int, favourite: float) -> float:
     """The probability of a guess beside the favourite, before it is corrected."""
     if guess.confidence > 0.0:
         return guess.confidence

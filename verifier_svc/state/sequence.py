@@ -47,13 +47,16 @@ class Assignment:
     sent_length: int
     """The committed length in the last message to the drafter."""
     tree_tokens: int = 0
-    """Draft tokens of all branches together that it asked for; 0 for a chain."""
+    """Draft tokens of all branches together that the last message asked for; 0 for a chain."""
     side_rates: SideRates = field(default_factory=SideRates)
     """Measurements of the drafter's guesses beside favourites, for this kind of traffic."""
     opened: bool = False
     """Whether the sequence was announced to the drafter."""
     asked: bool = True
-    """Whether its drafts pay. If not, the drafter gets only probes, and no draft is verified."""
+    """Whether its drafts pay. If not, the drafter gets only probes, and nobody waits for it.
+
+    Guesses that it has made may still join another drafter's in a tree.
+    """
     backoff: int = FIRST_BACKOFF
     """Steps between two probes. A power of two, so that many sequences are probed in one step."""
     asked_at: dict[int, float] = field(default_factory=dict)
@@ -185,4 +188,5 @@ class Sequence:
             grammar=self.request.grammar,
             prediction=self.request.prediction,
             prompt_length=len(self.request.prompt),
+            tree_tokens=assignment.tree_tokens,
         )

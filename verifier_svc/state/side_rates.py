@@ -30,7 +30,7 @@ class SideRates:
         self._rescued = 0.0
         self._wrong = 0.0
         self.rescued_share = _FIRST_SHARE
-        """Share of wrong favourites with a right guess beside them, where a tree was asked for."""
+        """Share of wrong favourites that a guess beside them rescued, if a tree was asked for."""
 
     def observe(self, depth: int, rank: int, claim: float, right: bool) -> None:
         """Count a guess behind `depth` others whose parent was committed.
@@ -48,7 +48,7 @@ class SideRates:
         return min(claim * factor, 1.0)
 
     def observe_wrong(self, rescued: bool) -> None:
-        """Count a wrong favourite; `rescued` if a guess beside it was right."""
+        """Count a wrong favourite; `rescued` if a guess beside it was right and worth verifying."""
         self._rescued = self._rescued * _SHARE_DECAY + rescued
         self._wrong = self._wrong * _SHARE_DECAY + 1.0
         right = self._rescued + _FIRST_SHARE * _SHARE_WEIGHT

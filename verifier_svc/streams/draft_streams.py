@@ -63,12 +63,13 @@ class DraftStream:
         """
         hello = await self._receive_hello()
         trusted = None if self._peer is None else self._peer.role is Role.TRUSTED_DRAFTER
+        holder = "" if self._peer is None else self._peer.name
         joined: list[Drafter] = []
         drafting = self._engine.engine.drafting
 
         def join() -> None:
             """Register the drafter, on the engine's thread. Raises OutriderError."""
-            joined.append(drafting.join(hello, self._sink, trusted=trusted))
+            joined.append(drafting.join(hello, self._sink, trusted=trusted, holder=holder))
 
         def leave() -> None:
             """Remove the drafter, on the engine's thread, if it was registered."""

@@ -34,7 +34,8 @@ from verifier_svc.streams.draft_streams import DraftStream
 from verifier_svc.streams.token_streams import TokenStream
 
 Context = grpc.aio.ServicerContext[Any, Any]
-# GetModel waits this long for a step to end before it answers with the last known drafters.
+# How long GetModel and a drain wait for a step to end. After that, GetModel answers with the last
+# known drafters.
 _ANSWER_S = 0.25
 # A step that takes longer than this means that the engine hangs.
 _MAX_STEP_S = 60.0
@@ -79,8 +80,12 @@ class VerifierServicer(
         """Refuse new requests, and let running ones end within `grace_s`.
 
         Drafters are told, and gateways too: they move their sequences to another verifier if they
-        have one.
+        have one. First, clients get the tokens that `min_chunk_tokens` holds back.
         """
+        engine = self._ready()
+        # A drain does not wait for an engine that hangs.
+        with suppress(TimeoutError):
+            await asyncio.wait_for(engine.call(engine.engine.stop_gathering), _ANSWER_S)
         self.report(Stage.DRAINING, "finishing what runs")
         for callers in self._token_streams:
             callers.say_draining()

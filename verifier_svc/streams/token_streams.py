@@ -133,15 +133,17 @@ class TokenStream:
             # All calls queue their parts of a step before this task has its turn.
             await self._has_unsent.wait()
             self._has_unsent.clear()
-            if self._draining:
+            while self._unsent or self._draining:
+                # The caller may cancel its calls when it hears of this, so it gets the parts too.
+                draining = self._draining
                 self._draining = False
-                await self._context.write(token_streams_pb2.StreamTokensResponse(draining=True))
-            while self._unsent:
                 parts = self._take_parts()
-                await self._context.write(token_streams_pb2.StreamTokensResponse(parts=parts))
+                await self._context.write(
+                    token_streams_pb2.StreamTokensResponse(parts=parts, draining=draining)
+                )
 
     def _take_parts(self) -> list[token_streams_pb2.TokensPart]:
-        """Take the parts of the next message: as many as fit, at least one."""
+        """Take the parts of the next message: as many as fit, at least one if there is one."""
         count = 0
         byte_count = 0
         for part in self._unsent:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import compress
 
 import numpy as np
 
 from outrider.grammar.backends import Mask, Matcher
+from outrider.token_tree import without_chain
 from verifier_svc.state.draft_tree import DraftTree
 from verifier_svc.state.scheduled_sequence import ScheduledSequence
 
@@ -45,8 +47,7 @@ class GrammarMasks:
         if draft.parents:
             return replace(scheduled, draft=_subtree(draft, allowed))
         kept = allowed.index(False) + bool(draft.distributions)
-        kept_draft = DraftTree(draft.token_ids[:kept], draft.distributions[:kept])
-        return replace(scheduled, draft=kept_draft)
+        return replace(scheduled, draft=draft.first(kept))
 
     def masks(self, batch: Sequence[ScheduledSequence]) -> Callable[[], list[ScheduledSequence]]:
         """Start to compute the masks. The result waits for them and returns the masked batch."""
@@ -81,18 +82,18 @@ def _walk(matcher: Matcher, draft: DraftTree) -> Iterator[bool]:
 
 
 def _subtree(draft: DraftTree, kept: Sequence[bool]) -> DraftTree:
-    """The tree of the tokens that are `kept`, whose parents are too."""
+    """The tree of the tokens that are `kept`, whose parents are too; some are not."""
     token_ids: list[int] = []
     parents: list[int] = []
+    drafter_ids = list(compress(draft.drafter_ids, kept))
     new_rows = [0]
     for i, keep in enumerate(kept):
         if keep:
             token_ids.append(draft.token_ids[i])
             parents.append(new_rows[draft.parents[i]])
         new_rows.append(len(token_ids))
-    if parents == list(range(len(parents))):
-        return DraftTree(token_ids, [])  # a chain
-    return DraftTree(token_ids, [], parents)
+    # A sibling that becomes a first child by the cut is no favourite.
+    return DraftTree(token_ids, [], without_chain(parents), drafter_ids, list(kept).index(False))
 
 
 def _masked(scheduled: ScheduledSequence) -> ScheduledSequence:

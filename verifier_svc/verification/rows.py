@@ -70,6 +70,7 @@ class Rows:
         found: list[int] = np.flatnonzero(wanted_R).tolist()
         return found
 
+    @cached_property
     def _seeds_and_positions(self) -> tuple[np.ndarray, np.ndarray]:
         """Each row's seed, and the position of its token; [R] each."""
         seeds_B = np.array([draft.seed for draft in self.drafts], np.uint64)
@@ -88,11 +89,11 @@ class Rows:
         """
         lengths = [len(draft.context.tokens) for draft in self.drafts]
         steps: np.ndarray = np.repeat(lengths, self._counts_B)
-        return uniforms(*self._seeds_and_positions(), purpose, steps)
+        return uniforms(*self._seeds_and_positions, purpose, steps)
 
     def keys(self, rows: Sequence[int]) -> torch.Tensor:
         """The keys of the coupled noise of some rows."""
-        return self.tensor(coupled_keys(*self._seeds_and_positions())[rows])
+        return self.tensor(coupled_keys(*self._seeds_and_positions)[rows])
 
     def padded_distributions(
         self, drafts: Sequence[Draft], longest: int

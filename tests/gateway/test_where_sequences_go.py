@@ -1,0 +1,145 @@
+"""A sequence goes on only at a verifier that can write its rest, and not without end."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from gateway_rig import until
+from mortal_verifiers import TEXT, Site, events, running_site, text_of
+from scripted_verifier import Step, last, plain
+
+from gateway import routing
+from gateway.prompts import Prompts
+from outrider.errors import OutriderError, Reason
+from outrider.messages import FinishReason, TokenRequest
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+LOST = OutriderError(Reason.VERIFIER_UNAVAILABLE, "the verifier has crashed")
+FULL = OutriderError(Reason.OVERLOADED, "the queue is full")
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def site(prompts: Prompts, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Site]:
+    monkeypatch.setattr(routing, "_POLL_READY_S", 0.05)
+    monkeypatch.setattr(routing, "_POLL_LOADING_S", 0.05)
+    async with running_site(prompts, model_name="code") as made:
+        yield made
+
+
+async def change_second(site: Site, **changes: Any) -> None:
+    """Let the second verifier serve another model under the same name."""
+    changed = replace(site.second.script.info, **changes)
+    site.second.script.info = changed
+    await until(lambda: site.gateway.router.replicas[1].info == changed)
+
+
+@pytest.mark.parametrize("progress", [0, 1])
+async def test_a_request_that_ends_each_verifier_is_given_up(site: Site, progress: int) -> None:
+    def steps(request: TokenRequest) -> list[Step]:
+        done = len(request.committed)
+        return [*(plain([token]) for token in site.ids[done : max(3, done + progress)]), LOST]
+
+    for verifier in (site.first, site.second):
+        verifier.script.answer = steps
+    response = await site.ask(stream=True)
+    assert events(response)[-1]["error"]["code"] == "verifier_unavailable"
+    begun = len(site.first.script.requests) + len(site.second.script.requests)
+    assert begun == 5
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"context_length": 500}, {"model_id": "other"}, {"vocab_size": 5000}, {"eos_token_ids": (0,)}],
+    ids=str,
+)
+async def test_a_sequence_does_not_go_on_where_it_cannot(
+    site: Site, changes: dict[str, Any]
+) -> None:
+    """One prompt token and 500 more do not fit into 500, and another model has another text."""
+    await change_second(site, **changes)
+    site.writes(site.first, 3)
+    asked = site.ask(stream=True)
+    await site.sent(site.first, 3)
+    await site.first.kill()
+    site.writes(site.first)
+    await site.first.start()
+    assert text_of(await asked) == TEXT
+    assert site.second.script.requests == []
+
+
+async def test_a_draining_verifier_keeps_what_no_other_one_can_finish(site: Site) -> None:
+    await change_second(site, context_length=500)
+    site.first.script.answer = lambda _: [
+        plain(site.ids[:3]),
+        0.5,
+        plain(site.ids[3:]),
+        last([3], FinishReason.STOP),
+    ]
+    asked = site.ask(stream=True)
+    await site.sent(site.first, 3)
+    site.first.drain()
+    await until(lambda: site.gateway.router.replicas[0].problem is not None)
+    assert text_of(await asked) == TEXT
+    assert site.second.script.requests == []
+
+
+async def test_a_sequence_that_has_begun_leaves_a_full_queue(site: Site) -> None:
+    site.writes(site.first, 3, FULL)
+    assert text_of(await site.ask(stream=True)) == TEXT
+    assert len(site.first.script.requests) == len(site.second.script.requests) == 1
+
+
+async def test_a_sequence_that_has_begun_waits_for_room_in_the_only_queue(site: Site) -> None:
+    await site.second.kill()
+    await until(lambda: site.gateway.router.replicas[1].problem is not None)
+
+    def steps(request: TokenRequest) -> list[Step]:
+        if len(site.first.script.requests) == 3:
+            return [*(plain([t]) for t in site.ids[3:]), last([3], FinishReason.STOP)]
+        return [FULL] if request.committed else [plain(site.ids[:3]), FULL]
+
+    site.first.script.answer = steps
+    assert text_of(await site.ask(stream=True)) == TEXT
+
+
+async def test_a_new_request_that_finds_a_full_queue_is_refused(site: Site) -> None:
+    site.writes(site.first, 0, FULL)
+    response = await site.ask(stream=True)
+    assert response.json()["error"]["code"] == "overloaded"
+    assert site.second.script.requests == []
+
+
+async def test_a_ready_verifier_is_used_after_the_time_to_wait_for_one(
+    prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routing, "_POLL_LOADING_S", 0.05)
+    async with running_site(prompts, resume_seconds=0.1) as site:
+        site.writes(site.first, 3, LOST)
+        # The second one takes longer than the time to wait, and writes nothing.
+        site.second.script.answer = lambda _: [1.5, LOST]
+        asked = site.ask(stream=True)
+        await until(lambda: site.second.script.running == 1)
+        site.writes(site.first)
+        await until(lambda: site.gateway.router.replicas[0].problem is None)
+        assert text_of(await asked) == TEXT
+
+
+async def test_the_end_of_an_earlier_connection_says_nothing_of_the_verifier(
+    prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routing, "_POLL_READY_S", 60.0)
+    async with running_site(prompts) as site:
+        site.writes(site.first, 3)
+        asked = site.ask(stream=True)
+        await site.sent(site.first, 3)
+        replica = site.gateway.router.replicas[0]
+        replica.redial()
+        site.first.script.hangs_up = True
+        assert text_of(await asked) == TEXT
+        assert len(site.second.script.requests) == 1
+        assert replica.problem is None

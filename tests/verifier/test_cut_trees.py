@@ -1,0 +1,99 @@
+"""Trees that lack room in a forward, or that a grammar cuts."""
+
+from __future__ import annotations
+
+from fake_model import Client, ScriptedDrafter, make_engine
+
+from outrider.grammar.backends import Mask
+from outrider.messages import SamplingParams, TokenRequest
+from verifier_svc.drafts.draft_outcome import favourite_outcome
+from verifier_svc.engine.loop import Engine
+from verifier_svc.engine.target import Limits
+from verifier_svc.policy.draft_trees import Draft
+from verifier_svc.state.draft_tree import DraftTree
+from verifier_svc.state.scheduled_sequence import ScheduledSequence
+from verifier_svc.state.sequence import Sequence
+from verifier_svc.verification.grammar_masks import GrammarMasks
+
+GREEDY = SamplingParams(0.0)
+
+
+def decoding(page_count: int = 64, max_batch_tokens: int = 64) -> tuple[Engine, Sequence]:
+    """An engine with pages of 4 tokens, a drafter, and a sequence of 3 tokens."""
+    limits = Limits(max_batch_tokens=max_batch_tokens)
+    engine, _ = make_engine(page_count=page_count, limits=limits, eos_bias=-99)
+    ScriptedDrafter(engine)
+    sequence = engine.submit(TokenRequest([1, 2], 6, GREEDY), Client())
+    engine.step()
+    return engine, sequence
+
+
+def schedule(engine: Engine, sequence: Sequence, tree: DraftTree) -> ScheduledSequence:
+    """The sequence's part of the next batch, if `tree` is its draft."""
+    chosen: Draft = (sequence.assignments["scripted"], tree)
+    planned = {sequence.id: len(tree.token_ids)}
+    [scheduled] = engine.scheduler.next(planned, {sequence.id: chosen})
+    return scheduled
+
+
+def test_a_draft_without_room_in_the_forward_counts_as_none() -> None:
+    engine, sequence = decoding(max_batch_tokens=1)
+    scheduled = schedule(engine, sequence, DraftTree([3, 4], []))
+    assert (scheduled.assignment, scheduled.draft.token_ids) == (None, [])
+
+
+def test_of_a_tree_without_pages_the_favourite_path_is_verified() -> None:
+    engine, sequence = decoding(page_count=2)
+    tree = DraftTree([3, 4, 5, 6, 7, 0], [], [0, 1, 2, 2, 1, 0])
+    scheduled = schedule(engine, sequence, tree)
+    assert scheduled.draft.token_ids == [3, 4, 5]
+    assert scheduled.assignment is not None
+
+
+def test_trees_know_the_room_that_prompts_leave_them() -> None:
+    engine, _ = decoding(max_batch_tokens=16)
+    assert engine.scheduler.draft_room() == 15
+    engine.submit(TokenRequest([1] * 40, 6, GREEDY), Client())
+    engine.scheduler.admit()
+    # A quarter of the batch is the prompt's.
+    assert engine.scheduler.draft_room() == 11
+
+
+class Low:
+    """A grammar of tokens below 4."""
+
+    ended = False
+
+    def accept(self, token: int) -> bool:
+        return token < 4
+
+    def rollback(self, count: int) -> None:
+        pass
+
+    def fill(self, mask: Mask, row: int) -> None:
+        mask[row] = 0b1111
+
+
+def test_a_sibling_of_a_forbidden_favourite_is_judged_as_no_favourite() -> None:
+    engine, sequence = decoding()
+    sequence.matcher = Low()
+    tree = DraftTree([2, 5, 3, 1], [], [0, 1, 1, 3])
+    for owners in ([], ["a", "a", "b", "b"]):
+        tree.drafter_ids = owners
+        scheduled = schedule(engine, sequence, tree)
+        cut = GrammarMasks().cut([scheduled])[0].draft
+        assert (cut.token_ids, cut.parents) == ([2, 3, 1], [])
+        assert cut.drafter_ids == owners[:1] + owners[2:]
+        assert favourite_outcome(cut, "a", [1, 2, 3]) == (1, 1)
+
+
+def test_a_cut_chain_of_two_drafters_keeps_their_names() -> None:
+    engine, sequence = decoding()
+    sequence.matcher = Low()
+    chain = DraftTree([2, 3, 5], [], [], ["a", "b", "b"])
+    [cut] = GrammarMasks().cut([schedule(engine, sequence, chain)])
+    assert (cut.draft.token_ids, cut.draft.drafter_ids) == ([2, 3], ["a", "b"])
+
+
+def test_the_first_tokens_of_a_tree_are_a_chain_without_parents() -> None:
+    assert DraftTree([1, 2, 3], [], [0, 1, 0]).first(2).parents == []
