@@ -171,7 +171,7 @@ class Site:
     async def revive(self) -> list[str]:
         """Start the processes that ended by themselves; returns their names and last lines."""
         found = []
-        for name in self._names():
+        for name in [*self._names(), *self.links]:
             handle = self.processes.handle(name)
             if not await handle.alive():
                 found.append(f"{name} ended: {(await handle.tail())[-5:]}")
@@ -180,7 +180,7 @@ class Site:
         return found
 
     def _names(self) -> list[str]:
-        names = [*BOTH, "gateway", *DRAFTERS, *self.links]
+        names = [*BOTH, "gateway", *DRAFTERS]
         return [*names, "redis"] if self._redis_port else names
 
     async def quiet(self) -> dict[str, Any]:

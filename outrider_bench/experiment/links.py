@@ -171,6 +171,8 @@ class _End(asyncio.Protocol):
     """When the handshake is over. Nothing leaves before."""
     is_full: bool = False
     """Whether this end's socket takes no more bytes for now."""
+    has_ended: bool = False
+    """Whether its peer program sends no more."""
     has_vanished: bool = False
     queue: deque[tuple[float, bytes | None]] = field(default_factory=deque)
     """Times with bytes, with b"" for the end of the stream, or None for that of the connection."""
@@ -224,6 +226,7 @@ class _End(asyncio.Protocol):
 
     def eof_received(self) -> bool:
         """Send the end after the bytes on their way; the other direction stays open."""
+        self.has_ended = True
         self._put((self._in_order(), b""))
         return True  # the other direction stays open
 
@@ -297,7 +300,7 @@ class _End(asyncio.Protocol):
         """Send a piece that came over the link."""
         if self._transport is None or self._transport.is_closing():
             return
-        if piece is None:
+        if piece is None or (not piece and self.has_ended):
             self._transport.close()
         elif piece:
             self._transport.write(piece)

@@ -177,6 +177,24 @@ async def test_an_outage_of_one_direction_leaves_the_other_alone() -> None:
     server.close()
 
 
+async def test_a_connection_that_ended_in_both_directions_is_closed() -> None:
+    server = await asyncio.start_server(_echo, _HOST, 0)
+    link = ShapedLink(Link.model_validate({}))
+    here = (_HOST, free_port(_HOST))
+    async with link.forward(here, server.sockets[0].getsockname()):
+        reader, writer = await asyncio.open_connection(*here)
+        writer.write(b"x")
+        writer.write_eof()
+        assert await reader.read() == b"x"
+
+        async def is_closed() -> bool:
+            return not link._ends
+
+        await until(is_closed)
+        writer.close()
+    server.close()
+
+
 async def test_a_vanished_connection_stays_open_and_new_ones_pass() -> None:
     async with _running() as rig:
         reader, writer = await rig.connect()
