@@ -28,6 +28,7 @@ _EXTENSIONS = {
     "profile": "Measure what forwards, drafting and links cost on this machine.",
     "advise": "Say which placement of a drafter wins, and why.",
     "agent": "Start and stop processes on this machine for an experiment elsewhere.",
+    "chaos": "Play faults against a real stack under traffic, and check every request.",
     "fleet": "Simulate thousands of verifiers and drafters by rates and queues.",
 }
 _Command = TypeVar("_Command", bound=Callable[..., Any])

@@ -125,6 +125,11 @@ class LocalHandle:
         self._cpu_s = 0.0
         self._ended = asyncio.create_task(self._watch())
 
+    @property
+    def pid(self) -> int:
+        """The process's number, which also names its group."""
+        return self._process.pid
+
     async def alive(self) -> bool:
         """Whether the child still runs; a paused one does."""
         return self._process.returncode is None

@@ -17,11 +17,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from outrider_bench.experiment.links import ShapedLink, exact_loop
+from outrider_bench.experiment.links import Direction, ShapedLink, exact_loop
 from outrider_bench.experiment.records import LinkTraffic
 from outrider_bench.experiment.spec import Link
 
 _ANSWER_S = 10.0
+_KEYS = {"shape", "outage_s", "direction", "vanish", "reset"}
 
 
 class LinkControl:
@@ -34,9 +35,13 @@ class LinkControl:
         """Change the shape of the link for bytes that come from now on."""
         await self._ask({"shape": link.model_dump()})
 
-    async def outage(self, seconds: float) -> None:
-        """Hold all bytes back for some seconds."""
-        await self._ask({"outage_s": seconds})
+    async def outage(self, seconds: float, direction: Direction = "both") -> None:
+        """Hold all bytes of a direction back for some seconds."""
+        await self._ask({"outage_s": seconds, "direction": direction})
+
+    async def vanish(self) -> None:
+        """Lose all further bytes of the present connections, and leave them open."""
+        await self._ask({"vanish": True})
 
     async def reset(self) -> None:
         """Cut all connections."""
@@ -77,12 +82,15 @@ def control_of(link: ShapedLink) -> Callable[[asyncio.StreamReader, asyncio.Stre
 def _answer(link: ShapedLink, line: bytes) -> dict[str, Any]:
     try:
         message = json.loads(line)
-        if unknown := set(message) - {"shape", "outage_s", "reset"}:
-            raise ValueError(f"{', '.join(sorted(unknown))}: must be shape, outage_s or reset")
+        if unknown := set(message) - _KEYS:
+            known = ", ".join(sorted(_KEYS))
+            raise ValueError(f"{', '.join(sorted(unknown))}: must be one of {known}")
         if "shape" in message:
             link.change(Link.model_validate(message["shape"]))
         if "outage_s" in message:
-            link.outage(float(message["outage_s"]))
+            link.outage(float(message["outage_s"]), message.get("direction", "both"))
+        if message.get("vanish"):
+            link.vanish()
         if message.get("reset"):
             link.reset()
     except (ValueError, TypeError, ValidationError) as error:

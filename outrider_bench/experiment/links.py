@@ -14,12 +14,16 @@ from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Literal
 
 from outrider_bench.experiment.records import LinkTraffic
 from outrider_bench.experiment.spec import Link
 
 SEGMENT_BYTES = 1_460
 """The payload of a TCP segment over Ethernet."""
+
+Direction = Literal["up", "down", "both"]
+"""Up is from the side that dials to the side that listens."""
 
 _LEAST_QUEUE_BYTES = 1 << 20
 _LINGER = struct.pack("ii", 1, 0)
@@ -36,6 +40,8 @@ class _Wire:
 
     free_at: float = 0.0
     byte_count: int = 0
+    held_until: float = 0.0
+    """The loop's time at which an outage ends."""
 
 
 @dataclass(eq=False)
@@ -49,8 +55,6 @@ class ShapedLink:
     seed: int = 0
     connection_count: int = 0
     lost_segment_count: int = 0
-    held_until: float = 0.0
-    """The loop's time at which an outage ends."""
 
     def __post_init__(self) -> None:
         self.up = _Wire()
@@ -63,9 +67,26 @@ class ShapedLink:
         self.shape = shape
         self.up.free_at = self.down.free_at = 0.0
 
-    def outage(self, seconds: float) -> None:
-        """Hold all bytes and new connections back for some seconds; nothing is lost."""
-        self.held_until = asyncio.get_running_loop().time() + seconds
+    def outage(self, seconds: float, direction: Direction = "both") -> None:
+        """Hold a direction's bytes and new connections back for some seconds; nothing is lost."""
+        ends_at = asyncio.get_running_loop().time() + seconds
+        if direction != "down":
+            self.up.held_until = ends_at
+        if direction != "up":
+            self.down.held_until = ends_at
+
+    @property
+    def held_until(self) -> float:
+        """The loop's time until which no connection can be made."""
+        return max(self.up.held_until, self.down.held_until)
+
+    def vanish(self) -> None:
+        """Lose all further bytes of the present connections, and leave them open.
+
+        So each side loses the other without a word, as when a machine dies. New connections work.
+        """
+        for end in self._ends:
+            end.vanish()
 
     def reset(self) -> None:
         """Cut all connections: both sides receive RST, as from a machine that was restarted."""
@@ -150,6 +171,9 @@ class _End(asyncio.Protocol):
     """When the handshake is over. Nothing leaves before."""
     is_full: bool = False
     """Whether this end's socket takes no more bytes for now."""
+    has_ended: bool = False
+    """Whether its peer program sends no more."""
+    has_vanished: bool = False
     queue: deque[tuple[float, bytes | None]] = field(default_factory=deque)
     """Times with bytes, with b"" for the end of the stream, or None for that of the connection."""
 
@@ -191,6 +215,8 @@ class _End(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Put the bytes on the wire; stop reading when more than the link's queue waits."""
+        if self.has_vanished:
+            return
         self._wire.byte_count += len(data)
         self._waiting_bytes += len(data)
         leaves = max(self._loop.time(), self.opens_at)
@@ -200,6 +226,7 @@ class _End(asyncio.Protocol):
 
     def eof_received(self) -> bool:
         """Send the end after the bytes on their way; the other direction stays open."""
+        self.has_ended = True
         self._put((self._in_order(), b""))
         return True  # the other direction stays open
 
@@ -219,13 +246,18 @@ class _End(asyncio.Protocol):
         if self.peer is not None:
             self.peer._arm()
 
-    def reset(self) -> None:
-        """Send RST and forget everything."""
+    def vanish(self) -> None:
+        """Forget everything, and pass on nothing more, not even the end of the connection."""
+        self.has_vanished = True
         self.queue.clear()
         if self._timer is not None:
             self._timer.cancel()
         if self._dialling is not None:
             self._dialling.cancel()
+
+    def reset(self) -> None:
+        """Send RST and forget everything."""
+        self.vanish()
         if self._transport is not None:
             connection = self._transport.get_extra_info("socket")
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER)
@@ -236,6 +268,8 @@ class _End(asyncio.Protocol):
         return max(self._last, self._loop.time() + self.link.round_trip_s / 2)
 
     def _put(self, *pieces: tuple[float, bytes | None]) -> None:
+        if self.has_vanished:
+            return
         for at, piece in pieces:
             self._last = at
             self.queue.append((at, piece))
@@ -244,7 +278,7 @@ class _End(asyncio.Protocol):
     def _arm(self) -> None:
         """Set the timer for the next piece, if there is one that the other end can take."""
         if self._timer is None and self.queue and self.peer is not None and not self.peer.is_full:
-            due = max(self.queue[0][0], self.link.held_until)
+            due = max(self.queue[0][0], self._wire.held_until)
             self._timer = self._loop.call_at(due, self._deliver)
 
     def _deliver(self) -> None:
@@ -252,7 +286,7 @@ class _End(asyncio.Protocol):
         self._timer = None
         peer = self.peer
         while self.queue and peer is not None and not peer.is_full:
-            due = max(self.queue[0][0], self.link.held_until)
+            due = max(self.queue[0][0], self._wire.held_until)
             if due > self._loop.time():
                 break
             _, piece = self.queue.popleft()
@@ -266,7 +300,7 @@ class _End(asyncio.Protocol):
         """Send a piece that came over the link."""
         if self._transport is None or self._transport.is_closing():
             return
-        if piece is None:
+        if piece is None or (not piece and self.has_ended):
             self._transport.close()
         elif piece:
             self._transport.write(piece)

@@ -152,6 +152,60 @@ async def test_an_outage_holds_all_bytes_and_loses_none() -> None:
         writer.close()
 
 
+async def test_an_outage_of_one_direction_leaves_the_other_alone() -> None:
+    arrived: asyncio.Queue[bytes] = asyncio.Queue()
+
+    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(1):
+            arrived.put_nowait(data)
+            writer.write(data)
+        writer.close()
+
+    server = await asyncio.start_server(connected, _HOST, 0)
+    link = ShapedLink(Link.model_validate({}))
+    here = (_HOST, free_port(_HOST))
+    async with link.forward(here, server.sockets[0].getsockname()):
+        reader, writer = await asyncio.open_connection(*here)
+        writer.write(b"1")
+        assert await reader.readexactly(1) == await arrived.get()
+        link.outage(60, "down")
+        writer.write(b"2")
+        assert await asyncio.wait_for(arrived.get(), 10) == b"2"
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(reader.readexactly(1), 0.1)
+        writer.close()
+    server.close()
+
+
+async def test_a_connection_that_ended_in_both_directions_is_closed() -> None:
+    server = await asyncio.start_server(_echo, _HOST, 0)
+    link = ShapedLink(Link.model_validate({}))
+    here = (_HOST, free_port(_HOST))
+    async with link.forward(here, server.sockets[0].getsockname()):
+        reader, writer = await asyncio.open_connection(*here)
+        writer.write(b"x")
+        writer.write_eof()
+        assert await reader.read() == b"x"
+
+        async def is_closed() -> bool:
+            return not link._ends
+
+        await until(is_closed)
+        writer.close()
+    server.close()
+
+
+async def test_a_vanished_connection_stays_open_and_new_ones_pass() -> None:
+    async with _running() as rig:
+        reader, writer = await rig.connect()
+        await rig.control.vanish()
+        writer.write(b"lost")
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(reader.read(1), 0.1)
+        writer.close()
+        assert len(await _round_trips_ms(rig, 1)) == 1
+
+
 async def test_a_reset_cuts_both_sides_and_new_connections_pass() -> None:
     async with _running() as rig:
         reader, writer = await rig.connect()

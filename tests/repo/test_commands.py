@@ -34,6 +34,8 @@ CERTS = {"days", "name", "new-authority", "role"}
 """Flags of `outrider certs` that are not settings."""
 EXPERIMENTS = {"json", "validate"}
 """Flags of `outrider advise` and `outrider experiment predict` that are not settings."""
+CHAOS = {"history", "minutes", "round", "seed"}
+"""Flags of `outrider chaos` that are not settings."""
 CURLS = {"cacert", "data-binary", "list-services", "protocol", "schema"}
 """Flags of `curl` and `buf curl` that the pages name."""
 
@@ -103,7 +105,7 @@ def test_every_flag_on_a_page_belongs_to_a_command(path: Path) -> None:
         "transcript",
     }
     fleet = {"compare", "out", "rates", "processes"}
-    ours = setting_flags() | others | fleet | CERTS | EXPERIMENTS
+    ours = setting_flags() | others | fleet | CERTS | EXPERIMENTS | CHAOS
     assert named <= ours | CLIENTS | DOCKERS | CURLS
 
 

@@ -1,0 +1,89 @@
+"""Plays the rounds of a campaign: traffic, one or two faults, recovery, and quiet."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+
+from redis.exceptions import RedisError
+
+from outrider_bench.chaos.clients import Clients
+from outrider_bench.chaos.faults import FAULTS, Scene, unreachable
+from outrider_bench.chaos.history import History
+from outrider_bench.chaos.schedule import Planned, round_of
+from outrider_bench.chaos.site import running_site
+from outrider_bench.chaos.spec import Campaign
+from outrider_bench.experiment.processes import StackFailed
+
+_AT_ONCE = 8
+Tell = Callable[[str], None]
+
+
+async def play(
+    campaign: Campaign, bag: Sequence[str], history: History, tell: Tell, only: int | None
+) -> None:
+    """Play rounds with the faults of a bag until the time is over, or one round `only`.
+
+    Raises StackFailed if the stack does not start, does not answer without any fault, or does not
+    recover from one.
+    """
+    async with running_site() as site, aclosing(Clients(site.port, history)) as clients:
+        await clients.ask_all(_AT_ONCE)
+        if any(event["outcome"] != "finished" for event in history.events):
+            raise StackFailed("requests fail without any fault; the history has them")
+        until = time.monotonic() + 60 * campaign.minutes
+        for number in itertools.count() if only is None else [only]:
+            if time.monotonic() > until:
+                break
+            planned = round_of(campaign.seed, number, bag, campaign.overlap)
+            history.round = number
+            tell(f"round {number}: {', '.join(map(_text, planned))}")
+            await _round(Scene(site, clients), planned, campaign.clients, history)
+
+
+def _text(planned: Planned) -> str:
+    return f"{planned.fault} ({planned.target}, {planned.seconds:g} s)"
+
+
+async def _round(scene: Scene, planned: list[Planned], count: int, history: History) -> None:
+    """Play the faults of one round under traffic, and record what is left when all is quiet."""
+    over = asyncio.Event()
+    async with asyncio.TaskGroup() as traffic:
+        for _ in range(count):
+            traffic.create_task(scene.clients.stream_until(over))
+        try:
+            async with asyncio.TaskGroup() as faults:
+                for one in planned:
+                    faults.create_task(_fault(scene, one, history))
+        finally:
+            over.set()
+    for detail in await scene.site.revive():
+        history.add("trouble", detail=detail)
+    if not await scene.site.recovered():
+        detail = "the stack did not recover"
+        history.add("trouble", detail=detail)
+        raise StackFailed(detail)
+    history.add("quiet", **await scene.site.quiet())
+
+
+async def _fault(scene: Scene, planned: Planned, history: History) -> None:
+    """Play one fault. It lasts until all verifiers and drafters are back."""
+    await asyncio.sleep(planned.after_s)
+    fault = FAULTS[planned.fault]
+    began = history.now()
+    try:
+        await fault.play(scene, planned.target, planned.seconds)
+    except (OSError, RedisError, StackFailed) as error:
+        history.add("trouble", detail=f"{planned.fault} could not be played: {error}")
+    await scene.site.recovered()
+    history.add(
+        "fault",
+        name=planned.fault,
+        target=planned.target,
+        began=began,
+        allows=sorted(fault.allows),
+        unreachable=unreachable(planned.target),
+    )

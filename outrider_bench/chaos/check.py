@@ -1,0 +1,144 @@
+"""Checks the history of a campaign. A pure function over its events.
+
+A request is lost if it has no end, two ends, or an end that no fault explains. It is altered if
+what came differs from the undisturbed answer. A process leaks what it holds when all is quiet.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from outrider_bench.chaos.history import Event
+
+_LOGPROB_TOLERANCE = 1e-4
+_GROWTH = {"files": 16, "threads": 16, "mebibytes": 100.0}
+"""Most that a process may grow after its first round. Caches and pools of threads fill at first."""
+_NEVER = ("internal",)
+"""Codes of errors that no fault explains."""
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """What a campaign must not do."""
+
+    round: int
+    what: str
+    """lost, altered or leaked."""
+    detail: str
+
+
+def check(events: Sequence[Event], verifiers: int = 2) -> list[Violation]:
+    """All violations, in the order of the rounds. The stack has so many verifiers."""
+    faults = [event for event in events if event["event"] == "fault"]
+    wanted = {e["number"]: e["answer"] for e in events if e["event"] == "undisturbed"}
+    found: list[Violation] = []
+    for event in events:
+        if event["event"] == "request":
+            here = [fault for fault in faults if _meet(fault, event)]
+            found += _check_request(event, wanted[event["number"]], here, verifiers)
+        elif event["event"] == "undisturbed" and event["outcome"] != "finished":
+            found.append(Violation(event["round"], "lost", f"{_name(event)} without any fault"))
+        elif event["event"] == "trouble":
+            found.append(Violation(event["round"], "lost", event["detail"]))
+    found += _check_sizes([event for event in events if event["event"] == "quiet"])
+    return sorted(found, key=lambda violation: violation.round)
+
+
+def _meet(*events: Event) -> bool:
+    """Whether there is a moment in all of these events."""
+    latest_began: float = max(event["began"] for event in events)
+    earliest_ended: float = min(event["ended"] for event in events)
+    return latest_began <= earliest_ended
+
+
+def _name(event: Event) -> str:
+    code = event["answer"]["code"]
+    return f"request {event['number']} {event['outcome']}{code and f' ({code})'}"
+
+
+def _check_request(
+    event: Event, wanted: Mapping[str, Any], faults: Sequence[Event], verifiers: int
+) -> Iterator[Violation]:
+    answer = event["answer"]
+    for problem in answer["problems"]:
+        yield Violation(event["round"], "lost", f"request {event['number']}: {problem}")
+    if not _is_allowed(event, faults, verifiers):
+        yield Violation(event["round"], "lost", _name(event))
+    for difference in _differences(answer, wanted, is_whole=event["outcome"] == "finished"):
+        yield Violation(event["round"], "altered", f"request {event['number']}: {difference}")
+
+
+def _is_allowed(event: Event, faults: Sequence[Event], verifiers: int) -> bool:
+    """Whether a request may end so, beside these faults."""
+    outcome = event["outcome"]
+    if outcome in ("finished", "left"):
+        return True
+    if outcome == "failed" and event["answer"]["code"] in _NEVER:
+        return False
+    if any(outcome in fault["allows"] for fault in faults):
+        return True
+    return outcome == "failed" and _all_gone(event, faults, verifiers)
+
+
+def _all_gone(event: Event, faults: Sequence[Event], verifiers: int) -> bool:
+    """Whether no verifier could be reached at some moment of the request."""
+    for moment in [event["began"], *(fault["began"] for fault in faults)]:
+        now = {"began": moment, "ended": moment}
+        here = [fault for fault in faults if _meet(fault, event, now)]
+        if len({name for fault in here for name in fault["unreachable"]}) == verifiers:
+            return True
+    return False
+
+
+def _differences(
+    answer: Mapping[str, Any], wanted: Mapping[str, Any], *, is_whole: bool
+) -> Iterator[str]:
+    """Where an answer differs from the undisturbed one; a part may only be shorter."""
+    if is_whole and answer["choices"].keys() != wanted["choices"].keys():
+        yield "it has other choices"
+    if is_whole and answer["usage"] != wanted["usage"]:
+        yield f"usage is {answer['usage']}, not {wanted['usage']}"
+    for index, choice in answer["choices"].items():
+        other = wanted["choices"].get(index)
+        if other is None:
+            yield f"there is no choice {index}"
+            continue
+        has_ended = choice["reason"] is not None
+        if has_ended and choice["reason"] != other["reason"]:
+            yield f"choice {index} ends with {choice['reason']}, not {other['reason']}"
+        for part in ("text", "tokens", "logprobs"):
+            if not _agree(choice[part], other[part], is_whole=has_ended):
+                yield f"choice {index} has other {part}"
+
+
+def _agree(given: Any, wanted: Any, *, is_whole: bool) -> bool:
+    """Whether two texts or lists are equal, or the first begins the second if it is not whole."""
+    if is_whole and len(given) != len(wanted):
+        return False
+    return len(given) <= len(wanted) and all(map(_equal, given, wanted))
+
+
+def _equal(one: object, other: object) -> bool:
+    if isinstance(one, float) and isinstance(other, float):
+        return math.isclose(one, other, abs_tol=_LOGPROB_TOLERANCE)
+    return one == other
+
+
+def _check_sizes(quiet: Iterable[Event]) -> Iterator[Violation]:
+    """Each life of a process is compared with its size after its first whole round."""
+    lives: dict[tuple[str, int], list[Mapping[str, float]]] = {}
+    for event in quiet:
+        for name, value in event["in_use"].items():
+            yield Violation(event["round"], "leaked", f"{name} is {value:g} when all is quiet")
+        for name, size in event["processes"].items():
+            life = lives.setdefault((name, size["pid"]), [])
+            life.append(size)
+            if len(life) < 3:
+                continue
+            for what, most in _GROWTH.items():
+                grown = size[what] - life[1][what]
+                if grown > most and life[-2][what] - life[1][what] <= most:
+                    yield Violation(event["round"], "leaked", f"{name}: {grown:g} more {what}")

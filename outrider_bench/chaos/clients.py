@@ -1,0 +1,125 @@
+"""The clients of a campaign: they stream requests through the gateway, and record each end."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from contextlib import suppress
+from dataclasses import asdict
+
+import httpx
+
+from outrider_bench.chaos.history import History
+from outrider_bench.chaos.requests import COUNT, Answer, body
+from outrider_bench.experiment.hosts import LOOPBACK
+
+_SILENCE_S = 120.0
+_PAUSE_S = 0.5
+_HALF = b"POST /v1/completions HTTP/1.1\r\nHost: localh"
+
+
+class Clients:
+    """Clients of one gateway. The requests come in the order of their numbers."""
+
+    def __init__(self, port: int, history: History) -> None:
+        self._port = port
+        self._history = history
+        self._numbers = itertools.count()
+        # Each request has a connection of its own, so that a dead one harms no other.
+        self._http = httpx.AsyncClient(
+            base_url=f"http://{LOOPBACK}:{port}",
+            timeout=httpx.Timeout(_SILENCE_S),
+            limits=httpx.Limits(max_keepalive_connections=0),
+            verify=False,
+            trust_env=False,
+        )
+
+    async def aclose(self) -> None:
+        """Close all connections."""
+        await self._http.aclose()
+
+    async def ask_all(self, at_once: int) -> None:
+        """Ask each request once, so many at a time, without any fault."""
+        turns = asyncio.Semaphore(at_once)
+
+        async def ask() -> None:
+            async with turns:
+                await self.ask("undisturbed")
+
+        await asyncio.gather(*(ask() for _ in range(COUNT)))
+
+    async def stream_until(self, over: asyncio.Event) -> None:
+        """Ask one request after another until `over`; a little later after one that failed."""
+        while not over.is_set():
+            if await self.ask() != "finished":
+                await asyncio.sleep(_PAUSE_S)
+
+    async def crowd(self, count: int, leaves_after: int = 0, pause_s: float = 0.0) -> None:
+        """Ask `count` requests at once. 0 events of `leaves_after` means to stay."""
+        asks = (self.ask("request", leaves_after, pause_s) for _ in range(count))
+        await asyncio.gather(*asks)
+
+    async def half_requests(self, count: int, seconds: float) -> None:
+        """Say the beginning of as many requests, and hang up after some seconds."""
+        writers: list[asyncio.StreamWriter] = []
+        # The gateway may be down.
+        with suppress(OSError):
+            for _ in range(count):
+                _, writer = await asyncio.open_connection(LOOPBACK, self._port)
+                writer.write(_HALF)
+                writers.append(writer)
+        await asyncio.sleep(seconds)
+        for writer in writers:
+            writer.close()
+
+    async def ask(self, event: str = "request", leaves_after: int = 0, pause_s: float = 0.0) -> str:
+        """Ask the next request and record its end; returns its outcome.
+
+        Outcomes: finished; failed, with an error that has a code; refused, without an answer; cut,
+        in the middle; hung, without a byte for 120 s; left, by this client.
+        """
+        number = next(self._numbers) % COUNT
+        began = self._history.now()
+        answer = Answer()
+        outcome = "refused"
+        try:
+            async with self._http.stream("POST", "/v1/completions", json=body(number)) as response:
+                outcome = "cut"
+                if response.status_code == 200:
+                    outcome = await _read(response, answer, leaves_after, pause_s)
+                else:
+                    _read_refusal(await response.aread(), response, answer)
+                    outcome = "failed"
+        except httpx.TimeoutException:
+            outcome = "hung"
+        except httpx.TransportError as error:
+            answer.code = answer.code or type(error).__name__
+        self._history.add(event, number=number, began=began, outcome=outcome, answer=asdict(answer))
+        return outcome
+
+
+def _read_refusal(content: bytes, response: httpx.Response, answer: Answer) -> None:
+    try:
+        answer.fail(response.json())
+    except (ValueError, KeyError, TypeError):
+        answer.problems.append(f"status {response.status_code} without an error: {content[:200]!r}")
+
+
+async def _read(response: httpx.Response, answer: Answer, leaves_after: int, pause_s: float) -> str:
+    """Read a stream to its end, or until the client leaves; returns the outcome."""
+    count = 0
+    async for line in response.aiter_lines():
+        answer.add(line)
+        count += bool(line)
+        if leaves_after and count >= leaves_after:
+            return "left"
+        if pause_s:
+            await asyncio.sleep(pause_s)
+    return _outcome(answer)
+
+
+def _outcome(answer: Answer) -> str:
+    """The outcome of a stream that the gateway ended."""
+    if not answer.is_done:
+        return "cut"
+    return "failed" if answer.code else "finished"

@@ -1,0 +1,232 @@
+"""The faults of a campaign, by name: what each one does, for how long, and what it may cost.
+
+A fault is done and undone by one coroutine. The campaign then waits until the stack has recovered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from outrider_bench.chaos.clients import Clients
+from outrider_bench.chaos.site import BOTH, DRAFTERS, Site
+from outrider_bench.experiment.links import Direction
+from outrider_bench.experiment.spec import Link
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """What a fault can act on."""
+
+    site: Site
+    clients: Clients
+
+
+Play = Callable[[Scene, str, float], Awaitable[None]]
+"""Does a fault to a target for some seconds, and undoes it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One kind of fault."""
+
+    play: Play
+    targets: tuple[str, ...]
+    """Processes, links, or `BOTH`; one is drawn."""
+    allows: frozenset[str] = frozenset()
+    """Outcomes other than "finished" that requests under way may have."""
+    seconds: tuple[float, float] = (0.5, 4.0)
+    of_redis: bool = False
+
+
+def touched(target: str) -> frozenset[str]:
+    """The processes or links of a target."""
+    return frozenset(BOTH if target == "verifiers" else (target,))
+
+
+def unreachable(target: str) -> list[str]:
+    """The verifiers that may serve nobody while a fault of this target lasts."""
+    through = {"link-1": "verifier-1", "link-2": "verifier-2"}
+    names = {through.get(name, name) for name in touched(target)}
+    return sorted(names.intersection(BOTH))
+
+
+async def _kill(scene: Scene, target: str, seconds: float) -> None:
+    await scene.site.down(touched(target), seconds, kill=True)
+
+
+async def _restart(scene: Scene, target: str, seconds: float) -> None:
+    await scene.site.down(touched(target), seconds, kill=False)
+
+
+async def _freeze(scene: Scene, target: str, seconds: float) -> None:
+    await scene.site.freeze(touched(target), seconds)
+
+
+async def _stutter(scene: Scene, target: str, seconds: float) -> None:
+    """Stop the process for half of each 0.2 s."""
+    for _ in range(round(seconds / 0.2)):
+        await _freeze(scene, target, 0.1)
+        await asyncio.sleep(0.1)
+
+
+async def _no_files(scene: Scene, target: str, seconds: float) -> None:
+    """Let the process open no more files and sockets; those that it has stay."""
+    pid = scene.site.pid(target)
+    before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, before[1]))
+    await asyncio.sleep(seconds)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
+
+
+def _outage(direction: Direction) -> Play:
+    async def play(scene: Scene, target: str, seconds: float) -> None:
+        await scene.site.links[target].outage(seconds, direction)
+        await asyncio.sleep(seconds)
+
+    return play
+
+
+def _shaped(**shape: float) -> Play:
+    async def play(scene: Scene, target: str, seconds: float) -> None:
+        control = scene.site.links[target]
+        await control.shape(Link.model_validate(shape))
+        await asyncio.sleep(seconds)
+        await control.shape(Link.model_validate({}))
+
+    return play
+
+
+async def _reset(scene: Scene, target: str, seconds: float) -> None:
+    await scene.site.links[target].reset()
+    await asyncio.sleep(seconds)
+
+
+async def _vanish(scene: Scene, target: str, seconds: float) -> None:
+    await scene.site.links[target].vanish()
+    await asyncio.sleep(seconds)
+
+
+def _redis(during: dict[str, str], after: dict[str, str]) -> Play:
+    async def play(scene: Scene, target: str, seconds: float) -> None:
+        async with scene.site.redis() as client:
+            for name, value in during.items():
+                await client.config_set(name, value)
+            await asyncio.sleep(seconds)
+            for name, value in after.items():
+                await client.config_set(name, value)
+
+    return play
+
+
+async def _flush(scene: Scene, target: str, seconds: float) -> None:
+    async with scene.site.redis() as client:
+        await client.flushall()
+
+
+def _hostile(way: str) -> Play:
+    async def play(scene: Scene, target: str, seconds: float) -> None:
+        await scene.site.attack(way, seconds)
+
+    return play
+
+
+async def _leave(scene: Scene, target: str, seconds: float) -> None:
+    await scene.clients.crowd(16, leaves_after=5)
+
+
+async def _read_slowly(scene: Scene, target: str, seconds: float) -> None:
+    await scene.clients.crowd(4, pause_s=seconds / 100)
+
+
+async def _crowd(scene: Scene, target: str, seconds: float) -> None:
+    await scene.clients.crowd(64)
+
+
+async def _say_half(scene: Scene, target: str, seconds: float) -> None:
+    await scene.clients.half_requests(100, seconds)
+
+
+_ANY_END = frozenset({"failed", "refused", "cut"})
+_NAMED_END = frozenset({"failed", "refused"})
+_NOTICED_S = (13.0, 16.0)
+"""Long enough for the peers to notice: they ping for 12 s."""
+_DRAFTERS = tuple(DRAFTERS)
+_LARGE = {"maxmemory": "0", "maxmemory-policy": "noeviction"}
+_WAYS = (
+    *("lies", "floods", "hangs", "never reads", "ids out of range", "false distributions"),
+    *("repeats itself", "garbage", "comes and goes"),
+)
+
+
+def _of_processes() -> dict[str, Fault]:
+    """Faults of each process."""
+    found: dict[str, Fault] = {}
+    for name, targets in {"verifier": BOTH, "gateway": ("gateway",), "drafter": _DRAFTERS}.items():
+        any_end = _ANY_END if name == "gateway" else frozenset()
+        named_end = any_end & _NAMED_END
+        found[f"{name} killed"] = Fault(_kill, targets, any_end)
+        found[f"{name} restarted"] = Fault(_restart, targets, named_end)
+        found[f"{name} frozen"] = Fault(_freeze, targets)
+        found[f"{name} stutters"] = Fault(_stutter, targets)
+        found[f"{name} without files"] = Fault(_no_files, targets, named_end)
+    found["verifier frozen for long"] = Fault(_freeze, BOTH, seconds=_NOTICED_S)
+    found["all verifiers killed"] = Fault(_kill, ("verifiers",))
+    found["all verifiers restarted"] = Fault(_restart, ("verifiers",))
+    found["all verifiers frozen"] = Fault(_freeze, ("verifiers",))
+    return found
+
+
+def _of_links() -> dict[str, Fault]:
+    """Faults of the links between gateway and verifiers, drafters and verifiers, and to Redis."""
+    kinds: dict[str, Play] = {
+        "down": _outage("both"),
+        "down one way": _outage("up"),
+        "down the other way": _outage("down"),
+        "slow": _shaped(round_trip_ms=200, jitter_ms=50),
+        "trickles": _shaped(mbit_s=0.05),
+        "lossy": _shaped(loss=0.05),
+        "reset": _reset,
+    }
+    found: dict[str, Fault] = {}
+    for name, targets in {"gateway": ("link-1", "link-2"), "drafter": _DRAFTERS}.items():
+        links = targets if name == "gateway" else tuple(f"link-{target}" for target in targets)
+        found |= {f"{name} link {kind}": Fault(play, links) for kind, play in kinds.items()}
+        found[f"{name} link half open"] = Fault(_vanish, links, seconds=_NOTICED_S)
+    for kind in ("down", "slow", "trickles", "reset"):
+        found[f"redis link {kind}"] = Fault(kinds[kind], ("link-redis",), of_redis=True)
+    return found
+
+
+def _of_redis() -> dict[str, Fault]:
+    """Faults of the Redis that holds the n-gram pool."""
+    plays: dict[str, Play] = {
+        "redis killed": _kill,
+        "redis restarted": _restart,
+        "redis frozen": _freeze,
+        "redis flushed": _flush,
+        "redis full": _redis({"maxmemory": "1mb"}, _LARGE),
+        "redis evicts": _redis({"maxmemory": "1mb", "maxmemory-policy": "allkeys-random"}, _LARGE),
+    }
+    return {name: Fault(play, ("redis",), of_redis=True) for name, play in plays.items()}
+
+
+def _of_strangers() -> dict[str, Fault]:
+    """Faults of drafters that break the protocol, and of clients."""
+    found = {
+        f"hostile drafter: {way}": Fault(_hostile(way), ("hostile",), seconds=(2.0, 5.0))
+        for way in _WAYS
+    }
+    clients: dict[str, Play] = {
+        "clients leave": _leave,
+        "clients read slowly": _read_slowly,
+        "clients crowd": _crowd,
+        "clients say half a request": _say_half,
+    }
+    return found | {name: Fault(play, ("clients",)) for name, play in clients.items()}
+
+
+FAULTS: dict[str, Fault] = _of_processes() | _of_links() | _of_redis() | _of_strangers()
+"""All faults by name."""

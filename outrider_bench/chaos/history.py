@@ -1,0 +1,36 @@
+"""The history of a campaign: JSON lines, each an event with its round and its seconds."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+Event = dict[str, Any]
+
+
+class History:
+    """Keeps events, and writes each at once. `round` is the number of the present round."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.events: list[Event] = []
+        self.round = -1
+        self._file = path.open("w")
+        self._began = time.monotonic()
+
+    def now(self) -> float:
+        """Seconds since the campaign began."""
+        return round(time.monotonic() - self._began, 3)
+
+    def add(self, event: str, **fields: Any) -> None:
+        """Record an event that ends now."""
+        made = {"event": event, "round": self.round, "ended": self.now(), **fields}
+        self.events.append(made)
+        self._file.write(json.dumps(made) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()

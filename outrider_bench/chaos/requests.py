@@ -1,0 +1,112 @@
+"""The requests of a campaign, and what a client gets of their streams. Knows no sockets."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+_TOKENS = 100
+_PROMPTS = (
+    "def read(path):\n    ",
+    "import os\n\nclass Cache:\n    def get(self, key):\n",
+    "for i in range(10):\n    print(i)\nfor i in range(10):\n    print(",
+    "x = [1, 2, 3]\ny = [1, 2, 3]\nz = [",
+    "# The parser\n",
+)
+_PENALTIES = {"frequency_penalty": 0.4, "presence_penalty": 0.3, "repetition_penalty": 1.1}
+_KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0, "ignore_eos": True},
+    "seeded": {"temperature": 1, "ignore_eos": True},
+    "truncated": {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "ignore_eos": True},
+    "grammar": {"temperature": 1, "regex": "[a-z]{3,9}( = [0-9]{1,4}, [a-z]{1,9}){9,30}"},
+    "greedy grammar": {"temperature": 0, "response_format": {"type": "json_object"}},
+    "logprobs": {"temperature": 1, "logprobs": 3, "ignore_eos": True},
+    "penalties": {"temperature": 1, "ignore_eos": True, **_PENALTIES},
+    "greedy penalties": {"temperature": 0, "ignore_eos": True, **_PENALTIES},
+    "n=2": {"temperature": 1, "n": 2, "max_tokens": _TOKENS // 2, "ignore_eos": True},
+    "stop": {"temperature": 1, "stop": ["return", "\n\n\n", "=="]},
+}
+COUNT = len(_KINDS) * len(_PROMPTS)
+"""Different requests. None has a draw whose two best candidates are as close as float32 rounding,
+so its text is the same in any batch."""
+
+
+def kind_of(number: int) -> str:
+    """The kind of the request with this number, counted round and round."""
+    return list(_KINDS)[number % len(_KINDS)]
+
+
+def body(number: int) -> dict[str, Any]:
+    """The JSON of a request for a streamed completion."""
+    number %= COUNT
+    prompt = _PROMPTS[number // len(_KINDS)]
+    common = {"prompt": prompt, "seed": (number + 1) * 7919, "max_tokens": _TOKENS, "stream": True}
+    return common | {"stream_options": {"include_usage": True}} | _KINDS[kind_of(number)]
+
+
+@dataclass(slots=True)
+class Choice:
+    """What a client got of one choice."""
+
+    text: str = ""
+    reason: str | None = None
+    tokens: list[str] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Answer:
+    """What a client got of one stream."""
+
+    choices: dict[str, Choice] = field(default_factory=dict)
+    """By index."""
+    usage: list[int] = field(default_factory=list)
+    """Prompt and completion tokens."""
+    code: str = ""
+    """The code of the error that ended it."""
+    is_done: bool = False
+    problems: list[str] = field(default_factory=list)
+    """What a client may not get: anything after an end, or an end without one of its parts."""
+
+    def add(self, line: str) -> None:
+        """Add a line of the stream of events."""
+        if not line.startswith("data: "):
+            return
+        if self.is_done:
+            self.problems.append("the stream goes on after its end")
+        if line == "data: [DONE]":
+            self._end()
+            return
+        event = json.loads(line.removeprefix("data: "))
+        if "error" in event:
+            self.fail(event)
+            return
+        for part in event["choices"]:
+            self._add_part(part)
+        if usage := event.get("usage"):
+            self.usage = [usage["prompt_tokens"], usage["completion_tokens"]]
+
+    def fail(self, event: dict[str, Any]) -> None:
+        """Add an error, of the stream or in place of it."""
+        if self.code:
+            self.problems.append("the stream has two errors")
+        self.code = str(event["error"].get("code") or "")
+        if not self.code:
+            self.problems.append(f"the error has no code: {event['error']}")
+
+    def _add_part(self, part: dict[str, Any]) -> None:
+        choice = self.choices.setdefault(str(part["index"]), Choice())
+        if choice.reason is not None or self.code:
+            self.problems.append(f"choice {part['index']} goes on after its end")
+        choice.text += part["text"]
+        choice.reason = part["finish_reason"]
+        logprobs = part.get("logprobs") or {"tokens": [], "token_logprobs": []}
+        choice.tokens += logprobs["tokens"]
+        choice.logprobs += logprobs["token_logprobs"]
+
+    def _end(self) -> None:
+        self.is_done = True
+        has_all = bool(self.choices and self.usage)
+        if not self.code and not (has_all and all(c.reason for c in self.choices.values())):
+            self.problems.append("the stream ends without the end of a choice, or without usage")

@@ -1,0 +1,91 @@
+"""`outrider chaos`: its table and exit status, and a short campaign against real processes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider_bench.chaos import command
+from outrider_bench.chaos.history import History
+from outrider_bench.experiment.processes import StackFailed
+
+ROOT = Path(__file__).parents[2]
+
+
+def plays(*events: dict[str, Any]) -> Any:
+    """A campaign that records these events and starts nothing."""
+
+    async def play(campaign: object, bag: object, history: History, *_: object) -> None:
+        history.round = 4
+        for event in events:
+            history.add(event.pop("event"), **event)
+
+    return play
+
+
+def fault(name: str) -> dict[str, Any]:
+    return {"event": "fault", "name": name, "began": 0.0, "unreachable": [], "allows": []}
+
+
+@pytest.mark.parametrize(
+    ("events", "status"), [((), 0), (({"event": "trouble", "detail": "model ended"},), 1)]
+)
+def test_a_violation_is_told_with_its_fault_and_makes_the_status_one(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    events: tuple[dict[str, Any], ...],
+    status: int,
+) -> None:
+    monkeypatch.setattr(command, "play", plays(fault("drafter killed"), *events))
+    assert command.main(["--history", str(tmp_path / "history.jsonl")]) == status
+    printed = capsys.readouterr().out
+    [row] = [line.split() for line in printed.splitlines() if "drafter killed" in line]
+    assert [cell for cell in row if cell.isdigit()] == ["1", "0", "0", str(status), "0", "0"]
+    assert ("round 4: lost: model ended" in printed) == bool(status)
+
+
+def test_a_campaign_that_ends_early_has_the_status_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def play(*_: object) -> None:
+        raise StackFailed("verifier-1 was not ready")
+
+    monkeypatch.setattr(command, "play", play)
+    assert command.main(["--history", str(tmp_path / "history.jsonl")]) == 1
+    assert "verifier-1 was not ready" in capsys.readouterr().out
+
+
+def test_a_fault_that_does_not_exist_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "campaign.yaml"
+    path.write_text("kinds: [flood]")
+    with pytest.raises(SystemExit) as caught:
+        command.main([str(path)])
+    assert caught.value.code == 2
+    assert "there is no fault 'flood'" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_short_campaign_loses_alters_and_leaks_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    kinds = ["drafter killed", "verifier killed", "gateway link reset", "hostile drafter: lies"]
+    path = tmp_path / "campaign.yaml"
+    path.write_text(json.dumps({"minutes": 0.4, "seed": 1, "kinds": [*kinds, "clients leave"]}))
+    history = tmp_path / "history.jsonl"
+    status = command.main([str(path), "--history", str(history)])
+    assert status == 0, capsys.readouterr().out
+    events = [json.loads(line) for line in history.read_text().splitlines()]
+    assert {event["name"] for event in events if event["event"] == "fault"} <= {
+        *kinds,
+        "clients leave",
+    }
+    requests = [event for event in events if event["event"] == "request"]
+    assert sum(event["outcome"] == "finished" for event in requests) > 20
+    assert sum(event["event"] == "quiet" for event in events) >= 2
