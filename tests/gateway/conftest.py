@@ -51,6 +51,8 @@ async def rig(shared_rig: Rig) -> Rig:
     await until(lambda: script.running == 0)
     for field in fields(Script):
         setattr(script, field.name, getattr(fresh, field.name))
+    # Another test may have changed the pause between polls just when this gateway began one.
+    shared_rig.gateway.router.replicas[0].suspect.set()
     await until(lambda: is_ready(shared_rig.http))
     await until(lambda: shared_rig.gateway.router.replicas[0].info == script.info)
     return shared_rig

@@ -28,19 +28,13 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
     return body["error"]
 
 
-async def test_a_verifiers_error_adds_no_headers_but_known_ones(rig: Rig) -> None:
-    metadata = {
-        "set-cookie": "a=b",
-        "x-ratelimit-limit-tokens": "1\r\nset-cookie: a=b",
-        "x-ratelimit-limit-requests": "60",
-    }
+async def test_a_verifiers_error_adds_no_headers(rig: Rig) -> None:
+    metadata = {"set-cookie": "a=b", "x-ratelimit-limit-requests": "60"}
     error = OutriderError(Reason.RATE_LIMIT_EXCEEDED, "no", metadata=metadata)
     rig.script.answer = lambda _: [error]
     response = await rig.http.post("/v1/completions", json={"prompt": "x"})
     assert error_of(response)["code"] == "rate_limit_exceeded"
-    assert response.headers["x-ratelimit-limit-requests"] == "60"
-    assert "set-cookie" not in response.headers
-    assert "x-ratelimit-limit-tokens" not in response.headers
+    assert not metadata.keys() & set(response.headers)
 
 
 # (body beside the prompt, param, code, a part of the message)

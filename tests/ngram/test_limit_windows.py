@@ -34,11 +34,11 @@ async def test_two_gateways_count_together(deployment: Deployment) -> None:
     url = grant_rights(deployment)
     one, other = shared(deployment, url), shared(deployment, url)
     minute, _ = one.now()
-    assert await one.add("alice/tokens", 5, minute) == 5
-    assert await other.add("alice/tokens", 7, minute) == 12
-    assert await other.add("alice/tokens", -4, minute) == 8
-    assert await one.add("bob/tokens", 1, minute) == 1
-    assert await one.add("alice/tokens", 1, minute + 1) == 1
+    assert (await one.add("alice/tokens", 5, minute)).total == 5
+    assert (await other.add("alice/tokens", 7, minute)).total == 12
+    assert (await other.add("alice/tokens", -4, minute)).total == 8
+    assert (await one.add("bob/tokens", 1, minute)).total == 1
+    assert (await one.add("alice/tokens", 1, minute + 1)).total == 1
     assert len(deployment.all_keys()) == 3
     for windows_ in (one, other):
         await windows_.close()
@@ -59,16 +59,16 @@ async def test_a_lost_redis_delays_no_request_and_is_used_again(
 ) -> None:
     made = shared(redis_server, grant_rights(redis_server))
     minute, _ = made.now()
-    assert await made.add("alice/tokens", 5, minute) == 5
+    assert (await made.add("alice/tokens", 5, minute)).total == 5
     redis_server.kill()
     began = time.monotonic()
-    assert await made.add("alice/tokens", 1, minute) == 1
-    assert await made.add("alice/tokens", 1, minute) == 2
+    assert (await made.add("alice/tokens", 1, minute)).total == 1
+    assert (await made.add("alice/tokens", 1, minute)).total == 2
     assert time.monotonic() - began < 1.0
     assert caplog.text.count("limits are counted by this gateway alone") == 1
     redis_server.start()
     until(lambda: redis_server.each("PING") == [True])
     grant_rights(redis_server)
     monkeypatch.setattr(made, "_paused_until", 0.0)
-    assert await made.add("alice/tokens", 9, minute) == 9
+    assert (await made.add("alice/tokens", 9, minute)).total == 9
     await made.close()
