@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -14,8 +13,7 @@ from outrider.draft_messages import Proposal
 from outrider.draft_tokens_policy import DraftTokensPolicy
 from outrider.messages import DraftDistribution, SamplingParams, TokenRequest
 from verifier_svc.engine.target import Limits
-from verifier_svc.policy.draft_trees import Draft
-from verifier_svc.state.scheduled_sequence import ScheduledSequence
+from verifier_svc.state.drafter import Drafter
 
 COUPLED = frozenset({DraftDistribution.ONE_HOT, DraftDistribution.COUPLED})
 SAMPLINGS = {
@@ -68,22 +66,22 @@ class Run:
         assert self.engine.pool.used_count == 0
 
     def _watch(self) -> None:
+        # Classes of the step may be compiled, so only the model and the metrics can be changed.
         move_tokens = self.model.move_tokens
-        schedule = self.engine.scheduler.next
+        metrics = self.engine._metrics
+        verified = metrics.verified_in_tree
 
         def moved(sources: list[int], targets: list[int]) -> None:
             self.moved_count += len(sources)
             move_tokens(sources, targets)
 
-        def scheduled(
-            draft_tokens: Mapping[int, int], trees: Mapping[int, Draft]
-        ) -> list[ScheduledSequence]:
-            batch = schedule(draft_tokens, trees)
-            self.shared_count += sum([len(set(each.draft.drafter_ids)) > 1 for each in batch])
-            return batch
+        def counted(drafter: Drafter, drafted: int, places: list[int], *, leads: bool) -> None:
+            # The drafter that leads counts once for each tree, and each other one is a shared tree.
+            self.shared_count += not leads
+            verified(drafter, drafted, places, leads=leads)
 
         self.model.move_tokens = moved  # type: ignore[method-assign,assignment]
-        self.engine.scheduler.next = scheduled  # type: ignore[method-assign,assignment]
+        metrics.verified_in_tree = counted  # type: ignore[method-assign,assignment]
 
     @property
     def texts(self) -> list[list[int]]:
