@@ -30,7 +30,7 @@ def check_chunk(chunk: TokenChunk, info: ModelInfo, left: int, address: str) -> 
 
 
 def _false_tokens(chunk: TokenChunk, info: ModelInfo, left: int) -> str:
-    """What is impossible about the tokens; "" if nothing is."""
+    """The first impossible thing about the tokens; "" if there is none."""
     ids = chunk.token_ids
     if ids and max(ids) >= info.vocab_size:
         return _no_token(info)

@@ -29,7 +29,7 @@ _SCOPE_KEY = "outrider.identity"
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who calls. `key` is None without keys, and `tenant` then tells callers apart if it can."""
+    """The caller. `key` is None without keys, and `tenant` then tells callers apart if it can."""
 
     tenant: str
     is_operator: bool

@@ -37,7 +37,7 @@ class Windows:
 
     async def correct(self, name: str, amount: int, minute: int, counted: Count) -> None:
         """Add an amount, which may be negative, in the place where `counted` was counted."""
-        # What is left over from an earlier minute is of no use in this one.
+        # Counts of an earlier minute are of no use in this one.
         if amount > 0 or minute >= self._minute:
             self._add(name, amount, minute)
 

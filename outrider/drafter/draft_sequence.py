@@ -134,7 +134,7 @@ class DraftSequence:
     def branch(self, at: int, run: Sequence[int], confidences: Sequence[float] = ()) -> None:
         """Guess that `run` follows the first `at` guesses; drops tokens beyond the window.
 
-        What agrees with the chain or another branch merges with it. Raises IndexError if the chain
+        Tokens of the chain or another branch merge with it. Raises IndexError if the chain
         has no guess at `at`.
         """
         depth = max(0, self.window.depth - at)

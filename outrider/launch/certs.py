@@ -30,7 +30,7 @@ LOCAL_NAMES = (SOCKET_NAME, "127.0.0.1", "::1")
 _SKEW = timedelta(minutes=5)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 NAMES = tuple(role.value for role in Role)
-"""What certificates can be made for."""
+"""The kinds of certificates that can be made."""
 # Clients of the gateway check no role, so a drafter with a server's certificate could pose as it.
 _SERVERS = (Role.GATEWAY, Role.VERIFIER, Role.AGENT, Role.REDIS)
 
