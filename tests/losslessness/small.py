@@ -121,8 +121,8 @@ class Guesser:
     """A drafter that runs ahead in runs of a random length, drawn as the verifier asked.
 
     Messages from and to it arrive up to `late` ticks later, in order. It drafts nothing in a share
-    `silent` of the ticks. `stops` ends a run before a token of such a probability, and `ends` a chain
-    behind such a token. With `branches` it also drafts one-hot branches beside its chain.
+    `silent` of the ticks. `stops` ends a run before a token of such a probability, and `ends` a
+    chain behind such a token. With `branches` it also drafts one-hot branches beside its chain.
     """
 
     def __init__(
