@@ -33,7 +33,7 @@ async def becomes(rig: Rig, status: str) -> tuple[int, dict[str, Any]]:
     async def there() -> bool:
         return bool((await state(rig))[1]["status"] == status)
 
-    await until(there, timeout_s=3.0)
+    await until(there)
     return await state(rig)
 
 
@@ -158,7 +158,7 @@ async def test_a_stopping_gateway_finishes_requests_and_refuses_new_ones(
         request = asyncio.create_task(http.post("/v1/completions", json={"prompt": "x"}))
         await until(lambda: script.running == 1)
         stopping = asyncio.create_task(gateway.stop())
-        await asyncio.sleep(0)
+        await until(lambda: gateway.router.draining)
         with pytest.raises(OutriderError, match="shutting down"):
             gateway.router.pick(None)
         assert (await request).json()["choices"][0]["finish_reason"] == "length"

@@ -99,7 +99,7 @@ async def test_a_verifier_lost_while_draining_is_not_logged(
     router.start(ignore)
     router.draining = draining
     # The second poll begins after the first has been logged, or not.
-    await asyncio.wait_for(polled.wait(), 5)
+    await asyncio.wait_for(polled.wait(), 30)
     await router.close()
     logged = [record.getMessage() for record in caplog.records]
     assert [message for message in logged if "does not answer" in message] == (

@@ -117,7 +117,7 @@ class Held:
 async def test_a_grammar_that_found_no_thread_in_time_may_be_retried(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    own = GrammarCompiler(TARGET, VOCAB, ENDS, compile_seconds=0.3)
+    own = GrammarCompiler(TARGET, VOCAB, ENDS, compile_seconds=1.0)
     held = Held(own, monkeypatch)
     asked = [Grammar(GrammarKind.REGEX, f"a{i}") for i in range(held.thread_count + 3)]
     failures = await asyncio.gather(

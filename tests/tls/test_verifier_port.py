@@ -245,7 +245,7 @@ async def test_a_drafter_cannot_take_the_name_of_another(site: Site) -> None:
     async with verifier(site.issue("verifier")) as (address, engine):
         stream = drafter(address, site.issue("drafter", "cpu1"), "cpu10/quiet")
         with pytest.raises(OutriderError) as caught:
-            await asyncio.wait_for(stream.run(), 10)
+            await asyncio.wait_for(stream.run(), 30)
         assert caught.value.reason is Reason.CERTIFICATE_NOT_ALLOWED
         assert caught.value.message.startswith(
             "hello.drafter_id is 'cpu10/quiet', but the certificate's common name is 'cpu1'"
@@ -270,7 +270,7 @@ async def test_another_id_of_the_same_certificate_is_in_quarantine_too(site: Sit
 async def test_a_drafter_of_the_wrong_role_ends_with_the_reason(site: Site) -> None:
     async with verifier(site.issue("verifier")) as (address, _):
         with pytest.raises(OutriderError, match=r"role client .* may not call .*/GetModel"):
-            await asyncio.wait_for(drafter(address, site.issue("client"), "client/x").run(), 10)
+            await asyncio.wait_for(drafter(address, site.issue("client"), "client/x").run(), 30)
 
 
 async def test_new_files_are_used_without_a_restart(

@@ -40,7 +40,7 @@ async def test_get_model_answers_during_a_long_step_but_not_an_endless_one(
 
     assert await drafters() == ["known"]
     thread.post(lambda: engine.submit(TokenRequest([1, 2], 4, SamplingParams(0.0)), Client()))
-    assert entered.wait(5)
+    assert entered.wait(30)
     assert await drafters() == ["known"]
     ScriptedDrafter(engine, "joined during the step")
     monkeypatch.setattr(servicer_module, "_MAX_STEP_S", 0.1)

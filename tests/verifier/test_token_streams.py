@@ -72,7 +72,7 @@ async def calling(verifier: Verifier) -> AsyncIterator[Any]:
     add_TokenStreamServiceServicer_to_server(verifier, server.grpc)
     [port] = await server.start("127.0.0.1:0")
     try:
-        async with asyncio.timeout(20.0), rpc.dial(f"127.0.0.1:{port}") as channel:
+        async with asyncio.timeout(60.0), rpc.dial(f"127.0.0.1:{port}") as channel:
             yield TokenStreamServiceStub(channel).StreamTokens()
     finally:
         await server.stop(0.0)
@@ -98,8 +98,8 @@ async def messages(call: Any) -> list[list[tuple[int, list[int]]]]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Wait until the condition holds, for at most 5 s."""
-    async with asyncio.timeout(5.0):
+    """Wait until the condition holds, for at most 30 s."""
+    async with asyncio.timeout(30.0):
         # Another task's progress has no event to wait for.
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
