@@ -19,6 +19,8 @@ from outrider.internal.v1 import token_streams_pb2_grpc
 from outrider.limits import MAX_DRAFT_TOKENS
 from outrider.model_info import ModelInfo, Stage
 from outrider.process import rpc
+from outrider.process.credentials import ClientCredentials, client_credentials
+from outrider.process.roles import Role
 from outrider.process.tasks import keep_running, watch
 from outrider.process.tls import Tls, WatchedTls, explain
 from outrider.v1 import verifier_pb2, verifier_pb2_grpc
@@ -44,7 +46,7 @@ class Replica:
     def __init__(self, address: str, tls: Tls | None = None) -> None:
         self.address = address
         self._tls = tls
-        self._files = None if tls is None else WatchedTls(tls, Tls.read)
+        self._files = None if tls is None else WatchedTls(tls, self._credentials)
         self.info: ModelInfo | None = None
         self.problem: OutriderError | None = OutriderError(
             Reason.NOT_READY, f"verifier {address} has not answered yet"
@@ -58,8 +60,12 @@ class Replica:
         self._earlier: dict[asyncio.Task[None], TokenStream] = {}
         self._dial()
 
+    def _credentials(self, files: Tls) -> ClientCredentials:
+        return client_credentials(self.address, files, Role.VERIFIER)
+
     def _dial(self) -> None:
-        channel = rpc.dial(self.address, self._tls)
+        """Connect with the last valid files, so that files being replaced end no connection."""
+        channel = rpc.channel(self.address, None if self._files is None else self._files.current)
         self._channel = channel
         self._stub = verifier_pb2_grpc.VerifierServiceStub(channel)
 
