@@ -11,7 +11,7 @@ from itertools import chain
 from outrider.errors import OutriderError, Reason
 from outrider.limits import MAX_DRAFT_TOKENS
 from outrider.messages import SpeculationStats, TokenChunk, TokenLogprob
-from outrider.model_info import ModelInfo
+from outrider.model_info import ModelInfo, Stage
 
 
 def check_chunk(chunk: TokenChunk, info: ModelInfo, left: int, address: str) -> None:
@@ -27,6 +27,22 @@ def check_chunk(chunk: TokenChunk, info: ModelInfo, left: int, address: str) -> 
         problem = problem or _false_stats(chunk.stats)
     if problem:
         raise OutriderError(Reason.INTERNAL, f"verifier {address} sent {problem}")
+
+
+def check_model(info: ModelInfo) -> None:
+    """Raise ValueError for impossible numbers of a model."""
+    possible = (
+        info.vocab_size > 0
+        and info.context_length > 0
+        and 0 <= info.max_draft_tokens <= MAX_DRAFT_TOKENS
+    )
+    if info.stage is Stage.READY and not possible:
+        sizes = f"{info.vocab_size}, {info.context_length} and {info.max_draft_tokens}"
+        raise ValueError(f"vocab_size, context_length and max_draft_tokens are {sizes}")
+    for drafter in info.drafters:
+        numbers = (drafter.acceptance_rate, drafter.round_trip_s, drafter.token_s)
+        if not all(number is None or math.isfinite(number) for number in numbers):
+            raise ValueError(f"a number of drafter {drafter.drafter_id!r} is not finite")
 
 
 def _false_tokens(chunk: TokenChunk, info: ModelInfo, left: int) -> str:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
 import grpc
 
+from gateway.chunk_checks import check_model
 from gateway.token_stream import TokenStream
 from outrider.errors import OutriderError, Reason
 from outrider.internal.v1 import token_streams_pb2_grpc
-from outrider.limits import MAX_DRAFT_TOKENS
 from outrider.model_info import ModelInfo, Stage
 from outrider.process import rpc
 from outrider.process.credentials import ClientCredentials, client_credentials
@@ -108,9 +108,9 @@ class Replica:
         try:
             response = await self._stub.GetModel(request, timeout=_POLL_TIMEOUT_S)
             info = wire_model.model_from_proto(response)
-            _check(info)
+            check_model(info)
         except grpc.aio.AioRpcError as failure:
-            self.mark_lost(rpc.error_of(failure))
+            self._take_refusal(rpc.error_of(failure))
             if failure.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 self.redial()
             return
@@ -121,6 +121,14 @@ class Replica:
         self.round_trip_s = time.perf_counter() - asked
         self.info = info
         self.problem = _problem(self.address, info, fingerprint)
+
+    def _take_refusal(self, error: OutriderError) -> None:
+        """Take no requests. NOT_READY is the verifier's own word that its engine hangs."""
+        if error.reason is Reason.NOT_READY:
+            message = f"verifier {self.address} is not ready: {error.message}"
+            self.problem = replace(error, message=message)
+        else:
+            self.mark_lost(error)
 
     def mark_lost(self, error: OutriderError) -> OutriderError:
         """Take no requests until the verifier answers again. Returns the error for callers."""
@@ -164,22 +172,6 @@ def _unreadable(address: str, cause: Exception) -> OutriderError:
     message = f"verifier {address} gives an answer that cannot be read: {reason}"
     message = message[:_SHOWN_CHARACTERS]
     return OutriderError(Reason.VERIFIER_UNAVAILABLE, message, retry_after_s=1.0)
-
-
-def _check(info: ModelInfo) -> None:
-    """Raise ValueError for impossible numbers of a model."""
-    possible = (
-        info.vocab_size > 0
-        and info.context_length > 0
-        and 0 <= info.max_draft_tokens <= MAX_DRAFT_TOKENS
-    )
-    if info.stage is Stage.READY and not possible:
-        sizes = f"{info.vocab_size}, {info.context_length} and {info.max_draft_tokens}"
-        raise ValueError(f"vocab_size, context_length and max_draft_tokens are {sizes}")
-    for drafter in info.drafters:
-        numbers = (drafter.acceptance_rate, drafter.round_trip_s, drafter.token_s)
-        if not all(number is None or math.isfinite(number) for number in numbers):
-            raise ValueError(f"a number of drafter {drafter.drafter_id!r} is not finite")
 
 
 def _problem(address: str, info: ModelInfo, fingerprint: str) -> OutriderError | None:
@@ -296,16 +288,17 @@ class Router:
     def _move(self, replica: Replica, problem: OutriderError) -> None:
         """Move sequences from a replica to another one that can continue them all, if one is ready.
 
-        All sequences leave a replica that drains. Only those without a chunk leave one that does
-        not answer polls, since it may just be slow. Without another replica they stay.
+        All sequences leave a replica that says it drains or hangs. Only those without a chunk leave
+        one that does not answer polls, since it may just be slow. Without another replica they
+        stay.
         """
-        drains = problem.reason is Reason.DRAINING
+        silent = problem.reason is Reason.VERIFIER_UNAVAILABLE
         info = replica.info
-        if not (drains or problem.reason is Reason.VERIFIER_UNAVAILABLE) or info is None:
+        if info is None:
             return
         picks = self._ready_picks(self._name(info))
         if any(pick.continues(info, info.context_length) for pick in picks):
-            replica.fail_sequences(problem, waiting_only=not drains)
+            replica.fail_sequences(problem, waiting_only=silent)
 
     def _wake(self) -> None:
         """Have sequences that wait for a replica look again."""

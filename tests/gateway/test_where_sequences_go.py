@@ -21,6 +21,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 LOST = OutriderError(Reason.VERIFIER_UNAVAILABLE, "the verifier has crashed")
 FULL = OutriderError(Reason.OVERLOADED, "the queue is full")
+HANGS = OutriderError(Reason.NOT_READY, "the verifier's step has taken 61 s")
 
 
 @pytest_asyncio.fixture(loop_scope="session")
@@ -83,6 +84,28 @@ async def test_a_draining_verifier_keeps_what_no_other_one_can_finish(site: Site
     asked = site.ask(stream=True)
     await site.sent(site.first, 3)
     site.first.drain()
+    await until(lambda: site.gateway.router.replicas[0].problem is not None)
+    assert text_of(await asked) == TEXT
+    assert site.second.script.requests == []
+
+
+async def test_sequences_leave_a_verifier_whose_engine_hangs(site: Site) -> None:
+    """It answers polls and pings, so no connection breaks."""
+    site.writes(site.first, 3)
+    asked = site.ask(stream=True)
+    await site.sent(site.first, 3)
+    site.first.script.refusal = HANGS
+    assert text_of(await asked) == TEXT
+    assert await site.counted("not_ready") == 1
+
+
+async def test_without_another_verifier_sequences_stay_at_one_that_hangs(site: Site) -> None:
+    await change_second(site, context_length=500)
+    pause = [0.5, *(plain([token]) for token in site.ids[3:]), last([3], FinishReason.STOP)]
+    site.first.script.answer = lambda _: [plain(site.ids[:3]), *pause]
+    asked = site.ask(stream=True)
+    await site.sent(site.first, 3)
+    site.first.script.refusal = HANGS
     await until(lambda: site.gateway.router.replicas[0].problem is not None)
     assert text_of(await asked) == TEXT
     assert site.second.script.requests == []

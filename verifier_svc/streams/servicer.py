@@ -6,6 +6,7 @@ It owns the stage (loading, ready, draining), not the model.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, suppress
 from dataclasses import replace
@@ -23,7 +24,7 @@ from outrider.messages import TokenChunk
 from outrider.model_info import DrafterInfo, ModelInfo, Stage
 from outrider.process import telemetry
 from outrider.process.credentials import peer_of
-from outrider.process.rpc import reports_errors
+from outrider.process.rpc import Server, reports_errors
 from outrider.process.tasks import watch
 from outrider.v1 import verifier_pb2, verifier_pb2_grpc
 from outrider.wire import model as wire_model
@@ -33,12 +34,15 @@ from verifier_svc.state.sequence import Sequence
 from verifier_svc.streams.draft_streams import DraftStream
 from verifier_svc.streams.token_streams import TokenStream
 
+log = logging.getLogger(__name__)
+
 Context = grpc.aio.ServicerContext[Any, Any]
 # How long GetModel and a drain wait for a step to end. After that, GetModel answers with the last
 # known drafters.
 _ANSWER_S = 0.25
 # A step that takes longer than this means that the engine hangs.
 _MAX_STEP_S = 60.0
+_HEALTH_POLL_S = 5.0
 
 
 class VerifierServicer(
@@ -241,6 +245,20 @@ class VerifierServicer(
             await stream.run()
         finally:
             self._streams.discard(stream)
+
+
+async def report_health(engine: EngineThread, server: Server) -> None:
+    """Report SERVING for ever, but NOT_SERVING while the engine hangs."""
+    while True:
+        await server.set_serving(True)
+        answered = asyncio.ensure_future(engine.call(lambda: None))
+        await asyncio.wait({answered}, timeout=_MAX_STEP_S)
+        if not answered.done():
+            log.error("the engine hangs: its step takes more than %.0f s", _MAX_STEP_S)
+            await server.set_serving(False)
+            await answered
+            log.info("the engine's step has ended")
+        await asyncio.sleep(_HEALTH_POLL_S)
 
 
 async def _next(chunks: asyncio.Queue[TokenChunk | OutriderError]) -> TokenChunk:
