@@ -103,7 +103,7 @@ class _Sequence:
         self._scored = 0
         self._scored_again = 0
         self._lost_count = 0
-        # Since the last token: replicas that refused it, and until when to wait for others.
+        # Since the last token: refusals, but for full queues, and until when to wait.
         self._refused_count = 0
         self._deadline: float | None = None
         self._go_to(pick)
@@ -223,7 +223,7 @@ class _Sequence:
             self._deadline = now + self._generation.resume_seconds
         if error.reason is Reason.VERIFIER_UNAVAILABLE:
             self._lost_count += 1
-        else:
+        elif error.reason is not Reason.OVERLOADED or now > self._deadline:
             self._refused_count += 1
         if max(self._lost_count, self._refused_count) > _MOST_LOST:
             raise error

@@ -57,6 +57,8 @@ class Replica:
         """How long the last poll took."""
         self.suspect = asyncio.Event()
         """Set when the next poll should not wait: the verifier is lost, or says that it leaves."""
+        self.full = False
+        """Whether its queue has refused a sequence since the last poll."""
         self._earlier: dict[asyncio.Task[None], TokenStream] = {}
         self._dial()
 
@@ -120,6 +122,7 @@ class Replica:
             return
         self.round_trip_s = time.perf_counter() - asked
         self.info = info
+        self.full = False
         self.problem = _problem(self.address, info, fingerprint)
 
     def _take_refusal(self, error: OutriderError) -> None:
@@ -136,12 +139,14 @@ class Replica:
         return self.problem
 
     def doubt(self, stream: TokenStream, error: OutriderError) -> None:
-        """Take no requests until the next poll, since `error` ended a sequence of `stream`.
+        """Note that `error` ended a sequence of `stream`.
 
-        No effect for an earlier connection's stream, which may end while the verifier is well, and
-        for a full queue.
+        A verifier with a full queue goes on to take new requests; another one gets none until it
+        has been polled. An earlier connection may end while the verifier is well.
         """
-        if stream is self.tokens and error.reason in MOVING:
+        if error.reason is Reason.OVERLOADED:
+            self.full = True
+        elif stream is self.tokens:
             self.problem = self.problem or error
 
     def _lost(self, error: OutriderError) -> OutriderError:
@@ -344,19 +349,17 @@ class Router:
         """Pick a ready replica of the model after `lost` failed with `error`.
 
         It may be the lost one, once a poll has found it ready again. A sequence that has begun
-        gives its `length`, see `Pick.continues`. Raises `error` if none is ready for `wait_s`. A
-        gateway that shuts down does not wait.
+        gives its `length`, see `Pick.continues`, and does not go to a full replica before the next
+        poll. Raises `error` if none is ready for `wait_s`. A gateway that shuts down does not wait.
         """
         deadline = time.monotonic() + wait_s
-        # A replica whose queue is full stays ready, but may have room only later.
-        full = lost.replica if error.reason is Reason.OVERLOADED else None
         while not self._cut_off:
-            picks = [pick for pick in self._ready_picks(lost.model) if pick.replica is not full]
+            picks = self._ready_picks(lost.model)
             if length is not None:
-                picks = [pick for pick in picks if pick.continues(lost.info, length)]
+                roomy = [pick for pick in picks if not pick.replica.full]
+                picks = [pick for pick in roomy if pick.continues(lost.info, length)]
             if picks:
                 return min(picks, key=Pick.load)
-            full = None
             left_s = deadline - time.monotonic()
             if self.draining or left_s <= 0:
                 break

@@ -130,6 +130,39 @@ async def test_a_sequence_that_has_begun_waits_for_room_in_the_only_queue(site: 
     assert text_of(await site.ask(stream=True)) == TEXT
 
 
+def fills_up(site: Site, refusals: int) -> None:
+    """Let both verifiers begin texts, and refuse to continue them `refusals` times."""
+    continued: list[TokenRequest] = []
+
+    def steps(request: TokenRequest) -> list[Step]:
+        if not request.committed:
+            return [plain(site.ids[:3]), FULL]
+        continued.append(request)
+        if len(continued) <= refusals:
+            return [FULL]
+        return [*(plain([token]) for token in site.ids[3:]), last([3], FinishReason.STOP)]
+
+    site.first.script.answer = site.second.script.answer = steps
+
+
+async def test_a_sequence_that_has_begun_waits_while_all_queues_are_full(site: Site) -> None:
+    fills_up(site, refusals=12)
+    assert text_of(await site.ask(stream=True)) == TEXT
+
+
+async def test_full_queues_are_not_asked_for_longer_than_the_time_to_wait(
+    prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routing, "_POLL_READY_S", 0.1)
+    async with running_site(prompts, resume_seconds=0.5) as site:
+        fills_up(site, refusals=1000)
+        response = await site.ask(stream=True)
+        assert events(response)[-1]["error"]["code"] == "overloaded"
+        # Each verifier is asked once between two polls.
+        asked = len(site.first.script.requests) + len(site.second.script.requests)
+        assert 5 < asked < 30
+
+
 async def test_a_new_request_that_finds_a_full_queue_is_refused(site: Site) -> None:
     site.writes(site.first, 0, FULL)
     response = await site.ask(stream=True)
