@@ -16,11 +16,10 @@ import grpc
 
 from outrider.clock import Clock, monotonic
 from outrider.errors import OutriderError, Reason
-from outrider.grammar.backends import Compiled
+from outrider.grammar.backends import Matcher
 from outrider.grammar.compiler import GrammarCompiler
-from outrider.grammar.kinds import Grammar
 from outrider.internal.v1 import token_streams_pb2, token_streams_pb2_grpc
-from outrider.messages import TokenChunk
+from outrider.messages import TokenChunk, TokenRequest
 from outrider.model_info import DrafterInfo, ModelInfo, Stage
 from outrider.process import telemetry
 from outrider.process.credentials import peer_of
@@ -186,7 +185,7 @@ class VerifierServicer(
             for sequence in submitted:
                 engine.engine.cancel(sequence)
 
-        grammar = await self._compiled(parsed.grammar)
+        matcher = await self._matcher(parsed)
         self._enter()
         with telemetry.start("generate_tokens", traceparent) as span:
             prompt_length = len(parsed.prompt)
@@ -197,7 +196,7 @@ class VerifierServicer(
                 span.set(outrider__resumed_tokens=len(parsed.committed))
 
             def submit() -> None:
-                sequence = engine.engine.submit(parsed, chunks.put_nowait, span, grammar)
+                sequence = engine.engine.submit(parsed, chunks.put_nowait, span, matcher)
                 submitted.append(sequence)
 
             try:
@@ -211,7 +210,9 @@ class VerifierServicer(
         # Readers close the generator at the last chunk, so the span must have ended before.
         yield wire_requests.chunk_to_proto(chunk)
 
-    async def _compiled(self, grammar: Grammar | None) -> Compiled | None:
+    async def _matcher(self, request: TokenRequest) -> Matcher | None:
+        """The state of the request's grammar behind its committed tokens; None without one."""
+        grammar = request.grammar
         if grammar is None:
             return None
         if self._grammars is None:
@@ -220,7 +221,7 @@ class VerifierServicer(
                 "this verifier compiles no grammars",
                 f"grammar.{grammar.kind.value}",
             )
-        return await self._grammars.compile_async(grammar)
+        return await self._grammars.matcher_async(grammar, request.committed)
 
     def _enter(self) -> None:
         self._active += 1
