@@ -10,6 +10,7 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import grpc
@@ -42,6 +43,10 @@ _ANSWER_S = 0.25
 # A step that takes longer than this means that the engine hangs.
 _MAX_STEP_S = 60.0
 _HEALTH_POLL_S = 5.0
+# A caller of GenerateTokens that does not read cannot fill the verifier's memory.
+MOST_UNREAD_CHUNKS = 1024
+_Chunks = asyncio.Queue[TokenChunk | OutriderError]
+"""The chunks of one sequence; an error ends them."""
 
 
 class VerifierServicer(
@@ -178,7 +183,8 @@ class VerifierServicer(
         parsed = wire_requests.request_from_proto(
             request, vocab_size=self.info.vocab_size, context_length=self.info.context_length
         )
-        chunks: asyncio.Queue[TokenChunk | OutriderError] = asyncio.Queue()
+        chunks = _Chunks()
+        sink = partial(_add, chunks)
         submitted: list[Sequence] = []
 
         def cancel() -> None:
@@ -196,7 +202,7 @@ class VerifierServicer(
                 span.set(outrider__resumed_tokens=len(parsed.committed))
 
             def submit() -> None:
-                sequence = engine.engine.submit(parsed, chunks.put_nowait, span, matcher)
+                sequence = engine.engine.submit(parsed, sink, span, matcher)
                 submitted.append(sequence)
 
             try:
@@ -262,7 +268,17 @@ async def report_health(engine: EngineThread, server: Server) -> None:
         await asyncio.sleep(_HEALTH_POLL_S)
 
 
-async def _next(chunks: asyncio.Queue[TokenChunk | OutriderError]) -> TokenChunk:
+def _add(chunks: _Chunks, chunk: TokenChunk | OutriderError) -> None:
+    """Queue a sequence's chunk. Behind MOST_UNREAD_CHUNKS comes an error, and then nothing."""
+    unread = chunks.qsize()
+    if unread == MOST_UNREAD_CHUNKS:
+        message = f"{MOST_UNREAD_CHUNKS} chunks of the answer are unread, so it ends here"
+        chunk = OutriderError(Reason.SLOW_READER, message)
+    if unread <= MOST_UNREAD_CHUNKS:
+        chunks.put_nowait(chunk)
+
+
+async def _next(chunks: _Chunks) -> TokenChunk:
     """Take a sequence's next chunk; raises the OutriderError that ends the sequence."""
     chunk = await chunks.get()
     if isinstance(chunk, OutriderError):
