@@ -5,6 +5,7 @@ Knows nothing of requests, replicas and texts.
 
 from __future__ import annotations
 
+import logging
 import math
 from itertools import chain
 
@@ -13,12 +14,14 @@ from outrider.limits import MAX_DRAFT_TOKENS
 from outrider.messages import SpeculationStats, TokenChunk, TokenLogprob
 from outrider.model_info import ModelInfo, Stage
 
+log = logging.getLogger(__name__)
+
 
 def check_chunk(chunk: TokenChunk, info: ModelInfo, left: int, address: str) -> None:
     """Check a chunk against the model.
 
     `left` is how many tokens may come from this chunk on. Raises OutriderError(INTERNAL) for a
-    chunk that no verifier of this model can send.
+    chunk that no verifier of this model can send; the log has the verifier's address.
     """
     problem = _false_tokens(chunk, info, left) or _false_counts(chunk)
     for known in chain(chunk.logprobs, chunk.prompt_logprobs):
@@ -26,7 +29,8 @@ def check_chunk(chunk: TokenChunk, info: ModelInfo, left: int, address: str) -> 
     if chunk.stats is not None:
         problem = problem or _false_stats(chunk.stats)
     if problem:
-        raise OutriderError(Reason.INTERNAL, f"verifier {address} sent {problem}")
+        log.error("verifier %s sent %s", address, problem)
+        raise OutriderError(Reason.INTERNAL, f"the verifier sent {problem}")
 
 
 def check_model(info: ModelInfo) -> None:

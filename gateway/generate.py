@@ -162,7 +162,7 @@ class _Sequence:
                         left = self._request.tokens.max_tokens - len(self._committed)
                         check_chunk(chunk, info, left, replica.address)
                         yield self._taken(chunk)
-                message = f"verifier {replica.address} ended without a finish reason"
+                message = "the verifier ended an answer without a finish reason"
                 raise OutriderError(Reason.VERIFIER_UNAVAILABLE, message)
             except OutriderError as error:
                 if not self._moves(error.reason):

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import grpc
 
 from gateway.chunk_checks import check_model
+from gateway.problems import for_callers, lost, unreadable
 from gateway.token_stream import TokenStream
 from outrider.errors import OutriderError, Reason
 from outrider.internal.v1 import token_streams_pb2_grpc
@@ -22,7 +23,7 @@ from outrider.process import rpc
 from outrider.process.credentials import ClientCredentials, client_credentials
 from outrider.process.roles import Role
 from outrider.process.tasks import keep_running, watch
-from outrider.process.tls import Tls, WatchedTls, explain
+from outrider.process.tls import Tls, WatchedTls
 from outrider.v1 import verifier_pb2, verifier_pb2_grpc
 from outrider.wire import model as wire_model
 
@@ -31,7 +32,6 @@ log = logging.getLogger(__name__)
 _POLL_READY_S = 1.0
 _POLL_LOADING_S = 0.2
 _POLL_TIMEOUT_S = 5.0
-_SHOWN_CHARACTERS = 400
 _DRAIN_POLL_S = 0.05
 # A verifier that starts together with the gateway may take this long to answer. Until then its
 # problems are not logged.
@@ -75,8 +75,8 @@ class Replica:
             # An earlier connection may end while the verifier is well.
             if channel is self._channel:
                 self.suspect.set()
-                return self.mark_lost(error)
-            return self._lost(error)
+                self.mark_lost(error)
+            return for_callers(lost(self.address, error, self._tls))
 
         stub = token_streams_pb2_grpc.TokenStreamServiceStub(channel)
         self.tokens = TokenStream(stub, on_lost, self.suspect.set)
@@ -118,7 +118,7 @@ class Replica:
             return
         # A broken verifier may answer anything. The next poll asks it again.
         except Exception as cause:  # noqa: BLE001
-            self.problem = _unreadable(self.address, cause)
+            self.problem = unreadable(self.address, cause)
             return
         self.round_trip_s = time.perf_counter() - asked
         self.info = info
@@ -133,10 +133,9 @@ class Replica:
         else:
             self.mark_lost(error)
 
-    def mark_lost(self, error: OutriderError) -> OutriderError:
-        """Take no requests until the verifier answers again. Returns the error for callers."""
-        self.problem = self._lost(error)
-        return self.problem
+    def mark_lost(self, error: OutriderError) -> None:
+        """Take no requests until the verifier answers again."""
+        self.problem = lost(self.address, error, self._tls)
 
     def doubt(self, stream: TokenStream, error: OutriderError) -> None:
         """Note that `error` ended a sequence of `stream`.
@@ -148,11 +147,6 @@ class Replica:
             self.full = True
         elif stream is self.tokens:
             self.problem = self.problem or error
-
-    def _lost(self, error: OutriderError) -> OutriderError:
-        reason = explain(error.message, self._tls)
-        message = f"verifier {self.address} does not answer: {reason}"
-        return OutriderError(Reason.VERIFIER_UNAVAILABLE, message, retry_after_s=1.0)
 
     async def close(self) -> None:
         """End all sequences and connections."""
@@ -170,13 +164,6 @@ async def _retire(channel: grpc.aio.Channel, tokens: TokenStream) -> None:
     finally:
         await tokens.close()
         await channel.close(None)
-
-
-def _unreadable(address: str, cause: Exception) -> OutriderError:
-    reason = f"{type(cause).__name__}: {cause}"
-    message = f"verifier {address} gives an answer that cannot be read: {reason}"
-    message = message[:_SHOWN_CHARACTERS]
-    return OutriderError(Reason.VERIFIER_UNAVAILABLE, message, retry_after_s=1.0)
 
 
 def _problem(address: str, info: ModelInfo, fingerprint: str) -> OutriderError | None:
@@ -303,7 +290,7 @@ class Router:
             return
         picks = self._ready_picks(self._name(info))
         if any(pick.continues(info, info.context_length) for pick in picks):
-            replica.fail_sequences(problem, waiting_only=silent)
+            replica.fail_sequences(for_callers(problem), waiting_only=silent)
 
     def _wake(self) -> None:
         """Have sequences that wait for a replica look again."""
@@ -374,7 +361,8 @@ class Router:
         ready = self._ready_picks()
         if not ready:
             unknown = OutriderError(Reason.NOT_READY, "no verifier is ready")
-            raise self.replicas[0].problem or unknown
+            # A new error for each request: a shared one would keep their frames in its traceback.
+            raise for_callers(self.replicas[0].problem or unknown)
         serving = [pick for pick in ready if model in (None, "", pick.model)]
         if not serving:
             names = ", ".join(sorted({pick.model for pick in ready}))

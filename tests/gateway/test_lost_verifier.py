@@ -299,13 +299,16 @@ WRONG_CHUNKS: dict[str, TokenChunk] = {
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("lie", WRONG_CHUNKS)
-async def test_an_impossible_chunk_is_an_error(rig: Rig, lie: str, stream: bool) -> None:
+async def test_an_impossible_chunk_is_an_error(
+    rig: Rig, lie: str, stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     rig.script.answer = lambda _: [WRONG_CHUNKS[lie], last([], FinishReason.LENGTH)]
     response = await rig.http.post(
         "/v1/completions", json={"prompt": "x", "max_tokens": 4, "stream": stream}
     )
     assert (response.status_code, response.json()["error"]["code"]) == (500, "internal")
-    assert "verifier 127.0.0.1:" in response.json()["error"]["message"]
+    assert response.json()["error"]["message"].startswith("the verifier sent ")
+    assert "verifier 127.0.0.1:" in caplog.text
     await until(lambda: rig.script.running == 0)
     assert not rig.gateway.router.replicas[0].sequences
     rig.script.answer = echo
