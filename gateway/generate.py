@@ -19,7 +19,7 @@ from gateway.request import TextRequest, check_ids
 from gateway.routing import MOVING, Pick, Router
 from gateway.text import TokenTable
 from outrider.errors import OutriderError, Reason
-from outrider.messages import FinishReason, TokenChunk, TokenRequest
+from outrider.messages import TokenChunk, TokenRequest
 from outrider.model_info import ModelInfo
 
 log = logging.getLogger(__name__)
@@ -168,12 +168,7 @@ class _Sequence:
                 if not self._moves(error.reason):
                     raise
                 replica.doubt(stream, error)
-                reason = self._end()
-                if reason is None:
-                    await self._move(error)
-                    continue
-            yield TokenChunk([], [], finish_reason=reason)
-            return
+                await self._move(error)
 
     def _rest(self) -> TokenRequest:
         """The verifier's request for what is left to generate."""
@@ -195,15 +190,6 @@ class _Sequence:
         self._scored_again -= len(chunk.prompt_logprobs) - len(new)
         self._scored += len(new)
         return replace(chunk, prompt_logprobs=new)
-
-    def _end(self) -> FinishReason | None:
-        """Why the sequence is complete, if only the word of its lost replica is missing."""
-        if self._builder is None or not self._committed:
-            return None
-        if self._committed[-1] in self._builder.end_ids:
-            return FinishReason.STOP
-        complete = len(self._committed) >= self._request.tokens.max_tokens
-        return FinishReason.LENGTH if complete else None
 
     def _moves(self, reason: Reason) -> bool:
         """Whether the sequence goes to another replica after an error.
