@@ -141,12 +141,14 @@ class Replica:
         """Note that `error` ended a sequence of `stream`.
 
         A verifier with a full queue goes on to take new requests; another one gets none until it
-        has been polled. An earlier connection may end while the verifier is well.
+        has been polled, which is done at once. An earlier connection may end while the verifier is
+        well.
         """
         if error.reason is Reason.OVERLOADED:
             self.full = True
         elif stream is self.tokens:
             self.problem = self.problem or error
+            self.suspect.set()
 
     async def close(self) -> None:
         """End all sequences and connections."""

@@ -185,6 +185,21 @@ async def test_a_ready_verifier_is_used_after_the_time_to_wait_for_one(
         assert text_of(await asked) == TEXT
 
 
+async def test_a_verifier_that_hung_up_but_is_well_is_used_at_once(
+    prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routing, "_POLL_READY_S", 60.0)
+    async with running_site(prompts) as site:
+        site.gateway.router.replicas[1].mark_lost(LOST)
+        site.writes(site.first, 3)
+        asked = site.ask(stream=True)
+        await site.sent(site.first, 3)
+        site.writes(site.first)
+        site.first.script.hangs_up = True
+        assert text_of(await asked) == TEXT
+        assert len(site.first.script.requests) == 2
+
+
 async def test_the_end_of_an_earlier_connection_says_nothing_of_the_verifier(
     prompts: Prompts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
