@@ -226,7 +226,8 @@ class Router:
         self._model_name = model_name
         self._tasks: list[asyncio.Task[None]] = []
         self._reported_ready: bool | None = None
-        # Set for a moment when a replica is ready, and when the router drains.
+        # Set when a replica is ready, and when the router drains. Then another one takes its place,
+        # so that nobody misses it who looked at the replicas before.
         self._news = asyncio.Event()
         self._cut_off = False
 
@@ -297,7 +298,7 @@ class Router:
     def _wake(self) -> None:
         """Have sequences that wait for a replica look again."""
         self._news.set()
-        self._news.clear()
+        self._news = asyncio.Event()
 
     @property
     def ready(self) -> bool:
@@ -343,6 +344,7 @@ class Router:
         """
         deadline = time.monotonic() + wait_s
         while not self._cut_off:
+            news = self._news
             picks = self._ready_picks(lost.model)
             if length is not None:
                 roomy = [pick for pick in picks if not pick.replica.full]
@@ -353,7 +355,7 @@ class Router:
             if self.draining or left_s <= 0:
                 break
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._news.wait(), left_s)
+                await asyncio.wait_for(news.wait(), left_s)
         raise error
 
     def _picks(self, model: str | None) -> list[Pick]:
