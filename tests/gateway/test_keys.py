@@ -147,6 +147,18 @@ async def test_grpc_health_needs_no_key(keyed: Rig) -> None:
     assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
+async def test_a_watch_of_health_needs_a_key_since_it_never_ends(keyed: Rig) -> None:
+    request = health_pb2.HealthCheckRequest()
+    async with rpc.dial(keyed.gateway.grpc_address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Watch(request).read()
+        assert rpc.error_of(caught.value).reason is Reason.INVALID_API_KEY
+        metadata = (("authorization", f"Bearer {ALICE}"),)
+        watched = await stub.Watch(request, metadata=metadata).read()
+    assert watched.status == health_pb2.HealthCheckResponse.SERVING
+
+
 @pytest.mark.parametrize("path", ["/metrics", "/metrics%0A"])
 async def test_metrics_are_for_operators(keyed: Rig, path: str) -> None:
     answer = await keyed.http.get(path, headers=auth(ALICE))
