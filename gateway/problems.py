@@ -22,7 +22,7 @@ def for_callers(problem: OutriderError) -> OutriderError:
     return OutriderError(problem.reason, message, retry_after_s=problem.retry_after_s)
 
 
-def lost(address: str, error: OutriderError, tls: Tls | None) -> OutriderError:
+def unanswered(address: str, error: OutriderError, tls: Tls | None) -> OutriderError:
     """The problem of a verifier whose call or connection failed with `error`."""
     message = f"verifier {address} does not answer: {explain(error.message, tls)}"
     return OutriderError(Reason.VERIFIER_UNAVAILABLE, message, retry_after_s=1.0)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import grpc
 
 from gateway.chunk_checks import check_model
-from gateway.problems import for_callers, lost, unreadable
+from gateway.problems import for_callers, unanswered, unreadable
 from gateway.token_stream import TokenStream
 from outrider.errors import OutriderError, Reason
 from outrider.internal.v1 import token_streams_pb2_grpc
@@ -76,7 +76,7 @@ class Replica:
             if channel is self._channel:
                 self.suspect.set()
                 self.mark_lost(error)
-            return for_callers(lost(self.address, error, self._tls))
+            return for_callers(unanswered(self.address, error, self._tls))
 
         stub = token_streams_pb2_grpc.TokenStreamServiceStub(channel)
         self.tokens = TokenStream(stub, on_lost, self.suspect.set)
@@ -135,7 +135,7 @@ class Replica:
 
     def mark_lost(self, error: OutriderError) -> None:
         """Take no requests until the verifier answers again."""
-        self.problem = lost(self.address, error, self._tls)
+        self.problem = unanswered(self.address, error, self._tls)
 
     def doubt(self, stream: TokenStream, error: OutriderError) -> None:
         """Note that `error` ended a sequence of `stream`.
