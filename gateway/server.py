@@ -69,6 +69,7 @@ class Gateway:
             lifespan="off",
             server_header=False,
             http=protocol(settings),
+            ws="none",
             # uvicorn declares an int but takes fractions as well.
             timeout_keep_alive=settings.keep_alive_seconds,  # type: ignore[arg-type]
             timeout_graceful_shutdown=_CANCEL_S,

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.websockets import WebSocketClose
 
 from gateway.access.keys import KeyRing
 from gateway.access.limits import Grant, Limits
@@ -114,17 +115,20 @@ class RequireKey:
         self._gate = gate
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            try:
-                scope[_SCOPE_KEY] = self._gate.identify_http(scope)
-            except OutriderError as error:
-                if scope["path"] not in OPEN_PATHS:
-                    response = error_response(error)
-                    scheme = "Basic" if scope["path"] == _PAGE else "Bearer"
-                    response.headers["WWW-Authenticate"] = f'{scheme} realm="Outrider"'
-                    await response(scope, receive, send)
-                    return
-                scope[_SCOPE_KEY] = _STRANGER
+        if scope["type"] != "http":
+            # No route is a WebSocket's, and nothing checks one.
+            await WebSocketClose()(scope, receive, send)
+            return
+        try:
+            scope[_SCOPE_KEY] = self._gate.identify_http(scope)
+        except OutriderError as error:
+            if scope["path"] not in OPEN_PATHS:
+                response = error_response(error)
+                scheme = "Basic" if scope["path"] == _PAGE else "Bearer"
+                response.headers["WWW-Authenticate"] = f'{scheme} realm="Outrider"'
+                await response(scope, receive, send)
+                return
+            scope[_SCOPE_KEY] = _STRANGER
         await self._app(scope, receive, send)
 
 

@@ -102,9 +102,9 @@ class Grant:
 
         `prompt` and `answer` are the tokens of all prompts and the most tokens of all answers. They
         are reserved, and at the end the count is corrected by the tokens that were generated. A
-        client that leaves pays for the prompts at least, or for all that it reserved if answers are
-        `gathered`, since nobody knows how far these are. Raises OutriderError(RATE_LIMIT_EXCEEDED)
-        before the first event.
+        client that leaves pays for the prompts and the tokens so far. If the verifier holds tokens
+        back (`gathered`), nobody knows how many there are, and the client pays for all that it
+        reserved. Raises OutriderError(RATE_LIMIT_EXCEEDED) before the first event.
         """
         if self._key is None:
             return events

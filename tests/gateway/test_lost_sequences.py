@@ -83,20 +83,6 @@ async def test_a_sequence_without_a_token_begins_elsewhere(site: Site) -> None:
     assert await site.counted("verifier_unavailable") == 0
 
 
-@pytest.mark.parametrize("reason", ["length", "stop"])
-async def test_a_complete_sequence_is_not_repeated(site: Site, reason: str) -> None:
-    """Its verifier dies after the last token, before it says that the sequence is over."""
-    ends = site.ids[:6] if reason == "length" else [*site.ids[:5], 3]
-    site.first.script.answer = lambda _: [*(plain([token]) for token in ends), FOREVER]
-    asked = site.ask(max_tokens=6, **WITH_USAGE)
-    await site.sent(site.first, 6)
-    await site.first.kill()
-    *_, closing, usage = events(await asked)
-    assert closing["choices"][0]["finish_reason"] == reason
-    assert usage["usage"]["completion_tokens"] == 6
-    assert site.second.script.requests == []
-
-
 async def test_a_stop_string_may_begin_at_one_verifier_and_end_at_another(site: Site) -> None:
     at = TEXT.index("[1, 2")
     before = site.prompts.tokenizer.encode(TEXT[: at + 3]).ids

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 LOST = OutriderError(Reason.VERIFIER_UNAVAILABLE, "the verifier has crashed")
 FULL = OutriderError(Reason.OVERLOADED, "the queue is full")
+HANGS = OutriderError(Reason.NOT_READY, "the verifier's step has taken 61 s")
 
 
 @pytest_asyncio.fixture(loop_scope="session")
@@ -88,6 +89,28 @@ async def test_a_draining_verifier_keeps_what_no_other_one_can_finish(site: Site
     assert site.second.script.requests == []
 
 
+async def test_sequences_leave_a_verifier_whose_engine_hangs(site: Site) -> None:
+    """It answers polls and pings, so no connection breaks."""
+    site.writes(site.first, 3)
+    asked = site.ask(stream=True)
+    await site.sent(site.first, 3)
+    site.first.script.refusal = HANGS
+    assert text_of(await asked) == TEXT
+    assert await site.counted("not_ready") == 1
+
+
+async def test_without_another_verifier_sequences_stay_at_one_that_hangs(site: Site) -> None:
+    await change_second(site, context_length=500)
+    pause = [0.5, *(plain([token]) for token in site.ids[3:]), last([3], FinishReason.STOP)]
+    site.first.script.answer = lambda _: [plain(site.ids[:3]), *pause]
+    asked = site.ask(stream=True)
+    await site.sent(site.first, 3)
+    site.first.script.refusal = HANGS
+    await until(lambda: site.gateway.router.replicas[0].problem is not None)
+    assert text_of(await asked) == TEXT
+    assert site.second.script.requests == []
+
+
 async def test_a_sequence_that_has_begun_leaves_a_full_queue(site: Site) -> None:
     site.writes(site.first, 3, FULL)
     assert text_of(await site.ask(stream=True)) == TEXT
@@ -105,6 +128,39 @@ async def test_a_sequence_that_has_begun_waits_for_room_in_the_only_queue(site: 
 
     site.first.script.answer = steps
     assert text_of(await site.ask(stream=True)) == TEXT
+
+
+def fills_up(site: Site, refusals: int) -> None:
+    """Let both verifiers begin texts, and refuse to continue them `refusals` times."""
+    continued: list[TokenRequest] = []
+
+    def steps(request: TokenRequest) -> list[Step]:
+        if not request.committed:
+            return [plain(site.ids[:3]), FULL]
+        continued.append(request)
+        if len(continued) <= refusals:
+            return [FULL]
+        return [*(plain([token]) for token in site.ids[3:]), last([3], FinishReason.STOP)]
+
+    site.first.script.answer = site.second.script.answer = steps
+
+
+async def test_a_sequence_that_has_begun_waits_while_all_queues_are_full(site: Site) -> None:
+    fills_up(site, refusals=12)
+    assert text_of(await site.ask(stream=True)) == TEXT
+
+
+async def test_full_queues_are_not_asked_for_longer_than_the_time_to_wait(
+    prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routing, "_POLL_READY_S", 0.1)
+    async with running_site(prompts, resume_seconds=0.5) as site:
+        fills_up(site, refusals=1000)
+        response = await site.ask(stream=True)
+        assert events(response)[-1]["error"]["code"] == "overloaded"
+        # Each verifier is asked once between two polls.
+        asked = len(site.first.script.requests) + len(site.second.script.requests)
+        assert 5 < asked < 30
 
 
 async def test_a_new_request_that_finds_a_full_queue_is_refused(site: Site) -> None:
@@ -127,6 +183,21 @@ async def test_a_ready_verifier_is_used_after_the_time_to_wait_for_one(
         site.writes(site.first)
         await until(lambda: site.gateway.router.replicas[0].problem is None)
         assert text_of(await asked) == TEXT
+
+
+async def test_a_verifier_that_hung_up_but_is_well_is_used_at_once(
+    prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routing, "_POLL_READY_S", 60.0)
+    async with running_site(prompts) as site:
+        site.gateway.router.replicas[1].mark_lost(LOST)
+        site.writes(site.first, 3)
+        asked = site.ask(stream=True)
+        await site.sent(site.first, 3)
+        site.writes(site.first)
+        site.first.script.hangs_up = True
+        assert text_of(await asked) == TEXT
+        assert len(site.first.script.requests) == 2
 
 
 async def test_the_end_of_an_earlier_connection_says_nothing_of_the_verifier(

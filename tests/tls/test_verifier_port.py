@@ -297,6 +297,22 @@ async def test_new_files_are_used_without_a_restart(
         await replica.close()
 
 
+async def test_files_that_are_being_replaced_cost_a_gateway_no_verifier(site: Site) -> None:
+    """The key is away while the gateway makes a new connection, and comes back as it was."""
+    tls = site.issue("gateway")
+    away = site.folder / "away.key"
+    async with verifier(site.issue("verifier")) as (address, _):
+        replica = Replica(address, tls)
+        tls.key.rename(away)
+        replica.redial()
+        await replica.refresh(FINGERPRINT)
+        assert replica.problem is None
+        away.rename(tls.key)
+        await replica.refresh(FINGERPRINT)
+        assert replica.problem is None
+        await replica.close()
+
+
 async def test_a_server_shows_its_new_certificate(site: Site) -> None:
     served, mine = site.issue("verifier"), site.issue("gateway")
     async with verifier(served) as (address, _):

@@ -39,9 +39,9 @@ class Roster:
     def join(self, drafter: Drafter) -> None:
         """Register a drafter.
 
-        Raises OutriderError: QUARANTINED after repeated protocol violations of its id, or with TLS
-        of any drafter with its certificate's name,
-        DRAFTER_ID_TAKEN, or OVERLOADED if `max_drafters` are connected.
+        Raises OutriderError: QUARANTINED after repeated protocol violations of its id (with TLS, of
+        any drafter with its certificate's name), DRAFTER_ID_TAKEN, or OVERLOADED if `max_drafters`
+        are connected.
         """
         if (left_s := self._quarantine_left_s(drafter.blamed)) > 0:
             message = (
