@@ -16,8 +16,10 @@ from outrider_bench.chaos.history import Event
 _LOGPROB_TOLERANCE = 1e-4
 _GROWTH = {"files": 16, "threads": 16, "mebibytes": 100.0}
 """Most that a process may grow after its first round. Caches and pools of threads fill at first."""
-_NEVER = ("internal",)
-"""Codes of errors that no fault explains."""
+_EXPLAINED = ("verifier_unavailable", "not_ready", "draining", "overloaded")
+"""Codes of errors that a fault may explain."""
+_RESUME_S = 30.0
+"""How long a request that has begun waits for a verifier, by the gateway's default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,7 @@ def _is_allowed(event: Event, faults: Sequence[Event], verifiers: int) -> bool:
     outcome = event["outcome"]
     if outcome in ("finished", "left"):
         return True
-    if outcome == "failed" and event["answer"]["code"] in _NEVER:
+    if outcome == "failed" and event["answer"]["code"] not in _EXPLAINED:
         return False
     if any(outcome in fault["allows"] for fault in faults):
         return True
@@ -88,11 +90,17 @@ def _is_allowed(event: Event, faults: Sequence[Event], verifiers: int) -> bool:
 
 
 def _all_gone(event: Event, faults: Sequence[Event], verifiers: int) -> bool:
-    """Whether no verifier could be reached at some moment of the request."""
+    """Whether no verifier could be reached at some moment of the request.
+
+    If the request had begun, for as long as it waits for one.
+    """
+    least_s = _RESUME_S if event["answer"]["choices"] else 0.0
     for moment in [event["began"], *(fault["began"] for fault in faults)]:
         now = {"began": moment, "ended": moment}
-        here = [fault for fault in faults if _meet(fault, event, now)]
-        if len({name for fault in here for name in fault["unreachable"]}) == verifiers:
+        here = [fault for fault in faults if fault["unreachable"] and _meet(fault, event, now)]
+        if len({name for fault in here for name in fault["unreachable"]}) < verifiers:
+            continue
+        if min(fault["ended"] for fault in here) - moment >= least_s:
             return True
     return False
 

@@ -86,7 +86,11 @@ class Answer:
         if line == "data: [DONE]":
             self._end()
             return
-        event = json.loads(line.removeprefix("data: "))
+        try:
+            event = json.loads(line.removeprefix("data: "))
+        except ValueError:
+            self.problems.append(f"a line is not JSON: {line[:80]!r}")
+            return
         if "error" in event:
             self.fail(event)
             return
