@@ -32,12 +32,16 @@ class Violation:
 
 def check(events: Sequence[Event], verifiers: int = 2) -> list[Violation]:
     """All violations, in the order of the rounds. The stack has so many verifiers."""
-    faults = [event for event in events if event["event"] == "fault"]
+    faults: dict[int, list[Event]] = {}
+    for event in events:
+        if event["event"] == "fault":
+            faults.setdefault(event["round"], []).append(event)
     wanted = {e["number"]: e["answer"] for e in events if e["event"] == "undisturbed"}
     found: list[Violation] = []
     for event in events:
         if event["event"] == "request":
-            here = [fault for fault in faults if _meet(fault, event)]
+            # A round's requests end before the next round begins.
+            here = [fault for fault in faults.get(event["round"], []) if _meet(fault, event)]
             found += _check_request(event, wanted[event["number"]], here, verifiers)
         elif event["event"] == "undisturbed" and event["outcome"] != "finished":
             found.append(Violation(event["round"], "lost", f"{_name(event)} without any fault"))

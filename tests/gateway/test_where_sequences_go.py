@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
-import pytest_asyncio
 from gateway_rig import until
-from mortal_verifiers import TEXT, Site, events, running_site, text_of
+from mortal_verifiers import LOST, TEXT, Site, events, running_site, text_of
 from scripted_verifier import Step, last, plain
 
 from gateway import routing
@@ -19,17 +17,8 @@ from outrider.messages import FinishReason, TokenRequest
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-LOST = OutriderError(Reason.VERIFIER_UNAVAILABLE, "the verifier has crashed")
 FULL = OutriderError(Reason.OVERLOADED, "the queue is full")
 HANGS = OutriderError(Reason.NOT_READY, "the verifier's step has taken 61 s")
-
-
-@pytest_asyncio.fixture(loop_scope="session")
-async def site(prompts: Prompts, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Site]:
-    monkeypatch.setattr(routing, "_POLL_READY_S", 0.05)
-    monkeypatch.setattr(routing, "_POLL_LOADING_S", 0.05)
-    async with running_site(prompts, model_name="code") as made:
-        yield made
 
 
 async def change_second(site: Site, **changes: Any) -> None:
@@ -63,9 +52,7 @@ async def test_a_sequence_does_not_go_on_where_it_cannot(
 ) -> None:
     """One prompt token and 500 more do not fit into 500, and another model has another text."""
     await change_second(site, **changes)
-    site.writes(site.first, 3)
-    asked = site.ask(stream=True)
-    await site.sent(site.first, 3)
+    asked = await site.begin(3, stream=True)
     await site.first.kill()
     site.writes(site.first)
     await site.first.start()
@@ -75,16 +62,9 @@ async def test_a_sequence_does_not_go_on_where_it_cannot(
 
 async def test_a_draining_verifier_keeps_what_no_other_one_can_finish(site: Site) -> None:
     await change_second(site, context_length=500)
-    site.first.script.answer = lambda _: [
-        plain(site.ids[:3]),
-        0.5,
-        plain(site.ids[3:]),
-        last([3], FinishReason.STOP),
-    ]
-    asked = site.ask(stream=True)
-    await site.sent(site.first, 3)
+    asked = await site.pauses(0.5, stream=True)
     site.first.drain()
-    await until(lambda: site.gateway.router.replicas[0].problem is not None)
+    await site.known_lost(0)
     assert text_of(await asked) == TEXT
     assert site.second.script.requests == []
 
@@ -119,8 +99,7 @@ async def test_a_sequence_that_has_begun_leaves_a_full_queue(site: Site) -> None
 
 
 async def test_a_sequence_that_has_begun_waits_for_room_in_the_only_queue(site: Site) -> None:
-    await site.second.kill()
-    await until(lambda: site.gateway.router.replicas[1].problem is not None)
+    await site.only_first()
 
     def steps(request: TokenRequest) -> list[Step]:
         if len(site.first.script.requests) == 3:
@@ -206,9 +185,7 @@ async def test_the_end_of_an_earlier_connection_says_nothing_of_the_verifier(
 ) -> None:
     monkeypatch.setattr(routing, "_POLL_READY_S", 60.0)
     async with running_site(prompts) as site:
-        site.writes(site.first, 3)
-        asked = site.ask(stream=True)
-        await site.sent(site.first, 3)
+        asked = await site.begin(3, stream=True)
         replica = site.gateway.router.replicas[0]
         replica.redial()
         site.first.script.hangs_up = True

@@ -47,18 +47,24 @@ async def stream_tokens(channel: grpc.aio.Channel) -> Any:
     return await call.read()
 
 
-def stream_drafts(drafter_id: str) -> Call:
-    async def call(channel: grpc.aio.Channel) -> Any:
-        stub: Any = verifier_pb2_grpc.VerifierServiceStub(channel)
-        stream = stub.StreamDrafts(timeout=10)
-        hello = drafts_pb2.Hello(
+def hello(drafter_id: str) -> verifier_pb2.StreamDraftsRequest:
+    """The first message of a drafter that could draft for the model."""
+    return verifier_pb2.StreamDraftsRequest(
+        hello=drafts_pb2.Hello(
             drafter_id=drafter_id,
             family="raw",
             tokenizer_fingerprint=FINGERPRINT,
             max_draft_tokens=4,
         )
+    )
+
+
+def stream_drafts(drafter_id: str) -> Call:
+    async def call(channel: grpc.aio.Channel) -> Any:
+        stub: Any = verifier_pb2_grpc.VerifierServiceStub(channel)
+        stream = stub.StreamDrafts(timeout=10)
         try:
-            await stream.write(verifier_pb2.StreamDraftsRequest(hello=hello))
+            await stream.write(hello(drafter_id))
         except asyncio.InvalidStateError:
             # The call has ended; reading raises its status.
             pass
@@ -73,14 +79,8 @@ def break_protocol(drafter_id: str) -> Call:
     async def call(channel: grpc.aio.Channel) -> Any:
         stub: Any = verifier_pb2_grpc.VerifierServiceStub(channel)
         stream = stub.StreamDrafts(timeout=10)
-        hello = drafts_pb2.Hello(
-            drafter_id=drafter_id,
-            family="raw",
-            tokenizer_fingerprint=FINGERPRINT,
-            max_draft_tokens=4,
-        )
         for _ in range(2):
-            await stream.write(verifier_pb2.StreamDraftsRequest(hello=hello))
+            await stream.write(hello(drafter_id))
             await stream.read()
 
     return call

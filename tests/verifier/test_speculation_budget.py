@@ -282,6 +282,15 @@ def test_steps_of_one_size_refill_no_budget_of_another() -> None:
     assert not steps.budget.allows(BATCH, WAY)
 
 
+def test_a_way_that_lost_at_one_size_is_tried_again_at_another() -> None:
+    steps = Steps(batches=(1, BATCH))
+    steps.losses_until_refused()
+    assert not steps.budget.allows(1, WAY)
+    refused = count_until(lambda: steps.budget.allows(1, WAY), lambda: steps.quiet(batch=1))
+    assert refused == pytest.approx(2.5 / 0.005, rel=0.01)
+    assert not steps.budget.allows(BATCH, WAY)
+
+
 def test_each_way_has_a_budget_of_its_own() -> None:
     steps = Steps()
     steps.losses_until_refused(WAY)

@@ -156,8 +156,12 @@ class SpeculationBudget:
         self._budgets = {way: sizes for way, sizes in self._budgets.items() if drafter not in way}
 
     def _refill(self, size: int, steps: float) -> None:
-        """Divide the refill of so many quiet steps among the exhausted budgets."""
-        budgets = [sizes[size] for sizes in self._budgets.values() if size in sizes]
+        """Divide the refill of so many quiet steps among the exhausted budgets of this size.
+
+        Each way has one, so that it is refilled: an exhausted budget of another size is not, as
+        long as no batch has that size.
+        """
+        budgets = [self._budget(size, way) for way in list(self._budgets)]
         closed = [budget for budget in budgets if not budget.open]
         for budget in closed:
             budget.add(_REFILL * steps / len(closed))
