@@ -179,7 +179,7 @@ class _Sequence:
         return replace(tokens, noise_seed=self._noise_seed)
 
     def _taken(self, chunk: TokenChunk) -> TokenChunk:
-        """Keep what another replica would need to continue, and drop what was there before."""
+        """Keep the tokens that the next replica needs; drop prompt scores that repeat."""
         if chunk.token_ids:
             self._committed += chunk.token_ids
             self._refused_count = 0
@@ -202,7 +202,8 @@ class _Sequence:
     async def _move(self, error: OutriderError) -> None:
         """Go to another replica after `error`. Raises it if there is none.
 
-        A sequence with a chunk waits for one. A caller that has nothing yet may ask again instead.
+        A sequence that has a chunk waits for a replica. One without a chunk does not wait, since
+        its caller has received nothing and can ask again.
         """
         now = time.monotonic()
         if self._deadline is None:

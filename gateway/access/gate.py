@@ -30,7 +30,7 @@ _SCOPE_KEY = "outrider.identity"
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """The caller. `key` is None without keys, and `tenant` then tells callers apart if it can."""
+    """The caller. Without keys `key` is None, and `tenant` depends on the bearer token, if any."""
 
     tenant: str
     is_operator: bool
@@ -43,9 +43,9 @@ _STRANGER = Identity("", is_operator=False)
 class Gate:
     """Identifies callers and holds them to their limits.
 
-    Without keys there are no limits, and everybody is an operator; where clients need certificates,
-    those with that role are. Raises OutriderError(INVALID_VALUE) for keys or a Redis that cannot be
-    used.
+    Without keys there are no limits, and everybody is an operator. If clients need certificates,
+    only those with the role operator are. Raises OutriderError(INVALID_VALUE) for keys or a Redis
+    that cannot be used.
     """
 
     def __init__(self, settings: GatewaySettings) -> None:

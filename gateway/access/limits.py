@@ -150,11 +150,11 @@ class Grant:
             raise
 
     async def _correct(self, taken: _Taken, difference: int) -> None:
-        """Give back what was not used, or count what was not covered."""
+        """Give back unused tokens, or count the tokens beyond the reserved ones."""
         if difference == 0:
             return
         windows = self._limits.windows
-        # More tokens than were reserved count when they are known.
+        # Tokens beyond the reserved ones count now that their number is known.
         minute = windows.now()[0] if difference > 0 else taken.minute
         await windows.correct(taken.name, difference, minute, taken.count)
 

@@ -50,7 +50,7 @@ Role = Literal["tenant", "operator"]
 
 
 class KeyEntry(BaseModel):
-    """One API key. A limit that is not given does not hold."""
+    """One API key. Without a limit the key may use any amount."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

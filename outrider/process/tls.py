@@ -273,7 +273,7 @@ def _http_context(tls: Tls) -> ssl.SSLContext:
 
 
 def explain(details: str, tls: Tls | None) -> str:
-    """The details of a failed connection, with its cause in TLS before them if there is one.
+    """The details of a failed connection, behind its cause in TLS if there is one.
 
     gRPC tells a client why it refused a server, but not why a server refused the client. That is
     found out from the client's own files.

@@ -1,7 +1,8 @@
 """Checks the history of a campaign. A pure function over its events.
 
-A request is lost if it has no end, two ends, or an end that no fault explains. It is altered if
-what came differs from the undisturbed answer. A process leaks what it holds when all is quiet.
+A request is lost if it has no end, two ends, or an end that no fault explains. It is altered if the
+answer that arrived differs from the undisturbed one. A process leaks if it still holds something
+when all is quiet.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def check(events: Sequence[Event], verifiers: int = 2) -> list[Violation]:
 
 
 def _meet(*events: Event) -> bool:
-    """Whether there is a moment in all of these events."""
+    """Whether all of these events overlap at one moment."""
     latest_began: float = max(event["began"] for event in events)
     earliest_ended: float = min(event["ended"] for event in events)
     return latest_began <= earliest_ended
@@ -78,7 +79,7 @@ def _check_request(
 
 
 def _is_allowed(event: Event, faults: Sequence[Event], verifiers: int) -> bool:
-    """Whether a request may end so, beside these faults."""
+    """Whether the faults that overlap a request allow its outcome."""
     outcome = event["outcome"]
     if outcome in ("finished", "left"):
         return True
@@ -108,7 +109,7 @@ def _all_gone(event: Event, faults: Sequence[Event], verifiers: int) -> bool:
 def _differences(
     answer: Mapping[str, Any], wanted: Mapping[str, Any], *, is_whole: bool
 ) -> Iterator[str]:
-    """Where an answer differs from the undisturbed one; a part may only be shorter."""
+    """Where an answer differs from the undisturbed one. Parts that were cut off may be shorter."""
     if is_whole and answer["choices"].keys() != wanted["choices"].keys():
         yield "it has other choices"
     if is_whole and answer["usage"] != wanted["usage"]:
@@ -127,7 +128,7 @@ def _differences(
 
 
 def _agree(given: Any, wanted: Any, *, is_whole: bool) -> bool:
-    """Whether two texts or lists are equal, or the first begins the second if it is not whole."""
+    """Whether two texts or lists are equal; if `given` is not whole, whether it is a prefix."""
     if is_whole and len(given) != len(wanted):
         return False
     return len(given) <= len(wanted) and all(map(_equal, given, wanted))

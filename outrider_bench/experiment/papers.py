@@ -98,7 +98,7 @@ class Pair:
     def si(self, k: int) -> float:
         """Simulated tokens/s of the production engine if it waits for k draft tokens each step.
 
-        The drafter does not run ahead, as one that shares the target's cores.
+        Like one that shares the target's cores, the drafter does not run ahead.
         """
         return self._simulate(k, in_turn=True)
 

@@ -15,7 +15,7 @@ from verifier_svc.state.drafter import Drafter
 _FAULTS_ALLOWED = 3
 _QUARANTINE_S = 30.0
 _MISSED_S = 600.0
-# When a drafter should try again that was refused because there are too many.
+# After this time a drafter that found no room should try again.
 _FULL_S = 5.0
 _REMEMBERED = 256
 _MAX_DRAFTERS = 64

@@ -12,18 +12,18 @@ from dataclasses import dataclass, replace
 from verifier_svc.policy.forward_cost import ForwardCost
 from verifier_svc.state.drafter import Drafter
 
-# Budgets are counted in quiet plain steps. A new one has so many if drafters are asked, and so many
-# if they are only probed.
+# Budgets are counted in quiet plain steps. A new one has `_FIRST_STEPS` if drafters are asked, and
+# `_PROBE_STEPS` if they are only probed.
 _FIRST_STEPS = 6.0
 _PROBE_STEPS = 2.0
 # Exhausted budgets regain this share of the time.
 _REFILL = 0.005
-# A budget's capacity grows by this share of its gains, up to so many steps. Otherwise one run of
+# A budget's capacity grows by this share of its gains, up to `_MOST_STEPS`. Otherwise one run of
 # bad luck would stop a way of drafting that pays.
 _SAVED = 0.125
 _MOST_STEPS = 32.0
-# An exhausted budget opens again when it has so many steps. Few, so that speed is soon back when a
-# link or a drafter recovers: a trial that fails loses no more than these.
+# An exhausted budget opens again when it has this many steps. They are few, so that speed is soon
+# back when a link or a drafter recovers. A trial that fails loses no more than these.
 _REOPEN_STEPS = 1.5
 # A step that was held up says little, so no step loses more than this.
 _WORST_STEP = 2.0
@@ -32,8 +32,8 @@ _WORST_STEP = 2.0
 _QUIET_STEPS = 4
 _FIRST_GAP = 128
 _LONGEST_GAP = 1024
-# A row of quiet steps that is not complete after so many steps is given up: some drafter computes
-# all the time.
+# A row of quiet steps that is not complete after this many steps is given up, since some drafter
+# computes all the time.
 _LONGEST_ROW = 128
 # Least weight of a quiet step in the mean.
 _QUIET_WEIGHT = 1 / 32

@@ -1,4 +1,4 @@
-"""What acceptance takes and gives for one sequence."""
+"""The input and the result of acceptance, for one sequence."""
 
 from __future__ import annotations
 
