@@ -19,7 +19,7 @@ from gateway.request import TextRequest, check_ids
 from gateway.routing import MOVING, Pick, Router
 from gateway.text import TokenTable
 from outrider.errors import OutriderError, Reason
-from outrider.messages import FinishReason, TokenChunk, TokenRequest
+from outrider.messages import TokenChunk, TokenRequest
 from outrider.model_info import ModelInfo
 
 log = logging.getLogger(__name__)
@@ -103,7 +103,7 @@ class _Sequence:
         self._scored = 0
         self._scored_again = 0
         self._lost_count = 0
-        # Since the last token: replicas that refused it, and until when to wait for others.
+        # Since the last token: refusals, but for full queues, and until when to wait.
         self._refused_count = 0
         self._deadline: float | None = None
         self._go_to(pick)
@@ -162,18 +162,13 @@ class _Sequence:
                         left = self._request.tokens.max_tokens - len(self._committed)
                         check_chunk(chunk, info, left, replica.address)
                         yield self._taken(chunk)
-                message = f"verifier {replica.address} ended without a finish reason"
+                message = "the verifier ended an answer without a finish reason"
                 raise OutriderError(Reason.VERIFIER_UNAVAILABLE, message)
             except OutriderError as error:
                 if not self._moves(error.reason):
                     raise
                 replica.doubt(stream, error)
-                reason = self._end()
-                if reason is None:
-                    await self._move(error)
-                    continue
-            yield TokenChunk([], [], finish_reason=reason)
-            return
+                await self._move(error)
 
     def _rest(self) -> TokenRequest:
         """The verifier's request for what is left to generate."""
@@ -184,7 +179,7 @@ class _Sequence:
         return replace(tokens, noise_seed=self._noise_seed)
 
     def _taken(self, chunk: TokenChunk) -> TokenChunk:
-        """Keep what another replica would need to continue, and drop what was there before."""
+        """Keep the tokens that the next replica needs; drop prompt scores that repeat."""
         if chunk.token_ids:
             self._committed += chunk.token_ids
             self._refused_count = 0
@@ -195,15 +190,6 @@ class _Sequence:
         self._scored_again -= len(chunk.prompt_logprobs) - len(new)
         self._scored += len(new)
         return replace(chunk, prompt_logprobs=new)
-
-    def _end(self) -> FinishReason | None:
-        """Why the sequence is complete, if only the word of its lost replica is missing."""
-        if self._builder is None or not self._committed:
-            return None
-        if self._committed[-1] in self._builder.end_ids:
-            return FinishReason.STOP
-        complete = len(self._committed) >= self._request.tokens.max_tokens
-        return FinishReason.LENGTH if complete else None
 
     def _moves(self, reason: Reason) -> bool:
         """Whether the sequence goes to another replica after an error.
@@ -216,14 +202,15 @@ class _Sequence:
     async def _move(self, error: OutriderError) -> None:
         """Go to another replica after `error`. Raises it if there is none.
 
-        A sequence with a chunk waits for one. A caller that has nothing yet may ask again instead.
+        A sequence that has a chunk waits for a replica. One without a chunk does not wait, since
+        its caller has received nothing and can ask again.
         """
         now = time.monotonic()
         if self._deadline is None:
             self._deadline = now + self._generation.resume_seconds
         if error.reason is Reason.VERIFIER_UNAVAILABLE:
             self._lost_count += 1
-        else:
+        elif error.reason is not Reason.OVERLOADED or now > self._deadline:
             self._refused_count += 1
         if max(self._lost_count, self._refused_count) > _MOST_LOST:
             raise error

@@ -69,6 +69,7 @@ class Gateway:
             lifespan="off",
             server_header=False,
             http=protocol(settings),
+            ws="none",
             # uvicorn declares an int but takes fractions as well.
             timeout_keep_alive=settings.keep_alive_seconds,  # type: ignore[arg-type]
             timeout_graceful_shutdown=_CANCEL_S,
@@ -122,7 +123,7 @@ class Gateway:
         self._http.should_exit = True
         for task in self._tasks[:1]:
             await asyncio.wait({task}, timeout=_LAST_READ_S)
-            # The clients left neither read nor finish their request.
+            # The remaining clients neither read their answers nor finish their requests.
             self._http.hang_up()
             await asyncio.wait({task})
         await grpc_stopped

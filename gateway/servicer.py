@@ -132,7 +132,7 @@ def _messages(chat: generation_pb2.Chat) -> list[dict[str, str]]:
 
 @contextmanager
 def _responding(span: Span) -> Iterator[None]:
-    """Put OpenTelemetry's RPC attributes on a span, with the status by how the block ends."""
+    """Put OpenTelemetry's RPC attributes on a span, and the status with which the block ends."""
     span.set(rpc__system__name="grpc", rpc__method=f"{SERVICE}/GenerateText")
     status = "OK"
     try:

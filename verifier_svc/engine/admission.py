@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Callable
 
 from outrider.errors import OutriderError, Reason, invalid
-from outrider.grammar.backends import Compiled
+from outrider.grammar.backends import Matcher
 from outrider.lm.pages import KVSequence
 from outrider.messages import Acceptance, SpeculationStats, TokenChunk, TokenRequest
 from outrider.process.telemetry import Span
@@ -43,13 +43,13 @@ class Admission:
         request: TokenRequest,
         sink: Callable[[TokenChunk | OutriderError], None],
         span: Span,
-        grammar: Compiled | None,
+        matcher: Matcher | None,
     ) -> Sequence:
         """Queue a request and admit what fits; raises OutriderError, see `Engine.submit`."""
         self._check(request)
         sequence = self._new_sequence(request, sink, span)
-        if grammar is not None:
-            sequence.matcher = grammar.matcher()
+        if matcher is not None:
+            sequence.matcher = matcher
             sequence.mask_width = -(-self._model.vocab_size // 32)
         _check_committed(sequence)
         self._make_room(request)
@@ -141,15 +141,10 @@ class Admission:
 
 
 def _check_committed(sequence: Sequence) -> None:
-    """Check the output that was committed before, and advance the grammar behind it.
-
-    Raises OutriderError(INVALID_VALUE) for a token that ends the sequence or that the grammar
-    forbids.
-    """
-    for i, token in enumerate(sequence.request.committed):
-        field = f"committed_token_ids[{i}]"
-        matcher = sequence.matcher
-        if matcher is not None and not matcher.accept(token):
-            raise invalid(field, f"must be a token that the grammar allows here, not {token}")
-        if token in sequence.end_ids or (matcher is not None and matcher.ended):
-            raise invalid(field, f"must not end the sequence, but {token} does")
+    """Raise OutriderError(INVALID_VALUE) if the output that was committed before has an end."""
+    committed = sequence.request.committed
+    if sequence.end_ids.isdisjoint(committed):
+        return
+    i = next(i for i, token in enumerate(committed) if token in sequence.end_ids)
+    message = f"must not end the sequence, but {committed[i]} does"
+    raise invalid(f"committed_token_ids[{i}]", message)

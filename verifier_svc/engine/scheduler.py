@@ -102,7 +102,7 @@ class Scheduler:
         )
 
     def _for_prompts(self, pending: int) -> int:
-        """Tokens of a batch that drafts leave to prompts, which have so many `pending`."""
+        """Tokens of a batch that drafts leave to prompts; `pending` tokens of prompts are left."""
         return min(pending, int(self._max_batch_tokens * _PROMPTS_SHARE))
 
     def _schedule(

@@ -34,7 +34,11 @@ def failure
 rescue GRPC::BadStatus => e
   status = e.to_rpc_status
   types = [Google::Rpc::ErrorInfo, Google::Rpc::BadRequest, Google::Rpc::RetryInfo]
-  pairs = status.nil? ? [] : status.details.map { |any| types.find { |type| any.is(type) }.then { |type| [type, any.unpack(type)] } }
+  details = status.nil? ? [] : status.details.to_a
+  pairs = details.map do |any|
+    type = types.find { |known| any.is(known) }
+    [type, any.unpack(type)]
+  end
   [e.code, pairs.to_h]
 end
 
