@@ -51,6 +51,8 @@ class Replica:
         )
         self.sequences: set[object] = set()
         """The sequences that run on this replica, or wait since it was lost for one to move to."""
+        self.others = 0
+        """Sequences that other callers had there at the last poll."""
         self.round_trip_s: float | None = None
         """How long the last poll took."""
         self.suspect = asyncio.Event()
@@ -114,6 +116,7 @@ class Replica:
             return
         self.round_trip_s = time.perf_counter() - asked
         self.info = info
+        self.others = 0 if info.load is None else info.load.beside(len(self.sequences))
         self.problem = _problem(self.address, info, fingerprint)
 
     def mark_lost(self, error: OutriderError) -> OutriderError:
@@ -297,7 +300,7 @@ class Router:
         info = replica.info
         if not (drains or problem.reason is Reason.VERIFIER_UNAVAILABLE) or info is None:
             return
-        picks = self._ready_picks(self._name(info))
+        picks = self.ready_picks(self._name(info))
         if any(pick.continues(info, info.context_length) for pick in picks):
             replica.fail_sequences(problem, waiting_only=not drains)
 
@@ -352,7 +355,7 @@ class Router:
         # A replica whose queue is full stays ready, but may have room only later.
         full = lost.replica if error.reason is Reason.OVERLOADED else None
         while not self._cut_off:
-            picks = [pick for pick in self._ready_picks(lost.model) if pick.replica is not full]
+            picks = [pick for pick in self.ready_picks(lost.model) if pick.replica is not full]
             if length is not None:
                 picks = [pick for pick in picks if pick.continues(lost.info, length)]
             if picks:
@@ -369,7 +372,7 @@ class Router:
         """The ready replicas that serve the model, at least one. Raises as `pick` does."""
         if self.draining:
             raise _shutting_down()
-        ready = self._ready_picks()
+        ready = self.ready_picks()
         if not ready:
             unknown = OutriderError(Reason.NOT_READY, "no verifier is ready")
             raise self.replicas[0].problem or unknown
@@ -380,7 +383,7 @@ class Router:
             raise OutriderError(Reason.MODEL_NOT_FOUND, message, "model")
         return serving
 
-    def _ready_picks(self, model: str | None = None) -> list[Pick]:
+    def ready_picks(self, model: str | None = None) -> list[Pick]:
         """The ready replicas, of one model or of any."""
         picks = [
             Pick(self._name(replica.info), replica.info, replica)
