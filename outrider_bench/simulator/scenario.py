@@ -270,6 +270,10 @@ class Scenario(Settings):
     out: Path | None = None
     """Directory for JSON, a page and plots; by default the results are only printed."""
 
+    faults: int | None = Field(None, ge=1)
+    """Play so many random worlds with faults, of the seeds from `seed` on, check every invariant
+    in each, and simulate nothing else."""
+
     write_costs: Path | None = None
     """Measure a cost table on this machine with the bundled pair, write it to this file, and
     simulate nothing."""

@@ -81,9 +81,9 @@ class Scheduler:
             count = _scorable(sequence, pending, rows) if sequence.unscored else pending
             if pending > 1:
                 count = min(count, spare)
+                spare -= count
             if count == 0:
                 continue
-            spare -= count if count > 1 else 0
             planned = draft_tokens.get(sequence.id, 0)
             room = max(0, spare - for_prompts) if pending == 1 else spare
             samples = count == pending
