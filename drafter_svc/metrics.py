@@ -120,7 +120,7 @@ class _RedisCollector(Collector):
         yield self._family(
             "redis_lookups",
             "Commands that look up a batch of sequences: sent; of those late (after 5 ms), "
-            "failed or malformed; and skipped while Redis is down.",
+            "failed or malformed; and skipped while Redis is down or late.",
             "event",
             sent=counters.lookups,
             late=counters.late,

@@ -5,20 +5,23 @@ Knows nothing of requests, replicas and texts.
 
 from __future__ import annotations
 
+import logging
 import math
 from itertools import chain
 
 from outrider.errors import OutriderError, Reason
 from outrider.limits import MAX_DRAFT_TOKENS
 from outrider.messages import SpeculationStats, TokenChunk, TokenLogprob
-from outrider.model_info import ModelInfo
+from outrider.model_info import ModelInfo, Stage
+
+log = logging.getLogger(__name__)
 
 
 def check_chunk(chunk: TokenChunk, info: ModelInfo, left: int, address: str) -> None:
     """Check a chunk against the model.
 
     `left` is how many tokens may come from this chunk on. Raises OutriderError(INTERNAL) for a
-    chunk that no verifier of this model can send.
+    chunk that no verifier of this model can send; the log has the verifier's address.
     """
     problem = _false_tokens(chunk, info, left) or _false_counts(chunk)
     for known in chain(chunk.logprobs, chunk.prompt_logprobs):
@@ -26,7 +29,24 @@ def check_chunk(chunk: TokenChunk, info: ModelInfo, left: int, address: str) -> 
     if chunk.stats is not None:
         problem = problem or _false_stats(chunk.stats)
     if problem:
-        raise OutriderError(Reason.INTERNAL, f"verifier {address} sent {problem}")
+        log.error("verifier %s sent %s", address, problem)
+        raise OutriderError(Reason.INTERNAL, f"the verifier sent {problem}")
+
+
+def check_model(info: ModelInfo) -> None:
+    """Raise ValueError for impossible numbers of a model."""
+    possible = (
+        info.vocab_size > 0
+        and info.context_length > 0
+        and 0 <= info.max_draft_tokens <= MAX_DRAFT_TOKENS
+    )
+    if info.stage is Stage.READY and not possible:
+        sizes = f"{info.vocab_size}, {info.context_length} and {info.max_draft_tokens}"
+        raise ValueError(f"vocab_size, context_length and max_draft_tokens are {sizes}")
+    for drafter in info.drafters:
+        numbers = (drafter.acceptance_rate, drafter.round_trip_s, drafter.token_s)
+        if not all(number is None or math.isfinite(number) for number in numbers):
+            raise ValueError(f"a number of drafter {drafter.drafter_id!r} is not finite")
 
 
 def _false_tokens(chunk: TokenChunk, info: ModelInfo, left: int) -> str:

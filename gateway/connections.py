@@ -87,7 +87,8 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_url(self, url: bytes) -> None:
         """Count the request line as header bytes.
 
-        Raises OutriderError(CERTIFICATE_NOT_ALLOWED) if the client's certificate is not enough.
+        Raises OutriderError(CERTIFICATE_NOT_ALLOWED) if the client's certificate does not allow
+        HTTP.
         """
         if self._refusal is not None:
             # The exception stops the parser, which then calls `send_400_response`.
@@ -113,7 +114,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """Collect a part of the body, whose bytes are no header's."""
+        """Collect a part of the body. Its bytes do not count as header bytes."""
         self._pending_bytes = 0
         super().on_body(body)
 

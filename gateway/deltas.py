@@ -94,10 +94,9 @@ class DeltaBuilder:
     def __init__(self, request: TextRequest, info: ModelInfo, table: TokenTable) -> None:
         tokens = request.tokens
         self._request = request
-        self.end_ids = tokens.stop_token_ids
-        """The tokens that end the sequence."""
+        self._end_ids = tokens.stop_token_ids
         if not tokens.ignore_eos:
-            self.end_ids |= frozenset(info.eos_token_ids)
+            self._end_ids |= frozenset(info.eos_token_ids)
         self._text = TextStream(table, request.stop)
         self._table = table
         # Decodes token by token to find the text of each.
@@ -131,7 +130,7 @@ class DeltaBuilder:
         """The delta for the next chunk."""
         ids = chunk.token_ids
         stops = chunk.finish_reason is FinishReason.STOP and bool(ids)
-        by_token = stops and ids[-1] in self.end_ids
+        by_token = stops and ids[-1] in self._end_ids
         text, used = self._add_text(chunk, ended_by_token=by_token)
         sources = chunk.sources[:used]
         # Of several gathered steps, only the verifier's own statistics tell what each accepted.

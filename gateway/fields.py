@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeVar
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 from pydantic import (
     AfterValidator,
@@ -11,11 +13,12 @@ from pydantic import (
     ConfigDict,
     Field,
     WithJsonSchema,
+    create_model,
     model_validator,
 )
 
 from outrider.errors import OutriderError, Reason
-from outrider.limits import MAX_LISTED_TOKENS
+from outrider.limits import MAX_LISTED_TOKENS, Range
 
 MAX_KEYS = 128
 """Most keys of an object with named fields. No body has as many fields."""
@@ -81,3 +84,37 @@ Entries = Annotated[dict[str, _Item], BeforeValidator(_at_most_entries)]
 def limited(description: str | None = None, **limits: int | float) -> Any:
     """An optional parameter, with its limits for /openapi.json. Later checks enforce them."""
     return Field(default=None, description=description, json_schema_extra=dict(limits))
+
+
+_Body = TypeVar("_Body", bound=Body)
+
+
+def with_declared(
+    settings: type, ranges: Mapping[str, Range]
+) -> Callable[[type[_Body]], type[_Body]]:
+    """Add an optional parameter to a body for each number and flag of a dataclass.
+
+    It has the name and the type of the dataclass's field, and the range of that name if there is
+    one. A class derived from the body may declare a parameter again in a form of its own.
+    """
+    types = get_type_hints(settings)
+
+    def extended(body: type[_Body]) -> type[_Body]:
+        """Derive the body with these parameters."""
+        parameters: dict[str, Any] = {}
+        for name in [field.name for field in fields(settings) if field.init]:
+            if types[name] not in (bool, int, float):
+                continue
+            parameter = limited()
+            if name in ranges:
+                parameter = limited(ranges[name].about, **ranges[name].json_schema)
+            parameters[name] = (types[name] | None, parameter)
+        return create_model(
+            body.__name__,
+            __base__=body,
+            __module__=body.__module__,
+            __doc__=body.__doc__,
+            **parameters,
+        )
+
+    return extended

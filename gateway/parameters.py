@@ -108,7 +108,7 @@ def _template(
 def most_answer_tokens(
     body: CompletionBody | ChatBody, prompts: Sequence[Prompt], n: int, info: ModelInfo
 ) -> int:
-    """As many tokens as all answers together could have, before anything is checked."""
+    """The most tokens that all answers together could have; nothing is checked yet."""
     limit = AnswerLimit(body.max_tokens, default=_COMPLETION_MAX_TOKENS)
     if isinstance(body, ChatBody):
         asked = body.max_completion_tokens

@@ -68,7 +68,7 @@ class AnswerLimit:
     scores_prompt: bool = False
 
     def most(self, prompt: Prompt, info: ModelInfo) -> int:
-        """As many tokens as an answer to this prompt could have, before anything is checked."""
+        """The most tokens that an answer to this prompt could have; nothing is checked yet."""
         left = max(0, info.context_length - len(prompt.token_ids))
         asked = self.asked if self.asked is not None else self.default
         return left if asked is None else min(left, max(0, asked))
@@ -78,7 +78,7 @@ class AnswerLimit:
 
         Raises OutriderError, with the caller's names: INVALID_VALUE for ids that the model does not
         have, for too few tokens and for `min_tokens` above the result, CONTEXT_LENGTH_EXCEEDED for
-        what does not fit.
+        a prompt and answer that do not fit the context.
         """
         name = prompt.field_name
         length = len(prompt.token_ids)

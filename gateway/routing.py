@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
 import grpc
 
+from gateway.chunk_checks import check_model
+from gateway.problems import for_callers, unanswered, unreadable
 from gateway.token_stream import TokenStream
 from outrider.errors import OutriderError, Reason
 from outrider.internal.v1 import token_streams_pb2_grpc
-from outrider.limits import MAX_DRAFT_TOKENS
 from outrider.model_info import ModelInfo, Stage
 from outrider.process import rpc
+from outrider.process.credentials import ClientCredentials, client_credentials
+from outrider.process.roles import Role
 from outrider.process.tasks import keep_running, watch
-from outrider.process.tls import Tls, WatchedTls, explain
+from outrider.process.tls import Tls, WatchedTls
 from outrider.v1 import verifier_pb2, verifier_pb2_grpc
 from outrider.wire import model as wire_model
 
@@ -29,7 +32,6 @@ log = logging.getLogger(__name__)
 _POLL_READY_S = 1.0
 _POLL_LOADING_S = 0.2
 _POLL_TIMEOUT_S = 5.0
-_SHOWN_CHARACTERS = 400
 _DRAIN_POLL_S = 0.05
 # A verifier that starts together with the gateway may take this long to answer. Until then its
 # problems are not logged.
@@ -44,22 +46,30 @@ class Replica:
     def __init__(self, address: str, tls: Tls | None = None) -> None:
         self.address = address
         self._tls = tls
-        self._files = None if tls is None else WatchedTls(tls, Tls.read)
+        self._files = None if tls is None else WatchedTls(tls, self._credentials)
         self.info: ModelInfo | None = None
         self.problem: OutriderError | None = OutriderError(
             Reason.NOT_READY, f"verifier {address} has not answered yet"
         )
         self.sequences: set[object] = set()
         """The sequences that run on this replica, or wait since it was lost for one to move to."""
+        self.others = 0
+        """Sequences that other callers had there at the last poll."""
         self.round_trip_s: float | None = None
         """How long the last poll took."""
         self.suspect = asyncio.Event()
         """Set when the next poll should not wait: the verifier is lost, or says that it leaves."""
+        self.full = False
+        """Whether its queue has refused a sequence since the last poll."""
         self._earlier: dict[asyncio.Task[None], TokenStream] = {}
         self._dial()
 
+    def _credentials(self, files: Tls) -> ClientCredentials:
+        return client_credentials(self.address, files, Role.VERIFIER)
+
     def _dial(self) -> None:
-        channel = rpc.dial(self.address, self._tls)
+        """Connect with the last valid files, so that files being replaced end no connection."""
+        channel = rpc.channel(self.address, None if self._files is None else self._files.current)
         self._channel = channel
         self._stub = verifier_pb2_grpc.VerifierServiceStub(channel)
 
@@ -67,8 +77,8 @@ class Replica:
             # An earlier connection may end while the verifier is well.
             if channel is self._channel:
                 self.suspect.set()
-                return self.mark_lost(error)
-            return self._lost(error)
+                self.mark_lost(error)
+            return for_callers(unanswered(self.address, error, self._tls))
 
         stub = token_streams_pb2_grpc.TokenStreamServiceStub(channel)
         self.tokens = TokenStream(stub, on_lost, self.suspect.set)
@@ -102,38 +112,46 @@ class Replica:
         try:
             response = await self._stub.GetModel(request, timeout=_POLL_TIMEOUT_S)
             info = wire_model.model_from_proto(response)
-            _check(info)
+            check_model(info)
         except grpc.aio.AioRpcError as failure:
-            self.mark_lost(rpc.error_of(failure))
+            self._take_refusal(rpc.error_of(failure))
             if failure.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 self.redial()
             return
         # A broken verifier may answer anything. The next poll asks it again.
         except Exception as cause:  # noqa: BLE001
-            self.problem = _unreadable(self.address, cause)
+            self.problem = unreadable(self.address, cause)
             return
         self.round_trip_s = time.perf_counter() - asked
         self.info = info
+        self.full = False
+        self.others = 0 if info.load is None else info.load.beside(len(self.sequences))
         self.problem = _problem(self.address, info, fingerprint)
 
-    def mark_lost(self, error: OutriderError) -> OutriderError:
-        """Take no requests until the verifier answers again. Returns the error for callers."""
-        self.problem = self._lost(error)
-        return self.problem
+    def _take_refusal(self, error: OutriderError) -> None:
+        """Take no requests. NOT_READY is the verifier's own word that its engine hangs."""
+        if error.reason is Reason.NOT_READY:
+            message = f"verifier {self.address} is not ready: {error.message}"
+            self.problem = replace(error, message=message)
+        else:
+            self.mark_lost(error)
+
+    def mark_lost(self, error: OutriderError) -> None:
+        """Take no requests until the verifier answers again."""
+        self.problem = unanswered(self.address, error, self._tls)
 
     def doubt(self, stream: TokenStream, error: OutriderError) -> None:
-        """Take no requests until the next poll, since `error` ended a sequence of `stream`.
+        """Note that `error` ended a sequence of `stream`.
 
-        No effect for an earlier connection's stream, which may end while the verifier is well, and
-        for a full queue.
+        A verifier with a full queue goes on to take new requests; another one gets none until it
+        has been polled, which is done at once. An earlier connection may end while the verifier is
+        well.
         """
-        if stream is self.tokens and error.reason in MOVING:
+        if error.reason is Reason.OVERLOADED:
+            self.full = True
+        elif stream is self.tokens:
             self.problem = self.problem or error
-
-    def _lost(self, error: OutriderError) -> OutriderError:
-        reason = explain(error.message, self._tls)
-        message = f"verifier {self.address} does not answer: {reason}"
-        return OutriderError(Reason.VERIFIER_UNAVAILABLE, message, retry_after_s=1.0)
+            self.suspect.set()
 
     async def close(self) -> None:
         """End all sequences and connections."""
@@ -151,29 +169,6 @@ async def _retire(channel: grpc.aio.Channel, tokens: TokenStream) -> None:
     finally:
         await tokens.close()
         await channel.close(None)
-
-
-def _unreadable(address: str, cause: Exception) -> OutriderError:
-    reason = f"{type(cause).__name__}: {cause}"
-    message = f"verifier {address} gives an answer that cannot be read: {reason}"
-    message = message[:_SHOWN_CHARACTERS]
-    return OutriderError(Reason.VERIFIER_UNAVAILABLE, message, retry_after_s=1.0)
-
-
-def _check(info: ModelInfo) -> None:
-    """Raise ValueError for impossible numbers of a model."""
-    possible = (
-        info.vocab_size > 0
-        and info.context_length > 0
-        and 0 <= info.max_draft_tokens <= MAX_DRAFT_TOKENS
-    )
-    if info.stage is Stage.READY and not possible:
-        sizes = f"{info.vocab_size}, {info.context_length} and {info.max_draft_tokens}"
-        raise ValueError(f"vocab_size, context_length and max_draft_tokens are {sizes}")
-    for drafter in info.drafters:
-        numbers = (drafter.acceptance_rate, drafter.round_trip_s, drafter.token_s)
-        if not all(number is None or math.isfinite(number) for number in numbers):
-            raise ValueError(f"a number of drafter {drafter.drafter_id!r} is not finite")
 
 
 def _problem(address: str, info: ModelInfo, fingerprint: str) -> OutriderError | None:
@@ -234,7 +229,8 @@ class Router:
         self._model_name = model_name
         self._tasks: list[asyncio.Task[None]] = []
         self._reported_ready: bool | None = None
-        # Set for a moment when a replica is ready, and when the router drains.
+        # Set when a replica is ready, and when the router drains. Then another one takes its place,
+        # so that nobody misses it who looked at the replicas before.
         self._news = asyncio.Event()
         self._cut_off = False
 
@@ -290,21 +286,22 @@ class Router:
     def _move(self, replica: Replica, problem: OutriderError) -> None:
         """Move sequences from a replica to another one that can continue them all, if one is ready.
 
-        All sequences leave a replica that drains. Only those without a chunk leave one that does
-        not answer polls, since it may just be slow. Without another replica they stay.
+        All sequences leave a replica that says it drains or hangs. Only those without a chunk leave
+        one that does not answer polls, since it may just be slow. Without another replica they
+        stay.
         """
-        drains = problem.reason is Reason.DRAINING
+        silent = problem.reason is Reason.VERIFIER_UNAVAILABLE
         info = replica.info
-        if not (drains or problem.reason is Reason.VERIFIER_UNAVAILABLE) or info is None:
+        if info is None:
             return
-        picks = self._ready_picks(self._name(info))
+        picks = self.ready_picks(self._name(info))
         if any(pick.continues(info, info.context_length) for pick in picks):
-            replica.fail_sequences(problem, waiting_only=not drains)
+            replica.fail_sequences(for_callers(problem), waiting_only=silent)
 
     def _wake(self) -> None:
         """Have sequences that wait for a replica look again."""
         self._news.set()
-        self._news.clear()
+        self._news = asyncio.Event()
 
     @property
     def ready(self) -> bool:
@@ -345,34 +342,34 @@ class Router:
         """Pick a ready replica of the model after `lost` failed with `error`.
 
         It may be the lost one, once a poll has found it ready again. A sequence that has begun
-        gives its `length`, see `Pick.continues`. Raises `error` if none is ready for `wait_s`. A
-        gateway that shuts down does not wait.
+        gives its `length`, see `Pick.continues`, and does not go to a full replica before the next
+        poll. Raises `error` if none is ready for `wait_s`. A gateway that shuts down does not wait.
         """
         deadline = time.monotonic() + wait_s
-        # A replica whose queue is full stays ready, but may have room only later.
-        full = lost.replica if error.reason is Reason.OVERLOADED else None
         while not self._cut_off:
-            picks = [pick for pick in self._ready_picks(lost.model) if pick.replica is not full]
+            news = self._news
+            picks = self.ready_picks(lost.model)
             if length is not None:
-                picks = [pick for pick in picks if pick.continues(lost.info, length)]
+                roomy = [pick for pick in picks if not pick.replica.full]
+                picks = [pick for pick in roomy if pick.continues(lost.info, length)]
             if picks:
                 return min(picks, key=Pick.load)
-            full = None
             left_s = deadline - time.monotonic()
             if self.draining or left_s <= 0:
                 break
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._news.wait(), left_s)
+                await asyncio.wait_for(news.wait(), left_s)
         raise error
 
     def _picks(self, model: str | None) -> list[Pick]:
         """The ready replicas that serve the model, at least one. Raises as `pick` does."""
         if self.draining:
             raise _shutting_down()
-        ready = self._ready_picks()
+        ready = self.ready_picks()
         if not ready:
             unknown = OutriderError(Reason.NOT_READY, "no verifier is ready")
-            raise self.replicas[0].problem or unknown
+            # A new error for each request: a shared one would keep their frames in its traceback.
+            raise for_callers(self.replicas[0].problem or unknown)
         serving = [pick for pick in ready if model in (None, "", pick.model)]
         if not serving:
             names = ", ".join(sorted({pick.model for pick in ready}))
@@ -380,7 +377,7 @@ class Router:
             raise OutriderError(Reason.MODEL_NOT_FOUND, message, "model")
         return serving
 
-    def _ready_picks(self, model: str | None = None) -> list[Pick]:
+    def ready_picks(self, model: str | None = None) -> list[Pick]:
         """The ready replicas, of one model or of any."""
         picks = [
             Pick(self._name(replica.info), replica.info, replica)

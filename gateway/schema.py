@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, create_model, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from gateway.conversation import MAX_MESSAGES, Content, Message, TemplateOptions, joined
 from gateway.fields import (
@@ -18,7 +17,9 @@ from gateway.fields import (
     TokenId,
     check_unicode,
     limited,
+    with_declared,
 )
+from gateway.patience import LEAST_TIMEOUT_S
 from gateway.request import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 from gateway.unsupported import document_neutral, drop_neutral
 from outrider.errors import invalid
@@ -29,19 +30,18 @@ from outrider.limits import (
     MAX_NAME_LENGTH,
     MAX_STOP_TOKENS,
     MAX_TOP_LOGPROBS,
-    Range,
 )
 from outrider.messages import (
     SAMPLING_RANGES,
     SPECULATION_RANGES,
     AcceptanceLabel,
+    SamplingParams,
     SpeculationOptions,
 )
 
 SEED_MIN = -(2**63)
 SEED_MAX = 2**64 - 1
 MAX_PROMPTS = 1024
-_Body = TypeVar("_Body", bound=Body)
 _Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 _Ids = Annotated[list[TokenId], Field(min_length=1)]
 _PromptForms = (
@@ -50,22 +50,6 @@ _PromptForms = (
     | Annotated[list[Filled], Field(min_length=1)]
     | Annotated[list[_Ids], Field(min_length=1)]
 )
-
-
-def _with_numbers(ranges: Mapping[str, Range]) -> Callable[[type[_Body]], type[_Body]]:
-    """Add an optional number to a body for each range, under the range's name."""
-
-    def extended(body: type[_Body]) -> type[_Body]:
-        """Derive the body with these numbers."""
-        numbers: dict[str, Any] = {
-            name: (float | None, limited(allowed.about, **allowed.json_schema))
-            for name, allowed in ranges.items()
-        }
-        return create_model(
-            body.__name__, __base__=body, __module__=__name__, __doc__=body.__doc__, **numbers
-        )
-
-    return extended
 
 
 def _speculation(name: str) -> Any:
@@ -153,9 +137,9 @@ class StructuredOutputs(Body):
     structural_tag: dict[str, Any] | Text | None = None
 
 
-@_with_numbers(SAMPLING_RANGES)
+@with_declared(SamplingParams, SAMPLING_RANGES)
 class SamplingBody(Body):
-    """The sampling settings that are numbers with a range, such as `temperature` and `top_p`."""
+    """The sampling settings that are numbers or flags, such as `temperature` and `top_p`."""
 
 
 class GenerationBody(SamplingBody):
@@ -182,6 +166,11 @@ class GenerationBody(SamplingBody):
         default=None, description="With stream: true only."
     )
     speculation: SpeculationBody = SpeculationBody()
+    timeout: float | None = limited(
+        "Seconds after which nobody waits for the answer. It then ends with an error, and a "
+        "request that would take longer is refused at once.",
+        minimum=LEAST_TIMEOUT_S,
+    )
     ignore_eos: bool | None = Field(
         default=None, description="vLLM's extension. Continue after an end-of-sequence token."
     )

@@ -98,7 +98,7 @@ def _add_health_routes(router: APIRouter, replicas: Router) -> None:
         responses={**error_responses(), 503: {"description": "The gateway takes no requests."}},
     )
     async def health() -> Response:
-        """As vLLM's: 200 without a body if the gateway takes requests, else 503."""
+        """vLLM's health check: 200 without a body if the gateway takes requests, else 503."""
         return Response(status_code=200 if replicas.ready else 503)
 
 

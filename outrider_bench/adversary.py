@@ -111,7 +111,7 @@ async def _ratios(
 async def _ratio(way: MakeWay, task: Task) -> float:
     """Tokens/s with the drafter over tokens/s without it.
 
-    The order is without, with, with, without, so that drift of the machine meets both alike.
+    The order is without, with, with, without, so that drift of the machine affects both alike.
     """
     plain = way({"enabled": False})
     wrong = way({"drafter": "adversary"})

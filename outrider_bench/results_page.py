@@ -1,4 +1,4 @@
-"""Writes docs/benchmarks.md from the figures in bench/results.
+"""Writes docs/benchmarks.md, and a figures.md beside each results.json of bench/results.
 
 Run it by `make benchmarks-page`. bench/results/README.md describes the files.
 """
@@ -6,7 +6,9 @@ Run it by `make benchmarks-page`. bench/results/README.md describes the files.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+import re
+import textwrap
+from collections.abc import Iterator
 from decimal import Decimal
 from pathlib import Path
 from typing import Self
@@ -18,6 +20,9 @@ from outrider_bench.experiment.spec import first_problem
 ROOT = Path(__file__).parents[1]
 _RESULTS = Path("bench/results")
 _PAGE = Path("docs/benchmarks.md")
+_FIGURES = "figures.md"
+_COLUMNS = 100
+"""Lines are no longer than this, but for those of tables."""
 
 
 class _Entry(BaseModel):
@@ -73,6 +78,11 @@ class Result(_Entry):
     rows: list[Row]
     notes: list[str]
 
+    @property
+    def anchor(self) -> str:
+        """The part of a link that leads to a heading with the title."""
+        return re.sub(r"[^\w -]", "", self.title.lower()).replace(" ", "-")
+
     @model_validator(mode="after")
     def _fills_the_columns(self) -> Self:
         for row in self.rows:
@@ -104,64 +114,86 @@ def load(path: Path) -> Results:
         raise ValueError(f"{path}: {error}") from error
 
 
-def page(root: Path) -> str:
-    """The text of docs/benchmarks.md in the repository at `root`.
+def pages(root: Path) -> dict[Path, str]:
+    """The texts of docs/benchmarks.md and of every figures.md in the repository at `root`.
 
     Raises ValueError for a results.json or README.md that bench/results/README.md does not allow.
     """
     paths = sorted((root / _RESULTS).glob("*/results.json"), reverse=True)
     found = {path.parent: load(path) for path in paths}
     lines = [(root / _RESULTS / "page-head.md").read_text().rstrip(), ""]
-    lines += _summary(found.values())
+    lines += [*_aims(found), *_answers(found), *_tables(found)]
+    texts = {root / _PAGE: lines}
     for folder, results in found.items():
-        lines += _section(folder, results)
-    return "\n".join(lines).rstrip() + "\n"
+        texts[folder / _FIGURES] = [*_figures(folder, results)]
+    return {path: "\n".join(text).rstrip() + "\n" for path, text in texts.items()}
 
 
-def _summary(found: Iterable[Results]) -> Iterator[str]:
-    """Yield the table of all aims."""
-    yield from ("## Summary", "", "| aim | measured | |", "| --- | --- | --- |")
-    for results in found:
+def _each(found: dict[Path, Results]) -> Iterator[tuple[Path, Result]]:
+    for folder, results in found.items():
         for result in results.results:
-            for one in result.aims:
-                yield f"| {one.aim} | {one.measured} | {one.verdict} |"
+            yield folder, result
+
+
+def _link(folder: Path, result: Result) -> str:
+    """The address of a result's figures, seen from docs/."""
+    return f"../{_RESULTS}/{folder.name}/{_FIGURES}#{result.anchor}"
+
+
+def _aims(found: dict[Path, Results]) -> Iterator[str]:
+    """Yield the table of all aims."""
+    yield from ("## Aims", "", "| aim | measured | verdict |", "| --- | --- | --- |")
+    for folder, result in _each(found):
+        for one in result.aims:
+            yield f"| {one.aim} | {one.measured} | [{one.verdict}]({_link(folder, result)}) |"
     yield ""
 
 
-def _section(folder: Path, results: Results) -> Iterator[str]:
-    """Yield the section of one folder: its README's opening, results with tables, then others."""
-    title, opening = _opening(folder / "README.md", results)
-    link = f"[Data](../{_RESULTS}/{folder.name}/results.json)."
-    yield from (f"## {title}", "", f"{opening} {link}", "")
-    for result in results.results:
+def _answers(found: dict[Path, Results]) -> Iterator[str]:
+    """Yield the table of all questions with their answers."""
+    yield from ("## Answers", "", "| | question and answer | folder |", "| --- | --- | --- |")
+    for folder, result in _each(found):
+        title = f"[{result.title}]({_link(folder, result)})"
+        yield f"| {title} | {result.question} {result.answer} | {folder.name} |"
+    yield ""
+
+
+def _tables(found: dict[Path, Results]) -> Iterator[str]:
+    """Yield the figures of the results that the page shows in full."""
+    for folder, result in _each(found):
         if result.table:
-            yield from (_sentences(result), "", *_table(result), "")
-    others = [f"- {_sentences(result)}" for result in results.results if not result.table]
-    if others:
-        yield from (*others, "")
+            yield from (f"## [{result.title}]({_link(folder, result)})", "", *_table(result), "")
 
 
-def _opening(readme: Path, results: Results) -> tuple[str, str]:
-    """The title and first paragraph of a folder's README.md, each on one line.
+def _figures(folder: Path, results: Results) -> Iterator[str]:
+    """Yield the page of one folder's results.
 
-    Raises ValueError if there are no two paragraphs, or the title does not begin with the date.
+    Raises ValueError if the folder's README.md does not begin with a title that has the date.
     """
-    title, _, rest = readme.read_text().partition("\n\n")
-    title = title.removeprefix("# ")
-    opening = rest.partition("\n\n")[0].strip().replace("\n", " ")
-    if not opening or not title.startswith(results.date):
-        raise ValueError(f"{readme}: must have a title that begins with {results.date}, then text")
-    return title, opening
+    readme = folder / "README.md"
+    title = readme.read_text().partition("\n")[0].removeprefix("# ")
+    if not title.startswith(results.date):
+        raise ValueError(f"{readme}: must have a title that begins with {results.date}")
+    yield from (f"# Figures of {title}", "")
+    yield from _wrapped(
+        "`make benchmarks-page` writes this page from [results.json](results.json). "
+        "[README.md](README.md) describes the machine and the method."
+    )
+    for result in results.results:
+        yield from ("", f"## {result.title}", "")
+        yield from _wrapped(" ".join([result.question, result.answer, *result.notes]))
+        yield from ("", *_wrapped(_origin(result)), "", *_table(result))
 
 
-def _sentences(result: Result) -> str:
-    """One line with the result's question, answer, notes, command and commit."""
+def _origin(result: Result) -> str:
     command = result.command
     if "`" not in command and command != "not recorded":
         command = f"`{command}`"
-    notes = " ".join(result.notes)
-    text = f"**{result.title}.** {result.question} {result.answer} {notes}".rstrip()
-    return f"{text} Command: {command}; commit: {result.commit}."
+    return f"Command: {command}; commit: {result.commit}."
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, _COLUMNS, break_long_words=False, break_on_hyphens=False)
 
 
 def _table(result: Result) -> Iterator[str]:
@@ -184,8 +216,9 @@ def _text(value: Value) -> str:
 
 
 def main() -> int:
-    """Write the page; returns the exit status."""
-    (ROOT / _PAGE).write_text(page(ROOT))
+    """Write the pages; returns the exit status."""
+    for path, text in pages(ROOT).items():
+        path.write_text(text)
     return 0
 
 

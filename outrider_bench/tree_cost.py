@@ -2,7 +2,7 @@
 
 `python -m outrider_bench.tree_cost` builds a model with random weights on the GPU, because only
 shapes matter here. It prints a line of JSON for each cell, with medians in ms. Chains and trees of
-a cell take turns, so that a change of the clock rate meets both.
+a cell take turns, so that a change of the clock rate affects both.
 """
 
 from __future__ import annotations

@@ -12,7 +12,8 @@ from outrider.errors import OutriderError, Reason
 from outrider.process import rpc
 
 _OURS = "/outrider."
-# grpc.aio's client says so if it writes to a call that has just ended. It then knows no status.
+# grpc.aio's client says so if it writes to a call that has just ended. It then knows no status, and
+# the failure has no metadata, as any status of our servers has.
 _OF_CLIENT = "Internal error from Core"
 _UNCLEAR = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
 
@@ -43,7 +44,7 @@ def check_details(failure: grpc.aio.AioRpcError) -> OutriderError:
 
 def check_clear(failure: grpc.aio.AioRpcError, *, is_ours: bool = True) -> None:
     """The status says what is wrong with the call, and in our services the details name it."""
-    if failure.details() == _OF_CLIENT:
+    if failure.details() == _OF_CLIENT and not failure.trailing_metadata():
         return
     assert failure.code() not in _UNCLEAR, failure
     if is_ours:

@@ -22,6 +22,7 @@ from outrider.messages import AcceptanceRule
 from outrider.model_info import ModelInfo, Stage
 from outrider.process import rpc, telemetry
 from outrider.process.metrics_export import serve_metrics
+from outrider.process.tasks import watch
 from outrider.tokenizer import fingerprint, load_tokenizer
 from outrider.v1.verifier_pb2_grpc import add_VerifierServiceServicer_to_server
 from verifier_svc.config import VerifierSettings
@@ -30,7 +31,7 @@ from verifier_svc.engine.loop import Engine
 from verifier_svc.engine.outgoing import Delivery
 from verifier_svc.engine.target import Limits
 from verifier_svc.metrics import Metrics
-from verifier_svc.streams.servicer import VerifierServicer
+from verifier_svc.streams.servicer import VerifierServicer, report_health
 from verifier_svc.verification.batch import DraftVerifier
 
 # Length of the sequences in trial forwards. Few sequences stay shorter for long, and the cost model
@@ -67,10 +68,12 @@ async def serve(settings: VerifierSettings, metrics: Metrics) -> None:
             return
         await built
         servicer.serve(thread, loader.info, loader.grammars)
-        await server.set_serving(True)
+        health = watch(report_health(thread, server), "reporting whether the engine hangs")
         info = loader.info
         print(f"verifier ready: {info.model_id} in {info.dtype} on {info.device}", flush=True)
         await asyncio.wait([ended, stopped], return_when=asyncio.FIRST_COMPLETED)
+        health.cancel()
+        await asyncio.wait([health])
         await server.set_serving(False)
         if ended.done():
             raise OutriderError(Reason.INTERNAL, "the engine stopped; the log above has the reason")

@@ -2,7 +2,11 @@
 import { durationMs } from "@bufbuild/protobuf/wkt";
 import { Code, ConnectError, createClient } from "@connectrpc/connect";
 import { createConnectTransport, createGrpcWebTransport } from "@connectrpc/connect-web";
-import { BadRequestSchema, ErrorInfoSchema, RetryInfoSchema } from "./gen/google/rpc/error_details_pb";
+import {
+  BadRequestSchema,
+  ErrorInfoSchema,
+  RetryInfoSchema,
+} from "./gen/google/rpc/error_details_pb";
 import { FinishReason } from "./gen/outrider/v1/common_pb";
 import { GenerationService } from "./gen/outrider/v1/generation_pb";
 
@@ -23,7 +27,8 @@ async function generate(settings: FormData): Promise<void> {
   const options = { baseUrl: String(settings.get("gateway")) };
   // The protocols differ only here. Connect sends JSON, which a browser's network tab can show;
   // `useBinaryFormat` sends protobuf instead.
-  const transport = settings.get("protocol") === "Connect" ? createConnectTransport(options) : createGrpcWebTransport(options);
+  const isConnect = settings.get("protocol") === "Connect";
+  const transport = isConnect ? createConnectTransport(options) : createGrpcWebTransport(options);
   const client = createClient(GenerationService, transport);
   call = new AbortController();
   [run.disabled, cancel.disabled] = [true, false];
@@ -39,7 +44,8 @@ async function generate(settings: FormData): Promise<void> {
       text.textContent += response.text;
       // Only the last message has a finish reason and the token counts.
       if (response.finishReason !== FinishReason.UNSPECIFIED) {
-        status.textContent = `${FinishReason[response.finishReason]}: ${response.usage?.completionTokenCount} tokens`;
+        const count = response.usage?.completionTokenCount;
+        status.textContent = `${FinishReason[response.finishReason]}: ${count} tokens`;
       }
     }
   } catch (cause) {

@@ -32,8 +32,11 @@ _WARNING_INTERVAL_S = 60.0
 _WRITE_BATCH = 256
 _WRITE_QUEUE = 16_384
 _MAX_TOKENS = 64
-# Most lookups that run at once. Each has a connection. More than these run only if Redis hangs.
-_MAX_RUNNING = 64
+# Most lookups that run at once, and so the most connections for them, which stay open. A connection
+# to a verifier makes one lookup at a time, so the others are late.
+_MAX_RUNNING = 4
+# So many late lookups in a row count as a failure.
+_LATE_IN_A_ROW = 3
 # KEYS: a bucket's index, then n-grams of that bucket, whose keys begin with the index's key.
 # ARGV: the time now, seconds to live, most entries of the bucket, "NX" to keep older values or "",
 # then one value for each n-gram.
@@ -168,6 +171,7 @@ class RedisPool:
         # One for each, since a Redis that is full or read-only still answers lookups.
         self._lookup_breaker = _CircuitBreaker("lookups", clock)
         self._write_breaker = _CircuitBreaker("writes", clock)
+        self._late_in_a_row = 0
         self._next_warning_at = 0.0
         self._writer = keep_running(self._write_forever, "writing to Redis")
 
@@ -199,9 +203,11 @@ class RedisPool:
         task.add_done_callback(self._running.discard)
         done, _ = await asyncio.wait({task}, timeout=self._options.budget_s)
         if not done:
-            self.counters.late += 1
+            self._record_late()
             return found
         if (values := task.result()) is not None:
+            self._late_in_a_row = 0
+            self._record_success(self._lookup_breaker)
             self._spread(queries, values, found)
         return found
 
@@ -243,7 +249,6 @@ class RedisPool:
             self._record_failure(self._lookup_breaker, error)
             return None
         self._observe(self._clock() - started)
-        self._record_success(self._lookup_breaker)
         return values
 
     async def _write_forever(self) -> None:
@@ -251,7 +256,7 @@ class RedisPool:
             batch = [await self._writes.get()]
             while len(batch) < _WRITE_BATCH and not self._writes.empty():
                 batch.append(self._writes.get_nowait())
-            if self._lookup_breaker.available and self._write_breaker.available:
+            if self._write_breaker.available:
                 await self._write(batch)
             else:
                 self.counters.dropped += len(batch)
@@ -299,15 +304,29 @@ class RedisPool:
     def _has_failed(self) -> bool:
         return self._lookup_breaker.has_failed or self._write_breaker.has_failed
 
+    def _record_late(self) -> None:
+        """Count a lookup that took longer than its budget. After a few in a row, stop for a while.
+
+        Only a lookup in time ends this. One that is late is of no use, even if Redis answers it.
+        """
+        self.counters.late += 1
+        self._late_in_a_row += 1
+        if self._late_in_a_row >= _LATE_IN_A_ROW:
+            budget_ms = 1000 * self._options.budget_s
+            self._open(self._lookup_breaker, f"no answer in {budget_ms:g} ms")
+
     def _record_failure(self, breaker: _CircuitBreaker, error: Exception) -> None:
         self.counters.failed += 1
+        self._open(breaker, self._server.reason(error))
+        self._renew()
+
+    def _open(self, breaker: _CircuitBreaker, reason: str) -> None:
+        """Let no command of a breaker through for a while, and log it."""
         # Limit the warnings: a Redis at its memory limit takes some writes and refuses others.
         if not self._has_failed and self._clock() >= self._next_warning_at:
             self._next_warning_at = self._clock() + _WARNING_INTERVAL_S
-            reason = self._server.reason(error)
             log.warning("Redis fails (%s: %s); drafting without its pool", breaker.name, reason)
         breaker.record_failure()
-        self._renew()
 
     def _renew(self) -> None:
         """Connect anew if the certificate has changed; redis-py's connections keep theirs."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.websockets import WebSocketClose
 
 from gateway.access.keys import KeyRing
 from gateway.access.limits import Grant, Limits
@@ -29,7 +30,7 @@ _SCOPE_KEY = "outrider.identity"
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """The caller. `key` is None without keys, and `tenant` then tells callers apart if it can."""
+    """The caller. Without keys `key` is None, and `tenant` depends on the bearer token, if any."""
 
     tenant: str
     is_operator: bool
@@ -42,9 +43,9 @@ _STRANGER = Identity("", is_operator=False)
 class Gate:
     """Identifies callers and holds them to their limits.
 
-    Without keys there are no limits, and everybody is an operator; where clients need certificates,
-    those with that role are. Raises OutriderError(INVALID_VALUE) for keys or a Redis that cannot be
-    used.
+    Without keys there are no limits, and everybody is an operator. If clients need certificates,
+    only those with the role operator are. Raises OutriderError(INVALID_VALUE) for keys or a Redis
+    that cannot be used.
     """
 
     def __init__(self, settings: GatewaySettings) -> None:
@@ -114,17 +115,20 @@ class RequireKey:
         self._gate = gate
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            try:
-                scope[_SCOPE_KEY] = self._gate.identify_http(scope)
-            except OutriderError as error:
-                if scope["path"] not in OPEN_PATHS:
-                    response = error_response(error)
-                    scheme = "Basic" if scope["path"] == _PAGE else "Bearer"
-                    response.headers["WWW-Authenticate"] = f'{scheme} realm="Outrider"'
-                    await response(scope, receive, send)
-                    return
-                scope[_SCOPE_KEY] = _STRANGER
+        if scope["type"] != "http":
+            # No route is a WebSocket's, and nothing checks one.
+            await WebSocketClose()(scope, receive, send)
+            return
+        try:
+            scope[_SCOPE_KEY] = self._gate.identify_http(scope)
+        except OutriderError as error:
+            if scope["path"] not in OPEN_PATHS:
+                response = error_response(error)
+                scheme = "Basic" if scope["path"] == _PAGE else "Bearer"
+                response.headers["WWW-Authenticate"] = f'{scheme} realm="Outrider"'
+                await response(scope, receive, send)
+                return
+            scope[_SCOPE_KEY] = _STRANGER
         await self._app(scope, receive, send)
 
 

@@ -1,4 +1,4 @@
-"""Refuse gRPC calls without a valid API key, but for the health service."""
+"""Refuse gRPC calls without a valid API key, but for checks of health."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from gateway.access.gate import Gate
 from outrider.errors import OutriderError
 from outrider.process import rpc
 
-_OPEN = f"/{health.SERVICE_NAME}/"
+# Not Watch, which never ends: strangers could hold any number of such calls.
+_OPEN = (f"/{health.SERVICE_NAME}/Check", f"/{health.SERVICE_NAME}/List")
 
 
 class RequireKeyInCalls(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # only the stubs are generic
@@ -24,7 +25,7 @@ class RequireKeyInCalls(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         self, continuation: Any, handler_call_details: grpc.HandlerCallDetails
     ) -> Any:
         """The method's handler, or one that refuses the call."""
-        if not handler_call_details.method.startswith(_OPEN):
+        if handler_call_details.method not in _OPEN:
             try:
                 self._gate.identify(text_metadata(handler_call_details.invocation_metadata))
             except OutriderError as error:

@@ -17,8 +17,9 @@ log = logging.getLogger(__name__)
 _RELOAD_S = 1.0
 
 _Stamp = tuple[int, int, int, int] | None
-"""A file's inode and size, and the times in ns at which its contents, and its contents, mode or
-owner, last changed; None for a file that cannot be found."""
+"""A file's inode, size, and times of modification and of change in ns; None without a file. The
+time of change also follows mode and owner.
+"""
 
 
 class KeyRing:

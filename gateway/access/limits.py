@@ -102,9 +102,9 @@ class Grant:
 
         `prompt` and `answer` are the tokens of all prompts and the most tokens of all answers. They
         are reserved, and at the end the count is corrected by the tokens that were generated. A
-        client that leaves pays for the prompts at least, or for all that it reserved if answers are
-        `gathered`, since nobody knows how far these are. Raises OutriderError(RATE_LIMIT_EXCEEDED)
-        before the first event.
+        client that leaves pays for the prompts and the tokens so far. If the verifier holds tokens
+        back (`gathered`), nobody knows how many there are, and the client pays for all that it
+        reserved. Raises OutriderError(RATE_LIMIT_EXCEEDED) before the first event.
         """
         if self._key is None:
             return events
@@ -150,11 +150,11 @@ class Grant:
             raise
 
     async def _correct(self, taken: _Taken, difference: int) -> None:
-        """Give back what was not used, or count what was not covered."""
+        """Give back unused tokens, or count the tokens beyond the reserved ones."""
         if difference == 0:
             return
         windows = self._limits.windows
-        # More tokens than were reserved count when they are known.
+        # Tokens beyond the reserved ones count now that their number is known.
         minute = windows.now()[0] if difference > 0 else taken.minute
         await windows.correct(taken.name, difference, minute, taken.count)
 

@@ -12,7 +12,7 @@ MINUTE_S = 60
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """The sum of a window after something was added, and whether it is in Redis."""
+    """A window's sum after an addition, and whether it is in Redis."""
 
     total: int
     is_shared: bool = False

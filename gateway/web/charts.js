@@ -23,7 +23,8 @@ export class Charts {
   /** Add the sums at a time in seconds, and draw. */
   push(seconds, activity) {
     // Sums never fall, so the gateway was restarted. Begin again.
-    if (this.samples.length && total(activity) < total(this.samples.at(-1).activity)) this.samples = [];
+    const last = this.samples.at(-1);
+    if (last && total(activity) < total(last.activity)) this.samples = [];
     this.samples.push({ seconds, activity, ...this.#rates(seconds, activity) });
     while (this.samples[0].seconds < seconds - SHOWN_S) this.samples.shift();
     this.#draw();
@@ -65,15 +66,18 @@ export class Charts {
     return { shares: counts.map((count) => total ? 100 * count / total : 0), mean };
   }
 
-  /** How many tokens a step of each shape committed, and how much of the drafts lay on side branches. */
+  /** A sentence with the tokens that a step of each shape committed, and those of side branches. */
   #shapes() {
     const now = this.samples.at(-1).activity;
     const before = this.#since(this.samples.at(-1).seconds - LENGTHS_S).activity;
     const grew = (name) => now[name] - before[name];
-    const mean = (shape) => (grew(`${shape}_tokens`) / grew(`${shape}_steps`)).toFixed(2);
-    const steps = ["chain", "tree"].filter((shape) => grew(`${shape}_steps`));
-    if (!steps.length) return "";
-    const text = steps.map((shape) => `${mean(shape)} tokens per step from ${shape}s (${grew(`${shape}_steps`)} steps)`);
+    const mean = (shape) => (grew(`${shape}_tokens`) / count(shape)).toFixed(2);
+    const count = (shape) => grew(`${shape}_steps`);
+    const shapes = ["chain", "tree"].filter(count);
+    if (!shapes.length) return "";
+    const text = shapes.map(
+      (shape) => `${mean(shape)} tokens per step from ${shape}s (${count(shape)} steps)`,
+    );
     const side = grew("side_draft_tokens");
     const walked = now.tokens.accepted_side - before.tokens.accepted_side;
     return `${text.join(", ")}. ${walked} of ${side} draft tokens on side branches were accepted.`;
@@ -86,7 +90,9 @@ export class Charts {
     document.getElementById("no-activity").hidden = !isQuiet;
     if (isQuiet) return;
     const ages = this.samples.map((sample) => sample.seconds - last.seconds);
-    for (const name of Object.keys(CHARTS)) this.plots[name].setData([ages, this.samples.map((sample) => sample[name])]);
+    for (const name of Object.keys(CHARTS)) {
+      this.plots[name].setData([ages, this.samples.map((sample) => sample[name])]);
+    }
     const lengths = this.#lengths();
     this.plots.lengths.setData([lengths.shares.map((_, i) => i), lengths.shares]);
     document.getElementById("shapes").textContent = this.#shapes();
@@ -101,12 +107,15 @@ export class Charts {
   }
 
   #build() {
+    const points = { show: false };
+    const ages = (_, ticks) => ticks.map((tick) => `${tick} s`);
     for (const [name, chart] of Object.entries(CHARTS)) {
-      const line = { stroke: color(chart.color), width: 2, spanGaps: false, points: { show: false } };
+      const line = { stroke: color(chart.color), width: 2, spanGaps: false, points };
       const above = chart.range ?? ((_, low, high) => [0, Math.max(high * 1.15, 1)]);
-      this.plots[name] = plot(name, line, [-SHOWN_S, 0], above, (_, ticks) => ticks.map((tick) => `${tick} s`));
+      this.plots[name] = plot(name, line, [-SHOWN_S, 0], above, ages);
     }
-    const bars = { stroke: color("--accepted-line"), fill: color("--accepted"), paths: uPlot.paths.bars({ size: [0.7, 60] }), points: { show: false } };
+    const paths = uPlot.paths.bars({ size: [0.7, 60] });
+    const bars = { stroke: color("--accepted-line"), fill: color("--accepted"), paths, points };
     const names = (_, ticks) => ticks.map((tick) => tick === MOST_LENGTHS - 1 ? `${tick}+` : tick);
     this.plots.lengths = plot("lengths", bars, [-0.5, MOST_LENGTHS - 0.5], [0, 100], names, [1]);
   }
@@ -136,13 +145,18 @@ function sizeOf(name) {
 
 function plot(name, series, x, y, labels, steps) {
   const [ink, line] = [color("--quiet"), color("--line")];
-  const axis = { stroke: ink, grid: { stroke: line, width: 1 }, ticks: { show: false }, font: "11px system-ui" };
+  const hidden = { show: false };
+  const grid = { stroke: line, width: 1 };
+  const axis = { stroke: ink, grid, ticks: hidden, font: "11px system-ui" };
   const options = {
     ...sizeOf(name),
-    legend: { show: false },
-    cursor: { show: false },
+    legend: hidden,
+    cursor: hidden,
     scales: { x: { time: false, range: x }, y: { range: y } },
-    axes: [{ ...axis, values: labels, incrs: steps, size: 26, grid: { show: false } }, { ...axis, size: 44 }],
+    axes: [
+      { ...axis, values: labels, incrs: steps, size: 26, grid: hidden },
+      { ...axis, size: 44 },
+    ],
     series: [{}, series],
   };
   return new uPlot(options, [[], []], document.getElementById(`chart-${name}`));

@@ -42,9 +42,10 @@ export async function complete(request, onTokens, signal) {
 }
 
 function bodyOf(request) {
+  const messages = [{ role: "user", content: request.prompt }];
   const input = request.endpoint === "completions"
     ? { prompt: request.prompt, max_tokens: request.maxTokens }
-    : { messages: [{ role: "user", content: request.prompt }], max_completion_tokens: request.maxTokens };
+    : { messages, max_completion_tokens: request.maxTokens };
   return {
     ...input,
     model: request.model,

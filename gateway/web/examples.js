@@ -9,7 +9,12 @@ const WAITING_TOKENS = 1400;
 const DRAFTED_TOKENS = 400;
 const TOKENS = 480;
 // The prompt repeats this, so that an n-gram drafter has something to guess.
-const METHOD = "    def get(self, key):\n        if key in self.items:\n            return self.items[key]\n        return None\n\n";
+const METHOD = `    def get(self, key):
+        if key in self.items:
+            return self.items[key]
+        return None
+
+`;
 const PROMPT = `class Cache:\n${METHOD}\nclass Store:\n${METHOD}\nclass Table:\n`;
 // Drafters choose ids and addresses, and the page puts them into shell commands and patterns. These
 // characters are safe in both.
@@ -22,7 +27,9 @@ export class Example {
     this.kind = kind;
     this.request = request;
     const card = document.getElementById(`example-${kind}`);
-    [this.commands, this.button, this.outcome] = [".commands", ".start", ".outcome"].map((part) => card.querySelector(part));
+    this.commands = card.querySelector(".commands");
+    this.button = card.querySelector(".start");
+    this.outcome = card.querySelector(".outcome");
     this.output = null;
     this.happening = null;
     this.stop = null;
@@ -55,7 +62,8 @@ export class Example {
     this.happening = null;
     document.getElementById("outputs").replaceChildren();
     document.getElementById("verdict").textContent = "";
-    this.output = new Output(document.getElementById("outputs"), this.kind === "join" ? "a drafter joins" : "a drafter is lost");
+    const title = this.kind === "join" ? "a drafter joins" : "a drafter is lost";
+    this.output = new Output(document.getElementById("outputs"), title);
     try {
       await (this.kind === "join" ? this.#join() : this.#leave());
     } catch (error) {
@@ -77,7 +85,8 @@ export class Example {
       this.stop.signal.addEventListener("abort", () => reject(this.stop.signal.reason));
     });
     joined.finally(() => first.abort()).catch(() => {});
-    await this.#write({ maxTokens: WAITING_TOKENS, speculation: PLAIN }, first.signal).catch((error) => {
+    const waiting = { maxTokens: WAITING_TOKENS, speculation: PLAIN };
+    await this.#write(waiting, first.signal).catch((error) => {
       if (!this.happening) throw error;
     });
     if (!this.happening) {
@@ -110,7 +119,8 @@ export class Example {
       await this.#write({ maxTokens: TOKENS, speculation: {} }, this.stop.signal, begin);
     } while (!this.happening);
     const verdict = await this.#compare({ maxTokens: TOKENS }, this.output.text);
-    this.#say(`${this.output.tokens.length - this.happening.at} more tokens came without it. ${verdict}`);
+    const more = this.output.tokens.length - this.happening.at;
+    this.#say(`${more} more tokens came without it. ${verdict}`);
   }
 
   async #write(change, signal = this.stop.signal, before = () => {}) {
@@ -119,7 +129,8 @@ export class Example {
       before();
       this.output.add(tokens);
     };
-    const statistics = await complete({ ...this.#common(), ...change }, take, AbortSignal.any([signal, this.stop.signal]));
+    const either = AbortSignal.any([signal, this.stop.signal]);
+    const statistics = await complete({ ...this.#common(), ...change }, take, either);
     this.output.show(figures(statistics, this.output.tokens.slice(first)));
   }
 
@@ -134,7 +145,8 @@ export class Example {
   }
 
   #common() {
-    return { ...this.request(), endpoint: "completions", prompt: PROMPT, temperature: 0, ignoreEnd: true };
+    const own = { endpoint: "completions", prompt: PROMPT, temperature: 0, ignoreEnd: true };
+    return { ...this.request(), ...own };
   }
 
   #say(sentence) {
@@ -145,12 +157,14 @@ export class Example {
 
 /** The commands that add a drafter, as [where, line] pairs. */
 function joining(verifier) {
-  const taken = (verifier.drafters ?? []).filter((drafter) => drafter.connected).map((drafter) => drafter.id);
+  const connected = (verifier.drafters ?? []).filter((drafter) => drafter.connected);
+  const taken = connected.map((drafter) => drafter.id);
   let id = "ngram-new";
   for (let i = 2; taken.includes(id); i += 1) id = `ngram-new-${i}`;
   const address = SAFE.test(verifier.address) ? verifier.address : "HOST:PORT";
+  const flags = `--verifier ${address} --family ngram --id ${id}`;
   return [
-    ["with outrider serve, in its directory", `.venv/bin/python -m drafter_svc --verifier ${address} --family ngram --id ${id}`],
+    ["with outrider serve, in its directory", `.venv/bin/python -m drafter_svc ${flags}`],
     ["with docker compose", "docker compose up -d --scale drafter-ngram=3"],
   ];
 }
@@ -158,12 +172,15 @@ function joining(verifier) {
 /** The commands that kill a drafter, as [where, line] pairs. The verifier's address in the pattern
  *  protects the drafters of other stacks. */
 function leaving(verifier) {
-  const victim = (verifier.drafters ?? []).find((drafter) => drafter.connected && SAFE.test(drafter.id));
-  const commands = [["with docker compose; docker compose ps lists the containers", "docker kill CONTAINER"]];
+  const connected = (verifier.drafters ?? []).filter((drafter) => drafter.connected);
+  const victim = connected.find((drafter) => SAFE.test(drafter.id));
+  const compose = "with docker compose; docker compose ps lists the containers";
+  const commands = [[compose, "docker kill CONTAINER"]];
   if (!victim || !SAFE.test(verifier.address)) return commands;
   const [address, id] = [verifier.address, victim.id].map((text) => text.replaceAll(".", "\\."));
   const line = `pkill -KILL -f -- '--verifier ${address} .*--id ${id}( |$)'`;
-  return [[`with outrider serve: kills ${victim.id} of this stack only; serve restarts it`, line], ...commands];
+  const serve = `with outrider serve: kills ${victim.id} of this stack only; serve restarts it`;
+  return [[serve, line], ...commands];
 }
 
 function command(where, line) {

@@ -7,9 +7,20 @@ import { Output, figures } from "./output.js";
 import { Processes } from "./processes.js";
 
 const PRESETS = {
-  code: "class Queue:\n    def __init__(self, maxsize=0):\n        self.maxsize = maxsize\n\n    def put(self, item):\n",
-  rewriting: repeat("def visit_Name(self, node):\n    if node.id in self.names:\n        return self.names[node.id]\n    self.names[node.id] = node\n    return node\n"),
-  "JSON (chat)": "List the items as JSON: Order: 3 x lamp at 12.5, 1 x desk at 80, 2 x rope at 7.25.",
+  code: `class Queue:
+    def __init__(self, maxsize=0):
+        self.maxsize = maxsize
+
+    def put(self, item):
+`,
+  rewriting: repeat(`def visit_Name(self, node):
+    if node.id in self.names:
+        return self.names[node.id]
+    self.names[node.id] = node
+    return node
+`),
+  "JSON (chat)":
+    "List the items as JSON: Order: 3 x lamp at 12.5, 1 x desk at 80, 2 x rope at 7.25.",
 };
 const MAX_SEED = 2 ** 31;
 const MOST_REASON = 160;
@@ -19,7 +30,9 @@ const PLAIN = ["plain decoding", { speculation: { enabled: false } }];
 const $ = (id) => document.getElementById(id);
 const charts = new Charts();
 const examples = [new Example("join", request), new Example("leave", request)];
-const processes = new Processes((...change) => examples.forEach((example) => example.onChange(...change)));
+const processes = new Processes((...change) => {
+  for (const example of examples) example.onChange(...change);
+});
 let model = "";
 let running = null;
 
@@ -29,13 +42,14 @@ function repeat(source) {
 
 /** The request that the form describes. */
 function request() {
+  const drafter = $("drafter").value;
   return {
     endpoint: $("endpoint").value,
     model,
     prompt: $("prompt").value,
     maxTokens: $("tokens").valueAsNumber,
     temperature: $("temperature").valueAsNumber,
-    speculation: $("drafter").value === "none" ? { enabled: false } : { drafter: $("drafter").value },
+    speculation: drafter === "none" ? { enabled: false } : { drafter },
   };
 }
 
@@ -52,7 +66,9 @@ async function run(titles) {
   $("outputs").scrollIntoView({ block: "nearest" });
   try {
     const jobs = titles.map(async ([, change], i) => {
-      const statistics = await complete({ ...request(), seed, ...change }, (tokens) => outputs[i].add(tokens), stop.signal);
+      const asked = { ...request(), seed, ...change };
+      const take = (tokens) => outputs[i].add(tokens);
+      const statistics = await complete(asked, take, stop.signal);
       outputs[i].show(figures(statistics, outputs[i].tokens));
       return statistics;
     });
@@ -73,7 +89,8 @@ function comparison([speculative, plain], [fast, slow]) {
   const same = speculative.text === plain.text ? "Both texts are identical." : "The texts differ.";
   // Compare total times: on a busy machine a browser may get a whole text at once.
   if (!fast.totalMs) return same;
-  return `${same} With speculation it was ${(slow.totalMs / fast.totalMs).toFixed(2)} times as fast.`;
+  const ratio = (slow.totalMs / fast.totalMs).toFixed(2);
+  return `${same} With speculation it was ${ratio} times as fast.`;
 }
 
 function listen() {
@@ -99,16 +116,18 @@ function listen() {
 /** Show the gateway's status, and its reason if there is one. */
 function say(word, reason) {
   $("status").className = `status ${{ ready: "good", degraded: "fair" }[word] ?? "bad"}`;
-  if ($("status").lastElementChild.textContent !== word) $("status").lastElementChild.textContent = word;
+  const status = $("status").lastElementChild;
+  if (status.textContent !== word) status.textContent = word;
   const text = reason.length > MOST_REASON ? `${reason.slice(0, MOST_REASON)}…` : reason;
   if ($("reason").textContent !== text) $("reason").textContent = text;
   $("reason").hidden = !text;
 }
 
 function offerDrafters(readiness) {
-  const drafters = readiness.verifiers.flatMap((verifier) => verifier.drafters ?? []).filter((drafter) => drafter.connected);
-  const names = [...new Set(drafters.map((drafter) => drafter.family)), ...drafters.map((drafter) => drafter.id)];
-  const options = ["", ...names, "none"];
+  const known = readiness.verifiers.flatMap((verifier) => verifier.drafters ?? []);
+  const drafters = known.filter((drafter) => drafter.connected);
+  const families = new Set(drafters.map((drafter) => drafter.family));
+  const options = ["", ...families, ...drafters.map((drafter) => drafter.id), "none"];
   const select = $("drafter");
   if ([...select.options].map((option) => option.value).join() === options.join()) return;
   const chosen = select.value;
@@ -138,8 +157,8 @@ $("run").onclick = () => {
 $("stop").onclick = () => running?.abort();
 $("theme").onclick = () => {
   const root = document.documentElement;
-  const dark = (root.dataset.theme ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
-  root.dataset.theme = dark ? "light" : "dark";
+  const preferred = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
+  root.dataset.theme = (root.dataset.theme ?? preferred) === "dark" ? "light" : "dark";
   charts.recolor();
 };
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => charts.recolor());

@@ -131,5 +131,6 @@ export function figures(statistics, tokens) {
 /** The number of the target's steps, with and without a draft, that generated the tokens. */
 export function stepCount(tokens) {
   // Each step ends with a token of the target, except the last one if the text's end cuts it.
-  return tokens.filter((token, i) => !token.source.startsWith("accepted") || i === tokens.length - 1).length;
+  const last = tokens.at(-1);
+  return tokens.filter((token) => !token.source.startsWith("accepted") || token === last).length;
 }

@@ -25,7 +25,14 @@ export class Processes {
   /** Show the processes as the gateway reports them. */
   push(readiness, version) {
     this.#compare(readiness);
-    const gateway = { name: "gateway", state: readiness.status, good: readiness.status === "ready", fair: readiness.status === "degraded", lines: [`version ${version}`] };
+    const state = readiness.status;
+    const gateway = {
+      name: "gateway",
+      state,
+      good: state === "ready",
+      fair: state === "degraded",
+      lines: [`version ${version}`],
+    };
     const tree = branch(gateway, readiness.verifiers.map((verifier) => this.#verifier(verifier)));
     if (tree.outerHTML === this.shown) return;
     this.shown = tree.outerHTML;
@@ -35,7 +42,8 @@ export class Processes {
   /** Show that the gateway does not answer. */
   lost() {
     this.shown = "";
-    this.map.replaceChildren(branch({ name: "gateway", state: "does not answer", good: false, lines: [] }, []));
+    const gateway = { name: "gateway", state: "does not answer", good: false, lines: [] };
+    this.map.replaceChildren(branch(gateway, []));
   }
 
   #verifier(verifier) {
@@ -46,14 +54,16 @@ export class Processes {
       `sequences of this gateway ${verifier.running}`,
     ];
     if (verifier.problem) lines.push(verifier.problem);
-    const node = { name: `verifier ${verifier.address}`, state: verifier.ready ? "ready" : verifier.stage ?? "lost", good: verifier.ready, lines };
+    const state = verifier.ready ? "ready" : verifier.stage ?? "lost";
+    const node = { name: `verifier ${verifier.address}`, state, good: verifier.ready, lines };
     return branch(node, (verifier.drafters ?? []).map((drafter) => this.#drafter(drafter)));
   }
 
   #drafter(drafter) {
     const cores = drafter.cores ? `, ${drafter.cores} cores` : "";
     const numa = drafter.numa_node === null ? "" : `, NUMA node ${drafter.numa_node}`;
-    const rate = drafter.acceptance_rate === null ? "–" : `${(100 * drafter.acceptance_rate).toFixed(0)} %`;
+    const share = drafter.acceptance_rate;
+    const rate = share === null ? "–" : `${(100 * share).toFixed(0)} %`;
     const lines = [
       `${drafter.family} · ${drafter.placement} · ${drafter.device}${cores}${numa}`,
       `${drafter.host} ${drafter.architecture}`,
@@ -61,11 +71,13 @@ export class Processes {
       `accepted ${rate} · sequences ${drafter.sequences}`,
     ];
     const fresh = performance.now() - (this.joinedAt.get(drafter.id) ?? -Infinity) < NEW_MS;
-    return box({ name: drafter.id, state: drafter.connected ? "connected" : "lost", good: drafter.connected, fresh, lines });
+    const state = drafter.connected ? "connected" : "lost";
+    return box({ name: drafter.id, state, good: drafter.connected, fresh, lines });
   }
 
   #compare(readiness) {
-    const now = new Map(readiness.verifiers.flatMap((verifier) => verifier.drafters ?? []).map((drafter) => [drafter.id, drafter]));
+    const drafters = readiness.verifiers.flatMap((verifier) => verifier.drafters ?? []);
+    const now = new Map(drafters.map((drafter) => [drafter.id, drafter]));
     const before = this.known ?? now;
     this.known = now;
     for (const [id, drafter] of now) {
@@ -73,7 +85,9 @@ export class Processes {
       if (drafter.connected && !was) this.#tell(drafter, "joined");
       if (!drafter.connected && was) this.#tell(drafter, "lost");
     }
-    for (const [id, drafter] of before) if (!now.has(id) && drafter.connected) this.#tell(drafter, "left");
+    for (const [id, drafter] of before) {
+      if (!now.has(id) && drafter.connected) this.#tell(drafter, "left");
+    }
   }
 
   #tell(drafter, what) {

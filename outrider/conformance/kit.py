@@ -56,19 +56,21 @@ class Kit:
     async def link(self) -> Link:
         """The drafter's stream; starts the process and waits for a new stream where needed.
 
-        Raises Broken("comes-back") if no stream comes within 8 s.
+        Raises Broken("comes-back") if no stream comes within 8 s, or 30 s after a start.
         """
         if self._link is not None and not self._link.ended:
             return self._link
+        seconds = _BACK_S
         if self._process is None:
             self._start()
-        self._link = await self._first_link(_BACK_S)
+            seconds = _START_S
+        self._link = await self._first_link(seconds)
         if self._link is None:
             assert self._process is not None
             code = self._process.poll()
             if code is not None:
                 raise Broken("comes-back", f"exited with {code}")
-            raise Broken("comes-back", f"no stream within {_BACK_S:.0f} s")
+            raise Broken("comes-back", f"no stream within {seconds:.0f} s")
         return self._link
 
     def passed(self, *rules: str) -> None:

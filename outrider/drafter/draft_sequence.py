@@ -187,8 +187,8 @@ class DraftSequence:
         """A proposal of the chain and the new branches; None if nothing is new.
 
         It repeats the chain from the last committed token, so that it needs no earlier proposal.
-        If only some guesses have a confidence, `acceptance` stands in for those of other
-        favourites, and half of what it leaves for the guesses beside them.
+        If only some guesses have a confidence, other favourites get `acceptance`, and the guesses
+        beside them get half of `1 - acceptance`.
         """
         return self._tree.take(self.id, len(self.tokens))
 

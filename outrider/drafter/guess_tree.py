@@ -79,8 +79,8 @@ class GuessTree:
     ) -> None:
         """Add `run` behind the chain's first `place` guesses; at most `room` guesses are new.
 
-        The part of `run` that agrees with the chain or with a branch merges with it. What goes on
-        behind the chain's end is ignored. Raises IndexError if the chain has no guess at `place`.
+        The part of `run` that agrees with the chain or with a branch merges with it. The chain's
+        end also ends the run. Raises IndexError if the chain has no guess at `place`.
         """
         first = 0
         expected = self.chain[place]
@@ -185,8 +185,8 @@ class GuessTree:
         """A proposal of the chain and of the branches' new guesses; None if nothing is new.
 
         It repeats the chain from the root, so that it needs no earlier proposal. If only some
-        guesses have a confidence, `acceptance` stands in for those of other favourites, and half of
-        what it leaves for the guesses beside them.
+        guesses have a confidence, other favourites get `acceptance`, and the guesses beside them
+        get half of `1 - acceptance`.
         """
         if not self.has_unsent:
             return None

@@ -1,7 +1,7 @@
 """A drafter's side of one draft stream, without the stream: step batches in, draft batches out.
 
-Owns the sequences and decides when to ask the strategy for which. Knows no way of drafting, no
-sockets and no tasks.
+Owns the sequences, and decides when to ask the strategy for guesses and for which of them. Knows no
+way of drafting, no sockets and no tasks.
 """
 
 from __future__ import annotations

@@ -11,8 +11,9 @@ import json
 import re
 import threading
 import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -22,6 +23,8 @@ from outrider.grammar.cache import GrammarCache
 from outrider.grammar.kinds import Grammar, GrammarKind
 from outrider.grammar.repetition import check_ebnf, check_pattern, check_times
 from outrider.grammar.schema import check_schema
+
+_Result = TypeVar("_Result")
 
 _THREAD_COUNT = 2
 # LLGuidance recurses along rules and references, and a stack overflow ends the process. The longest
@@ -81,8 +84,24 @@ class GrammarCompiler:
         cached = self.cache.get(grammar)
         if cached is not None:
             return cached
-        field = _field(grammar)
-        work = self._pool.submit(self._compile_once, grammar)
+        return await self._on_thread(_field(grammar), self._compile_once, grammar)
+
+    async def matcher_async(self, grammar: Grammar, committed: Sequence[int]) -> Matcher:
+        """Compile a grammar as above, and advance a matcher behind these tokens of its text.
+
+        Raises OutriderError as above, and INVALID_VALUE for a token that may not be there.
+        """
+        compiled = await self.compile_async(grammar)
+        if not committed:
+            return compiled.matcher()
+        # Thousands of tokens take as long as several steps of the engine.
+        return await self._on_thread(_field(grammar), advanced, compiled, committed)
+
+    async def _on_thread(
+        self, field: str, function: Callable[..., _Result], *given: object
+    ) -> _Result:
+        """Run a function on a thread of the pool, within `compile_seconds`."""
+        work = self._pool.submit(function, *given)
         try:
             return await asyncio.wait_for(asyncio.wrap_future(work), self._seconds)
         except TimeoutError as cause:
@@ -135,6 +154,22 @@ class GrammarCompiler:
             allowed = allowed[~np.isin(allowed, self._stops)]
             if not len(allowed) or not matcher.accept(int(choose.choice(allowed))):
                 return
+
+
+def advanced(compiled: Compiled, committed: Sequence[int]) -> Matcher:
+    """A matcher behind output that was committed before.
+
+    Raises OutriderError(INVALID_VALUE) for a token that the grammar forbids or that ends the text.
+    """
+    matcher = compiled.matcher()
+    for i, token in enumerate(committed):
+        if not matcher.accept(token):
+            problem = f"must be a token that the grammar allows here, not {token}"
+            raise invalid(f"committed_token_ids[{i}]", problem)
+        if matcher.ended:
+            problem = f"must not end the sequence, but {token} does"
+            raise invalid(f"committed_token_ids[{i}]", problem)
+    return matcher
 
 
 def _threads() -> ThreadPoolExecutor:

@@ -1,1 +1,1 @@
-"""Generated from protos/outrider/internal: what no other version has to understand."""
+"""Generated from protos/outrider/internal: messages between processes of one version."""

@@ -198,7 +198,7 @@ def conformance(command: tuple[str, ...], tokenizer: str | None, transcript: Pat
 @click.option(
     "--new-authority",
     is_flag=True,
-    help="Replace the authority of DIR. Certificates of the earlier one are worth nothing then.",
+    help="Replace the authority of DIR. Certificates of the earlier one stop working.",
 )
 def certs(
     directory: Path,
@@ -210,7 +210,7 @@ def certs(
 ) -> int:
     """Make a private authority in DIR, and a certificate for each role.
 
-    An authority that is there signs again: run the command once more to renew the certificates.
+    An authority that DIR has signs again, so the same command renews the certificates.
     """
     from outrider.errors import OutriderError
     from outrider.launch.certs import NAMES, run

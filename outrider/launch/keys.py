@@ -13,7 +13,14 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.errors import OutriderError, invalid
-from outrider.process.key_file import key_digest, make_entry, new_key, read_keys, write_keys
+from outrider.process.key_file import (
+    changing_keys,
+    key_digest,
+    make_entry,
+    new_key,
+    read_keys,
+    write_keys,
+)
 
 LIMITS = (
     "requests_per_minute",
@@ -27,15 +34,16 @@ def add(path: Path, fields: Mapping[str, Any], days: float | None) -> int:
     """Add a key with these fields of its entry, and print it. It cannot be shown again."""
 
     def work() -> None:
-        entries = read_keys(path) if path.exists() else ()
         key = new_key()
-        names = {entry.id for entry in entries}
-        name = fields.get("id") or _free_id(str(fields["tenant"]), names)
-        if name in names:
-            raise invalid("id", f"{name} is a key of {path} already")
-        made = {"id": name, "sha256": key_digest(key), "expires": _after(days)}
-        entry = make_entry({**fields, **made})
-        write_keys(path, [*entries, entry])
+        with changing_keys(path) as file:
+            entries = read_keys(file) if file.exists() else ()
+            names = {entry.id for entry in entries}
+            name = fields.get("id") or _free_id(str(fields["tenant"]), names)
+            if name in names:
+                raise invalid("id", f"{name} is a key of {path} already")
+            made = {"id": name, "sha256": key_digest(key), "expires": _after(days)}
+            entry = make_entry({**fields, **made})
+            write_keys(file, [*entries, entry])
         print(f"{path} now has key {entry.id} of tenant {entry.tenant}:", file=sys.stderr)
         print(key)
 
@@ -65,12 +73,13 @@ def revoke(path: Path, key_id: str) -> int:
     """Remove a key. Gateways refuse it within two seconds; its running requests finish."""
 
     def work() -> None:
-        entries = read_keys(path)
-        left = [entry for entry in entries if entry.id != key_id]
-        if len(left) == len(entries):
-            names = ", ".join(entry.id for entry in entries) or "none"
-            raise invalid("id", f"{key_id} is not a key of {path}, which has {names}")
-        write_keys(path, left)
+        with changing_keys(path) as file:
+            entries = read_keys(file)
+            left = [entry for entry in entries if entry.id != key_id]
+            if len(left) == len(entries):
+                names = ", ".join(entry.id for entry in entries) or "none"
+                raise invalid("id", f"{key_id} is not a key of {path}, which has {names}")
+            write_keys(file, left)
 
     return _reporting(work)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 
@@ -10,10 +10,15 @@ from outrider.process.roles import Peer, Role, peer_of_grpc
 from outrider.process.tls import SOCKET_NAME, Tls, WatchedTls
 
 
-def client_credentials(
-    address: str, tls: Tls, server: Role | None
-) -> tuple[grpc.ChannelCredentials, list[tuple[str, str]]]:
-    """Credentials for a server at this address, and the channel options that go with them.
+class ClientCredentials(NamedTuple):
+    """The contents of a client's files, and the channel options that go with them."""
+
+    of_channel: grpc.ChannelCredentials
+    options: list[tuple[str, str]]
+
+
+def client_credentials(address: str, tls: Tls, server: Role | None) -> ClientCredentials:
+    """Credentials for a server at this address.
 
     The server's certificate must have the role `server`, or for None the address' name. Raises
     OutriderError(INVALID_VALUE) if the files are bad.
@@ -24,7 +29,8 @@ def client_credentials(
     if name is None and address.startswith("unix:"):
         # gRPC would look for a socket's path in the certificate.
         name = SOCKET_NAME
-    return credentials, [] if name is None else [("grpc.ssl_target_name_override", name)]
+    options = [] if name is None else [("grpc.ssl_target_name_override", name)]
+    return ClientCredentials(credentials, options)
 
 
 def server_credentials(tls: Tls) -> grpc.ServerCredentials:

@@ -7,12 +7,14 @@ a core, and callers without a key could spend that time as well.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import secrets
 import tempfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import UTC, date, datetime, time
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -48,7 +50,7 @@ Role = Literal["tenant", "operator"]
 
 
 class KeyEntry(BaseModel):
-    """One API key. A limit that is not given does not hold."""
+    """One API key. Without a limit the key may use any amount."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -140,6 +142,23 @@ def read_keys(path: Path) -> tuple[KeyEntry, ...]:
     except UnicodeDecodeError as error:
         raise invalid("keys-file", f"{path} is not UTF-8") from error
     return parse_keys(text, f"keys-file {path}")
+
+
+@contextmanager
+def changing_keys(path: Path) -> Iterator[Path]:
+    """The file behind all links. During the block, no other process is in such a block for it.
+
+    Otherwise one command could read, wait, and write back a key that another has revoked meanwhile.
+    Raises OSError.
+    """
+    path = Path(os.path.realpath(path))
+    # The file itself is replaced, and one beside it would have an owner and a mode of its own.
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield path
+    finally:
+        os.close(folder)
 
 
 def write_keys(path: Path, entries: Sequence[KeyEntry]) -> None:

@@ -1,10 +1,9 @@
 """The roles in certificates, and the one table of who may call what.
 
 A certificate has its role as the URI outrider://role/NAME among its alternative names, and its
-holder's name as the common name of its subject. One without such a URI is a client's.
-
-gRPC's clients see no URI of a server, but check its DNS names. So a role is also a DNS name, and
-whoever dials a verifier or an agent demands it in place of the host's name.
+holder's name as the common name of its subject. A certificate without such a URI is a client's.
+gRPC's clients cannot see a server's URI, but they check its DNS names. So a server's role is also a
+DNS name. Clients of a verifier or an agent require it in place of the host's name.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ CALLERS: Mapping[str, frozenset[Role]] = {
     "/grpc.health.v1.Health/Check": _ANY,
     "/grpc.health.v1.Health/List": _ANY,
     "/grpc.health.v1.Health/Watch": _ANY,
-    # Clients of a gateway need no certificate, and what they read is the public contract.
+    # Clients of a gateway need no certificate, and reflection shows the public contract alone.
     "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo": frozenset(
         {Role.CLIENT, Role.OPERATOR}
     ),

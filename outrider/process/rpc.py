@@ -18,7 +18,12 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 from grpc_status import rpc_status
 
 from outrider.errors import DOMAIN, OutriderError, Reason
-from outrider.process.credentials import client_credentials, peer_of, server_credentials
+from outrider.process.credentials import (
+    ClientCredentials,
+    client_credentials,
+    peer_of,
+    server_credentials,
+)
 from outrider.process.roles import Role, check_call
 from outrider.process.tls import Tls
 
@@ -74,10 +79,15 @@ def dial(
     of the host. The files are read now; a channel keeps what they held. Raises
     OutriderError(INVALID_VALUE) if they are bad.
     """
-    if tls is None:
+    return channel(address, None if tls is None else client_credentials(address, tls, server))
+
+
+def channel(address: str, credentials: ClientCredentials | None) -> grpc.aio.Channel:
+    """A channel as of `dial`, from credentials that were read before; None means no TLS."""
+    if credentials is None:
         return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-    credentials, name = client_credentials(address, tls, server)
-    return grpc.aio.secure_channel(address, credentials, options=[*CHANNEL_OPTIONS, *name])
+    options = [*CHANNEL_OPTIONS, *credentials.options]
+    return grpc.aio.secure_channel(address, credentials.of_channel, options=options)
 
 
 def status_of(error: OutriderError) -> status_pb2.Status:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import re
 import ssl
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _Loaded = TypeVar("_Loaded")
+
+# How often files that do not fit are tried again. A new mode, or a new link, leaves no other trace.
+_RETRY_S = 1.0
 
 SOCKET_NAME = "localhost"
 """The name that the certificate of a server on a Unix socket must have."""
@@ -203,22 +207,30 @@ class WatchedTls(Generic[_Loaded]):
         self._files = files
         self._load = load
         self._stamp = files.stamp()
+        # The stamp of files that do not fit, and when to try them again.
+        self._failed: tuple[object, ...] | None = None
+        self._retry_at = 0.0
         self.current = load(files)
         """What `load` made of the last files that were valid."""
 
     def refresh(self) -> bool:
         """Load changed files; returns whether `current` is new.
 
-        Files that do not fit, as halfway through a replacement, leave `current` in place, and are
-        loaded again at the next call.
+        Files that do not fit, as halfway through a replacement, leave `current` in place. They are
+        loaded again once they have changed, and each second: any stranger's handshake calls this.
         """
         stamp = self._files.stamp()
-        if stamp == self._stamp:
+        now = time.monotonic()
+        known = stamp == self._failed
+        if stamp == self._stamp or (known and now < self._retry_at):
             return False
         try:
             loaded = self._load(self._files)
         except (OutriderError, OSError) as error:
-            log.warning("the earlier certificate stays in use: %s", error)
+            if not known:
+                log.warning("the earlier certificate stays in use: %s", error)
+            self._failed = stamp
+            self._retry_at = now + _RETRY_S
             return False
         if self._files.stamp() != stamp:
             # They changed meanwhile, so a certificate may have another's key.
@@ -261,7 +273,7 @@ def _http_context(tls: Tls) -> ssl.SSLContext:
 
 
 def explain(details: str, tls: Tls | None) -> str:
-    """The details of a failed connection, with its cause in TLS before them if there is one.
+    """The details of a failed connection, behind its cause in TLS if there is one.
 
     gRPC tells a client why it refused a server, but not why a server refused the client. That is
     found out from the client's own files.

@@ -1,7 +1,8 @@
 """Checks the history of a campaign. A pure function over its events.
 
-A request is lost if it has no end, two ends, or an end that no fault explains. It is altered if
-what came differs from the undisturbed answer. A process leaks what it holds when all is quiet.
+A request is lost if it has no end, two ends, or an end that no fault explains. It is altered if the
+answer that arrived differs from the undisturbed one. A process leaks if it still holds something
+when all is quiet.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from outrider_bench.chaos.history import Event
 _LOGPROB_TOLERANCE = 1e-4
 _GROWTH = {"files": 16, "threads": 16, "mebibytes": 100.0}
 """Most that a process may grow after its first round. Caches and pools of threads fill at first."""
-_NEVER = ("internal",)
-"""Codes of errors that no fault explains."""
+_EXPLAINED = ("verifier_unavailable", "not_ready", "draining", "overloaded")
+"""Codes of errors that a fault may explain."""
+_RESUME_S = 30.0
+"""How long a request that has begun waits for a verifier, by the gateway's default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +35,16 @@ class Violation:
 
 def check(events: Sequence[Event], verifiers: int = 2) -> list[Violation]:
     """All violations, in the order of the rounds. The stack has so many verifiers."""
-    faults = [event for event in events if event["event"] == "fault"]
+    faults: dict[int, list[Event]] = {}
+    for event in events:
+        if event["event"] == "fault":
+            faults.setdefault(event["round"], []).append(event)
     wanted = {e["number"]: e["answer"] for e in events if e["event"] == "undisturbed"}
     found: list[Violation] = []
     for event in events:
         if event["event"] == "request":
-            here = [fault for fault in faults if _meet(fault, event)]
+            # A round's requests end before the next round begins.
+            here = [fault for fault in faults.get(event["round"], []) if _meet(fault, event)]
             found += _check_request(event, wanted[event["number"]], here, verifiers)
         elif event["event"] == "undisturbed" and event["outcome"] != "finished":
             found.append(Violation(event["round"], "lost", f"{_name(event)} without any fault"))
@@ -48,7 +55,7 @@ def check(events: Sequence[Event], verifiers: int = 2) -> list[Violation]:
 
 
 def _meet(*events: Event) -> bool:
-    """Whether there is a moment in all of these events."""
+    """Whether all of these events overlap at one moment."""
     latest_began: float = max(event["began"] for event in events)
     earliest_ended: float = min(event["ended"] for event in events)
     return latest_began <= earliest_ended
@@ -72,11 +79,11 @@ def _check_request(
 
 
 def _is_allowed(event: Event, faults: Sequence[Event], verifiers: int) -> bool:
-    """Whether a request may end so, beside these faults."""
+    """Whether the faults that overlap a request allow its outcome."""
     outcome = event["outcome"]
     if outcome in ("finished", "left"):
         return True
-    if outcome == "failed" and event["answer"]["code"] in _NEVER:
+    if outcome == "failed" and event["answer"]["code"] not in _EXPLAINED:
         return False
     if any(outcome in fault["allows"] for fault in faults):
         return True
@@ -84,11 +91,17 @@ def _is_allowed(event: Event, faults: Sequence[Event], verifiers: int) -> bool:
 
 
 def _all_gone(event: Event, faults: Sequence[Event], verifiers: int) -> bool:
-    """Whether no verifier could be reached at some moment of the request."""
+    """Whether no verifier could be reached at some moment of the request.
+
+    If the request had begun, for as long as it waits for one.
+    """
+    least_s = _RESUME_S if event["answer"]["choices"] else 0.0
     for moment in [event["began"], *(fault["began"] for fault in faults)]:
         now = {"began": moment, "ended": moment}
-        here = [fault for fault in faults if _meet(fault, event, now)]
-        if len({name for fault in here for name in fault["unreachable"]}) == verifiers:
+        here = [fault for fault in faults if fault["unreachable"] and _meet(fault, event, now)]
+        if len({name for fault in here for name in fault["unreachable"]}) < verifiers:
+            continue
+        if min(fault["ended"] for fault in here) - moment >= least_s:
             return True
     return False
 
@@ -96,7 +109,7 @@ def _all_gone(event: Event, faults: Sequence[Event], verifiers: int) -> bool:
 def _differences(
     answer: Mapping[str, Any], wanted: Mapping[str, Any], *, is_whole: bool
 ) -> Iterator[str]:
-    """Where an answer differs from the undisturbed one; a part may only be shorter."""
+    """Where an answer differs from the undisturbed one. Parts that were cut off may be shorter."""
     if is_whole and answer["choices"].keys() != wanted["choices"].keys():
         yield "it has other choices"
     if is_whole and answer["usage"] != wanted["usage"]:
@@ -115,7 +128,7 @@ def _differences(
 
 
 def _agree(given: Any, wanted: Any, *, is_whole: bool) -> bool:
-    """Whether two texts or lists are equal, or the first begins the second if it is not whole."""
+    """Whether two texts or lists are equal; if `given` is not whole, whether it is a prefix."""
     if is_whole and len(given) != len(wanted):
         return False
     return len(given) <= len(wanted) and all(map(_equal, given, wanted))

@@ -39,7 +39,7 @@ class Clients:
         await self._http.aclose()
 
     async def ask_all(self, at_once: int) -> None:
-        """Ask each request once, so many at a time, without any fault."""
+        """Ask each request once without any fault, at most `at_once` at a time."""
         turns = asyncio.Semaphore(at_once)
 
         async def ask() -> None:
@@ -55,12 +55,12 @@ class Clients:
                 await asyncio.sleep(_PAUSE_S)
 
     async def crowd(self, count: int, leaves_after: int = 0, pause_s: float = 0.0) -> None:
-        """Ask `count` requests at once. 0 events of `leaves_after` means to stay."""
+        """Ask `count` requests at once. With `leaves_after` 0 the clients stay to the end."""
         asks = (self.ask("request", leaves_after, pause_s) for _ in range(count))
         await asyncio.gather(*asks)
 
     async def half_requests(self, count: int, seconds: float) -> None:
-        """Say the beginning of as many requests, and hang up after some seconds."""
+        """Send the beginning of `count` requests, and hang up after some seconds."""
         writers: list[asyncio.StreamWriter] = []
         # The gateway may be down.
         with suppress(OSError):

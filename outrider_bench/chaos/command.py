@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import click
-from rich.table import Table
 
 from outrider.process.usage import invoke
 from outrider_bench.chaos.campaign import play
-from outrider_bench.chaos.check import Violation, check
-from outrider_bench.chaos.history import Event, History
+from outrider_bench.chaos.check import check
+from outrider_bench.chaos.history import Event, History, read, whole
+from outrider_bench.chaos.report import markdown
 from outrider_bench.chaos.site import has_redis
 from outrider_bench.chaos.spec import campaign_of, load
-from outrider_bench.console import console_for_output, table_of
 from outrider_bench.experiment.processes import StackFailed
 
 _HISTORY = Path("bench/out/chaos/history.jsonl")
-_WHAT = ("lost", "altered", "leaked")
 
 
 @click.command()
@@ -36,16 +35,24 @@ _WHAT = ("lost", "altered", "leaked")
     type=click.Path(path_type=Path),
     default=_HISTORY,
     show_default=True,
-    help="File for the events of the campaign, one line of JSON each.",
+    help="File for the events of the campaign, one line of JSON each. Its table is beside it.",
 )
+@click.option("--check", "is_over", is_flag=True, help="Check an earlier history, play nothing.")
 def command(
-    file: Path | None, minutes: float | None, seed: int | None, only: int | None, path: Path
+    file: Path | None,
+    minutes: float | None,
+    seed: int | None,
+    only: int | None,
+    path: Path,
+    is_over: bool,
 ) -> int:
     """Play the campaign of FILE, or all faults, and exit with 1 if anything was lost.
 
     docs/dependability.md describes the faults, what is checked, and the file.
     """
     try:
+        if is_over:
+            return 0 if _report(path, read(path)) else 1
         campaign = load(file) if file is not None else campaign_of({})
         given = {"minutes": minutes, "seed": seed}
         changes = {name: value for name, value in given.items() if value is not None}
@@ -53,43 +60,47 @@ def command(
         bag = campaign.bag(has_redis=has_redis())
     except ValueError as error:
         raise click.UsageError(str(error)) from error
-    console = console_for_output()
-
-    def tell(text: str) -> None:
-        console.print(text, markup=False, highlight=False)
-
     is_whole = False
     with closing(History(path)) as history:
         try:
-            asyncio.run(play(campaign, bag, history, tell, only))
+            asyncio.run(_until_stopped(play(campaign, bag, history, _tell, only)))
             is_whole = True
         except StackFailed as error:
-            tell(str(error))
-        found = check(history.events)
-    console.print(table(history.events, found))
+            _tell(str(error))
+    is_right = _report(path, history.events)
+    _tell(f"seed {campaign.seed}; written: {path}")
+    return 0 if is_whole and is_right else 1
+
+
+def _tell(text: str) -> None:
+    print(text, flush=True)
+
+
+async def _until_stopped(playing: Coroutine[Any, Any, None]) -> None:
+    """Await a campaign; raises StackFailed on SIGINT and SIGTERM, once it has stopped."""
+    task = asyncio.ensure_future(playing)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, task.cancel)
+    try:
+        await task
+    except asyncio.CancelledError as cause:
+        raise StackFailed("interrupted") from cause
+
+
+def _report(path: Path, events: Sequence[Event]) -> bool:
+    """Check a history, print its violations and table, and write these beside it.
+
+    Returns whether there are no violations.
+    """
+    events = whole(events)
+    found = check(events)
+    table = markdown(events, found)
+    path.with_suffix(".md").write_text(table)
+    _tell(table)
     for violation in found:
-        tell(f"round {violation.round}: {violation.what}: {violation.detail}")
-    tell(f"seed {campaign.seed}; written: {path}")
-    return 0 if is_whole and not found else 1
-
-
-def table(events: Sequence[Event], violations: Sequence[Violation]) -> Table:
-    """Each fault with its tries, and the requests and violations of the rounds that had it."""
-    rounds: dict[str, list[int]] = {}
-    for event in events:
-        if event["event"] == "fault":
-            rounds.setdefault(event["name"], []).append(event["round"])
-    requests = [event for event in events if event["event"] == "request"]
-    finished = [event for event in requests if event["outcome"] == "finished"]
-    counts = [Counter(event["round"] for event in some) for some in (requests, finished)]
-    counts += [Counter(v.round for v in violations if v.what == what) for what in _WHAT]
-    made = table_of("Faults", ["fault", "tries", "requests", "finished", *_WHAT])
-    for name, numbers in sorted(rounds.items()):
-        sums = (sum(count[number] for number in numbers) for count in counts)
-        made.add_row(name, str(len(numbers)), *map(str, sums))
-    played = len({number for numbers in rounds.values() for number in numbers})
-    made.add_row("all rounds", str(played), *(str(count.total()) for count in counts))
-    return made
+        _tell(f"round {violation.round}: {violation.what}: {violation.detail}")
+    return not found
 
 
 def main(arguments: list[str]) -> int:

@@ -37,7 +37,7 @@ class Fault:
     """Processes, links, or `BOTH`; one is drawn."""
     allows: frozenset[str] = frozenset()
     """Outcomes other than "finished" that requests under way may have."""
-    seconds: tuple[float, float] = (0.5, 4.0)
+    seconds: tuple[float, float] = (1.0, 4.0)
     of_redis: bool = False
 
 

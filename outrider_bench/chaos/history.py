@@ -4,10 +4,37 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 Event = dict[str, Any]
+
+
+def whole(events: Sequence[Event]) -> list[Event]:
+    """The events without those of a last round that was interrupted.
+
+    A round ends with an event "quiet", or with "trouble" where the campaign had to end.
+    """
+    last = max((event["round"] for event in events), default=-1)
+    ends = {event["event"] for event in events if event["round"] == last}
+    if last < 0 or ends & {"quiet", "trouble"}:
+        return list(events)
+    return [event for event in events if event["round"] < last]
+
+
+def read(path: Path) -> list[Event]:
+    """The events of a file; raises ValueError that names the file and the problem.
+
+    A last line that was cut off is left out.
+    """
+    try:
+        lines = path.read_text().splitlines(keepends=True)
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 class History:

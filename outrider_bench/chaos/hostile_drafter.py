@@ -81,7 +81,7 @@ async def _never_read(call: Call) -> None:
 
 
 async def _flood(call: Call) -> None:
-    """Propose for every sequence that was ever opened, without a pause, and read beside it."""
+    """Propose without a pause for every sequence ever opened; another task reads."""
     known: dict[int, int] = {}
 
     async def follow() -> None:

@@ -6,7 +6,8 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-_TOKENS = 100
+_LENGTHS = (100, 16, 48, 24, 32)
+"""Most tokens of a prompt's requests: long ones meet more of a fault, short ones are many."""
 _PROMPTS = (
     "def read(path):\n    ",
     "import os\n\nclass Cache:\n    def get(self, key):\n",
@@ -24,7 +25,7 @@ _KINDS: dict[str, dict[str, Any]] = {
     "logprobs": {"temperature": 1, "logprobs": 3, "ignore_eos": True},
     "penalties": {"temperature": 1, "ignore_eos": True, **_PENALTIES},
     "greedy penalties": {"temperature": 0, "ignore_eos": True, **_PENALTIES},
-    "n=2": {"temperature": 1, "n": 2, "max_tokens": _TOKENS // 2, "ignore_eos": True},
+    "n=2": {"temperature": 1, "n": 2, "ignore_eos": True},
     "stop": {"temperature": 1, "stop": ["return", "\n\n\n", "=="]},
 }
 COUNT = len(_KINDS) * len(_PROMPTS)
@@ -40,9 +41,16 @@ def kind_of(number: int) -> str:
 def body(number: int) -> dict[str, Any]:
     """The JSON of a request for a streamed completion."""
     number %= COUNT
-    prompt = _PROMPTS[number // len(_KINDS)]
-    common = {"prompt": prompt, "seed": (number + 1) * 7919, "max_tokens": _TOKENS, "stream": True}
-    return common | {"stream_options": {"include_usage": True}} | _KINDS[kind_of(number)]
+    kind = _KINDS[kind_of(number)]
+    place = number // len(_KINDS)
+    common = {
+        "prompt": _PROMPTS[place],
+        "seed": (number + 1) * 7919,
+        "max_tokens": _LENGTHS[place] // kind.get("n", 1),
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    return common | kind
 
 
 @dataclass(slots=True)
@@ -67,7 +75,7 @@ class Answer:
     """The code of the error that ended it."""
     is_done: bool = False
     problems: list[str] = field(default_factory=list)
-    """What a client may not get: anything after an end, or an end without one of its parts."""
+    """What is wrong with the stream: anything after an end, or an end without one of its parts."""
 
     def add(self, line: str) -> None:
         """Add a line of the stream of events."""
@@ -78,7 +86,11 @@ class Answer:
         if line == "data: [DONE]":
             self._end()
             return
-        event = json.loads(line.removeprefix("data: "))
+        try:
+            event = json.loads(line.removeprefix("data: "))
+        except ValueError:
+            self.problems.append(f"a line is not JSON: {line[:80]!r}")
+            return
         if "error" in event:
             self.fail(event)
             return

@@ -184,7 +184,7 @@ class Site:
         return [*names, "redis"] if self._redis_port else names
 
     async def quiet(self) -> dict[str, Any]:
-        """What is in use once no request runs: metrics that are not 0, and each process' size.
+        """Metrics that are not 0 once no request runs, and each process' size.
 
         Waits for at most 20 s until all these metrics are 0.
         """
@@ -222,7 +222,7 @@ class Site:
 
 
 async def _within(seconds: float, holds: Callable[[], Awaitable[bool]]) -> bool:
-    """Whether something holds, once within some seconds."""
+    """Whether the condition holds within some seconds."""
     until = time.monotonic() + seconds
     while not await holds():
         if time.monotonic() > until:

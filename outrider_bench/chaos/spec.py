@@ -28,10 +28,10 @@ class Campaign(BaseModel):
     weights: dict[str, Annotated[int, Field(ge=1, le=100)]] = {}
     """How often a fault comes for each time that others come."""
 
-    overlap: float = Field(0.3, ge=0, le=1)
+    overlap: float = Field(0.5, ge=0, le=1)
     """Share of rounds in which a second fault joins the first."""
 
-    clients: int = Field(4, ge=1, le=64)
+    clients: int = Field(16, ge=1, le=64)
     """Streams under way at once."""
 
     @model_validator(mode="after")

@@ -23,7 +23,8 @@ _DRAFTERS = {"model": "a draft model", "ngram": "an n-gram drafter"}
 def answer(drafter: str, advice: Sequence[BatchAdvice]) -> str:
     """The first line: whether drafting on the other host pays, at which batches, and how much."""
     first = advice[0]
-    situation, far = first.situation, first.situation.far
+    situation = first.situation
+    far = first.situation.far
     here = max(first.simulated[place.key].speed for place in situation.places[:2])
     paying = [found.batch for found in advice if found.simulated[far.key].speed >= PAYS]
     others = [found.batch for found in advice if found.batch not in paying]
@@ -34,7 +35,8 @@ def answer(drafter: str, advice: Sequence[BatchAdvice]) -> str:
     else:
         word = f"Yes at batch {_listed(paying)}, no at batch {_listed(others)}"
     name = _DRAFTERS.get(drafter.partition("-")[0], f"the drafter {drafter}")
-    speed, batch = first.simulated[far.key].speed, first.batch
+    speed = first.simulated[far.key].speed
+    batch = first.batch
     return (
         f"{word}: {name} {situation.link_ms:g} ms away brings {speed:.2f} × plain decoding "
         f"at batch {batch} ({here:.2f} × on this host)."
@@ -45,7 +47,8 @@ def show(console: Console, drafter: str, advice: Sequence[BatchAdvice]) -> None:
     """Print the answer, the table of placements, and the arithmetic of the first batch."""
     console.print(answer(drafter, advice), markup=False, soft_wrap=True)
     console.print(_placements(advice))
-    first, situation = advice[0], advice[0].situation
+    first = advice[0]
+    situation = advice[0].situation
     far = situation.far
     shown = first.arithmetic[far.key]
     console.print(f"Arithmetic of a drafter {far.name}, at batch {first.batch}", style="bold")
@@ -104,7 +107,8 @@ def difference(place: Place, found: BatchAdvice) -> float | None:
 
 
 def _reason(place: Place, found: BatchAdvice) -> str:
-    expected, simulated = found.arithmetic[place.key].expected, found.simulated[place.key]
+    expected = found.arithmetic[place.key].expected
+    simulated = found.simulated[place.key]
     if simulated.speed > expected.speed:
         return "the rest of a late draft is used, and some drafts run ahead of the verdict"
     if place.on_target_cores:
@@ -158,7 +162,8 @@ def _placements(advice: Sequence[BatchAdvice]) -> Table:
 
 
 def _symbols(situation: Situation, shown: Arithmetic) -> str:
-    times, depth = shown.times, shown.expected.depth
+    times = shown.times
+    depth = shown.expected.depth
     return (
         f"a = {situation.acceptance:.2f} acceptance   p = {_ms(times.decode_step_s)} plain step   "
         f"v = {_ms(times.verify_s[depth])} verifying step, k = {depth}   "

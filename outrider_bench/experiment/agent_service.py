@@ -1,4 +1,7 @@
-"""The agent's gRPC service. One controller at a time has a lease, which its processes end with."""
+"""The agent's gRPC service.
+
+One controller at a time has a lease. Its processes end with the lease.
+"""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ Strategy = Callable[[Times, float], Estimate]
 
 
 def best(way: Way, times: Times, acceptance: float) -> Estimate:
-    """The estimate at the fastest depth. Depth 0 is plain decoding, so none is below 1."""
+    """The estimate at the fastest depth. Depth 0 is plain decoding, so the speed is at least 1."""
     estimates = [way(times, acceptance, depth) for depth in range(len(times.verify_s))]
     return max(estimates, key=_speed)
 

@@ -54,7 +54,7 @@ def load_of(experiment: Experiment, tokenizer: Tokenizer) -> Load:
     them.
     """
     workload = experiment.workload
-    together = experiment.target.count if workload.verifiers == "together" else 1
+    together = _together(experiment)
     warm_up = [
         (0.0, r.kind, r.prompt, r.output_tokens)
         for r in warm_up_of(workload, tokenizer)
@@ -69,16 +69,24 @@ def load_of(experiment: Experiment, tokenizer: Tokenizer) -> Load:
     return Load(warm_up, sorted(measured, key=lambda asked: asked[0]))
 
 
+def _together(experiment: Experiment) -> int:
+    """The verifiers that serve at the same time."""
+    if experiment.workload.verifiers == "together":
+        return experiment.target.count
+    return 1
+
+
 def check(experiment: Experiment, profile: Profile) -> None:
     """Raise ValueError if the profile cannot predict this cell; it names the field of the file."""
-    target, cores = experiment.target, profile.cores
+    target = experiment.target
+    cores = profile.cores
     name = str(target.model) + (" grown" if target.grown else "")
     if name != profile.target:
         raise ValueError(f"target.model: the profile is of {profile.target}, not of {name}")
     if target.dtype != profile.dtype:
         raise ValueError(f"target.dtype: the profile is of {profile.dtype}, not of {target.dtype}")
-    if threads_of(target, cores) != profile.threads:
-        threads = threads_of(target, cores)
+    threads = threads_of(target, cores)
+    if threads != profile.threads:
         raise ValueError(f"target.threads: the profile has {profile.threads}, the cell {threads}")
     if experiment.workload.temperature > 0.0:
         raise ValueError(
@@ -126,14 +134,21 @@ def scenario_of(
     experiment: Experiment, way: str, profile: Profile, load: Load, directory: Path
 ) -> Scenario:
     """The scenario. Writes its cost table to `directory`, where `requests.jsonl` has the load."""
-    target, workload = experiment.target, experiment.workload
-    drafters = [] if way == PLAIN else list(drafters_of(experiment))
-    families = {drafter.family for _, drafter in drafters}
-    served = "model" if "model" in families else "ngram" if families else "plain"
-    serving = at_batch(profile.at(served), workload.batch if workload.arrivals == "closed" else 1)
+    target = experiment.target
+    workload = experiment.workload
+    verifiers = _together(experiment)
+    drafters: list[tuple[str, Drafter]] = []
+    schedule: list[dict[str, Any]] = []
+    if way != PLAIN:
+        drafters = list(drafters_of(experiment))
+    if drafters:
+        schedule = [
+            event for each in experiment.events for event in _events(experiment, each, verifiers)
+        ]
+    served = _served({drafter.family for _, drafter in drafters})
+    serving = at_batch(profile.at(served), workload.under_way)
     table = directory / f"{way}.costs.json"
     table.write_text(_costs(experiment, profile, served).model_dump_json())
-    verifiers = target.count if workload.verifiers == "together" else 1
     settings = {
         name: target.settings[name] for name in _VERIFIER_SETTINGS if name in target.settings
     }
@@ -144,7 +159,7 @@ def scenario_of(
         "warm_up": len(load.warm_up),
         "arrivals": "closed" if workload.arrivals == "closed" else "recorded",
         "seconds": _LONGEST_S,
-        "sequences": [(workload.batch if workload.arrivals == "closed" else 1) * verifiers],
+        "sequences": [workload.under_way * verifiers],
         "verifiers": verifiers,
         "client_ms": 1000 * serving.client_s,
         **_shared_cores(experiment, profile),
@@ -157,18 +172,23 @@ def scenario_of(
             for name, drafter in drafters
             for spec in _specs(experiment, name, drafter, profile, verifiers)
         ],
-        "schedule": [
-            event for each in experiment.events for event in _events(experiment, each, verifiers)
-        ]
-        if drafters
-        else [],
+        "schedule": schedule,
     }
     return Scenario.model_validate(given)
 
 
+def _served(families: set[str]) -> str:
+    """The profile's name for serving with these families of drafters."""
+    for family in ("model", "ngram"):
+        if family in families:
+            return family
+    return "plain"
+
+
 def at_batch(servings: list[Serving], batch: int) -> Serving:
     """The costs of serving at a batch size, interpolated between the profile's two."""
-    low, high = servings[0], servings[-1]
+    low = servings[0]
+    high = servings[-1]
     share = min(max((batch - low.batch) / max(high.batch - low.batch, 1), 0.0), 1.0)
     names = ("client_s", "round_trip_s", "jitter_s", "slowness", "message_s", "interference")
     between = {
@@ -180,14 +200,13 @@ def at_batch(servings: list[Serving], batch: int) -> Serving:
 
 def _costs(experiment: Experiment, profile: Profile, served: str) -> Costs:
     """The profile's table while it serves in this way."""
-    plains, own = profile.at("plain"), profile.at(served)
-    pairs = zip(plains, own, strict=True)
+    own = profile.at(served)
+    pairs = zip(profile.at("plain"), own, strict=True)
     low, high = (
         plain.model_copy(update={"before_s": s.before_s, "after_s": s.after_s})
         for plain, s in pairs
     )
-    batch = experiment.workload.batch if experiment.workload.arrivals == "closed" else 1
-    message_s = at_batch(own, batch).message_s
+    message_s = at_batch(own, experiment.workload.under_way).message_s
     return with_messages(busy(profile.costs, low, high), message_s)
 
 
@@ -229,10 +248,7 @@ def _specs(
 
 def _placed(experiment: Experiment, drafter: Drafter, profile: Profile) -> dict[str, Any]:
     """The effects of a drafter's place on its own speed and on the target's."""
-    workload = experiment.workload
-    serving = at_batch(
-        profile.at(drafter.family), workload.batch if workload.arrivals == "closed" else 1
-    )
+    serving = at_batch(profile.at(drafter.family), experiment.workload.under_way)
     if drafter.host != experiment.target.host:
         return {"interference": 0.0, "slowness": 1.0}
     if drafter.device != "cpu":
@@ -262,11 +278,10 @@ def _linked(
 
     The calibration load went over TCP; the profile has the differences of other transports.
     """
-    workload = experiment.workload
-    serving = at_batch(
-        profile.at(drafter.family), workload.batch if workload.arrivals == "closed" else 1
-    )
-    transport = "unix" if drafter.transport == "unix" else "link" if link is not None else "tcp"
+    serving = at_batch(profile.at(drafter.family), experiment.workload.under_way)
+    transport: str = drafter.transport
+    if link is not None:
+        transport = "link"
     round_trip_s = (
         serving.round_trip_s + profile.links[transport].median_s - profile.links["tcp"].median_s
     )
@@ -276,13 +291,12 @@ def _linked(
         found["jitter_ms"] += link.jitter_ms
         found |= {"mbit_s": link.mbit_s, "loss": link.loss, "retransmit_ms": link.retransmit_ms}
     if drafter.pool == "redis":
-        far = (
-            experiment.links[drafter.redis_link].round_trip_ms
-            if drafter.redis_link is not None
-            else 0.0
-        )
-        through = "link" if drafter.redis_link is not None else "tcp"
-        found["redis_ms"] = far + 1000 * profile.links[through].median_s
+        far_ms = 0.0
+        through = "tcp"
+        if drafter.redis_link is not None:
+            far_ms = experiment.links[drafter.redis_link].round_trip_ms
+            through = "link"
+        found["redis_ms"] = far_ms + 1000 * profile.links[through].median_s
     return found
 
 

@@ -2,8 +2,10 @@
 
 Their simulation waits in place of forwards. Drafting restarts after each rejection, and each start
 first asks the target about an empty draft. In SI the drafter waits for that verification, as for
-every other one; in DSI further target servers verify while it drafts. Source: Timor et al. 2024,
-and the version of dsi/online/simul/core.py at commit 1fb0623 of the authors' repository.
+every other one; in DSI further target servers verify while it drafts. The target's own token at a
+rejection is not counted. Source: the first published version of the simulation, in
+dsi/online/run at commit 91ab8b9 of the authors' repository. Their issue 37 says that the paper's
+speeds lack that token.
 """
 
 from __future__ import annotations
@@ -70,24 +72,25 @@ def expected_time(v: float, c: float, a: float, k: int, *, at_once: bool) -> flo
     """Mean time for 50 tokens by DSI (`at_once`) or SI, in the unit of v and c.
 
     v is the time of a target forward, c that of a draft token, a the acceptance and k the number of
-    draft tokens of a block. A start after which n guesses are right commits n + 1 tokens. As in the
-    authors' simulation, the start that reaches the last token ends with its first verification.
+    draft tokens of a block. A start after which n guesses are right commits n tokens. As in the
+    authors' simulation, the start that makes more than 50 ends with its first verification.
     """
     chances = [(1.0 - a) * a**n for n in range(_LONGEST_RUN)] + [a**_LONGEST_RUN]
     starts = [_start_time(v, c, n, k, at_once=at_once) for n in range(_LONGEST_RUN + 1)]
-    # With all tokens made, a start without a right guess still does not end the text.
-    rest = [0.0] * _TOKENS + [v / (1.0 - chances[0])]
-    for total in reversed(range(_TOKENS)):
-        for n, chance in enumerate(chances):
-            after = min(total + n + 1, _TOKENS)
-            ends = n > 0 and after == _TOKENS
-            rest[total] += chance * (v if ends else starts[n] + rest[after])
+    rest = [0.0] * (_TOKENS + 1)
+    for total in reversed(range(_TOKENS + 1)):
+        # A start without a right guess commits nothing.
+        seconds = chances[0] * starts[0]
+        for n in range(1, _LONGEST_RUN + 1):
+            after = total + n
+            seconds += chances[n] * (v if after > _TOKENS else starts[n] + rest[after])
+        rest[total] = seconds / (1.0 - chances[0])
     return rest[0]
 
 
 def _start_time(v: float, c: float, n: int, k: int, *, at_once: bool) -> float:
-    """Time from a start of drafting to the rejection after n right guesses."""
-    blocks = ceil(n / k)
+    """Time from a start of drafting to the rejection of the block behind n right guesses."""
+    blocks = n // k + 1
     if at_once:
         return blocks * k * c + v
     return v + blocks * (k * c + v)

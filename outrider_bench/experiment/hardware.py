@@ -212,8 +212,11 @@ def table(name: str, target: str, draft: str) -> Costs:
     Raises ValueError that lists the known names, and if the drafter's memory is too small.
     """
     deployment = _known("hardware", name, DEPLOYMENTS)
-    big, small = _known("target", target, MODELS), _known("draft", draft, MODELS)
-    device, drafter, way = deployment.target, deployment.drafter, deployment.way
+    big = _known("target", target, MODELS)
+    small = _known("draft", draft, MODELS)
+    device = deployment.target
+    drafter = deployment.drafter
+    way = deployment.way
     devices = _device_count(device, big)
     if _device_count(drafter, small) > 1:
         memory = f"{drafter.memory_bytes / 1e9:g} GB of {drafter.name}"

@@ -65,7 +65,8 @@ async def play(
     if workload.arrivals == "closed":
         answers, full_s = await _closed(requests, workload.batch, endpoint, asked)
     else:
-        answers, full_s = await _open(requests, endpoint, asked, started), 0.0
+        answers = await _open(requests, endpoint, asked, started)
+        full_s = 0.0
     seconds = time.perf_counter() - started
     after = await counters(endpoint.metrics_port, endpoint.address)
     sample = Sample(0, seconds, full_s=full_s)

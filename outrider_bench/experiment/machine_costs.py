@@ -67,7 +67,8 @@ def at_batch(found: Profile | Costs, drafter: str, batch: int) -> MachineCosts:
     if isinstance(found, Costs):
         return MachineCosts(found, found)
     acceptance = found.acceptance.get(drafter.partition("-")[0])
-    plains, own = found.at("plain"), found.at(drafter)
+    plains = found.at("plain")
+    own = found.at(drafter)
     if not plains or len(plains) != len(own):
         return MachineCosts(found.costs, found.costs, acceptance=acceptance)
     serving = between(own, batch)

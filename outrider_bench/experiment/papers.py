@@ -20,6 +20,7 @@ from rich.table import Table
 from outrider.process.usage import invoke
 from outrider_bench.experiment.arithmetic import block_efficiency
 from outrider_bench.experiment.dsi_pairs import ModelPair, PairPrediction, prediction_of
+from outrider_bench.experiment.pearl_pairs import Windowed, WindowPrediction, windows_of
 from outrider_bench.experiment.speculation import acceptance_of, dsi_rate, si_rate
 from outrider_bench.simulator.costs import Costs, DraftingCost, Forward
 from outrider_bench.simulator.scenario import Scenario
@@ -75,6 +76,7 @@ class Published(_Part):
     draft_token_ms: float = 0.0
     draft_token_note: str = ""
     rows: list[Rates] = Field(default_factory=list)
+    windows: list[Windowed] = Field(default_factory=list)
 
 
 def published(name: str) -> Published:
@@ -96,7 +98,7 @@ class Pair:
     def si(self, k: int) -> float:
         """Simulated tokens/s of the production engine if it waits for k draft tokens each step.
 
-        The drafter does not run ahead, as one that shares the target's cores.
+        Like one that shares the target's cores, the drafter does not run ahead.
         """
         return self._simulate(k, in_turn=True)
 
@@ -244,6 +246,18 @@ def _ssd_table(found: list[Prediction]) -> Table:
     return table
 
 
+def _pearl_table(found: list[WindowPrediction]) -> Table:
+    table = Table(title="PEARL: speed over plain decoding (* sets the window)")
+    table.add_column("target / drafter, dataset")
+    for name in ("window", "published", "by theory", "error"):
+        table.add_column(name, justify="right")
+    for row in found:
+        window = f"{row.window}{'*' * row.sets_window}"
+        rates = (f"{row.published:.2f}", f"{row.predicted:.2f}")
+        table.add_row(row.name, window, *rates, f"{row.error:+.1%}")
+    return table
+
+
 @click.command()
 @click.option("--out", type=click.Path(path_type=Path), help="File for all figures, as JSON.")
 def command(out: Path | None) -> int:
@@ -254,10 +268,11 @@ def command(out: Path | None) -> int:
     points = list(dsi_points(grid)) if grid is not None else []
     predictions = list(ssd_predictions(papers["ssd"]))
     pairs = [prediction_of(pair) for pair in papers["dsi"].pairs]
+    windows = [found for pair in papers["pearl"].windows for found in windows_of(pair)]
     for name, found in (
         ("dsi", _dsi_table(points)),
         ("ssd", _ssd_table(predictions)),
-        ("pearl", None),
+        ("pearl", _pearl_table(windows)),
     ):
         paper = papers[name]
         console.print(f"\n{paper.paper}, {paper.address}\nfrom {paper.via}", markup=False)
@@ -265,8 +280,7 @@ def command(out: Path | None) -> int:
             console.print(f"published: {figure.what}, {_range(figure)} ({figure.where})")
         if paper.missing:
             console.print(f"not compared: {paper.missing}", markup=False)
-        if found is not None:
-            console.print(found)
+        console.print(found)
     errors = [abs(point.simulated_si / point.si - 1.0) for point in points]
     console.print(
         f"simulated SI beside theory: median error {median(errors):.2%}, worst {max(errors):.2%}"
@@ -274,11 +288,14 @@ def command(out: Path | None) -> int:
     console.print(_pairs_table(pairs, papers["dsi"].pairs_note))
     errors = [abs(pair.error) for pair in pairs]
     console.print(f"DSI over SI: median error {median(errors):.1%}, worst {max(errors):.1%}")
+    errors = [abs(found.error) for found in windows if not found.sets_window]
+    console.print(f"PEARL: median error {median(errors):.1%}, worst {max(errors):.1%}")
     if out is not None:
         written = {
             "dsi": [asdict(point) for point in points],
             "dsi_pairs": [asdict(pair) for pair in pairs],
             "ssd": [asdict(prediction) for prediction in predictions],
+            "pearl": [asdict(found) for found in windows],
         }
         sources: dict[str, Any] = {name: paper.model_dump() for name, paper in papers.items()}
         out.write_text(json.dumps({"published": sources, "found": written}, indent=1))

@@ -95,7 +95,8 @@ def _own(out: Path, experiment: Experiment, profiles: Sequence[Profile]) -> Fold
     folder = Folder(
         out / experiment.name / f"predicted-{hashlib.sha256(names.encode()).hexdigest()[:8]}"
     )
-    first, wanted = profiles[0], experiment.model_dump(mode="json")
+    first = profiles[0]
+    wanted = experiment.model_dump(mode="json")
     folder.begin(
         {
             "machine": first.machine,

@@ -108,7 +108,8 @@ def measure(settings: ProfileSettings) -> Profile:
     threads = settings.threads or max(1, len(cores) - 1)
     if threads > len(cores):
         raise ValueError(f"threads must be at most the {len(cores)} cores, not {threads}")
-    target, draft = _target(settings), Path(settings.draft)
+    target = _target(settings)
+    draft = Path(settings.draft)
     here = machine.this_machine()
     for warning in machine.warnings():
         print(f"{_PROGRAM}: {warning}", file=sys.stderr)

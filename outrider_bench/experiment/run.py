@@ -140,7 +140,8 @@ def open_folder(
 
     A new folder records the machine, the commit and `command`, the command line.
     """
-    here, commit = machine.this_machine(), machine.commit(_ROOT)
+    here = machine.this_machine()
+    commit = machine.commit(_ROOT)
     about: Mapping[str, str] = {}
     if found is not None:
         about = found.about
@@ -226,7 +227,8 @@ def _cell_summary(folder: Folder, key: str) -> str:
         for way in (PLAIN, IDLE, DRAFTED)
         if way in rates
     ]
-    plain, drafted = rates.get(PLAIN, {}), rates.get(DRAFTED, {})
+    plain = rates.get(PLAIN, {})
+    drafted = rates.get(DRAFTED, {})
     pairs = [rate / plain[number] for number, rate in drafted.items() if number in plain]
     if pairs:
         spread = f"{min(pairs):.2f} to {max(pairs):.2f}"

@@ -1,7 +1,7 @@
 """Measures the cells of an experiment in an order that treats them alike.
 
 Repetitions go over all stacks and cells forwards and backwards in turn, so that a machine that gets
-slower or faster meets all alike. Verifiers run on while drafters come and go. Plain decoding is
+slower or faster affects all alike. Verifiers run on while drafters come and go. Plain decoding is
 measured right before its cells' drafters start.
 """
 

@@ -74,7 +74,8 @@ def busy(costs: Costs, one: Serving, many: Serving) -> Costs:
         each = max(0.0, (high - low) / span)
         return max(0.0, low - each * one.sequences), each
 
-    plan, after = line(one.before_s, many.before_s), line(one.after_s, many.after_s)
+    plan = line(one.before_s, many.before_s)
+    after = line(one.after_s, many.after_s)
     return Costs.model_validate(
         {
             **costs.model_dump(),
@@ -203,7 +204,8 @@ class _Fitter:
         low, high = (plain.with_host_times(fitted) for plain in plains)
         busy_costs = with_messages(busy(self._costs, low, high), fitted.message_s)
         with TemporaryDirectory() as directory:
-            table, recording = Path(directory, "costs.json"), Path(directory, "requests.jsonl")
+            table = Path(directory, "costs.json")
+            recording = Path(directory, "requests.jsonl")
             table.write_text(busy_costs.model_dump_json())
             recording.write_text("\n".join(lines))
             scenario = Scenario.model_validate(

@@ -33,6 +33,19 @@ def dsi_rate(v: float, c: float, a: float, k: int) -> float:
     return tokens / seconds
 
 
+def pearl_tokens(a: float, k: int) -> float:
+    """Tokens of PEARL for each target forward, with windows of k draft tokens.
+
+    While the target computes, the drafter makes the next k tokens. After a rejection the target
+    first verifies one token, then k at a time until the next one. So n right guesses, and the
+    target's own token behind them, take one forward and one more for each k of them, rounded up.
+    The drafter never makes the target wait (Liu et al. 2025, algorithm 2).
+    """
+    # The i-th of the further forwards runs if at least (i - 1) k + 1 guesses are right.
+    forwards = 1.0 + a / (1.0 - a**k)
+    return 1.0 / (1.0 - a) / forwards
+
+
 def acceptance_of(rate: float, v: float, c: float, k: int) -> float:
     """The acceptance at which SI has this rate, by bisection.
 

@@ -234,7 +234,8 @@ class _Starter:
 
     async def _drafter(self, name: str, process: str, dial: Dial) -> None:
         drafter = self._experiment.drafters[name]
-        target, otlp = self._running.backend.target, self._running.backend.otlp_endpoint
+        target = self._running.backend.target
+        otlp = self._running.backend.otlp_endpoint
         host = self._places.host(process, drafter.host, drafter.container)
         launch = drafter_launch(f"drafters.{name}", process, drafter, target, dial, otlp)
         await self._running.processes.start(host, launch)

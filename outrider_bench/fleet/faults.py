@@ -14,7 +14,9 @@ class Faults:
     """The states of all draft processes and of their links; they begin in their steady state."""
 
     def __init__(self, fleet: Fleet, count: int, random: np.random.Generator) -> None:
-        drafters, links, step_s = fleet.drafters, fleet.links, fleet.days.step_s
+        drafters = fleet.drafters
+        links = fleet.links
+        step_s = fleet.days.step_s
         down_share = drafters.mean_down_s / (drafters.mean_up_s + drafters.mean_down_s)
         self._random = random
         self._fails = step_s / drafters.mean_up_s

@@ -1,4 +1,4 @@
-"""Choice of servers: a request goes to the server that has the fewest.
+"""Chooses servers: a request goes to the server with the fewest requests.
 
 Vectorised over many groups of servers.
 """
@@ -24,7 +24,8 @@ def fill(loads: Ints, arrivals: Ints, room: int) -> Ints:
     rising = np.take_along_axis(loads, order, axis=1)
     sums = np.cumsum(rising, axis=1)
     ranks = np.arange(1, loads.shape[1] + 1)
-    # The arrivals that it takes to bring all before a server up to it; it takes part beyond that.
+    # Arrivals that fill all less loaded servers up to this server's load. It gets a part of further
+    # ones.
     needed = ranks * rising - sums
     taking = (needed < arrivals[:, None]).sum(axis=1)
     last = np.maximum(taking - 1, 0)

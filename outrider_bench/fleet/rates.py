@@ -29,7 +29,8 @@ SLOWNESS = (0.5, 1.0, 2.0, 4.0)
 """Seconds of a draft pass, over those of one drafter that has all sequences of the verifier."""
 QUANTILES = np.linspace(0.0, 1.0, 101)
 _BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096)
-# A cell lasts for about so many requests, and so many one after the other, within bounds for CPU.
+# A cell lasts for about `_REQUESTS` requests and `_WAVES` one after the other, but within these
+# bounds of seconds, which limit the CPU time.
 _REQUESTS = 300
 _WAVES = 5
 _LEAST_S = 10.0
@@ -73,7 +74,7 @@ def batches(fleet: Fleet) -> list[int]:
 
 
 def keys(fleet: Fleet) -> list[CellKey]:
-    """All cells that a fleet needs. Over a bad link the drafter's own speed is of no account."""
+    """All cells that a fleet needs. Over a bad link the drafter's own speed does not matter."""
     links = fleet.links
     found = []
     for batch in batches(fleet):
@@ -87,7 +88,9 @@ def keys(fleet: Fleet) -> list[CellKey]:
 
 def scenario(fleet: Fleet, key: CellKey) -> Scenario:
     """The engine-level simulator's scenario of a cell."""
-    traffic, verifiers, drafters = fleet.traffic, fleet.verifiers, fleet.drafters
+    traffic = fleet.traffic
+    verifiers = fleet.verifiers
+    drafters = fleet.drafters
     length = (traffic.output_tokens[0] + traffic.output_tokens[-1]) / 2
     decode_step_s = costs.load(fleet.costs).forward_s(key.batch, key.batch)
     seconds = max(_REQUESTS / key.batch, _WAVES) * length * decode_step_s

@@ -93,7 +93,8 @@ class Recorder:
         return self._figures(self._hours)
 
     def _figures(self, hours: list[_Hour]) -> dict[str, Any]:
-        seconds, steps = sum(h.seconds for h in hours), sum(h.steps for h in hours)
+        seconds = sum(h.seconds for h in hours)
+        steps = sum(h.steps for h in hours)
         region = np.concatenate([part for h in hours for part in h.region])
         ttft_s = np.concatenate([part for h in hours for part in h.ttft_s])
         tpot_s = np.concatenate([part for h in hours for part in h.tpot_s])

@@ -126,11 +126,11 @@ class Servers:
         return np.maximum(found - waited_s + phase * step_s, 2 * client_s)
 
     def draw_stretch(self, loads: Floats, classes: Ints, luck: Floats) -> Floats:
-        """How much longer than the mean a request's tokens take: its texts are easy or hard."""
+        """How many times the mean a request's tokens take, since texts are easy or hard."""
         return self._draw(self._stretch, loads, classes, luck)
 
     def _draw(self, table: Floats, loads: Floats, classes: Ints, luck: Floats) -> Floats:
-        # Of the cells with a drafter as fast as one that has all sequences.
+        # The quantiles of cells whose drafter has all sequences of the verifier.
         middle = SLOWNESS.index(1.0)
         low, part = _place(self._batches, loads)
         i = np.minimum((luck * (len(QUANTILES) - 1)).astype(int), len(QUANTILES) - 2)

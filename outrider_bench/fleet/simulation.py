@@ -72,7 +72,8 @@ class Simulation:
         self._route(arrivals)
         self._admit()
         running, kinds = self._running, self._kinds(self._running.drafter)
-        # Those that come during the step stand for those that end during it.
+        # Requests that come during the step do not weigh, since those that end during it weigh in
+        # full.
         here = (running.sent_at <= self._now).astype(float)
         loads = self._loads(running, here)
         shares, slowness, streams = self._drafting(here, kinds)
@@ -93,9 +94,10 @@ class Simulation:
         )
 
     def _serve(self, rate: Floats) -> tuple[Floats, Bools, Bools]:
-        """Let a time step pass: tokens made of each request, whose first came, and who is done.
+        """Let a time step pass; `rate` is in tokens a second.
 
-        `rate` is in tokens a second. Of those that are done, `served_until` is when that was.
+        Returns for each request its new tokens, whether its first token came, and whether it ended.
+        `served_until` of a request that ended is the time of its end.
         """
         running = self._running
         self._now += self._fleet.days.step_s
@@ -183,7 +185,7 @@ class Simulation:
     # --- drafters ---
 
     def _hand_out(self, verifiers: Ints) -> Ints:
-        """The process with the fewest sequences of the verifier's group, for each; -1 for none."""
+        """For each verifier, the process of its group with the fewest sequences; -1 for none."""
         layout = self._layout
         if layout.drafter_count == 0:
             return np.full(len(verifiers), -1)
@@ -194,7 +196,7 @@ class Simulation:
         return self._choose(loads, layout.group_of[verifiers], layout.drafters_of, room)
 
     def _lose(self, gone: Bools) -> None:
-        """Hand the sequences of processes that are gone to others."""
+        """Hand the sequences of lost processes to others."""
         if gone.any():
             running = self._running
             orphans = np.nonzero((running.drafter >= 0) & gone[np.maximum(running.drafter, 0)])[0]

@@ -54,9 +54,9 @@ class _Piece:
 class Cores:
     """The pieces of work in progress, and the times at which new ones end.
 
-    The end of a piece is an event, so work that begins later cannot move it. What that work takes
-    from the piece is owed: it lengthens the next piece of the same worker. So no work is lost, but
-    a slow-down comes up to one piece late.
+    The end of a piece is an event, so work that begins later cannot move it. The time that this
+    work takes from the piece lengthens the next piece of the same worker. So no work is lost, but a
+    slow-down comes up to one piece late.
     """
 
     def __init__(self, events: Events, costs: Costs) -> None:

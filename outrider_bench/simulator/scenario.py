@@ -203,6 +203,11 @@ class Scenario(Settings):
     """Requests at the beginning of the recording that are not measured. They are closed arrivals.
     When all of them have ended, time begins for the other requests and for the schedule."""
 
+    timeout_seconds: float | None = Field(None, gt=0)
+    """How long clients wait for an answer. What is not complete by then is cancelled, and what
+    would be late is refused as by the gateway. By default they wait for ever, and nothing is
+    refused."""
+
     prompt_tokens: list[Annotated[int, Field(ge=1)]] = Field([64], min_length=1, max_length=2)
     """Length of prompts; two numbers are the bounds of a uniform distribution."""
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +24,7 @@ def plays(*events: dict[str, Any]) -> Any:
     async def play(campaign: object, bag: object, history: History, *_: object) -> None:
         history.round = 4
         for event in events:
-            history.add(event.pop("event"), **event)
+            history.add(**event)
 
     return play
 
@@ -43,8 +46,9 @@ def test_a_violation_is_told_with_its_fault_and_makes_the_status_one(
     monkeypatch.setattr(command, "play", plays(fault("drafter killed"), *events))
     assert command.main(["--history", str(tmp_path / "history.jsonl")]) == status
     printed = capsys.readouterr().out
-    [row] = [line.split() for line in printed.splitlines() if "drafter killed" in line]
-    assert [cell for cell in row if cell.isdigit()] == ["1", "0", "0", str(status), "0", "0"]
+    row = f"| drafter killed | 1 | 0 | 0 | {status} | 0 | 0 |\n"
+    assert row in printed
+    assert row in (tmp_path / "history.md").read_text()
     assert ("round 4: lost: model ended" in printed) == bool(status)
 
 
@@ -57,6 +61,44 @@ def test_a_campaign_that_ends_early_has_the_status_one(
     monkeypatch.setattr(command, "play", play)
     assert command.main(["--history", str(tmp_path / "history.jsonl")]) == 1
     assert "verifier-1 was not ready" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_an_interrupted_campaign_reports_its_whole_rounds_and_ends_with_one(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    number: signal.Signals,
+) -> None:
+    events = [fault("drafter killed"), {"event": "quiet", "in_use": {}, "processes": {}}]
+
+    async def play(campaign: object, bag: object, history: History, *_: object) -> None:
+        await plays(*events)(campaign, bag, history)
+        history.round = 5
+        history.add(**fault("gateway killed"))
+        os.kill(os.getpid(), number)
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(command, "play", play)
+    path = tmp_path / "history.jsonl"
+    assert command.main(["--history", str(path)]) == 1
+    assert "interrupted" in capsys.readouterr().out
+    table = (tmp_path / "history.md").read_text()
+    assert "| all rounds | 1 |" in table
+    assert "gateway killed" not in table
+    # The table can be made again, also of a file that was cut off.
+    (tmp_path / "history.md").unlink()
+    path.write_text(path.read_text() + '{"event": "req')
+    assert command.main(["--check", "--history", str(path)]) == 0
+    assert (tmp_path / "history.md").read_text() == table
+
+
+def test_a_history_that_does_not_exist_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        command.main(["--check", "--history", str(tmp_path / "none.jsonl")])
+    assert "none.jsonl: No such file" in capsys.readouterr().err
 
 
 def test_a_fault_that_does_not_exist_is_refused(

@@ -52,8 +52,9 @@ def violations(*events: dict[str, Any]) -> list[Violation]:
         [request()],
         [request(logprobs=[-0.5, -1.00001])],
         [failed(outcome="left", code="")],
-        [failed(), fault(0.5, 1.5, "verifier-1", "verifier-2")],
-        [failed(), fault(0.5, 1.5, "verifier-1"), fault(1.4, 3.0, "verifier-2")],
+        [failed(choices={}), fault(0.5, 1.5, "verifier-1", "verifier-2")],
+        [failed(choices={}), fault(0.5, 1.5, "verifier-1"), fault(1.4, 3.0, "verifier-2")],
+        [failed(ended=33.0), fault(0.5, 31.5, "verifier-1", "verifier-2")],
         [failed(outcome="cut"), fault(0.5, 1.5, allows=("cut", "refused"))],
         [quiet(0, files=1), quiet(1), quiet(2, files=30, mebibytes=180.0)],
         [quiet(0), quiet(1), quiet(2, pid=2, files=90)],
@@ -84,6 +85,12 @@ def test_what_may_happen_is_no_violation(events: list[dict[str, Any]]) -> None:
             "request 7 failed",
         ),
         ([failed(), fault(2.5, 3.0, allows=("failed",))], "lost", "request 7 failed"),
+        ([failed(), fault(0.5, 1.5, "verifier-1", "verifier-2")], "lost", "request 7 failed"),
+        (
+            [failed("slow_reader"), fault(0.5, 3.0, allows=("failed",))],
+            "lost",
+            r"failed \(slow_reader\)",
+        ),
         (
             [failed("internal"), fault(0.5, 3.0, "verifier-1", "verifier-2", allows=("failed",))],
             "lost",
@@ -95,7 +102,7 @@ def test_what_may_happen_is_no_violation(events: list[dict[str, Any]]) -> None:
             "request 7 cut",
         ),
         (
-            [failed(text="xb"), fault(0.5, 1.5, "verifier-1", "verifier-2")],
+            [failed(text="xb"), fault(0.5, 1.5, allows=("failed",))],
             "altered",
             "choice 0 has other text",
         ),
@@ -150,6 +157,7 @@ def test_a_stream_with_one_end_has_no_problem() -> None:
         ((TEXT, '{"error": {"message": "gone"}}'), "the error has no code"),
         ((TEXT, USAGE, "[DONE]"), "without the end of a choice"),
         ((TEXT, END, "[DONE]"), "without usage"),
+        ((TEXT, '{"choices": [{"index": 0'), "a line is not JSON"),
     ],
 )
 def test_a_stream_with_another_end_has_a_problem(lines: tuple[str, ...], problem: str) -> None:

@@ -44,7 +44,7 @@ def language(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     missing = [tool for tool in NEEDED[name] if shutil.which(tool) is None]
     if missing:
-        pytest.skip(f"needs {', '.join(missing)}, which clients/check.sh installs")
+        pytest.skip(f"needs {', '.join(missing)}, which clients/install.sh installs")
     subprocess.run([BUILD[name]], check=True, timeout=300)
     return name
 

@@ -32,11 +32,13 @@ class Counting(Family):
 
     def __init__(self, slow_s: float = 0.0) -> None:
         self.slow_s = slow_s
+        self.is_drafting = asyncio.Event()
         self.is_closed = False
 
     async def propose(
         self, sequences: Sequence[DraftSequence], interrupted: Callable[[], bool]
     ) -> None:
+        self.is_drafting.set()
         ends = time.monotonic() + self.slow_s
         # Poll, as a draft model does between two forwards.
         while time.monotonic() < ends and not interrupted():  # noqa: ASYNC110
@@ -120,10 +122,10 @@ async def running(drafter: Drafter) -> AsyncIterator[asyncio.Task[None]]:
         yield task
     finally:
         drafter.stream.stop()
-        await asyncio.wait_for(asyncio.gather(task, return_exceptions=True), 5)
+        await asyncio.wait_for(asyncio.gather(task, return_exceptions=True), 30)
 
 
-async def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+async def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline

@@ -34,7 +34,7 @@ class Stream:
 
     async def receive(self) -> DraftBatch | str | None:
         """The drafter's next message: a batch, the reason of a Draining, or None at the end."""
-        return await asyncio.wait_for(self.received.get(), 5)
+        return await asyncio.wait_for(self.received.get(), 30)
 
     def send(self, message: StepBatch | str | bytes | OutriderError) -> None:
         """Send a step, a Draining with this reason, or raw bytes; or end the call with an error."""
@@ -86,7 +86,7 @@ class ScriptedVerifier:
         await self._server.stop(None)
 
     async def accepted(self) -> Stream:
-        return await asyncio.wait_for(self.streams.get(), 10)
+        return await asyncio.wait_for(self.streams.get(), 30)
 
     @rpc.reports_errors
     async def GetModel(

@@ -53,10 +53,12 @@ async def test_a_miss_restarts_the_chain_and_a_close_ends_it(
 async def test_a_verdict_that_arrives_during_a_draft_cuts_it_short(
     verifier: ScriptedVerifier,
 ) -> None:
-    async with running(Drafter(verifier.port, slow_s=30.0)):
+    drafter = Drafter(verifier.port, slow_s=60.0)
+    async with running(drafter):
         stream = await verifier.accepted()
         stream.send(StepBatch(opened=[opened(1)]))
-        await asyncio.sleep(0.1)
+        await until(lambda: bool(drafter.families))
+        await drafter.families[0].is_drafting.wait()
         stream.send(StepBatch(opened=[opened(2, (20,))]))
         first = await stream.receive()
         assert isinstance(first, DraftBatch)
@@ -120,7 +122,7 @@ async def test_it_reconnects_after_contradictory_messages(
 async def test_it_gives_up_on_another_tokenizer_and_names_both(verifier: ScriptedVerifier) -> None:
     drafter = Drafter(verifier.port, fingerprint="a" * 64)
     with pytest.raises(OutriderError) as caught:
-        await asyncio.wait_for(drafter.stream.run(), 5)
+        await asyncio.wait_for(drafter.stream.run(), 30)
     assert caught.value.reason is Reason.TOKENIZER_MISMATCH
     assert "a" * 64 in caught.value.message
     assert FINGERPRINT in caught.value.message
@@ -128,13 +130,14 @@ async def test_it_gives_up_on_another_tokenizer_and_names_both(verifier: Scripte
 
 
 async def test_on_stop_it_sends_draining_and_half_closes(verifier: ScriptedVerifier) -> None:
-    drafter = Drafter(verifier.port, slow_s=30.0)
+    drafter = Drafter(verifier.port, slow_s=60.0)
     async with running(drafter) as task:
         stream = await verifier.accepted()
         stream.send(StepBatch(opened=[opened()]))
-        await asyncio.sleep(0.1)
+        await until(lambda: bool(drafter.families))
+        await drafter.families[0].is_drafting.wait()
         drafter.stream.stop()
-        await asyncio.wait_for(task, 2)
+        await asyncio.wait_for(task, 10)
         messages = [await stream.receive() for _ in range(3)]
         assert messages[1:] == ["the drafter is stopping", None]
         assert not drafter.registered

@@ -96,7 +96,7 @@ async def test_sequences_skipped_by_an_interruption_are_asked_again() -> None:
 
 async def test_the_example_drafts_and_says_goodbye(verifier: ScriptedVerifier) -> None:
     async with example(verifier) as process:
-        stream = await asyncio.wait_for(verifier.streams.get(), 20)
+        stream = await asyncio.wait_for(verifier.streams.get(), 60)
         assert stream.hello.family == "example-ngram"
         stream.send(StepBatch(opened=[opened(1, [5, 6, 7, 8, 5, 6])]))
         assert [await proposed(stream), await proposed(stream)] == [(6, [7, 8]), (6, [7, 8, 5, 6])]
@@ -105,7 +105,7 @@ async def test_the_example_drafts_and_says_goodbye(verifier: ScriptedVerifier) -
         process.send_signal(signal.SIGTERM)
         assert await stream.receive() == "the drafter is stopping"
         assert await stream.receive() is None
-        assert await asyncio.wait_for(process.wait(), 5) == 0
+        assert await asyncio.wait_for(process.wait(), 30) == 0
 
 
 async def test_a_final_refusal_ends_the_example_with_one_sentence(
@@ -113,7 +113,7 @@ async def test_a_final_refusal_ends_the_example_with_one_sentence(
 ) -> None:
     verifier.info = replace(READY, tokenizer_fingerprint="0" * 64)
     async with example(verifier) as process:
-        _, error = await asyncio.wait_for(process.communicate(), 20)
+        _, error = await asyncio.wait_for(process.communicate(), 60)
         assert process.returncode == 1
         assert f"drafter: the drafter's tokenizer is {'0' * 64}" in error.decode()
         assert "Traceback" not in error.decode()
@@ -130,11 +130,11 @@ async def test_a_function_drafts_for_several_verifiers(verifier: ScriptedVerifie
     )
     try:
         for each in (verifier, other):
-            stream = await asyncio.wait_for(each.streams.get(), 20)
+            stream = await asyncio.wait_for(each.streams.get(), 60)
             stream.send(StepBatch(opened=[opened(1, [5, 6])]))
             assert await proposed(stream) == (2, [9])
         process.send_signal(signal.SIGTERM)
-        assert await asyncio.wait_for(process.wait(), 5) == 0
+        assert await asyncio.wait_for(process.wait(), 30) == 0
     finally:
         if process.returncode is None:
             process.kill()

@@ -51,7 +51,7 @@ async def drafted(stream: Stream, text: list[int], sequence_id: int = 1) -> list
 
 
 async def becomes(port: int, status: int) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while await health(port) != status:
         assert time.monotonic() < deadline
         await asyncio.sleep(0.05)
@@ -132,7 +132,7 @@ async def test_a_hanging_verifier_does_not_disturb_the_other(
             for i in range(20):
                 assert (await drafted(stays, [5, 6, 7, 8, 5, 6], i))[:2] == [7, 8]
             process.send_signal(signal.SIGTERM)
-            assert await asyncio.wait_for(process.wait(), 10) == 0
+            assert await asyncio.wait_for(process.wait(), 30) == 0
     finally:
         await hanging.stop()
 
@@ -149,7 +149,7 @@ async def test_after_a_refusal_the_other_verifier_is_still_drafted_for(
         assert refused.hello.tokenizer_fingerprint == STRANGE.tokenizer_fingerprint
         assert verifier.streams.empty()
         process.send_signal(signal.SIGTERM)
-        _, log = await asyncio.wait_for(process.communicate(), 10)
+        _, log = await asyncio.wait_for(process.communicate(), 30)
         assert process.returncode == 0
         assert f"{address(verifier)} refuses this drafter for good" in log.decode()
 
@@ -164,7 +164,7 @@ async def test_it_ends_with_every_reason_once_all_refuse(
         assert await lives_on(process)
         message = "hello.family must be another"
         last.send(OutriderError(Reason.INVALID_VALUE, message, "hello.family"))
-        _, error = await asyncio.wait_for(process.communicate(), 10)
+        _, error = await asyncio.wait_for(process.communicate(), 30)
         assert process.returncode == 1
         sentence = error.decode().splitlines()[-1]
         assert sentence.startswith("drafter: every verifier refuses this drafter: ")
@@ -194,7 +194,7 @@ async def test_its_gauges_are_sums_over_the_verifiers(
         values = await gauges(port)
         assert (values["connected"], values["sequences"]) == (2, 3)
         await other.stop()
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 30
         while (values := await gauges(port))["connected"] != 1:
             assert time.monotonic() < deadline
             await asyncio.sleep(0.05)
@@ -223,7 +223,7 @@ async def test_its_gauges_are_sums_over_the_verifiers(
 )
 async def test_bad_addresses_are_refused(arguments: list[str], named: str) -> None:
     async with drafter("--family", "ngram", *arguments) as process:
-        _, error = await asyncio.wait_for(process.communicate(), 20)
+        _, error = await asyncio.wait_for(process.communicate(), 60)
         assert process.returncode == 2
         assert named in error.decode()
 

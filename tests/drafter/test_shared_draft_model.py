@@ -53,7 +53,7 @@ class Watched:
 
     def _watch(self, slices: Sequence[SequenceSlice]) -> None:
         self.at_gate.set()
-        assert self.gate.wait(10)
+        assert self.gate.wait(30)
         self.forwards.append([list(part.token_ids) for part in slices])
         if any(self.broken_token in part.token_ids for part in slices):
             raise ZeroDivisionError("planted")
@@ -70,7 +70,7 @@ class Watched:
 
     async def reached(self) -> None:
         """Wait until the next forward is held back."""
-        assert await asyncio.to_thread(self.at_gate.wait, 10)
+        assert await asyncio.to_thread(self.at_gate.wait, 30)
         self.at_gate.clear()
 
     def open_gate(self) -> None:
@@ -126,6 +126,12 @@ async def started(work: Callable[[], object], watched: Watched) -> None:
     await watched.reached()
 
 
+async def begun() -> None:
+    """Let new tasks, and tasks that these create, come to their first wait."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
 async def test_verifiers_share_forwards_and_get_their_own_guesses(
     model: DraftModel, watched: Watched, prompts: list[list[int]]
 ) -> None:
@@ -137,7 +143,7 @@ async def test_verifiers_share_forwards_and_get_their_own_guesses(
     tasks: list[asyncio.Task[object]] = []
     await started(lambda: tasks.append(asyncio.create_task(rigs[0].drafts())), watched)
     tasks.append(asyncio.create_task(rigs[1].drafts()))
-    await asyncio.sleep(0)
+    await begun()
     watched.open_gate()
     await asyncio.gather(*tasks)
     assert [rig.guesses(1) for rig in rigs] == expected
@@ -166,7 +172,7 @@ async def test_a_failing_sequence_does_not_disturb_other_verifiers(
     tasks: list[asyncio.Task[object]] = []
     await started(lambda: tasks.append(asyncio.create_task(good.drafts())), watched)
     tasks.append(asyncio.create_task(bad.drafts()))
-    await asyncio.sleep(0)
+    await begun()
     watched.open_gate()
     await asyncio.gather(*tasks)
     assert bad.abandoned == {1}
@@ -187,7 +193,7 @@ async def test_a_long_prompt_delays_another_verifier_by_few_forwards(
     tasks: list[asyncio.Task[object]] = []
     await started(lambda: tasks.append(asyncio.create_task(busy.drafts())), watched)
     wanted = asyncio.create_task(other.draft())
-    await asyncio.sleep(0)
+    await begun()
     watched.open_gate()
     await wanted
     # The model's thread reads more of the prompt while the event loop gets the draft.
@@ -212,7 +218,7 @@ async def test_urgent_rounds_go_before_rounds_that_run_ahead(
     await started(lambda: tasks.append(asyncio.create_task(ahead.drafts())), watched)
     watched.forwards.clear()
     wanted = asyncio.create_task(waiting.draft())
-    await asyncio.sleep(0)
+    await begun()
     watched.open_gate()
     await wanted
     # After the forward that was held back, the urgent draft has forwards of its own.
@@ -233,7 +239,7 @@ async def test_a_message_ends_only_its_own_verifiers_round(
         lambda: tasks.append(asyncio.create_task(interrupted.draft(waits.is_set))), watched
     )
     tasks.append(asyncio.create_task(going_on.draft()))
-    await asyncio.sleep(0)
+    await begun()
     waits.set()
     watched.open_gate()
     await asyncio.gather(*tasks)
@@ -274,7 +280,7 @@ async def test_each_verifier_gets_only_ids_of_its_vocabulary(
     tasks: list[asyncio.Task[object]] = []
     await started(lambda: tasks.append(asyncio.create_task(narrow.drafts())), watched)
     tasks.append(asyncio.create_task(wide.drafts()))
-    await asyncio.sleep(0)
+    await begun()
     watched.open_gate()
     await asyncio.gather(*tasks)
     assert max(narrow.guesses(1)) < 40

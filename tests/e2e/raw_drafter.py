@@ -32,7 +32,7 @@ class RawDrafter:
 
     async def hear(self) -> verifier_pb2.StreamDraftsResponse:
         """The verifier's next message, or EOF; waits for at most 10 s."""
-        return await asyncio.wait_for(self.call.read(), 10)
+        return await asyncio.wait_for(self.call.read(), 30)
 
     async def opened(self) -> drafts_pb2.Opened:
         """The first sequence of the next message that opens one."""

@@ -116,7 +116,7 @@ class Stack:
         with grpc.insecure_channel(self.address) as channel:
             stub = verifier_pb2_grpc.VerifierServiceStub(channel)
             try:
-                response = stub.GetModel(verifier_pb2.GetModelRequest(), timeout=5)
+                response = stub.GetModel(verifier_pb2.GetModelRequest(), timeout=10)
             except grpc.RpcError:
                 return None
         return wire_model.model_from_proto(response)

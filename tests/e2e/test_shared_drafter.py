@@ -17,7 +17,7 @@ SHARED = SpeculationOptions(drafter="shared")
 GREEDY = SamplingParams(0.0)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def verifiers() -> Iterator[tuple[Stack, Stack]]:
     """Two verifiers that wait for drafts, and one drafter process for both."""
     first = Stack("--always-draft")

@@ -8,6 +8,7 @@ from dataclasses import fields
 import pytest
 import pytest_asyncio
 from gateway_rig import TARGET, Rig, echo, is_ready, running_rig, until
+from mortal_verifiers import Site, running_site
 from scripted_verifier import Script, ScriptedVerifier, ready, serve_verifier
 
 from gateway import routing
@@ -56,3 +57,12 @@ async def rig(shared_rig: Rig) -> Rig:
     await until(lambda: is_ready(shared_rig.http))
     await until(lambda: shared_rig.gateway.router.replicas[0].info == script.info)
     return shared_rig
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def site(prompts: Prompts, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Site]:
+    """A gateway that polls its two verifiers often. Both serve the model under one name."""
+    monkeypatch.setattr(routing, "_POLL_READY_S", 0.05)
+    monkeypatch.setattr(routing, "_POLL_LOADING_S", 0.05)
+    async with running_site(prompts, model_name="models/target") as made:
+        yield made

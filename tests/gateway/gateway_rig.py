@@ -75,7 +75,7 @@ async def is_ready(http: httpx.AsyncClient) -> bool:
     return (await http.get("/readyz")).status_code == 200
 
 
-async def until(condition: Callable[[], bool | Awaitable[bool]], timeout_s: float = 5.0) -> None:
+async def until(condition: Callable[[], bool | Awaitable[bool]], timeout_s: float = 30.0) -> None:
     """Poll until the condition holds. Use it for states without an event, such as a peer's call."""
 
     async def holds() -> bool:

@@ -17,12 +17,14 @@ from gateway.config import GatewaySettings
 from gateway.metrics import Metrics
 from gateway.prompts import Prompts
 from gateway.server import Gateway, running
+from outrider.errors import OutriderError, Reason
 from outrider.messages import FinishReason, SpeculationStats, TokenChunk, TokenLogprob, TokenRequest
 from outrider.model_info import Stage
 from outrider.process import rpc
 
 TEXT = "def main():\n    return [1, 2, 3]\n\nclass Größe:\n    pass\n"
 FOREVER = 600.0
+LOST = OutriderError(Reason.VERIFIER_UNAVAILABLE, "the verifier has crashed")
 
 
 def events(response: httpx.Response) -> list[dict[str, Any]]:
@@ -55,7 +57,7 @@ class Verifier:
         [self._port] = await self._server.start(f"127.0.0.1:{self._port}")
 
     def drain(self) -> None:
-        """Say that it leaves, and finish the texts that stay."""
+        """Announce that it leaves, and finish the texts that stay."""
         self.script.info = replace(self.script.info, stage=Stage.DRAINING)
         self.script.leaves = True
 
@@ -102,6 +104,34 @@ class Site:
     def ask(self, **body: Any) -> asyncio.Task[httpx.Response]:
         wanted = {"prompt": "x", "max_tokens": 500} | body
         return asyncio.create_task(self.http.post("/v1/completions", json=wanted))
+
+    async def begin(self, count: int, **body: Any) -> asyncio.Task[httpx.Response]:
+        """Ask, and wait until the gateway has `count` tokens of `first`, which then stops."""
+        self.writes(self.first, count)
+        asked = self.ask(**body)
+        await self.sent(self.first, count)
+        return asked
+
+    async def pauses(self, pause_s: float, **body: Any) -> asyncio.Task[httpx.Response]:
+        """Ask, and wait for the 3 tokens after which `first` pauses before it writes the rest."""
+        self.first.script.answer = lambda _: [
+            plain(self.ids[:3]),
+            pause_s,
+            plain(self.ids[3:]),
+            last([3], FinishReason.STOP),
+        ]
+        asked = self.ask(**body)
+        await self.sent(self.first, 3)
+        return asked
+
+    async def known_lost(self, index: int) -> None:
+        """Wait until the gateway gives new requests to other verifiers than this one."""
+        await until(lambda: self.gateway.router.replicas[index].problem is not None)
+
+    async def only_first(self) -> None:
+        """Kill the second verifier, and wait until the gateway knows."""
+        await self.second.kill()
+        await self.known_lost(1)
 
     async def sent(self, verifier: Verifier, count: int) -> None:
         """Wait until the gateway has the verifier's first `count` tokens of every sequence."""

@@ -34,6 +34,8 @@ class Script:
     running: int = 0
     cancelled: int = 0
     unreachable: bool = False
+    refusal: OutriderError | None = None
+    """What GetModel answers with, if anything, instead of the model."""
     hangs_up: bool = False
     leaves: bool = False
     """Whether to say on each stream that the verifier is about to stop."""
@@ -60,6 +62,8 @@ class ScriptedVerifier(
     ) -> verifier_pb2.GetModelResponse:
         if self.script.unreachable:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
+        if self.script.refusal is not None:
+            raise self.script.refusal
         return wire_model.model_to_proto(self.script.info)
 
     @rpc.reports_errors

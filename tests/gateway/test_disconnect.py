@@ -28,7 +28,7 @@ def endless(rig: Rig, first: list[Any]) -> None:
 
 
 async def freed(rig: Rig, count: int) -> None:
-    await until(lambda: rig.script.running == 0, timeout_s=1.0)
+    await until(lambda: rig.script.running == 0)
     assert rig.script.cancelled == count
 
 
@@ -125,7 +125,7 @@ async def test_many_clients_that_hang_up_at_any_time_leave_nothing_behind(rig: R
 
     await asyncio.gather(*(client(number) for number in range(48)))
     [replica] = rig.gateway.router.replicas
-    await until(lambda: rig.script.running == 0 and not replica.sequences, timeout_s=10.0)
+    await until(lambda: rig.script.running == 0 and not replica.sequences)
     assert (
         'outrider:num_requests_running{model_name="models/target"} 0.0'
         in (await rig.http.get("/metrics")).text

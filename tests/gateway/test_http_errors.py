@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from gateway_rig import Rig
+from gateway_rig import Rig, until
 from scripted_verifier import last, plain
 
 from outrider.errors import OutriderError, Reason
@@ -324,10 +324,7 @@ async def test_one_failed_choice_fails_the_request_and_cancels_its_siblings(rig:
     rig.script.answer = answer
     response = await rig.http.post("/v1/completions", json={"prompt": "x", "n": 3, "seed": 0})
     assert (response.status_code, error_of(response)["message"]) == (500, "broken")
-    async with asyncio.timeout(1):
-        # The verifier's state has no event to wait for.
-        while rig.script.running:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(lambda: not rig.script.running)
 
 
 async def test_a_bad_request_disturbs_no_other(rig: Rig) -> None:

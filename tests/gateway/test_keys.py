@@ -21,6 +21,7 @@ from keyed_rig import ALICE, BOB, EXPIRED, OPERATOR, auth, entry, keyed_rig
 from test_page_api import events
 
 from gateway.access import keys
+from gateway.access.gate import RequireKey
 from gateway.access.keys import KeyRing
 from gateway.prompts import Prompts
 from outrider.errors import Reason, invalid
@@ -122,11 +123,40 @@ async def test_grpc_calls_without_a_valid_key_are_unauthenticated(keyed: Rig, ke
     assert rpc.error_of(caught.value).reason is Reason.INVALID_API_KEY
 
 
+async def test_no_websocket_gets_past_the_key(keyed: Rig) -> None:
+    """The server takes none. One that does must not open a way around the checks of requests."""
+    sent: list[Any] = []
+    inner: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message["type"])
+
+    async def app(scope: Any, *_: Any) -> None:
+        inner.append(scope)
+
+    headers = [(b"authorization", f"Bearer {OPERATOR}".encode())]
+    scope = {"type": "websocket", "path": "/livez", "headers": headers}
+    await RequireKey(app, keyed.gateway.gate)(scope, Mock(), send)
+    assert (sent, inner) == (["websocket.close"], [])
+
+
 async def test_grpc_health_needs_no_key(keyed: Rig) -> None:
     async with rpc.dial(keyed.gateway.grpc_address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         answer = await stub.Check(health_pb2.HealthCheckRequest())
     assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+async def test_a_watch_of_health_needs_a_key_since_it_never_ends(keyed: Rig) -> None:
+    request = health_pb2.HealthCheckRequest()
+    async with rpc.dial(keyed.gateway.grpc_address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Watch(request).read()
+        assert rpc.error_of(caught.value).reason is Reason.INVALID_API_KEY
+        metadata = (("authorization", f"Bearer {ALICE}"),)
+        watched = await stub.Watch(request, metadata=metadata).read()
+    assert watched.status == health_pb2.HealthCheckResponse.SERVING
 
 
 @pytest.mark.parametrize("path", ["/metrics", "/metrics%0A"])

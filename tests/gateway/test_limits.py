@@ -55,7 +55,7 @@ async def limited(
 
 
 async def counted(limits: Limits, kind: str) -> int:
-    """What alice has used of a limit in this minute."""
+    """The amount of a limit that alice has used in this minute."""
     return (await limits.windows.add(f"alice/{kind}", 0, limits.windows.now()[0])).total
 
 
@@ -133,7 +133,7 @@ async def test_a_request_may_reserve_at_most_the_whole_limit(
         # The chat's default is all that the context leaves.
         chat = {"messages": [{"role": "user", "content": "hi"}]}
         answers.append(await rig.http.post("/v1/chat/completions", json=chat, headers=auth(ALICE)))
-    # What the first ones did not use was given back, but the third needs the whole minute.
+    # The first requests gave their unused tokens back, but the third needs the whole minute.
     assert [answer.status_code for answer in answers] == [200, 429, 429]
 
 
@@ -202,7 +202,7 @@ def deltas(count: int) -> AsyncGenerator[Event, None]:
     return made()
 
 
-async def test_what_a_reservation_did_not_cover_is_charged_at_the_end() -> None:
+async def test_tokens_beyond_a_reservation_are_charged_at_the_end() -> None:
     limits = Limits(Windows(Clock()))
     grant = await limits.admit(entry(ALICE, "alice", tokens_per_minute=10))
     events = grant.metered(deltas(30), prompt=5, answer=30, sequences=1, gathered=False)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import grpc
 import pytest
-import pytest_asyncio
 from gateway_rig import until
 from mortal_verifiers import FOREVER, TEXT, Site, Verifier, events, running_site, text_of
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -26,16 +24,6 @@ from outrider.v1.generation_pb2 import GenerateTextRequest
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-LOST = OutriderError(Reason.VERIFIER_UNAVAILABLE, "the verifier has crashed")
-
-
-@pytest_asyncio.fixture(loop_scope="session")
-async def site(prompts: Prompts, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Site]:
-    monkeypatch.setattr(routing, "_POLL_READY_S", 0.05)
-    monkeypatch.setattr(routing, "_POLL_LOADING_S", 0.05)
-    async with running_site(prompts) as made:
-        yield made
-
 
 WITH_USAGE = {"stream": True, "stream_options": {"include_usage": True}}
 
@@ -45,9 +33,7 @@ async def test_a_stream_goes_on_without_a_break_when_its_verifier_dies(
     site: Site, until_token: int
 ) -> None:
     undisturbed = await site.ask(logprobs=1, **WITH_USAGE)
-    site.writes(site.first, until_token)
-    asked = site.ask(logprobs=1, **WITH_USAGE)
-    await site.sent(site.first, until_token)
+    asked = await site.begin(until_token, logprobs=1, **WITH_USAGE)
     await site.first.kill()
     found, wanted = events(await asked), events(undisturbed)
     for event in (*found, *wanted):
@@ -61,9 +47,7 @@ async def test_a_stream_goes_on_without_a_break_when_its_verifier_dies(
 
 
 async def test_a_whole_answer_survives_its_verifier_too(site: Site) -> None:
-    site.writes(site.first, 9)
-    asked = site.ask(logprobs=0)
-    await site.sent(site.first, 9)
+    asked = await site.begin(9, logprobs=0)
     await site.first.kill()
     answer = (await asked).json()
     [choice] = answer["choices"]
@@ -83,27 +67,11 @@ async def test_a_sequence_without_a_token_begins_elsewhere(site: Site) -> None:
     assert await site.counted("verifier_unavailable") == 0
 
 
-@pytest.mark.parametrize("reason", ["length", "stop"])
-async def test_a_complete_sequence_is_not_repeated(site: Site, reason: str) -> None:
-    """Its verifier dies after the last token, before it says that the sequence is over."""
-    ends = site.ids[:6] if reason == "length" else [*site.ids[:5], 3]
-    site.first.script.answer = lambda _: [*(plain([token]) for token in ends), FOREVER]
-    asked = site.ask(max_tokens=6, **WITH_USAGE)
-    await site.sent(site.first, 6)
-    await site.first.kill()
-    *_, closing, usage = events(await asked)
-    assert closing["choices"][0]["finish_reason"] == reason
-    assert usage["usage"]["completion_tokens"] == 6
-    assert site.second.script.requests == []
-
-
 async def test_a_stop_string_may_begin_at_one_verifier_and_end_at_another(site: Site) -> None:
     at = TEXT.index("[1, 2")
     before = site.prompts.tokenizer.encode(TEXT[: at + 3]).ids
     assert before == site.ids[: len(before)]
-    site.writes(site.first, len(before))
-    asked = site.ask(stream=True, stop="[1, 2")
-    await site.sent(site.first, len(before))
+    asked = await site.begin(len(before), stream=True, stop="[1, 2")
     await site.first.kill()
     assert text_of(await asked) == TEXT[:at]
 
@@ -160,11 +128,8 @@ async def test_a_verifier_that_dies_before_it_continues_is_replaced(site: Site) 
 
 async def test_without_a_verifier_in_time_a_sequence_ends_with_an_error(prompts: Prompts) -> None:
     async with running_site(prompts, resume_seconds=0.3) as site:
-        await site.second.kill()
-        await until(lambda: site.gateway.router.replicas[1].problem is not None)
-        site.writes(site.first, 3)
-        asked = site.ask(stream=True)
-        await site.sent(site.first, 3)
+        await site.only_first()
+        asked = await site.begin(3, stream=True)
         await site.first.kill()
         error = events(await asked)[-1]["error"]
         assert error["code"] == "verifier_unavailable"
@@ -184,13 +149,10 @@ async def test_an_error_that_is_not_the_verifiers_death_is_not_retried(
 
 
 async def test_a_client_that_leaves_while_its_sequence_waits_is_forgotten(site: Site) -> None:
-    await site.second.kill()
-    await until(lambda: site.gateway.router.replicas[1].problem is not None)
-    site.writes(site.first, 3)
-    asked = site.ask()
-    await site.sent(site.first, 3)
+    await site.only_first()
+    asked = await site.begin(3)
     await site.first.kill()
-    await until(lambda: site.gateway.router.replicas[0].problem is not None)
+    await site.known_lost(0)
     asked.cancel()
     await asyncio.gather(asked, return_exceptions=True)
     await until(lambda: not any(r.sequences for r in site.gateway.router.replicas))
@@ -246,7 +208,7 @@ def drafted(token_ids: list[int], accepted: int, draft_tokens: int) -> TokenChun
 
 
 async def test_the_statistics_are_those_of_all_verifiers(site: Site) -> None:
-    """Of the lost one, those of the steps that arrived. The prompt's cached tokens are its own."""
+    """The steps of the lost verifier that arrived count, and so do its cached tokens."""
     begun = replace(drafted(site.ids[:2], 1, 3), cached_token_count=16)
     site.first.script.answer = lambda _: [begun, FOREVER]
     stats = SpeculationStats(2, 1, 4, 2, [0, 0, 1], 4)
@@ -316,30 +278,19 @@ async def test_a_verifier_that_drains_hands_its_sequences_over(
 
 
 async def test_without_another_one_a_draining_verifier_finishes_its_sequences(site: Site) -> None:
-    await site.second.kill()
-    await until(lambda: site.gateway.router.replicas[1].problem is not None)
-    site.first.script.answer = lambda request: [
-        plain(site.ids[:3]),
-        1.0,
-        plain(site.ids[3:]),
-        last([3], FinishReason.STOP),
-    ]
-    asked = site.ask(stream=True)
-    await site.sent(site.first, 3)
+    await site.only_first()
+    asked = await site.pauses(1.0, stream=True)
     site.first.drain()
-    await until(lambda: site.gateway.router.replicas[0].problem is not None)
+    await site.known_lost(0)
     assert text_of(await asked) == TEXT
     assert len(site.first.script.requests) == 1
 
 
 async def test_a_sequence_goes_on_when_a_draining_verifier_has_restarted(site: Site) -> None:
-    await site.second.kill()
-    await until(lambda: site.gateway.router.replicas[1].problem is not None)
-    site.writes(site.first, 3)
-    asked = site.ask(stream=True)
-    await site.sent(site.first, 3)
+    await site.only_first()
+    asked = await site.begin(3, stream=True)
     site.first.drain()
-    await until(lambda: site.gateway.router.replicas[0].problem is not None)
+    await site.known_lost(0)
     site.first.script.hangs_up = True
     await until(lambda: site.first.script.running == 0)
     site.writes(site.first)

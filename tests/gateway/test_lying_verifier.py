@@ -98,7 +98,7 @@ def aimed(lie: bytes, call_id: int) -> bytes:
 
 
 def valid_messages() -> Iterator[Message]:
-    """What an honest verifier may send: tokens with all that belongs to them, and an error."""
+    """Messages of an honest verifier: tokens with all their fields, and an error."""
     logprob = common_pb2.TokenLogprob(logprob=-1.0, top_token_ids=[5], top_logprobs=[-1.0], rank=1)
     tokens = verifier_pb2.GenerateTokensResponse(
         token_ids=[5], sources=[SOURCE], logprobs=[logprob], prompt_logprobs=[logprob]

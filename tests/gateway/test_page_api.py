@@ -81,7 +81,7 @@ async def events(
     rig: Rig, count: int, headers: dict[str, str] | None = None
 ) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
-    async with asyncio.timeout(5), rig.http.stream("GET", "/events", headers=headers) as response:
+    async with asyncio.timeout(30), rig.http.stream("GET", "/events", headers=headers) as response:
         assert response.headers["content-type"].startswith("text/event-stream")
         async for line in response.aiter_lines():
             if line.startswith("data: "):

@@ -33,7 +33,7 @@ async def becomes(rig: Rig, status: str) -> tuple[int, dict[str, Any]]:
     async def there() -> bool:
         return bool((await state(rig))[1]["status"] == status)
 
-    await until(there, timeout_s=3.0)
+    await until(there)
     return await state(rig)
 
 
@@ -80,7 +80,9 @@ async def test_requests_fail_with_the_reason_of_a_verifier_that_is_not_ready(
     response = await rig.http.post("/v1/completions", json={"prompt": "x"})
     error = response.json()["error"]
     assert (response.status_code, error["code"]) == (503, reason.name.lower())
-    assert words in error["message"]
+    # Any tenant may see this one.
+    assert words not in error["message"]
+    assert "127.0.0.1" not in error["message"]
     channel = rpc.dial(rig.gateway.grpc_address)
     health = await health_pb2_grpc.HealthStub(channel).Check(
         health_pb2.HealthCheckRequest(service="")
@@ -158,7 +160,7 @@ async def test_a_stopping_gateway_finishes_requests_and_refuses_new_ones(
         request = asyncio.create_task(http.post("/v1/completions", json={"prompt": "x"}))
         await until(lambda: script.running == 1)
         stopping = asyncio.create_task(gateway.stop())
-        await asyncio.sleep(0)
+        await until(lambda: gateway.router.draining)
         with pytest.raises(OutriderError, match="shutting down"):
             gateway.router.pick(None)
         assert (await request).json()["choices"][0]["finish_reason"] == "length"

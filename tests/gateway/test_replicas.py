@@ -71,12 +71,18 @@ async def pair(prompts: Prompts, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
         yield made
 
 
+def refuse(script: Script, error: OutriderError) -> None:
+    """Let a verifier answer requests and polls with an error."""
+    script.answer = lambda _: [error]
+    script.refusal = error
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("reason", [Reason.DRAINING, Reason.NOT_READY])
 async def test_a_verifier_that_refuses_requests_costs_no_request(
     pair: Pair, reason: Reason, stream: bool
 ) -> None:
-    pair.first.answer = lambda _: [OutriderError(reason, "not now", retry_after_s=1.0)]
+    refuse(pair.first, OutriderError(reason, "not now", retry_after_s=1.0))
     for _ in range(3):
         response = await pair.ask(stream=stream)
         assert response.status_code == 200
@@ -106,12 +112,8 @@ async def test_errors_that_another_verifier_would_repeat_are_not_retried(
 
 
 async def test_when_all_verifiers_refuse_the_last_error_is_reported(pair: Pair) -> None:
-    pair.first.answer = lambda _: [
-        OutriderError(Reason.DRAINING, "the first goes", retry_after_s=1.0)
-    ]
-    pair.second.answer = lambda _: [
-        OutriderError(Reason.DRAINING, "the second goes", retry_after_s=1.0)
-    ]
+    refuse(pair.first, OutriderError(Reason.DRAINING, "the first goes", retry_after_s=1.0))
+    refuse(pair.second, OutriderError(Reason.DRAINING, "the second goes", retry_after_s=1.0))
     response = await pair.ask()
     assert (response.status_code, response.headers["retry-after"]) == (503, "1")
     assert response.json()["error"]["message"] == "the second goes"

@@ -14,6 +14,8 @@ from gateway.routing import Router
 from outrider.errors import OutriderError, Reason
 from outrider.model_info import ModelInfo, Stage
 
+LOST = OutriderError(Reason.VERIFIER_UNAVAILABLE, "connection refused")
+
 
 @pytest_asyncio.fixture
 async def router() -> AsyncIterator[Router]:
@@ -66,12 +68,27 @@ async def test_a_configured_name_replaces_the_verifiers() -> None:
 
 async def test_a_lost_replica_is_not_picked(router: Router) -> None:
     for replica in router.replicas[:2]:
-        replica.mark_lost(OutriderError(Reason.VERIFIER_UNAVAILABLE, "connection refused"))
+        replica.mark_lost(LOST)
     assert {router.pick(None).replica.address for _ in range(4)} == {"c:1"}
-    router.replicas[2].mark_lost(OutriderError(Reason.VERIFIER_UNAVAILABLE, "connection refused"))
-    with pytest.raises(OutriderError, match="a:1 does not answer: connection refused") as caught:
+    router.replicas[2].mark_lost(LOST)
+    with pytest.raises(OutriderError, match="the verifier does not answer") as caught:
         router.pick(None)
     assert caught.value.reason is Reason.VERIFIER_UNAVAILABLE
+    with pytest.raises(OutriderError) as again:
+        router.pick(None)
+    assert again.value is not caught.value
+
+
+async def test_news_that_come_before_a_sequence_waits_are_not_missed(router: Router) -> None:
+    pick = router.pick(None)
+    for replica in router.replicas:
+        replica.mark_lost(LOST)
+    waiting = asyncio.create_task(router.instead_of(pick, LOST, wait_s=60.0))
+    # The task has looked at the replicas, but what it waits for may begin a turn later.
+    await asyncio.sleep(0)
+    router.replicas[2].problem = None
+    router._wake()
+    assert (await asyncio.wait_for(waiting, 5)).replica is router.replicas[2]
 
 
 @pytest.mark.parametrize("draining", [True, False])
@@ -99,7 +116,7 @@ async def test_a_verifier_lost_while_draining_is_not_logged(
     router.start(ignore)
     router.draining = draining
     # The second poll begins after the first has been logged, or not.
-    await asyncio.wait_for(polled.wait(), 5)
+    await asyncio.wait_for(polled.wait(), 30)
     await router.close()
     logged = [record.getMessage() for record in caplog.records]
     assert [message for message in logged if "does not answer" in message] == (

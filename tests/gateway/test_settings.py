@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import pytest
 from gateway_rig import Rig
+from pydantic import ValidationError
 from scripted_verifier import Step, last, plain
 
+from gateway.fields import Body, with_declared
 from gateway.schema import GenerationBody
 from outrider.errors import OutriderError, Reason
 from outrider.grammar.kinds import Grammar, GrammarKind
+from outrider.limits import Range
 from outrider.messages import (
     Acceptance,
     AcceptanceRule,
@@ -354,3 +357,29 @@ async def test_every_sampling_parameter_is_in_the_body_under_its_own_name() -> N
     """Then a new parameter needs no code between the body and the verifier."""
     names = {field.name for field in fields(SamplingParams) if field.init}
     assert names <= GenerationBody.model_fields.keys()
+
+
+@dataclass
+class Declared:
+    """Settings that nothing but their declaration knows."""
+
+    share: float = 1.0
+    count: int = 0
+    strict: bool = False
+    ids: tuple[int, ...] = ()
+
+
+@with_declared(Declared, {"count": Range(0, 9, about="How many.")})
+class DeclaredBody(Body):
+    """A body with these settings."""
+
+
+async def test_a_declared_number_or_flag_is_a_parameter_of_its_type() -> None:
+    given = {"share": 0.5, "count": 3, "strict": True}
+    assert DeclaredBody.model_validate(given).model_dump() == given
+    assert set(DeclaredBody().model_dump().values()) == {None}
+    for wrong in ({"count": 0.5}, {"strict": 1}, {"share": "1"}, {"ids": [1]}):
+        with pytest.raises(ValidationError):
+            DeclaredBody.model_validate(wrong)
+    count = DeclaredBody.model_json_schema()["properties"]["count"]
+    assert (count["minimum"], count["maximum"], count["description"]) == (0, 9, "How many.")

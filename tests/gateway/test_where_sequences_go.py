@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
-import pytest_asyncio
 from gateway_rig import until
-from mortal_verifiers import TEXT, Site, events, running_site, text_of
+from mortal_verifiers import LOST, TEXT, Site, events, running_site, text_of
 from scripted_verifier import Step, last, plain
 
 from gateway import routing
@@ -19,16 +17,8 @@ from outrider.messages import FinishReason, TokenRequest
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-LOST = OutriderError(Reason.VERIFIER_UNAVAILABLE, "the verifier has crashed")
 FULL = OutriderError(Reason.OVERLOADED, "the queue is full")
-
-
-@pytest_asyncio.fixture(loop_scope="session")
-async def site(prompts: Prompts, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Site]:
-    monkeypatch.setattr(routing, "_POLL_READY_S", 0.05)
-    monkeypatch.setattr(routing, "_POLL_LOADING_S", 0.05)
-    async with running_site(prompts, model_name="code") as made:
-        yield made
+HANGS = OutriderError(Reason.NOT_READY, "the verifier's step has taken 61 s")
 
 
 async def change_second(site: Site, **changes: Any) -> None:
@@ -62,9 +52,7 @@ async def test_a_sequence_does_not_go_on_where_it_cannot(
 ) -> None:
     """One prompt token and 500 more do not fit into 500, and another model has another text."""
     await change_second(site, **changes)
-    site.writes(site.first, 3)
-    asked = site.ask(stream=True)
-    await site.sent(site.first, 3)
+    asked = await site.begin(3, stream=True)
     await site.first.kill()
     site.writes(site.first)
     await site.first.start()
@@ -74,15 +62,31 @@ async def test_a_sequence_does_not_go_on_where_it_cannot(
 
 async def test_a_draining_verifier_keeps_what_no_other_one_can_finish(site: Site) -> None:
     await change_second(site, context_length=500)
-    site.first.script.answer = lambda _: [
-        plain(site.ids[:3]),
-        0.5,
-        plain(site.ids[3:]),
-        last([3], FinishReason.STOP),
-    ]
+    asked = await site.pauses(0.5, stream=True)
+    site.first.drain()
+    await site.known_lost(0)
+    assert text_of(await asked) == TEXT
+    assert site.second.script.requests == []
+
+
+async def test_sequences_leave_a_verifier_whose_engine_hangs(site: Site) -> None:
+    """It answers polls and pings, so no connection breaks."""
+    site.writes(site.first, 3)
     asked = site.ask(stream=True)
     await site.sent(site.first, 3)
-    site.first.drain()
+    site.first.script.refusal = HANGS
+    assert text_of(await asked) == TEXT
+    [goes_on] = site.second.script.requests
+    assert goes_on.committed == site.ids[:3]
+
+
+async def test_without_another_verifier_sequences_stay_at_one_that_hangs(site: Site) -> None:
+    await change_second(site, context_length=500)
+    pause = [0.5, *(plain([token]) for token in site.ids[3:]), last([3], FinishReason.STOP)]
+    site.first.script.answer = lambda _: [plain(site.ids[:3]), *pause]
+    asked = site.ask(stream=True)
+    await site.sent(site.first, 3)
+    site.first.script.refusal = HANGS
     await until(lambda: site.gateway.router.replicas[0].problem is not None)
     assert text_of(await asked) == TEXT
     assert site.second.script.requests == []
@@ -95,8 +99,7 @@ async def test_a_sequence_that_has_begun_leaves_a_full_queue(site: Site) -> None
 
 
 async def test_a_sequence_that_has_begun_waits_for_room_in_the_only_queue(site: Site) -> None:
-    await site.second.kill()
-    await until(lambda: site.gateway.router.replicas[1].problem is not None)
+    await site.only_first()
 
     def steps(request: TokenRequest) -> list[Step]:
         if len(site.first.script.requests) == 3:
@@ -105,6 +108,39 @@ async def test_a_sequence_that_has_begun_waits_for_room_in_the_only_queue(site: 
 
     site.first.script.answer = steps
     assert text_of(await site.ask(stream=True)) == TEXT
+
+
+def fills_up(site: Site, refusals: int) -> None:
+    """Let both verifiers begin texts, and refuse to continue them `refusals` times."""
+    continued: list[TokenRequest] = []
+
+    def steps(request: TokenRequest) -> list[Step]:
+        if not request.committed:
+            return [plain(site.ids[:3]), FULL]
+        continued.append(request)
+        if len(continued) <= refusals:
+            return [FULL]
+        return [*(plain([token]) for token in site.ids[3:]), last([3], FinishReason.STOP)]
+
+    site.first.script.answer = site.second.script.answer = steps
+
+
+async def test_a_sequence_that_has_begun_waits_while_all_queues_are_full(site: Site) -> None:
+    fills_up(site, refusals=12)
+    assert text_of(await site.ask(stream=True)) == TEXT
+
+
+async def test_full_queues_are_not_asked_for_longer_than_the_time_to_wait(
+    prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routing, "_POLL_READY_S", 0.1)
+    async with running_site(prompts, resume_seconds=0.5) as site:
+        fills_up(site, refusals=1000)
+        response = await site.ask(stream=True)
+        assert events(response)[-1]["error"]["code"] == "overloaded"
+        # Each verifier is asked once between two polls.
+        asked = len(site.first.script.requests) + len(site.second.script.requests)
+        assert 5 < asked < 30
 
 
 async def test_a_new_request_that_finds_a_full_queue_is_refused(site: Site) -> None:
@@ -129,14 +165,27 @@ async def test_a_ready_verifier_is_used_after_the_time_to_wait_for_one(
         assert text_of(await asked) == TEXT
 
 
+async def test_a_verifier_that_hung_up_but_is_well_is_used_at_once(
+    prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routing, "_POLL_READY_S", 60.0)
+    async with running_site(prompts) as site:
+        site.gateway.router.replicas[1].mark_lost(LOST)
+        site.writes(site.first, 3)
+        asked = site.ask(stream=True)
+        await site.sent(site.first, 3)
+        site.writes(site.first)
+        site.first.script.hangs_up = True
+        assert text_of(await asked) == TEXT
+        assert len(site.first.script.requests) == 2
+
+
 async def test_the_end_of_an_earlier_connection_says_nothing_of_the_verifier(
     prompts: Prompts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(routing, "_POLL_READY_S", 60.0)
     async with running_site(prompts) as site:
-        site.writes(site.first, 3)
-        asked = site.ask(stream=True)
-        await site.sent(site.first, 3)
+        asked = await site.begin(3, stream=True)
         replica = site.gateway.router.replicas[0]
         replica.redial()
         site.first.script.hangs_up = True

@@ -121,8 +121,8 @@ class Guesser:
     """A drafter that runs ahead in runs of a random length, drawn as the verifier asked.
 
     Messages from and to it arrive up to `late` ticks later, in order. It drafts nothing in a share
-    `silent` of the ticks. `stops` ends a run before a token of such a probability. With `branches`
-    it also drafts one-hot branches beside its chain.
+    `silent` of the ticks. `stops` ends a run before a token of such a probability, and `ends` a
+    chain behind such a token. With `branches` it also drafts one-hot branches beside its chain.
     """
 
     def __init__(
@@ -134,6 +134,7 @@ class Guesser:
         late: int = 0,
         silent: float = 0.2,
         stops: Callable[[int, float], bool] = lambda token, probability: False,
+        ends: Callable[[int], bool] = lambda token: False,
         branches: bool = False,
         shortest: int = 0,
         longest: int = 5,
@@ -144,6 +145,7 @@ class Guesser:
         self._late = late
         self._silent = silent
         self._stops = stops
+        self._ends = ends
         self._branches = branches
         self._lengths = (shortest, longest + 1)
         self._rng = np.random.default_rng(zlib.crc32(name.encode()))
@@ -204,6 +206,7 @@ class Guesser:
         rooms = [
             (sequence, min(sequence.room, int(self._rng.integers(*self._lengths))))
             for sequence in self._sequences.values()
+            if not (sequence.guesses and self._ends(sequence.guesses[-1]))
         ]
         growing = [(sequence, count) for sequence, count in rooms if count]
         for (sequence, count), noise in zip(growing, self._noise(growing), strict=True):
@@ -244,6 +247,8 @@ class Guesser:
                 break
             tokens.append(token)
             distributions.append(_sparse(probs))
+            if self._ends(token):
+                break
         if not tokens:
             return
         self.proposed[asked] += len(tokens)

@@ -1,8 +1,9 @@
-"""A coupled drafter beside a sampling one leaves no trace in the output.
+"""A sampling drafter beside another one leaves no trace in the output.
 
 A drafter that knows a sequence's noise can make anything depend on it: the length of its runs, or
 whether it drafts at all. If the verifier chose between its path and a sampled one, the noise would
-decide by which rule the next token is drawn.
+decide by which rule the next token is drawn. A sampling drafter may end a chain behind a token that
+it drew. If the length of its chain decided whether the chain is verified, that token would.
 """
 
 from __future__ import annotations
@@ -83,3 +84,15 @@ def test_a_coupled_drafter_decides_nothing_if_one_joins_mid_text(
 
     traffic.events = in_the_middle_of_each_wave
     check(traffic, *present)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_value_of_a_sampled_token_does_not_decide_which_path_is_verified(
+    rule: AcceptanceRule,
+) -> None:
+    always: Any = {"silent": 0.0, "shortest": 5}
+    samples = {DraftDistribution.ONE_HOT, DraftDistribution.SPARSE}
+    guess = near(target_probs)
+    sparse = Guesser("sparse", guess, samples, ends=lambda token: token == 1, **always)
+    likeliest = Guesser("likeliest", target_probs, {DraftDistribution.ONE_HOT}, **always)
+    check(make_traffic(rule), sparse, likeliest)

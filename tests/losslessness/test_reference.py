@@ -76,9 +76,8 @@ def test_a_batch_accepts_what_the_reference_accepts(
             SparseDistribution(np.flatnonzero(row), row[np.flatnonzero(row)]) for row in drafter
         ]
         context = Context(sampling, [0] * coins.position, drafted=draft)
-        thinking = [True] * len(draft)
         distributions = claims if is_sampled else ()
-        drafts.append(Draft(context, coins.seed, rule, distributions, OPTIONS, thinking))
+        drafts.append(Draft(context, coins.seed, rule, distributions, OPTIONS))
         rows += list(target)
         accepted = RULES[rule](target, drafter, draft, coins)
         expected.append((accepted.count, accepted.next_token))

@@ -58,7 +58,9 @@ def logits_of(seed: int, tree: DraftTree) -> npt.NDArray[np.float32]:
 def draft_of(tree: DraftTree, rule: AcceptanceRule, seed: int, position: int = 9) -> Draft:
     sampling = SamplingParams(0.0 if rule is AcceptanceRule.GREEDY else 1.0)
     context = Context(sampling, [0] * position, 1, tree.token_ids, parents=tree.parents)
-    thinking = [token % 3 > 0 for token in tree.token_ids]
+    thinking = []
+    if rule is AcceptanceRule.RELAXED:
+        thinking = [token % 3 > 0 for token in tree.token_ids]
     return Draft(context, seed, rule, (), OPTIONS, thinking)
 
 

@@ -40,7 +40,7 @@ async def pool(server: RedisServer, **options: Any) -> AsyncIterator[RedisPool]:
         await made.aclose()
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+async def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline

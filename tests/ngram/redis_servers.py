@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import time
@@ -125,6 +126,12 @@ class RedisProcess:
     def kill(self) -> None:
         self._process.kill()
         self._process.wait()
+
+    def freeze(self) -> None:
+        self._process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
 
 
 def _answers(client: redis.Redis) -> bool:

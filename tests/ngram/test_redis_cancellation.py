@@ -18,6 +18,7 @@ from delaying_proxy import delaying_proxy
 from pools import TENANT, pool, until, written
 from redis_servers import Standalone
 
+from drafter_svc.pools import redis as redis_pool
 from drafter_svc.pools.redis import Query, RedisPool
 
 _KEYS = 500
@@ -95,6 +96,9 @@ def test_no_cancelled_lookup_hands_its_reply_to_another_caller(
         record_failure(made, breaker, error)
 
     monkeypatch.setattr(RedisPool, "_record_failure", recorded)
+    # Let many lookups run at once, and many of them be late.
+    monkeypatch.setattr(redis_pool, "_MAX_RUNNING", 64)
+    monkeypatch.setattr(redis_pool, "_LATE_IN_A_ROW", cancellations)
 
     async def run() -> None:
         async with pool_behind_proxy(redis_server) as made:

@@ -1,6 +1,8 @@
 """The pool on real Redis of each topology: shared by replicas, bounded, checked, never awaited."""
 
+import asyncio
 import logging
+import os
 import time
 from dataclasses import replace
 from typing import Any
@@ -159,6 +161,54 @@ async def test_a_hanging_redis_delays_no_lookup_and_mixes_up_no_reply(
             client.ping()
         await until(lambda: made.available)
         assert await found(made, [[3]]) == [[4]]
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+async def test_a_frozen_redis_is_skipped_and_costs_few_connections(
+    redis_server: Standalone,
+) -> None:
+    async with pool(redis_server.server, budget_s=0.005) as made:
+        await written(made, ([1], [2]))
+        await until_found(made, [[1]], [2])
+        files, late = open_files(), made.counters.late
+        redis_server.data[0].freeze()
+        try:
+            frozen_until = time.monotonic() + 1.0
+            while time.monotonic() < frozen_until:
+                assert await found(made, [[1]]) == [[]]
+                await asyncio.sleep(0.001)
+        finally:
+            redis_server.data[0].thaw()
+        # Three at first, and one when the breaker lets lookups through again.
+        assert 3 <= made.counters.late - late <= 4
+        assert made.counters.skipped > 50
+        await until_found(made, [[1]], [2])
+        assert open_files() <= files + 3
+
+
+async def until_found(made: RedisPool, ngrams: list[list[int]], continuation: list[int]) -> None:
+    """Look up until an answer comes in time; a busy machine may need several lookups."""
+    deadline = time.monotonic() + 10.0
+    while await found(made, ngrams) != [continuation]:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+
+
+async def test_a_redis_whose_answers_are_all_late_is_skipped_but_written_to(
+    redis_server: Standalone, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with pool(redis_server.server, budget_s=1e-6) as made:
+        for _ in range(20):
+            assert await found(made, [[1]]) == [[]]
+            await until(lambda: not made._running)
+        assert made.counters.late + made.counters.skipped == 20
+        assert made.counters.late < 6
+        assert made.counters.failed == 0
+        await written(made, ([1], [2]))
+    assert "lookups: no answer in 0.001 ms" in caplog.text
 
 
 async def test_a_redis_that_never_existed_costs_nothing() -> None:

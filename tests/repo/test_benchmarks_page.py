@@ -1,4 +1,4 @@
-"""docs/benchmarks.md is made from bench/results, whose files follow their schema."""
+"""docs/benchmarks.md and every figures.md are made from results.json, which has a schema."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from outrider_bench.results_page import load, page
+from outrider_bench.results_page import load, pages
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/benchmarks.md"
@@ -27,12 +27,29 @@ def changed(tmp_path: Path, **fields: Any) -> Path:
     return path
 
 
-def test_the_page_is_what_the_generator_makes_of_the_results() -> None:
-    assert PAGE.read_text() == page(ROOT)
+def test_the_pages_are_what_the_generator_makes_of_the_results() -> None:
+    made = pages(ROOT)
+    assert made.keys() == {PAGE, *(path.parent / "figures.md" for path in FILES)}
+    assert {path: path.read_text() for path in made} == made
 
 
 def test_the_page_has_at_most_150_lines() -> None:
     assert len(PAGE.read_text().splitlines()) <= 150
+
+
+def test_lines_outside_of_tables_have_at_most_100_columns() -> None:
+    for path, text in pages(ROOT).items():
+        lines = [line for line in text.splitlines() if line[:1] not in ("|", "#")]
+        assert [line for line in lines if len(line) > 100] == [], path
+
+
+def test_each_link_to_a_result_has_a_heading_to_lead_to() -> None:
+    made = pages(ROOT)
+    links = re.findall(r"\]\(\.\./(bench/results/\S+/figures\.md)#(\S+)\)", made[PAGE])
+    assert len(links) > 30
+    for path, anchor in links:
+        titles = re.findall(r"(?m)^## (.*)$", made[ROOT / path])
+        assert anchor in [re.sub(r"[^a-z0-9 -]", "", t.lower()).replace(" ", "-") for t in titles]
 
 
 def test_every_folder_says_what_machine_was_measured() -> None:

@@ -1,4 +1,4 @@
-"""Which package may import which, and what no module may do."""
+"""The packages that each package may import, and the calls that no module may make."""
 
 import ast
 import subprocess

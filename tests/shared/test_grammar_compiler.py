@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import threading
 
+import numpy as np
 import pytest
-from grammar_texts import BACKENDS, ENDS, TARGET, VOCAB, compiler
+from grammar_texts import BACKENDS, ENDS, TARGET, TOKENIZER, VOCAB, compiler
 
 from outrider.errors import OutriderError, Reason
 from outrider.grammar import compiler as compiler_module
@@ -117,7 +118,7 @@ class Held:
 async def test_a_grammar_that_found_no_thread_in_time_may_be_retried(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    own = GrammarCompiler(TARGET, VOCAB, ENDS, compile_seconds=0.3)
+    own = GrammarCompiler(TARGET, VOCAB, ENDS, compile_seconds=1.0)
     held = Held(own, monkeypatch)
     asked = [Grammar(GrammarKind.REGEX, f"a{i}") for i in range(held.thread_count + 3)]
     failures = await asyncio.gather(
@@ -148,3 +149,42 @@ async def test_a_cancelled_requests_grammar_is_not_compiled(
     await asyncio.gather(*running.values())
     own._pool.shutdown()
     assert sorted(held.begun) == sorted(set(texts) - {"gone"})
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+async def test_a_matcher_begins_behind_the_tokens_that_are_there(backend: Backend) -> None:
+    own = compiler(backend)
+    grammar = Grammar(GrammarKind.CHOICE, choices=("one two three", "one four"))
+    ids = TOKENIZER.encode("one two three").ids
+    stepped = own.compile(grammar).matcher()
+    masks = np.zeros((2, own.mask_width), np.int32)
+    for count in range(len(ids)):
+        stepped.fill(masks, 0)
+        (await own.matcher_async(grammar, ids[:count])).fill(masks, 1)
+        assert (masks[0] == masks[1]).all()
+        assert stepped.accept(ids[count])
+    for wrong, problem in (([ids[0], ids[0]], "allows here"), ([*ids, ENDS[0]], "must not end")):
+        with pytest.raises(OutriderError, match=problem) as caught:
+            await own.matcher_async(grammar, wrong)
+        assert caught.value.field == f"committed_token_ids[{len(wrong) - 1}]"
+
+
+async def test_neither_the_loop_nor_the_engine_follows_a_long_text() -> None:
+    """Each token takes some 10 us, and a lost verifier's texts all arrive at once."""
+    threads: set[str] = set()
+
+    class Recorded:
+        ended = False
+
+        def accept(self, _: int) -> bool:
+            threads.add(threading.current_thread().name)
+            return True
+
+    own = GrammarCompiler(TARGET, VOCAB, ENDS)
+    grammar = Grammar(GrammarKind.REGEX, "a+")
+    compiled = own.compile(grammar)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(compiled), "matcher", lambda _: Recorded())
+        await own.matcher_async(grammar, [1] * 100)
+    assert len(threads) == 1
+    assert threads.pop().startswith("grammar")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from outrider.launch import keys as keys_command
 from outrider.launch.cli import app
-from outrider.process.key_file import key_digest, read_keys
+from outrider.process.key_file import KeyEntry, key_digest, read_keys
 from outrider.process.usage import invoke
 
 
@@ -73,3 +76,33 @@ def test_an_error_is_one_line(
     assert says in printed.err
     assert (printed.err.count("\n"), printed.out) == (1, "")
     assert file.read_text() == before
+
+
+def test_a_key_is_revoked_in_the_file_behind_a_link(tmp_path: Path) -> None:
+    real, link = tmp_path / "data" / "keys.yaml", tmp_path / "keys.yaml"
+    real.parent.mkdir()
+    link.symlink_to("data/keys.yaml")
+    for tenant in ("alice", "bob"):
+        assert keys("add", str(link), "--tenant", tenant) == 0
+    assert keys("revoke", str(link), "alice-1") == 0
+    assert link.is_symlink()
+    assert [entry.id for entry in read_keys(real)] == ["bob-1"]
+
+
+def test_commands_at_the_same_time_lose_no_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "keys.yaml"
+    keys("add", str(file), "--tenant", "old")
+
+    def slow(path: Path) -> tuple[KeyEntry, ...]:
+        entries = read_keys(path)
+        time.sleep(0.1)
+        return entries
+
+    monkeypatch.setattr(keys_command, "read_keys", slow)
+    with ThreadPoolExecutor() as pool:
+        done = [pool.submit(keys_command.revoke, file, "old-1")]
+        done += [pool.submit(keys_command.add, file, {"tenant": t}, None) for t in ("a", "b", "c")]
+    assert [each.result() for each in done] == [0] * 4
+    assert sorted(entry.id for entry in read_keys(file)) == ["a-1", "b-1", "c-1"]

@@ -64,7 +64,7 @@ async def test_a_client_connects_over_a_round_trip_of_400_ms() -> None:
         chaos_proxy(server.ports[0], 0.2) as proxy,
         rpc.dial(f"127.0.0.1:{proxy.port}") as channel,
     ):
-        await asyncio.wait_for(channel.channel_ready(), 4)
+        await asyncio.wait_for(channel.channel_ready(), 10)
 
 
 async def test_an_error_travels_with_reason_field_and_retry() -> None:

@@ -1,6 +1,8 @@
 """Processes on shared cores: no work is lost, and each gets an equal share."""
 
+import json
 from functools import partial
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -131,3 +133,30 @@ def test_four_verifiers_on_two_cores_are_as_fast_as_two() -> None:
 def test_a_simulation_with_shared_cores_repeats_bit_for_bit() -> None:
     first, second = (simulate(shared(), 4).as_json() for _ in range(2))
     assert first == second
+
+
+def test_a_verifier_that_decoded_alone_drafts_beside_others(tmp_path: Path) -> None:
+    """Its plain steps were twice as fast then, so drafting seems a loss when the others come."""
+    recording = tmp_path / "requests.jsonl"
+    requests = [(0.0, 100), *[(2.0, 400)] * 4]
+    lines = [
+        {"time": time, "prompt_tokens": 16, "output_tokens": tokens} for time, tokens in requests
+    ]
+    recording.write_text("\n".join([json.dumps(line) for line in lines]))
+    drafters = [
+        {
+            "name": f"d{i}",
+            "verifier": f"verifier-{i}",
+            "acceptance": 0.5,
+            "slowness": 0.2,
+            "joins_at": 1.5,
+            "cores": [0, 1],
+        }
+        for i in range(1, 5)
+    ]
+    scenario = shared(
+        drafters=drafters, arrivals="recorded", recording=recording, seconds=60.0, noise=0.1
+    )
+    samples = simulate(scenario, 4).by_verifier.values()
+    # Without drafts a verifier takes 400 steps.
+    assert max([sample.counters["step_seconds_count"] - 100 for sample in samples]) < 300

@@ -51,10 +51,18 @@ def test_a_drafter_that_takes_all_its_time_from_the_target_is_no_loss(
     assert speed_on_gpu(drafter, batch) >= FLOOR
 
 
-@pytest.mark.parametrize("batch", [1, 8])
-@pytest.mark.parametrize("acceptance", [0.3, 0.6])
-@pytest.mark.parametrize("round_trip_ms", [0.4, 20.0])
-@pytest.mark.parametrize("noise", [0.0, 0.1])
+# Half of the sixteen combinations, which have every three values together.
+BUNDLED = [
+    (noise, round_trip_ms, acceptance, batch)
+    for i, noise in enumerate((0.0, 0.1))
+    for j, round_trip_ms in enumerate((0.4, 20.0))
+    for k, acceptance in enumerate((0.3, 0.6))
+    for m, batch in enumerate((1, 8))
+    if (i + j + k + m) % 2 == 0
+]
+
+
+@pytest.mark.parametrize(("noise", "round_trip_ms", "acceptance", "batch"), BUNDLED)
 def test_the_bundled_pair_on_two_cores_is_no_loss(
     noise: float, round_trip_ms: float, acceptance: float, batch: int
 ) -> None:

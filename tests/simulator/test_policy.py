@@ -3,10 +3,14 @@
 The results are exact, because the scenarios have no noise.
 """
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from outrider_bench.simulator.scenario import Scenario
+from outrider_bench.simulator.simulation import Simulation
 from tests.simulator.policies import BATCHES, speed
 
 pytestmark = pytest.mark.slow
@@ -71,3 +75,30 @@ def test_a_drafter_that_mostly_has_no_draft_is_never_a_loss(batch: int) -> None:
         "round_trip_ms": 5,
     }
     assert speed([lookups], batch, hard_share=0.9) >= 1.0
+
+
+def test_a_drafter_that_lost_in_a_crowd_is_tried_again_for_one_client(tmp_path: Path) -> None:
+    """It slows the target down and is mostly wrong. When the crowd has left, it gets better."""
+    last = 20.0
+    crowd = [2.6 * (i // 32) for i in range(96)]
+    one = [last + 1.6 * i for i in range(16)]
+    recording = tmp_path / "crowd.jsonl"
+    with recording.open("w") as file:
+        for time in crowd + one:
+            print(json.dumps({"time": time, "prompt_tokens": 64, "output_tokens": 128}), file=file)
+    given = {
+        "costs": "assumed-gpu",
+        "seconds": 60.0,
+        "arrivals": "recorded",
+        "recording": recording,
+        "drafters": [{"name": "d", "acceptance": 0.45, "interference": 1.0}],
+        "schedule": [{"at": last - 1, "who": "d", "what": "accept", "acceptance": 0.85}],
+    }
+    times = []
+    for drafting in (False, True):
+        simulation = Simulation(Scenario.model_validate(given), 32, drafting=drafting)
+        simulation.run()
+        requests = simulation.traffic.requests[-4:]
+        times.append(sum(each.received_at[-1][0] - each.sent_at for each in requests))
+    plain_s, drafted_s = times
+    assert plain_s / drafted_s >= 1.5

@@ -17,8 +17,9 @@ from outrider.launch.health import problem
 from outrider.launch.serve_settings import ServeSettings
 from outrider.launch.stack import plan_stack
 from outrider.process import rpc
+from outrider.process import tls as tls_module
 from outrider.process.config import parse
-from outrider.process.tls import Tls
+from outrider.process.tls import Tls, WatchedTls
 from verifier_svc.config import VerifierSettings
 
 
@@ -70,6 +71,49 @@ def test_the_public_certificate_needs_its_key(site: Site) -> None:
         GatewaySettings(verifier=["a:1"], tokenizer="x", public_tls_cert=cert)
     with pytest.raises(ValidationError, match="public-tls-cert must be given too"):
         GatewaySettings(verifier=["a:1"], tokenizer="x", public_tls_ca=site.ca)
+
+
+def test_bad_files_are_tried_and_logged_once_and_not_at_each_handshake(
+    site: Site, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Handshakes are made by strangers."""
+    monkeypatch.setattr(tls_module, "_RETRY_S", 3600.0)
+    mine = site.issue("verifier")
+    loads: list[Tls] = []
+
+    def load(files: Tls) -> bytes:
+        loads.append(files)
+        return files.read().key
+
+    watched = WatchedTls(mine, load)
+    mine.key.write_text("no key")
+    assert not any(watched.refresh() for _ in range(50))
+    assert len(loads) == 2
+    assert len(caplog.records) == 1
+    # Another change is seen at once.
+    site.issue("verifier")
+    assert watched.refresh()
+    assert watched.current == mine.key.read_bytes()
+
+
+def test_files_that_fit_later_without_a_trace_are_found(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a change of the files' mode."""
+    monkeypatch.setattr(tls_module, "_RETRY_S", 0.0)
+    readable = True
+
+    def load(files: Tls) -> bytes:
+        if not readable:
+            raise PermissionError
+        return files.read().key
+
+    watched = WatchedTls(site.issue("verifier"), load)
+    readable = False
+    site.issue("verifier")
+    assert not watched.refresh()
+    readable = True
+    assert watched.refresh()
 
 
 def test_with_tls_the_role_says_whom_to_trust(site: Site) -> None:

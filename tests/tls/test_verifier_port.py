@@ -47,18 +47,24 @@ async def stream_tokens(channel: grpc.aio.Channel) -> Any:
     return await call.read()
 
 
-def stream_drafts(drafter_id: str) -> Call:
-    async def call(channel: grpc.aio.Channel) -> Any:
-        stub: Any = verifier_pb2_grpc.VerifierServiceStub(channel)
-        stream = stub.StreamDrafts(timeout=10)
-        hello = drafts_pb2.Hello(
+def hello(drafter_id: str) -> verifier_pb2.StreamDraftsRequest:
+    """The first message of a drafter that could draft for the model."""
+    return verifier_pb2.StreamDraftsRequest(
+        hello=drafts_pb2.Hello(
             drafter_id=drafter_id,
             family="raw",
             tokenizer_fingerprint=FINGERPRINT,
             max_draft_tokens=4,
         )
+    )
+
+
+def stream_drafts(drafter_id: str) -> Call:
+    async def call(channel: grpc.aio.Channel) -> Any:
+        stub: Any = verifier_pb2_grpc.VerifierServiceStub(channel)
+        stream = stub.StreamDrafts(timeout=10)
         try:
-            await stream.write(verifier_pb2.StreamDraftsRequest(hello=hello))
+            await stream.write(hello(drafter_id))
         except asyncio.InvalidStateError:
             # The call has ended; reading raises its status.
             pass
@@ -73,14 +79,8 @@ def break_protocol(drafter_id: str) -> Call:
     async def call(channel: grpc.aio.Channel) -> Any:
         stub: Any = verifier_pb2_grpc.VerifierServiceStub(channel)
         stream = stub.StreamDrafts(timeout=10)
-        hello = drafts_pb2.Hello(
-            drafter_id=drafter_id,
-            family="raw",
-            tokenizer_fingerprint=FINGERPRINT,
-            max_draft_tokens=4,
-        )
         for _ in range(2):
-            await stream.write(verifier_pb2.StreamDraftsRequest(hello=hello))
+            await stream.write(hello(drafter_id))
             await stream.read()
 
     return call
@@ -245,7 +245,7 @@ async def test_a_drafter_cannot_take_the_name_of_another(site: Site) -> None:
     async with verifier(site.issue("verifier")) as (address, engine):
         stream = drafter(address, site.issue("drafter", "cpu1"), "cpu10/quiet")
         with pytest.raises(OutriderError) as caught:
-            await asyncio.wait_for(stream.run(), 10)
+            await asyncio.wait_for(stream.run(), 30)
         assert caught.value.reason is Reason.CERTIFICATE_NOT_ALLOWED
         assert caught.value.message.startswith(
             "hello.drafter_id is 'cpu10/quiet', but the certificate's common name is 'cpu1'"
@@ -270,7 +270,7 @@ async def test_another_id_of_the_same_certificate_is_in_quarantine_too(site: Sit
 async def test_a_drafter_of_the_wrong_role_ends_with_the_reason(site: Site) -> None:
     async with verifier(site.issue("verifier")) as (address, _):
         with pytest.raises(OutriderError, match=r"role client .* may not call .*/GetModel"):
-            await asyncio.wait_for(drafter(address, site.issue("client"), "client/x").run(), 10)
+            await asyncio.wait_for(drafter(address, site.issue("client"), "client/x").run(), 30)
 
 
 async def test_new_files_are_used_without_a_restart(
@@ -294,6 +294,22 @@ async def test_new_files_are_used_without_a_restart(
         await until(lambda: "drafter" in engine.drafting.roster.connected)
         stream.stop()
         await running
+        await replica.close()
+
+
+async def test_files_that_are_being_replaced_cost_a_gateway_no_verifier(site: Site) -> None:
+    """The key is away while the gateway makes a new connection, and comes back as it was."""
+    tls = site.issue("gateway")
+    away = site.folder / "away.key"
+    async with verifier(site.issue("verifier")) as (address, _):
+        replica = Replica(address, tls)
+        tls.key.rename(away)
+        replica.redial()
+        await replica.refresh(FINGERPRINT)
+        assert replica.problem is None
+        away.rename(tls.key)
+        await replica.refresh(FINGERPRINT)
+        assert replica.problem is None
         await replica.close()
 
 

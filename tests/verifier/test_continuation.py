@@ -13,6 +13,7 @@ from outrider.draft_messages import Proposal, SparseDistribution
 from outrider.draft_tokens_policy import DraftTokensPolicy
 from outrider.errors import OutriderError, Reason
 from outrider.grammar.backends import Matcher
+from outrider.grammar.compiler import advanced
 from outrider.messages import (
     Acceptance,
     AcceptanceRule,
@@ -41,6 +42,11 @@ class Compiled:
 
     def matcher(self) -> Matcher:
         return NoRepeats()
+
+
+def matcher(request: TokenRequest) -> Matcher:
+    """The state of the grammar behind the request's committed tokens."""
+    return advanced(Compiled(), request.committed)
 
 
 @dataclass
@@ -95,7 +101,7 @@ def answer(
     offers = frozenset({DraftDistribution.ONE_HOT, DraftDistribution.SPARSE})
     drafter = ScriptedDrafter(engine, distributions=offers) if drafts else None
     client = Client()
-    sequence = engine.submit(request, client, grammar=Compiled() if grammar else None)
+    sequence = engine.submit(request, client, matcher=matcher(request) if grammar else None)
     engine.drain_inbox()
     while engine.sequences:
         if drafter is not None:
@@ -205,7 +211,7 @@ def test_a_request_without_any_seed_may_go_on_differently() -> None:
 def refused(request: TokenRequest, *, grammar: bool = False) -> OutriderError:
     engine, _ = make_engine(eos_bias=-99)
     with pytest.raises(OutriderError) as caught:
-        engine.submit(request, Client(), grammar=Compiled() if grammar else None)
+        engine.submit(request, Client(), matcher=matcher(request) if grammar else None)
     assert not engine.sequences
     assert engine.pool.used_count == 0
     return caught.value

@@ -112,14 +112,14 @@ async def test_a_drafter_that_floods_waits_for_the_engine_and_loses_nothing() ->
     )
     serving = asyncio.create_task(stream.run())
     connected = engine.drafting.roster.connected
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         await until(thread, lambda: connected)
         # The drafts are for a sequence that has ended, as late messages are.
         thread.post(submit)
         await until(thread, lambda: connected["loud"].last_sequence_id and not engine.sequences)
         model.broken = stall
         thread.post(submit)
-        assert await asyncio.to_thread(entered.wait, 5)
+        assert await asyncio.to_thread(entered.wait, 30)
         flood.go.set()
         await asyncio.sleep(0.5)
         message_bytes = flood.message.ByteSize()

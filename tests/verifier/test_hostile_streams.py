@@ -75,14 +75,14 @@ class RawDrafter:
         """Send the Hello and await the welcome; raises OutriderError if it is refused."""
         await self.say(verifier_pb2.StreamDraftsRequest(hello=self._hello).SerializeToString())
         try:
-            response = await asyncio.wait_for(self.call.read(), 10)
+            response = await asyncio.wait_for(self.call.read(), 30)
         except grpc.aio.AioRpcError as failure:
             raise rpc.error_of(failure) from None
         assert response.HasField("welcome")
 
     async def error(self) -> OutriderError:
         """The error that ended the stream."""
-        code = await asyncio.wait_for(self.call.code(), 10)
+        code = await asyncio.wait_for(self.call.code(), 30)
         trailing = await self.call.trailing_metadata()
         details = await self.call.details()
         assert code is not grpc.StatusCode.OK

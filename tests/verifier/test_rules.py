@@ -107,20 +107,23 @@ def test_typical_acceptance_depends_on_the_targets_entropy() -> None:
     sure = [0.97, 0.01, 0.01, 0.01]
     unsure = [0.25] * 4
     probs = torch.tensor([sure, sure, unsure])
-    accepted = lossy.typical(probs, torch.tensor([0, 1, 3]), torch.full((3,), 0.09))
+    options = [SpeculationOptions(typical_epsilon=0.09)] * 3
+    accepted = lossy.typical(probs, torch.tensor([0, 1, 3]), options)
     assert accepted.tolist() == [True, False, True]
 
 
 def test_relaxed_acceptance_takes_the_likeliest_few_within_delta() -> None:
     probs = torch.tensor([[0.5, 0.3, 0.15, 0.05]] * 4)
     tokens = torch.tensor([0, 1, 2, 2])
-    topk = torch.tensor([1, 2, 2, 3])
-    accepted = lossy.relaxed(probs, tokens, topk, torch.full((4,), 0.4))
+    options = [SpeculationOptions(relaxed_topk=k, relaxed_delta=0.4) for k in (1, 2, 2, 3)]
+    accepted = lossy.relaxed(probs, tokens, options)
     assert accepted.tolist() == [True, True, False, True]
-    assert not lossy.relaxed(probs, tokens, torch.full((4,), 4), torch.full((4,), 0.1))[1:].any()
+    narrow = [SpeculationOptions(relaxed_topk=4, relaxed_delta=0.1)] * 4
+    assert not lossy.relaxed(probs, tokens, narrow)[1:].any()
     # A token of probability 0 is banned, or cut off by top-k, even if `topk` has room for it.
     probs = torch.tensor([[0.5, 0.5, 0.0]] * 2)
-    accepted = lossy.relaxed(probs, torch.tensor([1, 2]), torch.tensor([10] * 2), torch.ones(2))
+    wide = [SpeculationOptions(relaxed_topk=10, relaxed_delta=1.0)] * 2
+    accepted = lossy.relaxed(probs, torch.tensor([1, 2]), wide)
     assert accepted.tolist() == [True, False]
 
 
@@ -136,7 +139,7 @@ def test_lossy_rules_reach_the_output_only_when_asked_for(temperature: float) ->
     options = SpeculationOptions(relaxed_topk=2, relaxed_delta=0.5)
 
     def accepted_count(rule: AcceptanceRule) -> int:
-        lossy_draft = draft([1, 1], rule, temperature, options=options, thinking=[True, True])
+        lossy_draft = draft([1, 1], rule, temperature, options=options)
         return accept(logits, [lossy_draft])[0].accepted_count
 
     assert accepted_count(AcceptanceRule.TYPICAL) == 2

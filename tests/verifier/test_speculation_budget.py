@@ -252,6 +252,83 @@ def test_in_the_long_run_speculation_loses_its_budgets_and_half_a_percent() -> N
     assert 6 + 0.004 * passed < lost < 6 + 0.005 * passed + 2
 
 
+# --- a machine that gets busier ---
+
+
+def test_a_refused_way_begins_anew_when_quiet_steps_are_slower() -> None:
+    steps = Steps()
+    steps.losses_until_refused()
+    assert count_until(lambda: steps.budget.allows(BATCH, WAY), lambda: steps.quiet(1.5)) == 16
+    for _ in range(100):
+        steps.lose(0.5)
+    assert steps.budget.allows(BATCH, WAY), "steps are compared with the slower quiet ones"
+    # A loss of 2 s is more than one of the slower steps.
+    assert count_until(lambda: not steps.budget.allows(BATCH, WAY), lambda: steps.lose(2.0)) == 4
+
+
+def test_slightly_slower_quiet_steps_forgive_nothing() -> None:
+    steps = Steps()
+    steps.losses_until_refused()
+    for _ in range(100):
+        steps.quiet(1.2)
+    assert not steps.budget.allows(BATCH, WAY)
+
+
+def test_a_few_steps_that_were_held_up_forgive_nothing() -> None:
+    steps = Steps()
+    steps.losses_until_refused()
+    for number in range(100):
+        steps.quiet(100.0 if number % 16 in (0, 8) else 1.0)
+    assert not steps.budget.allows(BATCH, WAY)
+
+
+def test_only_quiet_steps_in_succession_tell_that_the_load_has_grown() -> None:
+    steps = Steps()
+    steps.losses_until_refused()
+    for number in range(60):
+        if number % 15:
+            steps.quiet(1.5)
+        else:
+            steps.gain(0.0, OTHER_WAY)
+    assert not steps.budget.allows(BATCH, WAY)
+
+
+def test_a_growth_of_the_load_renews_no_budget_that_is_not_used_up() -> None:
+    steps = Steps()
+    for _ in range(5):
+        steps.lose(1.0)
+    for _ in range(16):
+        steps.quiet(2.0)
+    assert count_until(lambda: not steps.budget.allows(BATCH, WAY), lambda: steps.lose(3.0)) == 2
+
+
+def test_a_load_that_grows_again_and_again_forgives_no_more_than_six_steps() -> None:
+    steps = Steps()
+    steps.losses_until_refused()
+    losses = 0
+    for _ in range(20):
+        for _ in range(64):
+            steps.quiet(1.0)
+        for _ in range(16):
+            steps.quiet(1.5)
+        losses += count_until(lambda: not steps.budget.allows(BATCH, WAY), lambda: steps.lose(2.0))
+    # The budgets of 3 and 1.5 steps, and what 0.5 % of 1,600 steps refill: each loses one more.
+    assert 6 <= losses <= 4 + 2 + 20 * 80 * 0.005 + 1
+
+
+def test_a_way_that_gained_may_begin_anew_as_often_as_the_load_grows() -> None:
+    steps = Steps()
+    for _ in range(20):
+        for _ in range(100):
+            steps.gain(1.0)
+        steps.losses_until_refused()
+        for _ in range(64):
+            steps.quiet(1.0)
+        for _ in range(16):
+            steps.quiet(1.5)
+        assert steps.budget.allows(BATCH, WAY)
+
+
 # --- sizes of batches ---
 
 
@@ -289,6 +366,15 @@ def test_steps_of_one_size_refill_no_budget_of_another() -> None:
     steps.losses_until_refused()
     for _ in range(2_000):
         steps.quiet(batch=1)
+    assert not steps.budget.allows(BATCH, WAY)
+
+
+def test_a_way_that_lost_at_one_size_is_tried_again_at_another() -> None:
+    steps = Steps(batches=(1, BATCH))
+    steps.losses_until_refused()
+    assert not steps.budget.allows(1, WAY)
+    refused = count_until(lambda: steps.budget.allows(1, WAY), lambda: steps.quiet(batch=1))
+    assert refused == pytest.approx(2.5 / 0.005, rel=0.01)
     assert not steps.budget.allows(BATCH, WAY)
 
 

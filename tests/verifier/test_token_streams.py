@@ -19,6 +19,7 @@ from outrider.internal.v1.token_streams_pb2_grpc import (
 )
 from outrider.process import rpc
 from outrider.v1 import common_pb2, verifier_pb2
+from verifier_svc.streams import token_streams
 from verifier_svc.streams.token_streams import TokenStream
 
 Request = token_streams_pb2.StreamTokensRequest
@@ -72,7 +73,7 @@ async def calling(verifier: Verifier) -> AsyncIterator[Any]:
     add_TokenStreamServiceServicer_to_server(verifier, server.grpc)
     [port] = await server.start("127.0.0.1:0")
     try:
-        async with asyncio.timeout(20.0), rpc.dial(f"127.0.0.1:{port}") as channel:
+        async with asyncio.timeout(60.0), rpc.dial(f"127.0.0.1:{port}") as channel:
             yield TokenStreamServiceStub(channel).StreamTokens()
     finally:
         await server.stop(0.0)
@@ -98,8 +99,8 @@ async def messages(call: Any) -> list[list[tuple[int, list[int]]]]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Wait until the condition holds, for at most 5 s."""
-    async with asyncio.timeout(5.0):
+    """Wait until the condition holds, for at most 30 s."""
+    async with asyncio.timeout(30.0):
         # Another task's progress has no event to wait for.
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
@@ -263,6 +264,24 @@ async def test_large_parts_are_divided_among_messages() -> None:
         sizes = [(message.ByteSize(), len(message.parts)) async for message in call]
     assert sum(count for _, count in sizes) == 30
     assert max(size for size, _ in sizes) < 3 * 2**20
+
+
+async def test_a_caller_that_does_not_read_is_cut_off_before_memory_grows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(token_streams, "MOST_UNSENT_BYTES", 2**20)
+    part = list(range(1_000_000, 1_010_000))
+    verifier = Verifier(lambda prompt: [each for _ in range(1000) for each in (part, 0.0)])
+    async with calling(verifier) as call:
+        for number in (1, 2):
+            await call.write(begin(number, 1))
+        await until(lambda: verifier.running == 2)
+        await until(lambda: verifier.running == 0)
+        assert verifier.stream is not None
+        assert verifier.stream._unsent == []
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await messages(call)
+    assert rpc.error_of(caught.value).reason is Reason.SLOW_READER
 
 
 async def test_a_trace_context_belongs_to_its_sequence() -> None:

@@ -26,7 +26,7 @@ _KNOWN_POSITIONS = 16
 
 
 def new_assignment(sequence: Sequence, drafter: Drafter) -> Assignment:
-    """An assignment of which the drafter knows nothing yet."""
+    """An assignment that the drafter has not been told of yet."""
     limit = sequence.max_draft_tokens
     reach = min(_AHEAD * limit + 1, drafter.hello.max_draft_tokens)
     length = len(sequence.tokens)
@@ -65,11 +65,11 @@ def _kind(sequence: Sequence) -> tuple[bool, bool, bool]:
 def run_ahead_window(
     assignment: Assignment, draft_tokens: int, step_s: float, tree_tokens: int = 0
 ) -> Window:
-    """How far a drafter may run ahead that is asked for `draft_tokens`, or a tree of `tree_tokens`.
+    """How far a drafter may run ahead. It is asked for `draft_tokens`, or a tree of `tree_tokens`.
 
-    Far enough for a draft in each step of `step_s` seconds until the next verdict reaches the
-    drafter, as far as the trie has room. Just the draft on the target's cores, where running ahead
-    would slow down the forward. A single token for a probe, which asks for 0.
+    The window covers a draft for each step of `step_s` seconds until the next verdict reaches the
+    drafter, if the trie has room. On the target's cores it covers the draft alone, since running
+    ahead would slow down the forward. For a probe, which asks for 0 tokens, it covers one.
     """
     drafter = assignment.drafter
     most = assignment.trie.window

@@ -130,6 +130,7 @@ def _observe_late_draft(assignment: Assignment, proposal: Proposal, committed: l
     while right < min(len(guessed), len(since)) and guessed[right] == since[right]:
         right += 1
     contradicted = right < min(len(guessed), len(since))
-    # A drafter that is asked was sent these tokens meanwhile, so right ones alone prove nothing.
+    # The verifier has sent a drafter that it asks these tokens meanwhile, so only a wrong guess of
+    # it is evidence.
     if contradicted or not assignment.asked:
         assignment.observe_acceptance(right + contradicted, right)

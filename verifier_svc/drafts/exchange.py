@@ -54,7 +54,7 @@ class DraftExchange:
 
     @property
     def busy_until(self) -> float:
-        """When all drafters should have drafted what their windows allow (seconds)."""
+        """When all drafters should have filled their windows (seconds)."""
         return max([drafter.busy_until for drafter in self.roster.connected.values()], default=0.0)
 
     # --- drafters come and go ---

@@ -15,7 +15,7 @@ from verifier_svc.state.drafter import Drafter
 _FAULTS_ALLOWED = 3
 _QUARANTINE_S = 30.0
 _MISSED_S = 600.0
-# When a drafter should try again that was refused because there are too many.
+# After this time a drafter that found no room should try again.
 _FULL_S = 5.0
 _REMEMBERED = 256
 _MAX_DRAFTERS = 64
@@ -39,9 +39,9 @@ class Roster:
     def join(self, drafter: Drafter) -> None:
         """Register a drafter.
 
-        Raises OutriderError: QUARANTINED after repeated protocol violations of its id, or with TLS
-        of any drafter with its certificate's name,
-        DRAFTER_ID_TAKEN, or OVERLOADED if `max_drafters` are connected.
+        Raises OutriderError: QUARANTINED after repeated protocol violations of its id (with TLS, of
+        any drafter with its certificate's name), DRAFTER_ID_TAKEN, or OVERLOADED if `max_drafters`
+        are connected.
         """
         if (left_s := self._quarantine_left_s(drafter.blamed)) > 0:
             message = (

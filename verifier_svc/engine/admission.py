@@ -6,9 +6,10 @@ import secrets
 from collections.abc import Callable
 
 from outrider.errors import OutriderError, Reason, invalid
-from outrider.grammar.backends import Compiled
+from outrider.grammar.backends import Matcher
 from outrider.lm.pages import KVSequence
 from outrider.messages import Acceptance, SpeculationStats, TokenChunk, TokenRequest
+from outrider.model_info import retry_after_s
 from outrider.process.telemetry import Span
 from verifier_svc.engine.parts import EngineParts
 from verifier_svc.engine.target import LanguageModel, Limits
@@ -43,13 +44,13 @@ class Admission:
         request: TokenRequest,
         sink: Callable[[TokenChunk | OutriderError], None],
         span: Span,
-        grammar: Compiled | None,
+        matcher: Matcher | None,
     ) -> Sequence:
         """Queue a request and admit what fits; raises OutriderError, see `Engine.submit`."""
         self._check(request)
         sequence = self._new_sequence(request, sink, span)
-        if grammar is not None:
-            sequence.matcher = grammar.matcher()
+        if matcher is not None:
+            sequence.matcher = matcher
             sequence.mask_width = -(-self._model.vocab_size // 32)
         _check_committed(sequence)
         self._make_room(request)
@@ -92,7 +93,10 @@ class Admission:
             most *= 2
         if len(waiting) < most:
             return
-        error = OutriderError(Reason.OVERLOADED, f"{most} requests are waiting already")
+        load = self._scheduler.load_meter.load()
+        retry_s = retry_after_s(load.wait_s(load.running + load.waiting + 1, load.places))
+        message = f"{most} requests are waiting already"
+        error = OutriderError(Reason.OVERLOADED, message, retry_after_s=retry_s)
         displaced = waiting.to_displace(request.tenant)
         if displaced is None:
             raise error
@@ -141,15 +145,10 @@ class Admission:
 
 
 def _check_committed(sequence: Sequence) -> None:
-    """Check the output that was committed before, and advance the grammar behind it.
-
-    Raises OutriderError(INVALID_VALUE) for a token that ends the sequence or that the grammar
-    forbids.
-    """
-    for i, token in enumerate(sequence.request.committed):
-        field = f"committed_token_ids[{i}]"
-        matcher = sequence.matcher
-        if matcher is not None and not matcher.accept(token):
-            raise invalid(field, f"must be a token that the grammar allows here, not {token}")
-        if token in sequence.end_ids or (matcher is not None and matcher.ended):
-            raise invalid(field, f"must not end the sequence, but {token} does")
+    """Raise OutriderError(INVALID_VALUE) if the output that was committed before has an end."""
+    committed = sequence.request.committed
+    if sequence.end_ids.isdisjoint(committed):
+        return
+    i = next(i for i, token in enumerate(committed) if token in sequence.end_ids)
+    message = f"must not end the sequence, but {committed[i]} does"
+    raise invalid(f"committed_token_ids[{i}]", message)

@@ -1,4 +1,4 @@
-"""Finds what to move in the cache so that accepted tokens of a tree follow one another.
+"""Finds the tokens to move in the cache so that a tree's accepted ones follow one another.
 
 A tree's tokens lie in the slots behind the text in the tree's order. The accepted path must lie
 there in the text's order, before a page of it is shared or the next forward reads it.

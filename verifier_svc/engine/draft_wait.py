@@ -66,7 +66,7 @@ class DraftWait:
         return plan
 
     def _make_plan(self) -> Plan:
-        """Admit what fits and plan for all admitted sequences."""
+        """Admit the sequences that fit, and plan for all admitted ones."""
         self._admission.admit()
         self._step += 1
         self._began = self._clock()

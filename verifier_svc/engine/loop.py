@@ -15,7 +15,7 @@ import torch
 
 from outrider.clock import Clock, monotonic
 from outrider.errors import OutriderError, Reason
-from outrider.grammar.backends import Compiled
+from outrider.grammar.backends import Matcher
 from outrider.lm.pages import PagePool
 from outrider.lm.runner import SequenceSlice
 from outrider.messages import TokenChunk, TokenRequest
@@ -133,15 +133,17 @@ class Engine:
         request: TokenRequest,
         sink: Callable[[TokenChunk | OutriderError], None],
         span: Span = NO_SPAN,
-        grammar: Compiled | None = None,
+        matcher: Matcher | None = None,
     ) -> Sequence:
-        """Queue a request, with its compiled grammar; its chunks, or an error, go to `sink`.
+        """Queue a request; its chunks, or an error, go to `sink`.
+
+        `matcher` is the state of its grammar behind its committed tokens.
 
         Raises OutriderError: CONTEXT_LENGTH_EXCEEDED if the request can never fit the cache,
         OVERLOADED if the queue is full, DRAFTER_NOT_FOUND if it names an unknown drafter,
         INVALID_VALUE if it wants relaxed acceptance and the model has no thinking phase.
         """
-        return self._admission.submit(request, sink, span, grammar)
+        return self._admission.submit(request, sink, span, matcher)
 
     def cancel(self, sequence: Sequence) -> None:
         """End a sequence without a message to its client, and free its pages."""

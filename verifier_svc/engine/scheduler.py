@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from outrider.lm.pages import PagePool
 from outrider.token_tree import favourite_path
 from verifier_svc.engine.fair_queue import FairQueue
+from verifier_svc.engine.load_meter import LoadMeter
 from verifier_svc.policy.draft_trees import Draft, best_chain
 from verifier_svc.state.draft_tree import NO_DRAFT
 from verifier_svc.state.scheduled_sequence import ScheduledSequence
@@ -37,6 +38,9 @@ class Scheduler:
         self.pool = pool
         self.running: dict[int, Sequence] = {}
         self.waiting = FairQueue()
+        self.load_meter = LoadMeter(
+            self.running, self.waiting, limits.max_sequences, limits.max_waiting
+        )
         self.preemption_count = 0
         self.prompt_token_count = 0
         """Tokens of all admitted sequences."""
@@ -102,7 +106,7 @@ class Scheduler:
         )
 
     def _for_prompts(self, pending: int) -> int:
-        """Tokens of a batch that drafts leave to prompts, which have so many `pending`."""
+        """Tokens of a batch that drafts leave to prompts; `pending` tokens of prompts are left."""
         return min(pending, int(self._max_batch_tokens * _PROMPTS_SHARE))
 
     def _schedule(

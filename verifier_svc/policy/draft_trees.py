@@ -1,9 +1,9 @@
 """Chooses the draft tokens of a step: chains, or trees where that pays.
 
 A step's tokens are taken over all its sequences from the likeliest down, as long as each is worth
-its price in the forward. Since no token is likelier than its parent, the taken ones are trees, and
-no others of that size promise more tokens. EAGLE-2 (arXiv 2406.16858) and OPT-Tree (2406.17276)
-choose nodes in this order, for one sequence and a fixed number.
+its price in the forward. No token is likelier than its parent, so the taken tokens form trees. No
+other choice of as many tokens promises more accepted ones. EAGLE-2 (arXiv 2406.16858) and OPT-Tree
+(2406.17276) choose nodes in this order, for one sequence and a fixed number.
 
 Looks at the tries' shapes, at confidences and at measured rates; never at which tokens are guessed.
 """
@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
+from outrider.messages import DraftDistribution
 from outrider.token_tree import MAX_TREE_TOKENS, children, without_chain
 from verifier_svc.policy.plan import Plan
 from verifier_svc.state.draft_tree import NO_DRAFT, DraftTree
@@ -41,7 +42,7 @@ def best_chain(sequence: Sequence, draft_tokens: int) -> Draft:
 def grow_trees(
     sequences: Collection[Sequence], plan: Plan, room: Callable[[], int]
 ) -> dict[int, Draft]:
-    """The drafts of a step that verifies trees, by sequence id; none if chains are all there is.
+    """The drafts of a step that verifies trees, by sequence id; empty if all tries are chains.
 
     A sequence that is missing, such as one with sampled drafts, has its best chain. `room` returns
     the most draft tokens of all sequences together.
@@ -63,7 +64,9 @@ def _is_planned(sequence: Sequence, plan: Plan) -> bool:
 def _best_path(sequence: Sequence, draft_tokens: int) -> Assignment | None:
     """The assignment whose favourite path promises the most accepted tokens; None if none is ready.
 
-    The expectation comes from the path's length and its drafter's acceptance rate.
+    The expectation comes from the path's length and its drafter's acceptance rate. A sampled path
+    counts as complete: its drafter may stop behind a token because of the token's value, and that
+    value must not decide whether a sampled path is verified or another one.
     """
     if draft_tokens <= 0:
         return None
@@ -76,6 +79,9 @@ def _best_path(sequence: Sequence, draft_tokens: int) -> Assignment | None:
         return None
     best = ready[0]
     if len(ready) > 1:
+        for assignment in ready:
+            if assignment.distribution is DraftDistribution.SPARSE:
+                lengths[assignment] = draft_tokens
         best = max(ready, key=lambda each: each.rate.expected_tokens(lengths[each]))
     return best
 
@@ -152,7 +158,7 @@ class _Forest:
     def grow(self, room: int) -> dict[int, Draft]:
         """Take the guesses that are worth their price, and return the drafts by sequence id.
 
-        They are at most `room`, so that the likeliest ones of all sequences have it.
+        All drafts together take at most `room` tokens, the likeliest of all sequences.
         """
         while self._next and self._taken < room:
             key, _, tree, parent, depth, guess = heappop(self._next)
@@ -178,7 +184,7 @@ class _Forest:
                 heappush(self._next, offer)
 
     def _price(self) -> float:
-        """The price of the next token: those of a forward become dearer the more it has."""
+        """The price of the next token. It rises with the tokens that the forward already has."""
         last = len(self._prices) - 1
         while self._price_index < last and self._taken >= self._prices[self._price_index][0]:
             self._price_index += 1

@@ -18,7 +18,7 @@ class Plan:
     """The decisions for one step, and the numbers behind them."""
 
     batch: int = 1
-    """Decoding sequences; those of the last such plan if there are none."""
+    """The number of decoding sequences; without any, that of the last plan with some."""
     decode_step_s: float = 0.0
     """Seconds of a step without drafts; 0 before anything was measured."""
     speedup: float = 1.0
@@ -32,7 +32,7 @@ class Plan:
     token_prices: SequenceOf[tuple[int, float]] = ()
     """The prices of the forward's draft tokens, as in `Prices`; empty if drafts stay chains."""
     fixed: bool = False
-    """Whether every draft has its number of tokens, whatever their price."""
+    """Whether each draft has a fixed number of tokens, whatever their price."""
     asks: Mapping[Assignment, int] = field(default_factory=dict)
     """Drafters to ask behind this step: draft tokens to ask for, by assignment."""
     tree_tokens: Mapping[Assignment, int] = field(default_factory=dict)

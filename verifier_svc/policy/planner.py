@@ -202,7 +202,7 @@ class Planner:
     def _accept_probs(
         self, sequence: Sequence, assignment: Assignment, prices: Prices
     ) -> list[float]:
-        """The probability of being committed, of each token that could be drafted.
+        """For each token that could be drafted, the probability that it is committed.
 
         1 for tokens that the request demands at any cost.
         """

@@ -31,9 +31,9 @@ def current_prices(
 ) -> Prices:
     """The prices for a batch that commits `speedup` times the tokens of plain decoding.
 
-    Beside the tokens of a prompt, a draft token costs at least as much as one of those, though few
-    tokens alone may come almost free. The prompt's own time is no part of the batch's rate: it has
-    to be spent with drafts and without.
+    In a forward with prompt tokens, a draft token costs at least as much as a prompt token, even if
+    a few draft tokens alone would cost almost nothing. The prompt's own time is no part of the
+    batch's rate: it has to be spent with drafts and without.
     """
     decode_step_s = cost.estimate(batch, batch)
     rate = speedup * batch / decode_step_s if decode_step_s > 0.0 else 0.0

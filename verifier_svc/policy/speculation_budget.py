@@ -12,18 +12,18 @@ from dataclasses import dataclass, replace
 from verifier_svc.policy.forward_cost import ForwardCost
 from verifier_svc.state.drafter import Drafter
 
-# Budgets are counted in quiet plain steps. A new one has so many if drafters are asked, and so many
-# if they are only probed.
+# Budgets are counted in quiet plain steps. A new one has `_FIRST_STEPS` if drafters are asked, and
+# `_PROBE_STEPS` if they are only probed.
 _FIRST_STEPS = 6.0
 _PROBE_STEPS = 2.0
 # Exhausted budgets regain this share of the time.
 _REFILL = 0.005
-# A budget's capacity grows by this share of its gains, up to so many steps. Otherwise one run of
+# A budget's capacity grows by this share of its gains, up to `_MOST_STEPS`. Otherwise one run of
 # bad luck would stop a way of drafting that pays.
 _SAVED = 0.125
 _MOST_STEPS = 32.0
-# An exhausted budget opens again when it has so many steps. Few, so that speed is soon back when a
-# link or a drafter recovers: a trial that fails loses no more than these.
+# An exhausted budget opens again when it has this many steps. They are few, so that speed is soon
+# back when a link or a drafter recovers. A trial that fails loses no more than these.
 _REOPEN_STEPS = 1.5
 # A step that was held up says little, so no step loses more than this.
 _WORST_STEP = 2.0
@@ -32,11 +32,18 @@ _WORST_STEP = 2.0
 _QUIET_STEPS = 4
 _FIRST_GAP = 128
 _LONGEST_GAP = 1024
-# A row of quiet steps that is not complete after so many steps is given up: some drafter computes
-# all the time.
+# A row of quiet steps that is not complete after this many steps is given up, since some drafter
+# computes all the time.
 _LONGEST_ROW = 128
 # Least weight of a quiet step in the mean.
 _QUIET_WEIGHT = 1 / 32
+# The load has grown if the mean of so many quiet steps in succession is so many times the mean
+# before them.
+_LOAD_STEPS = 16
+_GROWN = 1.25
+# A budget that begins anew has half its capacity, and at least so many steps. So a load that comes
+# and goes does not forgive a loss again and again.
+_LEAST_STEPS = 1.0
 
 
 @dataclass(slots=True)
@@ -61,6 +68,13 @@ class _Budget:
         elif self.steps >= min(_REOPEN_STEPS, self.most):
             self.open = True
 
+    def renew(self) -> None:
+        """Begin anew, if exhausted, with half the capacity; do nothing if that is too little."""
+        half = self.most / 2.0
+        if not self.open and half >= _LEAST_STEPS:
+            self.most = half
+            self.add(half - self.steps)
+
 
 @dataclass(slots=True)
 class _Quiet:
@@ -76,17 +90,39 @@ class _Quiet:
     """Steps since some became due, or since the last due one was measured."""
     gap: int = _FIRST_GAP
     """Steps until some become due again."""
+    recent: float = 0.0
+    """As `slowdown`, for the last `recent_count` steps, all of them quiet."""
+    recent_count: int = 0
+    before: float = 0.0
+    """`slowdown` before the recent steps."""
 
-    def measure(self, slowdown: float) -> None:
-        """Add a quiet step that took `slowdown` times its isolated forward."""
+    def measure(self, slowdown: float) -> bool:
+        """Add a quiet step that took `slowdown` times its isolated forward.
+
+        Returns whether the load has grown. If so, only the recent steps count from now on.
+        """
+        if self.recent_count == 0:
+            self.before = self.slowdown or slowdown
         self.count += 1
         weight = max(1.0 / self.count, _QUIET_WEIGHT)
-        # A step that was held up counts as no more than `_WORST_STEP` usual ones.
-        bounded = min(slowdown, _WORST_STEP * (self.slowdown or slowdown))
-        self.slowdown += weight * (bounded - self.slowdown)
+        self.slowdown += weight * (_bounded(slowdown, self.slowdown) - self.slowdown)
+        self.recent_count += 1
+        bounded = _bounded(slowdown, self.recent or self.before)
+        self.recent += (bounded - self.recent) / self.recent_count
         if self.due:
             self.due -= 1
             self.passed = 0
+        if self.recent_count < _LOAD_STEPS:
+            return False
+        grown = self.recent > _GROWN * self.before
+        if grown:
+            self.slowdown = self.recent
+        self.interrupt()
+        return grown
+
+    def interrupt(self) -> None:
+        """End the recent steps, since a step was not quiet or there are enough of them."""
+        self.recent, self.recent_count = 0.0, 0
 
     def tick(self) -> None:
         """Count a step, quiet or not."""
@@ -107,6 +143,10 @@ class SpeculationBudget:
     cumulative sum of Page (Continuous inspection schemes, 1954). However wrong all estimates are,
     speculation loses no more than its first budgets, a share of its earlier gains, and the share
     `_REFILL` of the time.
+
+    Other processes slow down drafted and quiet steps alike. If quiet steps turn out to be slower
+    than they were, the budgets were judged by too fast a reference, and exhausted ones begin anew.
+    All that such budgets lose is no more than the first one, unless gains fill them.
     """
 
     def __init__(self, isolated: ForwardCost) -> None:
@@ -141,8 +181,10 @@ class SpeculationBudget:
             return  # a step takes no time only if the clock was set back
         size = _about(batch)
         known = self._quiet.setdefault(size, _Quiet())
-        if quiet:
-            known.measure(seconds / decode_step_s)
+        if not quiet:
+            known.interrupt()
+        elif known.measure(seconds / decode_step_s):
+            self._renew(size)
         known.tick()
         if known.count == 0:
             return
@@ -156,11 +198,21 @@ class SpeculationBudget:
         self._budgets = {way: sizes for way, sizes in self._budgets.items() if drafter not in way}
 
     def _refill(self, size: int, steps: float) -> None:
-        """Divide the refill of so many quiet steps among the exhausted budgets."""
-        budgets = [sizes[size] for sizes in self._budgets.values() if size in sizes]
+        """Divide the refill of so many quiet steps among the exhausted budgets of this size.
+
+        Each way has one, so that it is refilled: an exhausted budget of another size is not, as
+        long as no batch has that size.
+        """
+        budgets = [self._budget(size, way) for way in list(self._budgets)]
         closed = [budget for budget in budgets if not budget.open]
         for budget in closed:
             budget.add(_REFILL * steps / len(closed))
+
+    def _renew(self, size: int) -> None:
+        """Renew the exhausted budgets of this size, for their loss may be the load's."""
+        for sizes in self._budgets.values():
+            if size in sizes:
+                sizes[size].renew()
 
     def _nearest(self, size: int, way: frozenset[Drafter]) -> _Budget | None:
         """The budget for batches of this size, or of the nearest size that has one."""
@@ -176,6 +228,11 @@ class SpeculationBudget:
             first = _FIRST_STEPS if way else _PROBE_STEPS
             sizes[size] = replace(self._nearest(size, way) or _Budget(first, first))
         return sizes[size]
+
+
+def _bounded(slowdown: float, usual: float) -> float:
+    """A step's slowdown. One that was held up counts as no more than `_WORST_STEP` usual steps."""
+    return min(slowdown, _WORST_STEP * (usual or slowdown))
 
 
 def _about(batch: int) -> int:

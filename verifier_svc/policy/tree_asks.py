@@ -8,7 +8,7 @@ from outrider.token_tree import MAX_TREE_TOKENS
 from verifier_svc.state.merged_tries import is_sampled
 from verifier_svc.state.sequence import Assignment, Sequence
 
-# Draft tokens of a tree to ask for, for each of its favourite path.
+# Draft tokens to ask of a tree for each token of its favourite path.
 _TREE_TOKENS_PER_DEPTH = 3
 # Every so many steps, drafters that are asked for chains are asked for a tree.
 _TREE_PROBE_STEPS = 32
@@ -39,11 +39,10 @@ def wants_tree(
 ) -> bool:
     """Whether a guess beside the first favourite is worth its price, if a step can verify it.
 
-    With `probed`, whether it is if the favourite is wrong as often as measured, and the guess then
-    right.
+    With `probed`, the guess counts as right whenever the favourite is wrong.
     """
     share = 1.0 if probed else assignment.side_rates.rescued_share
-    # The first test spares most sequences of a drafter of chains the others.
+    # The first test alone decides for most sequences of a drafter of chains.
     if share < price or share * (1.0 - assignment.rate.prob_all_accepted(1)) < price:
         return False
     return not is_sampled(sequence)

@@ -42,7 +42,7 @@ class Drafter:
     on_target_cores: bool = False
     """Whether it computes on cores that the target computes on."""
     busy_until: float = 0.0
-    """When it should have drafted all that its windows allow (seconds).
+    """When it should have filled its windows (seconds).
 
     Infinity until its first answer.
     """
@@ -59,7 +59,7 @@ class Drafter:
 
     @property
     def blamed(self) -> str:
-        """The name that its faults count against: another id does not wash them off."""
+        """The name under which its faults count. With TLS, another id does not reset them."""
         return self.holder or self.id
 
     def latency(self, draft_tokens: int) -> float:

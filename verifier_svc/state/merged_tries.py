@@ -78,7 +78,7 @@ def guesses_behind(nodes: Nodes) -> list[MergedGuess]:
 
 
 def probs(guesses: list[MergedGuess], depth: int) -> list[float]:
-    """The probability of each of `guesses_behind` a prefix of `depth` guesses that are right.
+    """The probability of each of `guesses_behind` a prefix of `depth` right guesses.
 
     The favourite has its drafter's acceptance rate. No other guess is more probable than it, so
     that a tree has it before the others.
@@ -98,8 +98,8 @@ def observe_sides(
     """Measure the guesses beside the favourites by the newly committed tokens.
 
     Call it before the tries' roots move. Guesses that no step verified count as well, so the
-    measurements do not depend on what was verified. But only an own guess of `first` that is worth
-    `price` rescues its wrong favourite.
+    measurements do not depend on what was verified. A wrong favourite of `first` counts as rescued
+    only by another guess of `first` that was worth `price`.
     """
     nodes = roots(sequence, first)
     on_favourites = True
@@ -138,7 +138,8 @@ def side_prob(assignment: Assignment, favourite: Assignment) -> float:
 def side_tokens(assignment: Assignment, draft_tokens: int) -> float:
     """Expected draft tokens that a tree adds to a favourite path of so many.
 
-    The first one beside the path. Those behind it would be more, but have prices as well.
+    Only the first token beside the path counts. Tokens behind it would add more, but each has its
+    price too.
     """
     prob_wrong = 1.0 - assignment.rate.prob_all_accepted(draft_tokens)
     return prob_wrong * assignment.side_rates.rescued_share

@@ -42,7 +42,7 @@ class Assignment:
     draft_tokens: int
     """Draft tokens that the last message to the drafter asked for.
 
-    Those of a step, and those that are committed before the draft arrives.
+    They cover a step, and the tokens that are committed before the draft arrives.
     """
     sent_length: int
     """The committed length in the last message to the drafter."""

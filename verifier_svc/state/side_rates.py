@@ -18,8 +18,8 @@ class SideRates:
     """How far one drafter's claims about guesses beside the favourite hold, by depth and rank.
 
     A claim is an estimate, made before the commit, of the probability that a guess is right if its
-    parent is: the drafter's confidence, or a prior. The measured factor between the claims and the
-    commits corrects it. An estimate from decayed sums and a prior factor of 1.
+    parent is: the drafter's confidence, or a prior. The factor between claims and commits corrects
+    it. The factor comes from sums in which older guesses count less, and begins at 1.
     """
 
     __slots__ = ("_claimed", "_rescued", "_right", "_wrong", "rescued_share")

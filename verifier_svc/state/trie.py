@@ -42,7 +42,7 @@ class CommitWalk:
 
 @dataclass(slots=True)
 class AddResult:
-    """How many tokens of a proposal had which fate."""
+    """A proposal's tokens, counted by what became of them."""
 
     fresh: int = 0
     """New in the trie."""

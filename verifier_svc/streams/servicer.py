@@ -6,24 +6,25 @@ It owns the stage (loading, ready, draining), not the model.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import grpc
 
 from outrider.clock import Clock, monotonic
 from outrider.errors import OutriderError, Reason
-from outrider.grammar.backends import Compiled
+from outrider.grammar.backends import Matcher
 from outrider.grammar.compiler import GrammarCompiler
-from outrider.grammar.kinds import Grammar
 from outrider.internal.v1 import token_streams_pb2, token_streams_pb2_grpc
-from outrider.messages import TokenChunk
-from outrider.model_info import DrafterInfo, ModelInfo, Stage
+from outrider.messages import TokenChunk, TokenRequest
+from outrider.model_info import DrafterInfo, Load, ModelInfo, Stage
 from outrider.process import telemetry
 from outrider.process.credentials import peer_of
-from outrider.process.rpc import reports_errors
+from outrider.process.rpc import Server, reports_errors
 from outrider.process.tasks import watch
 from outrider.v1 import verifier_pb2, verifier_pb2_grpc
 from outrider.wire import model as wire_model
@@ -33,12 +34,20 @@ from verifier_svc.state.sequence import Sequence
 from verifier_svc.streams.draft_streams import DraftStream
 from verifier_svc.streams.token_streams import TokenStream
 
+log = logging.getLogger(__name__)
+
 Context = grpc.aio.ServicerContext[Any, Any]
+_Answer = tuple[tuple[DrafterInfo, ...], Load | None]
 # How long GetModel and a drain wait for a step to end. After that, GetModel answers with the last
 # known drafters.
 _ANSWER_S = 0.25
 # A step that takes longer than this means that the engine hangs.
 _MAX_STEP_S = 60.0
+_HEALTH_POLL_S = 5.0
+# A caller of GenerateTokens that does not read cannot fill the verifier's memory.
+MOST_UNREAD_CHUNKS = 1024
+_Chunks = asyncio.Queue[TokenChunk | OutriderError]
+"""The chunks of one sequence; an error ends them."""
 
 
 class VerifierServicer(
@@ -53,10 +62,10 @@ class VerifierServicer(
         self._grammars: GrammarCompiler | None = None
         self._streams: set[DraftStream] = set()
         self._token_streams: set[TokenStream] = set()
-        # A query for the drafters that the engine has not answered yet, and the last answer.
-        self._query: asyncio.Future[tuple[DrafterInfo, ...]] | None = None
+        # A query that the engine has not answered yet, and the last answer.
+        self._query: asyncio.Future[_Answer] | None = None
         self._query_began = 0.0
-        self._drafter_infos: tuple[DrafterInfo, ...] = ()
+        self._answer: _Answer = ((), None)
         self._idle = asyncio.Event()
         self._idle.set()
         self._active = 0
@@ -114,30 +123,37 @@ class VerifierServicer(
         """Answer with the model, its stage and its drafters."""
         info = self.info
         if self._engine is not None:
-            info = replace(info, drafters=await self._drafters(self._engine))
+            drafters, load = await self._ask(self._engine)
+            info = replace(info, drafters=drafters, load=load)
         return wire_model.model_to_proto(info)
 
-    async def _drafters(self, engine: EngineThread) -> tuple[DrafterInfo, ...]:
-        """The engine's drafters; those it last reported if its step takes long.
+    async def _ask(self, engine: EngineThread) -> _Answer:
+        """The engine's drafters and its load; those it last reported if its step takes long.
 
         Raises OutriderError(NOT_READY) if the step takes more than `_MAX_STEP_S`: the engine hangs.
         """
         if self._query is None:
-            infos = engine.call(engine.engine.drafting.roster.infos)
-            self._query = watch(infos, "asking the engine for its drafters")
+            roster = engine.engine.drafting.roster
+            meter = engine.engine.scheduler.load_meter
+
+            def answer() -> _Answer:
+                return roster.infos(), meter.load()
+
+            what = "asking the engine for its drafters and its load"
+            self._query = watch(engine.call(answer), what)
             self._query.add_done_callback(self._answered)
             self._query_began = self._clock()
         await asyncio.wait({self._query}, timeout=_ANSWER_S)
         step_s = self._clock() - self._query_began
         if self._query is not None and step_s > _MAX_STEP_S:
             raise OutriderError(Reason.NOT_READY, f"the verifier's step has taken {step_s:.0f} s")
-        return self._drafter_infos
+        return self._answer
 
-    def _answered(self, query: asyncio.Future[tuple[DrafterInfo, ...]]) -> None:
+    def _answered(self, query: asyncio.Future[_Answer]) -> None:
         """Keep an answer, even a late one, for the next GetModel."""
         self._query = None
         if not query.cancelled() and query.exception() is None:
-            self._drafter_infos = query.result()
+            self._answer = query.result()
 
     @reports_errors
     async def GenerateTokens(
@@ -175,14 +191,15 @@ class VerifierServicer(
         parsed = wire_requests.request_from_proto(
             request, vocab_size=self.info.vocab_size, context_length=self.info.context_length
         )
-        chunks: asyncio.Queue[TokenChunk | OutriderError] = asyncio.Queue()
+        chunks = _Chunks()
+        sink = partial(_add, chunks)
         submitted: list[Sequence] = []
 
         def cancel() -> None:
             for sequence in submitted:
                 engine.engine.cancel(sequence)
 
-        grammar = await self._compiled(parsed.grammar)
+        matcher = await self._matcher(parsed)
         self._enter()
         with telemetry.start("generate_tokens", traceparent) as span:
             prompt_length = len(parsed.prompt)
@@ -193,7 +210,7 @@ class VerifierServicer(
                 span.set(outrider__resumed_tokens=len(parsed.committed))
 
             def submit() -> None:
-                sequence = engine.engine.submit(parsed, chunks.put_nowait, span, grammar)
+                sequence = engine.engine.submit(parsed, sink, span, matcher)
                 submitted.append(sequence)
 
             try:
@@ -207,7 +224,9 @@ class VerifierServicer(
         # Readers close the generator at the last chunk, so the span must have ended before.
         yield wire_requests.chunk_to_proto(chunk)
 
-    async def _compiled(self, grammar: Grammar | None) -> Compiled | None:
+    async def _matcher(self, request: TokenRequest) -> Matcher | None:
+        """The state of the request's grammar behind its committed tokens; None without one."""
+        grammar = request.grammar
         if grammar is None:
             return None
         if self._grammars is None:
@@ -216,7 +235,7 @@ class VerifierServicer(
                 "this verifier compiles no grammars",
                 f"grammar.{grammar.kind.value}",
             )
-        return await self._grammars.compile_async(grammar)
+        return await self._grammars.matcher_async(grammar, request.committed)
 
     def _enter(self) -> None:
         self._active += 1
@@ -243,7 +262,31 @@ class VerifierServicer(
             self._streams.discard(stream)
 
 
-async def _next(chunks: asyncio.Queue[TokenChunk | OutriderError]) -> TokenChunk:
+async def report_health(engine: EngineThread, server: Server) -> None:
+    """Report SERVING for ever, but NOT_SERVING while the engine hangs."""
+    while True:
+        await server.set_serving(True)
+        answered = asyncio.ensure_future(engine.call(lambda: None))
+        await asyncio.wait({answered}, timeout=_MAX_STEP_S)
+        if not answered.done():
+            log.error("the engine hangs: its step takes more than %.0f s", _MAX_STEP_S)
+            await server.set_serving(False)
+            await answered
+            log.info("the engine's step has ended")
+        await asyncio.sleep(_HEALTH_POLL_S)
+
+
+def _add(chunks: _Chunks, chunk: TokenChunk | OutriderError) -> None:
+    """Queue a sequence's chunk. Behind MOST_UNREAD_CHUNKS comes an error, and then nothing."""
+    unread = chunks.qsize()
+    if unread == MOST_UNREAD_CHUNKS:
+        message = f"{MOST_UNREAD_CHUNKS} chunks of the answer are unread, so it ends here"
+        chunk = OutriderError(Reason.SLOW_READER, message)
+    if unread <= MOST_UNREAD_CHUNKS:
+        chunks.put_nowait(chunk)
+
+
+async def _next(chunks: _Chunks) -> TokenChunk:
     """Take a sequence's next chunk; raises the OutriderError that ends the sequence."""
     chunk = await chunks.get()
     if isinstance(chunk, OutriderError):

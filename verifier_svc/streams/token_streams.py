@@ -22,6 +22,8 @@ from outrider.v1 import verifier_pb2
 
 # The largest message, unless a single part is larger.
 _MAX_MESSAGE_BYTES = 2**20
+# A caller that does not read cannot fill the verifier's memory. The parts of one step are far less.
+MOST_UNSENT_BYTES = 64 * 2**20
 
 Requests = AsyncIterator[token_streams_pb2.StreamTokensRequest]
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -41,6 +43,7 @@ class TokenStream:
         self._context = context
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._unsent: list[token_streams_pb2.TokensPart] = []
+        self._unsent_bytes = 0
         self._has_unsent = asyncio.Event()
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._over = False
@@ -49,7 +52,8 @@ class TokenStream:
     async def run(self) -> None:
         """Serve until the caller ends the stream or `end` is called.
 
-        Raises OutriderError(PROTOCOL_VIOLATION) for a message without a meaning.
+        Raises OutriderError: PROTOCOL_VIOLATION for a message without a meaning, SLOW_READER if the
+        caller leaves MOST_UNSENT_BYTES unread.
         """
         # Otherwise the first message or a status would bring the metadata, and gRPC refuses a
         # status while it writes such a message.
@@ -58,8 +62,9 @@ class TokenStream:
         writing = asyncio.create_task(self._write())
         try:
             await asyncio.wait({reading, writing, self._ended}, return_when=asyncio.FIRST_COMPLETED)
-            if reading.done():
-                reading.result()
+            for ended in (reading, self._ended):
+                if ended.done():
+                    ended.result()
             await _cancel(*self._calls.values())
             self._over = True
             self._has_unsent.set()
@@ -124,7 +129,14 @@ class TokenStream:
         self._send(token_streams_pb2.TokensPart(call_id=number, status=status))
 
     def _send(self, part: token_streams_pb2.TokensPart) -> None:
-        """Queue a part for the next message."""
+        """Queue a part for the next message. Too many unread ones end the stream."""
+        if self._unsent_bytes > MOST_UNSENT_BYTES:
+            self._unsent.clear()
+            if not self._ended.done():
+                message = f"{MOST_UNSENT_BYTES} bytes are unread, so the stream ends here"
+                self._ended.set_exception(OutriderError(Reason.SLOW_READER, message))
+            return
+        self._unsent_bytes += part.ByteSize()
         self._unsent.append(part)
         self._has_unsent.set()
 
@@ -144,15 +156,16 @@ class TokenStream:
 
     def _take_parts(self) -> list[token_streams_pb2.TokensPart]:
         """Take the parts of the next message: as many as fit, at least one if there is one."""
-        count = 0
+        parts: list[token_streams_pb2.TokensPart] = []
         byte_count = 0
         for part in self._unsent:
-            byte_count += part.ByteSize()
-            if count > 0 and byte_count > _MAX_MESSAGE_BYTES:
+            size = part.ByteSize()
+            if parts and byte_count + size > _MAX_MESSAGE_BYTES:
                 break
-            count += 1
-        parts = self._unsent[:count]
-        self._unsent = self._unsent[count:]
+            byte_count += size
+            parts.append(part)
+        self._unsent = self._unsent[len(parts) :]
+        self._unsent_bytes -= byte_count
         return parts
 
 

@@ -24,7 +24,7 @@ from outrider.sampling.sampler import coupled_sample, inverse_cdf, target_probs
 from outrider.sampling.tensors import on
 from verifier_svc.verification.draft import NO_TOKEN, NOT_FINITE, AcceptResult, Draft
 from verifier_svc.verification.rows import Rows, tree_result
-from verifier_svc.verification.rules import lossy
+from verifier_svc.verification.rules.lossy import LOSSY_RULES
 from verifier_svc.verification.rules.sampled import SAMPLED_RULES, SparseDrafts
 
 # Larger logits overflow float32 when divided by the lowest temperature that samples, 1e-5.
@@ -124,7 +124,7 @@ def _accept_rows(logits_RV: torch.Tensor, rows: Rows, tokens_R: torch.Tensor) ->
     for rule in {draft.rule for draft in rows.drafts}:
         if rule in SAMPLED_RULES:
             _accept_sampled(rule, probs, rows, tokens_R, matches_R)
-        elif rule in (AcceptanceRule.TYPICAL, AcceptanceRule.RELAXED):
+        elif rule in LOSSY_RULES:
             _accept_lossy(rule, probs, rows, matches_R)
     return matches_R
 
@@ -238,20 +238,11 @@ def _accept_lossy(rule: AcceptanceRule, probs: _Probs, rows: Rows, matches_R: to
     for first, draft in rows:
         if draft.rule is rule:
             judged = draft.favourites
-            if rule is AcceptanceRule.RELAXED:
+            if draft.thinking:
                 judged = [(row, i) for row, i in judged if draft.thinking[i]]
             flat += [first + row for row, _ in judged]
             options += [draft.options] * len(judged)
     if not flat:
         return
     at = rows.tensor(np.array(flat))
-    probs_NV = probs.at(flat)
-    draft_N = rows.draft_R[at]
-    if rule is AcceptanceRule.TYPICAL:
-        epsilon_N = rows.tensor(np.array([o.typical_epsilon for o in options], np.float32))
-        accepted_N = lossy.typical(probs_NV, draft_N, epsilon_N)
-    else:
-        topk_N = rows.tensor(np.array([o.relaxed_topk for o in options]))
-        delta_N = rows.tensor(np.array([o.relaxed_delta for o in options], np.float32))
-        accepted_N = lossy.relaxed(probs_NV, draft_N, topk_N, delta_N)
-    matches_R[at] |= accepted_N
+    matches_R[at] |= LOSSY_RULES[rule](probs.at(flat), rows.draft_R[at], options)

@@ -1,4 +1,4 @@
-"""What acceptance takes and gives for one sequence."""
+"""The input and the result of acceptance, for one sequence."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from outrider.draft_messages import SparseDistribution
 from outrider.messages import AcceptanceRule, SpeculationOptions
 from outrider.sampling.logits import Context
+from verifier_svc.verification.rules.lossy import LOSSY_RULES
 from verifier_svc.verification.tree_walk import favourites
 
 NO_TOKEN = -1
@@ -32,11 +33,11 @@ class Draft:
     options: SpeculationOptions = field(default_factory=SpeculationOptions)
     """The settings of the lossy rules."""
     thinking: Sequence[bool] = ()
-    """For each draft token, whether RELAXED may apply to it."""
+    """For RELAXED, whether each draft token is in the thinking phase, where alone it applies."""
 
     @property
     def favourites(self) -> list[tuple[int, int]]:
-        """The draft tokens that rules judge: each row that has one behind it, and its number.
+        """The draft tokens that the rules judge: for each, the row before it and its index.
 
         In a tree these are the first children. The others are accepted if they are the own token.
         """
@@ -47,10 +48,7 @@ class Draft:
     @property
     def needs_probs(self) -> bool:
         """Whether the rule looks at probabilities, or a token is sampled."""
-        return not self.context.sampling.greedy or self.rule in (
-            AcceptanceRule.TYPICAL,
-            AcceptanceRule.RELAXED,
-        )
+        return not self.context.sampling.greedy or self.rule in LOSSY_RULES
 
 
 @dataclass(slots=True)

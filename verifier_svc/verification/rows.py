@@ -26,7 +26,8 @@ def tree_result(
     """
     path = walk(context.drafted, context.parents, own, favoured)
     last = path[-1] if path else 0
-    # Rows grow along a path, so it is the first ones if its last row is as far as it is long.
+    # Row numbers rise along a path. So if the last row's number is the path's length, the path is
+    # the first rows.
     if last == len(path):
         return AcceptResult(len(path), tokens[last])
     return AcceptResult(len(path), tokens[last], path)

@@ -61,7 +61,8 @@ using Text = std::unique_ptr<GenerationService::Stub>;
 
 // Reads a whole text into `parts`, and calls `each` after each message.
 Ending Read(const Text& text, ClientContext& context, const GenerateTextRequest& request,
-            std::vector<GenerateTextResponse>* parts = nullptr, const std::function<void()>& each = {}) {
+            std::vector<GenerateTextResponse>* parts = nullptr,
+            const std::function<void()>& each = {}) {
   auto stream = text->GenerateText(&context, request);
   for (GenerateTextResponse part; stream->Read(&part);) {
     if (parts) parts->push_back(part);
@@ -80,11 +81,13 @@ int main(int, char** argv) {
   auto ended = Read(text, streamed, Request(), &parts);
   std::string whole;
   for (const auto& part : parts) whole += part.text();
-  Check("stream", {ended.status.ok(), !whole.empty(), parts.back().usage().completion_token_count() == 16});
+  auto count = parts.back().usage().completion_token_count();
+  Check("stream", {ended.status.ok(), !whole.empty(), count == 16});
 
   // Cancel a call. The server frees everything that the call held.
   ClientContext cancelled;
-  ended = Read(text, cancelled, Request([](auto& r) { r.set_max_tokens(1000); }), nullptr, [&] { cancelled.TryCancel(); });
+  auto endless = Request([](auto& r) { r.set_max_tokens(1000); });
+  ended = Read(text, cancelled, endless, nullptr, [&] { cancelled.TryCancel(); });
   Check("cancel", {ended.status.error_code() == StatusCode::CANCELLED});
 
   // Set a deadline. The server stops at it as well.
@@ -96,17 +99,21 @@ int main(int, char** argv) {
   // Send bad input. The error has the reason and the field at fault.
   ClientContext hot;
   ended = Read(text, hot, Request([](auto& r) { r.mutable_sampling()->set_temperature(9); }));
-  Check("bad-value", {ended.status.error_code() == StatusCode::INVALID_ARGUMENT, ended.info.domain() == "outrider.dev",
-                      ended.info.reason() == "INVALID_VALUE", ended.bad.field_violations(0).field() == "sampling.temperature"});
+  Check("bad-value", {ended.status.error_code() == StatusCode::INVALID_ARGUMENT,
+                      ended.info.domain() == "outrider.dev",
+                      ended.info.reason() == "INVALID_VALUE",
+                      ended.bad.field_violations(0).field() == "sampling.temperature"});
   ClientContext unknown;
   ended = Read(text, unknown, Request([](auto& r) { r.set_model("no-such-model"); }));
-  Check("unknown-model", {ended.status.error_code() == StatusCode::NOT_FOUND, ended.info.reason() == "MODEL_NOT_FOUND"});
+  Check("unknown-model", {ended.status.error_code() == StatusCode::NOT_FOUND,
+                          ended.info.reason() == "MODEL_NOT_FOUND"});
 
   // Call a gateway without a verifier. RetryInfo says when to try again.
   ClientContext gone;
   ended = Read(GenerationService::NewStub(Dial(argv[3])), gone, Request());
   const auto& delay = ended.retry.retry_delay();
-  Check("unavailable", {ended.status.error_code() == StatusCode::UNAVAILABLE, delay.seconds() + delay.nanos() > 0});
+  Check("unavailable", {ended.status.error_code() == StatusCode::UNAVAILABLE,
+                        delay.seconds() + delay.nanos() > 0});
 
   // Use gRPC's health and reflection services.
   ClientContext checked;
@@ -119,7 +126,8 @@ int main(int, char** argv) {
   grpc::reflection::v1::ServerReflectionRequest list;
   list.set_list_services("");
   grpc::reflection::v1::ServerReflectionResponse listed;
-  auto reflection = grpc::reflection::v1::ServerReflection::NewStub(gateway)->ServerReflectionInfo(&reflected);
+  auto reflector = grpc::reflection::v1::ServerReflection::NewStub(gateway);
+  auto reflection = reflector->ServerReflectionInfo(&reflected);
   reflection->Write(list);
   reflection->WritesDone();
   bool served = false;

@@ -4,6 +4,8 @@
 set -euo pipefail
 cd "$(dirname "$0")"
 mkdir -p build/src
-protoc -I ../../../protos --go_out=build/src --go-grpc_out=build/src ../../../protos/outrider/v1/*.proto
-export GO111MODULE=off GOFLAGS= GOPATH=$PWD/build:/usr/share/gocode GOCACHE=${GOCACHE:-$HOME/.cache/go-build}
+protoc -I ../../../protos --go_out=build/src --go-grpc_out=build/src \
+  ../../../protos/outrider/v1/*.proto
+export GO111MODULE=off GOFLAGS= GOPATH=$PWD/build:/usr/share/gocode
+export GOCACHE=${GOCACHE:-$HOME/.cache/go-build}
 go build -o build/client client.go

@@ -57,7 +57,9 @@ func request(change func(*pb.GenerateTextRequest)) *pb.GenerateTextRequest {
 }
 
 // read streams a whole text, and returns it with its last message.
-func read(ctx context.Context, client pb.GenerationServiceClient, asked *pb.GenerateTextRequest) (text string, last *pb.GenerateTextResponse, err error) {
+func read(
+	ctx context.Context, client pb.GenerationServiceClient, asked *pb.GenerateTextRequest,
+) (text string, last *pb.GenerateTextResponse, err error) {
 	stream, err := client.GenerateText(ctx, asked)
 	for err == nil {
 		var part *pb.GenerateTextResponse
@@ -105,7 +107,8 @@ func main() {
 
 	// Cancel a call. The server frees everything that the call held.
 	cancelled, cancel := context.WithCancel(ctx)
-	stream, err := text.GenerateText(cancelled, request(func(r *pb.GenerateTextRequest) { r.MaxTokens = proto.Int32(1000) }))
+	endless := request(func(r *pb.GenerateTextRequest) { r.MaxTokens = proto.Int32(1000) })
+	stream, err := text.GenerateText(cancelled, endless)
 	must(err)
 	for err == nil {
 		_, err = stream.Recv()
@@ -115,12 +118,14 @@ func main() {
 
 	// Set a deadline. The server stops at it as well.
 	short, done := context.WithTimeout(ctx, 50*time.Millisecond)
-	_, _, err = read(short, text, request(func(r *pb.GenerateTextRequest) { r.MaxTokens = proto.Int32(1900) }))
+	long := request(func(r *pb.GenerateTextRequest) { r.MaxTokens = proto.Int32(1900) })
+	_, _, err = read(short, text, long)
 	done()
 	check("deadline", status.Code(err) == codes.DeadlineExceeded)
 
 	// Send bad input. The error has the reason and the field at fault.
-	_, _, err = read(ctx, text, request(func(r *pb.GenerateTextRequest) { r.Sampling.Temperature = proto.Float64(9) }))
+	hot := request(func(r *pb.GenerateTextRequest) { r.Sampling.Temperature = proto.Float64(9) })
+	_, _, err = read(ctx, text, hot)
 	found := explain(err)
 	check("bad-value", found.Code == codes.InvalidArgument,
 		found.Info.Domain == "outrider.dev", found.Info.Reason == "INVALID_VALUE",
@@ -136,10 +141,12 @@ func main() {
 
 	// Use gRPC's health and reflection services. The servers also have reflection v1, which this
 	// version of gRPC lacks.
-	health, err := grpc_health_v1.NewHealthClient(gateway).Check(ctx, &grpc_health_v1.HealthCheckRequest{Service: "outrider.v1.GenerationService"})
+	asked := &grpc_health_v1.HealthCheckRequest{Service: "outrider.v1.GenerationService"}
+	health, err := grpc_health_v1.NewHealthClient(gateway).Check(ctx, asked)
 	must(err)
 	check("health", health.Status == grpc_health_v1.HealthCheckResponse_SERVING)
-	reflection, err := grpc_reflection_v1alpha.NewServerReflectionClient(gateway).ServerReflectionInfo(ctx)
+	reflector := grpc_reflection_v1alpha.NewServerReflectionClient(gateway)
+	reflection, err := reflector.ServerReflectionInfo(ctx)
 	must(err)
 	must(reflection.Send(&grpc_reflection_v1alpha.ServerReflectionRequest{
 		MessageRequest: &grpc_reflection_v1alpha.ServerReflectionRequest_ListServices{}}))
@@ -153,8 +160,9 @@ func main() {
 
 	// Generate token ids at the verifier. A seed has 64 bits.
 	var drawn [2][]uint32
+	tokens := pb.NewVerifierServiceClient(verifier)
 	for i := range drawn {
-		stream, err := pb.NewVerifierServiceClient(verifier).GenerateTokens(ctx, &pb.GenerateTokensRequest{
+		stream, err := tokens.GenerateTokens(ctx, &pb.GenerateTokensRequest{
 			PromptTokenIds: []uint32{1, 2, 3}, MaxTokens: 8, IgnoreEos: true,
 			Sampling: &pb.SamplingParams{Seed: proto.Uint64(math.MaxUint64)},
 		})

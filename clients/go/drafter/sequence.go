@@ -14,7 +14,7 @@ type sequence struct {
 	guesses       []uint32
 	distributions []*pb.SparseDistribution // of the unsent guesses, if they were sampled
 	sent          int                      // number of guesses that were sent
-	wanted        int                      // number of guesses that the verifier can use in its next step
+	wanted        int                      // guesses that the verifier can use in its next step
 	window        *pb.Window
 	givenUp       bool // the chain is not extended before the next verdict
 	branched      bool
@@ -81,7 +81,8 @@ func (s *sequence) extend() {
 		count -= len(s.guesses)
 	}
 	count = min(count, s.room())
-	text := append(append(make([]uint32, 0, len(s.committed)+len(s.guesses)), s.committed...), s.guesses...)
+	text := make([]uint32, 0, len(s.committed)+len(s.guesses))
+	text = append(append(text, s.committed...), s.guesses...)
 	var run []uint32
 	if sampler, ok := s.guesser.(Sampler); ok && s.sampled && count > 0 {
 		var given []*pb.SparseDistribution
@@ -107,7 +108,8 @@ func (s *sequence) proposal() *pb.Proposal {
 	proposal := &pb.Proposal{SequenceId: s.id, BaseLength: int32(len(s.committed)), TokenIds: tokens}
 	if len(s.distributions) > 0 {
 		// A distribution without ids stands for the one that was sent with the same token before.
-		proposal.Distributions = make([]*pb.SparseDistribution, len(s.guesses)-len(s.distributions), len(s.guesses))
+		before := len(s.guesses) - len(s.distributions)
+		proposal.Distributions = make([]*pb.SparseDistribution, before, len(s.guesses))
 		for i := range proposal.Distributions {
 			proposal.Distributions[i] = &pb.SparseDistribution{}
 		}

@@ -25,7 +25,9 @@ type session struct {
 }
 
 // stream sends the Hello and drafts until the stream or the context ends.
-func (c Config) stream(ctx context.Context, verifier pb.VerifierServiceClient, hello *pb.Hello) error {
+func (c Config) stream(
+	ctx context.Context, verifier pb.VerifierServiceClient, hello *pb.Hello,
+) error {
 	// The call outlives ctx, so that the drafter can say goodbye.
 	life, end := context.WithCancel(context.Background())
 	defer end()
@@ -33,7 +35,9 @@ func (c Config) stream(ctx context.Context, verifier pb.VerifierServiceClient, h
 	if err != nil {
 		return err
 	}
-	if err := call.Send(&pb.StreamDraftsRequest{Message: &pb.StreamDraftsRequest_Hello{Hello: hello}}); err != nil && err != io.EOF {
+	first := &pb.StreamDraftsRequest_Hello{Hello: hello}
+	err = call.Send(&pb.StreamDraftsRequest{Message: first})
+	if err != nil && err != io.EOF {
 		return err
 	}
 	steps, ended := make(chan *pb.StepBatch, 256), make(chan error, 1)
@@ -67,14 +71,17 @@ func (c Config) stream(ctx context.Context, verifier pb.VerifierServiceClient, h
 			continue
 		}
 		// The error of a failed send has no reason. The receiver gets it.
-		if call.Send(&pb.StreamDraftsRequest{Message: &pb.StreamDraftsRequest_Drafts{Drafts: batch}}) != nil {
+		drafts := &pb.StreamDraftsRequest_Drafts{Drafts: batch}
+		if call.Send(&pb.StreamDraftsRequest{Message: drafts}) != nil {
 			return <-ended
 		}
 	}
 }
 
 // receive reads until the stream ends, in a goroutine of its own: so neither side blocks the other.
-func receive(call pb.VerifierService_StreamDraftsClient, steps chan<- *pb.StepBatch, ended chan<- error) {
+func receive(
+	call pb.VerifierService_StreamDraftsClient, steps chan<- *pb.StepBatch, ended chan<- error,
+) {
 	for {
 		response, err := call.Recv()
 		if err != nil {
@@ -95,8 +102,9 @@ func receive(call pb.VerifierService_StreamDraftsClient, steps chan<- *pb.StepBa
 // leave sends Draining and reads to the end. If the process exited at once, the message would be
 // lost.
 func leave(call pb.VerifierService_StreamDraftsClient, ended <-chan error, end func()) error {
-	message := &pb.Draining{Reason: "the drafter is stopping"}
-	if err := call.Send(&pb.StreamDraftsRequest{Message: &pb.StreamDraftsRequest_Draining{Draining: message}}); err != nil {
+	draining := &pb.Draining{Reason: "the drafter is stopping"}
+	message := &pb.StreamDraftsRequest_Draining{Draining: draining}
+	if err := call.Send(&pb.StreamDraftsRequest{Message: message}); err != nil {
 		return err
 	}
 	if err := call.CloseSend(); err != nil {

@@ -54,7 +54,8 @@ public final class Client {
     RetryInfo retry = RetryInfo.getDefaultInstance();
 
     Failure(Iterator<?> responses) throws InvalidProtocolBufferException {
-      Metadata.Key<byte[]> key = Metadata.Key.of("grpc-status-details-bin", Metadata.BINARY_BYTE_MARSHALLER);
+      Metadata.Key<byte[]> key =
+          Metadata.Key.of("grpc-status-details-bin", Metadata.BINARY_BYTE_MARSHALLER);
       try {
         responses.forEachRemaining(response -> {});
         throw new IllegalStateException("the call did not fail");
@@ -78,7 +79,10 @@ public final class Client {
     // Stream a text. The last message has the token counts and the finish reason.
     var whole = new StringBuilder();
     GenerateTextResponse last = null;
-    for (var parts = text.generateText(request().build()); parts.hasNext(); whole.append(last.getText())) last = parts.next();
+    for (var parts = text.generateText(request().build()); parts.hasNext(); ) {
+      last = parts.next();
+      whole.append(last.getText());
+    }
     check("stream", whole.length() > 0, last.getUsage().getCompletionTokenCount() == 16);
 
     // Cancel a call. The server frees everything that the call held.
@@ -89,22 +93,27 @@ public final class Client {
     check("cancel", new Failure(endless).code == Status.Code.CANCELLED);
 
     // Set a deadline. The server stops at it as well.
-    var late = text.withDeadlineAfter(50, TimeUnit.MILLISECONDS).generateText(request().setMaxTokens(1900).build());
+    var late = text.withDeadlineAfter(50, TimeUnit.MILLISECONDS)
+        .generateText(request().setMaxTokens(1900).build());
     check("deadline", new Failure(late).code == Status.Code.DEADLINE_EXCEEDED);
 
     // Send bad input. The error has the reason and the field at fault.
     var hot = request().setSampling(SamplingParams.newBuilder().setTemperature(9));
     var failure = new Failure(text.generateText(hot.build()));
     check("bad-value", failure.code == Status.Code.INVALID_ARGUMENT,
-        failure.info.getDomain().equals("outrider.dev"), failure.info.getReason().equals("INVALID_VALUE"),
+        failure.info.getDomain().equals("outrider.dev"),
+        failure.info.getReason().equals("INVALID_VALUE"),
         failure.bad.getFieldViolations(0).getField().equals("sampling.temperature"));
     failure = new Failure(text.generateText(request().setModel("no-such-model").build()));
-    check("unknown-model", failure.code == Status.Code.NOT_FOUND, failure.info.getReason().equals("MODEL_NOT_FOUND"));
+    check("unknown-model", failure.code == Status.Code.NOT_FOUND,
+        failure.info.getReason().equals("MODEL_NOT_FOUND"));
 
     // Call a gateway without a verifier. RetryInfo says when to try again.
-    failure = new Failure(GenerationServiceGrpc.newBlockingStub(dial(addresses[2])).generateText(request().build()));
+    var lonely = GenerationServiceGrpc.newBlockingStub(dial(addresses[2]));
+    failure = new Failure(lonely.generateText(request().build()));
     var delay = failure.retry.getRetryDelay();
-    check("unavailable", failure.code == Status.Code.UNAVAILABLE, delay.getSeconds() + delay.getNanos() > 0);
+    check("unavailable", failure.code == Status.Code.UNAVAILABLE,
+        delay.getSeconds() + delay.getNanos() > 0);
 
     // Use gRPC's health and reflection services.
     var asked = HealthCheckRequest.newBuilder().setService("outrider.v1.GenerationService").build();
@@ -116,17 +125,21 @@ public final class Client {
     var ids = GenerateTokensRequest.newBuilder().addAllPromptTokenIds(List.of(1, 2, 3)).setMaxTokens(8).setIgnoreEos(true)
         .setSampling(SamplingParams.newBuilder().setSeed(Long.parseUnsignedLong("18446744073709551615"))).build();
     List<List<Integer>> drawn = List.of(new ArrayList<>(), new ArrayList<>());
-    for (var one : drawn) tokens.generateTokens(ids).forEachRemaining(part -> one.addAll(part.getTokenIdsList()));
+    for (var one : drawn) {
+      tokens.generateTokens(ids).forEachRemaining(part -> one.addAll(part.getTokenIdsList()));
+    }
     check("tokens", drawn.get(0).size() == 8, drawn.get(0).equals(drawn.get(1)));
     System.exit(0); // Do not wait for the channels' threads.
   }
 
   static List<String> services(ManagedChannel channel) throws Exception {
     var found = new CompletableFuture<List<String>>();
-    var requests = ServerReflectionGrpc.newStub(channel).serverReflectionInfo(new StreamObserver<ServerReflectionResponse>() {
+    var responses = new StreamObserver<ServerReflectionResponse>() {
       @Override public void onNext(ServerReflectionResponse response) {
         List<String> names = new ArrayList<>();
-        response.getListServicesResponse().getServiceList().forEach(service -> names.add(service.getName()));
+        for (var service : response.getListServicesResponse().getServiceList()) {
+          names.add(service.getName());
+        }
         found.complete(names);
       }
 
@@ -135,7 +148,8 @@ public final class Client {
       }
 
       @Override public void onCompleted() {}
-    });
+    };
+    var requests = ServerReflectionGrpc.newStub(channel).serverReflectionInfo(responses);
     requests.onNext(ServerReflectionRequest.newBuilder().setListServices("").build());
     requests.onCompleted();
     return found.get(10, TimeUnit.SECONDS);

@@ -4,11 +4,15 @@
 set -euo pipefail
 cd "$(dirname "$0")"
 mkdir -p build/java build/classes
-rpc=$("${PYTHON:-../../../.venv/bin/python}" -c 'import google.rpc, os; print(os.path.dirname(os.path.dirname(google.rpc.__path__[0])))')
-protoc -I ../../../protos -I "$rpc" -I /usr/share/grpc-proto --java_out=build/java --grpc-java_out=build/java \
+python=${PYTHON:-../../../.venv/bin/python}
+rpc=$("$python" -c 'import google.rpc; print(google.rpc.__path__[0].removesuffix("/google/rpc"))')
+protoc -I ../../../protos -I "$rpc" -I /usr/share/grpc-proto \
+  --java_out=build/java --grpc-java_out=build/java \
   --plugin=protoc-gen-grpc-java="$(command -v grpc_java_plugin)" \
-  $(cd ../../../protos && echo outrider/v1/*.proto) google/rpc/status.proto google/rpc/error_details.proto \
+  $(cd ../../../protos && echo outrider/v1/*.proto) google/rpc/{status,error_details}.proto \
   grpc/health/v1/health.proto grpc/reflection/v1/reflection.proto
 # Remove an annotation from the generated code that no Debian package has and that nothing reads.
-find build/java -name '*Grpc.java' -exec sed -i '/^@javax.annotation.Generated(/,/^ *comments = /d' {} +
-javac -nowarn -Xlint:none -cp "$(./classpath.sh)" -d build/classes $(find build/java -name '*.java') Client.java
+find build/java -name '*Grpc.java' \
+  -exec sed -i '/^@javax.annotation.Generated(/,/^ *comments = /d' {} +
+javac -nowarn -Xlint:none -cp "$(./classpath.sh)" -d build/classes \
+  $(find build/java -name '*.java') Client.java

@@ -55,7 +55,8 @@ public final class Noise {
 
   static long number(JsonElement row, String name) {
     String text = row.getAsJsonObject().get(name).getAsString();
-    return text.startsWith("0x") ? Long.parseUnsignedLong(text.substring(2), 16) : Long.parseUnsignedLong(text);
+    if (text.startsWith("0x")) return Long.parseUnsignedLong(text.substring(2), 16);
+    return Long.parseUnsignedLong(text);
   }
 
   static void check(boolean fact, JsonElement row) {
@@ -63,21 +64,26 @@ public final class Noise {
   }
 
   public static void main(String[] arguments) throws Exception {
-    JsonObject vectors = JsonParser.parseString(Files.readString(Path.of(arguments[0]))).getAsJsonObject();
+    String file = Files.readString(Path.of(arguments[0]));
+    JsonObject vectors = JsonParser.parseString(file).getAsJsonObject();
     JsonArray noise = vectors.getAsJsonArray("noise");
-    for (var row : noise) check(key(number(row, "seed"), number(row, "position")) == number(row, "key"), row);
+    for (var row : noise) {
+      check(key(number(row, "seed"), number(row, "position")) == number(row, "key"), row);
+    }
     noise.addAll(vectors.getAsJsonArray("edges"));
     for (var row : noise) {
       long z = output(number(row, "key"), number(row, "token"));
       double expected = row.getAsJsonObject().get("exponential").getAsDouble();
       // Allow two units in the last place.
-      check(z == number(row, "z") && Math.abs(exponential(z) - expected) <= expected * 0x1p-51, row);
+      double error = Math.abs(exponential(z) - expected);
+      check(z == number(row, "z") && error <= expected * 0x1p-51, row);
     }
     for (var row : vectors.getAsJsonArray("draws")) {
       JsonArray given = row.getAsJsonObject().getAsJsonArray("probs");
       float[] probs = new float[given.size()];
       for (int i = 0; i < probs.length; i++) probs[i] = given.get(i).getAsFloat();
-      check(draw(probs, number(row, "seed"), number(row, "position")) == number(row, "token"), row);
+      long token = draw(probs, number(row, "seed"), number(row, "position"));
+      check(token == number(row, "token"), row);
     }
     System.out.println("ok noise");
   }

@@ -6,4 +6,5 @@ mkdir -p build
 generate=(grpc_tools_ruby_protoc -I /usr/include --ruby_out=build --grpc_out=build)
 "${generate[@]}" -I ../../../protos ../../../protos/outrider/v1/*.proto
 cd build
-grpc_tools_ruby_protoc -I /usr/share/grpc-proto --ruby_out=. --grpc_out=. grpc/health/v1/health.proto grpc/reflection/v1/reflection.proto
+grpc_tools_ruby_protoc -I /usr/share/grpc-proto --ruby_out=. --grpc_out=. \
+  grpc/health/v1/health.proto grpc/reflection/v1/reflection.proto

@@ -9,6 +9,7 @@ mkdir -p build/protos/google/rpc
 cp "$rpc/error_details.proto" build/protos/google/rpc
 cp -r /usr/share/grpc-proto/grpc build/protos
 export PATH=$PWD/node_modules/.bin:$PATH
-buf generate build/protos --path build/protos/google --path build/protos/grpc/health/v1 --path build/protos/grpc/reflection/v1
+buf generate build/protos --path build/protos/google \
+  --path build/protos/grpc/health/v1 --path build/protos/grpc/reflection/v1
 buf generate ../../../protos --path ../../../protos/outrider/v1
 tsc

@@ -3,7 +3,11 @@
 import { durationMs } from "@bufbuild/protobuf/wkt";
 import { Code, ConnectError, createClient } from "@connectrpc/connect";
 import { createGrpcTransport } from "@connectrpc/connect-node";
-import { BadRequestSchema, ErrorInfoSchema, RetryInfoSchema } from "./build/gen/google/rpc/error_details_pb.ts";
+import {
+  BadRequestSchema,
+  ErrorInfoSchema,
+  RetryInfoSchema,
+} from "./build/gen/google/rpc/error_details_pb.ts";
 import { Health, HealthCheckResponse_ServingStatus } from "./build/gen/grpc/health/v1/health_pb.ts";
 import { ServerReflection } from "./build/gen/grpc/reflection/v1/reflection_pb.ts";
 import { GenerationService } from "./build/gen/outrider/v1/generation_pb.ts";
@@ -17,7 +21,8 @@ const [gateway, verifier, unavailable] = process.argv.slice(2).map((address) =>
 const text = createClient(GenerationService, gateway);
 
 function request(change: Change = {}) {
-  return { input: { case: "prompt" as const, value: "def main(" }, maxTokens: 16, sampling: { temperature: 0 }, ...change };
+  const input = { case: "prompt" as const, value: "def main(" };
+  return { input, maxTokens: 16, sampling: { temperature: 0 }, ...change };
 }
 
 function check(name: string, ...facts: boolean[]): void {
@@ -39,17 +44,20 @@ async function failure(call: Promise<unknown>) {
   const [info] = error.findDetails(ErrorInfoSchema);
   const [bad] = error.findDetails(BadRequestSchema);
   const [retry] = error.findDetails(RetryInfoSchema);
-  return { code: error.code, info, field: bad?.fieldViolations[0]?.field, retryDelay: retry?.retryDelay };
+  const field = bad?.fieldViolations[0]?.field;
+  return { code: error.code, info, field, retryDelay: retry?.retryDelay };
 }
 
 // Stream a text. The last message has the token counts and the finish reason.
 const parts = await all(text.generateText(request()));
-check("stream", parts.some((part) => part.text !== ""), parts.at(-1)?.usage?.completionTokenCount === 16);
+const count = parts.at(-1)?.usage?.completionTokenCount;
+check("stream", parts.some((part) => part.text !== ""), count === 16);
 
 // Cancel a call. The server frees everything that the call held.
 const abort = new AbortController();
 const cancelled = (async () => {
-  for await (const _ of text.generateText(request({ maxTokens: 1000 }), { signal: abort.signal })) abort.abort();
+  const endless = text.generateText(request({ maxTokens: 1000 }), { signal: abort.signal });
+  for await (const _ of endless) abort.abort();
 })();
 check("cancel", (await failure(cancelled)).code === Code.Canceled);
 
@@ -69,22 +77,28 @@ const unknown = await failure(all(text.generateText(request({ model: "no-such-mo
 check("unknown-model", unknown.code === Code.NotFound, unknown.info.reason === "MODEL_NOT_FOUND");
 
 // Call a gateway without a verifier. RetryInfo says when to try again.
-const gone = await failure(all(createClient(GenerationService, unavailable).generateText(request())));
-check("unavailable", gone.code === Code.Unavailable, gone.retryDelay !== undefined && durationMs(gone.retryDelay) > 0);
+const lonely = createClient(GenerationService, unavailable);
+const gone = await failure(all(lonely.generateText(request())));
+const delay = gone.retryDelay;
+check("unavailable", gone.code === Code.Unavailable, delay !== undefined && durationMs(delay) > 0);
 
 // Use gRPC's health and reflection services.
-const health = await createClient(Health, gateway).check({ service: "outrider.v1.GenerationService" });
+const service = "outrider.v1.GenerationService";
+const health = await createClient(Health, gateway).check({ service });
 check("health", health.status === HealthCheckResponse_ServingStatus.SERVING);
 const asked = async function* () {
   yield { messageRequest: { case: "listServices" as const, value: "" } };
 };
 const [listed] = await all(createClient(ServerReflection, gateway).serverReflectionInfo(asked()));
-const services = listed.messageResponse.case === "listServicesResponse" ? listed.messageResponse.value.service : [];
-check("reflection", services.some((service) => service.name === "outrider.v1.GenerationService"));
+const answer = listed.messageResponse;
+const services = answer.case === "listServicesResponse" ? answer.value.service : [];
+check("reflection", services.some((listed) => listed.name === service));
 
 // Generate token ids at the verifier. A seed has 64 bits, so it is a bigint.
-const ids = { promptTokenIds: [1, 2, 3], maxTokens: 8, ignoreEos: true, sampling: { seed: 2n ** 64n - 1n } };
-const draw = async () => (await all(createClient(VerifierService, verifier).generateTokens(ids))).flatMap((part) => part.tokenIds);
+const sampling = { seed: 2n ** 64n - 1n };
+const ids = { promptTokenIds: [1, 2, 3], maxTokens: 8, ignoreEos: true, sampling };
+const tokens = createClient(VerifierService, verifier);
+const draw = async () => (await all(tokens.generateTokens(ids))).flatMap((part) => part.tokenIds);
 const drawn = [await draw(), await draw()];
 check("tokens", drawn[0].length === 8, drawn[0].join() === drawn[1].join());
 process.exit(0); // Do not wait for idle connections.

@@ -6,12 +6,18 @@ function check(fact: boolean, row: object): void {
   if (!fact) throw new Error(JSON.stringify(row));
 }
 
-const vectors = JSON.parse(readFileSync(new URL("../../../protos/coupled_noise.json", import.meta.url), "utf8"));
-for (const row of vectors.noise) check(noiseKey(BigInt(row.seed), BigInt(row.position)) === BigInt(row.key), row);
+const file = new URL("../../../protos/coupled_noise.json", import.meta.url);
+const vectors = JSON.parse(readFileSync(file, "utf8"));
+for (const row of vectors.noise) {
+  check(noiseKey(BigInt(row.seed), BigInt(row.position)) === BigInt(row.key), row);
+}
 for (const row of [...vectors.noise, ...vectors.edges]) {
   const z = output(BigInt(row.key), row.token);
   // Allow two units in the last place.
-  check(z === BigInt(row.z) && Math.abs(exponential(z) - row.exponential) <= row.exponential * 2 ** -51, row);
+  const error = Math.abs(exponential(z) - row.exponential);
+  check(z === BigInt(row.z) && error <= row.exponential * 2 ** -51, row);
 }
-for (const row of vectors.draws) check(draw(row.probs, BigInt(row.seed), BigInt(row.position)) === row.token, row);
+for (const row of vectors.draws) {
+  check(draw(row.probs, BigInt(row.seed), BigInt(row.position)) === row.token, row);
+}
 console.log("ok noise");

@@ -1,5 +1,7 @@
 #!/usr/bin/env bash
 # Uses the tools of ../client, and installs them if they are missing.
 here=$(cd "$(dirname "$0")" && pwd)
-[ -x "$here/../client/node_modules/.bin/tsx" ] || (cd "$here/../client" && npm install --silent --no-audit --no-fund)
-exec "$here/../client/node_modules/.bin/tsx" "$here/noise.ts"
+client=$here/../client
+tsx=$client/node_modules/.bin/tsx
+[ -x "$tsx" ] || (cd "$client" && npm install --silent --no-audit --no-fund)
+exec "$tsx" "$here/noise.ts"

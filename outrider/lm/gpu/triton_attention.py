@@ -47,8 +47,8 @@ def _is_seen(  # type: ignore[no-untyped-def]  # the arguments are Triton tensor
 ):
     """Return which keys in the slots `at` each row sees, as if all its tokens were text.
 
-    In a tree it sees those of them that are its ancestors: none of these is in a slot before its
-    own position, so none that the window shows is missing.
+    Of a tree's keys a row sees only its ancestors. An ancestor's slot is never before its position,
+    so no ancestor within the window is missing.
     """
     seen = at[None, :] <= slot[:, None]
     if WINDOWED:
@@ -279,7 +279,7 @@ def _join(  # type: ignore[no-untyped-def]  # the arguments are Triton pointers 
     """Join the parts that one row sees into `out` [T, heads, value size].
 
     Starts with the last part, in which the row sees at least its own key. So the maximum is finite
-    when a part comes of which a token of a tree sees nothing.
+    before a part in which a token of a tree sees no key.
     """
     row = tl.program_id(0).to(tl.int64)
     last = tl.load(slots + row // HEADS) // PART

@@ -169,7 +169,8 @@ def _turns(results: Results) -> Iterator[str]:
     for cell, source in results.found():
         spread = results.spread(cell, source, DRAFTED, "times_first_turn", "2")
         place = (cell, source, DRAFTED, "accepted_per_forward")
-        first, second = results.spread(*place, "1"), results.spread(*place, "2")
+        first = results.spread(*place, "1")
+        second = results.spread(*place, "2")
         if spread is not None and first is not None and second is not None:
             yield (
                 f"{point_words(cell.point)}: the second verifier accepts "

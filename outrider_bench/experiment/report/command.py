@@ -48,7 +48,8 @@ def validation(folder: Folder) -> Validation:
 def validation_table(compared: Validation) -> RichTable:
     """Predicted beside measured tokens/s by cell and way, with the error in percent."""
     table = RichTable(title="Predicted and measured, tokens/s", title_justify="left")
-    middle, worst = 100 * compared.median_error, 100 * compared.worst_error
+    middle = 100 * compared.median_error
+    worst = 100 * compared.worst_error
     table.caption = f"Error in the median {middle:.1f} %, worst {worst:.1f} %"
     for head in ("cell", "way"):
         table.add_column(head)
@@ -67,14 +68,16 @@ def write(results: Results, out: Path, console: Console) -> list[Path]:
 
     out.mkdir(parents=True, exist_ok=True)
     compared = compare(results)
-    answer, tables = answers(results, compared), list(contents.tables(results))
+    answer = answers(results, compared)
+    tables = list(contents.tables(results))
     _show(results, answer, console)
     for table in tables:
         console.print(rich_table(table))
     if compared is not None:
         console.print(validation_table(compared))
     rows = figure_rows(results)
-    figures_csv, drawn = as_csv(rows), pictures(results, compared)
+    figures_csv = as_csv(rows)
+    drawn = pictures(results, compared)
     written = {
         "figures.csv": figures_csv.encode(),
         "report.json": json.dumps(as_json(results, answer, compared), indent=1).encode(),

@@ -112,7 +112,8 @@ def tables(results: Results) -> Iterator[Table]:
     speed_note = _SPEED_NOTE
     if results.experiment.baseline:
         speed_note += _BASELINE_NOTE
-    cells, ways = _by_cell(results), _by_way(results)
+    cells = _by_cell(results)
+    ways = _by_way(results)
     verifiers = Table("verifiers", "Verifiers", _VERIFIERS_NOTE, by_verifier)
     for table, columns, subjects in (
         (Table("speed", "Speed", speed_note, heads), _SPEED, cells),

@@ -52,7 +52,8 @@ def write_parquet(rows: list[dict[str, Any]], path: Path) -> bool:
     """
     if find_spec("pyarrow") is None:
         return False
-    arrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
+    arrow = import_module("pyarrow")
+    parquet = import_module("pyarrow.parquet")
     columns = {name: _of_one_kind([row[name] for row in rows]) for name in rows[0]}
     parquet.write_table(arrow.table(columns), path)
     return True

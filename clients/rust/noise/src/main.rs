@@ -52,7 +52,8 @@ fn main() {
     let vectors: Value = serde_json::from_str(&text).unwrap();
     let rows = |name: &str| vectors[name].as_array().unwrap().clone();
     for row in rows("noise") {
-        assert_eq!(key(number(&row["seed"]), number(&row["position"])), number(&row["key"]), "{row}");
+        let found = key(number(&row["seed"]), number(&row["position"]));
+        assert_eq!(found, number(&row["key"]), "{row}");
     }
     for row in rows("noise").into_iter().chain(rows("edges")) {
         let z = output(number(&row["key"]), row["token"].as_u64().unwrap());
@@ -62,7 +63,8 @@ fn main() {
         assert!((exponential(z) - expected).abs() <= expected * 2.0 * f64::EPSILON, "{row}");
     }
     for row in rows("draws") {
-        let probs: Vec<f32> = row["probs"].as_array().unwrap().iter().map(|p| p.as_f64().unwrap() as f32).collect();
+        let given = row["probs"].as_array().unwrap().iter();
+        let probs: Vec<f32> = given.map(|p| p.as_f64().unwrap() as f32).collect();
         let drawn = draw(&probs, number(&row["seed"]), number(&row["position"]));
         assert_eq!(drawn, row["token"].as_u64().unwrap(), "{row}");
     }

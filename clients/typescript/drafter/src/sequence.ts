@@ -49,7 +49,9 @@ export class Sequence {
    */
   follow(verdict: Verdict): void {
     const fresh = verdict.committedLength - this.committed.length;
-    if (fresh > verdict.newTokenIds.length) throw new Error(`a verdict of sequence ${verdict.sequenceId} leaves a gap`);
+    if (fresh > verdict.newTokenIds.length) {
+      throw new Error(`a verdict of sequence ${verdict.sequenceId} leaves a gap`);
+    }
     if (fresh <= 0) return;
     const added = verdict.newTokenIds.slice(verdict.newTokenIds.length - fresh);
     const agrees = added.every((token, i) => i >= this.guesses.length || token === this.guesses[i]);
@@ -65,7 +67,8 @@ export class Sequence {
   /** How many more guesses the chain may have. */
   get room(): number {
     if (this.givenUp || this.window === undefined) return 0;
-    return Math.max(0, Math.min(this.window.depth, this.window.tokenCount, MAX_PROPOSAL_TOKENS) - this.guesses.length);
+    const most = Math.min(this.window.depth, this.window.tokenCount, MAX_PROPOSAL_TOKENS);
+    return Math.max(0, most - this.guesses.length);
   }
 
   /** Whether the verifier may be waiting for guesses. */
@@ -78,7 +81,8 @@ export class Sequence {
    * step takes further ahead.
    */
   extend(): void {
-    const count = Math.min(this.urgent ? this.wanted - this.guesses.length : this.wanted, this.room);
+    const lacking = this.urgent ? this.wanted - this.guesses.length : this.wanted;
+    const count = Math.min(lacking, this.room);
     const found = count > 0 ? this.strategy.guess([...this.committed, ...this.guesses], count) : [];
     const tokens = (Array.isArray(found) ? found : found.tokens).slice(0, count);
     if (!Array.isArray(found)) this.distributions.push(...found.distributions.slice(0, count));
@@ -93,8 +97,9 @@ export class Sequence {
     const proposal = create(ProposalSchema, { ...place, tokenIds: [...this.guesses] });
     if (this.distributions.length > 0) {
       // A distribution without ids stands for the one that was sent with the same token before.
-      const before = this.guesses.length - this.distributions.length;
-      proposal.distributions = [...Array.from({ length: before }, () => create(SparseDistributionSchema)), ...this.distributions];
+      const length = this.guesses.length - this.distributions.length;
+      const before = Array.from({ length }, () => create(SparseDistributionSchema));
+      proposal.distributions = [...before, ...this.distributions];
       this.distributions = [];
     } else {
       this.addBranches(proposal);
@@ -126,6 +131,7 @@ export class Sequence {
   skip(): Skip | undefined {
     if (this.skipped || this.room > 0 || this.guesses.length >= this.wanted) return undefined;
     this.skipped = true;
-    return create(SkipSchema, { sequenceId: this.opened.sequenceId, baseLength: this.committed.length });
+    const place = { sequenceId: this.opened.sequenceId, baseLength: this.committed.length };
+    return create(SkipSchema, place);
   }
 }

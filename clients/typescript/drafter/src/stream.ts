@@ -29,7 +29,9 @@ class Outbox {
 
   async *[Symbol.asyncIterator]() {
     for (;;) {
-      for (const message of this.waiting.splice(0)) yield create(StreamDraftsRequestSchema, { message });
+      for (const message of this.waiting.splice(0)) {
+        yield create(StreamDraftsRequestSchema, { message });
+      }
       if (this.waiting.length > 0) continue;
       if (this.ended) return;
       await new Promise<void>((resolve) => (this.wake = resolve));
@@ -42,7 +44,8 @@ class Outbox {
  */
 function since(began: number) {
   const nanoseconds = Math.round((performance.now() - began) * 1e6);
-  return create(DurationSchema, { seconds: BigInt(Math.floor(nanoseconds / 1e9)), nanos: nanoseconds % 1e9 });
+  const seconds = BigInt(Math.floor(nanoseconds / 1e9));
+  return create(DurationSchema, { seconds, nanos: nanoseconds % 1e9 });
 }
 
 /** The sequences of a stream. */
@@ -52,7 +55,9 @@ export class Session {
   constructor(private readonly open: (opened: Opened) => Strategy) {}
 
   apply(step: StepBatch): void {
-    for (const opened of step.opened) this.sequences.set(opened.sequenceId, new Sequence(opened, this.open(opened)));
+    for (const opened of step.opened) {
+      this.sequences.set(opened.sequenceId, new Sequence(opened, this.open(opened)));
+    }
     for (const verdict of step.verdicts) this.sequences.get(verdict.sequenceId)?.follow(verdict);
     for (const closed of step.closed) this.sequences.delete(closed.sequenceId);
   }
@@ -117,7 +122,9 @@ export async function draft(
   try {
     for await (const { message } of verifier.streamDrafts(outbox, { signal: life.signal })) {
       if (message.case === "welcome") console.error(`drafting for ${message.value.modelId}`);
-      if (message.case === "draining") console.error(`the verifier is draining: ${message.value.reason}`);
+      if (message.case === "draining") {
+        console.error(`the verifier is draining: ${message.value.reason}`);
+      }
       if (message.case !== "step") continue;
       session.apply(message.value);
       schedule();
