@@ -21,7 +21,7 @@ from outrider_bench.simulator.worlds.invariants import (
     expected_counts,
 )
 from outrider_bench.simulator.worlds.plan import EnginePlan
-from outrider_bench.simulator.worlds.requests import answer_of, grammar_of
+from outrider_bench.simulator.worlds.requests import answer_of, matcher_of
 from outrider_bench.simulator.worlds.target import PagedTarget
 from verifier_svc.engine.loop import Engine
 from verifier_svc.engine.target import Limits
@@ -102,7 +102,8 @@ class CheckedVerifier(EngineActor):
     ) -> Sequence:
         """Submit a request of the catalogue, on the engine's thread; raises as `Engine.submit`."""
         truth = Truth(answer_of(number), compares(request, trusts=self._plan.trusts))
-        sequence = self.engine.submit(request, sink, grammar=grammar_of(number))
+        matcher = matcher_of(number, request.committed)
+        sequence = self.engine.submit(request, sink, matcher=matcher)
         truth.length = len(sequence.tokens)
         self._truths[sequence.id] = truth
         return sequence

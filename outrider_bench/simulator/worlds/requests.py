@@ -6,6 +6,7 @@ production engine without drafters, faults or other requests.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from random import Random
@@ -82,28 +83,26 @@ def wanted_tokens(number: int) -> int:
 
 
 @cache
-def grammar_of(number: int) -> Residues | None:
-    """The grammar of a request, if it has one."""
+def modulus_of(number: int) -> int:
+    """The modulus of a request's grammar; 0 without one."""
     draw = Random(f"grammar {number}")
     if draw.random() < 0.85 or request_of(number).sampling.adjusts:
+        return 0
+    return draw.randint(2, 4)
+
+
+def matcher_of(number: int, committed: Sequence[int]) -> ResidueMatcher | None:
+    """The state of a request's grammar behind the committed tokens; None without a grammar."""
+    if modulus_of(number) == 0:
         return None
-    return Residues(draw.randint(2, 4))
-
-
-@dataclass(frozen=True, slots=True)
-class Residues:
-    """A grammar whose tokens have the residues 0, 1, 2, ... of `modulus` in turn, or end it."""
-
-    modulus: int
-    size_bytes: int = 0
-
-    def matcher(self) -> ResidueMatcher:
-        """A matcher at the start of a text."""
-        return ResidueMatcher(self.modulus)
+    matcher = ResidueMatcher(modulus_of(number))
+    for token in committed:
+        matcher.accept(token)
+    return matcher
 
 
 class ResidueMatcher:
-    """The number of tokens so far, and whether the last one ended the text."""
+    """A grammar whose tokens have the residues 0, 1, 2, ... of a modulus in turn, until the end."""
 
     def __init__(self, modulus: int) -> None:
         self._modulus = modulus
@@ -154,7 +153,7 @@ def answer_of(number: int) -> Answer:
             sink(message)
 
     engine = Engine(target, pool, deliver, Metrics("alone"), clock=events.clock)
-    engine.submit(request_of(number), receive, grammar=grammar_of(number))
+    engine.submit(request_of(number), receive, matcher=matcher_of(number, ()))
     while engine.sequences:
         engine.step()
     engine.outgoing.send_to_clients()
