@@ -68,6 +68,7 @@ _STEP = [
     "verifier_svc/drafts/draft_outcome.py",
     "verifier_svc/drafts/roster.py",
     "verifier_svc/drafts/exchange.py",
+    "verifier_svc/engine/load_meter.py",
     "verifier_svc/engine/loop.py",
     "verifier_svc/engine/outgoing.py",
     "verifier_svc/engine/outputs.py",

@@ -108,7 +108,9 @@ def _endpoints(servicer: GenerationServicer) -> Mapping[str, Any]:
         request: GenerateTextRequest, context: _Context
     ) -> AsyncGenerator[GenerateTextResponse, None]:
         try:
-            answer = servicer.answer(request, dict(context.request_headers))
+            left_ms = context.timeout_ms
+            left_s = None if left_ms is None else left_ms / 1000
+            answer = servicer.answer(request, dict(context.request_headers), left_s)
             async with aclosing(answer) as responses:
                 async for response in responses:
                     yield response

@@ -38,6 +38,7 @@ _ERRORS = {
     431: "The headers are too large.",
     500: "The server failed.",
     503: "The model is not served now. `Retry-After` says when to try again.",
+    504: "The answer was not complete within its timeout.",
 }
 JSON: Json = {"application/json": {"schema": {"type": "object"}}}
 STREAMED: Json = {"text/event-stream": {"schema": {"type": "string"}}}

@@ -10,6 +10,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from functools import cache
 
+from gateway.admission import Admission, Place
 from gateway.choices import Event, merge
 from gateway.chunk_checks import check_chunk
 from gateway.deltas import DeltaBuilder, TextDelta
@@ -27,6 +28,8 @@ log = logging.getLogger(__name__)
 # A request that makes every verifier crash must not end them all, whatever it writes in between.
 # One that every verifier refuses must not go round in circles.
 _MOST_LOST = 4
+# Who leaves so shortly before the deadline leaves because of it: gRPC ends calls by its own clock.
+_EARLY_S = 0.1
 
 Build = Callable[[ModelInfo], Sequence[TextRequest]]
 """Checks a request against a model and builds its sequences. Raises OutriderError."""
@@ -43,6 +46,7 @@ class Generation:
         self.prompts = prompts
         self.metrics = metrics
         self.resume_seconds = resume_seconds
+        self.admission = Admission(router, metrics)
         self.table = TokenTable(prompts.tokenizer)
 
     def echo(self, prompt: str | list[int], info: ModelInfo) -> str:
@@ -53,31 +57,42 @@ class Generation:
         return self.table.decode(prompt)
 
     async def generate(
-        self, model: str, operation: str, build: Build
+        self, model: str, operation: str, build: Build, place: Place
     ) -> AsyncGenerator[Event, None]:
         """Yield the deltas of a request's sequences as they arrive.
 
         The request is built for the model of one replica and runs there. If the replica fails or
         leaves, each sequence goes on at another one; before its first chunk it is built again for
         that replica. Closing the iterator cancels all sequences. `operation` is OpenTelemetry's
-        name of the operation. Raises OutriderError from `Router.pick`, from `build` and from
-        the verifier.
+        name of the operation. Sequences leave their `place` when they end; at its deadline, those
+        that still run end with DEADLINE_EXCEEDED. Raises OutriderError from `Router.pick`, from
+        `build` and from the verifier.
         """
-        pick = self.router.pick(model)
-        # Build the request once for all sequences that move to the same replica.
-        built: Build = cache(build)
-        count = len(built(pick.info))
-        # All sequences count as running from here on. Otherwise requests that arrive together
-        # would all pick the same replica.
-        sequences = [_Sequence(self, operation, built, index, pick) for index in range(count)]
-        if count == 1:
-            async with aclosing(sequences[0].deltas()) as deltas:
-                async for delta in deltas:
-                    yield 0, delta
-            return
-        async with aclosing(merge([sequence.deltas() for sequence in sequences])) as events:
-            async for event in events:
-                yield event
+        sequences: list[_Sequence] = []
+        try:
+            pick = self.router.pick(model)
+            # Build the request once for all sequences that move to the same replica.
+            built: Build = cache(build)
+            # All sequences count as running from here on. Otherwise requests that arrive together
+            # would all pick the same replica.
+            for index in range(len(built(pick.info))):
+                sequences.append(_Sequence(self, operation, built, index, pick, place))
+            streams = [sequence.deltas() for sequence in sequences]
+            events = merge(streams) if len(streams) > 1 else _only(streams[0])
+            async with aclosing(events):
+                async for event in events:
+                    yield event
+        finally:
+            for sequence in sequences:
+                sequence.leave()
+            place.close()
+
+
+async def _only(stream: AsyncGenerator[TextDelta, None]) -> AsyncGenerator[Event, None]:
+    """The events of a single stream."""
+    async with aclosing(stream):
+        async for delta in stream:
+            yield 0, delta
 
 
 class _Sequence:
@@ -87,13 +102,21 @@ class _Sequence:
     """
 
     def __init__(
-        self, generation: Generation, operation: str, built: Build, index: int, pick: Pick
+        self,
+        generation: Generation,
+        operation: str,
+        built: Build,
+        index: int,
+        pick: Pick,
+        place: Place,
     ) -> None:
         self._generation = generation
         self._operation = operation
         self._built = built
         self._index = index
         self._pick = pick
+        self._place = place
+        self._left = False
         self._builder: DeltaBuilder | None = None
         # Every replica draws with it if the request has no seed.
         self._noise_seed = secrets.randbits(64)
@@ -118,6 +141,13 @@ class _Sequence:
         self._pick.replica.sequences.discard(self)
         self._pick = pick
         pick.replica.sequences.add(self)
+
+    def leave(self) -> None:
+        """Count no longer as running."""
+        self._pick.replica.sequences.discard(self)
+        if not self._left:
+            self._left = True
+            self._place.leave()
 
     async def deltas(self) -> AsyncGenerator[TextDelta, None]:
         """Yield the sequence's deltas, and record its metrics."""
@@ -147,8 +177,8 @@ class _Sequence:
             message = error.message.replace(error.field, name)
             raise replace(error, message=message, field=name) from error
         finally:
-            clock.close()
-            self._pick.replica.sequences.discard(self)
+            clock.close(is_late=time.monotonic() > self._place.ends_at - _EARLY_S)
+            self.leave()
 
     async def _chunks(self) -> AsyncGenerator[TokenChunk, None]:
         """Yield the chunks of the replica, and of those that continue when it fails."""
@@ -157,7 +187,7 @@ class _Sequence:
             replica = self._pick.replica
             stream = replica.tokens
             try:
-                async with aclosing(stream.generate(self._rest())) as chunks:
+                async with aclosing(stream.generate(self._rest(), self._place.ends_at)) as chunks:
                     async for chunk in chunks:
                         left = self._request.tokens.max_tokens - len(self._committed)
                         check_chunk(chunk, info, left, replica.address)
@@ -220,7 +250,7 @@ class _Sequence:
             return
         tokens = self._request.tokens
         length = len(tokens.prompt) + tokens.max_tokens
-        wait_s = max(0.0, self._deadline - now)
+        wait_s = max(0.0, min(self._deadline, self._place.ends_at) - now)
         self._go_to(await router.instead_of(self._pick, error, wait_s, length))
         self._builder.resumed()
         model, _, replica = self._pick

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from gateway.activity import Activity, add_counts
+from outrider.errors import Reason
 from outrider.messages import FinishReason, TokenChunk
 
 _LABELS = ["model_name"]
@@ -73,6 +74,9 @@ class Metrics:
         )
         self.resumed = self._counter(
             "request_resumed", "Times that a sequence went on at another verifier.", "reason"
+        )
+        self.refused = self._counter(
+            "request_refused", "Requests refused at once because too many are under way."
         )
         self.cancelled = self._counter("request_cancelled", "Sequences whose client hung up.")
         self.running = Gauge(
@@ -242,9 +246,14 @@ class SequenceClock:
         seconds = time.perf_counter() - self._start
         self._metrics.semantic_request_s.labels(*self._semantic, reason.lower()).observe(seconds)
 
-    def close(self) -> None:
-        """Record the end of the sequence. It was cancelled if it neither finished nor failed."""
-        if not self._ended:
+    def close(self, *, is_late: bool = False) -> None:
+        """Record the end of the sequence.
+
+        It was cancelled if it neither finished nor failed, by its deadline if it `is_late`.
+        """
+        if not self._ended and is_late:
+            self.failed(Reason.DEADLINE_EXCEEDED.name)
+        elif not self._ended:
             self._metrics.cancelled.labels(self._model).inc()
         self._metrics.running.labels(self._model).dec()
         self._metrics.generation_tokens.labels(self._model).inc(self._token_count)

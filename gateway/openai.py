@@ -9,11 +9,13 @@ from fastapi.responses import JSONResponse, Response
 
 from gateway.access.gate import Gate, identity_of
 from gateway.access.limits import Grant
+from gateway.admission import Place
 from gateway.choices import UsageTotals, WholeChoice, collect
 from gateway.document import STREAMED, json_responses
 from gateway.generate import Generation
 from gateway.json_body import JsonRoute
 from gateway.parameters import most_answer_tokens, text_requests
+from gateway.patience import http_patience
 from gateway.request import Caller, Prompt, TextRequest
 from gateway.request_span import begin, describe, describe_http, describe_settings, responding
 from gateway.schema import ChatBody, CompletionBody, GenerationBody, StreamOptions
@@ -22,7 +24,7 @@ from gateway.streaming import ChunkWriter, EventStream, sse, until_gone
 from outrider.errors import invalid
 from outrider.model_info import ModelInfo
 
-_ERRORS = (400, 401, 404, 408, 413, 429, 500, 503)
+_ERRORS = (400, 401, 404, 408, 413, 429, 500, 503, 504)
 
 
 def routes(generation: Generation, max_sequences: int, gate: Gate) -> APIRouter:
@@ -35,16 +37,17 @@ def routes(generation: Generation, max_sequences: int, gate: Gate) -> APIRouter:
         grant = await gate.admit(request)
         model, info = generation.router.lookup(body.model)
         n = _choice_count(body, len(body.prompt), max_sequences)
-        prediction = await _prediction(generation, body, info)
         prompts = []
-        for given in body.prompt:
-            ids = given
-            if isinstance(given, str):
-                ids = await generation.prompts.encode(given, "prompt", info.context_length)
-            echo = generation.echo(given, info) if body.echo else None
-            prompts.append(Prompt(ids, "prompt", echo, prediction))
-        shape = CompletionShape(model)
-        return await _answer(generation, request, body, prompts, n, shape, grant)
+        with _place(generation, request, body, model, n * len(body.prompt)) as place:
+            prediction = await _prediction(generation, body, info)
+            for given in body.prompt:
+                ids = given
+                if isinstance(given, str):
+                    ids = await generation.prompts.encode(given, "prompt", info.context_length)
+                echo = generation.echo(given, info) if body.echo else None
+                prompts.append(Prompt(ids, "prompt", echo, prediction))
+            shape = CompletionShape(model)
+            return await _answer(generation, request, body, prompts, n, shape, grant, place)
 
     @router.post("/v1/chat/completions", responses=json_responses(*_ERRORS, also=STREAMED))
     async def chat_completions(body: ChatBody, request: Request) -> Response:
@@ -52,15 +55,30 @@ def routes(generation: Generation, max_sequences: int, gate: Gate) -> APIRouter:
         grant = await gate.admit(request)
         model, info = generation.router.lookup(body.model)
         n = _choice_count(body, 1, max_sequences)
-        messages = [message.for_template() for message in body.messages]
-        most = info.context_length
-        prompts = generation.prompts
-        text = await prompts.rendered(messages, "messages", most, **body.rendering())
-        ids = await prompts.encode(text, "messages", most, add_special_tokens=False)
-        prompt = Prompt(ids, "messages", prediction=await _prediction(generation, body, info))
-        return await _answer(generation, request, body, [prompt], n, ChatShape(model), grant)
+        with _place(generation, request, body, model, n) as place:
+            prompt = await _chat_prompt(generation, body, info)
+            shape = ChatShape(model)
+            return await _answer(generation, request, body, [prompt], n, shape, grant, place)
 
     return router
+
+
+def _place(
+    generation: Generation, request: Request, body: GenerationBody, model: str, count: int
+) -> Place:
+    """Room for a request's sequences. Raises OutriderError(OVERLOADED) if there is none."""
+    patience = http_patience(body.timeout, request.headers, stream=body.stream)
+    return generation.admission.enter(model, identity_of(request).tenant, count, patience)
+
+
+async def _chat_prompt(generation: Generation, body: ChatBody, info: ModelInfo) -> Prompt:
+    """The conversation as ids, and what the client expects as its answer."""
+    messages = [message.for_template() for message in body.messages]
+    most = info.context_length
+    prompts = generation.prompts
+    text = await prompts.rendered(messages, "messages", most, **body.rendering())
+    ids = await prompts.encode(text, "messages", most, add_special_tokens=False)
+    return Prompt(ids, "messages", prediction=await _prediction(generation, body, info))
 
 
 async def _prediction(generation: Generation, body: GenerationBody, info: ModelInfo) -> list[int]:
@@ -90,6 +108,7 @@ async def _answer(
     n: int,
     shape: ResponseShape,
     grant: Grant,
+    place: Place,
 ) -> Response:
     """Generate n choices for each prompt, and answer with one JSON object or with a stream."""
     _, info = generation.router.lookup(shape.model)
@@ -104,7 +123,7 @@ async def _answer(
         return requests
 
     events = grant.metered(
-        generation.generate(shape.model, shape.operation, build),
+        generation.generate(shape.model, shape.operation, build, place),
         prompt=sum(lengths[::n]),
         answer=most_answer_tokens(body, prompts, n, info),
         sequences=len(lengths),

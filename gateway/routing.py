@@ -53,6 +53,8 @@ class Replica:
         )
         self.sequences: set[object] = set()
         """The sequences that run on this replica, or wait since it was lost for one to move to."""
+        self.others = 0
+        """Sequences that other callers had there at the last poll."""
         self.round_trip_s: float | None = None
         """How long the last poll took."""
         self.suspect = asyncio.Event()
@@ -123,6 +125,7 @@ class Replica:
         self.round_trip_s = time.perf_counter() - asked
         self.info = info
         self.full = False
+        self.others = 0 if info.load is None else info.load.beside(len(self.sequences))
         self.problem = _problem(self.address, info, fingerprint)
 
     def _take_refusal(self, error: OutriderError) -> None:
@@ -291,7 +294,7 @@ class Router:
         info = replica.info
         if info is None:
             return
-        picks = self._ready_picks(self._name(info))
+        picks = self.ready_picks(self._name(info))
         if any(pick.continues(info, info.context_length) for pick in picks):
             replica.fail_sequences(for_callers(problem), waiting_only=silent)
 
@@ -345,7 +348,7 @@ class Router:
         deadline = time.monotonic() + wait_s
         while not self._cut_off:
             news = self._news
-            picks = self._ready_picks(lost.model)
+            picks = self.ready_picks(lost.model)
             if length is not None:
                 roomy = [pick for pick in picks if not pick.replica.full]
                 picks = [pick for pick in roomy if pick.continues(lost.info, length)]
@@ -362,7 +365,7 @@ class Router:
         """The ready replicas that serve the model, at least one. Raises as `pick` does."""
         if self.draining:
             raise _shutting_down()
-        ready = self._ready_picks()
+        ready = self.ready_picks()
         if not ready:
             unknown = OutriderError(Reason.NOT_READY, "no verifier is ready")
             # A new error for each request: a shared one would keep their frames in its traceback.
@@ -374,7 +377,7 @@ class Router:
             raise OutriderError(Reason.MODEL_NOT_FOUND, message, "model")
         return serving
 
-    def _ready_picks(self, model: str | None = None) -> list[Pick]:
+    def ready_picks(self, model: str | None = None) -> list[Pick]:
         """The ready replicas, of one model or of any."""
         picks = [
             Pick(self._name(replica.info), replica.info, replica)

@@ -19,6 +19,7 @@ from gateway.fields import (
     limited,
     with_declared,
 )
+from gateway.patience import LEAST_TIMEOUT_S
 from gateway.request import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 from gateway.unsupported import document_neutral, drop_neutral
 from outrider.errors import invalid
@@ -165,6 +166,11 @@ class GenerationBody(SamplingBody):
         default=None, description="With stream: true only."
     )
     speculation: SpeculationBody = SpeculationBody()
+    timeout: float | None = limited(
+        "Seconds after which nobody waits for the answer. It then ends with an error, and a "
+        "request that would take longer is refused at once.",
+        minimum=LEAST_TIMEOUT_S,
+    )
     ignore_eos: bool | None = Field(
         default=None, description="vLLM's extension. Continue after an end-of-sequence token."
     )

@@ -58,12 +58,12 @@ class Gateway:
         tls = settings.tls
         self.router = Router(settings.verifier, prompts.fingerprint, settings.model_name, tls)
         self._tls = settings.public_tls
-        generation = Generation(self.router, prompts, metrics, settings.resume_seconds)
+        self.generation = Generation(self.router, prompts, metrics, settings.resume_seconds)
         self.gate = Gate(settings)
         if self.gate.keys is not None:
             metrics.by_tenant = {}
         config = uvicorn.Config(
-            create_app(settings, generation, metrics, self.gate),
+            create_app(settings, self.generation, metrics, self.gate),
             log_config=None,
             access_log=False,
             lifespan="off",
@@ -82,9 +82,9 @@ class Gateway:
             interceptors=[RequireKeyInCalls(self.gate)],
         )
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(
-            GenerationServicer(generation, self.gate), self._grpc.grpc
+            GenerationServicer(self.generation, self.gate), self._grpc.grpc
         )
-        self._metrics = metrics
+        self.metrics = metrics
         self._tasks: list[asyncio.Task[None]] = []
         self.broken = asyncio.Event()
         """Set when the HTTP server has ended by itself."""
@@ -105,7 +105,7 @@ class Gateway:
         http = self._http.serve(sockets=[listener])
         serving = watch(http, "the HTTP server", lambda _: self.broken.set())
         measuring = keep_running(
-            lambda: observe_lag(self._metrics.loop_lag_s), "measuring the event loop's lag"
+            lambda: observe_lag(self.metrics.loop_lag_s), "measuring the event loop's lag"
         )
         self._tasks = [serving, measuring]
         if self.gate.keys is not None:

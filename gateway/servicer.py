@@ -17,6 +17,7 @@ from gateway.conversation import MAX_MESSAGES
 from gateway.deltas import TextDelta
 from gateway.generate import Generation
 from gateway.json_body import MAX_VALUES
+from gateway.patience import Patience
 from gateway.request import AnswerLimit, Caller, Prompt, TextRequest, check_stop
 from gateway.request_span import begin, describe, describe_settings
 from outrider.checks import check_logprobs
@@ -49,24 +50,30 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     ) -> AsyncGenerator[generation_pb2.GenerateTextResponse, None]:
         """Stream the text of one request."""
         headers = text_metadata(context.invocation_metadata())
-        async with aclosing(self.answer(request, headers)) as responses:
+        answer = self.answer(request, headers, context.time_remaining())
+        async with aclosing(answer) as responses:
             async for response in responses:
                 yield response
 
     async def answer(
-        self, request: generation_pb2.GenerateTextRequest, headers: Mapping[str, str]
+        self,
+        request: generation_pb2.GenerateTextRequest,
+        headers: Mapping[str, str],
+        left_s: float | None,
     ) -> AsyncGenerator[generation_pb2.GenerateTextResponse, None]:
         """Yield the responses to one request. Raises OutriderError.
 
-        The caller's `headers`, in lower case, name its tenant and its trace.
+        The caller's `headers`, in lower case, name its tenant and its trace. The call ends in
+        `left_s` seconds.
         """
         identity = self._gate.identify(headers)
         grant = await self._gate.limits.admit(identity.key)
         model, info = self._generation.router.lookup(request.model)
-        prompt = await self._prompt(request, info.context_length)
+        place = self._generation.admission.enter(model, identity.tenant, 1, Patience(left_s))
         operation = "chat" if request.HasField("chat") else "text_completion"
         totals = UsageTotals(1, 1)
-        with begin(headers, model, operation, 1, stream=True) as span, _responding(span):
+        with place, begin(headers, model, operation, 1, stream=True) as span, _responding(span):
+            prompt = await self._prompt(request, info.context_length)
             caller = Caller(f"text-{secrets.token_hex(16)}", span.traceparent, identity.tenant)
 
             def build(info: ModelInfo) -> list[TextRequest]:
@@ -76,7 +83,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 return [text_request]
 
             events = grant.metered(
-                self._generation.generate(model, operation, build),
+                self._generation.generate(model, operation, build, place),
                 prompt=len(prompt.token_ids),
                 answer=AnswerLimit(_given(request, "max_tokens")).most(prompt, info),
                 sequences=1,

@@ -6,6 +6,8 @@ The tokens that a step of the verifier commits for them arrive in one message.
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextvars import Context
 from dataclasses import replace
@@ -31,6 +33,9 @@ MOST_UNREAD_CHUNKS = 8192
 _Chunks = asyncio.Queue[TokenChunk | OutriderError | None]
 """The chunks of one sequence. An error or None ends them; None means that the verifier hung up."""
 _OnLost = Callable[[OutriderError], OutriderError]
+# uvloop's timers overflow at the largest of floats.
+_LONGEST_S = 1e9
+_LATE = "the answer was not complete within the request's timeout"
 _HUNG_UP = OutriderError(Reason.VERIFIER_UNAVAILABLE, "the gateway has hung up")
 
 
@@ -49,18 +54,20 @@ class TokenStream:
         self._on_draining = on_draining
         self._call: _StreamCall | None = None
 
-    async def generate(self, request: TokenRequest) -> AsyncGenerator[TokenChunk, None]:
+    async def generate(
+        self, request: TokenRequest, ends_at: float = math.inf
+    ) -> AsyncGenerator[TokenChunk, None]:
         """Yield the chunks of one sequence, up to the last or until the verifier hangs up.
 
         Closing the iterator cancels the sequence. Raises OutriderError: the verifier's own,
-        VERIFIER_UNAVAILABLE if the stream breaks, REQUEST_TOO_LARGE, and SLOW_READER if
-        MOST_UNREAD_CHUNKS are unread.
+        VERIFIER_UNAVAILABLE if the stream breaks, REQUEST_TOO_LARGE, SLOW_READER if
+        MOST_UNREAD_CHUNKS are unread, and DEADLINE_EXCEEDED at the monotonic time `ends_at`.
         """
         if self._call is None or self._call.ended:
             # An empty context: later log lines of the stream do not belong to this request's trace.
             self._call = Context().run(_StreamCall, self._stub, self._on_lost, self._on_draining)
         call = self._call
-        call_id, chunks = call.begin(request)
+        call_id, chunks = call.begin(request, ends_at)
         try:
             while (chunk := await chunks.get()) is not None:
                 if isinstance(chunk, OutriderError):
@@ -99,6 +106,7 @@ class _StreamCall:
         self._running: dict[int, _Chunks] = {}
         # Running sequences without a chunk yet.
         self._waiting: set[int] = set()
+        self._deadlines: dict[int, asyncio.TimerHandle] = {}
         self._empty = asyncio.Event()
         self._unsent: asyncio.Queue[token_streams_pb2.StreamTokensRequest | None] = asyncio.Queue()
         self._call = stub.StreamTokens(self._requests())
@@ -109,8 +117,11 @@ class _StreamCall:
         """Whether the call has ended, so that it can take no request."""
         return self._reading.done()
 
-    def begin(self, request: TokenRequest) -> tuple[int, _Chunks]:
-        """Request a sequence. Returns its call id and the queue of its chunks."""
+    def begin(self, request: TokenRequest, ends_at: float) -> tuple[int, _Chunks]:
+        """Request a sequence, which fails at `ends_at`.
+
+        Returns its call id and the queue of its chunks.
+        """
         self._last_id += 1
         generate = wire_requests.request_to_proto(request)
         begin = token_streams_pb2.StreamTokensRequest(
@@ -124,6 +135,13 @@ class _StreamCall:
         chunks = _Chunks()
         self._running[self._last_id] = chunks
         self._waiting.add(self._last_id)
+        if ends_at < math.inf:
+            left_s = min(ends_at - time.monotonic(), _LONGEST_S)
+            late = OutriderError(Reason.DEADLINE_EXCEEDED, _LATE)
+            loop = asyncio.get_running_loop()
+            self._deadlines[self._last_id] = loop.call_later(
+                left_s, self._fail, self._last_id, late
+            )
         return self._last_id, chunks
 
     def end(self, call_id: int) -> None:
@@ -137,6 +155,9 @@ class _StreamCall:
     def _forget(self, call_id: int) -> bool:
         """Forget a sequence. Returns whether it was running."""
         self._waiting.discard(call_id)
+        deadline = self._deadlines.pop(call_id, None)
+        if deadline is not None:
+            deadline.cancel()
         was_running = self._running.pop(call_id, None) is not None
         if not self._running:
             self._empty.set()
@@ -145,8 +166,12 @@ class _StreamCall:
     def fail_sequences(self, error: OutriderError, *, waiting_only: bool) -> None:
         """End all sequences with an error, or only those without a chunk yet."""
         for call_id in list(self._waiting if waiting_only else self._running):
-            self._running[call_id].put_nowait(replace(error))
-            self.end(call_id)
+            self._fail(call_id, replace(error))
+
+    def _fail(self, call_id: int, error: OutriderError) -> None:
+        """End a sequence with an error, even if its caller does not read."""
+        self._running[call_id].put_nowait(error)
+        self.end(call_id)
 
     async def finished(self) -> None:
         """Wait until no sequence is left or the call has ended."""
@@ -215,6 +240,9 @@ class _StreamCall:
         self._unsent.put_nowait(None)
         for chunks in self._running.values():
             chunks.put_nowait(error and replace(error))
+        for deadline in self._deadlines.values():
+            deadline.cancel()
+        self._deadlines.clear()
         self._waiting.clear()
         self._empty.set()
 

@@ -50,6 +50,7 @@ class Reason(Enum):
     ROUTE_NOT_FOUND = "UNIMPLEMENTED", Retry.NEVER, 404, "invalid_request_error"
     METHOD_NOT_ALLOWED = "UNIMPLEMENTED", Retry.NEVER, 405, "invalid_request_error"
     REQUEST_TIMEOUT = "DEADLINE_EXCEEDED", Retry.BACKOFF, 408, "invalid_request_error"
+    DEADLINE_EXCEEDED = "DEADLINE_EXCEEDED", Retry.BACKOFF, 504, "timeout_error"
     REQUEST_TOO_LARGE = "INVALID_ARGUMENT", Retry.NEVER, 413, "invalid_request_error"
     HEADERS_TOO_LARGE = "INVALID_ARGUMENT", Retry.NEVER, 431, "invalid_request_error"
     TOKENIZER_MISMATCH = "FAILED_PRECONDITION", Retry.NEVER, 400, "invalid_request_error"

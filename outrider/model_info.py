@@ -45,6 +45,45 @@ class DrafterInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class Load:
+    """How busy a verifier is, or several together. The counts are of sequences."""
+
+    running: int
+    waiting: int
+    max_running: int
+    max_waiting: int
+    sequence_s: float | None = None
+    """How long recent sequences were in the batch, on average (seconds); None before the first."""
+
+    @property
+    def places(self) -> int:
+        """Sequences that run at once.
+
+        Long ones may fill the cache before the batch is full: while some wait, no more run.
+        """
+        return self.running if self.waiting and self.running else self.max_running
+
+    def beside(self, own: int) -> int:
+        """How many sequences are not among a caller's `own`."""
+        return max(0, self.running + self.waiting - own)
+
+    def wait_s(self, count: int, places: float) -> float:
+        """Seconds until the last of `count` sequences gets one of the `places` that these have.
+
+        0 if that is not known.
+        """
+        return max(0.0, count - places) * (self.sequence_s or 0.0) / places
+
+
+def retry_after_s(wait_s: float) -> float:
+    """When a caller should try again that was refused because of a queue of `wait_s`.
+
+    By then all that wait now have begun. OpenAI's clients ignore more than a minute.
+    """
+    return min(max(1.0, wait_s), 60.0)
+
+
+@dataclass(frozen=True, slots=True)
 class ModelInfo:
     """The model that a verifier serves, and its drafters."""
 
@@ -59,3 +98,4 @@ class ModelInfo:
     device: str = ""
     drafters: tuple[DrafterInfo, ...] = ()
     max_draft_tokens: int = 0
+    load: Load | None = None

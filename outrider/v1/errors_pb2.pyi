@@ -98,6 +98,8 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """PERMISSION_DENIED. The API key's role may not call this. Retry: never."""
     ERROR_REASON_RATE_LIMIT_EXCEEDED: _ErrorReason.ValueType  # 30
     """RESOURCE_EXHAUSTED. The API key has used up one of its limits. Retry: RetryInfo."""
+    ERROR_REASON_DEADLINE_EXCEEDED: _ErrorReason.ValueType  # 31
+    """DEADLINE_EXCEEDED. The answer was not complete within the request's timeout. Retry: backoff."""
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """Why a call failed. The values never travel as numbers; the enum is the list of names."""
@@ -164,4 +166,6 @@ ERROR_REASON_INSUFFICIENT_PERMISSIONS: ErrorReason.ValueType  # 29
 """PERMISSION_DENIED. The API key's role may not call this. Retry: never."""
 ERROR_REASON_RATE_LIMIT_EXCEEDED: ErrorReason.ValueType  # 30
 """RESOURCE_EXHAUSTED. The API key has used up one of its limits. Retry: RetryInfo."""
+ERROR_REASON_DEADLINE_EXCEEDED: ErrorReason.ValueType  # 31
+"""DEADLINE_EXCEEDED. The answer was not complete within the request's timeout. Retry: backoff."""
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015

@@ -405,6 +405,48 @@ class DrafterInfo(_message.Message):
 Global___DrafterInfo: _TypeAlias = DrafterInfo  # noqa: Y015
 
 @_typing.final
+class Load(_message.Message):
+    """How busy a verifier is. A caller can refuse at once what the verifier would refuse, or what would
+    wait for too long.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUNNING_COUNT_FIELD_NUMBER: _builtins.int
+    WAITING_COUNT_FIELD_NUMBER: _builtins.int
+    MAX_RUNNING_COUNT_FIELD_NUMBER: _builtins.int
+    MAX_WAITING_COUNT_FIELD_NUMBER: _builtins.int
+    SEQUENCE_TIME_FIELD_NUMBER: _builtins.int
+    running_count: _builtins.int
+    """Sequences in the batch."""
+    waiting_count: _builtins.int
+    """Sequences in the queue."""
+    max_running_count: _builtins.int
+    """Most sequences in the batch."""
+    max_waiting_count: _builtins.int
+    """Most sequences in the queue; the verifier refuses more."""
+    @_builtins.property
+    def sequence_time(self) -> _duration_pb2.Duration:
+        """How long recent sequences were in the batch, on average; unset before the first has ended."""
+
+    def __init__(
+        self,
+        *,
+        running_count: _builtins.int = ...,
+        waiting_count: _builtins.int = ...,
+        max_running_count: _builtins.int = ...,
+        max_waiting_count: _builtins.int = ...,
+        sequence_time: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sequence_time", b"sequence_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_running_count", b"max_running_count", "max_waiting_count", b"max_waiting_count", "running_count", b"running_count", "sequence_time", b"sequence_time", "waiting_count", b"waiting_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Load: _TypeAlias = Load  # noqa: Y015
+
+@_typing.final
 class GetModelResponse(_message.Message):
     """The model and its drafters."""
 
@@ -421,6 +463,7 @@ class GetModelResponse(_message.Message):
     DEVICE_FIELD_NUMBER: _builtins.int
     DRAFTERS_FIELD_NUMBER: _builtins.int
     MAX_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    LOAD_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
     """Name that requests may use; the target's path or hub id unless configured."""
     stage: Global___ModelStage.ValueType
@@ -449,6 +492,10 @@ class GetModelResponse(_message.Message):
         small.
         """
 
+    @_builtins.property
+    def load(self) -> Global___Load:
+        """Unset while the verifier loads."""
+
     def __init__(
         self,
         *,
@@ -463,10 +510,11 @@ class GetModelResponse(_message.Message):
         device: _builtins.str = ...,
         drafters: _abc.Iterable[Global___DrafterInfo] | None = ...,
         max_draft_tokens: _builtins.int = ...,
+        load: Global___Load | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_length", b"context_length", "device", b"device", "drafters", b"drafters", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "max_draft_tokens", b"max_draft_tokens", "model_id", b"model_id", "stage", b"stage", "stage_detail", b"stage_detail", "tokenizer_fingerprint", b"tokenizer_fingerprint", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_length", b"context_length", "device", b"device", "drafters", b"drafters", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "load", b"load", "max_draft_tokens", b"max_draft_tokens", "model_id", b"model_id", "stage", b"stage", "stage_detail", b"stage_detail", "tokenizer_fingerprint", b"tokenizer_fingerprint", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

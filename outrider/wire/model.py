@@ -9,7 +9,7 @@ from google.protobuf.duration_pb2 import Duration
 from outrider.checks import check_name
 from outrider.errors import invalid
 from outrider.limits import MAX_CORE_ID, MAX_CORES, MAX_NODE_ID
-from outrider.model_info import DrafterInfo, ModelInfo, Placement, Stage
+from outrider.model_info import DrafterInfo, Load, ModelInfo, Placement, Stage
 from outrider.v1 import common_pb2, verifier_pb2
 from outrider.wire.settings import known, optional, proto_enum
 
@@ -32,6 +32,7 @@ def model_to_proto(info: ModelInfo) -> verifier_pb2.GetModelResponse:
         dtype=info.dtype,
         device=info.device,
         max_draft_tokens=info.max_draft_tokens,
+        load=_load_to_proto(info.load),
     )
     byte_count = 0
     for drafter in info.drafters:
@@ -41,6 +42,31 @@ def model_to_proto(info: ModelInfo) -> verifier_pb2.GetModelResponse:
             break
         response.drafters.append(proto)
     return response
+
+
+def _load_to_proto(load: Load | None) -> verifier_pb2.Load | None:
+    if load is None:
+        return None
+    return verifier_pb2.Load(
+        running_count=load.running,
+        waiting_count=load.waiting,
+        max_running_count=load.max_running,
+        max_waiting_count=load.max_waiting,
+        sequence_time=_duration(load.sequence_s),
+    )
+
+
+def _load_from_proto(proto: verifier_pb2.Load | None) -> Load | None:
+    if proto is None:
+        return None
+    # A broken verifier may send anything, and the gateway divides by the size of the batch.
+    return Load(
+        max(0, proto.running_count),
+        max(0, proto.waiting_count),
+        max(1, proto.max_running_count),
+        max(0, proto.max_waiting_count),
+        _seconds(optional(proto, "sequence_time")),
+    )
 
 
 def _drafter_to_proto(drafter: DrafterInfo) -> verifier_pb2.DrafterInfo:
@@ -73,6 +99,7 @@ def model_from_proto(proto: verifier_pb2.GetModelResponse) -> ModelInfo:
         device=proto.device,
         max_draft_tokens=proto.max_draft_tokens,
         drafters=tuple(_drafter_from_proto(drafter) for drafter in proto.drafters),
+        load=_load_from_proto(optional(proto, "load")),
     )
 
 

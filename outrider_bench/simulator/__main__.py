@@ -9,6 +9,7 @@ from outrider.process.usage import invoke, refuse
 from outrider_bench.simulator.measured_costs import write_costs
 from outrider_bench.simulator.results import show
 from outrider_bench.simulator.scenario import Scenario
+from outrider_bench.simulator.worlds.campaign import show_campaign
 
 
 def main(arguments: list[str]) -> int:
@@ -23,6 +24,8 @@ def _run(scenario: Scenario) -> int:
         write_costs(scenario.models, scenario.write_costs)
         print(f"written: {scenario.write_costs}")
         return 0
+    if scenario.faults is not None:
+        return show_campaign(scenario.seed, scenario.faults)
     try:
         show(scenario)
     except ValueError as error:

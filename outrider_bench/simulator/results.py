@@ -45,7 +45,7 @@ def record(scenario: Scenario, found: dict[tuple[int, str], Outcome]) -> dict[st
     return {
         "machine": f"simulated; costs: {costs.load(scenario.costs).source}",
         "scenario": scenario.model_dump(
-            mode="json", exclude={"config", "out", "models", "write_costs"}
+            mode="json", exclude={"config", "out", "models", "write_costs", "faults"}
         ),
         "pairs": {scenario.name: _results(scenario, found).as_json()},
         "simulated": [

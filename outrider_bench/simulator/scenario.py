@@ -203,6 +203,11 @@ class Scenario(Settings):
     """Requests at the beginning of the recording that are not measured. They are closed arrivals.
     When all of them have ended, time begins for the other requests and for the schedule."""
 
+    timeout_seconds: float | None = Field(None, gt=0)
+    """How long clients wait for an answer. What is not complete by then is cancelled, and what
+    would be late is refused as by the gateway. By default they wait for ever, and nothing is
+    refused."""
+
     prompt_tokens: list[Annotated[int, Field(ge=1)]] = Field([64], min_length=1, max_length=2)
     """Length of prompts; two numbers are the bounds of a uniform distribution."""
 
@@ -264,6 +269,10 @@ class Scenario(Settings):
 
     out: Path | None = None
     """Directory for JSON, a page and plots; by default the results are only printed."""
+
+    faults: int | None = Field(None, ge=1)
+    """Play so many random worlds with faults, of the seeds from `seed` on, check every invariant
+    in each, and simulate nothing else."""
 
     write_costs: Path | None = None
     """Measure a cost table on this machine with the bundled pair, write it to this file, and

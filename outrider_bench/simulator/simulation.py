@@ -33,6 +33,8 @@ class Outcome:
     by_verifier: dict[str, Sample] = field(default_factory=dict)
     request_count: int = 0
     resubmitted_count: int = 0
+    late_count: int = 0
+    """Requests whose clients gave up."""
     errors: list[str] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
@@ -42,6 +44,7 @@ class Outcome:
             "seconds": self.sample.seconds,
             "requests": self.request_count,
             "resubmitted": self.resubmitted_count,
+            "late": self.late_count,
             "errors": self.errors,
             "drafters": self.drafters,
         }
@@ -175,6 +178,7 @@ class Simulation:
             _sample(requests, began, end, full_s),
             request_count=len(requests),
             resubmitted_count=self.traffic.resubmitted_count,
+            late_count=sum([request.late for request in requests]),
         )
         outcome.errors = [str(request.error) for request in requests if request.error is not None]
         for verifier in (*self.verifiers.values(), *self.gone):

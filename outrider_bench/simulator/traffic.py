@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_vali
 from outrider.errors import OutriderError
 from outrider.messages import SamplingParams, SpeculationOptions, TokenChunk, TokenRequest
 from outrider_bench.simulator.events import Events
+from outrider_bench.simulator.gateway import GatewayActor
 from outrider_bench.simulator.scenario import Scenario
 from outrider_bench.simulator.verifier import VerifierActor
 from outrider_bench.simulator.world import FIRST_MARK, Text, World
@@ -32,6 +33,7 @@ class RecordedRequest(BaseModel):
     prompt_tokens: int = Field(ge=1)
     output_tokens: int = Field(ge=1)
     kind: str = ""
+    tenant: str = ""
     guesses: dict[str, Annotated[str, StringConstraints(pattern=r"^[+.1-9-]*$")]] = Field(
         default_factory=dict
     )
@@ -70,6 +72,8 @@ class Request:
     sequence: Sequence | None = None
     error: OutriderError | None = None
     over: bool = False
+    late: bool = False
+    """Whether its client gave up before the end."""
 
 
 class Traffic:
@@ -112,6 +116,7 @@ class Traffic:
         self.began = 0.0
         """When the measurement began."""
         self._latency_s = scenario.client_ms / 1000
+        self._gateway = GatewayActor(events, verifiers, scenario.timeout_seconds)
         self._stopped = False
 
     def begin(self) -> None:
@@ -212,6 +217,7 @@ class Traffic:
             recorded.prompt_tokens,
             recorded.output_tokens,
             recorded.guesses,
+            tenant=recorded.tenant,
             prompt_ids=prompt,
         )
         text.tokens = [*recorded.output_ids]
@@ -224,7 +230,22 @@ class Traffic:
         self._world.add(text)
         request = Request(text, self._events.now, self._least_loaded())
         self.requests.append(request)
+        try:
+            self._gateway.enter(text.tenant)
+        except OutriderError as error:
+            request.error = error
+            request.over = True
+            self._events.after(error.retry_after_s or 0.0, self._after_end)
+            return
         self._submit(request)
+        if self._scenario.timeout_seconds is not None:
+            self._events.after(self._scenario.timeout_seconds, partial(self._give_up, request))
+
+    def _give_up(self, request: Request) -> None:
+        if not request.over:
+            request.late = True
+            self._end(request)
+            self._cancel(request)
 
     def _least_loaded(self) -> VerifierActor:
         serving = [verifier for verifier in self._verifiers.values() if verifier.serving]
@@ -247,6 +268,7 @@ class Traffic:
             SamplingParams(temperature=0.0, seed=text.number),
             ignore_eos=True,
             speculation=SpeculationOptions(enabled=self._speculates),
+            tenant=text.tenant,
         )
 
         def submit() -> None:
@@ -276,14 +298,21 @@ class Traffic:
         return receive
 
     def _end(self, request: Request) -> None:
+        if request.over:
+            return
         request.over = True
         request.verifier.open_requests -= 1
+        self._gateway.leave(request.text.tenant)
         if self._stopped:
             return
         if request in self.requests[: self._warm_up]:
             self._events.after(self._latency_s, self._warm)
-        elif self._scenario.arrivals == "closed":
-            self._events.after(self._latency_s, self._next)
+        else:
+            self._events.after(self._latency_s, self._after_end)
+
+    def _after_end(self) -> None:
+        if self._scenario.arrivals == "closed":
+            self._next()
 
     def _cancel(self, request: Request) -> None:
         request.over = True

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from outrider.draft_tokens_policy import DraftTokensPolicy
 from outrider.lm.pages import PagePool
 from outrider_bench.simulator.cores import Cores, Worker
 from outrider_bench.simulator.costs import Costs
+from outrider_bench.simulator.engine_actor import EngineActor
 from outrider_bench.simulator.events import Events
 from outrider_bench.simulator.scenario import Scenario
 from outrider_bench.simulator.target import SimulatedTarget, SimulatedVerifier
 from outrider_bench.simulator.world import World
 from verifier_svc.engine.loop import Engine
-from verifier_svc.engine.outgoing import Delivery
 from verifier_svc.engine.target import Limits
 from verifier_svc.metrics import Metrics
 
@@ -24,8 +22,8 @@ _WARM_UP_S = 1000.0
 OWN_CORES = frozenset({0})
 
 
-class VerifierActor:
-    """Calls `Engine.advance` when it is due: after a step, after a wait, and for posted work."""
+class VerifierActor(EngineActor):
+    """The production engine with a simulated target, by a scenario."""
 
     def __init__(
         self,
@@ -36,9 +34,8 @@ class VerifierActor:
         world: World,
         cores: Cores,
     ) -> None:
+        super().__init__(events)
         self.name = name
-        self.serving = True
-        self.open_requests = 0
         self.metrics = Metrics(name)
         self.cores = cores
         """The cores of its host."""
@@ -66,11 +63,6 @@ class VerifierActor:
             own_cores=OWN_CORES,
             clock=events.clock,
         )
-        self._events = events
-        self._busy_until = 0.0
-        # When to advance next, and the number of that appointment; earlier ones are void.
-        self._due = float("inf")
-        self._appointment = 0
         self._warm_up()
         # Trial forwards ran alone.
         if scenario.target_cores:
@@ -82,36 +74,6 @@ class VerifierActor:
         self._events.now = started - _WARM_UP_S
         self.engine.warm_up(_TRIAL_CONTEXT)
         self._events.now = started
-
-    def post(self, work: Callable[[], object]) -> None:
-        """Post work to the engine, which runs it before its next step."""
-        if self.serving:
-            self.engine.post(work)
-            self._advance_at(max(self._events.now, self._busy_until))
-
-    def stop(self) -> None:
-        """Vanish, without a message to anyone."""
-        self.serving = False
-
-    def _advance_at(self, time: float) -> None:
-        if time < self._due:
-            self._due = time
-            self._appointment += 1
-            number = self._appointment
-            self._events.at(time, lambda: self._advance(number))
-
-    def _advance(self, number: int) -> None:
-        if number != self._appointment or not self.serving:
-            return
-        self._due = float("inf")
-        wait_s = self.engine.advance()
-        self._busy_until = self._events.now
-        if wait_s is not None:
-            self._advance_at(self._busy_until + wait_s)
-
-    def _deliver(self, deliveries: list[Delivery]) -> None:
-        for sink, message in deliveries:
-            sink(message)
 
     def check_idle(self) -> None:
         """Raise RuntimeError unless every sequence has ended and every page is free."""

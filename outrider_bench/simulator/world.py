@@ -37,6 +37,7 @@ class Text:
     """The text behind the prompt."""
     hard: list[bool] = field(default_factory=list)
     """Whether each of `tokens` lies in a hard stretch."""
+    tenant: str = ""
     prompt_ids: list[int] = field(default_factory=list)
     """The prompt's tokens if they were recorded. `number` replaces the first one."""
 

@@ -1,12 +1,14 @@
 """All bugs that `python -m tests.mutants` plants: a piece of source text and its replacement.
 
-`verifier_table` has the bugs of verification and the draft stream, `tree_table` those of trees, and
-`drafter_table` those of drafters. This file has sampling, noise, the engine and its pages.
+`verifier_table` has the bugs of verification and the draft stream, `tree_table` those of trees,
+`drafter_table` those of drafters, and `fault_table` those that random worlds notice. This file has
+sampling, noise, the engine and its pages.
 """
 
 from __future__ import annotations
 
 from tests.mutants.drafter_table import DRAFTER_MUTANTS
+from tests.mutants.fault_table import FAULT_MUTANTS
 from tests.mutants.mutant import Mutant
 from tests.mutants.tree_table import TREE_MUTANTS
 from tests.mutants.verifier_table import COINS, COUPLING, TRAFFIC, VERIFIER_MUTANTS
@@ -24,6 +26,7 @@ POOLS = ("tests/lm/test_pages.py",)
 MUTANTS = (
     *VERIFIER_MUTANTS,
     *TREE_MUTANTS,
+    *FAULT_MUTANTS,
     # --- noise and laws ---
     Mutant(
         "S1",

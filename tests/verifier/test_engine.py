@@ -205,6 +205,19 @@ def test_a_long_prompt_is_processed_in_chunks_while_others_decode() -> None:
     assert long.tokens == model.greedy(prompt, 4)
 
 
+def test_the_last_tokens_of_many_prompts_keep_to_the_batch_limit() -> None:
+    """Once a single token is left of a step's room, only one prompt gets it."""
+    engine, model = make_engine(limits=Limits(max_batch_tokens=8), eos_bias=-99)
+    sizes = []
+    model.broken = lambda slices: sizes.append(sum([len(part.token_ids) for part in slices]))
+    clients = [Client() for _ in range(4)]
+    for i, client in enumerate(clients):
+        engine.submit(request([i] * 7, 4), client)
+    finish(engine)
+    assert max(sizes) == 8
+    assert [client.tokens for client in clients] == [model.greedy([i] * 7, 4) for i in range(4)]
+
+
 def test_the_prefix_cache_serves_repeated_prompts_of_one_tenant_only() -> None:
     engine, _ = make_engine(eos_bias=-99)
     prompt = [i % 7 for i in range(22)]

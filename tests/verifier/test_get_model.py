@@ -45,7 +45,7 @@ async def test_get_model_answers_during_a_long_step_but_not_an_endless_one(
     ScriptedDrafter(engine, "joined during the step")
     monkeypatch.setattr(servicer_module, "_MAX_STEP_S", 0.1)
     with pytest.raises(OutriderError, match="step has taken"):
-        await servicer._drafters(thread)
+        await servicer._ask(thread)
     release.set()
     await thread.call(lambda: None)
     monkeypatch.setattr(servicer_module, "_ANSWER_S", 0.0)

@@ -75,6 +75,16 @@ def count_until(reached: Callable[[], bool], act: Callable[[], None]) -> int:
 # --- quiet steps ---
 
 
+def test_steps_under_a_clock_that_was_set_back_measure_nothing() -> None:
+    steps = Steps(batches=())
+    for _ in range(100):
+        steps.quiet(0.0)
+    steps.gain(1.0)
+    assert steps.budget.needs_quiet(BATCH)
+    assert steps.quiet_until_measured(BATCH) == Steps(batches=()).quiet_until_measured(BATCH)
+    assert steps.budget.allows(BATCH, WAY)
+
+
 def test_without_trial_forwards_nothing_is_measured_or_refused() -> None:
     budget = SpeculationBudget(ForwardCost())
     for _ in range(100):

@@ -9,6 +9,7 @@ from outrider.errors import OutriderError, Reason, invalid
 from outrider.grammar.backends import Matcher
 from outrider.lm.pages import KVSequence
 from outrider.messages import Acceptance, SpeculationStats, TokenChunk, TokenRequest
+from outrider.model_info import retry_after_s
 from outrider.process.telemetry import Span
 from verifier_svc.engine.parts import EngineParts
 from verifier_svc.engine.target import LanguageModel, Limits
@@ -92,7 +93,10 @@ class Admission:
             most *= 2
         if len(waiting) < most:
             return
-        error = OutriderError(Reason.OVERLOADED, f"{most} requests are waiting already")
+        load = self._scheduler.load_meter.load()
+        retry_s = retry_after_s(load.wait_s(load.running + load.waiting + 1, load.places))
+        message = f"{most} requests are waiting already"
+        error = OutriderError(Reason.OVERLOADED, message, retry_after_s=retry_s)
         displaced = waiting.to_displace(request.tenant)
         if displaced is None:
             raise error

@@ -25,6 +25,7 @@ class Committer:
         self._drafting = parts.drafting
         self._outgoing = parts.outgoing
         self._metrics = parts.metrics
+        self._clock = parts.clock
         self._spans = spans
         self._token_count = 0
         self._gathers = True
@@ -77,6 +78,7 @@ class Committer:
     def end_sequence(self, sequence: Sequence) -> None:
         """Forget a sequence, free its pages, and tell its drafters that it has ended."""
         del self._sequences[sequence.id]
+        self._scheduler.load_meter.ended(sequence, self._clock())
         self._scheduler.remove(sequence)
         self._drafting.close(sequence)
 

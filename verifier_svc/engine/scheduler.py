@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from outrider.lm.pages import PagePool
 from outrider.token_tree import favourite_path
 from verifier_svc.engine.fair_queue import FairQueue
+from verifier_svc.engine.load_meter import LoadMeter
 from verifier_svc.policy.draft_trees import Draft, best_chain
 from verifier_svc.state.draft_tree import NO_DRAFT
 from verifier_svc.state.scheduled_sequence import ScheduledSequence
@@ -37,6 +38,9 @@ class Scheduler:
         self.pool = pool
         self.running: dict[int, Sequence] = {}
         self.waiting = FairQueue()
+        self.load_meter = LoadMeter(
+            self.running, self.waiting, limits.max_sequences, limits.max_waiting
+        )
         self.preemption_count = 0
         self.prompt_token_count = 0
         """Tokens of all admitted sequences."""
@@ -77,9 +81,9 @@ class Scheduler:
             count = _scorable(sequence, pending, rows) if sequence.unscored else pending
             if pending > 1:
                 count = min(count, spare)
+                spare -= count
             if count == 0:
                 continue
-            spare -= count if count > 1 else 0
             planned = draft_tokens.get(sequence.id, 0)
             room = max(0, spare - for_prompts) if pending == 1 else spare
             samples = count == pending

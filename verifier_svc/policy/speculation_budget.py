@@ -177,8 +177,8 @@ class SpeculationBudget:
         drafts and no drafter computed.
         """
         decode_step_s = self._isolated.estimate(batch, batch)
-        if decode_step_s == 0.0:
-            return
+        if decode_step_s == 0.0 or seconds == 0.0:
+            return  # a step takes no time only if the clock was set back
         size = _about(batch)
         known = self._quiet.setdefault(size, _Quiet())
         if not quiet:

@@ -21,7 +21,7 @@ from outrider.grammar.backends import Matcher
 from outrider.grammar.compiler import GrammarCompiler
 from outrider.internal.v1 import token_streams_pb2, token_streams_pb2_grpc
 from outrider.messages import TokenChunk, TokenRequest
-from outrider.model_info import DrafterInfo, ModelInfo, Stage
+from outrider.model_info import DrafterInfo, Load, ModelInfo, Stage
 from outrider.process import telemetry
 from outrider.process.credentials import peer_of
 from outrider.process.rpc import Server, reports_errors
@@ -37,6 +37,7 @@ from verifier_svc.streams.token_streams import TokenStream
 log = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[Any, Any]
+_Answer = tuple[tuple[DrafterInfo, ...], Load | None]
 # How long GetModel and a drain wait for a step to end. After that, GetModel answers with the last
 # known drafters.
 _ANSWER_S = 0.25
@@ -61,10 +62,10 @@ class VerifierServicer(
         self._grammars: GrammarCompiler | None = None
         self._streams: set[DraftStream] = set()
         self._token_streams: set[TokenStream] = set()
-        # A query for the drafters that the engine has not answered yet, and the last answer.
-        self._query: asyncio.Future[tuple[DrafterInfo, ...]] | None = None
+        # A query that the engine has not answered yet, and the last answer.
+        self._query: asyncio.Future[_Answer] | None = None
         self._query_began = 0.0
-        self._drafter_infos: tuple[DrafterInfo, ...] = ()
+        self._answer: _Answer = ((), None)
         self._idle = asyncio.Event()
         self._idle.set()
         self._active = 0
@@ -122,30 +123,37 @@ class VerifierServicer(
         """Answer with the model, its stage and its drafters."""
         info = self.info
         if self._engine is not None:
-            info = replace(info, drafters=await self._drafters(self._engine))
+            drafters, load = await self._ask(self._engine)
+            info = replace(info, drafters=drafters, load=load)
         return wire_model.model_to_proto(info)
 
-    async def _drafters(self, engine: EngineThread) -> tuple[DrafterInfo, ...]:
-        """The engine's drafters; those it last reported if its step takes long.
+    async def _ask(self, engine: EngineThread) -> _Answer:
+        """The engine's drafters and its load; those it last reported if its step takes long.
 
         Raises OutriderError(NOT_READY) if the step takes more than `_MAX_STEP_S`: the engine hangs.
         """
         if self._query is None:
-            infos = engine.call(engine.engine.drafting.roster.infos)
-            self._query = watch(infos, "asking the engine for its drafters")
+            roster = engine.engine.drafting.roster
+            meter = engine.engine.scheduler.load_meter
+
+            def answer() -> _Answer:
+                return roster.infos(), meter.load()
+
+            what = "asking the engine for its drafters and its load"
+            self._query = watch(engine.call(answer), what)
             self._query.add_done_callback(self._answered)
             self._query_began = self._clock()
         await asyncio.wait({self._query}, timeout=_ANSWER_S)
         step_s = self._clock() - self._query_began
         if self._query is not None and step_s > _MAX_STEP_S:
             raise OutriderError(Reason.NOT_READY, f"the verifier's step has taken {step_s:.0f} s")
-        return self._drafter_infos
+        return self._answer
 
-    def _answered(self, query: asyncio.Future[tuple[DrafterInfo, ...]]) -> None:
+    def _answered(self, query: asyncio.Future[_Answer]) -> None:
         """Keep an answer, even a late one, for the next GetModel."""
         self._query = None
         if not query.cancelled() and query.exception() is None:
-            self._drafter_infos = query.result()
+            self._answer = query.result()
 
     @reports_errors
     async def GenerateTokens(

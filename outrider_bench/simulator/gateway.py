@@ -1,0 +1,53 @@
+"""The gateway of a simulation: it admits requests by the production rule."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+from gateway.admission import check, total_load
+from gateway.patience import Patience
+from outrider.model_info import Load
+from outrider_bench.simulator.events import Events
+from outrider_bench.simulator.verifier import VerifierActor
+
+_POLL_S = 1.0
+
+
+class GatewayActor:
+    """Counts requests under way, and refuses those that would end after `timeout_s` seconds.
+
+    Without a timeout it refuses nothing.
+    """
+
+    def __init__(
+        self, events: Events, verifiers: dict[str, VerifierActor], timeout_s: float | None
+    ) -> None:
+        self._events = events
+        self._verifiers = verifiers
+        self._timeout_s = timeout_s
+        self._counts: Counter[str] = Counter()
+        self._polled_at = -math.inf
+        self._load: Load | None = None
+
+    def enter(self, tenant: str) -> None:
+        """Count a new request. Raises OutriderError(OVERLOADED) if it would be late."""
+        if self._timeout_s is not None:
+            self._poll()
+            if self._load is not None:
+                check(self._load, self._counts, 0, tenant, 1, Patience(self._timeout_s))
+        self._counts[tenant] += 1
+
+    def leave(self, tenant: str) -> None:
+        """Count a request no longer."""
+        self._counts[tenant] -= 1
+
+    def _poll(self) -> None:
+        """Ask the verifiers for their load, unless that was less than a second ago."""
+        if self._events.now - self._polled_at < _POLL_S:
+            return
+        self._polled_at = self._events.now
+        serving = [verifier for verifier in self._verifiers.values() if verifier.serving]
+        self._load = total_load(
+            [verifier.engine.scheduler.load_meter.load() for verifier in serving]
+        )

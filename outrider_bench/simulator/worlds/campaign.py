@@ -1,0 +1,115 @@
+"""Plays many worlds, and finds the smallest part of a world that still fails."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+from outrider_bench.simulator.worlds.plan import WorldPlan, draw_world
+from outrider_bench.simulator.worlds.play import play
+
+MESSAGES = ("draft messages", "verdict messages", "chunks")
+"""The counts of messages that arrived."""
+_MOST_FAILURES = 5
+
+
+@dataclass(slots=True)
+class Campaign:
+    """What the worlds of some seeds did, and which of them failed."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    failures: dict[int, str] = field(default_factory=dict)
+    """The reason by seed."""
+    cpu_s: float = 0.0
+
+    @property
+    def message_count(self) -> int:
+        """All messages that arrived."""
+        return sum(self.counts[name] for name in MESSAGES)
+
+
+def failure_of(plan: WorldPlan) -> tuple[str, Counter[str]]:
+    """Play a world; returns why it failed, empty if it did not, and what it did."""
+    try:
+        return "", play(plan).counts
+    # Whatever the code under test raises is a finding.
+    except Exception as error:  # noqa: BLE001
+        return f"{type(error).__name__}: {error}", Counter()
+
+
+def run_campaign(seeds: Iterator[int] | range) -> Campaign:
+    """Play the worlds of the seeds; stops after a few that fail."""
+    campaign = Campaign()
+    began = time.process_time()
+    with _quiet_log():
+        for seed in seeds:
+            failure, counts = failure_of(draw_world(seed))
+            campaign.counts += counts
+            if failure:
+                campaign.failures[seed] = failure
+                if len(campaign.failures) >= _MOST_FAILURES:
+                    break
+    campaign.cpu_s = time.process_time() - began
+    return campaign
+
+
+def shrink(plan: WorldPlan) -> WorldPlan:
+    """Remove faults, drafters and requests one by one while the world still fails."""
+    with _quiet_log():
+        smaller = True
+        while smaller:
+            smaller = False
+            for candidate in _smaller(plan):
+                if failure_of(candidate)[0]:
+                    plan = candidate
+                    smaller = True
+                    break
+    return plan
+
+
+def _smaller(plan: WorldPlan) -> Iterator[WorldPlan]:
+    """The plan without one of its parts; requests may not all be gone."""
+    for i in range(len(plan.faults)):
+        yield replace(plan, faults=plan.faults[:i] + plan.faults[i + 1 :])
+    for i in range(len(plan.drafters)):
+        yield replace(plan, drafters=plan.drafters[:i] + plan.drafters[i + 1 :])
+    for i in range(len(plan.requests)):
+        if len(plan.requests) > 1:
+            yield replace(plan, requests=plan.requests[:i] + plan.requests[i + 1 :])
+
+
+@contextmanager
+def _quiet_log() -> Iterator[None]:
+    """Log nothing: the schedule has forwards and strategies fail, and hostile drafters refused."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def show_campaign(first: int, count: int) -> int:
+    """Play `count` worlds from a seed on and print what came of them; returns the exit status."""
+    campaign = run_campaign(range(first, first + count))
+    rate = campaign.message_count / max(campaign.cpu_s, 1e-9)
+    for name, value in sorted(campaign.counts.items()):
+        print(f"{value:>14,}  {name}")
+    print(f"{campaign.message_count:>14,}  messages, {rate:,.0f} in each second of CPU time")
+    for seed, failure in campaign.failures.items():
+        print(f"seed {seed} fails: {failure}")
+        print(f"  play it again: outrider simulate --faults 1 --seed {seed}")
+    for seed in [*campaign.failures][:1]:
+        _show_plan(shrink(draw_world(seed)))
+    return min(len(campaign.failures), 1)
+
+
+def _show_plan(plan: WorldPlan) -> None:
+    """Print the smallest part of a world that still fails."""
+    print(f"this much of seed {plan.seed} is enough: {failure_of(plan)[0]}")
+    for part in (plan.engine, *plan.drafters, *plan.requests, *plan.faults):
+        print(f"  {part}")

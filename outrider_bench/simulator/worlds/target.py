@@ -1,0 +1,98 @@
+"""A target whose logits depend on every token that its paged cache holds for a sequence.
+
+So a page that is lost, shared wrongly or overwritten changes the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from outrider.lm.runner import SequenceSlice
+from outrider_bench.simulator.events import Events
+
+VOCAB = 32
+EOS = VOCAB - 1
+_ROWS = 1021
+# Hashes of texts are polynomials modulo a Mersenne prime.
+_PRIME = 2**61 - 1
+_FACTOR = 0x5DEECE66D5DEECE
+_TABLE = 2.0 * torch.randn(_ROWS, VOCAB, generator=torch.Generator().manual_seed(20261125))
+_TABLE[:, EOS] -= 1.0
+_BLANK = -1
+
+
+class PagedTarget:
+    """Logits [R, V] by a hash of all earlier tokens, which are read from the pages alone."""
+
+    vocab_size = VOCAB
+    eos_token_ids = (EOS,)
+
+    def __init__(
+        self,
+        events: Events,
+        page_count: int,
+        page_size: int,
+        step_s: float = 0.0,
+        token_s: float = 0.0,
+    ) -> None:
+        """A forward takes `step_s`, and `token_s` for each token."""
+        self.slowness = 1.0
+        self.fails_next = False
+        self.fail_count = 0
+        self.is_warm = True
+        """Whether blank slots may not be read. Trial forwards read them."""
+        self.token_counts: list[int] = []
+        """Tokens of each slice of the last forward."""
+        self._events = events
+        self._page_size = page_size
+        self._cache = [_BLANK] * (page_count * page_size)
+        self._step_s = step_s
+        self._token_s = token_s
+
+    def forward(self, slices: Sequence[SequenceSlice]) -> torch.Tensor:
+        """Write the tokens to their pages; returns logits as `LanguageModel.forward`.
+
+        Raises RuntimeError once after `fails_next` was set.
+        """
+        self.token_counts = [len(part.token_ids) for part in slices]
+        seconds = self._step_s + self._token_s * sum(self.token_counts)
+        self._events.spend(self.slowness * seconds)
+        if self.fails_next:
+            self.fails_next = False
+            self.fail_count += 1
+            raise RuntimeError("the schedule has this forward fail")
+        rows: list[int] = []
+        for part in slices:
+            rows += self._rows(part)
+        return _TABLE[rows]
+
+    def move_tokens(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy slots, as `LanguageModel.move_tokens`."""
+        tokens = [self._cache[source] for source in sources]
+        for token, target in zip(tokens, targets, strict=True):
+            self._cache[target] = token
+
+    def _rows(self, part: SequenceSlice) -> list[int]:
+        """Write a slice, and find the table's rows of its last `logit_count` tokens."""
+        size = self._page_size
+        cache = self._cache
+        slots = [part.pages[slot // size] * size + slot % size for slot in range(part.end)]
+        for slot, token in zip(slots[part.start :], part.token_ids, strict=True):
+            cache[slot] = token
+        tokens = [cache[slot] for slot in slots]
+        if self.is_warm and _BLANK in tokens:
+            raise AssertionError("a forward reads a slot that no forward has written")
+        found = 0
+        wanted = len(tokens) - part.logit_count
+        first = part.tree_start
+        states: list[int] = []
+        for token in tokens[:first]:
+            found = (found * _FACTOR + token + 1) % _PRIME
+            states.append(found)
+        # The states behind the text and the tree's tokens, by row.
+        by_row = states[-1:]
+        for token, parent in zip(tokens[first:], part.parents, strict=True):
+            by_row.append((by_row[parent] * _FACTOR + token + 1) % _PRIME)
+        return [state % _ROWS for state in [*states, *by_row[1:]][wanted:]]

@@ -1,0 +1,146 @@
+"""What nobody waits for any more ends, at the gateway and at the verifier."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import grpc
+import pytest
+from gateway_rig import Rig, until
+
+from gateway.patience import Patience, http_patience
+from outrider.errors import OutriderError
+from outrider.messages import TokenRequest
+from outrider.v1 import generation_pb2
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+BODY = {"prompt": "if x", "temperature": 0, "max_tokens": 64}
+SHORT_S = 1.0
+
+
+@pytest.fixture
+def slow(rig: Rig) -> Rig:
+    """A verifier that writes for 6 s."""
+    rig.says("one two three " * 40, pause_s=0.05)
+    return rig
+
+
+def late(rig: Rig) -> float:
+    """How many sequences ended at their deadline."""
+    failed: Any = rig.gateway.metrics.failed.labels("models/target", "deadline_exceeded")
+    return float(failed._value.get())
+
+
+async def ended(rig: Rig, late_before: float) -> None:
+    """Wait until the verifier has nothing to do, and check that the deadline is why."""
+    await until(lambda: rig.script.running == 0, timeout_s=2.0)
+    assert rig.script.cancelled == 1
+    await until(lambda: late(rig) == late_before + 1)
+
+
+async def test_an_answer_ends_at_its_timeout(slow: Rig) -> None:
+    before = late(slow)
+    answer = await slow.http.post("/v1/completions", json=BODY | {"timeout": SHORT_S})
+    assert answer.status_code == 504
+    error = answer.json()["error"]
+    assert (error["code"], error["type"]) == ("deadline_exceeded", "timeout_error")
+    await ended(slow, before)
+
+
+async def test_a_stream_ends_at_its_timeout_with_an_error(slow: Rig) -> None:
+    before = late(slow)
+    body = BODY | {"timeout": SHORT_S, "stream": True}
+    answer = await slow.http.post("/v1/completions", json=body)
+    assert answer.status_code == 200
+    events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+    assert "choices" in json.loads(events[0])
+    assert json.loads(events[-2])["error"]["code"] == "deadline_exceeded"
+    assert events[-1] == "[DONE]"
+    await ended(slow, before)
+
+
+async def test_a_stream_that_has_not_begun_has_the_status_of_its_error(rig: Rig) -> None:
+    before = late(rig)
+    rig.script.answer = lambda _: [10.0]
+    answer = await rig.http.post(
+        "/v1/completions", json=BODY | {"timeout": SHORT_S, "stream": True}
+    )
+    assert answer.status_code == 504
+    await ended(rig, before)
+
+
+async def test_an_answer_ends_when_openais_client_gives_up(slow: Rig) -> None:
+    before = late(slow)
+    headers = {"x-stainless-read-timeout": str(SHORT_S)}
+    answer = await slow.http.post("/v1/completions", json=BODY, headers=headers)
+    assert answer.status_code == 504
+    await ended(slow, before)
+
+
+async def test_a_call_ends_at_its_deadline(slow: Rig) -> None:
+    before = late(slow)
+    request = generation_pb2.GenerateTextRequest(prompt="x")
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        _ = [each async for each in slow.generation.GenerateText(request, timeout=SHORT_S)]
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    await ended(slow, before)
+
+
+async def test_a_deadline_ends_a_sequence_whose_caller_does_not_read(slow: Rig) -> None:
+    admission = slow.gateway.generation.admission
+    place = admission.enter("models/target", "", 1, Patience(SHORT_S))
+    tokens = slow.gateway.router.replicas[0].tokens
+    chunks = tokens.generate(TokenRequest([5, 6], 64), place.ends_at)
+    await anext(chunks)
+    # Nothing reads the other chunks.
+    await until(lambda: slow.script.running == 0, timeout_s=2.0)
+    with pytest.raises(OutriderError, match="within the request's timeout"):
+        _ = [chunk async for chunk in chunks]
+    place.close()
+
+
+async def test_an_answer_in_time_is_not_touched(rig: Rig) -> None:
+    for seconds, stream in ((30, False), (30.5, True), (1e308, False)):
+        given = {"timeout": seconds, "stream": stream}
+        answer = await rig.http.post("/v1/completions", json=BODY | given)
+        assert answer.status_code == 200
+    request = generation_pb2.GenerateTextRequest(prompt="if x")
+    texts = [each.text async for each in rig.generation.GenerateText(request, timeout=30.0)]
+    assert "".join(texts) == "if x"
+    await asyncio.sleep(0)
+    assert not rig.gateway.router.replicas[0].sequences
+
+
+@pytest.mark.parametrize("given", [0, 0.9, -1.5, "5", True, [1]])
+async def test_a_timeout_is_a_number_of_seconds(rig: Rig, given: Any) -> None:
+    answer = await rig.http.post("/v1/completions", json=BODY | {"timeout": given})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "timeout"
+
+
+@pytest.mark.parametrize(
+    ("given", "header", "stream", "expected"),
+    [
+        (None, None, False, Patience()),
+        (5.0, None, False, Patience(5.0)),
+        (5.0, None, True, Patience(5.0)),
+        (None, "600", False, Patience(600.0)),
+        # The client waits so long for the next bytes, not for the end.
+        (None, "600", True, Patience(None, 600.0)),
+        (5.0, "3.5", False, Patience(3.5)),
+        (5.0, "3.5", True, Patience(5.0, 3.5)),
+        (None, "none", False, Patience()),
+        (None, "-1", True, Patience()),
+        (None, "inf", True, Patience()),
+        (None, "nan", True, Patience()),
+    ],
+)
+@pytest.mark.parametrize("name", ["x-stainless-read-timeout", "x-stainless-timeout"])
+async def test_patience_is_what_the_body_and_openais_clients_say(
+    given: float | None, header: str | None, stream: bool, expected: Patience, name: str
+) -> None:
+    headers = {} if header is None else {name: header}
+    assert http_patience(given, headers, stream=stream) == expected

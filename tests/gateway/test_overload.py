@@ -1,0 +1,258 @@
+"""A request too many is refused at once, by what the verifiers report and the gateway has sent."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+import grpc
+import httpx
+import openai
+import pytest
+from gateway_rig import Rig, until
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.admission import check, fair_share, total_load
+from gateway.patience import Patience
+from gateway.prompts import Prompts
+from outrider.errors import OutriderError, Reason
+from outrider.model_info import Load
+from outrider.process import rpc
+from outrider.v1 import generation_pb2
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+BODY = {"prompt": "if x", "temperature": 0, "max_tokens": 64}
+# 64 run and as many wait; one ends each 0.1 s.
+BUSY = Load(64, 64, 64, 1024, sequence_s=6.4)
+ENDLESS = Patience()
+
+
+def refusal(
+    load: Load,
+    counts: dict[str, int],
+    tenant: str = "a",
+    *,
+    others: int = 0,
+    count: int = 1,
+    patience: Patience = ENDLESS,
+) -> OutriderError | None:
+    try:
+        check(load, counts, others, tenant, count, patience)
+    except OutriderError as error:
+        return error
+    return None
+
+
+async def test_a_full_queue_takes_no_more_of_the_tenant_that_fills_it() -> None:
+    assert refusal(BUSY, {"a": 64 + 1023}) is None
+    assert refusal(BUSY, {"a": 64 + 1024}) is not None
+    assert refusal(BUSY, {"a": 64 + 1023}, count=2) is not None
+    assert refusal(BUSY, {"a": 64}, others=1024) is not None
+
+
+async def test_a_full_queue_lets_a_smaller_tenant_through() -> None:
+    """The verifier drops a request of the larger one for it."""
+    assert refusal(BUSY, {"a": 1000, "b": 88}, "b") is None
+    assert refusal(BUSY, {"a": 1000, "b": 88}, "c") is None
+    assert refusal(BUSY, {"a": 544, "b": 544}, "b") is not None
+
+
+async def test_a_request_that_would_be_late_is_refused_with_the_time_of_the_queue() -> None:
+    counts = {"a": 128}
+    # The queue takes 6.5 s, and a long answer 12.8 s.
+    assert refusal(BUSY, counts, patience=Patience(total_s=20.0)) is None
+    late = refusal(BUSY, counts, patience=Patience(total_s=19.0))
+    assert late is not None
+    assert late.reason is Reason.OVERLOADED
+    assert late.retry_after_s == pytest.approx(6.5)
+    assert refusal(BUSY, counts, patience=Patience(first_s=7.0)) is None
+    assert refusal(BUSY, counts, patience=Patience(first_s=6.0)) is not None
+
+
+async def test_nobody_is_late_while_places_are_free() -> None:
+    assert refusal(BUSY, {"a": 63}, patience=Patience(total_s=0.1)) is None
+
+
+async def test_a_flood_does_not_make_another_tenant_late() -> None:
+    patience = Patience(total_s=14.0)
+    assert refusal(BUSY, {"a": 900}, patience=patience) is not None
+    assert refusal(BUSY, {"a": 900}, "b", patience=patience) is None
+    assert refusal(BUSY, {"a": 50}, "b", others=900, patience=patience) is None
+
+
+async def test_a_large_tenant_waits_longer_beside_small_ones() -> None:
+    """They pass it in the queue, now and later."""
+    alone = refusal(BUSY, {"a": 128}, patience=Patience(1.0))
+    beside = refusal(BUSY, {"a": 128, "b": 4, "c": 12}, patience=Patience(1.0))
+    assert alone is not None
+    assert beside is not None
+    assert alone.retry_after_s == pytest.approx(65 * 6.4 / 64)
+    assert beside.retry_after_s == pytest.approx(81 * 6.4 / 48)
+
+
+@given(st.integers(1, 64), st.lists(st.integers(0, 100), max_size=6))
+async def test_shares_are_max_min_fair(places: int, rivals: list[int]) -> None:
+    share = fair_share(places, rivals)
+    assert share > 0.0
+    # What the tenant leaves is exactly what the rivals take, none of them more than it.
+    assert share + sum(min(each, share) for each in rivals) == pytest.approx(places)
+
+
+async def test_a_cache_that_is_full_before_the_batch_lowers_the_places() -> None:
+    full = replace(BUSY, running=8)
+    assert refusal(full, {"a": 40}, patience=Patience(total_s=20.0)) is not None
+    assert refusal(replace(full, waiting=0), {"a": 40}, patience=Patience(total_s=20.0)) is None
+
+
+@given(st.integers(0, 2000), st.integers(0, 2000), st.floats(0.01, 1000.0))
+async def test_what_is_refused_stays_refused_with_more_under_way(
+    own: int, more: int, total_s: float
+) -> None:
+    patience = Patience(total_s=total_s)
+    refused = refusal(BUSY, {"a": own}, patience=patience)
+    if refused is not None:
+        assert 1.0 <= (refused.retry_after_s or 0.0) <= 60.0
+        later = refusal(BUSY, {"a": own + more}, patience=patience)
+        assert later is not None
+        assert (later.retry_after_s or 0.0) >= (refused.retry_after_s or 0.0)
+
+
+async def test_several_verifiers_add_up_unless_one_reports_nothing() -> None:
+    both = total_load([BUSY, replace(BUSY, running=2, sequence_s=None)])
+    assert both == Load(66, 128, 128, 2048, 6.4)
+    assert total_load([BUSY, None]) is None
+    assert total_load([]) is None
+
+
+@contextlib.asynccontextmanager
+async def crowded(rig: Rig, count: int, **load: Any) -> AsyncIterator[list[asyncio.Task[Any]]]:
+    """`count` requests run at a verifier that takes two, one of them in its queue."""
+    reported = Load(0, 0, 1, 1, **load)
+    rig.script.info = replace(rig.script.info, load=reported)
+    await until(lambda: rig.gateway.router.replicas[0].info == rig.script.info)
+    rig.says("one two three " * 40, pause_s=0.05)
+    tasks = [asyncio.create_task(rig.http.post("/v1/completions", json=BODY)) for _ in range(count)]
+    await until(lambda: rig.script.running == count)
+    yield tasks
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    await until(lambda: rig.script.running == 0)
+
+
+async def test_a_request_too_many_is_refused_before_it_is_tokenised(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded: list[str] = []
+    encode = Prompts.encode
+
+    async def noted(self: Prompts, text: str, *given: Any, **more: Any) -> list[int]:
+        encoded.append(text)
+        return await encode(self, text, *given, **more)
+
+    monkeypatch.setattr(Prompts, "encode", noted)
+    async with crowded(rig, 2, sequence_s=4.0):
+        answer = await rig.http.post("/v1/completions", json=BODY | {"prompt": "too much"})
+        assert answer.status_code == 429
+        assert answer.json()["error"]["code"] == "overloaded"
+        # Two run or wait, and one place is free each 4 s.
+        assert answer.headers["retry-after"] == "8"
+        assert encoded == [BODY["prompt"]] * 2
+        assert len(rig.script.requests) == 2
+
+
+async def test_a_call_too_many_is_refused_with_the_time_to_wait(rig: Rig) -> None:
+    async with crowded(rig, 2, sequence_s=4.0):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await _drain(rig)
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    error = rpc.error_of(caught.value)
+    assert (error.reason, error.retry_after_s) == (Reason.OVERLOADED, 8.0)
+
+
+async def test_other_gateways_sequences_take_room_too(rig: Rig) -> None:
+    async with crowded(rig, 1):
+        rig.script.info = replace(rig.script.info, load=Load(1, 1, 1, 1))
+        await until(lambda: rig.gateway.router.replicas[0].others == 1)
+        assert (await rig.http.post("/v1/completions", json=BODY)).status_code == 429
+
+
+async def test_openais_client_gets_no_answer_that_it_would_not_wait_for(rig: Rig) -> None:
+    async with crowded(rig, 1, sequence_s=4.0):
+        with pytest.raises(openai.RateLimitError, match="the answer would be late"):
+            await _create(rig, 5.0)
+        patient = asyncio.create_task(_create(rig, 60.0))
+        await until(lambda: rig.script.running == 2)
+        patient.cancel()
+        await asyncio.wait([patient])
+
+
+async def test_refusals_are_counted(rig: Rig) -> None:
+    before = _refused(rig)
+    async with crowded(rig, 2):
+        await rig.http.post("/v1/completions", json=BODY)
+    assert _refused(rig) == before + 1
+
+
+async def _post(rig: Rig, **given: Any) -> httpx.Response:
+    return await rig.http.post("/v1/completions", json=BODY | given)
+
+
+async def _leave(rig: Rig) -> None:
+    rig.says("one two three " * 40, pause_s=0.05)
+    with contextlib.suppress(httpx.ReadTimeout):
+        await rig.http.post("/v1/completions", json=BODY, timeout=0.2)
+
+
+async def _leave_a_stream(rig: Rig) -> None:
+    rig.says("one two three " * 40, pause_s=0.05)
+    body = BODY | {"stream": True, "n": 3}
+    async with rig.http.stream("POST", "/v1/completions", json=body) as response:
+        await anext(response.aiter_lines())
+
+
+async def _drain(rig: Rig) -> None:
+    call = rig.generation.GenerateText(generation_pb2.GenerateTextRequest(prompt="x"))
+    _ = [each async for each in call]
+
+
+async def _create(rig: Rig, patience_s: float) -> Any:
+    body: Any = {"model": "", **BODY}
+    return await rig.client.completions.create(**body, timeout=patience_s)
+
+
+def _refused(rig: Rig) -> float:
+    counted: Any = rig.gateway.metrics.refused.labels("models/target")
+    return float(counted._value.get())
+
+
+ENDS: dict[str, Callable[[Rig], Awaitable[Any]]] = {
+    "an answer": lambda rig: _post(rig, n=2),
+    "a stream": lambda rig: _post(rig, stream=True, n=2),
+    "a call": _drain,
+    "an error of the verifier": lambda rig: _fail(rig),
+    "a prompt of no tokens": lambda rig: _post(rig, prompt=[]),
+    "a prompt that is too long": lambda rig: _post(rig, prompt=[5] * 3000),
+    "wrong settings": lambda rig: _post(rig, stop=["x"], speculation={"tokens": True}),
+    "a client that leaves": _leave,
+    "a client that leaves a stream": _leave_a_stream,
+}
+
+
+async def _fail(rig: Rig) -> httpx.Response:
+    rig.script.answer = lambda _: [OutriderError(Reason.LOGITS_NOT_FINITE, "no")]
+    return await _post(rig)
+
+
+@pytest.mark.parametrize("end", ENDS)
+async def test_the_room_of_a_request_is_given_back_after(rig: Rig, end: str) -> None:
+    await ENDS[end](rig)
+    counts = rig.gateway.generation.admission.counts
+    await until(lambda: not any(counts.values()))
+    assert counts == {"models/target": Counter()}

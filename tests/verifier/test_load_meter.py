@@ -1,0 +1,167 @@
+"""What a verifier reports of its load, and when it tells refused callers to come back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+import pytest
+from fake_model import Client, finish, make_engine
+
+from outrider.errors import OutriderError
+from outrider.messages import SamplingParams, TokenRequest
+from outrider.model_info import Load, ModelInfo, Stage, retry_after_s
+from outrider.process import rpc
+from outrider.v1 import verifier_pb2
+from outrider.v1.verifier_pb2_grpc import (
+    VerifierServiceStub,
+    add_VerifierServiceServicer_to_server,
+)
+from outrider.wire import model as wire_model
+from outrider.wire import requests as wire_requests
+from verifier_svc.engine.engine_thread import EngineThread
+from verifier_svc.engine.loop import Engine
+from verifier_svc.engine.outgoing import Delivery
+from verifier_svc.engine.target import Limits
+from verifier_svc.streams.servicer import VerifierServicer
+
+GREEDY = SamplingParams(0.0)
+
+
+def submit(engine: Engine, max_tokens: int = 4) -> None:
+    engine.submit(TokenRequest([1, 2], max_tokens, GREEDY), Client())
+
+
+class Clock:
+    """Each look at it takes a millisecond."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(self) -> float:
+        self.seconds += 0.001
+        return self.seconds
+
+
+def test_the_load_counts_the_batch_and_the_queue() -> None:
+    limits = Limits(max_sequences=2, max_waiting=5)
+    engine, _ = make_engine(eos_bias=-99, limits=limits)
+    meter = engine.scheduler.load_meter
+    assert meter.load() == Load(0, 0, 2, 5, None)
+    for _ in range(4):
+        submit(engine)
+    assert meter.load() == Load(2, 2, 2, 5, None)
+    finish(engine)
+    load = meter.load()
+    assert (load.running, load.waiting) == (0, 0)
+    assert load.sequence_s is not None
+
+
+def test_the_time_of_sequences_follows_the_recent_ones() -> None:
+    engine, _ = make_engine(eos_bias=-99, clock=Clock())
+    meter = engine.scheduler.load_meter
+
+    def time_of(max_tokens: int, count: int) -> float:
+        for _ in range(count):
+            submit(engine, max_tokens)
+            finish(engine)
+        seconds = meter.load().sequence_s
+        assert seconds is not None
+        return seconds
+
+    short_s = time_of(4, 1)
+    assert time_of(4, 10) == pytest.approx(short_s, rel=0.2)
+    long_s = time_of(40, 300)
+    assert 5 * short_s < long_s < 20 * short_s
+
+
+def test_a_queued_sequence_that_is_cancelled_says_nothing_of_the_time() -> None:
+    engine, _ = make_engine(eos_bias=-99, limits=Limits(max_sequences=1))
+    submit(engine)
+    waiting = engine.submit(TokenRequest([1, 2], 4, GREEDY), Client())
+    engine.cancel(waiting)
+    assert engine.scheduler.load_meter.load() == Load(1, 0, 1, 1024, None)
+    finish(engine)
+
+
+def test_a_refused_caller_is_told_how_long_the_queue_takes() -> None:
+    engine, _ = make_engine(
+        eos_bias=-99, limits=Limits(max_sequences=1, max_waiting=3), clock=Clock()
+    )
+    submit(engine)
+    finish(engine)
+    engine.scheduler.load_meter._sequence_s = 5.0
+    for _ in range(4):
+        submit(engine)
+    with pytest.raises(OutriderError, match="3 requests are waiting") as caught:
+        submit(engine)
+    assert caught.value.retry_after_s == 20.0
+    finish(engine)
+
+
+@pytest.mark.parametrize(("wait_s", "retry_s"), [(0.0, 1.0), (8.5, 8.5), (900.0, 60.0)])
+def test_a_retry_is_between_a_second_and_a_minute_away(wait_s: float, retry_s: float) -> None:
+    assert retry_after_s(wait_s) == retry_s
+
+
+@pytest.mark.parametrize("load", [None, Load(3, 0, 64, 1024), Load(64, 7, 64, 1024, 2.5)])
+def test_a_load_arrives_as_it_was_sent(load: Load | None) -> None:
+    info = ModelInfo("m", Stage.READY, load=load)
+    assert wire_model.model_from_proto(wire_model.model_to_proto(info)) == info
+
+
+def test_an_impossible_load_does_no_harm() -> None:
+    proto = verifier_pb2.GetModelResponse(stage=verifier_pb2.MODEL_STAGE_READY)
+    proto.load.running_count = -5
+    load = wire_model.model_from_proto(proto).load
+    assert load == Load(0, 0, 1, 0)
+    assert load.wait_s(10, load.places) == 0.0
+
+
+@contextlib.asynccontextmanager
+async def served(limits: Limits) -> AsyncIterator[tuple[EngineThread, Any]]:
+    """An engine that takes 10 ms for a step, behind its gRPC service."""
+
+    def build(deliver: Callable[[list[Delivery]], None]) -> Engine:
+        engine, model = make_engine(eos_bias=-99, limits=limits, page_count=512, deliver=deliver)
+        model.broken = lambda _: time.sleep(0.01)
+        return engine
+
+    thread = EngineThread(build)
+    await thread.built
+    servicer = VerifierServicer("fake")
+    servicer.serve(thread, ModelInfo("fake", Stage.READY, "serving", "f", 8, 2000))
+    server = rpc.Server("outrider.v1.VerifierService")
+    add_VerifierServiceServicer_to_server(servicer, server.grpc)
+    [port] = await server.start("127.0.0.1:0")
+    channel = rpc.dial(f"127.0.0.1:{port}")
+    yield thread, VerifierServiceStub(channel)
+    await channel.close()
+    await server.stop(0)
+    await thread.stop()
+
+
+async def test_what_nobody_waits_for_leaves_the_queue_and_the_batch() -> None:
+    request = wire_requests.request_to_proto(TokenRequest([1, 2], 1900, GREEDY))
+    async with served(Limits(max_sequences=1)) as (thread, stub):
+
+        async def ask() -> None:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                _ = [each async for each in stub.GenerateTokens(request, timeout=0.3)]
+            assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+        asking = asyncio.gather(*(ask() for _ in range(3)))
+        await asyncio.sleep(0.15)
+        meter = thread.engine.scheduler.load_meter
+        busy = await thread.call(meter.load)
+        assert (busy.running, busy.waiting) == (1, 2)
+        await asking
+        # The cancellations are on their way, and each takes at most a step.
+        async with asyncio.timeout(1.0):
+            while await thread.call(lambda: len(thread.engine.sequences)):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert await thread.call(lambda: thread.engine.pool.used_count) == 0
