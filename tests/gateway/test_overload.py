@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
@@ -136,7 +137,7 @@ async def crowded(rig: Rig, count: int, **load: Any) -> AsyncIterator[list[async
     reported = Load(0, 0, 1, 1, **load)
     rig.script.info = replace(rig.script.info, load=reported)
     await until(lambda: rig.gateway.router.replicas[0].info == rig.script.info)
-    rig.says("one two three " * 40, pause_s=0.05)
+    rig.says("one two three " * 40, pause_s=0.2)
     tasks = [asyncio.create_task(rig.http.post("/v1/completions", json=BODY)) for _ in range(count)]
     await until(lambda: rig.script.running == count)
     yield tasks
@@ -165,6 +166,25 @@ async def test_a_request_too_many_is_refused_before_it_is_tokenised(
         assert answer.headers["retry-after"] == "8"
         assert encoded == [BODY["prompt"]] * 2
         assert len(rig.script.requests) == 2
+
+
+async def test_refusals_take_milliseconds(rig: Rig) -> None:
+    """`pytest -s` prints how many: 200 refusals in a row, and 200 of which 50 come each second."""
+    body = BODY | {"prompt": "x " * 1500}
+
+    async def refused(after_s: float = 0.0) -> float:
+        await asyncio.sleep(after_s)
+        began = time.perf_counter()
+        answer = await rig.http.post("/v1/completions", json=body)
+        assert answer.status_code == 429
+        return 1000 * (time.perf_counter() - began)
+
+    async with crowded(rig, 2, sequence_s=4.0):
+        in_turn = sorted([await refused() for _ in range(200)])
+        at_once = sorted(await asyncio.gather(*(refused(0.02 * i) for i in range(200))))
+    for times in (in_turn, at_once):
+        print(f"\n{times[100]:.1f}, {times[180]:.1f}, {times[198]:.1f} ms (p50, p90, p99)")
+        assert times[100] < 20.0
 
 
 async def test_a_call_too_many_is_refused_with_the_time_to_wait(rig: Rig) -> None:
