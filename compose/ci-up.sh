@@ -1,19 +1,21 @@
 #!/usr/bin/env bash
 # Builds the images, starts the stack, crashes parts of it under load and stops it. Prints a table
 # with the result of each step. For Linux.
+#   --bases                 only get the images that others are built on
 #   --keep                  leave the stack (and an engine that was started for it) running
 #   --allow-missing-engine  exit with 0 if no container engine can run
 # Uses the project and the tag "outrider-ci", so other images and volumes are not touched.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-keep='' allow_missing=''
+bases='' keep='' allow_missing=''
 for argument; do
   case $argument in
+    --bases) bases=1 ;;
     --keep) keep=1 ;;
     --allow-missing-engine) allow_missing=1 ;;
     *)
-      echo "ci-up.sh: unknown argument $argument; it takes --keep and --allow-missing-engine" >&2
+      echo "ci-up.sh: $argument is none of --bases, --keep and --allow-missing-engine" >&2
       exit 2
       ;;
   esac
@@ -352,7 +354,7 @@ clean_up() {
 
 trap clean_up EXIT
 trap 'exit 130' INT TERM
-[ -x "$python" ] || make --no-print-directory .venv/installed
+[ -n "$bases" ] || [ -x "$python" ] || make --no-print-directory .venv/installed
 if [ -n "$allow_missing" ] && ! (start_engine) >>"$log" 2>&1; then
   say "no container engine can run here ($log says why); nothing was checked"
   exit 0
@@ -362,6 +364,7 @@ step "compose.yaml in each profile" profiles_are_valid
 step "base image" base_image
 step "redis image" redis_image
 step "prometheus image" prometheus_image
+[ -z "$bases" ] || exit 0
 step "build four images" build_images
 step "sizes" image_sizes
 step "no secret, compiler or root inside" images_hold_no_more

@@ -14,7 +14,6 @@ from google.protobuf import any_pb2, duration_pb2
 from google.protobuf.message import DecodeError
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection, reflection_pb2
 from grpc_status import rpc_status
 
 from outrider.errors import DOMAIN, OutriderError, Reason
@@ -24,6 +23,7 @@ from outrider.process.credentials import (
     peer_of,
     server_credentials,
 )
+from outrider.process.reflection import serve_reflection
 from outrider.process.roles import Role, check_call
 from outrider.process.tls import Tls
 
@@ -34,7 +34,6 @@ MAX_STREAMS = 4096
 # A peer's error travels on to callers in a call's metadata, of which gRPC allows 8 KiB.
 _MAX_ERROR_BYTES = 1024
 _MAX_RETRY_S = 86_400.0
-_REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
 
 # Both ends notice within 12 s that the other has vanished: after 4 s without data they send a ping,
 # and wait 8 s for its answer. gRPC also sends pings that measure the link. Their time-out is 60 s
@@ -351,26 +350,7 @@ class Server:
         # grpc-stubs lack it.
         self._health: Any = health.aio.HealthServicer()  # type: ignore[attr-defined]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
-        self._enable_reflection()
-
-    def _enable_reflection(self) -> None:
-        """Serve reflection under both of its names.
-
-        The messages are the same, and grpcio-reflection has only the older name.
-        """
-        names = (*self.services, health.SERVICE_NAME, reflection.SERVICE_NAME, _REFLECTION_V1)
-        reflection.enable_server_reflection(names, self.grpc)
-        # grpc-stubs lack it.
-        servicer = reflection.aio.ReflectionServicer(names)  # type: ignore[attr-defined]
-        handler = grpc.stream_stream_rpc_method_handler(
-            servicer.ServerReflectionInfo,
-            reflection_pb2.ServerReflectionRequest.FromString,
-            reflection_pb2.ServerReflectionResponse.SerializeToString,
-        )
-        method = grpc.method_handlers_generic_handler(
-            _REFLECTION_V1, {"ServerReflectionInfo": handler}
-        )
-        self.grpc.add_generic_rpc_handlers((method,))
+        serve_reflection(self.grpc, (*services, health.SERVICE_NAME))
 
     async def start(self, *addresses: str, tls: Tls | None = None) -> list[int]:
         """Listen on each `host:port` or `unix:/path`, with TLS and roles if files are given.

@@ -82,8 +82,12 @@ async def test_sequences_leave_a_verifier_whose_engine_hangs(site: Site) -> None
 
 async def test_without_another_verifier_sequences_stay_at_one_that_hangs(site: Site) -> None:
     await change_second(site, context_length=500)
-    pause = [0.5, *(plain([token]) for token in site.ids[3:]), last([3], FinishReason.STOP)]
-    site.first.script.answer = lambda _: [plain(site.ids[:3]), *pause]
+    site.first.script.answer = lambda _: [
+        plain(site.ids[:3]),
+        0.5,
+        plain(site.ids[3:]),
+        last([3], FinishReason.STOP),
+    ]
     asked = site.ask(stream=True)
     await site.sent(site.first, 3)
     site.first.script.refusal = HANGS

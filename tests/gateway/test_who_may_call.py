@@ -66,8 +66,8 @@ RPCS: dict[str, tuple[May, Message]] = {
         for version in ("v1", "v1alpha")
     },
     **{
-        f"/grpc.health.v1.Health/{method}": (May.ANYONE, health_pb2.HealthCheckRequest())
-        for method in ("Check", "Watch", "List")
+        f"/grpc.health.v1.Health/{method}": (may, health_pb2.HealthCheckRequest())
+        for method, may in {"Check": May.ANYONE, "List": May.ANYONE, "Watch": May.TENANT}.items()
     },
 }
 

@@ -135,9 +135,7 @@ class Engine:
         span: Span = NO_SPAN,
         matcher: Matcher | None = None,
     ) -> Sequence:
-        """Queue a request; its chunks, or an error, go to `sink`.
-
-        `matcher` is the state of its grammar behind its committed tokens.
+        """Queue a request, with its grammar's state; its chunks, or an error, go to `sink`.
 
         Raises OutriderError: CONTEXT_LENGTH_EXCEEDED if the request can never fit the cache,
         OVERLOADED if the queue is full, DRAFTER_NOT_FOUND if it names an unknown drafter,
