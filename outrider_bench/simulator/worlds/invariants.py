@@ -6,7 +6,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import NoReturn
 
-from outrider.draft_messages import DraftBatch, Proposal
+from outrider.draft_messages import DraftBatch, Proposal, Skip
 from outrider.messages import TokenRequest
 from outrider_bench.simulator.worlds.requests import Answer
 from verifier_svc.engine.loop import Engine
@@ -155,7 +155,7 @@ def expected_counts(
     A sequence that is not in `opened` has not been announced yet.
     """
     expected = Expected()
-    entries = [*batch.proposals, *batch.skips]
+    entries: list[Proposal | Skip] = [*batch.proposals, *batch.skips]
     for entry in entries:
         if entry.sequence_id > drafter.last_sequence_id:
             expected.rejected = True
