@@ -12,7 +12,7 @@ WORLDS = ("tests/simulator/test_worlds.py::test_the_worlds_of_fixed_seeds_keep_e
 
 FAULT_MUTANTS = (
     Mutant(
-        "W1",
+        "X1",
         "tokens for a sequence that is over are not counted as stale",
         DRAFT_MESSAGE,
         ("            self.stale_count += count\n            return\n"),
@@ -20,7 +20,7 @@ FAULT_MUTANTS = (
         WORLDS,
     ),
     Mutant(
-        "W2",
+        "X2",
         "a draft for a sequence that has ended is a violation",
         DRAFT_MESSAGE,
         ("        if sequence is None:\n            return None\n        assignment"),
@@ -32,7 +32,7 @@ FAULT_MUTANTS = (
         WORLDS,
     ),
     Mutant(
-        "W3",
+        "X3",
         "a sequence keeps its assignment to a drafter that left",
         EXCHANGE,
         "            sequence.assignments.pop(drafter.id, None)\n",
@@ -40,7 +40,7 @@ FAULT_MUTANTS = (
         WORLDS,
     ),
     Mutant(
-        "W4",
+        "X4",
         "a sequence that ends keeps its drafter's slot",
         EXCHANGE,
         "            assignment.drafter.sequence_ids.discard(sequence.id)\n",
@@ -48,7 +48,7 @@ FAULT_MUTANTS = (
         WORLDS,
     ),
     Mutant(
-        "W5",
+        "X5",
         "drafters do not hear of a sequence's end",
         EXCHANGE,
         "assignment.drafter.outbox.closed.append(Closed(sequence.id))",
@@ -56,7 +56,7 @@ FAULT_MUTANTS = (
         WORLDS,
     ),
     Mutant(
-        "W6",
+        "X6",
         "a preempted sequence keeps its pages",
         SCHEDULER,
         ("        self.pool.free(victim.kv)\n        del"),
@@ -64,7 +64,7 @@ FAULT_MUTANTS = (
         WORLDS,
     ),
     Mutant(
-        "W7",
+        "X7",
         "a rewind goes on in a page that others may read",
         "outrider/lm/pages.py",
         (
@@ -75,7 +75,7 @@ FAULT_MUTANTS = (
         WORLDS,
     ),
     Mutant(
-        "W8",
+        "X8",
         "a trie takes more tokens than its window has",
         "verifier_svc/state/trie.py",
         "depth > self.window.depth or self.node_count >= self.window.token_count",
@@ -83,7 +83,7 @@ FAULT_MUTANTS = (
         WORLDS,
     ),
     Mutant(
-        "W9",
+        "X9",
         "accepted branches are not moved behind the text in the cache",
         "verifier_svc/engine/loop.py",
         "        if sources:\n",
@@ -91,7 +91,7 @@ FAULT_MUTANTS = (
         WORLDS,
     ),
     Mutant(
-        "W10",
+        "X10",
         "a resumed request begins again at its prompt",
         "verifier_svc/engine/admission.py",
         "tokens=[*request.prompt, *request.committed]",
@@ -99,7 +99,7 @@ FAULT_MUTANTS = (
         WORLDS,
     ),
     Mutant(
-        "W11",
+        "X11",
         "a cancelled sequence stays in the queue",
         SCHEDULER,
         (
@@ -112,7 +112,7 @@ FAULT_MUTANTS = (
         WORLDS,
     ),
     Mutant(
-        "W12",
+        "X12",
         "several prompts get the last token of a step's room",
         SCHEDULER,
         ("                spare -= count\n            if count == 0:\n                continue\n"),
@@ -124,7 +124,7 @@ FAULT_MUTANTS = (
         WORLDS,
     ),
     Mutant(
-        "W13",
+        "X13",
         "a step under a clock that was set back counts as one without duration",
         "verifier_svc/policy/speculation_budget.py",
         "decode_step_s == 0.0 or seconds == 0.0",

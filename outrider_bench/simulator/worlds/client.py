@@ -151,7 +151,11 @@ class Client:
             broken("an error has a cause", f"{self.plan.name}: {error.reason.name}: {error}")
 
     def _ask_again(self, attempt: int) -> Callable[[], None]:
-        return lambda: self.ask() if attempt == self._attempt else None
+        def ask() -> None:
+            if attempt == self._attempt:
+                self.ask()
+
+        return ask
 
     def _take(self, chunk: TokenChunk) -> None:
         name = self.plan.name

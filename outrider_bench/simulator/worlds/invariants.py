@@ -6,7 +6,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import NoReturn
 
-from outrider.draft_messages import DraftBatch, Proposal
+from outrider.draft_messages import DraftBatch, Proposal, Skip
 from outrider.messages import TokenRequest
 from outrider_bench.simulator.worlds.requests import Answer
 from verifier_svc.engine.loop import Engine
@@ -155,7 +155,7 @@ def expected_counts(
     A sequence that is not in `opened` has not been announced yet.
     """
     expected = Expected()
-    entries = [*batch.proposals, *batch.skips]
+    entries: list[Proposal | Skip] = [*batch.proposals, *batch.skips]
     for entry in entries:
         if entry.sequence_id > drafter.last_sequence_id:
             expected.rejected = True
@@ -163,8 +163,7 @@ def expected_counts(
         count = len(entry.token_ids) if isinstance(entry, Proposal) else 0
         expected.token_count += count
         sequence = engine.sequences.get(entry.sequence_id)
-        assignment = sequence and sequence.assignments.get(drafter.id)
-        if sequence is None or not assignment or not assignment.opened:
+        if sequence is None or not _is_opened(sequence, drafter):
             expected.stale_count += count
             continue
         first = opened.get(entry.sequence_id, len(sequence.tokens))
@@ -174,6 +173,12 @@ def expected_counts(
         if isinstance(entry, Proposal):
             expected.stale_count += contradicted(entry, sequence.tokens)
     return expected
+
+
+def _is_opened(sequence: Sequence, drafter: Drafter) -> bool:
+    """Whether the drafter has the sequence, and was told so."""
+    assignment = sequence.assignments.get(drafter.id)
+    return assignment is not None and assignment.opened
 
 
 def contradicted(proposal: Proposal, committed: list[int]) -> int:

@@ -123,7 +123,7 @@ def draw_world(seed: int) -> WorldPlan:
     verifiers = ("verifier-1", "verifier-2")[: draw.choice([1, 1, 2])]
     drafters = [_drafter(draw, i, verifiers) for i in range(draw.choice([0, 1, 2, 2, 3, 4, 5]))]
     requests = [_request(draw, i, drafters) for i in range(draw.randint(1, 12))]
-    actors = {
+    actors: dict[str, tuple[list[str], tuple[str, ...]]] = {
         "drafter": ([each.name for each in drafters], _DRAFTER_FAULTS),
         "verifier": ([*verifiers], _VERIFIER_FAULTS),
         "request": ([each.name for each in requests], _REQUEST_FAULTS),

@@ -95,8 +95,9 @@ class World:
                 self._hit_drafter(drafter, fault)
             elif client is not None:
                 self._hit_client(client, fault)
-            else:
+            elif fault.who in self.verifiers:
                 self._hit_verifier(fault)
+            # A world that is being shrunk may lack the actor.
 
         return begin
 

@@ -27,7 +27,7 @@ class PagedTarget:
     """Logits [R, V] by a hash of all earlier tokens, which are read from the pages alone."""
 
     vocab_size = VOCAB
-    eos_token_ids = (EOS,)
+    eos_token_ids: tuple[int, ...] = (EOS,)
 
     def __init__(
         self,
