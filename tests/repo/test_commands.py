@@ -34,7 +34,7 @@ CERTS = {"days", "name", "new-authority", "role"}
 """Flags of `outrider certs` that are not settings."""
 EXPERIMENTS = {"json", "validate"}
 """Flags of `outrider advise` and `outrider experiment predict` that are not settings."""
-CHAOS = {"history", "minutes", "round", "seed"}
+CHAOS = {"check", "history", "minutes", "round", "seed"}
 """Flags of `outrider chaos` that are not settings."""
 CURLS = {"cacert", "data-binary", "list-services", "protocol", "schema"}
 """Flags of `curl` and `buf curl` that the pages name."""
