@@ -11,8 +11,9 @@ from contextlib import aclosing
 from redis.exceptions import RedisError
 
 from outrider_bench.chaos.clients import Clients
-from outrider_bench.chaos.faults import FAULTS, Scene, unreachable
+from outrider_bench.chaos.faults import FAULTS, Scene
 from outrider_bench.chaos.history import History
+from outrider_bench.chaos.parts import unreachable
 from outrider_bench.chaos.schedule import Planned, round_of
 from outrider_bench.chaos.site import running_site
 from outrider_bench.chaos.spec import Campaign
@@ -30,7 +31,11 @@ async def play(
     Raises StackFailed if the stack does not start, does not answer without any fault, or does not
     recover from one.
     """
-    async with running_site() as site, aclosing(Clients(site.port, history)) as clients:
+    missing = campaign.absent()
+    async with (
+        running_site(missing, tls=campaign.tls) as site,
+        aclosing(Clients(site.gateways, site.trust, history)) as clients,
+    ):
         await clients.ask_all(_AT_ONCE)
         if any(event["outcome"] != "finished" for event in history.events):
             raise StackFailed("requests fail without any fault; the history has them")
@@ -38,7 +43,7 @@ async def play(
         for number in itertools.count() if only is None else [only]:
             if time.monotonic() > until:
                 break
-            planned = round_of(campaign.seed, number, bag, campaign.overlap)
+            planned = round_of(campaign.seed, number, bag, campaign.overlap, missing)
             history.round = number
             tell(f"round {number}: {', '.join(map(_text, planned))}")
             await _round(Scene(site, clients), planned, campaign.clients, history)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from outrider_bench.chaos.history import Event
+from outrider_bench.chaos.parts import GATEWAYS, VERIFIERS
 
 _LOGPROB_TOLERANCE = 1e-4
 _GROWTH = {"files": 16, "threads": 16, "mebibytes": 100.0}
@@ -33,8 +34,8 @@ class Violation:
     detail: str
 
 
-def check(events: Sequence[Event], verifiers: int = 2) -> list[Violation]:
-    """All violations, in the order of the rounds. The stack has so many verifiers."""
+def check(events: Sequence[Event]) -> list[Violation]:
+    """All violations, in the order of the rounds."""
     faults: dict[int, list[Event]] = {}
     for event in events:
         if event["event"] == "fault":
@@ -45,7 +46,7 @@ def check(events: Sequence[Event], verifiers: int = 2) -> list[Violation]:
         if event["event"] == "request":
             # A round's requests end before the next round begins.
             here = [fault for fault in faults.get(event["round"], []) if _meet(fault, event)]
-            found += _check_request(event, wanted[event["number"]], here, verifiers)
+            found += _check_request(event, wanted[event["number"]], here)
         elif event["event"] == "undisturbed" and event["outcome"] != "finished":
             found.append(Violation(event["round"], "lost", f"{_name(event)} without any fault"))
         elif event["event"] == "trouble":
@@ -67,30 +68,35 @@ def _name(event: Event) -> str:
 
 
 def _check_request(
-    event: Event, wanted: Mapping[str, Any], faults: Sequence[Event], verifiers: int
+    event: Event, wanted: Mapping[str, Any], faults: Sequence[Event]
 ) -> Iterator[Violation]:
     answer = event["answer"]
     for problem in answer["problems"]:
         yield Violation(event["round"], "lost", f"request {event['number']}: {problem}")
-    if not _is_allowed(event, faults, verifiers):
+    if not _is_allowed(event, faults):
         yield Violation(event["round"], "lost", _name(event))
     for difference in _differences(answer, wanted, is_whole=event["outcome"] == "finished"):
         yield Violation(event["round"], "altered", f"request {event['number']}: {difference}")
 
 
-def _is_allowed(event: Event, faults: Sequence[Event], verifiers: int) -> bool:
+def _is_allowed(event: Event, faults: Sequence[Event]) -> bool:
     """Whether the faults that overlap a request allow its outcome."""
     outcome = event["outcome"]
     if outcome in ("finished", "left"):
         return True
     if outcome == "failed" and event["answer"]["code"] not in _EXPLAINED:
         return False
-    if any(outcome in fault["allows"] for fault in faults):
+    if any(outcome in fault["allows"] for fault in faults if _is_near(fault, event)):
         return True
-    return outcome == "failed" and _all_gone(event, faults, verifiers)
+    return outcome == "failed" and _all_gone(event, faults)
 
 
-def _all_gone(event: Event, faults: Sequence[Event], verifiers: int) -> bool:
+def _is_near(fault: Event, request: Event) -> bool:
+    """Whether a fault is not that of another gateway."""
+    return fault["target"] == request["gateway"] or fault["target"] not in GATEWAYS
+
+
+def _all_gone(event: Event, faults: Sequence[Event]) -> bool:
     """Whether no verifier could be reached at some moment of the request.
 
     If the request had begun, for as long as it waits for one.
@@ -99,7 +105,7 @@ def _all_gone(event: Event, faults: Sequence[Event], verifiers: int) -> bool:
     for moment in [event["began"], *(fault["began"] for fault in faults)]:
         now = {"began": moment, "ended": moment}
         here = [fault for fault in faults if fault["unreachable"] and _meet(fault, event, now)]
-        if len({name for fault in here for name in fault["unreachable"]}) < verifiers:
+        if len({name for fault in here for name in fault["unreachable"]}) < len(VERIFIERS):
             continue
         if min(fault["ended"] for fault in here) - moment >= least_s:
             return True

@@ -1,10 +1,12 @@
-"""The clients of a campaign: they stream requests through the gateway, and record each end."""
+"""The clients of a campaign: they stream requests through the gateways, and record each end."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from contextlib import suppress
+import ssl
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import asdict
 
 import httpx
@@ -19,18 +21,20 @@ _HALF = b"POST /v1/completions HTTP/1.1\r\nHost: localh"
 
 
 class Clients:
-    """Clients of one gateway. The requests come in the order of their numbers."""
+    """Clients of gateways, by name and URL. The requests come in the order of their numbers."""
 
-    def __init__(self, port: int, history: History) -> None:
-        self._port = port
+    def __init__(
+        self, gateways: Mapping[str, str], trust: ssl.SSLContext | bool, history: History
+    ) -> None:
+        self._gateways = list(gateways.items())
+        self._trust = trust
         self._history = history
         self._numbers = itertools.count()
         # Each request has a connection of its own, so that a dead one harms no other.
         self._http = httpx.AsyncClient(
-            base_url=f"http://{LOOPBACK}:{port}",
             timeout=httpx.Timeout(_SILENCE_S),
             limits=httpx.Limits(max_keepalive_connections=0),
-            verify=False,
+            verify=trust,
             trust_env=False,
         )
 
@@ -62,10 +66,12 @@ class Clients:
     async def half_requests(self, count: int, seconds: float) -> None:
         """Send the beginning of `count` requests, and hang up after some seconds."""
         writers: list[asyncio.StreamWriter] = []
-        # The gateway may be down.
-        with suppress(OSError):
-            for _ in range(count):
-                _, writer = await asyncio.open_connection(LOOPBACK, self._port)
+        for number in range(count):
+            _, url = self._gateways[number % len(self._gateways)]
+            # The gateway may be down.
+            with suppress(OSError):
+                port = httpx.URL(url).port
+                _, writer = await asyncio.open_connection(LOOPBACK, port, ssl=self._trust or None)
                 writer.write(_HALF)
                 writers.append(writer)
         await asyncio.sleep(seconds)
@@ -78,12 +84,13 @@ class Clients:
         Outcomes: finished; failed, with an error that has a code; refused, without an answer; cut,
         in the middle; hung, without a byte for 120 s; left, by this client.
         """
-        number = next(self._numbers) % COUNT
+        turn, number = divmod(next(self._numbers), COUNT)
+        gateway, url = self._gateways[(turn + number) % len(self._gateways)]
         began = self._history.now()
         answer = Answer()
         outcome = "refused"
         try:
-            async with self._http.stream("POST", "/v1/completions", json=body(number)) as response:
+            async with self._post(url, number) as response:
                 outcome = "cut"
                 if response.status_code == 200:
                     outcome = await _read(response, answer, leaves_after, pause_s)
@@ -94,8 +101,18 @@ class Clients:
             outcome = "hung"
         except httpx.TransportError as error:
             answer.code = answer.code or type(error).__name__
-        self._history.add(event, number=number, began=began, outcome=outcome, answer=asdict(answer))
+        self._history.add(
+            event,
+            number=number,
+            gateway=gateway,
+            began=began,
+            outcome=outcome,
+            answer=asdict(answer),
+        )
         return outcome
+
+    def _post(self, url: str, number: int) -> AbstractAsyncContextManager[httpx.Response]:
+        return self._http.stream("POST", f"{url}/v1/completions", json=body(number))
 
 
 def _read_refusal(content: bytes, response: httpx.Response, answer: Answer) -> None:

@@ -17,7 +17,6 @@ from outrider_bench.chaos.campaign import play
 from outrider_bench.chaos.check import check
 from outrider_bench.chaos.history import Event, History, read, whole
 from outrider_bench.chaos.report import markdown
-from outrider_bench.chaos.site import has_redis
 from outrider_bench.chaos.spec import campaign_of, load
 from outrider_bench.experiment.processes import StackFailed
 
@@ -57,7 +56,7 @@ def command(
         given = {"minutes": minutes, "seed": seed}
         changes = {name: value for name, value in given.items() if value is not None}
         campaign = campaign_of({**campaign.model_dump(), **changes})
-        bag = campaign.bag(has_redis=has_redis())
+        bag = campaign.bag(campaign.absent())
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     is_whole = False

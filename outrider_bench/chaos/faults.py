@@ -11,7 +11,16 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from outrider_bench.chaos.clients import Clients
-from outrider_bench.chaos.site import BOTH, DRAFTERS, Site
+from outrider_bench.chaos.observe import address_space
+from outrider_bench.chaos.parts import (
+    ALL_VERIFIERS,
+    DRAFTERS,
+    GATEWAYS,
+    REDIS_PAIR,
+    VERIFIERS,
+    touched,
+)
+from outrider_bench.chaos.site import Site
 from outrider_bench.experiment.links import Direction
 from outrider_bench.experiment.spec import Link
 
@@ -34,23 +43,10 @@ class Fault:
 
     play: Play
     targets: tuple[str, ...]
-    """Processes, links, or `BOTH`; one is drawn."""
+    """Processes, links, or `ALL_VERIFIERS`; one is drawn."""
     allows: frozenset[str] = frozenset()
     """Outcomes other than "finished" that requests under way may have."""
     seconds: tuple[float, float] = (1.0, 4.0)
-    of_redis: bool = False
-
-
-def touched(target: str) -> frozenset[str]:
-    """The processes or links of a target."""
-    return frozenset(BOTH if target == "verifiers" else (target,))
-
-
-def unreachable(target: str) -> list[str]:
-    """The verifiers that may serve nobody while a fault of this target lasts."""
-    through = {"link-1": "verifier-1", "link-2": "verifier-2"}
-    names = {through.get(name, name) for name in touched(target)}
-    return sorted(names.intersection(BOTH))
 
 
 async def _kill(scene: Scene, target: str, seconds: float) -> None:
@@ -74,11 +70,14 @@ async def _stutter(scene: Scene, target: str, seconds: float) -> None:
 
 async def _no_files(scene: Scene, target: str, seconds: float) -> None:
     """Let the process open no more files and sockets; those that it has stay."""
-    pid = scene.site.pid(target)
-    before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-    resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, before[1]))
-    await asyncio.sleep(seconds)
-    resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
+    await scene.site.limit(target, resource.RLIMIT_NOFILE, 3, seconds)
+
+
+async def _no_memory(scene: Scene, target: str, seconds: float) -> None:
+    """Let the process have no more address space. It may end, as if killed for memory."""
+    used = address_space(scene.site.pid(target))
+    await scene.site.limit(target, resource.RLIMIT_AS, used, seconds)
+    await scene.site.start_again_if_ended(target)
 
 
 def _outage(direction: Direction) -> Play:
@@ -121,6 +120,21 @@ def _redis(during: dict[str, str], after: dict[str, str]) -> Play:
     return play
 
 
+async def _cannot_save(scene: Scene, target: str, seconds: float) -> None:
+    """Let Redis save to a disk that is full, upon which it refuses writes."""
+    async with scene.site.redis() as client:
+        await client.config_set("save", "1 1")
+        await scene.site.limit(target, resource.RLIMIT_FSIZE, 0, seconds)
+        await client.config_set("save", "")
+
+
+def _fail_over(*, kill: bool) -> Play:
+    async def play(scene: Scene, target: str, seconds: float) -> None:
+        await scene.site.fail_over(seconds, kill=kill)
+
+    return play
+
+
 async def _flush(scene: Scene, target: str, seconds: float) -> None:
     async with scene.site.redis() as client:
         await client.flushall()
@@ -149,6 +163,8 @@ async def _say_half(scene: Scene, target: str, seconds: float) -> None:
     await scene.clients.half_requests(100, seconds)
 
 
+# Nobody can tell the clients of a gateway that died. One that stops, or lacks files, refuses some.
+# All other faults must cost no request: another verifier goes on, and drafters change no text.
 _ANY_END = frozenset({"failed", "refused", "cut"})
 _NAMED_END = frozenset({"failed", "refused"})
 _NOTICED_S = (13.0, 16.0)
@@ -164,7 +180,7 @@ _WAYS = (
 def _of_processes() -> dict[str, Fault]:
     """Faults of each process."""
     found: dict[str, Fault] = {}
-    for name, targets in {"verifier": BOTH, "gateway": ("gateway",), "drafter": _DRAFTERS}.items():
+    for name, targets in {"verifier": VERIFIERS, "gateway": GATEWAYS, "drafter": _DRAFTERS}.items():
         any_end = _ANY_END if name == "gateway" else frozenset()
         named_end = any_end & _NAMED_END
         found[f"{name} killed"] = Fault(_kill, targets, any_end)
@@ -172,10 +188,11 @@ def _of_processes() -> dict[str, Fault]:
         found[f"{name} frozen"] = Fault(_freeze, targets)
         found[f"{name} stutters"] = Fault(_stutter, targets)
         found[f"{name} without files"] = Fault(_no_files, targets, named_end)
-    found["verifier frozen for long"] = Fault(_freeze, BOTH, seconds=_NOTICED_S)
-    found["all verifiers killed"] = Fault(_kill, ("verifiers",))
-    found["all verifiers restarted"] = Fault(_restart, ("verifiers",))
-    found["all verifiers frozen"] = Fault(_freeze, ("verifiers",))
+        found[f"{name} without memory"] = Fault(_no_memory, targets, any_end)
+    found["verifier frozen for long"] = Fault(_freeze, VERIFIERS, seconds=_NOTICED_S)
+    found["all verifiers killed"] = Fault(_kill, (ALL_VERIFIERS,))
+    found["all verifiers restarted"] = Fault(_restart, (ALL_VERIFIERS,))
+    found["all verifiers frozen"] = Fault(_freeze, (ALL_VERIFIERS,))
     return found
 
 
@@ -196,7 +213,7 @@ def _of_links() -> dict[str, Fault]:
         found |= {f"{name} link {kind}": Fault(play, links) for kind, play in kinds.items()}
         found[f"{name} link half open"] = Fault(_vanish, links, seconds=_NOTICED_S)
     for kind in ("down", "slow", "trickles", "reset"):
-        found[f"redis link {kind}"] = Fault(kinds[kind], ("link-redis",), of_redis=True)
+        found[f"redis link {kind}"] = Fault(kinds[kind], ("link-redis",))
     return found
 
 
@@ -207,10 +224,15 @@ def _of_redis() -> dict[str, Fault]:
         "redis restarted": _restart,
         "redis frozen": _freeze,
         "redis flushed": _flush,
+        "redis cannot save": _cannot_save,
         "redis full": _redis({"maxmemory": "1mb"}, _LARGE),
         "redis evicts": _redis({"maxmemory": "1mb", "maxmemory-policy": "allkeys-random"}, _LARGE),
     }
-    return {name: Fault(play, ("redis",), of_redis=True) for name, play in plays.items()}
+    found = {name: Fault(play, ("redis",)) for name, play in plays.items()}
+    for name, kill in {"killed": True, "frozen": False}.items():
+        kind = f"redis fails over, its master {name}"
+        found[kind] = Fault(_fail_over(kill=kill), (REDIS_PAIR,), seconds=(5.0, 8.0))
+    return found
 
 
 def _of_strangers() -> dict[str, Fault]:

@@ -1,18 +1,23 @@
-"""A drafter that breaks the rules in one way. Usage: hostile_drafter WAY ADDRESS..."""
+"""A drafter that breaks the rules in one way.
+
+Usage: hostile_drafter WAY ADDRESS... [--tls-cert FILE --tls-key FILE --tls-ca FILE]
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import random
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, cast
 
+import click
 import grpc
 
 from outrider.process import rpc
+from outrider.process.tls import Tls
 from outrider.v1 import drafts_pb2, verifier_pb2, verifier_pb2_grpc
 
 _END: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # grpc-stubs lack it
@@ -120,7 +125,7 @@ async def _stream(way: str, channel: grpc.aio.Channel) -> None:
     stub: Any = verifier_pb2_grpc.VerifierServiceStub(channel)
     info = await stub.GetModel(verifier_pb2.GetModelRequest(), timeout=5)
     hello = drafts_pb2.Hello(
-        drafter_id=f"hostile-{os.getpid()}",
+        drafter_id=f"hostile/{os.getpid()}",
         family="hostile",
         tokenizer_fingerprint=info.tokenizer_fingerprint,
         max_draft_tokens=16,
@@ -143,9 +148,9 @@ async def _stream(way: str, channel: grpc.aio.Channel) -> None:
         call.cancel()
 
 
-async def _attack(way: str, address: str) -> None:
+async def _attack(way: str, address: str, tls: Tls | None) -> None:
     """Join again and again: the verifier ends bad streams, or is down for now."""
-    async with rpc.dial(address) as channel:
+    async with rpc.dial(address, tls) as channel:
         while True:
             # grpc.aio raises InvalidStateError for a write to a stream that has just ended.
             with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
@@ -153,11 +158,26 @@ async def _attack(way: str, address: str) -> None:
             await asyncio.sleep(_AGAIN_S)
 
 
-async def _main(way: str, addresses: list[str]) -> None:
-    await asyncio.gather(*(_attack(way, address) for address in addresses))
+async def _main(way: str, addresses: list[str], tls: Tls | None) -> None:
+    await asyncio.gather(*(_attack(way, address, tls) for address in addresses))
+
+
+@click.command()
+@click.argument("way", type=click.Choice([*_WAYS, _GARBAGE]))
+@click.argument("addresses", nargs=-1, required=True)
+@click.option("--tls-cert", type=click.Path(path_type=Path))
+@click.option("--tls-key", type=click.Path(path_type=Path))
+@click.option("--tls-ca", type=click.Path(path_type=Path))
+def main(
+    way: str,
+    addresses: tuple[str, ...],
+    tls_cert: Path | None,
+    tls_key: Path | None,
+    tls_ca: Path | None,
+) -> None:
+    """Attack the verifiers at ADDRESSES until the process is ended."""
+    asyncio.run(_main(way, list(addresses), Tls.of(tls_cert, tls_key, tls_ca)))
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 3 or sys.argv[1] not in {*_WAYS, _GARBAGE}:
-        raise SystemExit(__doc__)
-    asyncio.run(_main(sys.argv[1], sys.argv[2:]))
+    main()

@@ -1,21 +1,34 @@
-"""The stack of a campaign: two verifiers, a gateway and two drafters, with links between them."""
+"""The stack of a campaign: two verifiers, two gateways, drafters, and links between them."""
 
 from __future__ import annotations
 
 import asyncio
-import os
+import random
+import resource
 import secrets
-import shutil
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping
-from contextlib import asynccontextmanager
+import socket
+import ssl
+import tempfile
+from collections.abc import (
+    AsyncIterator,
+    Collection,
+    Iterable,
+    Mapping,
+    Sequence,
+)
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
-from prometheus_client.parser import text_string_to_metric_families
 from redis.asyncio import Redis
 
+from outrider.process.roles import Role
+from outrider_bench.chaos.certificates import Certificates
+from outrider_bench.chaos.observe import in_use, size_of, within
+from outrider_bench.chaos.parts import DRAFTERS, GATEWAYS, REDIS_PAIR, VERIFIERS
+from outrider_bench.chaos.redis_pair import RedisPair, server_launch
 from outrider_bench.experiment.hosts import LOOPBACK, Launch, LocalHandle, LocalHost
 from outrider_bench.experiment.launches import (
     Dial,
@@ -23,96 +36,118 @@ from outrider_bench.experiment.launches import (
     drafter_launch,
     gateway_launch,
     link_launch,
-    redis_launch,
     verifier_launch,
 )
 from outrider_bench.experiment.link_process import LinkControl
 from outrider_bench.experiment.processes import Processes, StackFailed
-from outrider_bench.experiment.spec import Drafter, Target
+from outrider_bench.experiment.spec import Target
 
-BOTH = ("verifier-1", "verifier-2")
-DRAFTERS = {
-    "ngram": Drafter.model_validate({"family": "ngram"}),
-    "model": Drafter.model_validate({"family": "model", "threads": 1}),
-}
 # So few pages that a crowd of clients waits for them, and loses them to others.
 _TARGET = Target.model_validate({"threads": 1, "settings": {"page_count": 256}})
 _ASK_S = 5.0
-_LOOK_S = 0.2
 _RECOVERS_S = 90.0
 _QUIET_S = 20.0
-_ZERO_WHEN_QUIET = (
-    "outrider:num_requests_running",
-    "outrider:num_requests_waiting",
-    "outrider:kv_cache_usage_perc",
-    "outrider:integrity_failures_total",
-)
-"""Metrics that are 0 while no request runs."""
 
 
-def has_redis() -> bool:
-    """Whether this machine has a Redis server; then the n-gram pool is in it."""
-    return shutil.which("redis-server") is not None
+# Outgoing connections get higher ports. One could take that of a process which is down.
+_PORTS = range(20_000, 32_000)
 
 
 class Site:
-    """The running stack."""
+    """The running stack. With certificates, its processes use mutual TLS, and clients HTTPS."""
 
-    def __init__(self) -> None:
+    def __init__(self, absent: frozenset[str], directory: Path, *, tls: bool) -> None:
+        """`absent` has the parts that are left out; files are written to `directory`."""
+        certificates = Certificates(directory) if tls else None
         self.links: dict[str, LinkControl] = {}
         self.processes = Processes()
+        self.gateways: dict[str, str] = {}
+        """The URL of each gateway."""
+        self.trust: ssl.SSLContext | bool = certificates is not None and certificates.trust()
+        """How clients check the gateways' certificates, as httpx wants it."""
+        self._certificates = certificates
+        self._absent = absent
+        self._directory = directory
+        self._drafters = [name for name in DRAFTERS if name not in absent]
         self._host = LocalHost()
+        self._ports = iter(random.sample(_PORTS, len(_PORTS)))
         self._verifiers: list[Endpoint] = []
-        self._gateway = Endpoint("gateway", "", LOOPBACK, 0, 0, "", None)
         self._redis_port = 0
+        self._pair: RedisPair | None = None
         self._http = httpx.AsyncClient(
             timeout=_ASK_S,
             limits=httpx.Limits(max_keepalive_connections=0),
-            verify=False,
+            verify=self.trust,
             trust_env=False,
         )
 
-    @property
-    def port(self) -> int:
-        """The gateway's HTTP port."""
-        return self._gateway.http_port
-
     async def start(self) -> None:
         """Start all processes, and wait until they are ready; raises StackFailed."""
-        redis = ""
-        if has_redis():
-            self._redis_port = await self._host.free_port()
-            await self._start(redis_launch(LOOPBACK, self._redis_port))
-            [redis] = await self._link("redis", [f"{LOOPBACK}:{self._redis_port}"])
-        for name in BOTH:
-            address = f"{LOOPBACK}:{await self._host.free_port()}"
-            metrics_port = await self._host.free_port()
-            model = str(_TARGET.model)
-            endpoint = Endpoint(name, model, LOOPBACK, 0, metrics_port, address, None)
-            await self._start(verifier_launch(_TARGET, _TARGET.model, endpoint, ""))
-            self._verifiers.append(endpoint)
+        redis = await self._start_redis()
+        for name in VERIFIERS:
+            await self._start_verifier(name)
         addresses = [endpoint.verifier for endpoint in self._verifiers]
         fronts = [
             (await self._link(str(number), [to]))[0] for number, to in enumerate(addresses, 1)
         ]
-        port, grpc_port = await self._host.free_port(), await self._host.free_port()
-        self._gateway = Endpoint("gateway", "", LOOPBACK, port, 0, ",".join(fronts), None)
-        await self._start(gateway_launch(self._gateway, _TARGET.model, grpc_port, ""))
-        for name, drafter in DRAFTERS.items():
-            uses_redis = redis if name == "ngram" and redis else None
-            dial = Dial(
-                tuple(await self._link(name, addresses)), None, uses_redis, secrets.token_hex(16)
-            )
-            await self._start(drafter_launch(name, name, drafter, _TARGET, dial, ""))
+        for name in GATEWAYS:
+            await self._start_gateway(name, ",".join(fronts))
+        for name in self._drafters:
+            dial = Dial(tuple(await self._link(name, addresses)))
+            drafter = DRAFTERS[name]
+            if name == "ngram" and redis:
+                dial = replace(dial, redis="", secret=secrets.token_hex(16))
+                drafter = drafter.model_copy(update={"settings": {"redis": redis}})
+            launch = drafter_launch(name, name, drafter, _TARGET, dial, "")
+            await self._start(launch, Role.DRAFTER)
         await self.processes.until("the stack", self._is_ready)
 
-    async def _start(self, launch: Launch) -> None:
+    async def _start_redis(self) -> str:
+        """Start Redis; returns its URL for the n-gram drafter, or "" if it is absent."""
+        if REDIS_PAIR not in self._absent:
+            ports = {name: self._port() for name in ("redis-1", "redis-2")}
+            self._pair = RedisPair(ports, self._port())
+            for launch in self._pair.launches(self._directory):
+                await self._start(launch)
+            await self._pair.until_whole()
+            return self._pair.url
+        if "redis" in self._absent:
+            return ""
+        self._redis_port = self._port()
+        await self._start(server_launch("redis", self._redis_port, self._directory))
+        [front] = await self._link("redis", [f"{LOOPBACK}:{self._redis_port}"])
+        return f"redis://{front}/0"
+
+    async def _start_verifier(self, name: str) -> None:
+        address = f"{LOOPBACK}:{self._port()}"
+        metrics_port = self._port()
+        endpoint = Endpoint(name, str(_TARGET.model), LOOPBACK, 0, metrics_port, address, None)
+        launch = verifier_launch(_TARGET, _TARGET.model, endpoint, "")
+        await self._start(launch, Role.VERIFIER)
+        self._verifiers.append(endpoint)
+
+    async def _start_gateway(self, name: str, verifiers: str) -> None:
+        port, grpc_port = self._port(), self._port()
+        endpoint = Endpoint(name, "", LOOPBACK, port, 0, verifiers, None)
+        launch = gateway_launch(endpoint, _TARGET.model, grpc_port, "")
+        await self._start(launch, Role.GATEWAY)
+        scheme = "http" if self._certificates is None else "https"
+        self.gateways[name] = f"{scheme}://{LOOPBACK}:{port}"
+
+    def _port(self) -> int:
+        """A port that nothing listens on now."""
+        return next(port for port in self._ports if _is_free(port))
+
+    async def _start(self, launch: Launch, role: Role | None = None) -> None:
+        """Start a process, with the certificate of its role if it has one."""
+        if role is not None and self._certificates is not None:
+            launch = self._certificates.given_to(launch, role)
         await self.processes.start(self._host, launch)
 
     async def _link(self, name: str, targets: Iterable[str]) -> list[str]:
         """Start a link; returns the addresses at which it listens for each target."""
-        fronts = {f"{LOOPBACK}:{await self._host.free_port()}": target for target in targets}
-        control = LinkControl(LOOPBACK, await self._host.free_port())
+        fronts = {f"{LOOPBACK}:{self._port()}": target for target in targets}
+        control = LinkControl(LOOPBACK, self._port())
         launch = link_launch(name, f"{LOOPBACK}:{control.address[1]}", fronts)
         await self._start(launch)
         self.links[launch.name] = control
@@ -141,11 +176,39 @@ class Site:
         for handle in handles:
             await handle.resume()
 
+    async def limit(self, name: str, what: int, most: int, seconds: float) -> None:
+        """Set a soft resource limit of a process, and restore it after some seconds."""
+        pid = self.pid(name)
+        before = resource.prlimit(pid, what)
+        resource.prlimit(pid, what, (most, before[1]))
+        await asyncio.sleep(seconds)
+        # It may have ended.
+        with suppress(ProcessLookupError):
+            resource.prlimit(pid, what, before)
+
+    async def fail_over(self, seconds: float, *, kill: bool) -> None:
+        """Kill or stop Redis' master for some seconds, until its replica is the master."""
+        pair = self._pair
+        # The fault is played only where the pair is.
+        assert pair is not None
+        master = await pair.master()
+        if kill:
+            await self.down([master], seconds, kill=True)
+        else:
+            await self.freeze([master], seconds)
+        await pair.until_whole(former=master)
+
+    async def start_again_if_ended(self, name: str) -> None:
+        """Start a process again that a fault may end."""
+        if not await self.processes.handle(name).alive():
+            await self.processes.end(name)
+            await self.processes.again(name)
+
     async def attack(self, way: str, seconds: float) -> None:
         """Let a drafter break the protocol for some seconds, at both verifiers."""
         addresses = [endpoint.verifier for endpoint in self._verifiers]
         module = "outrider_bench.chaos.hostile_drafter"
-        await self._start(Launch("hostile", module, (way, *addresses)))
+        await self._start(Launch("hostile", module, (way, *addresses)), Role.DRAFTER)
         await asyncio.sleep(seconds)
         handle = self.processes.handle("hostile")
         if not await handle.alive():
@@ -158,15 +221,26 @@ class Site:
 
     async def recovered(self) -> bool:
         """Whether both verifiers, each with both drafters, are ready again; waits for 90 s."""
-        return await _within(_RECOVERS_S, self._is_ready)
+        return await within(_RECOVERS_S, self._is_ready)
 
     async def _is_ready(self) -> bool:
         try:
-            body = (await self._http.get(f"{self._gateway.url}/readyz")).json()
+            answers = [await self._http.get(f"{url}/readyz") for url in self.gateways.values()]
+            bodies = [answer.json() for answer in answers]
         except (httpx.TransportError, ValueError):
             return False
-        states = body["verifiers"]
-        return len(states) == len(BOTH) and all(map(_is_whole, states))
+        return all(self._is_whole(body["verifiers"]) for body in bodies)
+
+    def _is_whole(self, states: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether both verifiers are ready and have all drafters."""
+        connected = [
+            {drafter["id"] for drafter in state.get("drafters", ()) if drafter["connected"]}
+            for state in states
+            if state["ready"]
+        ]
+        return len(connected) == len(VERIFIERS) and all(
+            ids.issuperset(self._drafters) for ids in connected
+        )
 
     async def revive(self) -> list[str]:
         """Start the processes that ended by themselves; returns their names and last lines."""
@@ -180,8 +254,10 @@ class Site:
         return found
 
     def _names(self) -> list[str]:
-        names = [*BOTH, "gateway", *DRAFTERS]
-        return [*names, "redis"] if self._redis_port else names
+        redis = ["redis"] if self._redis_port else []
+        if self._pair is not None:
+            redis = [*self._pair.ports, "sentinel"]
+        return [*VERIFIERS, *GATEWAYS, *self._drafters, *redis]
 
     async def quiet(self) -> dict[str, Any]:
         """Metrics that are not 0 once no request runs, and each process' size.
@@ -193,27 +269,16 @@ class Site:
             return not await self._in_use()
 
         in_use = {}
-        if not await _within(_QUIET_S, is_quiet):
+        if not await within(_QUIET_S, is_quiet):
             in_use = await self._in_use()
         alive = [name for name in self._names() if await self.processes.handle(name).alive()]
-        sizes = {name: _size(self.pid(name)) for name in alive}
+        sizes = {name: size_of(self.pid(name)) for name in alive}
         return {"in_use": in_use, "processes": sizes}
 
     async def _in_use(self) -> dict[str, float]:
-        urls = {"gateway": self._gateway.url}
+        urls = dict(self.gateways)
         urls |= {one.name: f"http://{LOOPBACK}:{one.metrics_port}" for one in self._verifiers}
-        found = {}
-        for name, url in urls.items():
-            try:
-                text = (await self._http.get(f"{url}/metrics")).text
-            except httpx.TransportError:
-                found[f"{name} answers no /metrics"] = 1.0
-                continue
-            samples = [s for f in text_string_to_metric_families(text) for s in f.samples]
-            for sample in samples:
-                if sample.name in _ZERO_WHEN_QUIET and sample.value:
-                    found[f"{name} {sample.name}"] = sample.value
-        return found
+        return await in_use(self._http, urls)
 
     async def stop(self) -> None:
         """Stop all processes."""
@@ -221,41 +286,26 @@ class Site:
         await self._http.aclose()
 
 
-async def _within(seconds: float, holds: Callable[[], Awaitable[bool]]) -> bool:
-    """Whether the condition holds within some seconds."""
-    until = time.monotonic() + seconds
-    while not await holds():
-        if time.monotonic() > until:
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((LOOPBACK, port))
+        except OSError:
             return False
-        await asyncio.sleep(_LOOK_S)
     return True
 
 
-def _is_whole(state: Mapping[str, Any]) -> bool:
-    """Whether a verifier is ready and has all its drafters."""
-    drafters = state.get("drafters", ())
-    connected = {drafter["id"] for drafter in drafters if drafter["connected"]}
-    return bool(state["ready"]) and connected.issuperset(DRAFTERS)
-
-
-def _size(pid: int) -> dict[str, float]:
-    """Open files, threads and resident memory of a process of this machine."""
-    place = Path("/proc", str(pid))
-    pages = int((place / "statm").read_text().split()[1])
-    return {
-        "pid": pid,
-        "files": len(os.listdir(place / "fd")),
-        "threads": len(os.listdir(place / "task")),
-        "mebibytes": round(pages * os.sysconf("SC_PAGE_SIZE") / 2**20, 1),
-    }
-
-
 @asynccontextmanager
-async def running_site() -> AsyncIterator[Site]:
-    """The stack, until the context ends; raises StackFailed if it does not start."""
-    site = Site()
-    try:
-        await site.start()
-        yield site
-    finally:
-        await asyncio.shield(site.stop())
+async def running_site(absent: frozenset[str], *, tls: bool) -> AsyncIterator[Site]:
+    """The stack without some parts, until the context ends.
+
+    Raises StackFailed if it does not start.
+    """
+    with tempfile.TemporaryDirectory(prefix="outrider-chaos-") as directory:
+        site = Site(absent, Path(directory), tls=tls)
+        try:
+            await site.start()
+            yield site
+        finally:
+            await asyncio.shield(site.stop())

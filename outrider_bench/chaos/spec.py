@@ -9,6 +9,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from outrider_bench.chaos.faults import FAULTS
+from outrider_bench.chaos.parts import absent
 
 
 class Campaign(BaseModel):
@@ -34,6 +35,12 @@ class Campaign(BaseModel):
     clients: int = Field(16, ge=1, le=64)
     """Streams under way at once."""
 
+    sentinel: bool = False
+    """The n-gram pool is in a Redis with a replica and a Sentinel, not in one alone."""
+
+    tls: bool = False
+    """Mutual TLS between all processes, and HTTPS."""
+
     @model_validator(mode="after")
     def _knows_the_kinds(self) -> Self:
         unknown = {*self.kinds, *self.weights} - set(FAULTS)
@@ -42,11 +49,17 @@ class Campaign(BaseModel):
             raise ValueError(f"there is no fault {min(unknown)!r}; the faults are {known}")
         return self
 
-    def bag(self, *, has_redis: bool) -> list[str]:
-        """The faults of one turn, each as often as its weight; without Redis, none of its own."""
-        chosen = [name for name in self.kinds or FAULTS if has_redis or not FAULTS[name].of_redis]
+    def absent(self) -> frozenset[str]:
+        """The parts that this campaign's stack lacks on this machine."""
+        return absent(sentinel=self.sentinel)
+
+    def bag(self, missing: frozenset[str]) -> list[str]:
+        """The faults of one turn, each as often as its weight, but for those of missing parts."""
+        wanted = self.kinds or FAULTS
+        chosen = [name for name in wanted if not missing.issuperset(FAULTS[name].targets)]
         if not chosen:
-            raise ValueError("kinds: all of these faults need the program redis-server")
+            parts = ", ".join(sorted(missing))
+            raise ValueError(f"kinds: all of these faults need what the stack lacks: {parts}")
         return [name for name in chosen for _ in range(self.weights.get(name, 1))]
 
 

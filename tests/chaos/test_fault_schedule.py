@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from outrider_bench.chaos.faults import FAULTS, touched
+from outrider_bench.chaos.faults import FAULTS
+from outrider_bench.chaos.parts import REDIS, touched
 from outrider_bench.chaos.schedule import Planned, round_of
 from outrider_bench.chaos.spec import Campaign, load
 
-BAG = Campaign().bag(has_redis=True)
+WITHOUT_REDIS = frozenset(REDIS)
+BAG = Campaign().bag(frozenset())
 
 
 def rounds(seed: int, bag: list[str], overlap: float = 0.3) -> list[list[Planned]]:
@@ -29,7 +31,7 @@ def test_a_round_does_not_depend_on_the_rounds_before_it() -> None:
 
 def test_each_turn_has_every_fault_as_often_as_its_weight() -> None:
     campaign = Campaign(kinds=["verifier killed", "redis full"], weights={"redis full": 3})
-    bag = campaign.bag(has_redis=True)
+    bag = campaign.bag(frozenset())
     turns = [[planned[0].fault for planned in rounds(1, bag)][at : at + 4] for at in (0, 4)]
     for turn in turns:
         assert Counter(turn) == {"redis full": 3, "verifier killed": 1}
@@ -42,8 +44,16 @@ def test_two_faults_of_a_round_touch_different_processes() -> None:
 
 
 def test_there_are_thirty_kinds_of_faults_even_without_redis() -> None:
-    assert len(Campaign().bag(has_redis=False)) >= 30
+    assert len(Campaign().bag(WITHOUT_REDIS)) >= 30
     assert set(BAG) == set(FAULTS)
+
+
+def test_no_fault_is_played_at_a_part_that_is_absent() -> None:
+    absent = frozenset(("suffix", "link-suffix", *REDIS))
+    bag = Campaign().bag(absent)
+    assert "drafter killed" in bag
+    for number in range(4 * len(bag)):
+        assert absent.isdisjoint(one.target for one in round_of(1, number, bag, 1.0, absent))
 
 
 @pytest.mark.parametrize(
@@ -63,5 +73,5 @@ def test_a_wrong_file_is_refused_with_the_field(tmp_path: Path, text: str, probl
 
 
 def test_faults_of_redis_alone_need_redis() -> None:
-    with pytest.raises(ValueError, match="redis-server"):
-        Campaign(kinds=["redis killed"]).bag(has_redis=False)
+    with pytest.raises(ValueError, match="the stack lacks: link-redis, redis"):
+        Campaign(kinds=["redis killed"]).bag(WITHOUT_REDIS)

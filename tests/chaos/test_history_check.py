@@ -17,6 +17,7 @@ def request(began: float = 1.0, ended: float = 2.0, **fields: Any) -> dict[str, 
     """A request that finished as it should, but for the fields of its event, answer or choice."""
     answer = {**ANSWER, "choices": {"0": {**CHOICE}}}
     made = {"event": "request", "round": 3, "number": 7, "outcome": "finished", "answer": answer}
+    made["gateway"] = "gateway-1"
     for name, value in fields.items():
         places = [place for place in (made, answer, answer["choices"]["0"]) if name in place]
         places[0][name] = value
@@ -30,10 +31,14 @@ def failed(code: str = "verifier_unavailable", **fields: Any) -> dict[str, Any]:
 
 
 def fault(
-    began: float, ended: float, *unreachable: str, allows: tuple[str, ...] = ()
+    began: float,
+    ended: float,
+    *unreachable: str,
+    allows: tuple[str, ...] = (),
+    target: str = "gateway-1",
 ) -> dict[str, Any]:
     times = {"event": "fault", "round": 3, "name": "f", "began": began, "ended": ended}
-    return {**times, "unreachable": unreachable, "allows": allows}
+    return {**times, "unreachable": unreachable, "allows": allows, "target": target}
 
 
 def quiet(round_: int, in_use: dict[str, float] | None = None, **size: float) -> dict[str, Any]:
@@ -84,6 +89,7 @@ def test_what_may_happen_is_no_violation(events: list[dict[str, Any]]) -> None:
             "lost",
             "request 7 failed",
         ),
+        ([failed(), fault(0.5, 3.0, allows=("failed",), target="gateway-2")], "lost", "failed"),
         ([failed(), fault(2.5, 3.0, allows=("failed",))], "lost", "request 7 failed"),
         ([failed(), fault(0.5, 1.5, "verifier-1", "verifier-2")], "lost", "request 7 failed"),
         (

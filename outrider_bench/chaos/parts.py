@@ -1,0 +1,44 @@
+"""The parts of a campaign's stack, by name, and which of them this machine cannot run."""
+
+from __future__ import annotations
+
+import shutil
+from importlib.util import find_spec
+
+from outrider_bench.experiment.spec import Drafter
+
+VERIFIERS = ("verifier-1", "verifier-2")
+GATEWAYS = ("gateway-1", "gateway-2")
+DRAFTERS = {
+    "ngram": Drafter.model_validate({"family": "ngram"}),
+    "model": Drafter.model_validate({"family": "model", "threads": 1}),
+    "suffix": Drafter.model_validate({"family": "suffix"}),
+}
+REDIS = ("redis", "link-redis")
+"""A Redis alone, and the link to it."""
+REDIS_PAIR = "redis-pair"
+"""A master, its replica, and a Sentinel."""
+ALL_VERIFIERS = "verifiers"
+"""The target of faults that both verifiers have at once."""
+
+
+def absent(*, sentinel: bool) -> frozenset[str]:
+    """The parts of the other kind of Redis, and those whose program or package is missing here."""
+    found: set[str] = set(REDIS) if sentinel else {REDIS_PAIR}
+    if shutil.which("redis-server") is None:
+        found.update((*REDIS, REDIS_PAIR))
+    if find_spec("arctic_inference") is None:
+        found.update(("suffix", "link-suffix"))
+    return frozenset(found)
+
+
+def touched(target: str) -> frozenset[str]:
+    """The processes or links of a target."""
+    return frozenset(VERIFIERS if target == ALL_VERIFIERS else (target,))
+
+
+def unreachable(target: str) -> list[str]:
+    """The verifiers that may serve nobody while a fault of this target lasts."""
+    through = {"link-1": "verifier-1", "link-2": "verifier-2"}
+    names = {through.get(name, name) for name in touched(target)}
+    return sorted(names.intersection(VERIFIERS))
