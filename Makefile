@@ -5,7 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo serve test test-quick test-together test-apart bench benchmarks-page lint proto sbom clean
+.PHONY: demo serve test test-quick test-together test-apart bench benchmarks-page lint proto sbom \
+  pinned audit clean
 
 demo: $(VENV)/installed
 	$(BIN)/outrider demo
@@ -46,15 +47,40 @@ lint: $(VENV)/installed-dev
 proto: $(VENV)/installed-dev
 	protos/generate.sh
 
-# A list of everything that is installed, in CycloneDX's format. Its tool has an environment of its
-# own, so that it does not list itself.
-SBOM_TOOL := build/cyclonedx
-sbom: $(VENV)/installed
-	$(PYTHON) -m venv $(SBOM_TOOL)
-	$(SBOM_TOOL)/bin/python -m pip install --quiet --disable-pip-version-check cyclonedx-bom
-	$(SBOM_TOOL)/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible \
+# The tools of the supply chain have an environment of their own, so that they do not list or audit
+# themselves.
+SUPPLY := build/supply
+$(SUPPLY)/installed:
+	$(PYTHON) -m venv $(SUPPLY)
+	$(SUPPLY)/bin/python -m pip install --quiet --disable-pip-version-check cyclonedx-bom pip-audit uv
+	@touch $@
+
+# A list of everything that is installed, in CycloneDX's format.
+sbom: $(VENV)/installed $(SUPPLY)/installed
+	$(SUPPLY)/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible \
 	  --output-file build/sbom.json $(BIN)/python
-	@echo "build/sbom.json lists what is installed"
+	@echo "build/sbom.json lists $$(grep -c '"purl"' build/sbom.json) packages"
+
+# The versions that the images install, with the hashes of their files. Other versions only come
+# with UPGRADE=yes. Without torch and the CUDA that it brings: each index has its own build.
+PINNED := compose/pinned
+PIN = $(SUPPLY)/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
+  --no-header --no-annotate $(if $(UPGRADE),--upgrade)
+pinned: $(SUPPLY)/installed
+	$(PIN) pyproject.toml --output-file $(PINNED)/light.txt
+	$(PIN) pyproject.toml --extra models --constraint constraints.txt \
+	  --constraint $(PINNED)/light.txt --output-file $(PINNED)/heavy.txt
+	awk '/^[^ ]/ {keep = !/^(torch|nvidia-|cuda-)/} keep' $(PINNED)/heavy.txt \
+	  >$(SUPPLY)/heavy.txt
+	mv $(SUPPLY)/heavy.txt $(PINNED)/heavy.txt
+	$(PYTHON) -c "import tomllib; system = tomllib.load(open('pyproject.toml', 'rb'))['build-system']; \
+	print(*system['requires'], sep='\n')" >$(SUPPLY)/build.in
+	$(PIN) $(SUPPLY)/build.in --output-file $(PINNED)/build.txt
+
+# Asks a database of advisories about these versions.
+audit: $(SUPPLY)/installed
+	$(SUPPLY)/bin/python compose/audit.py $(SUPPLY)/bin/pip-audit $(PINNED)/heavy.txt \
+	  $(PINNED)/build.txt constraints.txt
 
 .PHONY: tools
 tools:

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Generates, builds and runs every client against one real stack; each must pass nine checks. Also
-# checks the coupled noise of every language. Needs Node 20, cargo, and Debian with root or with the
-# packages of clients/*/*/packages.txt installed. With --built, install.sh and build.sh have run.
+# Generates, builds and runs every client against a real stack without TLS, and, but for Java,
+# against one with mutual TLS; each must pass nine checks. Also checks the coupled noise of every
+# language. Needs Node 20, cargo, and Debian with root or with the packages of
+# clients/*/*/packages.txt installed. With --built, install.sh and build.sh have run.
 set -euo pipefail
 cd "$(dirname "$0")"
 root=$(cd .. && pwd)
@@ -14,34 +15,58 @@ clients=(*/client)
 [ "${1:-}" = --built ] || ./install.sh
 
 port() { "$PYTHON" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'; }
-http=$(port) gateway=$(port) verifier=$(port) lonely_http=$(port) lonely=$(port)
 cd "$root"
-"$PYTHON" -m outrider.launch.cli serve --target models/target --drafter ngram --dtype float32 \
-  --http-port "$http" --grpc-port "$gateway" --verifier-port "$verifier" >"$work/serve.log" 2>&1 &
-servers+=($!)
-# A gateway without a verifier, for the check "unavailable".
-"$PYTHON" -m gateway --verifier 127.0.0.1:1 --tokenizer models/target \
-  --http-port "$lonely_http" --grpc-listen "127.0.0.1:$lonely" >"$work/gateway.log" 2>&1 &
-servers+=($!)
+certs=$work/certs
+"$PYTHON" -m outrider.launch.cli certs "$certs" >/dev/null
+declare -A gateway verifier lonely
+# start NAME FLAG...: a stack, and a gateway without a verifier for the check "unavailable".
+start() {
+  local public=()
+  gateway[$1]=$(port) verifier[$1]=$(port) lonely[$1]=$(port)
+  "$PYTHON" -m outrider.launch.cli serve --target models/target --drafter ngram --dtype float32 \
+    --http-port "$(port)" --grpc-port "${gateway[$1]}" --verifier-port "${verifier[$1]}" "${@:2}" \
+    >"$work/serve-$1.log" 2>&1 &
+  servers+=($!)
+  [ "$1" = plain ] || public=(--public-tls-cert "$certs/gateway.pem" --public-tls-key "$certs/gateway.key")
+  "$PYTHON" -m gateway --verifier 127.0.0.1:1 --tokenizer models/target --http-port "$(port)" \
+    --grpc-listen "127.0.0.1:${lonely[$1]}" "${public[@]}" >"$work/gateway-$1.log" 2>&1 &
+  servers+=($!)
+}
+start plain
+start tls --certs "$certs"
 cd clients
 
 [ "${1:-}" = --built ] || ./build.sh
 cp build/*.seconds build/*.noise "$work"
 
-ready() { "$PYTHON" -m outrider.launch.cli health "127.0.0.1:$1" --service "$2" >/dev/null 2>&1; }
-until ready "$gateway" outrider.v1.GenerationService; do
-  kill -0 "${servers[0]}" || { cat "$work/serve.log"; exit 1; }
-  sleep 0.5
-done
+# ready NAME FLAG...: waits until a stack serves.
+ready() {
+  until "$PYTHON" -m outrider.launch.cli health "127.0.0.1:${gateway[$1]}" "${@:2}" \
+    --service outrider.v1.GenerationService >/dev/null 2>&1; do
+    kill -0 "${servers[0]}" "${servers[2]}" || { cat "$work"/serve-*.log; exit 1; }
+    sleep 0.5
+  done
+}
+ready plain
+ready tls --tls-ca "$certs/ca.pem"
 
 failed=0
-printf '%-12s %8s  %s\n' client "build, s" checks
+# checks CLIENT NAME ARGUMENT...: prints how many of the nine checks pass against a stack.
+checks() {
+  local said=$work/${1%%/*}-$2.run count
+  "$1/run.sh" "127.0.0.1:${gateway[$2]}" "127.0.0.1:${verifier[$2]}" "127.0.0.1:${lonely[$2]}" "${@:3}" \
+    >"$said" 2>&1 || failed=1
+  count=$(grep -c '^ok ' "$said" || true)
+  printf '  %6s of 9' "$count"
+  [ "$count" = 9 ] || { failed=1; echo; cat "$said"; }
+}
+printf '%-12s %8s  %11s  %11s\n' client "build, s" checks "with TLS"
 for client in "${clients[@]}"; do
-  language=${client%%/*}
-  "$client/run.sh" "127.0.0.1:$gateway" "127.0.0.1:$verifier" "127.0.0.1:$lonely" >"$work/$language.run" 2>&1 || failed=1
-  count=$(grep -c '^ok ' "$work/$language.run" || true)
-  printf '%-12s %8s  %s of 9\n' "$language" "$(cat "$work/$language.seconds")" "$count"
-  [ "$count" = 9 ] || { failed=1; cat "$work/$language.run"; }
+  printf '%-12s %8s' "${client%%/*}" "$(cat "$work/${client%%/*}.seconds")"
+  checks "$client" plain
+  # Debian's Netty has no ALPN, without which gRPC has no TLS.
+  if [ "$client" = java/client ]; then printf '  %11s' "no ALPN"; else checks "$client" tls "$certs"; fi
+  echo
 done
 printf '\n%-12s %s\n' noise vectors
 for noise in */noise; do

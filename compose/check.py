@@ -3,7 +3,8 @@
 `check.py requests` sends one request of each kind. `check.py plain FILE` writes the texts of plain
 decoding to FILE. `check.py crash FILE FAMILY CONTAINER` kills a container under load and compares
 all texts with those in FILE. OUTRIDER_URL is the gateway. `check.py experiment FOLDER` checks the
-results of `outrider experiment run` instead.
+results of `outrider experiment run` instead, and `check.py rights PROJECT` the users, rights and
+root file systems of all running containers of a project.
 
 Each prints one line "note: " with its result. If a check fails, it prints one sentence and exits
 with status 1.
@@ -172,6 +173,38 @@ def experiment(folder: Path) -> str:
     return f"{len(found)} measurements with equal texts, {carried} bytes over the link"
 
 
+def rights(project: str) -> str:
+    """Check every process of a project's containers, as the kernel describes it."""
+    label = f"label=com.docker.compose.project={project}"
+    containers = _docker("ps", "--quiet", "--filter", label).split()
+    count = 0
+    for container in containers:
+        name = _docker("inspect", "--format", "{{.Name}}", container)
+        # The first line is a heading.
+        for pid in _docker("top", container, "-eo", "pid").split()[1:]:
+            if wrong := _excess(Path("/proc", pid)):
+                raise CheckFailed(f"{name}, process {pid}: {', '.join(wrong)}")
+            count += 1
+    if not containers or count < len(containers):
+        raise CheckFailed(f"{count} processes in {len(containers)} containers of {project}")
+    return f"{count} processes in {len(containers)} containers"
+
+
+def _excess(process: Path) -> list[str]:
+    """What a process may do that a service needs not, by its folder in /proc."""
+    lines = (process / "status").read_text().splitlines()
+    status = {name: value.split() for name, _, value in (line.partition(":") for line in lines)}
+    mounts = [line.split() for line in (process / "mountinfo").read_text().splitlines()]
+    root = next(mount[5].split(",") for mount in reversed(mounts) if mount[4] == "/")
+    facts = {
+        "it runs as root": "0" in status["Uid"],
+        "it has capabilities": any(int(status[set_][0], 16) for set_ in ("CapPrm", "CapBnd")),
+        "it may gain rights": status["NoNewPrivs"] != ["1"],
+        "its root file system can be written": "ro" not in root,
+    }
+    return [fact for fact, holds in facts.items() if holds]
+
+
 def _docker(*arguments: str) -> str:
     command = ["docker", *arguments]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
@@ -186,6 +219,8 @@ async def main(command: str, *arguments: str) -> str:
     """Run one command, and return its note."""
     if command == "experiment":
         return experiment(Path(arguments[0]))
+    if command == "rights":
+        return rights(arguments[0])
     url = os.environ["OUTRIDER_URL"]
     async with httpx.AsyncClient(base_url=url, timeout=180, limits=httpx.Limits()) as client:
         model = (await client.get("/v1/models")).raise_for_status().json()["data"][0]["id"]

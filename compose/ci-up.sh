@@ -104,10 +104,11 @@ stop_engine() {
   rm "$work/dockerd.pid"
 }
 
+files=(-f compose/compose.yaml)
 if docker compose version >/dev/null 2>&1; then
-  compose() { docker compose -f compose/compose.yaml "$@"; }
+  compose() { docker compose "${files[@]}" "$@"; }
 else
-  compose() { docker-compose -f compose/compose.yaml "$@"; }
+  compose() { docker-compose "${files[@]}" "$@"; }
 fi
 
 # --- images
@@ -246,6 +247,7 @@ profiles_are_valid() {
   local profile
   for profile in cpu gpu grace redis-cluster observability; do
     COMPOSE_PROFILES=$profile compose config --quiet
+    COMPOSE_PROFILES=$profile compose -f compose/tls.yaml config --quiet
   done
 }
 
@@ -296,15 +298,17 @@ scraped() {
   return 1
 }
 
+redis_cli=(redis-cli)
+
 # pool SERVICE: checks that a Redis holds the drafters' n-grams, and needs the password.
 pool() {
   local keys redis
   redis=$(of_service "$1")
   # shellcheck disable=SC2016  # the container's shell expands this
   keys=$(docker exec "$redis" sh -c \
-    'REDISCLI_AUTH=$(cat /run/outrider/secrets/redis_password) redis-cli dbsize')
+    'REDISCLI_AUTH=$(cat /run/outrider/secrets/redis_password) "$@"' sh "${redis_cli[@]}" dbsize)
   [ "$keys" -gt 0 ] || { echo "$1 holds nothing"; return 1; }
-  if docker exec "$redis" redis-cli dbsize | grep -q '^[0-9]'; then
+  if docker exec "$redis" "${redis_cli[@]}" dbsize | grep -q '^[0-9]'; then
     echo "$1 answers without a password"
     return 1
   fi
@@ -316,6 +320,30 @@ experiment() {
   "$python" -m outrider.launch.cli experiment run experiments/small.yaml --with compose \
     --out "$work/experiment"
   "$python" compose/check.py experiment "$work/experiment"
+}
+
+# Makes certificates, and gives each service those of its role, as README.md does.
+certificates() {
+  local as_root=() role owner
+  [ "$(id -u)" = 0 ] || as_root=(sudo)
+  "$python" -m outrider.launch.cli certs "$certs" --host gateway,redis
+  for role in gateway:10001 verifier:10001 drafter:10001 redis:999 operator:65534; do
+    owner=${role#*:} role=${role%:*}
+    "${as_root[@]}" install -D -m 400 -o "$owner" -t "$OUTRIDER_CERTS/$role" \
+      "$certs/ca.pem" "$certs/$role.pem" "$certs/$role.key"
+  done
+}
+
+# Moves all services to TLS. The functions above then check them over TLS.
+to_tls() {
+  certificates
+  up
+  wait_healthy 10
+  OUTRIDER_VERIFIER_TLS_CA=$certs/ca.pem OUTRIDER_VERIFIER_TLS_CERT=$certs/operator.pem \
+    OUTRIDER_VERIFIER_TLS_KEY=$certs/operator.key health
+  # Without a certificate nobody gets in.
+  if asks "$OUTRIDER_VERIFIER_PORT" VerifierService; then return 1; fi
+  if curl --silent "http://127.0.0.1:$OUTRIDER_HTTP_PORT/livez"; then return 1; fi
 }
 
 stop() {
@@ -383,4 +411,14 @@ step "50 streams, Redis killed" crash ngram redis
 step "healthy again" wait_healthy 7
 step "n-grams in Redis again" pool_fills redis
 step "Redis Cluster instead" cluster
+certs=$work/certs
+files+=(-f compose/tls.yaml)
+redis_cli=(redis-cli --tls --cacert /run/outrider/certs/ca.pem
+  --cert /run/outrider/certs/redis.pem --key /run/outrider/certs/redis.key)
+export OUTRIDER_CERTS=$work/mounted OUTRIDER_URL=https://127.0.0.1:$OUTRIDER_HTTP_PORT
+export SSL_CERT_FILE=$certs/ca.pem
+step "TLS instead" to_tls
+step "n-grams in Redis over TLS" pool_fills redis
+step "Prometheus over TLS" scraped
+step "no root, rights or writes" "$python" compose/check.py rights "$COMPOSE_PROJECT_NAME"
 [ -n "$keep" ] || step "stop" stop

@@ -85,8 +85,8 @@ async def serve(settings: DrafterSettings, place: PlacementPlan, metrics: Metric
     server = rpc.Server(SERVICE)
     try:
         # The health service answers NOT_SERVING while the model loads.
-        await server.start(settings.listen)
-        serve_metrics(metrics.registry, settings)
+        await server.start(settings.listen, tls=settings.tls)
+        serve_metrics(metrics.registry, settings, settings.tls)
         streams = await _streams(settings, place, server, metrics)
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, streams.stop)

@@ -90,7 +90,7 @@ class DrafterSettings(TlsSettings, ScrapedSettings):
     TLS, the certificate's common name and a slash are put before it."""
 
     listen: str = "127.0.0.1:0"
-    """host:port of the health service, which has no TLS; port 0 takes any free port."""
+    """host:port of the health service; port 0 takes any free port."""
 
     placement: Literal["local", "cpu", "grace"] = "local"
     """local lets the system place the process; cpu pins it to cores and numa-node; grace finds the

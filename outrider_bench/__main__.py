@@ -34,7 +34,7 @@ from outrider.launch.grow import Shape, grown_checkpoint
 from outrider.launch.prompts import DEMO_PROMPTS, KINDS
 from outrider.process.config import Settings, parse
 from outrider.tokenizer import load_tokenizer
-from outrider_bench import acceptance, adversary, delay, limits, seeds, tracing
+from outrider_bench import acceptance, adversary, delay, limits, seeds, tls_cost, tracing
 from outrider_bench.console import console_for_output
 from outrider_bench.experiment.links import exact_loop
 from outrider_bench.processor import processor_name
@@ -73,6 +73,7 @@ class BenchSettings(Settings):
         "judging",
         "limits",
         "seeds",
+        "tls",
         "tracing",
         "",
     ] = ""
@@ -80,7 +81,7 @@ class BenchSettings(Settings):
     acceptance: accepted tokens by rule. adversary: the cost of a drafter that is always wrong.
     delay: the cost of delay on the draft stream. judging: the time of acceptance alone.
     limits: the most that host, gateway and n-gram pools can do. seeds: how often a seed's text
-    depends on its batch. tracing: the cost of OpenTelemetry."""
+    depends on its batch. tls: the cost of mutual TLS. tracing: the cost of OpenTelemetry."""
 
     rounds: int = Field(3, ge=1)
     """How often each way is measured; the tables show medians."""
@@ -156,8 +157,7 @@ def main(arguments: list[str]) -> int:
         print(f"outrider bench: plots need matplotlib, {remedy}", file=sys.stderr)
         return 2
     console = console_for_output(record=True)
-    stem = f"bench-{time.strftime('%Y%m%d-%H%M%S')}"
-    machine = _machine()
+    stem, machine = f"bench-{time.strftime('%Y%m%d-%H%M%S')}", _machine()
     record = {"machine": machine, "arguments": arguments, "started": stem, "pairs": {}}
     console.print(f"machine: {machine}; arguments: {' '.join(arguments)}", markup=False)
     run = _Run(settings, console, record, images={})
@@ -186,11 +186,12 @@ def _measure_limits(run: _Run) -> None:
     run.record["limits"] = uvloop.run(measured)
 
 
-def _measure_tracing(run: _Run) -> None:
+def _measure_compared(run: _Run) -> None:
     settings = run.settings
-    [bundled] = _pairs(settings, run.console)
-    measured = tracing.measure(bundled, settings.rounds, settings.tokens, run.console)
-    run.record["tracing"] = asyncio.run(measured)
+    measure = {"tls": tls_cost.measure, "tracing": tracing.measure}[settings.only]
+    for pair in _pairs(settings, run.console):
+        measured = measure(pair, settings.rounds, settings.tokens, run.console)
+        run.record[settings.only] = asyncio.run(measured)
 
 
 def _measure_adversary(run: _Run) -> None:
@@ -227,7 +228,8 @@ _MEASUREMENTS: dict[str, Callable[[_Run], None]] = {
     "judging": _measure_judging,
     "limits": _measure_limits,
     "seeds": _measure_seeds,
-    "tracing": _measure_tracing,
+    "tls": _measure_compared,
+    "tracing": _measure_compared,
 }
 """Measurements by `only`. Other values measure pairs of models."""
 
@@ -237,7 +239,7 @@ def _pairs(settings: BenchSettings, console: Console) -> list[Pair]:
     draft = settings.models / "draft"
     cores = len(os.sched_getaffinity(0))
     pairs = []
-    if settings.only in ("", "bundled", "tracing"):
+    if settings.only in ("", "bundled", "tls", "tracing"):
         draft_tokens = settings.draft_tokens or 4
         threads = max(1, cores - 1)
         name = "bundled, 12 M, float32"

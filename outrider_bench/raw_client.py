@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
@@ -29,14 +30,18 @@ def asks(body: Mapping[str, Any], headers: Mapping[str, str]) -> bytes:
 
 
 async def stream(
-    port: int, body: Mapping[str, Any], headers: Mapping[str, str], host: str = "127.0.0.1"
+    port: int,
+    body: Mapping[str, Any],
+    headers: Mapping[str, str],
+    host: str = "127.0.0.1",
+    tls: ssl.SSLContext | None = None,
 ) -> AsyncIterator[bytes]:
-    """Yield the answer of `POST /v1/completions` as it arrives.
+    """Yield the answer of `POST /v1/completions` as it arrives, over TLS if it is given.
 
     Raises RuntimeError if the connection closes before the end of the stream, or if the stream ends
     with an error.
     """
-    reader, writer = await asyncio.open_connection(host, port)
+    reader, writer = await asyncio.open_connection(host, port, ssl=tls)
     try:
         writer.write(asks(body, headers))
         last = b""

@@ -1,9 +1,7 @@
 """`outrider bench --only tracing`: the cost of OpenTelemetry.
 
 Two stacks have tracing off; their difference is the error of such a comparison. In a third, callers
-say which requests are sampled. Each round measures all of them in random order, and ratios are
-taken within rounds, so that other load on the machine meets all alike. The spans go to an OTLP
-receiver that counts them.
+say which requests are sampled. The spans go to an OTLP receiver that counts them.
 """
 
 from __future__ import annotations
@@ -11,20 +9,15 @@ from __future__ import annotations
 import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from statistics import median
 from typing import Any
 
 import grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from rich.console import Console
-from rich.progress import track
 
-from outrider.launch.prompts import DEMO_PROMPTS
-from outrider.tokenizer import load_tokenizer
-from outrider_bench.console import table_of
-from outrider_bench.ways import MakeWay, Measure, Pair, Task, outrider_stack
+from outrider_bench.paired import BATCH, compare, task_of
+from outrider_bench.ways import MakeWay, Measure, Pair, outrider_stack
 
-_BATCH = 8
 _OFF, _NOTHING = "off", "on, no request"
 _COMPARED = {
     _OFF: _OFF,
@@ -33,46 +26,17 @@ _COMPARED = {
     "on, 1 % of the requests": _NOTHING,
     "on, every request": _NOTHING,
 }
-_RESAMPLES = 2_000
 
 
 async def measure(pair: Pair, rounds: int, tokens: int, console: Console) -> dict[str, Any]:
-    """Measure tokens/s by share of traced requests, and ratios within rounds.
-
-    Ratios have 95 % intervals.
-    """
-    tokenizer = load_tokenizer(str(pair.target))
-    prompts = [tokenizer.encode(prompt).ids for _, prompt in DEMO_PROMPTS]
-    task = Task([prompts[i % len(prompts)] for i in range(4 * _BATCH)], _BATCH, tokens, 0.0)
-    generator = random.Random(0)
+    """Measure tokens/s by share of traced requests, and ratios within rounds."""
     async with _receiver() as (servicer, endpoint), AsyncExitStack() as stack:
-        ways = await _ways(stack, pair, endpoint, generator)
-        found: dict[str, list[float]] = {name: [] for name in ways}
-        for round_number in track(range(1 + rounds), "tracing", console=console):
-            for name in generator.sample(list(ways), len(ways)):
-                sample = await ways[name](task)
-                if round_number:
-                    found[name].append(sample.tokens_per_s)
+        ways = await _ways(stack, pair, endpoint, random.Random(0))
+        task = task_of(pair, tokens)
+        record = await compare(ways, _COMPARED, task, rounds, console, "tracing")
     console.print(
-        f"{pair.name}, batch {_BATCH}, {rounds} rounds; {servicer.spans} spans were received"
+        f"{pair.name}, batch {BATCH}, {rounds} rounds; {servicer.spans} spans were received"
     )
-    columns = ("traced", "tokens/s, median", "compared with", "ratio, paired", "95 % interval")
-    table = table_of("throughput with tracing", columns, text=["compared with"])
-    record: dict[str, Any] = {}
-    for name, rates in found.items():
-        base = _COMPARED[name]
-        ratios = [rate / other for rate, other in zip(rates, found[base], strict=True)]
-        low, high = _interval(ratios)
-        table.add_row(
-            name, f"{median(rates):.1f}", base, f"{median(ratios):.4f}", f"{low:.4f} to {high:.4f}"
-        )
-        record[name] = {
-            "tokens_per_s": rates,
-            "compared_with": base,
-            "ratio": median(ratios),
-            "interval": [low, high],
-        }
-    console.print(table)
     return record
 
 
@@ -110,13 +74,6 @@ async def _ways(
         "off, another stack": again({}),
         **{name: on({}, sampled(share)) for name, share in shares.items()},
     }
-
-
-def _interval(values: list[float]) -> tuple[float, float]:
-    """The percentile bootstrap's 95 % interval of the median."""
-    generator = random.Random(0)
-    medians = sorted(median(generator.choices(values, k=len(values))) for _ in range(_RESAMPLES))
-    return medians[int(0.025 * _RESAMPLES)], medians[int(0.975 * _RESAMPLES)]
 
 
 class _Receiver(trace_service_pb2_grpc.TraceServiceServicer):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 import sys
 import tempfile
 import time
@@ -193,6 +194,15 @@ def _fields(task: Task) -> dict[str, Any]:
     }
 
 
+def operator_tls(certs: Path | None) -> ssl.SSLContext | None:
+    """TLS of an operator with a folder that `outrider certs` made; None without a folder."""
+    if certs is None:
+        return None
+    context = ssl.create_default_context(cafile=certs / "ca.pem")
+    context.load_cert_chain(certs / "operator.pem", certs / "operator.key")
+    return context
+
+
 @asynccontextmanager
 async def serving(
     target: Path, drafters: list[str], **settings: Any
@@ -202,6 +212,7 @@ async def serving(
     Yields a client of its gateway and the port of its verifier's metrics. Raises RuntimeError with
     the last output of its processes if it does not start.
     """
+    tls = operator_tls(settings.get("certs"))
     metrics_port = free_port("127.0.0.1")
     wanted = {
         "target": str(target),
@@ -220,14 +231,16 @@ async def serving(
         try:
             for child in stack.children:
                 supervisor.start(child)
-            ready = until_ready(stack.http_url, lambda stage: None, len(drafters))
+            ready = until_ready(stack.http_url, lambda stage: None, len(drafters), stack.ca)
             try:
                 await asyncio.wait_for(supervisor.settle(ready), 300)
             except (StartFailed, TimeoutError) as cause:
                 raise RuntimeError(
                     "\n".join([str(cause) or "not ready after 300 s", *words])
                 ) from cause
-            async with httpx.AsyncClient(base_url=stack.http_url, timeout=600) as client:
+            async with httpx.AsyncClient(
+                base_url=stack.http_url, timeout=600, verify=tls or True
+            ) as client:
                 yield client, metrics_port
         finally:
             await supervisor.stop()
@@ -244,6 +257,7 @@ async def outrider_stack(
     """
     # Every round repeats the prompts, and the peers compute them anew each time.
     settings |= {"dtype": pair.dtype, "threads": threads, "prefix_caching": False}
+    tls = operator_tls(settings.get("certs"))
     async with serving(pair.target, drafters, **settings) as (client, metrics_port):
 
         def way(
@@ -251,7 +265,7 @@ async def outrider_stack(
         ) -> Measure:
             """Return a way of decoding with a request's `speculation` and headers."""
             stem = {"model": str(pair.target), "speculation": speculation}
-            return lambda task: _over_http(client, metrics_port, stem, headers, task)
+            return lambda task: _over_http(client, metrics_port, stem, headers, task, tls)
 
         yield way
 
@@ -262,18 +276,20 @@ async def _over_http(
     stem: dict[str, Any],
     headers: Callable[[], dict[str, str]],
     task: Task,
+    tls: ssl.SSLContext | None,
 ) -> Sample:
     """Keep `batch` requests under way, a new one for each that ends."""
     sample = Sample(0, 0.0)
     waiting = list(reversed(list(zip(task.prompts, task.lengths, strict=True))))
-    before = await counters(metrics_port)
+    before = await counters(metrics_port, tls=tls)
 
     async def worker() -> None:
         """Send one request after the other, until none waits."""
         while waiting:
             prompt, length = waiting.pop()
             body = {**stem, "prompt": prompt, "max_tokens": length, "temperature": task.temperature}
-            first, last, count = await _stream(client.base_url.port or 0, body, headers(), sample)
+            port = client.base_url.port or 0
+            first, last, count = await _stream(port, body, headers(), sample, tls)
             sample.requests.append((first - started, last - started, count))
             # A worker that finds no more requests ends.
             sample.full_s = sample.full_s or (0.0 if waiting else last - started)
@@ -281,13 +297,17 @@ async def _over_http(
     started = time.perf_counter()
     await asyncio.gather(*(worker() for _ in range(task.batch)))
     sample.seconds = time.perf_counter() - started
-    after = await counters(metrics_port)
+    after = await counters(metrics_port, tls=tls)
     sample.counters = {name: value - before.get(name, 0.0) for name, value in after.items()}
     return sample
 
 
 async def _stream(
-    port: int, body: dict[str, Any], headers: dict[str, str], sample: Sample
+    port: int,
+    body: dict[str, Any],
+    headers: dict[str, str],
+    sample: Sample,
+    tls: ssl.SSLContext | None,
 ) -> tuple[float, float, int]:
     """Stream one completion; returns the times of its first and last token and their number.
 
@@ -295,7 +315,7 @@ async def _stream(
     """
     options = {"stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True}
     started, first, last = time.perf_counter(), 0.0, b""
-    async for block in stream(port, {**body, **options}, headers):
+    async for block in stream(port, {**body, **options}, headers, tls=tls):
         # Blocks before the first event have headers alone.
         first = first or (time.perf_counter() if b"data: " in block else 0.0)
         last = (last + block)[-4096:]
@@ -308,10 +328,13 @@ async def _stream(
     return first, ended, count
 
 
-async def counters(port: int, host: str = "127.0.0.1") -> dict[str, float]:
+async def counters(
+    port: int, host: str = "127.0.0.1", tls: ssl.SSLContext | None = None
+) -> dict[str, float]:
     """Read a process's Prometheus counters, by name and label of phase, result or drafter."""
-    async with httpx.AsyncClient() as client:
-        text = (await client.get(f"http://{host}:{port}/metrics")).text
+    scheme = "http" if tls is None else "https"
+    async with httpx.AsyncClient(verify=tls or True) as client:
+        text = (await client.get(f"{scheme}://{host}:{port}/metrics")).text
     values: dict[str, float] = {}
     for family in text_string_to_metric_families(text):
         for point in family.samples:

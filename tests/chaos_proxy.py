@@ -11,12 +11,13 @@ class ChaosProxy:
     """Passes bytes on until `swallow`; later connections pass bytes on again.
 
     `delay_s` passes before it passes bytes on, in each direction. `carried` has all bytes that
-    arrived, of both directions.
+    arrived, of both directions; `openings` has the first bytes of each connection's client.
     """
 
     def __init__(self, target_port: int, delay_s: float = 0.0) -> None:
         self.port = 0
         self.carried = bytearray()
+        self.openings: list[bytes] = []
         self._target_port = target_port
         self._delay_s = delay_s
         self._tasks: set[asyncio.Task[None]] = set()
@@ -56,8 +57,8 @@ class ChaosProxy:
             return
         try:
             async with asyncio.TaskGroup() as both:
-                both.create_task(self._pass_on(reader, far_writer, is_open))
-                both.create_task(self._pass_on(far_reader, writer, is_open))
+                both.create_task(self._pass_on(reader, far_writer, is_open, self.openings))
+                both.create_task(self._pass_on(far_reader, writer, is_open, []))
         except asyncio.CancelledError:
             # `close` cancels this task, and asyncio would report an error. Unsent bytes would keep
             # the connections open, so they are aborted.
@@ -69,11 +70,22 @@ class ChaosProxy:
             self._tasks.discard(task)
 
     async def _pass_on(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, is_open: asyncio.Event
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        is_open: asyncio.Event,
+        openings: list[bytes],
     ) -> None:
-        """Pass bytes on as they come; after `swallow` not even the end is passed on."""
+        """Pass bytes on as they come; after `swallow` not even the end is passed on.
+
+        The first bytes are added to `openings`.
+        """
+        is_first = True
         try:
             while data := await reader.read(65_536):
+                if is_first:
+                    openings.append(data)
+                    is_first = False
                 self.carried += data
                 await asyncio.sleep(self._delay_s)
                 if is_open.is_set():

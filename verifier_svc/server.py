@@ -56,7 +56,7 @@ async def serve(settings: VerifierSettings, metrics: Metrics) -> None:
         sockets.append(f"unix:{settings.uds}")
     ports = await server.start(settings.listen, *sockets, tls=settings.tls)
     print(f"verifier listening on {settings.listen.rpartition(':')[0]}:{ports[0]}", flush=True)
-    serve_metrics(metrics.registry, settings)
+    serve_metrics(metrics.registry, settings, settings.tls)
     loader = Loader(settings, servicer, metrics)
     thread = EngineThread(loader.build)
     stopped: asyncio.Future[Any] = asyncio.ensure_future(stop.wait())

@@ -21,6 +21,7 @@ from outrider.conformance.scenes import SCENES
 from outrider.conformance.scripted_verifier import Broken, Link, ScriptedVerifier, refused
 from outrider.errors import Reason
 from outrider.process import rpc
+from outrider.process.tls import Tls
 from outrider.v1 import verifier_pb2
 from outrider.v1.verifier_pb2_grpc import add_VerifierServiceServicer_to_server
 
@@ -32,10 +33,13 @@ _EXIT_S = 5.0
 class Kit:
     """One drafter under test, and the result of each rule."""
 
-    def __init__(self, command: Sequence[str], fingerprint: str, vocab_size: int) -> None:
+    def __init__(
+        self, command: Sequence[str], fingerprint: str, vocab_size: int, tls: Tls | None = None
+    ) -> None:
         self.results = {name: Result() for name in RULES}
         self.transcript: list[dict[str, Any]] = []
         self._command = command
+        self._tls = tls
         model = verifier_pb2.GetModelResponse(
             model_id="conformance",
             stage=verifier_pb2.MODEL_STAGE_LOADING,
@@ -94,7 +98,7 @@ class Kit:
         """Play everything; `results` and `transcript` have the outcome."""
         server = rpc.Server("outrider.v1.VerifierService")
         add_VerifierServiceServicer_to_server(self.verifier, server.grpc)
-        [port] = await server.start("127.0.0.1:0")
+        [port] = await server.start("127.0.0.1:0", tls=self._tls)
         self._address = f"127.0.0.1:{port}"
         try:
             if await self._arrives():
@@ -230,13 +234,18 @@ def check_drafter(
     fingerprint: str = "f" * 64,
     vocab_size: int = 4096,
     transcript: Path | None = None,
+    certs: Path | None = None,
 ) -> int:
     """Check a drafter, print the results, and return the exit status: 1 if it broke a rule.
 
     `command` starts the drafter; {address} in it stands for the verifier's address. `transcript`
-    is a file for all messages, one JSON object a line.
+    is a file for all messages, one JSON object a line. With `certs`, a folder that `outrider certs`
+    made, the verifier demands mutual TLS. Raises OutriderError(INVALID_VALUE) if files are missing.
     """
-    kit = Kit(command, fingerprint, vocab_size)
+    tls = None
+    if certs is not None:
+        tls = Tls.of(certs / "verifier.pem", certs / "verifier.key", certs / "ca.pem")
+    kit = Kit(command, fingerprint, vocab_size, tls)
     asyncio.run(kit.run())
     Console().print(kit.table())
     if transcript is not None:

@@ -16,6 +16,8 @@ from outrider.conformance.ledger import Complain, Ledger
 from outrider.errors import OutriderError, Reason
 from outrider.limits import MAX_DRAFT_TOKENS, MAX_FAMILY_LENGTH, MAX_NAME_LENGTH
 from outrider.process import rpc
+from outrider.process.credentials import peer_of
+from outrider.process.roles import Peer
 from outrider.v1 import drafts_pb2, verifier_pb2, verifier_pb2_grpc
 
 Note = Callable[[str, dict[str, Any]], None]
@@ -139,7 +141,7 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
             self._complain("hello", "no Hello came within 10 s")
             return
         self._note("drafter", MessageToDict(first, preserving_proto_field_name=True))
-        self._check_hello(first)
+        self._check_hello(first, peer_of(context))
         if self.refusal is not None:
             self._note("verifier", {"ends": self.refusal.reason.name})
             raise self.refusal
@@ -161,8 +163,13 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
                 task.cancel()
             link.close()
 
-    def _check_hello(self, first: verifier_pb2.StreamDraftsRequest) -> None:
+    def _check_hello(self, first: verifier_pb2.StreamDraftsRequest, peer: Peer | None) -> None:
         hello = first.hello
+        if peer is not None:
+            try:
+                peer.check_id("drafter_id", hello.drafter_id)
+            except OutriderError as error:
+                self._complain("hello", error.message)
         if first.WhichOneof("message") != "hello":
             self._complain("hello", "the first message is no Hello")
         if hello.tokenizer_fingerprint != self.model.tokenizer_fingerprint:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -13,7 +16,10 @@ from rich.table import Table
 
 from outrider.conformance.scripted_verifier import Broken
 from outrider.errors import OutriderError, Reason
+from outrider.launch.certs import Authority
 from outrider.process import rpc
+from outrider.process.roles import Role
+from outrider.process.tls import Tls
 from outrider.v1 import common_pb2, drafts_pb2, verifier_pb2, verifier_pb2_grpc
 
 _PROMPT = list(range(5, 25))
@@ -98,12 +104,17 @@ class Drafter:
 
 
 class VerifierCheck:
-    """The check of one verifier."""
+    """The check of one verifier.
 
-    def __init__(self, address: str) -> None:
+    `certs` is a folder with the authority of a verifier that has TLS. Each drafter of the check has
+    a certificate of its own, since a quarantine is for all drafters of a certificate.
+    """
+
+    def __init__(self, address: str, certs: Path | None = None) -> None:
         self.results: dict[str, str | None] = {}
         """By tested rule, the reason why it failed, or None."""
         self._address = address
+        self._certs = certs
         self._stub: Any = None
         self._model = verifier_pb2.GetModelResponse()
         self._plain: list[int] = []
@@ -118,7 +129,7 @@ class VerifierCheck:
             "violations": self._violations,
             "leaving": self._leaving,
         }
-        async with rpc.dial(self._address) as channel:
+        async with self._dial(Role.OPERATOR, "conformance-client") as channel:
             self._stub = verifier_pb2_grpc.VerifierServiceStub(channel)
             for rule, part in parts.items():
                 try:
@@ -132,6 +143,19 @@ class VerifierCheck:
                 if not self._plain:
                     # Without tokens there is nothing to draft for.
                     return
+
+    @asynccontextmanager
+    async def _dial(self, role: Role, name: str) -> AsyncIterator[grpc.aio.Channel]:
+        """A channel to the verifier, with a new certificate if it has TLS."""
+        tls = None
+        with tempfile.TemporaryDirectory(prefix="outrider-conformance-") as directory:
+            if self._certs is not None:
+                folder = Path(directory)
+                authority = Authority.load(self._certs)
+                authority.write_issued(folder, role.value, name, [], timedelta(hours=1))
+                tls = Tls(folder / f"{name}.pem", folder / f"{name}.key", self._certs / "ca.pem")
+            async with rpc.dial(self._address, tls) as channel:
+                yield channel
 
     def _hold(self, rule: str, fact: bool, reason: str) -> None:
         if not fact:
@@ -181,13 +205,15 @@ class VerifierCheck:
             "tokenizer_fingerprint": self._model.tokenizer_fingerprint,
             "max_draft_tokens": 8,
         } | hello
-        call = self._stub.StreamDrafts()
-        drafter = Drafter(call)
-        await drafter.send(hello=drafts_pb2.Hello(**fields))
-        try:
-            yield drafter
-        finally:
-            call.cancel()
+        async with self._dial(Role.DRAFTER, name) as channel:
+            stub: Any = verifier_pb2_grpc.VerifierServiceStub(channel)
+            call = stub.StreamDrafts()
+            drafter = Drafter(call)
+            await drafter.send(hello=drafts_pb2.Hello(**fields))
+            try:
+                yield drafter
+            finally:
+                call.cancel()
 
     async def _ending(self, drafter: Drafter) -> tuple[grpc.StatusCode, OutriderError]:
         """Read to the end of the stream; returns its status and error."""
@@ -268,9 +294,13 @@ def ids(parts: list[Any]) -> list[int]:
     return [token for part in parts for token in part.token_ids]
 
 
-def check_verifier(address: str) -> int:
-    """Check the verifier at host:port, print the results, and return the exit status."""
-    check = VerifierCheck(address)
+def check_verifier(address: str, certs: Path | None = None) -> int:
+    """Check the verifier at host:port, print the results, and return the exit status.
+
+    `certs` is a folder that `outrider certs` made, if the verifier has TLS. Raises
+    OutriderError(INVALID_VALUE) if it holds no authority.
+    """
+    check = VerifierCheck(address, certs)
     asyncio.run(check.run())
     table = Table("rule", "", "statement; reason of the failure")
     for rule, says in RULES.items():

@@ -25,14 +25,16 @@ from outrider.process.tls import SOCKET_NAME
 
 AUTHORITY_DAYS = 3650
 LOCAL_NAMES = (SOCKET_NAME, "127.0.0.1", "::1")
-"""Names that every certificate has, for processes on one machine."""
+"""Names that all certificates but drafters' have, for processes on one machine."""
 # Clocks of other machines may be behind.
 _SKEW = timedelta(minutes=5)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 NAMES = tuple(role.value for role in Role)
 """The kinds of certificates that can be made."""
-# Clients of the gateway check no role, so a drafter with a server's certificate could pose as it.
-_SERVERS = (Role.GATEWAY, Role.VERIFIER, Role.AGENT, Role.REDIS)
+# Clients of a gateway or a Redis check the host's name and no role. A drafter has the name of its
+# role alone, so that it cannot pose as one of them.
+_DRAFTERS = (Role.DRAFTER, Role.TRUSTED_DRAFTER)
+_SERVERS = (Role.GATEWAY, Role.VERIFIER, Role.AGENT, Role.REDIS, *_DRAFTERS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,14 +85,14 @@ class Authority:
         """A certificate of one of `NAMES` and its key, as PEM.
 
         `name` is its common name. `hosts` are DNS names and IP addresses, besides `LOCAL_NAMES` and
-        the name of its role.
+        the name of its role. A drafter's certificate has the name of its role alone.
         The certificate may have expired already, for tests; it ends with the authority's at the
         latest.
         """
         key = ec.generate_private_key(ec.SECP256R1())
         role = Role(kind)
-        hosts = list(dict.fromkeys([*hosts, *LOCAL_NAMES, role.server_name]))
-        names = [_general_name(host) for host in hosts]
+        own = [] if role in _DRAFTERS else [*hosts, *LOCAL_NAMES]
+        names = [_general_name(host) for host in dict.fromkeys([*own, role.server_name])]
         names.append(x509.UniformResourceIdentifier(f"{URI}{kind}"))
         usages = [ExtendedKeyUsageOID.CLIENT_AUTH]
         if role in _SERVERS:

@@ -107,7 +107,8 @@ def _add_extension(name: str, text: str) -> None:
 
 def _tls_option(name: str, text: str) -> Callable[[_Command], _Command]:
     """The option for a file of mutual TLS, which may come from any process's environment."""
-    variables = [f"OUTRIDER_{process}_TLS_{name.upper()}" for process in ("GATEWAY", "VERIFIER")]
+    processes = ("GATEWAY", "VERIFIER", "DRAFTER")
+    variables = [f"OUTRIDER_{process}_TLS_{name.upper()}" for process in processes]
     path = click.Path(path_type=Path, dir_okay=False)
     return click.option(f"--tls-{name}", type=path, envvar=variables, help=f"PEM file with {text}.")
 
@@ -146,16 +147,35 @@ for _name, _text in _EXTENSIONS.items():
     type=click.Path(path_type=Path),
     help="File for the messages of both sides, one line of JSON each.",
 )
-def conformance(command: tuple[str, ...], tokenizer: str | None, transcript: Path | None) -> int:
+@click.option(
+    "--certs",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder that `outrider certs` made. A drafter then meets a verifier with mutual TLS, and a"
+    " verifier is called with certificates that the folder's authority signs.",
+)
+def conformance(
+    command: tuple[str, ...], tokenizer: str | None, transcript: Path | None, certs: Path | None
+) -> int:
     """Check that a drafter, or a verifier, keeps the draft stream's contract.
 
     COMMAND follows "--" and starts a drafter; {address} in it stands for the verifier's host:port.
     `verifier ADDRESS` checks the verifier that serves there. Exits with 0 if every rule was kept.
     """
+    from outrider.errors import OutriderError
+
+    try:
+        return _conformance(command, tokenizer, transcript, certs)
+    except OutriderError as error:
+        raise click.UsageError(error.message) from error
+
+
+def _conformance(
+    command: tuple[str, ...], tokenizer: str | None, transcript: Path | None, certs: Path | None
+) -> int:
     if len(command) == 2 and command[0] == "verifier":
         from outrider.conformance.verifier_side import check_verifier
 
-        return check_verifier(command[1])
+        return check_verifier(command[1], certs)
     from outrider.conformance.kit import check_drafter
     from outrider.tokenizer import fingerprint, load_tokenizer
 
@@ -164,13 +184,14 @@ def conformance(command: tuple[str, ...], tokenizer: str | None, transcript: Pat
             "COMMAND must hold {address}, which stands for the verifier's host:port"
         )
     if tokenizer is None:
-        return check_drafter(command, transcript=transcript)
+        return check_drafter(command, transcript=transcript, certs=certs)
     loaded = load_tokenizer(tokenizer)
     return check_drafter(
         command,
         fingerprint=fingerprint(loaded),
         vocab_size=loaded.get_vocab_size(),
         transcript=transcript,
+        certs=certs,
     )
 
 
@@ -236,6 +257,12 @@ def certs(
 @_tls_option("cert", "the caller's certificate, of any role")
 @_tls_option("key", "its key")
 @_tls_option("ca", "the authorities that sign the process's certificate; with it, TLS is used")
+@click.option(
+    "--role",
+    type=click.Choice(["verifier", "drafter", "agent"]),
+    help="With TLS: the role that the process's certificate must have. By default it must have the"
+    " name or address that is dialled, which a drafter's lacks.",
+)
 def health(
     address: str,
     service: str,
@@ -243,14 +270,17 @@ def health(
     tls_cert: Path | None,
     tls_key: Path | None,
     tls_ca: Path | None,
+    role: str | None,
 ) -> int:
     """Ask the process at ADDRESS (host:port or unix:/path) for its gRPC health.
 
     Exits with 0 if it serves, else with 1 and says why.
     """
     from outrider.launch.health import problem
+    from outrider.process.roles import Role
 
-    why = problem(address, service, timeout, tls_cert, tls_key, tls_ca)
+    server = None if role is None else Role(role)
+    why = problem(address, service, timeout, tls_cert, tls_key, tls_ca, server)
     if why is not None:
         print(f"outrider health: {address}: {why}", file=sys.stderr)
     return int(why is not None)

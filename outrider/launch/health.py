@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from outrider.process.roles import Role
 from outrider.process.tls import SOCKET_NAME
 
 
@@ -18,14 +19,16 @@ def problem(
     cert: Path | None = None,
     key: Path | None = None,
     ca: Path | None = None,
+    server: Role | None = None,
 ) -> str | None:
     """Return why a service does not serve, or None if it does.
 
     `address` is `host:port` or `unix:/path`; an empty `service` means the whole process. With `ca`
-    the call uses TLS, with the caller's certificate if there is one.
+    the call uses TLS, with the caller's certificate if there is one. The process's certificate must
+    have the role `server`, or for None the name or address that is dialled.
     """
     try:
-        channel = _channel(address, _content(cert), _content(key), _content(ca))
+        channel = _channel(address, server, _content(cert), _content(key), _content(ca))
     except OSError as error:
         return f"{error.filename} cannot be read: {error.strerror}"
     with channel:
@@ -45,11 +48,15 @@ def _content(path: Path | None) -> bytes | None:
     return None if path is None else path.read_bytes()
 
 
-def _channel(address: str, cert: bytes | None, key: bytes | None, ca: bytes | None) -> grpc.Channel:
+def _channel(
+    address: str, server: Role | None, cert: bytes | None, key: bytes | None, ca: bytes | None
+) -> grpc.Channel:
     options: list[tuple[str, Any]] = [("grpc.enable_http_proxy", 0)]
     if ca is None:
         return grpc.insecure_channel(address, options=options)
-    if address.startswith("unix:"):
+    if server is not None:
+        options.append(("grpc.ssl_target_name_override", server.server_name))
+    elif address.startswith("unix:"):
         # gRPC would look for the socket's path in the certificate.
         options.append(("grpc.ssl_target_name_override", SOCKET_NAME))
     credentials = grpc.ssl_channel_credentials(ca, key, cert)

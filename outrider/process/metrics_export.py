@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 import socket
+import ssl
+import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -30,9 +32,11 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.samples import Sample
 
 from outrider import __version__
-from outrider.errors import invalid
+from outrider.errors import OutriderError, Reason, invalid
 from outrider.process.collector import collector_at
 from outrider.process.config import ScrapedSettings, ServiceSettings
+from outrider.process.roles import check_metrics, peer_of_ssl
+from outrider.process.tls import Tls, http_context
 
 log = logging.getLogger(__name__)
 
@@ -54,13 +58,18 @@ SEMANTIC_LABELS = {
 # Scrapes at once; each has its own connection and thread.
 MAX_SCRAPES = 16
 _SCRAPE_S = 10.0
+# Key of a WSGI environment: the OutriderError that refuses the peer's certificate, or None.
+_REFUSAL = "outrider.refusal"
 _CUMULATIVE = export.AggregationTemporality.CUMULATIVE
 
 
-def serve_metrics(registry: CollectorRegistry, settings: ScrapedSettings) -> None:
+def serve_metrics(
+    registry: CollectorRegistry, settings: ScrapedSettings, tls: Tls | None = None
+) -> None:
     """Serve /metrics in a thread of its own if the settings name a port.
 
-    Raises OutriderError(INVALID_VALUE) if the port cannot be bound.
+    With TLS, only operators read them. Raises OutriderError(INVALID_VALUE) if the port cannot be
+    bound or the files are bad.
     """
     if not settings.metrics_port:
         return
@@ -68,7 +77,11 @@ def serve_metrics(registry: CollectorRegistry, settings: ScrapedSettings) -> Non
     port = settings.metrics_port
 
     def answer(environ: dict[str, Any], start_response: Any) -> list[bytes]:
-        """WSGI application: the metrics of the registry, for any request."""
+        """WSGI application: the metrics of the registry, for any request that is not refused."""
+        refusal: OutriderError | None = environ[_REFUSAL]
+        if refusal is not None:
+            start_response("403 Forbidden", [("Content-Type", "text/plain; charset=utf-8")])
+            return [f"{refusal.message}\n".encode()]
         # Prometheus' own format, whatever the scraper accepts: in the OpenMetrics format the client
         # library turns the colon of `outrider:name` into an underscore.
         start_response("200 OK", [("Content-Type", CONTENT_TYPE_LATEST)])
@@ -80,6 +93,8 @@ def serve_metrics(registry: CollectorRegistry, settings: ScrapedSettings) -> Non
         )
     except OSError as cause:
         raise invalid("metrics-port", f"cannot be bound: {host}:{port}: {cause}") from cause
+    if tls is not None:
+        server.context = http_context(tls)
     threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()
 
 
@@ -88,10 +103,30 @@ class _ThreadingServer(ThreadingMixIn, WSGIServer):
 
     daemon_threads = True
     request_queue_size = 128
+    context: ssl.SSLContext | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._open: dict[socket.socket, float] = {}
         super().__init__(*args, **kwargs)
+
+    def get_request(self) -> tuple[Any, Any]:
+        """Accept a connection. The handshake of TLS waits until the connection has a thread."""
+        connection, address = super().get_request()
+        if self.context is not None:
+            connection = self.context.wrap_socket(
+                connection, server_side=True, do_handshake_on_connect=False
+            )
+        return connection, address
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        """Shake hands with TLS, then answer."""
+        if isinstance(request, ssl.SSLSocket):
+            request.do_handshake()
+        super().finish_request(request, client_address)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Log why a connection failed, as by a certificate that is refused."""
+        log.info("a scrape from %s failed: %s", client_address[0], sys.exception())
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
         """Whether there is room for another connection."""
@@ -119,8 +154,29 @@ class _ThreadingServer(ThreadingMixIn, WSGIServer):
 
 
 class _QuietHandler(WSGIRequestHandler):
+    def get_environ(self) -> dict[str, Any]:
+        """The WSGI environment, with the reason if the peer's certificate is refused."""
+        environ: dict[str, Any] = super().get_environ()
+        environ[_REFUSAL] = _refusal(self.connection)
+        return environ
+
     def log_message(self, format: str, *args: Any) -> None:
         """Log no scrapes."""
+
+
+def _refusal(connection: socket.socket) -> OutriderError | None:
+    """Why the peer may not read metrics by its certificate; None if it may, or without TLS."""
+    if not isinstance(connection, ssl.SSLSocket):
+        return None
+    certificate = connection.getpeercert()
+    if not certificate:
+        message = "metrics require an operator's certificate, and the client has shown none"
+        return OutriderError(Reason.CERTIFICATE_NOT_ALLOWED, message)
+    try:
+        check_metrics(peer_of_ssl(certificate))
+    except OutriderError as error:
+        return error
+    return None
 
 
 @contextmanager

@@ -32,8 +32,13 @@ class Role(Enum):
 
     @property
     def server_name(self) -> str:
-        """The DNS name that a server's certificate has for this role."""
-        return f"{self.value}.outrider"
+        """The DNS name that a server's certificate has for this role.
+
+        Whoever asks a drafter for its health does not know whether its distributions are trusted,
+        so both kinds of drafters have one name.
+        """
+        kind = Role.DRAFTER if self is Role.TRUSTED_DRAFTER else self
+        return f"{kind.value}.outrider"
 
 
 _DRAFTERS = frozenset({Role.DRAFTER, Role.TRUSTED_DRAFTER})
@@ -66,6 +71,9 @@ CALLERS: Mapping[str, frozenset[Role]] = {
 
 HTTP_CALLERS = frozenset({Role.CLIENT, Role.OPERATOR})
 """The roles that may use the gateway's HTTP port."""
+
+METRICS_CALLERS = frozenset({Role.OPERATOR})
+"""The roles that may read the metrics of verifiers and drafters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +146,12 @@ def check_http(peer: Peer) -> None:
     """Raise OutriderError(CERTIFICATE_NOT_ALLOWED) unless the peer's role may use HTTP."""
     if peer.role not in HTTP_CALLERS:
         _refuse("the gateway's HTTP API", peer, HTTP_CALLERS)
+
+
+def check_metrics(peer: Peer) -> None:
+    """Raise OutriderError(CERTIFICATE_NOT_ALLOWED) unless the peer's role may read metrics."""
+    if peer.role not in METRICS_CALLERS:
+        _refuse("/metrics", peer, METRICS_CALLERS)
 
 
 def _refuse(what: str, peer: Peer | None, allowed: frozenset[Role]) -> None:

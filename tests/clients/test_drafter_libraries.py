@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 from collections.abc import AsyncIterator, Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,9 @@ from stack import Client, Process, Stack, running  # lies in tests/e2e
 from test_greedy_equality import texts as prompt_texts  # lies in tests/e2e
 
 from outrider.conformance.kit import Kit
+from outrider.launch.certs import Authority
 from outrider.messages import SamplingParams, SpeculationOptions, TokenRequest
+from outrider.process.tls import Tls
 from outrider.tokenizer import load_tokenizer
 
 CLIENTS = Path(__file__).parents[2] / "clients"
@@ -162,7 +165,19 @@ async def test_kills_pauses_and_restarts_do_not_change_the_texts(
 
 
 @pytest.mark.slow
-def test_the_example_passes_the_conformance_kit(language: str) -> None:
-    kit = Kit(COMMANDS[language], "f" * 64, 4096)
+@pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "tls"])
+def test_the_example_passes_the_conformance_kit(
+    language: str, encrypted: bool, tmp_path: Path
+) -> None:
+    command, tls = COMMANDS[language], None
+    if encrypted:
+        authority = Authority.new()
+        authority.write(tmp_path)
+        for role in ("verifier", "drafter"):
+            authority.write_issued(tmp_path, role, role, [], timedelta(hours=1))
+        tls = Tls(tmp_path / "verifier.pem", tmp_path / "verifier.key", tmp_path / "ca.pem")
+        files = ("drafter.pem", "drafter.key", "ca.pem")
+        command = [*command, *(str(tmp_path / file) for file in files)]
+    kit = Kit(command, "f" * 64, 4096, tls)
     asyncio.run(kit.run())
     assert [(name, kit.results[name].reason) for name in kit.failed] == []

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from outrider.launch.serve_settings import ServeSettings
 from outrider_bench import __main__ as bench
-from outrider_bench import adversary, seeds, tracing, ways
+from outrider_bench import adversary, seeds, tls_cost, tracing, ways
 from outrider_bench.raw_client import stream
 from outrider_bench.report import Cell, Results, plot, tables, write
 from outrider_bench.ways import Pair, Sample, Task, line_peer, serving, transformers_ways
@@ -177,9 +177,10 @@ async def test_suffix_drafters_start_if_a_chosen_way_can_use_them(
     "measure",
     [
         lambda pair: adversary.measure(pair, ["fixed:4"], 1, 8, Console()),
+        lambda pair: tls_cost.measure(pair, 1, 8, Console()),
         lambda pair: tracing.measure(pair, 1, 8, Console()),
     ],
-    ids=["adversary", "tracing"],
+    ids=["adversary", "tls", "tracing"],
 )
 async def test_special_stacks_start_with_settings_that_serve_has(
     monkeypatch: pytest.MonkeyPatch, measure: Callable[[Pair], Awaitable[Any]]

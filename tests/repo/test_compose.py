@@ -67,6 +67,12 @@ def test_no_service_runs_as_root(name: str) -> None:
     assert re.match("[1-9][0-9]*:", user), user
 
 
+def test_tls_changes_nothing_of_a_services_rights() -> None:
+    services: dict[str, dict[str, Any]] = yaml.safe_load(TLS_TEXT)["services"]
+    keys = {key for service in services.values() for key in service}
+    assert keys == {"environment", "volumes", "command", "healthcheck"}
+
+
 @pytest.mark.parametrize("name", sorted(set(SERVICES) - {"secrets", "redis-cluster-join"}))
 def test_every_long_lived_service_has_a_memory_limit_and_restarts(name: str) -> None:
     assert SERVICES[name]["mem_limit"]
@@ -122,10 +128,13 @@ def test_every_variable_is_in_the_readme() -> None:
 def test_with_tls_every_service_gets_the_files_of_its_own_role_alone() -> None:
     services: dict[str, dict[str, Any]] = yaml.safe_load(TLS_TEXT)["services"]
     own = {name for name in SERVICES if re.match(r"gateway|verifier|drafter", name)}
-    assert set(services) == own | {"redis"}
+    assert set(services) == own | {"redis", "prometheus"}
     for name, service in services.items():
-        role = name.partition("-")[0]
-        [volume] = service["volumes"]
+        role = "operator" if name == "prometheus" else name.partition("-")[0]
+        text = str(service)
+        if name == "prometheus":
+            text += (COMPOSE / "observability/prometheus-tls.yaml").read_text()
+        [volume] = [volume for volume in service["volumes"] if "OUTRIDER_CERTS" in volume]
         assert volume == f"${{OUTRIDER_CERTS:-./certs}}/{role}:/run/outrider/certs:ro"
-        named = set(re.findall(r"/run/outrider/certs/([a-z.]+)", str(service)))
+        named = set(re.findall(r"/run/outrider/certs/([a-z.]+)", text))
         assert named == {"ca.pem", f"{role}.pem", f"{role}.key"}

@@ -37,9 +37,19 @@ def test_each_role_gets_a_certificate_that_the_authority_signed(tmp_path: Path) 
         cert = load(tls.cert)
         cert.verify_directly_issued_by(authority)
         names = cert.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-        assert names.get_values_for_type(x509.DNSName) == ["gpu1", "localhost", f"{name}.outrider"]
-        addresses = set(map(str, names.get_values_for_type(x509.IPAddress)))
-        assert addresses == {"10.0.0.5", "127.0.0.1", "::1"}
+        found = {str(one.value) for one in names} - {f"outrider://role/{name}"}
+        if name in ("drafter", "trusted-drafter"):
+            # Clients of a gateway check the host's name alone, so a drafter has none.
+            assert found == {"drafter.outrider"}
+        else:
+            assert found == {
+                "gpu1",
+                "localhost",
+                f"{name}.outrider",
+                "10.0.0.5",
+                "127.0.0.1",
+                "::1",
+            }
         uris = names.get_values_for_type(x509.UniformResourceIdentifier)
         assert uris == [f"outrider://role/{name}"]
 
@@ -53,7 +63,7 @@ def test_only_servers_get_certificates_for_servers(tmp_path: Path) -> None:
         )
         if ExtendedKeyUsageOID.SERVER_AUTH in usage.value:
             servers.add(name)
-    assert servers == {"gateway", "verifier", "agent", "redis"}
+    assert servers == set(NAMES) - {"client", "operator"}
 
 
 def test_only_the_owner_reads_the_keys(tmp_path: Path) -> None:

@@ -46,10 +46,7 @@ class Site:
 
     def context(self, tls: Tls | None) -> ssl.SSLContext:
         """TLS of a client that trusts the authority and shows a certificate, or none."""
-        context = ssl.create_default_context(cafile=str(self.ca))
-        if tls is not None:
-            context.load_cert_chain(tls.cert, tls.key)
-        return context
+        return trusting(self.ca, tls)
 
     async def serial(self, port: int, tls: Tls) -> str:
         """The serial number of the certificate that a server on 127.0.0.1 shows now."""
@@ -59,6 +56,14 @@ class Site:
         serial: str = writer.get_extra_info("peercert")["serialNumber"]
         writer.transport.abort()
         return serial
+
+
+def trusting(ca: Path, tls: Tls | None) -> ssl.SSLContext:
+    """TLS of a client that trusts an authority and shows a certificate, or none."""
+    context = ssl.create_default_context(cafile=str(ca))
+    if tls is not None:
+        context.load_cert_chain(tls.cert, tls.key)
+    return context
 
 
 @asynccontextmanager

@@ -18,7 +18,7 @@ from gateway.prompts import Prompts
 from gateway.server import Gateway, running
 from outrider.errors import Reason
 from outrider.process import rpc
-from outrider.process.tls import Tls, explain
+from outrider.process.tls import Tls
 from outrider.v1 import generation_pb2, generation_pb2_grpc
 
 BODY = {"prompt": "def main(", "max_tokens": 4}
@@ -81,28 +81,6 @@ async def test_plain_http_is_refused_where_tls_is_on(site: Site) -> None:
     async with gateway(site, ask=False) as made, httpx.AsyncClient() as client:
         with pytest.raises(httpx.TransportError):
             await client.get(made.http_url.replace("https", "http") + "/livez")
-
-
-async def test_a_client_without_a_certificate_is_told_so(site: Site) -> None:
-    async with gateway(site, ask=True) as made:
-        assert (await outcome(made, None, site)).code() is grpc.StatusCode.UNAVAILABLE
-        async with httpx.AsyncClient(verify=site.context(None)) as client:
-            response = await client.post(f"{made.http_url}/v1/completions", json=BODY)
-    assert response.status_code == 403
-    assert "requires a client certificate" in response.json()["error"]["message"]
-
-
-@pytest.mark.parametrize(("hours", "foreign"), [(1.0, True), (-1.0, False)])
-async def test_a_foreign_or_expired_certificate_ends_the_handshake(
-    site: Site, hours: float, foreign: bool
-) -> None:
-    async with gateway(site, ask=True) as made:
-        tls = site.issue("client", hours=hours, foreign=foreign)
-        assert await status(made, site, tls) == "refused"
-        error = await outcome(made, tls, site)
-        assert error.code() is grpc.StatusCode.UNAVAILABLE
-        reason = "no authority in" if foreign else "client.pem has expired"
-        assert reason in explain(str(error.details()), tls)
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,13 @@
-// Calls Outrider's gRPC services from C++. Usage: client GATEWAY VERIFIER UNAVAILABLE (host:port)
+// Calls Outrider's gRPC services from C++. Usage: client GATEWAY VERIFIER UNAVAILABLE [CERTS]
+// (host:port each). With CERTS, a folder that `outrider certs` made, it uses mutual TLS as an
+// operator.
 #include <grpcpp/grpcpp.h>
 
 #include <chrono>
+#include <fstream>
 #include <functional>
 #include <iostream>
+#include <iterator>
 #include <limits>
 #include <vector>
 
@@ -18,8 +22,19 @@ using namespace outrider::v1;
 using grpc::ClientContext;
 using grpc::StatusCode;
 
-std::shared_ptr<grpc::Channel> Dial(const std::string& address) {
-  return grpc::CreateChannel(address, grpc::InsecureChannelCredentials());
+std::string certs;  // empty without TLS
+
+std::string File(const std::string& name) {
+  std::ifstream file(certs + "/" + name);
+  return {std::istreambuf_iterator<char>(file), {}};
+}
+
+std::shared_ptr<grpc::Channel> Dial(const std::string& address, const std::string& name = {}) {
+  if (certs.empty()) return grpc::CreateChannel(address, grpc::InsecureChannelCredentials());
+  grpc::ChannelArguments arguments;
+  if (!name.empty()) arguments.SetSslTargetNameOverride(name);
+  auto credentials = grpc::SslCredentials({File("ca.pem"), File("operator.key"), File("operator.pem")});
+  return grpc::CreateCustomChannel(address, credentials, arguments);
 }
 
 GenerateTextRequest Request(const std::function<void(GenerateTextRequest&)>& change = {}) {
@@ -71,7 +86,8 @@ Ending Read(const Text& text, ClientContext& context, const GenerateTextRequest&
   return Ending(stream->Finish());
 }
 
-int main(int, char** argv) {
+int main(int argc, char** argv) {
+  if (argc > 4) certs = argv[4];
   auto gateway = Dial(argv[1]);
   auto text = GenerationService::NewStub(gateway);
 
@@ -138,8 +154,9 @@ int main(int, char** argv) {
   }
   Check("reflection", {served});
 
-  // Generate token ids at the verifier. A seed has 64 bits.
-  auto tokens = VerifierService::NewStub(Dial(argv[2]));
+  // Generate token ids at the verifier. A seed has 64 bits. A verifier's certificate has its role as
+  // a name.
+  auto tokens = VerifierService::NewStub(Dial(argv[2], "verifier.outrider"));
   GenerateTokensRequest ids;
   for (int id : {1, 2, 3}) ids.add_prompt_token_ids(id);
   ids.set_max_tokens(8);

@@ -1,20 +1,25 @@
-// Command client calls Outrider's gRPC services. Usage: client GATEWAY VERIFIER UNAVAILABLE
-// (host:port each).
+// Command client calls Outrider's gRPC services. Usage: client GATEWAY VERIFIER UNAVAILABLE [CERTS]
+// (host:port each). With CERTS, a folder that `outrider certs` made, it uses mutual TLS as an
+// operator.
 package main
 
 import (
 	"context"
+	"crypto/tls"
+	"crypto/x509"
 	"fmt"
 	"io"
 	"log"
 	"math"
 	"os"
+	"path/filepath"
 	"reflect"
 	"time"
 
 	"google.golang.org/genproto/googleapis/rpc/errdetails"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/credentials"
 	"google.golang.org/grpc/health/grpc_health_v1"
 	"google.golang.org/grpc/reflection/grpc_reflection_v1alpha"
 	"google.golang.org/grpc/status"
@@ -23,10 +28,26 @@ import (
 	pb "outrider.dev/go/outrider/v1"
 )
 
-func dial(address string) *grpc.ClientConn {
-	connection, err := grpc.Dial(address, grpc.WithInsecure())
+// dial returns a channel. With TLS the server's certificate must have the name, or the address' if
+// the name is empty.
+func dial(address, name string) *grpc.ClientConn {
+	security := grpc.WithInsecure()
+	if len(os.Args) > 4 {
+		security = grpc.WithTransportCredentials(operator(os.Args[4], name))
+	}
+	connection, err := grpc.Dial(address, security)
 	must(err)
 	return connection
+}
+
+func operator(certs, name string) credentials.TransportCredentials {
+	own, err := tls.LoadX509KeyPair(filepath.Join(certs, "operator.pem"), filepath.Join(certs, "operator.key"))
+	must(err)
+	authorities, err := os.ReadFile(filepath.Join(certs, "ca.pem"))
+	must(err)
+	trusted := x509.NewCertPool()
+	trusted.AppendCertsFromPEM(authorities)
+	return credentials.NewTLS(&tls.Config{Certificates: []tls.Certificate{own}, RootCAs: trusted, ServerName: name})
 }
 
 func must(err error) {
@@ -97,7 +118,8 @@ func explain(err error) (failure Failure) {
 }
 
 func main() {
-	gateway, verifier, unavailable := dial(os.Args[1]), dial(os.Args[2]), dial(os.Args[3])
+	// A verifier's certificate has its role as a name.
+	gateway, verifier, unavailable := dial(os.Args[1], ""), dial(os.Args[2], "verifier.outrider"), dial(os.Args[3], "")
 	text, ctx := pb.NewGenerationServiceClient(gateway), context.Background()
 
 	// Stream a text. The last message has the token counts and the finish reason.

@@ -7,6 +7,7 @@ package drafter
 
 import (
 	"context"
+	"crypto/tls"
 	"fmt"
 	"log"
 	"math/rand"
@@ -19,6 +20,7 @@ import (
 	"google.golang.org/genproto/googleapis/rpc/errdetails"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/backoff"
+	"google.golang.org/grpc/credentials"
 	"google.golang.org/grpc/keepalive"
 	"google.golang.org/grpc/status"
 
@@ -62,6 +64,7 @@ type Config struct {
 	MaxDraftTokens int // most guesses for one step; 16 unless given
 	Distributions  []pb.DraftDistribution
 	Open           func(*pb.Opened) Guesser // makes the strategy of a sequence
+	TLS            *tls.Config              // mutual TLS, as Files makes it; none unless given
 }
 
 // Each returns an Open for a strategy that keeps no state for a sequence.
@@ -91,7 +94,16 @@ func (c Config) Serve() error {
 	if c.MaxDraftTokens == 0 {
 		c.MaxDraftTokens = 16
 	}
-	connection, err := grpc.Dial(c.Verifier, grpc.WithInsecure(),
+	id, err := c.ownID()
+	if err != nil {
+		return err
+	}
+	c.ID = id
+	security := grpc.WithInsecure()
+	if c.TLS != nil {
+		security = grpc.WithTransportCredentials(credentials.NewTLS(c.TLS))
+	}
+	connection, err := grpc.Dial(c.Verifier, security,
 		grpc.WithDefaultCallOptions(grpc.MaxCallRecvMsgSize(messageSize)),
 		grpc.WithConnectParams(grpc.ConnectParams{Backoff: backoff.Config{BaseDelay: firstPause, Multiplier: 2, MaxDelay: longPause}}),
 		grpc.WithKeepaliveParams(keepalive.ClientParameters{Time: 10 * time.Second, Timeout: 8 * time.Second}))

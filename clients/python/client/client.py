@@ -1,9 +1,12 @@
 """Call Outrider's gRPC services from Python, with the stubs of `pip install outrider`.
 
-python client.py GATEWAY VERIFIER UNAVAILABLE    (host:port each)
+python client.py GATEWAY VERIFIER UNAVAILABLE [CERTS]    (host:port each)
+
+With CERTS, a folder that `outrider certs` made, it uses mutual TLS as an operator.
 """
 
 import sys
+from pathlib import Path
 
 import grpc
 from google.rpc import error_details_pb2
@@ -22,9 +25,18 @@ from outrider.v1 import (
 )
 
 
-def stub(address: str) -> generation_pb2_grpc.GenerationServiceStub:
+def dial(address: str, certs: str, *names: tuple[str, str]) -> grpc.Channel:
+    """A channel to host:port, with TLS if `certs` names a folder; `names` are channel options."""
+    if not certs:
+        return grpc.insecure_channel(address)
+    files = ("ca.pem", "operator.key", "operator.pem")
+    pems = [Path(certs, file).read_bytes() for file in files]
+    return grpc.secure_channel(address, grpc.ssl_channel_credentials(*pems), options=names)
+
+
+def stub(address: str, certs: str) -> generation_pb2_grpc.GenerationServiceStub:
     """A stub of the gateway at host:port."""
-    return generation_pb2_grpc.GenerationServiceStub(grpc.insecure_channel(address))
+    return generation_pb2_grpc.GenerationServiceStub(dial(address, certs))
 
 
 def request(**fields: object) -> generation_pb2.GenerateTextRequest:
@@ -73,7 +85,10 @@ def check_texts(text: generation_pb2_grpc.GenerationServiceStub) -> None:
     check("deadline", call.code() is grpc.StatusCode.DEADLINE_EXCEEDED)
 
 
-def check_errors(text: generation_pb2_grpc.GenerationServiceStub, unavailable: str) -> None:
+def check_errors(
+    text: generation_pb2_grpc.GenerationServiceStub,
+    other: generation_pb2_grpc.GenerationServiceStub,
+) -> None:
     """Read the details of errors."""
     # Send bad input. The error has the reason and the field at fault.
     hot = common_pb2.SamplingParams(temperature=9)
@@ -89,14 +104,13 @@ def check_errors(text: generation_pb2_grpc.GenerationServiceStub, unavailable: s
     check("unknown-model", missing, failure.info.reason == "MODEL_NOT_FOUND")
 
     # Call a gateway without a verifier. RetryInfo says when to try again.
-    failure = Failure(stub(unavailable).GenerateText(request()))
+    failure = Failure(other.GenerateText(request()))
     delay = failure.retry.retry_delay.ToTimedelta().total_seconds()
     check("unavailable", failure.code is grpc.StatusCode.UNAVAILABLE, delay > 0)
 
 
-def check_services(gateway: str) -> None:
+def check_services(channel: grpc.Channel) -> None:
     """Use gRPC's health and reflection services."""
-    channel = grpc.insecure_channel(gateway)
     asked = health_pb2.HealthCheckRequest(service="outrider.v1.GenerationService")
     health = health_pb2_grpc.HealthStub(channel).Check(asked)
     check("health", health.status == health_pb2.HealthCheckResponse.SERVING)
@@ -104,9 +118,9 @@ def check_services(gateway: str) -> None:
     check("reflection", "outrider.v1.GenerationService" in services)
 
 
-def check_tokens(verifier: str) -> None:
+def check_tokens(verifier: grpc.Channel) -> None:
     """Generate token ids at the verifier. A seed has 64 bits."""
-    tokens = verifier_pb2_grpc.VerifierServiceStub(grpc.insecure_channel(verifier))
+    tokens = verifier_pb2_grpc.VerifierServiceStub(verifier)
     ids = verifier_pb2.GenerateTokensRequest(
         prompt_token_ids=[1, 2, 3],
         max_tokens=8,
@@ -117,13 +131,14 @@ def check_tokens(verifier: str) -> None:
     check("tokens", len(drawn[0]) == 8, drawn[0] == drawn[1])
 
 
-def main(gateway: str, verifier: str, unavailable: str) -> None:
+def main(gateway: str, verifier: str, unavailable: str, certs: str = "") -> None:
     """Run all checks against three addresses, host:port each."""
-    text = stub(gateway)
+    text = stub(gateway, certs)
     check_texts(text)
-    check_errors(text, unavailable)
-    check_services(gateway)
-    check_tokens(verifier)
+    check_errors(text, stub(unavailable, certs))
+    check_services(dial(gateway, certs))
+    # A verifier's certificate has its role as a name.
+    check_tokens(dial(verifier, certs, ("grpc.ssl_target_name_override", "verifier.outrider")))
 
 
 if __name__ == "__main__":

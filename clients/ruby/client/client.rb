@@ -1,5 +1,6 @@
 # Calls Outrider's gRPC services from Ruby.
-# Usage: client.rb GATEWAY VERIFIER UNAVAILABLE (host:port each)
+# Usage: client.rb GATEWAY VERIFIER UNAVAILABLE [CERTS] (host:port each)
+# With CERTS, a folder that `outrider certs` made, it uses mutual TLS as an operator.
 $LOAD_PATH.unshift(File.join(__dir__, "build"))
 require "google/protobuf/well_known_types" # without it, Any has no `unpack`
 require "google/rpc/error_details_pb"
@@ -11,10 +12,11 @@ require "outrider/v1/verifier_services_pb"
 
 include Outrider::V1
 
-GATEWAY, VERIFIER, UNAVAILABLE = ARGV
-PLAIN = :this_channel_is_insecure
+GATEWAY, VERIFIER, UNAVAILABLE, CERTS = ARGV
+FILES = %w[ca.pem operator.key operator.pem].map { |file| CERTS && File.read(File.join(CERTS, file)) }
+SECURITY = CERTS ? GRPC::Core::ChannelCredentials.new(*FILES) : :this_channel_is_insecure
 
-def stub(address) = GenerationService::Stub.new(address, PLAIN)
+def stub(address) = GenerationService::Stub.new(address, SECURITY)
 
 def request(sampling: { temperature: 0 }, **fields)
   GenerateTextRequest.new(
@@ -83,16 +85,18 @@ delay = details[Google::Rpc::RetryInfo].retry_delay
 check("unavailable", code == GRPC::Core::StatusCodes::UNAVAILABLE, delay.to_f.positive?)
 
 # Use gRPC's health and reflection services.
-health = Grpc::Health::V1::Health::Stub.new(GATEWAY, PLAIN)
+health = Grpc::Health::V1::Health::Stub.new(GATEWAY, SECURITY)
 asked = Grpc::Health::V1::HealthCheckRequest.new(service: "outrider.v1.GenerationService")
 check("health", health.check(asked).status == :SERVING)
-reflection = Grpc::Reflection::V1::ServerReflection::Stub.new(GATEWAY, PLAIN)
+reflection = Grpc::Reflection::V1::ServerReflection::Stub.new(GATEWAY, SECURITY)
 asked = Grpc::Reflection::V1::ServerReflectionRequest.new(list_services: "")
 listed = reflection.server_reflection_info([asked]).first.list_services_response.service
 check("reflection", listed.map(&:name).include?("outrider.v1.GenerationService"))
 
-# Generate token ids at the verifier. A seed has 64 bits.
-tokens = VerifierService::Stub.new(VERIFIER, PLAIN)
+# Generate token ids at the verifier. A seed has 64 bits. A verifier's certificate has its role as a
+# name.
+name = CERTS ? { GRPC::Core::Channel::SSL_TARGET => "verifier.outrider" } : {}
+tokens = VerifierService::Stub.new(VERIFIER, SECURITY, channel_args: name)
 ids = GenerateTokensRequest.new(
   prompt_token_ids: [1, 2, 3], max_tokens: 8, ignore_eos: true, sampling: SamplingParams.new(seed: 2**64 - 1)
 )

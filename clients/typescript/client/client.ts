@@ -1,5 +1,7 @@
 // Calls Outrider's gRPC services from TypeScript.
-// Usage: client.ts GATEWAY VERIFIER UNAVAILABLE (host:port each)
+// Usage: client.ts GATEWAY VERIFIER UNAVAILABLE [CERTS] (host:port each)
+// With CERTS, a folder that `outrider certs` made, it uses mutual TLS as an operator.
+import { readFileSync } from "node:fs";
 import { durationMs } from "@bufbuild/protobuf/wkt";
 import { Code, ConnectError, createClient } from "@connectrpc/connect";
 import { createGrpcTransport } from "@connectrpc/connect-node";
@@ -15,9 +17,18 @@ import { VerifierService } from "./build/gen/outrider/v1/verifier_pb.ts";
 
 type Change = { maxTokens?: number; model?: string; sampling?: { temperature: number } };
 
-const [gateway, verifier, unavailable] = process.argv.slice(2).map((address) =>
-  createGrpcTransport({ baseUrl: `http://${address}` }),
-);
+const certs = process.argv[5];
+
+/** With TLS the server's certificate must have the name, or the address' without one. */
+function dial(address: string, servername?: string) {
+  if (certs === undefined) return createGrpcTransport({ baseUrl: `http://${address}` });
+  const [ca, cert, key] = ["ca.pem", "operator.pem", "operator.key"].map((file) => readFileSync(`${certs}/${file}`));
+  return createGrpcTransport({ baseUrl: `https://${address}`, nodeOptions: { ca, cert, key, servername } });
+}
+
+const [gateway, unavailable] = [dial(process.argv[2]), dial(process.argv[4])];
+// A verifier's certificate has its role as a name.
+const verifier = dial(process.argv[3], "verifier.outrider");
 const text = createClient(GenerationService, gateway);
 
 function request(change: Change = {}) {

@@ -1,6 +1,7 @@
 // Command ngram is a whole drafter. It guesses the tokens that followed the text's last tokens
 // before.
-// Usage: ngram HOST:PORT
+// Usage: ngram HOST:PORT [CERT KEY CA]
+// The PEM files are for a verifier with TLS.
 package main
 
 import (
@@ -32,7 +33,15 @@ func guess(text []uint32, count int) (best []uint32) {
 }
 
 func main() {
-	if err := (drafter.Config{Verifier: os.Args[1], Family: "go-ngram", Open: drafter.Each(guess)}).Serve(); err != nil {
+	config := drafter.Config{Verifier: os.Args[1], Family: "go-ngram", Open: drafter.Each(guess)}
+	var err error
+	if len(os.Args) > 4 {
+		config.TLS, err = drafter.Files(os.Args[2], os.Args[3], os.Args[4])
+	}
+	if err == nil {
+		err = config.Serve()
+	}
+	if err != nil {
 		log.Fatal(err)
 	}
 }

@@ -1,5 +1,7 @@
 // A whole drafter. It guesses the tokens that followed the text's last tokens before.
-// Usage: ngram HOST:PORT
+// Usage: ngram HOST:PORT [CERT KEY CA]
+// The PEM files are for a verifier with TLS.
+import { readFileSync } from "node:fs";
 import { serve } from "../src/index.js";
 
 const LONGEST_MATCH = 3;
@@ -29,7 +31,10 @@ function followers(text: readonly number[], size: number, count: number): number
   return best;
 }
 
-await serve({ verifier: process.argv[2], family: "ts-ngram", guess }).catch((error) => {
+const [verifier, ...files] = process.argv.slice(2);
+const [cert, key, ca] = files.map((file) => readFileSync(file, "utf8"));
+const tls = files.length === 3 ? { cert, key, ca } : undefined;
+await serve({ verifier, family: "ts-ngram", guess, tls }).catch((error) => {
   console.error(String(error));
   process.exit(1);
 });

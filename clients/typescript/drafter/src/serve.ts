@@ -1,4 +1,5 @@
 // A drafter process: it connects, waits for the model, drafts, reconnects, and leaves on SIGTERM.
+import { X509Certificate } from "node:crypto";
 import { arch, hostname } from "node:os";
 import { setTimeout as sleep } from "node:timers/promises";
 import { durationMs } from "@bufbuild/protobuf/wkt";
@@ -25,6 +26,11 @@ export interface Options {
   distributions?: DraftDistribution[];
   /** A strategy that keeps no state for a sequence. */
   guess?: (text: readonly number[], count: number) => Guesses;
+  /**
+   * Mutual TLS: this drafter's certificate, its key, and the authorities of the verifier's, as PEM.
+   * The id then begins with the certificate's common name.
+   */
+  tls?: { cert: string; key: string; ca: string };
   /** Instead of `guess`: makes the strategy of each sequence. */
   open?: (opened: Opened) => Strategy;
 }
@@ -38,16 +44,20 @@ export async function serve(options: Options): Promise<void> {
   if (guess === undefined && options.open === undefined) throw new TypeError("options need guess or open");
   const stop = new AbortController();
   for (const signal of ["SIGTERM", "SIGINT"]) process.once(signal, () => stop.abort());
-  const baseUrl = `http://${options.verifier}`;
+  const { tls } = options;
+  const baseUrl = `${tls ? "https" : "http"}://${options.verifier}`;
+  // A verifier's certificate has its role as a name.
+  const security = tls && { ...tls, servername: "verifier.outrider" };
+  const drafterId = ownId(options.id ?? `${family}-${hostname()}-${process.pid}`, tls?.cert);
   let pause = FIRST_MS;
   while (!stop.signal.aborted) {
     const began = Date.now();
-    const sessionManager = new Http2SessionManager(baseUrl, { pingIntervalMs: 4000, pingTimeoutMs: 8000, pingIdleConnection: true });
+    const sessionManager = new Http2SessionManager(baseUrl, { pingIntervalMs: 4000, pingTimeoutMs: 8000, pingIdleConnection: true }, security);
     const verifier = createClient(VerifierService, createGrpcTransport({ baseUrl, sessionManager, readMaxBytes: 2 ** 24 }));
     try {
       const model = await ready(verifier, stop.signal);
       const hello = {
-        drafterId: options.id ?? `${family}-${hostname()}-${process.pid}`,
+        drafterId,
         family,
         tokenizerFingerprint: model.tokenizerFingerprint,
         maxDraftTokens: options.maxDraftTokens ?? 16,
@@ -66,6 +76,12 @@ export async function serve(options: Options): Promise<void> {
       sessionManager.abort();
     }
   }
+}
+
+/** The id, which begins with the common name of the drafter's certificate if it has one. */
+function ownId(id: string, cert?: string): string {
+  const name = cert && /^CN=(.*)$/m.exec(new X509Certificate(cert).subject)?.[1];
+  return !name || id === name || id.startsWith(`${name}/`) ? id : `${name}/${id}`;
 }
 
 type Verifier = ReturnType<typeof createClient<typeof VerifierService>>;

@@ -1,0 +1,112 @@
+"""What the images install is pinned by hash, and an audit that asked nothing says so."""
+
+from __future__ import annotations
+
+import re
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[2]
+PINNED = ROOT / "compose/pinned"
+sys.path.insert(0, str(ROOT / "compose"))
+
+from audit import audit, pins, verdict  # noqa: E402
+
+FILES = ("light", "heavy", "build")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+BASE = PROJECT["project"]["dependencies"]
+# Its build depends on the index.
+WITHOUT_HASH = {"torch"}
+WANTED = {
+    "light": BASE,
+    "heavy": [*BASE, *PROJECT["project"]["optional-dependencies"]["models"]],
+    "build": PROJECT["build-system"]["requires"],
+}
+
+
+def pinned(name: str) -> dict[str, list[str]]:
+    """The versions of each package in a file, several where Python's version decides."""
+    found: dict[str, list[str]] = {}
+    for line in pins((PINNED / f"{name}.txt").read_text()):
+        requirement = Requirement(line)
+        [version] = requirement.specifier
+        assert version.operator == "=="
+        found.setdefault(canonicalize_name(requirement.name), []).append(version.version)
+    return found
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_package_is_pinned_by_hashes_and_no_address(name: str) -> None:
+    text = (PINNED / f"{name}.txt").read_text()
+    assert "://" not in text
+    for block in re.split(r"\n(?! )", text.strip()):
+        assert "--hash=sha256:" in block, block
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_pinned_versions_are_those_that_the_project_wants(name: str) -> None:
+    """If this fails after a change of pyproject.toml, run `make pinned`."""
+    found = pinned(name)
+    for wanted in map(Requirement, WANTED[name]):
+        if wanted.name in WITHOUT_HASH:
+            continue
+        versions = found[canonicalize_name(wanted.name)]
+        assert any(version in wanted.specifier for version in versions), (wanted, versions)
+
+
+def test_both_kinds_of_images_have_the_same_versions() -> None:
+    light, heavy = pinned("light"), pinned("heavy")
+    assert {name: versions for name, versions in light.items() if heavy.get(name) != versions} == {}
+
+
+def test_only_torch_is_installed_without_a_hash() -> None:
+    text = (ROOT / "compose/Dockerfile").read_text().replace("\\\n", " ")
+    lines = [line for line in re.findall(r"pip install .*", text) if "--no-index" not in line]
+    assert len(lines) == 4
+    [unchecked] = [line for line in lines if "--require-hashes" not in line]
+    assert re.fullmatch(r"pip install --quiet -c \S+ torch && pip check", unchecked)
+
+
+def package(name: str, **more: Any) -> dict[str, Any]:
+    return {"name": name, "version": "1", "vulns": [], **more}
+
+
+SKIPPED = {"name": "far", "skip_reason": "not found"}
+BAD = package("bad", vulns=[{"id": "CVE-1", "fix_versions": ["2"]}])
+
+
+def test_only_a_whole_audit_is_silent_about_what_was_not_asked() -> None:
+    found = verdict({"dependencies": [package("one"), package("two")]})
+    assert (found.lines, found.status) == (["2 of 2 packages were audited"], 0)
+
+
+@pytest.mark.parametrize(
+    ("packages", "said"),
+    [
+        ([], "NOT AUDITED: 0 packages"),
+        ([SKIPPED], "NOT AUDITED: 1 packages that the database lacks: far"),
+        ([package("one"), SKIPPED], "NOT AUDITED: 1 packages"),
+    ],
+)
+def test_a_package_that_was_not_audited_is_named(packages: list[dict[str, Any]], said: str) -> None:
+    found = verdict({"dependencies": packages})
+    assert any(line.startswith(said) for line in found.lines)
+    assert found.status == 0
+
+
+def test_an_advisory_fails_the_audit_and_is_named() -> None:
+    found = verdict({"dependencies": [BAD, SKIPPED]})
+    assert found.status == 1
+    assert found.lines[0] == "bad 1: CVE-1, fixed by 2"
+
+
+def test_an_audit_without_a_report_says_why() -> None:
+    found = audit([sys.executable, "-c", "raise SystemExit('no route to the database')"])
+    assert found.lines == ["NOT AUDITED: pip-audit gave no report: no route to the database"]
+    assert found.status == 0

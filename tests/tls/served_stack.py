@@ -1,0 +1,139 @@
+"""A stack as `outrider serve` plans it, with a Redis and an agent, and a wire before each port."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+from chaos_proxy import ChaosProxy, chaos_proxy
+from redis_servers import Certificates, Standalone
+from sites import trusting
+from stack import TARGET, Process, free_port
+
+from outrider.launch.certs import NAMES
+from outrider.launch.serve_settings import ServeSettings
+from outrider.launch.stack import plan_stack
+from outrider.process.tls import Tls
+
+PORTS = (
+    "gateway HTTP",
+    "gateway gRPC",
+    "verifier",
+    "verifier metrics",
+    "drafter health",
+    "drafter metrics",
+    "agent",
+    "Redis",
+)
+
+
+@dataclass
+class Served:
+    """A running stack: its ports by name, and the wire before each of them.
+
+    The processes dial each other's wires. Without `certificates` nothing has TLS.
+    """
+
+    ports: dict[str, int]
+    wires: dict[str, ChaosProxy]
+    redis: Standalone
+    certificates: Certificates | None
+
+    def tls(self, role: str) -> Tls | None:
+        """The files of a role; None without TLS."""
+        if self.certificates is None:
+            return None
+        folder = self.certificates.directory
+        return Tls(folder / f"{role}.pem", folder / f"{role}.key", self.certificates.ca)
+
+    def http(self, port: int, tls: Tls | None) -> httpx.AsyncClient:
+        """A client of an HTTP port, with a certificate, or without one for None."""
+        if self.certificates is None:
+            return httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}")
+        verify = trusting(self.certificates.ca, tls)
+        return httpx.AsyncClient(base_url=f"https://127.0.0.1:{port}", verify=verify)
+
+
+@asynccontextmanager
+async def served(folder: Path, *, encrypted: bool) -> AsyncIterator[Served]:
+    """Run a verifier, an n-gram drafter, a gateway, a Redis and an agent."""
+    certificates = None
+    if encrypted:
+        certificates = Certificates(folder / "certs", clients=True)
+        for role in NAMES:
+            certificates.issue(role)
+    async with AsyncExitStack() as stack:
+        redis = Standalone(folder / "redis", certificates)
+        stack.callback(redis.close)
+        ports = {name: free_port() for name in PORTS} | {"Redis": redis.data[0].port}
+        wires = {
+            name: await stack.enter_async_context(chaos_proxy(port)) for name, port in ports.items()
+        }
+        made = Served(ports, wires, redis, certificates)
+        for process in _processes(made, folder):
+            stack.callback(process.log.close)
+            stack.push_async_callback(asyncio.to_thread, process.stop)
+        async with made.http(ports["gateway HTTP"], made.tls("operator")) as client:
+            await asyncio.wait_for(_drafting(client), 90)
+        yield made
+
+
+def _processes(made: Served, folder: Path) -> Iterator[Process]:
+    """Start each process."""
+    listen = f"127.0.0.1:{made.ports['verifier']}"
+    wire = f"127.0.0.1:{made.wires['verifier'].port}"
+    for child in plan_stack(_settings(made, folder), folder).children:
+        words = child.arguments
+        if child.name != "verifier":
+            words = [wire if word == listen else word for word in words]
+        if child.name == "gateway" and made.certificates is not None:
+            words = [*words, "--public-tls-ca", str(made.certificates.ca)]
+        yield Process(child.module, *words)
+    flags = ["agent", "--listen", f"127.0.0.1:{made.ports['agent']}"]
+    if tls := made.tls("agent"):
+        flags += ["--tls-cert", str(tls.cert), "--tls-key", str(tls.key), "--tls-ca", str(tls.ca)]
+    yield Process("outrider.launch.cli", *flags)
+
+
+def _settings(made: Served, folder: Path) -> ServeSettings:
+    (folder / "secret").write_text("0123456789abcdef")
+    # Without a socket, the drafter dials the verifier's port.
+    own = {
+        "uds": folder / "none",
+        "listen": f"127.0.0.1:{made.ports['drafter health']}",
+        "metrics_port": made.ports["drafter metrics"],
+    }
+    given: dict[str, Any] = {
+        "target": TARGET,
+        "dtype": "float32",
+        "threads": 1,
+        "always_draft": True,
+        "drafter": ["ngram," + ",".join(f"{name}={value}" for name, value in own.items())],
+        "http_port": made.ports["gateway HTTP"],
+        "grpc_port": made.ports["gateway gRPC"],
+        "verifier_port": made.ports["verifier"],
+        "metrics_port": made.ports["verifier metrics"],
+        "redis": made.redis.url.replace(str(made.ports["Redis"]), str(made.wires["Redis"].port)),
+        "redis_password_file": made.redis.password_file,
+        "pool_secret_file": folder / "secret",
+        "certs": None if made.certificates is None else made.certificates.directory,
+    }
+    return ServeSettings.model_validate(given)
+
+
+async def _drafting(client: httpx.AsyncClient) -> None:
+    """Wait until a drafter is connected."""
+    while True:
+        try:
+            verifiers = (await client.get("/readyz")).json().get("verifiers", [])
+        except httpx.TransportError:
+            verifiers = []
+        drafters = [drafter for verifier in verifiers for drafter in verifier.get("drafters", [])]
+        if any(drafter["connected"] for drafter in drafters):
+            return
+        await asyncio.sleep(0.1)

@@ -1,0 +1,220 @@
+"""Every port of a stack with TLS: whom it refuses, how it says why, and what the wire shows."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable
+from datetime import timedelta
+from pathlib import Path
+
+import grpc
+import httpx
+import pytest
+import pytest_asyncio
+import redis.asyncio
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from served_stack import PORTS, Served, served
+from stack import TARGET
+from tokenizers import Tokenizer
+
+from outrider.conformance.verifier_side import RULES, VerifierCheck
+from outrider.launch.certs import Authority
+from outrider.launch.health import problem
+from outrider.process import rpc
+from outrider.process.roles import Role
+from outrider.process.tls import Tls, explain
+from outrider.v1 import generation_pb2, generation_pb2_grpc, verifier_pb2
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
+    async with served(tmp_path_factory.mktemp("stack"), encrypted=True) as made:
+        yield made
+
+
+# How each port answers a caller with these files: "" if it does what it is asked, else why not.
+Ask = Callable[[Served, int, Tls | None], Awaitable[str]]
+
+
+def over_grpc(server: Role | None) -> Ask:
+    """Ask for the list of services, which clients and operators may read."""
+
+    async def ask(made: Served, port: int, tls: Tls | None) -> str:
+        async with rpc.dial(f"127.0.0.1:{port}", tls, server) as channel:
+            stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+            request = reflection_pb2.ServerReflectionRequest(list_services="")
+            try:
+                await stub.ServerReflectionInfo(iter([request]), timeout=10).read()
+            except grpc.aio.AioRpcError as error:
+                return explain(str(error.details()), tls)
+        return ""
+
+    return ask
+
+
+def over_http(path: str, server_name: str = "127.0.0.1") -> Ask:
+    async def ask(made: Served, port: int, tls: Tls | None) -> str:
+        async with made.http(port, tls) as client:
+            try:
+                response = await client.get(path, extensions={"sni_hostname": server_name})
+            # httpx does not convert an alert that comes after its own handshake.
+            except (httpx.TransportError, ssl.SSLError) as error:
+                return explain(str(error), tls)
+        return "" if response.status_code == 200 else response.text
+
+    return ask
+
+
+async def over_redis(made: Served, port: int, tls: Tls | None) -> str:
+    """Ask a Redis. It knows no roles; a gateway has a certificate, but not the password."""
+    files = {"username": "outrider", "password": "a guess"}
+    if tls is not None:
+        files |= {"ssl_certfile": str(tls.cert), "ssl_keyfile": str(tls.key)}
+    if tls is not None and tls.cert.stem != "gateway":
+        files["password"] = made.redis.password_file.read_text().strip()
+    assert made.certificates is not None
+    async with redis.asyncio.Redis(
+        port=port, ssl=True, ssl_ca_certs=str(made.certificates.ca), **files
+    ) as client:
+        try:
+            await client.mget("outrider:1")
+        except redis.RedisError as error:
+            return explain(str(error), tls)
+    return ""
+
+
+ASK: dict[str, Ask] = {
+    "gateway HTTP": over_http("/livez"),
+    "gateway gRPC": over_grpc(None),
+    "verifier": over_grpc(Role.VERIFIER),
+    "verifier metrics": over_http("/metrics"),
+    "drafter health": over_grpc(Role.DRAFTER),
+    "drafter metrics": over_http("/metrics", Role.DRAFTER.server_name),
+    "agent": over_grpc(Role.AGENT),
+    "Redis": over_redis,
+}
+NO_CERTIFICATE = {
+    "gateway HTTP": "requires a client certificate, and the client has shown none",
+    "verifier metrics": "require an operator's certificate, and the client has shown none",
+    "drafter metrics": "require an operator's certificate, and the client has shown none",
+    "Redis": "certificate required|tls-cert, tls-key and tls-ca are not given",
+}
+WRONG_ROLE = {"Redis": "invalid username-password pair"}
+REASONS: dict[str, Callable[[str], str]] = {
+    "none": lambda port: NO_CERTIFICATE.get(port, "tls-cert, tls-key and tls-ca are not given"),
+    "foreign": lambda port: r"no authority in .*ca\.pem has signed the certificate .*foreign\.pem",
+    "expired": lambda port: r"the certificate .*expired\.pem has expired \(20",
+    "wrong role": lambda port: WRONG_ROLE.get(port, r"role gateway \('gateway'\) may not call "),
+}
+
+
+def shown(made: Served, stranger: str) -> Tls | None:
+    """The certificate that a stranger shows; "operator" is one that every port admits."""
+    assert made.certificates is not None
+    folder = made.certificates.directory
+    signer, hours = made.certificates.authority, 1
+    if stranger == "none":
+        return None
+    if stranger == "wrong role":
+        return made.tls("gateway")
+    if stranger == "foreign":
+        signer = Authority.new()
+    if stranger == "expired":
+        hours = -1
+    signer.write_issued(folder, "operator", stranger, [], timedelta(hours=hours))
+    return Tls(folder / f"{stranger}.pem", folder / f"{stranger}.key", made.certificates.ca)
+
+
+@pytest.mark.parametrize("stranger", REASONS)
+@pytest.mark.parametrize("port", PORTS)
+async def test_a_port_refuses_a_stranger_with_the_reason(
+    stack: Served, port: str, stranger: str
+) -> None:
+    said = await ASK[port](stack, stack.ports[port], shown(stack, stranger))
+    assert re.search(REASONS[stranger](port), said), said
+
+
+@pytest.mark.parametrize("port", PORTS)
+async def test_a_port_admits_an_operator(stack: Served, port: str) -> None:
+    assert await ASK[port](stack, stack.ports[port], shown(stack, "operator")) == ""
+
+
+@pytest.mark.slow
+async def test_the_conformance_kit_passes_a_verifier_with_tls(stack: Served) -> None:
+    assert stack.certificates is not None
+    check = VerifierCheck(f"127.0.0.1:{stack.ports['verifier']}", stack.certificates.directory)
+    await check.run()
+    assert check.results == dict.fromkeys(RULES)
+
+
+PROMPT = "The recipe is secret: three spoons of saffron, and three spoons of saffron."
+_IDS = Tokenizer.from_file(f"{TARGET}/tokenizer.json").encode(PROMPT).ids
+# The ids as all messages have them: the tag and the length, one byte each, are cut off.
+TOKENS = verifier_pb2.GenerateTokensRequest(prompt_token_ids=_IDS).SerializeToString()[2:]
+PREFACE = b"PRI * HTTP/2.0\r\n"
+READABLE = {
+    "gateway HTTP": [b"HTTP/1.1", PROMPT.encode()],
+    "gateway gRPC": [PREFACE, PROMPT.encode()],
+    "verifier": [PREFACE, TOKENS, b"ngram-1"],
+    "verifier metrics": [b"GET /metrics", b"outrider:"],
+    "drafter health": [PREFACE, b"/grpc.health.v1.Health"],
+    "drafter metrics": [b"GET /metrics", b"outrider:"],
+    "agent": [PREFACE, b"/grpc.health.v1.Health"],
+    "Redis": [b"\r\nAUTH\r\n", b"\r\nMGET\r\n", b"outrider:"],
+}
+"""What can be read on each wire without TLS."""
+
+
+async def talk(made: Served) -> None:
+    """Use every port through its wire, and wait until the n-grams are in Redis."""
+    wires = {name: wire.port for name, wire in made.wires.items()}
+    operator = made.tls("operator")
+    body = {"prompt": PROMPT, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+    async with made.http(wires["gateway HTTP"], operator) as client:
+        response = await client.post("/v1/completions", json=body, timeout=60)
+        assert response.status_code == 200, response.text
+    async with rpc.dial(f"127.0.0.1:{wires['gateway gRPC']}", operator, None) as channel:
+        request = generation_pb2.GenerateTextRequest(prompt=PROMPT, max_tokens=24)
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        assert [part async for part in stub.GenerateText(request, timeout=60)]
+    for name, role in (("verifier metrics", Role.VERIFIER), ("drafter metrics", Role.DRAFTER)):
+        async with made.http(wires[name], operator) as client:
+            names = {"sni_hostname": role.server_name}
+            assert (await client.get("/metrics", extensions=names)).status_code == 200
+    for name, role in (("agent", Role.AGENT), ("drafter health", Role.DRAFTER)):
+        files = (None, None, None)
+        if operator is not None:
+            files = (operator.cert, operator.key, operator.ca)
+        address = f"127.0.0.1:{wires[name]}"
+        assert await asyncio.to_thread(problem, address, "", 5.0, *files, role) is None
+    async with asyncio.timeout(20):
+        while not made.redis.all_keys():  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+
+async def test_without_tls_every_wire_can_be_read(tmp_path: Path) -> None:
+    """Shows that the capture of the next test would find what it looks for."""
+    async with served(tmp_path, encrypted=False) as made:
+        await talk(made)
+        for name, texts in READABLE.items():
+            for text in texts:
+                assert text in made.wires[name].carried, (name, text)
+
+
+@pytest.mark.parametrize("port", PORTS)
+async def test_with_tls_a_wire_begins_with_a_handshake_and_shows_nothing(
+    stack: Served, port: str
+) -> None:
+    wire = stack.wires[port]
+    if not wire.openings:
+        await talk(stack)
+    assert wire.openings
+    for opening in wire.openings:
+        # The record of a handshake, whose first message is ClientHello.
+        assert (opening[0], opening[1], opening[5]) == (0x16, 0x03, 0x01)
+    for text in {text for texts in READABLE.values() for text in texts}:
+        assert text not in wire.carried
