@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Generates, builds and runs every client against a real stack without TLS, and, but for Java,
+# Generates, builds and runs every client against a real stack without TLS and, but for Java,
 # against one with mutual TLS; each must pass nine checks. Also checks the coupled noise of every
 # language. Needs Node 20, cargo, and Debian with root or with the packages of
 # clients/*/*/packages.txt installed. With --built, install.sh and build.sh have run.
