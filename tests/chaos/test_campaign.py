@@ -16,6 +16,7 @@ from outrider_bench.chaos.history import History
 from outrider_bench.experiment.processes import StackFailed
 
 ROOT = Path(__file__).parents[2]
+QUIET: dict[str, Any] = {"event": "quiet", "in_use": {}, "processes": {}}
 
 
 def plays(*events: dict[str, Any]) -> Any:
@@ -43,7 +44,7 @@ def test_a_violation_is_told_with_its_fault_and_makes_the_status_one(
     events: tuple[dict[str, Any], ...],
     status: int,
 ) -> None:
-    monkeypatch.setattr(command, "play", plays(fault("drafter killed"), *events))
+    monkeypatch.setattr(command, "play", plays(fault("drafter killed"), *events, QUIET))
     assert command.main(["--history", str(tmp_path / "history.jsonl")]) == status
     printed = capsys.readouterr().out
     row = f"| drafter killed | 1 | 0 | 0 | {status} | 0 | 0 |\n"
@@ -70,7 +71,7 @@ def test_an_interrupted_campaign_reports_its_whole_rounds_and_ends_with_one(
     capsys: pytest.CaptureFixture[str],
     number: signal.Signals,
 ) -> None:
-    events = [fault("drafter killed"), {"event": "quiet", "in_use": {}, "processes": {}}]
+    events = [fault("drafter killed"), QUIET]
 
     async def play(campaign: object, bag: object, history: History, *_: object) -> None:
         await plays(*events)(campaign, bag, history)

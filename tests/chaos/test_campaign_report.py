@@ -9,8 +9,8 @@ from outrider_bench.chaos.history import whole
 from outrider_bench.chaos.report import markdown
 
 
-def event(name: str, round_: int, **fields: Any) -> dict[str, Any]:
-    return {"event": name, "round": round_, **fields}
+def event(kind: str, round_: int, **fields: Any) -> dict[str, Any]:
+    return {"event": kind, "round": round_, **fields}
 
 
 def request(round_: int, outcome: str = "finished") -> dict[str, Any]:
