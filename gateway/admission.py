@@ -10,12 +10,13 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from types import TracebackType
+from typing import NamedTuple
 
 from gateway.metrics import Metrics
 from gateway.patience import Patience
 from gateway.routing import Router
 from outrider.errors import OutriderError, Reason
-from outrider.model_info import Load, retry_after_s
+from outrider.model_info import Load, retry_after_s, wait_s
 
 # An answer may take so many times as long as the average one. Requests that wait must have time for
 # that, or a queue just as long as everyone's patience would make half of the answers late.
@@ -85,23 +86,36 @@ class Place:
             self.close()
 
 
-def total_load(reported: Sequence[Load | None]) -> Load | None:
+class TotalLoad(NamedTuple):
+    """How busy a model's verifiers are together. The counts are of sequences."""
+
+    places: int
+    """Sequences that run at once."""
+    most: int
+    """Sequences that run or wait at once."""
+    sequence_s: float | None
+    """How long recent ones were in a batch, on average (seconds); None before the first."""
+
+    def wait_s(self, count: int, places: float) -> float:
+        """Seconds until the last of `count` sequences gets one of these places."""
+        return wait_s(count, places, self.sequence_s)
+
+
+def total_load(reported: Sequence[Load | None]) -> TotalLoad | None:
     """The load of a model's verifiers together; None if one does not report its own."""
     loads = [load for load in reported if load is not None]
     if not loads or len(loads) < len(reported):
         return None
     times = [load.sequence_s for load in loads if load.sequence_s is not None]
-    return Load(
-        sum(load.running for load in loads),
-        sum(load.waiting for load in loads),
-        sum(load.max_running for load in loads),
-        sum(load.max_waiting for load in loads),
+    return TotalLoad(
+        sum(load.places for load in loads),
+        sum(load.max_running + load.max_waiting for load in loads),
         sum(times) / len(times) if times else None,
     )
 
 
 def check(
-    load: Load,
+    load: TotalLoad,
     counts: Mapping[str, int],
     others: int,
     tenant: str,
@@ -117,17 +131,20 @@ def check(
     # A full queue drops a request of the tenant that uses most for one that uses less, so the
     # verifier must see it.
     is_largest = own + count >= max(counts.values(), default=0) and own > 0
-    if under_way + count > load.max_running + load.max_waiting and is_largest:
+    if under_way + count > load.most and is_largest:
         waiting = max(0, under_way - load.places)
-        wait_s = load.wait_s(under_way + count, load.places)
-        raise _refusal(f"{waiting} requests are waiting already", wait_s)
+        late_s = load.wait_s(under_way + count, load.places)
+        raise _refusal(f"{waiting} requests are waiting already", late_s)
+    # Nobody waits, however many choices the request wants. Its deadline ends it if it is late.
+    if under_way == 0:
+        return
     # Nobody knows whose the others are, so they count as one tenant.
     rivals = [each for name, each in counts.items() if name != tenant]
-    wait_s = load.wait_s(own + count, fair_share(load.places, [*rivals, others]))
+    late_s = load.wait_s(own + count, fair_share(load.places, [*rivals, others]))
     answer_s = _LONG_ANSWER * (load.sequence_s or 0.0)
-    if wait_s > 0.0 and not patience.suffices(wait_s, answer_s):
-        message = f"the answer would be late: requests wait {wait_s:.1f} s for their turn now"
-        raise _refusal(message, wait_s)
+    if late_s > 0.0 and not patience.suffices(late_s, answer_s):
+        message = f"the answer would be late: requests wait {late_s:.1f} s for their turn now"
+        raise _refusal(message, late_s)
 
 
 def fair_share(places: int, rivals: Sequence[int]) -> float:
@@ -146,5 +163,5 @@ def fair_share(places: int, rivals: Sequence[int]) -> float:
     return left / sharing
 
 
-def _refusal(message: str, wait_s: float) -> OutriderError:
-    return OutriderError(Reason.OVERLOADED, message, retry_after_s=retry_after_s(wait_s))
+def _refusal(message: str, late_s: float) -> OutriderError:
+    return OutriderError(Reason.OVERLOADED, message, retry_after_s=retry_after_s(late_s))

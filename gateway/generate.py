@@ -19,6 +19,7 @@ from gateway.prompts import Prompts
 from gateway.request import TextRequest, check_ids
 from gateway.routing import MOVING, Pick, Router
 from gateway.text import TokenTable
+from gateway.token_stream import late
 from outrider.errors import OutriderError, Reason
 from outrider.messages import TokenChunk, TokenRequest
 from outrider.model_info import ModelInfo
@@ -195,9 +196,10 @@ class _Sequence:
                 message = "the verifier ended an answer without a finish reason"
                 raise OutriderError(Reason.VERIFIER_UNAVAILABLE, message)
             except OutriderError as error:
+                if error.reason in MOVING or error.reason is Reason.OVERLOADED:
+                    replica.doubt(stream, error)
                 if not self._moves(error.reason):
                     raise
-                replica.doubt(stream, error)
                 await self._move(error)
 
     def _rest(self) -> TokenRequest:
@@ -224,10 +226,13 @@ class _Sequence:
     def _moves(self, reason: Reason) -> bool:
         """Whether the sequence goes to another replica after an error.
 
-        A full queue is a reason only for a sequence that has begun: it was accepted once.
+        A full queue is a reason for a sequence that has begun, since it was accepted once, and for
+        one that another replica has room for.
         """
-        begun = self._builder is not None
-        return reason in MOVING or (begun and reason is Reason.OVERLOADED)
+        if reason is not Reason.OVERLOADED:
+            return reason in MOVING
+        picks = self._generation.router.ready_picks(self._pick.model)
+        return self._builder is not None or not all(pick.busyness()[0] for pick in picks)
 
     async def _move(self, error: OutriderError) -> None:
         """Go to another replica after `error`. Raises it if there is none.
@@ -251,7 +256,13 @@ class _Sequence:
         tokens = self._request.tokens
         length = len(tokens.prompt) + tokens.max_tokens
         wait_s = max(0.0, min(self._deadline, self._place.ends_at) - now)
-        self._go_to(await router.instead_of(self._pick, error, wait_s, length))
+        try:
+            pick = await router.instead_of(self._pick, error, wait_s, length)
+        except OutriderError as found_none:
+            if time.monotonic() < self._place.ends_at:
+                raise
+            raise late() from found_none
+        self._go_to(pick)
         self._builder.resumed()
         model, _, replica = self._pick
         self._generation.metrics.resumed.labels(model, error.reason.name.lower()).inc()

@@ -76,7 +76,8 @@ class Metrics:
             "request_resumed", "Times that a sequence went on at another verifier.", "reason"
         )
         self.refused = self._counter(
-            "request_refused", "Requests refused at once because too many are under way."
+            "request_refused",
+            "Requests that the gateway refused at once, for lack of room or time.",
         )
         self.cancelled = self._counter("request_cancelled", "Sequences whose client hung up.")
         self.running = Gauge(

@@ -196,9 +196,18 @@ class Pick(NamedTuple):
     info: ModelInfo
     replica: Replica
 
-    def load(self) -> int:
-        """How many sequences run on the replica."""
-        return len(self.replica.sequences)
+    def busyness(self) -> tuple[bool, float]:
+        """Whether the replica's queue is full, and its sequences for each that can run at once.
+
+        Sequences of a verifier that does not report its load count alone.
+        """
+        own = len(self.replica.sequences)
+        load = self.info.load
+        if load is None:
+            return self.replica.full, own
+        count = own + self.replica.others
+        is_full = count >= load.max_running + load.max_waiting
+        return self.replica.full or is_full, count / load.max_running
 
     def continues(self, begun: ModelInfo, length: int) -> bool:
         """Whether the replica can write the rest of a sequence that `begun` has begun.
@@ -287,15 +296,16 @@ class Router:
         """Move sequences from a replica to another one that can continue them all, if one is ready.
 
         All sequences leave a replica that says it drains or hangs. Only those without a chunk leave
-        one that does not answer polls, since it may just be slow. Without another replica they
-        stay.
+        one that does not answer polls, since it may just be slow. Without another replica that has
+        room they stay.
         """
         silent = problem.reason is Reason.VERIFIER_UNAVAILABLE
         info = replica.info
         if info is None:
             return
         picks = self.ready_picks(self._name(info))
-        if any(pick.continues(info, info.context_length) for pick in picks):
+        roomy = [pick for pick in picks if not pick.busyness()[0]]
+        if any(pick.continues(info, info.context_length) for pick in roomy):
             replica.fail_sequences(for_callers(problem), waiting_only=silent)
 
     def _wake(self) -> None:
@@ -324,7 +334,7 @@ class Router:
         Raises OutriderError as `pick` does.
         """
         picks = self._picks(model)
-        name = min(picks, key=Pick.load).model
+        name = min(picks, key=Pick.busyness).model
         infos = [pick.info for pick in picks if pick.model == name]
         return name, max(infos, key=lambda info: info.context_length)
 
@@ -334,7 +344,7 @@ class Router:
         Raises OutriderError: NOT_READY, DRAINING or VERIFIER_UNAVAILABLE if no replica is ready,
         MODEL_NOT_FOUND if none serves the model.
         """
-        return min(self._picks(model), key=Pick.load)
+        return min(self._picks(model), key=Pick.busyness)
 
     async def instead_of(
         self, lost: Pick, error: OutriderError, wait_s: float = 0.0, length: int | None = None
@@ -353,7 +363,7 @@ class Router:
                 roomy = [pick for pick in picks if not pick.replica.full]
                 picks = [pick for pick in roomy if pick.continues(lost.info, length)]
             if picks:
-                return min(picks, key=Pick.load)
+                return min(picks, key=Pick.busyness)
             left_s = deadline - time.monotonic()
             if self.draining or left_s <= 0:
                 break

@@ -35,7 +35,6 @@ _Chunks = asyncio.Queue[TokenChunk | OutriderError | None]
 _OnLost = Callable[[OutriderError], OutriderError]
 # uvloop's timers overflow at the largest of floats.
 _LONGEST_S = 1e9
-_LATE = "the answer was not complete within the request's timeout"
 _HUNG_UP = OutriderError(Reason.VERIFIER_UNAVAILABLE, "the gateway has hung up")
 
 
@@ -137,10 +136,9 @@ class _StreamCall:
         self._waiting.add(self._last_id)
         if ends_at < math.inf:
             left_s = min(ends_at - time.monotonic(), _LONGEST_S)
-            late = OutriderError(Reason.DEADLINE_EXCEEDED, _LATE)
             loop = asyncio.get_running_loop()
             self._deadlines[self._last_id] = loop.call_later(
-                left_s, self._fail, self._last_id, late
+                left_s, self._fail, self._last_id, late()
             )
         return self._last_id, chunks
 
@@ -209,6 +207,9 @@ class _StreamCall:
             gone = failure.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNIMPLEMENTED)
             if gone and error.reason is Reason.VERIFIER_UNAVAILABLE:
                 error = self._on_lost(error)
+            elif error.reason is Reason.SLOW_READER:
+                # The gateway read too slowly, not the clients. Their sequences go on in a new call.
+                error = replace(error, reason=Reason.VERIFIER_UNAVAILABLE)
         except OutriderError as violation:
             # The caller of the gateway is not at fault.
             message = f"the verifier's stream is broken: {violation.message}"
@@ -245,6 +246,12 @@ class _StreamCall:
         self._deadlines.clear()
         self._waiting.clear()
         self._empty.set()
+
+
+def late() -> OutriderError:
+    """The error of a request whose deadline has passed."""
+    message = "the answer was not complete within the request's timeout"
+    return OutriderError(Reason.DEADLINE_EXCEEDED, message)
 
 
 def _decode(part: token_streams_pb2.TokensPart) -> TokenChunk | OutriderError:

@@ -46,7 +46,7 @@ class DrafterInfo:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How busy a verifier is, or several together. The counts are of sequences."""
+    """How busy a verifier is. The counts are of sequences."""
 
     running: int
     waiting: int
@@ -67,12 +67,17 @@ class Load:
         """How many sequences are not among a caller's `own`."""
         return max(0, self.running + self.waiting - own)
 
-    def wait_s(self, count: int, places: float) -> float:
-        """Seconds until the last of `count` sequences gets one of the `places` that these have.
+    def wait_s(self) -> float:
+        """Seconds until one sequence more gets a place; 0 if that is not known."""
+        return wait_s(self.running + self.waiting + 1, self.places, self.sequence_s)
 
-        0 if that is not known.
-        """
-        return max(0.0, count - places) * (self.sequence_s or 0.0) / places
+
+def wait_s(count: int, places: float, sequence_s: float | None) -> float:
+    """Seconds until the last of `count` sequences gets one of the `places` that these have.
+
+    `sequence_s` is how long each keeps its place. 0 if that is not known.
+    """
+    return max(0.0, count - places) * (sequence_s or 0.0) / places
 
 
 def retry_after_s(wait_s: float) -> float:

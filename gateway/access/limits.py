@@ -130,8 +130,12 @@ class Grant:
                 async for event in events:
                     used = (used or prompt) + len(event[1].token_ids)
                     yield event
-        except (asyncio.CancelledError, GeneratorExit):
-            if reserved is not None:
+        # A deadline that passes is a caller that leaves.
+        except (asyncio.CancelledError, GeneratorExit, OutriderError) as error:
+            is_late = (
+                not isinstance(error, OutriderError) or error.reason is Reason.DEADLINE_EXCEEDED
+            )
+            if reserved is not None and is_late:
                 used = max(used, reserved.amount if gathered else prompt)
             raise
         finally:

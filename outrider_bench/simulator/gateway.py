@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 
-from gateway.admission import check, total_load
+from gateway.admission import TotalLoad, check, total_load
 from gateway.patience import Patience
-from outrider.model_info import Load
 from outrider_bench.simulator.events import Events
 from outrider_bench.simulator.verifier import VerifierActor
 
@@ -28,7 +27,7 @@ class GatewayActor:
         self._timeout_s = timeout_s
         self._counts: Counter[str] = Counter()
         self._polled_at = -math.inf
-        self._load: Load | None = None
+        self._load: TotalLoad | None = None
 
     def enter(self, tenant: str) -> None:
         """Count a new request. Raises OutriderError(OVERLOADED) if it would be late."""

@@ -23,6 +23,7 @@ from gateway.access.windows import Windows, windows
 from gateway.choices import Event
 from gateway.deltas import TextDelta
 from gateway.prompts import Prompts
+from gateway.token_stream import late
 from outrider.errors import OutriderError, Reason
 from outrider.messages import TokenSource
 from outrider.process import rpc
@@ -248,6 +249,22 @@ async def test_a_client_that_leaves_pays_for_the_work(
     assert reading.cancelled()
     assert await counted(limits, "tokens") == charged
     assert limits.running["alice"] == 0
+
+
+@pytest.mark.parametrize(("gathered", "charged"), [(False, 5), (True, 85)])
+async def test_an_answer_that_is_late_is_paid_for(gathered: bool, charged: int) -> None:
+    limits = Limits(Windows(Clock()))
+    grant = await limits.admit(entry(ALICE, "alice", tokens_per_minute=100))
+
+    async def too_slow() -> AsyncGenerator[Event, None]:
+        for event in [event async for event in deltas(0)]:
+            yield event
+        raise late()
+
+    metered = grant.metered(too_slow(), prompt=5, answer=80, sequences=1, gathered=gathered)
+    with pytest.raises(OutriderError, match="timeout"):
+        _ = [event async for event in metered]
+    assert await counted(limits, "tokens") == charged
 
 
 async def test_a_request_without_tokens_left_takes_no_sequences() -> None:

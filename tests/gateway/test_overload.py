@@ -18,7 +18,7 @@ from gateway_rig import Rig, until
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.admission import check, fair_share, total_load
+from gateway.admission import TotalLoad, check, fair_share, total_load
 from gateway.patience import Patience
 from gateway.prompts import Prompts
 from outrider.errors import OutriderError, Reason
@@ -43,8 +43,10 @@ def refusal(
     count: int = 1,
     patience: Patience = ENDLESS,
 ) -> OutriderError | None:
+    total = total_load([load])
+    assert total is not None
     try:
-        check(load, counts, others, tenant, count, patience)
+        check(total, counts, others, tenant, count, patience)
     except OutriderError as error:
         return error
     return None
@@ -126,9 +128,22 @@ async def test_what_is_refused_stays_refused_with_more_under_way(
 
 async def test_several_verifiers_add_up_unless_one_reports_nothing() -> None:
     both = total_load([BUSY, replace(BUSY, running=2, sequence_s=None)])
-    assert both == Load(66, 128, 128, 2048, 6.4)
+    assert both == TotalLoad(places=66, most=2176, sequence_s=6.4)
     assert total_load([BUSY, None]) is None
     assert total_load([]) is None
+
+
+async def test_a_queue_at_one_verifier_leaves_the_places_of_another() -> None:
+    busy, idle = replace(BUSY, waiting=1), Load(0, 0, 64, 1024, 6.4)
+    total = total_load([busy, idle])
+    assert total is not None
+    assert total.places == 128
+    check(total, {"a": 65}, 0, "a", 1, Patience(total_s=13.0))
+
+
+async def test_a_request_with_many_choices_is_not_late_behind_itself() -> None:
+    idle = Load(0, 0, 8, 1024, 60.0)
+    assert refusal(idle, {}, count=16, patience=Patience(total_s=170.0)) is None
 
 
 @contextlib.asynccontextmanager

@@ -12,7 +12,7 @@ from scripted_verifier import ready
 from gateway import routing
 from gateway.routing import Router
 from outrider.errors import OutriderError, Reason
-from outrider.model_info import ModelInfo, Stage
+from outrider.model_info import Load, ModelInfo, Stage
 
 LOST = OutriderError(Reason.VERIFIER_UNAVAILABLE, "connection refused")
 
@@ -36,6 +36,24 @@ async def test_the_least_busy_ready_replica_is_picked(router: Router) -> None:
     assert router.pick(None).replica.address == "a:1"
     router.replicas[1].sequences.clear()
     assert router.pick(None).replica.address == "b:1"
+
+
+async def test_a_replica_with_room_is_picked_before_a_full_one(router: Router) -> None:
+    small, large, refusing = router.replicas
+    small.info = ready("print", load=Load(4, 4, 4, 4))
+    large.info = refusing.info = ready("print", load=Load(0, 0, 64, 1024))
+    small.others, refusing.full = 8, True
+    large.sequences |= set(range(40))
+    assert router.pick(None).replica is large
+
+
+async def test_replicas_are_compared_by_what_they_can_run(router: Router) -> None:
+    for replica, places, count in zip(router.replicas, (4, 64, 8), (2, 16, 4), strict=True):
+        replica.info = ready("print", load=Load(0, 0, places, 1024))
+        replica.sequences |= set(range(count))
+    assert router.pick(None).replica.address == "b:1"
+    router.replicas[1].others = 48
+    assert router.pick(None).replica.address == "a:1"
 
 
 async def test_a_model_is_served_by_those_replicas_that_have_it(router: Router) -> None:

@@ -147,11 +147,18 @@ async def test_full_queues_are_not_asked_for_longer_than_the_time_to_wait(
         assert 5 < asked < 30
 
 
-async def test_a_new_request_that_finds_a_full_queue_is_refused(site: Site) -> None:
+async def test_a_new_request_that_finds_a_full_queue_goes_where_room_is(site: Site) -> None:
     site.writes(site.first, 0, FULL)
+    site.writes(site.second)
+    assert text_of(await site.ask(stream=True)) == TEXT
+
+
+async def test_a_new_request_that_finds_all_queues_full_is_refused(site: Site) -> None:
+    for verifier in (site.first, site.second):
+        site.writes(verifier, 0, FULL)
     response = await site.ask(stream=True)
     assert response.json()["error"]["code"] == "overloaded"
-    assert site.second.script.requests == []
+    assert len(site.first.script.requests) == len(site.second.script.requests) == 1
 
 
 async def test_a_ready_verifier_is_used_after_the_time_to_wait_for_one(

@@ -36,6 +36,21 @@ def submit(engine: Engine, max_tokens: int = 4) -> None:
     engine.submit(TokenRequest([1, 2], max_tokens, GREEDY), Client())
 
 
+def test_the_places_of_ended_sequences_count_as_taken_while_others_wait() -> None:
+    limits = Limits(max_sequences=4, max_waiting=8)
+    engine, _ = make_engine(eos_bias=-99, limits=limits)
+    for max_tokens in (1, 1, 1, 9, 9, 9):
+        submit(engine, max_tokens)
+    engine.step()
+    assert len(engine.scheduler.running) == 1
+    load = engine.scheduler.load_meter.load()
+    assert (load.running, load.waiting, load.places) == (3, 0, 4)
+    for _ in range(3):
+        submit(engine, 9)
+    load = engine.scheduler.load_meter.load()
+    assert (load.running, load.waiting, load.places) == (4, 2, 4)
+
+
 class Clock:
     """Each look at it takes a millisecond."""
 
@@ -119,7 +134,7 @@ def test_an_impossible_load_does_no_harm() -> None:
     proto.load.running_count = -5
     load = wire_model.model_from_proto(proto).load
     assert load == Load(0, 0, 1, 0)
-    assert load.wait_s(10, load.places) == 0.0
+    assert load.wait_s() == 0.0
 
 
 @contextlib.asynccontextmanager

@@ -378,6 +378,16 @@ def test_a_way_that_lost_at_one_size_is_tried_again_at_another() -> None:
     assert not steps.budget.allows(BATCH, WAY)
 
 
+def test_a_loss_at_one_size_is_not_paid_again_at_sizes_without_a_budget() -> None:
+    sizes = (1, 2, 4, 8, 16, 32)
+    steps = Steps(batches=sizes)
+    steps.gain(0.0, batch=1)
+    for batch in sizes:
+        steps.gain(0.0, OTHER_WAY, batch)
+    steps.losses_until_refused(batch=1)
+    assert not any(steps.budget.allows(batch, WAY) for batch in sizes)
+
+
 def test_each_way_has_a_budget_of_its_own() -> None:
     steps = Steps()
     steps.losses_until_refused(WAY)

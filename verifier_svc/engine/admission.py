@@ -94,7 +94,7 @@ class Admission:
         if len(waiting) < most:
             return
         load = self._scheduler.load_meter.load()
-        retry_s = retry_after_s(load.wait_s(load.running + load.waiting + 1, load.places))
+        retry_s = retry_after_s(load.wait_s())
         message = f"{most} requests are waiting already"
         error = OutriderError(Reason.OVERLOADED, message, retry_after_s=retry_s)
         displaced = waiting.to_displace(request.tenant)

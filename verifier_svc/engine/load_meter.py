@@ -26,6 +26,11 @@ class LoadMeter:
         self._recent = max(_SEQUENCES, _BATCHES * most_running)
         self._ended_count = 0
         self._sequence_s: float | None = None
+        self._admitted_count = 0
+
+    def admitted(self) -> None:
+        """Note how many run, now that no other waiting sequence fits."""
+        self._admitted_count = len(self._running)
 
     def ended(self, sequence: Sequence, now: float) -> None:
         """Count the time that a sequence was in the batch, however it ended."""
@@ -37,10 +42,16 @@ class LoadMeter:
         self._sequence_s = before + (seconds - before) / min(self._ended_count, self._recent)
 
     def load(self) -> Load:
-        """The load now."""
+        """The load now.
+
+        Waiting sequences count as running in the places of those that ended since the last
+        admission, since they will be in the next step.
+        """
+        total = len(self._running) + len(self._waiting)
+        running = min(max(len(self._running), self._admitted_count), total)
         return Load(
-            len(self._running),
-            len(self._waiting),
+            running,
+            total - running,
             self._most_running,
             self._most_waiting,
             self._sequence_s,

@@ -175,6 +175,7 @@ class Scheduler:
             self.running[sequence.id] = sequence
             sequence.admitted = True
             admitted.append(sequence)
+        self.load_meter.admitted()
         return admitted
 
     def _preempt(self, victim: Sequence) -> None:

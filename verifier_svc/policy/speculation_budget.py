@@ -165,8 +165,7 @@ class SpeculationBudget:
 
     def allows(self, batch: int, way: frozenset[Drafter]) -> bool:
         """Whether this way of drafting has not exhausted its budget."""
-        budget = self._nearest(_about(batch), way)
-        return budget is None or budget.open
+        return self._allows(_about(batch), way)
 
     def observe(
         self, batch: int, way: frozenset[Drafter], token_count: int, seconds: float, *, quiet: bool
@@ -200,11 +199,11 @@ class SpeculationBudget:
     def _refill(self, size: int, steps: float) -> None:
         """Divide the refill of so many quiet steps among the exhausted budgets of this size.
 
-        Each way has one, so that it is refilled: an exhausted budget of another size is not, as
-        long as no batch has that size.
+        A way that goes by the exhausted budget of another size gets one of its own: that other one
+        is not refilled as long as no batch has its size.
         """
-        budgets = [self._budget(size, way) for way in list(self._budgets)]
-        closed = [budget for budget in budgets if not budget.open]
+        ways = [way for way in self._budgets if not self._allows(size, way)]
+        closed = [self._budget(size, way) for way in ways]
         for budget in closed:
             budget.add(_REFILL * steps / len(closed))
 
@@ -213,6 +212,10 @@ class SpeculationBudget:
         for sizes in self._budgets.values():
             if size in sizes:
                 sizes[size].renew()
+
+    def _allows(self, size: int, way: frozenset[Drafter]) -> bool:
+        budget = self._nearest(size, way)
+        return budget is None or budget.open
 
     def _nearest(self, size: int, way: frozenset[Drafter]) -> _Budget | None:
         """The budget for batches of this size, or of the nearest size that has one."""
