@@ -303,9 +303,8 @@ class Router:
         info = replica.info
         if info is None:
             return
-        picks = self.ready_picks(self._name(info))
-        roomy = [pick for pick in picks if not pick.busyness()[0]]
-        if any(pick.continues(info, info.context_length) for pick in roomy):
+        picks = [pick for pick in self.ready_picks(self._name(info)) if not pick.busyness()[0]]
+        if any(pick.continues(info, info.context_length) for pick in picks):
             replica.fail_sequences(for_callers(problem), waiting_only=silent)
 
     def _wake(self) -> None:

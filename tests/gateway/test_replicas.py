@@ -102,7 +102,7 @@ async def test_a_verifier_that_is_gone_costs_no_request(pair: Pair) -> None:
     assert [len(replica.sequences) for replica in pair.gateway.router.replicas] == [0, 0]
 
 
-@pytest.mark.parametrize("reason", [Reason.INTERNAL, Reason.OVERLOADED, Reason.INVALID_VALUE])
+@pytest.mark.parametrize("reason", [Reason.INTERNAL, Reason.INVALID_VALUE])
 async def test_errors_that_another_verifier_would_repeat_are_not_retried(
     pair: Pair, reason: Reason
 ) -> None:
