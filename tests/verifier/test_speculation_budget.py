@@ -361,20 +361,14 @@ def test_a_new_size_begins_with_the_budget_of_the_nearest_one() -> None:
     assert steps.losses_until_refused(batch=1) == 7, "the copy has a balance of its own"
 
 
-def test_steps_of_one_size_refill_no_budget_of_another() -> None:
-    steps = Steps(batches=(1, BATCH))
-    steps.losses_until_refused()
-    for _ in range(2_000):
-        steps.quiet(batch=1)
-    assert not steps.budget.allows(BATCH, WAY)
-
-
 def test_a_way_that_lost_at_one_size_is_tried_again_at_another() -> None:
     steps = Steps(batches=(1, BATCH))
     steps.losses_until_refused()
     assert not steps.budget.allows(1, WAY)
     refused = count_until(lambda: steps.budget.allows(1, WAY), lambda: steps.quiet(batch=1))
     assert refused == pytest.approx(2.5 / 0.005, rel=0.01)
+    for _ in range(2_000):
+        steps.quiet(batch=1)
     assert not steps.budget.allows(BATCH, WAY)
 
 
