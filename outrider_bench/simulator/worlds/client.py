@@ -145,7 +145,8 @@ class Client:
         elif error.reason is Reason.DRAFTER_NOT_FOUND and self._drafter:
             self._drafter = ""
             self.ask()
-        elif error.reason is Reason.INTERNAL and verifier.target.fail_count:
+        elif error.reason is Reason.INTERNAL and verifier.target.failed_count:
+            verifier.target.failed_count -= 1
             self._finish("failed")
         else:
             broken("an error has a cause", f"{self.plan.name}: {error.reason.name}: {error}")

@@ -40,7 +40,8 @@ class PagedTarget:
         """A forward takes `step_s`, and `token_s` for each token."""
         self.slowness = 1.0
         self.fails_next = False
-        self.fail_count = 0
+        self.failed_count = 0
+        """Sequences of forwards that failed, but for those whose clients have heard of it."""
         self.is_warm = True
         """Whether blank slots may not be read. Trial forwards read them."""
         self.token_counts: list[int] = []
@@ -61,7 +62,7 @@ class PagedTarget:
         self._events.spend(self.slowness * seconds)
         if self.fails_next:
             self.fails_next = False
-            self.fail_count += 1
+            self.failed_count += len(slices)
             raise RuntimeError("the schedule has this forward fail")
         rows: list[int] = []
         for part in slices:
