@@ -21,14 +21,14 @@ _SHOWN = 5
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What an audit says, as lines of text, and its exit status."""
+    """The lines of text that an audit prints, and its exit status."""
 
     lines: list[str]
     status: int
 
 
 def verdict(report: dict[str, Any]) -> Verdict:
-    """What a report of pip-audit in JSON means."""
+    """Translate a report of pip-audit in JSON."""
     packages = report["dependencies"]
     skipped = [package["name"] for package in packages if "skip_reason" in package]
     lines = []

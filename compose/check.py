@@ -191,7 +191,7 @@ def rights(project: str) -> str:
 
 
 def _excess(process: Path) -> list[str]:
-    """What a process may do that a service needs not, by its folder in /proc."""
+    """The rights of a process that no service needs, by its folder in /proc."""
     lines = (process / "status").read_text().splitlines()
     status = {name: value.split() for name, _, value in (line.partition(":") for line in lines)}
     mounts = [line.split() for line in (process / "mountinfo").read_text().splitlines()]

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 # A request that makes every verifier crash must not end them all, whatever it writes in between.
 # One that every verifier refuses must not go round in circles.
 _MOST_LOST = 4
-# Who leaves so shortly before the deadline leaves because of it: gRPC ends calls by its own clock.
+# gRPC ends calls by its own clock: a caller that leaves this shortly before the deadline is late.
 _EARLY_S = 0.1
 
 Build = Callable[[ModelInfo], Sequence[TextRequest]]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from outrider.errors import invalid
 
 LEAST_TIMEOUT_S = 1
-"""The least `timeout` of a body. Who wants less can hang up."""
+"""The least `timeout` of a body. A caller with less patience can hang up."""
 # OpenAI's clients say here when they give up: in Python, and in all other languages.
 _CLIENT_HEADERS = ("x-stainless-read-timeout", "x-stainless-timeout")
 

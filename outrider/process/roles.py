@@ -34,8 +34,8 @@ class Role(Enum):
     def server_name(self) -> str:
         """The DNS name that a server's certificate has for this role.
 
-        Whoever asks a drafter for its health does not know whether its distributions are trusted,
-        so both kinds of drafters have one name.
+        A caller that asks a drafter for its health does not know whether the drafter's
+        distributions are trusted, so both kinds of drafters have one name.
         """
         kind = Role.DRAFTER if self is Role.TRUSTED_DRAFTER else self
         return f"{kind.value}.outrider"

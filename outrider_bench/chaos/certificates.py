@@ -23,7 +23,7 @@ class Certificates:
         self._authority.write(directory)
 
     def trust(self) -> ssl.SSLContext:
-        """What a client of the gateways needs."""
+        """The TLS settings of a client of the gateways."""
         return ssl.create_default_context(cafile=self._directory / "ca.pem")
 
     def given_to(self, launch: Launch, role: Role) -> Launch:

@@ -1,4 +1,4 @@
-"""What a quiet stack has in use: metrics that should be 0, and the sizes of processes."""
+"""Reads a quiet stack: the metrics that should be 0, and the sizes of processes."""
 
 from __future__ import annotations
 

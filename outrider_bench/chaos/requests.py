@@ -75,7 +75,7 @@ class Answer:
     """The code of the error that ended it."""
     is_done: bool = False
     problems: list[str] = field(default_factory=list)
-    """What is wrong with the stream: anything after an end, or an end without one of its parts."""
+    """Faults of the stream: anything after an end, or an end without one of its parts."""
 
     def add(self, line: str) -> None:
         """Add a line of the stream of events."""

@@ -204,9 +204,8 @@ class Scenario(Settings):
     When all of them have ended, time begins for the other requests and for the schedule."""
 
     timeout_seconds: float | None = Field(None, gt=0)
-    """How long clients wait for an answer. What is not complete by then is cancelled, and what
-    would be late is refused as by the gateway. By default they wait for ever, and nothing is
-    refused."""
+    """How long clients wait for an answer. Then they cancel it. The gateway's rule refuses requests
+    that would be late. By default clients wait for ever, and nothing is refused."""
 
     prompt_tokens: list[Annotated[int, Field(ge=1)]] = Field([64], min_length=1, max_length=2)
     """Length of prompts; two numbers are the bounds of a uniform distribution."""

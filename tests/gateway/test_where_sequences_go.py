@@ -134,6 +134,15 @@ async def test_a_sequence_that_has_begun_waits_while_all_queues_are_full(site: S
     assert text_of(await site.ask(stream=True)) == TEXT
 
 
+async def test_a_deadline_that_passes_while_no_verifier_is_ready_has_its_own_error(
+    site: Site,
+) -> None:
+    asked = await site.begin(3, stream=True, timeout=2)
+    for verifier in (site.first, site.second):
+        await verifier.kill()
+    assert events(await asked)[-1]["error"]["code"] == "deadline_exceeded"
+
+
 async def test_full_queues_are_not_asked_for_longer_than_the_time_to_wait(
     prompts: Prompts, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,7 +19,7 @@ _MOST_FAILURES = 5
 
 @dataclass(slots=True)
 class Campaign:
-    """What the worlds of some seeds did, and which of them failed."""
+    """The counts of the worlds of some seeds, and those that failed."""
 
     counts: Counter[str] = field(default_factory=Counter)
     failures: dict[int, str] = field(default_factory=dict)
@@ -36,7 +36,7 @@ def failure_of(plan: WorldPlan) -> tuple[str, Counter[str]]:
     """Play a world; returns why it failed, empty if it did not, and what it did."""
     try:
         return "", play(plan).counts
-    # Whatever the code under test raises is a finding.
+    # Any error that the code under test raises is a finding.
     except Exception as error:  # noqa: BLE001
         return f"{type(error).__name__}: {error}", Counter()
 
