@@ -13,7 +13,9 @@ from scripted_verifier import Step, last, plain
 from gateway import routing
 from gateway.prompts import Prompts
 from outrider.errors import OutriderError, Reason
+from outrider.internal.v1.token_streams_pb2 import TokensPart
 from outrider.messages import FinishReason, TokenRequest
+from verifier_svc.streams.token_streams import TokenStream
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -132,6 +134,26 @@ def fills_up(site: Site, refusals: int) -> None:
 async def test_a_sequence_that_has_begun_waits_while_all_queues_are_full(site: Site) -> None:
     fills_up(site, refusals=12)
     assert text_of(await site.ask(stream=True)) == TEXT
+
+
+async def test_sequences_go_on_when_the_verifier_cuts_off_a_slow_gateway(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = OutriderError(Reason.SLOW_READER, "67108864 bytes are unread")
+    asked = await site.pauses(0.3, stream=True)
+    site.writes(site.second)
+    send = TokenStream._send
+    cut: list[TokenStream] = []
+
+    def cut_off(stream: TokenStream, part: TokensPart) -> None:
+        if not cut:
+            cut.append(stream)
+            stream._ended.set_exception(slow)
+        if stream is not cut[0]:
+            send(stream, part)
+
+    monkeypatch.setattr(TokenStream, "_send", cut_off)
+    assert text_of(await asked) == TEXT
 
 
 async def test_a_deadline_that_passes_while_no_verifier_is_ready_has_its_own_error(
