@@ -166,6 +166,7 @@ class RedisPool:
         self._stamp = server.tls and server.tls.stamp()
         self._client = RedisClient(server)
         self._writes: asyncio.Queue[_Write] = asyncio.Queue(_WRITE_QUEUE)
+        self._is_closed = False
         self._running: set[asyncio.Task[Any]] = set()
         self._closing: set[asyncio.Task[None]] = set()
         # One for each, since a Redis that is full or read-only still answers lookups.
@@ -233,6 +234,8 @@ class RedisPool:
 
     async def aclose(self) -> None:
         """Stop writing and close the connections. Queued n-grams are lost."""
+        # On Python 3.11, asyncio.wait_for can lose a cancellation, and redis-py uses it.
+        self._is_closed = True
         tasks = [self._writer, *self._running]
         for task in tasks:
             task.cancel()
@@ -252,7 +255,7 @@ class RedisPool:
         return values
 
     async def _write_forever(self) -> None:
-        while True:
+        while not self._is_closed:
             batch = [await self._writes.get()]
             while len(batch) < _WRITE_BATCH and not self._writes.empty():
                 batch.append(self._writes.get_nowait())
