@@ -67,8 +67,8 @@ async def _round(scene: Scene, planned: list[Planned], count: int, history: Hist
             over.set()
     for detail in await scene.site.revive():
         history.add("trouble", detail=detail)
-    if not await scene.site.recovered():
-        detail = "the stack did not recover"
+    if missing := await scene.site.recovered():
+        detail = f"the stack did not recover: {missing}"
         history.add("trouble", detail=detail)
         raise StackFailed(detail)
     history.add("quiet", **await scene.site.quiet())

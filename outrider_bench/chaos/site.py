@@ -14,7 +14,6 @@ from collections.abc import (
     Collection,
     Iterable,
     Mapping,
-    Sequence,
 )
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
@@ -219,28 +218,33 @@ class Site:
         """A client of the Redis, around its link."""
         return Redis(host=LOOPBACK, port=self._redis_port, socket_timeout=_ASK_S)
 
-    async def recovered(self) -> bool:
-        """Whether both verifiers, each with both drafters, are ready again; waits for 90 s."""
-        return await within(_RECOVERS_S, self._is_ready)
+    async def recovered(self) -> str:
+        """What is still missing of the stack after 90 s; "" as soon as nothing is."""
+        await within(_RECOVERS_S, self._is_ready)
+        return "; ".join(await self._missing())
 
     async def _is_ready(self) -> bool:
-        try:
-            answers = [await self._http.get(f"{url}/readyz") for url in self.gateways.values()]
-            bodies = [answer.json() for answer in answers]
-        except (httpx.TransportError, ValueError):
-            return False
-        return all(self._is_whole(body["verifiers"]) for body in bodies)
+        return not await self._missing()
 
-    def _is_whole(self, states: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether both verifiers are ready and have all drafters."""
-        connected = [
-            {drafter["id"] for drafter in state.get("drafters", ()) if drafter["connected"]}
-            for state in states
-            if state["ready"]
-        ]
-        return len(connected) == len(VERIFIERS) and all(
-            ids.issuperset(self._drafters) for ids in connected
-        )
+    async def _missing(self) -> list[str]:
+        """What each gateway lacks: both verifiers must be ready, each with all drafters."""
+        found = []
+        for name, url in self.gateways.items():
+            try:
+                states = (await self._http.get(f"{url}/readyz")).json()["verifiers"]
+            except (httpx.TransportError, ValueError) as error:
+                found.append(f"{name} does not answer: {error!r}")
+                continue
+            found += [f"{name}: {what}" for state in states for what in self._lacks(state)]
+        return found
+
+    def _lacks(self, state: Mapping[str, Any]) -> list[str]:
+        """What a verifier lacks, by the state that a gateway gives."""
+        where = state["address"]
+        if not state["ready"]:
+            return [f"{where} is not ready: {state['problem']}"]
+        ids = {drafter["id"] for drafter in state.get("drafters", ()) if drafter["connected"]}
+        return [f"{where} has no drafter {name}" for name in self._drafters if name not in ids]
 
     async def revive(self) -> list[str]:
         """Start the processes that ended by themselves; returns their names and last lines."""
