@@ -16,7 +16,8 @@ from gateway.generate import Generation
 from gateway.json_body import JsonRoute
 from gateway.metrics import Metrics
 from gateway.prompts import Prompts
-from gateway.routing import Replica, Router
+from gateway.replica import Replica
+from gateway.routing import Router
 from gateway.schema import DetokenizeBody, TokenizeBody
 from outrider.errors import OutriderError, Reason, invalid
 from outrider.model_info import DrafterInfo, ModelInfo, Stage

@@ -17,7 +17,7 @@ from chaos_proxy import ChaosProxy, chaos_proxy
 from gateway_rig import TARGET, Rig, echo, until
 from scripted_verifier import Script, ScriptedVerifier, last, plain, ready, serve_verifier
 
-from gateway import routing
+from gateway import replica, routing
 from gateway.config import GatewaySettings
 from gateway.metrics import Metrics
 from gateway.prompts import Prompts
@@ -101,7 +101,7 @@ class Pair:
 @pytest_asyncio.fixture(loop_scope="session")
 async def pair(prompts: Prompts, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pair]:
     monkeypatch.setattr(routing, "_POLL_READY_S", 0.05)
-    monkeypatch.setattr(routing, "_POLL_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(replica, "_POLL_TIMEOUT_S", 0.5)
     made = Pair(prompts)
     async with contextlib.AsyncExitStack() as stack:
         servers = [rpc.Server() for _ in range(2)]

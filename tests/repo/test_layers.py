@@ -127,7 +127,7 @@ def test_only_one_module_ends_the_process_without_teardown() -> None:
 
 def test_only_wire_servicers_and_streams_import_protobuf() -> None:
     streams = {"stream.py", "draft_streams.py", "token_stream.py", "token_streams.py"}
-    allowed = streams | {"servicer.py", "connect.py", "routing.py", "__main__.py", "server.py"}
+    allowed = streams | {"servicer.py", "connect.py", "replica.py", "__main__.py", "server.py"}
     for package in ("outrider", *SERVICES):
         for path in sources(package):
             # The conformance kit checks the messages themselves.

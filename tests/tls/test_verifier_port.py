@@ -11,7 +11,7 @@ import grpc
 import pytest
 from sites import FINGERPRINT, Site, until, verifier
 
-from gateway.routing import Replica
+from gateway.replica import Replica
 from outrider.draft_messages import Hello
 from outrider.drafter.serve import own_id
 from outrider.drafter.strategy import GuessStrategy
