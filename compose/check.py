@@ -143,7 +143,8 @@ async def crash(
         reasons = set(load.reasons)
         raise CheckFailed(f"{same} of {_STREAMS} texts are plain decoding's; reasons: {reasons}")
     restarted_by = await _restarted(container)
-    await asyncio.wait_for(until_ready(str(client.base_url), print, _DRAFTERS), _BACK_S)
+    async with asyncio.timeout(_BACK_S):
+        await until_ready(str(client.base_url), print, _DRAFTERS)
     back = f"back by {restarted_by} after {time.monotonic() - killed:.0f} s"
     return f"{under_way} under way, {same} equal, {load.accepted} accepted, {back}"
 

@@ -233,7 +233,8 @@ async def serving(
                 supervisor.start(child)
             ready = until_ready(stack.http_url, lambda stage: None, len(drafters), stack.ca)
             try:
-                await asyncio.wait_for(supervisor.settle(ready), 300)
+                async with asyncio.timeout(300):
+                    await supervisor.settle(ready)
             except (StartFailed, TimeoutError) as cause:
                 raise RuntimeError(
                     "\n".join([str(cause) or "not ready after 300 s", *words])

@@ -128,7 +128,8 @@ class Kit:
 
     async def _first_link(self, seconds: float) -> Link | None:
         with suppress(TimeoutError):
-            return await asyncio.wait_for(self.verifier.links.get(), seconds)
+            async with asyncio.timeout(seconds):
+                return await self.verifier.links.get()
         return None
 
     async def _play(self) -> None:

@@ -136,7 +136,8 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
         self.attempts.append(time.monotonic())
         requests = aiter(request_iterator)
         try:
-            first = await asyncio.wait_for(anext(requests), 10)
+            async with asyncio.timeout(10):
+                first = await anext(requests)
         except (TimeoutError, StopAsyncIteration):
             self._complain("hello", "no Hello came within 10 s")
             return

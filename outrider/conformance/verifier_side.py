@@ -60,7 +60,8 @@ class Drafter:
 
     async def receive(self) -> Step:
         """The next message, or EOF; raises TimeoutError after 20 s."""
-        response: Step = await asyncio.wait_for(self.call.read(), _WAIT_S)
+        async with asyncio.timeout(_WAIT_S):
+            response: Step = await self.call.read()
         return response
 
     async def follow(self, guess: Callable[[list[int]], list[int]], repeats: int = 1) -> None:

@@ -103,7 +103,8 @@ class GrammarCompiler:
         """Run a function on a thread of the pool, within `compile_seconds`."""
         work = self._pool.submit(function, *given)
         try:
-            return await asyncio.wait_for(asyncio.wrap_future(work), self._seconds)
+            async with asyncio.timeout(self._seconds):
+                return await asyncio.wrap_future(work)
         except TimeoutError as cause:
             limit = f"{self._seconds:g} s"
             if work.cancel():

@@ -168,7 +168,8 @@ async def _demo(stack: Stack, settings: ServeSettings, part: Part, console: Cons
         loading = f"loading {settings.target} and {drafters} drafters ..."
         with start_status(console, loading) as show:
             ready = until_ready(stack.http_url, show, drafters)
-            await asyncio.wait_for(supervisor.settle(ready), _LOADING_S)
+            async with asyncio.timeout(_LOADING_S):
+                await supervisor.settle(ready)
         with _progress(console) as progress:
             await _measure(stack.http_url, settings.target, rows, part.max_tokens, progress)
     except (StartFailed, TimeoutError):

@@ -101,7 +101,8 @@ class Supervisor:
         pending = [child.process.wait() for child in self.children if child.process is not None]
         try:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(asyncio.gather(*pending), _STOP_S)
+                async with asyncio.timeout(_STOP_S):
+                    await asyncio.gather(*pending)
         finally:
             for child in self.children:
                 _signal(child, signal.SIGKILL)

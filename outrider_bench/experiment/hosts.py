@@ -139,7 +139,8 @@ class LocalHandle:
         self._signal(signal.SIGTERM)
         self._signal(signal.SIGCONT)  # a paused process takes no other signal
         try:
-            await asyncio.wait_for(asyncio.shield(self._ended), _STOP_S)
+            async with asyncio.timeout(_STOP_S):
+                await asyncio.shield(self._ended)
         except TimeoutError:
             await self.kill()
 

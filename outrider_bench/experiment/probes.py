@@ -73,7 +73,8 @@ def round_trips() -> dict[str, RoundTrip]:
 
 async def _round_trip(address: str) -> RoundTrip:
     async with rpc.dial(address) as channel:
-        await asyncio.wait_for(channel.channel_ready(), _START_S)
+        async with asyncio.timeout(_START_S):
+            await channel.channel_ready()
         stream: Any = channel.stream_stream
         call = stream(_METHOD)()
         times = []

@@ -96,7 +96,8 @@ class RemoteHost:
     async def hold(self) -> None:
         """Reserve the machine."""
         try:
-            held = await asyncio.wait_for(self._lease.read(), _CALL_S)
+            async with asyncio.timeout(_CALL_S):
+                held = await self._lease.read()
         except grpc.aio.AioRpcError as error:
             raise self._failure(error) from error
         except TimeoutError as error:

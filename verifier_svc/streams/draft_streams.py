@@ -112,7 +112,8 @@ class DraftStream:
 
     async def _receive_hello(self) -> Hello:
         try:
-            first = await asyncio.wait_for(anext(self._requests), _HELLO_S)
+            async with asyncio.timeout(_HELLO_S):
+                first = await anext(self._requests)
         except (TimeoutError, StopAsyncIteration) as cause:
             message = f"the first message must be a Hello, within {_HELLO_S:.0f} s"
             raise _violation(message) from cause

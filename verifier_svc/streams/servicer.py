@@ -94,14 +94,16 @@ class VerifierServicer(
         engine = self._ready()
         # A drain does not wait for an engine that hangs.
         with suppress(TimeoutError):
-            await asyncio.wait_for(engine.call(engine.engine.stop_gathering), _ANSWER_S)
+            async with asyncio.timeout(_ANSWER_S):
+                await engine.call(engine.engine.stop_gathering)
         self.report(Stage.DRAINING, "finishing what runs")
         for callers in self._token_streams:
             callers.say_draining()
         for stream in self._streams:
             stream.say_draining("the verifier is about to stop", grace_s)
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._idle.wait(), grace_s)
+            async with asyncio.timeout(grace_s):
+                await self._idle.wait()
         for callers in self._token_streams:
             callers.end()
         for stream in self._streams:
