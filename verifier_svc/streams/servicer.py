@@ -268,13 +268,16 @@ async def report_health(engine: EngineThread, server: Server) -> None:
     """Report SERVING for ever, but NOT_SERVING while the engine hangs."""
     while True:
         await server.set_serving(True)
-        answered = asyncio.ensure_future(engine.call(lambda: None))
-        await asyncio.wait({answered}, timeout=_MAX_STEP_S)
-        if not answered.done():
-            log.error("the engine hangs: its step takes more than %.0f s", _MAX_STEP_S)
-            await server.set_serving(False)
-            await answered
-            log.info("the engine's step has ended")
+        answered = asyncio.create_task(engine.call(lambda: None))
+        try:
+            await asyncio.wait({answered}, timeout=_MAX_STEP_S)
+            if not answered.done():
+                log.error("the engine hangs: its step takes more than %.0f s", _MAX_STEP_S)
+                await server.set_serving(False)
+                await answered
+                log.info("the engine's step has ended")
+        finally:
+            answered.cancel()
         await asyncio.sleep(_HEALTH_POLL_S)
 
 
