@@ -73,7 +73,8 @@ pinned: $(SUPPLY)/installed
 	awk '/^[^ ]/ {keep = !/^(torch|nvidia-|cuda-)/} keep' $(PINNED)/heavy.txt \
 	  >$(SUPPLY)/heavy.txt
 	mv $(SUPPLY)/heavy.txt $(PINNED)/heavy.txt
-	$(PYTHON) -c "import tomllib; system = tomllib.load(open('pyproject.toml', 'rb'))['build-system']; \
+	$(PYTHON) -c "import tomllib; \
+	system = tomllib.load(open('pyproject.toml', 'rb'))['build-system']; \
 	print(*system['requires'], sep='\n')" >$(SUPPLY)/build.in
 	$(PIN) $(SUPPLY)/build.in --output-file $(PINNED)/build.txt
 
