@@ -18,7 +18,7 @@ from counting_drafter import opened
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from scripted_drafts import READY, ScriptedVerifier
 
-from drafter_svc.families.registry import find_family
+from drafter_svc.families.registry import find_family, known_families
 from outrider.draft_messages import Closed, DraftBatch, Skip, StepBatch
 from outrider.grammar.kinds import Grammar, GrammarKind
 from outrider.messages import DraftDistribution, SamplingParams
@@ -197,7 +197,7 @@ async def test_it_is_not_serving_until_a_verifier_has_it(verifier: ScriptedVerif
         (
             ["--family", "eagle"],
             2,
-            "family must be ngram, suffix, model or package.module:Class, not 'eagle'",
+            f"family must be {', '.join(known_families())} or package.module:Class, not 'eagle'",
         ),
         (
             ["--family", "drafter_svc.nowhere:X"],

@@ -92,7 +92,8 @@ class Roster:
     def _quarantine_left_s(self, name: str) -> float:
         """Seconds for which the id or certificate's name is still refused.
 
-        `_FAULTS_TO_QUARANTINE` violations within `_QUARANTINE_S` start a quarantine of that duration.
+        `_FAULTS_TO_QUARANTINE` violations within `_QUARANTINE_S` start a quarantine of that
+        duration.
         """
         faults = self._faults.get(name, [])
         if len(faults) < _FAULTS_TO_QUARANTINE or faults[-1] - faults[0] >= _QUARANTINE_S:

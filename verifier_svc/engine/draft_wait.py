@@ -38,10 +38,10 @@ class DraftWait:
         self._began = 0.0
 
     def poll(self) -> float:
-        """Seconds after which the caller should ask again; 0 when the step should begin.
+        """Plan the next step, and say when to poll again (seconds); 0 when the step should begin.
 
-        The first call after a step plans the next one. Each later call checks again which drafts
-        are missing: some may have come, and some may no longer pay.
+        The first call after a step admits sequences and makes the plan. Each later call checks
+        again which drafts are missing: some may have come, and some may no longer pay.
         """
         plan = self._plan or self._make_plan()
         now = self._clock()
