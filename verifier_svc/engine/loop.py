@@ -268,9 +268,10 @@ class Engine:
         """Measure the step and send its verdicts; if no sequence is left, send its chunks too."""
         isolated_forward_s = self._observe(batch)
         self._metrics.occupancy(self.scheduler)
-        self._metrics.flush()
         self.outgoing.send_to_drafters()
         if not self.sequences:
+            # Otherwise both come with the next step.
+            self._metrics.flush()
             self.outgoing.send_to_clients()
         self._step_clock.end("send")
         self._spans.end(self._step_clock.phases_s)
