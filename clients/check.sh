@@ -15,10 +15,7 @@ clients=(*/client)
 [ "${1:-}" = --built ] || ./install.sh
 
 port() {
-  "$PYTHON" -c 'import socket
-s = socket.socket()
-s.bind(("127.0.0.1", 0))
-print(s.getsockname()[1])'
+  "$PYTHON" -c 'from outrider.process.ports import free_port; print(free_port())'
 }
 cd "$root"
 certs=$work/certs

@@ -132,7 +132,8 @@ def check(
     if under_way == 0:
         return
     # A full queue drops a request of the tenant that uses most for one that uses less, so the
-    # verifier must see it. Another gateway may have the largest tenant.
+    # verifier must see it. For a tenant without requests here, another gateway may have the
+    # largest tenant.
     is_largest = own + count >= max(counts.values(), default=0) and (own > 0 or others == 0)
     if under_way + count > load.most and is_largest:
         waiting = max(0, under_way - load.places)

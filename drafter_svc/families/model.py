@@ -142,7 +142,8 @@ class ModelFamily(Family):
         """Cut the KV cache to the first `standing` tokens, or take over that of a branch."""
         draft = self._drafts[sequence.id]
         new = sequence.tokens[draft.committed_count :]
-        # Tokens that still stand: `new`, and the guesses behind it, if the chain was right.
+        # How many tokens behind the earlier commit still stand: fewer than `new` if the chain was
+        # wrong, else `new` and the guesses behind it.
         kept = standing - draft.committed_count
         draft.committed_count = len(sequence.tokens)
         draft.has_unknown_ids |= self._has_unknown_ids(new)

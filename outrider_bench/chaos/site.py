@@ -210,8 +210,9 @@ class Site:
 
     async def recovered(self) -> str:
         """What is still missing of the stack after 90 s; "" as soon as nothing is."""
-        await within(_RECOVERS_S, self._is_ready)
-        return "; ".join(await self._missing())
+        if await within(_RECOVERS_S, self._is_ready):
+            return ""
+        return "; ".join(await self._missing()) or "it was whole only after that time"
 
     async def _is_ready(self) -> bool:
         return not await self._missing()
@@ -225,6 +226,8 @@ class Site:
             except (httpx.TransportError, ValueError) as error:
                 found.append(f"{name} does not answer: {error!r}")
                 continue
+            if len(states) < len(VERIFIERS):
+                found.append(f"{name} shows {len(states)} verifiers")
             found += [f"{name}: {what}" for state in states for what in self._lacks(state)]
         return found
 

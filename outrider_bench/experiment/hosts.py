@@ -138,10 +138,8 @@ class LocalHandle:
         """Send SIGTERM to its group, and SIGKILL after 12 s; return when it has ended."""
         self._signal(signal.SIGTERM)
         self._signal(signal.SIGCONT)  # a paused process takes no other signal
-        try:
-            async with asyncio.timeout(_STOP_S):
-                await asyncio.shield(self._ended)
-        except TimeoutError:
+        _, late = await asyncio.wait({self._ended}, timeout=_STOP_S)
+        if late:
             await self.kill()
 
     async def kill(self) -> None:

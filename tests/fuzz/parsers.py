@@ -1,22 +1,22 @@
 """Coverage-guided fuzzing of the parsers of other processes' bytes, with Atheris (libFuzzer).
 
-Run it from the repository's root with one parser's name and libFuzzer's flags:
+Run it with a parser's name, a directory for the inputs that reach new code, and libFuzzer's flags:
 
-    python tests/fuzz/parsers.py request -max_total_time=3600
+    python tests/fuzz/parsers.py request /tmp/inputs -max_total_time=3600
 
 A parser may refuse bytes. What it takes must be the same when it was written and read again.
-Anything else ends the run, and libFuzzer leaves the bytes in a file `crash-*`, which
-`python tests/fuzz/parsers.py request FILE` reads again.
+Anything else ends the run, and libFuzzer leaves the bytes in a file `crash-*` of the working
+directory. Given this file in place of the directory, the program reads it alone.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import atheris
@@ -27,12 +27,17 @@ _OWN = ["outrider.wire", "outrider.checks", "gateway.json_body", "gateway.chunk_
 with atheris.instrument_imports(include=_OWN):
     from gateway import chunk_checks, json_body
     from outrider.errors import OutriderError
+    from outrider.model_info import ModelInfo, Stage
     from outrider.v1 import drafts_pb2, verifier_pb2
     from outrider.wire import drafts, model, requests
 
 _VOCABULARY = 1000
 _CONTEXT = 500
 _MOST_VALUES = 8
+_MOST_TOKENS = 8
+_INFO = ModelInfo(
+    "a", Stage.READY, vocab_size=_VOCABULARY, context_length=_CONTEXT, max_draft_tokens=8
+)
 
 
 def _check(kind: Any, read: Callable[[Any], Any], write: Callable[[Any], Any], data: bytes) -> None:
@@ -49,6 +54,14 @@ def _check(kind: Any, read: Callable[[Any], Any], write: Callable[[Any], Any], d
 def check_model(data: bytes) -> None:
     """Read a verifier's model, as a gateway does."""
     chunk_checks.check_model(model.model_from_proto(verifier_pb2.GetModelResponse.FromString(data)))
+
+
+def check_chunk(data: bytes) -> None:
+    """Read the tokens that a verifier sends, as a gateway does."""
+    chunk = requests.chunk_from_proto(verifier_pb2.GenerateTokensResponse.FromString(data))
+    chunk_checks.check_chunk(chunk, _INFO, _MOST_TOKENS, "127.0.0.1:1")
+    assert len(chunk.token_ids) <= _MOST_TOKENS
+    assert all(token < _VOCABULARY for token in chunk.token_ids)
 
 
 @atheris.instrument_func
@@ -98,6 +111,25 @@ _REQUEST = verifier_pb2.GenerateTokensRequest(
     prediction_token_ids=[5],
     committed_token_ids=[6],
     noise_seed=7,
+    sampling={
+        "temperature": 0.5,
+        "top_p": 0.5,
+        "top_k": 8,
+        "seed": 9,
+        "logit_bias": {3: 1.5},
+        "banned_token_ids": [7],
+    },
+    speculation={"drafter": "a", "draft_tokens": 4, "acceptance": 2, "typical_epsilon": 0.25},
+    grammar={"choice": {"texts": ["a", "b"]}},
+)
+_CHUNK = verifier_pb2.GenerateTokensResponse(
+    token_ids=[1, 2],
+    sources=[2, 3],
+    drafter_id="a",
+    finish_reason=1,
+    draft_token_count=3,
+    logprobs=[{"logprob": -0.5, "top_token_ids": [1], "top_logprobs": [-0.5], "rank": 1}] * 2,
+    stats={"forward_count": 2, "draft_count": 1, "draft_token_count": 3, "max_draft_tokens": 4},
 )
 _HELLO = drafts_pb2.Hello(
     drafter_id="a", family="b", tokenizer_fingerprint="c", max_draft_tokens=4, distributions=[1, 2]
@@ -124,6 +156,8 @@ _STEP = drafts_pb2.StepBatch(
             distribution=1,
             draft_tokens=4,
             window=_WINDOW,
+            sampling={"temperature": 0.5, "seed": 9},
+            grammar={"regex": "a+"},
         )
     ],
     verdicts=[
@@ -160,6 +194,7 @@ PARSERS: dict[str, tuple[Callable[[bytes], None], bytes]] = {
         partial(_check, type(_STEP), _read_step, drafts.step_to_proto),
         _STEP.SerializeToString(),
     ),
+    "chunk": (check_chunk, _CHUNK.SerializeToString()),
     "model": (check_model, _MODEL.SerializeToString()),
     "json": (check_json, b'{"a": [1, "b\\"", {}], "c": []}'),
     "planted": (check_planted, _HELLO.SerializeToString()),
@@ -169,7 +204,7 @@ PARSERS: dict[str, tuple[Callable[[bytes], None], bytes]] = {
 
 def main() -> None:
     """Fuzz the parser that the command line names; libFuzzer ends the process."""
-    name, *flags = sys.argv[1:]
+    name, place, *flags = sys.argv[1:]
     check, example = PARSERS[name]
 
     def run(data: bytes) -> None:
@@ -183,11 +218,13 @@ def main() -> None:
             if name != "model":
                 raise
 
-    with TemporaryDirectory(prefix="outrider-fuzz-") as directory:
-        (Path(directory) / "example").write_bytes(example)
-        corpus = [] if any(not flag.startswith("-") for flag in flags) else [directory]
-        atheris.Setup([sys.argv[0], *flags, *corpus], run)
-        atheris.Fuzz()
+    # A refusal may be logged.
+    logging.disable()
+    if not Path(place).is_file():
+        Path(place).mkdir(parents=True, exist_ok=True)
+        (Path(place) / "example").write_bytes(example)
+    atheris.Setup([sys.argv[0], place, *flags], run)
+    atheris.Fuzz()
 
 
 if __name__ == "__main__":

@@ -10,13 +10,13 @@ import pytest
 
 pytest.importorskip("atheris", reason="Atheris has packages for Linux on x86-64 alone")
 
-PARSERS = ("request", "hello", "drafts", "step", "model", "json")
+PARSERS = ("request", "hello", "drafts", "step", "chunk", "model", "json")
 
 
 def fuzz(parser: str, runs: int, directory: Path) -> subprocess.CompletedProcess[str]:
     program = Path(__file__).with_name("parsers.py")
     flags = [f"-runs={runs}", "-seed=1", f"-artifact_prefix={directory}/"]
-    command = [sys.executable, str(program), parser, *flags]
+    command = [sys.executable, str(program), parser, str(directory / "inputs"), *flags]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
 
 

@@ -17,7 +17,7 @@ from outrider.process import rpc
 from outrider.v1 import verifier_pb2, verifier_pb2_grpc
 from outrider.wire import model as wire_model
 from outrider.wire import requests as wire_requests
-from verifier_svc.streams.token_streams import TokenStream
+from verifier_svc.streams.token_streams import CallerStream
 
 Step = TokenChunk | OutriderError | float
 """A chunk to send, an error to end with, or seconds to wait."""
@@ -72,7 +72,7 @@ class ScriptedVerifier(
         self, request_iterator: AsyncIterator[token_streams_pb2.StreamTokensRequest], context: Any
     ) -> None:
         self.script.stream_count += 1
-        stream = TokenStream(self._generate, aiter(request_iterator), context)
+        stream = CallerStream(self._generate, aiter(request_iterator), context)
         serving = asyncio.ensure_future(stream.run())
         hung_up = asyncio.ensure_future(self._hang_up(stream))
         try:
@@ -81,7 +81,7 @@ class ScriptedVerifier(
             serving.cancel()
             hung_up.cancel()
 
-    async def _hang_up(self, stream: TokenStream) -> None:
+    async def _hang_up(self, stream: CallerStream) -> None:
         # Tests set plain flags, so there is no event to wait for.
         while not self.script.hangs_up:
             if self.script.leaves:

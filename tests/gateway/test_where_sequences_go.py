@@ -15,7 +15,7 @@ from gateway.prompts import Prompts
 from outrider.errors import OutriderError, Reason
 from outrider.internal.v1.token_streams_pb2 import TokensPart
 from outrider.messages import FinishReason, TokenRequest
-from verifier_svc.streams.token_streams import TokenStream
+from verifier_svc.streams.token_streams import CallerStream
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -142,17 +142,17 @@ async def test_sequences_go_on_when_the_verifier_cuts_off_a_slow_gateway(
     slow = OutriderError(Reason.SLOW_READER, "67108864 bytes are unread")
     asked = await site.pauses(0.3, stream=True)
     site.writes(site.second)
-    send = TokenStream._send
-    cut: list[TokenStream] = []
+    send = CallerStream._send
+    cut: list[CallerStream] = []
 
-    def cut_off(stream: TokenStream, part: TokensPart) -> None:
+    def cut_off(stream: CallerStream, part: TokensPart) -> None:
         if not cut:
             cut.append(stream)
             stream._ended.set_exception(slow)
         if stream is not cut[0]:
             send(stream, part)
 
-    monkeypatch.setattr(TokenStream, "_send", cut_off)
+    monkeypatch.setattr(CallerStream, "_send", cut_off)
     assert text_of(await asked) == TEXT
 
 

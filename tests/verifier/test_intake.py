@@ -1,4 +1,4 @@
-"""Admission: drafters get a sequence once it leaves the queue, and prompts keep their share."""
+"""Intake: drafters get a sequence once it leaves the queue, and prompts keep their share."""
 
 from fake_model import Client, ScriptedDrafter, make_engine
 

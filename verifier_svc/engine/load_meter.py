@@ -44,8 +44,8 @@ class LoadMeter:
     def load(self) -> Load:
         """The load now.
 
-        Waiting sequences count as running in the places of those that ended since the last
-        intake, since they will be in the next step.
+        Waiting sequences count as running in the places of those that ended since sequences
+        were last admitted, because they will be in the next step.
         """
         total = len(self._running) + len(self._waiting)
         running = min(max(len(self._running), self._admitted_count), total)

@@ -61,7 +61,7 @@ def shrink(plan: WorldPlan) -> WorldPlan:
     """Remove faults, drafters and requests one by one while the world fails in the same way."""
     with _quiet_log():
         wanted = _kind(failure_of(plan)[0])
-        smaller = True
+        smaller = bool(wanted)
         while smaller:
             smaller = False
             for candidate in _smaller(plan):
@@ -73,8 +73,9 @@ def shrink(plan: WorldPlan) -> WorldPlan:
 
 
 def _kind(failure: str) -> str:
-    """The error's type and, of a Violation, the invariant; both stand before the second colon."""
-    return ":".join(failure.split(":")[:2])
+    """The type of an error or, of a Violation, the invariant. Details follow after a colon."""
+    parts = failure.split(":")
+    return parts[1] if parts[0] == "Violation" else parts[0]
 
 
 def _smaller(plan: WorldPlan) -> Iterator[WorldPlan]:

@@ -32,7 +32,7 @@ _NOTICE_S = 0.03
 _FORGES = 0.5
 _FLOOD = 12
 _FLOOD_TOKENS = 150
-_FAULTS_ALLOWED = 3
+_FAULTS_TO_QUARANTINE = 3
 
 
 class RandomDrafter:
@@ -227,7 +227,7 @@ class Connection:
         self._world.note(f"{drafter.plan.name} {error.reason.name}")
         self._world.counts[f"streams ended, {error.reason.name}"] += 1
         if error.reason in (Reason.PROTOCOL_VIOLATION, Reason.QUARANTINED):
-            least = 1 if error.reason is Reason.PROTOCOL_VIOLATION else _FAULTS_ALLOWED
+            least = 1 if error.reason is Reason.PROTOCOL_VIOLATION else _FAULTS_TO_QUARANTINE
             if drafter.violation_count < least:
                 broken("quarantine is only for what no delay explains", error)
         elif error.reason not in (Reason.DRAFTER_ID_TAKEN, Reason.OVERLOADED):
