@@ -106,12 +106,12 @@ class Costs(_Table):
             seconds += self.prompt_step_s + prompt_tokens * self.prompt_token_s
         return seconds
 
-    def beside_forwards(self, count: int) -> float:
-        """How many times longer a forward takes if it is one of `count` at once.
+    def beside_forwards(self, count: float) -> float:
+        """How many times longer a forward takes if it is one of `count` at once, on average.
 
         More than were measured have no cores of their own, and slow each other down no further.
         """
-        if not self.concurrent or count < 2:
+        if not self.concurrent or count <= 1.0:
             return 1.0
         return _interpolated(self.concurrent, min(count, max(self.concurrent)))
 
