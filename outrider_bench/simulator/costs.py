@@ -89,6 +89,10 @@ class Costs(_Table):
     concurrent: dict[int, float] = Field(default_factory=dict)
     """How many times longer a forward takes while so many compute at once, on cores of their own.
     Empty if that was not measured; it then counts as 1."""
+    front_request_s: NotNegative = 0.0
+    """Seconds of a core for each request outside the engine: in the verifier's streams, in the
+    gateway and in the client. `front_message_s` are those for each message with tokens."""
+    front_message_s: NotNegative = 0.0
 
     _grid: dict[int, dict[int, float]] = PrivateAttr(default_factory=dict)
     _known: dict[tuple[int, int], float] = PrivateAttr(default_factory=dict)
