@@ -17,7 +17,7 @@ serve: $(VENV)/installed
 # Tests with clients, servers and time-outs run one by one, and mostly wait. Tests without a clock
 # run beside them at a lower priority; their output follows at the end. At the lowest priority they
 # would not run at all on a busy machine.
-TOGETHER := $(addprefix tests/, losslessness simulator lm experiment verifier shared repo placement)
+TOGETHER := $(addprefix tests/, losslessness simulator lm experiment verifier shared repo placement fuzz)
 APART = $(filter-out $(TOGETHER:%=%/),$(wildcard tests/*/))
 test: $(VENV)/installed-dev tools
 	@$(MAKE) --no-print-directory --jobs=2 --keep-going test-apart test-together
@@ -73,7 +73,8 @@ pinned: $(SUPPLY)/installed
 	awk '/^[^ ]/ {keep = !/^(torch|nvidia-|cuda-)/} keep' $(PINNED)/heavy.txt \
 	  >$(SUPPLY)/heavy.txt
 	mv $(SUPPLY)/heavy.txt $(PINNED)/heavy.txt
-	$(PYTHON) -c "import tomllib; system = tomllib.load(open('pyproject.toml', 'rb'))['build-system']; \
+	$(PYTHON) -c "import tomllib; \
+	system = tomllib.load(open('pyproject.toml', 'rb'))['build-system']; \
 	print(*system['requires'], sep='\n')" >$(SUPPLY)/build.in
 	$(PIN) $(SUPPLY)/build.in --output-file $(PINNED)/build.txt
 

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Generates and builds every client, and compares the coupled noise of every language with its test
-# vectors. Leaves what check.sh reads in clients/build: each client's seconds, and what each noise
-# printed. Needs Node 20, cargo, and the packages that install.sh installs.
+# vectors. Writes two files for each language to clients/build, which check.sh reads: the seconds of
+# the client's build, and the output of the noise. Needs Node 20, cargo, and the packages that
+# install.sh installs.
 set -euo pipefail
 cd "$(dirname "$0")"
 root=$(cd .. && pwd)
@@ -12,14 +13,18 @@ mkdir "$out"
 
 build() {
   local began=$SECONDS language=${1%%/*}
-  [ ! -x "$1/build.sh" ] || "$1/build.sh" >"$out/$language.log" 2>&1 || { cat "$out/$language.log"; exit 1; }
+  if [ -x "$1/build.sh" ] && ! "$1/build.sh" >"$out/$language.log" 2>&1; then
+    cat "$out/$language.log"
+    exit 1
+  fi
   echo "$((SECONDS - began))" >"$out/$language.seconds"
 }
 export -f build
 export SECONDS
 printf '%s\n' */client | nice -n 5 xargs -P 2 -I{} bash -euc 'build {}'
 
-# After the builds, since one of them installs what the noise of its language needs.
+# After the builds: the noise in TypeScript needs packages that the build of its client installs.
 for noise in */noise; do
-  nice -n 5 "$noise/run.sh" >"$out/${noise%%/*}.noise" 2>&1 || echo "failed" >>"$out/${noise%%/*}.noise"
+  said=$out/${noise%%/*}.noise
+  nice -n 5 "$noise/run.sh" >"$said" 2>&1 || echo "failed" >>"$said"
 done

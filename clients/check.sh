@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Generates, builds and runs every client against a real stack without TLS and, but for Java,
+# Generates, builds and runs every client against a real stack without TLS and, except for Java,
 # against one with mutual TLS; each must pass nine checks. Also checks the coupled noise of every
 # language. Needs Node 20, cargo, and Debian with root or with the packages of
 # clients/*/*/packages.txt installed. With --built, install.sh and build.sh have run.
@@ -14,7 +14,12 @@ clients=(*/client)
 
 [ "${1:-}" = --built ] || ./install.sh
 
-port() { "$PYTHON" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'; }
+port() {
+  "$PYTHON" -c 'import socket
+s = socket.socket()
+s.bind(("127.0.0.1", 0))
+print(s.getsockname()[1])'
+}
 cd "$root"
 certs=$work/certs
 "$PYTHON" -m outrider.launch.cli certs "$certs" >/dev/null
@@ -27,7 +32,9 @@ start() {
     --http-port "$(port)" --grpc-port "${gateway[$1]}" --verifier-port "${verifier[$1]}" "${@:2}" \
     >"$work/serve-$1.log" 2>&1 &
   servers+=($!)
-  [ "$1" = plain ] || public=(--public-tls-cert "$certs/gateway.pem" --public-tls-key "$certs/gateway.key")
+  if [ "$1" != plain ]; then
+    public=(--public-tls-cert "$certs/gateway.pem" --public-tls-key "$certs/gateway.key")
+  fi
   "$PYTHON" -m gateway --verifier 127.0.0.1:1 --tokenizer models/target --http-port "$(port)" \
     --grpc-listen "127.0.0.1:${lonely[$1]}" "${public[@]}" >"$work/gateway-$1.log" 2>&1 &
   servers+=($!)
@@ -54,8 +61,8 @@ failed=0
 # checks CLIENT NAME ARGUMENT...: prints how many of the nine checks pass against a stack.
 checks() {
   local said=$work/${1%%/*}-$2.run count
-  "$1/run.sh" "127.0.0.1:${gateway[$2]}" "127.0.0.1:${verifier[$2]}" "127.0.0.1:${lonely[$2]}" "${@:3}" \
-    >"$said" 2>&1 || failed=1
+  "$1/run.sh" "127.0.0.1:${gateway[$2]}" "127.0.0.1:${verifier[$2]}" "127.0.0.1:${lonely[$2]}" \
+    "${@:3}" >"$said" 2>&1 || failed=1
   count=$(grep -c '^ok ' "$said" || true)
   printf '  %6s of 9' "$count"
   [ "$count" = 9 ] || { failed=1; echo; cat "$said"; }
@@ -65,7 +72,11 @@ for client in "${clients[@]}"; do
   printf '%-12s %8s' "${client%%/*}" "$(cat "$work/${client%%/*}.seconds")"
   checks "$client" plain
   # Debian's Netty has no ALPN, without which gRPC has no TLS.
-  if [ "$client" = java/client ]; then printf '  %11s' "no ALPN"; else checks "$client" tls "$certs"; fi
+  if [ "$client" = java/client ]; then
+    printf '  %11s' "no ALPN"
+  else
+    checks "$client" tls "$certs"
+  fi
   echo
 done
 printf '\n%-12s %s\n' noise vectors

@@ -2,7 +2,11 @@
 # Installs the packages of clients/*/*/packages.txt that are missing. Needs Debian and root.
 set -euo pipefail
 cd "$(dirname "$0")"
-missing=$(cat */*/packages.txt | sort -u | while read -r name; do dpkg -s "$name" >/dev/null 2>&1 || echo "$name"; done)
+missing=$(
+  cat */*/packages.txt | sort -u | while read -r name; do
+    dpkg -s "$name" >/dev/null 2>&1 || echo "$name"
+  done
+)
 [ -n "$missing" ] || exit 0
 apt-get update -qq
 # Each package is one argument.

@@ -341,7 +341,7 @@ to_tls() {
   wait_healthy 10
   OUTRIDER_VERIFIER_TLS_CA=$certs/ca.pem OUTRIDER_VERIFIER_TLS_CERT=$certs/operator.pem \
     OUTRIDER_VERIFIER_TLS_KEY=$certs/operator.key health
-  # Without a certificate nobody gets in.
+  # A caller without a certificate is refused.
   if asks "$OUTRIDER_VERIFIER_PORT" VerifierService; then return 1; fi
   if curl --silent "http://127.0.0.1:$OUTRIDER_HTTP_PORT/livez"; then return 1; fi
 }

@@ -128,16 +128,16 @@ def check(
     """
     own = counts.get(tenant, 0)
     under_way = sum(counts.values()) + others
+    # Nobody waits, however many choices the request wants. Its deadline ends it if it is late.
+    if under_way == 0:
+        return
     # A full queue drops a request of the tenant that uses most for one that uses less, so the
-    # verifier must see it.
-    is_largest = own + count >= max(counts.values(), default=0) and own > 0
+    # verifier must see it. Another gateway may have the largest tenant.
+    is_largest = own + count >= max(counts.values(), default=0) and (own > 0 or others == 0)
     if under_way + count > load.most and is_largest:
         waiting = max(0, under_way - load.places)
         late_s = load.wait_s(under_way + count, load.places)
         raise _refusal(f"{waiting} requests are waiting already", late_s)
-    # Nobody waits, however many choices the request wants. Its deadline ends it if it is late.
-    if under_way == 0:
-        return
     # Nobody knows whose the others are, so they count as one tenant.
     rivals = [each for name, each in counts.items() if name != tenant]
     late_s = load.wait_s(own + count, fair_share(load.places, [*rivals, others]))

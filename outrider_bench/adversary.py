@@ -18,7 +18,7 @@ from drafter_svc.metrics import Metrics
 from drafter_svc.placement import PlacementPlan
 from outrider.drafter.draft_sequence import DraftSequence
 from outrider.launch.prompts import DEMO_PROMPTS
-from outrider.launch.stack import free_port
+from outrider.process.ports import free_port
 from outrider.tokenizer import load_tokenizer
 from outrider_bench.console import table_of
 from outrider_bench.report import spread

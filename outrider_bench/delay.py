@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.launch.prompts import KINDS
-from outrider.launch.stack import free_port
+from outrider.process.ports import free_port
 from outrider.tokenizer import load_tokenizer
 from outrider_bench.console import table_of
 from outrider_bench.experiment.links import ShapedLink

@@ -32,10 +32,10 @@ from drafter_svc.pools.redis_server import RedisServer
 from outrider.draft_messages import DraftBatch, Hello, Proposal, StepBatch
 from outrider.draft_tokens_policy import DraftTokensPolicy
 from outrider.errors import OutriderError
-from outrider.launch.stack import free_port
 from outrider.lm.pages import PagePool
 from outrider.lm.runner import SequenceSlice
 from outrider.messages import SamplingParams, TokenRequest
+from outrider.process.ports import free_port
 from outrider_bench import gateway_load
 from outrider_bench.console import table_of
 from verifier_svc.engine.loop import Engine

@@ -24,8 +24,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from outrider.launch.client import until_ready
 from outrider.launch.serve_settings import ServeSettings
-from outrider.launch.stack import free_port, plan_stack
+from outrider.launch.stack import plan_stack
 from outrider.launch.supervisor import StartFailed, Supervisor
+from outrider.process.ports import free_port
 from outrider_bench.raw_client import stream
 
 

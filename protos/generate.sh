@@ -12,4 +12,5 @@ files=(outrider/v1/*.proto outrider/internal/v1/*.proto)
 protoc=("$python" -m grpc_tools.protoc -I .)
 "${protoc[@]}" --python_out="$out" --mypy_out="quiet:$out" "${files[@]}"
 # Only files with a service have stubs.
-"${protoc[@]}" --grpc_python_out="$out" --mypy_grpc_out="quiet:$out" $(grep -l '^service ' "${files[@]}")
+mapfile -t services < <(grep -l '^service ' "${files[@]}")
+"${protoc[@]}" --grpc_python_out="$out" --mypy_grpc_out="quiet:$out" "${services[@]}"

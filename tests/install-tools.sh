@@ -1,26 +1,32 @@
 #!/usr/bin/env bash
-# Makes sure that the programs which the tests start are on this machine, from the system's own packages: redis-server (as a Sentinel
-# too, which is the same binary), openssl for its certificates, Chromium for the pages, npm to build the one of clients/browser,
-# Prometheus for the dashboard's queries, and Ruby with gRPC for the drafter of docs/first-drafter.md.
+# Installs the programs that the tests start and that are missing, from the system's own packages:
+# redis-server (the same binary runs as a Sentinel), openssl for its certificates, Chromium for the
+# pages, npm to build the page of clients/browser, Prometheus for the dashboard's queries, and Ruby
+# with gRPC for the drafter of docs/first-drafter.md.
 set -euo pipefail
 missing() {
   local found=()
   local programs="redis-server openssl prometheus npm"
-  # What the page installs is Debian's.
+  # docs/first-drafter.md installs Debian's packages.
   command -v apt-get >/dev/null && programs="$programs grpc_tools_ruby_protoc protoc"
   for program in $programs; do command -v "$program" >/dev/null || found+=("$program"); done
-  command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null || found+=(chromium)
+  command -v chromium >/dev/null || command -v chromium-browser >/dev/null ||
+    command -v google-chrome >/dev/null || found+=(chromium)
   echo "${found[@]}"
 }
 [ -z "$(missing)" ] && exit 0
 echo "installing what the tests need: $(missing)"
 as_root=()
 if [ "$(id -u)" != 0 ]; then
-  command -v sudo >/dev/null || { echo "this needs root: install $(missing), then run this again" >&2; exit 1; }
+  command -v sudo >/dev/null || {
+    echo "this needs root: install $(missing), then run this again" >&2
+    exit 1
+  }
   as_root=(sudo)
 fi
 if command -v apt-get >/dev/null; then
-  # Nothing is to run that the tests did not start; a package's own service would take its port.
+  # Keep packages from starting their services: only the tests start servers, and a service would
+  # take a port.
   blocked=$(mktemp)
   printf '#!/bin/sh\nexit 101\n' >"$blocked"
   chmod 755 "$blocked"
@@ -29,7 +35,8 @@ if command -v apt-get >/dev/null; then
     trap '"${as_root[@]}" rm -f /usr/sbin/policy-rc.d' EXIT
   fi
   "${as_root[@]}" apt-get update -qq
-  # What is there stays as it is: Debian's npm, for example, cannot be installed beside another source's Node.js.
+  # Install only missing packages: Debian's npm, for example, cannot be installed beside another
+  # source's Node.js.
   packages=()
   for program in $(missing); do
     case $program in
@@ -39,10 +46,14 @@ if command -v apt-get >/dev/null; then
       *) packages+=("$program") ;;
     esac
   done
-  "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${packages[@]}" >/dev/null
+  "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive \
+    apt-get install -y -qq --no-install-recommends "${packages[@]}" >/dev/null
 elif command -v dnf >/dev/null; then
   "${as_root[@]}" dnf install -y -q redis openssl golang-github-prometheus npm chromium
 elif command -v apk >/dev/null; then
   "${as_root[@]}" apk add -q redis openssl prometheus npm chromium
 fi
-[ -z "$(missing)" ] || { echo "could not be installed: $(missing); install them by hand, then run this again" >&2; exit 1; }
+[ -z "$(missing)" ] || {
+  echo "could not be installed: $(missing); install them by hand, then run this again" >&2
+  exit 1
+}

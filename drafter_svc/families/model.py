@@ -142,15 +142,16 @@ class ModelFamily(Family):
         """Cut the KV cache to the first `standing` tokens, or take over that of a branch."""
         draft = self._drafts[sequence.id]
         new = sequence.tokens[draft.committed_count :]
-        matched = standing - draft.committed_count
+        # Tokens that still stand: `new`, and the guesses behind it, if the chain was right.
+        kept = standing - draft.committed_count
         draft.committed_count = len(sequence.tokens)
         draft.has_unknown_ids |= self._has_unknown_ids(new)
         branch = None
-        if matched >= len(new):
+        if kept >= len(new):
             del draft.alternatives[: len(new)]
         else:
             if sequence.guesses:
-                branch = draft.branches.get((matched, new[matched]))
+                branch = draft.branches.get((kept, new[kept]))
             # No alternatives were remembered for the guesses of a branch.
             draft.alternatives = [[] for _ in sequence.guesses]
         if branch is not None:

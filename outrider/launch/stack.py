@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from outrider.launch.serve_settings import REDIS_SETTINGS, DrafterSpec, ServeSet
 from outrider.launch.supervisor import Child
 from outrider.process.config import ScrapedSettings, load
 from outrider.process.cores import parse_cores
+from outrider.process.ports import check_port, free_port
 from outrider.process.roles import Role
 from outrider.process.usage import suggestion
 from verifier_svc.config import TargetSettings
@@ -200,19 +200,13 @@ def _gateway_arguments(
     )
 
 
-def free_port(host: str) -> int:
-    """A port that nothing listens on now."""
-    return _port("port", host, 0)
-
-
 def _port(field: str, host: str, wanted: int) -> int:
     """The port, or a free one for 0; raises OutriderError(INVALID_VALUE) if it is in use."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, wanted))
-        except OSError as cause:
-            message = f"{field} {wanted} on {host} cannot be used: {cause.strerror}"
-            raise OutriderError(Reason.INVALID_VALUE, message, field) from cause
-        port: int = probe.getsockname()[1]
-        return port
+    try:
+        if wanted == 0:
+            return free_port(host)
+        check_port(host, wanted)
+    except OSError as cause:
+        message = f"{field} {wanted} on {host} cannot be used: {cause.strerror}"
+        raise OutriderError(Reason.INVALID_VALUE, message, field) from cause
+    return wanted

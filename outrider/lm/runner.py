@@ -140,7 +140,7 @@ class ModelRunner:
         """
         self.warm_up()
         if self._graphs is not None:
-            self._graphs.prepare(bounds)
+            self._graphs.capture(bounds)
 
     @torch.inference_mode()
     def forward(self, slices: Sequence[SequenceSlice]) -> torch.Tensor:

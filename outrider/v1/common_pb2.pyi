@@ -209,8 +209,8 @@ class SamplingParams(_message.Message):
     top_p: _builtins.float
     """Keep the smallest set of likeliest tokens with this mass. Range (0, 1]; unset means 1."""
     seed: _builtins.int
-    """Makes the output reproducible: the same seed gives the same tokens, whatever drafters there
-    are. Unset: the verifier draws a seed.
+    """Makes the output reproducible: the same seed gives the same tokens with any drafters and
+    without. Unset: the verifier draws a seed.
     """
     min_p: _builtins.float
     """Drop tokens less likely than min_p times the likeliest; 0 is off. Range [0, 1]."""

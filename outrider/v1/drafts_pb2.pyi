@@ -9,8 +9,8 @@ committed tokens and needs no earlier message: a drafter that runs ahead repeats
 between the base and its new guesses. The verifier skips the guesses that were committed since,
 and adds the rest to the trie below the last committed token. There, equal prefixes merge, and of
 several children of a node the verifier prefers the one that came first. Guesses that contradict
-the commit are stale; the verifier counts and ignores them. It also counts and cuts off what
-exceeds the window. So messages may come late, twice or in any order without harm.
+the commit are stale; the verifier counts and ignores them. It also counts and cuts off guesses
+that exceed the window. So messages may come late, twice or in any order without harm.
 
 The smallest drafter: append a Verdict's tokens, guess, and answer with a Proposal (sequence_id,
 length, guesses) or with a Skip.
@@ -83,9 +83,9 @@ class _CapabilityEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Capability
 
 class Capability(_Capability, metaclass=_CapabilityEnumTypeWrapper):
     """Features beyond this contract's first release, and features that cost too much for everyone. A
-    drafter names in Hello those that it can use. The verifier answers with those that hold on this
-    stream. Neither side uses another one, so neither meets a message or a field that it needs to
-    understand but does not know.
+    drafter lists in Hello the features that it can use. The verifier answers with the ones among
+    them that it grants for this stream. Neither side uses any other feature. So neither side
+    receives a message or a field that it must understand but does not know.
     """
 
 CAPABILITY_UNSPECIFIED: Capability.ValueType  # 0
@@ -131,8 +131,8 @@ class Hello(_message.Message):
     CAPABILITIES_FIELD_NUMBER: _builtins.int
     MAX_SEQUENCE_COUNT_FIELD_NUMBER: _builtins.int
     drafter_id: _builtins.str
-    """Unique among connected drafters; 1 to 128 printable characters. With mutual TLS it is the common
-    name of the drafter's certificate, or begins with that name and a slash.
+    """Unique among connected drafters; 1 to 128 printable characters. With mutual TLS it is the
+    common name of the drafter's certificate, or begins with that name and a slash.
     """
     family: _builtins.str
     """The kind of drafter, such as "ngram" or "model"; 1 to 64 printable characters."""
@@ -194,7 +194,7 @@ class Welcome(_message.Message):
     """Longest sequence in tokens, prompt included."""
     @_builtins.property
     def capabilities(self) -> _containers.RepeatedScalarFieldContainer[Global___Capability.ValueType]:
-        """Those of Hello.capabilities that hold on this stream."""
+        """The ones among Hello.capabilities that the verifier grants for this stream."""
 
     def __init__(
         self,
@@ -214,7 +214,9 @@ Global___Welcome: _TypeAlias = Welcome  # noqa: Y015
 
 @_typing.final
 class Window(_message.Message):
-    """How far a drafter may run ahead of the last committed token. The verifier cuts off the rest."""
+    """How far a drafter may run ahead of the last committed token. The verifier cuts off further
+    guesses.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -272,9 +274,9 @@ class Opened(_message.Message):
     traceparent: _builtins.str
     """W3C trace context of the request; empty when it is not traced."""
     tree_tokens: _builtins.int
-    """Draft tokens of all branches together that are worth sending for the next step, draft_tokens at
-    most one behind the other. The verifier chooses some of them and verifies them as a tree. 0, or
-    no more than draft_tokens: it verifies a chain. Range [0, 1024].
+    """How many draft tokens of all branches together are worth sending for the next step. Of these,
+    at most draft_tokens are one behind the other. The verifier chooses some of them and verifies
+    them as a tree. If this is 0, or at most draft_tokens, it verifies a chain. Range [0, 1024].
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -372,8 +374,8 @@ class Proposal(_message.Message):
     sequence_id: _builtins.int
     """From Opened. An id that was not yet opened to the drafter is a violation."""
     base_length: _builtins.int
-    """The number of committed tokens before the guesses: any length from that of Opened.token_ids to
-    that of the last committed token. Any other length is a violation.
+    """The number of committed tokens before the guesses: at least the number of Opened.token_ids, at
+    most the number of tokens committed so far. Any other length is a violation.
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -396,9 +398,9 @@ class Proposal(_message.Message):
     @_builtins.property
     def confidences(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """Empty, or for each token the drafter's own estimate of the probability that the token is
-        committed if its parent is. Range (0, 1]. The verifier chooses a tree's tokens by it, and
-        corrects it by what the commits show. It ignores the confidence of a token with a distribution:
-        a choice by a sampled token's own probability would bias the output.
+        committed if its parent is. Range (0, 1]. The verifier chooses a tree's tokens by this
+        estimate, and corrects the estimate by the commits that follow. It ignores the confidence of a
+        token with a distribution: a choice by a sampled token's own probability would bias the output.
         """
 
     @_builtins.property
@@ -437,7 +439,7 @@ class Skip(_message.Message):
     sequence_id: _builtins.int
     """From Opened. An id that was not yet opened to the drafter is a violation."""
     base_length: _builtins.int
-    """The committed length that this answers, as in Proposal.base_length."""
+    """The committed length that this skip answers, as in Proposal.base_length."""
     def __init__(
         self,
         *,
@@ -504,7 +506,7 @@ class Verdict(_message.Message):
     sequence_id: _builtins.int
     """From Opened."""
     committed_length: _builtins.int
-    """Number of committed tokens, these included, and the prompt."""
+    """Number of committed tokens, including new_token_ids and the prompt."""
     accepted_count: _builtins.int
     """How many of this drafter's tokens the last commit matched."""
     draft_tokens: _builtins.int
@@ -523,7 +525,7 @@ class Verdict(_message.Message):
 
     @_builtins.property
     def features(self) -> Global___Features:
-        """Present when CAPABILITY_FEATURES holds."""
+        """Present if the verifier grants CAPABILITY_FEATURES."""
 
     def __init__(
         self,
@@ -644,12 +646,12 @@ class Draining(_message.Message):
     Draining changes nothing.
 
     A drafter that leaves sends this, half-closes the stream and reads to its end. The verifier opens
-    no more sequences to it and ends the stream with OK. A drafter whose stream ends without it
-    counts as lost.
+    no more sequences to it and ends the stream with OK. A drafter whose stream ends without a
+    Draining counts as lost.
 
     A verifier that leaves sends this, opens no more sequences, lets requests run until grace_time
-    has passed, and ends the stream with ERROR_REASON_DRAINING. A drafter does nothing before that;
-    then it reconnects, as after any error that allows a retry.
+    has passed, and ends the stream with ERROR_REASON_DRAINING. The drafter need not do anything
+    before the stream ends. Then it reconnects, as after any error that allows a retry.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

@@ -117,7 +117,7 @@ class GenerateTextRequest(_message.Message):
     """Text to continue."""
     max_tokens: _builtins.int
     """Most tokens to generate. At least 1; at least 0 with prompt_logprob_count, which then only
-    scores the prompt. Unset takes all that the context has room for.
+    scores the prompt. Unset: as many as the context has room for.
     """
     top_logprob_count: _builtins.int
     """Number of likeliest tokens to report with each token, besides the token's own log probability.

@@ -91,7 +91,8 @@ class GenerateTokensRequest(_message.Message):
     """Caches and pools are private to a tenant; at most 128 characters, empty is the default tenant."""
     min_chunk_token_count: _builtins.int
     """After the first response, gather at least this many tokens for each response, but no more than
-    4096. 0 and 1 send each step's tokens. Callers that do not show the growing text save messages.
+    4096. 0 and 1 send each step's tokens. A caller that does not show the growing text saves
+    messages by this.
     """
     top_logprob_count: _builtins.int
     """Number of likeliest tokens to report with each token, besides the token's own log probability.
@@ -103,9 +104,9 @@ class GenerateTokensRequest(_message.Message):
     beginning, since the prefix cache has no logits.
     """
     noise_seed: _builtins.int
-    """Seed of the verifier's random numbers where sampling has none; unset lets the verifier choose.
-    With the same one a continued request goes on as it would have. Unlike sampling.seed it allows
-    sampled drafts, so it promises no text.
+    """Seed of the verifier's random numbers if sampling.seed is unset; if both are unset, the
+    verifier chooses one. With the same noise_seed a continued request goes on as it would have.
+    Unlike sampling.seed it allows sampled drafts, so it does not promise the same text.
     """
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -135,10 +136,10 @@ class GenerateTokensRequest(_message.Message):
 
     @_builtins.property
     def committed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Output that was committed before, by a verifier that was lost or left: the verifier continues
-        behind it, and sends new tokens alone. Ids in [0, vocabulary size), fewer than max_tokens, none
-        of which ends the sequence. They count as output everywhere: in max_tokens, min_tokens and
-        penalties, for the grammar and for the noise. Must be empty with prompt_logprob_count.
+        """Output that a verifier committed before it was lost or left. This verifier continues behind it,
+        and sends only new tokens. Ids in [0, vocabulary size), fewer than max_tokens, none of which
+        ends the sequence. They count as output everywhere: in max_tokens, min_tokens and penalties,
+        for the grammar and for the noise. Must be empty with prompt_logprob_count.
         """
 
     def __init__(
@@ -363,7 +364,7 @@ class DrafterInfo(_message.Message):
     family: _builtins.str
     """From Hello."""
     connected: _builtins.bool
-    """False when its stream broke without a Draining message and it has not come back."""
+    """False if its stream ended without a Draining message and it has not come back."""
     sequence_count: _builtins.int
     """Sequences that the drafter has."""
     acceptance_rate: _builtins.float
@@ -406,8 +407,8 @@ Global___DrafterInfo: _TypeAlias = DrafterInfo  # noqa: Y015
 
 @_typing.final
 class Load(_message.Message):
-    """How busy a verifier is. A caller can refuse at once what the verifier would refuse, or what would
-    wait for too long.
+    """How busy a verifier is. With this a caller can refuse at once the requests that the verifier
+    would refuse, and those that would wait for too long.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -488,8 +489,8 @@ class GetModelResponse(_message.Message):
 
     @_builtins.property
     def drafters(self) -> _containers.RepeatedCompositeFieldContainer[Global___DrafterInfo]:
-        """Connected drafters, then lost ones. Of very many, only the first, so that the message stays
-        small.
+        """Connected drafters, then lost ones. If there are very many, only the first of them, so that the
+        message stays small.
         """
 
     @_builtins.property

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import resource
 import secrets
-import socket
 import ssl
 import tempfile
 from collections.abc import (
@@ -23,6 +21,7 @@ from typing import Any
 import httpx
 from redis.asyncio import Redis
 
+from outrider.process.ports import free_port
 from outrider.process.roles import Role
 from outrider_bench.chaos.certificates import Certificates
 from outrider_bench.chaos.observe import in_use, size_of, within
@@ -48,10 +47,6 @@ _RECOVERS_S = 90.0
 _QUIET_S = 20.0
 
 
-# Outgoing connections get higher ports. One could take that of a process which is down.
-_PORTS = range(20_000, 32_000)
-
-
 class Site:
     """The running stack. With certificates, its processes use mutual TLS, and clients HTTPS."""
 
@@ -69,7 +64,6 @@ class Site:
         self._directory = directory
         self._drafters = [name for name in DRAFTERS if name not in absent]
         self._host = LocalHost()
-        self._ports = iter(random.sample(_PORTS, len(_PORTS)))
         self._verifiers: list[Endpoint] = []
         self._redis_port = 0
         self._pair: RedisPair | None = None
@@ -104,38 +98,34 @@ class Site:
     async def _start_redis(self) -> str:
         """Start Redis; returns its URL for the n-gram drafter, or "" if it is absent."""
         if REDIS_PAIR not in self._absent:
-            ports = {name: self._port() for name in ("redis-1", "redis-2")}
-            self._pair = RedisPair(ports, self._port())
+            ports = {name: free_port() for name in ("redis-1", "redis-2")}
+            self._pair = RedisPair(ports, free_port())
             for launch in self._pair.launches(self._directory):
                 await self._start(launch)
             await self._pair.until_whole()
             return self._pair.url
         if "redis" in self._absent:
             return ""
-        self._redis_port = self._port()
+        self._redis_port = free_port()
         await self._start(server_launch("redis", self._redis_port, self._directory))
         [front] = await self._link("redis", [f"{LOOPBACK}:{self._redis_port}"])
         return f"redis://{front}/0"
 
     async def _start_verifier(self, name: str) -> None:
-        address = f"{LOOPBACK}:{self._port()}"
-        metrics_port = self._port()
+        address = f"{LOOPBACK}:{free_port()}"
+        metrics_port = free_port()
         endpoint = Endpoint(name, str(_TARGET.model), LOOPBACK, 0, metrics_port, address, None)
         launch = verifier_launch(_TARGET, _TARGET.model, endpoint, "")
         await self._start(launch, Role.VERIFIER)
         self._verifiers.append(endpoint)
 
     async def _start_gateway(self, name: str, verifiers: str) -> None:
-        port, grpc_port = self._port(), self._port()
+        port, grpc_port = free_port(), free_port()
         endpoint = Endpoint(name, "", LOOPBACK, port, 0, verifiers, None)
         launch = gateway_launch(endpoint, _TARGET.model, grpc_port, "")
         await self._start(launch, Role.GATEWAY)
         scheme = "http" if self._certificates is None else "https"
         self.gateways[name] = f"{scheme}://{LOOPBACK}:{port}"
-
-    def _port(self) -> int:
-        """A port that nothing listens on now."""
-        return next(port for port in self._ports if _is_free(port))
 
     async def _start(self, launch: Launch, role: Role | None = None) -> None:
         """Start a process, with the certificate of its role if it has one."""
@@ -145,8 +135,8 @@ class Site:
 
     async def _link(self, name: str, targets: Iterable[str]) -> list[str]:
         """Start a link; returns the addresses at which it listens for each target."""
-        fronts = {f"{LOOPBACK}:{self._port()}": target for target in targets}
-        control = LinkControl(LOOPBACK, self._port())
+        fronts = {f"{LOOPBACK}:{free_port()}": target for target in targets}
+        control = LinkControl(LOOPBACK, free_port())
         launch = link_launch(name, f"{LOOPBACK}:{control.address[1]}", fronts)
         await self._start(launch)
         self.links[launch.name] = control
@@ -288,16 +278,6 @@ class Site:
         """Stop all processes."""
         await self.processes.stop()
         await self._http.aclose()
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((LOOPBACK, port))
-        except OSError:
-            return False
-    return True
 
 
 @asynccontextmanager

@@ -16,7 +16,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from outrider.errors import OutriderError, Reason, invalid
 from outrider.internal.v1 import agent_pb2, agent_pb2_grpc
-from outrider.launch.stack import free_port
+from outrider.process.ports import free_port
 from outrider.process.rpc import reports_errors
 from outrider_bench.experiment.hosts import Handle, Launch, LocalHost
 from outrider_bench.experiment.permitted import check_launch
@@ -134,7 +134,11 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
         Raises OutriderError(INVALID_VALUE) for a lease that is not the machine's.
         """
         self._held(request.lease_id)
-        return agent_pb2.FindFreePortResponse(port=free_port(request.address))
+        try:
+            return agent_pb2.FindFreePortResponse(port=free_port(request.address))
+        except OSError as cause:
+            message = f"has no free port: {cause.strerror}"
+            raise invalid("address", message) from cause
 
     @reports_errors
     async def StartProcess(

@@ -13,8 +13,8 @@ from statistics import mean, median
 from pydantic import BaseModel, ConfigDict, Field
 
 from outrider.drafter.stream import wait_until_ready
-from outrider.launch.stack import free_port
 from outrider.process import rpc
+from outrider.process.ports import free_port
 from outrider.tokenizer import load_tokenizer
 from outrider_bench.experiment.spec import Workload
 from outrider_bench.experiment.traffic import requests_of

@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 
 from outrider.errors import invalid
-from outrider.launch.stack import free_port
+from outrider.process.ports import free_port
 from outrider_bench.experiment.compose_file import Images, Service, Subnets, compose_file
 from outrider_bench.experiment.hosts import LOOPBACK, TAIL_LINES, Launch
 

@@ -20,9 +20,9 @@ from types import MappingProxyType
 from typing import Protocol
 
 from outrider.errors import invalid
-from outrider.launch.stack import free_port
 from outrider.launch.supervisor import not_orphaned
 from outrider.process.cores import format_cores, parse_cores
+from outrider.process.ports import free_port
 
 FILES = "{files}"
 """Stands in an argument for the directory where the host wrote the files of the launch."""

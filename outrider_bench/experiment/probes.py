@@ -23,9 +23,9 @@ from typing import Any
 import grpc
 from pydantic import BaseModel, ConfigDict, Field
 
-from outrider.launch.stack import free_port
 from outrider.lm.runner import ModelRunner, SequenceSlice
 from outrider.process import rpc
+from outrider.process.ports import free_port
 
 _METHOD = "/outrider.bench.Echo/Stream"
 # As large as a draft of a few tokens.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -19,11 +18,12 @@ from counting_drafter import opened
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from scripted_drafts import READY, ScriptedVerifier
 
-from drafter_svc.families.registry import find_family
+from drafter_svc.families.registry import find_family, known_families
 from outrider.draft_messages import Closed, DraftBatch, Skip, StepBatch
 from outrider.grammar.kinds import Grammar, GrammarKind
 from outrider.messages import DraftDistribution, SamplingParams
 from outrider.process import rpc
+from outrider.process.ports import free_port
 from outrider.tokenizer import fingerprint, load_tokenizer
 from outrider.v1 import drafts_pb2, verifier_pb2
 
@@ -32,13 +32,6 @@ DRAFT = str(ROOT / "models/draft")
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 TEXT = [5, 6, 7, 8, 5, 6]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @asynccontextmanager
@@ -204,7 +197,7 @@ async def test_it_is_not_serving_until_a_verifier_has_it(verifier: ScriptedVerif
         (
             ["--family", "eagle"],
             2,
-            "family must be ngram, suffix, model or package.module:Class, not 'eagle'",
+            f"family must be {', '.join(known_families())} or package.module:Class, not 'eagle'",
         ),
         (
             ["--family", "drafter_svc.nowhere:X"],

@@ -37,7 +37,7 @@ def test_a_family_may_be_named_by_its_class_or_by_an_entry_point(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert find_family(REPEAT) is RepeatFamily
-    with pytest.raises(OutriderError, match="must be ngram, suffix, model or package"):
+    with pytest.raises(OutriderError, match=f"must be {', '.join(known_families())} or package"):
         find_family("repeat")
 
     def entry_points(group: str) -> list[EntryPoint]:

@@ -14,10 +14,11 @@ import pytest
 from counting_drafter import opened
 from prometheus_client.parser import text_string_to_metric_families
 from scripted_drafts import READY, ScriptedVerifier, Stream
-from test_drafter_process import NOT_SERVING, SERVING, drafter, free_port, health
+from test_drafter_process import NOT_SERVING, SERVING, drafter, health
 
 from outrider.draft_messages import DraftBatch, StepBatch
 from outrider.errors import OutriderError, Reason
+from outrider.process.ports import free_port
 
 STRANGE = replace(READY, tokenizer_fingerprint="0" * 64)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,7 @@ import grpc
 from outrider.messages import TokenChunk, TokenRequest
 from outrider.model_info import ModelInfo, Stage
 from outrider.process import rpc
+from outrider.process.ports import free_port
 from outrider.v1 import verifier_pb2, verifier_pb2_grpc
 from outrider.wire import model as wire_model
 from outrider.wire import requests as wire_requests
@@ -25,14 +25,6 @@ from outrider.wire import requests as wire_requests
 ROOT = Path(__file__).parents[2]
 TARGET = str(ROOT / "models/target")
 DRAFT = str(ROOT / "models/draft")
-
-
-def free_port() -> int:
-    """A port of the loopback interface that nothing listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 class Process:

@@ -11,9 +11,10 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import pytest
-from stack import TARGET, Client, Stack, free_port, running
+from stack import TARGET, Client, Stack, running
 
 from outrider.messages import SamplingParams, SpeculationOptions, TokenRequest
+from outrider.process.ports import free_port
 from outrider.tokenizer import load_tokenizer
 from outrider_bench.ways import counters
 

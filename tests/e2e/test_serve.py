@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from outrider.launch.stack import free_port
+from outrider.process.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 

@@ -8,7 +8,9 @@ import time
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from stack import TARGET, Process, Stack, free_port
+from stack import TARGET, Process, Stack
+
+from outrider.process.ports import free_port
 
 PROMPTS = ("x = [1, 2, 3]\n" * 4, "def read(path):\n    ", "import os\nimport sys\n")
 

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 
 import httpx
 import pytest
-from stack import TARGET, Process, Stack, free_port
+from stack import TARGET, Process, Stack
 
+from outrider.process.ports import free_port
 from outrider_bench.chaos.requests import COUNT, Answer, body
 from outrider_bench.raw_client import stream
 

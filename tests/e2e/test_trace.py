@@ -11,9 +11,10 @@ import httpx
 import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from opentelemetry.proto.trace.v1.trace_pb2 import Status
-from stack import TARGET, Process, Stack, free_port
+from stack import TARGET, Process, Stack
 
 from outrider import __version__
+from outrider.process.ports import free_port
 
 LEFT = "c" * 32
 """Trace id of a request whose client leaves."""

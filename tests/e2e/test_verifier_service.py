@@ -12,13 +12,14 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
     ProtoReflectionDescriptorDatabase,
 )
 from raw_drafter import dialled  # lies beside this file
-from stack import Client, Process, Stack, free_port, running
+from stack import Client, Process, Stack, running
 
 from outrider.errors import Reason
 from outrider.internal.v1.token_streams_pb2_grpc import TokenStreamServiceStub
 from outrider.messages import SamplingParams, SpeculationOptions, TokenRequest
 from outrider.model_info import Stage
 from outrider.process import rpc
+from outrider.process.ports import free_port
 from outrider.wire import requests as wire_requests
 
 GREEDY = SamplingParams(temperature=0.0)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.launch.stack import free_port
+from outrider.process.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/first-drafter.md").read_text()

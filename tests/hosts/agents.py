@@ -12,7 +12,7 @@ from pathlib import Path
 
 import waiting
 
-from outrider.launch.stack import free_port
+from outrider.process.ports import free_port
 from outrider_bench.experiment.hosts import Launch
 from outrider_bench.experiment.remote import Hosts, remote_hosts
 

@@ -12,7 +12,7 @@ import pytest
 from agents import PATIENCE_S, ROOT, agent, held, listens, proxy, until
 
 from outrider.errors import OutriderError
-from outrider.launch.stack import free_port
+from outrider.process.ports import free_port
 from outrider_bench.experiment.hosts import Launch
 from outrider_bench.experiment.remote import RemoteHandle, RemoteHost, remote_hosts
 

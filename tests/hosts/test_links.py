@@ -14,7 +14,7 @@ from statistics import median
 import pytest
 from waiting import until
 
-from outrider.launch.stack import free_port
+from outrider.process.ports import free_port
 from outrider_bench.experiment.hosts import Launch, LocalHost
 from outrider_bench.experiment.link_process import LinkControl
 from outrider_bench.experiment.links import ShapedLink, _End

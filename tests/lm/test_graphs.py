@@ -221,7 +221,7 @@ def test_every_batch_within_the_bounds_has_a_graph(capture: Capture) -> None:
         4,
         torch.device("cpu"),
     )
-    made.prepare(bounds)
+    made.capture(bounds)
     for count in range(1, 38):
         for total in range(count, min(9 * count, 150) + 1):
             lengths = [total // count + (i < total % count) for i in range(count)]

@@ -93,7 +93,7 @@ FAULT_MUTANTS = (
     Mutant(
         "X10",
         "a resumed request begins again at its prompt",
-        "verifier_svc/engine/admission.py",
+        "verifier_svc/engine/intake.py",
         "tokens=[*request.prompt, *request.committed]",
         "tokens=[*request.prompt]",
         WORLDS,

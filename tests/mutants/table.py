@@ -14,7 +14,7 @@ from tests.mutants.tree_table import TREE_MUTANTS
 from tests.mutants.verifier_table import COINS, COUPLING, TRAFFIC, VERIFIER_MUTANTS
 
 COMMIT = "verifier_svc/engine/commit.py"
-ADMISSION = "verifier_svc/engine/admission.py"
+INTAKE = "verifier_svc/engine/intake.py"
 SAMPLING = "outrider/sampling/sampler.py"
 NOISE = "outrider/sampling/noise.py"
 LOGITS = "outrider/sampling/logits.py"
@@ -131,7 +131,7 @@ MUTANTS = (
     Mutant(
         "E4",
         "the verifier draws seeds of 8 bits",
-        ADMISSION,
+        INTAKE,
         "secrets.randbits(64)",
         "secrets.randbits(8)",
         (f"{TRAFFIC}::test_a_thousand_requests_without_a_seed_have_different_texts",),

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterable
@@ -21,6 +20,7 @@ import redis
 
 from drafter_svc.pools.redis_server import RedisServer
 from outrider.launch.certs import Authority
+from outrider.process.ports import free_port
 from outrider.process.tls import Tls
 
 OPERATIONS = (Path(__file__).parents[2] / "docs/operations.md").read_text()
@@ -40,12 +40,6 @@ def until(condition: Callable[[], Any], timeout_s: float = 20.0) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Certificates:

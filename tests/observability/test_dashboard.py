@@ -17,7 +17,9 @@ from typing import Any
 import httpx
 import pytest
 import yaml
-from stack import ROOT, TARGET, Process, Stack, free_port
+from stack import ROOT, TARGET, Process, Stack
+
+from outrider.process.ports import free_port
 
 pytestmark = pytest.mark.slow
 

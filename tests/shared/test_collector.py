@@ -14,10 +14,10 @@ from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2, metric
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from prometheus_client import CollectorRegistry, Counter
 
-from outrider.launch.stack import free_port
 from outrider.process import telemetry
 from outrider.process.config import ScrapedSettings
 from outrider.process.metrics_export import sending_metrics
+from outrider.process.ports import free_port
 
 
 class Metrics(metrics_service_pb2_grpc.MetricsServiceServicer):

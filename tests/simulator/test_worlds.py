@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,11 +17,17 @@ from outrider.draft_messages import Proposal
 from outrider.lm.runner import SequenceSlice
 from outrider.messages import TokenRequest
 from outrider_bench.simulator.events import Events
-from outrider_bench.simulator.worlds.campaign import run_campaign, show_campaign, shrink
+from outrider_bench.simulator.worlds import campaign
+from outrider_bench.simulator.worlds.campaign import (
+    failure_of,
+    run_campaign,
+    show_campaign,
+    shrink,
+)
 from outrider_bench.simulator.worlds.checked_verifier import CheckedVerifier
 from outrider_bench.simulator.worlds.client import Client
 from outrider_bench.simulator.worlds.invariants import contradicted
-from outrider_bench.simulator.worlds.plan import draw_world
+from outrider_bench.simulator.worlds.plan import WorldPlan, draw_world
 from outrider_bench.simulator.worlds.play import play
 from outrider_bench.simulator.worlds.requests import (
     REQUEST_COUNT,
@@ -176,6 +183,7 @@ def test_a_failing_world_shrinks_to_the_fault_that_breaks_it(
         if [fault.what for fault in draw_world(seed).faults].count("move") > 1
     )
     smallest = shrink(draw_world(seed))
+    assert "planted at" in failure_of(smallest)[0]
     [fault] = smallest.faults
     assert fault.what == "move"
     assert smallest.drafters == ()
@@ -184,3 +192,15 @@ def test_a_failing_world_shrinks_to_the_fault_that_breaks_it(
     printed = capsys.readouterr().out
     assert f"outrider simulate --faults 1 --seed {seed}" in printed
     assert str(fault) in printed
+
+
+def test_shrinking_keeps_to_the_failure_it_began_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without any drafter the world would fail too, but in another way."""
+
+    def failing(plan: WorldPlan) -> tuple[str, Counter[str]]:
+        wrong = "Violation: the text is the target's own: [1], not [2]"
+        return wrong if plan.drafters else "IndexError: 0", Counter()
+
+    monkeypatch.setattr(campaign, "failure_of", failing)
+    seed = next(seed for seed in range(100) if len(draw_world(seed).drafters) > 1)
+    assert len(shrink(draw_world(seed)).drafters) == 1

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import httpx
 from sites import Site, until
-from stack import ROOT, TARGET, Process, free_port
+from stack import ROOT, TARGET, Process
+
+from outrider.process.ports import free_port
 
 PROMPT = "def add(first, second):\n    return first + second\n\ndef add(first,"
 

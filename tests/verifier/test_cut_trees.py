@@ -9,7 +9,7 @@ from outrider.messages import SamplingParams, TokenRequest
 from verifier_svc.drafts.draft_outcome import favourite_outcome
 from verifier_svc.engine.loop import Engine
 from verifier_svc.engine.target import Limits
-from verifier_svc.policy.draft_trees import Draft
+from verifier_svc.policy.draft_trees import ChosenDraft
 from verifier_svc.state.draft_tree import DraftTree
 from verifier_svc.state.scheduled_sequence import ScheduledSequence
 from verifier_svc.state.sequence import Sequence
@@ -30,7 +30,7 @@ def decoding(page_count: int = 64, max_batch_tokens: int = 64) -> tuple[Engine, 
 
 def schedule(engine: Engine, sequence: Sequence, tree: DraftTree) -> ScheduledSequence:
     """The sequence's part of the next batch, if `tree` is its draft."""
-    chosen: Draft = (sequence.assignments["scripted"], tree)
+    chosen: ChosenDraft = (sequence.assignments["scripted"], tree)
     planned = {sequence.id: len(tree.token_ids)}
     [scheduled] = engine.scheduler.next(planned, {sequence.id: chosen})
     return scheduled

@@ -107,7 +107,7 @@ async def test_a_drafter_that_floods_waits_for_the_engine_and_loses_nothing() ->
     thread = EngineThread(lambda deliver: engine)
     await thread.built
     info = ModelInfo("fake", Stage.READY, "serving", "f", model.vocab_size, 64)
-    stream = draft_streams.DraftStream(
+    stream = draft_streams.DrafterStream(
         thread, flood.requests(), cast(Any, Listener()), wire_model.model_to_proto(info)
     )
     serving = asyncio.create_task(stream.run())

@@ -20,7 +20,7 @@ from outrider.internal.v1.token_streams_pb2_grpc import (
 from outrider.process import rpc
 from outrider.v1 import common_pb2, verifier_pb2
 from verifier_svc.streams import token_streams
-from verifier_svc.streams.token_streams import TokenStream
+from verifier_svc.streams.token_streams import CallerStream
 
 Request = token_streams_pb2.StreamTokensRequest
 Tokens = verifier_pb2.GenerateTokensResponse
@@ -37,14 +37,14 @@ class Verifier(TokenStreamServiceServicer):
         self.steps = steps
         self.running = 0
         self.traceparents: list[str] = []
-        self.stream: TokenStream | None = None
+        self.stream: CallerStream | None = None
 
     # The stubs do not know that a handler may write through its context.
     @rpc.reports_errors
     async def StreamTokens(  # type: ignore[override]
         self, request_iterator: AsyncIterator[Request], context: Any
     ) -> None:
-        self.stream = TokenStream(self.generate, aiter(request_iterator), context)
+        self.stream = CallerStream(self.generate, aiter(request_iterator), context)
         await self.stream.run()
 
     async def generate(

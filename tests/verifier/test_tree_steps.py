@@ -304,6 +304,8 @@ def test_a_drafters_rate_counts_favourites_and_its_metrics_all_tokens() -> None:
     assert (drafter.handle.verified_count, drafter.handle.accepted_count) == (4, 2)
     rates = sequence.assignments["scripted"].rate.by_position
     assert rates[0] > 0.8 > rates[1]
+    # The next step exports what this one counted.
+    engine.drain_inbox()
     text = exposition(engine)
     for name, label, count in (
         ("drafts_by_shape", 'shape="tree"', 1),

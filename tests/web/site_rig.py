@@ -6,7 +6,9 @@ import os
 import subprocess
 import sys
 
-from stack import ROOT, TARGET, Process, Stack, free_port
+from stack import ROOT, TARGET, Process, Stack
+
+from outrider.process.ports import free_port
 
 EXAMPLE = ROOT / "clients/browser"
 

@@ -15,7 +15,9 @@ import pytest
 import pytest_asyncio
 from playwright.async_api import Browser, Page, expect
 from site_rig import Site, npm
-from stack import TARGET, Process, free_port
+from stack import TARGET, Process
+
+from outrider.process.ports import free_port
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.slow]
 

@@ -12,7 +12,7 @@ from outrider.messages import SpeculationOptions
 from outrider.model_info import DrafterInfo
 from verifier_svc.state.drafter import Drafter
 
-_FAULTS_ALLOWED = 3
+_FAULTS_TO_QUARANTINE = 3
 _QUARANTINE_S = 30.0
 _MISSED_S = 600.0
 # After this time a drafter that found no room should try again.
@@ -45,7 +45,7 @@ class Roster:
         """
         if (left_s := self._quarantine_left_s(drafter.blamed)) > 0:
             message = (
-                f"drafter {drafter.blamed} broke the protocol {_FAULTS_ALLOWED} times"
+                f"drafter {drafter.blamed} broke the protocol {_FAULTS_TO_QUARANTINE} times"
                 f" and is in quarantine for {ceil(left_s)} s more"
             )
             raise OutriderError(Reason.QUARANTINED, message, retry_after_s=left_s)
@@ -86,16 +86,17 @@ class Roster:
     def count_fault(self, drafter: Drafter) -> None:
         """Count a protocol violation; repeated ones put the drafter in quarantine."""
         faults = [*self._faults.pop(drafter.blamed, []), self._clock()]
-        self._faults[drafter.blamed] = faults[-_FAULTS_ALLOWED:]
+        self._faults[drafter.blamed] = faults[-_FAULTS_TO_QUARANTINE:]
         _drop_oldest(self._faults)
 
     def _quarantine_left_s(self, name: str) -> float:
         """Seconds for which the id or certificate's name is still refused.
 
-        `_FAULTS_ALLOWED` violations within `_QUARANTINE_S` start a quarantine of that duration.
+        `_FAULTS_TO_QUARANTINE` violations within `_QUARANTINE_S` start a quarantine of that
+        duration.
         """
         faults = self._faults.get(name, [])
-        if len(faults) < _FAULTS_ALLOWED or faults[-1] - faults[0] >= _QUARANTINE_S:
+        if len(faults) < _FAULTS_TO_QUARANTINE or faults[-1] - faults[0] >= _QUARANTINE_S:
             return 0.0
         return faults[-1] + _QUARANTINE_S - self._clock()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from verifier_svc.engine.admission import Admission
+from verifier_svc.engine.intake import Intake
 from verifier_svc.engine.parts import EngineParts
 from verifier_svc.policy.plan import Plan, pending_draft
 from verifier_svc.policy.planner import Planner
@@ -23,13 +23,13 @@ class DraftWait:
     """Plans the next step of one engine and waits for its drafts, on the engine's thread."""
 
     def __init__(
-        self, parts: EngineParts, admission: Admission, planner: Planner, step_clock: StepClock
+        self, parts: EngineParts, intake: Intake, planner: Planner, step_clock: StepClock
     ) -> None:
         self._scheduler = parts.scheduler
         self._drafting = parts.drafting
         self._outgoing = parts.outgoing
         self._clock = parts.clock
-        self._admission = admission
+        self._intake = intake
         self._planner = planner
         self._step_clock = step_clock
         self._step = 0
@@ -37,11 +37,11 @@ class DraftWait:
         self._plan: Plan | None = None
         self._began = 0.0
 
-    def remaining_s(self) -> float:
-        """Seconds after which the caller should ask again; 0 when the step should begin.
+    def poll(self) -> float:
+        """Plan the next step, and say when to poll again (seconds); 0 when the step should begin.
 
-        The first call after a step plans the next one. Each later call checks again which drafts
-        are missing: some may have come, and some may no longer pay.
+        The first call after a step admits sequences and makes the plan. Each later call checks
+        again which drafts are missing: some may have come, and some may no longer pay.
         """
         plan = self._plan or self._make_plan()
         now = self._clock()
@@ -67,7 +67,7 @@ class DraftWait:
 
     def _make_plan(self) -> Plan:
         """Admit the sequences that fit, and plan for all admitted ones."""
-        self._admission.admit()
+        self._intake.admit()
         self._step += 1
         self._began = self._clock()
         running = self._scheduler.running.values()

@@ -45,7 +45,7 @@ class LoadMeter:
         """The load now.
 
         Waiting sequences count as running in the places of those that ended since the last
-        admission, since they will be in the next step.
+        intake, since they will be in the next step.
         """
         total = len(self._running) + len(self._waiting)
         running = min(max(len(self._running), self._admitted_count), total)

@@ -21,11 +21,11 @@ from outrider.lm.runner import SequenceSlice
 from outrider.messages import TokenChunk, TokenRequest
 from outrider.process.telemetry import NO_SPAN, Span
 from verifier_svc.drafts.exchange import DraftExchange
-from verifier_svc.engine.admission import Admission
 from verifier_svc.engine.commit import Committer
 from verifier_svc.engine.compaction import moved_slots
 from verifier_svc.engine.draft_wait import DraftWait
 from verifier_svc.engine.inbox import Inbox
+from verifier_svc.engine.intake import Intake
 from verifier_svc.engine.outgoing import Delivery, Outgoing
 from verifier_svc.engine.parts import EngineParts
 from verifier_svc.engine.scheduler import Scheduler
@@ -103,8 +103,8 @@ class Engine:
         parts = EngineParts(
             self.sequences, self.scheduler, self.drafting, self.outgoing, metrics, clock
         )
-        self._admission = Admission(parts, model, limits, draft_verifier.thinking_ids)
-        self._wait = DraftWait(parts, self._admission, self.planner, self._step_clock)
+        self._intake = Intake(parts, model, limits, draft_verifier.thinking_ids)
+        self._wait = DraftWait(parts, self._intake, self.planner, self._step_clock)
         self._committer = Committer(parts, self._spans)
         self._quiet = False  # whether no drafter computes during the step in progress
 
@@ -141,7 +141,7 @@ class Engine:
         OVERLOADED if the queue is full, DRAFTER_NOT_FOUND if it names an unknown drafter,
         INVALID_VALUE if it wants relaxed acceptance and the model has no thinking phase.
         """
-        return self._admission.submit(request, sink, span, matcher)
+        return self._intake.submit(request, sink, span, matcher)
 
     def cancel(self, sequence: Sequence) -> None:
         """End a sequence without a message to its client, and free its pages."""
@@ -176,7 +176,7 @@ class Engine:
             self._wait.cancel()
             self._go_idle()
             return None
-        wait_s = self._wait.remaining_s()
+        wait_s = self._wait.poll()
         if wait_s > 0.0:
             return wait_s
         self.step()
@@ -268,9 +268,10 @@ class Engine:
         """Measure the step and send its verdicts; if no sequence is left, send its chunks too."""
         isolated_forward_s = self._observe(batch)
         self._metrics.occupancy(self.scheduler)
-        self._metrics.flush()
         self.outgoing.send_to_drafters()
         if not self.sequences:
+            # Otherwise both come with the next step.
+            self._metrics.flush()
             self.outgoing.send_to_clients()
         self._step_clock.end("send")
         self._spans.end(self._step_clock.phases_s)

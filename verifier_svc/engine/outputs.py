@@ -33,6 +33,8 @@ def cut_at_end(sequence: Sequence, new: list[int]) -> FinishReason | None:
 
 def sources_of(draft: DraftTree, result: AcceptResult, count: int) -> list[TokenSource]:
     """Who wrote each of the `count` tokens that are committed of a step."""
+    if not draft.token_ids:
+        return [TokenSource.PLAIN] * count
     rows = result.rows[:count]
     # The favourite path's rows are the first ones.
     favoured = sum([row == place for place, row in enumerate(rows, 1)])
@@ -76,9 +78,7 @@ def _side_count(parents: list[int]) -> int:
 
 
 def _own_source(draft: DraftTree, result: AcceptResult) -> TokenSource:
-    """The source of the token that the target itself sampled."""
-    if not draft.token_ids:
-        return TokenSource.PLAIN
+    """The source of the token that the target itself sampled behind a draft."""
     if is_leaf(result.last_row, len(draft.token_ids), draft.parents):
         return TokenSource.BONUS
     return TokenSource.RECOVERED

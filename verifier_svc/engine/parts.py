@@ -1,4 +1,4 @@
-"""The parts of one engine that its admission, its wait for drafts and its commit all use."""
+"""The parts of one engine that its intake, its wait for drafts and its commit all use."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from outrider.lm.pages import PagePool
 from outrider.token_tree import favourite_path
 from verifier_svc.engine.fair_queue import FairQueue
 from verifier_svc.engine.load_meter import LoadMeter
-from verifier_svc.policy.draft_trees import Draft, best_chain
+from verifier_svc.policy.draft_trees import ChosenDraft, best_chain
 from verifier_svc.state.draft_tree import NO_DRAFT
 from verifier_svc.state.scheduled_sequence import ScheduledSequence
 from verifier_svc.state.sequence import Sequence
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 # requests would keep all other requests from beginning.
 _PROMPTS_SHARE = 0.25
 _LOGIT_BYTES = 4
-_NO_DRAFT: Draft = (None, NO_DRAFT)
-_NO_TREES: Mapping[int, Draft] = {}
+_NO_DRAFT: ChosenDraft = (None, NO_DRAFT)
+_NO_TREES: Mapping[int, ChosenDraft] = {}
 
 
 class Scheduler:
@@ -62,7 +62,7 @@ class Scheduler:
         self.pool.free(sequence.kv)
 
     def next(
-        self, draft_tokens: Mapping[int, int], trees: Mapping[int, Draft] = _NO_TREES
+        self, draft_tokens: Mapping[int, int], trees: Mapping[int, ChosenDraft] = _NO_TREES
     ) -> list[ScheduledSequence]:
         """Build the next batch from the admitted sequences; empty when there is nothing to do.
 
@@ -115,7 +115,7 @@ class Scheduler:
         count: int,
         samples: bool,
         room: int,
-        chosen: Draft,
+        chosen: ChosenDraft,
         batch: dict[int, ScheduledSequence],
     ) -> ScheduledSequence | None:
         """Add `count` of the sequence's tokens to the batch, and a draft behind the last.

@@ -29,11 +29,11 @@ from verifier_svc.state.merged_tries import (
 )
 from verifier_svc.state.sequence import Assignment, Sequence
 
-Draft = tuple[Assignment | None, DraftTree]
+ChosenDraft = tuple[Assignment | None, DraftTree]
 """A draft, and the assignment that its favourite path comes from; None without a draft."""
 
 
-def best_chain(sequence: Sequence, draft_tokens: int) -> Draft:
+def best_chain(sequence: Sequence, draft_tokens: int) -> ChosenDraft:
     """The ready path of at most `draft_tokens` tokens with the most expected accepted tokens."""
     best = _best_path(sequence, draft_tokens)
     return (None, NO_DRAFT) if best is None else (best, best.trie.path(draft_tokens))
@@ -41,7 +41,7 @@ def best_chain(sequence: Sequence, draft_tokens: int) -> Draft:
 
 def grow_trees(
     sequences: Collection[Sequence], plan: Plan, room: Callable[[], int]
-) -> dict[int, Draft]:
+) -> dict[int, ChosenDraft]:
     """The drafts of a step that verifies trees, by sequence id; empty if all tries are chains.
 
     A sequence that is missing, such as one with sampled drafts, has its best chain. `room` returns
@@ -110,7 +110,7 @@ class _Tree:
         self.drafter_ids.append(guess.assignment.drafter.id)
         return len(self.token_ids)
 
-    def draft(self) -> Draft:
+    def draft(self) -> ChosenDraft:
         """The draft with these tokens, depth-first. Of siblings, the favourite was taken first."""
         if not self.token_ids:
             return None, NO_DRAFT
@@ -155,7 +155,7 @@ class _Forest:
             tree = self._trees[sequence.id] = _Tree(best, depth, most, fixed)
             self._offer(tree, 0, 0, 1.0, roots(sequence, best))
 
-    def grow(self, room: int) -> dict[int, Draft]:
+    def grow(self, room: int) -> dict[int, ChosenDraft]:
         """Take the guesses that are worth their price, and return the drafts by sequence id.
 
         All drafts together take at most `room` tokens, the likeliest of all sequences.

@@ -35,7 +35,7 @@ Requests = AsyncIterator[verifier_pb2.StreamDraftsRequest]
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
-class DraftStream:
+class DrafterStream:
     """One drafter's stream. The engine's messages may arrive at any time after `run` began."""
 
     def __init__(

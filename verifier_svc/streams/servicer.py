@@ -31,8 +31,8 @@ from outrider.wire import model as wire_model
 from outrider.wire import requests as wire_requests
 from verifier_svc.engine.engine_thread import EngineThread
 from verifier_svc.state.sequence import Sequence
-from verifier_svc.streams.draft_streams import DraftStream
-from verifier_svc.streams.token_streams import TokenStream
+from verifier_svc.streams.draft_streams import DrafterStream
+from verifier_svc.streams.token_streams import CallerStream
 
 log = logging.getLogger(__name__)
 
@@ -60,8 +60,8 @@ class VerifierServicer(
         self.info = ModelInfo(model_id, Stage.LOADING, "starting")
         self._engine: EngineThread | None = None
         self._grammars: GrammarCompiler | None = None
-        self._streams: set[DraftStream] = set()
-        self._token_streams: set[TokenStream] = set()
+        self._streams: set[DrafterStream] = set()
+        self._caller_streams: set[CallerStream] = set()
         # A query that the engine has not answered yet, and the last answer.
         self._query: asyncio.Future[_Answer] | None = None
         self._query_began = 0.0
@@ -97,14 +97,14 @@ class VerifierServicer(
             async with asyncio.timeout(_ANSWER_S):
                 await engine.call(engine.engine.stop_gathering)
         self.report(Stage.DRAINING, "finishing what runs")
-        for callers in self._token_streams:
+        for callers in self._caller_streams:
             callers.say_draining()
         for stream in self._streams:
             stream.say_draining("the verifier is about to stop", grace_s)
         with suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
                 await self._idle.wait()
-        for callers in self._token_streams:
+        for callers in self._caller_streams:
             callers.end()
         for stream in self._streams:
             stream.end()
@@ -175,12 +175,12 @@ class VerifierServicer(
     ) -> None:
         """Stream the tokens of all sequences of one caller."""
         self._ready()
-        stream = TokenStream(self._generate, aiter(request_iterator), context)
-        self._token_streams.add(stream)
+        stream = CallerStream(self._generate, aiter(request_iterator), context)
+        self._caller_streams.add(stream)
         try:
             await stream.run()
         finally:
-            self._token_streams.discard(stream)
+            self._caller_streams.discard(stream)
 
     async def _generate(
         self, request: verifier_pb2.GenerateTokensRequest, traceparent: str
@@ -254,7 +254,7 @@ class VerifierServicer(
     ) -> None:
         """Serve one drafter's stream until it leaves."""
         model = wire_model.model_to_proto(self.info)
-        stream = DraftStream(
+        stream = DrafterStream(
             self._ready(), aiter(request_iterator), context, model, peer_of(context)
         )
         self._streams.add(stream)
@@ -268,13 +268,16 @@ async def report_health(engine: EngineThread, server: Server) -> None:
     """Report SERVING for ever, but NOT_SERVING while the engine hangs."""
     while True:
         await server.set_serving(True)
-        answered = asyncio.ensure_future(engine.call(lambda: None))
-        await asyncio.wait({answered}, timeout=_MAX_STEP_S)
-        if not answered.done():
-            log.error("the engine hangs: its step takes more than %.0f s", _MAX_STEP_S)
-            await server.set_serving(False)
-            await answered
-            log.info("the engine's step has ended")
+        answered = asyncio.create_task(engine.call(lambda: None))
+        try:
+            await asyncio.wait({answered}, timeout=_MAX_STEP_S)
+            if not answered.done():
+                log.error("the engine hangs: its step takes more than %.0f s", _MAX_STEP_S)
+                await server.set_serving(False)
+                await answered
+                log.info("the engine's step has ended")
+        finally:
+            answered.cancel()
         await asyncio.sleep(_HEALTH_POLL_S)
 
 

@@ -154,8 +154,8 @@ int main(int argc, char** argv) {
   }
   Check("reflection", {served});
 
-  // Generate token ids at the verifier. A seed has 64 bits. A verifier's certificate has its role as
-  // a name.
+  // Generate token ids at the verifier. A seed has 64 bits. A verifier's certificate has the name
+  // verifier.outrider, not that of its host.
   auto tokens = VerifierService::NewStub(Dial(argv[2], "verifier.outrider"));
   GenerateTokensRequest ids;
   for (int id : {1, 2, 3}) ids.add_prompt_token_ids(id);

@@ -28,8 +28,8 @@ import (
 	pb "outrider.dev/go/outrider/v1"
 )
 
-// dial returns a channel. With TLS the server's certificate must have the name, or the address' if
-// the name is empty.
+// dial returns a channel. With TLS the server's certificate must have the given name. If it is
+// empty, the certificate must have the host's name.
 func dial(address, name string) *grpc.ClientConn {
 	security := grpc.WithInsecure()
 	if len(os.Args) > 4 {
@@ -118,7 +118,7 @@ func explain(err error) (failure Failure) {
 }
 
 func main() {
-	// A verifier's certificate has its role as a name.
+	// A verifier's certificate has the name verifier.outrider, not that of its host.
 	gateway, verifier, unavailable := dial(os.Args[1], ""), dial(os.Args[2], "verifier.outrider"), dial(os.Args[3], "")
 	text, ctx := pb.NewGenerationServiceClient(gateway), context.Background()
 

@@ -73,8 +73,8 @@ func (s *sequence) urgent() bool {
 	return len(s.guesses) < s.wanted && s.room() > 0
 }
 
-// extend asks the strategy for the guesses that the verifier's next step lacks, or for as many as
-// one step takes further ahead.
+// extend asks the strategy for the guesses that the verifier's next step lacks. If it lacks none,
+// it asks for the guesses of one more step.
 func (s *sequence) extend() {
 	count := s.wanted
 	if s.urgent() {
@@ -146,8 +146,8 @@ func (s *sequence) addBranches(proposal *pb.Proposal) {
 	}
 }
 
-// skip returns the message that no more guesses come, once for each committed length, if the
-// verifier may be waiting for more; else nil.
+// skip returns the message that no more guesses come, or nil. It returns the message once for each
+// committed length, and only if the verifier may be waiting for more.
 func (s *sequence) skip() *pb.Skip {
 	if s.skipped || s.room() > 0 || len(s.guesses) >= s.wanted {
 		return nil

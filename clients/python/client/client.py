@@ -137,7 +137,7 @@ def main(gateway: str, verifier: str, unavailable: str, certs: str = "") -> None
     check_texts(text)
     check_errors(text, stub(unavailable, certs))
     check_services(dial(gateway, certs))
-    # A verifier's certificate has its role as a name.
+    # A verifier's certificate has the name verifier.outrider, not that of its host.
     check_tokens(dial(verifier, certs, ("grpc.ssl_target_name_override", "verifier.outrider")))
 
 

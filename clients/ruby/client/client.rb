@@ -93,8 +93,8 @@ asked = Grpc::Reflection::V1::ServerReflectionRequest.new(list_services: "")
 listed = reflection.server_reflection_info([asked]).first.list_services_response.service
 check("reflection", listed.map(&:name).include?("outrider.v1.GenerationService"))
 
-# Generate token ids at the verifier. A seed has 64 bits. A verifier's certificate has its role as a
-# name.
+# Generate token ids at the verifier. A seed has 64 bits. A verifier's certificate has the name
+# verifier.outrider, not that of its host.
 name = CERTS ? { GRPC::Core::Channel::SSL_TARGET => "verifier.outrider" } : {}
 tokens = VerifierService::Stub.new(VERIFIER, SECURITY, channel_args: name)
 ids = GenerateTokensRequest.new(

@@ -19,7 +19,7 @@ type Change = { maxTokens?: number; model?: string; sampling?: { temperature: nu
 
 const certs = process.argv[5];
 
-/** With TLS the server's certificate must have the name, or the address' without one. */
+/** With TLS the server's certificate must have `servername`, or by default the host's name. */
 function dial(address: string, servername?: string) {
   if (certs === undefined) return createGrpcTransport({ baseUrl: `http://${address}` });
   const [ca, cert, key] = ["ca.pem", "operator.pem", "operator.key"].map((file) => readFileSync(`${certs}/${file}`));
@@ -27,7 +27,7 @@ function dial(address: string, servername?: string) {
 }
 
 const [gateway, unavailable] = [dial(process.argv[2]), dial(process.argv[4])];
-// A verifier's certificate has its role as a name.
+// A verifier's certificate has the name verifier.outrider, not that of its host.
 const verifier = dial(process.argv[3], "verifier.outrider");
 const text = createClient(GenerationService, gateway);
 

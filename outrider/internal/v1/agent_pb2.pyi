@@ -216,15 +216,17 @@ class StartProcessRequest(_message.Message):
     name: _builtins.str
     """The controller's name of the process: 1 to 64 letters, digits, dots, underscores and hyphens."""
     module: _builtins.str
-    """verifier_svc, drafter_svc, gateway or outrider_bench.experiment.link_process; empty with a program."""
+    """verifier_svc, drafter_svc, gateway or outrider_bench.experiment.link_process; empty with a
+    program.
+    """
     program: _builtins.str
     """redis-server, or empty."""
     cores: _builtins.str
     """Cores to pin the process to, such as 0-3."""
     @_builtins.property
     def arguments(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """At most 128, each of at most 4096 bytes. `{files}` in one stands for the directory of the
-        files.
+        """At most 128, each of at most 4096 bytes. `{files}` in an argument stands for the directory of
+        the files.
         """
 
     @_builtins.property
@@ -371,9 +373,7 @@ class GetProcessResponse(_message.Message):
 
     @_builtins.property
     def tail(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """The last lines of its output. The last of all tells the exit status of a process that has
-        ended.
-        """
+        """The last lines of its output. If the process has ended, the very last line has its exit status."""
 
     def __init__(
         self,

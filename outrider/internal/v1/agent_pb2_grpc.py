@@ -67,8 +67,8 @@ class AgentServiceServicer:
     """
 
     def HoldMachine(self, request, context):
-        """Reserves the machine for the caller until the call ends. Then the agent ends all processes of
-        the lease, also when the connection is lost.
+        """Reserves the machine for the caller until the call ends or the connection is lost. Then the
+        agent ends all processes of the lease.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

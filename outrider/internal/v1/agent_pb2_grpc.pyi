@@ -36,8 +36,8 @@ class AgentServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> AgentServiceAsyncStub: ...
     HoldMachine: _grpc.UnaryStreamMultiCallable[_agent_pb2.HoldMachineRequest, _agent_pb2.HoldMachineResponse]
-    """Reserves the machine for the caller until the call ends. Then the agent ends all processes of
-    the lease, also when the connection is lost.
+    """Reserves the machine for the caller until the call ends or the connection is lost. Then the
+    agent ends all processes of the lease.
     """
     FindFreePort: _grpc.UnaryUnaryMultiCallable[_agent_pb2.FindFreePortRequest, _agent_pb2.FindFreePortResponse]
     """Names a free port."""
@@ -54,8 +54,8 @@ class AgentServiceAsyncStub(AgentServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     HoldMachine: _aio.UnaryStreamMultiCallable[_agent_pb2.HoldMachineRequest, _agent_pb2.HoldMachineResponse]  # type: ignore[assignment]
-    """Reserves the machine for the caller until the call ends. Then the agent ends all processes of
-    the lease, also when the connection is lost.
+    """Reserves the machine for the caller until the call ends or the connection is lost. Then the
+    agent ends all processes of the lease.
     """
     FindFreePort: _aio.UnaryUnaryMultiCallable[_agent_pb2.FindFreePortRequest, _agent_pb2.FindFreePortResponse]  # type: ignore[assignment]
     """Names a free port."""
@@ -75,8 +75,8 @@ class AgentServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _agent_pb2.HoldMachineRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_agent_pb2.HoldMachineResponse], _abc.AsyncIterator[_agent_pb2.HoldMachineResponse]]:
-        """Reserves the machine for the caller until the call ends. Then the agent ends all processes of
-        the lease, also when the connection is lost.
+        """Reserves the machine for the caller until the call ends or the connection is lost. Then the
+        agent ends all processes of the lease.
         """
 
     @_abc_1.abstractmethod

@@ -175,7 +175,7 @@ class Graphs:
         vocab_size: int,
         device: torch.device,
     ) -> None:
-        """Capture graphs of `forward`.
+        """Hold the graphs of `forward`, which `capture` makes.
 
         `forward` takes token ids [T], positions [T] and a layout, and returns logits [T, V]. It
         must not read their values on the host.
@@ -189,7 +189,7 @@ class Graphs:
         self._logits_RV = torch.empty(0)
         self._graphs: dict[tuple[int, int], tuple[Inputs, Replay]] = {}
 
-    def prepare(self, bounds: Bounds) -> None:
+    def capture(self, bounds: Bounds) -> None:
         """Capture a graph for each bucket within `bounds`.
 
         Stops when memory runs out. A model that cannot be captured gets no graphs.

@@ -152,7 +152,7 @@ def _is_text_or_ancestor(  # type: ignore[no-untyped-def]  # the arguments are T
 ):
     """Return which keys in the slots `at` are text or in each row's word, [rows, keys].
 
-    It is arbitrary for keys behind the tree, which no row sees.
+    The result is arbitrary for keys behind the tree, which no row sees.
     """
     # Shifts by less than 0 or more than 63 are undefined.
     bit = ((at - tree_start) & 63).to(tl.int64)
@@ -167,7 +167,7 @@ def _key_range(  # type: ignore[no-untyped-def]  # the arguments are Triton numb
     """Return the slots of a part's keys that a tile of rows sees: begin, tree's tile, end.
 
     The sequence's `count` tokens have the slots from `before` on. Keys from the second number on
-    are in tiles that overlap the tree. It is the end if there are none.
+    are in tiles that overlap the tree. Without such tiles, the second number equals the end.
     """
     first_token = first_row // GROUP
     last_token = tl.minimum((first_row + ROWS - 1) // GROUP, count - 1)

@@ -1,5 +1,5 @@
-// Command ngram is a whole drafter. It guesses the tokens that followed the text's last tokens
-// before.
+// Command ngram is a whole drafter. It looks up an earlier occurrence of the text's last tokens,
+// and guesses the tokens that followed there.
 // Usage: ngram HOST:PORT [CERT KEY CA]
 // The PEM files are for a verifier with TLS.
 package main

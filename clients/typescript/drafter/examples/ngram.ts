@@ -1,4 +1,5 @@
-// A whole drafter. It guesses the tokens that followed the text's last tokens before.
+// A whole drafter. It looks up an earlier occurrence of the text's last tokens, and guesses the
+// tokens that followed there.
 // Usage: ngram HOST:PORT [CERT KEY CA]
 // The PEM files are for a verifier with TLS.
 import { readFileSync } from "node:fs";
@@ -15,8 +16,8 @@ function guess(text: readonly number[], count: number): number[] {
 }
 
 /**
- * The tokens that followed an earlier occurrence of the last `size` tokens: of the newest that
- * `count` tokens follow, else of the one that the most follow.
+ * The tokens that followed an earlier occurrence of the last `size` tokens. Takes the newest one
+ * that `count` tokens follow, else the one that the most tokens follow.
  */
 function followers(text: readonly number[], size: number, count: number): number[] {
   let best: number[] = [];

@@ -77,8 +77,8 @@ export class Sequence {
   }
 
   /**
-   * Asks the strategy for the guesses that the verifier's next step lacks, or for as many as one
-   * step takes further ahead.
+   * Asks the strategy for the guesses that the verifier's next step lacks. If it lacks none, asks
+   * for the guesses of one more step.
    */
   extend(): void {
     const lacking = this.urgent ? this.wanted - this.guesses.length : this.wanted;
@@ -125,8 +125,8 @@ export class Sequence {
   }
 
   /**
-   * The message that no more guesses come, once for each committed length, if the verifier may be
-   * waiting for more.
+   * The message that no more guesses come. It is made once for each committed length, and only if
+   * the verifier may be waiting for more.
    */
   skip(): Skip | undefined {
     if (this.skipped || this.room > 0 || this.guesses.length >= this.wanted) return undefined;

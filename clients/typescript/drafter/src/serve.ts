@@ -46,7 +46,7 @@ export async function serve(options: Options): Promise<void> {
   for (const signal of ["SIGTERM", "SIGINT"]) process.once(signal, () => stop.abort());
   const { tls } = options;
   const baseUrl = `${tls ? "https" : "http"}://${options.verifier}`;
-  // A verifier's certificate has its role as a name.
+  // A verifier's certificate has the name verifier.outrider, not that of its host.
   const security = tls && { ...tls, servername: "verifier.outrider" };
   const drafterId = ownId(options.id ?? `${family}-${hostname()}-${process.pid}`, tls?.cert);
   let pause = FIRST_MS;

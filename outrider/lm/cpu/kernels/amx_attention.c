@@ -1,5 +1,5 @@
-// Attention over a paged cache in bfloat16 by AMX: what paged_attention.c computes, in less time if
-// several tokens are verified.
+// Attention over a paged cache in bfloat16 by AMX. It computes the same as paged_attention.c, in
+// less time if several tokens are verified.
 //
 // Scores are keys · queries rather than queries · keys. So keys are read as they lie in the cache,
 // and the softmax of 16 queries runs down the lanes of one vector each, with no sum or maximum
@@ -30,7 +30,7 @@ struct work {
   const uint16_t *keys[CHUNK / TILE_ROWS], *cached_values[CHUNK / TILE_ROWS + 1];
   vec max_score[QUERY_TILES], total[QUERY_TILES];
   ivec last[QUERY_TILES];  // the last slot that a query sees, -1 for none
-  // Of the slots from `tree_start` on, a query sees those whose bits are set, 32 in each half.
+  // A query sees a slot from `tree_start` on only if its bit is set here; each half has 32 bits.
   uvec ancestors[QUERY_TILES][2];
   int64_t tree_start;
   int head_size, tiles;
@@ -38,14 +38,16 @@ struct work {
   float scale;
 };
 
-// Element i of one vector, then element i of another that lies `apart` elements later, for each i.
+// Indices that interleave two vectors: element i of the first, then element i of the second, for
+// each i. The second begins `apart` elements after the first.
 #define ALTERNATE(apart)                                                            \
   0, 0 + apart, 1, 1 + apart, 2, 2 + apart, 3, 3 + apart, 4, 4 + apart, 5,          \
       5 + apart, 6, 6 + apart, 7, 7 + apart, 8, 8 + apart, 9, 9 + apart, 10,        \
       10 + apart, 11, 11 + apart, 12, 12 + apart, 13, 13 + apart, 14, 14 + apart, 15, \
       15 + apart
 
-// The score of a key that a query does not see. It is finite, so that differences are no NaNs.
+// The score of a key that a query does not see. It is finite, so that a difference of two scores is
+// never a NaN.
 #define UNSEEN splat(-1e30f)
 
 // 16 positions must lie in one page, and a head must be whole tiles.

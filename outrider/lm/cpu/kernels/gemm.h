@@ -23,7 +23,7 @@ INLINE vec add_bias(const float *acc, const struct linear *linear, int64_t colum
 // LOGITS stores it as float.
 enum epilogue { STORE, ADD, SWIGLU, LOGITS };
 
-// Stores those of LANES numbers that fit the rest of the row, which has `left` numbers.
+// Stores LANES numbers, or only the first `left` if the rest of the row has room for no more.
 INLINE void store_some(vec value, char *to, int64_t left, int is_bfloat16) {
   if (left >= LANES) {
     store(value, to, 0, is_bfloat16);
@@ -85,9 +85,9 @@ INLINE void gemm_and_store(struct gemm_input x, int rows, const struct linear *l
 // Computes out [rows, out] = x [rows, in] · weights. All threads of the pool call this and share
 // the blocks of columns.
 //
-// A thread claims some blocks at a time, so that a long prompt's rows are read less often, but few
-// enough that all threads end at about the same time. A thread that prefetches the next blocks
-// claims them before it begins with the present ones.
+// A thread claims several blocks at a time, so that a long prompt's rows are read less often. They
+// are few enough that all threads end at about the same time. A thread that prefetches the next
+// blocks claims them before it begins with the present ones.
 static void gemm(struct thread_pool *pool, struct gemm_input x, int64_t rows,
                  const struct linear *linear, void *out, enum epilogue epilogue) {
   const int64_t columns = epilogue == SWIGLU ? linear->out / 2 : linear->out;

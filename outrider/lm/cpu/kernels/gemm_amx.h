@@ -3,7 +3,7 @@
 
 #include "amx_tiles.h"
 
-// oneDNN caches the processor's tile configuration, so it must find it unchanged.
+// oneDNN remembers which tile configuration it has loaded, so a kernel must restore that one.
 typedef struct tile_config saved_state;
 
 INLINE saved_state save_state(void) {

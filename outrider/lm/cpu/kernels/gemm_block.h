@@ -32,7 +32,7 @@ struct linear {
 };
 
 // The input [rows, in] of a product. If `tiled`, it consists of tiles of `tile_rows` rows by 32
-// elements, and the tiles of the same rows are adjacent; these read faster, because their lines
+// elements, and the tiles of the same rows are adjacent; tiles are read faster, because their lines
 // fall into different sets of the cache. Otherwise each row is contiguous. The vector code
 // multiplies at most `tile_rows` rows at once in both cases. The output of a SWIGLU product has
 // tiles of the same shape.

@@ -32,7 +32,7 @@ struct work {
   uint32_t query_pairs[QUERY_ROWS][MOST_HEAD_SIZE / 2], weight_pairs[QUERY_ROWS][LANES / 2];
   vec sums[QUERY_ROWS][MOST_HEAD_SIZE / LANES], weights[QUERY_ROWS], total[QUERY_ROWS];
   float queries[QUERY_ROWS][MOST_HEAD_SIZE], max_score[QUERY_ROWS];
-  // The slots that a query sees; of the tree's slots only its ancestors'.
+  // The slots that a query sees; within the tree, only the slots of its ancestors.
   int64_t first[QUERY_ROWS], last[QUERY_ROWS], tree_start;
   uint64_t ancestors[QUERY_ROWS];
 };
@@ -67,7 +67,7 @@ INLINE ivec find_ancestors(uint64_t ancestors, int64_t offset) {
 }
 
 // Turns a row's scores into weights exp(score - max_score), and rescales its earlier sums if the
-// maximum has risen. The row sees no other slots than `ancestors`.
+// maximum has risen. The row sees only slots in `ancestors`.
 INLINE void update_softmax(struct work *work, int row, ivec slots, ivec ancestors, int head_size) {
   ivec seen = (slots >= (int32_t)work->first[row]) & (slots <= (int32_t)work->last[row]);
   seen &= ancestors;
@@ -79,7 +79,7 @@ INLINE void update_softmax(struct work *work, int row, ivec slots, ivec ancestor
     work->total[row] *= scale;
     for (int c = 0; c < head_size / LANES; c++) work->sums[row][c] *= scale;
   }
-  // Until the row has seen a key, max_score is -inf and the difference would be a NaN.
+  // Until the row has seen a key, max_score is -inf, and the difference would be a NaN.
   vec weights = work->max_score[row] > -INFINITY ? exponential(scores - work->max_score[row])
                                                  : splat(0);
   work->weights[row] = (vec)((ivec)weights & seen);

@@ -16,7 +16,7 @@ from verifier_svc.engine.target import LanguageModel, Limits
 from verifier_svc.state.sequence import Sequence
 
 
-class Admission:
+class Intake:
     """For one engine, on its thread.
 
     `thinking_ids` begin and end the model's thinking phase; None if it has none.

@@ -1,0 +1,37 @@
+"""Find a free port for a server."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import random
+import socket
+
+# Linux gives outgoing connections higher ports. One of those could take the port of a server that
+# is down for a moment.
+_PORTS = range(20_000, 32_000)
+# Each process has an order of its own, and gives no port twice before all others.
+_candidates = itertools.cycle(random.sample(_PORTS, len(_PORTS)))
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port of `host` that nothing listens on now.
+
+    Raises OSError if none is free, or if the address is not one of this machine.
+    """
+    for port in itertools.islice(_candidates, len(_PORTS)):
+        try:
+            check_port(host, port)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+        else:
+            return port
+    raise OSError(errno.EADDRINUSE, f"no port of {host} in {_PORTS} is free")
+
+
+def check_port(host: str, port: int) -> None:
+    """Raise OSError if a server cannot listen there now."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind((host, port))

@@ -1,0 +1,194 @@
+"""Coverage-guided fuzzing of the parsers of other processes' bytes, with Atheris (libFuzzer).
+
+Run it from the repository's root with one parser's name and libFuzzer's flags:
+
+    python tests/fuzz/parsers.py request -max_total_time=3600
+
+A parser may refuse bytes. What it takes must be the same when it was written and read again.
+Anything else ends the run, and libFuzzer leaves the bytes in a file `crash-*`, which
+`python tests/fuzz/parsers.py request FILE` reads again.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import atheris
+from google.protobuf.message import DecodeError
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+_OWN = ["outrider.wire", "outrider.checks", "gateway.json_body", "gateway.chunk_checks"]
+with atheris.instrument_imports(include=_OWN):
+    from gateway import chunk_checks, json_body
+    from outrider.errors import OutriderError
+    from outrider.v1 import drafts_pb2, verifier_pb2
+    from outrider.wire import drafts, model, requests
+
+_VOCABULARY = 1000
+_CONTEXT = 500
+_MOST_VALUES = 8
+
+
+def _check(kind: Any, read: Callable[[Any], Any], write: Callable[[Any], Any], data: bytes) -> None:
+    """Read a message of a kind; fails if it changes when it is written and read."""
+    once = write(read(kind.FromString(data)))
+    twice = write(read(once))
+    for batch in (once, twice):
+        for proposal in getattr(batch, "proposals", ()):
+            # It is a float when it is read, so it may lose a nanosecond.
+            proposal.ClearField("draft_time")
+    assert once == twice, (once, twice)
+
+
+def check_model(data: bytes) -> None:
+    """Read a verifier's model, as a gateway does."""
+    chunk_checks.check_model(model.model_from_proto(verifier_pb2.GetModelResponse.FromString(data)))
+
+
+@atheris.instrument_func
+def check_json(data: bytes) -> None:
+    """Bound the values of a body, as a gateway does; fails if the count is not exact."""
+    try:
+        held = _value_count(json.loads(data, object_pairs_hook=_values))
+    # What is no JSON has no count.
+    except (ValueError, RecursionError):
+        return
+    if not json.detect_encoding(data).startswith("utf-8"):
+        return
+    is_refused = False
+    try:
+        json_body.check_size(data, _MOST_VALUES)
+    except OutriderError:
+        is_refused = True
+    assert is_refused == (held > _MOST_VALUES), held
+
+
+@atheris.instrument_func
+def _value_count(value: object) -> int:
+    """The values of parsed JSON as `check_size` counts them: an empty list or object is two."""
+    if isinstance(value, list):
+        return 1 + max(1, sum(map(_value_count, value)))
+    return 1
+
+
+def _values(pairs: list[tuple[str, Any]]) -> list[Any]:
+    """The values of an object, also those whose key comes twice."""
+    return [value for _, value in pairs]
+
+
+def check_planted(data: bytes) -> None:
+    """Fail for some messages. It shows that the fuzzer notices a failure."""
+    hello = drafts.hello_from_proto(drafts_pb2.Hello.FromString(data))
+    assert hello.max_draft_tokens < 8, "planted"
+
+
+_REQUEST = verifier_pb2.GenerateTokensRequest(
+    request_id="a",
+    prompt_token_ids=[1, 2, 3],
+    max_tokens=8,
+    stop_token_ids=[4],
+    tenant="b",
+    top_logprob_count=1,
+    prediction_token_ids=[5],
+    committed_token_ids=[6],
+    noise_seed=7,
+)
+_HELLO = drafts_pb2.Hello(
+    drafter_id="a", family="b", tokenizer_fingerprint="c", max_draft_tokens=4, distributions=[1, 2]
+)
+_SPARSE = drafts_pb2.SparseDistribution(token_ids=[2, 4], probabilities=[0.75, 0.25])
+_PROPOSAL = drafts_pb2.Proposal(
+    sequence_id=1,
+    base_length=2,
+    token_ids=[2, 4],
+    parents=[0, 1],
+    distributions=[_SPARSE, _SPARSE],
+    confidences=[0.5, 1.0],
+)
+_DRAFTS = drafts_pb2.DraftBatch(
+    proposals=[_PROPOSAL], skips=[drafts_pb2.Skip(sequence_id=3, base_length=4)]
+)
+_WINDOW = drafts_pb2.Window(token_count=8, depth=4)
+_STEP = drafts_pb2.StepBatch(
+    opened=[
+        drafts_pb2.Opened(
+            sequence_id=1,
+            token_ids=[1, 2],
+            prompt_token_count=2,
+            distribution=1,
+            draft_tokens=4,
+            window=_WINDOW,
+        )
+    ],
+    verdicts=[
+        drafts_pb2.Verdict(
+            sequence_id=1, committed_length=3, new_token_ids=[5], draft_tokens=4, window=_WINDOW
+        )
+    ],
+    closed=[drafts_pb2.Closed(sequence_id=1, reason=1)],
+)
+_MODEL = verifier_pb2.GetModelResponse(
+    model_id="a", stage=3, vocab_size=8, context_length=9, drafters=[{"drafter_id": "b"}]
+)
+
+_read_request = partial(
+    requests.request_from_proto, vocab_size=_VOCABULARY, context_length=_CONTEXT
+)
+_read_drafts = partial(drafts.drafts_from_proto, vocab_size=_VOCABULARY)
+_read_step = partial(drafts.step_from_proto, vocab_size=_VOCABULARY)
+
+PARSERS: dict[str, tuple[Callable[[bytes], None], bytes]] = {
+    "request": (
+        partial(_check, type(_REQUEST), _read_request, requests.request_to_proto),
+        _REQUEST.SerializeToString(),
+    ),
+    "hello": (
+        partial(_check, type(_HELLO), drafts.hello_from_proto, drafts.hello_to_proto),
+        _HELLO.SerializeToString(),
+    ),
+    "drafts": (
+        partial(_check, type(_DRAFTS), _read_drafts, drafts.drafts_to_proto),
+        _DRAFTS.SerializeToString(),
+    ),
+    "step": (
+        partial(_check, type(_STEP), _read_step, drafts.step_to_proto),
+        _STEP.SerializeToString(),
+    ),
+    "model": (check_model, _MODEL.SerializeToString()),
+    "json": (check_json, b'{"a": [1, "b\\"", {}], "c": []}'),
+    "planted": (check_planted, _HELLO.SerializeToString()),
+}
+"""Each parser's check, and an example for the fuzzer to begin with."""
+
+
+def main() -> None:
+    """Fuzz the parser that the command line names; libFuzzer ends the process."""
+    name, *flags = sys.argv[1:]
+    check, example = PARSERS[name]
+
+    def run(data: bytes) -> None:
+        """Check one input. Refusals are what a parser is for."""
+        try:
+            check(data)
+        except (OutriderError, DecodeError):
+            pass
+        # `check_model` raises it for numbers that no model has.
+        except ValueError:
+            if name != "model":
+                raise
+
+    with TemporaryDirectory(prefix="outrider-fuzz-") as directory:
+        (Path(directory) / "example").write_bytes(example)
+        corpus = [] if any(not flag.startswith("-") for flag in flags) else [directory]
+        atheris.Setup([sys.argv[0], *flags, *corpus], run)
+        atheris.Fuzz()
+
+
+if __name__ == "__main__":
+    main()
