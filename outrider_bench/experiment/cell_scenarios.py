@@ -211,7 +211,7 @@ def _costs(experiment: Experiment, profile: Profile, served: str) -> Costs:
 
 
 def _shared_cores(experiment: Experiment, profile: Profile) -> dict[str, Any]:
-    """The cores that verifiers share if several serve at once on a host.
+    """The cores that verifiers and gateways share if several serve at once on a host.
 
     What one verifier and its drafters take from each other is part of the profile.
     """
@@ -219,7 +219,11 @@ def _shared_cores(experiment: Experiment, profile: Profile) -> dict[str, Any]:
     if target.count == 1 or experiment.workload.verifiers != "together" or target.host is not None:
         return {}
     cores = _cores(target.cores, profile.cores)
-    return {"target_cores": cores, "target_threads": profile.threads}
+    return {
+        "target_cores": cores,
+        "target_threads": profile.threads,
+        "gateway_cores": profile.cores,
+    }
 
 
 def _specs(

@@ -131,33 +131,6 @@ def interference(
         _pin(before)
 
 
-def concurrent_forwards(
-    target: Path, dtype: str, threads: int, cores: list[int]
-) -> dict[int, float]:
-    """How many times longer a forward takes beside copies of it, by their number with it.
-
-    Each process has `threads` cores of its own. Numbers are powers of two up to those that fit. It
-    compares times of the processor, so that other work on these cores does not count.
-    """
-    places = [cores[i : i + threads] for i in range(0, len(cores) - threads + 1, threads)]
-    runner = ModelRunner.load(str(target), dtype=dtype, threads=threads, page_count=64)
-    before = os.sched_getaffinity(0)
-    found = {1: 1.0}
-    try:
-        _pin(places[0])
-        alone_s = _processor_s(runner)
-        with ExitStack() as stack:
-            while 2 * max(found) <= len(places):
-                count = 2 * max(found)
-                for place in places[count // 2 : count]:
-                    stack.enter_context(_drafting(target, dtype, place))
-                # A copy cannot make a forward quicker; less than 1 is chance.
-                found[count] = max(_processor_s(runner) / alone_s, 1.0)
-    finally:
-        _pin(before)
-    return found
-
-
 @contextmanager
 def _drafting(
     model: Path, dtype: str, place: list[int]
@@ -204,16 +177,6 @@ def _forward_s(runner: ModelRunner) -> float:
     Two processes on a core take turns longer than a forward, so it is a mean of many.
     """
     return 1.0 / _rate(runner, lambda since: since > _WATCH_S)
-
-
-def _processor_s(runner: ModelRunner) -> float:
-    """Seconds of a processor that a forward of one sequence takes; the median of three means."""
-    found = []
-    for _ in range(3):
-        began, used = time.perf_counter(), time.process_time()
-        rate = _rate(runner, lambda since: since > _WATCH_S)
-        found.append((time.process_time() - used) / (rate * (time.perf_counter() - began)))
-    return median(found)
 
 
 def _draft(model: str, dtype: str, cores: list[int]) -> Iterator[str]:

@@ -88,9 +88,12 @@ class Cores:
 
     def _rates(self, workers: list[Worker]) -> list[float]:
         """The speed of each of these workers while all of them compute; 1 is that of one alone."""
-        targets = len([worker for worker in workers if worker.is_target])
-        slower = self._costs.beside_forwards(targets)
         shares = equal_shares(tuple([(worker.allowed, worker.threads) for worker in workers]))
+        # Forwards that wait for a core slow no others down.
+        forwards = sum(
+            [share for worker, share in zip(workers, shares, strict=True) if worker.is_target]
+        )
+        slower = self._costs.beside_forwards(forwards)
         return [
             share / slower if worker.is_target else share
             for worker, share in zip(workers, shares, strict=True)

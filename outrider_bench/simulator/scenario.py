@@ -235,6 +235,9 @@ class Scenario(Settings):
     target_threads: int = Field(1, ge=1)
     """Threads of a forward, if cores are shared."""
 
+    gateway_cores: list[int] = Field(default_factory=list)
+    """Cores that gateways and clients share with the verifiers; by default with none."""
+
     schedule: list[Event] = Field(default_factory=list)
     """Events at their times; as a flag a JSON list."""
 

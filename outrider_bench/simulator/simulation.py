@@ -172,7 +172,7 @@ class Simulation:
     def _outcome(self) -> Outcome:
         requests = self.traffic.measured
         began = self.traffic.began
-        end = self._end()
+        end = self._end(requests)
         full_s = (self.traffic.full_until or end) - began
         outcome = Outcome(
             _sample(requests, began, end, full_s),
@@ -186,7 +186,7 @@ class Simulation:
             for name, value in self._counted.get(verifier.name, {}).items():
                 counters[name] -= value
             own = [request for request in requests if request.verifier is verifier]
-            sample = _sample(own, began, end, full_s)
+            sample = _sample(own, began, min(self._end(own), end), full_s)
             sample.counters = counters
             outcome.by_verifier[verifier.name] = sample
             _add(outcome.sample.counters, counters)
@@ -196,14 +196,15 @@ class Simulation:
             outcome.drafters.setdefault(name, {})["busy_seconds"] = drafter.computed_s
         return outcome
 
-    def _end(self) -> float:
-        """When the measurement ended: with the last request if all have ended, else with the time.
+    def _end(self, requests: list[Request]) -> float:
+        """When the measurement of these requests ended.
 
-        More poisson arrivals could always come, so their measurement ends with the time.
+        It ended with the last of them if all requests have ended, else with the time. More poisson
+        arrivals could always come, so their measurement ends with the time.
         """
         ended = [
             request.received_at[-1][0]
-            for request in self.traffic.measured
+            for request in requests
             if request.over and request.received_at
         ]
         if self.traffic.all_over and ended and self._scenario.arrivals != "poisson":

@@ -8,6 +8,7 @@ from outrider_bench.simulator.cores import Cores, Worker
 from outrider_bench.simulator.costs import Costs
 from outrider_bench.simulator.engine_actor import EngineActor
 from outrider_bench.simulator.events import Events
+from outrider_bench.simulator.front import Front
 from outrider_bench.simulator.scenario import Scenario
 from outrider_bench.simulator.target import SimulatedTarget, SimulatedVerifier
 from outrider_bench.simulator.world import World
@@ -67,6 +68,8 @@ class VerifierActor(EngineActor):
         # Trial forwards ran alone.
         if scenario.target_cores:
             worker.cores = cores
+        beside = cores if scenario.gateway_cores else None
+        self.front = Front(Worker(events, beside, frozenset(scenario.gateway_cores)), costs)
 
     def _warm_up(self) -> None:
         """Run the trial forwards in the time before now."""

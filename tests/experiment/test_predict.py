@@ -97,6 +97,7 @@ def test_a_shared_drafter_has_a_connection_for_each_verifier(tmp_path: Path) -> 
 def test_verifiers_that_serve_together_share_the_machines_cores(tmp_path: Path) -> None:
     found = scenario(tmp_path, use=["pinned"], target={"threads": 1, "count": 4})
     assert (found.target_cores, found.target_threads) == ([0, 1], 1)
+    assert found.gateway_cores == [0, 1]
     assert [drafter.cores for drafter in found.drafters] == 4 * [[0]]
 
 

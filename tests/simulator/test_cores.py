@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider_bench.simulator.cores import Cores, Worker, equal_shares
-from outrider_bench.simulator.costs import Costs, Forward
+from outrider_bench.simulator.costs import DIRECTORY, Costs, Forward
 from outrider_bench.simulator.events import Events
 from outrider_bench.simulator.scenario import Scenario
 from outrider_bench.simulator.simulation import simulate
@@ -160,3 +160,43 @@ def test_a_verifier_that_decoded_alone_drafts_beside_others(tmp_path: Path) -> N
     samples = simulate(scenario, 4).by_verifier.values()
     # Without drafts a verifier takes 400 steps.
     assert max([sample.counters["step_seconds_count"] - 100 for sample in samples]) < 300
+
+
+def test_gateways_on_the_verifiers_cores_take_their_time_from_them(tmp_path: Path) -> None:
+    table = json.loads((DIRECTORY / "assumed-gpu.json").read_text())
+    step_s = Costs.model_validate(table).forward_s(1, 1) + table["host_step_s"]
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps(table | {"front_message_s": step_s / 4, "front_request_s": 0.01}))
+
+    def tokens(count: int, **more: object) -> int:
+        scenario = shared(costs=str(path), verifiers=count, drafters=[], **more)
+        return simulate(scenario, count, drafting=False).sample.tokens
+
+    # A message takes a quarter of a step, so full cores give four fifths of their tokens.
+    without, beside = tokens(4), tokens(4, gateway_cores=[0, 1])
+    assert beside == pytest.approx(0.8 * without, rel=0.03)
+    # One verifier leaves a core to the gateway.
+    assert tokens(1, gateway_cores=[0, 1]) == pytest.approx(tokens(1), rel=0.01)
+
+
+def test_forwards_beside_a_drafter_slow_each_other_down_less() -> None:
+    """Of three processes on two cores, two forwards have 2/3 of a core each."""
+    events = Events()
+    cores = Cores(events, costs({1: 1.0, 2: 1.3}))
+    done = [0, 0]
+
+    def work(number: int, worker: Worker) -> None:
+        worker.spend(1.0)
+        done[number] += 1
+        events.after(0.0, partial(work, number, worker))
+
+    def draft(worker: Worker) -> None:
+        worker.spend(1.0)
+        events.after(0.0, partial(draft, worker))
+
+    for number in range(2):
+        worker = Worker(events, cores, frozenset({0, 1}), is_target=True)
+        events.at(0.1 * number, partial(work, number, worker))
+    events.at(0.2, partial(draft, Worker(events, cores, frozenset({0, 1}))))
+    events.run(LONG)
+    assert [pieces / LONG for pieces in done] == pytest.approx([2 / 3 / 1.1] * 2, rel=0.05)

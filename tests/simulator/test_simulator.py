@@ -160,6 +160,17 @@ def test_recorded_requests_come_at_their_recorded_times(tmp_path: Path) -> None:
     assert outcome.errors == []
 
 
+def test_a_verifiers_rate_ends_with_its_own_last_answer(tmp_path: Path) -> None:
+    recording = tmp_path / "requests.jsonl"
+    lines = [f'{{"prompt_tokens": 8, "output_tokens": {tokens}}}\n' for tokens in (40, 120)]
+    recording.write_text("".join(lines))
+    found = simulate(scenario(recording=recording, verifiers=2, drafters=[], sequences=[2]), 2)
+    short, long = sorted(found.by_verifier.values(), key=lambda sample: sample.tokens)
+    assert (short.tokens, long.tokens) == (40, 120)
+    assert short.tokens_per_s == pytest.approx(long.tokens_per_s, rel=0.1)
+    assert found.sample.seconds == long.seconds
+
+
 def test_closed_arrivals_send_recorded_requests_in_turn(tmp_path: Path) -> None:
     recording = tmp_path / "requests.jsonl"
     lengths = [3, 5, 4, 6, 2]
