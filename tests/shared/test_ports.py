@@ -28,7 +28,7 @@ def test_a_port_in_use_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(ports, "_candidates", itertools.cycle([port, free]))
         assert free_port() == free
         monkeypatch.setattr(ports, "_candidates", itertools.cycle([port]))
-        with pytest.raises(OSError, match="no port of 127.0.0.1"):
+        with pytest.raises(OSError, match="no port of"):
             free_port()
 
 
