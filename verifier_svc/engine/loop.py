@@ -265,12 +265,11 @@ class Engine:
         self._step_clock.end("commit")
 
     def _end_step(self, batch: list[ScheduledSequence]) -> None:
-        """Measure the step and send its verdicts; if no sequence is left, send its chunks too."""
+        """Measure the step and send its verdicts; if it is the last, its chunks and counts too."""
         isolated_forward_s = self._observe(batch)
         self._metrics.occupancy(self.scheduler)
         self.outgoing.send_to_drafters()
         if not self.sequences:
-            # Otherwise both come with the next step.
             self._metrics.flush()
             self.outgoing.send_to_clients()
         self._step_clock.end("send")
