@@ -18,9 +18,10 @@ from gateway.routing import Router
 from outrider.errors import OutriderError, Reason
 from outrider.model_info import Load, retry_after_s, wait_s
 
-# An answer may take so many times as long as the average one. Requests that wait must have time for
-# that, or a queue just as long as everyone's patience would make half of the answers late.
-_LONG_ANSWER = 2.0
+# The wait and the answer may take so many times as long as recent ones did: an answer is long, the
+# batch was not full before, other processes take the cores. A longer queue would serve nobody more.
+# If it becomes slow, each answer is late, and the work on it is lost.
+_MARGIN = 2.0
 
 
 class Admission:
@@ -142,8 +143,8 @@ def check(
     # Nobody knows whose the others are, so they count as one tenant.
     rivals = [each for name, each in counts.items() if name != tenant]
     late_s = load.wait_s(own + count, fair_share(load.places, [*rivals, others]))
-    answer_s = _LONG_ANSWER * (load.sequence_s or 0.0)
-    if late_s > 0.0 and not patience.suffices(late_s, answer_s):
+    answer_s = load.sequence_s or 0.0
+    if late_s > 0.0 and not patience.suffices(_MARGIN * late_s, _MARGIN * answer_s):
         message = f"the answer would be late: requests wait {late_s:.1f} s for their turn now"
         raise _refusal(message, late_s)
 

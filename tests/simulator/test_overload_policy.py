@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from outrider_bench.simulator.costs import Costs
 from outrider_bench.simulator.scenario import Scenario
 from outrider_bench.simulator.simulation import Simulation
 from outrider_bench.simulator.traffic import Request
@@ -87,6 +88,27 @@ def test_goodput_at_threefold_load_is_near_its_peak(acceptance: float) -> None:
     peak = max(run(rate, acceptance)[0] for rate in rates)
     assert peak < 0.95 * max(rates), "all of these loads fit"
     assert run(3 * peak, acceptance)[0] >= 0.9 * peak
+
+
+def test_a_verifier_that_slows_down_loses_its_speed_and_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As other processes slow it down, answers that waited for their turn must not be late."""
+    slow_from, slower = 25.0, 1.5
+    scenario = Scenario.model_validate({**COMMON, "arrivals": "poisson", "rate": 60.0})
+    simulation = Simulation(scenario, 1, drafting=False)
+
+    def slow_down() -> None:
+        forward_s = Costs.forward_s
+        monkeypatch.setattr(Costs, "forward_s", lambda *given: slower * forward_s(*given))
+
+    simulation.events.at(slow_from, slow_down)
+    outcome = simulation.run()
+    ends = [each.received_at[-1][0] for each in simulation.traffic.requests if in_time(each)]
+    before = sum(WARM_UP_S < end < slow_from for end in ends) / (slow_from - WARM_UP_S)
+    after = sum(end > slow_from for end in ends) / (scenario.seconds - slow_from)
+    assert after >= 0.9 * before / slower
+    assert outcome.late_count == 0
 
 
 @pytest.mark.parametrize(("batch", "rate"), [(32, 60.0), (128, 170.0)])
