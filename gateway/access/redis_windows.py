@@ -9,9 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from limits.aio.storage import RedisSentinelStorage, RedisStorage, Storage
+from limits.aio.storage import RedisClusterStorage, RedisSentinelStorage, RedisStorage, Storage
 from limits.storage import storage_from_string
-from redis.exceptions import RedisClusterException, RedisError
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
 
 from gateway.access.windows import MINUTE_S, Count, Windows
 from outrider.errors import invalid
@@ -25,6 +26,10 @@ _REDIS_CONNECT_S = 0.5
 # After a failure, Redis is left alone for this time, and counts go on in memory.
 _REDIS_PAUSE_S = 5.0
 _WARNING_INTERVAL_S = 60.0
+# Each running command has a connection. redis-py fails a command that would need a 101st. For each
+# TLS connection it loads the system's authorities, for 0.02 s in which nothing else runs: if many
+# connections begin together, they miss their time-outs.
+_MAX_RUNNING = 4
 
 
 class RedisWindows(Windows):
@@ -36,6 +41,7 @@ class RedisWindows(Windows):
         self._paused_until = 0.0
         self._warned_at = -_WARNING_INTERVAL_S
         self._commands: set[asyncio.Task[int | None]] = set()
+        self._running = asyncio.Semaphore(_MAX_RUNNING)
 
     async def add(self, name: str, amount: int, minute: int) -> Count:
         """Add to a count of a minute. If the caller leaves meanwhile, nothing is added."""
@@ -66,11 +72,16 @@ class RedisWindows(Windows):
         return command
 
     async def _command(self, name: str, amount: int, minute: int) -> int | None:
-        try:
-            return await self._storage.incr(f"{name}/{minute}", _KEPT_S, amount)
-        except (RedisError, RedisClusterException, OSError, TimeoutError) as error:
-            self._pause(error)
-            return None
+        async with self._running:
+            # Redis may have failed while this command waited for its turn.
+            if time.monotonic() < self._paused_until:
+                return None
+            try:
+                return await self._storage.incr(f"{name}/{minute}", _KEPT_S, amount)
+            # Neither a faulty server nor a bug in the client may end a request.
+            except Exception as error:  # noqa: BLE001
+                self._pause(error)
+                return None
 
     def _take_back(
         self, command: asyncio.Task[int | None], name: str, amount: int, minute: int
@@ -84,16 +95,23 @@ class RedisWindows(Windows):
         command.add_done_callback(ended)
 
     async def close(self) -> None:
-        """Let the commands end, and close all connections."""
+        """Let the commands end, and close all connections. Never raises."""
         while self._commands:
             await asyncio.wait(self._commands)
         if not isinstance(self._storage, RedisStorage):
             return
         bridge: Any = self._storage.bridge
-        await bridge.get_connection().aclose()
+        client = bridge.get_connection()
+        closing = [client.aclose()]
         if isinstance(self._storage, RedisSentinelStorage):
-            for client in bridge.sentinel.sentinels:
-                await client.aclose()
+            closing.append(bridge.sentinel.aclose())
+        if isinstance(self._storage, RedisClusterStorage):
+            # After a failure the client believes that it is closed, but its connections are open.
+            nodes = client.nodes_manager
+            closing += [nodes.aclose(), nodes.aclose("startup_nodes")]
+        failures = filter(None, await asyncio.gather(*closing, return_exceptions=True))
+        if failure := next(failures, None):
+            log.warning("a connection to Redis did not close properly: %s", failure)
 
     def _pause(self, error: Exception) -> None:
         now = time.monotonic()
@@ -124,7 +142,14 @@ def storage_of(url: str, password_file: Path | None, ca_file: Path | None) -> St
             url = url.replace("rediss+", "redis+", 1)
             options["ssl"] = True
         if url.startswith("redis+sentinel:"):
-            options["sentinel_kwargs"] = {k: v for k, v in options.items() if k.startswith("ssl")}
+            # `limits` adds user and password. Without the others, redis-py tries a Sentinel ten
+            # times, for 5 s each.
+            own = {k: v for k, v in options.items() if k.startswith(("socket", "ssl"))}
+            options["sentinel_kwargs"] = {**own, "retry": Retry(NoBackoff(), 0)}
+        elif url.startswith("redis+cluster:"):
+            # Retry once and at once: a cluster's pooled connection may lead to a server that is
+            # gone. By default redis-py retries for seconds.
+            options["retry"] = Retry(NoBackoff(), 1)
         storage = storage_from_string(f"async+{url}", **options)
     except OSError as error:
         raise invalid("limits-redis-password-file", f"cannot be read: {error}") from error

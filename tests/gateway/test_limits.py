@@ -338,6 +338,17 @@ async def test_while_redis_fails_limits_hold_in_memory() -> None:
     assert storage.calls == 1
 
 
+async def test_after_a_failure_waiting_commands_leave_redis_alone() -> None:
+    storage = FakeStorage(broken=True)
+    shared = RedisWindows(storage, Clock())
+    storage.open.clear()
+    burst = [asyncio.create_task(shared.add("a", 1, 0)) for _ in range(200)]
+    await until(lambda: storage.calls > 0)
+    storage.open.set()
+    assert {(await adding).total for adding in burst} == set(range(1, 201))
+    assert storage.calls == 4
+
+
 @pytest.mark.parametrize("broken_at_first", [True, False])
 async def test_a_reservation_is_settled_where_it_was_counted(
     broken_at_first: bool, monkeypatch: pytest.MonkeyPatch

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import re
 import time
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-from redis_servers import OPERATIONS, PASSWORD, Deployment, Standalone, until
+from redis.crc import key_slot
+from redis_servers import (
+    OPERATIONS,
+    PASSWORD,
+    Certificates,
+    Cluster,
+    Deployment,
+    Sentinels,
+    Standalone,
+    until,
+)
 
 from gateway.access.windows import Windows, windows
 
@@ -24,6 +38,10 @@ def grant_rights(deployment: Deployment) -> str:
             with process.admin() as client:
                 client.execute_command("ACL", "SETUSER", USER, *rights)
     return deployment.url.replace("outrider@", f"{USER}@").partition("?")[0]
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
 
 
 def shared(deployment: Deployment, url: str) -> Windows:
@@ -72,3 +90,83 @@ async def test_a_lost_redis_delays_no_request_and_is_used_again(
     monkeypatch.setattr(made, "_paused_until", 0.0)
     assert (await made.add("alice/tokens", 9, minute)).total == 9
     await made.close()
+
+
+async def test_a_burst_is_counted_in_redis(redis_server: Standalone) -> None:
+    made = shared(redis_server, grant_rights(redis_server))
+    minute, _ = made.now()
+    counts = await asyncio.gather(*(made.add("alice/requests", 1, minute) for _ in range(300)))
+    assert all(count.is_shared for count in counts)
+    assert {count.total for count in counts} == set(range(1, 301))
+    await made.close()
+
+
+@pytest.mark.slow
+async def test_a_frozen_sentinel_delays_no_request(tmp_path: Path) -> None:
+    deployment = Sentinels(tmp_path)
+    try:
+        made = shared(deployment, grant_rights(deployment))
+        deployment.sentinel.freeze()
+        began = time.monotonic()
+        assert not (await made.add("alice/tokens", 5, made.now()[0])).is_shared
+        assert time.monotonic() - began < 2.0
+        await made.close()
+    finally:
+        deployment.close()
+
+
+async def test_a_frozen_redis_does_not_fail_the_end(
+    tmp_path: Path, certificates: Certificates, caplog: pytest.LogCaptureFixture
+) -> None:
+    deployment = Standalone(tmp_path, certificates)
+    try:
+        made = shared(deployment, grant_rights(deployment))
+        assert (await made.add("alice/tokens", 5, made.now()[0])).is_shared
+        deployment.data[0].freeze()
+        await made.close()
+    finally:
+        deployment.close()
+    assert caplog.text.count("a connection to Redis did not close properly") == 1
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    made = Cluster(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.mark.slow
+async def test_a_slot_that_moves_to_an_unknown_node_fails_no_request(cluster: Cluster) -> None:
+    made = shared(cluster, grant_rights(cluster))
+    minute, _ = made.now()
+    assert (await made.add("alice/tokens", 5, minute)).is_shared
+    by_node = zip(cluster.data, cluster.each("KEYS", "*"), strict=True)
+    [(owner, [key])] = [(node, keys) for node, keys in by_node if keys]
+    with owner.admin() as one, cluster.grow().admin() as other:
+        ids = [client.cluster("myid").decode() for client in (one, other)]
+        other.execute_command("CLUSTER", "SETSLOT", key_slot(key), "IMPORTING", ids[0])
+        one.execute_command("CLUSTER", "SETSLOT", key_slot(key), "MIGRATING", ids[1])
+        one.delete(key)
+    assert not (await made.add("alice/tokens", 5, minute)).is_shared
+    await made.close()
+
+
+@pytest.mark.slow
+async def test_a_frozen_node_of_a_cluster_delays_no_request_and_leaves_no_connection(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = open_files()
+    made = shared(cluster, grant_rights(cluster))
+    minute, _ = made.now()
+    assert (await made.add("alice/tokens", 5, minute)).is_shared
+    cluster.data[2].freeze()
+    shares = []
+    for number in range(12):
+        monkeypatch.setattr(made, "_paused_until", 0.0)
+        began = time.monotonic()
+        shares.append((await made.add(f"{number}", 5, minute)).is_shared)
+        assert time.monotonic() - began < 1.0
+    assert set(shares) == {True, False}
+    await made.close()
+    assert open_files() == files
