@@ -196,6 +196,8 @@ def choose_address(verifier: str, uds: Path | None) -> str:
         if not stat.S_ISSOCK(uds.stat().st_mode):
             raise invalid("uds", f"must be a Unix socket, which {uds} is not")
         with socket.socket(socket.AF_UNIX) as probe:
+            # It would wait for a stopped verifier that has too many connections to accept.
+            probe.setblocking(False)
             probe.connect(str(uds))
     except OSError:
         return verifier

@@ -42,6 +42,8 @@ class Replica:
         """Sequences that other callers had there at the last poll."""
         self.round_trip_s: float | None = None
         """How long the last poll took."""
+        self.answered_at = time.monotonic()
+        """When it last answered a poll (monotonic seconds)."""
         self.suspect = asyncio.Event()
         """Set when the next poll should not wait: the verifier is lost, or says that it leaves."""
         self.full = False
@@ -107,6 +109,7 @@ class Replica:
         except Exception as cause:  # noqa: BLE001
             self.problem = unreadable(self.address, cause)
             return
+        self.answered_at = time.monotonic()
         self.round_trip_s = time.perf_counter() - asked
         self.info = info
         self.full = False

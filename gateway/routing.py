@@ -22,6 +22,9 @@ log = logging.getLogger(__name__)
 _POLL_READY_S = 1.0
 _POLL_LOADING_S = 0.2
 _DRAIN_POLL_S = 0.05
+# A verifier whose engine hangs says so after this time. One that says nothing for as long hangs
+# too, though its connection is open: gRPC answers pings without the process's event loop.
+_SILENT_S = 60.0
 # A verifier that starts together with the gateway may take this long to answer. Until then its
 # problems are not logged.
 _STARTUP_S = 30.0
@@ -137,16 +140,17 @@ class Router:
         """Move sequences from a replica to another one that can continue them all, if one is ready.
 
         All sequences leave a replica that says it drains or hangs. Only those without a chunk leave
-        one that does not answer polls, since it may just be slow. Without another replica that has
-        room they stay.
+        one that does not answer polls, since it may just be slow; after `_SILENT_S` the others do
+        too. Without another replica that has room they stay.
         """
-        silent = problem.reason is Reason.VERIFIER_UNAVAILABLE
+        is_silent = problem.reason is Reason.VERIFIER_UNAVAILABLE
+        may_be_slow = is_silent and time.monotonic() - replica.answered_at < _SILENT_S
         info = replica.info
         if info is None:
             return
         picks = [pick for pick in self.ready_picks(self._name(info)) if not pick.busyness()[0]]
         if any(pick.continues(info, info.context_length) for pick in picks):
-            replica.fail_sequences(for_callers(problem), waiting_only=silent)
+            replica.fail_sequences(for_callers(problem), waiting_only=may_be_slow)
 
     def _wake(self) -> None:
         """Have sequences that wait for a replica look again."""

@@ -239,7 +239,8 @@ class RedisPool:
         tasks = [self._writer, *self._running]
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, *self._closing, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._closing, return_exceptions=True)
         await self._client.aclose()
 
     async def _fetch(self, keys: list[bytes]) -> list[Any] | None:

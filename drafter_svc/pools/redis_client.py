@@ -254,13 +254,16 @@ class RedisClient:
         return sum(results)
 
     async def aclose(self) -> None:
-        """Close all connections."""
-        await self._client.aclose()
-        await self._lookups.aclose()
+        """Close all connections, also if one fails; then raise the first failure."""
+        closing = [self._client.aclose(), self._lookups.aclose()]
+        if self._sentinel is not None:
+            closing += [sentinel.aclose() for sentinel in self._sentinel.sentinels]
+        failures = await asyncio.gather(*closing, return_exceptions=True)
         if isinstance(self._client, RedisCluster):
             # After a failure the client believes that it is closed, but its connections are open.
-            await self._client.nodes_manager.aclose()
-            await self._client.nodes_manager.aclose("startup_nodes")
-        if self._sentinel is not None:
-            for sentinel in self._sentinel.sentinels:
-                await sentinel.aclose()
+            nodes = self._client.nodes_manager
+            more = (nodes.aclose(), nodes.aclose("startup_nodes"))
+            failures += await asyncio.gather(*more, return_exceptions=True)
+        for failure in failures:
+            if failure is not None:
+                raise failure

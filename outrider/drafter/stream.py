@@ -39,6 +39,7 @@ _POLL_LOADING_S = 0.25
 # Log a wait for the verifier only after this time: it may be starting too, and loads for a while.
 _LOG_WAIT_AFTER_S = 30.0
 _GOODBYE_S = 1.0
+_CLOSE_S = 10.0
 # Further steps stay in the verifier, which closes the stream of a drafter that does not read.
 _MAX_UNREAD_STEPS = 256
 # Most proposals or skips of a message. With sampled runs of 8 tokens and 32 probabilities each they
@@ -186,8 +187,10 @@ class DraftStream:
                 await self._observer.registered(address)
                 await self._serve(connection)
             finally:
-                await self._observer.lost()
-                await strategy.aclose()
+                try:
+                    await self._observer.lost()
+                finally:
+                    await _close(strategy)
 
     async def _serve(self, connection: _Connection) -> None:
         began = self._clock()
@@ -208,6 +211,16 @@ class DraftStream:
             task.cancel()
             stopped.cancel()
             await asyncio.gather(task, stopped, return_exceptions=True)
+
+
+async def _close(strategy: Strategy) -> None:
+    """Close a strategy. Logs it if that fails or takes too long."""
+    try:
+        async with asyncio.timeout(_CLOSE_S):
+            await strategy.aclose()
+    # It must not hide why the stream ended.
+    except Exception:
+        log.exception("closing the strategy %s failed", strategy.name)
 
 
 class _Connection:

@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-from counting_drafter import TRACEPARENT, Drafter, opened, running, until
+from counting_drafter import TRACEPARENT, Counting, Drafter, opened, running, until
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from scripted_drafts import FINGERPRINT, READY, ScriptedVerifier
@@ -106,6 +106,37 @@ async def test_it_reconnects_after_a_passing_failure(
     async with running(Drafter(verifier.port)):
         (await verifier.accepted()).send(error)
         await verifier.accepted()
+
+
+@pytest.mark.parametrize("how", ["hangs", "fails"])
+async def test_it_reconnects_though_the_strategy_cannot_be_closed(
+    verifier: ScriptedVerifier, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream_module, "_CLOSE_S", 0.1)
+
+    class Stubborn(Counting):
+        async def aclose(self) -> None:
+            if how == "fails":
+                raise RuntimeError("planted")
+            await asyncio.Event().wait()
+
+    async with running(Drafter(verifier.port, make=Stubborn)):
+        (await verifier.accepted()).send(OutriderError(Reason.INTERNAL, "a bug"))
+        await verifier.accepted()
+
+
+async def test_a_strategy_that_cannot_be_closed_does_not_hide_a_refusal(
+    verifier: ScriptedVerifier,
+) -> None:
+    class Failing(Counting):
+        async def aclose(self) -> None:
+            raise RuntimeError("planted")
+
+    drafter = Drafter(verifier.port, fingerprint="a" * 64, make=Failing)
+    with pytest.raises(OutriderError) as caught:
+        await drafter.stream.run()
+    assert caught.value.reason is Reason.TOKENIZER_MISMATCH
+    assert len(drafter.families) == 1
 
 
 async def test_it_reconnects_after_contradictory_messages(

@@ -144,6 +144,21 @@ async def test_waiting_sequences_leave_a_verifier_when_its_poll_fails(
     assert len(pair.second.requests) == 1
 
 
+async def test_a_sequence_with_a_chunk_leaves_a_verifier_that_is_silent_for_long(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when its event loop hangs: gRPC answers pings without it, so the call does not end."""
+    monkeypatch.setattr(routing, "_SILENT_S", 0.5)
+    pair.first.answer = lambda request: [plain(request.prompt[:1]), 60.0]
+    asked = asyncio.create_task(pair.ask(stream=True))
+    await until(lambda: pair.first.running == 1)
+    await until(lambda: not pair.gateway.router.replicas[0].tokens._call._waiting)  # type: ignore[union-attr]
+    pair.first.unreachable = True
+    assert "[DONE]" in (await asked).text
+    [continued] = pair.second.requests
+    assert len(continued.committed) == 1
+
+
 async def test_a_sequence_with_a_chunk_stays_when_the_poll_fails(pair: Pair) -> None:
     pair.first.answer = lambda request: [
         plain(request.prompt[:1]),

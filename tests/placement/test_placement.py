@@ -145,6 +145,16 @@ print(json.dumps([early, cores, torch.get_num_threads(), list(place.cores), plac
     assert json.loads(output) == [False, [core], 1, [core], "cpu"]
 
 
+def test_a_unix_socket_whose_owner_accepts_nothing_blocks_nobody(tmp_path: Path) -> None:
+    path = tmp_path / "verifier.sock"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen(2)
+        found = [choose_address("host:1", path) for _ in range(8)]
+    assert found[0] == f"unix:{path}"
+    assert found[-1] == "host:1"
+
+
 def test_only_a_unix_socket_that_answers_replaces_the_address(tmp_path: Path) -> None:
     path = tmp_path / "verifier.sock"
     assert choose_address("host:1", None) == "host:1"

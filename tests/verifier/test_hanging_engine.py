@@ -10,6 +10,7 @@ from fake_model import make_engine
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from outrider.process import rpc
+from verifier_svc.engine import engine_thread
 from verifier_svc.engine.engine_thread import EngineThread
 from verifier_svc.streams import servicer
 from verifier_svc.streams.servicer import report_health
@@ -43,3 +44,16 @@ async def test_a_verifier_does_not_serve_while_its_engine_hangs(
     await asyncio.gather(reporting, return_exceptions=True)
     await server.stop(0)
     await thread.stop()
+
+
+async def test_a_verifier_ends_though_its_engine_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_thread, "_STOP_S", 0.2)
+    thread = EngineThread(lambda deliver: make_engine()[0])
+    await thread.built
+    release = threading.Event()
+    thread.post(lambda: release.wait(30))
+    async with asyncio.timeout(10):
+        await thread.stop()
+    assert not thread.ended.done()
+    release.set()
+    await thread.ended

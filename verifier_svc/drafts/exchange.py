@@ -93,8 +93,9 @@ class DraftExchange:
         for drafter_id in self.roster.forget():
             self._metrics.forget(drafter_id)
 
-    def drain(self, drafter: Drafter) -> None:
+    def drain(self, drafter: Drafter, byte_count: int) -> None:
         """Assign no more sequences to a drafter that is about to leave."""
+        drafter.taken_bytes += byte_count + MESSAGE_BYTES
         drafter.draining = True
 
     def reject(self, drafter: Drafter, error: OutriderError) -> None:
@@ -150,9 +151,8 @@ class DraftExchange:
         """Add a message's proposals to the tries.
 
         A drafter that breaks the protocol loses its stream; nothing else changes for the others.
-        `arrived_at` is when the message arrived (monotonic seconds; None is now), which may be a
-        forward ago. If that forward counted as the drafter's time, one answer that missed the step
-        by a little would make the drafter seem too slow to wait for, and so would all later ones.
+        `arrived_at` is when the message arrived (monotonic seconds; None is now). If the forward
+        since then counted as the drafter's time, a just missed step would make it seem too slow.
         """
         at = self._clock() if arrived_at is None else arrived_at
         drafter.busy_until = at if drafter.busy_until == math.inf else max(drafter.busy_until, at)

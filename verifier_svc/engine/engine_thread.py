@@ -12,6 +12,8 @@ from verifier_svc.engine.loop import Engine
 from verifier_svc.engine.outgoing import Delivery
 
 log = logging.getLogger(__name__)
+
+_STOP_S = 10.0
 _Result = TypeVar("_Result")
 
 
@@ -87,8 +89,12 @@ class EngineThread:
         return await done
 
     async def stop(self) -> None:
-        """End the engine's loop after the step in progress."""
+        """End the engine's loop after the step in progress, which gets 10 s for that."""
         self.engine.stop()
+        await asyncio.wait({self.ended}, timeout=_STOP_S)
+        if not self.ended.done():
+            log.error("the engine's step has not ended; the process ends without it")
+            return
         await self.ended
 
 

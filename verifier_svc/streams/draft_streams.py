@@ -156,16 +156,15 @@ class DrafterStream:
                 await asyncio.sleep(_POLL_S)
             kind = request.WhichOneof("message")
             size = request.ByteSize()
+            read_bytes += size + MESSAGE_BYTES
             if kind == "drafts":
                 batch = wire_drafts.drafts_from_proto(request.drafts, self._model.vocab_size)
-                read_bytes += size + MESSAGE_BYTES
                 engine.post(partial(drafting.on_drafts, drafter, batch, size, arrived_at))
             elif kind is None:
                 # Only a later version knows this kind of message.
-                read_bytes += size + MESSAGE_BYTES
                 engine.post(partial(drafting.ignore, drafter, size))
             elif kind == "draining":
-                engine.post(partial(drafting.drain, drafter))
+                engine.post(partial(drafting.drain, drafter, size))
             else:
                 raise _violation("Hello comes first and only once")
 

@@ -206,7 +206,7 @@ class Connection:
 
         def drain() -> None:
             if self._handle is not None:
-                self.verifier.engine.drafting.drain(self._handle)
+                self.verifier.engine.drafting.drain(self._handle, 0)
 
         self._drafter.up.send(lambda: self.verifier.post(drain))
 
