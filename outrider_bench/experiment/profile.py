@@ -19,7 +19,8 @@ from outrider_bench.experiment.profile_record import Profile, described
 _PROGRAM = "outrider profile"
 _MOST_SEQUENCES = 32
 _HOW = {
-    "costs.forwards": "the fastest of up to 100 forwards behind 128 tokens, in a process alone",
+    "costs.forwards": "the fastest of up to 100 forwards behind 128 tokens, in a process alone; "
+    "at most that of more tokens",
     "costs.prompts": "forwards of prompts of 32 and 256 tokens, the fastest of up to 100",
     "costs.host": "the engine's own time for steps whose forward takes none, the fastest of 60",
     "costs.drafting": "forwards of the draft model by threads, and the median lookup of n-grams",

@@ -113,7 +113,16 @@ def _forwards(target: ModelRunner, sequences: list[int]) -> list[Forward]:
         if count * tokens <= _MAX_TOKENS
     ]
     best_s = _in_rounds(points, lambda point: _forward_s(target, *point))
-    return [Forward(sequences=n, tokens=tokens, seconds=best_s[n, tokens]) for n, tokens in points]
+
+    def least_s(count: int, tokens: int) -> float:
+        """The seconds of the fastest forward of at least so many sequences and tokens in all.
+
+        More work does not take less time. If it did, something disturbed the smaller forward.
+        """
+        larger = [(n, each) for n, each in points if n >= count and n * each >= count * tokens]
+        return min([best_s[point] for point in larger])
+
+    return [Forward(sequences=n, tokens=each, seconds=least_s(n, each)) for n, each in points]
 
 
 def _draft_cost(path: Path, dtype: str, threads: int, sequences: list[int]) -> DraftingCost:
