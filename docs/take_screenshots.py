@@ -43,7 +43,7 @@ def run(page: Page, *, beside_plain: bool) -> None:
     button = page.locator("#compare" if beside_plain else "#run")
     for _ in range(4):
         button.click()
-        page.locator("#stop:disabled").wait_for()
+        page.locator("#stop:disabled").wait_for(state="attached")
         page.wait_for_timeout(1500)
     token = page.locator(".token.accepted").nth(6)
     token.scroll_into_view_if_needed()
