@@ -255,7 +255,8 @@ class RedisClient:
 
     async def aclose(self) -> None:
         """Close all connections, also if one fails; then raise the first failure."""
-        closing = [self._client.aclose(), self._lookups.aclose()]
+        # Of a cluster, both are one client.
+        closing = [client.aclose() for client in {self._client, self._lookups}]
         if self._sentinel is not None:
             closing += [sentinel.aclose() for sentinel in self._sentinel.sentinels]
         failures = await asyncio.gather(*closing, return_exceptions=True)

@@ -209,7 +209,7 @@ class Site:
         return Redis(host=LOOPBACK, port=self._redis_port, socket_timeout=_ASK_S)
 
     async def recovered(self) -> str:
-        """What is still missing of the stack after 90 s; "" as soon as nothing is."""
+        """Wait until the stack is whole; returns the parts that are missing after 90 s, else ""."""
         if await within(_RECOVERS_S, self._is_ready):
             return ""
         return "; ".join(await self._missing()) or "it was whole only after that time"
@@ -218,7 +218,7 @@ class Site:
         return not await self._missing()
 
     async def _missing(self) -> list[str]:
-        """What each gateway lacks: both verifiers must be ready, each with all drafters."""
+        """List missing parts: each gateway needs two ready verifiers, each with all drafters."""
         found = []
         for name, url in self.gateways.items():
             try:
@@ -232,7 +232,7 @@ class Site:
         return found
 
     def _lacks(self, state: Mapping[str, Any]) -> list[str]:
-        """What a verifier lacks, by the state that a gateway gives."""
+        """List what is missing at one verifier; `state` is the one that a gateway reports."""
         where = state["address"]
         if not state["ready"]:
             return [f"{where} is not ready: {state['problem']}"]

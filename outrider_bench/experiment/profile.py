@@ -39,7 +39,7 @@ _HOW = {
 class ProfileSettings(Settings):
     """Measure forwards, drafting, links and serving on this machine.
 
-    This takes three to four minutes for the bundled pair. With --hardware it measures nothing, and
+    This takes about five minutes for the bundled pair. With --hardware it measures nothing, and
     makes a cost table of published figures.
     """
 

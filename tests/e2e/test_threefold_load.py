@@ -40,7 +40,7 @@ USED = {"num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"}
 
 @dataclass
 class Answer:
-    """What a client got, and when."""
+    """A client's answer and its times."""
 
     number: int
     status: int
@@ -110,7 +110,7 @@ class Site:
         return Scheduled(time.perf_counter(), times)
 
     def used(self) -> dict[str, float]:
-        """What the verifier has in use, by metric; only what is not 0."""
+        """The metrics in `USED` that are not 0."""
         text = httpx.get(f"http://127.0.0.1:{self.metrics_port}/metrics").text
         samples = [one for each in text_string_to_metric_families(text) for one in each.samples]
         named = {one.name.removeprefix("outrider:"): one.value for one in samples}

@@ -4,8 +4,8 @@ Run it with a parser's name, a directory for the inputs that reach new code, and
 
     python tests/fuzz/parsers.py request /tmp/inputs -max_total_time=3600
 
-A parser may refuse bytes. What it takes must be the same when it was written and read again.
-Anything else ends the run, and libFuzzer leaves the bytes in a file `crash-*` of the working
+A parser may refuse bytes. A message that it accepts must not change when it is written and read
+again. Anything else ends the run, and libFuzzer leaves the bytes in a file `crash-*` of the working
 directory. Given this file in place of the directory, the program reads it alone.
 """
 
@@ -69,7 +69,7 @@ def check_json(data: bytes) -> None:
     """Bound the values of a body, as a gateway does; fails if the count is not exact."""
     try:
         held = _value_count(json.loads(data, object_pairs_hook=_values))
-    # What is no JSON has no count.
+    # Only JSON has a count.
     except (ValueError, RecursionError):
         return
     if not json.detect_encoding(data).startswith("utf-8"):

@@ -91,6 +91,12 @@ class Pair:
         )
 
     @property
+    def first_has_begun(self) -> bool:
+        """Whether the gateway has a chunk of each sequence that runs at the first verifier."""
+        call = self.gateway.router.replicas[0].tokens._call
+        return call is not None and not call._waiting
+
+    @property
     def problems(self) -> list[Reason | None]:
         return [
             replica.problem.reason if replica.problem else None
@@ -152,7 +158,7 @@ async def test_a_sequence_with_a_chunk_leaves_a_verifier_that_is_silent_for_long
     pair.first.answer = lambda request: [plain(request.prompt[:1]), 60.0]
     asked = asyncio.create_task(pair.ask(stream=True))
     await until(lambda: pair.first.running == 1)
-    await until(lambda: not pair.gateway.router.replicas[0].tokens._call._waiting)  # type: ignore[union-attr]
+    await until(lambda: pair.first_has_begun)
     pair.first.unreachable = True
     assert "[DONE]" in (await asked).text
     [continued] = pair.second.requests
@@ -170,8 +176,7 @@ async def test_a_sequence_with_a_chunk_stays_when_the_poll_fails(pair: Pair) -> 
     await until(
         lambda: len(pair.gateway.router.replicas[0].sequences) == 1 and pair.first.running == 1
     )
-    # The call exists, since a sequence runs.
-    await until(lambda: not pair.gateway.router.replicas[0].tokens._call._waiting)  # type: ignore[union-attr]
+    await until(lambda: pair.first_has_begun)
     pair.first.unreachable = True
     await until(lambda: pair.problems[0] is Reason.VERIFIER_UNAVAILABLE)
     assert "[DONE]" in (await asked).text

@@ -18,6 +18,14 @@ def redis_server(tmp_path: Path) -> Iterator[Standalone]:
     server.close()
 
 
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    """A cluster for one test, which may stop its nodes."""
+    made = Cluster(tmp_path)
+    yield made
+    made.close()
+
+
 @pytest.fixture(scope="session")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
     return Certificates(tmp_path_factory.mktemp("certificates"))

@@ -6,7 +6,6 @@ import asyncio
 import os
 import re
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -127,13 +126,6 @@ async def test_a_frozen_redis_does_not_fail_the_end(
     finally:
         deployment.close()
     assert caplog.text.count("a connection to Redis did not close properly") == 1
-
-
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    made = Cluster(tmp_path)
-    yield made
-    made.close()
 
 
 @pytest.mark.slow

@@ -19,13 +19,6 @@ def sentinels(tmp_path: Path) -> Iterator[Sentinels]:
     made.close()
 
 
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    made = Cluster(tmp_path)
-    yield made
-    made.close()
-
-
 @pytest.mark.slow
 async def test_after_a_failover_replicated_n_grams_are_found_again(
     sentinels: Sentinels,

@@ -49,13 +49,14 @@ def over_grpc(server: Role | None) -> Ask:
         async with rpc.dial(f"127.0.0.1:{port}", tls, server) as channel:
             stub = reflection_pb2_grpc.ServerReflectionStub(channel)
             request = reflection_pb2.ServerReflectionRequest(list_services="")
-            said = HIDDEN
-            while said == HIDDEN:
+            for _ in range(5):
                 said = ""
                 try:
                     await stub.ServerReflectionInfo(iter([request]), timeout=10).read()
                 except grpc.aio.AioRpcError as error:
                     said = str(error.details())
+                if said != HIDDEN:
+                    break
         return explain(said, tls)
 
     return ask
