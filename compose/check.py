@@ -96,7 +96,7 @@ async def requests(client: httpx.AsyncClient, model: str) -> str:
         raise CheckFailed(f"the gateway is {state['status']}: {state['detail']}")
     plain = await complete(client, model, _PROMPTS[0], _TOKENS, _PLAIN)
     for family in ("ngram", "model"):
-        speculation = {"drafter": family, "metrics": True}
+        speculation = {"drafter_family": family, "metrics": True}
         answer = await complete(client, model, _PROMPTS[0], _TOKENS, speculation)
         if answer.text != plain.text:
             raise CheckFailed(f"with {family} the text is {answer.text!r}, not {plain.text!r}")
@@ -128,7 +128,7 @@ async def crash(
 
     The requests must complete with plain decoding's texts, and all drafters must come back.
     """
-    load = Load(client, model, {"drafter": family, "metrics": True})
+    load = Load(client, model, {"drafter_family": family, "metrics": True})
     running = asyncio.create_task(load.run())
     halfway = asyncio.create_task(load.halfway.wait())
     await asyncio.wait((running, halfway), return_when=asyncio.FIRST_COMPLETED)

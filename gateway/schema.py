@@ -25,6 +25,7 @@ from gateway.unsupported import document_neutral, drop_neutral
 from outrider.errors import invalid
 from outrider.limits import (
     MAX_CHOICES,
+    MAX_FAMILY_LENGTH,
     MAX_GRAMMAR_CHARACTERS,
     MAX_LISTED_TOKENS,
     MAX_NAME_LENGTH,
@@ -67,7 +68,8 @@ class SpeculationBody(Body):
     """
 
     enabled: bool = True
-    drafter: Text = Field(default="", json_schema_extra={"maxLength": MAX_NAME_LENGTH})
+    drafter_id: Text = Field(default="", json_schema_extra={"maxLength": MAX_NAME_LENGTH})
+    drafter_family: Text = Field(default="", json_schema_extra={"maxLength": MAX_FAMILY_LENGTH})
     draft_tokens: int | None = _speculation("draft_tokens")
     acceptance: AcceptanceLabel = "exact"
     typical_epsilon: float = _speculation("typical_epsilon")

@@ -12,6 +12,7 @@ from outrider.errors import OutriderError, Reason, invalid
 from outrider.grammar.kinds import Grammar, GrammarKind
 from outrider.limits import (
     MAX_CHOICES,
+    MAX_FAMILY_LENGTH,
     MAX_GRAMMAR_CHARACTERS,
     MAX_LISTED_TOKENS,
     MAX_NAME_LENGTH,
@@ -54,7 +55,11 @@ def _check_listed(field: str, ids: Sequence[int], vocab_size: int) -> None:
 
 def check_speculation(options: SpeculationOptions) -> None:
     """Check the speculation settings."""
-    check_name("speculation.drafter", options.drafter, empty=True)
+    check_name("speculation.drafter_id", options.drafter_id, empty=True)
+    family_field = "speculation.drafter_family"
+    check_name(family_field, options.drafter_family, empty=True, longest=MAX_FAMILY_LENGTH)
+    if options.drafter_id and options.drafter_family:
+        raise invalid(family_field, "must not be set together with speculation.drafter_id")
     _check_ranges(options, SPECULATION_RANGES, "speculation.")
 
 

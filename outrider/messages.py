@@ -142,12 +142,13 @@ SAMPLING_RANGES = {
 class SpeculationOptions:
     """Whether to speculate and how.
 
-    `drafter` is an id or a family; empty takes any. `draft_tokens` None takes the verifier's
-    setting.
+    At most one of `drafter_id` and `drafter_family` restricts drafting. `draft_tokens` None takes
+    the verifier's setting.
     """
 
     enabled: bool = True
-    drafter: str = ""
+    drafter_id: str = ""
+    drafter_family: str = ""
     draft_tokens: int | None = None
     acceptance: Acceptance = Acceptance.EXACT
     typical_epsilon: float = 0.09

@@ -51,7 +51,9 @@ _ALONE = ("transformers, prompt lookup", "transformers, assisted")
 # Outrider's ways, with the `speculation` of their requests.
 _OURS: dict[str, dict[str, Any]] = {
     "outrider, plain": {"enabled": False},
-    **{f"outrider, {family}": {"drafter": family} for family in ("ngram", "suffix", "model")},
+    **{
+        f"outrider, {family}": {"drafter_family": family} for family in ("ngram", "suffix", "model")
+    },
     "outrider, auto": {},
 }
 

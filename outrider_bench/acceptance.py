@@ -91,19 +91,19 @@ async def _stack(target: Path, drafters: list[str], **settings: Any) -> AsyncIte
     settings |= {"dtype": "float32", "draft_tokens": _DRAFT_TOKENS, "always_draft": True}
     async with serving(target, drafters, **settings) as (client, metrics_port):
 
-        async def measure(request: dict[str, Any], drafter: str) -> list[str]:
-            return await _row(client, metrics_port, {**request, "model": str(target)}, drafter)
+        async def measure(request: dict[str, Any], family: str) -> list[str]:
+            return await _row(client, metrics_port, {**request, "model": str(target)}, family)
 
         yield measure
 
 
 async def _row(
-    client: httpx.AsyncClient, metrics_port: int, request: dict[str, Any], drafter: str
+    client: httpx.AsyncClient, metrics_port: int, request: dict[str, Any], family: str
 ) -> list[str]:
     before = (await counters(metrics_port)).get("draft_bytes", 0.0)
     steps = drafted = accepted = 0
     for _ in range(_ROUNDS):
-        speculation = {"drafter": drafter, "metrics": True}
+        speculation = {"drafter_family": family, "metrics": True}
         bodies = [
             {**request, "prompt": prompt, "speculation": speculation} for _, prompt in DEMO_PROMPTS
         ]

@@ -114,7 +114,7 @@ async def _ratio(way: MakeWay, task: Task) -> float:
     The order is without, with, with, without, so that drift of the machine affects both alike.
     """
     plain = way({"enabled": False})
-    wrong = way({"drafter": "adversary"})
+    wrong = way({"drafter_family": "adversary"})
     before = await plain(task)
     samples = (await wrong(task), await wrong(task))
     after = await plain(task)

@@ -45,8 +45,8 @@ async def measure(
         way, link = await stack.enter_async_context(delayed_stack(pair))
         ways: dict[str, Measure] = {
             "plain": way({"enabled": False}),
-            "ngram": way({"drafter": "ngram"}),
-            "model": way({"drafter": "model"}),
+            "ngram": way({"drafter_family": "ngram"}),
+            "model": way({"drafter_family": "model"}),
         }
         for round_number in range(1 + rounds):
             for delay_ms in there_and_back(DELAYS_MS, round_number - 1):

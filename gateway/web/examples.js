@@ -96,7 +96,7 @@ export class Example {
     await joined;
     const before = this.output.text;
     const rest = { prompt: PROMPT + before, maxTokens: DRAFTED_TOKENS };
-    await this.#write({ ...rest, speculation: { drafter: this.happening.id } });
+    await this.#write({ ...rest, speculation: { drafter_id: this.happening.id } });
     const verdict = await this.#compare(rest, this.output.text.slice(before.length));
     const after = this.output.tokens.slice(-DRAFTED_TOKENS);
     const own = after.filter((token) => token.source === "accepted").length;

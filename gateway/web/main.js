@@ -42,14 +42,13 @@ function repeat(source) {
 
 /** The request that the form describes. */
 function request() {
-  const drafter = $("drafter").value;
   return {
     endpoint: $("endpoint").value,
     model,
     prompt: $("prompt").value,
     maxTokens: $("tokens").valueAsNumber,
     temperature: $("temperature").valueAsNumber,
-    speculation: drafter === "none" ? { enabled: false } : { drafter },
+    speculation: JSON.parse($("drafter").value || "{}"),
   };
 }
 
@@ -127,13 +126,19 @@ function offerDrafters(readiness) {
   const known = readiness.verifiers.flatMap((verifier) => verifier.drafters ?? []);
   const drafters = known.filter((drafter) => drafter.connected);
   const families = new Set(drafters.map((drafter) => drafter.family));
-  const options = ["", ...families, ...drafters.map((drafter) => drafter.id), "none"];
+  // Each option's value is the request's `speculation`.
+  const options = [
+    ["the verifier's choice", ""],
+    ...[...families].map((name) => [name, JSON.stringify({ drafter_family: name })]),
+    ...drafters.map(({ id }) => [id, JSON.stringify({ drafter_id: id })]),
+    ["none: plain decoding", JSON.stringify({ enabled: false })],
+  ];
+  const values = options.map(([, value]) => value);
   const select = $("drafter");
-  if ([...select.options].map((option) => option.value).join() === options.join()) return;
+  if ([...select.options].map((option) => option.value).join() === values.join()) return;
   const chosen = select.value;
-  const words = { "": "the verifier's choice", none: "none: plain decoding" };
-  select.replaceChildren(...options.map((value) => new Option(words[value] ?? value, value)));
-  select.value = options.includes(chosen) ? chosen : "";
+  select.replaceChildren(...options.map(([words, value]) => new Option(words, value)));
+  select.value = values.includes(chosen) ? chosen : "";
 }
 
 for (const [name, prompt] of Object.entries(PRESETS)) {

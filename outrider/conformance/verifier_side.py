@@ -252,7 +252,7 @@ class VerifierCheck:
             await drafter.receive()
             await drafter.send()  # a message without a kind
             for guess, repeats in ((right, 1), (wrong, 1), (right, 3)):
-                asked = common_pb2.SpeculationOptions(drafter=name)
+                asked = common_pb2.SpeculationOptions(drafter_id=name)
                 text = asyncio.create_task(self._tokens(speculation=asked))
                 await drafter.follow(guess, repeats)
                 self._hold("unknown", True, "")

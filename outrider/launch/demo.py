@@ -158,7 +158,7 @@ async def _demo(stack: Stack, settings: ServeSettings, part: Part, console: Cons
     supervisor = Supervisor(lambda name, line: lines.append(f"{name}: {line}"))
     rows = [Row("plain", {"enabled": False})]
     rows += [
-        Row(name, {"drafter": name, "metrics": True})
+        Row(name, {"drafter_id": name, "metrics": True})
         for name in ("ngram-1", "model-1", "model-pinned")
     ]
     try:

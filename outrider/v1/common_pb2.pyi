@@ -293,14 +293,16 @@ class Grammar(_message.Message):
     STRUCTURAL_TAG_FIELD_NUMBER: _builtins.int
     json_schema: _builtins.str
     """A JSON document that satisfies this JSON schema."""
-    json_object: _builtins.bool
-    """Any JSON object."""
     regex: _builtins.str
     """A text that matches this regular expression."""
     ebnf: _builtins.str
     """A text of this grammar, in GBNF; the root rule is "root"."""
     structural_tag: _builtins.str
     """Free text with constrained parts: XGrammar's structural tag, as JSON."""
+    @_builtins.property
+    def json_object(self) -> Global___JsonObject:
+        """Any JSON object."""
+
     @_builtins.property
     def choice(self) -> Global___Choices:
         """One of these texts."""
@@ -309,7 +311,7 @@ class Grammar(_message.Message):
         self,
         *,
         json_schema: _builtins.str = ...,
-        json_object: _builtins.bool = ...,
+        json_object: Global___JsonObject | None = ...,
         regex: _builtins.str = ...,
         ebnf: _builtins.str = ...,
         choice: Global___Choices | None = ...,
@@ -324,6 +326,23 @@ class Grammar(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
 Global___Grammar: _TypeAlias = Grammar  # noqa: Y015
+
+@_typing.final
+class JsonObject(_message.Message):
+    """Any JSON object. Has no settings."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JsonObject: _TypeAlias = JsonObject  # noqa: Y015
 
 @_typing.final
 class Choices(_message.Message):
@@ -394,7 +413,8 @@ class SpeculationOptions(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ENABLED_FIELD_NUMBER: _builtins.int
-    DRAFTER_FIELD_NUMBER: _builtins.int
+    DRAFTER_ID_FIELD_NUMBER: _builtins.int
+    DRAFTER_FAMILY_FIELD_NUMBER: _builtins.int
     DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     ACCEPTANCE_FIELD_NUMBER: _builtins.int
     TYPICAL_EPSILON_FIELD_NUMBER: _builtins.int
@@ -402,9 +422,11 @@ class SpeculationOptions(_message.Message):
     RELAXED_DELTA_FIELD_NUMBER: _builtins.int
     enabled: _builtins.bool
     """False decodes plainly; unset means true."""
-    drafter: _builtins.str
-    """Restricts drafting to one drafter id or to one family ("ngram", "suffix", "model"); empty lets
-    the verifier choose.
+    drafter_id: _builtins.str
+    """To the drafter with this id, such as "model-1"; 1 to 128 printable characters."""
+    drafter_family: _builtins.str
+    """To drafters of this family, such as "ngram", "suffix" or "model"; 1 to 64 printable
+    characters.
     """
     draft_tokens: _builtins.int
     """Most draft tokens verified in one step. Range [0, 64]; unset takes the verifier's setting."""
@@ -426,16 +448,17 @@ class SpeculationOptions(_message.Message):
         self,
         *,
         enabled: _builtins.bool | None = ...,
-        drafter: _builtins.str = ...,
+        drafter_id: _builtins.str = ...,
+        drafter_family: _builtins.str = ...,
         draft_tokens: _builtins.int | None = ...,
         acceptance: Global___Acceptance.ValueType = ...,
         typical_epsilon: _builtins.float | None = ...,
         relaxed_topk: _builtins.int | None = ...,
         relaxed_delta: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_draft_tokens", b"_draft_tokens", "_enabled", b"_enabled", "_relaxed_delta", b"_relaxed_delta", "_relaxed_topk", b"_relaxed_topk", "_typical_epsilon", b"_typical_epsilon", "draft_tokens", b"draft_tokens", "enabled", b"enabled", "relaxed_delta", b"relaxed_delta", "relaxed_topk", b"relaxed_topk", "typical_epsilon", b"typical_epsilon"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_draft_tokens", b"_draft_tokens", "_enabled", b"_enabled", "_relaxed_delta", b"_relaxed_delta", "_relaxed_topk", b"_relaxed_topk", "_typical_epsilon", b"_typical_epsilon", "draft_tokens", b"draft_tokens", "drafter", b"drafter", "drafter_family", b"drafter_family", "drafter_id", b"drafter_id", "enabled", b"enabled", "relaxed_delta", b"relaxed_delta", "relaxed_topk", b"relaxed_topk", "typical_epsilon", b"typical_epsilon"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_draft_tokens", b"_draft_tokens", "_enabled", b"_enabled", "_relaxed_delta", b"_relaxed_delta", "_relaxed_topk", b"_relaxed_topk", "_typical_epsilon", b"_typical_epsilon", "acceptance", b"acceptance", "draft_tokens", b"draft_tokens", "drafter", b"drafter", "enabled", b"enabled", "relaxed_delta", b"relaxed_delta", "relaxed_topk", b"relaxed_topk", "typical_epsilon", b"typical_epsilon"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_draft_tokens", b"_draft_tokens", "_enabled", b"_enabled", "_relaxed_delta", b"_relaxed_delta", "_relaxed_topk", b"_relaxed_topk", "_typical_epsilon", b"_typical_epsilon", "acceptance", b"acceptance", "draft_tokens", b"draft_tokens", "drafter", b"drafter", "drafter_family", b"drafter_family", "drafter_id", b"drafter_id", "enabled", b"enabled", "relaxed_delta", b"relaxed_delta", "relaxed_topk", b"relaxed_topk", "typical_epsilon", b"typical_epsilon"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__draft_tokens: _TypeAlias = _typing.Literal["draft_tokens"]  # noqa: Y015
     _WhichOneofArgType__draft_tokens: _TypeAlias = _typing.Literal["_draft_tokens", b"_draft_tokens"]  # noqa: Y015
@@ -447,6 +470,8 @@ class SpeculationOptions(_message.Message):
     _WhichOneofArgType__relaxed_topk: _TypeAlias = _typing.Literal["_relaxed_topk", b"_relaxed_topk"]  # noqa: Y015
     _WhichOneofReturnType__typical_epsilon: _TypeAlias = _typing.Literal["typical_epsilon"]  # noqa: Y015
     _WhichOneofArgType__typical_epsilon: _TypeAlias = _typing.Literal["_typical_epsilon", b"_typical_epsilon"]  # noqa: Y015
+    _WhichOneofReturnType_drafter: _TypeAlias = _typing.Literal["drafter_id", "drafter_family"]  # noqa: Y015
+    _WhichOneofArgType_drafter: _TypeAlias = _typing.Literal["drafter", b"drafter"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__draft_tokens) -> _WhichOneofReturnType__draft_tokens | None: ...
     @_typing.overload
@@ -457,6 +482,8 @@ class SpeculationOptions(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__relaxed_topk) -> _WhichOneofReturnType__relaxed_topk | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__typical_epsilon) -> _WhichOneofReturnType__typical_epsilon | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_drafter) -> _WhichOneofReturnType_drafter | None: ...
 
 Global___SpeculationOptions: _TypeAlias = SpeculationOptions  # noqa: Y015
 

@@ -76,24 +76,16 @@ class _CapabilityEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Capability
     DESCRIPTOR: _descriptor.EnumDescriptor
     CAPABILITY_UNSPECIFIED: _Capability.ValueType  # 0
     """Never sent; ignored."""
-    CAPABILITY_FEATURES: _Capability.ValueType  # 1
-    """Verdict.features: the target's hidden states at the committed positions, for EAGLE-style heads.
-    Reserved: no verifier grants it yet.
-    """
 
 class Capability(_Capability, metaclass=_CapabilityEnumTypeWrapper):
-    """Features beyond this contract's first release, and features that cost too much for everyone. A
-    drafter lists in Hello the features that it can use. The verifier answers with the ones among
-    them that it grants for this stream. Neither side uses any other feature. So neither side
-    receives a message or a field that it must understand but does not know.
+    """Features beyond this contract's first release, and features that cost too much for everyone. The
+    first release has none. A drafter lists in Hello the features that it can use. The verifier
+    answers with the ones among them that it grants for this stream. Neither side uses any other
+    feature. So neither side receives a message or a field that it must understand but does not know.
     """
 
 CAPABILITY_UNSPECIFIED: Capability.ValueType  # 0
 """Never sent; ignored."""
-CAPABILITY_FEATURES: Capability.ValueType  # 1
-"""Verdict.features: the target's hidden states at the committed positions, for EAGLE-style heads.
-Reserved: no verifier grants it yet.
-"""
 Global___Capability: _TypeAlias = Capability  # noqa: Y015
 
 class _CloseReason:
@@ -141,7 +133,9 @@ class Hello(_message.Message):
     ends with FAILED_PRECONDITION.
     """
     max_draft_tokens: _builtins.int
-    """Longest chain of draft tokens that it proposes for a step. Range [1, 64]."""
+    """Longest chain of draft tokens that it proposes for a step. Range [1, 64]: a step verifies no
+    more.
+    """
     max_sequence_count: _builtins.int
     """Most sequences that it accepts at once; 0 means no limit."""
     @_builtins.property
@@ -268,7 +262,9 @@ class Opened(_message.Message):
     sampling.seed is set.
     """
     draft_tokens: _builtins.int
-    """Draft tokens that the verifier can use in its next step. Range [0, 128]."""
+    """Draft tokens that the verifier can use next, one behind the other: those of its next step and
+    those that it commits before an answer arrives. Range [0, window.depth].
+    """
     tenant: _builtins.str
     """The key of private pools, an opaque name; empty is the default tenant."""
     traceparent: _builtins.str
@@ -370,7 +366,7 @@ class Proposal(_message.Message):
     PARENTS_FIELD_NUMBER: _builtins.int
     DISTRIBUTIONS_FIELD_NUMBER: _builtins.int
     CONFIDENCES_FIELD_NUMBER: _builtins.int
-    DRAFT_TIME_FIELD_NUMBER: _builtins.int
+    DRAFT_DURATION_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.int
     """From Opened. An id that was not yet opened to the drafter is a violation."""
     base_length: _builtins.int
@@ -404,8 +400,10 @@ class Proposal(_message.Message):
         """
 
     @_builtins.property
-    def draft_time(self) -> _duration_pb2.Duration:
-        """Time spent drafting this proposal."""
+    def draft_duration(self) -> _duration_pb2.Duration:
+        """Time spent drafting this proposal. A negative time is a violation; one above 60 s counts as
+        60 s.
+        """
 
     def __init__(
         self,
@@ -416,11 +414,11 @@ class Proposal(_message.Message):
         parents: _abc.Iterable[_builtins.int] | None = ...,
         distributions: _abc.Iterable[Global___SparseDistribution] | None = ...,
         confidences: _abc.Iterable[_builtins.float] | None = ...,
-        draft_time: _duration_pb2.Duration | None = ...,
+        draft_duration: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["draft_time", b"draft_time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["draft_duration", b"draft_duration"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_length", b"base_length", "confidences", b"confidences", "distributions", b"distributions", "draft_time", b"draft_time", "parents", b"parents", "sequence_id", b"sequence_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_length", b"base_length", "confidences", b"confidences", "distributions", b"distributions", "draft_duration", b"draft_duration", "parents", b"parents", "sequence_id", b"sequence_id", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -455,38 +453,6 @@ class Skip(_message.Message):
 Global___Skip: _TypeAlias = Skip  # noqa: Y015
 
 @_typing.final
-class Features(_message.Message):
-    """Hidden states of the target for the committed tokens."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    DATA_FIELD_NUMBER: _builtins.int
-    DTYPE_FIELD_NUMBER: _builtins.int
-    SHAPE_FIELD_NUMBER: _builtins.int
-    data: _builtins.bytes
-    """Row-major values, little-endian."""
-    dtype: _builtins.str
-    """"float16", "bfloat16" or "float32"."""
-    @_builtins.property
-    def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Tokens times width."""
-
-    def __init__(
-        self,
-        *,
-        data: _builtins.bytes = ...,
-        dtype: _builtins.str = ...,
-        shape: _abc.Iterable[_builtins.int] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "dtype", b"dtype", "shape", b"shape"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Features: _TypeAlias = Features  # noqa: Y015
-
-@_typing.final
 class Verdict(_message.Message):
     """The tokens committed since the last verdict. The drafter appends them, keeps those of its guesses
     that agree, and rewinds its own state to the last token that is still valid.
@@ -500,7 +466,6 @@ class Verdict(_message.Message):
     ACCEPTED_COUNT_FIELD_NUMBER: _builtins.int
     DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     WINDOW_FIELD_NUMBER: _builtins.int
-    FEATURES_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     TREE_TOKENS_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.int
@@ -510,7 +475,9 @@ class Verdict(_message.Message):
     accepted_count: _builtins.int
     """How many of this drafter's tokens the last commit matched."""
     draft_tokens: _builtins.int
-    """Draft tokens that the verifier can use in its next step. Range [0, 128]."""
+    """Draft tokens that the verifier can use next, one behind the other: those of its next step and
+    those that it commits before an answer arrives. Range [0, window.depth].
+    """
     traceparent: _builtins.str
     """W3C trace context of the round; empty when it is not traced."""
     tree_tokens: _builtins.int
@@ -523,10 +490,6 @@ class Verdict(_message.Message):
     def window(self) -> Global___Window:
         """The window from now on; unset leaves it unchanged."""
 
-    @_builtins.property
-    def features(self) -> Global___Features:
-        """Present if the verifier grants CAPABILITY_FEATURES."""
-
     def __init__(
         self,
         *,
@@ -536,13 +499,12 @@ class Verdict(_message.Message):
         accepted_count: _builtins.int = ...,
         draft_tokens: _builtins.int = ...,
         window: Global___Window | None = ...,
-        features: Global___Features | None = ...,
         traceparent: _builtins.str = ...,
         tree_tokens: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["features", b"features", "window", b"window"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["window", b"window"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_count", b"accepted_count", "committed_length", b"committed_length", "draft_tokens", b"draft_tokens", "features", b"features", "new_token_ids", b"new_token_ids", "sequence_id", b"sequence_id", "traceparent", b"traceparent", "tree_tokens", b"tree_tokens", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_count", b"accepted_count", "committed_length", b"committed_length", "draft_tokens", b"draft_tokens", "new_token_ids", b"new_token_ids", "sequence_id", b"sequence_id", "traceparent", b"traceparent", "tree_tokens", b"tree_tokens", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -649,30 +611,30 @@ class Draining(_message.Message):
     no more sequences to it and ends the stream with OK. A drafter whose stream ends without a
     Draining counts as lost.
 
-    A verifier that leaves sends this, opens no more sequences, lets requests run until grace_time
-    has passed, and ends the stream with ERROR_REASON_DRAINING. The drafter need not do anything
-    before the stream ends. Then it reconnects, as after any error that allows a retry.
+    A verifier that leaves sends this, opens no more sequences, lets requests run until
+    grace_duration has passed, and ends the stream with ERROR_REASON_DRAINING. The drafter need not
+    do anything before the stream ends. Then it reconnects, as after any error that allows a retry.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     REASON_FIELD_NUMBER: _builtins.int
-    GRACE_TIME_FIELD_NUMBER: _builtins.int
+    GRACE_DURATION_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
     """The reason, as text for a person."""
     @_builtins.property
-    def grace_time(self) -> _duration_pb2.Duration:
+    def grace_duration(self) -> _duration_pb2.Duration:
         """From the verifier: how long open sequences may still run. Unset: unknown."""
 
     def __init__(
         self,
         *,
         reason: _builtins.str = ...,
-        grace_time: _duration_pb2.Duration | None = ...,
+        grace_duration: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["grace_time", b"grace_time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["grace_duration", b"grace_duration"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["grace_time", b"grace_time", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grace_duration", b"grace_duration", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

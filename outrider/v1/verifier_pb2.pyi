@@ -357,8 +357,8 @@ class DrafterInfo(_message.Message):
     CONNECTED_FIELD_NUMBER: _builtins.int
     SEQUENCE_COUNT_FIELD_NUMBER: _builtins.int
     ACCEPTANCE_RATE_FIELD_NUMBER: _builtins.int
-    ROUND_TRIP_TIME_FIELD_NUMBER: _builtins.int
-    TOKEN_TIME_FIELD_NUMBER: _builtins.int
+    ROUND_TRIP_DURATION_FIELD_NUMBER: _builtins.int
+    TOKEN_DURATION_FIELD_NUMBER: _builtins.int
     drafter_id: _builtins.str
     """From Hello."""
     family: _builtins.str
@@ -374,13 +374,13 @@ class DrafterInfo(_message.Message):
         """From Hello."""
 
     @_builtins.property
-    def round_trip_time(self) -> _duration_pb2.Duration:
+    def round_trip_duration(self) -> _duration_pb2.Duration:
         """Time from a verdict to the first message that answers it, without the time spent drafting;
         unset before the first.
         """
 
     @_builtins.property
-    def token_time(self) -> _duration_pb2.Duration:
+    def token_duration(self) -> _duration_pb2.Duration:
         """Time to draft one token; unset before the first."""
 
     def __init__(
@@ -392,12 +392,12 @@ class DrafterInfo(_message.Message):
         connected: _builtins.bool = ...,
         sequence_count: _builtins.int = ...,
         acceptance_rate: _builtins.float | None = ...,
-        round_trip_time: _duration_pb2.Duration | None = ...,
-        token_time: _duration_pb2.Duration | None = ...,
+        round_trip_duration: _duration_pb2.Duration | None = ...,
+        token_duration: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_acceptance_rate", b"_acceptance_rate", "acceptance_rate", b"acceptance_rate", "placement", b"placement", "round_trip_time", b"round_trip_time", "token_time", b"token_time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_acceptance_rate", b"_acceptance_rate", "acceptance_rate", b"acceptance_rate", "placement", b"placement", "round_trip_duration", b"round_trip_duration", "token_duration", b"token_duration"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_acceptance_rate", b"_acceptance_rate", "acceptance_rate", b"acceptance_rate", "connected", b"connected", "drafter_id", b"drafter_id", "family", b"family", "placement", b"placement", "round_trip_time", b"round_trip_time", "sequence_count", b"sequence_count", "token_time", b"token_time"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_acceptance_rate", b"_acceptance_rate", "acceptance_rate", b"acceptance_rate", "connected", b"connected", "drafter_id", b"drafter_id", "family", b"family", "placement", b"placement", "round_trip_duration", b"round_trip_duration", "sequence_count", b"sequence_count", "token_duration", b"token_duration"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__acceptance_rate: _TypeAlias = _typing.Literal["acceptance_rate"]  # noqa: Y015
     _WhichOneofArgType__acceptance_rate: _TypeAlias = _typing.Literal["_acceptance_rate", b"_acceptance_rate"]  # noqa: Y015
@@ -417,7 +417,7 @@ class Load(_message.Message):
     WAITING_COUNT_FIELD_NUMBER: _builtins.int
     MAX_RUNNING_COUNT_FIELD_NUMBER: _builtins.int
     MAX_WAITING_COUNT_FIELD_NUMBER: _builtins.int
-    SEQUENCE_TIME_FIELD_NUMBER: _builtins.int
+    SEQUENCE_DURATION_FIELD_NUMBER: _builtins.int
     running_count: _builtins.int
     """Sequences in the batch."""
     waiting_count: _builtins.int
@@ -427,7 +427,7 @@ class Load(_message.Message):
     max_waiting_count: _builtins.int
     """Most sequences in the queue; the verifier refuses more."""
     @_builtins.property
-    def sequence_time(self) -> _duration_pb2.Duration:
+    def sequence_duration(self) -> _duration_pb2.Duration:
         """How long recent sequences were in the batch, on average; unset before the first has ended."""
 
     def __init__(
@@ -437,11 +437,11 @@ class Load(_message.Message):
         waiting_count: _builtins.int = ...,
         max_running_count: _builtins.int = ...,
         max_waiting_count: _builtins.int = ...,
-        sequence_time: _duration_pb2.Duration | None = ...,
+        sequence_duration: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sequence_time", b"sequence_time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sequence_duration", b"sequence_duration"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_running_count", b"max_running_count", "max_waiting_count", b"max_waiting_count", "running_count", b"running_count", "sequence_time", b"sequence_time", "waiting_count", b"waiting_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_running_count", b"max_running_count", "max_waiting_count", b"max_waiting_count", "running_count", b"running_count", "sequence_duration", b"sequence_duration", "waiting_count", b"waiting_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -115,8 +115,10 @@ def _proposal_from_proto(proto: drafts_pb2.Proposal, vocab_size: int) -> d.Propo
         _distribution(given, token, vocab_size) if given.token_ids else None
         for given, token in zip(proto.distributions, ids, strict=False)
     ]
-    seconds = proto.draft_time.seconds + proto.draft_time.nanos * 1e-9
-    seconds = min(max(0.0, seconds), MAX_DRAFT_SECONDS)
+    seconds = proto.draft_duration.seconds + proto.draft_duration.nanos * 1e-9
+    if seconds < 0:
+        raise _violation("proposal.draft_duration", f"must be at least 0 s, not {seconds:g} s")
+    seconds = min(seconds, MAX_DRAFT_SECONDS)
     return d.Proposal(
         proto.sequence_id, proto.base_length, ids, parents, distributions, seconds, confidences
     )
@@ -165,7 +167,7 @@ def drafts_to_proto(batch: d.DraftBatch) -> drafts_pb2.DraftBatch:
                     token_ids=given.token_ids.tolist(), probabilities=given.probabilities.tolist()
                 )
         if proposal.draft_seconds > 0:
-            out.draft_time.FromNanoseconds(int(proposal.draft_seconds * 1e9))
+            out.draft_duration.FromNanoseconds(int(proposal.draft_seconds * 1e9))
     for skip in batch.skips:
         proto.skips.add(sequence_id=skip.sequence_id, base_length=skip.base_length)
     return proto
@@ -232,13 +234,14 @@ def step_from_proto(proto: drafts_pb2.StepBatch, vocab_size: int) -> d.StepBatch
 
 def _verdict_from_proto(proto: drafts_pb2.Verdict, vocab_size: int) -> d.Verdict:
     check_ids("verdict.new_token_ids", proto.new_token_ids, vocab_size)
+    window = _window_from_proto(proto.window) if proto.HasField("window") else None
     return d.Verdict(
         proto.sequence_id,
         proto.committed_length,
         list(proto.new_token_ids),
         proto.accepted_count,
-        _draft_tokens_from_proto(proto.draft_tokens),
-        _window_from_proto(proto.window) if proto.HasField("window") else None,
+        _draft_tokens_from_proto(proto.draft_tokens, window),
+        window,
         proto.traceparent,
         _tree_tokens_from_proto(proto.tree_tokens),
     )
@@ -252,13 +255,14 @@ def _opened_from_proto(proto: drafts_pb2.Opened, vocab_size: int) -> d.Opened:
     if not 0 <= proto.prompt_token_count <= len(proto.token_ids):
         message = f"must be in [0, {len(proto.token_ids)}], not {proto.prompt_token_count}"
         raise _violation("opened.prompt_token_count", message)
+    window = _window_from_proto(proto.window)
     return d.Opened(
         sequence_id=proto.sequence_id,
         token_ids=list(proto.token_ids),
         sampling=sampling_from_proto(proto.sampling, vocab_size, "opened.sampling"),
         distribution=known(m.DraftDistribution, proto.distribution, m.DraftDistribution.ONE_HOT),
-        window=_window_from_proto(proto.window),
-        draft_tokens=_draft_tokens_from_proto(proto.draft_tokens),
+        window=window,
+        draft_tokens=_draft_tokens_from_proto(proto.draft_tokens, window),
         tenant=proto.tenant,
         traceparent=proto.traceparent,
         grammar=grammar_from_proto(proto.grammar if proto.grammar.WhichOneof("kind") else None),
@@ -276,9 +280,11 @@ def _window_from_proto(proto: drafts_pb2.Window) -> d.Window:
     return d.Window(proto.token_count, proto.depth)
 
 
-def _draft_tokens_from_proto(count: int) -> int:
-    if not 0 <= count <= MAX_WINDOW_DEPTH:
-        raise _violation("draft_tokens", f"must be in [0, {MAX_WINDOW_DEPTH}], not {count}")
+def _draft_tokens_from_proto(count: int, window: d.Window | None) -> int:
+    # A verdict without a window leaves the earlier window unchanged.
+    most = window.depth if window else MAX_WINDOW_DEPTH
+    if not 0 <= count <= most:
+        raise _violation("draft_tokens", f"must be in [0, {most}], not {count}")
     return count
 
 

@@ -52,7 +52,7 @@ def _load_to_proto(load: Load | None) -> verifier_pb2.Load | None:
         waiting_count=load.waiting,
         max_running_count=load.max_running,
         max_waiting_count=load.max_waiting,
-        sequence_time=_duration(load.sequence_s),
+        sequence_duration=_duration(load.sequence_s),
     )
 
 
@@ -65,7 +65,7 @@ def _load_from_proto(proto: verifier_pb2.Load | None) -> Load | None:
         max(0, proto.waiting_count),
         max(1, proto.max_running_count),
         max(0, proto.max_waiting_count),
-        _seconds(optional(proto, "sequence_time")),
+        _seconds(optional(proto, "sequence_duration")),
     )
 
 
@@ -77,8 +77,8 @@ def _drafter_to_proto(drafter: DrafterInfo) -> verifier_pb2.DrafterInfo:
         connected=drafter.connected,
         sequence_count=drafter.sequence_count,
         acceptance_rate=drafter.acceptance_rate,
-        round_trip_time=_duration(drafter.round_trip_s),
-        token_time=_duration(drafter.token_s),
+        round_trip_duration=_duration(drafter.round_trip_s),
+        token_duration=_duration(drafter.token_s),
     )
 
 
@@ -111,8 +111,8 @@ def _drafter_from_proto(proto: verifier_pb2.DrafterInfo) -> DrafterInfo:
         proto.connected,
         proto.sequence_count,
         optional(proto, "acceptance_rate"),
-        _seconds(optional(proto, "round_trip_time")),
-        _seconds(optional(proto, "token_time")),
+        _seconds(optional(proto, "round_trip_duration")),
+        _seconds(optional(proto, "token_duration")),
     )
 
 

@@ -40,6 +40,9 @@ def sampling_to_proto(sampling: m.SamplingParams) -> common_pb2.SamplingParams:
 
 def speculation_from_proto(proto: common_pb2.SpeculationOptions) -> m.SpeculationOptions:
     """Check and convert; raises OutriderError(INVALID_VALUE) that names the field."""
+    name = proto.WhichOneof("drafter")
+    if name and not getattr(proto, name):
+        raise invalid(f"speculation.{name}", "must have at least 1 character if it is set")
     if proto.acceptance not in (0, *(kind.value for kind in m.Acceptance)):
         message = f"must be one of the enum's values, not {proto.acceptance}"
         raise invalid("speculation.acceptance", message)
@@ -52,6 +55,9 @@ def speculation_from_proto(proto: common_pb2.SpeculationOptions) -> m.Speculatio
 def speculation_to_proto(options: m.SpeculationOptions) -> common_pb2.SpeculationOptions:
     """Convert; `draft_tokens` stays unset when it is None."""
     values = {name: getattr(options, name) for name in _SPECULATION}
+    for name in ("drafter_id", "drafter_family"):
+        # A field of the oneof is unset, not empty.
+        values[name] = values[name] or None
     acceptance = proto_enum(options.acceptance.value)
     return common_pb2.SpeculationOptions(**values | {"acceptance": acceptance})
 
@@ -84,7 +90,7 @@ def grammar_to_proto(grammar: Grammar | None) -> common_pb2.Grammar | None:
     if grammar is None:
         return None
     if grammar.kind is GrammarKind.JSON_OBJECT:
-        return common_pb2.Grammar(json_object=True)
+        return common_pb2.Grammar(json_object=common_pb2.JsonObject())
     if grammar.kind is GrammarKind.CHOICE:
         return common_pb2.Grammar(choice=common_pb2.Choices(texts=grammar.choices))
     proto = common_pb2.Grammar()

@@ -192,10 +192,10 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
         Raises OutriderError(INVALID_VALUE) for an unknown lease or process.
         """
         handle = self._held(request.lease_id).process(request.process_id)
-        cpu_time = Duration()
-        cpu_time.FromNanoseconds(round(await handle.cpu_s() * 1e9))
+        cpu_duration = Duration()
+        cpu_duration.FromNanoseconds(round(await handle.cpu_s() * 1e9))
         return agent_pb2.GetProcessResponse(
-            is_alive=await handle.alive(), cpu_time=cpu_time, tail=await handle.tail()
+            is_alive=await handle.alive(), cpu_duration=cpu_duration, tail=await handle.tail()
         )
 
 

@@ -25,8 +25,8 @@ from outrider_bench.ways import Measure, Pair, Sample, Task, outrider_stack
 BATCHES = (1, 8)
 WAYS: dict[str, dict[str, str | bool]] = {
     "plain": {"enabled": False},
-    "ngram": {"drafter": "ngram"},
-    "model": {"drafter": "model"},
+    "ngram": {"drafter_family": "ngram"},
+    "model": {"drafter_family": "model"},
 }
 _TOKENS = 64
 _ROUNDS = 3

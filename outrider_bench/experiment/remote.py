@@ -62,7 +62,7 @@ class RemoteHandle:
 
     async def cpu_s(self) -> float:
         """User and system time in seconds since its start."""
-        return (await self._state()).cpu_time.ToNanoseconds() / 1e9
+        return (await self._state()).cpu_duration.ToNanoseconds() / 1e9
 
     async def _signal(self, signal: agent_pb2.ProcessSignal.ValueType) -> None:
         request = agent_pb2.SignalProcessRequest(process_id=self._process_id, signal=signal)

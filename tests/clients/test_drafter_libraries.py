@@ -119,9 +119,9 @@ async def test_its_acceptance_rate_equals_the_built_in_drafters(
     process = example(stack, language)
     try:
         await connected(client, FAMILIES[language], 1)
-        options = SpeculationOptions(drafter=FAMILIES[language])
+        options = SpeculationOptions(drafter_family=FAMILIES[language])
         own, own_rate = await written(client, prompts, sampling, options)
-        options = SpeculationOptions(drafter="ngram-1")
+        options = SpeculationOptions(drafter_id="ngram-1")
         built_in, built_in_rate = await written(client, prompts, sampling, options)
     finally:
         process.stop()
@@ -136,7 +136,7 @@ async def test_kills_pauses_and_restarts_do_not_change_the_texts(
     stack: Stack, client: Client, prompts: list[list[int]], language: str
 ) -> None:
     prompts = prompts[:16]
-    options = SpeculationOptions(drafter=FAMILIES[language])
+    options = SpeculationOptions(drafter_family=FAMILIES[language])
     expected = {
         sampling: (await written(client, prompts, sampling, PLAIN))[0]
         for sampling in (GREEDY, SAMPLED)

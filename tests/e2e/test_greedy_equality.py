@@ -18,8 +18,8 @@ TIE = 1e-4
 GREEDY = SamplingParams(temperature=0.0)
 CONFIGURATIONS = {
     "no drafter": SpeculationOptions(enabled=False),
-    "ngram": SpeculationOptions(drafter="ngram-1"),
-    "model": SpeculationOptions(drafter="model-1"),
+    "ngram": SpeculationOptions(drafter_id="ngram-1"),
+    "model": SpeculationOptions(drafter_id="model-1"),
     "all at once": SpeculationOptions(),
 }
 

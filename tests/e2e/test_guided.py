@@ -21,8 +21,8 @@ TOKENIZER = load_tokenizer(TARGET)
 PROMPT = TOKENIZER.encode("<|user|>Give an example as JSON.<|end|><|assistant|>").ids
 DRAFTERS = {
     "none": SpeculationOptions(enabled=False),
-    "ngram": SpeculationOptions(drafter="ngram-1"),
-    "model": SpeculationOptions(drafter="model-1"),
+    "ngram": SpeculationOptions(drafter_id="ngram-1"),
+    "model": SpeculationOptions(drafter_id="model-1"),
     "all": SpeculationOptions(),
 }
 

@@ -22,7 +22,7 @@ PROMPT = list(range(40, 70))
 @asynccontextmanager
 async def a_request(client: Client, drafter: str) -> AsyncIterator[None]:
     """A long request with this drafter; its text must equal plain decoding's."""
-    options = SpeculationOptions(drafter=drafter)
+    options = SpeculationOptions(drafter_id=drafter)
     request = TokenRequest(PROMPT, 300, GREEDY, ignore_eos=True, speculation=options)
     without = replace(request, speculation=SpeculationOptions(enabled=False))
     plain = asyncio.create_task(client.tokens(without))

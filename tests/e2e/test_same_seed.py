@@ -79,8 +79,8 @@ async def test_a_seed_gives_the_same_text_with_every_set_of_drafters(
     expected = await texts(client, PLAIN, sampling)
     assert len({tuple(text) for text in expected}) == len(PROMPTS)
     for options in (
-        SpeculationOptions(drafter="ngram-1"),
-        SpeculationOptions(drafter="model-1"),
+        SpeculationOptions(drafter_id="ngram-1"),
+        SpeculationOptions(drafter_id="model-1"),
         SpeculationOptions(),
     ):
         assert await texts(client, options, sampling, 3) == expected[:3]
@@ -91,7 +91,7 @@ async def test_a_seed_gives_the_same_text_with_every_set_of_drafters(
 
 async def test_both_drafters_have_tokens_accepted(client: Client) -> None:
     for drafter in ("ngram-1", "model-1"):
-        options = SpeculationOptions(drafter=drafter)
+        options = SpeculationOptions(drafter_id=drafter)
         answers = [await client.generate(request(i, options)) for i in range(3)]
         stats = [chunks[-1].stats for chunks in answers]
         assert sum(found.accepted_token_count for found in stats if found is not None) > 0
@@ -103,7 +103,7 @@ async def test_a_seed_gives_the_same_text_when_a_drafter_is_killed(
 ) -> None:
     expected = await texts(client, PLAIN)
     tasks = [
-        asyncio.create_task(client.tokens(request(i, SpeculationOptions(drafter="model-1"))))
+        asyncio.create_task(client.tokens(request(i, SpeculationOptions(drafter_id="model-1"))))
         for i in range(len(PROMPTS))
     ]
     await asyncio.sleep(0.15)

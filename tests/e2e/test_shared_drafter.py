@@ -13,7 +13,7 @@ from test_same_seed import PLAIN, PROMPTS, SETTINGS, request
 
 from outrider.messages import SamplingParams, SpeculationOptions
 
-SHARED = SpeculationOptions(drafter="shared")
+SHARED = SpeculationOptions(drafter_id="shared")
 GREEDY = SamplingParams(0.0)
 
 

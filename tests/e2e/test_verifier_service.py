@@ -85,8 +85,8 @@ BAD_REQUESTS: dict[str, tuple[dict[str, Any], str, str]] = {
         r"must be in \[0, 64\], not 65",
     ),
     "an unknown drafter": (
-        {"speculation": SpeculationOptions(drafter="nobody")},
-        "speculation.drafter",
+        {"speculation": SpeculationOptions(drafter_id="nobody")},
+        "speculation.drafter_id",
         "must be one of",
     ),
     "too long a tenant": ({"tenant": "x" * 200}, "tenant", "must be 0 to 128 printable characters"),
@@ -131,8 +131,8 @@ async def test_a_seed_gives_the_same_text_with_any_drafter_and_in_any_batch(stac
     )
     async with Client(stack.address) as client:
         plain = await client.tokens(replace(sampled, speculation=SpeculationOptions(enabled=False)))
-        for drafter in ("", "ngram", "model"):
-            drafted = replace(sampled, speculation=SpeculationOptions(drafter=drafter))
+        for family in ("", "ngram", "model"):
+            drafted = replace(sampled, speculation=SpeculationOptions(drafter_family=family))
             assert await client.tokens(drafted) == plain
         others = (
             client.tokens(replace(sampled, sampling=SamplingParams(1.0, seed=i))) for i in range(7)
@@ -182,7 +182,7 @@ async def test_a_draining_verifier_finishes_requests_and_takes_no_new_ones() -> 
             assert rpc.error_of(caught.value).reason is Reason.DRAINING
             while not (message := await drafter.hear()).HasField("draining"):
                 pass
-            assert message.draining.grace_time.seconds == 60
+            assert message.draining.grace_duration.seconds == 60
             chunks += [wire_requests.chunk_from_proto(response) async for response in running_call]
             ended = await drafter.error()
             assert (ended.reason, ended.retry_after_s) == (Reason.DRAINING, 1.0)

@@ -47,7 +47,7 @@ def _check(kind: Any, read: Callable[[Any], Any], write: Callable[[Any], Any], d
     for batch in (once, twice):
         for proposal in getattr(batch, "proposals", ()):
             # It is a float when it is read, so it may lose a nanosecond.
-            proposal.ClearField("draft_time")
+            proposal.ClearField("draft_duration")
     assert once == twice, (once, twice)
 
 
@@ -119,7 +119,7 @@ _REQUEST = verifier_pb2.GenerateTokensRequest(
         "logit_bias": {3: 1.5},
         "banned_token_ids": [7],
     },
-    speculation={"drafter": "a", "draft_tokens": 4, "acceptance": 2, "typical_epsilon": 0.25},
+    speculation={"drafter_id": "a", "draft_tokens": 4, "acceptance": 2, "typical_epsilon": 0.25},
     grammar={"choice": {"texts": ["a", "b"]}},
 )
 _CHUNK = verifier_pb2.GenerateTokensResponse(

@@ -90,7 +90,9 @@ async def test_the_three_forms_of_input_reach_the_verifier(rig: Rig) -> None:
 
 async def test_settings_reach_the_verifier(rig: Rig) -> None:
     sampling = common_pb2.SamplingParams(temperature=0.0, top_k=3, top_p=0.5, seed=2**63)
-    speculation = common_pb2.SpeculationOptions(enabled=False, drafter="ngram", draft_tokens=2)
+    speculation = common_pb2.SpeculationOptions(
+        enabled=False, drafter_family="ngram", draft_tokens=2
+    )
     await call(
         rig,
         GenerateTextRequest(prompt="x", max_tokens=9, sampling=sampling, speculation=speculation),
@@ -102,7 +104,7 @@ async def test_settings_reach_the_verifier(rig: Rig) -> None:
     assert given.sampling.top_k == 3
     assert given.sampling.seed == 2**63
     assert given.speculation.enabled is False
-    assert given.speculation.drafter == "ngram"
+    assert given.speculation.drafter_family == "ngram"
     assert given.speculation.draft_tokens == 2
     assert unset.max_tokens == 2048 - 1
 

@@ -58,7 +58,12 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str, str, str]] = [
         "invalid_value",
         "surrogate",
     ),
-    ({"speculation": {"drafter": "\ud800"}}, "speculation.drafter", "invalid_value", "surrogate"),
+    (
+        {"speculation": {"drafter_id": "\ud800"}},
+        "speculation.drafter_id",
+        "invalid_value",
+        "surrogate",
+    ),
     ({"repetition_penalty": 1e-38}, "repetition_penalty", "invalid_value", "[0.01, 10], not 1e-38"),
     ({"prompt": [5] * 2048}, "prompt", "context_length_exceeded", "2048 tokens"),
     ({"prompt": ["x"] * 9}, "prompt", "invalid_value", "at most 8"),
@@ -108,7 +113,25 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str, str, str]] = [
         "invalid_value",
         "[0, 64], not -1",
     ),
-    ({"speculation": {"drafter": "x" * 129}}, "speculation.drafter", "invalid_value", "128"),
+    ({"speculation": {"drafter_id": "x" * 129}}, "speculation.drafter_id", "invalid_value", "128"),
+    (
+        {"speculation": {"drafter_family": "x" * 65}},
+        "speculation.drafter_family",
+        "invalid_value",
+        "64",
+    ),
+    (
+        {"speculation": {"drafter_id": "a", "drafter_family": "b"}},
+        "speculation.drafter_family",
+        "invalid_value",
+        "together with speculation.drafter_id",
+    ),
+    (
+        {"speculation": {"drafter": "ngram"}},
+        "speculation.drafter",
+        "unknown_parameter",
+        "not a parameter",
+    ),
     ({"speculation": {"speed": 9}}, "speculation.speed", "unknown_parameter", "not a parameter"),
     ({"speculation": True}, "speculation", "invalid_value", "valid dictionary"),
     (
@@ -266,14 +289,14 @@ async def test_the_verifiers_errors_have_their_own_http_status(
     rig: Rig, reason: Reason, status: int, stream: bool
 ) -> None:
     rig.script.answer = lambda _: [
-        OutriderError(reason, "because", "speculation.drafter", retry_after_s=3.0)
+        OutriderError(reason, "because", "speculation.drafter_id", retry_after_s=3.0)
     ]
     response = await rig.http.post("/v1/completions", json={"prompt": "x", "stream": stream})
     assert (response.status_code, response.headers["retry-after"]) == (status, "3")
     error = error_of(response)
     assert error["message"] == "because"
     assert error["code"] == reason.name.lower()
-    assert error["param"] == "speculation.drafter"
+    assert error["param"] == "speculation.drafter_id"
 
 
 async def test_a_verifiers_error_about_a_grammar_names_the_callers_field(

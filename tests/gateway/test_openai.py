@@ -121,7 +121,7 @@ async def test_parameters_reach_the_verifier(rig: Rig) -> None:
             "top_k": 9,
             "ignore_eos": True,
             "stop_token_ids": [5],
-            "speculation": {"enabled": True, "drafter": "ngram", "draft_tokens": 3},
+            "speculation": {"enabled": True, "drafter_family": "ngram", "draft_tokens": 3},
         },
     )
     [request] = rig.script.requests
@@ -133,7 +133,7 @@ async def test_parameters_reach_the_verifier(rig: Rig) -> None:
     assert sampling.top_k == 9
     assert sampling.seed == 2**64 - 1
     assert speculation.enabled is True
-    assert speculation.drafter == "ngram"
+    assert speculation.drafter_family == "ngram"
     assert speculation.draft_tokens == 3
     assert (request.ignore_eos, request.stop_token_ids) == (True, {5})
 

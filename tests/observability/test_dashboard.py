@@ -106,8 +106,8 @@ async def traffic(url: str) -> None:
         while (await client.get("/readyz")).status_code != 200:
             assert time.monotonic() < deadline
             await asyncio.sleep(0.1)
-        for drafter in ("ngram", "model", ""):
-            speculation = {"drafter": drafter}
+        for family in ("ngram", "model", ""):
+            speculation = {"drafter_family": family}
             common = {"max_tokens": 40, "temperature": 0, "speculation": speculation}
             bodies: list[dict[str, Any]] = [common | {"prompt": prompt} for prompt in PROMPTS]
             await asyncio.gather(*(client.post("/v1/completions", json=body) for body in bodies))
@@ -115,7 +115,7 @@ async def traffic(url: str) -> None:
         await client.post("/v1/chat/completions", json=chat)
         negative = {"prompt": "x", "max_tokens": -1}
         assert (await client.post("/v1/completions", json=negative)).status_code == 400
-        unknown = {"prompt": "x", "speculation": {"drafter": "nobody"}}
+        unknown = {"prompt": "x", "speculation": {"drafter_id": "nobody"}}
         assert (await client.post("/v1/completions", json=unknown)).is_client_error
         long = {"prompt": "x", "max_tokens": 900, "stream": True}
         async with client.stream("POST", "/v1/completions", json=long) as response:

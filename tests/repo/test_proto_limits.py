@@ -26,7 +26,8 @@ MAX_TOKENS = 2000
 FIELD = re.compile(r"^(?:optional |repeated )?[\w.<>, ]+ (\w+) = \d+;$")
 RANGE = re.compile(r"Range ([\[(])([^,]+), ([^\])]+)\]")
 COUNT = re.compile(r"\b(?:(\d+) to|[Aa]t most) (\d+)\b(?! MiB)")
-NAMES = {"vocabulary size": VOCAB, "max_tokens": MAX_TOKENS}
+DEPTH = 100
+NAMES = {"vocabulary size": VOCAB, "max_tokens": MAX_TOKENS, "window.depth": DEPTH}
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,11 @@ def opened(window: dict[str, int] | None = None, **fields: int) -> object:
     return step(opened=[drafts_pb2.Opened(token_ids=[1], window=place, **fields)])
 
 
+def verdict(window: dict[str, int], **fields: int) -> object:
+    place = drafts_pb2.Window(token_count=1, **window)
+    return step(verdicts=[drafts_pb2.Verdict(window=place, **fields)])
+
+
 def grammar(**fields: Any) -> object:
     return wire_settings.grammar_from_proto(common_pb2.Grammar(**fields))
 
@@ -137,6 +143,8 @@ READERS: dict[str, Callable[[Any], object]] = {
     "SamplingParams.logit_bias": lambda n: sampling(logit_bias=dict.fromkeys(range(n), 0.5)),
     "SamplingParams.banned_token_ids": lambda n: sampling(banned_token_ids=range(n)),
     **{f"SpeculationOptions.{name}": named(speculation, name) for name in SPECULATION},
+    "SpeculationOptions.drafter_id": lambda n: speculation(drafter_id="d" * n),
+    "SpeculationOptions.drafter_family": lambda n: speculation(drafter_family="f" * n),
     "Choices.texts": lambda n: grammar(choice=common_pb2.Choices(texts=["a"] * n)),
     "Placement.cores": lambda n: placement_from_proto(common_pb2.Placement(cores=range(n))),
     "Placement.numa_node": lambda node: placement_from_proto(common_pb2.Placement(numa_node=node)),
@@ -145,9 +153,9 @@ READERS: dict[str, Callable[[Any], object]] = {
     "Hello.max_draft_tokens": named(hello, "max_draft_tokens"),
     "Window.token_count": lambda value: opened({"token_count": value}),
     "Window.depth": lambda value: opened({"depth": value}),
-    "Opened.draft_tokens": lambda value: opened(draft_tokens=value),
+    "Opened.draft_tokens": lambda value: opened({"depth": DEPTH}, draft_tokens=value),
     "Opened.tree_tokens": lambda value: opened(tree_tokens=value),
-    "Verdict.draft_tokens": lambda value: step(verdicts=[drafts_pb2.Verdict(draft_tokens=value)]),
+    "Verdict.draft_tokens": lambda value: verdict({"depth": DEPTH}, draft_tokens=value),
     "Verdict.tree_tokens": lambda value: step(verdicts=[drafts_pb2.Verdict(tree_tokens=value)]),
     "SparseDistribution.token_ids": distribution,
     "Proposal.token_ids": lambda n: drafts(proposals=[drafts_pb2.Proposal(token_ids=[1] * n)]),

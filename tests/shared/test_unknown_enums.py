@@ -20,6 +20,7 @@ from outrider.v1 import common_pb2, drafts_pb2, generation_pb2, verifier_pb2
 from outrider.wire import drafts as wire_drafts
 from outrider.wire import model as wire_model
 from outrider.wire import requests as wire_requests
+from outrider.wire import settings as wire_settings
 
 VOCAB = 1000
 OPENED = drafts_pb2.Opened(token_ids=[1], window=drafts_pb2.Window(token_count=1, depth=1))
@@ -177,6 +178,14 @@ def test_negative_counts_are_refused_by_field() -> None:
         request = verifier_pb2.GenerateTokensRequest(prompt_token_ids=[1], max_tokens=1, **fields)
         with pytest.raises(OutriderError, match=f"{field} must be at least 0, not -1"):
             wire_requests.request_from_proto(request, vocab_size=VOCAB, context_length=100)
+
+
+@pytest.mark.parametrize("field", ["drafter_id", "drafter_family"])
+def test_a_drafters_name_that_is_set_is_not_empty(field: str) -> None:
+    """An empty name would be read as no restriction."""
+    options = common_pb2.SpeculationOptions(**{field: ""})
+    with pytest.raises(OutriderError, match=f"speculation.{field} must have at least 1 character"):
+        wire_settings.speculation_from_proto(options)
 
 
 @pytest.mark.parametrize(("length", "is_valid"), [(0, False), (1, True), (64, True), (65, False)])

@@ -62,8 +62,12 @@ def test_every_setting_of_a_request_is_on_the_wire(plain: Any, proto: Any) -> No
     stop=st.frozensets(st.integers(0, VOCAB - 1), max_size=5),
     ignore_eos=st.booleans(),
     speculation=st.builds(
-        m.SpeculationOptions, st.booleans(), names, st.none() | st.integers(0, 64)
-    ),
+        m.SpeculationOptions,
+        st.booleans(),
+        drafter_id=names,
+        draft_tokens=st.none() | st.integers(0, 64),
+    )
+    | st.builds(m.SpeculationOptions, drafter_family=names),
     tenant=names,
     chunk=st.integers(1, 100),
     likeliest=st.none() | st.integers(0, 20),
@@ -147,6 +151,7 @@ def test_a_chunk_survives_a_round_trip() -> None:
     window=st.builds(d.Window, st.integers(1, 4096), st.integers(1, 128)),
     accepted=st.integers(0, 64),
     tree=st.integers(0, 1024),
+    share=st.floats(0, 1),
 )
 def test_a_step_survives_a_round_trip(
     sequence_id: int,
@@ -156,12 +161,14 @@ def test_a_step_survives_a_round_trip(
     window: d.Window,
     accepted: int,
     tree: int,
+    share: float,
 ) -> None:
     sparse = m.DraftDistribution.SPARSE
-    opened = d.Opened(sequence_id, tokens, sampling, sparse, window, 4, "tenant", "trace")
+    wanted = int(share * window.depth)
+    opened = d.Opened(sequence_id, tokens, sampling, sparse, window, wanted, "tenant", "trace")
     step = d.StepBatch(
         [replace(opened, tree_tokens=tree)],
-        [d.Verdict(sequence_id, length, tokens, accepted, 4, window, "trace", tree)],
+        [d.Verdict(sequence_id, length, tokens, accepted, wanted, window, "trace", tree)],
         [d.Closed(sequence_id)],
     )
     assert wire_drafts.step_from_proto(wire_drafts.step_to_proto(step), VOCAB) == step
@@ -203,10 +210,10 @@ PROPOSAL = {"sequence_id": 1, "base_length": 3, "token_ids": [5]}
 
 
 @pytest.mark.parametrize(
-    ("reported", "expected"), [(-(2**40), 0.0), (3, 3.0), (2**63 - 1, MAX_DRAFT_SECONDS)]
+    ("reported", "expected"), [(0, 0.0), (3, 3.0), (2**63 - 1, MAX_DRAFT_SECONDS)]
 )
 def test_reported_durations_are_clamped(reported: int, expected: float) -> None:
-    sent = drafts_pb2.Proposal(**PROPOSAL, draft_time=Duration(seconds=reported))
+    sent = drafts_pb2.Proposal(**PROPOSAL, draft_duration=Duration(seconds=reported))
     batch = drafts_pb2.DraftBatch(proposals=[sent])
     [proposal] = wire_drafts.drafts_from_proto(batch, VOCAB).proposals
     assert proposal.draft_seconds == expected
@@ -240,6 +247,10 @@ def sparse(ids: list[int], probabilities: list[float]) -> dict[str, Any]:
         ({**PROPOSAL, "confidences": [0.0]}, r"must be in \(0, 1\], not 0"),
         ({**PROPOSAL, "confidences": [1.5]}, r"must be in \(0, 1\], not 1.5"),
         ({**PROPOSAL, "confidences": [math.nan]}, r"must be in \(0, 1\], not nan"),
+        (
+            {**PROPOSAL, "draft_duration": Duration(nanos=-1)},
+            r"draft_duration must be at least 0 s, not -1e-09 s",
+        ),
         (sparse([5], []), "must hold 1 to 256 ids and as many probabilities, not 1 and 0"),
         (sparse(list(range(300)), [1 / 300] * 300), "must hold 1 to 256 ids"),
         (sparse([5, 6], [1.5, -0.5]), "must be finite and not negative"),

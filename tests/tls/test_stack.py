@@ -23,7 +23,7 @@ async def completed(client: httpx.AsyncClient, drafter: str, process: Process) -
             assert process.popen.poll() is None, process.output()
             await asyncio.sleep(0.1)
     body = {"prompt": PROMPT, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
-    body |= {"speculation": {"drafter": drafter, "metrics": True}}
+    body |= {"speculation": {"drafter_id": drafter, "metrics": True}}
     response = await client.post("/v1/completions", json=body, timeout=60)
     answer = response.raise_for_status().json()
     assert answer["usage"]["completion_tokens"] == 24

@@ -249,7 +249,7 @@ def test_a_request_that_goes_on_is_taken_though_the_queue_is_full() -> None:
 
 
 def test_a_drafter_that_only_the_lost_verifier_had_is_done_without() -> None:
-    options = SpeculationOptions(drafter="elsewhere")
+    options = SpeculationOptions(drafter_id="elsewhere")
     request = replace(REQUEST, speculation=options, ignore_eos=True)
     assert refused(request).reason is Reason.DRAFTER_NOT_FOUND
     engine, _ = make_engine(eos_bias=EOS_BIAS)

@@ -165,18 +165,35 @@ def test_a_request_chooses_its_drafter_by_id_or_family_or_none() -> None:
     drafters = [ScriptedDrafter(engine, "a", "x"), ScriptedDrafter(engine, "b", "y")]
     for options, expected in (
         (SpeculationOptions(), {"a", "b"}),
-        (SpeculationOptions(drafter="y"), {"b"}),
-        (SpeculationOptions(drafter="a"), {"a"}),
+        (SpeculationOptions(drafter_family="y"), {"b"}),
+        (SpeculationOptions(drafter_id="a"), {"a"}),
         (SpeculationOptions(enabled=False), set()),
         (SpeculationOptions(draft_tokens=0), set()),
     ):
         sequence = engine.submit(request([1], 5, speculation=options), Client())
         assert set(sequence.assignments) == expected
     assert len(drafters) == 2
-    unknown = request([1], 5, speculation=SpeculationOptions(drafter="nobody"))
-    message = r"speculation.drafter must be one of a, b, x, y, not nobody"
-    with pytest.raises(OutriderError, match=message):
-        engine.submit(unknown, Client())
+    for options, message in (
+        (SpeculationOptions(drafter_id="x"), "speculation.drafter_id must be one of a, b, not x"),
+        (
+            SpeculationOptions(drafter_family="a"),
+            "speculation.drafter_family must be one of x, y, not a",
+        ),
+    ):
+        with pytest.raises(OutriderError, match=message):
+            engine.submit(request([1], 5, speculation=options), Client())
+
+
+def test_a_drafter_named_like_another_ones_family_gets_no_requests_for_that_family() -> None:
+    engine, _ = make_engine()
+    drafters = [ScriptedDrafter(engine, "ngram", "imposter"), ScriptedDrafter(engine, "b", "ngram")]
+    for options, expected in (
+        (SpeculationOptions(drafter_family="ngram"), {"b"}),
+        (SpeculationOptions(drafter_id="ngram"), {"ngram"}),
+    ):
+        sequence = engine.submit(request([1], 5, speculation=options), Client())
+        assert set(sequence.assignments) == expected
+    assert len(drafters) == 2
 
 
 def test_only_trusted_drafters_of_sampled_requests_send_distributions() -> None:

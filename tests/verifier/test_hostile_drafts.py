@@ -115,8 +115,8 @@ def test_a_refusal_that_lists_drafters_fits_a_calls_metadata() -> None:
     engine, _ = make_engine(limits=Limits(max_drafters=300))
     for number in range(300):
         ScriptedDrafter(engine, f"{number:0128}", f"{number:064}")
-    asked = replace(request([1, 2], 2), speculation=SpeculationOptions(drafter="nobody"))
-    with pytest.raises(OutriderError, match=r"speculation\.drafter must be one of 0") as caught:
+    asked = replace(request([1, 2], 2), speculation=SpeculationOptions(drafter_id="nobody"))
+    with pytest.raises(OutriderError, match=r"speculation\.drafter_id must be one of 0") as caught:
         engine.submit(asked, Client())
     assert caught.value.reason is Reason.DRAFTER_NOT_FOUND
     assert len(caught.value.message) < 4096

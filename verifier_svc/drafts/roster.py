@@ -115,25 +115,24 @@ class Roster:
             family = drafter.hello.family
             if drafter.id in names or family in covered or not drafter.accepts_sequences:
                 continue
-            if options.drafter not in ("", family, drafter.id):
+            if options.drafter_id not in ("", drafter.id):
+                continue
+            if options.drafter_family not in ("", family):
                 continue
             if family not in chosen or len(drafter.sequence_ids) < len(chosen[family].sequence_ids):
                 chosen[family] = drafter
         return list(chosen.values())
 
-    def check_known(self, name: str) -> None:
-        """Raises OutriderError(DRAFTER_NOT_FOUND) if no drafter has this id or family.
+    def check_known(self, options: SpeculationOptions) -> None:
+        """Raises OutriderError(DRAFTER_NOT_FOUND) if the options name no drafter's id or family.
 
-        Drafters that were lost a short while ago count. An empty name passes.
+        Drafters that were lost a short while ago count. Options without a name pass.
         """
         known = [*self.connected.values(), *self._missed()]
-        names = {drafter.id for drafter in known} | {drafter.hello.family for drafter in known}
-        if name and name not in names:
-            listed = ", ".join(sorted(names)[:_NAMED]) or "(no drafter is connected)"
-            if len(names) > _NAMED:
-                listed += ", ..."
-            message = f"speculation.drafter must be one of {listed}, not {name}"
-            raise OutriderError(Reason.DRAFTER_NOT_FOUND, message, "speculation.drafter")
+        ids = {drafter.id for drafter in known}
+        _check_listed("speculation.drafter_id", options.drafter_id, ids)
+        families = {drafter.hello.family for drafter in known}
+        _check_listed("speculation.drafter_family", options.drafter_family, families)
 
     def infos(self) -> tuple[DrafterInfo, ...]:
         """The API's record of each drafter, connected or lost a short while ago."""
@@ -154,3 +153,14 @@ def _drop_oldest(names: dict[str, Any]) -> None:
     """Keep the last `_REMEMBERED` entries, since drafters choose their ids."""
     while len(names) > _REMEMBERED:
         del names[next(iter(names))]
+
+
+def _check_listed(field: str, name: str, names: set[str]) -> None:
+    """Raise DRAFTER_NOT_FOUND if the name is neither empty nor one of these."""
+    if not name or name in names:
+        return
+    listed = ", ".join(sorted(names)[:_NAMED]) or "(no drafter is connected)"
+    if len(names) > _NAMED:
+        listed += ", ..."
+    message = f"{field} must be one of {listed}, not {name}"
+    raise OutriderError(Reason.DRAFTER_NOT_FOUND, message, field)

@@ -79,7 +79,7 @@ class Intake:
             raise OutriderError(Reason.INVALID_VALUE, f"{field}: {message}", field)
         if request.speculation.enabled and not request.committed:
             # A continued request does without a drafter that only its lost verifier had.
-            self._drafting.roster.check_known(request.speculation.drafter)
+            self._drafting.roster.check_known(request.speculation)
 
     def _make_room(self, request: TokenRequest) -> None:
         """Raise OVERLOADED if the queue is full, unless another tenant has more than its share.

@@ -101,7 +101,7 @@ class DrafterStream:
     def say_draining(self, reason: str, grace_s: float) -> None:
         """Tell the drafter that the verifier stops, and that open sequences may run `grace_s`."""
         draining = drafts_pb2.Draining(reason=reason)
-        draining.grace_time.FromNanoseconds(int(grace_s * 1e9))
+        draining.grace_duration.FromNanoseconds(int(grace_s * 1e9))
         self._unsent.put_nowait(verifier_pb2.StreamDraftsResponse(draining=draining))
 
     def end(self) -> None:

@@ -159,7 +159,7 @@ func (s *session) round() *pb.DraftBatch {
 			}
 			one := s.sequences[id]
 			if proposal := one.proposal(); proposal != nil {
-				proposal.DraftTime = durationpb.New(time.Since(began))
+				proposal.DraftDuration = durationpb.New(time.Since(began))
 				batch.Proposals = append(batch.Proposals, proposal)
 			}
 			if skip := one.skip(); skip != nil {

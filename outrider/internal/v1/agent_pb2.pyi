@@ -363,12 +363,12 @@ class GetProcessResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     IS_ALIVE_FIELD_NUMBER: _builtins.int
-    CPU_TIME_FIELD_NUMBER: _builtins.int
+    CPU_DURATION_FIELD_NUMBER: _builtins.int
     TAIL_FIELD_NUMBER: _builtins.int
     is_alive: _builtins.bool
     """Whether it still runs, paused or not."""
     @_builtins.property
-    def cpu_time(self) -> _duration_pb2.Duration:
+    def cpu_duration(self) -> _duration_pb2.Duration:
         """User and system time that it has used since its start."""
 
     @_builtins.property
@@ -379,12 +379,12 @@ class GetProcessResponse(_message.Message):
         self,
         *,
         is_alive: _builtins.bool = ...,
-        cpu_time: _duration_pb2.Duration | None = ...,
+        cpu_duration: _duration_pb2.Duration | None = ...,
         tail: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cpu_time", b"cpu_time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cpu_duration", b"cpu_duration"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cpu_time", b"cpu_time", "is_alive", b"is_alive", "tail", b"tail"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cpu_duration", b"cpu_duration", "is_alive", b"is_alive", "tail", b"tail"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -43,7 +43,7 @@ class Client:
         self._prompt_logprobs: list[TokenLogprob] = []
         self._answer = answer_of(plan.number)
         self._compares = compares(request_of(plan.number), trusts=world.plan.engine.trusts)
-        self._drafter = plan.drafter
+        self._drafter = (plan.drafter_id, plan.drafter_family)
         # Earlier attempts are over for the client, and their messages are ignored.
         self._attempt = 0
         self._cancel: Callable[[], None] = lambda: None
@@ -70,7 +70,7 @@ class Client:
             committed=[*self._received],
             tenant=plan.tenant,
             min_chunk_tokens=plan.min_chunk_tokens,
-            speculation=SpeculationOptions(plan.speculates, self._drafter, plan.draft_tokens),
+            speculation=SpeculationOptions(plan.speculates, *self._drafter, plan.draft_tokens),
             prompt_logprobs=None if self._received else request.prompt_logprobs,
         )
 
@@ -142,8 +142,8 @@ class Client:
         if error.reason is Reason.OVERLOADED:
             self._world.counts["requests refused, and asked again"] += 1
             self._world.events.after(_AGAIN_S, self._ask_again(self._attempt))
-        elif error.reason is Reason.DRAFTER_NOT_FOUND and self._drafter:
-            self._drafter = ""
+        elif error.reason is Reason.DRAFTER_NOT_FOUND and any(self._drafter):
+            self._drafter = ("", "")
             self.ask()
         elif error.reason is Reason.INTERNAL and verifier.target.failed_count:
             verifier.target.failed_count -= 1

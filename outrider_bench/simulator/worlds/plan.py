@@ -81,7 +81,8 @@ class RequestPlan:
     tenant: str
     min_chunk_tokens: int
     draft_tokens: int | None
-    drafter: str
+    drafter_id: str
+    drafter_family: str
     speculates: bool
 
 
@@ -185,9 +186,9 @@ def _drafter(draw: Random, number: int, verifiers: tuple[str, ...]) -> DrafterPl
 
 
 def _request(draw: Random, number: int, drafters: list[DrafterPlan]) -> RequestPlan:
-    named = ""
+    named = ("", "")
     if drafters and draw.random() < 0.1:
-        named = draw.choice([drafters[0].name, drafters[0].family])
+        named = draw.choice([(drafters[0].name, ""), ("", drafters[0].family)])
     return RequestPlan(
         name=f"request-{number + 1}",
         number=draw.randrange(REQUEST_COUNT),
@@ -196,7 +197,8 @@ def _request(draw: Random, number: int, drafters: list[DrafterPlan]) -> RequestP
         tenant=draw.choice(["", "", "other"]),
         min_chunk_tokens=draw.choice([1, 1, 4]),
         draft_tokens=draw.choice([None, None, None, 0, 2, 7]),
-        drafter=named,
+        drafter_id=named[0],
+        drafter_family=named[1],
         speculates=draw.random() < 0.95,
     )
 

@@ -77,7 +77,7 @@ export class Session {
       for (const sequence of all) {
         if (batch.proposals.length + batch.skips.length >= MOST_ENTRIES) break;
         const proposal = sequence.proposal();
-        if (proposal) batch.proposals.push(Object.assign(proposal, { draftTime: since(began) }));
+        if (proposal) batch.proposals.push(Object.assign(proposal, { draftDuration: since(began) }));
         const skip = sequence.skip();
         if (skip) batch.skips.push(skip);
       }
