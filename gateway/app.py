@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from fastapi import FastAPI
-from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -13,6 +12,7 @@ from gateway.access.origins import CheckOrigin, origin_pattern
 from gateway.config import GatewaySettings
 from gateway.generate import Generation
 from gateway.metrics import Metrics
+from gateway.request_body import BodyLimit
 from gateway.servicer import GenerationServicer
 from outrider import __version__
 
@@ -48,34 +48,6 @@ def create_app(
     app.add_middleware(CheckOrigin, settings=settings)
     app.add_middleware(CountResponses, metrics=metrics)
     return app
-
-
-class BodyLimit:
-    """Refuses a body above `limit_bytes` with 413 before the body is held in memory."""
-
-    def __init__(self, app: ASGIApp, limit_bytes: int) -> None:
-        self._app = app
-        self._limit = limit_bytes
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        headers = scope["headers"]
-        announced = next((int(value) for name, value in headers if name == b"content-length"), 0)
-        received = 0
-
-        async def bounded() -> Message:
-            nonlocal received
-            message: Message = {}
-            if announced <= self._limit:
-                message = await receive()
-            received += len(message.get("body", b""))
-            if max(announced, received) > self._limit:
-                raise HTTPException(413, f"the body is larger than {self._limit} bytes")
-            return message
-
-        await self._app(scope, bounded, send)
 
 
 class CountResponses:

@@ -16,7 +16,6 @@ from connectrpc.server import ConnectASGIApplication, Endpoint
 from google.protobuf.json_format import ParseError
 from google.protobuf.message import DecodeError
 from protobuf.wkt import Any as PackedDetail
-from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route
 from starlette.types import Message, Receive, Scope, Send
 
@@ -94,9 +93,8 @@ class _Application(ConnectASGIApplication[GenerationServicer]):
         async def bounded() -> Message:
             try:
                 return await receive()
-            except HTTPException as refusal:
-                error = OutriderError(Reason.REQUEST_TOO_LARGE, refusal.detail)
-                raise _connect_error(error) from refusal
+            except OutriderError as error:
+                raise _connect_error(error) from error
 
         # The library decodes headers as UTF-8 and fails on other bytes, which HTTP allows.
         readable = [(name, value.decode("latin-1").encode()) for name, value in scope["headers"]]

@@ -97,7 +97,7 @@ class DeltaBuilder:
         self._end_ids = tokens.stop_token_ids
         if not tokens.ignore_eos:
             self._end_ids |= frozenset(info.eos_token_ids)
-        self._text = TextStream(table, request.stop)
+        self._text = TextStream(table, request.stop, tokens.sampling.min_tokens)
         self._table = table
         # Decodes token by token to find the text of each.
         self._attribution = Detokenizer(table) if request.attributed else None

@@ -34,6 +34,7 @@ _ERRORS = {
     404: "There is no such model or drafter.",
     408: "The body did not arrive in time.",
     413: "The body is too large.",
+    415: "The body's `Content-Encoding` is not gzip or deflate.",
     429: "The server is full, or the API key has used up a limit. `Retry-After` says how long.",
     431: "The headers are too large.",
     500: "The server failed.",

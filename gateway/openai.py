@@ -24,7 +24,7 @@ from gateway.streaming import ChunkWriter, EventStream, sse, until_gone
 from outrider.errors import invalid
 from outrider.model_info import ModelInfo
 
-_ERRORS = (400, 401, 404, 408, 413, 429, 500, 503, 504)
+_ERRORS = (400, 401, 404, 408, 413, 415, 429, 500, 503, 504)
 
 
 def routes(generation: Generation, max_sequences: int, gate: Gate) -> APIRouter:

@@ -72,6 +72,8 @@ class Gateway:
             ws="none",
             # uvicorn declares an int but takes fractions as well.
             timeout_keep_alive=settings.keep_alive_seconds,  # type: ignore[arg-type]
+            # In whole seconds, so that a client does not take the connection for open too long.
+            headers=[("keep-alive", f"timeout={int(settings.keep_alive_seconds)}")],
             timeout_graceful_shutdown=_CANCEL_S,
             ssl_context_factory=None if self._tls is None else partial(_context, self._tls),
         )

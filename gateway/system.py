@@ -19,11 +19,14 @@ from gateway.prompts import Prompts
 from gateway.replica import Replica
 from gateway.routing import Router
 from gateway.schema import DetokenizeBody, TokenizeBody
+from outrider import __version__
 from outrider.errors import OutriderError, Reason, invalid
 from outrider.model_info import DrafterInfo, ModelInfo, Stage
 
 MAX_TOKENIZED = 65_536
 """The limit of tokens of /tokenize and /detokenize for models with a shorter context."""
+_ERRORS = (400, 401, 404, 408, 413, 415, 429, 500, 503)
+"""Statuses of errors of /tokenize and /detokenize."""
 
 
 class _Metrics(Response):
@@ -93,14 +96,19 @@ def _add_health_routes(router: APIRouter, replicas: Router) -> None:
         takes_requests = body["status"] in ("ready", "degraded")
         return JSONResponse(body, status_code=200 if takes_requests else 503)
 
-    @router.get(
-        "/health",
-        response_class=Response,
-        responses={**error_responses(), 503: {"description": "The gateway takes no requests."}},
-    )
+    answers = {**error_responses(), 503: {"description": "The gateway takes no requests."}}
+
+    @router.get("/health", response_class=Response, responses=answers)
+    @router.get("/ping", response_class=Response, responses=answers)
+    @router.post("/ping", response_class=Response, responses=answers)
     async def health() -> Response:
-        """vLLM's health check: 200 without a body if the gateway takes requests, else 503."""
+        """vLLM's health checks: 200 without a body if the gateway takes requests, else 503."""
         return Response(status_code=200 if replicas.ready else 503)
+
+    @router.get("/version", responses=json_responses(401))
+    async def version() -> Response:
+        """The version of Outrider, in vLLM's shape."""
+        return JSONResponse({"version": __version__})
 
 
 def _answer_head(router: APIRouter) -> None:
@@ -117,7 +125,7 @@ def _answer_head(router: APIRouter) -> None:
 
 
 def _add_tokenizer_routes(router: APIRouter, generation: Generation, gate: Gate) -> None:
-    @router.post("/tokenize", responses=json_responses(400, 401, 404, 408, 413, 429, 500, 503))
+    @router.post("/tokenize", responses=json_responses(*_ERRORS))
     async def tokenize(body: TokenizeBody, request: Request) -> Response:
         """The ids of a prompt or of a rendered conversation, in vLLM's shape."""
         grant = await gate.admit(request)
@@ -135,7 +143,7 @@ def _add_tokenizer_routes(router: APIRouter, generation: Generation, gate: Gate)
             headers=grant.headers,
         )
 
-    @router.post("/detokenize", responses=json_responses(400, 401, 404, 408, 413, 429, 500, 503))
+    @router.post("/detokenize", responses=json_responses(*_ERRORS))
     async def detokenize(body: DetokenizeBody, request: Request) -> Response:
         """The text of ids, special tokens included, in vLLM's shape."""
         grant = await gate.admit(request)

@@ -176,12 +176,17 @@ class StopScanner:
         self._starts = frozenset(stop[:length] for stop in stops for length in range(1, len(stop)))
         self._longest_start = max((len(stop) - 1 for stop in stops), default=0)
         self._held = ""
+        # How many of the held characters are too early for a stop string to end in.
+        self._early = 0
         self.stopped = False
 
-    def push(self, text: str) -> str:
-        """Add text, and return the text that no stop string can begin in."""
+    def push(self, text: str, *, early: bool = False) -> str:
+        """Add text, and return the text that no stop string can begin in.
+
+        No stop string ends in `early` text, but one that begins there may end in later text.
+        """
         text = self._held + text
-        hits = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
+        hits = [] if early else self._hits(text)
         if hits:
             self.stopped = True
             self._held = ""
@@ -190,7 +195,17 @@ class StopScanner:
         lengths = (n for n in range(longest, 0, -1) if text[-n:] in self._starts)
         certain = len(text) - next(lengths, 0)
         self._held = text[certain:]
+        self._early = len(self._held) if early else max(self._early - certain, 0)
         return text[:certain]
+
+    def _hits(self, text: str) -> list[tuple[int, int]]:
+        """(end, begin) of the first of each stop string that does not end in early text."""
+        found = []
+        for stop in self._stops:
+            at = text.find(stop, max(self._early - len(stop) + 1, 0))
+            if at >= 0:
+                found.append((at + len(stop), at))
+        return found
 
     def finish(self) -> str:
         """The text that was held back."""
@@ -200,10 +215,14 @@ class StopScanner:
 
 
 class TextStream:
-    """The text of one sequence, decoded and cut before the first stop string."""
+    """The text of one sequence, decoded and cut before the first stop string.
 
-    def __init__(self, table: TokenTable, stops: Sequence[str]) -> None:
+    As in vLLM, the first `min_tokens` tokens complete no stop string.
+    """
+
+    def __init__(self, table: TokenTable, stops: Sequence[str], min_tokens: int = 0) -> None:
         self._detokenizer = Detokenizer(table)
+        self._min_tokens = min_tokens
         self._scanner = StopScanner(stops)
         self._by_token = bool(stops)
         self.token_count = 0
@@ -225,12 +244,15 @@ class TextStream:
         pieces = []
         for token_id in token_ids:
             self.token_count += 1
-            pieces.append(self._scanner.push(self._detokenizer.push([token_id])))
+            pieces.append(self._scan(self._detokenizer.push([token_id])))
             if self.stopped:
                 break
         return "".join(pieces)
 
     def finish(self) -> str:
         """The text that was held back. Call it once, after the last token, unless `stopped`."""
-        text = self._scanner.push(self._detokenizer.finish())
+        text = self._scan(self._detokenizer.finish())
         return text if self.stopped else text + self._scanner.finish()
+
+    def _scan(self, text: str) -> str:
+        return self._scanner.push(text, early=self.token_count <= self._min_tokens)

@@ -53,6 +53,7 @@ class Reason(Enum):
     DEADLINE_EXCEEDED = "DEADLINE_EXCEEDED", Retry.BACKOFF, 504, "timeout_error"
     REQUEST_TOO_LARGE = "INVALID_ARGUMENT", Retry.NEVER, 413, "invalid_request_error"
     HEADERS_TOO_LARGE = "INVALID_ARGUMENT", Retry.NEVER, 431, "invalid_request_error"
+    UNSUPPORTED_ENCODING = "INVALID_ARGUMENT", Retry.NEVER, 415, "invalid_request_error"
     TOKENIZER_MISMATCH = "FAILED_PRECONDITION", Retry.NEVER, 400, "invalid_request_error"
     DRAFTER_ID_TAKEN = "ALREADY_EXISTS", Retry.BACKOFF, 409, "invalid_request_error"
     PROTOCOL_VIOLATION = "INVALID_ARGUMENT", Retry.BACKOFF, 400, "invalid_request_error"

@@ -22,7 +22,7 @@ from outrider.errors import OutriderError, Reason
 from outrider.process.key_file import KeyEntry
 from outrider.process.roles import Peer, Role
 
-OPEN_PATHS = frozenset({"/livez", "/readyz", "/health"})
+OPEN_PATHS = frozenset({"/livez", "/readyz", "/health", "/ping"})
 """Paths that need no key."""
 _PAGE = "/"
 _SCOPE_KEY = "outrider.identity"

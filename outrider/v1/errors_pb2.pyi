@@ -100,6 +100,8 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """RESOURCE_EXHAUSTED. The API key has used up one of its limits. Retry: RetryInfo."""
     ERROR_REASON_DEADLINE_EXCEEDED: _ErrorReason.ValueType  # 31
     """DEADLINE_EXCEEDED. The answer was not complete within the request's timeout. Retry: backoff."""
+    ERROR_REASON_UNSUPPORTED_ENCODING: _ErrorReason.ValueType  # 32
+    """INVALID_ARGUMENT. HTTP alone: the body is compressed in a way that is not read. Retry: never."""
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """Why a call failed. The values never travel as numbers; the enum is the list of names."""
@@ -168,4 +170,6 @@ ERROR_REASON_RATE_LIMIT_EXCEEDED: ErrorReason.ValueType  # 30
 """RESOURCE_EXHAUSTED. The API key has used up one of its limits. Retry: RetryInfo."""
 ERROR_REASON_DEADLINE_EXCEEDED: ErrorReason.ValueType  # 31
 """DEADLINE_EXCEEDED. The answer was not complete within the request's timeout. Retry: backoff."""
+ERROR_REASON_UNSUPPORTED_ENCODING: ErrorReason.ValueType  # 32
+"""INVALID_ARGUMENT. HTTP alone: the body is compressed in a way that is not read. Retry: never."""
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015

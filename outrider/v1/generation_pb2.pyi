@@ -144,7 +144,9 @@ class GenerateTextRequest(_message.Message):
 
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Strings that end the text and are not part of it; at most 16 of at most 256 characters."""
+        """Strings that end the text and are not part of it; at most 16 of at most 256 characters. The
+        first sampling.min_tokens tokens complete none of them.
+        """
 
     @_builtins.property
     def speculation(self) -> _common_pb2.SpeculationOptions:

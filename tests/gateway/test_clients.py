@@ -13,6 +13,7 @@ from scripted_verifier import last, plain
 
 from gateway.config import GatewaySettings
 from gateway.conversation import MAX_TEMPLATE_CHARACTERS, MAX_TEMPLATE_VARIABLES
+from outrider import __version__
 from outrider.messages import FinishReason, SpeculationStats, TokenChunk, TokenSource
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -299,13 +300,30 @@ async def test_the_error_for_the_responses_api_names_chat_completions(rig: Rig) 
 
 
 @pytest.mark.parametrize(
-    "path", ["/v1/models", "/v1/models/models/target", "/livez", "/readyz", "/health", "/metrics"]
+    "path",
+    [
+        "/v1/models",
+        "/v1/models/models/target",
+        "/livez",
+        "/readyz",
+        "/health",
+        "/ping",
+        "/version",
+        "/metrics",
+    ],
 )
 async def test_head_is_answered_like_get_without_the_body(rig: Rig, path: str) -> None:
     head = await rig.http.head(path)
     get = await rig.http.get(path)
     assert (head.status_code, head.content) == (200, b"")
     assert head.headers.get("content-type") == get.headers.get("content-type")
+
+
+async def test_version_and_ping_are_answered_as_by_vllm(rig: Rig) -> None:
+    assert (await rig.http.get("/version")).json() == {"version": __version__}
+    for method in ("GET", "POST"):
+        ping = await rig.http.request(method, "/ping")
+        assert (ping.status_code, ping.content) == (200, b"")
 
 
 THINKING = (

@@ -35,7 +35,7 @@ async def gateway() -> AsyncIterator[Gateway]:
         grpc_listen="127.0.0.1:0",
         header_seconds=0.5,
         body_seconds=0.5,
-        keep_alive_seconds=0.5,
+        keep_alive_seconds=1.5,
         drain_seconds=0,
     )
     async with running(settings, Metrics()) as gateway:
@@ -143,6 +143,8 @@ async def test_an_idle_connection_is_closed_after_its_answer(gateway: Gateway) -
         received = await connection.to_the_end()
     assert received.startswith(b"HTTP/1.1 200")
     assert b"connection: close" not in received
+    # In whole seconds, rounded down: later the client could write into a closed connection.
+    assert b"\r\nkeep-alive: timeout=1\r\n" in received
 
 
 @pytest.mark.parametrize(

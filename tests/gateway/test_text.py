@@ -203,3 +203,37 @@ def test_tokens_are_counted_up_to_the_one_that_completes_the_stop(
 def test_text_that_only_begins_like_a_stop_string_comes_in_the_end() -> None:
     scanner = StopScanner(["###"])
     assert [scanner.push("a#"), scanner.push("#b#"), scanner.finish()] == ["a", "##b", "#"]
+
+
+@given(
+    text=st.text("ab#", max_size=30),
+    stops=st.lists(st.text("ab#", min_size=1, max_size=4), min_size=1, max_size=3),
+    min_tokens=st.integers(0, 30),
+    cuts=st.lists(st.integers(0, 40)),
+)
+@example(text="xab#aby", stops=["ab", "b#a"], min_tokens=3, cuts=[])
+def test_the_first_min_tokens_complete_no_stop_string(
+    text: str,
+    stops: list[str],
+    min_tokens: int,
+    cuts: list[int],
+    prompts: Prompts,
+    table: TokenTable,
+) -> None:
+    """As in vLLM, a stop string may begin among them and end behind them."""
+    ids = prompts.tokenizer.encode(text, add_special_tokens=False).ids
+    early = len(prompts.tokenizer.decode(ids[:min_tokens]))
+    found = [
+        (at + len(stop), at)
+        for stop in stops
+        for at in range(len(text))
+        if text.startswith(stop, at) and at + len(stop) > early
+    ]
+    stream = TextStream(table, stops, min_tokens)
+    out = ""
+    for chunk in chunks(ids, cuts):
+        if not stream.stopped:
+            out += stream.push(chunk)
+    out += "" if stream.stopped else stream.finish()
+    assert out == (text[: min(found)[1]] if found else text)
+    assert stream.token_count > min_tokens or not stream.stopped
