@@ -221,3 +221,54 @@ def test_a_branchs_guesses_without_shares_are_as_likely_as_the_chains(family: Mo
     proposal = sequence.take_proposal()
     assert proposal is not None
     assert proposal.confidences == [0.5, 0.5, 0.5, 0.25, sequence.acceptance]
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+async def test_a_committed_branch_brings_its_cache(
+    place: int, family: ModelFamily, prompt: list[int]
+) -> None:
+    """Only the branch's last guess has not been read yet."""
+    family._branch_count = 12
+    rig = Rig(family)
+    rig.open(opened(prompt))
+    branches = await branches_of(rig)
+    run = next(run for at, run in branches if at == place)
+    rig.commit(1, *rig.guesses(1)[:place], run[0])
+    assert rig.guesses(1) == run[1:]
+    assert family._drafts[1].unread_count == 1
+
+
+async def test_alternatives_stay_at_their_places_when_guesses_are_committed(
+    family: ModelFamily, runner: ModelRunner, thread: ThreadPoolExecutor, prompt: list[int]
+) -> None:
+    rig = Rig(family)
+    rig.open(opened(prompt))
+    await rig.drafts()
+    new = rig.guesses(1)[:2]
+    rig.commit(1, *new)
+    draft = family._drafts[1]
+    assert len(draft.alternatives) == len(rig.guesses(1)) > 0
+    for at, others in enumerate(draft.alternatives):
+        text = [*prompt, *new, *rig.guesses(1)[:at]]
+        best = greedy_logits(runner, thread, text).topk(1 + len(others)).indices.tolist()
+        assert [token for token, _ in others] == best[1:]
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+async def test_a_branch_at_the_end_of_a_page_has_a_page_of_its_own(
+    place: int,
+    family: ModelFamily,
+    runner: ModelRunner,
+    thread: ThreadPoolExecutor,
+    prompt: list[int],
+) -> None:
+    """The branch's first token takes the last slot of the page that the chain filled."""
+    family._branch_count = 12
+    text = (prompt * 8)[: 2 * runner.page_size - 1 - place]
+    rig = Rig(family)
+    rig.open(opened(text))
+    branches = await branches_of(rig)
+    chain = rig.guesses(1)
+    run = next(run for at, run in branches if at == place)
+    expected = greedy(runner, thread, [*text, *chain[:place], run[0]], len(run) - 1)
+    assert run[1:] == expected

@@ -126,3 +126,27 @@ def test_no_tree_after_branches_were_given_up() -> None:
     assert drafted.tree_room == 0
     drafted.follow(Verdict(1, 2, [1], 1, 4, tree_tokens=10))
     assert drafted.tree_room == 7
+
+
+def test_a_committed_branch_is_sent_again_from_its_first_unsent_guess_on() -> None:
+    """The branch was sent, then grew. Once it is the chain, its new guess is still to be sent."""
+    drafted = sequence()
+    drafted.extend([1, 2])
+    drafted.branch(0, [3, 4])
+    assert drafted.take_proposal() is not None
+    drafted.branch(0, [3, 4, 5])
+    drafted.follow(Verdict(1, 2, [3], 0, 4, tree_tokens=10))
+    assert drafted.guesses == [4, 5]
+    proposal = drafted.take_proposal()
+    assert proposal is not None
+    assert (proposal.base_length, proposal.token_ids) == (2, [4, 5])
+
+
+def test_a_committed_branch_that_was_sent_is_not_sent_again() -> None:
+    drafted = sequence()
+    drafted.extend([1, 2])
+    drafted.branch(0, [3, 4])
+    assert drafted.take_proposal() is not None
+    drafted.follow(Verdict(1, 2, [3], 0, 4, tree_tokens=10))
+    assert drafted.guesses == [4]
+    assert drafted.take_proposal() is None

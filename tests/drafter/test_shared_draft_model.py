@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from threading import Event
 
@@ -301,3 +302,17 @@ async def test_verifiers_share_the_pages_of_common_prefixes(
     await second.drafts()
     assert sum(map(len, watched.forwards[0])) < len(text) - model.runner.page_size
     assert second.guesses(1) == first.guesses(1)
+
+
+async def test_tenants_share_no_pages_of_the_draft_model(
+    model: DraftModel, prompts: list[list[int]]
+) -> None:
+    text = (prompts[0] * 8)[: 3 * model.runner.page_size]
+    shared = []
+    for tenant in ("a", "b", "", "a"):
+        rig = rig_of(model)
+        rig.open(replace(opened(text), tenant=tenant))
+        shared.append(family_of(rig)._drafts[1].kv.num_computed_tokens)
+        await rig.drafts()
+        rig.close(1)
+    assert shared == [0, 0, 0, 2 * model.runner.page_size]

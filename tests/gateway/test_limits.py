@@ -387,3 +387,14 @@ async def test_a_client_that_leaves_during_its_reservation_takes_nothing() -> No
 async def test_a_wrong_url_of_redis_is_refused(url: str) -> None:
     with pytest.raises(OutriderError, match=r"limits-redis (cannot be used|must be)"):
         windows(url, None, None)
+
+
+async def test_tokens_beyond_a_reservation_count_in_the_minute_in_which_they_are_known() -> None:
+    clock = Clock()
+    limits = Limits(Windows(clock))
+    grant = await limits.admit(entry(ALICE, "alice", tokens_per_minute=100))
+    events = grant.metered(deltas(30), prompt=5, answer=10, sequences=1, gathered=False)
+    await anext(events)
+    clock.seconds += 60
+    assert len([event async for event in events]) == 29
+    assert await counted(limits, "tokens") == 35 - 15

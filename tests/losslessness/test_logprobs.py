@@ -61,3 +61,28 @@ def test_logprobs_of_all_token_sources_equal_a_rescoring_forward(
         TokenSource.BONUS,
         TokenSource.PLAIN,
     }
+
+
+@pytest.mark.parametrize("wanting", [{1, 2, 5}, {0, 3}])
+def test_logprobs_are_a_sequences_own_in_a_batch_of_which_only_some_want_them(
+    wanting: set[int],
+) -> None:
+    """The prompts differ, so another sequence's rows have other log probabilities."""
+    engine = make_engine(AcceptanceRule.BLOCK, trust=False)
+    chunks: dict[int, list[TokenChunk]] = {i: [] for i in range(6)}
+    prompts = {i: [*PROMPT, i % 3, i // 3] for i in chunks}
+    for i, found in chunks.items():
+        top = 2 if i in wanting else None
+        request = TokenRequest(prompts[i], 5, SamplingParams(0.0), top_logprobs=top)
+        engine.submit(request, found.append)  # type: ignore[arg-type]  # an error fails the test as well
+    while engine.sequences:
+        engine.step()
+    for i, found in chunks.items():
+        tokens = [token for chunk in found for token in chunk.token_ids]
+        logprobs = [logprob for chunk in found for logprob in chunk.logprobs]
+        assert len(logprobs) == (len(tokens) if i in wanting else 0)
+        with torch.inference_mode():
+            logits = tiny_model()(torch.tensor([[*prompts[i], *tokens]])).logits
+        expected = logits[0, len(prompts[i]) - 1 : -1].log_softmax(-1)
+        for token, row, got in zip(tokens, expected, logprobs, strict=False):
+            assert got.logprob == pytest.approx(row[token].item(), abs=1e-4)

@@ -98,3 +98,10 @@ def test_the_pool_drops_the_least_recently_used() -> None:
     assert len(pool) == 3
     assert pool.continuation([5], 1) == []
     assert pool.continuation([98], 1) == [99]
+
+
+def test_the_least_recently_used_ngrams_are_evicted_first() -> None:
+    pool = MemoryPool(NgramOptions(max_matching_ngram_size=1), 3)
+    pool.index([1, 2, 3, 4], 0)  # knows 1, 2 and 3
+    pool.index([1, 5, 6], 0)  # uses 1 again, and 5 needs room
+    assert [pool.continuation([token], 1) for token in (1, 2, 3, 5)] == [[5], [], [4], [6]]

@@ -7,11 +7,14 @@ from family_rig import Rig
 from pools import pool, until
 from redis_servers import Standalone
 
-from drafter_svc.families.ngram import NgramFamily
+from drafter_svc.families.ngram import NgramFamily, NgramSettings
+from drafter_svc.metrics import Metrics
+from drafter_svc.placement import PlacementPlan
 from drafter_svc.pools.memory import MemoryPool, NgramOptions
 from drafter_svc.pools.redis import RedisPool
 from outrider.draft_messages import Opened, Proposal, Skip, Window
 from outrider.messages import DraftDistribution, SamplingParams
+from outrider.model_info import ModelInfo, Stage
 
 
 def opened(sequence_id: int, tokens: list[int], depth: int = 6) -> Opened:
@@ -182,3 +185,21 @@ async def test_one_round_trip_to_redis_serves_all_unknown_sequences(
         before = made.counters.lookups
         assert {proposal.sequence_id for proposal in (await rig.draft()).proposals} == {2, 3, 4, 5}
         assert made.counters.lookups == before + 1
+
+
+async def test_verifiers_with_different_tokenizers_share_no_public_pool() -> None:
+    """The same ids mean other text there."""
+    settings = NgramSettings(is_public_pool=True)
+    place = PlacementPlan("local", (), None, None)
+    loaded = await NgramFamily.load(settings, place, Metrics("d", "ngram"))
+    first, alike, other = [
+        loaded.make(ModelInfo("m", Stage.READY, tokenizer_fingerprint=name)) for name in "aab"
+    ]
+    Rig(first).open(opened(1, [1, 2, 3, 4, 5]))
+    guesses = []
+    for family in (alike, other):
+        rig = Rig(family)
+        rig.open(opened(1, [9, 1, 2]))
+        await rig.drafts()
+        guesses.append(rig.guesses(1))
+    assert guesses == [[3, 4, 5], []]

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from outrider.draft_tokens_policy import DraftTokensPolicy
 from outrider.errors import OutriderError, Reason
+from outrider.lm.pages import KVSequence
 from outrider.messages import FinishReason, SamplingParams, TokenRequest, TokenSource
 from verifier_svc.engine.loop import Engine
 from verifier_svc.engine.target import Limits
@@ -281,3 +282,45 @@ def test_an_engine_that_stops_gathering_sends_all_tokens_at_once() -> None:
     finish(engine)
     assert [len(chunk.token_ids) for chunk in client.chunks] == [1, 4, *[1] * 7]
     assert client.tokens == model.greedy([1, 2], 12)
+
+
+def test_pages_of_a_prompts_chunk_belong_to_its_tenant() -> None:
+    """Each chunk but the last ends a step without a token, and its pages are cached there."""
+    engine, _ = make_engine(limits=Limits(max_batch_tokens=8), eos_bias=-99)
+    prompt = [i % 7 for i in range(22)]
+    cached = []
+    for tenant in ("a", "", "a"):
+        client = Client()
+        engine.submit(request(prompt, 2, tenant=tenant), client)
+        finish(engine)
+        cached.append(client.chunks[-1].cached_token_count)
+    assert cached == [0, 0, 20]
+
+
+def test_the_youngest_of_a_tenants_sequences_is_preempted() -> None:
+    """Both outgrow the cache. The older one never gives its pages away."""
+    engine, _ = make_engine(page_count=8, page_size=4, eos_bias=-99)
+    older = engine.submit(request([1, 2], 24), Client())
+    younger = engine.submit(request([3, 4], 24), Client())
+    while engine.scheduler.preemption_count == 0:
+        engine.step()
+    assert list(engine.scheduler.running) == [older.id]
+    assert list(engine.scheduler.waiting) == [younger]
+
+
+def test_a_draft_for_which_no_page_is_free_is_not_counted_for_its_drafter() -> None:
+    engine, model = make_engine(page_count=2, page_size=4, eos_bias=-99)
+    drafter, client = ScriptedDrafter(engine), Client()
+    sequence = engine.submit(request([1, 2, 3], 5), client)
+    engine.drain_inbox()
+    drafter.propose(sequence.id, model.greedy([1, 2, 3], 4))
+    taken = KVSequence()
+    assert engine.pool.reserve(taken, 4)
+    engine.step()
+    assert sequence.stats.draft_token_count == 0
+    engine.pool.free(taken)
+    finish(engine)
+    assert client.chunks[0].sources == [TokenSource.PLAIN]
+    assert client.chunks[0].drafter_id == ""
+    assert client.chunks[0].draft_token_count == 0
+    assert client.tokens == model.greedy([1, 2, 3], 5)

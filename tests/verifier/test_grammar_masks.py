@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 import torch
-from fake_model import Client, ScriptedDrafter, make_engine
+from fake_model import Client, ScriptedDrafter, finish, make_engine
 
 from outrider.draft_messages import SparseDistribution
 from outrider.grammar.backends import Mask
-from outrider.messages import DraftDistribution, SamplingParams, TokenRequest
+from outrider.messages import DraftDistribution, FinishReason, SamplingParams, TokenRequest
 from verifier_svc.state.draft_tree import DraftTree
 from verifier_svc.state.scheduled_sequence import ScheduledSequence
 from verifier_svc.verification.batch import DraftVerifier, Verified
@@ -80,3 +80,41 @@ def test_the_bonus_token_obeys_the_grammar() -> None:
     assert verified.result is not None
     assert verified.result.accepted_count == 2
     assert verified.result.next_token in (0, 1)
+
+
+class Twice:
+    """A grammar of the token 0 twice and the end, for which the token 1 stands."""
+
+    def __init__(self) -> None:
+        self.accepted: list[int] = []
+
+    @property
+    def ended(self) -> bool:
+        return self.accepted == [0, 0, 1]
+
+    def accept(self, token: int) -> bool:
+        if self.ended or token != [0, 0, 1][len(self.accepted)]:
+            return False
+        self.accepted.append(token)
+        return True
+
+    def rollback(self, count: int) -> None:
+        del self.accepted[len(self.accepted) - count :]
+
+    def fill(self, mask: Mask, row: int) -> None:
+        mask[row] = 0 if self.ended else 1 << [0, 0, 1][len(self.accepted)]
+
+
+@pytest.mark.parametrize("draft", [[], [0, 0, 1], [0, 0, 1, 1], [0, 0]])
+def test_the_end_of_a_grammar_ends_the_text_even_with_ignore_eos(draft: list[int]) -> None:
+    engine, _ = make_engine(eos_bias=-99)
+    drafter, client = ScriptedDrafter(engine), Client()
+    request = TokenRequest([3], 9, SamplingParams(0.0), ignore_eos=True)
+    sequence = engine.submit(request, client, matcher=Twice())
+    engine.drain_inbox()
+    if draft:
+        drafter.propose(sequence.id, draft)
+    finish(engine)
+    assert client.error is None
+    assert client.tokens == [0, 0, 1]
+    assert client.finish_reason is FinishReason.STOP

@@ -143,3 +143,22 @@ def test_a_drafter_that_repeats_committed_tokens_gains_no_credit() -> None:
         engine.drafting.on_drafts(drafter.handle, DraftBatch([repeated]))
     assert drafter.error is None
     assert assignment.rate.by_position[0] == before
+
+
+def test_a_base_before_a_late_opening_breaks_the_protocol() -> None:
+    """A drafter that did not pay is told of a sequence only when it is probed."""
+    engine, _ = make_engine(eos_bias=-99)
+    drafter = ScriptedDrafter(engine)
+    unpaid = frozenset({drafter.handle})
+    engine.drafting.plan = replace(engine.drafting.plan, considered=unpaid, silent=unpaid)
+    sequence = engine.submit(request([1, 2], 20), Client())
+    engine.drain_inbox()
+    assert not drafter.length
+    while not drafter.length:
+        engine.step()
+    opened = drafter.length[sequence.id]
+    assert opened > 2
+    drafter.send(Proposal(sequence.id, opened - 1, [1]))
+    assert drafter.error is not None
+    assert drafter.error.reason is Reason.PROTOCOL_VIOLATION
+    assert drafter.error.field == "proposal.base_length"

@@ -315,3 +315,16 @@ def test_commits_measure_the_guesses_beside_favourites() -> None:
         assert len(sequence.tokens) > base
     assert rig.assignment().side_rates.estimate(0, 1, 0.25) > before
     assert rig.assignment().rate.by_position[0] < 0.3
+
+
+def test_sampled_chains_count_in_the_room_that_trees_share() -> None:
+    offers = frozenset({DraftDistribution.SPARSE, DraftDistribution.ONE_HOT})
+    rig = Rig(0.5, trust=True, distributions=offers)
+    greedy = rig.engine.submit(TokenRequest([1, 2], 50, GREEDY), Client())
+    rig.engine.step()
+    rig.sequences.append(greedy)
+    rig.propose(DraftTree([3, 4], []))
+    rig.propose(DraftTree([3, 4, 5], [], [0, 1, 0]), sequence=1)
+    for room, taken in ((4, 2), (3, 1), (2, 0)):
+        _, tree = rig.grow(depth=2, room=room)
+        assert len(tree.token_ids) == taken

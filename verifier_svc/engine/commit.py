@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from outrider.errors import OutriderError, Reason
+from outrider.errors import OutriderError
 from outrider.messages import FinishReason, TokenChunk
 from outrider.process.telemetry import Span
 from verifier_svc.drafts.draft_outcome import favoured_count, record_draft
-from verifier_svc.engine.outputs import chunk_of, cut_at_end, sources_of
+from verifier_svc.engine.outputs import chunk_of, cut_at_end, cut_at_grammars_end, sources_of
 from verifier_svc.engine.parts import EngineParts
 from verifier_svc.engine.step_spans import StepSpans
 from verifier_svc.state.scheduled_sequence import ScheduledSequence
@@ -93,15 +93,15 @@ class Committer:
         drafted = scheduled.draft.token_ids
         new = [*[drafted[row - 1] for row in result.rows], result.next_token]
         finish_reason = cut_at_end(sequence, new)
-        accepted = min(result.accepted_count, len(new))
         if sequence.matcher is not None:
-            if not all(sequence.matcher.accept(token) for token in new):
-                message = "a token was sampled that the grammar's mask forbids"
-                self.fail(sequence, OutriderError(Reason.INTERNAL, message))
+            try:
+                # Nothing may follow the end of a grammar, even with ignore_eos.
+                if cut_at_grammars_end(sequence.matcher, new):
+                    finish_reason = FinishReason.STOP
+            except OutriderError as error:
+                self.fail(sequence, error)
                 return
-            # Nothing may follow the end of a grammar, even with ignore_eos.
-            if sequence.matcher.ended:
-                finish_reason = FinishReason.STOP
+        accepted = min(result.accepted_count, len(new))
         sequence.tokens += new
         sequence.stats.record(len(drafted), accepted, verified.rule)
         self._keep_pages(sequence, len(drafted), accepted)

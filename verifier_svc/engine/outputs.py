@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from outrider.errors import OutriderError, Reason
+from outrider.grammar.backends import Matcher
 from outrider.messages import FinishReason, TokenChunk, TokenSource
 from outrider.token_tree import favourite_path
 from verifier_svc.state.draft_tree import DraftTree
@@ -29,6 +31,21 @@ def cut_at_end(sequence: Sequence, new: list[int]) -> FinishReason | None:
     if len(new) >= left:
         return FinishReason.LENGTH
     return None
+
+
+def cut_at_grammars_end(matcher: Matcher, new: list[int]) -> bool:
+    """Advance a grammar by `new`, and cut `new` behind the token that ends the grammar's text.
+
+    Returns whether it ends. Raises OutriderError(INTERNAL) for a token that the grammar forbids.
+    """
+    for i, token in enumerate(new):
+        if not matcher.accept(token):
+            message = "a token was sampled that the grammar's mask forbids"
+            raise OutriderError(Reason.INTERNAL, message)
+        if matcher.ended:
+            del new[i + 1 :]
+            return True
+    return False
 
 
 def sources_of(draft: DraftTree, result: AcceptResult, count: int) -> list[TokenSource]:

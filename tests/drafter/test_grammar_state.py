@@ -1,0 +1,47 @@
+"""A drafter follows its guesses through a request's grammar, also when they change."""
+
+from __future__ import annotations
+
+from drafter_svc.grammar_state import GrammarState
+from outrider.grammar.backends import Mask
+
+
+class Ladder:
+    """A grammar in which each token is the one before it, plus 1 or 2; the first is 1 or 2."""
+
+    ended = False
+
+    def __init__(self) -> None:
+        self.accepted = [0]
+
+    def accept(self, token: int) -> bool:
+        if token - self.accepted[-1] not in (1, 2):
+            return False
+        self.accepted.append(token)
+        return True
+
+    def rollback(self, count: int) -> None:
+        del self.accepted[len(self.accepted) - count :]
+
+    def fill(self, mask: Mask, row: int) -> None:
+        mask[row] = 0b110 << self.accepted[-1]
+
+
+def allowed(state: GrammarState, output: list[int]) -> list[int] | None:
+    mask = state.mask(output)
+    if mask is None:
+        return None
+    return [token for token in range(31) if int(mask[0, 0]) >> token & 1]
+
+
+def test_the_mask_is_that_of_the_present_guesses_after_they_changed() -> None:
+    state = GrammarState(Ladder(), 1)
+    for output in ([], [1, 3], [1, 2, 4], [2], [2, 4, 5], []):
+        last = output[-1] if output else 0
+        assert allowed(state, output) == [last + 1, last + 2]
+
+
+def test_behind_a_forbidden_output_nothing_is_masked_any_more() -> None:
+    state = GrammarState(Ladder(), 1)
+    assert allowed(state, [1, 5]) is None
+    assert allowed(state, [1]) is None
