@@ -73,7 +73,7 @@ def planted(copy: Path, mutant: Mutant) -> str | None:
 
 
 def run(copy: Path, tests: Iterable[str]) -> str | None:
-    """The name of the first test that fails in the copy; None if all pass."""
+    """The name of the first test that fails in the copy, or what ends them; None if all pass."""
     options = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not slow"]
     command = [sys.executable, "-m", "pytest", *options, *tests]
     environment = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
@@ -85,6 +85,8 @@ def run(copy: Path, tests: Iterable[str]) -> str | None:
         return f"no end within {_LONGEST_S} s"
     if done.returncode == 0:
         return None
+    if done.returncode < 0:
+        return f"signal {-done.returncode} ends the tests"
     failed = re.search(r"^(?:FAILED|ERROR) \S+::(test_\w+)", done.stdout, re.MULTILINE)
     if failed is None:
         raise RuntimeError(f"pytest ended with {done.returncode}:\n{done.stdout}{done.stderr}")

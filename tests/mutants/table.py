@@ -1,8 +1,9 @@
 """All bugs that `python -m tests.mutants` plants: a piece of source text and its replacement.
 
 `verifier_table` has the bugs of verification and the draft stream, `tree_table` those of trees,
-`drafter_table` those of drafters, and `fault_table` those that random worlds notice. This file has
-sampling, noise, the engine and its pages.
+`drafter_table` those of drafters, `service_table` those that tenants, clients and drafters see, and
+`fault_table` those that random worlds notice. This file has sampling, noise, the engine and its
+pages.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from tests.mutants.drafter_table import DRAFTER_MUTANTS
 from tests.mutants.fault_table import FAULT_MUTANTS
 from tests.mutants.mutant import Mutant
+from tests.mutants.service_table import SERVICE_MUTANTS
 from tests.mutants.tree_table import TREE_MUTANTS
 from tests.mutants.verifier_table import COINS, COUPLING, TRAFFIC, VERIFIER_MUTANTS
 
@@ -27,6 +29,7 @@ MUTANTS = (
     *VERIFIER_MUTANTS,
     *TREE_MUTANTS,
     *FAULT_MUTANTS,
+    *SERVICE_MUTANTS,
     # --- noise and laws ---
     Mutant(
         "S1",
