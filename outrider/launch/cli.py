@@ -24,12 +24,10 @@ _EXTENSIONS = {
     "experiment.run": "Measure what an experiment file describes.",
     "experiment.report": "Make tables, plots and a page of a run's measurements.",
     "experiment.predict": "Run an experiment file in the simulator.",
-    "experiment.papers": "Compare published figures with theory and the simulator.",
     "profile": "Measure what forwards, drafting and links cost on this machine.",
     "advise": "Say which placement of a drafter wins, and why.",
     "agent": "Start and stop processes on this machine for an experiment elsewhere.",
     "chaos": "Play faults against a real stack under traffic, and check every request.",
-    "fleet": "Simulate thousands of verifiers and drafters by rates and queues.",
 }
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _ENTRY_POINTS = "outrider.commands"

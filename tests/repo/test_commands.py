@@ -104,8 +104,7 @@ def test_every_flag_on_a_page_belongs_to_a_command(path: Path) -> None:
         "ruby",
         "transcript",
     }
-    fleet = {"compare", "out", "rates", "processes"}
-    ours = setting_flags() | others | fleet | CERTS | EXPERIMENTS | CHAOS
+    ours = setting_flags() | others | CERTS | EXPERIMENTS | CHAOS
     assert named <= ours | CLIENTS | DOCKERS | CURLS
 
 

@@ -1,1 +1,0 @@
-"""A coarse simulator of thousands of verifiers and drafters, by rates and queues."""
