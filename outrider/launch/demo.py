@@ -25,7 +25,7 @@ from rich.table import Table
 
 from outrider.errors import OutriderError
 from outrider.launch.client import Answer, complete, until_ready
-from outrider.launch.grow import MODEST, grown_checkpoint
+from outrider.launch.grow import modest_checkpoint
 from outrider.launch.prompts import DEMO_PROMPTS
 from outrider.launch.serve_settings import ServeSettings
 from outrider.launch.stack import Stack, plan_stack
@@ -124,10 +124,10 @@ def run(models: Path, max_tokens: int) -> int:
 def _parts(models: Path, max_tokens: int, console: Console) -> Iterator[Part]:
     small = models / "target"
     yield Part("1. Exactness: 12 M parameters, float32", small, "float32", max_tokens, True)
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider"
-    with start_status(console, "growing the target to 154 M parameters ..."):
-        cache.mkdir(parents=True, exist_ok=True)
-        large = grown_checkpoint(small, cache, MODEST, "bfloat16")
+    # `make serve` serves the same checkpoint.
+    large = models.parent / "grown/target-154m"
+    with start_status(console, f"growing the target to 154 M parameters, in {large} ..."):
+        modest_checkpoint(small, large)
     fewer_tokens = max(1, max_tokens // 2)
     yield Part("2. Speed: 154 M parameters, bfloat16", large, "bfloat16", fewer_tokens, False)
 

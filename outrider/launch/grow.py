@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import shutil
+import sys
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
@@ -156,11 +157,39 @@ def grown_checkpoint(small: Path, directory: Path, shape: Shape, dtype: str) -> 
     sizes = "x".join(map(str, astuple(shape)))
     out = directory / f"{small.name}-{sizes}-{dtype}"
     if not out.is_dir():
-        # Renamed once it is complete: a killed process must not leave half a checkpoint.
-        partial = out.with_name(f"{out.name}.partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        model = LlamaForCausalLM.from_pretrained(small, dtype=torch.float32)
-        AutoTokenizer.from_pretrained(small).save_pretrained(partial)
-        grow(model, shape, getattr(torch, dtype)).save_pretrained(partial)
-        partial.rename(out)
+        _make(small, out, shape, dtype)
     return out
+
+
+def modest_checkpoint(small: Path, out: Path) -> None:
+    """Make the checkpoint of shape MODEST in bfloat16 at `out`, unless it is there already.
+
+    It is made anew if the small model's weights are newer.
+    """
+    weights = small / "model.safetensors"
+    config = out / "config.json"
+    if not config.is_file() or config.stat().st_mtime < weights.stat().st_mtime:
+        _make(small, out, MODEST, "bfloat16")
+
+
+def _make(small: Path, out: Path, shape: Shape, dtype: str) -> None:
+    # Renamed once it is complete: a killed process must not leave half a checkpoint.
+    partial = out.with_name(f"{out.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    model = LlamaForCausalLM.from_pretrained(small, dtype=torch.float32)
+    AutoTokenizer.from_pretrained(small).save_pretrained(partial)
+    grow(model, shape, getattr(torch, dtype)).save_pretrained(partial)
+    shutil.rmtree(out, ignore_errors=True)
+    partial.rename(out)
+
+
+def main(small: Path, out: Path) -> None:
+    """Run `modest_checkpoint`, and say what it makes, where and how large."""
+    print(f"growing {small} to 154 M parameters, which compute the same function", flush=True)
+    modest_checkpoint(small, out)
+    size = sum(path.stat().st_size for path in out.iterdir())
+    print(f"made {out}, {size / 1e6:.0f} MB; it is kept for the next start", flush=True)
+
+
+if __name__ == "__main__":
+    main(*map(Path, sys.argv[1:]))

@@ -1,5 +1,7 @@
 """A grown checkpoint is larger and computes the same function."""
 
+import os
+import shutil
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -8,7 +10,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from outrider.launch.grow import Shape, grow, grown_checkpoint
+from outrider.launch.grow import MODEST, Shape, grow, grown_checkpoint, modest_checkpoint
 
 MODELS = Path(__file__).parents[2] / "models"
 
@@ -72,6 +74,28 @@ def test_a_checkpoint_is_made_once_and_again_after_a_killed_attempt(
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= names
     monkeypatch.setattr(LlamaForCausalLM, "save_pretrained", killed)
     assert grown_checkpoint(MODELS / "draft", tmp_path, shape, "float32") == made
+
+
+def test_the_served_checkpoint_is_made_anew_for_newer_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After an upgrade that brings another bundled target."""
+    small, out = tmp_path / "small", tmp_path / "grown/target-154m"
+    shutil.copytree(MODELS / "draft", small)
+    made: list[Shape] = []
+
+    def fake(model: Any, shape: Shape, dtype: torch.dtype) -> Any:
+        made.append(shape)
+        return model
+
+    monkeypatch.setattr("outrider.launch.grow.grow", fake)
+    for newer, count in ((False, 1), (False, 1), (True, 2)):
+        if newer:
+            later = (out / "config.json").stat().st_mtime + 1
+            os.utime(small / "model.safetensors", (later, later))
+        modest_checkpoint(small, out)
+        assert made == [MODEST] * count
+    assert list(out.parent.iterdir()) == [out]
 
 
 @pytest.mark.parametrize(

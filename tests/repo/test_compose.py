@@ -1,6 +1,8 @@
 """compose.yaml: limits and rights of every service, and settings that the processes have."""
 
+import os
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -138,3 +140,43 @@ def test_with_tls_every_service_gets_the_files_of_its_own_role_alone() -> None:
         assert volume == f"${{OUTRIDER_CERTS:-./certs}}/{role}:/run/outrider/certs:ro"
         named = set(re.findall(r"/run/outrider/certs/([a-z.]+)", text))
         assert named == {"ca.pem", f"{role}.pem", f"{role}.key"}
+
+
+@pytest.mark.parametrize(
+    ("target", "is_there", "started"),
+    [
+        ("grown/target-154m", False, ["outrider.launch.grow", "verifier_svc"]),
+        ("grown/target-154m", True, ["verifier_svc"]),
+        ("models/llama-8b", False, ["verifier_svc"]),
+    ],
+)
+def test_a_verifier_makes_the_default_target_once(
+    target: str, is_there: bool, started: list[str], tmp_path: Path
+) -> None:
+    service = SERVICES["verifier"]
+    assert service["environment"]["OUTRIDER_VERIFIER_TARGET"].endswith(":-grown/target-154m}")
+    (tmp_path / "models/target").mkdir(parents=True)
+    weights = tmp_path / "models/target/model.safetensors"
+    weights.touch()
+    if is_there:
+        (tmp_path / "grown/target-154m").mkdir(parents=True)
+        config = tmp_path / "grown/target-154m/config.json"
+        config.touch()
+        os.utime(weights, (1.0, 1.0))
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "$2"\n')
+    python.chmod(0o755)
+    command = [*service["entrypoint"], service["command"][0].replace("$$", "$")]
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "OUTRIDER_VERIFIER_TARGET": target}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == started
+
+
+def test_the_grown_target_has_a_volume_that_its_user_may_write() -> None:
+    assert "grown:/grown" in SERVICES["verifier"]["volumes"]
+    # A new volume gets the owner of the image's directory.
+    made = re.search(r"install -d -o outrider[^&]*", (COMPOSE / "Dockerfile").read_text())
+    assert made is not None
+    assert "/grown" in made[0].split()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import re
 
 import pytest
@@ -55,6 +56,38 @@ async def test_the_pointer_shows_the_source_and_drafter_of_a_token(
     assert shown.rstrip() == (await answer.json())["choices"][0]["text"].rstrip(), (
         "the tokens are the text, no more and no less"
     )
+
+
+@pytest.mark.parametrize("source", ["accepted", "accepted_side", "recovered", "bonus", "plain"])
+async def test_the_mark_of_a_source_leaves_an_underscore_readable(page: Page, source: str) -> None:
+    """An underscore makes a row of pixels darker than an `x` does."""
+    await page.evaluate(
+        """(source) => {
+            document.getElementById('outputs').innerHTML = `<article class="output"><pre>`
+                + `<span class="token ${source}">xx</span>`
+                + `<span class="token ${source}">__</span></pre></article>`;
+        }""",
+        source,
+    )
+    spans = page.locator(".output .token")
+    pictures = [base64.b64encode(await spans.nth(i).screenshot()).decode() for i in (0, 1)]
+    plain, underscored = await page.evaluate(
+        """(pictures) => Promise.all(pictures.map(async (picture) => {
+            const bytes = Uint8Array.from(atob(picture), (letter) => letter.charCodeAt(0));
+            const bitmap = await createImageBitmap(new Blob([bytes], { type: 'image/png' }));
+            const { width, height } = bitmap;
+            const context = new OffscreenCanvas(width, height).getContext('2d');
+            context.drawImage(bitmap, 0, 0);
+            const { data } = context.getImageData(0, 0, width, height);
+            const green = (row) => data.slice(4 * row * width, 4 * (row + 1) * width)
+                .filter((_, i) => i % 4 === 1);
+            return [...Array(height).keys()].map(
+                (row) => green(row).reduce((sum, value) => sum + value, 0) / width);
+        }))""",
+        pictures,
+    )
+    darker = [before - after for before, after in zip(plain, underscored, strict=True)]
+    assert max(darker) > 40, "the underscore is hidden"
 
 
 async def test_plain_and_speculative_runs_show_the_same_text_side_by_side(
