@@ -112,7 +112,7 @@ class VerifierSettings(TargetSettings, TlsSettings, ScrapedSettings):
     is marked."""
 
     grammar_compile_seconds: float = Field(5.0, gt=0)
-    """Longest time to compile a request's grammar."""
+    """Longest time to compile a request's grammar, and longest wait for the turn to compile it."""
 
     grammar_cache_bytes: int = Field(512 * 2**20, ge=0)
     """Memory for compiled grammars that are kept for later requests."""

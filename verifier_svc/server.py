@@ -139,6 +139,7 @@ class Loader:
         most = engine.limits.largest_draft
         runner.capture(Bounds(settings.max_sequences, 1 + most, settings.max_batch_tokens))
         engine.warm_up(min(_TRIAL_CONTEXT, context_length))
+        self.grammars.start_workers()
         # The loaded objects live as long as the process. Without the freeze, each full collection
         # takes 100 ms to visit them.
         gc.collect()

@@ -111,7 +111,10 @@ class ModelFamily(Family):
         )
         grammars = None
         if settings.mask_drafts:
-            grammars = GrammarCompiler(settings.model, runner.vocab_size, runner.eos_token_ids)
+            # Its verifier has checked them.
+            grammars = GrammarCompiler(
+                settings.model, runner.vocab_size, runner.eos_token_ids, trusted=True
+            )
         model = DraftModel(
             runner,
             thread,

@@ -49,6 +49,27 @@ class Compiled(Protocol):
         """A matcher at the start of a text."""
 
 
+class Library(Protocol):
+    """A library with the tokenizer loaded."""
+
+    def compile(self, grammar: Grammar) -> Compiled:
+        """Compile; raises the library's exceptions for a grammar that it refuses."""
+
+
+def load_library(
+    backend: Backend, tokenizer_path: str, vocab_size: int, stop_token_ids: tuple[int, ...]
+) -> Library:
+    """Load a library and the tokenizer; raises ImportError if the library is not installed.
+
+    `vocab_size` is the logits' width; masks never allow ids without a token.
+    """
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
+    make = XGrammar if backend == "xgrammar" else LLGuidance
+    return make(tokenizer, vocab_size, stop_token_ids)
+
+
 def _alternatives(choices: tuple[str, ...]) -> str:
     """The right side of a rule that matches one of these texts, escaped as in JSON."""
     return " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)

@@ -24,3 +24,8 @@ class Grammar:
     kind: GrammarKind
     text: str = ""
     choices: tuple[str, ...] = ()
+
+    @property
+    def field(self) -> str:
+        """The parameter that errors about it name."""
+        return f"grammar.{self.kind.value}"

@@ -1,7 +1,7 @@
 """Bounds the repetition counts of regular expressions and grammars before they are compiled.
 
-Nested counts are multiplied. The count of a rule that another rule repeats is not, because neither
-backend expands it.
+Nested counts are multiplied, and neighbouring ones added. The count of a rule that another rule
+repeats is not multiplied, because neither backend expands it.
 """
 
 from __future__ import annotations
@@ -44,40 +44,44 @@ _EBNF = re.compile(
 
 def check_pattern(pattern: str, field: str) -> None:
     """Check a regular expression; raises OutriderError(INVALID_VALUE) for too many repetitions."""
-    _check_product(_PATTERN.finditer(pattern), field)
+    _check_sum(_PATTERN.finditer(pattern), field)
 
 
 def check_ebnf(text: str, field: str) -> None:
     """Check a grammar in GBNF and the regular expressions in it, as `check_pattern` does."""
     parts = list(_EBNF.finditer(text))
-    _check_product(parts, field)
+    _check_sum(parts, field)
     for part in parts:
         if part["pattern"]:
             check_pattern(part["pattern"][1:-1].replace("\\\\", "\\"), field)
 
 
 def check_times(times: int, field: str) -> None:
-    """Check the number of repetitions of one part; raises OutriderError(INVALID_VALUE)."""
+    """Check a number of repetitions; raises OutriderError(INVALID_VALUE) beyond the limit."""
     if times > MAX_REPETITIONS:
-        raise invalid(field, f"repeats more than {MAX_REPETITIONS} times, nested counts multiplied")
+        how = "nested counts multiplied and neighbouring ones added"
+        raise invalid(field, f"repeats more than {MAX_REPETITIONS} times, {how}")
 
 
-def _check_product(parts: Iterable[re.Match[str]], field: str) -> None:
-    """Check the largest product of nested counts."""
-    # The largest product within each open bracket; the first entry is the whole text.
-    largest = [1]
-    # The product within the part that a following count would repeat.
-    last = 1
+def _check_sum(parts: Iterable[re.Match[str]], field: str) -> None:
+    """Check how many copies all counts make: nested counts multiply, and neighbours add up."""
+    # The sum within each open bracket; the first entry is the whole text.
+    sums = [0]
+    # The copies of the part that a following count would repeat, and how many of them the sum has.
+    last, counted = 1, 0
     for part in parts:
         if part["count"]:
             counts = re.findall(r"\d+", re.sub(_COMMENT, "", part["count"]))
             last *= max([1, *map(int, counts)])
-            check_times(last, field)
+            sums[-1] += last - counted
+            counted = last
         elif part["bracket"] == "(":
-            largest.append(1)
-            last = 1
-        elif part["bracket"] == ")" and len(largest) > 1:
-            last = largest.pop()
+            sums.append(0)
+            last, counted = 1, 0
+        elif part["bracket"] == ")" and len(sums) > 1:
+            counted = sums.pop()
+            last = max(1, counted)
+            sums[-1] += counted
         else:
-            last = 1
-        largest[-1] = max(largest[-1], last)
+            last, counted = 1, 0
+        check_times(sums[-1], field)

@@ -51,7 +51,7 @@ def opened(
 
 @pytest.fixture(scope="module")
 def grammars(runner: ModelRunner) -> GrammarCompiler:
-    return GrammarCompiler(MODEL, runner.vocab_size, runner.eos_token_ids)
+    return GrammarCompiler(MODEL, runner.vocab_size, runner.eos_token_ids, trusted=True)
 
 
 @pytest.fixture

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import queue
 import threading
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 from grammar_texts import BACKENDS, ENDS, TARGET, TOKENIZER, VOCAB, compiler
 
 from outrider.errors import OutriderError, Reason
-from outrider.grammar import compiler as compiler_module
 from outrider.grammar.backends import Backend, Compiled, Matcher
 from outrider.grammar.cache import GrammarCache
 from outrider.grammar.compiler import GrammarCompiler
 from outrider.grammar.kinds import Grammar, GrammarKind
+from outrider.grammar.worker import grammar_from
+from outrider.process.workers import OutOfTime
 
 
 def test_the_cache_keeps_recent_grammars_within_its_bytes() -> None:
@@ -56,99 +60,114 @@ def test_a_grammar_beyond_the_capacity_evicts_nothing() -> None:
     assert cache.get(Grammar(GrammarKind.REGEX, "small")) is small
 
 
-async def test_concurrent_requests_compile_a_grammar_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    own = GrammarCompiler(TARGET, VOCAB, ENDS)
-    times = 0
-    monkeypatch.setattr(compiler_module, "_THREAD_COUNT", 1)
-    own._pool = compiler_module._threads()
-    real = own._backend.compile
-
-    def count(grammar: Grammar) -> Compiled:
-        nonlocal times
-        times += 1
-        return real(grammar)
-
-    monkeypatch.setattr(own._backend, "compile", count)
+async def test_concurrent_requests_compile_a_grammar_once(held: Held) -> None:
+    held.release.set()
     same = Grammar(GrammarKind.REGEX, "same")
-    found = await asyncio.gather(*(own.compile_async(same) for _ in range(4)))
-    assert [*found, await own.compile_async(same), own.compile(same)] == [found[0]] * 6
-    assert times == 1
-
-
-async def test_a_slow_grammar_times_out_while_others_compile(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    own = GrammarCompiler(TARGET, VOCAB, ENDS, compile_seconds=1.0)
-    release = threading.Event()
-    real = own._backend.compile
-
-    def compile_slowly(grammar: Grammar) -> Compiled:
-        if grammar.text == "slow":
-            release.wait(10)
-        return real(grammar)
-
-    monkeypatch.setattr(own._backend, "compile", compile_slowly)
-    slow = asyncio.create_task(own.compile_async(Grammar(GrammarKind.REGEX, "slow")))
-    await asyncio.sleep(0)
-    assert await own.compile_async(Grammar(GrammarKind.REGEX, "fast"))
-    with pytest.raises(OutriderError, match="than 1 s"):
-        await slow
-    release.set()
+    found = await asyncio.gather(*(held.own.compile_async(same) for _ in range(4)))
+    assert [*found, await held.own.compile_async(same), held.own.compile(same)] == [found[0]] * 6
+    assert held.begun == ["same"]
 
 
 class Held:
-    """Replaces a backend's `compile` by one that waits for `release`, and lists the calls."""
+    """A compiler whose workers wait for `release`, or are killed, and that lists their grammars."""
 
-    def __init__(self, own: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, seconds: float) -> None:
         self.begun: list[str] = []
         self.release = threading.Event()
-        self._real = own._backend.compile
-        own._pool = compiler_module._threads()
-        self.thread_count = own._pool._max_workers
-        monkeypatch.setattr(own._backend, "compile", self._compile)
+        self.kill = threading.Event()
+        self.own = GrammarCompiler(TARGET, VOCAB, ENDS, compile_seconds=seconds, trusted=True)
+        self.own._workers = queue.SimpleQueue()
+        for _ in range(2):
+            self.own._workers.put(self)  # type: ignore[arg-type]
 
-    def _compile(self, grammar: Grammar) -> Compiled:
-        self.begun.append(grammar.text)
-        self.release.wait(10)
-        return self._real(grammar)
-
-
-async def test_a_grammar_that_found_no_thread_in_time_may_be_retried(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    own = GrammarCompiler(TARGET, VOCAB, ENDS, compile_seconds=1.0)
-    held = Held(own, monkeypatch)
-    asked = [Grammar(GrammarKind.REGEX, f"a{i}") for i in range(held.thread_count + 3)]
-    failures = await asyncio.gather(
-        *(own.compile_async(grammar) for grammar in asked), return_exceptions=True
-    )
-    reasons = [failure.reason for failure in failures if isinstance(failure, OutriderError)]
-    assert reasons == [Reason.INVALID_VALUE] * held.thread_count + [Reason.OVERLOADED] * 3
-    held.release.set()
-    own._pool.shutdown()
-    assert held.begun == [grammar.text for grammar in asked[: held.thread_count]]
+    def call(self, request: bytes, seconds: float) -> bytes:
+        """As `Worker.call`."""
+        text = grammar_from(request).text
+        self.begun.append(text)
+        if text.startswith("bomb"):
+            assert self.kill.wait(60)
+            raise OutOfTime(f"took longer than {seconds:g} s")
+        assert self.release.wait(60)
+        return b""
 
 
-async def test_a_cancelled_requests_grammar_is_not_compiled(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    own = GrammarCompiler(TARGET, VOCAB, ENDS, compile_seconds=60.0)
-    held = Held(own, monkeypatch)
-    texts = [*(f"a{i}" for i in range(held.thread_count)), "gone", "stays"]
-    running = {
-        text: asyncio.create_task(own.compile_async(Grammar(GrammarKind.REGEX, text)))
+@pytest.fixture
+def held() -> Iterator[Held]:
+    found = Held(60.0)
+    yield found
+    found.release.set()
+    found.kill.set()
+
+
+def asked(held: Held, tenant: str, *texts: str) -> list[asyncio.Task[Compiled]]:
+    """Ask for grammars, and let the requests reach the threads."""
+    return [
+        asyncio.create_task(held.own.compile_async(Grammar(GrammarKind.REGEX, text), tenant))
         for text in texts
-    }
+    ]
+
+
+async def test_one_tenants_slow_grammars_leave_a_thread_to_the_others(held: Held) -> None:
+    bombs = asked(held, "a", "bomb1", "bomb2", "bomb3")
+    held.release.set()
+    [fast] = await asyncio.gather(*asked(held, "b", "fast"))
+    assert fast.matcher()
+    assert [text for text in held.begun if text.startswith("bomb")] == ["bomb1"]
+    held.kill.set()
+    for result in await asyncio.gather(*bombs, return_exceptions=True):
+        assert isinstance(result, OutriderError)
+        assert result.reason is Reason.INVALID_VALUE
+        assert result.field == "grammar.regex"
+        assert "longer than 60 s to compile" in result.message
+
+
+async def test_a_grammar_that_gets_no_turn_in_time_may_be_retried() -> None:
+    held = Held(0.2)
+    one, *others = asked(held, "a", "bomb1", "bomb2", "good")
+    results = await asyncio.gather(*others, return_exceptions=True)
+    reasons = [result.reason for result in results if isinstance(result, OutriderError)]
+    assert reasons == [Reason.OVERLOADED] * 2
+    held.kill.set()
+    with pytest.raises(OutriderError, match="longer than"):
+        await one
+    assert held.begun == ["bomb1"]
+
+
+async def test_a_cancelled_requests_grammar_is_not_compiled(held: Held) -> None:
+    first, gone, stays = asked(held, "a", "first", "gone", "stays")
     await asyncio.sleep(0)
-    gone = running.pop("gone")
     gone.cancel()
     await asyncio.wait({gone})
     held.release.set()
-    await asyncio.gather(*running.values())
-    own._pool.shutdown()
-    assert sorted(held.begun) == sorted(set(texts) - {"gone"})
+    await asyncio.gather(first, stays)
+    assert held.begun == ["first", "stays"]
+
+
+# Each pattern alone is within the limit of repetitions.
+BOMB = {
+    "type": "object",
+    "properties": {
+        f"p{i}": {"type": "string", "pattern": "^([a-z ]{0,99}x?){1,90}$"} for i in range(60)
+    },
+}
+
+
+async def test_bombs_of_one_tenant_are_killed_beside_another_tenants_grammar() -> None:
+    own = GrammarCompiler(TARGET, VOCAB, ENDS, compile_seconds=1.0)
+    own.start_workers()
+    texts = [json.dumps({**BOMB, "title": str(i)}) for i in range(2)]
+    bombs = [
+        asyncio.create_task(own.compile_async(Grammar(GrammarKind.JSON_SCHEMA, text), "a"))
+        for text in texts
+    ]
+    await asyncio.sleep(0)
+    assert await own.compile_async(Grammar(GrammarKind.REGEX, "b+"), "b")
+    first, second = await asyncio.gather(*bombs, return_exceptions=True)
+    assert isinstance(first, OutriderError)
+    assert "takes longer than 1 s to compile" in first.message
+    assert isinstance(second, OutriderError)
+    # Had a bomb not been killed, this would take minutes.
+    assert await own.compile_async(Grammar(GrammarKind.REGEX, "c+"), "a")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

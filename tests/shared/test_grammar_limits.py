@@ -29,6 +29,8 @@ TOO_OFTEN = [
     Grammar(GrammarKind.REGEX, "((a{1,1000}){1,1000}){1,1000}"),
     Grammar(GrammarKind.REGEX, r"([\]{1}(]{200}){100}"),
     Grammar(GrammarKind.REGEX, "a{10001,}"),
+    Grammar(GrammarKind.REGEX, "(([ab]{0,90}c?){1,90}|d)" * 20),
+    Grammar(GrammarKind.EBNF, 'root ::= a a\na ::= "x"{5000} "y"{5000} | "z" {2}'),
     Grammar(GrammarKind.EBNF, 'root ::= "x"{1,100000}'),
     # XGrammar reads this count as 1.
     Grammar(GrammarKind.EBNF, 'root ::= "x"{1,4294967297}'),
@@ -84,6 +86,7 @@ def test_too_many_counted_properties_are_refused(grammar: Grammar) -> None:
 FINE = [
     Grammar(GrammarKind.REGEX, "[0-9]{1,50}-[a-z]{1,50}-(a|b){1,50}-x{500}"),
     Grammar(GrammarKind.REGEX, "(ab{2}){3}"),
+    Grammar(GrammarKind.REGEX, "(a{2}){3}" * 1000),
     Grammar(GrammarKind.REGEX, r"[{20000}]\{20000}"),
     Grammar(
         GrammarKind.EBNF,

@@ -237,7 +237,7 @@ class VerifierServicer(
                 "this verifier compiles no grammars",
                 f"grammar.{grammar.kind.value}",
             )
-        return await self._grammars.matcher_async(grammar, request.committed)
+        return await self._grammars.matcher_async(grammar, request.committed, request.tenant)
 
     def _enter(self) -> None:
         self._active += 1

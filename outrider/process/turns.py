@@ -1,0 +1,113 @@
+"""Threads that serve tenants in turns, so that none can keep the others' work from beginning."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+_Result = TypeVar("_Result")
+_Job = tuple[Future[Any], Callable[[], Any]]
+
+
+class TenantThreads:
+    """A fixed number of daemon threads, and a queue for each tenant.
+
+    A free thread takes the work of the tenant with the fewest running pieces of work; among these,
+    of the tenant that was served longest ago. A tenant never has all threads, so that another one
+    need not wait for work that has begun. Each thread has a stack of `stack_bytes`, if given.
+    """
+
+    def __init__(self, count: int, name: str, *, stack_bytes: int = 0) -> None:
+        self._most = max(1, count - 1)
+        self._changed = threading.Condition()
+        self._waiting: dict[str, deque[_Job]] = {}
+        self._running: Counter[str] = Counter()
+        self._served: dict[str, int] = {}
+        self._turn = 0
+        self._closed = False
+        usual = threading.stack_size(stack_bytes)
+        try:
+            for i in range(count):
+                threading.Thread(target=self._run, name=f"{name}-{i}", daemon=True).start()
+        finally:
+            threading.stack_size(usual)
+
+    def submit(self, tenant: str, work: Callable[[], _Result]) -> Future[_Result]:
+        """Queue a piece of work; cancelling the future takes it out unless it has begun."""
+        future: Future[_Result] = Future()
+        with self._changed:
+            self._waiting.setdefault(tenant, deque()).append((future, work))
+            self._changed.notify()
+        return future
+
+    def close(self) -> None:
+        """End each thread after its work; what waits is cancelled."""
+        with self._changed:
+            self._closed = True
+            for jobs in self._waiting.values():
+                for future, _ in jobs:
+                    future.cancel()
+            self._waiting.clear()
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        while (taken := self._take()) is not None:
+            tenant, (future, work) = taken
+            if future.set_running_or_notify_cancel():
+                _fulfil(future, work)
+            # A thread that waits must not keep the last result alive.
+            del future, work
+            with self._changed:
+                self._running[tenant] -= 1
+                if not self._running[tenant]:
+                    del self._running[tenant]
+                # Another piece of this tenant's work may begin now.
+                self._changed.notify()
+
+    def _take(self) -> tuple[str, _Job] | None:
+        """Wait for a piece of work that may begin; None when closed."""
+        with self._changed:
+            while not self._closed:
+                tenant = self._next()
+                if tenant is not None:
+                    return tenant, self._begin(tenant)
+                self._changed.wait()
+            return None
+
+    def _next(self) -> str | None:
+        able = [
+            (self._running[tenant], self._served.get(tenant, 0), tenant)
+            for tenant in self._waiting
+            if self._running[tenant] < self._most
+        ]
+        return min(able)[2] if able else None
+
+    def _begin(self, tenant: str) -> _Job:
+        jobs = self._waiting[tenant]
+        job = jobs.popleft()
+        if not jobs:
+            del self._waiting[tenant]
+        self._running[tenant] += 1
+        self._turn += 1
+        self._served[tenant] = self._turn
+        # Tenants without work need no memory of their turns for ever.
+        if len(self._served) > 2 * (len(self._waiting) + len(self._running)) + 64:
+            self._served = {
+                name: turn
+                for name, turn in self._served.items()
+                if name in self._waiting or name in self._running
+            }
+        return job
+
+
+def _fulfil(future: Future[_Result], work: Callable[[], _Result]) -> None:
+    try:
+        result = work()
+    # Whoever waits for the future gets the exception.
+    except BaseException as error:  # noqa: BLE001
+        future.set_exception(error)
+    else:
+        future.set_result(result)

@@ -1,0 +1,101 @@
+"""Threads that serve tenants in turns."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from outrider.process.turns import TenantThreads
+
+
+class Record:
+    """Work that notes when it begins, and goes on until it is let go."""
+
+    def __init__(self) -> None:
+        self.begun: list[str] = []
+        self._changed = threading.Condition()
+        self._free: set[str] = set()
+
+    def work(self, name: str) -> Callable[[], str]:
+        def run() -> str:
+            with self._changed:
+                self.begun.append(name)
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: name in self._free)
+            return name
+
+        return run
+
+    def let_go(self, *names: str) -> None:
+        with self._changed:
+            self._free.update(names)
+            self._changed.notify_all()
+
+    def wait_for(self, count: int) -> list[str]:
+        """Wait until so many pieces of work have begun; returns their names in order."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self.begun) >= count, 60)
+            return list(self.begun)
+
+
+@pytest.fixture
+def threads() -> Iterator[TenantThreads]:
+    found = TenantThreads(2, "turns")
+    yield found
+    found.close()
+
+
+def test_a_tenant_never_has_all_threads(threads: TenantThreads) -> None:
+    record = Record()
+    bombs = [threads.submit("a", record.work(f"a{i}")) for i in range(5)]
+    assert record.wait_for(1) == ["a0"]
+    honest = threads.submit("b", record.work("b"))
+    assert record.wait_for(2) == ["a0", "b"]
+    record.let_go("b")
+    assert honest.result(60) == "b"
+    # The free thread is kept from the first tenant.
+    record.let_go("a0")
+    assert bombs[0].result(60) == "a0"
+    assert record.wait_for(3)[2:] == ["a1"]
+    record.let_go(*(f"a{i}" for i in range(5)))
+    assert [bomb.result(60) for bomb in bombs] == [f"a{i}" for i in range(5)]
+
+
+def test_tenants_take_turns_however_much_each_has_queued(threads: TenantThreads) -> None:
+    record = Record()
+    threads.submit("a", record.work("a0"))
+    threads.submit("b", record.work("b0"))
+    record.wait_for(2)
+    for name in ("a1", "a2", "b1", "b2", "c1", "c2"):
+        threads.submit(name[0], record.work(name))
+    record.let_go("a0")
+    # The newcomer was served longest ago, and the first tenant's work runs no longer.
+    assert record.wait_for(3)[2:] == ["c1"]
+    record.let_go("b0")
+    assert record.wait_for(4)[3:] == ["a1"]
+    record.let_go("c1")
+    assert record.wait_for(5)[4:] == ["b1"]
+    record.let_go("a1", "a2", "b1", "b2", "c2")
+
+
+def test_work_that_nobody_waits_for_does_not_begin(threads: TenantThreads) -> None:
+    record = Record()
+    first = threads.submit("a", record.work("a0"))
+    gone = threads.submit("a", record.work("gone"))
+    record.wait_for(1)
+    assert gone.cancel()
+    last = threads.submit("a", record.work("a2"))
+    record.let_go("a0", "a2")
+    assert [first.result(60), last.result(60)] == ["a0", "a2"]
+    assert record.begun == ["a0", "a2"]
+
+
+def test_an_exception_reaches_whoever_waits_and_the_thread_goes_on(threads: TenantThreads) -> None:
+    def fail() -> None:
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        threads.submit("a", fail).result(60)
+    assert threads.submit("a", lambda: 3).result(60) == 3

@@ -1,0 +1,34 @@
+"""Handlers that tests run in worker processes."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+
+
+def make(prefix: str) -> Callable[[bytes], bytes]:
+    """A handler of commands that tests send."""
+    held: list[bytearray] = []
+
+    def handle(request: bytes) -> bytes:
+        command, _, argument = request.decode().partition(" ")
+        match command:
+            case "say":
+                return f"{prefix}{argument}".encode()
+            case "pid":
+                return f"{os.getpid()} {os.getppid()}".encode()
+            case "hang":
+                # One call that no signal handler and no thread can interrupt.
+                pow(3, 10**10)
+            case "take":
+                held.append(bytearray(int(argument)))
+            case "sleep":
+                time.sleep(float(argument))
+            case "fail":
+                raise ValueError(argument)
+            case "crash":
+                os.abort()
+        return b""
+
+    return handle
