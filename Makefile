@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo serve test test-quick test-together test-apart bench benchmarks-page lint proto sbom \
+.PHONY: demo serve test test-quick test-together test-apart bench lint proto sbom \
   pinned audit clean
 
 demo: $(VENV)/installed
@@ -41,9 +41,6 @@ test-quick: test
 
 bench: $(VENV)/installed-bench
 	$(BIN)/outrider bench $(BENCH)
-
-benchmarks-page: $(VENV)/installed
-	$(BIN)/python -m outrider_bench.results_page
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check

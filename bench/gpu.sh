@@ -72,7 +72,6 @@ run | trees)
     # takes about 30 ms in transformers and 10 ms in Outrider. A cell has 128 steps, or 256 at batch
     # 1 with its four requests, so the ways of each take about a minute. transformers' speculation
     # is measured at batch 1 alone.
-    python3 -m outrider_bench --only judging --out bench/out
     set -- --grown-shape '[4096, 36, 64, 16, 14336]' --batches '[1, 8, 32]' --rounds 2 --tokens 64
   fi
   if [ "$task" = run ]; then

@@ -34,7 +34,7 @@ from outrider.launch.grow import Shape, grown_checkpoint
 from outrider.launch.prompts import DEMO_PROMPTS, KINDS
 from outrider.process.config import Settings, parse
 from outrider.tokenizer import load_tokenizer
-from outrider_bench import acceptance, adversary, delay, limits, seeds, tls_cost, tracing
+from outrider_bench import acceptance, adversary, delay, limits
 from outrider_bench.console import console_for_output
 from outrider_bench.experiment.links import exact_loop
 from outrider_bench.processor import processor_name
@@ -72,18 +72,13 @@ class BenchSettings(Settings):
         "acceptance",
         "adversary",
         "delay",
-        "judging",
         "limits",
-        "seeds",
-        "tls",
-        "tracing",
         "",
     ] = ""
     """Measure only this. `bundled` and `grown` (418 M parameters) are the pairs of a whole run.
     acceptance: accepted tokens by rule. adversary: the cost of a drafter that is always wrong.
-    delay: the cost of delay on the draft stream. judging: the time of acceptance alone.
-    limits: the most that host, gateway and n-gram pools can do. seeds: how often a seed's text
-    depends on its batch. tls: the cost of mutual TLS. tracing: the cost of OpenTelemetry."""
+    delay: the cost of delay on the draft stream. limits: the most that host, gateway and n-gram
+    pools can do."""
 
     rounds: int = Field(3, ge=1)
     """How often each way is measured; the tables show medians."""
@@ -173,27 +168,10 @@ def _measure_acceptance(run: _Run) -> None:
     run.console.print(acceptance.tables(run.settings.models, run.settings.tokens))
 
 
-def _measure_judging(run: _Run) -> None:
-    run.console.print(acceptance.judging())
-
-
-def _measure_seeds(run: _Run) -> None:
-    table, run.record["seeds"] = seeds.measure(run.settings.models, run.settings.tokens)
-    run.console.print(table)
-
-
 def _measure_limits(run: _Run) -> None:
     measured = limits.measure(run.settings.models, run.settings.out, run.console)
     # All services run on this event loop.
     run.record["limits"] = uvloop.run(measured)
-
-
-def _measure_compared(run: _Run) -> None:
-    settings = run.settings
-    measure = {"tls": tls_cost.measure, "tracing": tracing.measure}[settings.only]
-    for pair in _pairs(settings, run.console):
-        measured = measure(pair, settings.rounds, settings.tokens, run.console)
-        run.record[settings.only] = asyncio.run(measured)
 
 
 def _measure_adversary(run: _Run) -> None:
@@ -227,11 +205,7 @@ _MEASUREMENTS: dict[str, Callable[[_Run], None]] = {
     "acceptance": _measure_acceptance,
     "adversary": _measure_adversary,
     "delay": _measure_delay,
-    "judging": _measure_judging,
     "limits": _measure_limits,
-    "seeds": _measure_seeds,
-    "tls": _measure_compared,
-    "tracing": _measure_compared,
 }
 """Measurements by `only`. Other values measure pairs of models."""
 
@@ -241,7 +215,7 @@ def _pairs(settings: BenchSettings, console: Console) -> list[Pair]:
     draft = settings.models / "draft"
     cores = len(os.sched_getaffinity(0))
     pairs = []
-    if settings.only in ("", "bundled", "tls", "tracing"):
+    if settings.only in ("", "bundled"):
         draft_tokens = settings.draft_tokens or 4
         threads = max(1, cores - 1)
         name = "bundled, 12 M, float32"

@@ -1,16 +1,14 @@
 """`outrider bench --only acceptance`: accepted tokens by rule, drafter and grammar.
 
-It measures rates, so other load on the machine does not matter. `judging` alone measures time.
+It measures rates, so other load on the machine does not matter.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import httpx
@@ -47,7 +45,7 @@ _SCHEMA = {
 
 def tables(models: Path, tokens: int) -> Group:
     """Measure everything; returns tables to print."""
-    return Group(*asyncio.run(_measure(models, tokens)), _same_drafts(models), judging())
+    return Group(*asyncio.run(_measure(models, tokens)), _same_drafts(models))
 
 
 async def _measure(models: Path, tokens: int) -> list[Table]:
@@ -195,45 +193,3 @@ def _slices(texts: list[list[int]], page_size: int, logit_count: int) -> list[Se
         slices.append(SequenceSlice(text, 0, list(range(first, first + count)), logit_count))
         first += count
     return slices
-
-
-def judging() -> Table:
-    """Time acceptance for 64 sequences of 8 rows and a vocabulary of 128k.
-
-    It runs on this machine's GPU, or on its processor without one.
-    """
-    batch = 64
-    rows = 8
-    vocab = 131_072
-    device = "cpu"
-    where = f"{torch.get_num_threads()} threads"
-    if torch.cuda.is_available():
-        device = "cuda"
-        where = torch.cuda.get_device_name()
-    table = Table(
-        title=f"judging {batch} sequences × {rows} positions at a vocabulary of {vocab}, {where}"
-    )
-    table.add_column("settings")
-    table.add_column("milliseconds, median of 3", justify="right")
-    logits = torch.randn(batch * rows, vocab, device=device)
-    cases = {
-        "greedy": SamplingParams(0.0),
-        "temperature 1": SamplingParams(1.0),
-        "temperature 1, top-p 0.9": SamplingParams(1.0, top_p=0.9),
-        "greedy, repetition penalty": SamplingParams(0.0, repetition_penalty=1.1),
-    }
-    for name, sampling in cases.items():
-        rule = AcceptanceRule.COUPLED
-        if sampling.greedy:
-            rule = AcceptanceRule.GREEDY
-        context = Context(sampling, list(range(500)), 400, list(range(rows - 1)))
-        drafts = [Draft(context, seed, rule) for seed in range(batch)]
-        _seconds(logits, drafts)  # the first one chooses kernels
-        table.add_row(name, f"{1000 * median(_seconds(logits, drafts) for _ in range(3)):.1f}")
-    return table
-
-
-def _seconds(logits: torch.Tensor, drafts: list[Draft]) -> float:
-    started = time.perf_counter()
-    accept(logits, drafts)  # which waits for its outcome
-    return time.perf_counter() - started

@@ -2,7 +2,7 @@
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from rich.console import Console
 
 from outrider.launch.serve_settings import ServeSettings
 from outrider_bench import __main__ as bench
-from outrider_bench import adversary, seeds, tls_cost, tracing, ways
+from outrider_bench import adversary, ways
 from outrider_bench.raw_client import stream
 from outrider_bench.report import Cell, Results, plot, tables, write
 from outrider_bench.ways import Pair, Sample, Task, line_peer, serving, transformers_ways
@@ -29,19 +29,6 @@ async def test_a_peer_that_dies_raises_an_error_with_its_last_line() -> None:
         assert (await ask({})).tokens_per_s == 3.0
         with pytest.raises(RuntimeError, match="out of cake"):
             await ask({})
-
-
-@pytest.mark.slow
-def test_seeds_compares_texts_by_drafts_batch_and_cached_prefix() -> None:
-    _, found = seeds.measure(MODELS, 12, ["float32"])
-    names = {"drafts of 3, alone", "cached prefix, batch 8, drafts of 4"}
-    assert names <= set(found["torch, float32"])
-    for counts in found.values():
-        for name, count in counts.items():
-            assert count["differing"] == 0
-            assert count["draws"] == 12 * count["texts"]
-            assert (count["accepted"] > 0) is ("drafts" in name)
-            assert (count["cached"] > 0) is ("cached" in name)
 
 
 async def test_a_stack_that_cannot_start_raises_an_error_with_the_reason(tmp_path: Path) -> None:
@@ -173,17 +160,8 @@ async def test_suffix_drafters_start_if_a_chosen_way_can_use_them(
     assert ("without suffix drafters" in console.export_text()) == (not trees)
 
 
-@pytest.mark.parametrize(
-    "measure",
-    [
-        lambda pair: adversary.measure(pair, ["fixed:4"], 1, 8, Console()),
-        lambda pair: tls_cost.measure(pair, 1, 8, Console()),
-        lambda pair: tracing.measure(pair, 1, 8, Console()),
-    ],
-    ids=["adversary", "tls", "tracing"],
-)
-async def test_special_stacks_start_with_settings_that_serve_has(
-    monkeypatch: pytest.MonkeyPatch, measure: Callable[[Pair], Awaitable[Any]]
+async def test_the_adversarys_stack_starts_with_settings_that_serve_has(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Planned(Exception):
         pass
@@ -194,7 +172,7 @@ async def test_special_stacks_start_with_settings_that_serve_has(
     monkeypatch.setattr(ways, "plan_stack", planned)
     pair = Pair("tiny", MODELS / "draft", MODELS / "draft", "float32", 4, shared_threads=1)
     with pytest.raises(Planned, match="fixed:4"):
-        await measure(pair)
+        await adversary.measure(pair, ["fixed:4"], 1, 8, Console())
 
 
 def test_a_record_names_versions_and_the_gpu_even_without_git(
