@@ -56,7 +56,8 @@ def routes(generation: Generation, max_sequences: int, gate: Gate) -> APIRouter:
         model, info = generation.router.lookup(body.model)
         n = _choice_count(body, 1, max_sequences)
         with _place(generation, request, body, model, n) as place:
-            prompt = await _chat_prompt(generation, body, info)
+            tenant = identity_of(request).tenant
+            prompt = await _chat_prompt(generation, body, info, tenant)
             shape = ChatShape(model)
             return await _answer(generation, request, body, [prompt], n, shape, grant, place)
 
@@ -71,12 +72,14 @@ def _place(
     return generation.admission.enter(model, identity_of(request).tenant, count, patience)
 
 
-async def _chat_prompt(generation: Generation, body: ChatBody, info: ModelInfo) -> Prompt:
+async def _chat_prompt(
+    generation: Generation, body: ChatBody, info: ModelInfo, tenant: str
+) -> Prompt:
     """The conversation as ids, and what the client expects as its answer."""
     messages = [message.for_template() for message in body.messages]
     most = info.context_length
     prompts = generation.prompts
-    text = await prompts.rendered(messages, "messages", most, **body.rendering())
+    text = await prompts.rendered(messages, "messages", most, tenant, **body.rendering())
     ids = await prompts.encode(text, "messages", most, add_special_tokens=False)
     return Prompt(ids, "messages", prediction=await _prediction(generation, body, info))
 

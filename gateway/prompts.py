@@ -9,23 +9,16 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from typing import Any
 
-import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Encoding
 
+from gateway.templates import ChatTemplate
 from outrider.errors import OutriderError, Reason, invalid
 from outrider.tokenizer import fingerprint, load_tokenizer, model_file
 
 # Longer texts are tokenised on a thread. At 0.4 µs a character, these take the event loop 2 ms.
 _INLINE_CHARACTERS = 5_000
-# Conversations of more messages are rendered on a thread. Templates run as Python code.
-_INLINE_MESSAGES = 64
 # How many texts are tokenised on threads at the same time, beside one long text. A million tokens
 # take about 200 MB meanwhile.
 _CONCURRENT_TEXTS = 2
@@ -131,9 +124,14 @@ class Prompts:
         return text
 
     async def rendered(
-        self, messages: Sequence[Mapping[str, str]], field: str, max_tokens: int, **options: Any
+        self,
+        messages: Sequence[Mapping[str, str]],
+        field: str,
+        max_tokens: int,
+        tenant: str,
+        **options: Any,
     ) -> str:
-        """`render` with `options`, on a thread if the conversation is long.
+        """`render` with `options`, in the tenant's turn.
 
         Raises OutriderError(CONTEXT_LENGTH_EXCEEDED) that names `field` if the conversation
         cannot have as few as `max_tokens` tokens.
@@ -141,43 +139,49 @@ class Prompts:
         length = sum(len(message["content"]) for message in messages)
         if length > max_tokens * self._longest_token:
             raise _too_long(field, length, max_tokens)
-        if length <= _SLICE_CHARACTERS and len(messages) <= _INLINE_MESSAGES:
-            return self.render(messages, **options)
-        return await asyncio.to_thread(self.render, messages, **options)
+        variables = self._variables(messages, **options)
+        text = await self._known_template().rendered(variables, "messages", tenant)
+        return _before_end_mark(text) if options.get("continue_final_message") else text
 
-    def render(
+    def render(self, messages: Sequence[Mapping[str, str]], **options: Any) -> str:
+        """The conversation as one text.
+
+        The options are those of `_variables`. Raises OutriderError if there is no template, with
+        the template's own message if it refuses the conversation, and if it exceeds a limit.
+        """
+        text = self._known_template().render(self._variables(messages, **options), "messages")
+        return _before_end_mark(text) if options.get("continue_final_message") else text
+
+    def _known_template(self) -> ChatTemplate:
+        if self._template is None:
+            message = "messages: the model has no chat template"
+            raise OutriderError(Reason.UNSUPPORTED_PARAMETER, message, "messages")
+        return self._template
+
+    def _variables(
         self,
         messages: Sequence[Mapping[str, str]],
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
-    ) -> str:
-        """The conversation as one text.
+    ) -> dict[str, Any]:
+        """The template's variables.
 
         `continue_final_message` ends the text with the last message's content. `variables` are
-        variables of the template itself, such as enable_thinking. Raises OutriderError with the
-        template's own message if it refuses the conversation, and if there is no template.
+        variables of the template itself, such as enable_thinking.
         """
-        if self._template is None:
-            message = "messages: the model has no chat template"
-            raise OutriderError(Reason.UNSUPPORTED_PARAMETER, message, "messages")
         shown = [dict(message) for message in messages]
         if continue_final_message:
             shown[-1]["content"] += _END_MARK
-        try:
-            text = self._template.render(
-                messages=shown,
-                tools=None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **{**(variables or {}), **self._special_tokens},
-            )
-        # A template is a program and may raise anything.
-        except Exception as error:
-            message = f"were refused by the model's chat template: {error}"
-            raise invalid("messages", message) from error
-        return _before_end_mark(text) if continue_final_message else text
+        return {
+            **(variables or {}),
+            **self._special_tokens,
+            "messages": shown,
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
 
 
 def _before_end_mark(text: str) -> str:
@@ -227,7 +231,7 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     return tokens
 
 
-def _template(model: str, config: Mapping[str, Any]) -> jinja2.Template | None:
+def _template(model: str, config: Mapping[str, Any]) -> ChatTemplate | None:
     """The model's chat template: from its own file, else from tokenizer_config.json.
 
     Of several templates, the one named "default". None if there is none.
@@ -238,46 +242,4 @@ def _template(model: str, config: Mapping[str, Any]) -> jinja2.Template | None:
         source = path.read_text(encoding="utf-8")
     if isinstance(source, list):
         source = next((entry["template"] for entry in source if entry["name"] == "default"), None)
-    if source is None:
-        return None
-    try:
-        return _environment().from_string(source)
-    except jinja2.TemplateSyntaxError as cause:
-        raise invalid("tokenizer", f"{model}: its chat template does not parse: {cause}") from cause
-
-
-class _GenerationTag(Extension):
-    """Renders the body of `{% generation %}`, which marks the assistant's text for training."""
-
-    tags = {"generation"}  # noqa: RUF012  # jinja2 declares it so
-
-    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationTag]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
-    return environment
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _tojson(
-    value: object,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """The value as plain JSON. jinja2's own filter escapes JSON for HTML."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+    return None if source is None else ChatTemplate(model, source)

@@ -73,7 +73,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         operation = "chat" if request.HasField("chat") else "text_completion"
         totals = UsageTotals(1, 1)
         with place, begin(headers, model, operation, 1, stream=True) as span, _responding(span):
-            prompt = await self._prompt(request, info.context_length)
+            prompt = await self._prompt(request, info.context_length, identity.tenant)
             caller = Caller(f"text-{secrets.token_hex(16)}", span.traceparent, identity.tenant)
 
             def build(info: ModelInfo) -> list[TextRequest]:
@@ -97,7 +97,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                     yield _response(delta)
 
     async def _prompt(
-        self, request: generation_pb2.GenerateTextRequest, context_length: int
+        self, request: generation_pb2.GenerateTextRequest, context_length: int, tenant: str
     ) -> Prompt:
         """The request's prompt as ids. Raises OutriderError that names the field."""
         prompts = self._generation.prompts
@@ -116,7 +116,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         else:
             name = "chat.messages"
             messages = _messages(request.chat)
-            text = await prompts.rendered(messages, name, context_length)
+            text = await prompts.rendered(messages, name, context_length, tenant)
             ids = await prompts.encode(text, name, context_length, add_special_tokens=False)
         prediction = await prompts.encode_start(request.prediction, context_length)
         return Prompt(ids, name, prediction=prediction)

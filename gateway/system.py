@@ -131,7 +131,8 @@ def _add_tokenizer_routes(router: APIRouter, generation: Generation, gate: Gate)
         grant = await gate.admit(request)
         _, info = generation.router.lookup(body.model)
         prompts = generation.prompts
-        ids = await _tokenize(body, prompts, max(info.context_length, MAX_TOKENIZED))
+        most = max(info.context_length, MAX_TOKENIZED)
+        ids = await _tokenize(body, prompts, most, identity_of(request).tenant)
         strings = await prompts.token_names(ids) if body.return_token_strs else None
         return JSONResponse(
             {
@@ -159,7 +160,7 @@ def _add_tokenizer_routes(router: APIRouter, generation: Generation, gate: Gate)
         return JSONResponse({"prompt": text}, headers=grant.headers)
 
 
-async def _tokenize(body: TokenizeBody, prompts: Prompts, most: int) -> list[int]:
+async def _tokenize(body: TokenizeBody, prompts: Prompts, most: int, tenant: str) -> list[int]:
     """The ids of the body's prompt or messages, at most `most`. Raises OutriderError."""
     if (body.prompt is None) is (body.messages is None):
         raise invalid("prompt", "or messages must be given, and not both")
@@ -169,7 +170,7 @@ async def _tokenize(body: TokenizeBody, prompts: Prompts, most: int) -> list[int
     else:
         field = "messages"
         messages = [message.for_template() for message in body.messages]
-        text = await prompts.rendered(messages, field, most, **body.rendering())
+        text = await prompts.rendered(messages, field, most, tenant, **body.rendering())
     special = body.add_special_tokens
     if special is None:
         special = body.messages is None

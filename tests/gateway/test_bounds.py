@@ -120,7 +120,7 @@ async def test_a_far_too_long_prompt_is_refused_before_tokenising(
         for attempt in (
             prompts.encode("a" * (CONTEXT * longest + 1), "prompt", CONTEXT),
             prompts.rendered(
-                [{"role": "user", "content": "a" * CONTEXT}] * (longest + 1), "prompt", CONTEXT
+                [{"role": "user", "content": "a" * CONTEXT}] * (longest + 1), "prompt", CONTEXT, "a"
             ),
         ):
             with pytest.raises(OutriderError, match=f"{CONTEXT} tokens") as caught:

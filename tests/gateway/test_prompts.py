@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -182,3 +183,49 @@ def test_the_gateway_starts_without_torch_and_transformers() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
     assert result.stdout.strip() == "set()"
+
+
+# What this template does depends on the last message.
+HOSTILE = (
+    "{% set last = messages[-1].content %}"
+    "{% if last == 'loop' %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}"
+    "{% endfor %}{% elif last == 'pad' %}{{ '%*d' % (last | length * 10 ** 9, 1) }}"
+    "{% elif last == 'power' %}{{ 7 ** (last | length * 10 ** 9) }}{% endif %}{{ last }}"
+)
+
+
+def said(text: str) -> list[dict[str, str]]:
+    """A conversation of one message."""
+    return [{"role": "user", "content": text}]
+
+
+@pytest.mark.parametrize(
+    ("text", "limit"), [("loop", "longer than 2 s"), ("pad", "256 MiB"), ("power", "than 2 s")]
+)
+async def test_a_template_that_hangs_ends_at_its_limit_and_delays_no_other(
+    tmp_path: Path, text: str, limit: str
+) -> None:
+    model = model_with_template(tmp_path, HOSTILE)
+    prompts = Prompts(model)
+    hanging = [
+        asyncio.create_task(prompts.rendered(said(text), "messages", 2048, "a")) for _ in range(6)
+    ]
+    await asyncio.sleep(0)
+    assert await prompts.rendered(said("hello"), "messages", 2048, "b") == "hello"
+    for task in hanging:
+        with pytest.raises(OutriderError, match=limit) as caught:
+            await task
+        assert (caught.value.reason, caught.value.field) == (Reason.INVALID_VALUE, "messages")
+        assert f"the chat template of {model}" in caught.value.message
+    assert await prompts.rendered(said("hello"), "messages", 2048, "a") == "hello"
+
+
+@pytest.mark.parametrize("constant", ["{{ 7 ** (3 * 10 ** 9) }}", "{{ 'a' * 10 ** 10 }}"])
+def test_a_template_that_hangs_while_it_is_compiled_is_an_error_at_the_start(
+    tmp_path: Path, constant: str
+) -> None:
+    """jinja2 computes constants when it compiles."""
+    model = model_with_template(tmp_path, constant)
+    with pytest.raises(OutriderError, match=r"longer than 2 s|256 MiB") as caught:
+        Prompts(model).render(said("hello"))
+    assert caught.value.reason is Reason.INVALID_VALUE
