@@ -82,6 +82,8 @@ _STEP = [
     "verifier_svc/policy/waits.py",
     "verifier_svc/verification/rule_choice.py",
     "verifier_svc/engine/scheduler.py",
+    "verifier_svc/engine/step_shares.py",
+    "verifier_svc/engine/tenant_use.py",
     "verifier_svc/state/sequence.py",
     "verifier_svc/state/side_rates.py",
     "verifier_svc/state/step_clock.py",

@@ -32,13 +32,34 @@ def order_of_admission(engine: Engine) -> list[int]:
     return order
 
 
-def test_a_tenant_with_one_request_gets_the_next_place_behind_a_flood() -> None:
-    engine, _ = make_engine(eos_bias=-99, limits=Limits(max_sequences=2))
-    flood, _ = submit(engine, "flood", 20)
-    [victim], _ = submit(engine, "victim")
-    order = order_of_admission(engine)
-    assert order[:2] == [flood[0].id, flood[1].id]
-    assert victim.id in order[2:4]
+def test_a_tenant_with_one_request_takes_a_place_from_a_flood_at_once() -> None:
+    engine, _ = make_engine(eos_bias=-99, limits=Limits(max_sequences=3))
+    flood, clients = submit(engine, "flood", 20)
+    engine.step()
+    [victim], [client] = submit(engine, "victim")
+    oldest = [sequence.id for sequence in flood[:2]]
+    assert list(engine.scheduler.running) == [*oldest, victim.id], "the youngest lost its place"
+    engine.step()
+    assert len(victim.tokens) == 3
+    finish(engine)
+    assert len(client.tokens) == 4
+    assert {len(each.tokens) for each in clients} == {4}
+
+
+def test_a_place_is_taken_only_from_a_tenant_with_two_more() -> None:
+    """Otherwise the two could take it from each other in turns."""
+    engine, _ = make_engine(eos_bias=-99, limits=Limits(max_sequences=3))
+    submit(engine, "a", 3)
+    submit(engine, "b", 3)
+    assert engine.scheduler.tenants == {"a": 2, "b": 1}
+    assert engine.scheduler.preemption_count == 1
+    engine.step()
+    submit(engine, "a", 3)
+    assert engine.scheduler.tenants == {"a": 2, "b": 1}
+    assert engine.scheduler.preemption_count == 1
+    submit(engine, "c")
+    assert engine.scheduler.tenants == {"a": 1, "b": 1, "c": 1}
+    finish(engine)
 
 
 def test_two_tenants_share_the_batch_equally() -> None:
@@ -57,15 +78,14 @@ def test_one_tenants_requests_are_served_in_order_of_arrival() -> None:
     assert order_of_admission(engine) == [sequence.id for sequence in sequences]
 
 
-def test_a_preempted_sequence_comes_before_all_waiting_ones() -> None:
+def test_a_preempted_sequence_comes_before_the_younger_ones_of_its_tenant() -> None:
     engine, _ = make_engine(eos_bias=-99, limits=Limits(max_sequences=1))
-    [*_, young], _ = submit(engine, "a", 3)
-    submit(engine, "b")
+    [_, old, young], _ = submit(engine, "a", 3)
     queue = engine.scheduler.waiting
-    queue.remove(young)
-    queue.put_back(young)
-    assert queue.first(engine.scheduler.running.values()) is young
-    assert next(iter(queue)) is young
+    queue.remove(old)
+    queue.put_back(old)
+    assert queue.first(engine.scheduler.tenants) is old
+    assert list(queue) == [old, young]
     finish(engine)
 
 
@@ -122,3 +142,44 @@ def test_two_flooding_tenants_do_not_displace_each_other_in_turns() -> None:
     for tenant in ("a", "b"):
         with pytest.raises(OutriderError):
             submit(engine, tenant)
+
+
+def test_a_tenant_with_few_pages_takes_them_from_the_one_with_the_most() -> None:
+    engine, _ = make_engine(eos_bias=-99, page_count=12, page_size=4)
+    clients = [Client() for _ in range(4)]
+    for number, each in enumerate(clients):
+        prompt = [number, 2, 3, 4, 5, 6]  # prompts that begin alike would share pages
+        engine.submit(TokenRequest(prompt, 20, GREEDY, tenant="flood"), each)
+    while engine.pool.free_count:
+        engine.step()
+        engine.drain_inbox()
+    youngest = list(engine.scheduler.running.values())[-1]
+    [small], [client] = submit(engine, "small")
+    assert small.id in engine.scheduler.running
+    assert youngest.id not in engine.scheduler.running
+    finish(engine)
+    assert len(client.tokens) == 4
+    assert {len(each.tokens) for each in clients} == {20}
+
+
+def test_pages_are_not_taken_from_a_tenant_that_would_then_have_less() -> None:
+    engine, _ = make_engine(eos_bias=-99, page_count=12, page_size=4)
+    for _ in range(2):
+        engine.submit(TokenRequest([1] * 20, 4, GREEDY, tenant="a"), Client())
+    large = engine.submit(TokenRequest([2] * 30, 4, GREEDY, tenant="b"), Client())
+    assert large.id not in engine.scheduler.running
+    assert engine.scheduler.preemption_count == 0
+    finish(engine)
+
+
+def test_a_sequence_that_grows_takes_pages_from_the_tenant_with_the_most() -> None:
+    """Not from the youngest of all, which would be the small tenant's."""
+    engine, _ = make_engine(eos_bias=-99, page_count=16, page_size=4)
+    flood, _ = submit(engine, "flood", 5, max_tokens=30)
+    [small], _ = submit(engine, "small", max_tokens=30)
+    while engine.scheduler.preemption_count == 0:
+        engine.step()
+        engine.drain_inbox()
+    assert small.id in engine.scheduler.running
+    assert flood[-1].id not in engine.scheduler.running
+    finish(engine)

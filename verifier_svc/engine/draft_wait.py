@@ -90,8 +90,11 @@ class DraftWait:
     def _late(self, plan: Plan) -> list[Assignment]:
         """The drafts of `plan.wait_for` that are missing and still the best for their sequences."""
         late: list[Assignment] = []
+        if not plan.wait_for:
+            return late
+        in_turn = {sequence.id for sequence in self._scheduler.in_turn()}
         for sequence, assignment in plan.wait_for:
-            if sequence.id in self._scheduler.running:
+            if sequence.id in in_turn:
                 wanted = plan.draft_tokens.get(sequence.id, 0)
                 pending = pending_draft(sequence, wanted, always=plan.always)
                 if pending is not None and pending.assignment is assignment:

@@ -77,8 +77,8 @@ class Engine:
         self.pool = pool
         self.clock = clock
         self.sequences: dict[int, Sequence] = {}
-        self.scheduler = Scheduler(pool, limits, model.vocab_size)
         self.cost = ForwardCost()
+        self.scheduler = Scheduler(pool, limits, model.vocab_size, self.cost)
         self.isolated_cost = ForwardCost()  # learns from trial forwards alone
         budget = SpeculationBudget(self.isolated_cost)
         policy = limits.draft_tokens_policy
@@ -221,7 +221,7 @@ class Engine:
         plan = self._wait.take_plan()
         self.outgoing.send_to_drafters()
         scheduler = self.scheduler
-        trees = grow_trees(scheduler.running.values(), plan, scheduler.draft_room)
+        trees = grow_trees(scheduler.in_turn(), plan, scheduler.draft_room)
         batch = self._grammar_masks.cut(scheduler.next(plan.draft_tokens, trees))
         self._step_clock.end("pack")
         self.outgoing.send_to_clients()
@@ -284,6 +284,7 @@ class Engine:
         prompt, because ordinary steps do not pay that cost.
         """
         seconds = self._step_clock.end_step()
+        self.scheduler.charge(batch, self._step_clock.step_s, self.clock())
         committed = self._committer.take_token_count()
         failed = "accept" not in self._step_clock.phases_s
         if failed or any(scheduled.scored for scheduled in batch):

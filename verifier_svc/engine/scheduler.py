@@ -5,14 +5,18 @@ Knows sequences and pages; not the model, the acceptance rule or any stream.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from outrider.lm.pages import PagePool
 from outrider.token_tree import favourite_path
 from verifier_svc.engine.fair_queue import FairQueue
 from verifier_svc.engine.load_meter import LoadMeter
+from verifier_svc.engine.step_shares import Part, StepShares
+from verifier_svc.engine.tenant_use import TenantUse
 from verifier_svc.policy.draft_trees import ChosenDraft, best_chain
+from verifier_svc.policy.forward_cost import ForwardCost
 from verifier_svc.state.draft_tree import NO_DRAFT
 from verifier_svc.state.scheduled_sequence import ScheduledSequence
 from verifier_svc.state.sequence import Sequence
@@ -31,12 +35,17 @@ _NO_TREES: Mapping[int, ChosenDraft] = {}
 class Scheduler:
     """Serves tenants in turn, each in order of arrival, and decodes before it prefills.
 
-    When pages run out, it preempts the youngest sequence.
+    Places in the batch, pages and the time of a step are shared between tenants (max-min). When
+    places or pages run out, the youngest sequence of the tenant with the most of them is preempted.
     """
 
-    def __init__(self, pool: PagePool, limits: Limits, vocab_size: int) -> None:
+    def __init__(self, pool: PagePool, limits: Limits, vocab_size: int, cost: ForwardCost) -> None:
         self.pool = pool
         self.running: dict[int, Sequence] = {}
+        self.tenants: Counter[str] = Counter()
+        """Running sequences by tenant."""
+        self.use = TenantUse()
+        self._shares = StepShares(cost, self.use, limits.max_batch_tokens)
         self.waiting = FairQueue()
         self.load_meter = LoadMeter(
             self.running, self.waiting, limits.max_sequences, limits.max_waiting
@@ -57,9 +66,34 @@ class Scheduler:
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence and free its pages."""
-        if self.running.pop(sequence.id, None) is None:
+        if sequence.id in self.running:
+            self._leave(sequence)
+        else:
             self.waiting.remove(sequence)
         self.pool.free(sequence.kv)
+
+    def _leave(self, sequence: Sequence) -> None:
+        """Take a sequence out of the batch."""
+        del self.running[sequence.id]
+        tenant = sequence.request.tenant
+        self.tenants[tenant] -= 1
+        if not self.tenants[tenant]:
+            del self.tenants[tenant]
+
+    def charge(self, batch: Iterable[ScheduledSequence], seconds: float, now: float) -> None:
+        """Note who has used a step of `seconds` that ends `now`."""
+        rows: Counter[str] = Counter()
+        for scheduled in batch:
+            tokens = len(scheduled.token_ids) + len(scheduled.draft.token_ids)
+            rows[scheduled.sequence.request.tenant] += tokens
+        self.use.charge(rows, seconds, now)
+
+    def in_turn(self) -> Collection[Sequence]:
+        """The running sequences whose drafts the next step may wait for."""
+        light = self.use.light(self.tenants)
+        if not light:
+            return self.running.values()
+        return [each for each in self.running.values() if each.request.tenant in light]
 
     def next(
         self, draft_tokens: Mapping[int, int], trees: Mapping[int, ChosenDraft] = _NO_TREES
@@ -70,15 +104,14 @@ class Scheduler:
         sequence id.
         """
         batch: dict[int, ScheduledSequence] = {}
-        pairs = [(sequence, sequence.num_uncomputed_tokens) for sequence in self.running.values()]
-        decoding = [pair for pair in pairs if pair[1] == 1]
-        prefilling = [pair for pair in pairs if pair[1] > 1]
+        parts = self._parts(draft_tokens, trees)
+        decoding = sum([pending == 1 for _, pending, _ in parts])
         # Every decoding sequence has room for its one token. Drafts and prompts share the rest.
-        spare = max(0, self._max_batch_tokens - len(decoding))
+        spare = max(0, self._max_batch_tokens - decoding)
         rows = self._max_scored_tokens
-        for_prompts = self._for_prompts(sum([pending for _, pending in prefilling]))
-        for sequence, pending in decoding + prefilling:
-            count = _scorable(sequence, pending, rows) if sequence.unscored else pending
+        for_prompts = self._for_prompts(sum([most for _, pending, most in parts if pending > 1]))
+        for sequence, pending, most in parts:
+            count = min(most, _scorable(sequence, pending, rows)) if sequence.unscored else most
             if pending > 1:
                 count = min(count, spare)
                 spare -= count
@@ -96,6 +129,24 @@ class Scheduler:
                 spare -= len(scheduled.draft.token_ids)
                 rows -= len(scheduled.scored)
         return list(batch.values())
+
+    def _parts(
+        self, draft_tokens: Mapping[int, int], trees: Mapping[int, ChosenDraft]
+    ) -> list[Part]:
+        """The running sequences that the step serves, and how many tokens of each."""
+
+        def drafted(sequence: Sequence) -> int:
+            tree = trees.get(sequence.id)
+            if tree is not None:
+                return len(tree[1].token_ids)
+            return draft_tokens.get(sequence.id, 0)
+
+        running = list(self.running.values())
+        if len(self.tenants) > 1:
+            # A tenant with few pages gets its new ones before others have used them up.
+            held = self._pages_held()
+            running.sort(key=lambda sequence: held[sequence.request.tenant])
+        return self._shares.divide(running, self.tenants, drafted)
 
     def draft_room(self) -> int:
         """Most draft tokens of all decoding sequences together in the next batch."""
@@ -139,8 +190,9 @@ class Scheduler:
             # A draft is no reason to preempt another sequence.
             assignment, draft = _NO_DRAFT
         while not has_room and not self.pool.reserve(sequence.kv, end):
-            others = (other for other in reversed(self.running.values()) if other.id not in batch)
-            victim = next(others, sequence)
+            victim = self._holds_most(
+                other for other in self.running.values() if other.id not in batch
+            )
             self._preempt(victim)
             if victim is sequence:
                 return None
@@ -155,16 +207,19 @@ class Scheduler:
     def admit(self) -> list[Sequence]:
         """Admit waiting sequences while all their tokens fit, and return them.
 
-        A sequence with all its pages at hand does not preempt another one at once.
+        A sequence with all its pages at hand does not preempt another one at once. One of a tenant
+        with few places or pages takes them from the tenant with the most.
         """
         admitted: list[Sequence] = []
-        while self.waiting and len(self.running) < self._max_sequences:
-            sequence = self.waiting.first(self.running.values())
+        while self.waiting:
+            sequence = self.waiting.first(self.tenants)
+            if not self._make_place(sequence.request.tenant):
+                break
             # Scoring a token needs the logits before it, which the cache does not hold.
             limit = sequence.unscored.start - 1 if sequence.unscored else None
             tenant = sequence.request.tenant
             cached = self.pool.match_prefix(sequence.kv, sequence.tokens, tenant, limit)
-            if not self.pool.reserve(sequence.kv, len(sequence.tokens)):
+            if not self._make_pages(sequence):
                 self.pool.free(sequence.kv)
                 break
             self.prompt_token_count += len(sequence.tokens)
@@ -173,17 +228,86 @@ class Scheduler:
                 sequence.cached_token_count = cached
             self.waiting.remove(sequence)
             self.running[sequence.id] = sequence
+            self.tenants[tenant] += 1
             sequence.admitted = True
             admitted.append(sequence)
         self.load_meter.admitted()
-        return admitted
+        return [sequence for sequence in admitted if sequence.id in self.running]
+
+    def _make_place(self, tenant: str) -> bool:
+        """Make a place free for a tenant, if it has at least two fewer than another one.
+
+        So the tenant that loses one still has as many as the one that gets it, and cannot take it
+        back.
+        """
+        if len(self.running) < self._max_sequences:
+            return True
+        most, count = self.tenants.most_common(1)[0]
+        if count <= self.tenants[tenant] + 1:
+            return False
+        own = [each for each in self.running.values() if each.request.tenant == most]
+        self._preempt(max(own, key=_id))
+        return True
+
+    def _make_pages(self, sequence: Sequence) -> bool:
+        """Reserve pages for all tokens of a sequence, if need be from tenants with more of them."""
+        length = len(sequence.tokens)
+        if self.pool.reserve(sequence.kv, length):
+            return True
+        if len(self.tenants) == 0 or self.tenants.keys() == {sequence.request.tenant}:
+            return False
+        for victim in self._losers_of_pages(sequence):
+            self._preempt(victim)
+        return self.pool.reserve(sequence.kv, length)
+
+    def _losers_of_pages(self, sequence: Sequence) -> list[Sequence]:
+        """Whom to preempt for a sequence's pages; nobody if their tenants would then have less.
+
+        As for places, a tenant that loses pages keeps at least as many as the one that gets them.
+        """
+        held = self._pages_held()
+        missing = -(-len(sequence.tokens) // self.pool.page_size) - len(sequence.kv.pages)
+        own = held.pop(sequence.request.tenant, 0) + len(sequence.kv.pages) + missing
+        missing -= self.pool.free_count
+        youngest = sorted(self.running.values(), key=_id)
+        losers: list[Sequence] = []
+        while missing > 0 and youngest:
+            most = max(held, key=lambda tenant: held[tenant], default=None)
+            victim = next(
+                (each for each in reversed(youngest) if each.request.tenant == most), None
+            )
+            if victim is None or most is None:
+                return []
+            youngest.remove(victim)
+            held[most] -= len(victim.kv.pages)
+            if held[most] < own:
+                return []
+            missing -= len(victim.kv.pages)
+            losers.append(victim)
+        return losers if missing <= 0 else []
+
+    def _pages_held(self) -> Counter[str]:
+        """Pages of the running sequences by tenant; a shared page counts for each that holds it."""
+        held: Counter[str] = Counter()
+        for sequence in self.running.values():
+            held[sequence.request.tenant] += len(sequence.kv.pages)
+        return held
+
+    def _holds_most(self, sequences: Iterable[Sequence]) -> Sequence:
+        """The youngest of these sequences of the tenant that holds the most pages."""
+        held = self._pages_held()
+        return max(sequences, key=lambda each: (held[each.request.tenant], each.id))
 
     def _preempt(self, victim: Sequence) -> None:
         """Free its pages and recompute it later; it keeps its tokens and its drafters' tries."""
         self.pool.free(victim.kv)
-        del self.running[victim.id]
+        self._leave(victim)
         self.waiting.put_back(victim)
         self.preemption_count += 1
+
+
+def _id(sequence: Sequence) -> int:
+    return sequence.id
 
 
 def _scorable(sequence: Sequence, pending: int, rows: int) -> int:

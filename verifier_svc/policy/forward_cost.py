@@ -68,7 +68,7 @@ class ForwardCost:
         decode_step_s = self.estimate(1, 1)
         least_token_s = _TYPICAL_PROMPT_TOKEN * decode_step_s
         prompts_s = prompt_token_count * max(self.prompt_token_s, least_token_s)
-        expected = decoding_s + self._prompts_s(prompt_token_count)
+        expected = decoding_s + self.prompts_s(prompt_token_count)
         # One step that was held up says little, so no step counts for more than a factor of two.
         error = min(max(seconds, 0.5 * expected), 2.0 * max(expected, decode_step_s)) - expected
         share = prompts_s**2 / max(prompts_s**2 + decoding_s**2, 1e-18)
@@ -85,7 +85,14 @@ class ForwardCost:
         tokens_s = short[0] * self.prompt_token_s
         self.prompt_step_s = max(0.0, short[1] - self.estimate(1, 1) - tokens_s)
 
-    def _prompts_s(self, token_count: int) -> float:
+    def prompt_tokens_in(self, seconds: float) -> int:
+        """How many prompt tokens a step can take without becoming longer than by `seconds`."""
+        least_token_s = _TYPICAL_PROMPT_TOKEN * self.estimate(1, 1)
+        left_s = max(0.0, seconds - self.prompt_step_s)
+        return int(left_s / max(self.prompt_token_s, least_token_s, _LEAST_S))
+
+    def prompts_s(self, token_count: int) -> float:
+        """Seconds that prompts of so many tokens add to a step."""
         return self.prompt_step_s + token_count * self.prompt_token_s if token_count else 0.0
 
     def _correct(self, sequence_count: int, token_count: int, ratio: float) -> None:

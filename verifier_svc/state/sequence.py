@@ -162,6 +162,11 @@ class Sequence:
     """When it was first part of a batch (monotonic seconds)."""
 
     @property
+    def has_begun(self) -> bool:
+        """Whether it ever ran, here or at another verifier."""
+        return self.admitted or bool(self.request.committed)
+
+    @property
     def num_uncomputed_tokens(self) -> int:
         """Committed tokens that no forward has processed; 1 when decoding."""
         return len(self.tokens) - self.kv.num_computed_tokens

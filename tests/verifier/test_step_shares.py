@@ -1,0 +1,134 @@
+"""A step is divided between tenants; one that has used little goes first."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from fake_model import make_engine
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outrider.messages import SamplingParams, TokenRequest
+from verifier_svc.engine.loop import Engine
+from verifier_svc.engine.step_shares import max_min
+from verifier_svc.engine.target import Limits
+from verifier_svc.engine.tenant_use import TenantUse
+from verifier_svc.state.scheduled_sequence import ScheduledSequence
+from verifier_svc.state.sequence import Sequence
+
+GREEDY = SamplingParams(0.0)
+STEP_S = 0.001
+ROW_S = 0.0005
+
+
+def submit(engine: Engine, tenant: str, count: int, prompt: int = 2) -> list[Sequence]:
+    request = TokenRequest([1, *[2] * (prompt - 1)], 50, GREEDY, tenant=tenant)
+    return [engine.submit(request, lambda chunk: None) for _ in range(count)]
+
+
+def busy_engine(*, prompt: int = 2, flood: int = 16) -> Engine:
+    """An engine with a flood that has run for a second."""
+    limits = Limits(max_sequences=32, max_batch_tokens=64)
+    engine, _ = make_engine(eos_bias=-99, limits=limits, page_count=2000, clock=lambda: 0.0)
+    submit(engine, "flood", flood, prompt)
+    engine.scheduler.use.charge({"flood": 1}, 1.0, 0.0)
+    return engine
+
+
+def next_step(engine: Engine) -> list[ScheduledSequence]:
+    for count in (1, 32):
+        engine.cost.calibrate(count, count, STEP_S + count * ROW_S)
+    engine.cost.prompt_token_s = ROW_S
+    return engine.scheduler.next({})
+
+
+def served(engine: Engine) -> Counter[str]:
+    """Tokens of the next step by tenant, if it takes STEP_S and ROW_S for each row."""
+    tokens: Counter[str] = Counter()
+    for scheduled in next_step(engine):
+        tokens[scheduled.sequence.request.tenant] += len(scheduled.token_ids)
+    return tokens
+
+
+@given(st.dictionaries(st.text(max_size=2), st.integers(0, 50), max_size=6), st.integers(0, 120))
+def test_shares_are_max_min(wanted: dict[str, int], total: int) -> None:
+    shares = max_min(wanted, total)
+    assert all(shares[name] <= count for name, count in wanted.items())
+    assert sum(shares.values()) == min(total, sum(wanted.values()))
+    for name, count in wanted.items():
+        if shares[name] < count:
+            assert shares[name] >= max(shares.values()) - 1, "another one has more"
+
+
+def test_two_tenants_with_long_prompts_share_the_tokens_of_a_step() -> None:
+    limits = Limits(max_batch_tokens=64)
+    engine, _ = make_engine(eos_bias=-99, limits=limits, page_count=2000)
+    submit(engine, "a", 5, prompt=100)
+    submit(engine, "b", 1, prompt=100)
+    assert served(engine) == {"a": 32, "b": 32}
+
+
+def test_one_tenants_prompts_take_a_whole_step_in_order() -> None:
+    engine, _ = make_engine(eos_bias=-99, limits=Limits(max_batch_tokens=64), page_count=2000)
+    submit(engine, "a", 3, prompt=50)
+    assert [len(each.token_ids) for each in next_step(engine)] == [50, 14]
+
+
+@pytest.mark.parametrize("prompt", [2, 40])
+def test_a_flood_adds_a_quarter_to_the_steps_of_a_light_tenant(prompt: int) -> None:
+    engine = busy_engine(prompt=prompt)
+    if prompt == 2:
+        engine.step()  # the flood's sequences decode from here on
+    submit(engine, "light", 2)
+    tokens = served(engine)
+    assert tokens["light"] == 4
+    alone_s = engine.cost.prompts_s(4)
+    added_s = tokens["flood"] * ROW_S + (STEP_S if prompt == 2 else 0.0)
+    assert added_s <= 0.25 * alone_s + STEP_S
+
+
+def test_a_flood_alone_takes_whole_steps() -> None:
+    engine = busy_engine()
+    engine.step()
+    assert served(engine) == {"flood": 16}
+
+
+def test_steps_stay_short_while_another_tenant_may_come_back() -> None:
+    """It would wait for the end of the step. The flood's sequences then decode in turns."""
+    engine = busy_engine()
+    engine.step()
+    engine.scheduler.use.charge({"light": 1}, 0.001, 0.0)
+    first = [each.sequence.id for each in next_step(engine)]
+    then = [each.sequence.id for each in next_step(engine)]
+    longest_s = 4 * (STEP_S + ROW_S)
+    assert STEP_S + len(first) * ROW_S <= longest_s + STEP_S + ROW_S
+    assert 1 < len(first) < 16
+    assert then[0] == first[-1] + 1
+    assert {*first, *then, *[each.sequence.id for each in next_step(engine)]} == {*range(1, 17)}
+
+
+def test_a_tenant_that_uses_its_share_is_not_light() -> None:
+    use = TenantUse()
+    use.charge({"a": 1, "b": 9}, 1.0, 0.0)
+    assert use.light({"a", "b"}) == {"a"}
+    assert use.light({"b"}) == frozenset()
+    use.charge({"a": 1}, 0.5, 0.0)
+    assert use.light({"a", "b"}) == frozenset()
+
+
+def test_use_decays_and_is_forgotten() -> None:
+    use = TenantUse()
+    use.charge({"a": 1}, 1.0, 0.0)
+    use.charge({"b": 1}, 1.0, 3.0)
+    assert use.light({"a", "b"}) == {"a"}, "3 s later its second is worth less"
+    assert use.expects({"b"})
+    use.charge({"b": 1}, 0.3, 5.0)
+    assert not use.expects({"b"})
+
+
+def test_use_outlives_a_clock_that_runs_for_days_or_is_set_back() -> None:
+    use = TenantUse()
+    for now in (0.0, 1e5, 1e7, 50.0):
+        use.charge({"a": 1, "b": 9}, 1.0, now)
+        assert use.light({"a", "b"}) == {"a"}

@@ -1,0 +1,168 @@
+"""Divides a step between tenants: whose sequences it decodes, and how much of whose prompts.
+
+A tenant that has used little goes first. What the others add to its step is bounded in time,
+because each of its tokens takes a step. With one tenant, a step takes all it can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as List
+from typing import NamedTuple
+
+from verifier_svc.engine.tenant_use import TenantUse
+from verifier_svc.policy.forward_cost import ForwardCost
+from verifier_svc.state.sequence import Sequence
+
+# A step takes at most so many times as long as the smallest one while it serves a tenant that has
+# used little, or while another tenant may come back at any moment and would wait for its end. Where
+# forwards cost little more with more rows, as on a GPU, the bound cuts nothing. At most 1/4 of the
+# time goes to what a step costs without rows.
+_LONGEST = 4.0
+# The others make the step of a light tenant longer by at most this share of it.
+_ADDED = 0.25
+# A step that would otherwise do nothing takes so many tokens of prompts.
+_LEAST_PROMPT_TOKENS = 16
+
+Drafted = Callable[[Sequence], int]
+"""Gives the draft tokens of a sequence in the next step."""
+
+
+class Part(NamedTuple):
+    """A sequence that the step serves, its uncomputed tokens, and how many of them it may take."""
+
+    sequence: Sequence
+    pending: int
+    most: int
+
+
+class StepShares:
+    """For one engine, on its thread."""
+
+    def __init__(self, cost: ForwardCost, use: TenantUse, max_batch_tokens: int) -> None:
+        self._cost = cost
+        self._use = use
+        self._max_batch_tokens = max_batch_tokens
+        # Ids of the last decoding sequences that had room in a step without room for all: of a
+        # light tenant, and of another one.
+        self._last_light = 0
+        self._last_heavy = 0
+
+    def divide(
+        self, running: List[Sequence], tenants: Mapping[str, int], drafted: Drafted
+    ) -> list[Part]:
+        """The parts of the next step: first those that decode, then the prompts.
+
+        `tenants` has the number of running sequences by tenant.
+        """
+        light: frozenset[str] = frozenset()
+        bounded = False
+        if self._cost.known:
+            light = self._use.light(tenants)
+            bounded = bool(light) or self._use.expects(tenants)
+        pairs = [(sequence, sequence.num_uncomputed_tokens) for sequence in running]
+        if bounded:
+            return self._bounded(pairs, light, drafted)
+        decoding = [Part(sequence, 1, 1) for sequence, pending in pairs if pending == 1]
+        reading = [Part(sequence, pending, pending) for sequence, pending in pairs if pending > 1]
+        if len(tenants) > 1:
+            reading = _cut(reading, self._max_batch_tokens - len(decoding))
+        return decoding + reading
+
+    def _bounded(
+        self, pairs: list[tuple[Sequence, int]], light: frozenset[str], drafted: Drafted
+    ) -> list[Part]:
+        """A step of bounded time: what light tenants want, then what adds little time to it."""
+        fill = _Fill(self._cost, self._max_batch_tokens, drafted)
+        room_s = _LONGEST * self._cost.estimate(1, 1)
+        if light:
+            own = [pair for pair in pairs if pair[0].request.tenant in light]
+            pairs = [pair for pair in pairs if pair[0].request.tenant not in light]
+            self._last_light = fill.add(own, room_s, self._last_light)
+            room_s = _ADDED * fill.seconds
+        self._last_heavy = fill.add(pairs, room_s, self._last_heavy)
+        return fill.decoding + fill.reading
+
+
+class _Fill:
+    """A step that is filled up to a bound of time. It takes some work even if none fits."""
+
+    def __init__(self, cost: ForwardCost, max_batch_tokens: int, drafted: Drafted) -> None:
+        self.decoding: list[Part] = []
+        self.reading: list[Part] = []
+        self._cost = cost
+        self._max_batch_tokens = max_batch_tokens
+        self._drafted = drafted
+        self._rows = 0
+        self._prompt_tokens = 0
+
+    @property
+    def seconds(self) -> float:
+        """How long the step takes so far."""
+        return self._decoding_s(self._rows) + self._cost.prompts_s(self._prompt_tokens)
+
+    def _decoding_s(self, rows: int) -> float:
+        return self._cost.estimate(len(self.decoding), rows) if self.decoding else 0.0
+
+    def add(self, pairs: list[tuple[Sequence, int]], room_s: float, last_id: int) -> int:
+        """Add what makes the step longer by at most `room_s`; half of it is for prompts, if any.
+
+        Decoding begins behind the sequence `last_id`. Returns the id of the last one that had room,
+        or `last_id` if all had.
+        """
+        before_s = self.seconds
+        decoding = [sequence for sequence, pending in pairs if pending == 1]
+        reading = [Part(sequence, pending, pending) for sequence, pending in pairs if pending > 1]
+        last_id = self._add_decoding(decoding, room_s / 2 if reading else room_s, last_id)
+        left_s = room_s - max(self.seconds - before_s, 0.0)
+        tokens = self._cost.prompt_tokens_in(left_s)
+        if not self.decoding and not self.reading:
+            tokens = max(tokens, _LEAST_PROMPT_TOKENS)
+        most = self._max_batch_tokens - len(self.decoding) - self._prompt_tokens
+        parts = _cut(reading, min(tokens, most))
+        self.reading += parts
+        self._prompt_tokens += sum([part.most for part in parts])
+        return last_id
+
+    def _add_decoding(self, decoding: list[Sequence], room_s: float, last_id: int) -> int:
+        before_s = self._decoding_s(self._rows)
+        behind = [sequence for sequence in decoding if sequence.id > last_id]
+        others = [sequence for sequence in decoding if sequence.id <= last_id]
+        for sequence in behind + others:
+            rows = self._rows + 1 + self._drafted(sequence)
+            after_s = self._cost.estimate(len(self.decoding) + 1, rows)
+            if after_s - before_s > room_s and (self.decoding or self.reading):
+                return self.decoding[-1].sequence.id if self.decoding else last_id
+            self._rows = rows
+            self.decoding.append(Part(sequence, 1, 1))
+        return last_id
+
+
+def _cut(reading: list[Part], most: int) -> list[Part]:
+    """The prompts with at most `most` tokens together, shared between their tenants."""
+    wanted: dict[str, int] = {}
+    for part in reading:
+        tenant = part.sequence.request.tenant
+        wanted[tenant] = wanted.get(tenant, 0) + part.most
+    left = max_min(wanted, max(most, 0))
+    parts = []
+    for part in reading:
+        tenant = part.sequence.request.tenant
+        tokens = min(part.most, left[tenant])
+        if tokens:
+            left[tenant] -= tokens
+            parts.append(part._replace(most=tokens))
+    return parts
+
+
+def max_min(wanted: Mapping[str, int], total: int) -> dict[str, int]:
+    """Share `total` so that nobody can get more without somebody with less getting less still.
+
+    Whoever wants less than an equal share gets what it wants, and the others share the rest.
+    """
+    shares: dict[str, int] = {}
+    left = total
+    for place, (name, count) in enumerate(sorted(wanted.items(), key=lambda item: item[1])):
+        shares[name] = min(count, left // (len(wanted) - place))
+        left -= shares[name]
+    return shares

@@ -1,0 +1,62 @@
+"""How much of the steps each tenant has used of late; who has used little goes first.
+
+The measure is the time of steps, as in a fair-share scheduler: it counts prompts, decoding and
+drafts alike. It decays, so that nobody is held to what was long ago and nobody can save up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+
+# Use decays to 1/e in this time (seconds), and is forgotten after twice the time without any.
+_MEMORY_S = 2.0
+# A tenant is light if it has used less than this part of an equal share. Tenants with about the
+# same use keep their common steps, which compute more tokens a second than steps of their own.
+_LIGHT = 0.5
+# Stored values grow with time instead of being decayed one by one, up to this power of e.
+_LARGEST = 50.0
+
+
+class TenantUse:
+    """For one engine, on its thread. Times are in seconds of its clock."""
+
+    def __init__(self) -> None:
+        # By tenant, the one that was served longest ago first; with each one's last time.
+        self._used: dict[str, float] = {}
+        self._served_at: dict[str, float] = {}
+        self._epoch = 0.0
+
+    def charge(self, rows: Mapping[str, int], seconds: float, now: float) -> None:
+        """Divide the time of a step that ends `now` between tenants by their rows in it."""
+        power = (now - self._epoch) / _MEMORY_S
+        if not 0.0 <= power <= _LARGEST:
+            self._move_epoch(now, power)
+            power = 0.0
+        total = max(sum(rows.values()), 1)
+        value = seconds * math.exp(power) / total
+        for tenant, count in rows.items():
+            self._used[tenant] = self._used.pop(tenant, 0.0) + value * count
+            self._served_at[tenant] = now
+        while self._served_at[first := next(iter(self._used))] < now - 2 * _MEMORY_S:
+            del self._used[first]
+            del self._served_at[first]
+
+    def _move_epoch(self, now: float, power: float) -> None:
+        """Let stored values count from `now`. A clock that was set back decays nothing."""
+        factor = math.exp(-max(power, 0.0))
+        self._used = {tenant: factor * used for tenant, used in self._used.items()}
+        self._served_at = {tenant: min(at, now) for tenant, at in self._served_at.items()}
+        self._epoch = now
+
+    def light(self, tenants: Collection[str]) -> frozenset[str]:
+        """Those of the tenants that have used much less than an equal share of what all have."""
+        if len(tenants) < 2:
+            return frozenset()
+        used = {tenant: self._used.get(tenant, 0.0) for tenant in tenants}
+        bound = _LIGHT * sum(used.values()) / len(used)
+        return frozenset([tenant for tenant, own in used.items() if own < bound])
+
+    def expects(self, tenants: Collection[str]) -> bool:
+        """Whether a tenant that was served of late is none of these, and may come back."""
+        return bool(self._used.keys() - tenants)
