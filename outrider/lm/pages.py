@@ -72,6 +72,10 @@ class PagePool:
             sequence.pages.append(self._take())
         return True
 
+    def room(self, sequence: KVSequence) -> int:
+        """The most tokens for which `reserve` can give the sequence pages."""
+        return (len(sequence.pages) + self.free_count) * self.page_size
+
     def fork(self, sequence: KVSequence, length: int) -> KVSequence:
         """Return a new sequence that shares the full pages of the first `length` tokens.
 

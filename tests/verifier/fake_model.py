@@ -117,7 +117,13 @@ class ScriptedDrafter:
     """A drafter that the test controls; it keeps all messages of the engine."""
 
     def __init__(
-        self, engine: Engine, name: str = "scripted", family: str = "scripted", **hello: object
+        self,
+        engine: Engine,
+        name: str = "scripted",
+        family: str = "scripted",
+        *,
+        trusted: bool = True,
+        **hello: object,
     ) -> None:
         self.engine = engine
         self.received: list[StepBatch] = []
@@ -128,7 +134,7 @@ class ScriptedDrafter:
         """Its guesses behind that length which no verdict contradicts."""
         fields = {"max_draft_tokens": 16, **hello}
         introduction = Hello(name, family, "f", **fields)  # type: ignore[arg-type]
-        self.handle: Drafter = engine.drafting.join(introduction, self._sink)
+        self.handle: Drafter = engine.drafting.join(introduction, self._sink, trusted=trusted)
 
     def _sink(self, message: StepBatch | OutriderError) -> None:
         if isinstance(message, OutriderError):
@@ -191,7 +197,7 @@ def make_engine(
         Metrics("fake"),
         limits or Limits(),
         draft_verifier or DraftVerifier(),
-        trust_draft_distributions=trust,
+        sampled_drafts=trust,
         always_draft=always_draft,
         clock=clock,
     )

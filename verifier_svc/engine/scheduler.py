@@ -177,8 +177,6 @@ class Scheduler:
             return None  # this step preempted it for an older one
         assignment, draft = chosen
         draft = draft.first(room)
-        if not draft.token_ids:
-            assignment = None
         start = sequence.kv.num_computed_tokens
         end = start + count
         has_room = self.pool.reserve(sequence.kv, end + len(draft.token_ids))
@@ -187,8 +185,12 @@ class Scheduler:
             draft = draft.first(len(favourite_path(draft.parents)))
             has_room = self.pool.reserve(sequence.kv, end + len(draft.token_ids))
         if not has_room and draft.token_ids:
-            # A draft is no reason to preempt another sequence.
-            assignment, draft = _NO_DRAFT
+            # A draft is no reason to preempt another sequence. It is cut rather than dropped: how
+            # many tokens follow a sampled token must not decide whether it is verified.
+            draft = draft.first(max(0, self.pool.room(sequence.kv) - end))
+            has_room = self.pool.reserve(sequence.kv, end + len(draft.token_ids))
+        if not draft.token_ids:
+            assignment = None
         while not has_room and not self.pool.reserve(sequence.kv, end):
             victim = self._holds_most(
                 other for other in self.running.values() if other.id not in batch

@@ -14,7 +14,6 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-from outrider.messages import DraftDistribution
 from outrider.token_tree import MAX_TREE_TOKENS, children, without_chain
 from verifier_svc.policy.plan import Plan
 from verifier_svc.state.draft_tree import NO_DRAFT, DraftTree
@@ -65,25 +64,18 @@ def _best_path(sequence: Sequence, draft_tokens: int) -> Assignment | None:
     """The assignment whose favourite path promises the most accepted tokens; None if none is ready.
 
     The expectation comes from the path's length and its drafter's acceptance rate. A sampled path
-    counts as complete: its drafter may stop behind a token because of the token's value, and that
-    value must not decide whether a sampled path is verified or another one.
+    counts as complete, see `Assignment.ready_tokens`.
     """
     if draft_tokens <= 0:
         return None
     lengths = {
-        assignment: assignment.trie.length(draft_tokens)
+        assignment: assignment.ready_tokens(draft_tokens)
         for assignment in sequence.assignments.values()
     }
     ready = [assignment for assignment, length in lengths.items() if length]
-    if not ready:
-        return None
-    best = ready[0]
     if len(ready) > 1:
-        for assignment in ready:
-            if assignment.distribution is DraftDistribution.SPARSE:
-                lengths[assignment] = draft_tokens
-        best = max(ready, key=lambda each: each.rate.expected_tokens(lengths[each]))
-    return best
+        return max(ready, key=lambda each: each.rate.expected_tokens(lengths[each]))
+    return ready[0] if ready else None
 
 
 @dataclass(eq=False, slots=True)

@@ -58,7 +58,7 @@ class Pending(NamedTuple):
 
     assignment: Assignment
     ready_tokens: int
-    """Draft tokens that have arrived."""
+    """Draft tokens that have arrived. A sampled path counts as complete."""
     expected_now: float
     """Tokens that a step should commit with those."""
     expected_with_it: float
@@ -79,7 +79,7 @@ def pending_draft(sequence: Sequence, draft_tokens: int, *, always: bool) -> Pen
         # Before its first answer a drafter may still be at the prompt, which can take long.
         if assignment.asked and (always or assignment.answered_length > 0):
             wanted = min(draft_tokens, assignment.drafter.hello.max_draft_tokens)
-            if not assignment.trie.ready(wanted):
+            if not assignment.trie.ready(wanted) and assignment.ready_tokens(wanted) < wanted:
                 expected = assignment.rate.expected_tokens(wanted)
                 if expected > promised:
                     best = assignment
@@ -89,7 +89,7 @@ def pending_draft(sequence: Sequence, draft_tokens: int, *, always: bool) -> Pen
     ready = 0
     now = 1.0
     for assignment in sequence.assignments.values():
-        there = assignment.trie.length(draft_tokens)
+        there = assignment.ready_tokens(draft_tokens)
         if (expected := assignment.rate.expected_tokens(there)) > now:
             ready = there
             now = expected

@@ -87,6 +87,18 @@ class Assignment:
             return 0.0
         return self.rate.prob_all_accepted(count)
 
+    def ready_tokens(self, draft_tokens: int) -> int:
+        """Tokens of its ready path, at most `draft_tokens`, for every choice between drafts.
+
+        A sampled path counts as complete. Its drafter may stop behind a token because of the
+        token's value, and that value must not decide whether a sampled path is verified, another
+        one, or one that is waited for.
+        """
+        length = self.trie.length(draft_tokens)
+        if length and self.distribution is DraftDistribution.SPARSE:
+            return draft_tokens
+        return length
+
     def observe_acceptance(self, drafted: int, accepted: int) -> None:
         """Count a draft of `drafted` tokens; its first `accepted` tokens were right."""
         self.rate.observe(drafted, accepted)
