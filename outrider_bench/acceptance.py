@@ -61,9 +61,7 @@ async def _measure(models: Path, tokens: int) -> list[Table]:
     masks = _table("temperature 0.7, under a JSON schema", "drafter")
     model = f"model={draft},threads=1"
     for rule in ("token-wise", "block"):
-        async with _stack(
-            target, [model], trust_draft_distributions=True, sampled_rule=rule
-        ) as stack:
+        async with _stack(target, [model], sampled_drafts=True, sampled_rule=rule) as stack:
             rules.add_row(f"{rule}, model, sampled and trusted", *await stack(free, "model"))
     async with _stack(target, [model, "ngram"]) as stack:
         rules.add_row("coupled, model", *await stack(free, "model"))

@@ -35,10 +35,12 @@ class TargetSettings(BaseModel):
     prefix_caching: bool = True
     """Share pages of the KV cache between prompts of a tenant that begin alike."""
 
-    trust_draft_distributions: bool = False
-    """Let drafters sample, and accept their drafts by the distribution that they claim. A drafter
-    that claims a wrong one can bias the output. With TLS, the role trusted-drafter in a drafter's
-    certificate says it instead."""
+    sampled_drafts: bool = False
+    """Let trusted drafters sample for requests without a seed, and accept their drafts by the
+    distribution that they claim; a trusted drafter that claims a wrong one can bias the output.
+    With TLS, drafters whose certificates have the role trusted-drafter are trusted; without TLS,
+    all that connect. Other drafters then propose their likeliest tokens for these requests. Where
+    this is off, drafters draw with the verifier's noise if they can."""
 
     always_draft: bool = False
     """Wait for every draft, at most a second per step, and pause no drafter, even where that is
@@ -124,13 +126,6 @@ class VerifierSettings(TargetSettings, TlsSettings, ScrapedSettings):
     """Longest time for running requests to finish after SIGTERM."""
 
     @model_validator(mode="after")
-    def _check_trust(self) -> Self:
-        if self.trust_draft_distributions and self.tls_cert is not None:
-            remedy = "give the trusted drafters certificates with the role trusted-drafter"
-            raise ValueError(f"trust-draft-distributions has no meaning with tls-cert: {remedy}")
-        return self
-
-    @model_validator(mode="after")
     def _check_exposure(self) -> Self:
         host = self.published_on.strip("[]") or host_of(self.listen)
         remedy = (
@@ -140,6 +135,22 @@ class VerifierSettings(TargetSettings, TlsSettings, ScrapedSettings):
         has_tls = self.tls_cert is not None
         check_verifier_exposure(host, has_tls=has_tls, is_open=self.open, remedy=remedy)
         return self
+
+    @property
+    def acceptance_settings(self) -> dict[str, str]:
+        """The settings that decide how drafts are drawn and tokens are chosen, by flag.
+
+        Only a verifier for which they are equal may continue this one's answers. For example, a
+        drafter may know the noise of an answer that began without sampled drafts.
+        """
+        names = (
+            "sampled_drafts",
+            "sampled_rule",
+            "synthetic_acceptance_rate",
+            "thinking_tokens",
+            "grammar_backend",
+        )
+        return {name.replace("_", "-"): str(getattr(self, name)) for name in names}
 
     @property
     def served_name(self) -> str:

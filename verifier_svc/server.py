@@ -129,7 +129,7 @@ class Loader:
             self._metrics,
             _limits(settings, policy),
             _draft_verifier(settings, tokenizer),
-            trust_draft_distributions=settings.trust_draft_distributions,
+            sampled_drafts=settings.sampled_drafts,
             always_draft=settings.always_draft,
             own_cores=_own_cores(runner.device),
             traced_steps=settings.trace_step_share,

@@ -163,7 +163,7 @@ class ServeSettings(TargetSettings, ServiceSettings):
 
     certs: Path | None = None
     """Directory of `outrider certs`: all processes then use mutual TLS, and the gateway's ports
-    TLS. With trust-draft-distributions the drafters get the role trusted-drafter."""
+    TLS. With sampled-drafts the drafters get the role trusted-drafter."""
 
     @property
     def has_keys(self) -> bool:
@@ -191,7 +191,7 @@ class ServeSettings(TargetSettings, ServiceSettings):
     @property
     def drafter_role(self) -> str:
         """The role of the drafters' certificate."""
-        role = Role.TRUSTED_DRAFTER if self.trust_draft_distributions else Role.DRAFTER
+        role = Role.TRUSTED_DRAFTER if self.sampled_drafts else Role.DRAFTER
         return role.value
 
     @model_validator(mode="after")

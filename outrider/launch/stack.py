@@ -95,9 +95,6 @@ def _verifier_arguments(
         "metrics_port": settings.metrics_port,
     }
     options |= {name: getattr(settings, name) for name in TargetSettings.model_fields}
-    if settings.certs is not None:
-        # The drafters' certificates say it.
-        options["trust_draft_distributions"] = False
     return _flags(options | settings.files(Role.VERIFIER.value))
 
 

@@ -259,7 +259,8 @@ class Opened(_message.Message):
     distribution: Global___DraftDistribution.ValueType
     """ONE_HOT: propose deterministically; the verifier ignores distributions. SPARSE: sample, and
     send the distribution. COUPLED: draw each token with the coupled noise and send ids alone;
-    sampling.seed is set.
+    sampling.seed is set. A verifier that accepts sampled drafts asks drafters that it does not
+    trust for ONE_HOT, and tells nobody the seed of the noise.
     """
     draft_tokens: _builtins.int
     """Draft tokens that the verifier can use next, one behind the other: those of its next step and

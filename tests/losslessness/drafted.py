@@ -321,6 +321,6 @@ def make_engine(
         Metrics("exact"),
         limits,
         draft_verifier,
-        trust_draft_distributions=trust,
+        sampled_drafts=trust,
         always_draft=True,
     )

@@ -125,6 +125,8 @@ class Guesser:
     chain behind such a token. With `branches` it also drafts one-hot branches beside its chain.
     """
 
+    trusted = True
+
     def __init__(
         self,
         name: str,
@@ -165,7 +167,7 @@ class Guesser:
         self._outgoing.clear()
         self.connected = True
         hello = Hello(self.name, self.name, "f", 12, distributions=self._offers)
-        self._handle = engine.drafting.join(hello, self._on_message)
+        self._handle = engine.drafting.join(hello, self._on_message, trusted=self.trusted)
 
     def leave(self) -> None:
         self._engine.drafting.leave(self._handle)
@@ -321,7 +323,7 @@ class Traffic:
             Metrics("small"),
             limits,
             DraftVerifier(self.rule),
-            trust_draft_distributions=self.trust,
+            sampled_drafts=self.trust,
             always_draft=self.always,
             clock=self.clock,
         )

@@ -201,8 +201,16 @@ VERIFIER_MUTANTS = (
         "U2",
         "drafters that are not trusted sample",
         RULE_CHOICE,
-        "trusted and exact and",
-        "exact and",
+        "DraftDistribution.SPARSE if trusted else DraftDistribution.ONE_HOT",
+        "DraftDistribution.SPARSE",
+        RULES,
+    ),
+    Mutant(
+        "U4",
+        "a drafter that is not trusted gets the noise where others sample",
+        RULE_CHOICE,
+        "if sampled_drafts and exact",
+        "if sampled_drafts and trusted and exact",
         RULES,
     ),
     Mutant(

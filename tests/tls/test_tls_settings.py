@@ -116,14 +116,9 @@ def test_files_that_fit_later_without_a_trace_are_found(
     assert watched.refresh()
 
 
-def test_with_tls_the_role_says_whom_to_trust(site: Site) -> None:
-    with pytest.raises(ValidationError, match="certificates with the role trusted-drafter"):
-        VerifierSettings(target="x", trust_draft_distributions=True, **files(site, "verifier"))
-
-
-@pytest.mark.parametrize(("trust", "role"), [(False, "drafter"), (True, "trusted-drafter")])
+@pytest.mark.parametrize(("sampled", "role"), [(False, "drafter"), (True, "trusted-drafter")])
 def test_serve_gives_each_process_the_files_of_its_role(
-    site: Site, trust: bool, role: str, tmp_path: Path
+    site: Site, sampled: bool, role: str, tmp_path: Path
 ) -> None:
     for kind in ("verifier", "gateway", role):
         site.issue(kind)
@@ -132,7 +127,7 @@ def test_serve_gives_each_process_the_files_of_its_role(
         target="x",
         drafter=["ngram"],
         certs=site.folder,
-        trust_draft_distributions=trust,
+        sampled_drafts=sampled,
         host="0.0.0.0",
         open=True,
         **ports,
@@ -143,7 +138,7 @@ def test_serve_gives_each_process_the_files_of_its_role(
         assert child.arguments[at + 1 : at + 6 : 2] == [
             str(site.folder / name) for name in (f"{kind}.pem", f"{kind}.key", "ca.pem")
         ]
-        assert "--trust-draft-distributions" not in child.arguments
+        assert ("--sampled-drafts" in child.arguments) is (sampled and kind == "verifier")
     assert "--public-tls-cert" in stack.children[-1].arguments
     assert stack.http_url.startswith("https://127.0.0.1:")
     assert stack.ca == site.ca

@@ -253,7 +253,7 @@ SEEDED = SamplingParams(1.0, seed=3)
 
 
 @pytest.mark.parametrize(
-    ("sampling", "offered", "trusted", "asked"),
+    ("sampling", "offered", "sampled_drafts", "asked"),
     [
         (GREEDY, ALL, True, ONE_HOT),
         (SAMPLED, ALL, True, SPARSE),
@@ -270,24 +270,46 @@ SEEDED = SamplingParams(1.0, seed=3)
 def test_the_table_of_rules(
     sampling: SamplingParams,
     offered: frozenset[DraftDistribution],
-    trusted: bool,
+    sampled_drafts: bool,
     asked: DraftDistribution,
 ) -> None:
-    assert choose_distribution(TokenRequest([1], 1, sampling), offered, trusted) is asked
+    request = TokenRequest([1], 1, sampling)
+    setting = {"sampled_drafts": sampled_drafts}
+    assert choose_distribution(request, offered, **setting, trusted=True) is asked
+    if asked is not SPARSE:
+        return
+    assert choose_distribution(request, offered, **setting, trusted=False) is ONE_HOT
+
+
+@pytest.mark.parametrize("offered", [SAMPLES, COUPLES, ALL])
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, SEEDED])
+def test_roles_change_nothing_where_sampled_drafts_are_off(
+    sampling: SamplingParams, offered: frozenset[DraftDistribution]
+) -> None:
+    request = TokenRequest([1], 1, sampling)
+    asked = [
+        choose_distribution(request, offered, sampled_drafts=False, trusted=trusted)
+        for trusted in (False, True)
+    ]
+    assert asked[0] is asked[1] is not SPARSE
 
 
 @pytest.mark.parametrize("seed", [None, 3])
 @pytest.mark.parametrize("acceptance", Acceptance)
-@pytest.mark.parametrize("trusted", [False, True])
+@pytest.mark.parametrize("sampled_drafts", [False, True])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_no_request_has_both_sampled_and_coupled_drafters(
-    seed: int | None, acceptance: Acceptance, trusted: bool, temperature: float
+    seed: int | None, acceptance: Acceptance, sampled_drafts: bool, temperature: float
 ) -> None:
     sampling = SamplingParams(temperature, seed=seed)
     options = SpeculationOptions(acceptance=acceptance)
     request = TokenRequest([1], 1, sampling, speculation=options)
     kinds = (frozenset({ONE_HOT}), SAMPLES, COUPLES, ALL)
-    asked = {choose_distribution(request, offered, trusted) for offered in kinds}
+    asked = {
+        choose_distribution(request, offered, sampled_drafts=sampled_drafts, trusted=trusted)
+        for offered in kinds
+        for trusted in (False, True)
+    }
     assert not {SPARSE, COUPLED} <= asked
 
 
@@ -297,7 +319,7 @@ def test_lossy_acceptance_is_never_sampled_and_says_so() -> None:
         (Acceptance.RELAXED, AcceptanceRule.RELAXED),
     ):
         request = TokenRequest([1], 1, speculation=SpeculationOptions(acceptance=acceptance))
-        assert choose_distribution(request, ALL, True) is COUPLED
+        assert choose_distribution(request, ALL, sampled_drafts=True, trusted=True) is COUPLED
         assert acceptance_rule(request, AcceptanceRule.BLOCK, False) is rule
         assert rule.lossy
     exact = TokenRequest([1], 1)

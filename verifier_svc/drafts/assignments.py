@@ -25,14 +25,20 @@ _LONG_MEMORY = 0.99
 _KNOWN_POSITIONS = 16
 
 
-def new_assignment(sequence: Sequence, drafter: Drafter) -> Assignment:
-    """An assignment that the drafter has not been told of yet."""
+def new_assignment(sequence: Sequence, drafter: Drafter, sampled_drafts: bool) -> Assignment:
+    """An assignment that the drafter has not been told of yet.
+
+    `sampled_drafts` says whether the verifier accepts sampled drafts at all.
+    """
     limit = sequence.max_draft_tokens
     reach = min(_AHEAD * limit + 1, drafter.hello.max_draft_tokens)
     length = len(sequence.tokens)
     trie = Trie(length, Window(token_count=_TOKENS_PER_DEPTH * reach, depth=reach))
     distribution = choose_distribution(
-        sequence.request, drafter.hello.distributions, drafter.trusted
+        sequence.request,
+        drafter.hello.distributions,
+        sampled_drafts=sampled_drafts,
+        trusted=drafter.trusted,
     )
     kind = _kind(sequence)
     drafter_rate = drafter.rates.get(kind)

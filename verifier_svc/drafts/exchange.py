@@ -33,13 +33,13 @@ class DraftExchange:
         planner: Planner,
         metrics: Metrics,
         *,
-        trust_distributions: bool = False,
+        sampled_drafts: bool = False,
         own_cores: frozenset[int] | None = None,
         clock: Clock = monotonic,
     ) -> None:
-        """`own_cores` are the cores that the target computes on.
+        """With `sampled_drafts`, trusted drafters may sample.
 
-        None if the target computes elsewhere or leaves some cores to others.
+        The target computes on `own_cores`; None if elsewhere, or if it leaves some cores to others.
         """
         self.roster = Roster(clock)
         self.plan = Plan()
@@ -48,7 +48,7 @@ class DraftExchange:
         self._planner = planner
         self._sequences = sequences
         self._metrics = metrics
-        self._trust_distributions = trust_distributions
+        self._sampled_drafts = sampled_drafts
         self._own_cores = own_cores
         self._clock = clock
 
@@ -64,16 +64,16 @@ class DraftExchange:
         hello: Hello,
         sink: Callable[[StepBatch | OutriderError], None],
         *,
-        trusted: bool | None = None,
+        trusted: bool = True,
         holder: str = "",
     ) -> Drafter:
         """Register a drafter and assign it the admitted sequences that have none of its family.
 
-        `trusted` says whether its distributions count; None leaves that to the setting. `holder` is
-        the common name of its certificate. Raises as `Roster.join` does.
+        `trusted` says whether its distributions count where sampled drafts are accepted. `holder`
+        is the common name of its certificate. Raises as `Roster.join` does.
         """
         drafter = Drafter(hello, sink, holder)
-        drafter.trusted = self._trust_distributions if trusted is None else trusted
+        drafter.trusted = trusted
         own_cores = self._own_cores
         drafter.on_target_cores = own_cores is not None and drafter.shares_cores(own_cores)
         self.roster.join(drafter)
@@ -122,7 +122,7 @@ class DraftExchange:
         if sequence.max_draft_tokens == 0:
             return
         for drafter in self.roster.choose(sequence.request.speculation, sequence.assignments):
-            assignment = new_assignment(sequence, drafter)
+            assignment = new_assignment(sequence, drafter, self._sampled_drafts)
             sequence.assignments[drafter.id] = assignment
             wanted = self._planner.first_draft_tokens(sequence, assignment, self.plan)
             assignment.asked = wanted > 0

@@ -52,7 +52,7 @@ _EXACT = DraftVerifier()
 class Engine:
     """Owns every sequence. Other threads may call only `post` and `stop`.
 
-    The target computes on `own_cores`, see `DraftExchange`. `traced_steps` is the share of traced
+    For `own_cores` and `sampled_drafts` see `DraftExchange`. `traced_steps` is the share of traced
     steps that get spans. `always_draft` waits for every draft, see `Planner`. The engine and its
     parts read time from `clock` alone.
     """
@@ -66,7 +66,7 @@ class Engine:
         limits: Limits = _LIMITS,
         draft_verifier: Verification = _EXACT,
         *,
-        trust_draft_distributions: bool = False,
+        sampled_drafts: bool = False,
         always_draft: bool = False,
         own_cores: frozenset[int] | None = None,
         traced_steps: float = 1.0,
@@ -88,7 +88,7 @@ class Engine:
             self.sequences,
             self.planner,
             metrics,
-            trust_distributions=trust_draft_distributions,
+            sampled_drafts=sampled_drafts,
             own_cores=own_cores,
             clock=clock,
         )

@@ -38,7 +38,7 @@ class Drafter:
     last_sequence_id: int = 0
     """The highest sequence id that was ever announced to it."""
     trusted: bool = False
-    """Whether the distributions that it claims count, so that it may sample its drafts."""
+    """Whether the distributions that it claims count where sampled drafts are accepted."""
     on_target_cores: bool = False
     """Whether it computes on cores that the target computes on."""
     busy_until: float = 0.0

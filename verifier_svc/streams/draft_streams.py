@@ -62,7 +62,7 @@ class DrafterStream:
         slowly, or if the verifier stops.
         """
         hello = await self._receive_hello()
-        trusted = None if self._peer is None else self._peer.role is Role.TRUSTED_DRAFTER
+        trusted = self._peer is None or self._peer.role is Role.TRUSTED_DRAFTER
         holder = "" if self._peer is None else self._peer.name
         joined: list[Drafter] = []
         drafting = self._engine.engine.drafting

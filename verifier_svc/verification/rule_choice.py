@@ -5,21 +5,21 @@ So these rules are only for drafters that the operator trusts; and since what su
 enters the output, never for a request with a seed.
 
 A request that accepts sampled drafts is *open to samples*: an exact, sampled request without a
-seed, at a verifier that trusts its drafters. No drafter gets the noise of such a sequence. The
-length of a run decides which drafter's path is verified, so a drafter that knew the noise could
-decide, by drafting or not, whether the next token is drawn with it. This depends on the request and
-the verifier's flag alone, not on the connected drafters, so it also holds for a drafter that joins
-later.
+seed, at a verifier with --sampled-drafts. No drafter gets the noise of such a sequence. The length
+of a run decides which drafter's path is verified, so a drafter that knew the noise could decide, by
+drafting or not, whether the next token is drawn with it. This depends on the request and the
+verifier's setting alone, not on the connected drafters or their roles. So it also holds for a
+drafter that joins before or after a trusted one.
 
-| request            | drafter can   | it is asked to              | rule                          |
-| ------------------ | ------------- | --------------------------- | ----------------------------- |
-| temperature 0      | anything      | propose its likeliest token | GREEDY                        |
-| open to samples    | SPARSE        | sample, and send its probs  | BLOCK, or TOKEN_WISE by flag  |
-| open to samples    | anything else | propose its likeliest token | COUPLED                       |
-| sampled otherwise  | COUPLED       | draw with our noise         | COUPLED                       |
-| sampled otherwise  | anything else | propose its likeliest token | COUPLED                       |
-| acceptance TYPICAL | anything      | as if sampled otherwise     | TYPICAL (lossy)               |
-| acceptance RELAXED | anything      | as if sampled otherwise     | RELAXED when thinking (lossy) |
+| request            | drafter         | it is asked to            | rule                          |
+| ------------------ | --------------- | ------------------------- | ----------------------------- |
+| temperature 0      | any             | guess its likeliest token | GREEDY                        |
+| open to samples    | trusted, SPARSE | sample and send its probs | BLOCK, or TOKEN_WISE by flag  |
+| open to samples    | any other       | guess its likeliest token | COUPLED                       |
+| sampled otherwise  | COUPLED         | draw with our noise       | COUPLED                       |
+| sampled otherwise  | any other       | guess its likeliest token | COUPLED                       |
+| acceptance TYPICAL | any             | as if sampled otherwise   | TYPICAL (lossy)               |
+| acceptance RELAXED | any             | as if sampled otherwise   | RELAXED when thinking (lossy) |
 
 With --synthetic-acceptance-rate every draft is verified by SYNTHETIC.
 """
@@ -33,18 +33,24 @@ _LOSSY = {kind: AcceptanceRule[kind.name] for kind in Acceptance if kind is not 
 
 
 def choose_distribution(
-    request: TokenRequest, offered: frozenset[DraftDistribution], trusted: bool
+    request: TokenRequest,
+    offered: frozenset[DraftDistribution],
+    *,
+    sampled_drafts: bool,
+    trusted: bool,
 ) -> DraftDistribution:
     """How a drafter is to choose its tokens for a request.
 
-    `offered` are the ways that it can; `trusted` says whether its distributions count.
+    `offered` are the ways that it can. `sampled_drafts` is the verifier's setting. Where it is on,
+    `trusted` says whether this drafter's distributions count.
     """
     if request.sampling.greedy:
         return DraftDistribution.ONE_HOT
     exact = request.speculation.acceptance is Acceptance.EXACT
     wanted = DraftDistribution.COUPLED
-    if trusted and exact and request.sampling.seed is None:
-        wanted = DraftDistribution.SPARSE  # the request is open to samples
+    if sampled_drafts and exact and request.sampling.seed is None:
+        # The request is open to samples.
+        wanted = DraftDistribution.SPARSE if trusted else DraftDistribution.ONE_HOT
     if wanted not in offered:
         return DraftDistribution.ONE_HOT
     return wanted

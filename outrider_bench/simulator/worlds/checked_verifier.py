@@ -75,7 +75,7 @@ class CheckedVerifier(EngineActor):
                 draft_trees=plan.draft_trees,
             ),
             DraftVerifier(sampled_rule),
-            trust_draft_distributions=plan.trusts,
+            sampled_drafts=plan.sampled_drafts,
             always_draft=plan.always_draft,
             clock=self.clock,
         )
@@ -101,7 +101,9 @@ class CheckedVerifier(EngineActor):
         sink: Callable[[TokenChunk | OutriderError], None],
     ) -> Sequence:
         """Submit a request of the catalogue, on the engine's thread; raises as `Engine.submit`."""
-        truth = Truth(answer_of(number), compares(request, trusts=self._plan.trusts))
+        truth = Truth(
+            answer_of(number), compares(request, sampled_drafts=self._plan.sampled_drafts)
+        )
         matcher = matcher_of(number, request.committed)
         sequence = self.engine.submit(request, sink, matcher=matcher)
         truth.length = len(sequence.tokens)

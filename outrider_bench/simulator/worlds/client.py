@@ -42,7 +42,9 @@ class Client:
         self._logprobs: list[TokenLogprob] = []
         self._prompt_logprobs: list[TokenLogprob] = []
         self._answer = answer_of(plan.number)
-        self._compares = compares(request_of(plan.number), trusts=world.plan.engine.trusts)
+        self._compares = compares(
+            request_of(plan.number), sampled_drafts=world.plan.engine.sampled_drafts
+        )
         self._drafter = (plan.drafter_id, plan.drafter_family)
         # Earlier attempts are over for the client, and their messages are ignored.
         self._attempt = 0

@@ -35,10 +35,10 @@ class Truth:
     """The committed length when it was last checked."""
 
 
-def compares(request: TokenRequest, *, trusts: bool) -> bool:
+def compares(request: TokenRequest, *, sampled_drafts: bool) -> bool:
     """Whether the text of a request does not depend on drafters at all."""
     sampling = request.sampling
-    return sampling.greedy or sampling.seed is not None or not trusts
+    return sampling.greedy or sampling.seed is not None or not sampled_drafts
 
 
 # --- after a step ---

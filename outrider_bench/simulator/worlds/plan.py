@@ -31,7 +31,7 @@ class EnginePlan:
     draft_tokens: str
     draft_trees: bool
     always_draft: bool
-    trusts: bool
+    sampled_drafts: bool
     token_wise: bool
     max_batch_tokens: int
     max_sequences: int
@@ -153,7 +153,7 @@ def _engine(draw: Random, longest: int) -> EnginePlan:
         draft_tokens=draw.choice(["goodput", "goodput", "auto", "0", "1", "3", "4", "6", "16"]),
         draft_trees=draw.random() < 0.7,
         always_draft=draw.random() < 0.6,
-        trusts=draw.random() < 0.25,
+        sampled_drafts=draw.random() < 0.25,
         token_wise=draw.random() < 0.3,
         max_batch_tokens=draw.choice([1, 8, 16, 64, 512, 512]),
         max_sequences=draw.choice([1, 2, 4, 8, 8, 64]),
