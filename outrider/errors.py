@@ -84,7 +84,8 @@ class OutriderError(Exception):
 
     `message` names the field and the limit. `field` is the path of the parameter at fault, or
     None. `retry_after_s` is the time to wait before a retry, where the server knows it; it is
-    always set where the reason's rule is RETRY_INFO.
+    always set where the reason's rule is RETRY_INFO. `retry` is the reason's rule, but for a
+    peer's reason that only a later version knows.
     """
 
     reason: Reason
@@ -92,8 +93,10 @@ class OutriderError(Exception):
     field: str | None = None
     retry_after_s: float | None = None
     metadata: dict[str, str] = dataclass_field(default_factory=dict)
+    retry: Retry = dataclass_field(init=False)
 
     def __post_init__(self) -> None:
+        self.retry = self.reason.kind.retry
         if self.retry_after_s is None and self.reason.kind.retry is Retry.RETRY_INFO:
             self.retry_after_s = _RETRY_S
 

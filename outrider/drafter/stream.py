@@ -87,7 +87,7 @@ async def wait_until_ready(
             state = f"{info.stage.name.lower()}: {info.stage_detail}"
         except grpc.aio.AioRpcError as failure:
             error = rpc.error_of(failure)
-            if error.reason.kind.retry is Retry.NEVER:
+            if error.retry is Retry.NEVER:
                 raise
             reason = explain(error.message, tls)
             is_refused = reason != error.message
@@ -140,7 +140,7 @@ class DraftStream:
                 error = OutriderError(Reason.VERIFIER_UNAVAILABLE, "the verifier ended the stream")
             except grpc.aio.AioRpcError as failure:
                 error = rpc.error_of(failure)
-                if error.reason.kind.retry is Retry.NEVER:
+                if error.retry is Retry.NEVER:
                     raise error from failure
             # The verifier sent an invalid message. A new stream starts from a clean state.
             except OutriderError as violation:

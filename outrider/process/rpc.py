@@ -16,7 +16,7 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
-from outrider.errors import DOMAIN, OutriderError, Reason
+from outrider.errors import DOMAIN, OutriderError, Reason, Retry
 from outrider.process.credentials import (
     ClientCredentials,
     client_credentials,
@@ -34,6 +34,8 @@ MAX_STREAMS = 4096
 # A peer's error travels on to callers in a call's metadata, of which gRPC allows 8 KiB.
 _MAX_ERROR_BYTES = 1024
 _MAX_RETRY_S = 86_400.0
+_RETRY_KEY = "retry"
+"""The key of the retry class in ErrorInfo.metadata."""
 
 # Both ends notice within 12 s that the other has vanished: after 4 s without data they send a ping,
 # and wait 8 s for its answer. gRPC also sends pings that measure the link. Their time-out is 60 s
@@ -93,10 +95,14 @@ def status_of(error: OutriderError) -> status_pb2.Status:
     """The google.rpc.Status of an error.
 
     Its details are ErrorInfo, BadRequest if the error names a field, and RetryInfo if it has a
-    delay after which a retry may succeed.
+    delay after which a retry may succeed. The retry class is in ErrorInfo.metadata, for clients
+    that do not know the reason.
     """
-    name = error.reason.name
-    info = error_details_pb2.ErrorInfo(reason=name, domain=DOMAIN, metadata=error.metadata)
+    info = error_details_pb2.ErrorInfo(
+        reason=error.reason.name,
+        domain=DOMAIN,
+        metadata=error.metadata | {_RETRY_KEY: error.retry.name.lower()},
+    )
     details: list[Any] = [info]
     if error.field is not None:
         violation = error_details_pb2.BadRequest.FieldViolation(
@@ -151,15 +157,26 @@ def _with_details(error: OutriderError, status: status_pb2.Status) -> OutriderEr
     bad = error_details_pb2.BadRequest()
     retry = error_details_pb2.RetryInfo()
     for packed in status.details:
-        if packed.Unpack(info) and info.domain == DOMAIN and info.reason in Reason.__members__:
-            error.reason = Reason[info.reason]
-            error.metadata = dict(info.metadata)
+        if packed.Unpack(info) and info.domain == DOMAIN:
+            _describe(error, info)
         elif packed.Unpack(bad) and bad.field_violations:
             error.field = _cut(bad.field_violations[0].field)
         elif packed.Unpack(retry):
             delay_s = retry.retry_delay.ToNanoseconds() / 1e9
             error.retry_after_s = min(max(delay_s, 0.0), _MAX_RETRY_S)
     return error
+
+
+def _describe(error: OutriderError, info: error_details_pb2.ErrorInfo) -> None:
+    """Give the error the reason; one that only a later version knows has its class of retries."""
+    metadata = dict(info.metadata)
+    named = metadata.pop(_RETRY_KEY, "")
+    if info.reason in Reason.__members__:
+        error.reason = Reason[info.reason]
+        error.retry = error.reason.kind.retry
+        error.metadata = metadata
+    elif named.upper() in Retry.__members__:
+        error.retry = Retry[named.upper()]
 
 
 def _cut(text: str) -> str:
