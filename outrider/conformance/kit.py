@@ -13,13 +13,21 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from google.rpc import status_pb2
 from rich.console import Console
-from rich.table import Table
 
+from outrider.conformance.report import table
 from outrider.conformance.rules import RULES, Outcome, Result
 from outrider.conformance.scenes import SCENES
-from outrider.conformance.scripted_verifier import Broken, Link, ScriptedVerifier, refused
-from outrider.errors import Reason
+from outrider.conformance.scripted_verifier import (
+    Broken,
+    Link,
+    ScriptedVerifier,
+    reason_in,
+    refused,
+    refused_for_a_later_reason,
+)
+from outrider.errors import Reason, Retry
 from outrider.process import rpc
 from outrider.process.tls import Tls
 from outrider.v1 import verifier_pb2
@@ -37,6 +45,8 @@ class Kit:
         self, command: Sequence[str], fingerprint: str, vocab_size: int, tls: Tls | None = None
     ) -> None:
         self.results = {name: Result() for name in RULES}
+        self.notes: dict[str, str] = {}
+        """By name of each note, what was seen first."""
         self.transcript: list[dict[str, Any]] = []
         self._command = command
         self._tls = tls
@@ -49,7 +59,7 @@ class Kit:
             context_length=8192,
             max_draft_tokens=16,
         )
-        self.verifier = ScriptedVerifier(model, self._complain, self._note)
+        self.verifier = ScriptedVerifier(model, self._complain, self.remark, self._note)
         self._link: Link | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._address = ""
@@ -82,6 +92,10 @@ class Kit:
         for rule in rules:
             if self.results[rule].outcome is Outcome.NOT_SEEN:
                 self.results[rule].outcome = Outcome.PASS
+
+    def remark(self, name: str, reason: str) -> None:
+        """Note what is allowed but of no use; the first of each kind counts."""
+        self.notes.setdefault(name, reason)
 
     def _complain(self, rule: str, reason: str) -> None:
         result = self.results[rule]
@@ -138,13 +152,21 @@ class Kit:
             try:
                 await scene(self)
             except Broken as broken:
-                self._complain(broken.rule, broken.reason)
+                self._complain(*self._cause(broken))
                 self.verifier.refusal = None
                 # The next scene needs a stream in a clean state.
                 self._kill()
                 self._link = None
                 while not self.verifier.links.empty():
                     self.verifier.links.get_nowait()
+
+    def _cause(self, broken: Broken) -> tuple[str, str]:
+        """The broken rule and the reason; a plain answer that a stream's end cut off is another."""
+        if not broken.ended or not broken.rule.startswith("answers-"):
+            return broken.rule, broken.reason
+        code = self._process.poll() if self._process else None
+        state = "and the process still runs" if code is None else f"as the process exited: {code}"
+        return "keeps-the-stream", f"{broken.reason}, {state}"
 
     async def _leaves(self) -> None:
         """Check that the drafter leaves politely on SIGTERM."""
@@ -169,10 +191,16 @@ class Kit:
         self.passed(rule)
 
     async def _gives_up(self) -> None:
-        """Check that the drafter exits after a final refusal."""
-        rule = "gives-up"
+        """Check that the drafter exits after each kind of final refusal."""
+        await self._gives_up_after(refused(Reason.TOKENIZER_MISMATCH))
+        await self._gives_up_after(refused_for_a_later_reason(Retry.NEVER))
+        self.verifier.refuses_every_call = True
+        await self._gives_up_after(refused(Reason.CERTIFICATE_NOT_ALLOWED))
+        self.passed("gives-up")
+
+    async def _gives_up_after(self, refusal: status_pb2.Status) -> None:
         self._kill()
-        self.verifier.refusal = refused(Reason.TOKENIZER_MISMATCH)
+        self.verifier.refusal = refusal
         before = len(self.verifier.attempts)
         self._start()
         code = None
@@ -181,13 +209,15 @@ class Kit:
         while code is None and attempts < 2 and time.monotonic() < deadline:
             code = await self._exit_code(0.2)
             attempts = len(self.verifier.attempts) - before
+        problem = None
         if code is None:
-            self._complain(rule, f"still runs after {attempts} attempts")
+            problem = f"still runs after {attempts} attempts"
         elif code == 0:
-            self._complain(rule, "exited with 0")
+            problem = "exited with 0"
         elif attempts != 1:
-            self._complain(rule, f"opened {attempts} streams")
-        self.passed(rule)
+            problem = f"called {attempts} times"
+        if problem:
+            self._complain("gives-up", f"{problem}, refused with {reason_in(refusal)}")
 
     # --- the process ---
 
@@ -215,19 +245,6 @@ class Kit:
         """The names of the broken rules."""
         return [name for name, result in self.results.items() if result.outcome is Outcome.FAIL]
 
-    def table(self) -> Table:
-        """A table of the rules, with reasons and hints for the broken ones."""
-        table = Table("rule", "", "statement; reason of the failure; hint")
-        styles = {Outcome.PASS: "green", Outcome.FAIL: "bold red", Outcome.NOT_SEEN: "dim"}
-        for name, result in self.results.items():
-            rule = RULES[name]
-            text = rule.says
-            if result.outcome is Outcome.FAIL:
-                text = f"{rule.says}\n[red]{result.reason}[/red]\n{rule.mend}"
-            outcome = f"[{styles[result.outcome]}]{result.outcome.value}[/]"
-            table.add_row(name, outcome, text)
-        return table
-
 
 def check_drafter(
     command: Sequence[str],
@@ -248,9 +265,11 @@ def check_drafter(
         tls = Tls.of(certs / "verifier.pem", certs / "verifier.key", certs / "ca.pem")
     kit = Kit(command, fingerprint, vocab_size, tls)
     asyncio.run(kit.run())
-    Console().print(kit.table())
+    Console().print(table(kit.results, kit.notes))
     if transcript is not None:
         transcript.write_text("".join(json.dumps(line) + "\n" for line in kit.transcript))
     for name in kit.failed:
         print(f"{name}: {kit.results[name].reason}")
+    for name, reason in kit.notes.items():
+        print(f"note: {name}: {reason}")
     return int(bool(kit.failed))

@@ -15,7 +15,7 @@ from outrider.v1 import drafts_pb2
 # Messages for a sequence may arrive this long after the verifier closed it.
 _CLOSED_S = 0.5
 Complain = Callable[[str, str], None]
-"""Takes the name of a broken rule and the reason."""
+"""Takes the name of a broken rule, or of a note, and the reason."""
 
 
 @dataclass
@@ -25,11 +25,18 @@ class TrackedSequence:
     opened: drafts_pb2.Opened
     committed: list[int]
     draft_tokens: int
+    window: drafts_pb2.Window
+    """The largest window that the sequence has had."""
+    opened_at: float = field(default_factory=time.monotonic)
     closed_at: float = 0.0
     # Each path of guesses, behind a number of committed tokens.
     paths: list[tuple[int, list[int]]] = field(default_factory=list)
     answered: set[int] = field(default_factory=set)
     """Committed lengths that a proposal or skip has answered."""
+    skipped: set[int] = field(default_factory=set)
+    """Committed lengths that a skip has answered."""
+    trees: list[tuple[int, list[int], list[int]]] = field(default_factory=list)
+    """Of each proposal with parents: base length, tokens and parents."""
 
     def valid_guess(self) -> list[int]:
         """The longest path of guesses behind the committed tokens that agrees with them."""
@@ -40,15 +47,34 @@ class TrackedSequence:
                 best = max(best, text[len(self.committed) :], key=len)
         return best
 
+    @property
+    def is_answered(self) -> bool:
+        """Whether the drafter answered the committed length, or has enough guesses for a step."""
+        return self.has_enough or len(self.committed) in self.answered
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether a verifier need not wait: enough guesses for a step, or a skip."""
+        return self.has_enough or len(self.committed) in self.skipped
+
+    @property
+    def has_enough(self) -> bool:
+        """Whether the guesses are as deep as the next step can use."""
+        return len(self.valid_guess()) >= self.draft_tokens
+
 
 class Ledger:
-    """The sequences of one stream. `received` reports broken rules to `complain`."""
+    """The sequences of one stream.
 
-    def __init__(self, vocab_size: int, complain: Complain) -> None:
+    `received` reports broken rules to `complain`, and what is allowed but of no use to `remark`.
+    """
+
+    def __init__(self, vocab_size: int, complain: Complain, remark: Complain) -> None:
         self.sequences: dict[int, TrackedSequence] = {}
         self.fault_count = 0
         self._vocab_size = vocab_size
         self._report = complain
+        self._remark = remark
 
     def _complain(self, rule: str, reason: str) -> None:
         self.fault_count += 1
@@ -57,13 +83,16 @@ class Ledger:
     def sent(self, step: drafts_pb2.StepBatch) -> None:
         """Record a message of the verifier."""
         for opened in step.opened:
-            sequence = TrackedSequence(opened, list(opened.token_ids), opened.draft_tokens)
+            tokens = list(opened.token_ids)
+            sequence = TrackedSequence(opened, tokens, opened.draft_tokens, opened.window)
             self.sequences[opened.sequence_id] = sequence
         for verdict in step.verdicts:
             known = self.sequences[verdict.sequence_id]
             behind = len(known.committed) - (verdict.committed_length - len(verdict.new_token_ids))
             known.committed += verdict.new_token_ids[behind:]
             known.draft_tokens = verdict.draft_tokens
+            if verdict.window.token_count > known.window.token_count:
+                known.window = verdict.window
         for closed in step.closed:
             self.sequences[closed.sequence_id].closed_at = time.monotonic()
 
@@ -79,6 +108,7 @@ class Ledger:
             known = self._known(skip.sequence_id, skip.base_length)
             if known is not None:
                 known.answered.add(skip.base_length)
+                known.skipped.add(skip.base_length)
 
     def _known(self, sequence_id: int, base_length: int) -> TrackedSequence | None:
         """The sequence of a proposal or skip; None and a complaint if that is invalid."""
@@ -118,10 +148,25 @@ class Ledger:
         if len(given) not in (0, len(tokens)) or not all(0 < value <= 1 for value in given):
             self._complain("valid-confidences", f"confidences {given} of {len(tokens)} tokens")
         self._check_distributions(known, proposal)
+        self._check_duration(known, proposal)
+        if parents:
+            known.trees.append((proposal.base_length, tokens, parents))
+        if len(tokens) > 2 * known.window.token_count:
+            text = f"{len(tokens)} tokens, where the window takes {known.window.token_count}"
+            self._remark("beyond-the-window", text)
         paths: list[list[int]] = [[]]
         for token, parent in zip(tokens, places, strict=True):
             paths.append([*paths[parent], token])
         known.paths += [(proposal.base_length, path) for path in paths[1:]]
+
+    def _check_duration(self, known: TrackedSequence, proposal: drafts_pb2.Proposal) -> None:
+        seconds = proposal.draft_duration.seconds + proposal.draft_duration.nanos * 1e-9
+        if seconds < 0:
+            self._complain("valid-durations", f"draft_duration is {seconds} s")
+        known_s = time.monotonic() - known.opened_at
+        if seconds > known_s:
+            text = f"{seconds:.3g} s of drafting, {known_s:.3g} s after the sequence was opened"
+            self._remark("implausible-durations", text)
 
     def _check_distributions(self, known: TrackedSequence, proposal: drafts_pb2.Proposal) -> None:
         count = len(proposal.token_ids)

@@ -60,6 +60,10 @@ RULES: dict[str, Rule] = {
         "parents is empty, or has for each token a parent that comes before it.",
         "0 is the base; j is the j-th token, counted from 1.",
     ),
+    "trees": Rule(
+        "A tree's branches are where the text has them.",
+        "parents names each token's parent: 0 is the base, j is token_ids[j - 1].",
+    ),
     "valid-distributions": Rule(
         "SPARSE: has the distribution that each token was sampled from; otherwise none.",
         "Send distributions only where Opened.distribution is SPARSE.",
@@ -68,6 +72,10 @@ RULES: dict[str, Rule] = {
         "confidences is empty, or has for each token a number above 0 and at most 1.",
         "It estimates how probably a token is committed if its parent is; leave it out if unsure.",
     ),
+    "valid-durations": Rule(
+        "draft_duration is not negative.",
+        "Measure it with a monotonic clock.",
+    ),
     "knows-its-sequences": Rule(
         "Sends nothing for unknown sequences, and nothing later than 0.5 s after Closed.",
         "Drop a sequence with Closed, and all of them when the stream ends.",
@@ -75,6 +83,11 @@ RULES: dict[str, Rule] = {
     "falls-silent": Rule(
         "Falls silent once the window is full or nothing is left to offer.",
         "Send only what is new; wait for a message otherwise.",
+    ),
+    "keeps-the-stream": Rule(
+        "Keeps its stream while all is well, also in silence.",
+        "Ping after 4 s of silence (10 s in Go); gRPC ends a connection with pings more often than "
+        "once a second.",
     ),
     "many-at-once": Rule(
         "Accepts a step that opens, continues and closes several sequences, also the same one.",
@@ -117,7 +130,7 @@ RULES: dict[str, Rule] = {
         "Read google.rpc.RetryInfo from the status' details.",
     ),
     "comes-back": Rule(
-        "Reconnects within 8 s after a lost stream, a taken id and an unknown error.",
+        "Reconnects within 8 s after a lost stream, a taken id and unknown errors.",
         "Wait at most 2 s between attempts; set gRPC's own maximum backoff too.",
     ),
     "begins-anew": Rule(
@@ -130,6 +143,14 @@ RULES: dict[str, Rule] = {
     ),
     "gives-up": Rule(
         "Exits with a status other than 0 when it is refused for good, and does not reconnect.",
-        'Reasons with "Retry: never" in errors.proto are final.',
+        "A refusal is final if `retry` in ErrorInfo.metadata is never, whatever its reason.",
     ),
 }
+
+NOTES: dict[str, str] = {
+    "no-skip": "Send a Skip if your longest branch is shorter than draft_tokens.",
+    "useless-guesses": "Compare what you send with the verdicts: is base_length right?",
+    "beyond-the-window": "The verifier cuts off what its window has no room for.",
+    "implausible-durations": "draft_duration is the time that this proposal's guesses took.",
+}
+"""What is allowed and of no use, with hints."""

@@ -5,98 +5,33 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from itertools import count
-from typing import Any, Protocol
+from typing import Any
 
-from outrider.conformance.ledger import TrackedSequence
-from outrider.conformance.scripted_verifier import Broken, Link, ScriptedVerifier, refused
-from outrider.errors import Reason
+from outrider.conformance.guess_scenes import repeating, trees
+from outrider.conformance.scripted_verifier import (
+    Broken,
+    refused,
+    refused_for_a_later_reason,
+)
+from outrider.conformance.stage import (
+    ANSWER_S,
+    TEXT,
+    WINDOW,
+    Stage,
+    answered,
+    begin,
+    go_on,
+    opened,
+    still_there,
+    verdict,
+)
+from outrider.errors import Reason, Retry
 from outrider.v1 import common_pb2, drafts_pb2, verifier_pb2
 
-ANSWER_S = 5.0
 _BACK_S = 4.0
 _RETRY_S = 1.5
 _QUIET_S = 0.3
-_IDS = count(1)
-WINDOW = drafts_pb2.Window(token_count=32, depth=16)
-# A text that repeats itself, so that n-gram drafters find a guess.
-TEXT = [11, 12, 13, 14, 15, 16] * 4
-
-
-class Stage(Protocol):
-    """The interface of the kit for scenes."""
-
-    verifier: ScriptedVerifier
-
-    async def link(self) -> Link:
-        """The drafter's stream; raises Broken when the drafter does not reconnect."""
-
-    def passed(self, *rules: str) -> None:
-        """Record that this scene found these rules kept."""
-
-
-def opened(tokens: list[int] = TEXT, **fields: Any) -> drafts_pb2.Opened:
-    """An Opened message for a new sequence; `fields` replace the defaults."""
-    usual: dict[str, Any] = {
-        "sequence_id": next(_IDS),
-        "token_ids": tokens,
-        "prompt_token_count": len(tokens),
-        "sampling": common_pb2.SamplingParams(temperature=0),
-        "distribution": drafts_pb2.DRAFT_DISTRIBUTION_ONE_HOT,
-        "draft_tokens": 4,
-        "window": WINDOW,
-    }
-    return drafts_pb2.Opened(**(usual | fields))
-
-
-def verdict(
-    known: TrackedSequence, new: list[int], draft_tokens: int = 4, **fields: Any
-) -> drafts_pb2.Verdict:
-    """A Verdict that commits the tokens `new`."""
-    length = len(known.committed) + len(new)
-    return drafts_pb2.Verdict(
-        sequence_id=known.opened.sequence_id,
-        committed_length=length,
-        new_token_ids=new,
-        draft_tokens=draft_tokens,
-        **fields,
-    )
-
-
-async def answered(link: Link, known: TrackedSequence, rule: str) -> None:
-    """Wait for an answer at the committed length, or for enough valid guesses; raises Broken."""
-
-    def is_answered() -> bool:
-        """Whether the drafter answered this length or its valid guesses are enough."""
-        length = len(known.committed)
-        return len(known.valid_guess()) >= known.draft_tokens or length in known.answered
-
-    if await link.until(is_answered, ANSWER_S):
-        return
-    problem = "the stream ended" if link.ended else f"no answer within {ANSWER_S:.0f} s"
-    raise Broken(rule, f"{problem}, at length {len(known.committed)}")
-
-
-async def begin(link: Link, asked: drafts_pb2.Opened, rule: str) -> TrackedSequence:
-    """Open a sequence and wait for the answer."""
-    link.step(opened=[asked])
-    known = link.ledger.sequences[asked.sequence_id]
-    await answered(link, known, rule)
-    return known
-
-
-async def go_on(
-    link: Link, known: TrackedSequence, rule: str, new: list[int], **fields: Any
-) -> None:
-    """Commit the tokens `new` and wait for the answer."""
-    link.step(verdicts=[verdict(known, new, **fields)])
-    await answered(link, known, rule)
-
-
-async def still_there(link: Link, rule: str) -> None:
-    """Check that the drafter answers a new sequence on the same stream; then close it."""
-    known = await begin(link, opened(), rule)
-    link.step(closed=[drafts_pb2.Closed(sequence_id=known.opened.sequence_id)])
+_IDLE_S = 2.5
 
 
 async def rounds(stage: Stage) -> None:
@@ -111,14 +46,14 @@ async def rounds(stage: Stage) -> None:
         await go_on(link, known, "answers-verdicts", [miss])
         await go_on(link, known, "answers-verdicts", TEXT[:5])
     stage.passed("answers-verdicts", "valid-base", "valid-tokens", "valid-parents")
-    stage.passed("valid-distributions", "valid-confidences")
+    stage.passed("valid-distributions", "valid-confidences", "valid-durations")
     link.step(closed=[drafts_pb2.Closed(sequence_id=known.opened.sequence_id)])
     await asyncio.sleep(0.6)
     stage.passed("knows-its-sequences")
 
 
 async def silence(stage: Stage) -> None:
-    """Send nothing, and wait for the drafter to fall silent."""
+    """Send nothing and wait until the drafter is silent; pings that are too frequent show here."""
     link = await stage.link()
     known = await begin(link, opened(), "answers-opened")
     quiet = False
@@ -128,8 +63,13 @@ async def silence(stage: Stage) -> None:
         quiet = time.monotonic() - link.received_at > 1.0
     if not quiet:
         raise Broken("falls-silent", f"still sends messages {ANSWER_S:.0f} s after Opened")
-    await go_on(link, known, "answers-verdicts", [21])
     stage.passed("falls-silent")
+    if await link.until(lambda: link.ended, _IDLE_S):
+        raise Broken(
+            "keeps-the-stream", "the stream ended in silence, as too frequent pings make it"
+        )
+    stage.passed("keeps-the-stream")
+    await go_on(link, known, "answers-verdicts", [21])
 
 
 async def many(stage: Stage) -> None:
@@ -289,13 +229,15 @@ async def draining(stage: Stage) -> None:
 
 
 async def restarts(stage: Stage) -> None:
-    """End the stream without a status, with INTERNAL, and with a taken id."""
+    """End the stream without a status, with INTERNAL and a later reason, and with a taken id."""
     link = await stage.link()
     await begin(link, opened(), "answers-opened")
     link.end(None)
     link = await stage.link()
     await asyncio.sleep(0.3)
     stage.passed("begins-anew")
+    link.end(refused_for_a_later_reason(Retry.BACKOFF))
+    link = await stage.link()
     link.end(refused(Reason.INTERNAL))
     stage.verifier.refusal = refused(Reason.DRAFTER_ID_TAKEN)
     attempts = len(stage.verifier.attempts)
@@ -320,6 +262,8 @@ SCENES: tuple[Scene, ...] = (
     sizes,
     windows,
     predictions,
+    trees,
+    repeating,
     sampled,
     draining,
     restarts,

@@ -11,9 +11,11 @@ from typing import Any
 import grpc
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+from grpc_status import rpc_status
 
 from outrider.conformance.ledger import Complain, Ledger
-from outrider.errors import OutriderError, Reason
+from outrider.errors import DOMAIN, OutriderError, Reason, Retry
 from outrider.limits import MAX_DRAFT_TOKENS, MAX_FAMILY_LENGTH, MAX_NAME_LENGTH
 from outrider.process import rpc
 from outrider.process.credentials import peer_of
@@ -25,12 +27,13 @@ Note = Callable[[str, dict[str, Any]], None]
 
 
 class Broken(Exception):
-    """A scene found a broken rule."""
+    """A scene found a broken rule. `ended` tells that it did because the stream had ended."""
 
-    def __init__(self, rule: str, reason: str) -> None:
+    def __init__(self, rule: str, reason: str, ended: bool = False) -> None:
         super().__init__(f"{rule}: {reason}")
         self.rule = rule
         self.reason = reason
+        self.ended = ended
 
 
 class Link:
@@ -45,7 +48,7 @@ class Link:
         self.half_closed = asyncio.Event()
         self.draining = False
         self._note = note
-        self._outbox: asyncio.Queue[Message | OutriderError | None] = asyncio.Queue()
+        self._outbox: asyncio.Queue[Message | None] = asyncio.Queue()
         self._changed = asyncio.Event()
 
     def step(self, **fields: Any) -> None:
@@ -59,10 +62,10 @@ class Link:
         self._note("verifier", MessageToDict(message, preserving_proto_field_name=True))
         self._outbox.put_nowait(message)
 
-    def end(self, error: OutriderError | None) -> None:
-        """End the stream with the error; with None, as if the process had died."""
-        self._note("verifier", {"ends": error.reason.name if error else "without a status"})
-        self._outbox.put_nowait(error)
+    def end(self, status: status_pb2.Status | None) -> None:
+        """End the stream with this status; with None, as if the process had died."""
+        self._note("verifier", {"ends": reason_in(status) if status else "without a status"})
+        self._outbox.put_nowait(status)
         self.close()
 
     async def until(self, condition: Callable[[], bool], seconds: float) -> bool:
@@ -87,10 +90,10 @@ class Link:
         self.half_closed.set()
 
     async def write(self, context: Any) -> None:
-        """Send queued messages until `end`. Raises the OutriderError that `end` was given."""
+        """Send queued messages until `end`, and end the call with the status that it was given."""
         while (message := await self._outbox.get()) is not None:
-            if isinstance(message, OutriderError):
-                raise message
+            if isinstance(message, status_pb2.Status):
+                await context.abort_with_status(rpc_status.to_status(message))
             await context.write(message)
         await context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
 
@@ -104,21 +107,31 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
     """GetModel returns `model`. While `refusal` is set, each new stream ends with it."""
 
     def __init__(
-        self, model: verifier_pb2.GetModelResponse, complain: Complain, note: Note
+        self,
+        model: verifier_pb2.GetModelResponse,
+        complain: Complain,
+        remark: Complain,
+        note: Note,
     ) -> None:
         self.model = model
-        self.refusal: OutriderError | None = None
+        self.refusal: status_pb2.Status | None = None
+        self.refuses_every_call = False
+        """Whether GetModel ends with the refusal too, as it does for a wrong certificate."""
         self.attempts: list[float] = []
-        """Times at which streams were opened, refused ones included."""
+        """Times at which streams were opened, and of calls that were refused."""
         self.links: asyncio.Queue[Link] = asyncio.Queue()
         self._complain = complain
+        self._remark = remark
         self._note = note
 
     @rpc.reports_errors
     async def GetModel(
         self, request: verifier_pb2.GetModelRequest, context: Any
     ) -> verifier_pb2.GetModelResponse:
-        """The model that the kit pretends to serve."""
+        """The model that the kit pretends to serve; refused if the refusal covers every call."""
+        if self.refuses_every_call:
+            self.attempts.append(time.monotonic())
+            await self._refuse(context)
         return self.model
 
     @rpc.reports_errors
@@ -132,7 +145,7 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
     async def StreamDrafts(  # type: ignore[override]  # the stubs do not know writes to the context
         self, request_iterator: AsyncIterator[verifier_pb2.StreamDraftsRequest], context: Any
     ) -> None:
-        """Welcome a drafter and queue its Link; raises `refusal` instead while it is set."""
+        """Welcome a drafter and queue its Link; end with `refusal` instead while it is set."""
         self.attempts.append(time.monotonic())
         requests = aiter(request_iterator)
         try:
@@ -143,10 +156,9 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
             return
         self._note("drafter", MessageToDict(first, preserving_proto_field_name=True))
         self._check_hello(first, peer_of(context))
-        if self.refusal is not None:
-            self._note("verifier", {"ends": self.refusal.reason.name})
-            raise self.refusal
-        link = Link(first.hello, Ledger(self.model.vocab_size, self._complain), self._note)
+        await self._refuse(context)
+        ledger = Ledger(self.model.vocab_size, self._complain, self._remark)
+        link = Link(first.hello, ledger, self._note)
         welcome = drafts_pb2.Welcome(
             model_id=self.model.model_id,
             vocab_size=self.model.vocab_size,
@@ -163,6 +175,12 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
             for task in tasks:
                 task.cancel()
             link.close()
+
+    async def _refuse(self, context: Any) -> None:
+        """End the call with the refusal, if one is set."""
+        if self.refusal is not None:
+            self._note("verifier", {"ends": reason_in(self.refusal)})
+            await context.abort_with_status(rpc_status.to_status(self.refusal))
 
     def _check_hello(self, first: verifier_pb2.StreamDraftsRequest, peer: Peer | None) -> None:
         hello = first.hello
@@ -183,6 +201,28 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
             self._complain("hello", f"max_draft_tokens is {hello.max_draft_tokens}")
 
 
-def refused(reason: Reason, retry_after_s: float | None = None) -> OutriderError:
-    """An error with which the scripted verifier refuses a drafter."""
-    return OutriderError(reason, "the conformance kit refuses", retry_after_s=retry_after_s)
+def refused(reason: Reason, retry_after_s: float | None = None) -> status_pb2.Status:
+    """A status with which the scripted verifier refuses a drafter."""
+    message = "the conformance kit refuses"
+    return rpc.status_of(OutriderError(reason, message, retry_after_s=retry_after_s))
+
+
+def refused_for_a_later_reason(retry: Retry) -> status_pb2.Status:
+    """A refusal for a reason that only a later version knows, with this retry rule."""
+    message = f"the conformance kit refuses for a later version's reason; retry: {retry.value}"
+    reason = "REASON_OF_A_LATER_VERSION"
+    info = error_details_pb2.ErrorInfo(
+        reason=reason, domain=DOMAIN, metadata={"retry": retry.name.lower()}
+    )
+    status = status_pb2.Status(code=code_pb2.FAILED_PRECONDITION, message=message)
+    status.details.add().Pack(info)
+    return status
+
+
+def reason_in(status: status_pb2.Status) -> str:
+    """The reason in a status' ErrorInfo; empty if it has none."""
+    info = error_details_pb2.ErrorInfo()
+    for packed in status.details:
+        packed.Unpack(info)
+    reason: str = info.reason
+    return reason

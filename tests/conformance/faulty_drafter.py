@@ -17,9 +17,24 @@ from outrider.v1 import drafts_pb2, verifier_pb2, verifier_pb2_grpc
 
 ADDRESS = sys.argv[1]
 FAULT = sys.argv[2] if len(sys.argv) > 2 else ""
-FINAL = ("TOKENIZER_MISMATCH", "INVALID_VALUE")
+FINAL = ("TOKENIZER_MISMATCH", "CERTIFICATE_NOT_ALLOWED")
 leaving = threading.Event()
 corpus: list[int] = []
+
+
+def tree(text: list[int], count: int) -> tuple[list[int], list[int]]:
+    """All continuations of the last token that differ in their first, and the tokens' parents."""
+    tokens: list[int] = []
+    parents: list[int] = []
+    firsts: set[int] = set()
+    for start in range(len(text) - 2, -1, -1):
+        run = text[start + 1 : start + 1 + count]
+        if text[start] == text[-1] and run[0] not in firsts:
+            firsts.add(run[0])
+            at = len(tokens)
+            parents += [0, *range(at + 1, at + len(run))]
+            tokens += run
+    return tokens, parents
 
 
 def guess(text: list[int], count: int) -> list[int]:
@@ -62,7 +77,13 @@ class Stream:
         self.outbox.put(None)
 
     def run(self) -> None:
+        silence = threading.Timer(0, lambda: None)
         for message in self.call:
+            silence.cancel()
+            if FAULT == "drops-when-idle":
+                silence = threading.Timer(1.5, self.call.cancel)
+                silence.daemon = True
+                silence.start()
             if message.WhichOneof("message") is None and FAULT == "dies-of-unknown-messages":
                 raise SystemExit("an unknown message")
             self._apply(message.step)
@@ -82,11 +103,32 @@ class Stream:
         for closed in step.closed:
             if FAULT != "forgets-closed":
                 del self.texts[closed.sequence_id]
+        self._answer_all(step)
+
+    def _answer_all(self, step: drafts_pb2.StepBatch) -> None:
         for asked in (*step.opened, *step.verdicts):
-            if asked.sequence_id in self.texts:
+            if asked.sequence_id in self.texts and asked.tree_tokens > asked.draft_tokens:
+                self._answer_with_tree(asked.sequence_id, asked.draft_tokens)
+            elif asked.sequence_id in self.texts:
                 self._answer(asked.sequence_id, asked.draft_tokens, bool(step.verdicts))
         if FAULT == "forgets-closed" and step.closed:
             threading.Timer(0.55, self._answer, (step.closed[0].sequence_id, 4, False)).start()
+
+    def _answer_with_tree(self, sequence_id: int, count: int) -> None:
+        text = self.texts[sequence_id]
+        tokens, parents = tree(text, count)
+        if not tokens:
+            self._answer(sequence_id, count, False)
+            return
+        forks = [i for i, parent in enumerate(parents) if parent == 0][1:]
+        if FAULT == "parents-from-0":
+            parents = [max(0, parent - 1) for parent in parents]
+        for i in forks:
+            parents[i] += FAULT == "branches-too-deep"
+        place = {"sequence_id": sequence_id, "base_length": len(text)}
+        proposal = drafts_pb2.Proposal(**place, token_ids=tokens, parents=parents)
+        batch = drafts_pb2.DraftBatch(proposals=[proposal])
+        self.outbox.put(verifier_pb2.StreamDraftsRequest(drafts=batch))
 
     def _answer(self, sequence_id: int, count: int, after_verdict: bool) -> None:
         text = self.texts.get(sequence_id, [])
@@ -116,6 +158,23 @@ class Stream:
             proposal.parents.extend(range(1, len(proposal.token_ids) + 1))
         elif FAULT == "confidences-of-zero":
             proposal.confidences.extend([0.0] * len(proposal.token_ids))
+        elif FAULT == "useless-guesses":
+            proposal.token_ids[:] = [3] * len(proposal.token_ids)
+        elif FAULT == "beyond-the-window":
+            proposal.token_ids.extend([5] * 500)
+        elif FAULT == "implausible-durations":
+            proposal.draft_duration.FromSeconds(50)
+        elif FAULT == "negative-durations":
+            proposal.draft_duration.FromSeconds(-1)
+        elif FAULT == "short-without-skip":
+            del proposal.token_ids[1:]
+
+
+def is_final(info: error_details_pb2.ErrorInfo) -> bool:
+    """Whether the refusal is for good."""
+    if FAULT == "gives-up-for-known-reasons-only":
+        return info.reason in FINAL
+    return info.metadata.get("retry") == "never" and FAULT != "never-gives-up"
 
 
 def pause(error: grpc.RpcError, backoff_s: float) -> float:
@@ -125,7 +184,7 @@ def pause(error: grpc.RpcError, backoff_s: float) -> float:
     for packed in status.details if status else []:
         info = error_details_pb2.ErrorInfo()
         retry = error_details_pb2.RetryInfo()
-        if packed.Unpack(info) and info.reason in FINAL and FAULT != "never-gives-up":
+        if packed.Unpack(info) and is_final(info):
             raise SystemExit(f"refused: {info.reason}")
         if packed.Unpack(retry) and FAULT != "ignores-retry-info":
             retry_s = retry.retry_delay.ToTimedelta().total_seconds()
@@ -136,12 +195,13 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: leaving.set())
     options = [("grpc.max_reconnect_backoff_ms", 2000), ("grpc.max_receive_message_length", 2**24)]
     stub = verifier_pb2_grpc.VerifierServiceStub(grpc.insecure_channel(ADDRESS, options=options))
-    while FAULT != "does-not-wait" and stub.GetModel(verifier_pb2.GetModelRequest()).stage != 3:
-        time.sleep(0.1)
     backoff_s = 0.1
     while not leaving.is_set():
-        model = stub.GetModel(verifier_pb2.GetModelRequest())
         try:
+            model = stub.GetModel(verifier_pb2.GetModelRequest())
+            if model.stage != 3 and FAULT != "does-not-wait":
+                time.sleep(0.1)
+                continue
             Stream(stub, model.tokenizer_fingerprint).run()
         except grpc.RpcError as error:
             if leaving.is_set():

@@ -8,10 +8,13 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from stack import Stack, running  # lies in tests/e2e
 
 from outrider.conformance.kit import Kit
-from outrider.conformance.rules import Outcome
+from outrider.conformance.report import table
+from outrider.conformance.rules import RULES, Outcome, Result
+from outrider.conformance.stage import NO_ANSWER
 from outrider.conformance.verifier_side import RULES as RULES_OF_VERIFIERS
 from outrider.conformance.verifier_side import VerifierCheck
 from outrider.process import rpc
@@ -44,6 +47,18 @@ FAULTS: dict[str, set[str]] = {
     "never-comes-back": {"comes-back"},
     "leaves-at-once": {"leaves-politely"},
     "never-gives-up": {"gives-up"},
+    "gives-up-for-known-reasons-only": {"gives-up"},
+    "parents-from-0": {"trees"},
+    "branches-too-deep": {"trees"},
+    "negative-durations": {"valid-durations"},
+    "drops-when-idle": {"keeps-the-stream"},
+}
+# Faults that break no rule, each with the kit's note about it.
+USELESS: dict[str, set[str]] = {
+    "useless-guesses": {"useless-guesses"},
+    "beyond-the-window": {"beyond-the-window"},
+    "implausible-durations": {"implausible-durations"},
+    "short-without-skip": {"no-skip"},
 }
 
 
@@ -82,7 +97,7 @@ def reasons(kit: Kit) -> dict[str, str]:
 
 def test_a_correct_drafter_passes() -> None:
     [kit] = played([FAULTY])
-    assert reasons(kit) == {}
+    assert (reasons(kit), kit.notes) == ({}, {})
     seen = {name for name, result in kit.results.items() if result.outcome is Outcome.PASS}
     assert set(kit.results) - seen == {"predictions"}
 
@@ -95,9 +110,29 @@ def test_each_fault_is_found_at_its_rule() -> None:
 
 
 @pytest.mark.slow
+def test_what_is_of_no_use_is_noted_and_breaks_no_rule() -> None:
+    kits = dict(zip(USELESS, played([*FAULTY, fault] for fault in USELESS), strict=True))
+    assert {name: reasons(kit) for name, kit in kits.items() if kit.failed} == {}
+    assert {name: set(kit.notes) for name, kit in kits.items()} == USELESS
+
+
+def test_a_rule_broken_for_want_of_a_skip_has_the_hint_about_answers() -> None:
+    kit = Kit(FAULTY, "f" * 64, 4096)
+    for rule in ("answers-verdicts", "large-numbers"):
+        kit.results[rule] = Result(Outcome.FAIL, f"{NO_ANSWER}, at length 24")
+    console = Console(width=200)
+    with console.capture() as shown:
+        console.print(table(kit.results, kit.notes))
+    assert RULES["answers-verdicts"].mend in shown.get()
+    assert RULES["large-numbers"].mend not in shown.get()
+
+
+@pytest.mark.slow
 def test_each_family_and_the_example_pass() -> None:
     kits = dict(zip(CORRECT, played(CORRECT.values()), strict=True))
     assert {name: reasons(kit) for name, kit in kits.items() if kit.failed} == {}
+    with_trees = {name for name in kits if kits[name].results["trees"].outcome is Outcome.PASS}
+    assert with_trees == {"ngram", "suffix"}
 
 
 @pytest.mark.slow

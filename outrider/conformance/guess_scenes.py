@@ -1,0 +1,96 @@
+"""Scenes about what guesses mean and whether they help: trees, and a text that repeats itself."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from outrider.conformance.ledger import TrackedSequence
+from outrider.conformance.scripted_verifier import Broken
+from outrider.conformance.stage import TEXT, Stage, begin, go_on, opened, settled
+from outrider.v1 import drafts_pb2
+
+_TREE_TOKENS = 24
+# Three tokens that two continuations follow by turns. No token is in two of the three.
+_CONTEXT = [51, 52, 53]
+_ONE = [*range(60, 68)]
+_OTHER = [*range(80, 88)]
+# The last token is new, so that the longest match of the text's end is the context.
+_FORK = [*[*_CONTEXT, *_ONE, *_CONTEXT, *_OTHER] * 2, 99]
+# Tokens of the text, and the only token that ever comes before each of them.
+_BEFORE = {
+    token: before
+    for line in ([*_CONTEXT, *_ONE], [_CONTEXT[-1], *_OTHER])
+    for before, token in pairwise(line)
+}
+
+
+async def trees(stage: Stage) -> None:
+    """Ask for trees where a text has two known continuations, and check what they mean."""
+    link = await stage.link()
+    # The text ends with all of the context, and one token before its end.
+    for end in (3, 2):
+        asked = opened([*_FORK, *_CONTEXT[:end]], tree_tokens=_TREE_TOKENS)
+        known = await begin(link, asked, "answers-opened")
+        await settled(stage, link, known)
+        # The other continuation comes than the one that came last.
+        committed = [*_CONTEXT[end:], *_ONE[:2]]
+        await go_on(link, known, "answers-verdicts", committed, tree_tokens=_TREE_TOKENS)
+        await settled(stage, link, known)
+        _check_trees(stage, known)
+        link.step(closed=[drafts_pb2.Closed(sequence_id=known.opened.sequence_id)])
+
+
+def _check_trees(stage: Stage, known: TrackedSequence) -> None:
+    """Compare each branch's parent with the token that comes before it in the text.
+
+    Looks only at tokens that are not behind the token sent before them: a chain says nothing. A
+    model may guess anything, so a few odd tokens are no fault.
+    """
+    right = 0
+    odd: list[str] = []
+    for base_length, tokens, parents in known.trees:
+        base = known.committed[base_length - 1]
+        for i, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
+            before = _BEFORE.get(token)
+            if parent == i or before is None:
+                continue
+            found = tokens[parent - 1] if parent else base
+            right += found == before
+            if found != before:
+                odd.append(_misplaced(token, found, before))
+    if len(odd) > right:
+        raise Broken("trees", odd[0])
+    if right:
+        stage.passed("trees")
+
+
+def _misplaced(token: int, found: int, before: int) -> str:
+    """A sentence about a token behind the wrong parent."""
+    text = f"your branch has {token} behind {found}, where the text has it behind {before}"
+    if _BEFORE.get(before) == found:
+        return (
+            f"{text}: it begins with its own parent's child. Are parents counted from 0? "
+            "0 is the base, and j is token_ids[j - 1]"
+        )
+    if _BEFORE.get(found) == before:
+        return f"{text}: one too deep. 0 is the base, and j is token_ids[j - 1]"
+    return text
+
+
+async def repeating(stage: Stage) -> None:
+    """Commit a text that repeats itself, whatever the drafter guesses; note if none was right."""
+    link = await stage.link()
+    known = await begin(link, opened(), "answers-opened")
+    guessed = right = 0
+    for i in range(12):
+        if i < 2:
+            await settled(stage, link, known)
+        first = known.valid_guess()[:1]
+        token = TEXT[i % len(TEXT)]
+        guessed += len(known.paths) > 0
+        right += first == [token]
+        await go_on(link, known, "answers-verdicts", [token])
+    if guessed and not right:
+        text = f"none of {len(known.paths)} guesses came true where the text repeats itself"
+        stage.remark("useless-guesses", text)
+    link.step(closed=[drafts_pb2.Closed(sequence_id=known.opened.sequence_id)])
