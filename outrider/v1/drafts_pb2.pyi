@@ -357,7 +357,9 @@ Global___SparseDistribution: _TypeAlias = SparseDistribution  # noqa: Y015
 
 @_typing.final
 class Proposal(_message.Message):
-    """Guesses behind a committed prefix. Needs no earlier proposal."""
+    """Guesses behind a committed prefix. Needs no earlier proposal, except for distributions that repeat
+    those of one.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -381,7 +383,8 @@ class Proposal(_message.Message):
     @_builtins.property
     def parents(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Empty: a chain, each token behind the one before. Otherwise a tree: each token's parent, where
-        0 is the base and j is token_ids[j - 1]. A parent must come before its child.
+        0 is the base and j is token_ids[j - 1]. A parent must come before its child. Parents that are
+        counted from 0 are in range too, and make a tree of wrong guesses.
         """
 
     @_builtins.property
@@ -402,7 +405,7 @@ class Proposal(_message.Message):
 
     @_builtins.property
     def draft_duration(self) -> _duration_pb2.Duration:
-        """Time spent drafting this proposal. A negative time is a violation; one above 60 s counts as
+        """Time spent drafting this proposal's new guesses. A negative time is a violation; one above 60 s counts as
         60 s.
         """
 
@@ -427,8 +430,10 @@ Global___Proposal: _TypeAlias = Proposal  # noqa: Y015
 
 @_typing.final
 class Skip(_message.Message):
-    """The drafter has no more guesses behind a committed prefix. The verifier does not wait for this
-    drafter until the next verdict.
+    """The drafter has no more guesses behind a committed prefix. It sends a Skip if its longest branch
+    is shorter than draft_tokens. The verifier does not wait for this drafter until the next verdict.
+    Without a Skip it waits as long as that pays, at most 1 s. Guesses that follow a Skip are used if
+    they come in time.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
