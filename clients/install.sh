@@ -1,9 +1,12 @@
 #!/usr/bin/env bash
-# Installs the packages of clients/*/*/packages.txt that are missing. Needs Debian and root.
+# Installs the packages that the clients need and that are missing: those of clients/*/*/packages.txt,
+# of Java and C++ only with --release. Needs Debian and root.
 set -euo pipefail
 cd "$(dirname "$0")"
+lists=(*/client/packages.txt)
+[ "${1:-}" = --release ] || lists=({go,ruby,typescript}/client/packages.txt)
 missing=$(
-  cat */*/packages.txt | sort -u | while read -r name; do
+  cat "${lists[@]}" | sort -u | while read -r name; do
     dpkg -s "$name" >/dev/null 2>&1 || echo "$name"
   done
 )

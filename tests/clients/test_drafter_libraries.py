@@ -16,6 +16,7 @@ from stack import Client, Process, Stack, running  # lies in tests/e2e
 from test_greedy_equality import texts as prompt_texts  # lies in tests/e2e
 
 from outrider.conformance.kit import Kit
+from outrider.conformance.rules import Outcome
 from outrider.launch.certs import Authority
 from outrider.messages import SamplingParams, SpeculationOptions, TokenRequest
 from outrider.process.tls import Tls
@@ -181,3 +182,5 @@ def test_the_example_passes_the_conformance_kit(
     kit = Kit(command, "f" * 64, 4096, tls)
     asyncio.run(kit.run())
     assert [(name, kit.results[name].reason) for name in kit.failed] == []
+    assert kit.results["trees"].outcome is Outcome.PASS
+    assert kit.notes == {}

@@ -19,35 +19,36 @@ import (
 	"google.golang.org/genproto/googleapis/rpc/errdetails"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
-	"google.golang.org/grpc/credentials"
 	"google.golang.org/grpc/health/grpc_health_v1"
 	"google.golang.org/grpc/reflection/grpc_reflection_v1alpha"
 	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/proto"
 
+	"outrider.dev/go/internal/dial"
 	pb "outrider.dev/go/outrider/v1"
 )
 
-// dial returns a channel. With TLS the server's certificate must have the given name. If it is
-// empty, the certificate must have the host's name.
-func dial(address, name string) *grpc.ClientConn {
-	security := grpc.WithInsecure()
+// channel returns a channel. With TLS the server's certificate must have the given name. If it is
+// empty, the certificate must have the host's name. With gRPC 1.63 or later, dial.New is
+// grpc.NewClient.
+func channel(address, name string) *grpc.ClientConn {
+	var security *tls.Config
 	if len(os.Args) > 4 {
-		security = grpc.WithTransportCredentials(operator(os.Args[4], name))
+		security = operator(os.Args[4], name)
 	}
-	connection, err := grpc.Dial(address, security)
+	connection, err := dial.New(address, security)
 	must(err)
 	return connection
 }
 
-func operator(certs, name string) credentials.TransportCredentials {
+func operator(certs, name string) *tls.Config {
 	own, err := tls.LoadX509KeyPair(filepath.Join(certs, "operator.pem"), filepath.Join(certs, "operator.key"))
 	must(err)
 	authorities, err := os.ReadFile(filepath.Join(certs, "ca.pem"))
 	must(err)
 	trusted := x509.NewCertPool()
 	trusted.AppendCertsFromPEM(authorities)
-	return credentials.NewTLS(&tls.Config{Certificates: []tls.Certificate{own}, RootCAs: trusted, ServerName: name})
+	return &tls.Config{Certificates: []tls.Certificate{own}, RootCAs: trusted, ServerName: name}
 }
 
 func must(err error) {
@@ -117,9 +118,34 @@ func explain(err error) (failure Failure) {
 	return
 }
 
+// patient reads a text. It tries again as the error's retry rule and RetryInfo say, and returns the
+// number of tries.
+func patient(
+	ctx context.Context, client pb.GenerationServiceClient, asked *pb.GenerateTextRequest, most int,
+) (text string, tries int, err error) {
+	backoff := 100 * time.Millisecond
+	for tries = 1; ; tries++ {
+		text, _, err = read(ctx, client, asked)
+		failure := explain(err)
+		rule := failure.Info.GetMetadata()["retry"]
+		if err == nil || tries == most || rule == "" || rule == "never" {
+			return
+		}
+		wait := backoff
+		if failure.Retry != nil {
+			wait = failure.Retry.RetryDelay.AsDuration()
+		}
+		time.Sleep(wait)
+		if backoff *= 2; backoff > 2*time.Second {
+			backoff = 2 * time.Second
+		}
+	}
+}
+
 func main() {
 	// A verifier's certificate has the name verifier.outrider, not that of its host.
-	gateway, verifier, unavailable := dial(os.Args[1], ""), dial(os.Args[2], "verifier.outrider"), dial(os.Args[3], "")
+	gateway, verifier := channel(os.Args[1], ""), channel(os.Args[2], "verifier.outrider")
+	unavailable := channel(os.Args[3], "")
 	text, ctx := pb.NewGenerationServiceClient(gateway), context.Background()
 
 	// Stream a text. The last message has the token counts and the finish reason.
@@ -156,10 +182,12 @@ func main() {
 	found = explain(err)
 	check("unknown-model", found.Code == codes.NotFound, found.Info.Reason == "MODEL_NOT_FOUND")
 
-	// Call a gateway without a verifier. RetryInfo says when to try again.
-	_, _, err = read(ctx, pb.NewGenerationServiceClient(unavailable), request(nil))
+	// Call a gateway without a verifier twice. RetryInfo says when to try again.
+	began := time.Now()
+	_, tries, err := patient(ctx, pb.NewGenerationServiceClient(unavailable), request(nil), 2)
 	found = explain(err)
-	check("unavailable", found.Code == codes.Unavailable, found.Retry.RetryDelay.AsDuration() > 0)
+	delay := found.Retry.RetryDelay.AsDuration()
+	check("unavailable", found.Code == codes.Unavailable, tries == 2, delay > 0, time.Since(began) >= delay)
 
 	// Use gRPC's health and reflection services. The servers also have reflection v1, which this
 	// version of gRPC lacks.

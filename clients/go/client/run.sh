@@ -1,2 +1,2 @@
 #!/usr/bin/env bash
-exec "$(dirname "$0")/build/client" "$@"
+exec "$(dirname "$0")/../build/client" "$@"

@@ -9,84 +9,66 @@ import (
 	"context"
 	"crypto/tls"
 	"fmt"
-	"log"
-	"math/rand"
 	"os"
-	"os/signal"
 	"runtime"
-	"syscall"
 	"time"
 
-	"google.golang.org/genproto/googleapis/rpc/errdetails"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/backoff"
-	"google.golang.org/grpc/credentials"
 	"google.golang.org/grpc/keepalive"
-	"google.golang.org/grpc/status"
 
+	"outrider.dev/go/internal/dial"
 	pb "outrider.dev/go/outrider/v1"
 )
 
-// Guesser is a strategy. Guess returns at most count tokens that may follow the text. The text ends
-// with the guesses so far.
-type Guesser interface {
-	Guess(text []uint32, count int) []uint32
-}
-
-// GuessFunc is a function that is a strategy.
-type GuessFunc func(text []uint32, count int) []uint32
-
-// Guess calls the function.
-func (f GuessFunc) Guess(text []uint32, count int) []uint32 { return f(text, count) }
-
-// Sampler is a strategy that draws its guesses and returns the distributions that it drew from. It
-// is called where Opened.distribution is SPARSE.
-type Sampler interface {
-	Sample(text []uint32, count int) ([]uint32, []*pb.SparseDistribution)
-}
-
-// Branch guesses that Tokens follow the first At guesses, instead of the other guesses.
-type Branch struct {
-	At     int
-	Tokens []uint32
-}
-
-// Brancher is a strategy that also offers branches beside the chain of guesses.
-type Brancher interface {
-	Branch(committed, guesses []uint32) []Branch
-}
-
-// Config has the settings of a drafter.
+// Config has the settings of a drafter. Verifiers, Family and Open must be given.
 type Config struct {
-	Verifier       string // host:port
-	ID             string // unique; made of family, host and process id unless given
+	Verifiers      []string // host:port of each
+	ID             string   // unique; made of family, host and process id unless given
 	Family         string
 	MaxDraftTokens int // most guesses for one step; 16 unless given
 	Distributions  []pb.DraftDistribution
-	Open           func(*pb.Opened) Guesser // makes the strategy of a sequence
-	TLS            *tls.Config              // mutual TLS, as Files makes it; none unless given
-}
-
-// Each returns an Open for a strategy that keeps no state for a sequence.
-func Each(guess GuessFunc) func(*pb.Opened) Guesser {
-	return func(*pb.Opened) Guesser { return guess }
+	// Open makes the strategy of a sequence. With several verifiers it must be safe for
+	// concurrent use.
+	Open        func(*pb.Opened) Strategy
+	TLS         *tls.Config                              // mutual TLS, as Files makes it; none unless given
+	DialOptions []grpc.DialOption                        // they come after the package's own
+	Logf        func(format string, args ...interface{}) // such as log.Printf; silent unless given
 }
 
 const (
-	firstPause  = 100 * time.Millisecond
-	longPause   = 2 * time.Second
-	goodStream  = time.Minute
-	messageSize = 16 << 20
+	messageSize  = 16 << 20
+	pollInterval = 250 * time.Millisecond
+	pollTimeout  = 10 * time.Second
 )
 
-// Reasons that errors.proto marks "Retry: never" and that a drafter can get.
-var final = map[string]bool{"TOKENIZER_MISMATCH": true, "INVALID_VALUE": true, "MALFORMED_REQUEST": true, "UNSUPPORTED_PARAMETER": true}
+// Serve drafts at every verifier until ctx is done, and reconnects when a verifier restarts. Then
+// it says goodbye and returns nil. It returns early with an error that a retry cannot cure.
+func Serve(ctx context.Context, config Config) error {
+	if err := config.complete(); err != nil {
+		return err
+	}
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	ended := make(chan error)
+	for _, address := range config.Verifiers {
+		go func(address string) { ended <- config.serve(ctx, address) }(address)
+	}
+	var first error
+	for range config.Verifiers {
+		if err := <-ended; err != nil && first == nil {
+			first = err
+			cancel()
+		}
+	}
+	return first
+}
 
-// Serve drafts until SIGTERM or SIGINT, and reconnects when the verifier restarts. It returns an
-// error that a retry cannot cure.
-func (c Config) Serve() error {
-	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM, syscall.SIGINT)
-	defer stop()
+// complete checks the settings and fills in those that were not given.
+func (c *Config) complete() error {
+	if len(c.Verifiers) == 0 || c.Family == "" || c.Open == nil {
+		return fmt.Errorf("drafter: Verifiers, Family and Open must be given")
+	}
 	host, _ := os.Hostname()
 	if c.ID == "" {
 		c.ID = fmt.Sprintf("%s-%s-%d", c.Family, host, os.Getpid())
@@ -94,58 +76,52 @@ func (c Config) Serve() error {
 	if c.MaxDraftTokens == 0 {
 		c.MaxDraftTokens = 16
 	}
+	if c.Logf == nil {
+		c.Logf = func(string, ...interface{}) {}
+	}
 	id, err := c.ownID()
-	if err != nil {
-		return err
-	}
 	c.ID = id
-	security := grpc.WithInsecure()
-	if c.TLS != nil {
-		security = grpc.WithTransportCredentials(credentials.NewTLS(c.TLS))
-	}
-	connection, err := grpc.Dial(c.Verifier, security,
+	return err
+}
+
+// serve drafts at one verifier.
+func (c Config) serve(ctx context.Context, address string) error {
+	reconnect := backoff.Config{BaseDelay: firstPause, Multiplier: 2, MaxDelay: longPause}
+	options := append([]grpc.DialOption{
 		grpc.WithDefaultCallOptions(grpc.MaxCallRecvMsgSize(messageSize)),
-		grpc.WithConnectParams(grpc.ConnectParams{Backoff: backoff.Config{BaseDelay: firstPause, Multiplier: 2, MaxDelay: longPause}}),
-		grpc.WithKeepaliveParams(keepalive.ClientParameters{Time: 10 * time.Second, Timeout: 8 * time.Second}))
+		grpc.WithConnectParams(grpc.ConnectParams{Backoff: reconnect}),
+		// Go's gRPC pings no sooner than after 10 s.
+		grpc.WithKeepaliveParams(keepalive.ClientParameters{Time: 10 * time.Second, Timeout: 8 * time.Second}),
+	}, c.DialOptions...)
+	connection, err := dial.New(address, c.TLS, options...)
 	if err != nil {
 		return err
 	}
 	defer connection.Close()
 	verifier, pause := pb.NewVerifierServiceClient(connection), firstPause
-	for ctx.Err() == nil {
+	for {
 		began := time.Now()
-		err := c.once(ctx, verifier, host)
+		err := c.once(ctx, verifier)
 		if ctx.Err() != nil {
-			break
+			return nil
 		}
 		wait, forever := explain(err, pause)
 		if forever {
 			return err
 		}
-		log.Printf("the stream to %s ended: %v", c.Verifier, err)
+		c.Logf("the stream to %s ended: %v", address, err)
 		sleep(ctx, wait)
-		if pause *= 2; pause > longPause {
-			pause = longPause
-		}
-		if time.Since(began) > goodStream {
-			pause = firstPause
-		}
+		pause = next(pause, time.Since(began))
 	}
-	return nil
 }
 
 // once waits until the verifier serves its model, and serves one stream.
-func (c Config) once(ctx context.Context, verifier pb.VerifierServiceClient, host string) error {
-	var model *pb.GetModelResponse
-	for model.GetStage() != pb.ModelStage_MODEL_STAGE_READY {
-		answer, err := verifier.GetModel(ctx, &pb.GetModelRequest{})
-		if err != nil {
-			return err
-		}
-		if model = answer; model.Stage != pb.ModelStage_MODEL_STAGE_READY {
-			sleep(ctx, 250*time.Millisecond)
-		}
+func (c Config) once(ctx context.Context, verifier pb.VerifierServiceClient) error {
+	model, err := ready(ctx, verifier)
+	if err != nil {
+		return err
 	}
+	host, _ := os.Hostname()
 	return c.stream(ctx, verifier, &pb.Hello{
 		DrafterId: c.ID, Family: c.Family, TokenizerFingerprint: model.TokenizerFingerprint,
 		MaxDraftTokens: int32(c.MaxDraftTokens), Distributions: c.Distributions,
@@ -153,20 +129,20 @@ func (c Config) once(ctx context.Context, verifier pb.VerifierServiceClient, hos
 	})
 }
 
-// explain returns the time to wait after an error, and whether a retry cannot cure it.
-func explain(err error, pause time.Duration) (time.Duration, bool) {
-	wait := time.Duration(float64(pause) * (0.5 + rand.Float64()/2))
-	for _, detail := range status.Convert(err).Details() {
-		switch found := detail.(type) {
-		case *errdetails.ErrorInfo:
-			if found.Domain == "outrider.dev" && final[found.Reason] {
-				return 0, true
-			}
-		case *errdetails.RetryInfo:
-			wait = found.RetryDelay.AsDuration()
+// ready returns the model once the verifier serves it. Any other stage passes, FAILED too: the
+// verifier may be started again.
+func ready(ctx context.Context, verifier pb.VerifierServiceClient) (*pb.GetModelResponse, error) {
+	for {
+		asking, cancel := context.WithTimeout(ctx, pollTimeout)
+		model, err := verifier.GetModel(asking, &pb.GetModelRequest{})
+		cancel()
+		if err != nil || model.Stage == pb.ModelStage_MODEL_STAGE_READY {
+			return model, err
+		}
+		if sleep(ctx, pollInterval); ctx.Err() != nil {
+			return nil, ctx.Err()
 		}
 	}
-	return wait, false
 }
 
 func sleep(ctx context.Context, duration time.Duration) {

@@ -7,25 +7,28 @@ const maxProposalTokens = 1024
 // sequence is the drafter's state of one sequence: the committed tokens, and a chain of guesses
 // behind them.
 type sequence struct {
-	guesser       Guesser
+	strategy      Strategy
 	sampled       bool // the verifier asked for sampled guesses with their distributions
 	id            uint64
 	committed     []uint32
 	guesses       []uint32
+	confidences   []float32                // of the guesses; 0 where none was given
 	distributions []*pb.SparseDistribution // of the unsent guesses, if they were sampled
 	sent          int                      // number of guesses that were sent
 	wanted        int                      // guesses that the verifier can use in its next step
+	tree          int                      // guesses of all branches together that are worth sending for it
 	window        *pb.Window
 	givenUp       bool // the chain is not extended before the next verdict
 	branched      bool
 	skipped       bool
 }
 
-func open(opened *pb.Opened, guesser Guesser) *sequence {
+func open(opened *pb.Opened, strategy Strategy) *sequence {
 	sparse := pb.DraftDistribution_DRAFT_DISTRIBUTION_SPARSE
 	return &sequence{
-		guesser: guesser, sampled: opened.Distribution == sparse, id: opened.SequenceId,
-		committed: opened.TokenIds, wanted: int(opened.DraftTokens), window: opened.Window,
+		strategy: strategy, sampled: opened.Distribution == sparse, id: opened.SequenceId,
+		committed: opened.TokenIds, wanted: int(opened.DraftTokens), tree: int(opened.TreeTokens),
+		window: opened.Window,
 	}
 }
 
@@ -46,13 +49,14 @@ func (s *sequence) follow(verdict *pb.Verdict) bool {
 	}
 	s.committed = append(s.committed, added...)
 	if matched == len(added) {
-		s.guesses, s.sent = s.guesses[matched:], max(0, s.sent-matched)
+		s.guesses, s.confidences = s.guesses[matched:], s.confidences[matched:]
+		s.sent = max(0, s.sent-matched)
 	} else {
-		s.guesses, s.sent = nil, 0
+		s.guesses, s.confidences, s.sent = nil, nil, 0
 	}
 	s.distributions = nil
 	s.givenUp, s.branched, s.skipped = false, false, false
-	s.wanted = int(verdict.DraftTokens)
+	s.wanted, s.tree = int(verdict.DraftTokens), int(verdict.TreeTokens)
 	if verdict.Window != nil {
 		s.window = verdict.Window
 	}
@@ -65,6 +69,18 @@ func (s *sequence) room() int {
 		return 0
 	}
 	most := min(int(s.window.GetDepth()), int(s.window.GetTokenCount()), maxProposalTokens)
+	return max(0, most-len(s.guesses))
+}
+
+// branchRoom returns how many tokens branches may have together: those that the next step can
+// verify as a tree, or as many as the window has room for where the drafter runs ahead.
+func (s *sequence) branchRoom() int {
+	most := min(int(s.window.GetTokenCount()), maxProposalTokens)
+	if s.tree > s.wanted {
+		most = min(most, s.tree)
+	} else if int(s.window.GetDepth()) <= s.wanted {
+		return 0
+	}
 	return max(0, most-len(s.guesses))
 }
 
@@ -81,69 +97,20 @@ func (s *sequence) extend() {
 		count -= len(s.guesses)
 	}
 	count = min(count, s.room())
-	text := make([]uint32, 0, len(s.committed)+len(s.guesses))
-	text = append(append(text, s.committed...), s.guesses...)
-	var run []uint32
-	if sampler, ok := s.guesser.(Sampler); ok && s.sampled && count > 0 {
-		var given []*pb.SparseDistribution
-		run, given = sampler.Sample(text, count)
-		s.distributions = append(s.distributions, given...)
-	} else if count > 0 {
-		run = s.guesser.Guess(text, count)
-	}
-	if len(run) > count {
-		run = run[:count]
-	}
-	s.guesses = append(s.guesses, run...)
-	s.givenUp = len(run) == 0
-}
-
-// proposal returns the unsent guesses as a proposal that is complete in itself; nil if there are
-// none.
-func (s *sequence) proposal() *pb.Proposal {
-	if s.sent == len(s.guesses) {
-		return nil
-	}
-	tokens := append([]uint32(nil), s.guesses...)
-	proposal := &pb.Proposal{SequenceId: s.id, BaseLength: int32(len(s.committed)), TokenIds: tokens}
-	if len(s.distributions) > 0 {
-		// A distribution without ids stands for the one that was sent with the same token before.
-		before := len(s.guesses) - len(s.distributions)
-		proposal.Distributions = make([]*pb.SparseDistribution, before, len(s.guesses))
-		for i := range proposal.Distributions {
-			proposal.Distributions[i] = &pb.SparseDistribution{}
-		}
-		proposal.Distributions = append(proposal.Distributions, s.distributions...)
-		s.distributions = nil
-	}
-	s.sent = len(s.guesses)
-	s.addBranches(proposal)
-	return proposal
-}
-
-// addBranches adds the strategy's branches to the proposal, as far as the window has room.
-func (s *sequence) addBranches(proposal *pb.Proposal) {
-	brancher, ok := s.guesser.(Brancher)
-	if !ok || s.branched || len(proposal.Distributions) > 0 {
+	if count <= 0 {
+		s.givenUp = true
 		return
 	}
-	s.branched = true
-	room := int(s.window.GetTokenCount()) - len(s.guesses)
-	for i := range s.guesses {
-		proposal.Parents = append(proposal.Parents, uint32(i))
+	text := make([]uint32, 0, len(s.committed)+len(s.guesses))
+	text = append(append(text, s.committed...), s.guesses...)
+	found := s.strategy.Guess(text, count)
+	count = min(count, len(found.Tokens))
+	s.guesses = append(s.guesses, found.Tokens[:count]...)
+	s.confidences = append(s.confidences, sized(found.Confidences, count)...)
+	if s.sampled && len(found.Distributions) >= count {
+		s.distributions = append(s.distributions, found.Distributions[:count]...)
 	}
-	for _, branch := range brancher.Branch(s.committed, s.guesses) {
-		if branch.At > len(s.guesses) || len(branch.Tokens) > room {
-			continue
-		}
-		room -= len(branch.Tokens)
-		parent := uint32(branch.At)
-		for _, token := range branch.Tokens {
-			proposal.TokenIds = append(proposal.TokenIds, token)
-			proposal.Parents = append(proposal.Parents, parent)
-			parent = uint32(len(proposal.TokenIds))
-		}
-	}
+	s.givenUp = count == 0
 }
 
 // skip returns the message that no more guesses come, or nil. It returns the message once for each

@@ -4,7 +4,6 @@ import (
 	"context"
 	"fmt"
 	"io"
-	"log"
 	"time"
 
 	"google.golang.org/protobuf/types/known/durationpb"
@@ -19,7 +18,7 @@ const (
 
 // session has the sequences of one stream.
 type session struct {
-	open      func(*pb.Opened) Guesser
+	open      func(*pb.Opened) Strategy
 	sequences map[uint64]*sequence
 	order     []uint64
 }
@@ -41,7 +40,7 @@ func (c Config) stream(
 		return err
 	}
 	steps, ended := make(chan *pb.StepBatch, 256), make(chan error, 1)
-	go receive(call, steps, ended)
+	go c.receive(call, steps, ended)
 	s := &session{open: c.Open, sequences: map[uint64]*sequence{}}
 	for {
 		select {
@@ -79,7 +78,7 @@ func (c Config) stream(
 }
 
 // receive reads until the stream ends, in a goroutine of its own: so neither side blocks the other.
-func receive(
+func (c Config) receive(
 	call pb.VerifierService_StreamDraftsClient, steps chan<- *pb.StepBatch, ended chan<- error,
 ) {
 	for {
@@ -90,11 +89,11 @@ func receive(
 		}
 		switch message := response.Message.(type) {
 		case *pb.StreamDraftsResponse_Welcome:
-			log.Printf("drafting for %s", message.Welcome.ModelId)
+			c.Logf("drafting for %s", message.Welcome.ModelId)
 		case *pb.StreamDraftsResponse_Step:
 			steps <- message.Step
 		case *pb.StreamDraftsResponse_Draining:
-			log.Printf("the verifier is draining: %s", message.Draining.Reason)
+			c.Logf("the verifier is draining: %s", message.Draining.Reason)
 		}
 	}
 }

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Generates code from the protos into gen/ and compiles into dist/.
+# Generates code from the protos into gen/, compiles into dist/, and checks the noise.
 set -euo pipefail
 cd "$(dirname "$0")"
 [ -x node_modules/.bin/tsc ] || npm install --silent --no-audit --no-fund
@@ -11,3 +11,4 @@ export PATH=$PWD/node_modules/.bin:$PATH
 buf generate gen/protos
 buf generate ../../../protos --path ../../../protos/outrider/v1
 tsc
+node dist/test/noise.js

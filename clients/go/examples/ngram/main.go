@@ -1,45 +1,85 @@
-// Command ngram is a whole drafter. It looks up an earlier occurrence of the text's last tokens,
-// and guesses the tokens that followed there.
+// Command ngram is a whole drafter. It looks up earlier occurrences of the text's last tokens, and
+// guesses the tokens that followed there; where other tokens followed at other places, it guesses
+// them as branches.
 // Usage: ngram HOST:PORT [CERT KEY CA]
 // The PEM files are for a verifier with TLS.
 package main
 
 import (
+	"context"
 	"log"
 	"os"
-	"reflect"
+	"os/signal"
+	"syscall"
 
 	"outrider.dev/go/drafter"
 )
 
 const longestMatch = 3
 
-func guess(text []uint32, count int) (best []uint32) {
-	for size := longestMatch; size > 0 && len(best) == 0; size-- {
-		for start := len(text) - size - 1; start >= 0 && len(best) < count; start-- {
-			if !reflect.DeepEqual(text[start:start+size], text[len(text)-size:]) {
-				continue
+type ngram struct{}
+
+// Guess continues the text as the longest match of its end went on.
+func (ngram) Guess(text []uint32, count int) drafter.Guesses {
+	for size := longestMatch; size > 0; size-- {
+		var best []uint32
+		each(text, size, count, func(run []uint32) bool {
+			if len(run) > len(best) {
+				best = run
 			}
-			found := text[start+size:]
-			if len(found) > count {
-				found = found[:count]
-			}
-			if len(found) > len(best) {
-				best = found
-			}
+			return len(best) < count
+		})
+		if len(best) > 0 {
+			return drafter.Guesses{Tokens: best}
 		}
 	}
-	return best
+	return drafter.Guesses{}
+}
+
+// Branch offers the other continuations of the committed tokens, the newest first.
+func (ngram) Branch(committed, guesses []uint32, room int) (branches []drafter.Branch) {
+	known := map[uint32]bool{guesses[0]: true}
+	each(committed, longestMatch, len(guesses), func(run []uint32) bool {
+		if !known[run[0]] && len(run) <= room {
+			known[run[0]] = true
+			room -= len(run)
+			branches = append(branches, drafter.Branch{Tokens: run})
+		}
+		return room > 0
+	})
+	return branches
+}
+
+// each calls visit with the tokens, at most count, behind each earlier occurrence of the last size
+// tokens, the newest first, until visit returns false.
+func each(text []uint32, size, count int, visit func(run []uint32) bool) {
+	for start := len(text) - size - 1; start >= 0; start-- {
+		same := 0
+		for same < size && text[start+same] == text[len(text)-size+same] {
+			same++
+		}
+		run := text[start+size:]
+		if len(run) > count {
+			run = run[:count]
+		}
+		if same == size && !visit(run) {
+			return
+		}
+	}
 }
 
 func main() {
-	config := drafter.Config{Verifier: os.Args[1], Family: "go-ngram", Open: drafter.Each(guess)}
+	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM, syscall.SIGINT)
+	defer stop()
+	config := drafter.Config{
+		Verifiers: os.Args[1:2], Family: "go-ngram", Open: drafter.Each(ngram{}), Logf: log.Printf,
+	}
 	var err error
 	if len(os.Args) > 4 {
 		config.TLS, err = drafter.Files(os.Args[2], os.Args[3], os.Args[4])
 	}
 	if err == nil {
-		err = config.Serve()
+		err = drafter.Serve(ctx, config)
 	}
 	if err != nil {
 		log.Fatal(err)

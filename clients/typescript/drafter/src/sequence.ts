@@ -2,6 +2,7 @@
 // here.
 import { create } from "@bufbuild/protobuf";
 import {
+  DraftDistribution,
   type Opened,
   type Proposal,
   ProposalSchema,
@@ -14,23 +15,33 @@ import {
 } from "../gen/outrider/v1/drafts_pb.js";
 
 const MAX_PROPOSAL_TOKENS = 1024;
+// The least confidence that is sent: the contract has none of 0.
+const LEAST_CONFIDENCE = 1e-6;
 
-/** Guessed tokens; if they were sampled, with the distribution that each was drawn from. */
-export type Guesses = number[] | { tokens: number[]; distributions: SparseDistribution[] };
+/** Guessed tokens, one behind the other. */
+export type Guesses = number[] | {
+  tokens: number[];
+  /** For each token the estimated probability that it is committed if the one before it is. */
+  confidences?: number[];
+  /** The distribution that each was drawn from; sent where `Opened.distribution` is SPARSE. */
+  distributions?: SparseDistribution[];
+};
 /** Guesses that `tokens` follow the first `at` guesses, instead of the other guesses. */
-export type Branch = { at: number; tokens: number[] };
+export type Branch = { at: number; tokens: number[]; confidences?: number[] };
 
 export interface Strategy {
   /** At most `count` tokens that may follow the text. The text ends with the guesses so far. */
   guess(text: readonly number[], count: number): Guesses;
-  /** Branches beside the chain of guesses. */
-  branch?(committed: readonly number[], guesses: readonly number[]): Branch[];
+  /** Branches beside the chain, at most `room` tokens together. They make a tree of it. */
+  branch?(committed: readonly number[], guesses: readonly number[], room: number): Branch[];
 }
 
 export class Sequence {
   readonly committed: number[];
   guesses: number[] = [];
+  private confidences: number[] = []; // of the guesses; 0 where none was given
   private wanted: number;
+  private tree: number; // guesses of all branches together that are worth sending for a step
   private window: Window | undefined;
   private sent = 0;
   private distributions: SparseDistribution[] = []; // of the unsent guesses
@@ -41,6 +52,7 @@ export class Sequence {
   constructor(private readonly opened: Opened, private readonly strategy: Strategy) {
     this.committed = [...opened.tokenIds];
     this.wanted = opened.draftTokens;
+    this.tree = opened.treeTokens;
     this.window = opened.window;
   }
 
@@ -57,10 +69,12 @@ export class Sequence {
     const agrees = added.every((token, i) => i >= this.guesses.length || token === this.guesses[i]);
     this.committed.push(...added);
     this.guesses = agrees ? this.guesses.slice(added.length) : [];
+    this.confidences = agrees ? this.confidences.slice(added.length) : [];
     this.sent = agrees ? Math.max(0, this.sent - added.length) : 0;
     this.distributions = [];
     this.givenUp = this.branched = this.skipped = false;
     this.wanted = verdict.draftTokens;
+    this.tree = verdict.treeTokens;
     this.window = verdict.window ?? this.window;
   }
 
@@ -68,6 +82,18 @@ export class Sequence {
   get room(): number {
     if (this.givenUp || this.window === undefined) return 0;
     const most = Math.min(this.window.depth, this.window.tokenCount, MAX_PROPOSAL_TOKENS);
+    return Math.max(0, most - this.guesses.length);
+  }
+
+  /**
+   * How many tokens branches may have together: those that the next step can verify as a tree, or as
+   * many as the window has room for where the drafter runs ahead.
+   */
+  private get branchRoom(): number {
+    const { tokenCount = 0, depth = 0 } = this.window ?? {};
+    let most = Math.min(tokenCount, MAX_PROPOSAL_TOKENS);
+    if (this.tree > this.wanted) most = Math.min(most, this.tree);
+    else if (depth <= this.wanted) return 0;
     return Math.max(0, most - this.guesses.length);
   }
 
@@ -84,9 +110,13 @@ export class Sequence {
     const lacking = this.urgent ? this.wanted - this.guesses.length : this.wanted;
     const count = Math.min(lacking, this.room);
     const found = count > 0 ? this.strategy.guess([...this.committed, ...this.guesses], count) : [];
-    const tokens = (Array.isArray(found) ? found : found.tokens).slice(0, count);
-    if (!Array.isArray(found)) this.distributions.push(...found.distributions.slice(0, count));
+    const { tokens: all, confidences = [], distributions = [] } =
+      Array.isArray(found) ? { tokens: found } : found;
+    const tokens = all.slice(0, count);
     this.guesses.push(...tokens);
+    this.confidences.push(...tokens.map((_, i) => confidences[i] ?? 0));
+    const sampled = this.opened.distribution === DraftDistribution.SPARSE;
+    if (sampled) this.distributions.push(...distributions.slice(0, count));
     this.givenUp = tokens.length === 0;
   }
 
@@ -108,20 +138,33 @@ export class Sequence {
     return proposal;
   }
 
-  /** Adds the strategy's branches to the proposal, as far as the window has room. */
+  /** Adds the strategy's branches to the proposal, as far as there is room, and confidences. */
   private addBranches(proposal: Proposal): void {
-    if (this.strategy.branch === undefined || this.branched) return;
-    this.branched = true;
-    let room = (this.window?.tokenCount ?? 0) - this.guesses.length;
-    proposal.parents = this.guesses.map((_, i) => i);
-    for (const { at, tokens } of this.strategy.branch(this.committed, this.guesses)) {
-      if (at > this.guesses.length || tokens.length > room) continue;
-      room -= tokens.length;
+    const given = [...this.confidences];
+    for (const { at, tokens, confidences = [] } of this.branches()) {
+      if (proposal.parents.length === 0) proposal.parents = this.guesses.map((_, i) => i);
+      // As a parent, 0 is the base and j is tokenIds[j - 1].
       tokens.forEach((token, i) => {
         proposal.parents.push(i === 0 ? at : proposal.tokenIds.length);
         proposal.tokenIds.push(token);
+        given.push(confidences[i] ?? 0);
       });
     }
+    proposal.confidences = complete(given);
+  }
+
+  /** The strategy's branches that have room; asks once for each verdict. */
+  private branches(): Branch[] {
+    let room = this.branchRoom;
+    if (this.strategy.branch === undefined || this.branched || room === 0) return [];
+    this.branched = true;
+    const depth = this.window?.depth ?? 0;
+    return this.strategy.branch(this.committed, this.guesses, room).filter(({ at, tokens }) => {
+      const isBehindChain = at >= 0 && at <= this.guesses.length;
+      const fits = isBehindChain && tokens.length <= room && at + tokens.length <= depth;
+      if (fits) room -= tokens.length;
+      return fits;
+    });
   }
 
   /**
@@ -134,4 +177,10 @@ export class Sequence {
     const place = { sequenceId: this.opened.sequenceId, baseLength: this.committed.length };
     return create(SkipSchema, place);
   }
+}
+
+/** Confidences as the contract has them: one for each token, in (0, 1], or none. */
+function complete(given: number[]): number[] {
+  if (given.some((confidence) => !confidence)) return []; // 0, or not a number
+  return given.map((confidence) => Math.min(1, Math.max(LEAST_CONFIDENCE, confidence)));
 }

@@ -1,19 +1,29 @@
-// A drafter process: it connects, waits for the model, drafts, reconnects, and leaves on SIGTERM.
+// A drafter: it connects, waits for the model, drafts, reconnects, and leaves when it is told.
 import { X509Certificate } from "node:crypto";
 import { arch, hostname } from "node:os";
 import { setTimeout as sleep } from "node:timers/promises";
 import { durationMs } from "@bufbuild/protobuf/wkt";
 import { ConnectError, createClient } from "@connectrpc/connect";
 import { createGrpcTransport, Http2SessionManager } from "@connectrpc/connect-node";
-import { ErrorInfoSchema, RetryInfoSchema } from "../gen/google/rpc/error_details_pb.js";
+import { type ErrorInfo, ErrorInfoSchema, RetryInfoSchema } from "../gen/google/rpc/error_details_pb.js";
 import type { DraftDistribution, Opened } from "../gen/outrider/v1/drafts_pb.js";
 import { ModelStage, VerifierService } from "../gen/outrider/v1/verifier_pb.js";
 import type { Guesses, Strategy } from "./sequence.js";
 import { draft } from "./stream.js";
 
 const [FIRST_MS, LONGEST_MS, GOOD_MS] = [100, 2000, 60_000];
-// Reasons that errors.proto marks "Retry: never" and that a drafter can get.
-const FINAL = ["TOKENIZER_MISMATCH", "INVALID_VALUE", "MALFORMED_REQUEST", "UNSUPPORTED_PARAMETER"];
+const [POLL_MS, POLL_TIMEOUT_MS] = [250, 10_000];
+// The longest RetryInfo that is followed.
+const LONGEST_RETRY_MS = 60_000;
+// Reasons that errors.proto marks "Retry: never" and that a drafter can get, for a verifier whose
+// errors do not say `retry`.
+const FINAL = [
+  "CERTIFICATE_NOT_ALLOWED",
+  "INVALID_VALUE",
+  "MALFORMED_REQUEST",
+  "TOKENIZER_MISMATCH",
+  "UNSUPPORTED_PARAMETER",
+];
 
 export interface Options {
   /** host:port */
@@ -33,29 +43,47 @@ export interface Options {
   tls?: { cert: string; key: string; ca: string };
   /** Instead of `guess`: makes the strategy of each sequence. */
   open?: (opened: Opened) => Strategy;
+  /** Ends `serve` when it is aborted. */
+  signal?: AbortSignal;
+  /** Signals of the process that end `serve`, such as ["SIGTERM"]; none unless given. */
+  processSignals?: NodeJS.Signals[];
+  /** Takes lines about the connection; silent unless given. */
+  log?: (line: string) => void;
 }
 
 /**
- * Drafts until SIGTERM or SIGINT, and reconnects when the verifier restarts. Throws an error that a
- * retry cannot cure.
+ * Drafts until it is told to stop, and reconnects when the verifier restarts. Then it says goodbye.
+ * Throws an error that a retry cannot cure.
  */
 export async function serve(options: Options): Promise<void> {
-  const { family, guess, open = () => ({ guess: guess! }) } = options;
-  if (guess === undefined && options.open === undefined) throw new TypeError("options need guess or open");
   const stop = new AbortController();
-  for (const signal of ["SIGTERM", "SIGINT"]) process.once(signal, () => stop.abort());
+  const abort = () => stop.abort();
+  if (options.signal?.aborted) abort();
+  options.signal?.addEventListener("abort", abort);
+  for (const name of options.processSignals ?? []) process.once(name, abort);
+  try {
+    await serveUntil(stop.signal, options);
+  } finally {
+    options.signal?.removeEventListener("abort", abort);
+    for (const name of options.processSignals ?? []) process.off(name, abort);
+  }
+}
+
+async function serveUntil(stop: AbortSignal, options: Options): Promise<void> {
+  const { family, guess, open = () => ({ guess: guess! }), log = () => {} } = options;
+  if (guess === undefined && options.open === undefined) throw new TypeError("options need guess or open");
   const { tls } = options;
   const baseUrl = `${tls ? "https" : "http"}://${options.verifier}`;
   // A verifier's certificate has the name verifier.outrider, not that of its host.
   const security = tls && { ...tls, servername: "verifier.outrider" };
   const drafterId = ownId(options.id ?? `${family}-${hostname()}-${process.pid}`, tls?.cert);
   let pause = FIRST_MS;
-  while (!stop.signal.aborted) {
+  while (!stop.aborted) {
     const began = Date.now();
     const sessionManager = new Http2SessionManager(baseUrl, { pingIntervalMs: 4000, pingTimeoutMs: 8000, pingIdleConnection: true }, security);
     const verifier = createClient(VerifierService, createGrpcTransport({ baseUrl, sessionManager, readMaxBytes: 2 ** 24 }));
     try {
-      const model = await ready(verifier, stop.signal);
+      const model = await ready(verifier, stop);
       const hello = {
         drafterId,
         family,
@@ -64,12 +92,12 @@ export async function serve(options: Options): Promise<void> {
         distributions: options.distributions ?? [],
         placement: { kind: "local", host: hostname(), device: "cpu", architecture: arch() },
       };
-      await draft(verifier, hello, open, stop.signal);
+      await draft(verifier, hello, open, stop, log);
     } catch (cause) {
-      if (stop.signal.aborted) break;
+      if (stop.aborted) break;
       const error = ConnectError.from(cause);
-      console.error(`the stream to ${options.verifier} ended: ${error.message}`);
-      await sleep(wait(error, pause), undefined, { signal: stop.signal }).catch(() => {});
+      log(`the stream to ${options.verifier} ended: ${error.message}`);
+      await sleep(wait(error, pause), undefined, { signal: stop }).catch(() => {});
       pause = Math.min(LONGEST_MS, 2 * pause);
       if (Date.now() - began > GOOD_MS) pause = FIRST_MS;
     } finally {
@@ -86,19 +114,28 @@ function ownId(id: string, cert?: string): string {
 
 type Verifier = ReturnType<typeof createClient<typeof VerifierService>>;
 
-/** The model, once the verifier serves it. */
+/**
+ * The model, once the verifier serves it. Any other stage may pass, FAILED too: the verifier may be
+ * started again.
+ */
 async function ready(verifier: Verifier, signal: AbortSignal) {
   for (;;) {
-    const model = await verifier.getModel({}, { signal });
+    const model = await verifier.getModel({}, { signal, timeoutMs: POLL_TIMEOUT_MS });
     if (model.stage === ModelStage.READY) return model;
-    await sleep(250, undefined, { signal });
+    await sleep(POLL_MS, undefined, { signal });
   }
 }
 
 /** Milliseconds to wait after an error. Throws the error if a retry cannot cure it. */
 function wait(error: ConnectError, pause: number): number {
   const [info] = error.findDetails(ErrorInfoSchema);
-  if (info?.domain === "outrider.dev" && FINAL.includes(info.reason)) throw error;
+  if (info?.domain === "outrider.dev" && isFinal(info)) throw error;
   const [retry] = error.findDetails(RetryInfoSchema);
-  return retry?.retryDelay ? durationMs(retry.retryDelay) : pause * (0.5 + Math.random() / 2);
+  const wanted = retry?.retryDelay && durationMs(retry.retryDelay);
+  return Math.min(wanted ?? pause * (0.5 + Math.random() / 2), LONGEST_RETRY_MS);
+}
+
+/** Whether a retry cannot cure the error, also one with an unknown reason. */
+function isFinal({ metadata, reason }: ErrorInfo): boolean {
+  return metadata.retry ? metadata.retry === "never" : FINAL.includes(reason);
 }

@@ -93,6 +93,7 @@ export async function draft(
   hello: NonNullable<Extract<Message, { case: "hello" }>>["value"],
   open: (opened: Opened) => Strategy,
   stop: AbortSignal,
+  log: (line: string) => void,
 ): Promise<void> {
   const outbox = new Outbox();
   const life = new AbortController();
@@ -121,9 +122,9 @@ export async function draft(
   };
   try {
     for await (const { message } of verifier.streamDrafts(outbox, { signal: life.signal })) {
-      if (message.case === "welcome") console.error(`drafting for ${message.value.modelId}`);
+      if (message.case === "welcome") log(`drafting for ${message.value.modelId}`);
       if (message.case === "draining") {
-        console.error(`the verifier is draining: ${message.value.reason}`);
+        log(`the verifier is draining: ${message.value.reason}`);
       }
       if (message.case !== "step") continue;
       session.apply(message.value);

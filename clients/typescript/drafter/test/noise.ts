@@ -1,12 +1,12 @@
-// Checks the noise against protos/coupled_noise.json.
+// Compares the noise with protos/coupled_noise.json. Lies in dist/test once it is compiled.
 import { readFileSync } from "node:fs";
-import { draw, exponential, noiseKey, output } from "../drafter/src/noise.ts";
+import { draw, exponential, noiseKey, output } from "../src/noise.js";
 
 function check(fact: boolean, row: object): void {
   if (!fact) throw new Error(JSON.stringify(row));
 }
 
-const file = new URL("../../../protos/coupled_noise.json", import.meta.url);
+const file = new URL("../../../../../protos/coupled_noise.json", import.meta.url);
 const vectors = JSON.parse(readFileSync(file, "utf8"));
 for (const row of vectors.noise) {
   check(noiseKey(BigInt(row.seed), BigInt(row.position)) === BigInt(row.key), row);

@@ -1,2 +1,0 @@
-#!/usr/bin/env bash
-exec ruby "$(dirname "$0")/noise.rb"
