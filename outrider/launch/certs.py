@@ -34,7 +34,7 @@ NAMES = tuple(role.value for role in Role)
 # Clients of a gateway or a Redis check the host's name and no role. A drafter has the name of its
 # role alone, so that it cannot pose as one of them.
 _DRAFTERS = (Role.DRAFTER, Role.TRUSTED_DRAFTER)
-_SERVERS = (Role.GATEWAY, Role.VERIFIER, Role.AGENT, Role.REDIS, *_DRAFTERS)
+_SERVERS = (Role.GATEWAY, Role.VERIFIER, Role.REDIS, *_DRAFTERS)
 
 
 @dataclass(frozen=True, slots=True)

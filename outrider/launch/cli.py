@@ -26,7 +26,6 @@ _EXTENSIONS = {
     "experiment.predict": "Run an experiment file in the simulator.",
     "profile": "Measure what forwards, drafting and links cost on this machine.",
     "advise": "Say which placement of a drafter wins, and why.",
-    "agent": "Start and stop processes on this machine for an experiment elsewhere.",
     "chaos": "Play faults against a real stack under traffic, and check every request.",
 }
 _Command = TypeVar("_Command", bound=Callable[..., Any])
@@ -257,7 +256,7 @@ def certs(
 @_tls_option("ca", "the authorities that sign the process's certificate; with it, TLS is used")
 @click.option(
     "--role",
-    type=click.Choice(["verifier", "drafter", "agent"]),
+    type=click.Choice(["verifier", "drafter"]),
     help="With TLS: the role that the process's certificate must have. By default it must have the"
     " name or address that is dialled, which a drafter's lacks.",
 )

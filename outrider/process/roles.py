@@ -3,7 +3,7 @@
 A certificate has its role as the URI outrider://role/NAME among its alternative names, and its
 holder's name as the common name of its subject. A certificate without such a URI is a client's.
 gRPC's clients cannot see a server's URI, but they check its DNS names. So a server's role is also a
-DNS name. Clients of a verifier or an agent require it in place of the host's name.
+DNS name. Clients of a verifier require it in place of the host's name.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ class Role(Enum):
     DRAFTER = "drafter"
     TRUSTED_DRAFTER = "trusted-drafter"
     OPERATOR = "operator"
-    AGENT = "agent"
     CLIENT = "client"
     REDIS = "redis"
 
@@ -50,11 +49,6 @@ CALLERS: Mapping[str, frozenset[Role]] = {
     "/outrider.v1.VerifierService/GetModel": _DRAFTERS | {Role.GATEWAY, Role.OPERATOR},
     "/outrider.internal.v1.TokenStreamService/StreamTokens": frozenset({Role.GATEWAY}),
     "/outrider.v1.GenerationService/GenerateText": frozenset({Role.CLIENT, Role.OPERATOR}),
-    "/outrider.internal.v1.AgentService/HoldMachine": frozenset({Role.OPERATOR}),
-    "/outrider.internal.v1.AgentService/FindFreePort": frozenset({Role.OPERATOR}),
-    "/outrider.internal.v1.AgentService/StartProcess": frozenset({Role.OPERATOR}),
-    "/outrider.internal.v1.AgentService/SignalProcess": frozenset({Role.OPERATOR}),
-    "/outrider.internal.v1.AgentService/GetProcess": frozenset({Role.OPERATOR}),
     # Health tells nothing of a request, and every process may ask for it.
     "/grpc.health.v1.Health/Check": _ANY,
     "/grpc.health.v1.Health/List": _ANY,

@@ -1,7 +1,7 @@
 """Hosts start an experiment's processes. The host here is this machine, with child processes.
 
 Knows command lines, signals and CPU time, but no services. `containers` and `remote` implement
-`Host` and `Handle` for a container engine and for an agent on another machine.
+`Host` and `Handle` for a container engine and for another machine.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from outrider.process.ports import free_port
 FILES = "{files}"
 """Stands in an argument for the directory where the host wrote the files of the launch."""
 
-LOOPBACK = "127.0.0.1"
 LOOPBACK = "127.0.0.1"
 TAIL_LINES = 50
 _STOP_S = 12.0

@@ -1,4 +1,4 @@
-"""Finds the host of each process: this machine, one of `--hosts`, or a container."""
+"""Finds the host of each process: this machine, another machine, or a container."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 from outrider.errors import invalid
-from outrider.process.tls import Tls
 from outrider_bench.experiment.compose_file import CORE
 from outrider_bench.experiment.containers import Project, containers
 from outrider_bench.experiment.hosts import Host
-from outrider_bench.experiment.remote import Hosts, check_hosts, remote_hosts
+from outrider_bench.experiment.remote import Hosts, remote_hosts, used_hosts
 from outrider_bench.experiment.spec import Experiment, drafters_of
 
 _LINK = "link-"
@@ -23,9 +22,8 @@ _LINK = "link-"
 class Where:
     """The settings of the command line for places."""
 
-    addresses: Mapping[str, str]
-    """Addresses of agents by the names of their machines."""
-    tls: Tls | None = None
+    ssh: str = "ssh"
+    """The command of ssh, with options if it has any."""
     compose: bool = False
     """Whether all processes are containers."""
 
@@ -58,8 +56,8 @@ class Places:
     def host(self, name: str, machine: str | None, is_container: bool) -> Host:
         """The host of the process `name`, such as verifier-1 or link-wire.
 
-        `machine` is a name of `--hosts`; None is this machine. Raises OutriderError(INVALID_VALUE)
-        for a machine without an agent, and for a container that cannot be started.
+        `machine` is a name of the file's `hosts`; None is this machine. Raises
+        OutriderError(INVALID_VALUE) for a container that cannot be started.
         """
         if machine is not None:
             return self._remote(name, machine, is_container)
@@ -79,11 +77,8 @@ class Places:
             problem = "is another machine; --with compose keeps all processes on this one"
             raise invalid("host", f"{machine} of {name} {problem}")
         if is_container:
-            problem = f"is to be one on host {machine}, where an agent starts processes alone"
+            problem = f"is to be one on host {machine}, where ssh starts processes alone"
             raise invalid("container", f"{name} {problem}")
-        if machine not in self.hosts.remote:
-            problem = "needs --hosts with the address of its agent"
-            raise invalid("host", f"{machine} of {name} {problem}")
         return self.hosts.remote[machine]
 
 
@@ -94,16 +89,21 @@ async def places(
     """Hold the hosts of all cells' processes until the context ends.
 
     Raises OutriderError(INVALID_VALUE) for places that do not fit the experiment, and OSError when
-    an agent or the engine does not answer.
+    a machine or the engine does not answer.
     """
-    check_hosts(experiments, where.addresses)
     wants_engine = where.compose or any(
         drafter.container for one in experiments for _, drafter in drafters_of(one)
     )
     async with AsyncExitStack() as stack:
-        hosts = await stack.enter_async_context(remote_hosts(where.addresses, where.tls, commit))
+        hosts = await stack.enter_async_context(
+            remote_hosts(used_hosts(experiments), where.ssh, commit)
+        )
         project = await stack.enter_async_context(containers()) if wants_engine else None
-        about = {name: host.machine.fingerprint for name, host in hosts.remote.items()}
+        about = {
+            name: host.machine.fingerprint
+            for name, host in hosts.remote.items()
+            if host.machine is not None
+        }
         if project is not None:
             about |= await project.image_ids() | {"compose": str(where.compose)}
         yield Places(hosts, project, where.compose, about)

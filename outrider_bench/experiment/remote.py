@@ -1,160 +1,180 @@
-"""Machines of `--hosts`, each reached through the agent that runs there.
+"""Other machines of an experiment, reached over the system's ssh.
 
-`remote_hosts` holds the machines until its context ends. Then, or when the connection is lost, the
-agents end all processes that they started.
+`remote_hosts` holds a connection to each machine until its context ends. Then, or when a connection
+is lost, `remote_worker` at its far end ends all processes that it started there.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import itertools
 import json
+import shlex
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import grpc
-
 from outrider.errors import invalid
-from outrider.internal.v1 import agent_pb2, agent_pb2_grpc
-from outrider.process import rpc
-from outrider.process.roles import Role
-from outrider.process.tls import Tls, explain
 from outrider_bench.experiment.hosts import LOOPBACK, Host, Launch, LocalHost
 from outrider_bench.experiment.records import Machine
+from outrider_bench.experiment.remote_worker import SILENCE_S
 from outrider_bench.experiment.spec import Experiment
-from outrider_bench.experiment.tls import is_loopback, require_tls, split_address
 
 _CALL_S = 20.0
 """Longer than the 12 s that a process has to stop."""
+_CONNECT_S = 60.0
+"""For ssh, and for Python to start on a slow machine."""
 
 
 class RemoteHandle:
-    """A process that an agent started."""
+    """A process on another machine."""
 
-    def __init__(self, host: RemoteHost, process_id: str) -> None:
+    def __init__(self, host: RemoteHost, process: int) -> None:
         self._host = host
-        self._process_id = process_id
+        self._process = process
 
     async def alive(self) -> bool:
-        """Ask the agent whether the process still runs; a paused one does."""
-        return (await self._state()).is_alive
+        """As Handle.alive."""
+        is_alive, _, _ = await self._call("state")
+        return bool(is_alive)
 
     async def stop(self) -> None:
-        """Let the agent send SIGTERM, and SIGKILL after 12 s; return when it has ended."""
-        await self._signal(agent_pb2.PROCESS_SIGNAL_STOP)
+        """As Handle.stop."""
+        await self._call("stop")
 
     async def kill(self) -> None:
-        """Let the agent send SIGKILL; return when the process has ended."""
-        await self._signal(agent_pb2.PROCESS_SIGNAL_KILL)
+        """As Handle.kill."""
+        await self._call("kill")
 
     async def pause(self) -> None:
-        """Let the agent send SIGSTOP."""
-        await self._signal(agent_pb2.PROCESS_SIGNAL_PAUSE)
+        """As Handle.pause."""
+        await self._call("pause")
 
     async def resume(self) -> None:
-        """Let the agent send SIGCONT."""
-        await self._signal(agent_pb2.PROCESS_SIGNAL_RESUME)
+        """As Handle.resume."""
+        await self._call("resume")
 
     async def tail(self) -> list[str]:
-        """The last lines that the process printed, at most `TAIL_LINES`."""
-        return list((await self._state()).tail)
+        """As Handle.tail."""
+        _, lines, _ = await self._call("state")
+        return [str(line) for line in lines]
 
     async def cpu_s(self) -> float:
-        """User and system time in seconds since its start."""
-        return (await self._state()).cpu_duration.ToNanoseconds() / 1e9
+        """As Handle.cpu_s."""
+        _, _, seconds = await self._call("state")
+        return float(seconds)
 
-    async def _signal(self, signal: agent_pb2.ProcessSignal.ValueType) -> None:
-        request = agent_pb2.SignalProcessRequest(process_id=self._process_id, signal=signal)
-        await self._host.call("SignalProcess", request)
-
-    async def _state(self) -> agent_pb2.GetProcessResponse:
-        request = agent_pb2.GetProcessRequest(process_id=self._process_id)
-        state: agent_pb2.GetProcessResponse = await self._host.call("GetProcess", request)
-        return state
+    async def _call(self, method: str) -> Any:
+        return await self._host.call(method, process=self._process)
 
 
 class RemoteHost:
-    """A machine where an agent runs.
+    """A machine at the far end of an ssh connection.
 
-    Every method raises OSError with the reason when the agent refuses or the connection is lost.
+    Every method raises ConnectionError with the reason when the connection is lost.
     """
 
-    def __init__(
-        self, name: str, address: str, channel: grpc.aio.Channel, tls: Tls | None = None
-    ) -> None:
+    def __init__(self, name: str, ssh: asyncio.subprocess.Process) -> None:
         self.name = name
-        self.address = address
-        self.channel = channel
-        self._tls = tls
-        self._stub: Any = agent_pb2_grpc.AgentServiceStub(channel)
-        self._lease: Any = self._stub.HoldMachine(
-            agent_pb2.HoldMachineRequest(), wait_for_ready=False
-        )
-        self._held = agent_pb2.HoldMachineResponse()
+        self.address = LOOPBACK
+        self.controller_address = LOOPBACK
+        self.commit = ""
+        self.machine: Machine | None = None
+        self._ssh = ssh
+        self._ids = itertools.count()
+        self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._tasks: list[asyncio.Task[None]] = []
 
-    async def hold(self) -> None:
-        """Reserve the machine."""
+    async def open(self) -> None:
+        """Wait for the machine's description."""
+        try:
+            async with asyncio.timeout(_CONNECT_S):
+                line = await _stream(self._ssh.stdout).readline()
+        except TimeoutError as error:
+            raise self._lost(f"nothing came within {_CONNECT_S:.0f} s") from error
+        if not line:
+            raise self._lost(await self._last_error())
+        try:
+            described = json.loads(line)
+            self.machine = machine_from_json(described["machine"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise self._lost(f"it answers {line[:200].decode(errors='replace')!r}") from error
+        self.commit = described["commit"]
+        self.address = described["address"]
+        self.controller_address = described["controller_address"]
+        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._ping())]
+
+    async def close(self) -> None:
+        """End the input of the far end, which then ends its processes, and wait for ssh."""
+        for task in self._tasks:
+            task.cancel()
+        self._ssh.stdin.close()  # type: ignore[union-attr]  # it was opened as a pipe
         try:
             async with asyncio.timeout(_CALL_S):
-                held = await self._lease.read()
-        except grpc.aio.AioRpcError as error:
-            raise self._failure(error) from error
-        except TimeoutError as error:
-            reason = f"its agent did not answer within {_CALL_S:.0f} s"
-            raise ConnectionError(f"host {self.name}: {reason}") from error
-        self._held = rpc.readable(held)
-
-    def release(self) -> None:
-        """Give the machine back; the agent ends all processes."""
-        self._lease.cancel()
-
-    @property
-    def machine(self) -> Machine:
-        """The agent's description of its machine."""
-        return machine_from_json(self._held.machine_json)
-
-    @property
-    def commit(self) -> str:
-        """The commit that the agent runs."""
-        return self._held.commit
-
-    @property
-    def controller_address(self) -> str:
-        """The IP address of this machine, as the agent sees it."""
-        return self._held.controller_address
+                await self._ssh.wait()
+        except TimeoutError:
+            self._ssh.kill()
+            await self._ssh.wait()
 
     async def free_port(self) -> int:
         """A port that no process listens on now, at the machine's address."""
-        answer = await self.call(
-            "FindFreePort", agent_pb2.FindFreePortRequest(address=self.address)
-        )
-        return int(answer.port)
+        return int(await self.call("free_port"))
 
     async def start(self, launch: Launch) -> RemoteHandle:
-        """Let the agent start the process; its cores are those of the remote machine."""
-        request = agent_pb2.StartProcessRequest(
-            name=launch.name,
-            module=launch.module,
-            program=launch.program,
-            arguments=launch.arguments,
-            environment=launch.environment,
-            cores=launch.cores,
-            files=launch.files,
-        )
-        answer = await self.call("StartProcess", request)
-        return RemoteHandle(self, answer.process_id)
+        """Start a process; its cores are those of the other machine."""
+        names = [each.name for each in dataclasses.fields(launch) if each.name != "shares"]
+        given = {name: getattr(launch, name) for name in names}
+        return RemoteHandle(self, await self.call("start", launch=given))
 
-    async def call(self, method: str, request: Any) -> Any:
-        """Call a method of the agent, with the id of the lease in the request."""
-        request.lease_id = self._held.lease_id
+    async def call(self, method: str, **given: Any) -> Any:
+        """Send a request and return its result; raises OSError with the reason that it has none."""
+        number = next(self._ids)
+        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
         try:
-            return rpc.readable(await getattr(self._stub, method)(request, timeout=_CALL_S))
-        except grpc.aio.AioRpcError as error:
-            raise self._failure(error) from error
+            self._send({"id": number, "method": method, **given})
+            async with asyncio.timeout(_CALL_S):
+                return await answer
+        except TimeoutError as error:
+            raise self._lost(f"no answer came within {_CALL_S:.0f} s") from error
+        finally:
+            del self._waiting[number]
 
-    def _failure(self, error: grpc.aio.AioRpcError) -> OSError:
-        reason = explain(rpc.error_of(error).message, self._tls)
+    def _send(self, request: Mapping[str, Any]) -> None:
+        if self._ssh.returncode is not None:
+            raise self._lost(f"ssh ended with status {self._ssh.returncode}")
+        self._ssh.stdin.write(json.dumps(request, default=dict).encode() + b"\n")  # type: ignore[union-attr]  # it was opened as a pipe
+
+    async def _read(self) -> None:
+        """Hand answers to those who wait for them, until the connection ends."""
+        while line := await _stream(self._ssh.stdout).readline():
+            answer = json.loads(line)
+            waiting = self._waiting.get(answer["id"])
+            if waiting is None or waiting.done():
+                continue
+            if "error" in answer:
+                waiting.set_exception(OSError(f"host {self.name}: {answer['error']}"))
+            else:
+                waiting.set_result(answer["result"])
+        reason = await self._last_error()
+        for waiting in self._waiting.values():
+            if not waiting.done():
+                waiting.set_exception(self._lost(reason))
+
+    async def _ping(self) -> None:
+        """Keep the far end from taking this one for dead."""
+        while self._ssh.returncode is None:
+            self._send({"method": "ping"})
+            await asyncio.sleep(SILENCE_S / 4)
+
+    async def _last_error(self) -> str:
+        """What ssh said last; the connection has ended."""
+        lines = (await _stream(self._ssh.stderr).read()).decode(errors="replace").split("\n")
+        said = [line.strip() for line in lines if line.strip()]
+        return said[-1] if said else "the connection ended"
+
+    def _lost(self, reason: str) -> ConnectionError:
         return ConnectionError(f"host {self.name}: {reason}")
 
 
@@ -166,79 +186,95 @@ class Hosts:
     remote: Mapping[str, RemoteHost] = field(default_factory=dict)
 
 
-def parse_hosts(text: str) -> dict[str, str]:
-    """Addresses by name, from text such as `far=10.0.0.2:7070,near=127.0.0.1:7071`.
+def split_target(name: str, text: str) -> tuple[str, str]:
+    """The ssh destination and the checkout's directory, of text such as me@10.0.0.2:outrider.
 
     Raises OutriderError(INVALID_VALUE) for any other text.
     """
-    addresses: dict[str, str] = {}
-    for part in text.split(",") if text else []:
-        name, equals, address = part.strip().partition("=")
-        if not name or not equals:
-            raise invalid("hosts", f"must be NAME=HOST:PORT with commas between them, not {part!r}")
-        if name in addresses:
-            raise invalid("hosts", f"name {name} twice")
-        split_address(f"hosts: {name}", address)
-        addresses[name] = address
-    return addresses
+    destination, colon, directory = text.partition(":")
+    # A destination that begins with a dash would be an option of ssh.
+    if not destination or destination.startswith("-") or not colon or not directory:
+        form = "an ssh destination and a directory, such as me@far:outrider"
+        raise invalid(f"hosts.{name}", f"must be {form}, not {text!r}")
+    return destination, directory
 
 
-def check_hosts(experiments: Iterable[Experiment], addresses: Mapping[str, str]) -> None:
-    """Check that the given hosts are those that the cells' experiments name.
+def used_hosts(experiments: Iterable[Experiment]) -> dict[str, str]:
+    """The ssh targets of all machines on which the cells' experiments place a process.
 
-    Raises OutriderError(INVALID_VALUE) that lists hosts without an address and unknown hosts.
+    Raises OutriderError(INVALID_VALUE) for a machine that is not in the file's `hosts`.
     """
-    named: set[str] = set()
+    used: dict[str, str] = {}
     for experiment in experiments:
-        hosts = [drafter.host for drafter in experiment.drafters.values()]
-        named.update(host for host in (experiment.target.host, *hosts) if host is not None)
-    missing = ", ".join(sorted(named - set(addresses)))
-    unknown = ", ".join(sorted(set(addresses) - named))
-    if missing:
-        raise invalid("hosts", f"must give the address of {missing}, which the experiment names")
-    if unknown:
-        raise invalid("hosts", f"give {unknown}, which the experiment does not name")
+        places = {"target": experiment.target.host}
+        places |= {f"drafters.{name}": each.host for name, each in experiment.drafters.items()}
+        for place, name in places.items():
+            if name is None:
+                continue
+            if name not in experiment.hosts:
+                raise invalid("hosts", f"must have {name}, which {place}.host names")
+            used[name] = experiment.hosts[name]
+    return used
 
 
 @asynccontextmanager
-async def remote_hosts(
-    addresses: Mapping[str, str], tls: Tls | None, commit: str
-) -> AsyncIterator[Hosts]:
-    """Hold every machine until the context ends.
+async def remote_hosts(targets: Mapping[str, str], ssh: str, commit: str) -> AsyncIterator[Hosts]:
+    """Hold a connection to every machine until the context ends.
 
-    Raises OutriderError(INVALID_VALUE) for an address that needs TLS and for an agent of another
-    commit. Raises OSError when an agent cannot be reached or serves another experiment.
+    `ssh` is the command, with options if it has any. Raises OutriderError(INVALID_VALUE) for a
+    wrong target and for a checkout of another commit; OSError when a machine cannot be reached.
     """
-    for name, address in addresses.items():
-        require_tls(f"hosts: {name}", address, tls)
+    places = {name: split_target(name, target) for name, target in targets.items()}
     async with AsyncExitStack() as stack:
         hosts: dict[str, RemoteHost] = {}
-        for name, address in addresses.items():
-            channel = await stack.enter_async_context(rpc.dial(address, tls, Role.AGENT))
-            host = RemoteHost(name, split_address("hosts", address)[0], channel, tls)
-            stack.callback(host.release)
-            await host.hold()
+        for name, (destination, directory) in places.items():
+            host = RemoteHost(name, await _connect(ssh, destination, directory))
+            stack.push_async_callback(host.close)
+            await host.open()
             if host.commit != commit:
-                problem = f"runs Outrider of commit {host.commit}, and this is {commit}"
-                raise invalid(f"hosts: {name}", problem)
+                problem = f"has Outrider of commit {host.commit}, and this is {commit}"
+                raise invalid(f"hosts.{name}", problem)
             hosts[name] = host
         yield with_addresses(hosts)
 
 
+async def _connect(ssh: str, destination: str, directory: str) -> asyncio.subprocess.Process:
+    worker = "exec .venv/bin/python -m outrider_bench.experiment.remote_worker"
+    return await asyncio.create_subprocess_exec(
+        *shlex.split(ssh),
+        "-T",
+        # Nobody answers a question for a password.
+        "-oBatchMode=yes",
+        destination,
+        f"cd {shlex.quote(directory)} && {worker}",
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        limit=2**24,
+        # Ctrl-C reaches the runner alone, which stops all in order.
+        start_new_session=True,
+    )
+
+
 def with_addresses(hosts: Mapping[str, RemoteHost]) -> Hosts:
     """Give hosts on loopback an address that the other machines reach, if there are others."""
-    seen = [host.controller_address for host in hosts.values() if not is_loopback(host.address)]
+    seen = [host.controller_address for host in hosts.values() if host.address != LOOPBACK]
     here = LOOPBACK
     if seen:
         here = seen[0]
     for host in hosts.values():
-        if is_loopback(host.address):
+        if host.address == LOOPBACK:
             host.address = here
     return Hosts(LocalHost(here), hosts)
 
 
-def machine_from_json(text: str) -> Machine:
-    """Read a Machine from JSON, in which the keys of NUMA nodes are text."""
-    data = json.loads(text)
-    data["numa_nodes"] = {int(node): cores for node, cores in data["numa_nodes"].items()}
-    return Machine(**data)
+def machine_from_json(data: dict[str, Any]) -> Machine:
+    """A Machine from its JSON object, in which the keys of NUMA nodes are text."""
+    numa_nodes = {int(node): cores for node, cores in data["numa_nodes"].items()}
+    return Machine(**{**data, "numa_nodes": numa_nodes})
+
+
+def _stream(stream: asyncio.StreamReader | None) -> asyncio.StreamReader:
+    if stream is None:
+        raise RuntimeError("ssh has no pipe")
+    return stream

@@ -20,13 +20,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from outrider.errors import OutriderError, invalid
 from outrider.process.config import Settings, parse
-from outrider.process.tls import TlsSettings
 from outrider.process.usage import refuse
 from outrider_bench.experiment import machine, stack
 from outrider_bench.experiment.places import Places, Where, places
 from outrider_bench.experiment.processes import StackFailed
 from outrider_bench.experiment.records import DRAFTED, IDLE, PLAIN, Folder
-from outrider_bench.experiment.remote import parse_hosts
 from outrider_bench.experiment.schedule import Runner, ways_of
 from outrider_bench.experiment.spec import Cell, Experiment, Target, load
 
@@ -35,7 +33,7 @@ _INTERRUPTED = 130
 _ROOT = Path(__file__).parents[2]
 
 
-class RunSettings(TlsSettings, Settings):
+class RunSettings(Settings):
     """Measure the cells of an experiment file. FILE is the same as --file.
 
     A run that was interrupted goes on where it stopped when it is started again.
@@ -55,8 +53,8 @@ class RunSettings(TlsSettings, Settings):
     """Run containers where the file says so (processes), or run all processes as containers
     (compose)."""
 
-    hosts: str = ""
-    """Addresses of `outrider agent` on the file's machines: a=10.0.0.2:7070,b=10.0.0.3:7070."""
+    ssh: str = "ssh"
+    """The command that reaches the file's `hosts`, with options if it has any: ssh -p 2222."""
 
     out: Path = Path("bench/out/experiments")
     """Directory for the results: a folder for each experiment, machine and commit."""
@@ -96,9 +94,9 @@ async def run(
     """Measure all missing repetitions, and print a summary.
 
     Raises OutriderError(INVALID_VALUE) if this machine or the places do not fit the experiment, and
-    OSError or StackFailed when a process, an agent or the engine fails.
+    OSError or StackFailed when a process, a machine or the engine fails.
     """
-    where = Where(parse_hosts(settings.hosts), settings.tls, settings.with_ == "compose")
+    where = Where(settings.ssh, settings.with_ == "compose")
     async with places([cell.experiment for cell in cells], where, machine.commit(_ROOT)) as found:
         for cell in cells:
             machine.check(cell.experiment)

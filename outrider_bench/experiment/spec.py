@@ -50,7 +50,7 @@ class Target(_Part):
     """Verifiers, verifier-1 and so on, each behind a gateway of its own."""
 
     host: Name | None = None
-    """Machine of `--hosts` that runs the verifiers; unset is this one."""
+    """Name in `hosts` of the machine that runs the verifiers; unset is this one."""
 
     settings: dict[str, Setting] = Field(default_factory=dict)
     """Other settings of the verifier, see `python -m verifier_svc --help`, with underscores."""
@@ -100,7 +100,7 @@ class Drafter(_Part):
     """Run it as a container, also without `--with compose`."""
 
     host: Name | None = None
-    """Machine of `--hosts`; unset is this one."""
+    """Name of its machine in `hosts`; unset is this one."""
 
     settings: dict[str, Setting] = Field(default_factory=dict)
     """Other settings of its process, see `python -m drafter_svc --help`, with underscores."""
@@ -228,6 +228,10 @@ class Experiment(_Part):
     drafters: dict[Name, Drafter] = Field(default_factory=dict)
 
     links: dict[Name, Link] = Field(default_factory=dict)
+
+    hosts: dict[Name, str] = Field(default_factory=dict)
+    """Other machines by name: an ssh destination and the directory of a checkout of the same commit
+    there, with its virtual environment in .venv, such as me@10.0.0.2:outrider."""
 
     workload: Workload = Field(default_factory=lambda: Workload.model_validate({}))
 

@@ -112,7 +112,7 @@ def _slowdown(alone: Loads, loads: Loads, count: int, threads: int) -> float:
 async def _serve(target: Path, dtype: str, threads: int, count: int) -> Loads:
     short, long = (_experiment(target, dtype, threads, count, tokens) for tokens in (_SHORT, _LONG))
     async with (
-        places([long], Where({}), "") as found,
+        places([long], Where(), "") as found,
         receiver(found.here) as spans,
         backend(long.target, target, found, spans.endpoint) as running,
     ):

@@ -10,7 +10,7 @@ import yaml
 
 from outrider.errors import OutriderError
 from outrider_bench.experiment.places import Places
-from outrider_bench.experiment.remote import Hosts
+from outrider_bench.experiment.remote import Hosts, used_hosts
 from outrider_bench.experiment.schedule import groups, ways_of
 from outrider_bench.experiment.spec import Experiment, load
 from outrider_bench.experiment.stack import check
@@ -108,7 +108,6 @@ def test_a_wrong_file_is_refused_with_its_field(
         ),
         ({"drafters": {"far": {"family": "oracle"}}}, r"drafters\.far\.family.*oracle"),
         ({"drafters": {"far": {"container": True}}}, "container.*far-1 needs a container engine"),
-        ({"drafters": {"far": {"host": "elsewhere"}}}, "host.*elsewhere of far-1 needs --hosts"),
     ],
 )
 def test_wrong_settings_are_refused_before_any_process_starts(
@@ -155,3 +154,20 @@ def test_a_sweep_over_scenes_adds_the_events_of_each_to_its_cell() -> None:
     assert [event.what for event in cut_off.experiment.events] == ["leave", "reset"]
     assert (calm.key, cut_off.key) == ("scene=calm", "scene=cut")
     assert calm.stack_key == cut_off.stack_key
+
+
+def _apart(hosts: dict[str, str]) -> Experiment:
+    drafters = {"far": {"host": "far"}}
+    return Experiment.model_validate(
+        _experiment(target={"host": "near"}, drafters=drafters, hosts=hosts)
+    )
+
+
+def test_a_host_without_a_target_is_named() -> None:
+    with pytest.raises(OutriderError, match=r"hosts must have far, which drafters.far.host names"):
+        used_hosts([_apart({"near": "near:outrider"})])
+
+
+def test_a_machine_that_no_cell_uses_is_not_dialled() -> None:
+    used = {"near": "a:b", "far": "c:d"}
+    assert used_hosts([_apart({**used, "other": "e:f"})]) == used

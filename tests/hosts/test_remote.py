@@ -1,103 +1,189 @@
-"""Agents on other machines need mutual TLS, and an experiment runs on several machines."""
+"""Processes of an experiment on another machine are started, watched and ended over ssh."""
 
 from __future__ import annotations
 
 import asyncio
-import subprocess
+import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-import yaml
-from agents import OUTRIDER, ROOT, agent, listens, proxy, until
+import pytest_asyncio
+import waiting
+from ssh_server import (
+    OUTRIDER,
+    PATIENCE_S,
+    ROOT,
+    SshServer,
+    held,
+    listens,
+    proxy,
+    ssh_server,
+    until,
+)
 
 from outrider.errors import OutriderError
-from outrider.launch.certs import run
-from outrider.process.tls import Tls
+from outrider_bench.experiment.hosts import Launch
+from outrider_bench.experiment.machine import commit
 from outrider_bench.experiment.records import Folder, Measurement
-from outrider_bench.experiment.remote import check_hosts, remote_hosts
-from outrider_bench.experiment.spec import Experiment
+from outrider_bench.experiment.remote import (
+    RemoteHandle,
+    RemoteHost,
+    remote_hosts,
+)
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-def authority(directory: Path) -> Path:
-    """A new directory with an authority and its certificates for an agent and an operator."""
-    for kind in ("agent", "operator", "drafter"):
-        assert run(directory, ["127.0.0.1"], [kind], None, 2, False) == 0
-    return directory
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def near(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[SshServer]:
+    async with ssh_server(tmp_path_factory.mktemp("ssh")) as server:
+        yield server
 
 
-def tls_of(directory: Path, kind: str, ca: Path | None = None) -> Tls:
-    return Tls(directory / f"{kind}.pem", directory / f"{kind}.key", (ca or directory) / "ca.pem")
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def host(near: SshServer) -> AsyncIterator[RemoteHost]:
+    """A connection that most tests share: to start its far end takes seconds."""
+    async with held(near) as hosts:
+        yield hosts.remote["near"]
 
 
-def flags_of(tls: Tls) -> list[str]:
-    return ["--tls-cert", str(tls.cert), "--tls-key", str(tls.key), "--tls-ca", str(tls.ca)]
-
-
-async def test_mutual_tls_lets_in_only_operators_of_the_authority(tmp_path: Path) -> None:
-    ours, others = authority(tmp_path / "ours"), authority(tmp_path / "others")
+async def test_a_remote_process_is_started_watched_and_stopped(host: RemoteHost) -> None:
     launch, port = proxy()
-    strangers = {
-        "tls-cert, tls-key and tls-ca are not given": None,
-        "no authority in .* has signed": tls_of(others, "operator", ca=ours),
-        "role drafter .* may not call .*HoldMachine": tls_of(ours, "drafter"),
-    }
-    async with agent(*flags_of(tls_of(ours, "agent"))) as near:
-        addresses = {"near": near.address}
-        for reason, stranger in strangers.items():
-            with pytest.raises(OSError, match=f"host near: .*{reason}"):
-                async with remote_hosts(addresses, stranger, near.commit):
-                    pass
-        async with remote_hosts(addresses, tls_of(ours, "operator"), near.commit) as hosts:
-            await hosts.remote["near"].start(launch)
-            await until(lambda: listens(port))
+    handle = await host.start(launch)
+    await until(lambda: listens(port))
+    assert await handle.alive()
+    assert await handle.cpu_s() > 0
+    await handle.stop()
+    assert not await handle.alive()
+    assert not listens(port)
+    assert (await handle.tail())[-1] == "ended with status 0"
 
 
-async def test_a_controller_refuses_an_agent_of_another_authority(tmp_path: Path) -> None:
-    ours, others = authority(tmp_path / "ours"), authority(tmp_path / "others")
-    async with agent(*flags_of(tls_of(others, "agent", ca=ours))) as near:
-        with pytest.raises(OSError, match="host near: the peer's certificate is refused: unable"):
-            async with remote_hosts({"near": near.address}, tls_of(ours, "operator"), near.commit):
-                pass
+async def ended(handle: RemoteHandle) -> None:
+    async def is_dead() -> bool:
+        return not await handle.alive()
+
+    await waiting.until(is_dead)
 
 
-def errors_of(*words: str) -> str:
-    """The errors of an `outrider` command that refuses its arguments."""
-    command = [*OUTRIDER, *words]
-    ended = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+async def test_a_remote_process_gets_its_files_and_environment(host: RemoteHost) -> None:
+    code = "import os, sys; print(open(sys.argv[1]).read(), os.environ['WORD'])"
+    arguments = ("-c", code, "{files}/secret")
+    launch = Launch(
+        "reader", "", arguments, sys.executable, {"WORD": "hat"}, files={"secret": "top"}
     )
-    assert ended.returncode == 2, ended.stderr
-    return ended.stderr
+    handle = await host.start(launch)
+    await ended(handle)
+    assert await handle.tail() == ["top hat", "ended with status 0"]
 
 
-BAD_FLAGS = [
-    (
-        ["--listen", "0.0.0.0:7070"],
-        "listen 0.0.0.0:7070 is not on loopback, so it needs mutual TLS",
-    ),
-    (["--listen", "7070"], "listen must be host:port with a port of at most 65535, not '7070'"),
-    (["--tls-cert", "x"], "tls-key must be given too"),
-    (["--tls-cert", "x", "--tls-key", "x", "--tls-ca", "x"], "tls-cert x cannot be read"),
-]
+async def test_the_tail_of_a_killed_process_has_its_signal(host: RemoteHost) -> None:
+    launch, port = proxy()
+    handle = await host.start(launch)
+    await until(lambda: listens(port))
+    await handle.kill()
+    assert (await handle.tail())[-1] == "ended with status -9"
 
 
-@pytest.mark.parametrize(("flags", "reason"), BAD_FLAGS, ids=lambda value: str(value)[:30])
-def test_an_agent_that_would_not_be_protected_does_not_start(flags: list[str], reason: str) -> None:
-    errors = errors_of("agent", *flags)
-    assert reason in errors
-    assert len(errors.splitlines()) == 1
+async def test_a_paused_process_answers_again_after_it_is_resumed(host: RemoteHost) -> None:
+    launch, port = proxy()
+    handle = await host.start(launch)
+    await until(lambda: listens(port))
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    await handle.pause()
+    writer.write(b"{}\n")
+    reading = asyncio.ensure_future(reader.readline())
+    done, _ = await asyncio.wait({reading}, timeout=0.5)
+    assert not done
+    await handle.resume()
+    async with asyncio.timeout(PATIENCE_S):
+        assert b"traffic" in await reading
+    writer.close()
+    await writer.wait_closed()
+    await handle.stop()
 
 
-async def test_a_host_beyond_loopback_is_not_dialled_without_tls() -> None:
-    with pytest.raises(
-        OutriderError, match=r"hosts: far 10.0.0.2:7070 is not on loopback, so it needs mutual TLS"
-    ):
-        async with remote_hosts({"far": "10.0.0.2:7070"}, None, "abc"):
+async def test_a_program_that_is_not_there_ends_with_its_name(host: RemoteHost) -> None:
+    handle = await host.start(Launch("none", "", (), "/no/such/program"))
+    await ended(handle)
+    assert "/no/such/program" in " ".join(await handle.tail())
+
+
+async def test_processes_end_when_the_experiment_lets_go(near: SshServer) -> None:
+    launch, port = proxy()
+    async with held(near) as hosts:
+        await hosts.remote["near"].start(launch)
+        await until(lambda: listens(port))
+    assert not listens(port)
+
+
+CONTROLLER = """
+import asyncio, sys
+from outrider_bench.experiment.hosts import Launch
+from outrider_bench.experiment.remote import remote_hosts
+async def main(target, ssh, commit, *arguments):
+    launch = Launch("proxy", "outrider_bench.experiment.link_process", arguments)
+    async with remote_hosts({"near": target}, ssh, commit) as hosts:
+        await hosts.remote["near"].start(launch)
+        await asyncio.Event().wait()
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+async def test_processes_end_when_the_machine_that_measures_is_lost(near: SshServer) -> None:
+    launch, port = proxy()
+    words = [near.target, near.command, commit(ROOT), *launch.arguments]
+    controller = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", CONTROLLER, *words, cwd=ROOT
+    )
+    await until(lambda: listens(port))
+    controller.kill()
+    await controller.wait()
+    await until(lambda: not listens(port))
+
+
+async def test_a_lost_connection_is_an_error_that_names_the_host(near: SshServer) -> None:
+    async with held(near) as hosts:
+        host = hosts.remote["near"]
+        handle = await host.start(proxy()[0])
+        host._ssh.kill()
+        await host._ssh.wait()
+        with pytest.raises(ConnectionError, match="host near: "):
+            await handle.alive()
+
+
+async def test_a_checkout_of_another_commit_is_refused(near: SshServer) -> None:
+    with pytest.raises(OutriderError, match=r"hosts.near has Outrider of commit .*, and this is x"):
+        async with remote_hosts({"near": near.target}, near.command, "x"):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("target", "reason"),
+    [
+        ("127.0.0.1:/no/such/checkout", "host near: .*/no/such/checkout"),
+        ("nobody-of-that-name@127.0.0.1:/", "host near: .*Permission denied"),
+    ],
+)
+async def test_a_machine_that_cannot_be_used_is_named_with_ssh_s_reason(
+    near: SshServer, target: str, reason: str
+) -> None:
+    with pytest.raises(OSError, match=reason):
+        async with remote_hosts({"near": target}, near.command, "x"):
+            pass
+
+
+@pytest.mark.parametrize("target", ["far", "far:", ":outrider", "-oProxyCommand=x:outrider"])
+async def test_a_target_that_is_none_is_refused_by_its_name(target: str) -> None:
+    with pytest.raises(OutriderError, match=r"hosts.far must be an ssh destination and"):
+        async with remote_hosts({"far": target}, "ssh", "x"):
             pass
 
 
 EXPERIMENT = """
 name: apart
+hosts: {near: TARGET, far: TARGET}
 target: {threads: 1, host: near}
 drafters: {far: {family: ngram, host: far, link: wire}}
 links: {wire: {round_trip_ms: 2}}
@@ -108,15 +194,16 @@ trace: true
 """
 
 
-@pytest.mark.slow
-async def test_an_experiment_runs_with_verifier_and_drafter_on_two_machines(tmp_path: Path) -> None:
+@pytest.mark.slow  # starts two stacks with the bundled target
+async def test_an_experiment_runs_with_verifier_and_drafter_on_two_machines(
+    near: SshServer, tmp_path: Path
+) -> None:
     file = tmp_path / "apart.yaml"
-    await asyncio.to_thread(file.write_text, EXPERIMENT)
-    async with agent() as far, agent() as near:
-        command = [*OUTRIDER, "experiment", "run", str(file)]
-        command += ["--out", str(tmp_path), "--hosts", f"far={far.address},near={near.address}"]
-        running = await asyncio.create_subprocess_exec(*command, cwd=ROOT)
-        assert await asyncio.wait_for(running.wait(), 300) == 0
+    await asyncio.to_thread(file.write_text, EXPERIMENT.replace("TARGET", near.target))
+    command = [*OUTRIDER, "experiment", "run", str(file), "--out", str(tmp_path)]
+    running = await asyncio.create_subprocess_exec(*command, "--ssh", near.command, cwd=ROOT)
+    async with asyncio.timeout(300):
+        assert await running.wait() == 0
     found, measured = await asyncio.to_thread(results, tmp_path / "apart")
     assert set(measured) == {"plain", "drafted"}
     assert [measurement.errors for measurement in measured.values()] == [[], []]
@@ -135,25 +222,3 @@ def results(directory: Path) -> tuple[Folder, dict[str, Measurement]]:
     return folder, {
         measurement.way: measurement for _, measurement in folder.measurements(cell.name)
     }
-
-
-BAD_HOSTS = [
-    ("far", "hosts must be NAME=HOST:PORT with commas between them, not 'far'"),
-    ("far=10.0.0.2", "hosts: far must be host:port"),
-    ("far=127.0.0.1:1,far=127.0.0.1:2", "hosts name far twice"),
-    ("far=127.0.0.1:1", "hosts give far, which the experiment does not name"),
-]
-
-
-@pytest.mark.parametrize(("hosts", "reason"), BAD_HOSTS, ids=lambda value: str(value)[:30])
-def test_hosts_that_do_not_fit_the_experiment_are_refused(hosts: str, reason: str) -> None:
-    file = "experiments/small.yaml"
-    assert reason in errors_of("experiment", "run", file, "--hosts", hosts)
-
-
-def test_a_host_of_the_experiment_without_an_address_is_named() -> None:
-    named = Experiment.model_validate(yaml.safe_load(EXPERIMENT))
-    with pytest.raises(
-        OutriderError, match="hosts must give the address of far, which the experiment names"
-    ):
-        check_hosts([named], {"near": "127.0.0.1:1"})

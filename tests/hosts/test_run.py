@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
-from agents import OUTRIDER
 from rich.console import Console
+from ssh_server import OUTRIDER
 
 from outrider.errors import OutriderError
 from outrider_bench.experiment import machine, run

@@ -53,7 +53,7 @@ def setting_flags() -> frozenset[str]:
         "outrider/process/key_file.py",
         "outrider/process/tls.py",
         "outrider_bench/__main__.py",
-        *(f"outrider_bench/experiment/{name}.py" for name in ("advise", "agent", "profile", "run")),
+        *(f"outrider_bench/experiment/{name}.py" for name in ("advise", "profile", "run")),
         "outrider_bench/simulator/scenario.py",
     ]
     paths = [ROOT / name for name in files] + sorted((ROOT / "drafter_svc/families").glob("*.py"))

@@ -10,12 +10,11 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
 from outrider.errors import OutriderError, Reason
-from outrider.internal.v1 import agent_pb2, token_streams_pb2
+from outrider.internal.v1 import token_streams_pb2
 from outrider.process.roles import CALLERS, Peer, Role, check_call, check_http, peer_of_grpc
 from outrider.v1 import generation_pb2, verifier_pb2
 
 FILES: list[FileDescriptor] = [
-    agent_pb2.DESCRIPTOR,
     generation_pb2.DESCRIPTOR,
     health_pb2.DESCRIPTOR,
     reflection_pb2.DESCRIPTOR,
@@ -53,7 +52,6 @@ def test_every_proto_with_a_service_is_looked_at() -> None:
 WHO = {
     Role.GATEWAY: {"GenerateTokens", "GetModel", "StreamTokens"},
     Role.VERIFIER: set[str](),
-    Role.AGENT: set[str](),
     Role.REDIS: set[str](),
     Role.DRAFTER: {"GetModel", "StreamDrafts"},
     Role.TRUSTED_DRAFTER: {"GetModel", "StreamDrafts"},

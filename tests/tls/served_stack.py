@@ -28,7 +28,6 @@ PORTS = (
     "verifier metrics",
     "drafter health",
     "drafter metrics",
-    "agent",
     "Redis",
 )
 
@@ -95,10 +94,6 @@ def _processes(made: Served, folder: Path) -> Iterator[Process]:
         if child.name == "gateway" and made.certificates is not None:
             words = [*words, "--public-tls-ca", str(made.certificates.ca)]
         yield Process(child.module, *words)
-    flags = ["agent", "--listen", f"127.0.0.1:{made.ports['agent']}"]
-    if tls := made.tls("agent"):
-        flags += ["--tls-cert", str(tls.cert), "--tls-key", str(tls.key), "--tls-ca", str(tls.ca)]
-    yield Process("outrider.launch.cli", *flags)
 
 
 def _settings(made: Served, folder: Path) -> ServeSettings:

@@ -100,7 +100,6 @@ ASK: dict[str, Ask] = {
     "verifier metrics": over_http("/metrics"),
     "drafter health": over_grpc(Role.DRAFTER),
     "drafter metrics": over_http("/metrics", Role.DRAFTER.server_name),
-    "agent": over_grpc(Role.AGENT),
     "Redis": over_redis,
 }
 NO_CERTIFICATE = {
@@ -169,7 +168,6 @@ READABLE = {
     "verifier metrics": [b"GET /metrics", b"outrider:"],
     "drafter health": [PREFACE, b"/grpc.health.v1.Health"],
     "drafter metrics": [b"GET /metrics", b"outrider:"],
-    "agent": [PREFACE, b"/grpc.health.v1.Health"],
     "Redis": [b"\r\nAUTH\r\n", b"\r\nMGET\r\n", b"outrider:"],
 }
 """What can be read on each wire without TLS."""
@@ -191,12 +189,11 @@ async def talk(made: Served) -> None:
         async with made.http(wires[name], operator) as client:
             names = {"sni_hostname": role.server_name}
             assert (await client.get("/metrics", extensions=names)).status_code == 200
-    for name, role in (("agent", Role.AGENT), ("drafter health", Role.DRAFTER)):
-        files = (None, None, None)
-        if operator is not None:
-            files = (operator.cert, operator.key, operator.ca)
-        address = f"127.0.0.1:{wires[name]}"
-        assert await asyncio.to_thread(problem, address, "", 5.0, *files, role) is None
+    files = (None, None, None)
+    if operator is not None:
+        files = (operator.cert, operator.key, operator.ca)
+    address = f"127.0.0.1:{wires['drafter health']}"
+    assert await asyncio.to_thread(problem, address, "", 5.0, *files, Role.DRAFTER) is None
     async with asyncio.timeout(20):
         while not made.redis.all_keys():  # noqa: ASYNC110
             await asyncio.sleep(0.05)

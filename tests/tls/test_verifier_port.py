@@ -163,7 +163,6 @@ async def test_a_false_verifier_is_refused(site: Site, kind: str) -> None:
         ("redis", "the peer's certificate has another role or name than the one that was dialled"),
         ("gateway", "the peer's certificate has another role or name"),
         ("drafter", "the peer's certificate has another role or name"),
-        ("agent", "the peer's certificate has another role or name"),
         (None, "the peer does not use TLS"),
     ],
 )

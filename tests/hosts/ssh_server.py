@@ -1,0 +1,103 @@
+"""Helpers of tests with other machines: OpenSSH's server on loopback, and a light process."""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from getpass import getuser
+from pathlib import Path
+
+import waiting
+
+from outrider.process.ports import free_port
+from outrider_bench.experiment.hosts import Launch
+from outrider_bench.experiment.machine import commit
+from outrider_bench.experiment.remote import Hosts, remote_hosts
+
+OUTRIDER = (sys.executable, "-m", "outrider.launch.cli")
+ROOT = Path(__file__).parents[2]
+PATIENCE_S = 20.0
+_PRIVILEGE_SEPARATION = Path("/run/sshd")
+
+
+@dataclass
+class SshServer:
+    """A running server. `command` is the ssh that reaches it, `target` this checkout behind it."""
+
+    process: asyncio.subprocess.Process
+    command: str
+    target: str
+
+
+def _prepare(folder: Path) -> None:
+    """Make the keys of the server and of the user, and the directory that the server asks for."""
+    for name in ("host", "user"):
+        make = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)]
+        subprocess.run(make, check=True)
+    _PRIVILEGE_SEPARATION.mkdir(mode=0o755, exist_ok=True)
+
+
+@asynccontextmanager
+async def ssh_server(folder: Path) -> AsyncIterator[SshServer]:
+    """Serve ssh on a free port of the loopback interface, for this user and one key."""
+    await asyncio.to_thread(_prepare, folder)
+    port = free_port("127.0.0.1")
+    # The checkout of the tests need not be this process's home, so its modules are named here.
+    settings = [
+        f"ListenAddress 127.0.0.1:{port}",
+        f"HostKey {folder / 'host'}",
+        f"AuthorizedKeysFile {folder / 'user.pub'}",
+        f"PidFile {folder / 'sshd.pid'}",
+        "StrictModes no",
+        "UsePAM no",
+        f"SetEnv PYTHONPATH={ROOT}",
+    ]
+    (folder / "sshd_config").write_text("\n".join(settings) + "\n")
+    # It starts itself anew for each connection, and so must be named by its full path.
+    server = shutil.which("sshd", path="/usr/sbin:/usr/bin")
+    assert server is not None, "tests/install-tools.sh installs openssh-server"
+    process = await asyncio.create_subprocess_exec(
+        server, "-D", "-e", "-f", str(folder / "sshd_config"), stderr=asyncio.subprocess.DEVNULL
+    )
+    options = ["-p", str(port), "-i", str(folder / "user"), "-oIdentitiesOnly=yes"]
+    options += ["-oStrictHostKeyChecking=no", f"-oUserKnownHostsFile={folder / 'known'}"]
+    try:
+        await until(lambda: listens(port))
+        yield SshServer(
+            process, shlex.join(["ssh", "-F", "none", *options]), f"{getuser()}@127.0.0.1:{ROOT}"
+        )
+    finally:
+        process.kill()
+        await process.wait()
+
+
+def held(server: SshServer) -> AbstractAsyncContextManager[Hosts]:
+    """The machine behind the server, as the host `near`."""
+    return remote_hosts({"near": server.target}, server.command, commit(ROOT))
+
+
+def proxy(name: str = "proxy", **more: object) -> tuple[Launch, int]:
+    """A light process of Outrider, and the port that it listens on while it runs."""
+    control, listen = free_port("127.0.0.1"), free_port("127.0.0.1")
+    forward = f"127.0.0.1:{listen}=127.0.0.1:1"
+    arguments = ("--control", f"127.0.0.1:{control}", "--forward", forward)
+    return Launch(name, "outrider_bench.experiment.link_process", arguments, **more), control  # type: ignore[arg-type]
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async def asked() -> bool:
+        return holds()
+
+    await waiting.until(asked)
