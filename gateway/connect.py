@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import Any
@@ -10,6 +11,7 @@ from connectrpc.code import Code
 from connectrpc.codec import Codec
 from connectrpc.compat import google_protobuf_binary_codec, google_protobuf_json_codec
 from connectrpc.errors import ConnectError, ErrorDetail
+from connectrpc.interceptor import MetadataInterceptor
 from connectrpc.method import IdempotencyLevel, MethodInfo, StreamType
 from connectrpc.request import RequestContext
 from connectrpc.server import ConnectASGIApplication, Endpoint
@@ -28,6 +30,7 @@ from outrider.v1.generation_pb2 import GenerateTextRequest, GenerateTextResponse
 PATH = f"/{SERVICE}/GenerateText"
 ERROR_HEADERS = ("Grpc-Status", "Grpc-Message", "Grpc-Status-Details-Bin")
 """The headers in which gRPC-Web reports a call that failed before its first response."""
+_SHOWN_CHARACTERS = 300
 MAX_JSON_VALUES = 65_536
 """Most values of a request in JSON. Building a message from them takes longer than parsing them."""
 _CONTENT_TYPES = (
@@ -45,6 +48,14 @@ _METHOD = MethodInfo(
     stream_type=StreamType.SERVER_STREAM,
 )
 _Context = RequestContext[GenerateTextRequest, GenerateTextResponse]
+_BY_CODE = {
+    Code.DEADLINE_EXCEEDED: Reason.DEADLINE_EXCEEDED,
+    Code.CANCELED: Reason.CLIENT_GONE,
+    Code.UNKNOWN: Reason.INTERNAL,
+}
+"""The reasons of the library's own errors. All others are faults of the request's frames."""
+_UNKNOWN_NAME = re.compile(r'has no field named "([^"]*)" at "GenerateTextRequest\.?([^"]*)"')
+"""What protobuf's JSON parser says of a name that a message does not have, and where."""
 
 
 def route(servicer: GenerationServicer, max_request_bytes: int) -> Route:
@@ -78,6 +89,7 @@ class _Application(ConnectASGIApplication[GenerationServicer]):
             read_max_bytes=max_request_bytes,
             compressions=(),
             codecs=codecs,
+            interceptors=[_Details(max_request_bytes)],
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -131,6 +143,27 @@ def _connect_error(error: OutriderError) -> ConnectError:
     return ConnectError(code, error.message, [ErrorDetail(detail) for detail in details])
 
 
+class _Details(MetadataInterceptor[None]):
+    """Gives the library's own errors a reason, as every error of the service has one."""
+
+    def __init__(self, max_request_bytes: int) -> None:
+        self._max_bytes = max_request_bytes
+
+    async def on_start(self, ctx: _Context) -> None:
+        """Nothing to do."""
+
+    async def on_end(self, token: None, ctx: _Context, error: Exception | None, /) -> None:
+        """Raise the error that takes the place of one without details."""
+        if isinstance(error, ConnectError) and not error.details:
+            raise _connect_error(self._explained(error)) from error
+
+    def _explained(self, error: ConnectError) -> OutriderError:
+        if error.code is Code.RESOURCE_EXHAUSTED:
+            message = f"the message is larger than {self._max_bytes} bytes"
+            return OutriderError(Reason.REQUEST_TOO_LARGE, message)
+        return OutriderError(_BY_CODE.get(error.code, Reason.MALFORMED_REQUEST), error.message)
+
+
 class _Reporting:
     """A codec that bounds JSON before parsing it and reports parse failures with details."""
 
@@ -151,5 +184,15 @@ class _Reporting:
         except OutriderError as error:
             raise _connect_error(error) from error
         except (DecodeError, ParseError, ValueError, RecursionError) as cause:
-            message = f"the request cannot be parsed: {str(cause)[:300]}"
-            raise _connect_error(OutriderError(Reason.MALFORMED_REQUEST, message)) from cause
+            raise _connect_error(_parse_error(cause)) from cause
+
+
+def _parse_error(cause: Exception) -> OutriderError:
+    if unknown := _UNKNOWN_NAME.search(str(cause)):
+        name, holder = unknown.groups()
+        path = f"{holder}.{name}" if holder else name
+        path = path[:_SHOWN_CHARACTERS]
+        message = f"{path} is a field that this version does not know"
+        return OutriderError(Reason.UNKNOWN_PARAMETER, message, path)
+    message = f"the request cannot be parsed: {str(cause)[:_SHOWN_CHARACTERS]}"
+    return OutriderError(Reason.MALFORMED_REQUEST, message)

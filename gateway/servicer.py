@@ -29,6 +29,7 @@ from outrider.process.telemetry import Span
 from outrider.v1 import generation_pb2, generation_pb2_grpc
 from outrider.wire import requests as wire_requests
 from outrider.wire import settings as wire_settings
+from outrider.wire.known_fields import check_known_fields
 from outrider.wire.settings import proto_enum
 
 SERVICE = "outrider.v1.GenerationService"
@@ -67,6 +68,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         `left_s` seconds.
         """
         identity = self._gate.identify(headers)
+        check_known_fields(request)
         grant = await self._gate.limits.admit(identity.key)
         model, info = self._generation.router.lookup(request.model)
         place = self._generation.admission.enter(model, identity.tenant, 1, Patience(left_s))

@@ -51,7 +51,7 @@ class Reason(Enum):
     METHOD_NOT_ALLOWED = "UNIMPLEMENTED", Retry.NEVER, 405, "invalid_request_error"
     REQUEST_TIMEOUT = "DEADLINE_EXCEEDED", Retry.BACKOFF, 408, "invalid_request_error"
     DEADLINE_EXCEEDED = "DEADLINE_EXCEEDED", Retry.BACKOFF, 504, "timeout_error"
-    REQUEST_TOO_LARGE = "INVALID_ARGUMENT", Retry.NEVER, 413, "invalid_request_error"
+    REQUEST_TOO_LARGE = "RESOURCE_EXHAUSTED", Retry.NEVER, 413, "invalid_request_error"
     HEADERS_TOO_LARGE = "INVALID_ARGUMENT", Retry.NEVER, 431, "invalid_request_error"
     UNSUPPORTED_ENCODING = "INVALID_ARGUMENT", Retry.NEVER, 415, "invalid_request_error"
     TOKENIZER_MISMATCH = "FAILED_PRECONDITION", Retry.NEVER, 400, "invalid_request_error"
@@ -102,6 +102,13 @@ class OutriderError(Exception):
 
     def __str__(self) -> str:
         return self.message
+
+    def within(self, path: str) -> OutriderError:
+        """This error for a message that holds the one at fault at `path`.
+
+        Its field and its message, which begins with the field, become longer by the path.
+        """
+        return OutriderError(self.reason, f"{path}.{self.message}", f"{path}.{self.field}")
 
 
 def invalid(field_name: str, message: str) -> OutriderError:

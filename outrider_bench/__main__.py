@@ -51,9 +51,7 @@ _ALONE = ("transformers, prompt lookup", "transformers, assisted")
 # Outrider's ways, with the `speculation` of their requests.
 _OURS: dict[str, dict[str, Any]] = {
     "outrider, plain": {"enabled": False},
-    **{
-        f"outrider, {family}": {"drafter_family": family} for family in ("ngram", "suffix", "model")
-    },
+    **{f"outrider, {name}": {"drafter_family": name} for name in ("ngram", "suffix", "model")},
     "outrider, auto": {},
 }
 

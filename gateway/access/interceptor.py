@@ -9,7 +9,7 @@ from grpc_health.v1 import health
 
 from gateway.access.gate import Gate
 from outrider.errors import OutriderError
-from outrider.process import rpc
+from outrider.process.rpc_checks import refusal
 
 # Not Watch, which never ends: strangers could hold any number of such calls.
 _OPEN = (f"/{health.SERVICE_NAME}/Check", f"/{health.SERVICE_NAME}/List")
@@ -29,18 +29,10 @@ class RequireKeyInCalls(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
             try:
                 self._gate.identify(text_metadata(handler_call_details.invocation_metadata))
             except OutriderError as error:
-                return _refusal(error)
+                return refusal(error)
         return await continuation(handler_call_details)
 
 
 def text_metadata(metadata: Any) -> dict[str, str]:
     """A call's metadata but for binary values, by name."""
     return {key: value for key, value in metadata or () if isinstance(value, str)}
-
-
-def _refusal(error: OutriderError) -> Any:
-    # A stream of requests suits every method: a single request is a stream of one.
-    async def refuse(_requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        await rpc.abort(context, error)
-
-    return grpc.stream_stream_rpc_method_handler(refuse)

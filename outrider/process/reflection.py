@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import grpc
+from google.protobuf import descriptor_pool
+from google.protobuf.descriptor import FileDescriptor
+from google.protobuf.descriptor_pb2 import FileDescriptorProto
+from google.rpc import error_details_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
-_V1 = "grpc.reflection.v1.ServerReflection"
+_V1ALPHA = "grpc.reflection.v1alpha"
+_V1 = "grpc.reflection.v1"
 
 
 def serve_reflection(server: grpc.aio.Server, services: Iterable[str]) -> None:
@@ -15,14 +20,60 @@ def serve_reflection(server: grpc.aio.Server, services: Iterable[str]) -> None:
 
     The messages are the same, and grpcio-reflection has only the older name.
     """
-    names = (*services, reflection.SERVICE_NAME, _V1)
-    reflection.enable_server_reflection(names, server)
+    names = (*services, reflection.SERVICE_NAME, f"{_V1}.ServerReflection")
+    pool = _described(names)
+    reflection.enable_server_reflection(names, server, pool)
     # grpc-stubs lack it.
-    servicer = reflection.aio.ReflectionServicer(names)  # type: ignore[attr-defined]
+    servicer = reflection.aio.ReflectionServicer(names, pool)  # type: ignore[attr-defined]
     handler = grpc.stream_stream_rpc_method_handler(
         servicer.ServerReflectionInfo,
         reflection_pb2.ServerReflectionRequest.FromString,
         reflection_pb2.ServerReflectionResponse.SerializeToString,
     )
-    method = grpc.method_handlers_generic_handler(_V1, {"ServerReflectionInfo": handler})
+    method = grpc.method_handlers_generic_handler(names[-1], {"ServerReflectionInfo": handler})
     server.add_generic_rpc_handlers((method,))
+
+
+def _described(services: Iterable[str]) -> descriptor_pool.DescriptorPool:
+    """The files of the services and of the errors' details, and that of the newer reflection.
+
+    The pool is the server's own. In the process' pool the last would be in the way of a library
+    that brings that file itself.
+    """
+    known = descriptor_pool.Default()
+    pool = descriptor_pool.DescriptorPool()
+    added: set[str] = set()
+    _add(pool, error_details_pb2.DESCRIPTOR, added)
+    for service in services:
+        try:
+            _add(pool, known.FindFileContainingSymbol(service), added)
+        except KeyError:
+            continue
+    pool.AddSerializedFile(_newer_reflection())
+    return pool
+
+
+def _add(pool: descriptor_pool.DescriptorPool, file: FileDescriptor, added: set[str]) -> None:
+    """Add a file behind the files that it imports."""
+    if file.name in added:
+        return
+    added.add(file.name)
+    for imported in file.dependencies:
+        _add(pool, imported, added)
+    pool.AddSerializedFile(file.serialized_pb)
+
+
+def _newer_reflection() -> bytes:
+    """The file of the reflection that is named v1: the older one's under the newer name."""
+    file = FileDescriptorProto.FromString(reflection_pb2.DESCRIPTOR.serialized_pb)
+    file.name = file.name.replace("v1alpha", "v1")
+    file.package = _V1
+    for message in file.message_type:
+        # Numbers and texts have no name of a type, and must not have an empty one.
+        for field in filter(lambda field: field.type_name, message.field):
+            field.type_name = field.type_name.replace(_V1ALPHA, _V1)
+    for service in file.service:
+        for method in service.method:
+            method.input_type = method.input_type.replace(_V1ALPHA, _V1)
+            method.output_type = method.output_type.replace(_V1ALPHA, _V1)
+    return file.SerializeToString()

@@ -8,13 +8,19 @@ whose reason is one of the names below without ERROR_REASON_. A google.rpc.BadRe
 field at fault, if there is one. A google.rpc.RetryInfo tells how long to wait before a retry, if
 the server knows. The OpenAI API has the reason in lower case as `code`.
 
-Each comment gives the gRPC status, the cause, and the rule for a retry:
-  Retry: never      The same call fails again. Change it, or the configuration.
-  Retry: RetryInfo  Wait for as long as RetryInfo says. It is always present.
-  Retry: backoff    Wait for as long as RetryInfo says if it is present, else for 0.1 s, doubled
-                    each time up to 2 s.
-A client handles an unknown reason by its gRPC status, and treats UNAVAILABLE, RESOURCE_EXHAUSTED
-and ABORTED as "backoff".
+Each comment gives the gRPC status, the cause, and the rule for a retry. The rule is also on the
+wire, as the value of "retry" in ErrorInfo.metadata, so a client need not know the reason:
+  Retry: never      "never": the same call fails again. Change it, or the configuration.
+  Retry: RetryInfo  "retry_info": wait for as long as RetryInfo says. It is always present.
+  Retry: backoff    "backoff": wait for as long as RetryInfo says if it is present, else for 0.1 s,
+                    doubled each time up to 2 s.
+A client takes an unknown value of "retry" as "backoff". The retries that gRPC's clients make by
+a service config read neither.
+
+An error without an ErrorInfo is gRPC's own or a proxy's. A client takes UNAVAILABLE as "backoff".
+It takes RESOURCE_EXHAUSTED as "never" for a call with a single request, since gRPC itself refuses
+a message of more than 64 MiB so, and as "backoff" for the draft stream, which ends so when a
+connection is lost.
 """
 
 from google.protobuf import descriptor as _descriptor
@@ -41,7 +47,9 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_INVALID_VALUE: _ErrorReason.ValueType  # 1
     """INVALID_ARGUMENT. A field is out of its range. Retry: never."""
     ERROR_REASON_UNKNOWN_PARAMETER: _ErrorReason.ValueType  # 2
-    """INVALID_ARGUMENT. HTTP alone: the API has no such parameter. Retry: never."""
+    """INVALID_ARGUMENT. The request has a parameter or a field that this version does not know; over
+    gRPC the field at fault is the path of its message and its number. Retry: never.
+    """
     ERROR_REASON_UNSUPPORTED_PARAMETER: _ErrorReason.ValueType  # 3
     """INVALID_ARGUMENT. This deployment does not support the parameter. Retry: never."""
     ERROR_REASON_MALFORMED_REQUEST: _ErrorReason.ValueType  # 4
@@ -57,13 +65,13 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_ORIGIN_NOT_ALLOWED: _ErrorReason.ValueType  # 9
     """PERMISSION_DENIED. HTTP alone: the request comes from a page of another origin. Retry: never."""
     ERROR_REASON_ROUTE_NOT_FOUND: _ErrorReason.ValueType  # 10
-    """UNIMPLEMENTED. HTTP alone: there is no such path. Retry: never."""
+    """UNIMPLEMENTED. There is no such path or method. Retry: never."""
     ERROR_REASON_METHOD_NOT_ALLOWED: _ErrorReason.ValueType  # 11
     """UNIMPLEMENTED. HTTP alone: the path does not take this method. Retry: never."""
     ERROR_REASON_REQUEST_TIMEOUT: _ErrorReason.ValueType  # 12
     """DEADLINE_EXCEEDED. HTTP alone: the request did not arrive in time. Retry: backoff."""
     ERROR_REASON_REQUEST_TOO_LARGE: _ErrorReason.ValueType  # 13
-    """INVALID_ARGUMENT. HTTP alone: the body is too large. Retry: never."""
+    """RESOURCE_EXHAUSTED. The message or the body is too large. Retry: never."""
     ERROR_REASON_HEADERS_TOO_LARGE: _ErrorReason.ValueType  # 14
     """INVALID_ARGUMENT. HTTP alone: the headers are too large. Retry: never."""
     ERROR_REASON_TOKENIZER_MISMATCH: _ErrorReason.ValueType  # 15
@@ -111,7 +119,9 @@ ERROR_REASON_UNSPECIFIED: ErrorReason.ValueType  # 0
 ERROR_REASON_INVALID_VALUE: ErrorReason.ValueType  # 1
 """INVALID_ARGUMENT. A field is out of its range. Retry: never."""
 ERROR_REASON_UNKNOWN_PARAMETER: ErrorReason.ValueType  # 2
-"""INVALID_ARGUMENT. HTTP alone: the API has no such parameter. Retry: never."""
+"""INVALID_ARGUMENT. The request has a parameter or a field that this version does not know; over
+gRPC the field at fault is the path of its message and its number. Retry: never.
+"""
 ERROR_REASON_UNSUPPORTED_PARAMETER: ErrorReason.ValueType  # 3
 """INVALID_ARGUMENT. This deployment does not support the parameter. Retry: never."""
 ERROR_REASON_MALFORMED_REQUEST: ErrorReason.ValueType  # 4
@@ -127,13 +137,13 @@ ERROR_REASON_HOST_NOT_ALLOWED: ErrorReason.ValueType  # 8
 ERROR_REASON_ORIGIN_NOT_ALLOWED: ErrorReason.ValueType  # 9
 """PERMISSION_DENIED. HTTP alone: the request comes from a page of another origin. Retry: never."""
 ERROR_REASON_ROUTE_NOT_FOUND: ErrorReason.ValueType  # 10
-"""UNIMPLEMENTED. HTTP alone: there is no such path. Retry: never."""
+"""UNIMPLEMENTED. There is no such path or method. Retry: never."""
 ERROR_REASON_METHOD_NOT_ALLOWED: ErrorReason.ValueType  # 11
 """UNIMPLEMENTED. HTTP alone: the path does not take this method. Retry: never."""
 ERROR_REASON_REQUEST_TIMEOUT: ErrorReason.ValueType  # 12
 """DEADLINE_EXCEEDED. HTTP alone: the request did not arrive in time. Retry: backoff."""
 ERROR_REASON_REQUEST_TOO_LARGE: ErrorReason.ValueType  # 13
-"""INVALID_ARGUMENT. HTTP alone: the body is too large. Retry: never."""
+"""RESOURCE_EXHAUSTED. The message or the body is too large. Retry: never."""
 ERROR_REASON_HEADERS_TOO_LARGE: ErrorReason.ValueType  # 14
 """INVALID_ARGUMENT. HTTP alone: the headers are too large. Retry: never."""
 ERROR_REASON_TOKENIZER_MISMATCH: ErrorReason.ValueType  # 15

@@ -95,7 +95,9 @@ Global___TokenPrompt: _TypeAlias = TokenPrompt  # noqa: Y015
 
 @_typing.final
 class GenerateTextRequest(_message.Message):
-    """One text to generate."""
+    """One text to generate. A server refuses a request with a field that it does not know, in whichever
+    of its messages: UNKNOWN_PARAMETER. To ignore the field could change the output.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

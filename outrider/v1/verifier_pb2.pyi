@@ -60,7 +60,9 @@ Global___ModelStage: _TypeAlias = ModelStage  # noqa: Y015
 
 @_typing.final
 class GenerateTokensRequest(_message.Message):
-    """One sequence to generate."""
+    """One sequence to generate. A server refuses a request with a field that it does not know, in
+    whichever of its messages: UNKNOWN_PARAMETER. To ignore the field could change the output.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

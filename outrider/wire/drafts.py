@@ -81,10 +81,14 @@ def drafts_from_proto(proto: drafts_pb2.DraftBatch, vocab_size: int) -> d.DraftB
     """
     if len(proto.proposals) + len(proto.skips) > MAX_BATCH_ENTRIES:
         raise _violation("drafts", f"must hold at most {MAX_BATCH_ENTRIES} proposals and skips")
-    return d.DraftBatch(
-        [_proposal_from_proto(proposal, vocab_size) for proposal in proto.proposals],
-        [d.Skip(skip.sequence_id, skip.base_length) for skip in proto.skips],
-    )
+    proposals = []
+    for index, proposal in enumerate(proto.proposals):
+        try:
+            proposals.append(_proposal_from_proto(proposal, vocab_size))
+        except OutriderError as error:
+            raise error.within(f"drafts.proposals[{index}]") from None
+    skips = [d.Skip(skip.sequence_id, skip.base_length) for skip in proto.skips]
+    return d.DraftBatch(proposals, skips)
 
 
 def _proposal_from_proto(proto: drafts_pb2.Proposal, vocab_size: int) -> d.Proposal:
@@ -92,32 +96,32 @@ def _proposal_from_proto(proto: drafts_pb2.Proposal, vocab_size: int) -> d.Propo
     count = len(ids)
     if not 1 <= count <= MAX_PROPOSAL_TOKENS:
         message = f"must hold 1 to {MAX_PROPOSAL_TOKENS} tokens, not {count}"
-        raise _violation("proposal.token_ids", message)
+        raise _violation("token_ids", message)
     if max(ids) >= vocab_size:
-        raise _violation("proposal.token_ids", f"must be in [0, {vocab_size}), not {max(ids)}")
+        raise _violation("token_ids", f"must be in [0, {vocab_size}), not {max(ids)}")
     for name in ("parents", "distributions", "confidences"):
         given = len(getattr(proto, name))
         if given not in (0, count):
             message = f"must be empty or one for each of {count} tokens, not {given}"
-            raise _violation(f"proposal.{name}", message)
+            raise _violation(name, message)
     parents = list(proto.parents)
     for place, parent in enumerate(parents):
         if parent > place:
             limit = f"at most {place} at place {place}, not {parent}"
             message = f"must name a token before its child: {limit}"
-            raise _violation("proposal.parents", message)
+            raise _violation("parents", message)
     confidences = list(proto.confidences)
     # Written so that a NaN is refused too.
     wrong = [value for value in confidences if not 0.0 < value <= 1.0]
     if wrong:
-        raise _violation("proposal.confidences", f"must be in (0, 1], not {wrong[0]:g}")
+        raise _violation("confidences", f"must be in (0, 1], not {wrong[0]:g}")
     distributions = [
-        _distribution(given, token, vocab_size) if given.token_ids else None
-        for given, token in zip(proto.distributions, ids, strict=False)
+        _distribution(given, token, vocab_size, place) if given.token_ids else None
+        for place, (given, token) in enumerate(zip(proto.distributions, ids, strict=False))
     ]
     seconds = proto.draft_duration.seconds + proto.draft_duration.nanos * 1e-9
     if seconds < 0:
-        raise _violation("proposal.draft_duration", f"must be at least 0 s, not {seconds:g} s")
+        raise _violation("draft_duration", f"must be at least 0 s, not {seconds:g} s")
     seconds = min(seconds, MAX_DRAFT_SECONDS)
     return d.Proposal(
         proto.sequence_id, proto.base_length, ids, parents, distributions, seconds, confidences
@@ -125,10 +129,10 @@ def _proposal_from_proto(proto: drafts_pb2.Proposal, vocab_size: int) -> d.Propo
 
 
 def _distribution(
-    proto: drafts_pb2.SparseDistribution, token: int, vocab_size: int
+    proto: drafts_pb2.SparseDistribution, token: int, vocab_size: int, place: int
 ) -> d.SparseDistribution:
-    """Check the distribution of one proposed token and renormalise it in float64."""
-    name = "proposal.distributions"
+    """Check the distribution of the token at `place` and renormalise it in float64."""
+    name = f"distributions[{place}]"
     count = len(proto.token_ids)
     given = len(proto.probabilities)
     if not 1 <= count <= MAX_DISTRIBUTION_ENTRIES or count != given:

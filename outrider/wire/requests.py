@@ -11,6 +11,7 @@ from outrider.checks import check_context, check_ids, check_logprobs, check_name
 from outrider.errors import invalid
 from outrider.limits import MAX_GATHERED_TOKENS, MAX_STOP_TOKENS
 from outrider.v1 import common_pb2, verifier_pb2
+from outrider.wire.known_fields import check_known_fields
 from outrider.wire.settings import (
     grammar_from_proto,
     grammar_to_proto,
@@ -38,8 +39,10 @@ def request_from_proto(
 ) -> m.TokenRequest:
     """Check and convert; raises OutriderError that names the field and the limit.
 
-    The reason is CONTEXT_LENGTH_EXCEEDED where prompt and answer do not fit, else INVALID_VALUE.
+    The reason is CONTEXT_LENGTH_EXCEEDED where prompt and answer do not fit, UNKNOWN_PARAMETER for
+    a field that only a later version knows, else INVALID_VALUE.
     """
+    check_known_fields(proto)
     top_logprobs = optional(proto, "top_logprob_count")
     prompt_logprobs = optional(proto, "prompt_logprob_count")
     check_logprobs("top_logprob_count", top_logprobs)

@@ -40,68 +40,72 @@ def distribution(ids: list[int], probabilities: list[float]) -> drafts_pb2.Spars
 BAD_PROPOSALS: dict[str, tuple[dict[str, Any], str, str]] = {
     "an id out of range": (
         {"token_ids": [4096]},
-        "proposal.token_ids",
+        "drafts.proposals[0].token_ids",
         r"must be in \[0, 4096\), not 4096",
     ),
-    "no tokens": ({"token_ids": []}, "proposal.token_ids", "must hold 1 to 1024 tokens, not 0"),
+    "no tokens": (
+        {"token_ids": []},
+        "drafts.proposals[0].token_ids",
+        "must hold 1 to 1024 tokens, not 0",
+    ),
     "a parent after its child": (
         {"token_ids": [5], "parents": [1]},
-        "proposal.parents",
+        "drafts.proposals[0].parents",
         "at most 0 at place 0, not 1",
     ),
     "fewer parents than tokens": (
         {"token_ids": [5, 6], "parents": [0]},
-        "proposal.parents",
+        "drafts.proposals[0].parents",
         "one for each of 2 tokens, not 1",
     ),
     "fewer confidences than tokens": (
         {"token_ids": [5, 6], "confidences": [0.5]},
-        "proposal.confidences",
+        "drafts.proposals[0].confidences",
         "one for each of 2 tokens, not 1",
     ),
     "a confidence of zero": (
         {"token_ids": [5], "confidences": [0.0]},
-        "proposal.confidences",
+        "drafts.proposals[0].confidences",
         r"must be in \(0, 1\], not 0",
     ),
     "a sequence that never was": (
         {"token_ids": [5], "sequence_id": 10**12},
-        "proposal.sequence_id",
+        "drafts.proposals[0].sequence_id",
         "must be one that was opened",
     ),
     "a base beyond the commit": (
         {"token_ids": [5], "base_length": 10_000},
-        "proposal.base_length",
+        "drafts.proposals[0].base_length",
         "must be a length from 30",
     ),
     "a base within the prompt": (
         {"token_ids": [5], "base_length": 7},
-        "proposal.base_length",
+        "drafts.proposals[0].base_length",
         "must be a length from 30",
     ),
     "a negative probability": (
         {"token_ids": [5], "distributions": [distribution([5, 6], [1.5, -0.5])]},
-        "proposal.distributions",
+        "drafts.proposals[0].distributions[0]",
         "must be finite and not negative",
     ),
     "a probability that is not a number": (
         {"token_ids": [5], "distributions": [distribution([5], [float("nan")])]},
-        "proposal.distributions",
+        "drafts.proposals[0].distributions[0]",
         "must be finite and not negative",
     ),
     "a distribution that is not normalised": (
         {"token_ids": [5], "distributions": [distribution([5, 6], [0.5, 0.4])]},
-        "proposal.distributions",
+        "drafts.proposals[0].distributions[0]",
         "must sum to 1 within 0.001, not to 0.9",
     ),
     "a proposed token of probability zero": (
         {"token_ids": [5], "distributions": [distribution([5, 6], [0.0, 1.0])]},
-        "proposal.distributions",
+        "drafts.proposals[0].distributions[0]",
         "must give the proposed token 5 a probability above 0",
     ),
     "fewer distributions than tokens": (
         {"token_ids": [5, 6], "distributions": [distribution([5], [1.0])]},
-        "proposal.distributions",
+        "drafts.proposals[0].distributions",
         "must be empty or one for each of 2 tokens, not 1",
     ),
 }

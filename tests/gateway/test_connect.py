@@ -13,13 +13,14 @@ import httpx
 import pytest
 from gateway_rig import Rig, until
 from google.protobuf import json_format
-from google.rpc import code_pb2, status_pb2
+from google.rpc import code_pb2, error_details_pb2, status_pb2
 from scripted_verifier import plain
 
 from gateway import connect
 from gateway.connect import PATH
-from outrider.errors import OutriderError, Reason
+from outrider.errors import OutriderError, Reason, Retry
 from outrider.process import rpc
+from outrider.v1.common_pb2 import SamplingParams
 from outrider.v1.generation_pb2 import GenerateTextRequest, GenerateTextResponse, TokenPrompt
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -98,6 +99,12 @@ def reason(status: status_pb2.Status) -> Reason:
     return rpc.error_in(status.SerializeToString(), otherwise=Reason.CLIENT_GONE).reason
 
 
+def retry_class(status: status_pb2.Status) -> str:
+    info = error_details_pb2.ErrorInfo()
+    assert status.details[0].Unpack(info)
+    return info.metadata["retry"]
+
+
 @every_encoding
 async def test_a_browser_gets_the_messages_that_grpc_gives(rig: Rig, encoding: str) -> None:
     rig.says(TEXT)
@@ -166,7 +173,6 @@ async def test_a_bug_of_the_gateway_is_logged_and_not_shown_to_the_caller(
         (WEB, b"\xff" * 30),
         (JSON, b"{"),
         (JSON, b'{"prompt": 1}'),
-        (JSON, b'{"promt": "x"}'),
         (JSON, b'{"prompt": "\xff"}'),
         (JSON, b"[" * 100_000),
         (JSON, '{"prompt": "x"}'.encode("utf-16")),
@@ -231,14 +237,85 @@ async def test_http_headers_become_the_calls_metadata(
 
 @every_encoding
 async def test_a_request_larger_than_a_grpc_message_is_refused(rig: Rig, encoding: str) -> None:
-    _, status = await post(
-        rig, encoding, envelope(encoding, GenerateTextRequest(prompt="x" * 40_000))
-    )
-    assert (status.code, rig.script.requests) == (code_pb2.RESOURCE_EXHAUSTED, [])
-    _, status = await post(
-        rig, encoding, envelope(encoding, GenerateTextRequest(prompt="x" * 70_000))
-    )
-    assert reason(status) is Reason.REQUEST_TOO_LARGE
+    for size in (40_000, 70_000):
+        request = GenerateTextRequest(prompt="x" * size)
+        _, status = await post(rig, encoding, envelope(encoding, request))
+        assert (status.code, rig.script.requests) == (code_pb2.RESOURCE_EXHAUSTED, [])
+        assert (reason(status), retry_class(status)) == (Reason.REQUEST_TOO_LARGE, "never")
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        _ = [_ async for _ in rig.generation.GenerateText(GenerateTextRequest(prompt="x" * 40_000))]
+    error = rpc.error_of(caught.value)
+    assert (error.reason, error.retry) == (Reason.REQUEST_TOO_LARGE, Retry.NEVER)
+
+
+@every_encoding
+async def test_the_librarys_own_errors_have_a_reason_and_a_retry_class(
+    rig: Rig, encoding: str
+) -> None:
+    whole = envelope(encoding, GenerateTextRequest(prompt="x"))
+    for body, headers, expected in (
+        (whole[:-1], {}, Reason.MALFORMED_REQUEST),
+        (b"\x40" + whole[1:], {}, Reason.MALFORMED_REQUEST),
+        (b"\x01" + whole[1:], {}, Reason.MALFORMED_REQUEST),
+        (
+            whole,
+            {"connect-content-encoding": "zstd", "grpc-encoding": "zstd"},
+            Reason.MALFORMED_REQUEST,
+        ),
+    ):
+        _, status = await post(rig, encoding, body, **headers)
+        assert (reason(status), retry_class(status)) == (
+            expected,
+            expected.kind.retry.name.lower(),
+        )
+
+
+NEWER = GenerateTextRequest(
+    prompt="x", sampling=SamplingParams(logit_bias={5: 0.5}), stop=["a"]
+).SerializeToString()
+
+
+def nested(number: int, content: bytes) -> bytes:
+    """A field that holds a message of at most 127 bytes."""
+    return bytes([number << 3 | 2, len(content)]) + content
+
+
+@pytest.mark.parametrize("encoding", ["grpc", PROTO, WEB])
+@pytest.mark.parametrize(
+    ("data", "field", "number"),
+    [
+        (NEWER + b"\xf8\x07\x01", "127", 127),
+        (NEWER + nested(6, b"\xf8\x07\x01"), "sampling.127", 127),
+        (NEWER + nested(10, b"\x9a\x06\x02hi"), "grammar.99", 99),
+        (
+            nested(3, nested(1, b"\x0a\x04user") + nested(1, b"\x0a\x04user\x7a\x00")),
+            "chat.messages[1].15",
+            15,
+        ),
+    ],
+)
+async def test_a_field_of_a_later_version_is_refused_by_path_and_number(
+    rig: Rig, encoding: str, data: bytes, field: str, number: int
+) -> None:
+    if encoding == "grpc":
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            _ = [_ async for _ in rig.generation.GenerateText(GenerateTextRequest.FromString(data))]
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        error = rpc.error_of(caught.value)
+    else:
+        _, status = await post(rig, encoding, framed(data))
+        assert status.code == code_pb2.INVALID_ARGUMENT
+        error = rpc.error_in(status.SerializeToString())
+    assert (error.reason, error.field) == (Reason.UNKNOWN_PARAMETER, field)
+    assert f"the number {number}, which this version does not know" in error.message
+    assert rig.script.requests == []
+
+
+async def test_a_name_that_json_does_not_know_is_refused(rig: Rig) -> None:
+    _, status = await post(rig, JSON, framed(b'{"prompt": "x", "sampling": {"xtc": 0.5}}'))
+    error = rpc.error_in(status.SerializeToString())
+    assert status.code == code_pb2.INVALID_ARGUMENT
+    assert (error.reason, error.field) == (Reason.UNKNOWN_PARAMETER, "sampling.xtc")
 
 
 async def test_json_of_too_many_values_is_refused(rig: Rig) -> None:

@@ -38,14 +38,15 @@ def test_the_committed_stubs_are_what_the_protos_generate(tmp_path: Path) -> Non
     assert made == committed
 
 
-ERROR = re.compile(
-    r"// ([A-Z_]+)\. [A-Z].* Retry: (never|RetryInfo|backoff)\.\n  ERROR_REASON_(\w+) ="
-)
+ENTRY = re.compile(r"((?:  // .*\n)+)  ERROR_REASON_(\w+) =")
+RULE = re.compile(r"([A-Z_]+)\. [A-Z].* Retry: (never|RetryInfo|backoff)\.")
 
 
 def test_the_protos_list_every_error_with_its_status_and_retry_rule() -> None:
     text = (ROOT / "protos/outrider/v1/errors.proto").read_text()
-    listed = {name: (status, retry) for status, retry, name in ERROR.findall(text)}
+    comments = {name: comment.replace("\n", "") for comment, name in ENTRY.findall(text)}
+    rules = {name: RULE.fullmatch(comments[name].replace("  //", "")[1:]) for name in comments}
+    listed = {name: rule.groups() for name, rule in rules.items() if rule}
     kinds = {reason.name: reason.kind for reason in Reason}
     assert listed == {name: (kind.status, kind.retry.value) for name, kind in kinds.items()}
     declared = errors_pb2.ErrorReason.keys()

@@ -8,11 +8,17 @@ from typing import Any
 import grpc
 import pytest
 from chaos_proxy import chaos_proxy  # lies in tests
+from google.protobuf.descriptor_database import DescriptorDatabase
+from google.protobuf.descriptor_pb2 import FileDescriptorProto
+from google.protobuf.descriptor_pool import DescriptorPool
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
+    ProtoReflectionDescriptorDatabase,
+)
 
-from outrider.errors import OutriderError, Reason
+from outrider.errors import OutriderError, Reason, Retry
 from outrider.process import rpc
 from outrider.v1 import verifier_pb2, verifier_pb2_grpc
 
@@ -262,18 +268,126 @@ def test_every_reason_has_a_grpc_and_an_http_status() -> None:
         assert 400 <= reason.kind.http < 600
 
 
+async def ask_reflection(
+    channel: grpc.aio.Channel, version: str, **question: str
+) -> reflection_pb2.ServerReflectionResponse:
+    call = channel.stream_stream(
+        f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
+        request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
+        response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
+    )()
+    await call.write(reflection_pb2.ServerReflectionRequest(**question))
+    await call.done_writing()
+    return await call.read()
+
+
 @pytest.mark.parametrize("version", ["v1", "v1alpha"])
 async def test_reflection_answers_under_both_names(version: str) -> None:
-    method = f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo"
     async with serving() as (_, channel):
-        call = channel.stream_stream(
-            method,
-            request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
-            response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
-        )()
-        await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
-        await call.done_writing()
-        listed = [service.name for service in (await call.read()).list_services_response.service]
+        answer = await ask_reflection(channel, version, list_services="")
+        listed = [service.name for service in answer.list_services_response.service]
     assert {"outrider.v1.VerifierService", f"grpc.reflection.{version}.ServerReflection"} <= set(
         listed
     )
+
+
+@pytest.mark.parametrize("version", ["v1", "v1alpha"])
+async def test_reflection_describes_every_service_that_it_lists(version: str) -> None:
+    async with serving() as (_, channel):
+        answer = await ask_reflection(channel, version, list_services="")
+        services = [service.name for service in answer.list_services_response.service]
+        for name in (*services, "google.rpc.ErrorInfo"):
+            found = await ask_reflection(channel, version, file_containing_symbol=name)
+            files = DescriptorDatabase()
+            for file in found.file_descriptor_response.file_descriptor_proto:
+                files.Add(FileDescriptorProto.FromString(file))
+            pool = DescriptorPool(files)
+            if name in services:
+                assert pool.FindServiceByName(name).methods
+            else:
+                assert pool.FindMessageTypeByName(name).fields
+
+
+async def test_grpcs_own_client_of_reflection_reads_all_methods() -> None:
+    def methods(address: str) -> dict[str, set[str]]:
+        with grpc.insecure_channel(address) as channel:
+            database = ProtoReflectionDescriptorDatabase(channel)
+            pool = DescriptorPool(database)
+            return {
+                name: set(pool.FindServiceByName(name).methods_by_name)
+                for name in database.get_services()
+            }
+
+    async with serving() as (server, _):
+        found = await asyncio.to_thread(methods, f"127.0.0.1:{server.ports[0]}")
+    assert found["grpc.reflection.v1.ServerReflection"] == {"ServerReflectionInfo"}
+    assert found["outrider.v1.VerifierService"] == {"GenerateTokens", "StreamDrafts", "GetModel"}
+
+
+async def test_an_error_has_its_retry_class_for_clients_that_do_not_know_the_reason() -> None:
+    for reason in Reason:
+        status = rpc.status_of(OutriderError(reason, "no"))
+        info = error_details_pb2.ErrorInfo()
+        assert status.details[0].Unpack(info)
+        assert info.metadata["retry"] == reason.kind.retry.name.lower()
+
+
+@pytest.mark.parametrize("retry", Retry)
+def test_an_unknown_reason_has_the_retry_class_that_came_with_it(retry: Retry) -> None:
+    info = error_details_pb2.ErrorInfo(
+        reason="OF_A_LATER_VERSION", domain="outrider.dev", metadata={"retry": retry.name.lower()}
+    )
+    status = status_pb2.Status(code=14, message="away")
+    status.details.add().Pack(info)
+    error = rpc.error_of(failure(status.SerializeToString()))
+    assert (error.reason, error.retry) == (Reason.VERIFIER_UNAVAILABLE, retry)
+
+
+@pytest.mark.parametrize("compression", [grpc.Compression.NoCompression, grpc.Compression.Gzip])
+async def test_a_message_that_is_too_large_is_refused_for_good(
+    compression: grpc.Compression,
+) -> None:
+    unlimited = [("grpc.max_send_message_length", -1)]
+    async with (
+        serving() as (server, _),
+        grpc.aio.insecure_channel(f"127.0.0.1:{server.ports[0]}", unlimited) as channel,
+    ):
+        for kind, method in METHODS:
+            call = getattr(channel, kind)(method)
+            size = rpc.MAX_MESSAGE_BYTES + 1
+            answer = (
+                call(compression=compression)
+                if kind == "stream_stream"
+                else call(bytes(size), compression=compression)
+            )
+            if kind == "stream_stream":
+                await answer.write(bytes(size))
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await (answer if kind == "unary_unary" else answer.read())
+            error = rpc.error_of(caught.value)
+            assert (error.reason, error.retry) == (Reason.REQUEST_TOO_LARGE, Retry.NEVER)
+            assert error.message == f"the message has {size} bytes; at most 16777216 are allowed"
+
+
+async def test_the_largest_message_is_taken() -> None:
+    async with serving() as (_, channel):
+        request = verifier_pb2.GetModelRequest.FromString(b"")
+        call = channel.unary_unary("/outrider.v1.VerifierService/GetModel")
+        # Unknown field 15 as padding: tag and length have 5 bytes.
+        data = b"\x7a" + b"\xfb\xff\xff\x07" + bytes(rpc.MAX_MESSAGE_BYTES - 5)
+        assert len(data) == rpc.MAX_MESSAGE_BYTES
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call(data)
+    assert request.ByteSize() == 0
+    assert rpc.error_of(caught.value) == ERROR
+
+
+async def test_an_unknown_method_is_refused_for_good() -> None:
+    async with serving() as (_, channel):
+        for method in ("/outrider.v1.VerifierService/Nothing", "/other.Service/GetModel"):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await channel.unary_unary(method)(b"")
+            assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+            error = rpc.error_of(caught.value)
+            assert (error.reason, error.retry) == (Reason.ROUTE_NOT_FOUND, Retry.NEVER)
+            assert method in error.message

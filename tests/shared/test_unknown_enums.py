@@ -153,16 +153,28 @@ def test_unknown_values_are_read_as_the_protos_say(value: Any) -> None:
     assert chunk.stats.rules == [m.AcceptanceRule.BLOCK]
 
 
-@pytest.mark.parametrize("data", [b"", b"\x3a\x02hi"])
-def test_requests_refuse_an_unknown_grammar_and_drafters_ignore_it(data: bytes) -> None:
+@pytest.mark.parametrize(
+    ("data", "field", "message"),
+    [
+        (
+            b"",
+            "grammar",
+            "must have one of json_schema, json_object, regex, ebnf, choice, structural_tag;",
+        ),
+        (b"\x3a\x02hi", "grammar.7", "a field with the number 7, which this version does not know"),
+    ],
+)
+def test_requests_refuse_an_unknown_grammar_and_drafters_ignore_it(
+    data: bytes, field: str, message: str
+) -> None:
     """A request without its grammar would get free text where the caller asked for a form."""
     grammar = common_pb2.Grammar.FromString(data)
     request = verifier_pb2.GenerateTokensRequest(
         prompt_token_ids=[1], max_tokens=1, grammar=grammar
     )
-    kinds = "json_schema, json_object, regex, ebnf, choice, structural_tag"
-    with pytest.raises(OutriderError, match=f"grammar must have one of {kinds};"):
+    with pytest.raises(OutriderError, match=message) as caught:
         wire_requests.request_from_proto(request, vocab_size=VOCAB, context_length=100)
+    assert caught.value.field == field
     step = drafts_pb2.StepBatch(
         opened=[drafts_pb2.Opened(token_ids=[1], window=OPENED.window, grammar=grammar)]
     )

@@ -266,10 +266,14 @@ def sparse(ids: list[int], probabilities: list[float]) -> dict[str, Any]:
 def test_the_error_of_a_malformed_proposal_states_the_limit(
     fields: dict[str, Any], message: str
 ) -> None:
-    batch = drafts_pb2.DraftBatch(proposals=[drafts_pb2.Proposal(**fields)])
+    good = drafts_pb2.Proposal(**PROPOSAL)
+    batch = drafts_pb2.DraftBatch(proposals=[good, drafts_pb2.Proposal(**fields), good])
     with pytest.raises(OutriderError, match=message) as caught:
         wire_drafts.drafts_from_proto(batch, VOCAB)
     assert caught.value.reason is Reason.PROTOCOL_VIOLATION
+    assert caught.value.field is not None
+    assert caught.value.field.startswith("drafts.proposals[1].")
+    assert caught.value.message.startswith(caught.value.field)
 
 
 def refusal(data: bytes) -> OutriderError | None:

@@ -36,7 +36,7 @@ def test_a_message_for_a_sequence_never_announced_is_a_violation(opened: int) ->
         engine.drain_inbox()
         assert drafter.error is not None
         assert drafter.error.reason is Reason.PROTOCOL_VIOLATION
-        field = "proposal.sequence_id" if batch.proposals else "skip.sequence_id"
+        field = f"drafts.{'proposals' if batch.proposals else 'skips'}[0].sequence_id"
         bound = f"must be one that was opened, at most {opened}, not {opened + 1}"
         assert drafter.error.message == f"{field} {bound}"
 
@@ -46,10 +46,10 @@ def test_a_bad_skip_is_reported_as_a_skip() -> None:
         engine, _ = make_engine()
         drafter = ScriptedDrafter(engine)
         engine.submit(request([1, 2], 8), Client())
-        engine.drafting.on_drafts(drafter.handle, DraftBatch(skips=[skip]))
+        engine.drafting.on_drafts(drafter.handle, DraftBatch(skips=[Skip(1, 2), skip]))
         engine.drain_inbox()
         assert drafter.error is not None
-        assert drafter.error.field == "skip.base_length"
+        assert drafter.error.field == "drafts.skips[1].base_length"
 
 
 def test_a_fault_in_processing_a_message_costs_its_sender_alone(

@@ -40,7 +40,7 @@ def test_minus_one_as_a_draft_token_is_refused(sent: str) -> None:
     with pytest.raises(OutriderError, match="not 4294967295") as caught:
         wire_drafts.drafts_from_proto(drafts_pb2.DraftBatch(proposals=[proposal]), VOCAB)
     assert caught.value.reason is Reason.PROTOCOL_VIOLATION
-    assert caught.value.field == "proposal.token_ids"
+    assert caught.value.field == "drafts.proposals[0].token_ids"
 
 
 def run(

@@ -205,14 +205,11 @@ def test_an_impossible_base_is_a_violation_that_names_its_bounds(
     text = Text()
     text.commit(5, 6)
     bounds = "from 3, as it was opened, to the 5 committed tokens"
-    for field, send in (
-        ("proposal.base_length", lambda: text.propose([5], base)),
-        ("skip.base_length", lambda: text.skip(base)),
-    ):
+    for send in (lambda: text.propose([5], base), lambda: text.skip(base)):
         with pytest.raises(OutriderError, match=bounds) as caught:
             send()
         assert caught.value.reason is Reason.PROTOCOL_VIOLATION
-        assert caught.value.field == field
+        assert caught.value.field == "base_length"
 
 
 def test_a_trie_counts_its_guesses_after_many_commits() -> None:

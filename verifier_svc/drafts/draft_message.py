@@ -42,10 +42,16 @@ class DraftMessage:
         Raises OutriderError(PROTOCOL_VIOLATION) for a sequence id or base length that no delay
         explains.
         """
-        for proposal in batch.proposals:
-            self._take_proposal(proposal)
-        for skip in batch.skips:
-            self._take_skip(skip)
+        for i, proposal in enumerate(batch.proposals):
+            try:
+                self._take_proposal(proposal)
+            except OutriderError as error:
+                raise error.within(f"drafts.proposals[{i}]") from None
+        for i, skip in enumerate(batch.skips):
+            try:
+                self._take_skip(skip)
+            except OutriderError as error:
+                raise error.within(f"drafts.skips[{i}]") from None
 
     def update_latencies(self) -> None:
         """Add this message to the drafter's measured latencies."""
@@ -56,7 +62,7 @@ class DraftMessage:
             self.drafter.token_time.observe(self.draft_s / self.draft_length)
 
     def _take_proposal(self, proposal: Proposal) -> None:
-        found = self._find(proposal.sequence_id, "proposal.sequence_id")
+        found = self._find(proposal.sequence_id)
         count = len(proposal.token_ids)
         self.token_count += count
         self.draft_s = max(self.draft_s, proposal.draft_seconds)
@@ -78,7 +84,7 @@ class DraftMessage:
             self.draft_length = max(self.draft_length, length)
 
     def _take_skip(self, skip: Skip) -> None:
-        found = self._find(skip.sequence_id, "skip.sequence_id")
+        found = self._find(skip.sequence_id)
         if found is None:
             return
         sequence, assignment = found
@@ -87,7 +93,7 @@ class DraftMessage:
         if latency_s is not None:
             self.skip_latencies_s.append(latency_s)
 
-    def _find(self, sequence_id: int, field_name: str) -> tuple[Sequence, Assignment] | None:
+    def _find(self, sequence_id: int) -> tuple[Sequence, Assignment] | None:
         """The sequence and its assignment to this drafter.
 
         None if the sequence is over or has other drafters by now: the message may just be late.
@@ -95,8 +101,8 @@ class DraftMessage:
         """
         last = self.drafter.last_sequence_id
         if sequence_id > last:
-            message = f"{field_name} must be one that was opened, at most {last}, not {sequence_id}"
-            raise OutriderError(Reason.PROTOCOL_VIOLATION, message, field_name)
+            message = f"sequence_id must be one that was opened, at most {last}, not {sequence_id}"
+            raise OutriderError(Reason.PROTOCOL_VIOLATION, message, "sequence_id")
         sequence = self.sequences.get(sequence_id)
         if sequence is None:
             return None

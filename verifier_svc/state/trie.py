@@ -105,7 +105,7 @@ class Trie:
         `committed` are all committed tokens. Raises OutriderError(PROTOCOL_VIOLATION) for a base
         that no delay explains.
         """
-        self._check_base(proposal.base_length, len(committed), "proposal.base_length")
+        self._check_base(proposal.base_length, len(committed))
         added = AddResult()
         parents = proposal.parents
         # The parent of the next token: its depth below the root, at most 0 if it is committed, and
@@ -157,17 +157,17 @@ class Trie:
 
         Raises as `add` does.
         """
-        self._check_base(skip.base_length, len(committed), "skip.base_length")
+        self._check_base(skip.base_length, len(committed))
         if skip.base_length == len(committed):
             self._skipped = True
 
-    def _check_base(self, base_length: int, committed_length: int, field_name: str) -> None:
+    def _check_base(self, base_length: int, committed_length: int) -> None:
         if not self._opened_length <= base_length <= committed_length:
             message = (
-                f"{field_name} must be a length from {self._opened_length}, as it was opened,"
+                f"base_length must be a length from {self._opened_length}, as it was opened,"
                 f" to the {committed_length} committed tokens, not {base_length}"
             )
-            raise OutriderError(Reason.PROTOCOL_VIOLATION, message, field_name)
+            raise OutriderError(Reason.PROTOCOL_VIOLATION, message, "base_length")
 
     def advance(self, new_token_ids: list[int]) -> CommitWalk:
         """Move the root along newly committed tokens and drop the guesses that are not below it."""

@@ -1,0 +1,193 @@
+"""Errors as gRPC statuses with details, on their way out and in."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import logging
+from collections.abc import AsyncIterator, Callable
+from typing import Any, NoReturn, TypeVar, cast
+
+import grpc
+from google.protobuf import any_pb2, duration_pb2
+from google.protobuf.message import DecodeError
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from outrider.errors import DOMAIN, OutriderError, Reason, Retry
+
+log = logging.getLogger(__name__)
+
+# A peer's error travels on to callers in a call's metadata, of which gRPC allows 8 KiB.
+_MAX_ERROR_BYTES = 1024
+_MAX_RETRY_S = 86_400.0
+_RETRY_KEY = "retry"
+"""The key of the retry class in ErrorInfo.metadata."""
+
+
+def status_of(error: OutriderError) -> status_pb2.Status:
+    """The google.rpc.Status of an error.
+
+    Its details are ErrorInfo, BadRequest if the error names a field, and RetryInfo if it has a
+    delay after which a retry may succeed. The retry class is in ErrorInfo.metadata, for clients
+    that do not know the reason.
+    """
+    info = error_details_pb2.ErrorInfo(
+        reason=error.reason.name,
+        domain=DOMAIN,
+        metadata=error.metadata | {_RETRY_KEY: error.retry.name.lower()},
+    )
+    details: list[Any] = [info]
+    if error.field is not None:
+        violation = error_details_pb2.BadRequest.FieldViolation(
+            field=error.field, description=error.message
+        )
+        details.append(error_details_pb2.BadRequest(field_violations=[violation]))
+    if error.retry_after_s is not None:
+        delay = duration_pb2.Duration()
+        delay.FromNanoseconds(int(error.retry_after_s * 1e9))
+        details.append(error_details_pb2.RetryInfo(retry_delay=delay))
+    code = code_pb2.Code.Value(error.reason.kind.status)
+    status = status_pb2.Status(code=code, message=error.message)
+    for detail in details:
+        packed = any_pb2.Any()
+        packed.Pack(detail)
+        status.details.append(packed)
+    return status
+
+
+def error_of(
+    failure: grpc.aio.AioRpcError, otherwise: Reason = Reason.VERIFIER_UNAVAILABLE
+) -> OutriderError:
+    """The error that a peer reported with a call's status.
+
+    `otherwise` is the reason for a failure without Outrider's error details.
+    """
+    error = OutriderError(otherwise, failure.details() or failure.code().name)
+    try:
+        # It reads only code, details and trailing metadata, which an AioRpcError has too.
+        status = rpc_status.from_call(failure)  # type: ignore[arg-type]
+        return error if status is None else _with_details(error, status)
+    except (DecodeError, ValueError):
+        # The details cannot be read, or contradict the call's status.
+        return error
+
+
+def error_in(serialized: bytes, otherwise: Reason = Reason.INTERNAL) -> OutriderError:
+    """The error that a peer reported in a message, as a serialized google.rpc.Status.
+
+    `otherwise` is the reason if the status has none of Outrider's error details.
+    """
+    try:
+        status = status_pb2.Status.FromString(serialized)
+        return _with_details(OutriderError(otherwise, _cut(status.message)), status)
+    except DecodeError:
+        return OutriderError(otherwise, "the peer reported an error that cannot be read")
+
+
+def _with_details(error: OutriderError, status: status_pb2.Status) -> OutriderError:
+    """The error with reason, metadata, field and delay from the status' details."""
+    info = error_details_pb2.ErrorInfo()
+    bad = error_details_pb2.BadRequest()
+    retry = error_details_pb2.RetryInfo()
+    for packed in status.details:
+        if packed.Unpack(info) and info.domain == DOMAIN:
+            _describe(error, info)
+        elif packed.Unpack(bad) and bad.field_violations:
+            error.field = _cut(bad.field_violations[0].field)
+        elif packed.Unpack(retry):
+            delay_s = retry.retry_delay.ToNanoseconds() / 1e9
+            error.retry_after_s = min(max(delay_s, 0.0), _MAX_RETRY_S)
+    return error
+
+
+def _describe(error: OutriderError, info: error_details_pb2.ErrorInfo) -> None:
+    """Give the error the reason; one that only a later version knows has its class of retries."""
+    metadata = dict(info.metadata)
+    named = metadata.pop(_RETRY_KEY, "")
+    if info.reason in Reason.__members__:
+        error.reason = Reason[info.reason]
+        error.retry = error.reason.kind.retry
+        error.metadata = metadata
+    elif named.upper() in Retry.__members__:
+        error.retry = Retry[named.upper()]
+
+
+def _cut(text: str) -> str:
+    """The beginning of a text, as much as a call's metadata has room for."""
+    return text.encode()[:_MAX_ERROR_BYTES].decode(errors="ignore")
+
+
+async def abort(context: grpc.aio.ServicerContext[Any, Any], error: OutriderError) -> NoReturn:
+    """End the call with the error's status and details."""
+    status = rpc_status.to_status(status_of(error))
+    await context.abort_with_status(status)  # type: ignore[attr-defined]  # grpc-stubs lack it
+    raise AssertionError("abort_with_status returned")
+
+
+_Message = TypeVar("_Message")
+_Handler = TypeVar("_Handler", bound=Callable[..., Any])
+
+
+def unexpected(method: str) -> OutriderError:
+    """Log the current exception, and return the error to answer with.
+
+    The error does not hold the exception's text, which may contain a user's data.
+    """
+    log.exception("%s failed", method)
+    return OutriderError(Reason.INTERNAL, f"{method} failed; the server's log has the reason")
+
+
+def reports_errors(handler: _Handler) -> _Handler:
+    """Decorate a servicer method so that a raised OutriderError becomes the call's status.
+
+    The method answers with one message or a stream. Any other exception is logged and becomes
+    INTERNAL, without its text, which may contain a user's data.
+    """
+    if inspect.isasyncgenfunction(handler):
+        return cast(_Handler, _reports_errors_of_stream(handler))
+
+    @functools.wraps(handler)
+    async def unary(self: Any, request: Any, context: Any) -> Any:
+        """Call the handler; abort the RPC with the status of its exception."""
+        try:
+            return await handler(self, request, context)
+        except OutriderError as error:
+            await abort(context, error)
+        except (asyncio.CancelledError, grpc.aio.AbortError):
+            raise
+        # `unexpected` logs it.
+        except Exception:  # noqa: BLE001
+            await abort(context, unexpected(handler.__name__))
+
+    return cast(_Handler, unary)
+
+
+def _reports_errors_of_stream(handler: Callable[..., Any]) -> Callable[..., AsyncIterator[Any]]:
+    @functools.wraps(handler)
+    async def stream(self: Any, request: Any, context: Any) -> AsyncIterator[Any]:
+        try:
+            async for response in handler(self, request, context):
+                yield response
+        except OutriderError as error:
+            await abort(context, error)
+        except (asyncio.CancelledError, grpc.aio.AbortError, GeneratorExit):
+            raise
+        # `unexpected` logs it.
+        except Exception:  # noqa: BLE001
+            await abort(context, unexpected(handler.__name__))
+
+    return stream
+
+
+def readable(message: _Message | None) -> _Message:
+    """Return the peer's message.
+
+    Raises OutriderError(PROTOCOL_VIOLATION) for None, which gRPC returns for bytes that it cannot
+    parse.
+    """
+    if message is None:
+        problem = "the peer sent bytes that are not a message of the method's type"
+        raise OutriderError(Reason.PROTOCOL_VIOLATION, problem)
+    return message
