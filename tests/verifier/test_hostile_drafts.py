@@ -161,4 +161,4 @@ def test_a_base_before_a_late_opening_breaks_the_protocol() -> None:
     drafter.send(Proposal(sequence.id, opened - 1, [1]))
     assert drafter.error is not None
     assert drafter.error.reason is Reason.PROTOCOL_VIOLATION
-    assert drafter.error.field == "proposal.base_length"
+    assert drafter.error.field == "drafts.proposals[0].base_length"
