@@ -92,16 +92,28 @@ class UsageTotals:
         }
 
     def speculation(self) -> dict[str, Any]:
-        """The `speculation` field of an answer. Empty if no draft was verified.
+        """The `speculation` field of an answer. Empty without speculation.
 
-        It names the acceptance rules used, and says whether all are lossless.
+        It names the acceptance rules used, and says whether all are lossless. If most steps of a
+        choice verified no draft, it says why; of several choices, for the one with the most such
+        steps.
         """
         stats = [finish.stats for finish in self.finishes if finish is not None]
+        described: dict[str, Any] = {}
         rules = sorted({rule for of_choice in stats for rule in of_choice.rules})
-        if not rules:
-            return {}
-        names = [rule.label for rule in rules]
-        return {"speculation": {"rules": names, "lossless": not any(rule.lossy for rule in rules)}}
+        if rules:
+            described["rules"] = [rule.label for rule in rules]
+            described["lossless"] = not any(rule.lossy for rule in rules)
+        pauses = [of_choice.paused for of_choice in stats if of_choice.paused is not None]
+        if pauses:
+            pause = max(pauses, key=lambda pause: pause.step_count)
+            described["paused"] = {
+                "reason": pause.reason.label,
+                "steps": pause.step_count,
+                "forward_seconds": pause.forward_s,
+                "draft_seconds": pause.draft_s,
+            }
+        return {"speculation": described} if described else {}
 
     def metrics(self) -> dict[str, Any]:
         """vLLM's `metrics` object. As in vLLM, it is null for several sequences."""

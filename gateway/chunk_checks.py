@@ -84,7 +84,7 @@ def _false_stats(stats: SpeculationStats) -> str:
     # An answer lists that many counts.
     if stats.max_draft_tokens > MAX_DRAFT_TOKENS:
         return f"statistics of {stats.max_draft_tokens} draft tokens a step"
-    counts = (
+    counts: tuple[int, ...] = (
         stats.forward_count,
         stats.draft_count,
         stats.draft_token_count,
@@ -92,6 +92,8 @@ def _false_stats(stats: SpeculationStats) -> str:
         stats.max_draft_tokens,
         *stats.histogram,
     )
+    if stats.paused is not None:
+        counts = (*counts, stats.paused.step_count)
     return "statistics with a negative number" if min(counts) < 0 else ""
 
 

@@ -246,6 +246,7 @@ def total_stats(earlier: SpeculationStats, later: SpeculationStats) -> Speculati
         [sum(pair) for pair in zip_longest(earlier.histogram, later.histogram, fillvalue=0)],
         later.max_draft_tokens,
         [*earlier.rules, *(rule for rule in later.rules if rule not in earlier.rules)],
+        later.paused,
     )
 
 

@@ -75,6 +75,7 @@ class SpeculationBody(Body):
     typical_epsilon: float = _speculation("typical_epsilon")
     relaxed_topk: int = _speculation("relaxed_topk")
     relaxed_delta: float = _speculation("relaxed_delta")
+    always_draft: bool = False
     metrics: bool = False
     tokens: bool = False
 

@@ -81,6 +81,23 @@ class AcceptanceRule(IntEnum):
         return self.name.lower().replace("_", "-")
 
 
+class PauseReason(IntEnum):
+    """Why steps verified no draft although the request may speculate."""
+
+    UNKNOWN = 0
+    NO_DRAFTER = 1
+    TOO_SLOW = 2
+    LOW_ACCEPTANCE = 3
+    NO_GUESS = 4
+    BUDGET = 5
+    MEASURING = 6
+
+    @property
+    def label(self) -> str:
+        """The name in answers and metrics, such as "too_slow"."""
+        return self.name.lower()
+
+
 _LOSSY_RULES = (AcceptanceRule.TYPICAL, AcceptanceRule.RELAXED, AcceptanceRule.SYNTHETIC)
 SampledRule = Literal["block", "token-wise"]
 """Labels of the rules for drafts that a trusted drafter sampled."""
@@ -154,6 +171,7 @@ class SpeculationOptions:
     typical_epsilon: float = 0.09
     relaxed_topk: int = 10
     relaxed_delta: float = 0.6
+    always_draft: bool = False
 
 
 SPECULATION_RANGES = {
@@ -192,12 +210,27 @@ class TokenRequest:
     noise_seed: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class SpeculationPause:
+    """Why most steps of a sequence verified no draft.
+
+    `step_count` counts those steps, and `reason` is the commonest. `forward_s` are the seconds of a
+    step without drafts, `draft_s` those from a verdict to the quickest drafter's draft; None if
+    they were not measured.
+    """
+
+    reason: PauseReason
+    step_count: int
+    forward_s: float | None = None
+    draft_s: float | None = None
+
+
 @dataclass(slots=True)
 class SpeculationStats:
     """Counts of speculation for one sequence, in vLLM's definitions.
 
     `histogram[i]` counts the verifying steps that accepted i tokens. `rules` lists the acceptance
-    rules that were used, without repetition.
+    rules that were used, without repetition. `paused` is None if most steps verified a draft.
     """
 
     forward_count: int = 0
@@ -207,6 +240,7 @@ class SpeculationStats:
     histogram: list[int] = field(default_factory=list)
     max_draft_tokens: int = 0
     rules: list[AcceptanceRule] = field(default_factory=list)
+    paused: SpeculationPause | None = None
 
     def record(self, drafted: int, accepted: int, rule: AcceptanceRule | None = None) -> None:
         """Count a forward that verified `drafted` tokens by `rule` and accepted `accepted`."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from outrider.limits import MAX_DRAFT_TOKENS
+from outrider.messages import PauseReason
 from verifier_svc.engine.scheduler import Scheduler
 from verifier_svc.state.drafter import Drafter
 from verifier_svc.state.step_clock import StepClock
@@ -137,6 +138,11 @@ class Metrics:
         self._model_name = model_name
         self._of_drafts = _DraftMetrics(self._registry)
         self._of_shapes = _ShapeMetrics(self._registry)
+        self._paused_steps = self._registry.counter(
+            "paused_steps",
+            "Steps of a sequence that could have verified a draft and had none, by reason.",
+            [*_MODEL, "reason"],
+        )
         self._pending: dict[tuple[Counter, tuple[str, ...]], float] = {}
         self._generated_count = 0
         self._answers: dict[Drafter, list[float]] = {}
@@ -351,6 +357,10 @@ class Metrics:
         if isolated_forward_s > 0.0:
             self._decode_seconds.labels(self._model_name).inc(clock.wait_s + clock.step_s)
             self._isolated_seconds.labels(self._model_name).inc(isolated_forward_s)
+
+    def paused(self, reason: PauseReason) -> None:
+        """Count a sequence's step without a draft."""
+        self._add(self._paused_steps, (self._model_name, reason.label))
 
     def occupancy(self, scheduler: Scheduler) -> None:
         """Record the sequences and pages in use, and the scheduler's counts."""

@@ -68,7 +68,7 @@ async function run(titles) {
       const asked = { ...request(), seed, ...change };
       const take = (tokens) => outputs[i].add(tokens);
       const statistics = await complete(asked, take, stop.signal);
-      outputs[i].show(figures(statistics, outputs[i].tokens));
+      outputs[i].show(figures(statistics, outputs[i].tokens), statistics.paused);
       return statistics;
     });
     const found = await Promise.all(jobs);

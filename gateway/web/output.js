@@ -7,14 +7,23 @@ const SOURCES = {
   bonus: "bonus: the target's token, after a fully accepted draft by",
   plain: "plain: the target's token, without a draft",
 };
+const PAUSES = {
+  no_drafter: "no drafter works on this text",
+  too_slow: "drafts would cost more time than they save",
+  low_acceptance: "too few guesses for this text are accepted",
+  no_guess: "no drafter had a guess in time",
+  budget: "drafting made the steps slower",
+  measuring: "steps without drafts were measured",
+};
 const tip = document.getElementById("tip");
 
 export class Output {
   constructor(parent, title) {
     const article = document.createElement("article");
     article.className = "output";
-    article.innerHTML = `<h3></h3><pre tabindex="0" role="group"></pre><dl></dl>`;
-    [this.heading, this.pane, this.list] = article.children;
+    article.innerHTML = `<h3></h3><pre tabindex="0" role="group"></pre><dl></dl>
+      <p class="paused" hidden></p>`;
+    [this.heading, this.pane, this.list, this.paused] = article.children;
     this.heading.textContent = title;
     const help = "The left and right arrow keys show each token's source.";
     this.pane.setAttribute("aria-label", `${title}: text. ${help}`);
@@ -62,8 +71,10 @@ export class Output {
     this.end = 0;
   }
 
-  /** Show figures below the text, as [name, value] pairs. */
-  show(figures) {
+  /** Show figures below the text, as [name, value] pairs, and why most steps had no draft. */
+  show(figures, paused = null) {
+    this.paused.textContent = paused ? explanation(paused) : "";
+    this.paused.hidden = !paused;
     this.list.replaceChildren(...figures.map(([name, value]) => {
       const item = document.createElement("div");
       const [term, detail] = [document.createElement("dt"), document.createElement("dd")];
@@ -108,6 +119,15 @@ export class Output {
     tip.style.left = `${Math.max(4, Math.min(box.left, innerWidth - own.width - 4))}px`;
     tip.style.top = `${box.top > own.height + 8 ? box.top - own.height - 6 : box.bottom + 6}px`;
   }
+}
+
+/** Sentences on why most steps of a text had no draft, and the times that decide it. */
+function explanation({ reason, steps, forward_seconds: forward, draft_seconds: draft }) {
+  const why = PAUSES[reason] ?? reason;
+  const ms = (seconds) => `${(1000 * seconds).toFixed(1)} ms`;
+  const times = forward === null || draft === null ? "" :
+    ` A step without a draft takes ${ms(forward)}, and the quickest draft ${ms(draft)}.`;
+  return `${steps} steps had no draft: ${why}.${times}`;
 }
 
 /** The figures of a completion for `Output.show`, from its statistics and tokens. */

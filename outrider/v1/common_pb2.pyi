@@ -5,6 +5,7 @@ Messages that both services and the draft stream share."""
 
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
+from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
@@ -160,6 +161,46 @@ TOKEN_SOURCE_BONUS: TokenSource.ValueType  # 4
 TOKEN_SOURCE_ACCEPTED_SIDE: TokenSource.ValueType  # 5
 """A drafter, beside the favourite path of a draft with branches, and the target accepted it."""
 Global___TokenSource: _TypeAlias = TokenSource  # noqa: Y015
+
+class _PauseReason:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _PauseReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PauseReason.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    PAUSE_REASON_UNSPECIFIED: _PauseReason.ValueType  # 0
+    """A reason that only a later version knows."""
+    PAUSE_REASON_NO_DRAFTER: _PauseReason.ValueType  # 1
+    """No drafter works on the sequence: none that the request allows is connected, or all are full."""
+    PAUSE_REASON_TOO_SLOW: _PauseReason.ValueType  # 2
+    """Drafts would cost more time than the tokens that they save."""
+    PAUSE_REASON_LOW_ACCEPTANCE: _PauseReason.ValueType  # 3
+    """Drafts pay for other sequences, but too few of this one's are accepted."""
+    PAUSE_REASON_NO_GUESS: _PauseReason.ValueType  # 4
+    """A drafter was asked, and had no guess in time."""
+    PAUSE_REASON_BUDGET: _PauseReason.ValueType  # 5
+    """Drafting made the batch slower, and has used up what it may lose."""
+    PAUSE_REASON_MEASURING: _PauseReason.ValueType  # 6
+    """No drafter was asked, so that steps without drafts could be measured."""
+
+class PauseReason(_PauseReason, metaclass=_PauseReasonEnumTypeWrapper):
+    """Why steps of a sequence verified no draft. A receiver takes an unknown value as UNSPECIFIED."""
+
+PAUSE_REASON_UNSPECIFIED: PauseReason.ValueType  # 0
+"""A reason that only a later version knows."""
+PAUSE_REASON_NO_DRAFTER: PauseReason.ValueType  # 1
+"""No drafter works on the sequence: none that the request allows is connected, or all are full."""
+PAUSE_REASON_TOO_SLOW: PauseReason.ValueType  # 2
+"""Drafts would cost more time than the tokens that they save."""
+PAUSE_REASON_LOW_ACCEPTANCE: PauseReason.ValueType  # 3
+"""Drafts pay for other sequences, but too few of this one's are accepted."""
+PAUSE_REASON_NO_GUESS: PauseReason.ValueType  # 4
+"""A drafter was asked, and had no guess in time."""
+PAUSE_REASON_BUDGET: PauseReason.ValueType  # 5
+"""Drafting made the batch slower, and has used up what it may lose."""
+PAUSE_REASON_MEASURING: PauseReason.ValueType  # 6
+"""No drafter was asked, so that steps without drafts could be measured."""
+Global___PauseReason: _TypeAlias = PauseReason  # noqa: Y015
 
 @_typing.final
 class SamplingParams(_message.Message):
@@ -420,6 +461,7 @@ class SpeculationOptions(_message.Message):
     TYPICAL_EPSILON_FIELD_NUMBER: _builtins.int
     RELAXED_TOPK_FIELD_NUMBER: _builtins.int
     RELAXED_DELTA_FIELD_NUMBER: _builtins.int
+    ALWAYS_DRAFT_FIELD_NUMBER: _builtins.int
     enabled: _builtins.bool
     """False decodes plainly; unset means true."""
     drafter_id: _builtins.str
@@ -444,6 +486,11 @@ class SpeculationOptions(_message.Message):
     """RELAXED: largest difference in probability between the likeliest token and an accepted one.
     Range [0, 1]; unset means 0.6.
     """
+    always_draft: _builtins.bool
+    """Drafts even where that is slower, and waits up to 50 ms a step for the drafts. In effect while
+    all sequences of the batch belong to requests of one tenant that say so; else drafts are used
+    where they pay, so no other request is slowed down.
+    """
     def __init__(
         self,
         *,
@@ -455,10 +502,11 @@ class SpeculationOptions(_message.Message):
         typical_epsilon: _builtins.float | None = ...,
         relaxed_topk: _builtins.int | None = ...,
         relaxed_delta: _builtins.float | None = ...,
+        always_draft: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_draft_tokens", b"_draft_tokens", "_enabled", b"_enabled", "_relaxed_delta", b"_relaxed_delta", "_relaxed_topk", b"_relaxed_topk", "_typical_epsilon", b"_typical_epsilon", "draft_tokens", b"draft_tokens", "drafter", b"drafter", "drafter_family", b"drafter_family", "drafter_id", b"drafter_id", "enabled", b"enabled", "relaxed_delta", b"relaxed_delta", "relaxed_topk", b"relaxed_topk", "typical_epsilon", b"typical_epsilon"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_draft_tokens", b"_draft_tokens", "_enabled", b"_enabled", "_relaxed_delta", b"_relaxed_delta", "_relaxed_topk", b"_relaxed_topk", "_typical_epsilon", b"_typical_epsilon", "acceptance", b"acceptance", "draft_tokens", b"draft_tokens", "drafter", b"drafter", "drafter_family", b"drafter_family", "drafter_id", b"drafter_id", "enabled", b"enabled", "relaxed_delta", b"relaxed_delta", "relaxed_topk", b"relaxed_topk", "typical_epsilon", b"typical_epsilon"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_draft_tokens", b"_draft_tokens", "_enabled", b"_enabled", "_relaxed_delta", b"_relaxed_delta", "_relaxed_topk", b"_relaxed_topk", "_typical_epsilon", b"_typical_epsilon", "acceptance", b"acceptance", "always_draft", b"always_draft", "draft_tokens", b"draft_tokens", "drafter", b"drafter", "drafter_family", b"drafter_family", "drafter_id", b"drafter_id", "enabled", b"enabled", "relaxed_delta", b"relaxed_delta", "relaxed_topk", b"relaxed_topk", "typical_epsilon", b"typical_epsilon"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__draft_tokens: _TypeAlias = _typing.Literal["draft_tokens"]  # noqa: Y015
     _WhichOneofArgType__draft_tokens: _TypeAlias = _typing.Literal["_draft_tokens", b"_draft_tokens"]  # noqa: Y015
@@ -500,6 +548,7 @@ class SpeculationStats(_message.Message):
     ACCEPTANCE_HISTOGRAM_FIELD_NUMBER: _builtins.int
     MAX_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     RULES_FIELD_NUMBER: _builtins.int
+    PAUSED_FIELD_NUMBER: _builtins.int
     forward_count: _builtins.int
     """Target forwards that produced tokens of this sequence, with or without a draft."""
     draft_count: _builtins.int
@@ -518,6 +567,12 @@ class SpeculationStats(_message.Message):
     def rules(self) -> _containers.RepeatedScalarFieldContainer[Global___AcceptanceRule.ValueType]:
         """The rules by which its drafts were verified, without repetition; empty without a draft."""
 
+    @_builtins.property
+    def paused(self) -> Global___SpeculationPause:
+        """Set if at least half of the steps that could have verified a draft had none, although the
+        request may speculate. Unset where a stop string ended the sequence.
+        """
+
     def __init__(
         self,
         *,
@@ -528,14 +583,57 @@ class SpeculationStats(_message.Message):
         acceptance_histogram: _abc.Iterable[_builtins.int] | None = ...,
         max_draft_tokens: _builtins.int = ...,
         rules: _abc.Iterable[Global___AcceptanceRule.ValueType] | None = ...,
+        paused: Global___SpeculationPause | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["paused", b"paused"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_histogram", b"acceptance_histogram", "accepted_token_count", b"accepted_token_count", "draft_count", b"draft_count", "draft_token_count", b"draft_token_count", "forward_count", b"forward_count", "max_draft_tokens", b"max_draft_tokens", "rules", b"rules"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_histogram", b"acceptance_histogram", "accepted_token_count", b"accepted_token_count", "draft_count", b"draft_count", "draft_token_count", b"draft_token_count", "forward_count", b"forward_count", "max_draft_tokens", b"max_draft_tokens", "paused", b"paused", "rules", b"rules"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SpeculationStats: _TypeAlias = SpeculationStats  # noqa: Y015
+
+@_typing.final
+class SpeculationPause(_message.Message):
+    """Why most steps of a sequence verified no draft, with the times that decide whether drafts pay."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: _builtins.int
+    STEP_COUNT_FIELD_NUMBER: _builtins.int
+    FORWARD_DURATION_FIELD_NUMBER: _builtins.int
+    DRAFT_DURATION_FIELD_NUMBER: _builtins.int
+    reason: Global___PauseReason.ValueType
+    """The commonest reason."""
+    step_count: _builtins.int
+    """Steps that verified no draft. Not counted: the first one, and a last one with room for a single
+    token.
+    """
+    @_builtins.property
+    def forward_duration(self) -> _duration_pb2.Duration:
+        """Of a step without drafts; unset if it was not measured."""
+
+    @_builtins.property
+    def draft_duration(self) -> _duration_pb2.Duration:
+        """From a verdict to the draft of the quickest drafter of the sequence; unset if it was not
+        measured. The draft has 4 tokens, or max_draft_tokens if those are fewer.
+        """
+
+    def __init__(
+        self,
+        *,
+        reason: Global___PauseReason.ValueType = ...,
+        step_count: _builtins.int = ...,
+        forward_duration: _duration_pb2.Duration | None = ...,
+        draft_duration: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["draft_duration", b"draft_duration", "forward_duration", b"forward_duration"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_duration", b"draft_duration", "forward_duration", b"forward_duration", "reason", b"reason", "step_count", b"step_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SpeculationPause: _TypeAlias = SpeculationPause  # noqa: Y015
 
 @_typing.final
 class Placement(_message.Message):

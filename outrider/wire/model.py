@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from google.protobuf.duration_pb2 import Duration
-
 from outrider.checks import check_name
 from outrider.errors import invalid
 from outrider.limits import MAX_CORE_ID, MAX_CORES, MAX_NODE_ID
 from outrider.model_info import DrafterInfo, Load, ModelInfo, Placement, Stage
 from outrider.v1 import common_pb2, verifier_pb2
-from outrider.wire.settings import known, optional, proto_enum
+from outrider.wire.settings import duration, known, optional, proto_enum, seconds
 
-# The range of google.protobuf.Duration, ten thousand years.
-_MAX_DURATION_S = 315_576_000_000.0
 # A quarter of the largest message, so that a long list of drafters leaves room for the model.
 _MAX_DRAFTER_BYTES = 4 * 2**20
 
@@ -52,7 +48,7 @@ def _load_to_proto(load: Load | None) -> verifier_pb2.Load | None:
         waiting_count=load.waiting,
         max_running_count=load.max_running,
         max_waiting_count=load.max_waiting,
-        sequence_duration=_duration(load.sequence_s),
+        sequence_duration=duration(load.sequence_s),
     )
 
 
@@ -65,7 +61,7 @@ def _load_from_proto(proto: verifier_pb2.Load | None) -> Load | None:
         max(0, proto.waiting_count),
         max(1, proto.max_running_count),
         max(0, proto.max_waiting_count),
-        _seconds(optional(proto, "sequence_duration")),
+        seconds(optional(proto, "sequence_duration")),
     )
 
 
@@ -77,8 +73,8 @@ def _drafter_to_proto(drafter: DrafterInfo) -> verifier_pb2.DrafterInfo:
         connected=drafter.connected,
         sequence_count=drafter.sequence_count,
         acceptance_rate=drafter.acceptance_rate,
-        round_trip_duration=_duration(drafter.round_trip_s),
-        token_duration=_duration(drafter.token_s),
+        round_trip_duration=duration(drafter.round_trip_s),
+        token_duration=duration(drafter.token_s),
     )
 
 
@@ -111,8 +107,8 @@ def _drafter_from_proto(proto: verifier_pb2.DrafterInfo) -> DrafterInfo:
         proto.connected,
         proto.sequence_count,
         optional(proto, "acceptance_rate"),
-        _seconds(optional(proto, "round_trip_duration")),
-        _seconds(optional(proto, "token_duration")),
+        seconds(optional(proto, "round_trip_duration")),
+        seconds(optional(proto, "token_duration")),
     )
 
 
@@ -150,15 +146,3 @@ def _check_cores(cores: Sequence[int]) -> None:
             raise invalid("placement.cores", message)
     if len(set(cores)) < len(cores):
         raise invalid("placement.cores", "must be distinct")
-
-
-def _duration(seconds: float | None) -> Duration | None:
-    if seconds is None:
-        return None
-    return Duration(seconds=int(seconds), nanos=int(seconds % 1 * 1e9))
-
-
-def _seconds(duration: Duration | None) -> float | None:
-    if duration is None:
-        return None
-    return min(max(duration.seconds + duration.nanos / 1e9, 0.0), _MAX_DURATION_S)

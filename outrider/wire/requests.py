@@ -13,6 +13,7 @@ from outrider.limits import MAX_GATHERED_TOKENS, MAX_STOP_TOKENS
 from outrider.v1 import common_pb2, verifier_pb2
 from outrider.wire.known_fields import check_known_fields
 from outrider.wire.settings import (
+    duration,
     grammar_from_proto,
     grammar_to_proto,
     known,
@@ -20,6 +21,7 @@ from outrider.wire.settings import (
     proto_enum,
     sampling_from_proto,
     sampling_to_proto,
+    seconds,
     speculation_from_proto,
     speculation_to_proto,
 )
@@ -194,6 +196,7 @@ def stats_to_proto(stats: m.SpeculationStats) -> common_pb2.SpeculationStats:
         acceptance_histogram=stats.histogram,
         max_draft_tokens=stats.max_draft_tokens,
         rules=[proto_enum(rule) for rule in stats.rules],
+        paused=_pause_to_proto(stats.paused),
     )
 
 
@@ -207,4 +210,27 @@ def stats_from_proto(proto: common_pb2.SpeculationStats) -> m.SpeculationStats:
         list(proto.acceptance_histogram),
         proto.max_draft_tokens,
         [_RULES[rule] for rule in proto.rules if rule in _RULES],
+        _pause_from_proto(optional(proto, "paused")),
+    )
+
+
+def _pause_to_proto(pause: m.SpeculationPause | None) -> common_pb2.SpeculationPause | None:
+    if pause is None:
+        return None
+    return common_pb2.SpeculationPause(
+        reason=proto_enum(pause.reason),
+        step_count=pause.step_count,
+        forward_duration=duration(pause.forward_s),
+        draft_duration=duration(pause.draft_s),
+    )
+
+
+def _pause_from_proto(proto: common_pb2.SpeculationPause | None) -> m.SpeculationPause | None:
+    if proto is None:
+        return None
+    return m.SpeculationPause(
+        known(m.PauseReason, proto.reason, m.PauseReason.UNKNOWN),
+        proto.step_count,
+        seconds(optional(proto, "forward_duration")),
+        seconds(optional(proto, "draft_duration")),
     )

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any, TypeVar
 
+from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 
 from outrider import messages as m
@@ -19,6 +20,8 @@ from outrider.v1 import common_pb2
 
 _Member = TypeVar("_Member", bound=Enum)
 
+# The range of google.protobuf.Duration, ten thousand years.
+_MAX_DURATION_S = 315_576_000_000.0
 _SAMPLING = tuple(field.name for field in common_pb2.SamplingParams.DESCRIPTOR.fields)
 _SPECULATION = tuple(field.name for field in common_pb2.SpeculationOptions.DESCRIPTOR.fields)
 
@@ -131,3 +134,17 @@ def optional(proto: Message, field: str) -> Any:
 def proto_enum(value: int) -> Any:
     """A value for a proto's enum field. Typed Any, since the stubs give each enum its own type."""
     return int(value)
+
+
+def duration(time_s: float | None) -> Duration | None:
+    """Convert; None stays None."""
+    if time_s is None:
+        return None
+    return Duration(seconds=int(time_s), nanos=int(time_s % 1 * 1e9))
+
+
+def seconds(proto: Duration | None) -> float | None:
+    """Convert, into 0 to `_MAX_DURATION_S`; None stays None."""
+    if proto is None:
+        return None
+    return min(max(proto.seconds + proto.nanos / 1e9, 0.0), _MAX_DURATION_S)

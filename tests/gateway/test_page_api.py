@@ -9,9 +9,16 @@ from typing import Any
 
 import pytest
 from gateway_rig import Rig
-from scripted_verifier import last
+from scripted_verifier import last, plain
 
-from outrider.messages import FinishReason, SpeculationStats, TokenChunk, TokenSource
+from outrider.messages import (
+    FinishReason,
+    PauseReason,
+    SpeculationPause,
+    SpeculationStats,
+    TokenChunk,
+    TokenSource,
+)
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -165,3 +172,21 @@ async def test_the_page_has_a_policy_that_allows_no_other_host(
         assert answer.headers["content-security-policy"].startswith("default-src 'self'")
     assert (await rig.http.get("/web/../config.py")).status_code == 404
     assert (await rig.http.get("/web/%2e%2e/config.py")).status_code == 404
+
+
+@pytest.mark.parametrize("reason", list(PauseReason))
+async def test_an_answer_says_why_nothing_was_drafted(rig: Rig, reason: PauseReason) -> None:
+    pause = SpeculationPause(reason, 7, 0.0015, None)
+    stats = SpeculationStats(forward_count=9, paused=pause)
+    rig.script.answer = lambda _: [plain([5]), last([3], FinishReason.STOP, stats)]
+    body = {"prompt": "x", "speculation": {"always_draft": True}}
+    expected = {
+        "reason": reason.name.lower(),
+        "steps": 7,
+        "forward_seconds": 0.0015,
+        "draft_seconds": None,
+    }
+    whole = (await rig.http.post("/v1/completions", json=body)).json()
+    assert whole["speculation"] == {"paused": expected}
+    assert (await chunks(rig, body))[-1]["speculation"] == {"paused": expected}
+    assert rig.script.requests[-1].speculation.always_draft

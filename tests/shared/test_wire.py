@@ -66,6 +66,7 @@ def test_every_setting_of_a_request_is_on_the_wire(plain: Any, proto: Any) -> No
         st.booleans(),
         drafter_id=names,
         draft_tokens=st.none() | st.integers(0, 64),
+        always_draft=st.booleans(),
     )
     | st.builds(m.SpeculationOptions, drafter_family=names),
     tenant=names,
@@ -194,7 +195,8 @@ def test_drafter_and_verifier_use_the_same_distribution(weights: list[float]) ->
 
 
 def test_statistics_and_model_info_survive_a_round_trip() -> None:
-    stats = m.SpeculationStats(5, 3, 9, 4, [1, 0, 2], 4)
+    pause = m.SpeculationPause(m.PauseReason.TOO_SLOW, 3, 0.25, None)
+    stats = m.SpeculationStats(5, 3, 9, 4, [1, 0, 2], 4, paused=pause)
     sources = [m.TokenSource.ACCEPTED, m.TokenSource.BONUS]
     chunk = m.TokenChunk([1, 2], sources, "d", m.FinishReason.LENGTH, stats, 16, 1)
     assert wire_requests.chunk_from_proto(wire_requests.chunk_to_proto(chunk)) == chunk

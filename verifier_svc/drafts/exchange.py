@@ -9,11 +9,13 @@ from collections.abc import Callable
 from outrider.clock import Clock, monotonic
 from outrider.draft_messages import Closed, DraftBatch, Hello, StepBatch, Verdict
 from outrider.errors import OutriderError, Reason
+from outrider.messages import PauseReason
 from outrider.process.telemetry import Span
 from verifier_svc.drafts.assignments import new_assignment, run_ahead_window
 from verifier_svc.drafts.draft_message import DraftMessage
 from verifier_svc.drafts.roster import Roster
 from verifier_svc.metrics import Metrics
+from verifier_svc.policy.pauses import pause_reason
 from verifier_svc.policy.plan import Plan
 from verifier_svc.policy.planner import Planner
 from verifier_svc.state.drafter import MESSAGE_BYTES, Drafter
@@ -178,6 +180,10 @@ class DraftExchange:
         """Count a message of a kind that only a later version knows."""
         drafter.taken_bytes += byte_count + MESSAGE_BYTES
         self._metrics.ignored(drafter)
+
+    def pause_reason(self, sequence: Sequence) -> PauseReason:
+        """Why this step verified no draft of the sequence; call it before the step's verdicts."""
+        return pause_reason(sequence, self.plan, self._planner.budget)
 
     # --- verdicts go out ---
 

@@ -9,6 +9,7 @@ from verifier_svc.drafts.draft_outcome import favoured_count, record_draft
 from verifier_svc.engine.outputs import chunk_of, cut_at_end, cut_at_grammars_end, sources_of
 from verifier_svc.engine.parts import EngineParts
 from verifier_svc.engine.step_spans import StepSpans
+from verifier_svc.policy.pauses import pause_of
 from verifier_svc.state.scheduled_sequence import ScheduledSequence
 from verifier_svc.state.sequence import Sequence
 from verifier_svc.verification.batch import Verified
@@ -102,6 +103,7 @@ class Committer:
                 self.fail(sequence, error)
                 return
         accepted = min(result.accepted_count, len(new))
+        self._note_pause(sequence, len(drafted))
         sequence.tokens += new
         sequence.stats.record(len(drafted), accepted, verified.rule)
         self._keep_pages(sequence, len(drafted), accepted)
@@ -123,6 +125,16 @@ class Committer:
         else:
             self._drafting.send_verdicts(sequence, new, verified_of, span)
 
+    def _note_pause(self, sequence: Sequence, drafted: int) -> None:
+        """Count a step without a draft, before its tokens are committed, unless it had no room."""
+        first = sequence.stats.forward_count == 0
+        room = min(sequence.max_draft_tokens, sequence.most_draft_tokens)
+        if drafted > 0 or first or room == 0:
+            return
+        reason = self._drafting.pause_reason(sequence)
+        sequence.pauses[reason] = sequence.pauses.get(reason, 0) + 1
+        self._metrics.paused(reason)
+
     def _keep_pages(self, sequence: Sequence, drafted: int, accepted: int) -> None:
         """Keep the cache of the accepted tokens and free the pages of the rejected ones.
 
@@ -138,6 +150,8 @@ class Committer:
 
         The first chunk and the last one are sent at once.
         """
+        if chunk.finish_reason is not None:
+            sequence.stats.paused = pause_of(sequence, self._drafting.plan)
         if sequence.unsent is not None:
             chunk = sequence.unsent.joined(chunk)
         enough = len(chunk.token_ids) >= sequence.request.min_chunk_tokens or not self._gathers

@@ -51,7 +51,8 @@ class DraftWait:
         late = self._late(plan)
         if late and rest_s > 0.0:
             return min(rest_s, self._hold_chunks(now))
-        self._penalise(late, now)
+        if not plan.insisted:
+            self._penalise(late, now)
         self._step_clock.waited(max(now - self._began, 0.0))
         return 0.0
 

@@ -295,7 +295,7 @@ class Engine:
         self.cost.observe(len(decoding), token_count, self._step_clock.step_s, prompt_token_count)
         if prompt_token_count > 0:
             return 0.0
-        if seconds < math.inf:
+        if seconds < math.inf and not self.drafting.plan.insisted:
             quiet = self._quiet and token_count == len(batch)
             paying = self.drafting.plan.paying
             self.planner.budget.observe(len(batch), paying, committed, seconds, quiet=quiet)

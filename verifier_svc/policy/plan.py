@@ -45,6 +45,10 @@ class Plan:
     """The longest such wait in seconds."""
     always: bool = False
     """Whether every draft is waited for, a sequence's first one too."""
+    insisted: bool = False
+    """Whether the requests insist on drafts, so the step says nothing about what pays."""
+    measuring: bool = False
+    """Whether no drafter is asked, so that quiet steps can be measured."""
     paying: frozenset[Drafter] = _NOBODY
     """Drafters whose drafts make up for the wait for them."""
     considered: frozenset[Drafter] = _NOBODY

@@ -7,6 +7,7 @@ it cannot bias the output.
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -24,6 +25,8 @@ from verifier_svc.state.sequence import Assignment, Sequence
 
 # Drafters are ordered by how soon they deliver a draft of so many tokens.
 _COMPARED_TOKENS = 4
+# The longest wait of a step for drafts on which requests insist.
+_INSISTED_WAIT_S = 0.05
 # Drafts must make the batch faster than plain steps by this factor; otherwise drafters rest.
 _MARGIN = 1.01
 
@@ -65,9 +68,33 @@ class Planner:
         self._trees = trees
         # Whether drafts have the policy's most tokens, even at a loss.
         self._by_limit = policy.kind != "goodput" or always
+        self._insistent: Planner | None = None
+        if not always:
+            self._insistent = Planner(policy, cost, budget, always=True, trees=trees)
+
+    def insisted_plan(
+        self, running: Collection[Sequence], last: Plan, step: int, now_s: float
+    ) -> Plan:
+        """As `plan`, with waits of at most `_INSISTED_WAIT_S`.
+
+        The opinion of what pays stays that of the last plan, since other requests go by it.
+        """
+        plan = self.plan(running, last, step, now_s)
+        return replace(
+            plan,
+            insisted=True,
+            wait_s=min(plan.wait_s, _INSISTED_WAIT_S),
+            speedup=last.speedup,
+            price=last.price,
+            paying=last.paying,
+            considered=last.considered,
+            silent=last.silent,
+        )
 
     def plan(self, running: Collection[Sequence], last: Plan, step: int, now_s: float) -> Plan:
         """The plan of step number `step`, made at `now_s`; `last` is the plan before it."""
+        if self._insistent is not None and _insist(running):
+            return self._insistent.insisted_plan(running, last, step, now_s)
         decoding: list[Sequence] = []
         reading: list[Sequence] = []
         for sequence in running:
@@ -78,7 +105,8 @@ class Planner:
         if not drafters and not newcomers:
             return self._plan_without_drafts(batch, (), last)
         if self.budget.needs_quiet(batch) and not self._always:
-            return self._plan_without_drafts(batch, running, last)
+            plan = self._plan_without_drafts(batch, running, last)
+            return replace(plan, measuring=True)
         prices = self._prices(batch, last, beside_prompts=bool(reading))
         choice = _Choice([], last.paying, last.price)
         considered = last.considered
@@ -290,6 +318,17 @@ class Planner:
         forward_s = self._cost.estimate(batch, batch + total)
         plain = (float(batch), decode_step_s)
         return goodput(batch + gained, forward_s, wait_s, busy_s, plain, prob_all_accepted)
+
+
+def _insist(running: Collection[Sequence]) -> bool:
+    """Whether all sequences insist on drafts, and are one tenant's, so that nobody else waits."""
+    tenant: str | None = None
+    for sequence in running:
+        request = sequence.request
+        if not request.speculation.always_draft or tenant not in (None, request.tenant):
+            return False
+        tenant = request.tenant
+    return tenant is not None
 
 
 def _drafters(sequences: list[Sequence]) -> frozenset[Drafter]:

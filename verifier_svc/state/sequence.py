@@ -9,7 +9,13 @@ from outrider.draft_messages import Opened, Window
 from outrider.errors import OutriderError
 from outrider.grammar.backends import Matcher
 from outrider.lm.pages import KVSequence
-from outrider.messages import DraftDistribution, SpeculationStats, TokenChunk, TokenRequest
+from outrider.messages import (
+    DraftDistribution,
+    PauseReason,
+    SpeculationStats,
+    TokenChunk,
+    TokenRequest,
+)
 from outrider.process.telemetry import NO_SPAN, Span
 from verifier_svc.state.acceptance_rate import AcceptanceRate
 from verifier_svc.state.drafter import Drafter
@@ -167,6 +173,8 @@ class Sequence:
     """Positions of prompt tokens whose log probabilities are wanted and not yet sent."""
     admitted: bool = False
     """Whether it ever left the queue. A preempted sequence stays admitted, with its drafters."""
+    pauses: dict[PauseReason, int] = field(default_factory=dict)
+    """Steps that could have verified a draft and had none, by reason."""
     span: Span = NO_SPAN
     submitted_at: float = 0.0
     """When the request came (monotonic seconds)."""

@@ -1,0 +1,226 @@
+"""A request learns why it got no drafts, and may insist on them. All tests run in virtual time."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import partial
+
+import pytest
+from fake_model import Client, ScriptedDrafter, exposition, make_engine
+from virtual_time import VirtualClock
+
+from outrider.draft_messages import DraftBatch, Proposal, Skip, StepBatch
+from outrider.draft_tokens_policy import DraftTokensPolicy
+from outrider.errors import OutriderError
+from outrider.messages import (
+    PauseReason,
+    SamplingParams,
+    SpeculationOptions,
+    SpeculationPause,
+    TokenRequest,
+)
+from verifier_svc.engine.loop import Engine
+from verifier_svc.engine.target import Limits
+from verifier_svc.policy.pauses import pause_reason
+from verifier_svc.policy.plan import Plan
+
+GREEDY = SamplingParams(temperature=0.0)
+INSISTS = SpeculationOptions(always_draft=True)
+STEP_S = 0.001
+MAX_TOKENS = 60
+
+
+class DistantDrafter(ScriptedDrafter):
+    """Guesses every token right, `delay_s` after it was asked; without `knows` it only skips."""
+
+    def __init__(self, stack: Stack, delay_s: float, *, knows: bool) -> None:
+        self.stack = stack
+        self.delay_s = delay_s
+        self.knows = knows
+        super().__init__(stack.engine)
+
+    def _sink(self, message: StepBatch | OutriderError) -> None:
+        super()._sink(message)
+        if isinstance(message, OutriderError) or self.delay_s == math.inf:
+            return
+        asked = [opened.sequence_id for opened in message.opened]
+        asked += [verdict.sequence_id for verdict in message.verdicts]
+        for sequence_id in asked:
+            answer = partial(self.answer, sequence_id, self.length[sequence_id])
+            self.stack.clock.after(self.delay_s, answer)
+
+    def answer(self, sequence_id: int, length: int) -> None:
+        """Answer the message about this committed length."""
+        sequence = self.engine.sequences.get(sequence_id)
+        if sequence is None:
+            return
+        batch = DraftBatch(skips=[Skip(sequence_id, length)])
+        if self.knows:
+            text = self.stack.model.greedy(sequence.tokens[:length], 8)
+            batch = DraftBatch([Proposal(sequence_id, length, text)])
+        self.engine.drafting.on_drafts(self.handle, batch)
+
+
+class Stack:
+    """An engine whose forwards take STEP_S, and its drafters."""
+
+    def __init__(self) -> None:
+        self.clock = VirtualClock()
+        self.engine: Engine
+        self.engine, self.model = make_engine(
+            eos_bias=-99, clock=self.clock, page_count=256, limits=Limits(DraftTokensPolicy())
+        )
+        self.model.broken = lambda slices: self.clock.sleep(STEP_S)
+        for batch in (1, 2):
+            for drafted in (0, 8):
+                cost = (batch, batch * (1 + drafted), STEP_S)
+                self.engine.cost.calibrate(*cost)
+                self.engine.isolated_cost.calibrate(*cost)
+
+    def join(self, delay_s: float, *, knows: bool = True) -> None:
+        DistantDrafter(self, delay_s, knows=knows)
+
+    def ask(self, speculation: SpeculationOptions | None = None, tenant: str = "a") -> Client:
+        client = Client()
+        speculation = speculation or SpeculationOptions()
+        request = TokenRequest([1], MAX_TOKENS, GREEDY, speculation=speculation, tenant=tenant)
+        self.engine.submit(request, client)
+        return client
+
+    def get(self, speculation: SpeculationOptions | None = None) -> Client:
+        client = self.ask(speculation)
+        self.clock.finish(self.engine)
+        return client
+
+
+def paused(client: Client) -> SpeculationPause | None:
+    stats = client.chunks[-1].stats
+    assert stats is not None
+    return stats.paused
+
+
+def drafted(client: Client) -> int:
+    stats = client.chunks[-1].stats
+    assert stats is not None
+    return stats.draft_token_count
+
+
+def settled(stack: Stack) -> Stack:
+    """After the first requests, which measure drafters and quiet steps."""
+    for _ in range(3):
+        stack.get()
+    return stack
+
+
+def test_without_a_drafter_the_answer_says_so() -> None:
+    stack = Stack()
+    pause = paused(stack.get())
+    assert pause is not None
+    # The first step and the last one have no room for a draft.
+    assert (pause.reason, pause.step_count) == (PauseReason.NO_DRAFTER, MAX_TOKENS - 2)
+    assert pause.draft_s is None
+    assert 'paused_steps_total{model_name="fake",reason="no_drafter"} 58.0' in exposition(
+        stack.engine
+    )
+
+
+def test_a_slow_drafter_is_named_with_both_times() -> None:
+    stack = Stack()
+    stack.join(0.01)
+    pause = paused(settled(stack).get())
+    assert pause is not None
+    assert pause.reason in (PauseReason.TOO_SLOW, PauseReason.BUDGET)
+    assert pause.forward_s == pytest.approx(STEP_S, rel=0.2)
+    assert pause.draft_s is not None
+    assert pause.draft_s == pytest.approx(0.01)
+
+
+def test_the_reason_follows_the_plan() -> None:
+    stack = Stack()
+    stack.join(0.0)
+    stack.ask()
+    stack.engine.drain_inbox()
+    stack.engine.step()
+    [sequence] = stack.engine.sequences.values()
+    [assignment] = sequence.assignments.values()
+    drafter, plan = assignment.drafter, Plan(batch=1)
+    budget = stack.engine.planner.budget
+
+    def reason(plan: Plan) -> PauseReason:
+        return pause_reason(sequence, plan, budget)
+
+    assignment.asked = True
+    assert reason(plan) is PauseReason.NO_GUESS
+    assert reason(replace(plan, measuring=True)) is PauseReason.MEASURING
+    assignment.asked = False
+    assert reason(plan) is PauseReason.TOO_SLOW
+    assert reason(replace(plan, paying=frozenset([drafter]))) is PauseReason.LOW_ACCEPTANCE
+    while budget.allows(1, frozenset([drafter])):
+        for quiet in (True, False):
+            budget.observe(1, frozenset([drafter]), 0, STEP_S, quiet=quiet)
+    assert reason(plan) is PauseReason.BUDGET
+
+
+def test_a_drafter_that_knows_nothing_is_named() -> None:
+    stack = Stack()
+    stack.join(0.0, knows=False)
+    pause = paused(settled(stack).get())
+    assert pause is not None
+    assert pause.reason is PauseReason.NO_GUESS
+
+
+def test_a_quick_drafter_is_not_paused() -> None:
+    stack = Stack()
+    stack.join(0.0001)
+    client = settled(stack).get()
+    assert drafted(client) > MAX_TOKENS // 2
+    assert paused(client) is None
+
+
+def test_plain_decoding_by_request_is_no_pause() -> None:
+    stack = Stack()
+    stack.join(0.0001)
+    assert paused(stack.get(SpeculationOptions(enabled=False))) is None
+    assert paused(stack.get(SpeculationOptions(draft_tokens=0))) is None
+    assert "paused_steps_total{" not in exposition(stack.engine)
+
+
+def test_a_request_that_insists_gets_drafts_where_they_do_not_pay() -> None:
+    stack = Stack()
+    stack.join(0.01)
+    settled(stack)
+    assert drafted(stack.get()) == 0
+    for speculation in (INSISTS, SpeculationOptions(always_draft=True, draft_tokens=4)):
+        client = stack.get(speculation)
+        assert drafted(client) > MAX_TOKENS // 2
+        assert paused(client) is None
+    # What pays is judged as before.
+    assert drafted(stack.get()) == 0
+
+
+@pytest.mark.parametrize("other_tenant", [False, True])
+def test_insisting_does_not_slow_down_another_request(other_tenant: bool) -> None:
+    """Neither a request that does not insist, nor another tenant's that does."""
+
+    def steps_s(others: SpeculationOptions) -> float:
+        stack = Stack()
+        stack.join(0.01)
+        settled(stack)
+        began = stack.clock()
+        stack.ask(others)
+        other = stack.ask(INSISTS, "b") if other_tenant else stack.ask()
+        stack.clock.finish(stack.engine)
+        assert len(other.tokens) == MAX_TOKENS
+        return stack.clock() - began
+
+    assert steps_s(INSISTS) == steps_s(SpeculationOptions())
+
+
+def test_a_silent_drafter_costs_an_insisting_request_50_ms_a_step() -> None:
+    stack = Stack()
+    stack.join(math.inf)
+    began = stack.clock()
+    client = stack.get(INSISTS)
+    assert len(client.tokens) == MAX_TOKENS
+    assert stack.clock() - began < MAX_TOKENS * (0.05 + 2 * STEP_S)
