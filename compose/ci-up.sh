@@ -104,12 +104,8 @@ stop_engine() {
   rm "$work/dockerd.pid"
 }
 
-files=(-f compose/compose.yaml)
-if docker compose version >/dev/null 2>&1; then
-  compose() { docker compose "${files[@]}" "$@"; }
-else
-  compose() { docker-compose "${files[@]}" "$@"; }
-fi
+files=() # beside compose.yaml
+compose() { compose/compose.sh "${files[@]}" "$@"; }
 
 # --- images
 

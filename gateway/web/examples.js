@@ -165,7 +165,7 @@ function joining(verifier) {
   const flags = `--verifier ${address} --family ngram --id ${id}`;
   return [
     ["with outrider serve, in its directory", `.venv/bin/python -m drafter_svc ${flags}`],
-    ["with docker compose", "docker compose up -d --scale drafter-ngram=3"],
+    ["with Compose, in the repository", "compose/compose.sh up -d --scale drafter-ngram=3"],
   ];
 }
 
@@ -174,7 +174,7 @@ function joining(verifier) {
 function leaving(verifier) {
   const connected = (verifier.drafters ?? []).filter((drafter) => drafter.connected);
   const victim = connected.find((drafter) => SAFE.test(drafter.id));
-  const compose = "with docker compose; docker compose ps lists the containers";
+  const compose = "with Compose; docker ps lists the containers";
   const commands = [[compose, "docker kill CONTAINER"]];
   if (!victim || !SAFE.test(verifier.address)) return commands;
   const [address, id] = [verifier.address, victim.id].map((text) => text.replaceAll(".", "\\."));

@@ -27,7 +27,7 @@ from outrider_bench.experiment.hosts import LOOPBACK, TAIL_LINES, Launch
 PROJECT = "outrider-experiment"
 _FIRST_PORT = 20_000
 _OF_PROJECT = f"label=com.docker.compose.project={PROJECT}"
-_BUILD = "docker compose -f compose/compose.yaml build (or docker-compose), or compose/ci-up.sh"
+_BUILD = "compose/compose.sh build, or compose/ci-up.sh"
 _STOP_S = 12
 _CALL_S = 60.0
 _ENDED = (httpx.codes.NOT_FOUND, httpx.codes.CONFLICT, httpx.codes.NOT_MODIFIED)

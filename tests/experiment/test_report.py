@@ -4,6 +4,7 @@ import csv
 import json
 import re
 import shutil
+import sys
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from importlib.util import find_spec
@@ -13,7 +14,9 @@ from statistics import median
 import pytest
 import simulated_runs
 import yaml
+from click.testing import CliRunner
 
+from outrider.launch.cli import app
 from outrider_bench.experiment.records import Folder
 from outrider_bench.experiment.report import main, validation
 
@@ -256,3 +259,14 @@ def test_a_run_in_progress_says_how_much_is_missing(
     shutil.rmtree(copy / "cells" / "use=far")
     assert main([str(copy)]) == 0
     assert "1 of 6 cells have no result yet." in answer_of(copy / "report")
+
+
+def test_a_report_without_a_plotting_library_says_what_to_install(
+    reports: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`make demo` installs the models' libraries alone."""
+    module = "outrider_bench.experiment.report.plots"
+    monkeypatch.setitem(sys.modules, module, None)
+    run = CliRunner().invoke(app, ["experiment", "report", str(reports["pool"].parent)])
+    assert run.exit_code == 2
+    assert "in Outrider's sources, pip install '.[bench]'" in run.output + capsys.readouterr().err

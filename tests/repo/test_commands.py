@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -111,3 +112,44 @@ def test_every_flag_on_a_page_belongs_to_a_command(path: Path) -> None:
 def test_the_readme_opens_with_the_three_commands() -> None:
     commands = re.findall(r"^make (\w+)", (ROOT / "README.md").read_text(), re.MULTILINE)
     assert commands == ["demo", "test", "serve"]
+
+
+WITHOUT_PLOTS = (
+    "import sys; sys.modules['matplotlib'] = None\n"
+    "from outrider.launch.cli import app; app(sys.argv[1:])"
+)
+
+
+@pytest.mark.parametrize("command", ["report", "predict"])
+def test_help_needs_no_plotting_library(command: str) -> None:
+    """`make demo` installs the models' libraries alone."""
+    words = [sys.executable, "-c", WITHOUT_PLOTS, "experiment", command, "--help"]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert f"outrider experiment {command}" in done.stdout
+
+
+def secrets_of_the_pages() -> set[str]:
+    """Paths of keys, secrets and certificates that commands of the pages make or read."""
+    text = "\n".join(path.read_text() for path in PAGES)
+    found = {f"{path}/ca.key" for path in re.findall(r"^outrider certs (\w+)", text, re.MULTILINE)}
+    found |= set(re.findall(r"outrider keys add ([a-z]\S*)", text))
+    found |= set(re.findall(r"> (\S*secret\S*?)\)?(?:\s|$)", text))
+    found |= set(re.findall(r"--redis-password-file ([\w./-]+)", text))
+    return found | {f"{path}/x.key" for path in re.findall(r'-t "(\w+)/\$1"', text)}
+
+
+def test_git_ignores_the_secrets_that_the_pages_make() -> None:
+    made = secrets_of_the_pages()
+    assert len(made) >= 5
+    ignored = subprocess.run(
+        ["git", "check-ignore", *made], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert set(ignored.stdout.split()) == made
+
+
+def test_only_the_owner_can_read_a_secret_that_a_page_makes(tmp_path: Path) -> None:
+    text = (ROOT / "docs/operations.md").read_text()
+    [line] = re.findall(r"^.*openssl rand.*$", text, re.MULTILINE)
+    subprocess.run(["sh", "-c", f"umask 022\n{line}"], cwd=tmp_path, check=True)
+    [made] = tmp_path.iterdir()
+    assert made.stat().st_mode & 0o777 == 0o600

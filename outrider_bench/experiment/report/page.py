@@ -5,13 +5,16 @@ from __future__ import annotations
 import base64
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from outrider_bench.experiment.report.drawing import Picture
 from outrider_bench.experiment.report.results import Results
 from outrider_bench.experiment.report.tables import Table
+
+if TYPE_CHECKING:
+    # Without the extra `bench` there is no matplotlib, which this module loads.
+    from outrider_bench.experiment.report.drawing import Picture
 
 _UNKNOWN = "not recorded"
 
