@@ -59,8 +59,8 @@ FAULT_MUTANTS = (
         "X6",
         "a preempted sequence keeps its pages",
         SCHEDULER,
-        ("        self.pool.free(victim.kv)\n        del"),
-        "        del",
+        "        self.pool.free(victim.kv)\n        self._leave",
+        "        self._leave",
         WORLDS,
     ),
     Mutant(
@@ -106,9 +106,9 @@ FAULT_MUTANTS = (
             "            self.waiting.remove(sequence)\n"
             "        self.pool.free(sequence.kv)\n"
             "\n"
-            "    def next"
+            "    def _leave"
         ),
-        ("            pass\n        self.pool.free(sequence.kv)\n\n    def next"),
+        "            pass\n        self.pool.free(sequence.kv)\n\n    def _leave",
         WORLDS,
     ),
     Mutant(
