@@ -23,6 +23,10 @@ _KERNEL_HEAD_SIZE = 256
 _STATE = "outrider_layer_cache"
 
 
+class UnsupportedAttention(NotImplementedError):
+    """A model's attention has a part, named by the message, that the paged attention lacks."""
+
+
 @dataclass(frozen=True, slots=True)
 class LayerShape:
     """Key/value heads and head sizes of one layer, found by a trial forward."""
@@ -59,7 +63,8 @@ class LayerCache:
 
     def __init__(self) -> None:
         self.shape: LayerShape | None = None
-        self.windowed = False
+        self.window: int | None = None
+        self.trial_calls = 0
         self._soft_capped = False
         self.layout: BatchLayout | StaticLayout | None = None
         self._store: _Store | None = None
@@ -191,7 +196,8 @@ class LayerCache:
         softcap: float | None,
     ) -> torch.Tensor:
         self.shape = LayerShape(key.shape[1], key.shape[-1], value.shape[-1])
-        self.windowed = window is not None
+        self.window = window
+        self.trial_calls += 1
         self._soft_capped = softcap is not None
         out = scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scaling, enable_gqa=True
@@ -294,14 +300,22 @@ def paged_attention(
     """Attend for one layer, as `transformers` calls it.
 
     query [1, H, T, D], key and value [1, KV heads, T, D] to output [1, T, H, D]. The visible keys
-    follow from positions and window alone. Raises NotImplementedError for a mask, and for
-    attention sinks, which change the softmax itself.
+    follow from positions and window alone. Raises UnsupportedAttention for a mask, for attention
+    sinks and a position bias, which change the softmax itself, for attention to later tokens, and
+    for a module without the number of its layer.
     """
     if attention_mask is not None:
-        raise NotImplementedError("an attention mask of its own")
+        raise UnsupportedAttention("an attention mask of its own")
     if unused.get("s_aux") is not None:
-        raise NotImplementedError("attention sinks")
-    cache: LayerCache = getattr(module, _STATE)
+        raise UnsupportedAttention("attention sinks")
+    if unused.get("position_bias") is not None:
+        raise UnsupportedAttention("a position bias")
+    is_causal = unused.get("is_causal")
+    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        raise UnsupportedAttention("attention to later tokens")
+    cache: LayerCache | None = getattr(module, _STATE, None)
+    if cache is None:
+        raise UnsupportedAttention("attention in modules without a layer_idx")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return cache.attend(query, key, value, scale, sliding_window, softcap), None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
@@ -11,17 +12,20 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from outrider.errors import OutriderError, Reason, invalid
-from outrider.lm import attention, support
+from outrider.lm import attention, support, trial
 from outrider.lm.cpu.decoder import CpuDecoder
 from outrider.lm.cpu.weights import optimize_for_cpu
 from outrider.lm.gpu.graphs import Bounds, CacheShape, Graphs
 from outrider.lm.layout import BatchLayout, SequenceSlice, StaticLayout
+from outrider.lm.trial import OwnLogits, Texts
 from outrider.sampling.tensors import triton_works
 
 if TYPE_CHECKING:
     from outrider.lm.gpu.move_tokens import TokenMover
 
 __all__ = ["Bounds", "ModelRunner", "SequenceSlice"]
+
+log = logging.getLogger(__name__)
 
 # Tokens a page. Small pages waste little, and no attention kernel is faster with larger ones.
 _PAGE_SIZE = 16
@@ -47,34 +51,58 @@ class ModelRunner:
         OutriderError(INVALID_VALUE) for a model that cannot be served.
         """
         self.model_id = model_id
+        self._name = model_id or type(model).__name__
         self._model = cast(Any, model.eval())
-        config = self._model.config.get_text_config(decoder=True)
-        parameter = next(model.parameters())
-        self.device = parameter.device
-        self.dtype = parameter.dtype
-        self.vocab_size: int = config.vocab_size
-        name = model_id or type(model).__name__
-        self._model.set_attn_implementation(attention.NAME)
-        self._layers = attention.install(model)
-        support.check_by_trial(self._model, name, config, self._layers)
-        self.context_length = support.context_length(name, config)
-        # The model has no logits for ids from `vocab_size` on, so it can neither draw nor ban them.
-        self.eos_token_ids = tuple(
-            token for token in _eos_token_ids(self._model, config) if token < self.vocab_size
-        )
         self.page_size = page_size or _PAGE_SIZE
+        with support.refusals(self._name, "reading its configuration"):
+            self._read_model()
+        texts = support.make_texts(
+            self._name, self.vocab_size, self.context_length, self._layers, self.page_size
+        )
+        own = support.own_logits(self._model, self._name, self.vocab_size, texts)
         self.page_count = page_count or self._default_page_count(cache_share)
-        self._graphs = self._make_graphs() if self._takes_graphs() else None
-        # The padding of a graph's batch goes to one more page behind the last.
-        pages = self.page_count + int(self._graphs is not None)
-        max_seq_len = min(self.context_length, self.page_count * self.page_size)
-        for layer in self._layers.values():
-            layer.allocate(pages, self.page_size, max_seq_len, self.dtype, self.device)
+        # The texts of the trial may need more pages than a small cache has.
+        pages = max(self.page_count, texts.page_count)
+        self._graphs = self._make_graphs(pages) if self._takes_graphs() else None
+        self._allocate(pages)
         self._token_mover = self._make_token_mover()
         self.decoder: CpuDecoder | None = None
         """Replaces the model's own forward on a CPU, where the C decoder supports the model."""
         if self.device.type == "cpu":
             self.decoder = CpuDecoder.of(self._model, self._layers, self.page_size)
+        self._compare(texts, own)
+        # Captured graphs are compared as well.
+        self._trial = (texts, own) if self._graphs is not None else None
+
+    def _read_model(self) -> None:
+        """Set what follows from the model alone; have its layers attend through our cache."""
+        config = self._model.config.get_text_config(decoder=True)
+        parameter = next(self._model.parameters())
+        self.device: torch.device = parameter.device
+        self.dtype: torch.dtype = parameter.dtype
+        self.vocab_size: int = config.vocab_size
+        self._model.set_attn_implementation(attention.NAME)
+        self._layers = attention.install(self._model)
+        support.find_shapes(self._model, self._name, config, self._layers)
+        self.context_length = support.context_length(self._name, config)
+        # The model has no logits for ids from `vocab_size` on, so it can neither draw nor ban them.
+        self.eos_token_ids = tuple(
+            token for token in _eos_token_ids(self._model, config) if token < self.vocab_size
+        )
+
+    def _allocate(self, pages: int) -> None:
+        max_seq_len = min(self.context_length, pages * self.page_size)
+        # The padding of a graph's batch goes to one more page behind the last.
+        pages += int(self._graphs is not None)
+        for layer in self._layers.values():
+            layer.allocate(pages, self.page_size, max_seq_len, self.dtype, self.device)
+
+    def _compare(self, texts: Texts, own: OwnLogits) -> None:
+        """Raise OutriderError(INVALID_VALUE) if `forward` gives other logits than the model."""
+        with support.refusals(self._name):
+            why = trial.disagreement(self._model, texts, own, self.forward)
+        if why is not None:
+            raise support.unsupported(self._name, why)
 
     @classmethod
     def load(
@@ -136,11 +164,21 @@ class ModelRunner:
     def capture(self, bounds: Bounds) -> None:
         """Warm up; then capture CUDA graphs for forwards within `bounds`.
 
-        Captures nothing unless all layers use the GPU kernel.
+        Captures nothing unless all layers use the GPU kernel. Graphs that give other logits than
+        the model are dropped, with a warning.
         """
         self.warm_up()
-        if self._graphs is not None:
-            self._graphs.capture(bounds)
+        if self._graphs is None:
+            return
+        self._graphs.capture(bounds)
+        if self._trial is None:
+            return
+        try:
+            self._compare(*self._trial)
+        except OutriderError as cause:
+            log.warning("no CUDA graph is used: %s", cause.message)
+            self._graphs = None
+        self._trial = None
 
     @torch.inference_mode()
     def forward(self, slices: Sequence[SequenceSlice]) -> torch.Tensor:
@@ -212,11 +250,11 @@ class ModelRunner:
         """Return the keys and values of all layers, each as [slots, heads, size]."""
         return [array for layer in self._layers.values() for array in layer.arrays]
 
-    def _make_graphs(self) -> Graphs:
-        pages_each = min(self.page_count, -(-self.context_length // self.page_size))
+    def _make_graphs(self, pages: int) -> Graphs:
+        pages_each = min(pages, -(-self.context_length // self.page_size))
         return Graphs(
             self._call,
-            CacheShape(self.page_size, pages_each, self.page_count),
+            CacheShape(self.page_size, pages_each, pages),
             self.vocab_size,
             self.device,
         )

@@ -1,22 +1,53 @@
-"""Checks whether a model can be served, by its configuration and a trial forward."""
+"""Checks whether a model can be served, by its configuration and trial forwards."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+import math
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from outrider.errors import OutriderError, Reason
-from outrider.lm.attention import LayerCache
+from outrider.lm import attention, trial
+from outrider.lm.attention import LayerCache, UnsupportedAttention
 
-_TRIAL_TOKENS = 4
+_SHAPE_TOKENS = 4
+# Characters of another library's error that a refusal repeats.
+_CAUSE_CHARACTERS = 300
 
 
 def unsupported(model: str, why: str) -> OutriderError:
     """Return the INVALID_VALUE error for a model that cannot be served."""
     return OutriderError(Reason.INVALID_VALUE, f"{model} cannot be served: {why}", "model")
+
+
+@contextmanager
+def refusals(name: str, what: str = "its forward") -> Iterator[None]:
+    """Turn any error within into OutriderError(INVALID_VALUE), which says that `what` failed.
+
+    A model's code and configuration are not ours, so an error there may be of any type.
+    """
+    try:
+        yield
+    except OutriderError:
+        raise
+    except UnsupportedAttention as cause:
+        raise unsupported(name, f"it uses {cause}, which the paged attention cannot do") from cause
+    except Exception as cause:
+        text = " ".join(f"{type(cause).__name__}: {cause}".split())[:_CAUSE_CHARACTERS]
+        if _lacks_mask(cause):
+            raise unsupported(name, f"its forward needs an attention mask ({text})") from cause
+        raise unsupported(name, f"{what} failed with {text}") from cause
+
+
+def _lacks_mask(cause: Exception) -> bool:
+    """Whether a line that names a mask failed because it is None."""
+    lines = [frame.line or "" for frame in traceback.extract_tb(cause.__traceback__)[-2:]]
+    return "NoneType" in str(cause) and any("mask" in line for line in lines)
 
 
 def context_length(name: str, config: Any) -> int:
@@ -41,35 +72,88 @@ def context_length(name: str, config: Any) -> int:
 
 
 @torch.inference_mode()
-def check_by_trial(model: Any, name: str, config: Any, layers: Mapping[int, LayerCache]) -> None:
+def find_shapes(model: Any, name: str, config: Any, layers: Mapping[int, LayerCache]) -> None:
     """Run a forward of a few tokens, in which each layer records its shape.
 
-    Raises OutriderError(INVALID_VALUE) unless every layer attends through the paged attention,
+    Raises OutriderError(INVALID_VALUE) unless every layer attends once through the paged attention,
     with the window that the configuration states.
     """
     if "logits_to_keep" not in inspect.signature(model.forward).parameters:
         raise unsupported(name, "its forward takes no logits_to_keep")
-    ids = torch.zeros(1, _TRIAL_TOKENS, dtype=torch.long, device=next(model.parameters()).device)
-    try:
+    ids = torch.zeros(1, _SHAPE_TOKENS, dtype=torch.long, device=next(model.parameters()).device)
+    with refusals(name):
         model(input_ids=ids, use_cache=False)
-    except NotImplementedError as cause:
-        raise unsupported(name, f"it uses {cause}, which the paged attention cannot do") from cause
     _check_layers(name, config, layers)
+    _check_windows(name, config, layers)
 
 
 def _check_layers(name: str, config: Any, layers: Mapping[int, LayerCache]) -> None:
-    count: int = config.num_hidden_layers
+    count = max(config.num_hidden_layers, len(layers))
     seen = sum(layer.shape is not None for layer in layers.values())
     if seen != count:
         why = f"{count - seen} of {count} layers do not attend through the attention interface"
         raise unsupported(name, why)
-    windowed = getattr(config, "sliding_window", None) is not None
-    default = "sliding_attention" if windowed else "full_attention"
-    kinds = getattr(config, "layer_types", None) or [default] * count
+    for index, layer in layers.items():
+        if layer.trial_calls > 1:
+            # The later call would overwrite the keys and values of the earlier one.
+            raise unsupported(name, f"layer {index} attends {layer.trial_calls} times in a forward")
+
+
+def _check_windows(name: str, config: Any, layers: Mapping[int, LayerCache]) -> None:
+    stated = getattr(config, "sliding_window", None)
+    default = "sliding_attention" if stated is not None else "full_attention"
+    kinds = getattr(config, "layer_types", None) or [default] * config.num_hidden_layers
     for index, kind in enumerate(kinds):
         known = kind in ("full_attention", "sliding_attention")
+        window = layers[index].window
         # The paged attention gets no mask: a layer whose window exists only in the mask would
         # silently attend to too many keys.
-        if not known or layers[index].windowed != (kind == "sliding_attention"):
+        if not known or (window is not None) != (kind == "sliding_attention"):
             why = f"layer {index} is {kind} in a way that the paged attention cannot see"
             raise unsupported(name, why)
+        # Shorter windows show in the logits of the trial.
+        if window is not None and window > trial.LONGEST_WINDOW and window != stated:
+            why = (
+                f"layer {index} has a window of {window} tokens, its configuration one of {stated}"
+            )
+            raise unsupported(name, why)
+
+
+def make_texts(
+    name: str, vocab_size: int, length: int, layers: Mapping[int, LayerCache], page_size: int
+) -> trial.Texts:
+    """Return the texts of a model's trial; `length` is its context length.
+
+    Raises OutriderError(INVALID_VALUE) if they do not fit the context.
+    """
+    longest = length - trial.SPARE_TOKENS
+    if longest < trial.FEWEST_TOKENS:
+        raise unsupported(name, f"its context of {length} tokens is too short")
+    windows = [layer.window for layer in layers.values() if layer.window is not None]
+    return trial.Texts(vocab_size, windows, longest=longest, page_size=page_size)
+
+
+def own_logits(model: Any, name: str, vocab_size: int, texts: trial.Texts) -> trial.OwnLogits:
+    """Compute the texts with `transformers`' own attention; set the paged attention afterwards.
+
+    Raises OutriderError(INVALID_VALUE) if that fails or the logits are of another vocabulary.
+    """
+    with refusals(name):
+        # Eager attention is each model's own code; sdpa leaves out soft caps, for one.
+        model.set_attn_implementation("eager")
+        logits = trial.compute(model, texts)
+        if logits.shape[-1] != vocab_size:
+            why = f"it has {logits.shape[-1]} logits a token, its configuration says {vocab_size}"
+            raise unsupported(name, why)
+        own = trial.OwnLogits(logits, _rounding(model, texts, logits))
+        model.set_attn_implementation(attention.NAME)
+    return own
+
+
+def _rounding(model: Any, texts: trial.Texts, logits: torch.Tensor) -> float:
+    """Return the median by which logits with sdpa differ; infinite for a model without it."""
+    try:
+        model.set_attn_implementation("sdpa")
+    except (ImportError, ValueError):
+        return math.inf
+    return float(trial.differences(logits, trial.compute(model, texts)).median())

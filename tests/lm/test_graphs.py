@@ -122,6 +122,7 @@ def pair(name: str, page_size: int = 256, page_count: int = PAGE_COUNT) -> tuple
     """Return a runner with captured graphs, and the same model as `transformers` runs it."""
     runner = ModelRunner(build(CONFIGS[name]), page_size=page_size, page_count=page_count)
     runner.capture(BOUNDS)
+    assert runner._graphs is not None
     return runner, build(CONFIGS[name])
 
 
@@ -205,6 +206,7 @@ def test_graphs_serve_any_batch_and_write_only_the_batchs_pages(
 
 def test_batches_beyond_the_bounds_run_without_a_graph(capture: Capture) -> None:
     runner, _ = pair("llama")
+    capture.replays = 0
     six_sequences = [SequenceSlice([1], 0, [page], 1) for page in range(6)]
     five_tokens = [SequenceSlice([1] * 5, 0, [0], 5)]
     twenty_in_all = [SequenceSlice([1] * 4, 0, [page], 4) for page in range(5)]
@@ -235,10 +237,24 @@ def test_sequences_with_several_pages_find_them_all(capture: Capture) -> None:
     ids = text(3, 150)
     pages = [9, 1, 3, 4, 11, 2, 7, 0, 5, 6]
     runner.forward([SequenceSlice(ids[:147], 0, pages, 0)])
+    capture.replays = 0
     batch = [SequenceSlice([7], 0, [8], 1), SequenceSlice(ids[147:], 147, pages, 3)]
     logits = runner.forward(batch)
     torch.testing.assert_close(logits, expected(reference, [[7], ids], [1, 3]), atol=1e-4, rtol=0)
     assert capture.replays == 1
+
+
+def test_graphs_that_give_other_logits_are_dropped(
+    capture: Capture, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    runner = ModelRunner(build(CONFIGS["llama"]), page_size=256, page_count=PAGE_COUNT)
+    monkeypatch.setattr(Recording, "replay", lambda self: None)
+    with caplog.at_level(logging.WARNING):
+        runner.capture(BOUNDS)
+    assert "no CUDA graph is used: LlamaForCausalLM cannot be served: with the" in caplog.text
+    capture.replays = 0
+    runner.forward([SequenceSlice([1], 0, [0], 1)])
+    assert capture.replays == 0
 
 
 def test_every_bucket_is_captured_once(capture: Capture) -> None:

@@ -198,7 +198,7 @@ class CpuDecoder:
         mlp = layer.mlp
         if type(mlp.act_fn).__name__ not in ("SiLU", "SiLUActivation"):
             raise LookupError(f"its activation is {type(mlp.act_fn).__name__}")
-        if cache.windowed or cache.cpu_attention is None:
+        if cache.window is not None or cache.cpu_attention is None:
             raise LookupError("the C attention does not support one of its layers")
         cache_struct = Layer.from_buffer_copy(cache.cpu_attention.struct)
         cache_struct.heads = attention.o_proj.in_features // cache_struct.head_size

@@ -1,0 +1,239 @@
+"""A model is served only if the served forward gives the logits of the model's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import CONFIGS, VOCAB_SIZE, build
+from transformers import (
+    BartConfig,
+    BertConfig,
+    DiffLlamaConfig,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+    RobertaConfig,
+)
+
+from outrider.errors import OutriderError, Reason
+from outrider.lm.cpu.weights import optimize_for_cpu
+from outrider.lm.layout import SequenceSlice
+from outrider.lm.runner import ModelRunner
+from outrider.lm.trial import Texts
+
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+}
+DIFFERS = "with the paged attention its logits differ from those of its own forward by"
+TYPES: dict[str, tuple[PreTrainedConfig, str]] = {
+    "two attentions in a layer": (DiffLlamaConfig(**SIZES), "layer 0 attends 2 times in a forward"),
+    "an encoder": (BertConfig(**SIZES), "it uses attention to later tokens"),
+    "positions that begin behind the padding's": (RobertaConfig(**SIZES, is_decoder=True), DIFFERS),
+    "positions counted by its own cache": (
+        BartConfig(
+            vocab_size=VOCAB_SIZE,
+            d_model=32,
+            encoder_layers=2,
+            decoder_layers=2,
+            decoder_attention_heads=4,
+            decoder_ffn_dim=48,
+            max_position_embeddings=128,
+        ),
+        DIFFERS,
+    ),
+    "a context shorter than the trial": (
+        LlamaConfig(**SIZES | {"max_position_embeddings": 8}),
+        "its context of 8 tokens is too short",
+    ),
+}
+
+
+def refusal(model: Any, **options: Any) -> str:
+    """Return the message with which a runner refuses the model."""
+    with pytest.raises(OutriderError, match=r"^the-model cannot be served: ") as error:
+        ModelRunner(model, "the-model", **options)
+    assert (error.value.reason, error.value.field) == (Reason.INVALID_VALUE, "model")
+    return error.value.message
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_a_type_is_refused_for(name: str) -> None:
+    config, reason = TYPES[name]
+    assert reason in refusal(build(config), page_count=8)
+
+
+def llama(kind: type[LlamaForCausalLM] = LlamaForCausalLM) -> Any:
+    """Return a Llama of this class with the weights of `build`."""
+    model = build(LlamaConfig(**SIZES))
+    model.__class__ = kind
+    return model
+
+
+class Recurrent(LlamaForCausalLM):
+    """Adds half of the embedding before to each, which a cut or packed row does not hold."""
+
+    def forward(self, input_ids: Any = None, logits_to_keep: Any = 0, **more: Any) -> Any:
+        embedded = self.model.embed_tokens(input_ids)
+        before = torch.nn.functional.pad(embedded, (0, 0, 1, 0))[:, :-1]
+        inputs = embedded + before / 2
+        return super().forward(inputs_embeds=inputs, logits_to_keep=logits_to_keep, **more)
+
+
+class CountsItsRow(LlamaForCausalLM):
+    """Places tokens by their number in the row, whatever `position_ids` says."""
+
+    def forward(self, position_ids: Any = None, logits_to_keep: Any = 0, **more: Any) -> Any:
+        return super().forward(logits_to_keep=logits_to_keep, **more)
+
+
+class OneTokenApart(LlamaForCausalLM):
+    """Computes a row of one token in another way than longer ones."""
+
+    def forward(self, input_ids: Any = None, logits_to_keep: Any = 0, **more: Any) -> Any:
+        output = super().forward(input_ids=input_ids, logits_to_keep=logits_to_keep, **more)
+        if input_ids.shape[1] == 1:
+            output.logits = output.logits.roll(1, -1)
+        return output
+
+
+class ForgetsTheFarPast(LlamaForCausalLM):
+    """Its own mask hides what is more than 20 tokens back; the attention is not told."""
+
+    def forward(self, attention_mask: Any = None, logits_to_keep: Any = 0, **more: Any) -> Any:
+        if attention_mask is not None:
+            place = torch.arange(attention_mask.shape[1])
+            back = place[:, None] - place
+            attention_mask = ((back >= 0) & (back < 20))[None, None]
+        return super().forward(attention_mask=attention_mask, logits_to_keep=logits_to_keep, **more)
+
+
+OWN_WAYS = [Recurrent, CountsItsRow, OneTokenApart, ForgetsTheFarPast]
+
+
+@pytest.mark.parametrize("page_count", [1, 64])
+@pytest.mark.parametrize("kind", OWN_WAYS)
+def test_a_forward_of_its_own_kind_is_refused_in_a_cache_of_any_size(
+    kind: type[LlamaForCausalLM], page_count: int
+) -> None:
+    assert DIFFERS in refusal(llama(kind), page_count=page_count)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", [Recurrent, CountsItsRow, OneTokenApart])
+def test_rounding_hides_no_forward_of_its_own_kind(
+    kind: type[LlamaForCausalLM], dtype: torch.dtype
+) -> None:
+    assert DIFFERS in refusal(llama(kind).to(dtype), page_count=8)
+
+
+class NeedsMask(LlamaForCausalLM):
+    def forward(self, attention_mask: Any = None, logits_to_keep: Any = 0, **more: Any) -> Any:
+        attention_mask[:, 0]
+
+
+class NeedsState(LlamaForCausalLM):
+    def forward(self, past_key_values: Any = None, logits_to_keep: Any = 0, **more: Any) -> Any:
+        past_key_values.get_seq_length()
+
+
+class NeedsPatience(LlamaForCausalLM):
+    def forward(self, logits_to_keep: Any = 0, **more: Any) -> Any:
+        raise AssertionError("line one\n  and line two " + "of many" * 1000)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (NeedsMask, "its forward needs an attention mask (TypeError: 'NoneType' object is not"),
+        (NeedsState, "its forward failed with AttributeError: 'NoneType' object has no attribute"),
+        (NeedsPatience, "its forward failed with AssertionError: line one and line two of many"),
+    ],
+)
+def test_an_error_of_any_type_is_a_refusal_of_one_short_line(
+    kind: type[LlamaForCausalLM], reason: str
+) -> None:
+    message = refusal(llama(kind), page_count=4)
+    assert reason in message
+    assert "\n" not in message
+    assert len(message) < 400
+
+
+def test_logits_that_are_no_numbers_are_refused() -> None:
+    model = llama()
+    with torch.no_grad():
+        model.model.norm.weight[3] = torch.nan
+    assert "some of its logits are not numbers in torch.float32" in refusal(model, page_count=4)
+
+
+def test_a_configuration_with_another_vocabulary_is_refused() -> None:
+    model = llama()
+    model.config.vocab_size = VOCAB_SIZE - 3
+    assert "it has 97 logits a token, its configuration says 94" in refusal(model)
+
+
+def test_a_configuration_that_cannot_be_read_is_refused() -> None:
+    model = llama()
+    model.config.rope_parameters = {"rope_type": "longrope"}
+    assert "reading its configuration failed with KeyError" in refusal(model)
+
+
+def test_a_long_window_must_be_the_configurations() -> None:
+    model = build(Gemma3TextConfig(**SIZES, num_key_value_heads=2, head_dim=8, sliding_window=300))
+    model.model.layers[1].self_attn.sliding_window = 301
+    reason = "layer 1 has a window of 301 tokens, its configuration one of 300"
+    assert reason in refusal(model, page_count=4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_no_supported_model_is_refused_for_rounding(name: str, dtype: torch.dtype) -> None:
+    model = build(CONFIGS[name]).to(dtype)
+    optimize_for_cpu(model)
+    assert ModelRunner(model, page_count=1).dtype == dtype
+
+
+@pytest.mark.parametrize("window", [1, 19, 100, 256])
+@pytest.mark.parametrize("page_size", [4, 16, 256])
+def test_the_texts_reach_behind_the_window_and_part_once(window: int, page_size: int) -> None:
+    texts = Texts(VOCAB_SIZE, [5000, window], longest=1000, page_size=page_size)
+    main, other = texts.token_ids
+    assert len(main) == len(other) == texts.count > window + 16
+    fork = next(i for i in range(texts.count) if main[i] != other[i])
+    assert fork == texts.count - 4
+    read: list[dict[int, int]] = [{}, {}]
+    for piece in (piece for batch in texts.batches() for piece in batch):
+        part = piece.part
+        assert len(piece.rows) == part.logit_count
+        assert max(part.pages) < texts.page_count
+        assert len(part.pages) * page_size >= part.end
+        text = int(part.pages == texts.batches()[-1][0].part.pages)
+        # Every token finds the tokens before it in the cache.
+        assert part.start <= len(read[text])
+        if not part.parents:
+            read[text] |= dict(zip(part.slots, part.token_ids, strict=True))
+    assert list(read[1].values()) == other
+
+
+def test_the_texts_are_served_in_every_way_that_a_verifier_uses() -> None:
+    texts = Texts(VOCAB_SIZE, [], longest=1000, page_size=16)
+    batches = [[piece.part for piece in batch] for batch in texts.batches()]
+    parts = [part for batch in batches for part in batch]
+    assert any(len(batch) == 2 for batch in batches), "packed"
+    assert [len(part.token_ids) for part in batches[2]] == [1], "one token alone"
+    assert any(part.parents and 0 in part.parents[1:] for part in parts), "a tree"
+    ends: dict[int, int] = {}
+    rewound: list[SequenceSlice] = []
+    for part in parts:
+        if part.start < ends.get(part.pages[0], 0):
+            rewound.append(part)
+        ends[part.pages[0]] = part.end
+    assert rewound, "tokens computed again"
