@@ -311,9 +311,9 @@ def test_the_youngest_of_a_tenants_sequences_is_preempted() -> None:
 def test_a_draft_for_which_no_page_is_free_is_not_counted_for_its_drafter() -> None:
     engine, model = make_engine(page_count=2, page_size=4, eos_bias=-99)
     drafter, client = ScriptedDrafter(engine), Client()
-    sequence = engine.submit(request([1, 2, 3], 5), client)
+    sequence = engine.submit(request([1, 2, 3, 4], 4), client)
     engine.drain_inbox()
-    drafter.propose(sequence.id, model.greedy([1, 2, 3], 4))
+    drafter.propose(sequence.id, model.greedy([1, 2, 3, 4], 3))
     taken = KVSequence()
     assert engine.pool.reserve(taken, 4)
     engine.step()
@@ -323,4 +323,4 @@ def test_a_draft_for_which_no_page_is_free_is_not_counted_for_its_drafter() -> N
     assert client.chunks[0].sources == [TokenSource.PLAIN]
     assert client.chunks[0].drafter_id == ""
     assert client.chunks[0].draft_token_count == 0
-    assert client.tokens == model.greedy([1, 2, 3], 5)
+    assert client.tokens == model.greedy([1, 2, 3, 4], 4)
