@@ -134,7 +134,7 @@ def secrets_of_the_pages() -> set[str]:
     found = {f"{path}/ca.key" for path in re.findall(r"^outrider certs (\w+)", text, re.MULTILINE)}
     found |= set(re.findall(r"outrider keys add ([a-z]\S*)", text))
     found |= set(re.findall(r"> (\S*secret\S*?)\)?(?:\s|$)", text))
-    found |= set(re.findall(r"--redis-password-file ([\w./-]+)", text))
+    found |= set(re.findall(r"--redis-password-file ([a-z][\w./-]*)", text))
     return found | {f"{path}/x.key" for path in re.findall(r'-t "(\w+)/\$1"', text)}
 
 
