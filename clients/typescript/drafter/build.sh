@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Generates code from the protos into gen/, compiles into dist/, and checks the noise.
+# Generates code from the protos into gen/, compiles into dist/, and runs the tests.
 set -euo pipefail
 cd "$(dirname "$0")"
 [ -x node_modules/.bin/tsc ] || npm install --silent --no-audit --no-fund
@@ -12,3 +12,4 @@ buf generate gen/protos
 buf generate ../../../protos --path ../../../protos/outrider/v1
 tsc
 node dist/test/noise.js
+node dist/test/sequence.js
