@@ -44,7 +44,7 @@ def _check_trees(stage: Stage, known: TrackedSequence) -> None:
     """Compare each branch's parent with the token that comes before it in the text.
 
     Looks only at tokens that are not behind the token sent before them: a chain says nothing. A
-    model may guess anything, so a few odd tokens are no fault.
+    model may guess anything, so tokens that are not in the text, and a few odd ones, are no fault.
     """
     right = 0
     odd: list[str] = []
@@ -52,9 +52,9 @@ def _check_trees(stage: Stage, known: TrackedSequence) -> None:
         base = known.committed[base_length - 1]
         for i, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
             before = _BEFORE.get(token)
-            if parent == i or before is None:
-                continue
             found = tokens[parent - 1] if parent else base
+            if parent == i or before is None or found not in _FORK:
+                continue
             right += found == before
             if found != before:
                 odd.append(_misplaced(token, found, before))

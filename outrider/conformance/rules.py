@@ -149,7 +149,8 @@ RULES: dict[str, Rule] = {
 
 NOTES: dict[str, str] = {
     "no-skip": "Send a Skip if your longest branch is shorter than draft_tokens.",
-    "useless-guesses": "Compare what you send with the verdicts: is base_length right?",
+    "useless-guesses": "Compare what you send with the verdicts: is base_length right? A "
+    "model may not know this text.",
     "beyond-the-window": "The verifier cuts off what its window has no room for.",
     "implausible-durations": "draft_duration is the time that this proposal's guesses took.",
 }
