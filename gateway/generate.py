@@ -208,7 +208,8 @@ class _Sequence:
         if self._committed:
             tokens = replace(tokens, committed=self._committed, prompt_logprobs=None)
         self._scored_again = self._scored
-        return replace(tokens, noise_seed=self._noise_seed)
+        fingerprint = self._pick.info.fingerprint
+        return replace(tokens, noise_seed=self._noise_seed, model_fingerprint=fingerprint)
 
     def _taken(self, chunk: TokenChunk) -> TokenChunk:
         """Keep the tokens that the next replica needs; drop prompt scores that repeat."""

@@ -80,6 +80,11 @@ class Metrics:
             "Requests that the gateway refused at once, for lack of room or time.",
         )
         self.cancelled = self._counter("request_cancelled", "Sequences whose client hung up.")
+        self.differing = Gauge(
+            "outrider:differing_models",
+            "Models whose ready verifiers have other weights, dtypes, versions or settings.",
+            registry=self.registry,
+        )
         self.running = Gauge(
             "outrider:num_requests_running",
             "Sequences in progress.",

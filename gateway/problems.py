@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from outrider.errors import OutriderError, Reason
 from outrider.process.tls import Tls, explain
 
@@ -10,6 +12,7 @@ _SAID = {
     Reason.NOT_READY: "no verifier is ready",
     Reason.DRAINING: "the verifier is about to stop",
     Reason.VERIFIER_UNAVAILABLE: "the verifier does not answer",
+    Reason.MODEL_CHANGED: "the verifier's model has changed",
 }
 
 
@@ -34,3 +37,10 @@ def unreadable(address: str, cause: Exception) -> OutriderError:
     message = f"verifier {address} gives an answer that cannot be read: {reason}"
     message = message[:_SHOWN_CHARACTERS]
     return OutriderError(Reason.VERIFIER_UNAVAILABLE, message, retry_after_s=1.0)
+
+
+def explain_differing(model: str, groups: Mapping[str, Sequence[str]]) -> str:
+    """The problem of a model whose replicas, grouped by fingerprint, write different texts."""
+    shown = "; ".join(", ".join(sorted(addresses)) for addresses in groups.values())
+    cause = "other weights, dtype, version or acceptance settings"
+    return f"verifiers of {model} have {cause}: {shown}; none continues the others' answers"

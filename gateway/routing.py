@@ -10,7 +10,7 @@ from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
-from gateway.problems import for_callers
+from gateway.problems import explain_differing, for_callers
 from gateway.replica import Replica
 from outrider.errors import OutriderError, Reason
 from outrider.model_info import ModelInfo
@@ -29,7 +29,12 @@ _SILENT_S = 60.0
 # problems are not logged.
 _STARTUP_S = 30.0
 # Errors of one replica with which a sequence moves to another replica.
-MOVING = (Reason.VERIFIER_UNAVAILABLE, Reason.NOT_READY, Reason.DRAINING)
+MOVING = (
+    Reason.VERIFIER_UNAVAILABLE,
+    Reason.NOT_READY,
+    Reason.DRAINING,
+    Reason.MODEL_CHANGED,
+)
 
 
 class Pick(NamedTuple):
@@ -57,12 +62,15 @@ class Pick(NamedTuple):
 
         `length` is the sequence's prompt and `max_tokens` together, in tokens.
         """
-        same = _identity(self.info) == _identity(begun)
-        return same and length <= self.info.context_length
+        return self.is_same(begun) and length <= self.info.context_length
+
+    def is_same(self, begun: ModelInfo) -> bool:
+        """Whether the replica writes the same texts as `begun`."""
+        return _identity(self.info) == _identity(begun)
 
 
 def _identity(info: ModelInfo) -> tuple[object, ...]:
-    return info.model_id, info.vocab_size, info.eos_token_ids
+    return info.model_id, info.vocab_size, info.eos_token_ids, info.fingerprint
 
 
 class Router:
@@ -85,6 +93,7 @@ class Router:
         # so that nobody misses it who looked at the replicas before.
         self._news = asyncio.Event()
         self._cut_off = False
+        self._logged_differing: list[str] = []
 
     def start(self, on_ready: Callable[[bool], Awaitable[None]]) -> None:
         """Start polling. `on_ready` is called with each change of `ready`."""
@@ -128,6 +137,7 @@ class Router:
                 logged = str(replica.problem)
             if replica.problem is not None:
                 self._move(replica, replica.problem)
+            self._report_differing()
             if self.ready is not self._reported_ready:
                 self._reported_ready = self.ready
                 await on_ready(self.ready)
@@ -152,6 +162,14 @@ class Router:
         if any(pick.continues(info, info.context_length) for pick in picks):
             replica.fail_sequences(for_callers(problem), waiting_only=may_be_slow)
 
+    def _report_differing(self) -> None:
+        """Log a change of the models whose replicas differ."""
+        problems = [explain_differing(*each) for each in self.differing.items()]
+        for problem in problems:
+            if problem not in self._logged_differing:
+                log.warning("%s", problem)
+        self._logged_differing = problems
+
     def _wake(self) -> None:
         """Have sequences that wait for a replica look again."""
         self._news.set()
@@ -167,6 +185,14 @@ class Router:
         """The served models by the name that requests use."""
         infos = [replica.info for replica in self.replicas if replica.info is not None]
         return {self._name(info): info for info in infos}
+
+    @property
+    def differing(self) -> dict[str, dict[str, list[str]]]:
+        """The models whose ready replicas differ: by name, the addresses of each fingerprint."""
+        found: dict[str, dict[str, list[str]]] = {}
+        for model, info, replica in self.ready_picks():
+            found.setdefault(model, {}).setdefault(info.fingerprint, []).append(replica.address)
+        return {model: groups for model, groups in found.items() if len(groups) > 1}
 
     def _name(self, info: ModelInfo) -> str:
         return self._model_name or info.model_id
@@ -197,7 +223,8 @@ class Router:
 
         It may be the lost one, once a poll has found it ready again. A sequence that has begun
         gives its `length`, see `Pick.continues`, and does not go to a full replica before the next
-        poll. Raises `error` if none is ready for `wait_s`. A gateway that shuts down does not wait.
+        poll. Raises `error` if none is ready for `wait_s`, or MODEL_CHANGED if only replicas are
+        that would continue with another text. A gateway that shuts down does not wait.
         """
         deadline = time.monotonic() + wait_s
         while not self._cut_off:
@@ -214,6 +241,13 @@ class Router:
             with suppress(TimeoutError):
                 async with asyncio.timeout(left_s):
                     await news.wait()
+        others = self.ready_picks(lost.model)
+        if length is not None and others and not any(pick.is_same(lost.info) for pick in others):
+            message = (
+                "the answer's verifier was lost, and the others have other weights, dtype, version"
+                " or acceptance settings; ask again for an answer from the beginning"
+            )
+            raise OutriderError(Reason.MODEL_CHANGED, message) from error
         raise error
 
     def _picks(self, model: str | None) -> list[Pick]:

@@ -86,6 +86,7 @@ class Gateway:
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(
             GenerationServicer(self.generation, self.gate), self._grpc.grpc
         )
+        metrics.differing.set_function(lambda: len(self.router.differing))
         self.metrics = metrics
         self._tasks: list[asyncio.Task[None]] = []
         self.broken = asyncio.Event()

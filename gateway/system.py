@@ -15,6 +15,7 @@ from gateway.document import JSON, error_responses, json_responses
 from gateway.generate import Generation
 from gateway.json_body import JsonRoute
 from gateway.metrics import Metrics
+from gateway.problems import explain_differing
 from gateway.prompts import Prompts
 from gateway.replica import Replica
 from gateway.routing import Router
@@ -214,6 +215,7 @@ def _status(router: Router) -> tuple[str, str]:
     drafters = [drafter for info in infos for drafter in info.drafters]
     lost = [drafter.drafter_id for drafter in drafters if not drafter.connected]
     problems += [f"drafter {drafter_id} is lost" for drafter_id in lost]
+    problems += [explain_differing(*each) for each in router.differing.items()]
     return "degraded" if problems else "ready", "; ".join(problems)
 
 
@@ -236,6 +238,8 @@ def _verifier(replica: Replica) -> dict[str, Any]:
             "stage_detail": info.stage_detail,
             "dtype": info.dtype,
             "device": info.device,
+            "version": info.server_version,
+            "fingerprint": info.fingerprint,
             "drafters": [_drafter(drafter) for drafter in info.drafters],
         }
     return {

@@ -65,6 +65,7 @@ class Reason(Enum):
     NOT_READY = "UNAVAILABLE", Retry.RETRY_INFO, 503, "service_unavailable_error"
     DRAINING = "UNAVAILABLE", Retry.RETRY_INFO, 503, "service_unavailable_error"
     VERIFIER_UNAVAILABLE = "UNAVAILABLE", Retry.BACKOFF, 503, "service_unavailable_error"
+    MODEL_CHANGED = "ABORTED", Retry.BACKOFF, 503, "service_unavailable_error"
     LOGITS_NOT_FINITE = "INTERNAL", Retry.NEVER, 500, "internal_server_error"
     INTERNAL = "INTERNAL", Retry.BACKOFF, 500, "internal_server_error"
 

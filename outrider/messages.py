@@ -189,7 +189,8 @@ class TokenRequest:
 
     `top_logprobs` is the number of likeliest tokens to report with each generated token,
     `prompt_logprobs` with each of the prompt; None asks for none. The output goes on behind
-    `committed`. `noise_seed` seeds the random numbers if `sampling` has no seed.
+    `committed`. `noise_seed` seeds the random numbers if `sampling` has no seed. A verifier of
+    another `model_fingerprint` refuses the request; empty takes any.
     """
 
     prompt: list[int]
@@ -208,6 +209,7 @@ class TokenRequest:
     prompt_logprobs: int | None = None
     committed: list[int] = field(default_factory=list)
     noise_seed: int | None = None
+    model_fingerprint: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import hashlib
+import json
+from dataclasses import dataclass, replace
 from enum import Enum
 
 
@@ -104,3 +106,16 @@ class ModelInfo:
     drafters: tuple[DrafterInfo, ...] = ()
     max_draft_tokens: int = 0
     load: Load | None = None
+    weights_fingerprint: str = ""
+    acceptance_settings: tuple[tuple[str, str], ...] = ()
+    """Settings that decide how drafts are drawn and tokens are chosen, by flag and sorted."""
+    server_version: str = ""
+    fingerprint: str = ""
+    """Over the three before and `dtype`. Equal at verifiers that continue each other's answers."""
+
+
+def with_fingerprint(info: ModelInfo) -> ModelInfo:
+    """The model with the fingerprint of its weights, dtype, settings and version."""
+    parts = (info.weights_fingerprint, info.dtype, info.acceptance_settings, info.server_version)
+    found = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+    return replace(info, fingerprint=found)

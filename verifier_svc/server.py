@@ -12,14 +12,16 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
+from outrider import __version__
 from outrider.draft_tokens_policy import DraftTokensPolicy
 from outrider.errors import OutriderError, Reason
 from outrider.grammar.compiler import GrammarCompiler
 from outrider.internal.v1.token_streams_pb2_grpc import add_TokenStreamServiceServicer_to_server
 from outrider.lm.pages import PagePool
 from outrider.lm.runner import Bounds, ModelRunner
+from outrider.lm.weights_fingerprint import weights_fingerprint
 from outrider.messages import AcceptanceRule
-from outrider.model_info import ModelInfo, Stage
+from outrider.model_info import ModelInfo, Stage, with_fingerprint
 from outrider.process import rpc, telemetry
 from outrider.process.metrics_export import serve_metrics
 from outrider.process.tasks import watch
@@ -110,7 +112,7 @@ class Loader:
         runner = self._load_model()
         pool = PagePool(runner.page_count, runner.page_size, prefix_caching=settings.prefix_caching)
         context_length = min(runner.context_length, pool.page_count * pool.page_size)
-        self.info = ModelInfo(
+        known = ModelInfo(
             model_id=self.info.model_id,
             stage=Stage.READY,
             stage_detail="serving",
@@ -121,7 +123,11 @@ class Loader:
             dtype=str(runner.dtype).removeprefix("torch."),
             device=str(runner.device),
             max_draft_tokens=policy.max_draft_tokens,
+            weights_fingerprint=weights_fingerprint(settings.target),
+            acceptance_settings=tuple(sorted(settings.acceptance_settings.items())),
+            server_version=__version__,
         )
+        self.info = with_fingerprint(known)
         engine = Engine(
             runner,
             pool,

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit, urlunsplit
 
 from limits.aio.storage import RedisClusterStorage, RedisSentinelStorage, RedisStorage, Storage
 from limits.storage import storage_from_string
@@ -16,6 +17,7 @@ from redis.backoff import NoBackoff
 
 from gateway.access.windows import MINUTE_S, Count, Windows
 from outrider.errors import invalid
+from outrider.process.redis_credentials import Credentials
 
 log = logging.getLogger(__name__)
 
@@ -121,6 +123,18 @@ class RedisWindows(Windows):
             log.warning("limits are counted by this gateway alone, since Redis fails: %s", error)
 
 
+def _without_user(url: str) -> tuple[str, str]:
+    """The URL without its user, and the user. redis-py takes the user from one place alone.
+
+    Raises ValueError for a URL that has a password as well.
+    """
+    parts = urlsplit(url)
+    user, at, servers = parts.netloc.rpartition("@")
+    if ":" in user:
+        raise ValueError("the password is in limits-redis-password-file, so the URL must have none")
+    return urlunsplit(parts._replace(netloc=servers)) if at else url, unquote(user)
+
+
 def storage_of(url: str, password_file: Path | None, ca_file: Path | None) -> Storage:
     """The storage of `limits` for the Redis of a URL.
 
@@ -134,7 +148,11 @@ def storage_of(url: str, password_file: Path | None, ca_file: Path | None) -> St
     }
     try:
         if password_file is not None:
-            options["password"] = password_file.read_text(encoding="utf-8").strip()
+            url, user = _without_user(url)
+            login = Credentials(user, "", password_file)
+            # Without the file the gateway should not start.
+            login.get_credentials()
+            options["credential_provider"] = login
         if ca_file is not None:
             options["ssl_ca_certs"] = str(ca_file)
         if url.startswith("rediss+"):
@@ -144,7 +162,8 @@ def storage_of(url: str, password_file: Path | None, ca_file: Path | None) -> St
         if url.startswith("redis+sentinel:"):
             # `limits` adds user and password. Without the others, redis-py tries a Sentinel ten
             # times, for 5 s each.
-            own = {k: v for k, v in options.items() if k.startswith(("socket", "ssl"))}
+            shared = ("socket", "ssl", "credential")
+            own = {k: v for k, v in options.items() if k.startswith(shared)}
             options["sentinel_kwargs"] = {**own, "retry": Retry(NoBackoff(), 0)}
         elif url.startswith("redis+cluster:"):
             # Retry once and at once: a cluster's pooled connection may lead to a server that is

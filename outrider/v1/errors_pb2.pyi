@@ -110,6 +110,10 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """DEADLINE_EXCEEDED. The answer was not complete within the request's timeout. Retry: backoff."""
     ERROR_REASON_UNSUPPORTED_ENCODING: _ErrorReason.ValueType  # 32
     """INVALID_ARGUMENT. HTTP alone: the body is compressed in a way that is not read. Retry: never."""
+    ERROR_REASON_MODEL_CHANGED: _ErrorReason.ValueType  # 33
+    """ABORTED. The answer's verifier was lost, or its model has changed, and no verifier of the same
+    weights, dtype, settings and version can continue it. Begin anew. Retry: backoff.
+    """
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """Why a call failed. The values never travel as numbers; the enum is the list of names."""
@@ -182,4 +186,8 @@ ERROR_REASON_DEADLINE_EXCEEDED: ErrorReason.ValueType  # 31
 """DEADLINE_EXCEEDED. The answer was not complete within the request's timeout. Retry: backoff."""
 ERROR_REASON_UNSUPPORTED_ENCODING: ErrorReason.ValueType  # 32
 """INVALID_ARGUMENT. HTTP alone: the body is compressed in a way that is not read. Retry: never."""
+ERROR_REASON_MODEL_CHANGED: ErrorReason.ValueType  # 33
+"""ABORTED. The answer's verifier was lost, or its model has changed, and no verifier of the same
+weights, dtype, settings and version can continue it. Begin anew. Retry: backoff.
+"""
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015

@@ -81,6 +81,7 @@ class GenerateTokensRequest(_message.Message):
     PROMPT_LOGPROB_COUNT_FIELD_NUMBER: _builtins.int
     COMMITTED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     NOISE_SEED_FIELD_NUMBER: _builtins.int
+    MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """For logs and traces; at most 128 characters, empty lets the verifier choose."""
     max_tokens: _builtins.int
@@ -109,6 +110,11 @@ class GenerateTokensRequest(_message.Message):
     """Seed of the verifier's random numbers if sampling.seed is unset; if both are unset, the
     verifier chooses one. With the same noise_seed a continued request goes on as it would have.
     Unlike sampling.seed it allows sampled drafts, so it does not promise the same text.
+    """
+    model_fingerprint: _builtins.str
+    """The fingerprint that GetModel reported when the answer began. A verifier with another one
+    refuses the request with MODEL_CHANGED, since it would write another text. Empty: any model
+    will do.
     """
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -162,10 +168,11 @@ class GenerateTokensRequest(_message.Message):
         prompt_logprob_count: _builtins.int | None = ...,
         committed_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         noise_seed: _builtins.int | None = ...,
+        model_fingerprint: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_noise_seed", b"_noise_seed", "_prompt_logprob_count", b"_prompt_logprob_count", "_top_logprob_count", b"_top_logprob_count", "grammar", b"grammar", "noise_seed", b"noise_seed", "prompt_logprob_count", b"prompt_logprob_count", "sampling", b"sampling", "speculation", b"speculation", "top_logprob_count", b"top_logprob_count"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_noise_seed", b"_noise_seed", "_prompt_logprob_count", b"_prompt_logprob_count", "_top_logprob_count", b"_top_logprob_count", "committed_token_ids", b"committed_token_ids", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "min_chunk_token_count", b"min_chunk_token_count", "noise_seed", b"noise_seed", "prediction_token_ids", b"prediction_token_ids", "prompt_logprob_count", b"prompt_logprob_count", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "speculation", b"speculation", "stop_token_ids", b"stop_token_ids", "tenant", b"tenant", "top_logprob_count", b"top_logprob_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_noise_seed", b"_noise_seed", "_prompt_logprob_count", b"_prompt_logprob_count", "_top_logprob_count", b"_top_logprob_count", "committed_token_ids", b"committed_token_ids", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "min_chunk_token_count", b"min_chunk_token_count", "model_fingerprint", b"model_fingerprint", "noise_seed", b"noise_seed", "prediction_token_ids", b"prediction_token_ids", "prompt_logprob_count", b"prompt_logprob_count", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "speculation", b"speculation", "stop_token_ids", b"stop_token_ids", "tenant", b"tenant", "top_logprob_count", b"top_logprob_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__noise_seed: _TypeAlias = _typing.Literal["noise_seed"]  # noqa: Y015
     _WhichOneofArgType__noise_seed: _TypeAlias = _typing.Literal["_noise_seed", b"_noise_seed"]  # noqa: Y015
@@ -455,6 +462,26 @@ class GetModelResponse(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class AcceptanceSettingsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     MODEL_ID_FIELD_NUMBER: _builtins.int
     STAGE_FIELD_NUMBER: _builtins.int
     STAGE_DETAIL_FIELD_NUMBER: _builtins.int
@@ -467,6 +494,10 @@ class GetModelResponse(_message.Message):
     DRAFTERS_FIELD_NUMBER: _builtins.int
     MAX_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
+    WEIGHTS_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    ACCEPTANCE_SETTINGS_FIELD_NUMBER: _builtins.int
+    SERVER_VERSION_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
     """Name that requests may use; the target's path or hub id unless configured."""
     stage: Global___ModelStage.ValueType
@@ -485,6 +516,17 @@ class GetModelResponse(_message.Message):
     """Torch's name of the device."""
     max_draft_tokens: _builtins.int
     """Most draft tokens of a sequence that a step verifies, unless a request asks for fewer."""
+    weights_fingerprint: _builtins.str
+    """SHA-256 (hex) over the checkpoint's tensors: their names, types, shapes and samples of their
+    bytes, and over the config. The same checkpoint has the same one, however it is divided into
+    files and on whichever device it runs.
+    """
+    server_version: _builtins.str
+    """Version of the verifier."""
+    fingerprint: _builtins.str
+    """SHA-256 (hex) over weights_fingerprint, dtype, acceptance_settings and server_version. Only a
+    verifier with the same one continues an answer as it would have gone on.
+    """
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Ids that end a sequence."""
@@ -498,6 +540,10 @@ class GetModelResponse(_message.Message):
     @_builtins.property
     def load(self) -> Global___Load:
         """Unset while the verifier loads."""
+
+    @_builtins.property
+    def acceptance_settings(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Settings that decide how drafts are drawn and tokens are chosen, by flag."""
 
     def __init__(
         self,
@@ -514,10 +560,14 @@ class GetModelResponse(_message.Message):
         drafters: _abc.Iterable[Global___DrafterInfo] | None = ...,
         max_draft_tokens: _builtins.int = ...,
         load: Global___Load | None = ...,
+        weights_fingerprint: _builtins.str = ...,
+        acceptance_settings: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        server_version: _builtins.str = ...,
+        fingerprint: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_length", b"context_length", "device", b"device", "drafters", b"drafters", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "load", b"load", "max_draft_tokens", b"max_draft_tokens", "model_id", b"model_id", "stage", b"stage", "stage_detail", b"stage_detail", "tokenizer_fingerprint", b"tokenizer_fingerprint", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_settings", b"acceptance_settings", "context_length", b"context_length", "device", b"device", "drafters", b"drafters", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "load", b"load", "max_draft_tokens", b"max_draft_tokens", "model_id", b"model_id", "server_version", b"server_version", "stage", b"stage", "stage_detail", b"stage_detail", "tokenizer_fingerprint", b"tokenizer_fingerprint", "vocab_size", b"vocab_size", "weights_fingerprint", b"weights_fingerprint"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

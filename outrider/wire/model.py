@@ -29,6 +29,10 @@ def model_to_proto(info: ModelInfo) -> verifier_pb2.GetModelResponse:
         device=info.device,
         max_draft_tokens=info.max_draft_tokens,
         load=_load_to_proto(info.load),
+        weights_fingerprint=info.weights_fingerprint,
+        acceptance_settings=dict(info.acceptance_settings),
+        server_version=info.server_version,
+        fingerprint=info.fingerprint,
     )
     byte_count = 0
     for drafter in info.drafters:
@@ -96,6 +100,10 @@ def model_from_proto(proto: verifier_pb2.GetModelResponse) -> ModelInfo:
         max_draft_tokens=proto.max_draft_tokens,
         drafters=tuple(_drafter_from_proto(drafter) for drafter in proto.drafters),
         load=_load_from_proto(optional(proto, "load")),
+        weights_fingerprint=proto.weights_fingerprint,
+        acceptance_settings=tuple(sorted(proto.acceptance_settings.items())),
+        server_version=proto.server_version,
+        fingerprint=proto.fingerprint,
     )
 
 

@@ -51,6 +51,7 @@ def request_from_proto(
     check_logprobs("prompt_logprob_count", prompt_logprobs)
     check_name("request_id", proto.request_id, empty=True)
     check_name("tenant", proto.tenant, empty=True)
+    check_name("model_fingerprint", proto.model_fingerprint, empty=True)
     _check_counts(proto, context_length)
     _check_committed(proto)
     for name in _ID_LISTS:
@@ -72,6 +73,7 @@ def request_from_proto(
         prompt_logprobs=prompt_logprobs,
         committed=list(proto.committed_token_ids),
         noise_seed=optional(proto, "noise_seed"),
+        model_fingerprint=proto.model_fingerprint,
     )
 
 
@@ -128,6 +130,7 @@ def request_to_proto(request: m.TokenRequest) -> verifier_pb2.GenerateTokensRequ
         prompt_logprob_count=request.prompt_logprobs,
         committed_token_ids=request.committed,
         noise_seed=request.noise_seed,
+        model_fingerprint=request.model_fingerprint,
     )
 
 

@@ -93,6 +93,46 @@ async def test_each_choice_goes_on_by_itself(site: Site) -> None:
     assert [(r.sampling.seed, len(r.committed)) for r in goes_on] == [(seed, 4) for seed in begun]
 
 
+@pytest.mark.parametrize("other", ["", "another"])
+async def test_a_begun_answer_never_goes_on_at_a_verifier_of_another_fingerprint(
+    prompts: Prompts, other: str
+) -> None:
+    async with running_site(prompts, resume_seconds=0.3) as site:
+        first, second = site.first.script, site.second.script
+        first.info = replace(first.info, fingerprint="one")
+        second.info = replace(second.info, fingerprint=other)
+        await until(lambda: len(site.gateway.router.differing.get("models/target", ())) == 2)
+        problem = (await site.http.get("/readyz")).json()
+        assert problem["status"] == "degraded"
+        assert "verifiers of models/target have other weights" in problem["detail"]
+        assert "outrider:differing_models 1.0" in (await site.http.get("/metrics")).text
+        asked = await site.begin(3, stream=True)
+        await site.first.kill()
+        error = events(await asked)[-1]["error"]
+        assert error["code"] == "model_changed"
+        assert "other weights, dtype, version" in error["message"]
+        assert second.requests == []
+        # A request that has not begun may go there.
+        assert text_of(await site.ask(stream=True)) == TEXT
+        assert [request.model_fingerprint for request in second.requests] == [other]
+
+
+async def test_a_begun_answer_goes_on_at_a_verifier_of_the_same_fingerprint(
+    prompts: Prompts,
+) -> None:
+    async with running_site(prompts, resume_seconds=5) as site:
+        for verifier in (site.first, site.second):
+            verifier.script.info = replace(verifier.script.info, fingerprint="one")
+        replicas = site.gateway.router.replicas
+        await until(lambda: all(r.info and r.info.fingerprint == "one" for r in replicas))
+        assert site.gateway.router.differing == {}
+        asked = await site.begin(3, stream=True)
+        await site.first.kill()
+        assert text_of(await asked) == TEXT
+        [goes_on] = site.second.script.requests
+        assert (goes_on.model_fingerprint, len(goes_on.committed)) == ("one", 3)
+
+
 async def test_a_sequence_outlives_several_verifiers(site: Site) -> None:
     site.writes(site.first, 3)
     site.writes(site.second, 8)

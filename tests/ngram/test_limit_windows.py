@@ -21,7 +21,7 @@ from redis_servers import (
     until,
 )
 
-from gateway.access.windows import Windows, windows
+from gateway.access.windows import Count, Windows, windows
 
 USER = "outrider-limits"
 
@@ -59,6 +59,30 @@ async def test_two_gateways_count_together(deployment: Deployment) -> None:
     assert len(deployment.all_keys()) == 3
     for windows_ in (one, other):
         await windows_.close()
+
+
+async def test_a_new_password_needs_no_restart(deployment: Deployment) -> None:
+    """The old password is refused from then on, and connections that are lost are made again."""
+    url = grant_rights(deployment)
+    made = shared(deployment, url)
+    minute, _ = made.now()
+    assert await made.add("alice/tokens", 5, minute) == Count(5, is_shared=True)
+    for command in (
+        ("ACL", "SETUSER", USER, "resetpass", ">renewed"),
+        ("CLIENT", "KILL", "USER", USER),
+    ):
+        deployment.each(*command)
+        if deployment.kind == "+sentinel":
+            for process in deployment.in_url():
+                with process.admin() as client:
+                    client.execute_command(*command)
+    deployment.password_file.write_text("renewed\n")
+    deadline = time.monotonic() + 20
+    # The first command meets the closed connection, and then Redis is left alone for a while.
+    while not (await made.add("alice/tokens", 1, minute)).is_shared:
+        assert time.monotonic() < deadline
+        made._paused_until = 0.0
+    await made.close()
 
 
 async def test_counts_expire(redis_server: Standalone) -> None:

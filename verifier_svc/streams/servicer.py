@@ -193,6 +193,9 @@ class VerifierServicer(
         parsed = wire_requests.request_from_proto(
             request, vocab_size=self.info.vocab_size, context_length=self.info.context_length
         )
+        if parsed.model_fingerprint not in ("", self.info.fingerprint):
+            message = "the verifier's weights, dtype, settings or version are not the answer's"
+            raise OutriderError(Reason.MODEL_CHANGED, message)
         chunks = _Chunks()
         sink = partial(_add, chunks)
         submitted: list[Sequence] = []
