@@ -116,6 +116,10 @@ class VerifierSettings(TargetSettings, TlsSettings, ScrapedSettings):
     grammar_compile_seconds: float = Field(5.0, gt=0)
     """Longest time to compile a request's grammar, and longest wait for the turn to compile it."""
 
+    grammar_mask_seconds: float = Field(2.0, gt=0)
+    """Processor time that a request's masks may take beyond 20 ms each; of all masks of a tenant
+    five times that, and a tenth of the time that passes."""
+
     grammar_cache_bytes: int = Field(512 * 2**20, ge=0)
     """Memory for compiled grammars that are kept for later requests."""
 

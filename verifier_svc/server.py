@@ -35,6 +35,7 @@ from verifier_svc.engine.target import Limits
 from verifier_svc.metrics import Metrics
 from verifier_svc.streams.servicer import VerifierServicer, report_health
 from verifier_svc.verification.batch import DraftVerifier
+from verifier_svc.verification.mask_lanes import Threads
 
 # Length of the sequences in trial forwards. Few sequences stay shorter for long, and the cost model
 # learns from the steps of longer ones.
@@ -138,6 +139,8 @@ class Loader:
             sampled_drafts=settings.sampled_drafts,
             always_draft=settings.always_draft,
             own_cores=_own_cores(runner.device),
+            mask_lanes=Threads(),
+            mask_seconds=settings.grammar_mask_seconds,
             traced_steps=settings.trace_step_share,
         )
         self.grammars = self._grammar_compiler(runner)

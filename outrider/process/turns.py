@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 from collections import Counter, deque
 from collections.abc import Callable
@@ -17,11 +19,16 @@ class TenantThreads:
 
     A free thread takes the work of the tenant with the fewest running pieces of work; among these,
     of the tenant that was served longest ago. A tenant never has all threads, so that another one
-    need not wait for work that has begun. Each thread has a stack of `stack_bytes`, if given.
+    need not wait for work that has begun; it has at most `each` of them, if given. Each thread has
+    a stack of `stack_bytes`, if given, and runs at the priority `nice`, where the system has
+    priorities of threads.
     """
 
-    def __init__(self, count: int, name: str, *, stack_bytes: int = 0) -> None:
-        self._most = max(1, count - 1)
+    def __init__(
+        self, count: int, name: str, *, each: int = 0, stack_bytes: int = 0, nice: int = 0
+    ) -> None:
+        self._most = each or max(1, count - 1)
+        self._nice = nice
         self._changed = threading.Condition()
         self._waiting: dict[str, deque[_Job]] = {}
         self._running: Counter[str] = Counter()
@@ -54,6 +61,8 @@ class TenantThreads:
             self._changed.notify_all()
 
     def _run(self) -> None:
+        if self._nice and sys.platform == "linux":
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._nice)
         while (taken := self._take()) is not None:
             tenant, (future, work) = taken
             if future.set_running_or_notify_cancel():

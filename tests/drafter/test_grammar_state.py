@@ -45,3 +45,17 @@ def test_behind_a_forbidden_output_nothing_is_masked_any_more() -> None:
     state = GrammarState(Ladder(), 1)
     assert allowed(state, [1, 5]) is None
     assert allowed(state, [1]) is None
+
+
+def test_a_grammar_whose_masks_take_long_masks_nothing_any_more() -> None:
+    """Each mask takes 30 ms; 5 ms of that are free, and 100 ms in all."""
+    ticks = iter([0.03 * i for i in range(100)])
+    state = GrammarState(Ladder(), 1, lambda: next(ticks))
+    masked = [allowed(state, []) is not None for _ in range(8)]
+    assert masked == [True] * 5 + [False] * 3
+
+
+def test_masks_of_a_usual_time_may_be_any_number() -> None:
+    ticks = iter([0.004 * i for i in range(1000)])
+    state = GrammarState(Ladder(), 1, lambda: next(ticks))
+    assert all(allowed(state, []) is not None for _ in range(400))

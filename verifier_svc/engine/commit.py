@@ -56,6 +56,16 @@ class Committer:
             chunk = TokenChunk([], [], prompt_logprobs=list(verified.prompt_logprobs))
             self._outgoing.add(sequence.sink, chunk)
 
+    def leave_out(self, scheduled: ScheduledSequence) -> None:
+        """Undo a sequence's part of a step that has to be repeated.
+
+        A prompt's tokens stay in the cache but for the last one, whose logits are needed again.
+        """
+        kv = scheduled.sequence.kv
+        if not scheduled.scored:
+            kv.num_computed_tokens = scheduled.start + len(scheduled.token_ids) - 1
+        self._pool.truncate(kv, kv.num_computed_tokens)
+
     def take_token_count(self) -> int:
         """Count the tokens committed since the last call, in the metrics too."""
         count = self._token_count
@@ -79,6 +89,8 @@ class Committer:
     def end_sequence(self, sequence: Sequence) -> None:
         """Forget a sequence, free its pages, and tell its drafters that it has ended."""
         del self._sequences[sequence.id]
+        if sequence.mask_work is not None:
+            sequence.mask_work.cancel()
         self._scheduler.load_meter.ended(sequence, self._clock())
         self._scheduler.remove(sequence)
         self._drafting.close(sequence)

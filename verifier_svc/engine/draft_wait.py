@@ -71,8 +71,10 @@ class DraftWait:
         self._intake.admit()
         self._step += 1
         self._began = self._clock()
+        # Sequences whose masks were asked for have their drafts already.
         running = self._scheduler.running.values()
-        plan = self._planner.plan(running, self._drafting.plan, self._step, self._began)
+        free = [sequence for sequence in running if sequence.mask_work is None]
+        plan = self._planner.plan(free, self._drafting.plan, self._step, self._began)
         self._plan = self._drafting.plan = plan
         return plan
 

@@ -42,18 +42,23 @@ from verifier_svc.state.sequence import Sequence
 from verifier_svc.state.step_clock import StepClock
 from verifier_svc.verification.batch import DraftVerifier, Verification, Verified
 from verifier_svc.verification.grammar_masks import GrammarMasks
+from verifier_svc.verification.mask_lanes import Inline, MaskBudget, MaskLanes
 
 log = logging.getLogger(__name__)
 
 _LIMITS = Limits()
 _EXACT = DraftVerifier()
+_INLINE = Inline()
+# How often the engine looks at masks that take long, while no sequence has a step (seconds).
+_MASK_POLL_S = 0.05
 
 
 class Engine:
     """Owns every sequence. Other threads may call only `post` and `stop`.
 
-    For `own_cores` and `sampled_drafts` see `DraftExchange`. `traced_steps` is the share of traced
-    steps that get spans. `always_draft` waits for every draft, see `Planner`. The engine and its
+    For `own_cores` and `sampled_drafts` see `DraftExchange`. Masks are computed on `mask_lanes`,
+    with the budget `mask_seconds`, see `MaskBudget`. `traced_steps` is the share of traced steps
+    that get spans. `always_draft` waits for every draft, see `Planner`. The engine and its
     parts read time from `clock` alone.
     """
 
@@ -69,6 +74,8 @@ class Engine:
         sampled_drafts: bool = False,
         always_draft: bool = False,
         own_cores: frozenset[int] | None = None,
+        mask_lanes: MaskLanes = _INLINE,
+        mask_seconds: float = math.inf,
         traced_steps: float = 1.0,
         clock: Clock = monotonic,
     ) -> None:
@@ -96,16 +103,18 @@ class Engine:
         self.outgoing = Outgoing(deliver, self.drafting)
         self._metrics = metrics
         self._draft_verifier = draft_verifier
-        self._grammar_masks = GrammarMasks()
         self._spans = StepSpans(metrics, traced_steps, clock)
         self._step_clock = StepClock(clock)
         self._inbox = Inbox()
+        budget_of_masks = MaskBudget(mask_seconds, clock)
+        self._grammar_masks = GrammarMasks(mask_lanes, budget_of_masks, self._wake)
         parts = EngineParts(
             self.sequences, self.scheduler, self.drafting, self.outgoing, metrics, clock
         )
         self._intake = Intake(parts, model, limits, draft_verifier.thinking_ids)
         self._wait = DraftWait(parts, self._intake, self.planner, self._step_clock)
         self._committer = Committer(parts, self._spans)
+        self._left_out = False  # whether the step in progress has to be repeated for a sequence
         self._quiet = False  # whether no drafter computes during the step in progress
 
     # --- from other threads ---
@@ -179,8 +188,24 @@ class Engine:
         wait_s = self._wait.poll()
         if wait_s > 0.0:
             return wait_s
+        self._end_overdue()
+        if self.scheduler.running and not self.scheduler.ready():
+            self.outgoing.send_to_clients()
+            return _MASK_POLL_S
         self.step()
         return 0.0
+
+    def _wake(self) -> None:
+        """Let `advance` be called soon; from any thread."""
+        self._inbox.post(_nothing)
+
+    def _end_overdue(self) -> None:
+        """End the sequences whose masks have used up their budget, or failed."""
+        for sequence in list(self.scheduler.running.values()):
+            if sequence.mask_work is not None:
+                error = self._grammar_masks.error(sequence)
+                if error is not None:
+                    self._committer.fail(sequence, error)
 
     def drain_inbox(self) -> None:
         """Run everything that was posted."""
@@ -228,8 +253,10 @@ class Engine:
         self._step_clock.end("send")
         return batch
 
-    def _verify(self, batch: list[ScheduledSequence]) -> list[Verified | OutriderError]:
+    def _verify(self, batch: list[ScheduledSequence]) -> list[Verified | OutriderError | None]:
         """Run the forward and verify the drafts; if that fails, every sequence gets the error.
+
+        None for a sequence whose masks are late, so that its step has to be repeated.
 
         Raises torch.AcceleratorError if the device failed.
         """
@@ -240,7 +267,10 @@ class Engine:
             clock.end("pack")
             logits_RV = self.model.forward(slices)
             clock.end("forward")
-            verified = self._draft_verifier.verify(logits_RV, masked())
+            ready = masked()
+            if len(ready) < len(batch):
+                logits_RV = logits_RV[_rows_of(batch, ready)]
+            found = iter(self._draft_verifier.verify(logits_RV, ready))
             clock.end("accept")
         except torch.AcceleratorError:
             raise  # this process cannot use the device again; its supervisor restarts the process
@@ -249,19 +279,31 @@ class Engine:
             if not isinstance(error, OutriderError):
                 error = OutriderError(Reason.INTERNAL, "the target's forward failed")
             return [error] * len(batch)
-        return verified
+        ids = {scheduled.sequence.id for scheduled in ready}
+        return [next(found) if scheduled.sequence.id in ids else None for scheduled in batch]
 
     def _commit(
         self,
         batch: list[ScheduledSequence],
-        verified: list[Verified | OutriderError],
+        found: list[Verified | OutriderError | None],
         spans: list[Span],
     ) -> None:
+        verified: list[Verified | OutriderError] = [each for each in found if each is not None]
+        self._left_out = len(verified) < len(batch)
+        if self._left_out:
+            for scheduled, each in zip(batch, found, strict=True):
+                if each is None:
+                    self._committer.leave_out(scheduled)
+            spans = [span for span, each in zip(spans, found, strict=True) if each is not None]
+            pairs = zip(batch, found, strict=True)
+            batch = [scheduled for scheduled, each in pairs if each is not None]
         sources, targets = moved_slots(batch, verified, self.pool.page_size)
         if sources:
             self.model.move_tokens(sources, targets)
-        for scheduled, found, span in zip(batch, verified, spans, strict=True):
-            self._committer.commit(scheduled, found, span)
+        for scheduled, result, span in zip(batch, verified, spans, strict=True):
+            self._committer.commit(scheduled, result, span)
+            if scheduled.sequence.id in self.sequences:
+                self._grammar_masks.prepare(scheduled.sequence)
         self._step_clock.end("commit")
 
     def _end_step(self, batch: list[ScheduledSequence]) -> None:
@@ -287,7 +329,8 @@ class Engine:
         self.scheduler.charge(batch, self._step_clock.step_s, self.clock())
         committed = self._committer.take_token_count()
         failed = "accept" not in self._step_clock.phases_s
-        if failed or any(scheduled.scored for scheduled in batch):
+        # Steps that wait for masks take longer than their forwards.
+        if failed or self._left_out or any(scheduled.scored for scheduled in batch):
             return 0.0
         decoding = [len(scheduled.draft.token_ids) for scheduled in batch if scheduled.samples]
         token_count = len(decoding) + sum(decoding)
@@ -300,6 +343,22 @@ class Engine:
             paying = self.drafting.plan.paying
             self.planner.budget.observe(len(batch), paying, committed, seconds, quiet=quiet)
         return self.isolated_cost.estimate(len(batch), token_count)
+
+
+def _nothing() -> None:
+    """Work that only wakes the engine."""
+
+
+def _rows_of(batch: list[ScheduledSequence], some: list[ScheduledSequence]) -> list[int]:
+    """The logits rows of some sequences of a batch."""
+    ids = {scheduled.sequence.id for scheduled in some}
+    rows: list[int] = []
+    first = 0
+    for scheduled in batch:
+        if scheduled.sequence.id in ids:
+            rows += range(first, first + scheduled.logit_count)
+        first += scheduled.logit_count
+    return rows
 
 
 def _slice(scheduled: ScheduledSequence) -> SequenceSlice:

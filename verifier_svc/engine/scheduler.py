@@ -20,6 +20,7 @@ from verifier_svc.policy.forward_cost import ForwardCost
 from verifier_svc.state.draft_tree import NO_DRAFT
 from verifier_svc.state.scheduled_sequence import ScheduledSequence
 from verifier_svc.state.sequence import Sequence
+from verifier_svc.verification.grammar_masks import chosen_before
 
 if TYPE_CHECKING:
     from verifier_svc.engine.target import Limits  # imports torch, which the metrics do not need
@@ -90,10 +91,15 @@ class Scheduler:
 
     def in_turn(self) -> Collection[Sequence]:
         """The running sequences whose drafts the next step may wait for."""
+        free = [each for each in self.running.values() if each.mask_work is None]
         light = self.use.light(self.tenants)
         if not light:
-            return self.running.values()
-        return [each for each in self.running.values() if each.request.tenant in light]
+            return free
+        return [each for each in free if each.request.tenant in light]
+
+    def ready(self) -> list[Sequence]:
+        """The running sequences that a step can have: none whose masks are still computed."""
+        return [each for each in self.running.values() if not each.waits_for_mask]
 
     def next(
         self, draft_tokens: Mapping[int, int], trees: Mapping[int, ChosenDraft] = _NO_TREES
@@ -101,7 +107,7 @@ class Scheduler:
         """Build the next batch from the admitted sequences; empty when there is nothing to do.
 
         A sequence has its draft of `trees`, else its best chain of at most `draft_tokens`, both by
-        sequence id.
+        sequence id. One whose masks were asked for before has the draft of these masks.
         """
         batch: dict[int, ScheduledSequence] = {}
         parts = self._parts(draft_tokens, trees)
@@ -121,7 +127,9 @@ class Scheduler:
             room = max(0, spare - for_prompts) if pending == 1 else spare
             samples = count == pending
             draft = _NO_DRAFT
-            if samples:
+            if samples and sequence.mask_work is not None:
+                draft = chosen_before(sequence, sequence.mask_work)
+            elif samples:
                 draft = trees.get(sequence.id) or best_chain(sequence, min(planned, room))
             scheduled = self._schedule(sequence, count, samples, room, draft, batch)
             if scheduled is not None:
@@ -136,21 +144,26 @@ class Scheduler:
         """The running sequences that the step serves, and how many tokens of each."""
 
         def drafted(sequence: Sequence) -> int:
+            if sequence.mask_work is not None:
+                return len(sequence.mask_work.draft.token_ids)
             tree = trees.get(sequence.id)
             if tree is not None:
                 return len(tree[1].token_ids)
             return draft_tokens.get(sequence.id, 0)
 
-        running = list(self.running.values())
-        if len(self.tenants) > 1:
+        ready = self.ready()
+        tenants = self.tenants
+        if len(ready) < len(self.running):
+            tenants = Counter([each.request.tenant for each in ready])
+        if len(tenants) > 1:
             # A tenant with few pages gets its new ones before others have used them up.
             held = self._pages_held()
-            running.sort(key=lambda sequence: held[sequence.request.tenant])
-        return self._shares.divide(running, self.tenants, drafted)
+            ready.sort(key=lambda sequence: held[sequence.request.tenant])
+        return self._shares.divide(ready, tenants, drafted)
 
     def draft_room(self) -> int:
         """Most draft tokens of all decoding sequences together in the next batch."""
-        pending = [sequence.num_uncomputed_tokens for sequence in self.running.values()]
+        pending = [sequence.num_uncomputed_tokens for sequence in self.ready()]
         decoding = pending.count(1)
         return max(
             0, self._max_batch_tokens - decoding - self._for_prompts(sum(pending) - decoding)

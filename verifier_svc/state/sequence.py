@@ -19,6 +19,7 @@ from outrider.messages import (
 from outrider.process.telemetry import NO_SPAN, Span
 from verifier_svc.state.acceptance_rate import AcceptanceRate
 from verifier_svc.state.drafter import Drafter
+from verifier_svc.state.mask_work import MaskWork
 from verifier_svc.state.side_rates import SideRates
 from verifier_svc.state.trie import Trie
 
@@ -169,6 +170,12 @@ class Sequence:
     matcher: Matcher | None = None
     """The state of the request's grammar after the committed output."""
     mask_width: int = 0
+    mask_work: MaskWork | None = None
+    """The masks of its next step, once they have been asked for; the step waits for them."""
+    mask_row_s: float = 0.0
+    """Processor time of its last masks (seconds a row)."""
+    mask_excess_s: float = 0.0
+    """Processor time of all its masks beyond what is free (seconds)."""
     unscored: range = range(0)
     """Positions of prompt tokens whose log probabilities are wanted and not yet sent."""
     admitted: bool = False
@@ -180,6 +187,11 @@ class Sequence:
     """When the request came (monotonic seconds)."""
     scheduled_at: float | None = None
     """When it was first part of a batch (monotonic seconds)."""
+
+    @property
+    def waits_for_mask(self) -> bool:
+        """Whether no step can have it, because its masks are still computed."""
+        return self.mask_work is not None and not self.mask_work.done
 
     @property
     def has_begun(self) -> bool:

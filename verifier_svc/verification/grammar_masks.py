@@ -2,27 +2,57 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from itertools import compress
 
 import numpy as np
 
+from outrider.errors import OutriderError, Reason
 from outrider.grammar.backends import Mask, Matcher
 from outrider.token_tree import without_chain
-from verifier_svc.state.draft_tree import DraftTree
+from verifier_svc.policy.draft_trees import ChosenDraft
+from verifier_svc.state.draft_tree import NO_DRAFT, DraftTree
+from verifier_svc.state.mask_work import MaskWork
 from verifier_svc.state.scheduled_sequence import ScheduledSequence
+from verifier_svc.state.sequence import Assignment
+from verifier_svc.state.sequence import Sequence as SequenceState
+from verifier_svc.verification.mask_lanes import Inline, MaskBudget, MaskLanes
+
+log = logging.getLogger(__name__)
+
+_INLINE = Inline()
+_NO_BUDGET = MaskBudget(math.inf)
+# How long a step waits for masks when its logits are there. What comes later joins a later step.
+_PATIENCE_S = 0.01
+# A sequence whose last masks took longer a row gets no drafts, and its next mask is computed before
+# it has a step. Usual masks take 0.05 to 0.5 ms.
+_SLOW_ROW_S = 0.005
 
 
 class GrammarMasks:
-    """Works for one engine. Computes masks on its own thread while the model's forward runs.
+    """Works for one engine. Masks are computed on threads of `lanes` while the forward runs.
 
-    Only during that time may a thread other than the engine's use a sequence's matcher.
+    A sequence whose masks are not there in time is left out of the step: nothing of it is accepted
+    or drawn. It comes back with the same draft when the masks are there, and the same noise, which
+    depends on seed and position alone. So its text does not depend on how long masks take, even
+    where that depends on the values of sampled draft tokens. Whether later steps draft at all may
+    depend on it, because their drafts are sampled only then.
     """
 
-    def __init__(self) -> None:
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="grammar-masks")
+    def __init__(
+        self,
+        lanes: MaskLanes = _INLINE,
+        budget: MaskBudget = _NO_BUDGET,
+        wake: Callable[[], object] = bool,
+    ) -> None:
+        """`wake` is called when masks are there that a sequence has been waiting for."""
+        self._lanes = lanes
+        self._budget = budget
+        self._wake = wake
 
     def cut(self, batch: Sequence[ScheduledSequence]) -> list[ScheduledSequence]:
         """The batch with each draft cut before the tokens that its grammar forbids.
@@ -34,7 +64,8 @@ class GrammarMasks:
         found: list[ScheduledSequence] = []
         for scheduled in batch:
             matcher = scheduled.sequence.matcher
-            if matcher is not None:
+            # Masks that were asked for before are those of this draft.
+            if matcher is not None and scheduled.sequence.mask_work is None:
                 scheduled = self._cut(scheduled, matcher)
             found.append(scheduled)
         return found
@@ -50,11 +81,81 @@ class GrammarMasks:
         return replace(scheduled, draft=draft.first(kept))
 
     def masks(self, batch: Sequence[ScheduledSequence]) -> Callable[[], list[ScheduledSequence]]:
-        """Start to compute the masks. The result waits for them and returns the masked batch."""
-        if not any(each.sequence.matcher is not None and each.samples for each in batch):
+        """Begin to compute the masks that are missing.
+
+        The result waits for them, but for at most 10 ms. It returns the masked batch without the
+        sequences whose masks are late; these have a `mask_work`.
+        """
+        masked = [each for each in batch if _is_masked(each)]
+        if not masked:
             return lambda: list(batch)
-        done = self._worker.submit(lambda: [_masked(scheduled) for scheduled in batch])
-        return done.result
+        by_tenant: dict[str, list[MaskWork]] = {}
+        # Quick ones first: the others of their tenant wait for those that are slow.
+        for scheduled in sorted(masked, key=lambda each: each.sequence.mask_row_s):
+            sequence = scheduled.sequence
+            if sequence.mask_work is None:
+                work = _work_of(sequence, scheduled.draft, scheduled.assignment)
+                by_tenant.setdefault(sequence.request.tenant, []).append(work)
+        for tenant, works in by_tenant.items():
+            self._lanes.begin(works, tenant)
+        return lambda: self._masked(batch)
+
+    def prepare(self, sequence: SequenceState) -> None:
+        """Begin the mask of a committed sequence's next step, if its masks take long."""
+        if sequence.matcher is not None and sequence.mask_row_s > _SLOW_ROW_S:
+            work = _work_of(sequence, NO_DRAFT, None)
+            self._lanes.begin_slow(work, sequence.request.tenant)
+            work.wake_when_done(self._wake)
+
+    def error(self, sequence: SequenceState) -> OutriderError | None:
+        """Why a sequence has to end because of its masks; None if it may go on."""
+        work = sequence.mask_work
+        if work is not None and work.failure is not None:
+            log.error("a grammar's masks failed", exc_info=work.failure)
+            return OutriderError(Reason.INTERNAL, "the masks of its grammar could not be computed")
+        return self._budget.error(sequence)
+
+    def _masked(self, batch: Sequence[ScheduledSequence]) -> list[ScheduledSequence]:
+        works = [each.sequence.mask_work for each in batch if each.samples]
+        self._lanes.wait([work for work in works if work is not None], _PATIENCE_S)
+        found: list[ScheduledSequence] = []
+        for scheduled in batch:
+            sequence = scheduled.sequence
+            work = sequence.mask_work
+            if work is None or not scheduled.samples:
+                found.append(scheduled)
+                continue
+            if work.done and work.mask is not None:
+                self._budget.charge(sequence, work)
+                sequence.mask_work = None
+                rows = len(scheduled.draft.token_ids) + 1
+                found.append(replace(scheduled, mask=work.mask[:rows]))
+            else:
+                work.wake_when_done(self._wake)
+        return found
+
+
+def _work_of(sequence: SequenceState, draft: DraftTree, assignment: Assignment | None) -> MaskWork:
+    """The work for a sequence's masks behind each token of a draft; it is the sequence's now."""
+    assert sequence.matcher is not None
+    compute = partial(_mask, sequence.matcher, draft, sequence.mask_width)
+    drafter_id = "" if assignment is None else assignment.drafter.id
+    sequence.mask_work = MaskWork(compute, draft, drafter_id)
+    return sequence.mask_work
+
+
+def chosen_before(sequence: SequenceState, work: MaskWork) -> ChosenDraft:
+    """The draft that a sequence's masks were asked for; none if a drafter of it has left."""
+    draft = work.draft
+    if not draft.token_ids:
+        return None, draft
+    if not sequence.assignments.keys() >= {work.drafter_id, *draft.drafter_ids}:
+        return None, NO_DRAFT
+    return sequence.assignments[work.drafter_id], draft
+
+
+def _is_masked(scheduled: ScheduledSequence) -> bool:
+    return scheduled.sequence.matcher is not None and scheduled.samples
 
 
 def _walk(matcher: Matcher, draft: DraftTree) -> Iterator[bool]:
@@ -96,12 +197,8 @@ def _subtree(draft: DraftTree, kept: Sequence[bool]) -> DraftTree:
     return DraftTree(token_ids, [], without_chain(parents), drafter_ids, list(kept).index(False))
 
 
-def _masked(scheduled: ScheduledSequence) -> ScheduledSequence:
-    matcher = scheduled.sequence.matcher
-    if matcher is None or not scheduled.samples:
-        return scheduled
-    draft = scheduled.draft
-    mask: Mask = np.zeros((len(draft.token_ids) + 1, scheduled.sequence.mask_width), np.int32)
+def _mask(matcher: Matcher, draft: DraftTree, width: int) -> Mask:
+    mask: Mask = np.zeros((len(draft.token_ids) + 1, width), np.int32)
     matcher.fill(mask, 0)
     for row, allowed in enumerate(_walk(matcher, draft), 1):
         if not allowed or matcher.ended:
@@ -109,4 +206,4 @@ def _masked(scheduled: ScheduledSequence) -> ScheduledSequence:
             mask[row] = -1
         else:
             matcher.fill(mask, row)
-    return replace(scheduled, mask=mask)
+    return mask

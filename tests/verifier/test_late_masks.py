@@ -1,0 +1,300 @@
+"""A sequence whose masks take long leaves the batch: no other one waits, and no text changes."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+from fake_model import VOCAB, Client, ScriptedDrafter, finish, make_engine
+
+from outrider.errors import OutriderError, Reason
+from outrider.grammar.backends import Mask
+from outrider.grammar.kinds import Grammar, GrammarKind
+from outrider.messages import FinishReason, SamplingParams, TokenRequest
+from outrider.process.turns import TenantThreads
+from verifier_svc.engine.loop import Engine
+from verifier_svc.state.draft_tree import NO_DRAFT
+from verifier_svc.state.mask_work import MaskWork
+from verifier_svc.verification.grammar_masks import GrammarMasks
+from verifier_svc.verification.mask_lanes import MaskBudget, Threads
+
+GRAMMAR = Grammar(GrammarKind.EBNF, "root ::= root root | [a-z]")
+LONG = 24
+
+
+class Alternating:
+    """A grammar in which the token after an even one is odd, and the other way round."""
+
+    ended = False
+
+    def __init__(self) -> None:
+        self._text = [1]
+
+    def accept(self, token: int) -> bool:
+        allowed = (token + self._text[-1]) % 2 == 1
+        if allowed:
+            self._text.append(token)
+        return allowed
+
+    def rollback(self, count: int) -> None:
+        del self._text[len(self._text) - count :]
+
+    def fill(self, mask: Mask, row: int) -> None:
+        odd = self._text[-1] % 2 == 0
+        mask[row] = sum(1 << token for token in range(VOCAB) if (token % 2 == 1) == odd)
+
+
+class Held:
+    """Computes masks when the test says so; every step finds them late."""
+
+    def __init__(self) -> None:
+        self.begun: list[MaskWork] = []
+        self.slow: list[MaskWork] = []
+
+    def begin(self, works: Sequence[MaskWork], tenant: str) -> None:
+        self.begun += works
+
+    def begin_slow(self, work: MaskWork, tenant: str) -> None:
+        self.slow.append(work)
+
+    def wait(self, works: Sequence[MaskWork], seconds: float) -> None:
+        """Nothing comes in time."""
+
+    def let_go(self) -> None:
+        """Compute all masks that have been asked for."""
+        for work in [*self.begun, *self.slow]:
+            work.run()
+        self.begun.clear()
+        self.slow.clear()
+
+
+def engine_with(held: Held | None, seconds: float = 1e9) -> Engine:
+    engine, _ = make_engine(eos_bias=-99)
+    if held is not None:
+        engine._grammar_masks = GrammarMasks(held, MaskBudget(seconds, engine.clock), engine._wake)
+    return engine
+
+
+def request(sampling: SamplingParams, max_tokens: int = LONG, tenant: str = "") -> TokenRequest:
+    return TokenRequest([3, 1], max_tokens, sampling, grammar=GRAMMAR, tenant=tenant)
+
+
+def proposed(engine: Engine, drafter: ScriptedDrafter, truth: list[int], done: int) -> None:
+    """Propose what comes next, with a mistake now and then."""
+    for sequence_id in list(engine.scheduler.running):
+        guess = truth[done : done + 3]
+        if done % 4 == 1 and guess:
+            guess[-1] = (guess[-1] + 2) % VOCAB
+        if guess:
+            drafter.propose(sequence_id, guess, anew=True)
+
+
+SETTINGS = [
+    SamplingParams(0.0),
+    SamplingParams(1.0, seed=5),
+    SamplingParams(0.7, top_p=0.9, seed=9),
+]
+
+
+@pytest.mark.parametrize("sampling", SETTINGS, ids=["greedy", "coupled", "truncated"])
+def test_late_masks_change_no_token(sampling: SamplingParams) -> None:
+    plain = engine_with(None)
+    client = Client()
+    plain.submit(request(sampling), client, matcher=Alternating())
+    finish(plain)
+    truth = client.tokens
+    assert len(truth) == LONG
+
+    held = Held()
+    late = engine_with(held)
+    drafter = ScriptedDrafter(late)
+    other = Client()
+    late.submit(request(sampling), other, matcher=Alternating())
+    steps = 0
+    while late.sequences:
+        late.drain_inbox()
+        proposed(late, drafter, truth, len(other.tokens))
+        before = len(other.tokens)
+        for _ in range(2):
+            late.step()
+        late.outgoing.send_to_clients()
+        assert len(other.tokens) == before
+        held.let_go()
+        late.step()
+        late.outgoing.send_to_clients()
+        steps += 1
+    assert other.tokens == truth
+    # Drafts are kept while their masks are computed, and verified with them.
+    assert steps < LONG
+    late.pool.check_integrity()
+    assert late.pool.used_count == 0
+
+
+def test_others_go_on_while_masks_are_late() -> None:
+    held = Held()
+    engine = engine_with(held)
+    bomb, other = Client(), Client()
+    engine.submit(request(SamplingParams(0.0)), bomb, matcher=Alternating())
+    engine.submit(TokenRequest([2, 4], 10, SamplingParams(0.0)), other)
+    for _ in range(12):
+        engine.step()
+    engine.outgoing.send_to_clients()
+    assert other.finish_reason is FinishReason.LENGTH
+    assert bomb.tokens == []
+    assert engine.advance() == pytest.approx(0.05)
+    held.let_go()
+    assert engine.advance() == 0.0
+    engine.outgoing.send_to_clients()
+    assert len(bomb.tokens) == 1
+
+
+def test_a_sequence_can_end_while_its_masks_are_computed() -> None:
+    held = Held()
+    engine = engine_with(held)
+    sequence = engine.submit(request(SamplingParams(0.0)), Client(), matcher=Alternating())
+    engine.step()
+    [work] = held.begun
+    engine.cancel(sequence)
+    held.let_go()
+    # It had not begun, so it does not.
+    assert work.mask is None
+    engine.step()
+    engine.pool.check_integrity()
+    assert engine.pool.used_count == 0
+
+
+def spent(work: MaskWork, seconds: float) -> None:
+    """Let finished work have taken so much processor time."""
+    work._seconds = seconds
+
+
+def test_slow_masks_come_before_the_step_and_without_drafts() -> None:
+    held = Held()
+    engine = engine_with(held)
+    drafter = ScriptedDrafter(engine)
+    client = Client()
+    sequence = engine.submit(request(SamplingParams(0.0)), client, matcher=Alternating())
+    engine.step()
+    [work] = held.begun
+    held.let_go()
+    spent(work, 0.5)
+    engine.step()
+    [slow] = held.slow
+    drafter.propose(sequence.id, [1], anew=True)
+    forwards = engine.model.forward_count  # type: ignore[attr-defined]
+    for _ in range(3):
+        engine.step()
+    assert engine.model.forward_count == forwards  # type: ignore[attr-defined]
+    assert slow.draft is NO_DRAFT
+    held.let_go()
+    engine.step()
+    assert engine.model.forward_count == forwards + 1  # type: ignore[attr-defined]
+
+
+def run_of(engine: Engine, held: Held, seconds: float, client: Client) -> int:
+    """Serve masks that take `seconds` each until the client has an error; returns their number."""
+    count = 0
+    while client.error is None:
+        engine.advance()
+        for work in [*held.begun, *held.slow]:
+            work.run()
+            spent(work, seconds)
+            count += 1
+        held.begun.clear()
+        held.slow.clear()
+        assert count < 100
+        engine.advance()
+        engine.outgoing.send_to_clients()
+    return count
+
+
+def test_a_request_ends_when_its_masks_have_used_up_their_budget() -> None:
+    held = Held()
+    engine = engine_with(held, seconds=1.0)
+    client = Client()
+    engine.submit(request(SamplingParams(0.0)), client, matcher=Alternating())
+    assert run_of(engine, held, 0.22, client) == 6
+    assert client.error is not None
+    assert client.error.reason is Reason.INVALID_VALUE
+    assert client.error.field == "grammar.ebnf"
+    assert "masks take more than 1 s of processor time" in client.error.message
+    assert len(client.tokens) == 5
+
+
+def test_masks_of_a_usual_time_use_up_nothing() -> None:
+    held = Held()
+    engine = engine_with(held, seconds=0.01)
+    client = Client()
+    engine.submit(request(SamplingParams(0.0)), client, matcher=Alternating())
+    while engine.sequences:
+        engine.advance()
+        for work in [*held.begun, *held.slow]:
+            work.run()
+            spent(work, 0.019)
+        held.begun.clear()
+        held.slow.clear()
+    engine.outgoing.send_to_clients()
+    assert client.finish_reason is FinishReason.LENGTH
+
+
+def test_a_tenants_budget_is_that_of_five_requests_and_comes_back() -> None:
+    now = 0.0
+    budget = MaskBudget(1.0, lambda: now)
+    engine = engine_with(None)
+    ends: Counter[str] = Counter()
+    for tenant in ["a"] * 8 + ["b"]:
+        asked = request(SamplingParams(0.0), tenant=tenant)
+        sequence = engine.submit(asked, Client(), matcher=Alternating())
+        work = sequence.mask_work = MaskWork(lambda: None, NO_DRAFT, "")  # type: ignore[arg-type, return-value]
+        spent(work, 0.92)
+        error = budget.error(sequence)
+        budget.charge(sequence, work)
+        ends[f"{tenant} {error.reason.name if error else 'goes on'}"] += 1
+    assert ends == {"a goes on": 5, "a RATE_LIMIT_EXCEEDED": 3, "b goes on": 1}
+    now = 100.0
+    sequence = engine.submit(request(SamplingParams(0.0), tenant="a"), Client())
+    sequence.mask_work = MaskWork(lambda: None, NO_DRAFT, "")  # type: ignore[arg-type, return-value]
+    spent(sequence.mask_work, 0.92)
+    assert budget.error(sequence) is None
+
+
+def test_a_failing_matcher_ends_its_sequence_alone() -> None:
+    class Broken(Alternating):
+        def fill(self, mask: Mask, row: int) -> None:
+            raise RuntimeError("broken")
+
+    engine = engine_with(Held())
+    bad, good = Client(), Client()
+    engine.submit(request(SamplingParams(0.0)), bad, matcher=Broken())
+    engine.submit(TokenRequest([2, 4], 5, SamplingParams(0.0)), good)
+    held = engine._grammar_masks._lanes
+    assert isinstance(held, Held)
+    while engine.sequences:
+        engine.advance()
+        held.let_go()
+    engine.outgoing.send_to_clients()
+    assert isinstance(bad.error, OutriderError)
+    assert bad.error.reason is Reason.INTERNAL
+    assert good.finish_reason is FinishReason.LENGTH
+
+
+def test_one_tenants_masks_in_progress_delay_neither_another_tenants_nor_slow_ones() -> None:
+    lanes = Threads()
+    release = threading.Event()
+    stuck = [MaskWork(lambda: release.wait(60), NO_DRAFT, "") for _ in range(4)]  # type: ignore[arg-type, return-value]
+    quick = [MaskWork(lambda: None, NO_DRAFT, "") for _ in range(2)]  # type: ignore[arg-type, return-value]
+    lanes.begin(stuck[:2], "a")
+    for work in stuck[2:]:
+        lanes.begin_slow(work, "a")
+    lanes.begin(quick[:1], "b")
+    lanes.begin_slow(quick[1], "b")
+    lanes.wait(quick, 60.0)
+    assert all(work.done for work in quick)
+    assert not any(work.done for work in stuck)
+    release.set()
+    lanes.wait(stuck, 60.0)
+    for threads in (lanes._fast, lanes._slow):
+        assert isinstance(threads, TenantThreads)
+        threads.close()

@@ -1,0 +1,83 @@
+"""The masks of one sequence's next step, computed on a thread of their own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from outrider.clock import Clock, thread_cpu_clock
+from verifier_svc.state.draft_tree import DraftTree
+
+Compute = Callable[[], npt.NDArray[np.int32]]
+
+
+class MaskWork:
+    """Masks for each row of a draft. The engine's thread makes it; one other thread runs it.
+
+    Meanwhile nobody else uses the sequence's matcher.
+    """
+
+    def __init__(self, compute: Compute, draft: DraftTree, drafter_id: str) -> None:
+        """`compute` gives the masks of `draft`, whose favourite path that drafter proposed."""
+        self.draft = draft
+        self.drafter_id = drafter_id
+        self.mask: npt.NDArray[np.int32] | None = None
+        """The masks once it is done, a row for each row of the draft; None if that failed."""
+        self.failure: BaseException | None = None
+        self._compute = compute
+        self._done = threading.Event()
+        self._clock: Clock | None = None
+        self._began = 0.0
+        self._seconds = 0.0
+        self._wake: Callable[[], object] | None = None
+        self._cancelled = False
+
+    @property
+    def done(self) -> bool:
+        """Whether the masks are there, or cannot be computed."""
+        return self._done.is_set()
+
+    @property
+    def seconds(self) -> float:
+        """The processor time that it has taken so far."""
+        clock = self._clock
+        if clock is None:
+            return self._seconds
+        return clock() - self._began
+
+    def run(self) -> None:
+        """Compute the masks on this thread, unless nobody wants them by now."""
+        if self._cancelled:
+            self._done.set()
+            return
+        clock = thread_cpu_clock()
+        self._began = clock()
+        self._clock = clock
+        try:
+            self.mask = self._compute()
+        # The sequence ends with it.
+        except BaseException as error:  # noqa: BLE001
+            self.failure = error
+        self._seconds = clock() - self._began
+        self._clock = None
+        self._done.set()
+        wake = self._wake
+        if wake is not None:
+            wake()
+
+    def cancel(self) -> None:
+        """Do not begin it."""
+        self._cancelled = True
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until it is done, for at most `seconds`; returns whether it is."""
+        return self._done.wait(seconds)
+
+    def wake_when_done(self, wake: Callable[[], object]) -> None:
+        """Have `wake` called when it is done; at once if it is."""
+        self._wake = wake
+        if self.done:
+            wake()

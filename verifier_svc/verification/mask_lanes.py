@@ -1,0 +1,139 @@
+"""Where masks are computed, and the budget of the processor time that they take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from outrider.clock import Clock, monotonic
+from outrider.errors import OutriderError, Reason, invalid
+from outrider.process.turns import TenantThreads
+from verifier_svc.state.mask_work import MaskWork
+from verifier_svc.state.sequence import Sequence as SequenceState
+
+# A mask may take so much processor time (seconds). Usual ones take 0.05 to 0.5 ms.
+_FREE_S = 0.02
+# The requests that a tenant can have computed to the end of their budgets at once, and how much of
+# the tenant's budget comes back in a second, as a part of a processor.
+_TENANTS_REQUESTS = 5
+_REFILL = 0.1
+# Tenants whose slow masks are computed at the same time. Below the engine's priority, so that the
+# forward keeps the processors.
+_SLOW_THREADS = 4
+_SLOW_NICE = 10
+# Tenants whose masks turn out slow at the same time, before those of another one have to wait.
+_FAST_THREADS = 8
+
+
+class MaskLanes(Protocol):
+    """Computes masks beside the engine's thread."""
+
+    def begin(self, works: Sequence[MaskWork], tenant: str) -> None:
+        """Have a tenant's masks for the step in progress computed, in this order."""
+
+    def begin_slow(self, work: MaskWork, tenant: str) -> None:
+        """Have masks computed that take long; they delay no others but the tenant's slow ones."""
+
+    def wait(self, works: Sequence[MaskWork], seconds: float) -> None:
+        """Wait until all are done, for at most `seconds`."""
+
+
+class Inline:
+    """Computes masks at once, on the engine's thread. For tests and simulations."""
+
+    def begin(self, works: Sequence[MaskWork], tenant: str) -> None:
+        """Compute the masks."""
+        for work in works:
+            work.run()
+
+    def begin_slow(self, work: MaskWork, tenant: str) -> None:
+        """Compute the masks."""
+        work.run()
+
+    def wait(self, works: Sequence[MaskWork], seconds: float) -> None:
+        """All are done already."""
+
+
+class Threads:
+    """Computes masks on threads; both libraries let other threads run meanwhile."""
+
+    def __init__(self) -> None:
+        self._fast = TenantThreads(_FAST_THREADS, "masks", each=1)
+        self._slow = TenantThreads(_SLOW_THREADS, "slow-masks", each=1, nice=_SLOW_NICE)
+
+    def begin(self, works: Sequence[MaskWork], tenant: str) -> None:
+        """Queue the works as one piece of work, which costs fewer switches between threads."""
+
+        def run() -> None:
+            for work in works:
+                work.run()
+
+        self._fast.submit(tenant, run)
+
+    def begin_slow(self, work: MaskWork, tenant: str) -> None:
+        """Queue the work for the tenant's turn on a slow thread."""
+        self._slow.submit(tenant, work.run)
+
+    def wait(self, works: Sequence[MaskWork], seconds: float) -> None:
+        """Wait for one after the other."""
+        until = monotonic() + seconds
+        for work in works:
+            if not work.done and not work.wait(max(0.0, until - monotonic())):
+                return
+
+
+class MaskBudget:
+    """The processor time that masks may take: of a request `seconds`, of a tenant five times that.
+
+    Only time beyond 20 ms a mask counts. A tenant's budget comes back with time.
+    """
+
+    def __init__(self, seconds: float, clock: Clock = monotonic) -> None:
+        self._seconds = seconds
+        self._clock = clock
+        # What each tenant has used (seconds), and when that was noted.
+        self._used: dict[str, tuple[float, float]] = {}
+
+    def charge(self, sequence: SequenceState, work: MaskWork) -> None:
+        """Count work that is done."""
+        rows = len(work.draft.token_ids) + 1
+        sequence.mask_row_s = work.seconds / rows
+        excess_s = _excess(work)
+        if excess_s > 0.0:
+            sequence.mask_excess_s += excess_s
+            tenant = sequence.request.tenant
+            self._used[tenant] = self._of_tenant(tenant) + excess_s, self._clock()
+
+    def error(self, sequence: SequenceState) -> OutriderError | None:
+        """Why the sequence has to end, with work in progress counted; None if it may go on."""
+        work = sequence.mask_work
+        pending_s = _excess(work) if work is not None else 0.0
+        grammar = sequence.request.grammar
+        field = "grammar" if grammar is None else grammar.field
+        free = f"of processor time, not counting {1000 * _FREE_S:g} ms a mask"
+        if sequence.mask_excess_s + pending_s > self._seconds:
+            limit = f"take more than {self._seconds:g} s {free}"
+            return invalid(field, f"can be read in too many ways: its masks {limit}")
+        most = _TENANTS_REQUESTS * self._seconds
+        tenant = sequence.request.tenant
+        if not self._used or (sequence.mask_excess_s == 0.0 and pending_s == 0.0):
+            return None
+        used_s = self._of_tenant(tenant) + pending_s
+        if used_s <= most:
+            return None
+        message = f"{field}: the masks of all your grammars have taken more than {most:g} s {free}"
+        retry_s = (used_s - most + self._seconds) / _REFILL
+        return OutriderError(Reason.RATE_LIMIT_EXCEEDED, message, field, retry_after_s=retry_s)
+
+    def _of_tenant(self, tenant: str) -> float:
+        """What the tenant has used and not got back (seconds)."""
+        used_s, at = self._used.get(tenant, (0.0, 0.0))
+        left_s = used_s - _REFILL * max(0.0, self._clock() - at)
+        if left_s <= 0.0:
+            self._used.pop(tenant, None)
+            return 0.0
+        return left_s
+
+
+def _excess(work: MaskWork) -> float:
+    return max(0.0, work.seconds - _FREE_S * (len(work.draft.token_ids) + 1))
