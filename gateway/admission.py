@@ -27,8 +27,10 @@ _MARGIN = 2.0
 class Admission:
     """Counts the sequences of this gateway from their request's arrival on."""
 
-    def __init__(self, router: Router, metrics: Metrics) -> None:
+    def __init__(self, router: Router, metrics: Metrics, patience_s: float = 0.0) -> None:
+        """Callers that name no time wait `patience_s` for their first token; 0 is for ever."""
         self._router = router
+        self._patience = Patience(first_s=patience_s or None)
         self._metrics = metrics
         self.counts: dict[str, Counter[str]] = {}
         """Sequences under way by model and tenant."""
@@ -39,6 +41,8 @@ class Admission:
         Raises OutriderError(OVERLOADED), with the seconds after which a retry makes sense, if the
         verifiers have no room for them, or if their answers would be late.
         """
+        if patience == Patience():
+            patience = self._patience
         counts = self.counts.setdefault(model, Counter())
         picks = self._router.ready_picks(model)
         load = total_load([pick.info.load for pick in picks])
@@ -50,6 +54,11 @@ class Admission:
                 self._metrics.refused.labels(model).inc()
                 raise
         return Place(counts, tenant, count, patience.ends_at(time.monotonic()))
+
+    def only_model(self) -> str | None:
+        """The model that every request means; None if there is not exactly one."""
+        models = list(self._router.models)
+        return models[0] if len(models) == 1 else None
 
 
 class Place:

@@ -10,6 +10,7 @@ from gateway import api_errors, connect, document, openai, page, system
 from gateway.access.gate import Gate, RequireKey
 from gateway.access.origins import CheckOrigin, origin_pattern
 from gateway.config import GatewaySettings
+from gateway.entrance import Entrance
 from gateway.generate import Generation
 from gateway.metrics import Metrics
 from gateway.request_body import BodyLimit
@@ -30,6 +31,8 @@ def create_app(
     api_errors.install(app)
     document.install(app)
     app.add_middleware(BodyLimit, limit_bytes=settings.max_body_bytes)
+    # Inside of the keys, which say whose the request is.
+    app.add_middleware(Entrance, admission=generation.admission)
     # Inside of CORS: a browser asks for permission without a key.
     app.add_middleware(RequireKey, gate=gate)
     if settings.allowed_origins:

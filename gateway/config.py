@@ -98,6 +98,10 @@ class GatewaySettings(TlsSettings, ServiceSettings):
     """Origins of other websites whose scripts may call the gateway (CORS), such as
     https://chat.example.com or http://localhost:*. * allows all."""
 
+    patience_seconds: float = Field(default=60.0, ge=0.0)
+    """How long callers that name no timeout wait for their first token. A request that might wait
+    longer in the queue is refused at once with 429. 0 lets them wait for ever."""
+
     resume_seconds: float = Field(default=30.0, ge=0.0)
     """How long a sequence that has begun and has lost its verifier waits for one that continues it:
     another replica, or the same one after a restart."""

@@ -40,14 +40,22 @@ class Generation:
     """Generates text with the verifier's replicas."""
 
     def __init__(
-        self, router: Router, prompts: Prompts, metrics: Metrics, resume_seconds: float
+        self,
+        router: Router,
+        prompts: Prompts,
+        metrics: Metrics,
+        resume_seconds: float,
+        patience_seconds: float = 0.0,
     ) -> None:
-        """A sequence that has begun waits `resume_seconds` for a verifier to continue it."""
+        """A sequence that has begun waits `resume_seconds` for a verifier to continue it.
+
+        `patience_seconds` is that of callers that name none, see `Admission`.
+        """
         self.router = router
         self.prompts = prompts
         self.metrics = metrics
         self.resume_seconds = resume_seconds
-        self.admission = Admission(router, metrics)
+        self.admission = Admission(router, metrics, patience_seconds)
         self.table = TokenTable(prompts.tokenizer)
 
     def echo(self, prompt: str | list[int], info: ModelInfo) -> str:

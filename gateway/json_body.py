@@ -13,6 +13,7 @@ from typing import Any
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 
+from gateway.entrance import arrival_in
 from outrider.errors import OutriderError, Reason
 
 MAX_STRINGS = 32_768
@@ -40,6 +41,8 @@ class JsonRoute(APIRoute):
 class _JsonRequest(Request):
     async def json(self) -> Any:
         body = await self.body()
+        if (arrival := arrival_in(self.scope)) is not None:
+            await arrival.turn()
         if len(body) <= _SMALL_BYTES:
             return json.loads(body)
         # Let other requests run between the steps.

@@ -12,6 +12,7 @@ from gateway.access.limits import Grant
 from gateway.admission import Place
 from gateway.choices import UsageTotals, WholeChoice, collect
 from gateway.document import STREAMED, json_responses
+from gateway.entrance import arrival_of
 from gateway.generate import Generation
 from gateway.json_body import JsonRoute
 from gateway.parameters import most_answer_tokens, text_requests
@@ -69,6 +70,7 @@ def _place(
 ) -> Place:
     """Room for a request's sequences. Raises OutriderError(OVERLOADED) if there is none."""
     patience = http_patience(body.timeout, request.headers, stream=body.stream)
+    arrival_of(request).counted()
     return generation.admission.enter(model, identity_of(request).tenant, count, patience)
 
 
@@ -133,6 +135,7 @@ async def _answer(
         gathered=not (body.stream or body.stop or body.speculation.tokens),
     )
     totals = UsageTotals(len(prompts), n)
+    arrival_of(request).done()
     if not body.stream:
         with span, responding(span):
             choices = await until_gone(request, collect(events, totals))

@@ -58,7 +58,9 @@ class Gateway:
         tls = settings.tls
         self.router = Router(settings.verifier, prompts.fingerprint, settings.model_name, tls)
         self._tls = settings.public_tls
-        self.generation = Generation(self.router, prompts, metrics, settings.resume_seconds)
+        self.generation = Generation(
+            self.router, prompts, metrics, settings.resume_seconds, settings.patience_seconds
+        )
         self.gate = Gate(settings)
         if self.gate.keys is not None:
             metrics.by_tenant = {}

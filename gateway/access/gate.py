@@ -134,7 +134,12 @@ class RequireKey:
 
 def identity_of(request: HTTPConnection) -> Identity:
     """Who sent the request."""
-    identity: Identity = request.scope[_SCOPE_KEY]
+    return identity_in(request.scope)
+
+
+def identity_in(scope: Scope) -> Identity:
+    """Who sent the request with this scope."""
+    identity: Identity = scope[_SCOPE_KEY]
     return identity
 
 

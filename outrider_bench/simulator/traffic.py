@@ -34,6 +34,13 @@ class RecordedRequest(BaseModel):
     output_tokens: int = Field(ge=1)
     kind: str = ""
     tenant: str = ""
+    count: Annotated[int, Field(ge=1)] = 1
+    """The line stands for so many equal requests, `every` seconds apart."""
+    every: Annotated[float, Field(ge=0)] = 0.0
+    choices: Annotated[int, Field(ge=1)] = 1
+    """The request's `n`: sequences with the same prompt."""
+    reads: bool = True
+    """Whether its client reads the answer."""
     guesses: dict[str, Annotated[str, StringConstraints(pattern=r"^[+.1-9-]*$")]] = Field(
         default_factory=dict
     )
@@ -152,9 +159,11 @@ class Traffic:
             for _ in range(self._load):
                 self._next()
         elif scenario.arrivals == "recorded":
-            for number, recorded in enumerate(self._recording[self._warm_up :], self._warm_up):
-                send = partial(self._send, self._recorded_text(number, recorded))
-                self._events.at(self.began + recorded.time, send)
+            numbers = count(self._warm_up)
+            for recorded in self._recording[self._warm_up :]:
+                for _ in range(recorded.choices):
+                    send = partial(self._send, self._recorded_text(next(numbers), recorded))
+                    self._events.at(self.began + recorded.time, send)
         else:
             self._arrivals = self._world.random("arrivals")
             self._poisson()
@@ -327,10 +336,16 @@ class Traffic:
 
 
 def read_recording(path: Path) -> Iterator[RecordedRequest]:
-    """Read the requests of a file; raises ValueError that names the line of an invalid one."""
+    """Read the requests of a file, those of one line after the other.
+
+    Raises ValueError that names the line of an invalid one.
+    """
     for number, line in enumerate(path.read_text().splitlines(), 1):
         if line.strip():
             try:
-                yield RecordedRequest.model_validate(json.loads(line))
+                found = RecordedRequest.model_validate(json.loads(line))
             except ValueError as error:
                 raise ValueError(f"recording: line {number} of {path}: {error}") from error
+            for i in range(found.count):
+                later = {"time": found.time + i * found.every, "count": 1}
+                yield found.model_copy(update=later)

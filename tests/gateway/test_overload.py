@@ -191,6 +191,30 @@ async def test_a_request_too_many_is_refused_before_it_is_tokenised(
         assert len(rig.script.requests) == 2
 
 
+async def test_a_request_too_many_is_refused_before_its_body_arrives(rig: Rig) -> None:
+    host, _, port = rig.gateway.http_url.removeprefix("http://").partition(":")
+    async with crowded(rig, 2, sequence_s=4.0):
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n")
+        writer.write(b"Content-Type: application/json\r\nContent-Length: 100000\r\n\r\n{")
+        async with asyncio.timeout(30):
+            status = await reader.readline()
+        writer.close()
+    assert status.startswith(b"HTTP/1.1 429")
+
+
+async def test_callers_that_name_no_timeout_have_a_minute_until_their_first_token(rig: Rig) -> None:
+    """Twice the wait must fit into it; the time of the answer does not count."""
+    async with crowded(rig, 1, sequence_s=31.0):
+        answer = await rig.http.post("/v1/completions", json=BODY)
+        assert answer.status_code == 429
+        assert "would be late" in answer.json()["error"]["message"]
+        named = asyncio.create_task(_post(rig, timeout=200))
+        await until(lambda: rig.script.running == 2)
+        named.cancel()
+        await asyncio.wait([named])
+
+
 async def test_refusals_take_milliseconds(rig: Rig) -> None:
     """`pytest -s` prints how many: 200 refusals in a row, and 200 of which 50 come each second."""
     body = BODY | {"prompt": "x " * 1500}
