@@ -1,0 +1,28 @@
+"""Every causal type of `transformers` is served rightly or refused, as docs/models.md says."""
+
+from __future__ import annotations
+
+import pytest
+from causal_types import PAGE, TYPES, Verdict, judge_all, page
+
+# Builds and judges some 200 models, in half a minute.
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def verdicts() -> dict[str, Verdict]:
+    return judge_all()
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_a_type_is_served_rightly_or_refused(name: str, verdicts: dict[str, Verdict]) -> None:
+    assert verdicts[name].kind in ("equal", "refused", "not tried"), verdicts[name].why
+
+
+def test_the_page_lists_what_was_found(verdicts: dict[str, Verdict]) -> None:
+    assert PAGE.read_text() == page(verdicts), "run tests/lm/causal_types.py"
+
+
+def test_most_types_are_tried(verdicts: dict[str, Verdict]) -> None:
+    untried = [name for name in TYPES if verdicts[name].kind == "not tried"]
+    assert len(untried) < len(TYPES) / 8, {name: verdicts[name].why for name in untried}
