@@ -86,6 +86,27 @@ class BatchAdvice:
         return None
 
     @property
+    def here(self) -> float:
+        """The speed of the better place on this host, or of plain decoding."""
+        own, host, _ = self.situation.places
+        return max(self.simulated[own.key].speed, self.simulated[host.key].speed, 1.0)
+
+    @property
+    def pays_to_move(self) -> bool | None:
+        """Whether the other host is the best place.
+
+        None if the simulation and the arithmetic disagree on whether drafting pays there at all.
+        """
+        far = self.situation.far
+        simulated = self.break_even_round_trip_ms
+        pays = simulated is not None and self.situation.link_ms <= simulated
+        shown = self.arithmetic[far.key]
+        computed = shown.break_even_round_trip_s
+        if pays != (computed is not None and shown.times.round_trip_s <= computed):
+            return None
+        return self.simulated[far.key].speed >= PAYS * self.here
+
+    @property
     def limit(self) -> str:
         """The limit whose halving would bring the most."""
         return max(self.halved, key=lambda name: self.halved[name])

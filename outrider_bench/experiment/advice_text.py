@@ -11,29 +11,33 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider_bench.experiment.advice import Arithmetic, BatchAdvice, Simulated
-from outrider_bench.experiment.arithmetic import MAX_ROUND_TRIP_S, PAYS, Estimate
+from outrider_bench.experiment.arithmetic import MAX_ROUND_TRIP_S, Estimate
+from outrider_bench.experiment.profile_record import Profile
 from outrider_bench.experiment.situation import Place, Situation
 
 _DIFFERS = 0.10
 _SEEN = 0.05
+_VERDICTS = {True: "yes", False: "no", None: "no verdict"}
 _TIE = 0.01
 _DRAFTERS = {"model": "a draft model", "ngram": "an n-gram drafter"}
 
 
 def answer(drafter: str, advice: Sequence[BatchAdvice]) -> str:
-    """The first line: whether drafting on the other host pays, at which batches, and how much."""
+    """The first line: whether the other host is the best place, at which batches, and how much.
+
+    There is no verdict where the simulation and the arithmetic contradict each other.
+    """
     first = advice[0]
     situation = first.situation
     far = first.situation.far
     here = max(first.simulated[place.key].speed for place in situation.places[:2])
-    paying = [found.batch for found in advice if found.simulated[far.key].speed >= PAYS]
-    others = [found.batch for found in advice if found.batch not in paying]
-    if not paying:
-        word = "No"
-    elif not others:
-        word = "Yes"
-    else:
-        word = f"Yes at batch {_listed(paying)}, no at batch {_listed(others)}"
+    verdicts: dict[str, list[int]] = {}
+    for found in advice:
+        verdicts.setdefault(_VERDICTS[found.pays_to_move], []).append(found.batch)
+    word = ", ".join(f"{word} at batch {_listed(verdicts[word])}" for word in verdicts)
+    if len(verdicts) == 1:
+        [word] = verdicts
+    word = word[0].upper() + word[1:]
     name = _DRAFTERS.get(drafter.partition("-")[0], f"the drafter {drafter}")
     speed = first.simulated[far.key].speed
     batch = first.batch
@@ -43,9 +47,25 @@ def answer(drafter: str, advice: Sequence[BatchAdvice]) -> str:
     )
 
 
-def show(console: Console, drafter: str, advice: Sequence[BatchAdvice]) -> None:
-    """Print the answer, the table of placements, and the arithmetic of the first batch."""
-    console.print(answer(drafter, advice), markup=False, soft_wrap=True)
+def doubts(advice: Sequence[BatchAdvice], profile: Profile | None) -> list[str]:
+    """Why to doubt the answer: contradictions, and the load under which a profile was measured."""
+    lines = [
+        f"No verdict at batch {found.batch}: drafting there pays up to a round trip of "
+        f"{_round_trip(found)} by simulation, and {_arithmetic_round_trip(found)} by arithmetic."
+        for found in advice
+        if found.pays_to_move is None
+    ]
+    if profile is not None and profile.conditions is not None:
+        lines.append(f"The profile was measured {profile.conditions.described(profile.cores)}.")
+    return lines
+
+
+def show(
+    console: Console, drafter: str, advice: Sequence[BatchAdvice], profile: Profile | None = None
+) -> None:
+    """Print the answer and doubts, the table of placements, and the first batch's arithmetic."""
+    for line in (answer(drafter, advice), *doubts(advice, profile)):
+        console.print(line, markup=False, soft_wrap=True)
     console.print(_placements(advice))
     first = advice[0]
     situation = advice[0].situation
@@ -60,13 +80,16 @@ def show(console: Console, drafter: str, advice: Sequence[BatchAdvice]) -> None:
     console.print(f"Costs: {_source(situation)}", markup=False, soft_wrap=True)
 
 
-def as_json(drafter: str, advice: Sequence[BatchAdvice]) -> dict[str, Any]:
+def as_json(
+    drafter: str, advice: Sequence[BatchAdvice], profile: Profile | None = None
+) -> dict[str, Any]:
     """Everything, in the units that names end with.
 
     A break-even is null where nothing pays, and a round trip also where all up to the limit pay.
     """
     return {
         "answer": answer(drafter, advice),
+        "doubts": doubts(advice, profile),
         "drafter": drafter,
         "costs": advice[0].situation.costs.source,
         "batches": [_batch_json(found) for found in advice],
@@ -84,6 +107,7 @@ def _batch_json(found: BatchAdvice) -> dict[str, Any]:
         "simulated": {key: asdict(simulated) for key, simulated in found.simulated.items()},
         "arithmetic": {key: asdict(shown) for key, shown in found.arithmetic.items()},
         "best": found.best,
+        "pays_to_move": found.pays_to_move,
         "break_even_round_trip_ms": found.break_even_round_trip_ms,
         "pays_at_any_round_trip": found.break_even_round_trip_ms == math.inf,
         "break_even_acceptance": found.break_even_acceptance,
@@ -219,6 +243,15 @@ def _round_trip(found: BatchAdvice) -> str:
     if value == math.inf:
         return "over 1000 ms"
     return f"{value:.3g} ms"
+
+
+def _arithmetic_round_trip(found: BatchAdvice) -> str:
+    """The arithmetic's break-even of the link alone, as `_round_trip` shows the simulated one."""
+    total_s = found.arithmetic[found.situation.far.key].break_even_round_trip_s
+    if total_s is None:
+        return "none pays"
+    link_ms = 1000 * min(total_s, MAX_ROUND_TRIP_S) - found.situation.near.round_trip_ms
+    return f"{link_ms:.3g} ms"
 
 
 def _limit(found: BatchAdvice) -> str:

@@ -156,11 +156,13 @@ def _run(question: Question) -> int:
     asked = track(situations, "simulating", console=progress, transient=True, disable=not shown)
     found = [advise(situation) for situation in asked]
     drafter = question.far_drafter or question.drafter
+    costs = machine_costs.load(question.profile, question.costs)
+    profile = None if isinstance(costs, Costs) else costs
     if click.get_current_context().meta["json"]:
-        print(json.dumps(advice_text.as_json(drafter, found), indent=1))
+        print(json.dumps(advice_text.as_json(drafter, found, profile), indent=1))
         return 0
     console = console_for_output(_WIDTH)
-    advice_text.show(console, drafter, found)
+    advice_text.show(console, drafter, found, profile)
     return 0
 
 

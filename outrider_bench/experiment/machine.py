@@ -30,6 +30,7 @@ _READ_COUNT = 3
 _BUSY_LOAD = 0.3
 """Runnable processes per core above which a machine is called busy."""
 _STEAL = 0.02
+_SPREAD_SIZE = 256
 _WATCH_S = 1.0
 _STAT_NAMES = ("user", "nice", "system", "idle", "iowait", "irq", "softirq", "steal")
 
@@ -93,6 +94,15 @@ def check(experiment: Experiment) -> None:
         if drafter.device.startswith("cuda") and wanted >= gpu_count:
             problem = f"{drafter.device} is not here; GPUs: {gpu_count}"
             raise invalid(f"drafters.{name}.device", problem)
+
+
+def spread() -> float:
+    """The 90th percentile over the median of the times of a fixed computation, for a second."""
+    data = np.ones((_SPREAD_SIZE, _SPREAD_SIZE))
+    times: list[float] = []
+    while sum(times) < _WATCH_S:
+        times.append(timeit.timeit(lambda: data @ data, number=1))
+    return float(np.quantile(times, 0.9) / np.median(times))
 
 
 def warnings() -> Iterator[str]:

@@ -14,7 +14,7 @@ from pydantic_settings import SettingsConfigDict
 from outrider.process.config import Settings, parse
 from outrider.process.usage import refuse
 from outrider_bench.experiment import hardware, machine
-from outrider_bench.experiment.profile_record import Profile, described
+from outrider_bench.experiment.profile_record import Conditions, Profile, described
 
 _PROGRAM = "outrider profile"
 _MOST_SEQUENCES = 32
@@ -117,6 +117,7 @@ def measure(settings: ProfileSettings) -> Profile:
     here = machine.this_machine()
     for warning in machine.warnings():
         print(f"{_PROGRAM}: {warning}", file=sys.stderr)
+    load, spread = os.getloadavg()[0], machine.spread()
     print("links", flush=True)
     links = probes.round_trips()
     print("forwards, prompts and drafting", flush=True)
@@ -144,6 +145,9 @@ def measure(settings: ProfileSettings) -> Profile:
         threads=threads,
         how=_HOW,
         costs=costs,
+        conditions=Conditions(
+            load_averages=(load, os.getloadavg()[0]), spread=max(spread, machine.spread())
+        ),
         links=links,
         interference=interference,
         served=served,

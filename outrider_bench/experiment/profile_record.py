@@ -17,6 +17,27 @@ from outrider_bench.simulator.costs import Costs
 from outrider_bench.simulator.scenario import Share
 
 
+class Conditions(BaseModel):
+    """What else ran on the machine during the measurements."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    load_averages: tuple[float, float]
+    """Runnable processes in the minute before the measurements, and in their last minute."""
+    spread: float = Field(ge=1)
+    """The 90th percentile over the median of a fixed computation's times, before or after the
+    measurements, whichever is larger."""
+
+    def described(self, cores: list[int]) -> str:
+        """In words."""
+        before, after = self.load_averages
+        return (
+            f"under a load of {before:.1f} before and {after:.1f} at the end, its own included, on "
+            f"{len(cores)} cores; equal computations differed by {self.spread:.2f} × "
+            "(90th percentile over median)"
+        )
+
+
 class Profile(BaseModel):
     """Measured costs. They depend on no experiment."""
 
@@ -36,6 +57,8 @@ class Profile(BaseModel):
     how: dict[str, str]
     """How each of the fields below was measured."""
     costs: Costs
+    conditions: Conditions | None = None
+    """None in profiles of versions that did not record it."""
     links: dict[str, RoundTrip] = Field(default_factory=dict)
     interference: dict[str, Interference] = Field(default_factory=dict)
     served: list[Served] = Field(default_factory=list)

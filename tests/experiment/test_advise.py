@@ -13,6 +13,7 @@ from outrider_bench.experiment import advice_text
 from outrider_bench.experiment.acceptance import acceptances, lookups, share_of_right
 from outrider_bench.experiment.advice import (
     LIMITS,
+    Arithmetic,
     BatchAdvice,
     Simulated,
     advise,
@@ -21,8 +22,9 @@ from outrider_bench.experiment.advice import (
     times_of,
 )
 from outrider_bench.experiment.advise import main
-from outrider_bench.experiment.arithmetic import PAYS
+from outrider_bench.experiment.arithmetic import PAYS, Estimate, Times
 from outrider_bench.experiment.machine_costs import at_batch, elsewhere, load
+from outrider_bench.experiment.profile_record import Conditions
 from outrider_bench.experiment.situation import Place, Situation
 from outrider_bench.simulator import costs
 from tests.experiment.made_up_profile import made_up_profile
@@ -70,19 +72,51 @@ def test_the_first_line_says_no_half_a_second_away(distant: list[BatchAdvice]) -
 
 
 def test_the_first_line_names_the_batches_that_pay() -> None:
-    found = [_fake(1, 1.1), _fake(8, 1.0)]
+    found = [_fake(1, far=1.10), _fake(8, far=1.0)]
     line = advice_text.answer("suffix", found)
     assert line.startswith(
         "Yes at batch 1, no at batch 8: the drafter suffix 2 ms away brings 1.10"
     )
 
 
-def _fake(batch: int, speed: float) -> BatchAdvice:
-    """Words alone are looked at, so speeds may be made up."""
+def test_a_drafter_that_is_better_off_here_is_not_worth_moving() -> None:
+    found = [_fake(1, here=2.13, far=1.27)]
+    line = advice_text.answer("model", found)
+    assert line.startswith("No: a draft model 2 ms away brings 1.27 × plain decoding")
+    assert "2.13 × on this host" in line
+
+
+def test_there_is_no_verdict_where_simulation_and_arithmetic_contradict_each_other() -> None:
+    found = [_fake(1, far=1.27, arithmetic_ms=1.0), _fake(8, far=1.27)]
+    line = advice_text.answer("model", found)
+    assert line.startswith("No verdict at batch 1, yes at batch 8: ")
+    [doubt] = advice_text.doubts(found, None)
+    assert (
+        "batch 1: drafting there pays up to a round trip of 10 ms by simulation, and 1 ms" in doubt
+    )
+
+
+def test_the_answer_repeats_the_load_under_which_the_profile_was_measured() -> None:
+    conditions = Conditions(load_averages=(0.1, 7.4), spread=1.8)
+    profile = made_up_profile().model_copy(update={"conditions": conditions})
+    said = advice_text.as_json("model", [_fake(1)], profile)["doubts"]
+    assert ["7.4" in line and "1.80 ×" in line for line in said] == [True]
+
+
+def _fake(
+    batch: int, *, here: float = 1.0, far: float = 1.1, arithmetic_ms: float = 10.0
+) -> BatchAdvice:
+    """Made-up speeds, with a link of 2 ms. By simulation, drafting there pays up to 10 ms."""
     asked = situation(2.0, batch=batch)
-    found = BatchAdvice(asked, 100.0)
+    found = BatchAdvice(asked, 100.0, break_even_round_trip_ms=10.0, break_even_acceptance=0.5)
+    found.halved = dict.fromkeys(LIMITS, 1.0)
     for place in asked.places:
+        speed = far if place is asked.far else here
         found.simulated[place.key] = Simulated(speed, 100.0 * speed, 1.0, 0.01, 0.0, 1.0)
+        times = Times((0.01,), 0.0, 0.001, place.round_trip_ms / 1000)
+        total_s = (asked.near.round_trip_ms + arithmetic_ms) / 1000
+        estimate = Estimate("synchronous hop", 1, 1.0, 0.01, 0.5, 0.0, speed)
+        found.arithmetic[place.key] = Arithmetic(times, [estimate], estimate, total_s, 0.5)
     return found
 
 
