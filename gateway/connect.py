@@ -22,7 +22,8 @@ from starlette.routing import Match, Route
 from starlette.types import Message, Receive, Scope, Send
 
 from gateway.json_body import check_size
-from gateway.servicer import SERVICE, GenerationServicer
+from gateway.request_id import HEADER, request_id
+from gateway.servicer import ID_PREFIX, SERVICE, GenerationServicer
 from outrider.errors import OutriderError, Reason
 from outrider.process import rpc
 from outrider.v1.generation_pb2 import GenerateTextRequest, GenerateTextResponse
@@ -120,7 +121,10 @@ def _endpoints(servicer: GenerationServicer) -> Mapping[str, Any]:
         try:
             left_ms = context.timeout_ms
             left_s = None if left_ms is None else left_ms / 1000
-            answer = servicer.answer(request, dict(context.request_headers), left_s)
+            headers = dict(context.request_headers)
+            own_id = request_id(headers, ID_PREFIX)
+            context.response_headers[HEADER] = own_id
+            answer = servicer.answer(request, headers, left_s, own_id)
             async with aclosing(answer) as responses:
                 async for response in responses:
                     yield response

@@ -47,7 +47,7 @@ def routes(generation: Generation, max_sequences: int, gate: Gate) -> APIRouter:
                     ids = await generation.prompts.encode(given, "prompt", info.context_length)
                 echo = generation.echo(given, info) if body.echo else None
                 prompts.append(Prompt(ids, "prompt", echo, prediction))
-            shape = CompletionShape(model)
+            shape = CompletionShape(model, request.headers)
             return await _answer(generation, request, body, prompts, n, shape, grant, place)
 
     @router.post("/v1/chat/completions", responses=json_responses(*_ERRORS, also=STREAMED))
@@ -59,7 +59,7 @@ def routes(generation: Generation, max_sequences: int, gate: Gate) -> APIRouter:
         with _place(generation, request, body, model, n) as place:
             tenant = identity_of(request).tenant
             prompt = await _chat_prompt(generation, body, info, tenant)
-            shape = ChatShape(model)
+            shape = ChatShape(model, request.headers)
             return await _answer(generation, request, body, [prompt], n, shape, grant, place)
 
     return router

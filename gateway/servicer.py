@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from typing import Any, Literal
@@ -19,6 +18,7 @@ from gateway.generate import Generation
 from gateway.json_body import MAX_VALUES
 from gateway.patience import Patience
 from gateway.request import AnswerLimit, Caller, Prompt, TextRequest, check_stop
+from gateway.request_id import HEADER, request_id
 from gateway.request_span import begin, describe, describe_settings
 from outrider.checks import check_logprobs
 from outrider.errors import OutriderError, invalid
@@ -32,6 +32,7 @@ from outrider.wire import settings as wire_settings
 from outrider.wire.known_fields import check_known_fields
 from outrider.wire.settings import proto_enum
 
+ID_PREFIX = "text"
 SERVICE = "outrider.v1.GenerationService"
 _ROLES = ("system", "user", "assistant")
 
@@ -51,7 +52,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     ) -> AsyncGenerator[generation_pb2.GenerateTextResponse, None]:
         """Stream the text of one request."""
         headers = text_metadata(context.invocation_metadata())
-        answer = self.answer(request, headers, context.time_remaining())
+        own_id = request_id(headers, ID_PREFIX)
+        await context.send_initial_metadata(((HEADER, own_id),))
+        answer = self.answer(request, headers, context.time_remaining(), own_id)
         async with aclosing(answer) as responses:
             async for response in responses:
                 yield response
@@ -61,11 +64,12 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         request: generation_pb2.GenerateTextRequest,
         headers: Mapping[str, str],
         left_s: float | None,
+        own_id: str,
     ) -> AsyncGenerator[generation_pb2.GenerateTextResponse, None]:
         """Yield the responses to one request. Raises OutriderError.
 
         The caller's `headers`, in lower case, name its tenant and its trace. The call ends in
-        `left_s` seconds.
+        `left_s` seconds. `own_id` is the request's id.
         """
         identity = self._gate.identify(headers)
         check_known_fields(request)
@@ -76,7 +80,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         totals = UsageTotals(1, 1)
         with place, begin(headers, model, operation, 1, stream=True) as span, _responding(span):
             prompt = await self._prompt(request, info.context_length, identity.tenant)
-            caller = Caller(f"text-{secrets.token_hex(16)}", span.traceparent, identity.tenant)
+            caller = Caller(own_id, span.traceparent, identity.tenant)
 
             def build(info: ModelInfo) -> list[TextRequest]:
                 """The request for a replica's model. Raises OutriderError."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from gateway.choices import UsageTotals
 from gateway.deltas import AttributedToken, LogprobToken
+from gateway.request_id import request_id
 from outrider import __version__
 from outrider.messages import FinishReason
 
@@ -77,8 +77,9 @@ class ResponseShape(ABC):
     closing: ClassVar[Json]
     """The content of a choice's last chunk, with the finish reason."""
 
-    def __init__(self, model: str) -> None:
-        self.id = f"{self.id_prefix}-{secrets.token_hex(16)}"
+    def __init__(self, model: str, headers: Mapping[str, str]) -> None:
+        """`headers` are the request's, which may have the caller's own id."""
+        self.id = request_id(headers, self.id_prefix)
         self.model = model
         self._created = int(time.time())
 

@@ -365,3 +365,17 @@ async def test_its_answers_are_counted_under_its_path(rig: Rig) -> None:
         f'outrider:http_responses_total{{route="{PATH}",status="200"}}'
         in (await rig.http.get("/metrics")).text
     )
+
+
+@every_encoding
+async def test_a_callers_own_request_id_is_kept(rig: Rig, encoding: str) -> None:
+    rig.says(TEXT)
+    body = envelope(encoding, GenerateTextRequest(prompt="x"))
+    headers = {"content-type": encoding, "x-request-id": "mine-7"}
+    answer = await rig.http.post(PATH, content=body, headers=headers)
+    assert answer.headers["x-request-id"] == "mine-7"
+    assert rig.script.requests[-1].request_id == "mine-7"
+    answer = await rig.http.post(
+        "/v1/completions", json={"prompt": "x"}, headers={"x-request-id": "mine-8"}
+    )
+    assert (answer.headers["x-request-id"], answer.json()["id"]) == ("mine-8", "mine-8")

@@ -196,7 +196,7 @@ async def test_a_span_is_no_error_if_the_client_hangs_up(
 async def test_hanging_up_after_the_last_event_is_not_recorded(
     rig: Rig, spans: InMemorySpanExporter
 ) -> None:
-    shape = CompletionShape("models/target")
+    shape = CompletionShape("models/target", {})
     span = telemetry.start_root("text_completion models/target", {})
     writer = ChunkWriter(shape, UsageTotals(1, 1), StreamOptions(), [1], metrics=False)
     last_delta = TextDelta(
