@@ -326,6 +326,12 @@ def _read_checkpoint(model: str, dtype: str, trust_remote_code: bool) -> torch.n
     except (OSError, ValueError, SafetensorError) as cause:
         message = f"cannot load {model}: {' '.join(str(cause).split())}"
         raise OutriderError(Reason.MODEL_NOT_FOUND, message, "model") from cause
+    except OutriderError:
+        raise
+    # The model's own code runs here, with a configuration that anybody may have written.
+    except Exception as cause:
+        why = f"{type(cause).__name__}: {' '.join(str(cause).split())}"
+        raise support.unsupported(model, f"it cannot be loaded ({why})") from cause
     return cast(torch.nn.Module, loaded)
 
 
