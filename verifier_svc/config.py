@@ -99,6 +99,10 @@ class VerifierSettings(TargetSettings, TlsSettings, ScrapedSettings):
     max_drafters: int = Field(64, ge=1)
     """Connected drafters before the verifier refuses more."""
 
+    max_drafters_per_holder: int = Field(16, ge=1)
+    """Connected drafters with certificates of one name before the verifier refuses more of them;
+    without TLS, drafters that connect from one address. So nobody takes all places."""
+
     page_size: int | None = Field(None, ge=1, le=4096)
     """Tokens in a page of the KV cache; by default 16."""
 

@@ -187,6 +187,7 @@ def _limits(settings: VerifierSettings, policy: DraftTokensPolicy) -> Limits:
         settings.max_sequences,
         settings.max_waiting,
         settings.max_drafters,
+        settings.max_drafters_per_holder,
         # A synthetic rate knows favourites alone.
         draft_trees=settings.draft_trees and settings.synthetic_acceptance_rate is None,
     )

@@ -151,6 +151,11 @@ class ScriptedDrafter:
             self.length[verdict.sequence_id] = verdict.committed_length
             self.ahead[verdict.sequence_id] = ahead[len(new) :] if agrees else []
 
+    def prove(self) -> None:
+        """Count as a drafter whose guesses were right before."""
+        self.handle.taken_bytes = 1
+        self.handle.proven = True
+
     def propose(self, sequence_id: int, tokens: list[int], *, anew: bool = False) -> None:
         """Propose tokens behind its guesses so far, or `anew` behind the committed tokens."""
         before = [] if anew else self.ahead[sequence_id]

@@ -59,6 +59,9 @@ class Listener:
     async def write(self, message: object) -> None:
         pass
 
+    def peer(self) -> str:
+        return "ipv4:127.0.0.1:5000"
+
 
 FLOOD_MESSAGES = 200
 

@@ -113,7 +113,7 @@ def kneed(rates: Mapping[str, Sequence[float]], max_draft_tokens: int = 64) -> E
     """
     engine, _ = make_engine(eos_bias=-99, page_count=256, limits=Limits(DraftTokensPolicy()))
     for name in rates:
-        ScriptedDrafter(engine, name, name, max_draft_tokens=max_draft_tokens)
+        ScriptedDrafter(engine, name, name, max_draft_tokens=max_draft_tokens).prove()
     for drafted, seconds in ((0, 0.030), (1, 0.036), (3, 0.068), (6, 0.116)):
         engine.cost.calibrate(8, 8 * (1 + drafted), seconds)
     for _ in range(8):

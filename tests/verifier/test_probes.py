@@ -30,6 +30,7 @@ def doubted(
     )
     model.broken = lambda slices: clock.sleep(0.052)
     drafter = ScriptedDrafter(engine)
+    drafter.prove()
     for tokens, seconds in ((0, 0.052), (4, 0.057), (8, 0.065)):
         engine.cost.calibrate(1, 1 + tokens, seconds)
     drafter.handle.round_trip.observe(0.020)

@@ -218,6 +218,7 @@ def test_consecutive_requests_are_drafted_from_their_first_tokens_on(
 def test_a_drafter_that_is_not_waited_for_is_asked_for_more(clock: VirtualClock) -> None:
     engine, model = make_engine(eos_bias=-99, clock=clock)
     drafter = ScriptedDrafter(engine)
+    drafter.prove()
     slow_forward(model, clock, 0.01)
     engine.submit(TokenRequest([1], 60, GREEDY), Client())
     engine.drain_inbox()

@@ -55,6 +55,7 @@ def new_assignment(sequence: Sequence, drafter: Drafter, sampled_drafts: bool) -
         trie.window,
         draft_tokens=1,
         sent_length=length,
+        answer_rate=drafter.answer_rate,
         side_rates=drafter.side_rates.setdefault(kind, SideRates()),
     )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable
 
 from outrider.clock import Clock, monotonic
@@ -13,7 +12,7 @@ from outrider.messages import PauseReason
 from outrider.process.telemetry import Span
 from verifier_svc.drafts.assignments import new_assignment, run_ahead_window
 from verifier_svc.drafts.draft_message import DraftMessage
-from verifier_svc.drafts.roster import Roster
+from verifier_svc.drafts.roster import PLACES, Roster
 from verifier_svc.metrics import Metrics
 from verifier_svc.policy.pauses import pause_reason
 from verifier_svc.policy.plan import Plan
@@ -22,6 +21,9 @@ from verifier_svc.state.drafter import MESSAGE_BYTES, Drafter
 from verifier_svc.state.merged_tries import is_branched, is_sampled, observe_sides
 from verifier_svc.state.sequence import FIRST_BACKOFF, Assignment, Sequence
 from verifier_svc.state.trie import Trie
+
+# How long a drafter counts as busy with its first sequence, if it does not answer.
+_FIRST_ANSWER_S = 0.2
 
 log = logging.getLogger(__name__)
 
@@ -68,14 +70,14 @@ class DraftExchange:
         *,
         trusted: bool = True,
         holder: str = "",
+        source: str = "",
     ) -> Drafter:
         """Register a drafter and assign it the admitted sequences that have none of its family.
 
-        `trusted` says whether its distributions count where sampled drafts are accepted. `holder`
-        is the common name of its certificate. Raises as `Roster.join` does.
+        `trusted` says whether its distributions count where sampled drafts are accepted. For
+        `holder` and `source` see `Drafter`. Raises as `Roster.join` does.
         """
-        drafter = Drafter(hello, sink, holder)
-        drafter.trusted = trusted
+        drafter = Drafter(hello, sink, holder, source, trusted=trusted)
         own_cores = self._own_cores
         drafter.on_target_cores = own_cores is not None and drafter.shares_cores(own_cores)
         self.roster.join(drafter)
@@ -117,13 +119,16 @@ class DraftExchange:
     # --- sequences come and go ---
 
     def assign(self, sequence: Sequence) -> None:
-        """Assign an admitted sequence to a drafter of each family that it lacks.
+        """Assign an admitted sequence to the drafters that the roster chooses.
 
         Not before admission: a queued sequence would occupy a draft model's cache.
         """
         if sequence.max_draft_tokens == 0:
             return
-        for drafter in self.roster.choose(sequence.request.speculation, sequence.assignments):
+        options = sequence.request.speculation
+        chosen = self.roster.choose(options, sequence.assignments, sequence.past_drafters)
+        _make_room(sequence, PLACES - len(chosen))
+        for drafter in chosen:
             assignment = new_assignment(sequence, drafter, self._sampled_drafts)
             sequence.assignments[drafter.id] = assignment
             wanted = self._planner.first_draft_tokens(sequence, assignment, self.plan)
@@ -136,9 +141,7 @@ class DraftExchange:
     def close(self, sequence: Sequence) -> None:
         """Tell its drafters that the sequence is over."""
         for assignment in sequence.assignments.values():
-            assignment.drafter.sequence_ids.discard(sequence.id)
-            if assignment.opened:
-                assignment.drafter.outbox.closed.append(Closed(sequence.id))
+            _tell_closed(sequence, assignment)
         sequence.assignments.clear()
 
     # --- drafts arrive ---
@@ -157,7 +160,7 @@ class DraftExchange:
         since then counted as the drafter's time, a just missed step would make it seem too slow.
         """
         at = self._clock() if arrived_at is None else arrived_at
-        drafter.busy_until = at if drafter.busy_until == math.inf else max(drafter.busy_until, at)
+        drafter.busy_until = max(drafter.busy_until, at) if drafter.answered else at
         drafter.taken_bytes += byte_count + MESSAGE_BYTES
         if self.roster.connected.get(drafter.id) is not drafter:
             return
@@ -195,6 +198,8 @@ class DraftExchange:
         `verified` is the assignment whose draft the step verified; `span` is the step's.
         """
         lookups: list[str] = []
+        now = self._clock()
+        passes_on = False
         if verified is not None and self.plan.token_prices:
             _observe_sides(sequence, verified, new_token_ids, self.plan.price)
         for assignment in sequence.assignments.values():
@@ -210,6 +215,9 @@ class DraftExchange:
             if guessed:
                 # The step did not verify these guesses, such as a probe's; the commit judges them.
                 assignment.observe_acceptance(guessed, min(walk.favoured, guessed))
+            if assignment.asked:
+                assignment.count_silence(now)
+                passes_on = passes_on or drafter.is_doubtful
             wanted = _tokens_to_ask(self.plan, sequence, assignment)
             if wanted or assignment in self.plan.probes:
                 self._ask(sequence, assignment, wanted, walk.matched, span.traceparent)
@@ -217,6 +225,8 @@ class DraftExchange:
                 assignment.asked = False
         if lookups:
             span.set(outrider__lookups="; ".join(lookups))
+        if passes_on:
+            self.assign(sequence)
 
     def _ask(
         self,
@@ -282,6 +292,21 @@ class DraftExchange:
         drafter.outbox.opened.append(sequence.opened_for(assignment))
 
 
+def _tell_closed(sequence: Sequence, assignment: Assignment) -> None:
+    assignment.drafter.sequence_ids.discard(sequence.id)
+    if assignment.opened:
+        assignment.drafter.outbox.closed.append(Closed(sequence.id))
+
+
+def _make_room(sequence: Sequence, most: int) -> None:
+    """Take the sequence from doubtful drafters until at most `most` have it."""
+    doubtful = [each for each in sequence.assignments.values() if each.drafter.is_doubtful]
+    for assignment in doubtful[: max(len(sequence.assignments) - most, 0)]:
+        _tell_closed(sequence, assignment)
+        del sequence.assignments[assignment.drafter.id]
+        sequence.past_drafters.add(assignment.drafter.id)
+
+
 def _tokens_to_ask(plan: Plan, sequence: Sequence, assignment: Assignment) -> int:
     """Draft tokens that the plan asks of a drafter; 0 if it does not ask."""
     if sequence.id in plan.planned_ids:
@@ -309,5 +334,6 @@ def _mark_sent(assignment: Assignment, now: float) -> None:
     if drafter.round_trip.value > 0.0:
         done_at = now + drafter.latency(assignment.window.depth)
         drafter.busy_until = max(drafter.busy_until, done_at)
-    else:
-        drafter.busy_until = math.inf
+    elif drafter.busy_until == 0.0:
+        # Nothing is known of its speed. One that never answers must not count as busy for ever.
+        drafter.busy_until = now + _FIRST_ANSWER_S

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from math import ceil
 from typing import Any
 
@@ -19,20 +19,28 @@ _MISSED_S = 600.0
 _FULL_S = 5.0
 _REMEMBERED = 256
 _MAX_DRAFTERS = 64
+_MAX_PER_HOLDER = 16
+# Most drafters of a sequence. They bound what drafters cost a step, however many are connected.
+PLACES = 4
 # Names in an error's message, which travels in the call's metadata.
 _NAMED = 20
 
 
 class Roster:
-    """The connected drafters, at most `max_drafters`, and those that left a short while ago."""
+    """The connected drafters, and those that left a short while ago.
+
+    At most `max_drafters` are connected, and `max_drafters_per_holder` of one source.
+    """
 
     def __init__(self, clock: Clock = monotonic) -> None:
         self._clock = clock
         self.max_drafters = _MAX_DRAFTERS
+        self.max_drafters_per_holder = _MAX_PER_HOLDER
         self.connected: dict[str, Drafter] = {}
         """By id."""
         # Drafters that left, by id, with the time (seconds), the longest gone first.
         self._gone: dict[str, tuple[float, Drafter]] = {}
+        self._turns = 0
         # Times of violations, by `Drafter.blamed`.
         self._faults: dict[str, list[float]] = {}
 
@@ -40,8 +48,8 @@ class Roster:
         """Register a drafter.
 
         Raises OutriderError: QUARANTINED after repeated protocol violations of its id (with TLS, of
-        any drafter with its certificate's name), DRAFTER_ID_TAKEN, or OVERLOADED if `max_drafters`
-        are connected.
+        any drafter with its certificate's name), DRAFTER_ID_TAKEN, or OVERLOADED if too many are
+        connected, of its source or in all.
         """
         if (left_s := self._quarantine_left_s(drafter.blamed)) > 0:
             message = (
@@ -52,11 +60,19 @@ class Roster:
         if drafter.id in self.connected:
             message = f"a drafter with the id {drafter.id} is connected"
             raise OutriderError(Reason.DRAFTER_ID_TAKEN, message, "hello.drafter_id")
+        own = [each for each in self.connected.values() if each.source == drafter.source]
+        if drafter.source and len(own) >= self.max_drafters_per_holder:
+            message = (
+                f"{len(own)} drafters of {drafter.source} are connected,"
+                " and --max-drafters-per-holder allows no more"
+            )
+            raise OutriderError(Reason.OVERLOADED, message, retry_after_s=_FULL_S)
         if len(self.connected) >= self.max_drafters:
             message = (
                 f"{self.max_drafters} drafters are connected, and --max-drafters allows no more"
             )
             raise OutriderError(Reason.OVERLOADED, message, retry_after_s=_FULL_S)
+        self._take_turn(drafter)
         self.connected[drafter.id] = drafter
         self._gone.pop(drafter.id, None)
 
@@ -100,28 +116,50 @@ class Roster:
             return 0.0
         return faults[-1] + _QUARANTINE_S - self._clock()
 
-    def choose(self, options: SpeculationOptions, assigned: Iterable[str]) -> list[Drafter]:
-        """The drafters to assign a sequence to, besides those `assigned` (ids).
+    def choose(
+        self, options: SpeculationOptions, assigned: Iterable[str], past: Collection[str] = ()
+    ) -> list[Drafter]:
+        """The drafters to assign a sequence to, besides those `assigned`, but none `past` (ids).
 
-        Of each family that the request allows and that has none yet, the drafter with the fewest
-        sequences.
+        At most `PLACES` in all, of those that the request allows. Assigned ones that became
+        doubtful do not count: the caller takes the sequence from them if there are others. First,
+        of each family that has none yet, the proven drafter with the fewest sequences; of more
+        families, those with the most merit, and they leave a place to newcomers. Newcomers follow
+        in turn, and last a single doubtful drafter that has no other sequence, unless the request
+        names it.
         """
         if not options.enabled:
             return []
-        names = set(assigned)
-        covered = {self.connected[name].hello.family for name in names if name in self.connected}
-        chosen: dict[str, Drafter] = {}
-        for drafter in self.connected.values():
-            family = drafter.hello.family
-            if drafter.id in names or family in covered or not drafter.accepts_sequences:
-                continue
-            if options.drafter_id not in ("", drafter.id):
-                continue
-            if options.drafter_family not in ("", family):
-                continue
-            if family not in chosen or len(drafter.sequence_ids) < len(chosen[family].sequence_ids):
-                chosen[family] = drafter
-        return list(chosen.values())
+        present = [self.connected[name] for name in assigned if name in self.connected]
+        found = [
+            drafter
+            for drafter in self.connected.values()
+            if drafter not in present
+            and drafter.id not in past
+            and drafter.accepts_sequences
+            and _allows(options, drafter)
+        ]
+        proven = _by_family([each for each in found if each.proven], present)
+        fresh = [each for each in found if not each.proven and not each.is_doubtful]
+        newcomers = _by_family(fresh, [each for each in present if not each.proven])
+        doubtful = [each for each in found if each.is_doubtful]
+        named = options.drafter_id or options.drafter_family
+        if not named:
+            doubtful = [each for each in doubtful if not each.sequence_ids]
+        asleep = sum([each.is_doubtful for each in present])
+        places = max(PLACES - len(present) + asleep, 0)
+        kept = min(places, 1) if newcomers or doubtful else 0
+        chosen = sorted(proven, key=lambda each: -each.merit)[: places - kept]
+        chosen += newcomers[: places - len(chosen)]
+        if len(chosen) < places and doubtful and not asleep:
+            chosen.append(min(doubtful, key=_next_turn))
+        for drafter in chosen:
+            self._take_turn(drafter)
+        return chosen
+
+    def _take_turn(self, drafter: Drafter) -> None:
+        self._turns += 1
+        drafter.turn = self._turns
 
     def check_known(self, options: SpeculationOptions) -> None:
         """Raises OutriderError(DRAFTER_NOT_FOUND) if the options name no drafter's id or family.
@@ -147,6 +185,28 @@ class Roster:
             for left_at, drafter in self._gone.values()
             if left_at > since and not drafter.draining
         ]
+
+
+def _allows(options: SpeculationOptions, drafter: Drafter) -> bool:
+    """Whether the request may have this drafter."""
+    by_id = options.drafter_id in ("", drafter.id)
+    return by_id and options.drafter_family in ("", drafter.hello.family)
+
+
+def _next_turn(drafter: Drafter) -> tuple[int, int]:
+    """Orders drafters: those with the fewest sequences, then those that waited longest."""
+    return len(drafter.sequence_ids), drafter.turn
+
+
+def _by_family(drafters: list[Drafter], present: list[Drafter]) -> list[Drafter]:
+    """One drafter of each family that is not present, in the order of their turns."""
+    covered = {drafter.hello.family for drafter in present}
+    chosen: list[Drafter] = []
+    for drafter in sorted(drafters, key=_next_turn):
+        if drafter.hello.family not in covered:
+            covered.add(drafter.hello.family)
+            chosen.append(drafter)
+    return chosen
 
 
 def _drop_oldest(names: dict[str, Any]) -> None:

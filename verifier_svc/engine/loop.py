@@ -100,6 +100,7 @@ class Engine:
             clock=clock,
         )
         self.drafting.roster.max_drafters = limits.max_drafters
+        self.drafting.roster.max_drafters_per_holder = limits.max_drafters_per_holder
         self.outgoing = Outgoing(deliver, self.drafting)
         self._metrics = metrics
         self._draft_verifier = draft_verifier

@@ -46,6 +46,7 @@ class Outgoing:
         drafting.rejections.clear()
         for drafter in drafting.roster.connected.values():
             if drafter.outbox:
+                drafter.told_steps += not drafter.proven
                 messages.append((drafter.sink, drafter.outbox))
                 drafter.outbox = StepBatch()
         if messages:

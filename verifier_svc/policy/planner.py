@@ -111,14 +111,16 @@ class Planner:
         choice = _Choice([], last.paying, last.price)
         considered = last.considered
         if drafters:
-            choice = self._choose(decoding, drafters, prices)
+            choice = self._choose(decoding, self._credible(drafters), prices)
             considered = drafters
         silent = self._silent(batch, choice.drafters, considered)
         drafts = choice.drafts
         if newcomers:
-            drafts = drafts + self._first_drafts(reading, newcomers - considered, choice, prices)
+            unknown = self._credible(newcomers - considered)
+            drafts = drafts + self._first_drafts(reading, unknown, choice, prices)
         draft_tokens = _draft_tokens(drafts)
         asked = drafts + _companions(drafts, choice) if self._trees else drafts
+        asked = asked + _trials(decoding, asked, silent)
         asks = _asks(asked, choice.waits, prices.decode_step_s)
         rate = choice.rate or prices.rate
         wait_for, wait_s = drafts_to_wait_for(
@@ -159,6 +161,12 @@ class Planner:
             silent=last.silent,
         )
 
+    def _credible(self, drafters: frozenset[Drafter]) -> frozenset[Drafter]:
+        """The drafters that may be asked for drafts, and not only probed."""
+        if self._always:
+            return drafters
+        return frozenset([drafter for drafter in drafters if not drafter.is_doubtful])
+
     def _silent(
         self, batch: int, paying: frozenset[Drafter], known: frozenset[Drafter]
     ) -> frozenset[Drafter]:
@@ -173,6 +181,8 @@ class Planner:
         """Draft tokens to ask for with a new sequence; 0 if the drafter does not pay by `last`."""
         drafter = assignment.drafter
         if drafter in last.considered and drafter not in last.paying:
+            return 0
+        if drafter.is_doubtful and not self._always:
             return 0
         prices = self._prices(last.batch, last, beside_prompts=False)
         return self._tokens_worth(sequence, assignment, last.price, prices)
@@ -213,14 +223,11 @@ class Planner:
         """The drafts that are worth their places in a forward if these drafters draft."""
         accept_probs: list[float] = []
         for sequence in decoding:
-            found = [
-                self._accept_probs(sequence, a, prices)
-                for a in sequence.assignments.values()
-                if a.drafter in drafters
-            ]
-            if found:
-                # Of several drafters, the one with the likeliest first token.
-                accept_probs += max(found)
+            asked = [a for a in sequence.assignments.values() if a.drafter in drafters]
+            if asked:
+                # Of several drafters, the one that most likely brings a right first token.
+                likeliest = max(asked, key=_first_token)
+                accept_probs += self._accept_probs(sequence, likeliest, prices)
         accept_probs.sort()
         choice = _Choice([], drafters, price_of_tokens(accept_probs, prices.token_prices))
         drafts = [draft for sequence in decoding for draft in self._pick(sequence, choice, prices)]
@@ -243,18 +250,20 @@ class Planner:
     def _pick(self, sequence: Sequence, choice: _Choice, prices: Prices) -> _Drafts:
         """The sequence's draft with the greatest gain over its price, if any gains.
 
-        With `always`, its drafts from all drafters.
+        Drafters that were right before come first: a stranger's first drafts are judged beside
+        theirs. With `always`, its drafts from all drafters.
         """
-        found: list[tuple[float, Assignment, int]] = []
+        found: list[tuple[bool, float, Assignment, int]] = []
         for assignment in sequence.assignments.values():
             if assignment.drafter in choice.drafters:
                 count = self._tokens_worth(sequence, assignment, choice.price, prices)
                 gain = assignment.rate.expected_tokens(count) - 1.0 - count * choice.price
                 if count > 0 and (gain > -1e-9 or self._always):
-                    found.append((gain, assignment, count))
+                    gain *= assignment.chance
+                    found.append((assignment.drafter.proven, gain, assignment, count))
         if not self._always and len(found) > 1:
-            found = [max(found, key=itemgetter(0))]
-        return [(sequence, assignment, count) for _, assignment, count in found]
+            found = [max(found, key=itemgetter(0, 1))]
+        return [(sequence, assignment, count) for _, _, assignment, count in found]
 
     def _first_drafts(
         self,
@@ -298,16 +307,17 @@ class Planner:
             return batch / decode_step_s, True
         longest: dict[Drafter, int] = {}
         gained = 0.0
-        total = 0
+        total = 0.0
         for sequence, assignment, count in drafts:
-            gained += assignment.rate.expected_tokens(count) - 1.0
-            total += count
+            chance = assignment.chance
+            gained += chance * (assignment.rate.expected_tokens(count) - 1.0)
+            total += chance * count
             # A draft of a fixed number of tokens has no further ones.
             fixed = self._by_limit or sequence.request.speculation.draft_tokens is not None
             if self._trees and not fixed and wants_tree(sequence, assignment, price):
                 # About one token beside each of the favourite path.
-                gained += side_tokens(assignment, count)
-                total += count
+                gained += chance * side_tokens(assignment, count)
+                total += chance * count
             longest[assignment.drafter] = max(count, longest.get(assignment.drafter, 0))
         wait_s = max([drafter.latency(count) for drafter, count in longest.items()])
         # A drafter drafts for all its sequences at once.
@@ -315,7 +325,7 @@ class Planner:
         steps = steps_meanwhile(wait_s, decode_step_s)
         probs = [assignment.prob_all_accepted(steps, count) for _, assignment, count in drafts]
         prob_all_accepted = sum(probs) / len(drafts)
-        forward_s = self._cost.estimate(batch, batch + total)
+        forward_s = self._cost.estimate(batch, batch + round(total))
         plain = (float(batch), decode_step_s)
         return goodput(batch + gained, forward_s, wait_s, busy_s, plain, prob_all_accepted)
 
@@ -329,6 +339,11 @@ def _insist(running: Collection[Sequence]) -> bool:
             return False
         tenant = request.tenant
     return tenant is not None
+
+
+def _first_token(assignment: Assignment) -> tuple[bool, float]:
+    """How likely asking brings a right first token; drafters that were right before come first."""
+    return assignment.drafter.proven, assignment.chance * assignment.rate.survival[0]
 
 
 def _drafters(sequences: list[Sequence]) -> frozenset[Drafter]:
@@ -363,6 +378,26 @@ def _asks(drafts: _Drafts, waits: bool, decode_step_s: float) -> dict[Assignment
             wanted += steps_meanwhile(assignment.drafter.latency(count), decode_step_s)
         asks[assignment] = min(wanted, assignment.trie.window.depth)
     return asks
+
+
+def _trials(decoding: list[Sequence], asked: _Drafts, silent: frozenset[Drafter]) -> _Drafts:
+    """One draft token from each drafter that has not answered yet and is not asked anyway.
+
+    Nobody waits for it, so it costs a message. One that drafts on the target's cores would cost
+    more, and is only probed.
+    """
+    known = {assignment for _, assignment, _ in asked}
+    return [
+        (sequence, assignment, 1)
+        for sequence in decoding
+        for assignment in sequence.assignments.values()
+        if not assignment.drafter.answered
+        and assignment.drafter.round_trip.value == 0.0
+        and not assignment.drafter.is_doubtful
+        and not assignment.drafter.on_target_cores
+        and assignment.drafter not in silent
+        and assignment not in known
+    ]
 
 
 def _companions(drafts: _Drafts, choice: _Choice) -> _Drafts:

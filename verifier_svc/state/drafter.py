@@ -12,6 +12,14 @@ from outrider.model_info import DrafterInfo
 from verifier_svc.state.acceptance_rate import AcceptanceRate, Latency
 from verifier_svc.state.side_rates import SideRates
 
+# Steps for which a drafter that was never right is told of, before nobody expects drafts of it:
+# one that never answered, and one that does.
+_SILENT_STEPS = 8
+_ANSWERING_STEPS = 32
+# A wrong guess says as much as so many steps more.
+_WRONG_STEPS = 2
+# Weight of the newest answer in a drafter's `answer_rate`.
+_RECENT_ANSWER = 0.05
 # Memory that a message takes besides its size on the wire.
 MESSAGE_BYTES = 1024
 
@@ -24,6 +32,8 @@ class Drafter:
     sink: Callable[[StepBatch | OutriderError], None]
     holder: str = ""
     """The common name of its certificate; empty without TLS."""
+    source: str = ""
+    """Whose drafter it is: the common name of its certificate, or without TLS its address."""
     round_trip: Latency = field(default_factory=Latency)
     """From a verdict that asks for a draft to its first message, without the drafting time."""
     token_time: Latency = field(default_factory=Latency)
@@ -42,13 +52,18 @@ class Drafter:
     on_target_cores: bool = False
     """Whether it computes on cores that the target computes on."""
     busy_until: float = 0.0
-    """When it should have filled its windows (seconds).
-
-    Infinity until its first answer.
-    """
+    """When it should have filled its windows (seconds)."""
     draining: bool = False
     taken_bytes: int = 0
     """Bytes of its messages that the engine has processed, `MESSAGE_BYTES` added for each."""
+    proven: bool = False
+    """Whether a guess of it was ever right."""
+    told_steps: int = 0
+    """Steps that sent it a message before it was proven; wrong guesses count as more."""
+    turn: int = 0
+    """When it last got a sequence, in a count of all such events of the verifier."""
+    answer_rate: float = 1.0
+    """Share of its answers that held a draft, as a running mean over all its sequences."""
     verified_count: int = 0
     accepted_count: int = 0
 
@@ -61,6 +76,37 @@ class Drafter:
     def blamed(self) -> str:
         """The name under which its faults count. With TLS, another id does not reset them."""
         return self.holder or self.id
+
+    @property
+    def answered(self) -> bool:
+        """Whether it has sent any message since it joined."""
+        return self.taken_bytes > 0
+
+    @property
+    def is_doubtful(self) -> bool:
+        """Whether it had its chance and was never right: silent, always late, wrong or skipping.
+
+        It is only probed, on one sequence at a time.
+        """
+        patience = _ANSWERING_STEPS if self.answered else _SILENT_STEPS
+        return not self.proven and self.told_steps >= patience
+
+    @property
+    def merit(self) -> float:
+        """The share of its asks that bring a right first token, to compare drafters."""
+        rates = [rate.by_position[0] for rate in self.rates.values()]
+        return self.answer_rate * max(rates, default=0.0)
+
+    def count_guess(self, right: bool) -> None:
+        """Count a judged draft; `right` says whether its first token was."""
+        if right:
+            self.proven = True
+        elif not self.proven:
+            self.told_steps += _WRONG_STEPS
+
+    def count_answer(self, drafted: bool) -> None:
+        """Update `answer_rate` by an answer with or without a draft, or by the lack of one."""
+        self.answer_rate += _RECENT_ANSWER * (drafted - self.answer_rate)
 
     def latency(self, draft_tokens: int) -> float:
         """Seconds from a verdict to a draft of so many tokens."""

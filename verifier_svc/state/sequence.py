@@ -24,6 +24,9 @@ from verifier_svc.state.side_rates import SideRates
 from verifier_svc.state.trie import Trie
 
 _LENGTHS_TIMED = 8
+_LEAST_CHANCE = 0.1
+# A drafter that is late by so many latencies counts as silent.
+_SILENT_LATENCIES = 8.0
 # Weight of the newest answer in `answer_rate`.
 _RECENT = 0.2
 # Steps between two probes: after one that was right, at first, and at most.
@@ -77,7 +80,10 @@ class Assignment:
     At 0 it may still be at the prompt, so its silence says nothing about its speed.
     """
     answer_rate: float = 1.0
-    """Share of its answers that held a draft, as a running mean. Skips are not worth a wait."""
+    """Share of its answers that held a draft, as a running mean. Skips are not worth a wait.
+
+    An answer that is long overdue counts as a skip.
+    """
     told_at: float = 0.0
     """When the last message to the drafter was written (seconds)."""
 
@@ -110,6 +116,8 @@ class Assignment:
         """Count a draft of `drafted` tokens; its first `accepted` tokens were right."""
         self.rate.observe(drafted, accepted)
         self.drafter_rate.observe(drafted, accepted)
+        if drafted:
+            self.drafter.count_guess(accepted > 0)
         if 0 < drafted == accepted and not self.asked:
             self.backoff = _EAGER_BACKOFF
 
@@ -136,8 +144,26 @@ class Assignment:
                 del self.asked_at[length]
         if asked_at is None:
             return None
-        self.answer_rate += _RECENT * (drafted - self.answer_rate)
+        self._count_answer(drafted)
         return max(at - asked_at, 0.0)
+
+    def count_silence(self, now: float) -> None:
+        """Count an answer without a draft if the drafter is overdue by many times its latency."""
+        latency_s = self.drafter.latency(self.draft_tokens)
+        if self.asked_at and latency_s > 0.0 and self.due_s(now) < -_SILENT_LATENCIES * latency_s:
+            self._count_answer(False)
+
+    def _count_answer(self, drafted: bool) -> None:
+        self.answer_rate += _RECENT * (drafted - self.answer_rate)
+        self.drafter.count_answer(drafted)
+
+    @property
+    def chance(self) -> float:
+        """Probability that asking brings a draft, to compare drafters.
+
+        Not near 0: a drafter whose texts are hard for a while costs little and is still asked.
+        """
+        return max(self.answer_rate, _LEAST_CHANCE)
 
     def due_s(self, now: float) -> float:
         """Seconds until the drafter's next message should arrive; below 0 when it is late."""
@@ -165,6 +191,8 @@ class Sequence:
     stats: SpeculationStats
     assignments: dict[str, Assignment] = field(default_factory=dict)
     """By drafter id."""
+    past_drafters: set[str] = field(default_factory=set)
+    """Ids of drafters that had it and lost it to others. A sequence is opened only once to each."""
     cached_token_count: int = 0
     unsent: TokenChunk | None = None
     matcher: Matcher | None = None

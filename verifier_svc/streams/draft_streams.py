@@ -64,12 +64,16 @@ class DrafterStream:
         hello = await self._receive_hello()
         trusted = self._peer is None or self._peer.role is Role.TRUSTED_DRAFTER
         holder = "" if self._peer is None else self._peer.name
+        source = holder or _address(self._context.peer())
         joined: list[Drafter] = []
         drafting = self._engine.engine.drafting
 
         def join() -> None:
             """Register the drafter, on the engine's thread. Raises OutriderError."""
-            joined.append(drafting.join(hello, self._sink, trusted=trusted, holder=holder))
+            drafter = drafting.join(
+                hello, self._sink, trusted=trusted, holder=holder, source=source
+            )
+            joined.append(drafter)
 
         def leave() -> None:
             """Remove the drafter, on the engine's thread, if it was registered."""
@@ -184,6 +188,11 @@ class DrafterStream:
         else:
             for step in _messages(wire_drafts.step_to_proto(message)):
                 self._unsent.put_nowait(verifier_pb2.StreamDraftsResponse(step=step))
+
+
+def _address(peer: str) -> str:
+    """The address of gRPC's name for a peer, such as ipv4:10.0.0.1:5000, without the port."""
+    return peer.rpartition(":")[0] if peer.startswith("ip") else peer
 
 
 def _messages(step: drafts_pb2.StepBatch) -> Iterator[drafts_pb2.StepBatch]:

@@ -1,0 +1,117 @@
+"""Drafters that bring nothing get few messages, however many they are, and keep nobody out.
+
+All tests run in virtual time.
+"""
+
+from __future__ import annotations
+
+import pytest
+from fake_model import Client, ScriptedDrafter, make_engine
+from virtual_time import VirtualClock
+
+from outrider.draft_messages import Hello
+from outrider.errors import OutriderError, Reason
+from outrider.messages import SamplingParams, TokenRequest
+from verifier_svc.drafts.roster import PLACES
+from verifier_svc.engine.loop import Engine
+from verifier_svc.engine.target import Limits
+from verifier_svc.state.sequence import Sequence
+
+GREEDY = SamplingParams(temperature=0.0)
+STEPS = 400
+
+
+def crowd(engine: Engine, count: int) -> list[ScriptedDrafter]:
+    engine.drafting.roster.max_drafters = count + 1
+    return [ScriptedDrafter(engine, f"s{i}", f"s{i}") for i in range(count)]
+
+
+def submit(engine: Engine) -> Sequence:
+    sequence = engine.submit(TokenRequest([1, 2], STEPS, GREEDY), Client())
+    engine.drain_inbox()
+    return sequence
+
+
+def make(clock: VirtualClock, forward_s: float = 0.01) -> Engine:
+    engine, model = make_engine(eos_bias=-99, page_count=512, clock=clock)
+    model.broken = lambda slices: clock.sleep(forward_s)
+    return engine
+
+
+@pytest.mark.parametrize("count", [8, 60, 300])
+def test_silent_drafters_get_few_messages_and_no_wait(count: int) -> None:
+    clock = VirtualClock()
+    engine = make(clock)
+    strangers = crowd(engine, count)
+    submit(engine)
+    began = clock()
+    clock.finish(engine)
+    assert clock() - began == pytest.approx(STEPS * 0.01)
+    messages = sum([len(stranger.received) for stranger in strangers])
+    # Each stranger gets a few messages once; afterwards a few are probed now and then.
+    assert messages <= 12 * count
+    assert messages <= (PLACES + 1) * STEPS
+
+
+def test_a_sequence_has_few_drafters_however_many_are_connected() -> None:
+    clock = VirtualClock()
+    engine = make(clock)
+    crowd(engine, 60)
+    sequence = submit(engine)
+    for _ in range(200):
+        clock.step(engine)
+        assert len(sequence.assignments) <= PLACES
+
+
+@pytest.mark.parametrize("answers", [False, True])
+def test_a_good_drafter_gets_its_chance_among_strangers(answers: bool) -> None:
+    """It joins last. The strangers are silent, or skip for ever."""
+    clock = VirtualClock()
+    engine = make(clock)
+    strangers = crowd(engine, 20)
+    good = ScriptedDrafter(engine, "good", "good")
+    for _ in range(12):
+        sequence = submit(engine)
+        while sequence.id in engine.sequences:
+            for stranger in strangers if answers else []:
+                if stranger.handle.id in sequence.assignments and stranger.length.get(sequence.id):
+                    stranger.skip(sequence.id)
+            if "good" in sequence.assignments and sequence.id in good.length:
+                good.propose(sequence.id, engine.model.greedy(sequence.tokens, 4), anew=True)  # type: ignore[attr-defined]  # a TableModel
+            clock.step(engine)
+    assert good.handle.proven
+    assert "good" in submit(engine).assignments
+    assert good.handle.accepted_count > 0
+
+
+def test_a_drafter_that_only_skips_does_not_displace_a_good_one() -> None:
+    clock = VirtualClock()
+    engine = make(clock)
+    skips = ScriptedDrafter(engine, "skips", "skips")
+    good = ScriptedDrafter(engine, "good", "good")
+    for drafter in (skips, good):
+        drafter.prove()
+    sequence = submit(engine)
+    for _ in range(200):
+        if sequence.id not in engine.sequences:
+            break
+        skips.skip(sequence.id)
+        good.propose(sequence.id, engine.model.greedy(sequence.tokens, 3), anew=True)  # type: ignore[attr-defined]  # a TableModel
+        clock.step(engine)
+    assert sequence.stats.forward_count <= STEPS / 3
+
+
+def test_a_holder_of_too_many_drafters_is_refused_by_the_limits_name_and_others_join() -> None:
+    engine, _ = make_engine(limits=Limits(max_drafters_per_holder=2))
+
+    def join(name: str, source: str) -> None:
+        engine.drafting.join(Hello(name, name, "f", 8), lambda message: None, source=source)
+
+    join("a1", "a")
+    join("a2", "a")
+    with pytest.raises(OutriderError, match=r"2 drafters of a .*drafters-per-holder") as caught:
+        join("a3", "a")
+    assert caught.value.reason is Reason.OVERLOADED
+    join("b1", "b")
+    engine.drafting.leave(engine.drafting.roster.connected["a1"])
+    join("a3", "a")
