@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_settings import SettingsConfigDict
@@ -48,10 +48,6 @@ class TargetSettings(BaseModel):
 
     sampled_rule: SampledRule = "block"
     """Acceptance rule for drafts that a trusted drafter sampled."""
-
-    grammar_backend: Literal["xgrammar", "llguidance"] = "xgrammar"
-    """Library that compiles grammars and computes their masks; llguidance knows no structural
-    tags."""
 
 
 class VerifierSettings(TargetSettings, TlsSettings, ScrapedSettings):

@@ -174,7 +174,6 @@ class Loader:
             settings.target,
             runner.vocab_size,
             runner.eos_token_ids,
-            backend=settings.grammar_backend,
             compile_seconds=settings.grammar_compile_seconds,
             cache_bytes=settings.grammar_cache_bytes,
         )

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from outrider.errors import invalid
+from outrider.grammar.dialect import Backend, backend_of
 from outrider.grammar.kinds import Grammar, GrammarKind
 
-Backend = Literal["xgrammar", "llguidance"]
 Mask = npt.NDArray[np.int32]
 # Most whitespace characters between two JSON tokens. Without a bound a model can indent for ever.
 _MAX_WHITESPACE = 16
@@ -19,6 +19,21 @@ _MAX_WHITESPACE = 16
 # 64,000 characters took more than this.
 _LL_BYTES = 128 * 1024
 _LL_BYTES_PER_CHARACTER = 128
+# Beyond these the mask of one token is an error, which ends that request. 1,000 items take 50 us,
+# 1,000 units of fuel 70 us, and a state 1 to 2 kB.
+_LL_LIMITS = {
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 200_000,
+    "step_max_items": 50_000,
+    "max_lexer_states": 50_000,
+    "max_grammar_size": 500_000,
+}
+_LL_JSON: Any = {
+    # A space, or one line break with an indentation: a model that likes line breaks goes on.
+    "whitespace_pattern": rf"\x20|\x0D?\x0A[\x20\x09]{{0,{_MAX_WHITESPACE}}}",
+    # Without \u: {"\u0061": 1} would pass as another property than "a".
+    "json_allowed_escapes": 'nrbtf\\"',
+}
 
 
 class Matcher(Protocol):
@@ -56,18 +71,35 @@ class Library(Protocol):
         """Compile; raises the library's exceptions for a grammar that it refuses."""
 
 
-def load_library(
-    backend: Backend, tokenizer_path: str, vocab_size: int, stop_token_ids: tuple[int, ...]
-) -> Library:
-    """Load a library and the tokenizer; raises ImportError if the library is not installed.
+class Libraries:
+    """Both libraries with the tokenizer loaded. Each grammar goes to the one that serves it."""
 
-    `vocab_size` is the logits' width; masks never allow ids without a token.
-    """
-    from transformers import AutoTokenizer
+    def __init__(
+        self,
+        tokenizer_path: str,
+        vocab_size: int,
+        stop_token_ids: tuple[int, ...],
+        only: Backend | None = None,
+    ) -> None:
+        """Load the tokenizer. `only` has one library compile what it can, to compare them."""
+        from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
-    make = XGrammar if backend == "xgrammar" else LLGuidance
-    return make(tokenizer, vocab_size, stop_token_ids)
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
+        xgrammar = XGrammar(tokenizer, vocab_size, stop_token_ids)
+        self._libraries: dict[Backend, Library] = {
+            "xgrammar": xgrammar,
+            "llguidance": LLGuidance(tokenizer, vocab_size, stop_token_ids),
+        }
+        self._only = only
+        self.token_bytes = xgrammar.token_bytes
+
+    def backend_of(self, grammar: Grammar) -> Backend:
+        """The library that serves this grammar."""
+        return self._only or backend_of(grammar.kind)
+
+    def compile(self, grammar: Grammar) -> Compiled:
+        """Compile a translated grammar; raises the library's exceptions if it refuses it."""
+        return self._libraries[self.backend_of(grammar)].compile(grammar)
 
 
 def _alternatives(choices: tuple[str, ...]) -> str:
@@ -85,11 +117,12 @@ class XGrammar:
         info = xgrammar.TokenizerInfo.from_huggingface(
             tokenizer, vocab_size=vocab_size, stop_token_ids=list(stop_token_ids)
         )
+        self.token_bytes: list[bytes] = info.decoded_vocab
         # JSON strings must escape control characters. The library does not enforce that in strings
-        # of bounded length and in patterns, so we forbid tokens with raw control characters.
+        # of bounded length, so we forbid tokens with raw control characters.
         self._raw = frozenset(
             token_id
-            for token_id, text in enumerate(info.decoded_vocab)
+            for token_id, text in enumerate(self.token_bytes)
             if any(byte < 0x20 and byte not in b"\r\n" for byte in text)
         )
         # GrammarCache caches instead of the library.
@@ -178,9 +211,9 @@ class LLGuidance:
         matcher = self._library.LLMatcher
         match grammar.kind:
             case GrammarKind.JSON_SCHEMA:
-                text = matcher.grammar_from_json_schema(grammar.text)
+                text = matcher.grammar_from_json_schema(grammar.text, overrides=_LL_JSON)
             case GrammarKind.JSON_OBJECT:
-                text = matcher.grammar_from_json_schema('{"type": "object"}')
+                text = matcher.grammar_from_json_schema('{"type": "object"}', overrides=_LL_JSON)
             case GrammarKind.REGEX:
                 text = matcher.grammar_from_regex(grammar.text)
             case GrammarKind.EBNF:
@@ -200,7 +233,8 @@ class _LLCompiled:
     ) -> None:
         self._library = library
         self._stops = stop_token_ids
-        self._first = library.LLMatcher(tokenizer, text)
+        limits = library.LLParserLimits(**_LL_LIMITS)
+        self._first = library.LLMatcher(tokenizer, text, limits=limits)
         if self._first.is_error():
             raise ValueError(self._first.get_error())
         self.size_bytes = _LL_BYTES + _LL_BYTES_PER_CHARACTER * len(text)

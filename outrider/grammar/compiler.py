@@ -15,8 +15,9 @@ from typing import TypeVar
 
 from outrider.errors import OutriderError, Reason, invalid
 from outrider.grammar import worker
-from outrider.grammar.backends import Backend, Compiled, Matcher, load_library
+from outrider.grammar.backends import Compiled, Libraries, Matcher
 from outrider.grammar.cache import GrammarCache
+from outrider.grammar.dialect import Backend, translate
 from outrider.grammar.kinds import Grammar
 from outrider.grammar.trial import compile_only
 from outrider.process.turns import TenantThreads
@@ -35,7 +36,8 @@ class GrammarCompiler:
 
     `vocab_size` is the logits' width; masks never allow ids without a token. `compile_seconds`
     bounds how long a request waits for its turn, and how long its grammar may then compile.
-    `cache_bytes` bounds the cache.
+    `cache_bytes` bounds the cache. `backend` has one library compile all grammars that it can, to
+    compare them.
 
     A compiled grammar cannot be taken over from another process: XGrammar needs a minute and a
     gigabyte of JSON for a schema of 300 properties that compiles in 0.2 s. So a grammar that a
@@ -48,12 +50,12 @@ class GrammarCompiler:
         vocab_size: int,
         stop_token_ids: tuple[int, ...],
         *,
-        backend: Backend = "xgrammar",
+        backend: Backend | None = None,
         compile_seconds: float = 5.0,
         cache_bytes: int = 512 * 2**20,
         trusted: bool = False,
     ) -> None:
-        """Load the tokenizer; raises ImportError when the backend is not installed.
+        """Load the tokenizer; raises ImportError when a backend is not installed.
 
         `trusted` grammars have been checked by somebody else. They are compiled here alone, and no
         worker processes are started.
@@ -73,7 +75,7 @@ class GrammarCompiler:
             self._workers = queue.SimpleQueue()
             for _ in range(_THREAD_COUNT):
                 self._workers.put(Worker(source))
-        self._library = load_library(backend, tokenizer_path, vocab_size, stop_token_ids)
+        self._libraries = Libraries(tokenizer_path, vocab_size, stop_token_ids, backend)
         self._threads = TenantThreads(_THREAD_COUNT, "grammar", stack_bytes=STACK_BYTES)
         weakref.finalize(self, self._threads.close)
 
@@ -147,15 +149,18 @@ class GrammarCompiler:
         cached = self.cache.get(grammar)
         if cached is not None:
             return cached
-        if self._workers is not None:
-            self._check(self._workers, grammar)
-        return self.cache.add(grammar, compile_only(self._library, grammar))
+        if self._workers is None:
+            translated = translate(grammar, self._libraries.backend_of(grammar))
+        else:
+            translated = self._checked(self._workers, grammar)
+        return self.cache.add(grammar, compile_only(self._libraries, translated))
 
-    def _check(self, workers: queue.SimpleQueue[Worker], grammar: Grammar) -> None:
-        """Have a worker process compile the grammar; raises OutriderError if it does not."""
+    def _checked(self, workers: queue.SimpleQueue[Worker], grammar: Grammar) -> Grammar:
+        """Have a worker process translate and compile the grammar; raises OutriderError."""
         own = workers.get()
         try:
-            worker.raise_error(own.call(worker.request_for(grammar), self._seconds))
+            answer = own.call(worker.request_for(grammar), self._seconds)
+            return worker.translated_by(answer, grammar)
         except OutOfTime as cause:
             limit = f"{self._seconds:g} s"
             raise invalid(grammar.field, f"takes longer than {limit} to compile") from cause

@@ -1,58 +1,53 @@
-"""Refuses JSON schemas that the backends would not enforce in full."""
+"""Translates JSON schemas into what both backends read alike, and refuses the rest by keyword.
+
+Patterns become a small dialect (see `regex`), formats and names of properties become patterns, and
+oneOf becomes anyOf where no value can satisfy two of its schemas. What LLGuidance would ignore or
+enforce wrongly is refused here; what XGrammar alone would, in `schema_xgrammar`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import SchemaError
+from jsonschema.validators import validator_for
+
 from outrider.errors import OutriderError, invalid
+from outrider.grammar.formats import PATTERNS
+from outrider.grammar.regex import literal, schema_pattern, schema_text
 from outrider.grammar.repetition import check_pattern
 
-
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-# Keywords that a grammar cannot express or that the backends ignore, found by compiling each.
-_UNENFORCED = _names(
-    "not if then else dependentRequired dependentSchemas dependencies contains minContains "
-    "maxContains uniqueItems unevaluatedProperties unevaluatedItems $dynamicRef"
+# Keywords that no backend enforces.
+_UNENFORCED = frozenset(
+    [
+        *("not", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies"),
+        *("contains", "minContains", "maxContains", "unevaluatedProperties", "unevaluatedItems"),
+        *("$dynamicRef", "$recursiveRef"),
+    ]
 )
-# A grammar enforces their syntax alone, as the specification allows: 31 February is a date.
-_FORMATS = _names(
-    "date date-time time duration email hostname ipv4 ipv6 uuid uri uri-reference json-pointer"
-)
-_BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
-# Keywords that the backends enforce only beside the type that they apply to.
-_OF_TYPE = {
-    "number": frozenset([*_BOUNDS, "multipleOf"]),
-    "string": frozenset(["minLength", "maxLength", "pattern", "format"]),
-    "object": _names(
-        "properties required additionalProperties patternProperties propertyNames minProperties "
-        "maxProperties"
-    ),
-    "array": frozenset(["items", "prefixItems", "minItems", "maxItems"]),
-}
-# The backends drop the keywords beside one of these.
-_ALONE = ("$ref", "anyOf", "oneOf", "allOf", "enum", "const")
-# Keywords that constrain nothing by themselves.
-_NOTES = _names(
-    "title description default examples $defs definitions $schema $id $anchor $comment "
-    "deprecated readOnly writeOnly"
-)
+BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
-# XGrammar keeps only the lowest 32 bits of a count. Counts up to this cost neither backend
-# anything, nested or not.
+# What says nothing about a value, or is translated to other keywords. LLGuidance would take options
+# from x-guidance.
+_DROPPED = ("x-guidance", "$id", "id", "format", "propertyNames", "uniqueItems")
+# XGrammar keeps only the lowest 32 bits of a count.
 _MAX_COUNT = 2**31 - 1
-# The number of named properties, times the number that may precede each. XGrammar makes a rule for
-# each such pair: 10,000 compile in 1 s, 20,000 in 10 s, and 40,000 in more than 30 s.
-_MAX_PAIRS = 10_000
-# XGrammar ignores multipleOf with a warning beyond this multiple, and beside a range that holds
-# more numbers than this.
+# Beyond these numbers a 64-bit float is no exact integer, or its decimal fraction is so long that
+# LLGuidance cannot compile a range.
+_MAX_NUMBER = 2**53
+_MIN_NUMBER = 1e-15
+# A mask's states multiply with the multiple, and LLGuidance keeps a common multiple in 32 bits.
 _MAX_MULTIPLE = 1024
-_MAX_NUMBERS = 10_000
-_UNENFORCED_IN_PATTERNS = ("(?=", "(?!", "(?<", '"')
+_MAX_COMMON_MULTIPLE = 2**31 - 1
+_MAX_NESTING = 64
+# Keywords that hold schemas: by name, in a list, and alone.
+_MAPS = ("properties", "patternProperties", "$defs", "definitions")
+_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
+_SINGLE = ("items", "additionalProperties", "additionalItems", "propertyNames")
 _TYPE_NAMES: dict[type[Any], str] = {
     int: "number",
     float: "number",
@@ -61,199 +56,313 @@ _TYPE_NAMES: dict[type[Any], str] = {
     list: "array",
     type(None): "null",
 }
-# Keywords that hold schemas: by name, in a list, and alone.
-_MAPS = ("properties", "patternProperties", "$defs", "definitions")
-_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
-_SINGLE = ("items", "additionalProperties", "additionalItems", "propertyNames")
-_MAX_NESTING = 64
 
 
-def check_schema(schema: Any, field: str, depth: int = 0) -> None:
-    """Check a schema and those in it; raises OutriderError(INVALID_VALUE) for an invalid keyword.
+def translate_schema(schema: Any, field: str, *, quoted: bool) -> Any:
+    """Check a JSON schema and translate it for a backend.
 
-    The error names `field`, the request's parameter, and the keyword. `depth` counts the schemas
-    around this one.
+    `quoted` says whether the backend applies patterns to a string's JSON text (XGrammar) rather
+    than to its characters (LLGuidance). Raises OutriderError(INVALID_VALUE) that names `field`, the
+    request's parameter, and the keyword.
     """
-    if depth > _MAX_NESTING:
-        raise invalid(field, f"is nested more than {_MAX_NESTING} deep")
-    if isinstance(schema, bool):
-        return
+    if schema is False:
+        raise invalid(field, "allows no text at all")
+    if schema is True:
+        return {}
     if not isinstance(schema, Mapping):
         raise invalid(field, f"must be an object or a boolean, not {type(schema).__name__}")
-    _check_keywords(schema, field)
-    for name in _MAPS:
-        for inner in _mapping(schema, name, field).values():
-            check_schema(inner, field, depth + 1)
-    for name in _LISTS:
-        for inner in _list(schema, name, field):
-            check_schema(inner, field, depth + 1)
-    for name in _SINGLE:
-        if name in schema and not isinstance(schema[name], list):
-            check_schema(schema[name], field, depth + 1)
+    translator = _Translator(field, quoted)
+    translated = translator.translate(schema, ())
+    translator.check_references()
+    _check_by_metaschema(schema, field)
+    return translated
 
 
-def _unenforceable(field: str, problem: str) -> OutriderError:
+def unenforceable(field: str, problem: str) -> OutriderError:
+    """The error for a schema that is valid, but that a backend cannot enforce."""
     return invalid(field, f"{problem}, which cannot be enforced")
 
 
-def _check_keywords(schema: Mapping[str, Any], field: str) -> None:
-    """Check one schema's keywords, not those of the schemas in it."""
-    refused = sorted(_UNENFORCED & schema.keys())
-    if refused:
-        raise _unenforceable(field, f"uses {refused[0]}")
-    if isinstance(schema.get("items"), list):
-        raise invalid(field, "has a list of items, which cannot be enforced; use prefixItems")
-    reference = schema.get("$ref", "#")
-    if not isinstance(reference, str) or not reference.startswith("#"):
-        name = str(reference)[:80]
-        raise invalid(field, f"refers to {name}; only references within the schema are followed")
-    if "format" in schema and schema["format"] not in _FORMATS:
-        raise _unenforceable(field, f"uses the format {str(schema['format'])[:40]!r}")
-    if len(_list(schema, "allOf", field)) > 1:
-        raise _unenforceable(field, "has allOf with more than one schema")
-    _check_neighbours(schema, field)
-    _check_string(schema, field)
-    _check_counts(schema, field)
-    _check_multiple(schema, field)
-    known = _mapping(schema, "properties", field)
-    missing = [name for name in _list(schema, "required", field) if name not in known]
-    if missing:
-        raise invalid(field, f"requires {str(missing[0])[:40]!r}, which is none of its properties")
-    if not _disjoint(_list(schema, "oneOf", field)):
-        problem = "has oneOf whose schemas may overlap"
-        raise invalid(field, f"{problem}, which cannot be enforced; anyOf can")
+def types_of(schema: Mapping[str, Any]) -> set[str]:
+    """The schema's types, with number for integer; empty where it names none."""
+    kinds = schema.get("type", [])
+    if isinstance(kinds, str):
+        kinds = [kinds]
+    return {"number" if kind == "integer" else str(kind) for kind in kinds}
 
 
-def _check_neighbours(schema: Mapping[str, Any], field: str) -> None:
-    """Refuse combinations of keywords that the backends do not enforce together."""
-    for name in _ALONE:
-        allowed = {name}
-        if name in ("enum", "const"):
-            allowed.add("type")
-        beside = sorted(schema.keys() - _NOTES - allowed)
-        if name in schema and beside:
-            message = f"has {beside[0]} beside {name}, which cannot be enforced together"
-            raise invalid(field, message)
-    types = _types(schema)
-    for kind, names in _OF_TYPE.items():
-        present = sorted(names & schema.keys())
-        if kind not in types and present:
-            raise _unenforceable(field, f"has {present[0]} without a type of {kind}")
-    values = _values(schema)
-    if values and types and any(_type_of(value) not in types for value in values):
-        raise invalid(field, "lists values that are not of its type")
-
-
-def _check_string(schema: Mapping[str, Any], field: str) -> None:
-    """Check lengths and patterns of strings."""
-    has_length = "minLength" in schema or "maxLength" in schema
-    if has_length and ("pattern" in schema or "format" in schema):
-        message = "has a length beside pattern or format, which cannot be enforced together"
-        raise invalid(field, message)
-    pattern = schema.get("pattern", "")
-    if not isinstance(pattern, str) or any(part in pattern for part in _UNENFORCED_IN_PATTERNS):
-        raise _unenforceable(field, "has a pattern with lookaround or a quotation mark")
-    for text in (pattern, *_mapping(schema, "patternProperties", field)):
-        check_pattern(text, field)
-
-
-def _check_counts(schema: Mapping[str, Any], field: str) -> None:
-    """Check bounds on lengths and numbers of items and properties."""
-    for name in _COUNTS:
-        count = schema.get(name, 0)
-        if not isinstance(count, int) or not 0 <= count <= _MAX_COUNT:
-            range_text = f"it must be an integer from 0 to {_MAX_COUNT}"
-            raise invalid(field, f"has {name} {str(count)[:20]}; {range_text}")
-    named = len(_mapping(schema, "properties", field))
-    if schema.get("minProperties", 0) or "maxProperties" in schema:
-        pairs = named * min(named, schema.get("maxProperties", named))
-        if pairs > _MAX_PAIRS:
-            problem = f"has {named} properties beside minProperties or maxProperties"
-            raise invalid(field, f"{problem}, which takes too long to compile")
-
-
-def _check_multiple(schema: Mapping[str, Any], field: str) -> None:
-    """Check multipleOf and the range beside it."""
-    if "multipleOf" not in schema:
-        return
-    multiple = schema["multipleOf"]
-    bounds = [schema[name] for name in _BOUNDS if name in schema]
-    if schema.get("type") != "integer" or not all(map(_is_whole, [multiple, *bounds])):
-        raise _unenforceable(field, "has multipleOf for other numbers than integers")
-    if not 1 <= multiple <= _MAX_MULTIPLE:
-        text = f"has multipleOf {str(multiple)[:20]}, which cannot be enforced"
-        raise invalid(field, f"{text}; from 1 to {_MAX_MULTIPLE} it can")
-    lowest = _inner_bounds(schema, "minimum", "exclusiveMinimum", 1)
-    highest = _inner_bounds(schema, "maximum", "exclusiveMaximum", -1)
-    if bounds and not (lowest and highest and min(highest) - max(lowest) < _MAX_NUMBERS):
-        text = f"a range that is open or has over {_MAX_NUMBERS} numbers"
-        raise _unenforceable(field, f"has multipleOf beside {text}")
-
-
-def _inner_bounds(
-    schema: Mapping[str, Any], inclusive: str, exclusive: str, step: int
-) -> list[float]:
-    """The bounds of a range of integers; `step` leads from an excluded number into the range."""
-    bounds = []
-    if inclusive in schema:
-        bounds.append(schema[inclusive])
-    if exclusive in schema:
-        bounds.append(schema[exclusive] + step)
-    return bounds
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) or (isinstance(value, float) and value.is_integer())
-
-
-def _disjoint(schemas: list[Any]) -> bool:
-    """Whether types or listed values show that no value satisfies two of the schemas."""
-    return all(_is_disjoint(one, other) for one, other in combinations(schemas, 2))
-
-
-def _is_disjoint(one: Any, other: Any) -> bool:
-    if not isinstance(one, Mapping) or not isinstance(other, Mapping):
-        return False
-    types = [_types(schema) for schema in (one, other)]
-    if types[0] and types[1] and not types[0] & types[1]:
-        return True
-    values = [_values(schema) for schema in (one, other)]
-    return all(values) and not any(value in values[1] for value in values[0])
-
-
-def _values(schema: Mapping[str, Any]) -> list[Any]:
+def values_of(schema: Mapping[str, Any]) -> list[Any]:
     """The values that the schema lists in enum or const."""
     if "const" in schema and "enum" not in schema:
         return [schema["const"]]
-    found = schema.get("enum", [])
-    return found if isinstance(found, list) else []
+    return list(schema.get("enum", []))
 
 
-def _type_of(value: Any) -> str:
+def type_of(value: Any) -> str:
+    """The type of a JSON value, with number for integer."""
     if isinstance(value, bool):
         return "boolean"
     return _TYPE_NAMES[type(value)]
 
 
-def _types(schema: Mapping[str, Any]) -> set[str]:
-    """The schema's types, with number for integer; empty where it names none."""
-    kinds = schema.get("type", [])
-    if isinstance(kinds, str):
-        kinds = [kinds]
-    elif not isinstance(kinds, list):
-        kinds = []
-    return {"number" if kind == "integer" else str(kind) for kind in set(kinds)}
+def _check_by_metaschema(schema: Mapping[str, Any], field: str) -> None:
+    """Check the form of all keywords, by the schema's own version of JSON Schema."""
+    kind = validator_for(schema, default=Draft202012Validator)
+    try:
+        kind.check_schema(dict(schema))
+    except SchemaError as cause:
+        place = "/".join(map(str, cause.absolute_path)) or "the top"
+        raise invalid(field, f"is no JSON schema at {place[:80]}: {cause.message[:120]}") from cause
 
 
-def _mapping(schema: Mapping[str, Any], name: str, field: str) -> Mapping[str, Any]:
-    found = schema.get(name, {})
-    if not isinstance(found, Mapping):
-        raise invalid(field, f"has {name} that is no object")
-    return found
+class _Translator:
+    """Translates one schema and those in it."""
+
+    def __init__(self, field: str, quoted: bool) -> None:
+        self._field, self._quoted = field, quoted
+        self._places: set[tuple[str, ...]] = set()
+        self._anchors: list[str] = []
+        self._references: list[str] = []
+        self._common_multiple = 1
+
+    def translate(self, schema: Any, place: tuple[str, ...], depth: int = 0) -> Any:
+        """The translated schema; `place` is its path within the whole."""
+        if depth > _MAX_NESTING:
+            raise invalid(self._field, f"is nested more than {_MAX_NESTING} deep")
+        self._places.add(place)
+        if not isinstance(schema, Mapping):
+            # The metaschema's check refuses what is no boolean.
+            return schema
+        self._check(schema, place)
+        found = dict(schema)
+        for name in _DROPPED:
+            found.pop(name, None)
+        if place:
+            found.pop("$schema", None)
+        self._translate_inner(found, place, depth + 1)
+        if not self._quoted:
+            _translate_bounds(found)
+        self._translate_strings(schema, found)
+        self._translate_names(schema, found)
+        if not _overlapping(schema.get("oneOf")):
+            _add(found, "anyOf", found.pop("oneOf", None))
+        return found
+
+    def check_references(self) -> None:
+        """Check that each reference leads to one schema that was translated."""
+        for reference in self._references:
+            name = reference[1:]
+            place = tuple(_unescaped(part) for part in name.split("/")[1:])
+            known = place in self._places if "/" in name or not name else None
+            if known is None:
+                known = self._anchors.count(name) == 1
+            if not known:
+                problem = f"has $ref {reference[:80]!r}, which leads to no schema in it"
+                raise invalid(self._field, problem)
+
+    def _translate_inner(self, found: dict[str, Any], place: tuple[str, ...], depth: int) -> None:
+        for name in _MAPS:
+            if isinstance(found.get(name), Mapping):
+                found[name] = {
+                    key: self.translate(inner, (*place, name, key), depth)
+                    for key, inner in found[name].items()
+                }
+        for name in _LISTS:
+            if isinstance(found.get(name), list):
+                found[name] = [
+                    self.translate(inner, (*place, name, str(i)), depth)
+                    for i, inner in enumerate(found[name])
+                ]
+        for name in _SINGLE:
+            if isinstance(found.get(name), Mapping):
+                found[name] = self.translate(found[name], (*place, name), depth)
+
+    def _translate_strings(self, schema: Mapping[str, Any], found: dict[str, Any]) -> None:
+        """Translate patterns, and formats to patterns."""
+        if isinstance(schema.get("pattern"), str):
+            found["pattern"] = self._pattern(schema["pattern"])
+        if "format" in schema:
+            pattern = self._pattern(PATTERNS[schema["format"]])
+            if "pattern" in found:
+                _add(found, "allOf", [{"pattern": pattern}])
+            else:
+                found["pattern"] = pattern
+        patterns = schema.get("patternProperties")
+        if isinstance(patterns, Mapping):
+            translated = [self._pattern(pattern) for pattern in patterns]
+            if len(set(translated)) < len(translated):
+                raise unenforceable(self._field, "has patternProperties with equal patterns")
+            found["patternProperties"] = dict(
+                zip(translated, found["patternProperties"].values(), strict=True)
+            )
+
+    def _translate_names(self, schema: Mapping[str, Any], found: dict[str, Any]) -> None:
+        """Translate propertyNames to patternProperties."""
+        names = schema.get("propertyNames", True)
+        if names is True or names == {}:
+            return
+        keywords = ("pattern", "format", "enum", "const", "type")
+        used = [] if names is False else [key for key in names if key in keywords[:4]]
+        alone = not schema.keys() & {"properties", "patternProperties", "required"}
+        if names is False or not alone or len(used) != 1 or names.keys() - {*keywords}:
+            problem = "has propertyNames that are more than one pattern, format, enum or const"
+            raise unenforceable(self._field, f"{problem}, or are beside named properties")
+        if names.get("type", "string") != "string":
+            raise unenforceable(self._field, "has propertyNames of another type than string")
+        key, value = used[0], names[used[0]]
+        if key in ("enum", "const"):
+            texts = [text for text in values_of(names) if isinstance(text, str)]
+            pattern = f"^(?:{'|'.join(map(literal, texts))})$"
+        else:
+            pattern = value if key == "pattern" else PATTERNS[value]
+        rest = found.get("additionalProperties", True)
+        found["patternProperties"] = {self._pattern(pattern): rest}
+        found["additionalProperties"] = False
+
+    def _pattern(self, pattern: str) -> str:
+        check_pattern(pattern, self._field)
+        return f"^(?:{schema_pattern(pattern, self._field, quoted=self._quoted)})$"
+
+    def _check(self, schema: Mapping[str, Any], place: tuple[str, ...]) -> None:
+        """Check one schema's keywords, not those of the schemas in it."""
+        refused = sorted(_UNENFORCED & schema.keys())
+        if schema.get("uniqueItems"):
+            refused.append("uniqueItems")
+        if refused:
+            raise unenforceable(self._field, f"uses {refused[0]}")
+        if place and ("$id" in schema or isinstance(schema.get("id"), str)):
+            raise unenforceable(self._field, "has $id within the schema")
+        if isinstance(schema.get("$ref"), str):
+            self._references.append(schema["$ref"])
+            if not schema["$ref"].startswith("#"):
+                problem = f"has $ref {schema['$ref'][:80]!r}"
+                raise invalid(self._field, f"{problem}; only references within it are followed")
+        if isinstance(schema.get("$anchor"), str):
+            self._anchors.append(schema["$anchor"])
+        form = schema.get("format", "date")
+        if not isinstance(form, str) or form not in PATTERNS:
+            raise unenforceable(self._field, f"uses the format {str(form)[:40]!r}")
+        self._check_counts(schema)
+        self._check_numbers(schema)
+        for keyword in ("const", "enum", "properties", "required"):
+            if keyword in schema:
+                self._check_value(schema[keyword], keyword, names_only=keyword == "properties")
+
+    def _check_counts(self, schema: Mapping[str, Any]) -> None:
+        """Check bounds on lengths and numbers of items and properties."""
+        for name in _COUNTS:
+            count = schema.get(name, 0)
+            if not isinstance(count, int) or not 0 <= count <= _MAX_COUNT:
+                range_text = f"it must be an integer from 0 to {_MAX_COUNT}"
+                raise invalid(self._field, f"has {name} {str(count)[:20]}; {range_text}")
+        required = schema.get("required", [])
+        named = len(required) if isinstance(required, list) else 0
+        closed = schema.get("additionalProperties") is False and "patternProperties" not in schema
+        if schema.get("minProperties", 0) > named + 1 and not closed:
+            # A model may write the same name twice, which counts as one property.
+            problem = "has minProperties of more than one property whose name is open"
+            raise unenforceable(self._field, problem)
+
+    def _check_numbers(self, schema: Mapping[str, Any]) -> None:
+        """Check bounds and multiples."""
+        for name in BOUNDS:
+            if name in schema:
+                self._check_number(schema[name], name)
+        if "multipleOf" not in schema:
+            return
+        multiple = schema["multipleOf"]
+        if not isinstance(multiple, int | float) or not 1 <= multiple <= _MAX_MULTIPLE:
+            range_text = f"from 1 to {_MAX_MULTIPLE} it can"
+            problem = f"has multipleOf {str(multiple)[:20]}"
+            raise invalid(self._field, f"{problem}, which cannot be enforced; {range_text}")
+        if multiple != int(multiple):
+            raise unenforceable(self._field, f"has multipleOf {multiple}, which is no integer")
+        self._common_multiple = math.lcm(self._common_multiple, int(multiple))
+        if self._common_multiple > _MAX_COMMON_MULTIPLE:
+            raise unenforceable(self._field, "has too many different multipleOf")
+
+    def _check_number(self, value: Any, keyword: str) -> None:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            # A draft-4 exclusiveMinimum may be a boolean; the metaschema refuses other values.
+            return
+        size = abs(value)
+        if size and not _MIN_NUMBER <= size <= _MAX_NUMBER:
+            range_text = f"numbers from {_MIN_NUMBER:g} to {_MAX_NUMBER} can"
+            problem = f"has {keyword} {str(value)[:20]}, which cannot be enforced"
+            raise invalid(self._field, f"{problem}; {range_text}")
+
+    def _check_value(self, value: Any, keyword: str, *, names_only: bool = False) -> None:
+        """Check the numbers and texts within a listed value, or within its names alone."""
+        if isinstance(value, str):
+            schema_text(value, keyword, self._field)
+        elif isinstance(value, Mapping):
+            for name, inner in value.items():
+                schema_text(name, keyword, self._field)
+                if not names_only:
+                    self._check_value(inner, keyword)
+        elif isinstance(value, list):
+            for inner in value:
+                self._check_value(inner, keyword)
+        else:
+            self._check_number(value, keyword)
 
 
-def _list(schema: Mapping[str, Any], name: str, field: str) -> list[Any]:
-    found = schema.get(name, [])
-    if not isinstance(found, list):
-        raise invalid(field, f"has {name} that is no list")
-    return found
+def _translate_bounds(schema: dict[str, Any]) -> None:
+    """Write an exclusive bound of 0 as the least number.
+
+    LLGuidance lets a range from an excluded 0 to less than 1 contain 0.
+    """
+    for exclusive, inclusive, least, inner in (
+        ("exclusiveMinimum", "minimum", _MIN_NUMBER, max),
+        ("exclusiveMaximum", "maximum", -_MIN_NUMBER, min),
+    ):
+        bound = schema.get(exclusive)
+        if bound == 0 and not isinstance(bound, bool):
+            del schema[exclusive]
+            schema[inclusive] = inner(schema.get(inclusive, least), least)
+
+
+def _add(schema: dict[str, Any], keyword: str, parts: Sequence[Any] | None) -> None:
+    """Require a list of schemas beside what the keyword requires already."""
+    if parts is None:
+        return
+    if keyword not in schema:
+        schema[keyword] = list(parts)
+    elif keyword == "allOf":
+        schema[keyword] = [*schema[keyword], *parts]
+    else:
+        _add(schema, "allOf", [{keyword: list(parts)}])
+
+
+def _unescaped(part: str) -> str:
+    """A part of a JSON pointer within a URI's fragment."""
+    from urllib.parse import unquote
+
+    return unquote(part).replace("~1", "/").replace("~0", "~")
+
+
+def _overlapping(schemas: Any) -> bool:
+    """Whether a value may satisfy two of the schemas of oneOf."""
+    if not isinstance(schemas, list):
+        return False
+    return not all(_is_disjoint(one, other) for one, other in combinations(schemas, 2))
+
+
+def _is_disjoint(one: Any, other: Any) -> bool:
+    """Whether types or listed values show that no value satisfies both schemas."""
+    if not isinstance(one, Mapping) or not isinstance(other, Mapping):
+        return False
+    types = [_known_types(schema) for schema in (one, other)]
+    if types[0] and types[1] and not types[0] & types[1]:
+        return True
+    values = [_known_values(schema) for schema in (one, other)]
+    return all(values) and not any(value in values[1] for value in values[0])
+
+
+def _known_types(schema: Mapping[str, Any]) -> set[str]:
+    kinds = schema.get("type")
+    return types_of(schema) if isinstance(kinds, str | list) else set()
+
+
+def _known_values(schema: Mapping[str, Any]) -> list[Any]:
+    return values_of(schema) if isinstance(schema.get("enum", []), list) else []

@@ -1,4 +1,7 @@
-"""Checks and compiles a grammar, and tries it out. Runs in a worker process for untrusted ones."""
+"""Translates, compiles and tries out a grammar.
+
+A worker process does so for those of requests.
+"""
 
 from __future__ import annotations
 
@@ -9,40 +12,58 @@ from collections.abc import Sequence
 import numpy as np
 
 from outrider.errors import OutriderError, invalid
-from outrider.grammar.backends import Compiled, Library, Matcher
-from outrider.grammar.checks import check
+from outrider.grammar.backends import Compiled, Libraries, Matcher
+from outrider.grammar.dialect import translate
+from outrider.grammar.guard import Guard
 from outrider.grammar.kinds import Grammar
 
 # A trial computes masks along a text of this many tokens, within this CPU time. An ambiguous
 # grammar compiles at once but may take seconds for a mask.
 _TRIAL_TOKENS = 16
 _TRIAL_SECONDS = 0.8
+# How LLGuidance's messages begin that do not name the keyword, or name an option of its own.
+_PROBLEMS = {
+    "oneOf constraints": "it has oneOf whose schemas may overlap; anyOf can",
+    "patternProperty regexes": "it has patternProperties that may match the same name",
+    "min/maxProperties": "it has minProperties or maxProperties beside optional properties",
+    "circular references": "it has $ref beside other keywords in a circle of references",
+}
 
 
-def compile_checked(
-    library: Library, grammar: Grammar, vocab_size: int, stop_token_ids: Sequence[int]
-) -> Compiled:
-    """Check, compile and try out a grammar.
+class Trial:
+    """Tries grammars for one tokenizer; `vocab_size` is the logits' width."""
 
-    Raises OutriderError(INVALID_VALUE) that names the field for a grammar that is invalid, that
-    cannot be enforced, that allows no text, or whose masks take too long.
-    """
-    check(grammar)
-    compiled = compile_only(library, grammar)
+    def __init__(
+        self, libraries: Libraries, vocab_size: int, stop_token_ids: Sequence[int]
+    ) -> None:
+        self._libraries = libraries
+        self._vocab_size = vocab_size
+        self._stops = stop_token_ids
+        self._guard = Guard(libraries.token_bytes, stop_token_ids)
+
+    def translated(self, grammar: Grammar) -> Grammar:
+        """Translate, compile and try out a grammar; returns the translated one.
+
+        Raises OutriderError(INVALID_VALUE) that names the field for a grammar that is invalid, that
+        cannot be enforced, that allows no text, or whose masks take too long.
+        """
+        found = translate(grammar, self._libraries.backend_of(grammar))
+        compiled = compile_only(self._libraries, found)
+        try:
+            _try_out(compiled.matcher(), grammar.field, self._vocab_size, self._stops)
+            self._guard.check(compiled, grammar)
+        except OutriderError:
+            raise
+        # Each library has its own exceptions, and all of them are about the grammar.
+        except Exception as cause:
+            raise _refused(grammar, cause) from cause
+        return found
+
+
+def compile_only(libraries: Libraries, grammar: Grammar) -> Compiled:
+    """Compile a translated grammar; raises OutriderError(INVALID_VALUE) if that fails."""
     try:
-        _try_out(compiled.matcher(), grammar.field, vocab_size, stop_token_ids)
-    except OutriderError:
-        raise
-    # Each library has its own exceptions, and all of them are about the grammar.
-    except Exception as cause:
-        raise _refused(grammar, cause) from cause
-    return compiled
-
-
-def compile_only(library: Library, grammar: Grammar) -> Compiled:
-    """Compile a grammar that was checked; raises OutriderError(INVALID_VALUE) if that fails."""
-    try:
-        return library.compile(grammar)
+        return libraries.compile(grammar)
     except (OutriderError, MemoryError):
         raise
     except Exception as cause:
@@ -56,6 +77,9 @@ def _refused(grammar: Grammar, cause: Exception) -> OutriderError:
 def _readable(cause: Exception) -> str:
     """The first line of a library's message, without time stamp and file."""
     line = next(iter(str(cause).strip().splitlines()), type(cause).__name__)
+    for begin, problem in _PROBLEMS.items():
+        if line.startswith(begin):
+            return problem
     return re.sub(r"^\[[\d:]+\] \S+:\d+: ", "", line)[:300]
 
 

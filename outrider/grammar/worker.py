@@ -4,28 +4,30 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 
 from outrider.errors import OutriderError, Reason
-from outrider.grammar.backends import Backend, load_library
+from outrider.grammar.backends import Libraries
+from outrider.grammar.dialect import Backend
 from outrider.grammar.kinds import Grammar, GrammarKind
-from outrider.grammar.trial import compile_checked
+from outrider.grammar.trial import Trial
 
 HANDLER = f"{__name__}:checker"
 
 
 def checker(
-    tokenizer: str, vocab_size: int, stop_token_ids: list[int], backend: Backend
+    tokenizer: str, vocab_size: int, stop_token_ids: list[int], backend: Backend | None
 ) -> Callable[[bytes], bytes]:
-    """A handler that checks grammars: it answers with nothing, or with an error as JSON."""
+    """A handler that answers with the translated grammar, or with an error."""
     stops = tuple(stop_token_ids)
-    library = load_library(backend, tokenizer, vocab_size, stops)
+    trial = Trial(Libraries(tokenizer, vocab_size, stops, backend), vocab_size, stops)
 
     def handle(request: bytes) -> bytes:
         try:
-            compile_checked(library, grammar_from(request), vocab_size, stops)
+            translated = trial.translated(grammar_from(request))
         except OutriderError as error:
             return json.dumps([error.reason.name, error.message, error.field]).encode()
-        return b""
+        return json.dumps(translated.text).encode()
 
     return handle
 
@@ -41,8 +43,10 @@ def grammar_from(request: bytes) -> Grammar:
     return Grammar(GrammarKind(kind), text, tuple(choices))
 
 
-def raise_error(answer: bytes) -> None:
-    """Raise the OutriderError that the worker's answer holds, if it holds one."""
-    if answer:
-        reason, message, field = json.loads(answer)
-        raise OutriderError(Reason[reason], message, field)
+def translated_by(answer: bytes, grammar: Grammar) -> Grammar:
+    """The translated grammar that the worker's answer holds; raises the OutriderError in it."""
+    found = json.loads(answer)
+    if isinstance(found, str):
+        return replace(grammar, text=found)
+    reason, message, field = found
+    raise OutriderError(Reason[reason], message, field)

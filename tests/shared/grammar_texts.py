@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from outrider.grammar.backends import Backend, Compiled
+from outrider.grammar.backends import Compiled
 from outrider.grammar.compiler import GrammarCompiler
+from outrider.grammar.dialect import Backend
 from outrider.grammar.kinds import Grammar, GrammarKind
 from outrider.tokenizer import load_tokenizer
 
@@ -24,8 +25,8 @@ TOKENIZER = load_tokenizer(TARGET)
 
 
 @cache
-def compiler(backend: Backend) -> GrammarCompiler:
-    """A compiler that all tests share."""
+def compiler(backend: Backend | None) -> GrammarCompiler:
+    """A compiler that all tests share; with None as the product has it."""
     return GrammarCompiler(TARGET, VOCAB, ENDS, backend=backend)
 
 

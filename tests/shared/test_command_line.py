@@ -147,7 +147,7 @@ def test_the_version_is_a_command_and_a_flag(
     ("words", "completed"),
     [
         ("outrider se", "plain,serve"),
-        ("outrider serve --gr", "plain,--grpc-port\nplain,--grammar-backend"),
+        ("outrider serve --gr", "plain,--grpc-port"),
         ("outrider serve --dtype b", "plain,bfloat16"),
         ("outrider serve models/t", "file,models/t"),
     ],

@@ -14,7 +14,7 @@ from grammar_texts import BACKENDS, ENDS, TOKENIZER, VOCAB, allowed, compiler, s
 from json_schemas import schemas
 
 from outrider.errors import OutriderError
-from outrider.grammar.backends import Backend
+from outrider.grammar.dialect import Backend
 from outrider.grammar.kinds import Grammar, GrammarKind
 
 
@@ -118,8 +118,6 @@ BAD: list[Grammar] = [
     schema({"if": {}, "then": {}}),
     schema({"$ref": "https://example.org/schema"}),
     schema({"properties": {"a": {"type": "string", "format": "color"}}}),
-    schema({"type": "string", "pattern": "a", "maxLength": 3}),
-    schema({"allOf": [{"type": "integer"}, {"minimum": 3}]}),
     schema({"oneOf": [{"type": "integer"}, {"type": "number"}]}),
     schema({"items": [{}]}),
     schema({"properties": 3}),
@@ -130,22 +128,10 @@ BAD: list[Grammar] = [
     Grammar(GrammarKind.JSON_SCHEMA, "[" * 60_000),
     Grammar(GrammarKind.JSON_SCHEMA, '{"items":' * 10_000),
     schema({"type": "number", "multipleOf": 0.5}),
-    schema({"minimum": 3}),
-    schema({"required": ["a"]}),
-    schema({"type": "object", "required": ["a"]}),
-    schema({"$ref": "#/$defs/a", "minimum": 5, "$defs": {"a": {"type": "integer"}}}),
-    schema({"enum": [1, 2], "minimum": 2}),
-    schema({"type": "string", "enum": ["a", 1]}),
-    schema({"type": "string", "minLength": 3, "format": "uuid"}),
     schema({"type": "string", "pattern": "^(?!b).*$"}),
-    schema({"type": "string", "pattern": '^"$'}),
     schema({"type": "string", "pattern": "^((a{1,1000}){1,1000}){1,1000}$"}),
     schema({"type": "integer", "multipleOf": 1025}),
     schema({"type": "integer", "multipleOf": 2.5}),
-    schema({"type": "integer", "multipleOf": 7, "minimum": 0}),
-    schema({"type": "integer", "multipleOf": 7, "maximum": 0}),
-    schema({"type": "integer", "multipleOf": 7, "minimum": 0, "maximum": 10_000}),
-    schema({"type": "integer", "multipleOf": 7, "exclusiveMinimum": 0, "exclusiveMaximum": 10_002}),
     schema({"type": "array", "items": {"type": "string", "maxLength": 2**33 + 1}}),
     schema({"type": "array", "minItems": -1}),
     schema({"type": "array", "maxItems": 2.5}),
@@ -154,6 +140,42 @@ BAD: list[Grammar] = [
     Grammar(GrammarKind.EBNF, "root ::= missing"),
     Grammar(GrammarKind.EBNF, "nonsense"),
 ]
+
+
+# What XGrammar alone does not enforce; it serves the schemas within structural tags.
+BAD_FOR_XGRAMMAR: list[Any] = [
+    {"type": "string", "pattern": "a", "maxLength": 3},
+    {"allOf": [{"type": "integer"}, {"minimum": 3}]},
+    {"minimum": 3},
+    {"required": ["a"]},
+    {"type": "object", "required": ["a"]},
+    {"$ref": "#/$defs/a", "minimum": 5, "$defs": {"a": {"type": "integer"}}},
+    {"enum": [1, 2], "minimum": 2},
+    {"type": "string", "enum": ["a", 1]},
+    {"type": "string", "minLength": 3, "format": "uuid"},
+    {"type": "integer", "multipleOf": 7, "minimum": 0},
+    {"type": "integer", "multipleOf": 7, "maximum": 0},
+    {"type": "integer", "multipleOf": 7, "minimum": 0, "maximum": 10_000},
+    {"type": "integer", "multipleOf": 7, "exclusiveMinimum": 0, "exclusiveMaximum": 10_002},
+    {"type": "number", "minimum": 1e-7},
+    {"const": 1.1},
+    {"$ref": "#a", "$defs": {"a": {"$anchor": "a", "type": "integer"}}},
+    {"type": "object", "properties": {"a": {"const": 1}}, "additionalProperties": True},
+    {"type": "object", "properties": {'"': {"const": 1}}},
+]
+
+
+@pytest.mark.parametrize("value", BAD_FOR_XGRAMMAR, ids=lambda value: json.dumps(value)[:40])
+def test_what_xgrammar_does_not_enforce_is_refused_in_tags_and_enforced_elsewhere(
+    value: Any,
+) -> None:
+    part = {"type": "json_schema", "json_schema": value}
+    tag = json.dumps({"type": "structural_tag", "format": part})
+    with pytest.raises(OutriderError, match=r"structural_tag .*(cannot|none|not of)"):
+        compiler(None).compile(Grammar(GrammarKind.STRUCTURAL_TAG, tag))
+    walked = [walk(compiler(None).compile(schema(value)), random.Random(i)) for i in range(9)]
+    for text in filter(None, walked):
+        jsonschema.validate(json.loads(text), value, format_checker=jsonschema.FormatChecker())
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -9,7 +9,8 @@ import pytest
 from grammar_texts import BACKENDS, ENDS, VOCAB, allowed, compiler, schema
 from random_trees import random_tree
 
-from outrider.grammar.backends import Backend, Compiled, Mask, Matcher
+from outrider.grammar.backends import Compiled, Mask, Matcher
+from outrider.grammar.dialect import Backend
 from outrider.lm.pages import KVSequence
 from outrider.messages import SamplingParams, SpeculationStats, TokenRequest
 from outrider.token_tree import path_to
