@@ -152,7 +152,6 @@ class VerifierSettings(TargetSettings, TlsSettings, ScrapedSettings):
             "sampled_rule",
             "synthetic_acceptance_rate",
             "thinking_tokens",
-            "grammar_backend",
         )
         return {name.replace("_", "-"): str(getattr(self, name)) for name in names}
 
