@@ -44,7 +44,8 @@ class DrafterSpec(_Part):
     name: str = Field(min_length=1)
 
     family: str = ""
-    """A sequence goes only to the least busy drafter of each family; by default the name."""
+    """Of each family, a sequence goes to the least busy drafter that was ever right, beside
+    newcomers; by default the name."""
 
     verifier: str = "verifier-1"
 

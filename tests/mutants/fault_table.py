@@ -43,7 +43,7 @@ FAULT_MUTANTS = (
         "X4",
         "a sequence that ends keeps its drafter's slot",
         EXCHANGE,
-        "            assignment.drafter.sequence_ids.discard(sequence.id)\n",
+        "    assignment.drafter.sequence_ids.discard(sequence.id)\n",
         "",
         WORLDS,
     ),

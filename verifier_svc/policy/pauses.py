@@ -9,6 +9,8 @@ from verifier_svc.state.sequence import Sequence
 
 # Drafts of so many tokens are timed, or of fewer if the sequence never verifies as many.
 _TIMED_TOKENS = 4
+# Least share of a drafter's answers that hold a draft, of one that is rather wrong than silent.
+_ANSWERS = 0.5
 
 
 def pause_reason(sequence: Sequence, plan: Plan, budget: SpeculationBudget) -> PauseReason:
@@ -21,6 +23,9 @@ def pause_reason(sequence: Sequence, plan: Plan, budget: SpeculationBudget) -> P
     if any(assignment.asked for assignment in assignments):
         return PauseReason.NO_GUESS
     drafters = {assignment.drafter for assignment in assignments}
+    if all(drafter.is_doubtful for drafter in drafters):
+        skips = all(drafter.answer_rate < _ANSWERS for drafter in drafters)
+        return PauseReason.NO_GUESS if skips else PauseReason.LOW_ACCEPTANCE
     if not drafters.isdisjoint(plan.paying):
         return PauseReason.LOW_ACCEPTANCE
     if not any(budget.allows(plan.batch, frozenset([drafter])) for drafter in drafters):
