@@ -26,8 +26,11 @@ TOKENIZER = load_tokenizer(TARGET)
 
 @cache
 def compiler(backend: Backend | None) -> GrammarCompiler:
-    """A compiler that all tests share; with None as the product has it."""
-    return GrammarCompiler(TARGET, VOCAB, ENDS, backend=backend)
+    """A compiler that all tests share; with None as the product has it.
+
+    It may take long, because a loaded machine would reach the usual limit.
+    """
+    return GrammarCompiler(TARGET, VOCAB, ENDS, backend=backend, compile_seconds=60.0)
 
 
 def allowed(mask: np.ndarray, row: int = 0) -> np.ndarray:
