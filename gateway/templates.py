@@ -18,7 +18,7 @@ from outrider.process.workers import Worker, WorkerError, WorkerSource
 # The bundled template takes 0.1 ms, and 2 ms for 64 messages.
 _SECONDS = 2.0
 _MEMORY_BYTES = 256 * 2**20
-# A tenant whose conversations make the template hang leaves one to the others.
+# A tenant whose conversations make the template hang never has all workers.
 _WORKER_COUNT = 4
 
 

@@ -32,7 +32,7 @@ async def trees(stage: Stage) -> None:
         asked = opened([*_FORK, *_CONTEXT[:end]], tree_tokens=_TREE_TOKENS)
         known = await begin(link, asked, "answers-opened")
         await settled(stage, link, known)
-        # The other continuation comes than the one that came last.
+        # Commit the continuation that was not committed last time.
         committed = [*_CONTEXT[end:], *_ONE[:2]]
         await go_on(link, known, "answers-verdicts", committed, tree_tokens=_TREE_TOKENS)
         await settled(stage, link, known)

@@ -1,4 +1,4 @@
-"""What scenes share: the stage that they play on, messages, and waits for answers."""
+"""Parts that scenes share: the stage that they play on, messages, and waits for answers."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class Library(Protocol):
 
 
 class Libraries:
-    """Both libraries with the tokenizer loaded. Each grammar goes to the one that serves it."""
+    """Both libraries with the tokenizer loaded. Each grammar goes to the library that serves it."""
 
     def __init__(
         self,

@@ -113,7 +113,7 @@ class Walker:
         return int(allowed[rng.randrange(len(allowed))])
 
 
-# What tokens begin with.
+# Kinds of a token's first character.
 _CLOSING, _LETTER, _DIGIT, _SPACE, _OTHER = range(5)
 
 

@@ -48,7 +48,7 @@ _SHORT_ESCAPES = {8: "b", 9: "t", 10: "n", 12: "f", 13: "r", 0x22: '"', 0x5C: "\
 
 
 class _Edge(Enum):
-    """What lies at one end of a part: the rest of the pattern, the text's end, or anything."""
+    """The neighbour at one end of a part: the rest of the pattern, the text's end, or anything."""
 
     INSIDE = auto()
     ANCHORED = auto()
@@ -134,7 +134,7 @@ class _Translator:
         return _Edge.ANCHORED
 
     def _rest(self, edge: _Edge) -> str:
-        """What a search may find before or behind its match."""
+        """The text that a search may find before or behind its match."""
         return self._set(sets.ALL) + "*" if edge is _Edge.OPEN else ""
 
     def _item(self, item: tuple[Any, Any], flags: int, left: _Edge, right: _Edge) -> str:
