@@ -48,9 +48,9 @@ def _kernels() -> list[Extension]:
 # be copied, pickled or derived from.
 _STEP = [
     "outrider/lm/pages.py",
-    "outrider/draft_messages.py",
-    "outrider/messages.py",
-    "outrider/token_tree.py",
+    "outrider/protocol/draft_messages.py",
+    "outrider/protocol/messages.py",
+    "outrider/protocol/token_tree.py",
     "verifier_svc/verification/acceptance.py",
     "verifier_svc/verification/draft.py",
     "verifier_svc/verification/rows.py",

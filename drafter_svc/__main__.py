@@ -23,17 +23,17 @@ from drafter_svc.config import DrafterSettings, FamilyChoice, settings_schema
 from drafter_svc.families.registry import find_family, known_families
 from drafter_svc.metrics import Metrics, StreamMetrics
 from drafter_svc.placement import PlacementPlan, choose_address, plan
-from outrider.draft_messages import DraftBatch, Hello
 from outrider.drafter.serve import own_id
 from outrider.drafter.strategy import Strategy
 from outrider.drafter.stream import DraftStream, Observer
 from outrider.drafter.streams import DraftStreams
-from outrider.errors import OutriderError
-from outrider.model_info import ModelInfo
 from outrider.process import rpc, telemetry
 from outrider.process.config import load, parse
 from outrider.process.metrics_export import sending_metrics, serve_metrics
 from outrider.process.usage import refuse
+from outrider.protocol.draft_messages import DraftBatch, Hello
+from outrider.protocol.errors import OutriderError
+from outrider.protocol.model_info import ModelInfo
 
 SERVICE = "outrider.v1.Drafter"
 _PROGRAM = "drafter"

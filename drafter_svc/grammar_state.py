@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from outrider.clock import Clock, thread_cpu
 from outrider.grammar.backends import Mask, Matcher
+from outrider.process.clock import Clock, thread_cpu
 
 # A mask may take so much processor time; what exceeds it, over all masks of a sequence, may be at
 # most the second time (seconds). Usual masks take 0.05 to 0.5 ms. Other sequences' drafts wait.

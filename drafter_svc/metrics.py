@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
-from outrider.draft_messages import DraftBatch
+from outrider.protocol.draft_messages import DraftBatch
 
 if TYPE_CHECKING:
     from drafter_svc.pools.redis import RedisCounters

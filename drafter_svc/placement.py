@@ -14,9 +14,9 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from outrider.errors import invalid
-from outrider.model_info import Placement
 from outrider.process.cores import format_cores, parse_cores
+from outrider.protocol.errors import invalid
+from outrider.protocol.model_info import Placement
 
 _MPOL_BIND = 2
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from outrider.messages import TokenChunk, TokenSource
+from outrider.protocol.messages import TokenChunk, TokenSource
 
 
 @dataclass(slots=True)

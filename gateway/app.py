@@ -6,15 +6,17 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway import api_errors, connect, document, openai, page, system
+from gateway import api_errors
 from gateway.access.gate import Gate, RequireKey
 from gateway.access.origins import CheckOrigin, origin_pattern
 from gateway.config import GatewaySettings
-from gateway.entrance import Entrance
-from gateway.generate import Generation
+from gateway.generation.generate import Generation
+from gateway.http import endpoints, openai, openapi, page
+from gateway.http.entrance import Entrance
+from gateway.http.request_body import BodyLimit
 from gateway.metrics import Metrics
-from gateway.request_body import BodyLimit
-from gateway.servicer import GenerationServicer
+from gateway.rpc import connect
+from gateway.rpc.servicer import GenerationServicer
 from outrider import __version__
 
 
@@ -24,12 +26,12 @@ def create_app(
     """The application around one Generation, for the callers that the gate lets in."""
     app = FastAPI(title="Outrider", version=__version__, docs_url=None, redoc_url=None)
     app.include_router(openai.routes(generation, settings.max_sequences, gate))
-    app.include_router(system.routes(generation, metrics, gate))
+    app.include_router(endpoints.routes(generation, metrics, gate))
     servicer = GenerationServicer(generation, gate)
     app.router.routes.append(connect.route(servicer, settings.max_body_bytes // 2))
     page.install(app, generation.router, metrics, gate)
     api_errors.install(app)
-    document.install(app)
+    openapi.install(app)
     app.add_middleware(BodyLimit, limit_bytes=settings.max_body_bytes)
     # Inside of the keys, which say whose the request is.
     app.add_middleware(Entrance, admission=generation.admission)

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from gateway.activity import Activity, add_counts
-from outrider.errors import Reason
-from outrider.messages import FinishReason, TokenChunk
+from outrider.protocol.errors import Reason
+from outrider.protocol.messages import FinishReason, TokenChunk
 
 _LABELS = ["model_name"]
 _SEMANTIC_LABELS = ["gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_model"]

@@ -18,16 +18,16 @@ from gateway.access.gate import Gate
 from gateway.access.interceptor import RequireKeyInCalls
 from gateway.app import create_app
 from gateway.config import GatewaySettings
-from gateway.connections import protocol
-from gateway.generate import Generation
+from gateway.generation.generate import Generation
+from gateway.http.connections import protocol
 from gateway.metrics import Metrics, observe_lag
-from gateway.prompts import Prompts
-from gateway.routing import Router
-from gateway.servicer import SERVICE, GenerationServicer
-from outrider.errors import OutriderError, Reason, invalid
+from gateway.rpc.servicer import SERVICE, GenerationServicer
+from gateway.text.prompts import Prompts
+from gateway.upstream.routing import Router
 from outrider.process import rpc
 from outrider.process.tasks import keep_running, watch
 from outrider.process.tls import Tls, http_context
+from outrider.protocol.errors import OutriderError, Reason, invalid
 from outrider.v1 import generation_pb2_grpc
 
 # How long clients have to read the end of their answers.

@@ -16,10 +16,10 @@ import torch
 from rich.console import Group
 from rich.table import Table
 
-from outrider.draft_messages import SparseDistribution
 from outrider.launch.prompts import DEMO_PROMPTS
 from outrider.lm.runner import ModelRunner, SequenceSlice
-from outrider.messages import AcceptanceRule, SamplingParams
+from outrider.protocol.draft_messages import SparseDistribution
+from outrider.protocol.messages import AcceptanceRule, SamplingParams
 from outrider.sampling.logits import Context
 from outrider.tokenizer import load_tokenizer
 from outrider_bench.console import table_of

@@ -20,18 +20,18 @@ from typing import Any, cast
 import httpx
 import torch
 
-from gateway.token_stream import TokenStream
-from outrider.draft_tokens_policy import DraftTokensPolicy
+from gateway.upstream.token_stream import TokenStream
 from outrider.internal.v1.token_streams_pb2_grpc import (
     TokenStreamServiceStub,
     add_TokenStreamServiceServicer_to_server,
 )
 from outrider.lm.pages import PagePool
 from outrider.lm.runner import SequenceSlice
-from outrider.messages import SamplingParams, SpeculationOptions, TokenRequest
-from outrider.model_info import ModelInfo, Stage
 from outrider.process import rpc
 from outrider.process.ports import free_port
+from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
+from outrider.protocol.messages import SamplingParams, SpeculationOptions, TokenRequest
+from outrider.protocol.model_info import ModelInfo, Stage
 from outrider.tokenizer import fingerprint, load_tokenizer
 from outrider.v1.verifier_pb2_grpc import add_VerifierServiceServicer_to_server
 from outrider_bench.raw_client import asks

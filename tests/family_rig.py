@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from drafter_svc.families.base import Family
-from outrider.draft_messages import Closed, DraftBatch, Opened, StepBatch, Verdict, Window
 from outrider.drafter.session import DraftSession
+from outrider.protocol.draft_messages import Closed, DraftBatch, Opened, StepBatch, Verdict, Window
 
 
 def never() -> bool:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from outrider.token_tree import path_to
+from outrider.protocol.token_tree import path_to
 from verifier_svc.engine.loop import Engine
 from verifier_svc.state.draft_tree import DraftTree
 from verifier_svc.state.scheduled_sequence import ScheduledSequence

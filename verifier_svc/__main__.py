@@ -6,11 +6,11 @@ import sys
 
 import uvloop
 
-from outrider.errors import OutriderError
 from outrider.process import telemetry
 from outrider.process.config import parse
 from outrider.process.extras import need_models
 from outrider.process.metrics_export import sending_metrics
+from outrider.protocol.errors import OutriderError
 from verifier_svc.config import VerifierSettings
 from verifier_svc.metrics import Metrics
 

@@ -8,11 +8,11 @@ from typing import Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
-from outrider.draft_tokens_policy import DraftTokensSetting
-from outrider.messages import SampledRule
 from outrider.process.config import Device, Dtype, ScrapedSettings
 from outrider.process.exposure import check_verifier_exposure, host_of
 from outrider.process.tls import TlsSettings
+from outrider.protocol.draft_tokens_policy import DraftTokensSetting
+from outrider.protocol.messages import SampledRule
 
 
 class TargetSettings(BaseModel):

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from outrider.limits import MAX_DRAFT_TOKENS
-from outrider.messages import PauseReason
-from verifier_svc.engine.scheduler import Scheduler
+from outrider.protocol.limits import MAX_DRAFT_TOKENS
+from outrider.protocol.messages import PauseReason
 from verifier_svc.state.drafter import Drafter
+from verifier_svc.state.occupancy import Occupancy
 from verifier_svc.state.step_clock import StepClock
 from verifier_svc.state.trie import CommitWalk, LookupResult
 
@@ -148,8 +148,7 @@ class Metrics:
         self._answers: dict[Drafter, list[float]] = {}
         self._walks: dict[tuple[Drafter, LookupResult], tuple[int, int]] = {}
         self._verified: dict[tuple[Drafter, int, int, int], int] = {}
-        # The scheduler's counts as last exported: prompt tokens, cached tokens, preemptions.
-        self._exported = (0, 0, 0)
+        self._exported = Occupancy()
         self._register_steps()
         self._register_requests()
 
@@ -362,19 +361,14 @@ class Metrics:
         """Count a sequence's step without a draft."""
         self._add(self._paused_steps, (self._model_name, reason.label))
 
-    def occupancy(self, scheduler: Scheduler) -> None:
-        """Record the sequences and pages in use, and the scheduler's counts."""
+    def occupancy(self, now: Occupancy) -> None:
+        """Record the sequences and pages in use, and what the scheduler has counted."""
         name = self._model_name
-        pool = scheduler.pool
-        self._running.labels(name).set(len(scheduler.running))
-        self._waiting.labels(name).set(len(scheduler.waiting))
-        self._pages.labels(name).set(pool.used_count / pool.page_count)
-        queried, hits, preempted = self._exported
-        self._prefix_queries.labels(name).inc(scheduler.prompt_token_count - queried)
-        self._prefix_hits.labels(name).inc(scheduler.cached_token_count - hits)
-        self._preemptions.labels(name).inc(scheduler.preemption_count - preempted)
-        self._exported = (
-            scheduler.prompt_token_count,
-            scheduler.cached_token_count,
-            scheduler.preemption_count,
-        )
+        self._running.labels(name).set(now.running)
+        self._waiting.labels(name).set(now.waiting)
+        self._pages.labels(name).set(now.pages)
+        before = self._exported
+        self._prefix_queries.labels(name).inc(now.prompt_tokens - before.prompt_tokens)
+        self._prefix_hits.labels(name).inc(now.cached_tokens - before.cached_tokens)
+        self._preemptions.labels(name).inc(now.preemptions - before.preemptions)
+        self._exported = now

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict
 from drafter_svc.metrics import Metrics
 from drafter_svc.placement import PlacementPlan
 from outrider.drafter.strategy import Strategy
-from outrider.model_info import ModelInfo
+from outrider.protocol.model_info import ModelInfo
 
 
 class FamilySettings(BaseModel):

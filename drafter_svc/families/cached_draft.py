@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from itertools import repeat
 
 from drafter_svc.grammar_state import GrammarState
-from outrider.draft_messages import SparseDistribution
 from outrider.drafter.draft_sequence import DraftSequence
 from outrider.lm.pages import KVSequence
-from outrider.messages import DraftDistribution
+from outrider.protocol.draft_messages import SparseDistribution
+from outrider.protocol.messages import DraftDistribution
 
 
 @dataclass(slots=True)

@@ -21,11 +21,11 @@ from drafter_svc.families.cached_draft import CachedDraft
 from drafter_svc.metrics import Metrics
 from drafter_svc.placement import PlacementPlan
 from outrider.drafter.draft_sequence import DraftSequence
-from outrider.messages import DraftDistribution
-from outrider.model_info import ModelInfo
 from outrider.process import telemetry
 from outrider.process.config import Device, Dtype
 from outrider.process.extras import need_models
+from outrider.protocol.messages import DraftDistribution
+from outrider.protocol.model_info import ModelInfo
 from outrider.tokenizer import fingerprint, load_tokenizer
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ from drafter_svc.pools.memory import Continuation, MemoryPool, NgramOptions
 from drafter_svc.pools.prediction import Prediction
 from drafter_svc.pools.redis import Query, RedisCounters, RedisOptions, RedisPool
 from outrider.drafter.draft_sequence import DraftSequence
-from outrider.limits import MAX_DRAFT_TOKENS
-from outrider.model_info import ModelInfo
+from outrider.protocol.limits import MAX_DRAFT_TOKENS
+from outrider.protocol.model_info import ModelInfo
 
 # Branches of all sequences together between two verdicts, and the least that one sequence may have.
 # A sequence needs one at each place where its draft can end. Finding branches costs almost nothing,

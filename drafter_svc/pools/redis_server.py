@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
-from outrider.errors import invalid
 from outrider.process.redis_credentials import Credentials
 from outrider.process.tls import Tls, explain
+from outrider.protocol.errors import invalid
 
 _FORMS = (
     "redis://HOST:PORT/DB, redis+sentinel://HOST:PORT,HOST:PORT/SERVICE "

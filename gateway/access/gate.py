@@ -17,13 +17,14 @@ from gateway.access.tenants import tenant_of
 from gateway.access.windows import windows
 from gateway.api_errors import error_response
 from gateway.config import GatewaySettings
-from gateway.connections import PEER_KEY
-from outrider.errors import OutriderError, Reason
 from outrider.process.key_file import KeyEntry
 from outrider.process.roles import Peer, Role
+from outrider.protocol.errors import OutriderError, Reason
 
 OPEN_PATHS = frozenset({"/livez", "/readyz", "/health", "/ping"})
 """Paths that need no key."""
+PEER_KEY = "outrider.peer"
+"""Key of an ASGI scope whose value is the connection's Peer; None without TLS."""
 _PAGE = "/"
 _SCOPE_KEY = "outrider.identity"
 

@@ -10,9 +10,9 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from gateway.access.windows import Count, Windows
-from gateway.choices import Event
-from outrider.errors import OutriderError, Reason, invalid
+from gateway.text.choices import Event
 from outrider.process.key_file import KeyEntry
+from outrider.protocol.errors import OutriderError, Reason, invalid
 
 _BUSY_RETRY_S = 1.0
 

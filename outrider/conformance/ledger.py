@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from outrider.limits import MAX_BATCH_ENTRIES, MAX_PROPOSAL_TOKENS, SUM_TOLERANCE
+from outrider.protocol.limits import MAX_BATCH_ENTRIES, MAX_PROPOSAL_TOKENS, SUM_TOLERANCE
 from outrider.v1 import drafts_pb2
 
 # Messages for a sequence may arrive this long after the verifier closed it.

@@ -9,12 +9,12 @@ more: keep state for each sequence, offer branches, sample, draw with the verifi
 docs/drafters.md has both; docs/protocol.md has what goes over the wire.
 """
 
-from outrider.draft_messages import Opened, SparseDistribution
 from outrider.drafter.draft_sequence import DraftSequence
 from outrider.drafter.serve import serve
 from outrider.drafter.strategy import Guess, GuessStrategy, Strategy
 from outrider.drafter.stream import DraftStream, Observer
-from outrider.messages import DraftDistribution
+from outrider.protocol.draft_messages import Opened, SparseDistribution
+from outrider.protocol.messages import DraftDistribution
 from outrider.sampling.noise import coupled_draw
 
 __all__ = [

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from outrider.draft_messages import Opened, Proposal, Skip, SparseDistribution, Verdict
 from outrider.drafter.guess_tree import GuessTree
-from outrider.errors import OutriderError, Reason
-from outrider.limits import MAX_PROPOSAL_TOKENS
+from outrider.protocol.draft_messages import Opened, Proposal, Skip, SparseDistribution, Verdict
+from outrider.protocol.errors import OutriderError, Reason
+from outrider.protocol.limits import MAX_PROPOSAL_TOKENS
 
 
 class DraftSequence:

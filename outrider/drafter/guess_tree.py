@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from outrider.draft_messages import Proposal, SparseDistribution
+from outrider.protocol.draft_messages import Proposal, SparseDistribution
 
 # Each commit's weight in the acceptance estimate falls by this factor with the next commit.
 _DECAY = 0.9

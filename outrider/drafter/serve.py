@@ -8,14 +8,14 @@ import platform
 import signal
 from collections.abc import Sequence
 
-from outrider.draft_messages import Hello
 from outrider.drafter.strategy import Guess, GuessStrategy, Strategy
 from outrider.drafter.stream import DraftStream, Observer
 from outrider.drafter.streams import DraftStreams
-from outrider.errors import OutriderError
-from outrider.model_info import ModelInfo, Placement
 from outrider.process import telemetry
 from outrider.process.tls import Tls
+from outrider.protocol.draft_messages import Hello
+from outrider.protocol.errors import OutriderError
+from outrider.protocol.model_info import ModelInfo, Placement
 
 
 def serve(

@@ -10,11 +10,11 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from outrider.clock import Clock, monotonic
-from outrider.draft_messages import DraftBatch, Opened, StepBatch, Verdict
 from outrider.drafter.draft_sequence import DraftSequence
 from outrider.drafter.strategy import Strategy
-from outrider.errors import OutriderError
+from outrider.process.clock import Clock, monotonic
+from outrider.protocol.draft_messages import DraftBatch, Opened, StepBatch, Verdict
+from outrider.protocol.errors import OutriderError
 
 log = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 from outrider.drafter.draft_sequence import DraftSequence
-from outrider.limits import MAX_DRAFT_TOKENS
-from outrider.messages import DraftDistribution
+from outrider.protocol.limits import MAX_DRAFT_TOKENS
+from outrider.protocol.messages import DraftDistribution
 
 
 class Strategy(ABC):

@@ -14,17 +14,17 @@ from typing import Any, TypeVar
 
 import grpc
 
-from outrider.clock import Clock, monotonic
-from outrider.draft_messages import DraftBatch, Hello, StepBatch, Welcome
 from outrider.drafter.session import DraftSession
 from outrider.drafter.strategy import Strategy
-from outrider.errors import OutriderError, Reason, Retry
-from outrider.model_info import ModelInfo, Stage
 from outrider.process import rpc, telemetry
+from outrider.process.clock import Clock, monotonic
 from outrider.process.tls import Tls, explain
+from outrider.protocol.draft_messages import DraftBatch, Hello, StepBatch, Welcome
+from outrider.protocol.errors import OutriderError, Reason, Retry
+from outrider.protocol.model_info import ModelInfo, Stage
+from outrider.protocol.wire import drafts as wire_drafts
+from outrider.protocol.wire import model as wire_model
 from outrider.v1 import drafts_pb2, verifier_pb2, verifier_pb2_grpc
-from outrider.wire import drafts as wire_drafts
-from outrider.wire import model as wire_model
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 
 from outrider.drafter.stream import DraftStream
-from outrider.errors import OutriderError
+from outrider.protocol.errors import OutriderError
 
 log = logging.getLogger(__name__)
 

@@ -8,9 +8,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from outrider.errors import invalid
-from outrider.grammar.dialect import Backend, backend_of
-from outrider.grammar.kinds import Grammar, GrammarKind
+from outrider.grammar.kinds import Backend, Grammar, GrammarKind
+from outrider.protocol.errors import invalid
 
 Mask = npt.NDArray[np.int32]
 # Most whitespace characters between two JSON tokens. Without a bound a model can indent for ever.
@@ -95,7 +94,7 @@ class Libraries:
 
     def backend_of(self, grammar: Grammar) -> Backend:
         """The library that serves this grammar."""
-        return self._only or backend_of(grammar.kind)
+        return self._only or grammar.backend
 
     def compile(self, grammar: Grammar) -> Compiled:
         """Compile a translated grammar; raises the library's exceptions if it refuses it."""

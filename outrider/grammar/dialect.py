@@ -11,30 +11,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
-from outrider.errors import invalid
 from outrider.grammar.gbnf import translate_gbnf
-from outrider.grammar.kinds import Grammar, GrammarKind
+from outrider.grammar.kinds import Backend, Grammar, GrammarKind
 from outrider.grammar.regex import full_match
 from outrider.grammar.repetition import check_ebnf, check_pattern, check_times
 from outrider.grammar.schema import translate_schema
 from outrider.grammar.schema_xgrammar import check_for_xgrammar
-
-Backend = Literal["xgrammar", "llguidance"]
-_BACKENDS: dict[GrammarKind, Backend] = {
-    GrammarKind.JSON_SCHEMA: "llguidance",
-    GrammarKind.JSON_OBJECT: "llguidance",
-    GrammarKind.REGEX: "llguidance",
-    GrammarKind.CHOICE: "llguidance",
-    GrammarKind.EBNF: "xgrammar",
-    GrammarKind.STRUCTURAL_TAG: "xgrammar",
-}
-
-
-def backend_of(kind: GrammarKind) -> Backend:
-    """The backend that serves this kind of grammar."""
-    return _BACKENDS[kind]
+from outrider.protocol.errors import invalid
 
 
 def translate(grammar: Grammar, backend: Backend) -> Grammar:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from drafter_svc.families.registry import find_family
-from outrider.errors import OutriderError, Reason, invalid
 from outrider.launch.serve_settings import REDIS_SETTINGS, DrafterSpec, ServeSettings
 from outrider.launch.supervisor import Child
 from outrider.process.config import ScrapedSettings, load
@@ -17,6 +16,7 @@ from outrider.process.cores import parse_cores
 from outrider.process.ports import check_port, free_port
 from outrider.process.roles import Role
 from outrider.process.usage import suggestion
+from outrider.protocol.errors import OutriderError, Reason, invalid
 from verifier_svc.config import TargetSettings
 
 

@@ -13,7 +13,7 @@ from itertools import accumulate
 import torch
 
 from outrider.lm.cpu.attention import PagedBatch
-from outrider.token_tree import ancestor_words, depths
+from outrider.protocol.token_tree import ancestor_words, depths
 
 # Slices of up to this many tokens (decoding, verification) share one padded attention call. Longer
 # slices (prefill, large trees) get a call each.
@@ -27,7 +27,7 @@ class SequenceSlice:
     `start` is the position of the first token. `pages` hold the sequence's keys and values,
     including those of this slice. The forward returns logits for the last `logit_count` tokens.
 
-    `parents` are those of the last `len(parents)` tokens, as in `outrider.token_tree`; row 0 is the
+    `parents` are those of the last `len(parents)` tokens, as in `protocol.token_tree`; row 0 is the
     token before these. Token i is in the slot `start + i` of the sequence, and a token of the tree
     has the position behind its parent's. It attends to the text and to its ancestors. Without
     `parents`, each token follows the one before it, and slots and positions are the same.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outrider.errors import invalid
+from outrider.protocol.errors import invalid
 
 
 def parse_cores(text: str, field: str = "cores") -> list[int]:

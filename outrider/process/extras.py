@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from outrider.errors import OutriderError, Reason
+from outrider.protocol.errors import OutriderError, Reason
+
+# What pyproject.toml's extra "models" installs.
+MODEL_LIBRARIES = ("torch", "transformers", "safetensors", "xgrammar", "llguidance", "jsonschema")
 
 
 def need_models() -> None:
     """Raises OutriderError(INTERNAL) that names the missing libraries and the extra with them."""
-    libraries = ("torch", "transformers", "safetensors", "xgrammar", "llguidance")
-    missing = [name for name in libraries if find_spec(name) is None]
+    missing = [name for name in MODEL_LIBRARIES if find_spec(name) is None]
     if missing:
         need = f"running a model needs {', '.join(missing)}"
         hint = "in Outrider's sources, pip install '.[models]'"

@@ -32,11 +32,11 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.samples import Sample
 
 from outrider import __version__
-from outrider.errors import OutriderError, Reason, invalid
 from outrider.process.collector import collector_at
 from outrider.process.config import ScrapedSettings, ServiceSettings
 from outrider.process.roles import check_metrics, peer_of_ssl
 from outrider.process.tls import Tls, http_context
+from outrider.protocol.errors import OutriderError, Reason, invalid
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,6 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from outrider.errors import OutriderError, Reason
 from outrider.process.credentials import (
     ClientCredentials,
     client_credentials,
@@ -27,6 +26,7 @@ from outrider.process.rpc_errors import (
     unexpected,
 )
 from outrider.process.tls import Tls
+from outrider.protocol.errors import OutriderError, Reason
 
 __all__ = [
     "CHANNEL_OPTIONS",

@@ -25,9 +25,9 @@ from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from outrider import __version__
-from outrider.errors import OutriderError
 from outrider.process.collector import WatchedSpans, collector_at
 from outrider.process.runtime import exit_now
+from outrider.protocol.errors import OutriderError
 
 Attribute = str | int | float | bool | Sequence[str]
 Kind = trace.SpanKind

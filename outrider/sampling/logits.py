@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from outrider.messages import SamplingParams
+from outrider.protocol.messages import SamplingParams
+from outrider.protocol.token_tree import depths
 from outrider.sampling.tensors import on
-from outrider.token_tree import depths
 
 
 @dataclass(slots=True)
@@ -23,7 +23,7 @@ class Context:
     """The text behind the rows of one sequence.
 
     Row i has the logits of the token behind `tokens` and, of `drafted`, the path to row i: its
-    first i tokens if `parents` is empty, else as in `outrider.token_tree`. `tokens` are committed,
+    first i tokens if `parents` is empty, else as in `protocol.token_tree`. `tokens` are committed,
     and the first `prompt_length` of them are the prompt. `end_ids` end the sequence.
     `mask` holds a bit for each token that the grammar allows, lowest bit first, int32
     [len(drafted) + 1, ceil(V / 32)]; None for no grammar.

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from outrider.messages import SamplingParams
+from outrider.protocol.messages import SamplingParams
 from outrider.sampling.tensors import on, triton_works
 
 # SplitMix64's constants as signed integers, since torch has no full uint64 arithmetic.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outrider.draft_messages import DraftBatch, Proposal, StepBatch, Verdict
+from outrider.protocol.draft_messages import DraftBatch, Proposal, StepBatch, Verdict
 from outrider_bench.simulator.costs import Costs
 from outrider_bench.simulator.links import draft_bytes, step_bytes
 

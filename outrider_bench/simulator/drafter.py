@@ -11,10 +11,10 @@ from bisect import bisect_left
 from collections import deque
 from functools import partial
 
-from outrider.draft_messages import DraftBatch, Hello, StepBatch
 from outrider.drafter.session import DraftSession
-from outrider.errors import OutriderError
-from outrider.model_info import Placement
+from outrider.protocol.draft_messages import DraftBatch, Hello, StepBatch
+from outrider.protocol.errors import OutriderError
+from outrider.protocol.model_info import Placement
 from outrider_bench.simulator.cores import Worker
 from outrider_bench.simulator.costs import Costs
 from outrider_bench.simulator.events import Events, Until, Work

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 
-from gateway.admission import TotalLoad, check, total_load
-from gateway.patience import Patience
+from gateway.generation.admission import TotalLoad, check, total_load
+from gateway.generation.patience import Patience
 from outrider_bench.simulator.events import Events
 from outrider_bench.simulator.verifier import VerifierActor
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from random import Random
 
-from outrider.draft_messages import DraftBatch, StepBatch
+from outrider.protocol.draft_messages import DraftBatch, StepBatch
 from outrider_bench.simulator.events import Events
 
 # Rough sizes on the wire. A token id is a varint of one to three bytes.

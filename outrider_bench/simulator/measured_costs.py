@@ -22,12 +22,12 @@ from drafter_svc.families.forwards import Forwards
 from drafter_svc.families.ngram import NgramFamily
 from drafter_svc.families.shared_pages import SharedPagePool
 from drafter_svc.pools.memory import NgramOptions
-from outrider.draft_messages import Opened, Verdict, Window
-from outrider.draft_tokens_policy import DraftTokensPolicy
 from outrider.drafter.draft_sequence import DraftSequence
 from outrider.lm.pages import PagePool
 from outrider.lm.runner import ModelRunner, SequenceSlice
-from outrider.messages import DraftDistribution, SamplingParams, TokenRequest
+from outrider.protocol.draft_messages import Opened, Verdict, Window
+from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
+from outrider.protocol.messages import DraftDistribution, SamplingParams, TokenRequest
 from outrider_bench.processor import processor_name
 from outrider_bench.simulator.cores import Worker
 from outrider_bench.simulator.costs import Costs, DraftingCost, Forward

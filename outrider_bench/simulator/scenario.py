@@ -9,8 +9,8 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
-from outrider.draft_tokens_policy import DraftTokensSetting
 from outrider.process.config import Settings
+from outrider.protocol.draft_tokens_policy import DraftTokensSetting
 from outrider_bench.simulator import costs
 
 

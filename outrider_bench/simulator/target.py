@@ -11,10 +11,10 @@ from random import Random
 
 import torch
 
-from outrider.errors import OutriderError
 from outrider.lm.runner import SequenceSlice
-from outrider.messages import AcceptanceRule
-from outrider.token_tree import depths
+from outrider.protocol.errors import OutriderError
+from outrider.protocol.messages import AcceptanceRule
+from outrider.protocol.token_tree import depths
 from outrider_bench.simulator.cores import Worker
 from outrider_bench.simulator.costs import Costs
 from outrider_bench.simulator.world import VOCAB, World

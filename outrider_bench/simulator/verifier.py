@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from outrider.draft_tokens_policy import DraftTokensPolicy
 from outrider.lm.pages import PagePool
+from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
 from outrider_bench.simulator.cores import Cores, Worker
 from outrider_bench.simulator.costs import Costs
 from outrider_bench.simulator.engine_actor import EngineActor

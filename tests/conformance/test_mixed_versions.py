@@ -10,7 +10,7 @@ import pytest
 from other_versions import OtherDrafter
 from stack import Client, Stack, running  # lies in tests/e2e
 
-from outrider.messages import SamplingParams, SpeculationOptions, TokenRequest
+from outrider.protocol.messages import SamplingParams, SpeculationOptions, TokenRequest
 
 GREEDY = SamplingParams(temperature=0.0)
 SEEDED = SamplingParams(temperature=0.8, seed=7)

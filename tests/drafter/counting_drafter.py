@@ -11,11 +11,11 @@ from scripted_drafts import FINGERPRINT
 
 from drafter_svc.families.base import Family
 from drafter_svc.metrics import Metrics, StreamMetrics
-from outrider.draft_messages import DraftBatch, Hello, Opened, Window
 from outrider.drafter.draft_sequence import DraftSequence
 from outrider.drafter.stream import DraftStream, Observer
-from outrider.messages import DraftDistribution, SamplingParams
-from outrider.model_info import ModelInfo
+from outrider.protocol.draft_messages import DraftBatch, Hello, Opened, Window
+from outrider.protocol.messages import DraftDistribution, SamplingParams
+from outrider.protocol.model_info import ModelInfo
 
 WINDOW = Window(16, 4)
 TRACEPARENT = "00-0123456789abcdef0123456789abcdef-0123456789abcdef-01"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from family_rig import Rig
 
-from outrider.draft_messages import Opened, Window
-from outrider.messages import DraftDistribution, SamplingParams
+from outrider.protocol.draft_messages import Opened, Window
+from outrider.protocol.messages import DraftDistribution, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
 

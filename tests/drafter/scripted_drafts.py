@@ -9,13 +9,13 @@ from typing import Any
 
 import grpc
 
-from outrider.draft_messages import DraftBatch, Hello, StepBatch
-from outrider.errors import OutriderError, Reason
-from outrider.model_info import ModelInfo, Stage
 from outrider.process import rpc
+from outrider.protocol.draft_messages import DraftBatch, Hello, StepBatch
+from outrider.protocol.errors import OutriderError, Reason
+from outrider.protocol.model_info import ModelInfo, Stage
+from outrider.protocol.wire import drafts as wire_drafts
+from outrider.protocol.wire import model as wire_model
 from outrider.v1 import drafts_pb2, verifier_pb2
-from outrider.wire import drafts as wire_drafts
-from outrider.wire import model as wire_model
 
 FINGERPRINT = "f" * 64
 READY = ModelInfo("target", Stage.READY, "serving", FINGERPRINT, 4096, 2048, (0,), "float32", "cpu")

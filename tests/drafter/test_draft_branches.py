@@ -12,10 +12,10 @@ from family_rig import Rig
 from drafter_svc.families.cached_draft import CachedDraft
 from drafter_svc.families.draft_model import DraftModel
 from drafter_svc.families.model import ModelFamily
-from outrider.draft_messages import Opened, Proposal, Window
 from outrider.drafter.draft_sequence import DraftSequence
 from outrider.lm.runner import ModelRunner, SequenceSlice
-from outrider.messages import DraftDistribution, SamplingParams
+from outrider.protocol.draft_messages import Opened, Proposal, Window
+from outrider.protocol.messages import DraftDistribution, SamplingParams
 from outrider.tokenizer import load_tokenizer
 
 MODEL = str(Path(__file__).parents[2] / "models/draft")

@@ -13,8 +13,8 @@ from family_rig import Rig
 
 from drafter_svc.families.draft_model import DraftModel
 from drafter_svc.families.model import ModelFamily
-from outrider.draft_messages import DraftBatch, Skip, StepBatch, Verdict
 from outrider.lm.runner import ModelRunner, SequenceSlice
+from outrider.protocol.draft_messages import DraftBatch, Skip, StepBatch, Verdict
 
 MODEL = str(Path(__file__).parents[2] / "models/draft")
 

@@ -11,11 +11,11 @@ from draft_model_rig import GREEDY, guesses_of, opened
 from family_rig import Rig
 from scipy import stats
 
-from outrider.draft_messages import Opened, SparseDistribution
 from outrider.lm.runner import ModelRunner
-from outrider.messages import DraftDistribution, SamplingParams
+from outrider.protocol.draft_messages import Opened, SparseDistribution
+from outrider.protocol.messages import DraftDistribution, SamplingParams
+from outrider.protocol.wire.drafts import drafts_from_proto, drafts_to_proto
 from outrider.sampling.noise import Purpose, uniforms
-from outrider.wire.drafts import drafts_from_proto, drafts_to_proto
 
 
 def sampled(

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.draft_messages import (
+from outrider.drafter.draft_sequence import DraftSequence
+from outrider.protocol.draft_messages import (
     DraftBatch,
     Opened,
     Proposal,
@@ -16,10 +17,9 @@ from outrider.draft_messages import (
     Verdict,
     Window,
 )
-from outrider.drafter.draft_sequence import DraftSequence
-from outrider.errors import OutriderError, Reason
-from outrider.messages import DraftDistribution, SamplingParams
-from outrider.wire.drafts import drafts_from_proto, drafts_to_proto
+from outrider.protocol.errors import OutriderError, Reason
+from outrider.protocol.messages import DraftDistribution, SamplingParams
+from outrider.protocol.wire.drafts import drafts_from_proto, drafts_to_proto
 
 WINDOW = Window(token_count=12, depth=6)
 PROMPT = [7, 7, 7]

@@ -11,11 +11,19 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from scripted_drafts import FINGERPRINT, READY, ScriptedVerifier
 
-from outrider.draft_messages import Closed, DraftBatch, Hello, Proposal, Skip, StepBatch, Verdict
 from outrider.drafter import stream as stream_module
-from outrider.errors import OutriderError, Reason
-from outrider.model_info import Stage
 from outrider.process import telemetry
+from outrider.protocol.draft_messages import (
+    Closed,
+    DraftBatch,
+    Hello,
+    Proposal,
+    Skip,
+    StepBatch,
+    Verdict,
+)
+from outrider.protocol.errors import OutriderError, Reason
+from outrider.protocol.model_info import Stage
 
 
 async def test_it_says_hello_and_drafts_ahead_up_to_the_window(

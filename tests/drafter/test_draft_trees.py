@@ -10,10 +10,10 @@ import torch
 from draft_model_rig import opened
 from family_rig import Rig
 
-from outrider.draft_messages import Opened, Proposal, Window
 from outrider.drafter.draft_sequence import DraftSequence
 from outrider.lm.runner import ModelRunner
-from outrider.messages import DraftDistribution, SamplingParams
+from outrider.protocol.draft_messages import Opened, Proposal, Window
+from outrider.protocol.messages import DraftDistribution, SamplingParams
 from outrider.sampling.noise import coupled_keys
 from outrider.sampling.sampler import coupled_top, target_probs
 

@@ -17,9 +17,17 @@ import torch
 from family_rig import Rig
 from scripted_drafts import READY, ScriptedVerifier, Stream
 
-from outrider.draft_messages import DraftBatch, Opened, Proposal, Skip, StepBatch, Verdict, Window
 from outrider.drafter import GuessStrategy, coupled_draw
-from outrider.messages import DraftDistribution, SamplingParams
+from outrider.protocol.draft_messages import (
+    DraftBatch,
+    Opened,
+    Proposal,
+    Skip,
+    StepBatch,
+    Verdict,
+    Window,
+)
+from outrider.protocol.messages import DraftDistribution, SamplingParams
 from outrider.sampling.noise import coupled_keys
 from outrider.sampling.sampler import coupled_sample
 

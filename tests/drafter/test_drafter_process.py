@@ -19,11 +19,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from scripted_drafts import READY, ScriptedVerifier
 
 from drafter_svc.families.registry import find_family, known_families
-from outrider.draft_messages import Closed, DraftBatch, Skip, StepBatch
 from outrider.grammar.kinds import Grammar, GrammarKind
-from outrider.messages import DraftDistribution, SamplingParams
 from outrider.process import rpc
 from outrider.process.ports import free_port
+from outrider.protocol.draft_messages import Closed, DraftBatch, Skip, StepBatch
+from outrider.protocol.messages import DraftDistribution, SamplingParams
 from outrider.tokenizer import fingerprint, load_tokenizer
 from outrider.v1 import drafts_pb2, verifier_pb2
 

@@ -17,11 +17,11 @@ from drafter_svc.families.model import ModelFamily
 from drafter_svc.families.ngram import NgramFamily
 from drafter_svc.families.suffix import SuffixFamily, SuffixSettings
 from drafter_svc.pools.memory import NgramOptions
-from outrider.draft_messages import Opened, Skip, Window
 from outrider.grammar.compiler import GrammarCompiler
 from outrider.grammar.kinds import Grammar, GrammarKind
 from outrider.lm.runner import ModelRunner, SequenceSlice
-from outrider.messages import DraftDistribution, SamplingParams
+from outrider.protocol.draft_messages import Opened, Skip, Window
+from outrider.protocol.messages import DraftDistribution, SamplingParams
 from outrider.tokenizer import load_tokenizer
 
 MODEL = str(Path(__file__).parents[2] / "models/draft")

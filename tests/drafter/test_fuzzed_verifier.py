@@ -18,11 +18,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripted_drafts import READY, ScriptedVerifier, Stream
 
-from outrider.draft_messages import Closed, DraftBatch, Proposal, StepBatch, Verdict, Window
 from outrider.drafter import stream as stream_module
+from outrider.protocol.draft_messages import (
+    Closed,
+    DraftBatch,
+    Proposal,
+    StepBatch,
+    Verdict,
+    Window,
+)
+from outrider.protocol.wire import drafts as wire_drafts
+from outrider.protocol.wire import model as wire_model
 from outrider.v1 import drafts_pb2, verifier_pb2
-from outrider.wire import drafts as wire_drafts
-from outrider.wire import model as wire_model
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
-from outrider.draft_messages import Opened, Proposal, Verdict, Window
 from outrider.drafter.draft_sequence import DraftSequence
-from outrider.messages import DraftDistribution, SamplingParams
+from outrider.protocol.draft_messages import Opened, Proposal, Verdict, Window
+from outrider.protocol.messages import DraftDistribution, SamplingParams
 
 CHAIN = Window(token_count=4, depth=4)
 TREE = Window(token_count=16, depth=4)

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from drafter_svc.families.base import Family
-from outrider.draft_messages import (
+from outrider.drafter.draft_sequence import DraftSequence
+from outrider.drafter.session import DraftSession
+from outrider.protocol.draft_messages import (
     Closed,
     DraftBatch,
     Opened,
@@ -19,10 +21,8 @@ from outrider.draft_messages import (
     Verdict,
     Window,
 )
-from outrider.drafter.draft_sequence import DraftSequence
-from outrider.drafter.session import DraftSession
-from outrider.errors import OutriderError, Reason
-from outrider.messages import DraftDistribution, SamplingParams
+from outrider.protocol.errors import OutriderError, Reason
+from outrider.protocol.messages import DraftDistribution, SamplingParams
 
 WINDOW = Window(16, 4)
 

@@ -15,9 +15,9 @@ from family_rig import Rig
 
 from drafter_svc.families.draft_model import DraftModel
 from drafter_svc.families.model import ModelFamily
-from outrider.draft_messages import Opened, Window
 from outrider.lm.runner import ModelRunner, SequenceSlice
-from outrider.messages import DraftDistribution, SamplingParams
+from outrider.protocol.draft_messages import Opened, Window
+from outrider.protocol.messages import DraftDistribution, SamplingParams
 from outrider.tokenizer import load_tokenizer
 
 MODEL = str(Path(__file__).parents[2] / "models/draft")

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import grpc
 
-from outrider.messages import TokenChunk, TokenRequest
-from outrider.model_info import ModelInfo, Stage
 from outrider.process import rpc
 from outrider.process.ports import free_port
+from outrider.protocol.messages import TokenChunk, TokenRequest
+from outrider.protocol.model_info import ModelInfo, Stage
+from outrider.protocol.wire import model as wire_model
+from outrider.protocol.wire import requests as wire_requests
 from outrider.v1 import verifier_pb2, verifier_pb2_grpc
-from outrider.wire import model as wire_model
-from outrider.wire import requests as wire_requests
 
 ROOT = Path(__file__).parents[2]
 TARGET = str(ROOT / "models/target")

@@ -11,7 +11,7 @@ import torch
 from stack import TARGET, Client, Stack
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from outrider.messages import SamplingParams, SpeculationOptions, TokenRequest
+from outrider.protocol.messages import SamplingParams, SpeculationOptions, TokenRequest
 
 TOKENS = 64
 TIE = 1e-4

@@ -13,8 +13,13 @@ from json_schemas import schemas
 from stack import TARGET, Client, Stack
 
 from outrider.grammar.kinds import Grammar, GrammarKind
-from outrider.messages import FinishReason, SamplingParams, SpeculationOptions, TokenRequest
 from outrider.process import rpc
+from outrider.protocol.messages import (
+    FinishReason,
+    SamplingParams,
+    SpeculationOptions,
+    TokenRequest,
+)
 from outrider.tokenizer import load_tokenizer
 
 TOKENIZER = load_tokenizer(TARGET)

@@ -11,8 +11,8 @@ import pytest
 from raw_drafter import RawDrafter, dialled  # lies beside this file
 from stack import Client, Stack
 
-from outrider.errors import OutriderError, Reason
-from outrider.messages import SamplingParams, SpeculationOptions, TokenRequest
+from outrider.protocol.errors import OutriderError, Reason
+from outrider.protocol.messages import SamplingParams, SpeculationOptions, TokenRequest
 from outrider.v1 import common_pb2, drafts_pb2
 
 GREEDY = SamplingParams(temperature=0.0)

@@ -13,8 +13,8 @@ from dataclasses import replace
 import pytest
 from stack import TARGET, Client, Stack, running
 
-from outrider.messages import SamplingParams, SpeculationOptions, TokenRequest
 from outrider.process.ports import free_port
+from outrider.protocol.messages import SamplingParams, SpeculationOptions, TokenRequest
 from outrider.tokenizer import load_tokenizer
 from outrider_bench.ways import counters
 

@@ -11,7 +11,7 @@ import pytest
 from stack import Client, Process, Stack, running  # lies beside this file
 from test_same_seed import PLAIN, PROMPTS, SETTINGS, request
 
-from outrider.messages import SamplingParams, SpeculationOptions
+from outrider.protocol.messages import SamplingParams, SpeculationOptions
 
 SHARED = SpeculationOptions(drafter_id="shared")
 GREEDY = SamplingParams(0.0)

@@ -23,13 +23,19 @@ import atheris
 from google.protobuf.message import DecodeError
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-_OWN = ["outrider.wire", "outrider.checks", "gateway.json_body", "gateway.chunk_checks"]
+_OWN = [
+    "outrider.protocol.wire",
+    "outrider.protocol.checks",
+    "gateway.http.json_body",
+    "gateway.upstream.chunk_checks",
+]
 with atheris.instrument_imports(include=_OWN):
-    from gateway import chunk_checks, json_body
-    from outrider.errors import OutriderError
-    from outrider.model_info import ModelInfo, Stage
+    from gateway.http import json_body
+    from gateway.upstream import chunk_checks
+    from outrider.protocol.errors import OutriderError
+    from outrider.protocol.model_info import ModelInfo, Stage
+    from outrider.protocol.wire import drafts, model, requests
     from outrider.v1 import drafts_pb2, verifier_pb2
-    from outrider.wire import drafts, model, requests
 
 _VOCABULARY = 1000
 _CONTEXT = 500

@@ -11,9 +11,9 @@ from gateway_rig import TARGET, Rig, echo, is_ready, running_rig, until
 from mortal_verifiers import Site, running_site
 from scripted_verifier import Script, ScriptedVerifier, ready, serve_verifier
 
-from gateway import routing
 from gateway.config import GatewaySettings
-from gateway.prompts import Prompts
+from gateway.text.prompts import Prompts
+from gateway.upstream import routing
 from outrider.process import rpc
 
 

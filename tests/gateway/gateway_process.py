@@ -15,7 +15,7 @@ import httpx
 from gateway_rig import TARGET, echo, is_ready, until
 from scripted_verifier import Script, ScriptedVerifier, ready, serve_verifier
 
-from gateway.prompts import Prompts
+from gateway.text.prompts import Prompts
 from outrider.process import rpc
 
 

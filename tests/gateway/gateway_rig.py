@@ -16,10 +16,10 @@ from scripted_verifier import Script, Step, last, plain
 
 from gateway.config import GatewaySettings
 from gateway.metrics import Metrics
-from gateway.prompts import Prompts
 from gateway.server import Gateway, running
-from outrider.messages import FinishReason, TokenRequest
+from gateway.text.prompts import Prompts
 from outrider.process import rpc
+from outrider.protocol.messages import FinishReason, TokenRequest
 from outrider.v1 import generation_pb2_grpc
 
 TARGET = str(Path(__file__).parents[2] / "models/target")

@@ -11,7 +11,7 @@ from gateway_rig import TARGET, Rig, echo, is_ready, running_rig, until
 from scripted_verifier import Script, ScriptedVerifier, ready, serve_verifier
 
 from gateway.config import GatewaySettings
-from gateway.prompts import Prompts
+from gateway.text.prompts import Prompts
 from outrider.process import rpc
 from outrider.process.key_file import KeyEntry, key_digest, make_entry, new_key, write_keys
 

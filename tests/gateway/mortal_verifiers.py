@@ -15,12 +15,18 @@ from scripted_verifier import Script, ScriptedVerifier, Step, last, plain, ready
 
 from gateway.config import GatewaySettings
 from gateway.metrics import Metrics
-from gateway.prompts import Prompts
 from gateway.server import Gateway, running
-from outrider.errors import OutriderError, Reason
-from outrider.messages import FinishReason, SpeculationStats, TokenChunk, TokenLogprob, TokenRequest
-from outrider.model_info import Stage
+from gateway.text.prompts import Prompts
 from outrider.process import rpc
+from outrider.protocol.errors import OutriderError, Reason
+from outrider.protocol.messages import (
+    FinishReason,
+    SpeculationStats,
+    TokenChunk,
+    TokenLogprob,
+    TokenRequest,
+)
+from outrider.protocol.model_info import Stage
 
 TEXT = "def main():\n    return [1, 2, 3]\n\nclass Größe:\n    pass\n"
 FOREVER = 600.0

@@ -9,14 +9,20 @@ from typing import Any
 
 import grpc
 
-from outrider.errors import OutriderError
 from outrider.internal.v1 import token_streams_pb2, token_streams_pb2_grpc
-from outrider.messages import FinishReason, SpeculationStats, TokenChunk, TokenRequest, TokenSource
-from outrider.model_info import ModelInfo, Stage
 from outrider.process import rpc
+from outrider.protocol.errors import OutriderError
+from outrider.protocol.messages import (
+    FinishReason,
+    SpeculationStats,
+    TokenChunk,
+    TokenRequest,
+    TokenSource,
+)
+from outrider.protocol.model_info import ModelInfo, Stage
+from outrider.protocol.wire import model as wire_model
+from outrider.protocol.wire import requests as wire_requests
 from outrider.v1 import verifier_pb2, verifier_pb2_grpc
-from outrider.wire import model as wire_model
-from outrider.wire import requests as wire_requests
 from verifier_svc.streams.token_streams import CallerStream
 
 Step = TokenChunk | OutriderError | float

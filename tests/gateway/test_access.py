@@ -14,10 +14,10 @@ from gateway.access.gate import Gate
 from gateway.access.origins import allowed_hosts, host_allowed, origin_pattern
 from gateway.app import create_app
 from gateway.config import GatewaySettings
-from gateway.generate import Generation
+from gateway.generation.generate import Generation
 from gateway.metrics import Metrics
-from gateway.prompts import Prompts
-from gateway.routing import Router
+from gateway.text.prompts import Prompts
+from gateway.upstream.routing import Router
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

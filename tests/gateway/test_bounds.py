@@ -11,14 +11,14 @@ import httpx
 import pytest
 from gateway_rig import Rig
 
-from gateway.conversation import MAX_MESSAGES
-from gateway.fields import MAX_KEYS
-from gateway.json_body import MAX_STRINGS, MAX_VALUES, check_size
-from gateway.prompts import Prompts
-from gateway.schema import MAX_PROMPTS
-from gateway.system import MAX_TOKENIZED
-from outrider.errors import OutriderError, Reason
+from gateway.http.conversation import MAX_MESSAGES
+from gateway.http.endpoints import MAX_TOKENIZED
+from gateway.http.fields import MAX_KEYS
+from gateway.http.json_body import MAX_STRINGS, MAX_VALUES, check_size
+from gateway.http.schema import MAX_PROMPTS
+from gateway.text.prompts import Prompts
 from outrider.process import rpc
+from outrider.protocol.errors import OutriderError, Reason
 from outrider.v1 import generation_pb2
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

@@ -12,9 +12,9 @@ from gateway_rig import Rig, is_ready, model_with_template, running_rig, until
 from scripted_verifier import last, plain
 
 from gateway.config import GatewaySettings
-from gateway.conversation import MAX_TEMPLATE_CHARACTERS, MAX_TEMPLATE_VARIABLES
+from gateway.http.conversation import MAX_TEMPLATE_CHARACTERS, MAX_TEMPLATE_VARIABLES
 from outrider import __version__
-from outrider.messages import FinishReason, SpeculationStats, TokenChunk, TokenSource
+from outrider.protocol.messages import FinishReason, SpeculationStats, TokenChunk, TokenSource
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

@@ -16,10 +16,10 @@ from google.protobuf import json_format
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from scripted_verifier import plain
 
-from gateway import connect
-from gateway.connect import PATH
-from outrider.errors import OutriderError, Reason, Retry
+from gateway.rpc import connect
+from gateway.rpc.connect import PATH
 from outrider.process import rpc
+from outrider.protocol.errors import OutriderError, Reason, Retry
 from outrider.v1.common_pb2 import SamplingParams
 from outrider.v1.generation_pb2 import GenerateTextRequest, GenerateTextResponse, TokenPrompt
 

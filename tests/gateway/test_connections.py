@@ -13,7 +13,7 @@ import pytest_asyncio
 from gateway_rig import TARGET
 
 from gateway.config import GatewaySettings
-from gateway.connections import MAX_HEADER_BYTES, MAX_HEADERS
+from gateway.http.connections import MAX_HEADER_BYTES, MAX_HEADERS
 from gateway.metrics import Metrics
 from gateway.server import Gateway, running
 

@@ -10,9 +10,9 @@ import grpc
 import pytest
 from gateway_rig import Rig, until
 
-from gateway.patience import Patience, http_patience
-from outrider.errors import OutriderError
-from outrider.messages import TokenRequest
+from gateway.generation.patience import Patience, http_patience
+from outrider.protocol.errors import OutriderError
+from outrider.protocol.messages import TokenRequest
 from outrider.v1 import generation_pb2
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

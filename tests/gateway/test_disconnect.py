@@ -15,8 +15,8 @@ import pytest
 from gateway_rig import Rig, until
 from scripted_verifier import last, plain
 
-from gateway.token_stream import MOST_UNREAD_CHUNKS
-from outrider.messages import FinishReason
+from gateway.upstream.token_stream import MOST_UNREAD_CHUNKS
+from outrider.protocol.messages import FinishReason
 from outrider.v1 import generation_pb2
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

@@ -10,8 +10,8 @@ import pytest_asyncio
 from gateway_rig import Rig
 from scripted_verifier import last, plain
 
-from outrider.errors import OutriderError, Reason
-from outrider.messages import FinishReason
+from outrider.protocol.errors import OutriderError, Reason
+from outrider.protocol.messages import FinishReason
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

@@ -10,7 +10,8 @@ import pytest
 from gateway_rig import Rig
 from scripted_verifier import Step
 
-from outrider.messages import (
+from outrider.process import rpc
+from outrider.protocol.messages import (
     FinishReason,
     SpeculationStats,
     TokenChunk,
@@ -18,7 +19,6 @@ from outrider.messages import (
     TokenRequest,
     TokenSource,
 )
-from outrider.process import rpc
 from outrider.v1.generation_pb2 import GenerateTextRequest, TokenPrompt
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

@@ -9,9 +9,9 @@ from typing import Any, cast
 
 import pytest
 
-from gateway.admission import Admission, Place
-from gateway.entrance import Entrance, Turns, arrival_in
-from outrider.errors import OutriderError, Reason
+from gateway.generation.admission import Admission, Place
+from gateway.http.entrance import Entrance, Turns, arrival_in
+from outrider.protocol.errors import OutriderError, Reason
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

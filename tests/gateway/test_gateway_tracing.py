@@ -14,14 +14,14 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 from scripted_verifier import plain
 
-from gateway.choices import Event, UsageTotals
-from gateway.deltas import FinishInfo, TextDelta
-from gateway.schema import StreamOptions
-from gateway.shapes import CompletionShape
-from gateway.streaming import ChunkWriter, sse
-from outrider.errors import OutriderError, Reason
-from outrider.messages import FinishReason, SpeculationStats, TokenChunk, TokenSource
+from gateway.http.responses import CompletionShape
+from gateway.http.schema import StreamOptions
+from gateway.http.streaming import ChunkWriter, sse
+from gateway.text.choices import Event, UsageTotals
+from gateway.text.deltas import FinishInfo, TextDelta
 from outrider.process import telemetry
+from outrider.protocol.errors import OutriderError, Reason
+from outrider.protocol.messages import FinishReason, SpeculationStats, TokenChunk, TokenSource
 from outrider.v1 import generation_pb2
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

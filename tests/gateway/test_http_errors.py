@@ -12,8 +12,8 @@ import pytest
 from gateway_rig import Rig, until
 from scripted_verifier import last, plain
 
-from outrider.errors import OutriderError, Reason
-from outrider.messages import FinishReason
+from outrider.protocol.errors import OutriderError, Reason
+from outrider.protocol.messages import FinishReason
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

@@ -20,13 +20,13 @@ from gateway.access import redis_windows
 from gateway.access.limits import Limits
 from gateway.access.redis_windows import RedisWindows
 from gateway.access.windows import Windows, windows
-from gateway.choices import Event
-from gateway.deltas import TextDelta
-from gateway.prompts import Prompts
-from gateway.token_stream import late
-from outrider.errors import OutriderError, Reason
-from outrider.messages import TokenSource
+from gateway.text.choices import Event
+from gateway.text.deltas import TextDelta
+from gateway.text.prompts import Prompts
+from gateway.upstream.token_stream import late
 from outrider.process import rpc
+from outrider.protocol.errors import OutriderError, Reason
+from outrider.protocol.messages import TokenSource
 from outrider.v1 import generation_pb2
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

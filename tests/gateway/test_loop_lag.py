@@ -27,9 +27,9 @@ from gateway_process import GatewayProcess, gateway_process
 from gateway_rig import until
 from scripted_verifier import last, plain
 
-from gateway.prompts import Prompts
-from outrider.messages import FinishReason
+from gateway.text.prompts import Prompts
 from outrider.process import rpc
+from outrider.protocol.messages import FinishReason
 from outrider.v1 import generation_pb2, generation_pb2_grpc
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.slow]

@@ -13,12 +13,18 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from scripted_verifier import last, plain
 
-from gateway import routing
-from gateway.prompts import Prompts
-from outrider.errors import OutriderError, Reason
-from outrider.messages import FinishReason, SpeculationStats, TokenChunk, TokenLogprob, TokenSource
-from outrider.model_info import Stage
+from gateway.text.prompts import Prompts
+from gateway.upstream import routing
 from outrider.process import rpc, telemetry
+from outrider.protocol.errors import OutriderError, Reason
+from outrider.protocol.messages import (
+    FinishReason,
+    SpeculationStats,
+    TokenChunk,
+    TokenLogprob,
+    TokenSource,
+)
+from outrider.protocol.model_info import Stage
 from outrider.v1 import generation_pb2_grpc
 from outrider.v1.generation_pb2 import GenerateTextRequest
 

@@ -17,18 +17,24 @@ from chaos_proxy import ChaosProxy, chaos_proxy
 from gateway_rig import TARGET, Rig, echo, until
 from scripted_verifier import Script, ScriptedVerifier, last, plain, ready, serve_verifier
 
-from gateway import replica, routing
 from gateway.config import GatewaySettings
 from gateway.metrics import Metrics
-from gateway.prompts import Prompts
 from gateway.server import Gateway, running
-from outrider.errors import Reason
-from outrider.messages import FinishReason, SpeculationStats, TokenChunk, TokenLogprob, TokenSource
-from outrider.model_info import DrafterInfo, Placement, Stage
+from gateway.text.prompts import Prompts
+from gateway.upstream import replica, routing
 from outrider.process import rpc
+from outrider.protocol.errors import Reason
+from outrider.protocol.messages import (
+    FinishReason,
+    SpeculationStats,
+    TokenChunk,
+    TokenLogprob,
+    TokenSource,
+)
+from outrider.protocol.model_info import DrafterInfo, Placement, Stage
+from outrider.protocol.wire import model as wire_model
+from outrider.protocol.wire import requests as wire_requests
 from outrider.v1 import common_pb2, verifier_pb2
-from outrider.wire import model as wire_model
-from outrider.wire import requests as wire_requests
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -246,7 +252,7 @@ LIES: dict[str, Any] = {
 async def test_a_verifier_with_an_unreadable_answer_is_polled_again(
     pair: Pair, prompts: Prompts, lie: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("INFO", "gateway.routing")
+    caplog.set_level("INFO", "gateway.upstream.routing")
     pair.liar.says = LIES[lie](prompts)
     await until(lambda: pair.problems[0] is Reason.VERIFIER_UNAVAILABLE)
     asked = pair.liar.asked

@@ -26,13 +26,13 @@ from scripted_verifier import Script, ScriptedVerifier, ready, serve_verifier
 
 from gateway.config import GatewaySettings
 from gateway.metrics import Metrics
-from gateway.prompts import Prompts
 from gateway.server import Gateway, running
-from outrider.errors import OutriderError, Reason
+from gateway.text.prompts import Prompts
 from outrider.internal.v1 import token_streams_pb2
 from outrider.process import rpc
+from outrider.protocol.errors import OutriderError, Reason
+from outrider.protocol.wire import model as wire_model
 from outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc, verifier_pb2
-from outrider.wire import model as wire_model
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

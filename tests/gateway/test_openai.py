@@ -10,7 +10,7 @@ import pytest
 from gateway_rig import Rig, until
 from scripted_verifier import last, plain
 
-from outrider.messages import FinishReason, SpeculationStats, TokenChunk, TokenSource
+from outrider.protocol.messages import FinishReason, SpeculationStats, TokenChunk, TokenSource
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

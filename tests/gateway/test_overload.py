@@ -18,12 +18,12 @@ from gateway_rig import Rig, until
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.admission import TotalLoad, check, fair_share, total_load
-from gateway.patience import Patience
-from gateway.prompts import Prompts
-from outrider.errors import OutriderError, Reason
-from outrider.model_info import Load
+from gateway.generation.admission import TotalLoad, check, fair_share, total_load
+from gateway.generation.patience import Patience
+from gateway.text.prompts import Prompts
 from outrider.process import rpc
+from outrider.protocol.errors import OutriderError, Reason
+from outrider.protocol.model_info import Load
 from outrider.v1 import generation_pb2
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

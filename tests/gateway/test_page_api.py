@@ -11,7 +11,7 @@ import pytest
 from gateway_rig import Rig
 from scripted_verifier import last, plain
 
-from outrider.messages import (
+from outrider.protocol.messages import (
     FinishReason,
     PauseReason,
     SpeculationPause,

@@ -12,8 +12,8 @@ import pytest
 from gateway_rig import TARGET, model_with_template
 from transformers import AutoTokenizer
 
-from gateway.prompts import Prompts
-from outrider.errors import OutriderError, Reason
+from gateway.text.prompts import Prompts
+from outrider.protocol.errors import OutriderError, Reason
 
 CHAT = [
     {"role": "system", "content": "Be <short> & 'kind'.\n"},

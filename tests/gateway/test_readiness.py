@@ -14,12 +14,12 @@ from scripted_verifier import Script, ScriptedVerifier, last, plain, ready, serv
 
 from gateway.config import GatewaySettings
 from gateway.metrics import Metrics
-from gateway.prompts import Prompts
 from gateway.server import running
-from outrider.errors import OutriderError, Reason
-from outrider.messages import FinishReason
-from outrider.model_info import DrafterInfo, Placement, Stage
+from gateway.text.prompts import Prompts
 from outrider.process import rpc
+from outrider.protocol.errors import OutriderError, Reason
+from outrider.protocol.messages import FinishReason
+from outrider.protocol.model_info import DrafterInfo, Placement, Stage
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

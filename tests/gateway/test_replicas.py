@@ -14,14 +14,14 @@ import pytest_asyncio
 from gateway_rig import TARGET, echo, until
 from scripted_verifier import Script, ScriptedVerifier, ready, serve_verifier
 
-from gateway import routing
 from gateway.config import GatewaySettings
 from gateway.metrics import Metrics
-from gateway.prompts import Prompts
-from gateway.routing import Pick
 from gateway.server import Gateway, running
-from outrider.errors import OutriderError, Reason
+from gateway.text.prompts import Prompts
+from gateway.upstream import routing
+from gateway.upstream.routing import Pick
 from outrider.process import rpc
+from outrider.protocol.errors import OutriderError, Reason
 from outrider.v1 import generation_pb2_grpc
 from outrider.v1.generation_pb2 import GenerateTextRequest
 

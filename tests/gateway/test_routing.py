@@ -9,10 +9,10 @@ import pytest
 import pytest_asyncio
 from scripted_verifier import ready
 
-from gateway import routing
-from gateway.routing import Router
-from outrider.errors import OutriderError, Reason
-from outrider.model_info import Load, ModelInfo, Stage
+from gateway.upstream import routing
+from gateway.upstream.routing import Router
+from outrider.protocol.errors import OutriderError, Reason
+from outrider.protocol.model_info import Load, ModelInfo, Stage
 
 LOST = OutriderError(Reason.VERIFIER_UNAVAILABLE, "connection refused")
 
@@ -117,7 +117,7 @@ async def test_a_verifier_lost_while_draining_is_not_logged(
     router = Router(["a:1"], "print")
     [replica] = router.replicas
     replica.problem = None
-    caplog.set_level("INFO", "gateway.routing")
+    caplog.set_level("INFO", "gateway.upstream.routing")
     monkeypatch.setattr(routing, "_STARTUP_S", -1.0)
     monkeypatch.setattr(routing, "_POLL_LOADING_S", 0.01)
     polled = asyncio.Event()

@@ -11,12 +11,12 @@ from gateway_rig import Rig
 from pydantic import ValidationError
 from scripted_verifier import Step, last, plain
 
-from gateway.fields import Body, with_declared
-from gateway.schema import GenerationBody
-from outrider.errors import OutriderError, Reason
+from gateway.http.fields import Body, with_declared
+from gateway.http.schema import GenerationBody
 from outrider.grammar.kinds import Grammar, GrammarKind
-from outrider.limits import Range
-from outrider.messages import (
+from outrider.protocol.errors import OutriderError, Reason
+from outrider.protocol.limits import Range
+from outrider.protocol.messages import (
     Acceptance,
     AcceptanceRule,
     FinishReason,

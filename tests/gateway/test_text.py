@@ -9,8 +9,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from gateway.prompts import Prompts
-from gateway.text import Detokenizer, StopScanner, TextStream, TokenOffsets, TokenTable
+from gateway.text.prompts import Prompts
+from gateway.text.text_stream import Detokenizer, StopScanner, TextStream, TokenOffsets, TokenTable
 
 VOCAB_SIZE = 4096
 TEXTS = st.text(max_size=40) | st.sampled_from(

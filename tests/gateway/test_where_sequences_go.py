@@ -10,11 +10,11 @@ from gateway_rig import until
 from mortal_verifiers import LOST, TEXT, Site, events, running_site, text_of
 from scripted_verifier import Step, last, plain
 
-from gateway import routing
-from gateway.prompts import Prompts
-from outrider.errors import OutriderError, Reason
+from gateway.text.prompts import Prompts
+from gateway.upstream import routing
 from outrider.internal.v1.token_streams_pb2 import TokensPart
-from outrider.messages import FinishReason, TokenRequest
+from outrider.protocol.errors import OutriderError, Reason
+from outrider.protocol.messages import FinishReason, TokenRequest
 from verifier_svc.streams.token_streams import CallerStream
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

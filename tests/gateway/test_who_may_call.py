@@ -22,9 +22,9 @@ from test_access import settings, unused
 from gateway.access.gate import OPEN_PATHS
 from gateway.app import create_app
 from gateway.metrics import Metrics
-from gateway.prompts import Prompts
+from gateway.rpc.servicer import SERVICE
 from gateway.server import Gateway
-from gateway.servicer import SERVICE
+from gateway.text.prompts import Prompts
 from outrider.process import rpc
 from outrider.v1 import generation_pb2
 

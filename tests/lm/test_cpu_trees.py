@@ -20,7 +20,7 @@ from outrider.lm.cpu.library import runnable_builds
 from outrider.lm.cpu.weights import optimize_for_cpu
 from outrider.lm.layout import BatchLayout, SequenceSlice
 from outrider.lm.runner import ModelRunner
-from outrider.token_tree import ancestor_words, depths, path_to
+from outrider.protocol.token_tree import ancestor_words, depths, path_to
 
 DTYPES = [torch.float32, torch.bfloat16]
 SEEDS = st.integers(0, 2**32)

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from outrider.lm import attention
 from outrider.lm.gpu import graphs, triton_attention
 from outrider.lm.runner import Bounds, ModelRunner, SequenceSlice
-from outrider.token_tree import path_to
+from outrider.protocol.token_tree import path_to
 
 PAGE_COUNT = 6
 BOUNDS = Bounds(sequences=5, tokens_each=4, tokens=16)

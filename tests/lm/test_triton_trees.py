@@ -18,7 +18,7 @@ from outrider.lm.gpu import triton_attention
 from outrider.lm.gpu.move_tokens import TokenMover
 from outrider.lm.layout import BatchLayout, SequenceSlice
 from outrider.lm.runner import ModelRunner
-from outrider.token_tree import path_to
+from outrider.protocol.token_tree import path_to
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CHAIN = 0

@@ -13,7 +13,7 @@ from tiny_models import VOCAB_SIZE
 
 from outrider.lm.layout import SequenceSlice
 from outrider.lm.runner import ModelRunner
-from outrider.token_tree import children, path_to
+from outrider.protocol.token_tree import children, path_to
 
 
 @dataclass(frozen=True)

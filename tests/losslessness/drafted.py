@@ -15,11 +15,17 @@ import numpy.typing as npt
 import torch
 from exact import END, LENGTH, PROMPT, VOCAB, NextProbs, Probs, tiny_model
 
-from outrider.draft_messages import DraftBatch, Hello, Proposal, SparseDistribution, StepBatch
-from outrider.draft_tokens_policy import DraftTokensPolicy
 from outrider.lm.pages import PagePool
 from outrider.lm.runner import ModelRunner
-from outrider.messages import (
+from outrider.protocol.draft_messages import (
+    DraftBatch,
+    Hello,
+    Proposal,
+    SparseDistribution,
+    StepBatch,
+)
+from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
+from outrider.protocol.messages import (
     AcceptanceRule,
     DraftDistribution,
     SamplingParams,

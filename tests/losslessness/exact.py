@@ -25,7 +25,7 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-from outrider.messages import SamplingParams
+from outrider.protocol.messages import SamplingParams
 
 VOCAB = 16
 LENGTH = 3

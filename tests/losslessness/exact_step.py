@@ -17,8 +17,8 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from outrider.draft_messages import SparseDistribution
-from outrider.messages import AcceptanceRule, SamplingParams
+from outrider.protocol.draft_messages import SparseDistribution
+from outrider.protocol.messages import AcceptanceRule, SamplingParams
 from outrider.sampling.logits import Context
 from outrider.sampling.noise import Purpose
 from outrider.sampling.sampler import inverse_cdf

@@ -18,23 +18,23 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from outrider.clock import Clock, monotonic
-from outrider.draft_messages import DraftBatch, Hello, SparseDistribution, StepBatch
-from outrider.draft_tokens_policy import DraftTokensPolicy
 from outrider.drafter.draft_sequence import DraftSequence
-from outrider.errors import OutriderError
 from outrider.lm.pages import PagePool
 from outrider.lm.runner import SequenceSlice
-from outrider.messages import (
+from outrider.process.clock import Clock, monotonic
+from outrider.protocol.draft_messages import DraftBatch, Hello, SparseDistribution, StepBatch
+from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
+from outrider.protocol.errors import OutriderError
+from outrider.protocol.messages import (
     AcceptanceRule,
     DraftDistribution,
     SamplingParams,
     TokenChunk,
     TokenRequest,
 )
+from outrider.protocol.token_tree import path_to
 from outrider.sampling.noise import coupled_keys
 from outrider.sampling.sampler import coupled_exponentials
-from outrider.token_tree import path_to
 from verifier_svc.engine.loop import Engine
 from verifier_svc.engine.outgoing import Delivery
 from verifier_svc.engine.target import Limits

@@ -11,8 +11,8 @@ from chi_square import LEAST_P, Comparison, compare
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.draft_messages import SparseDistribution
-from outrider.messages import AcceptanceRule, SamplingParams
+from outrider.protocol.draft_messages import SparseDistribution
+from outrider.protocol.messages import AcceptanceRule, SamplingParams
 from outrider.sampling.logits import Context
 from outrider.sampling.noise import Purpose, uniforms
 from verifier_svc.verification.acceptance import accept

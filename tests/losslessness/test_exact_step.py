@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from exact_step import NextProbs, Probs, Scenario, Text, deviation
 
-from outrider.messages import AcceptanceRule
+from outrider.protocol.messages import AcceptanceRule
 
 TOLERANCE = 1e-9
 BLOCK = AcceptanceRule.BLOCK

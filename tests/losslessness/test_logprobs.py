@@ -6,7 +6,7 @@ import torch
 from drafted import RandomDrafter, make_engine
 from exact import PROMPT, equal_to_target, tiny_model
 
-from outrider.messages import (
+from outrider.protocol.messages import (
     AcceptanceRule,
     DraftDistribution,
     SamplingParams,

@@ -28,7 +28,7 @@ from exact import (
     reversed_target,
 )
 
-from outrider.messages import AcceptanceRule, DraftDistribution, SamplingParams
+from outrider.protocol.messages import AcceptanceRule, DraftDistribution, SamplingParams
 from outrider.sampling.noise import Purpose, uniforms
 from verifier_svc.verification import acceptance, rows
 

@@ -15,8 +15,8 @@ import pytest
 from chi_square import compare
 from small import Guesser, Traffic, near, target_probs
 
-from outrider.draft_tokens_policy import DraftTokensPolicy
-from outrider.messages import AcceptanceRule, DraftDistribution
+from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
+from outrider.protocol.messages import AcceptanceRule, DraftDistribution
 
 DRAWS = 10_000
 SEES = 0.06

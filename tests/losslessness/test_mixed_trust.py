@@ -14,10 +14,10 @@ import pytest
 from chi_square import compare
 from small import Guesser, Probs, Traffic, near, target_probs
 
-from outrider.draft_messages import Opened, StepBatch
-from outrider.draft_tokens_policy import DraftTokensPolicy
 from outrider.drafter.draft_sequence import DraftSequence
-from outrider.messages import AcceptanceRule, DraftDistribution
+from outrider.protocol.draft_messages import Opened, StepBatch
+from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
+from outrider.protocol.messages import AcceptanceRule, DraftDistribution
 
 DRAWS = 20_000
 SEES = 0.045

@@ -9,8 +9,8 @@ import torch
 from drafted import RandomDrafter, make_engine
 from exact import VOCAB, equal_to_target, tiny_model
 
-from outrider.draft_tokens_policy import DraftTokensPolicy
-from outrider.messages import (
+from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
+from outrider.protocol.messages import (
     AcceptanceRule,
     DraftDistribution,
     FinishReason,

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.draft_messages import SparseDistribution
-from outrider.messages import AcceptanceRule, SamplingParams, SpeculationOptions
+from outrider.protocol.draft_messages import SparseDistribution
+from outrider.protocol.messages import AcceptanceRule, SamplingParams, SpeculationOptions
 from outrider.sampling.logits import Context
 from verifier_svc.verification import reference
 from verifier_svc.verification.acceptance import accept

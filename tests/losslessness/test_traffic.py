@@ -17,9 +17,9 @@ from chi_square import compare
 from small import VOCAB, Guesser, Traffic, fixed, near, target_probs
 from virtual_time import VirtualClock
 
-from outrider.clock import monotonic
-from outrider.draft_tokens_policy import DraftTokensPolicy
-from outrider.messages import AcceptanceRule, DraftDistribution
+from outrider.process.clock import monotonic
+from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
+from outrider.protocol.messages import AcceptanceRule, DraftDistribution
 
 SPARSE = frozenset({DraftDistribution.ONE_HOT, DraftDistribution.SPARSE})
 COUPLED = frozenset({DraftDistribution.ONE_HOT, DraftDistribution.COUPLED})

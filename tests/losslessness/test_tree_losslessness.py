@@ -15,11 +15,16 @@ from hypothesis import strategies as st
 from random_trees import TreeGrafter, random_tree, shuffled
 from small import VOCAB, Guesser, Traffic, near, target_probs
 
-from outrider.draft_messages import SparseDistribution
-from outrider.draft_tokens_policy import DraftTokensPolicy
-from outrider.messages import AcceptanceRule, DraftDistribution, SamplingParams, SpeculationOptions
+from outrider.protocol.draft_messages import SparseDistribution
+from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
+from outrider.protocol.messages import (
+    AcceptanceRule,
+    DraftDistribution,
+    SamplingParams,
+    SpeculationOptions,
+)
+from outrider.protocol.token_tree import depths, path_to
 from outrider.sampling.logits import Context, adjust
-from outrider.token_tree import depths, path_to
 from verifier_svc.state.draft_tree import DraftTree
 from verifier_svc.state.sequence import Sequence as Request
 from verifier_svc.verification import reference

@@ -12,9 +12,9 @@ from drafter_svc.metrics import Metrics
 from drafter_svc.placement import PlacementPlan
 from drafter_svc.pools.memory import MemoryPool, NgramOptions
 from drafter_svc.pools.redis import RedisPool
-from outrider.draft_messages import Opened, Proposal, Skip, Window
-from outrider.messages import DraftDistribution, SamplingParams
-from outrider.model_info import ModelInfo, Stage
+from outrider.protocol.draft_messages import Opened, Proposal, Skip, Window
+from outrider.protocol.messages import DraftDistribution, SamplingParams
+from outrider.protocol.model_info import ModelInfo, Stage
 
 
 def opened(sequence_id: int, tokens: list[int], depth: int = 6) -> Opened:

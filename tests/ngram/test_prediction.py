@@ -5,8 +5,8 @@ from family_rig import Rig
 from drafter_svc.families.ngram import NgramFamily
 from drafter_svc.pools.memory import MemoryPool, NgramOptions
 from drafter_svc.pools.prediction import Prediction
-from outrider.draft_messages import Opened, Window
-from outrider.messages import DraftDistribution, SamplingParams
+from outrider.protocol.draft_messages import Opened, Window
+from outrider.protocol.messages import DraftDistribution, SamplingParams
 
 FILE = [10, 11, 12, 13, 10, 11, 14, 15, 10, 11, 16, 17, 18]
 

@@ -4,9 +4,9 @@ import pytest
 from family_rig import Rig
 
 from drafter_svc.families.suffix import SuffixFamily, SuffixSettings
-from outrider.draft_messages import Opened, Skip, Window
 from outrider.drafter.draft_sequence import DraftSequence
-from outrider.messages import DraftDistribution, SamplingParams
+from outrider.protocol.draft_messages import Opened, Skip, Window
+from outrider.protocol.messages import DraftDistribution, SamplingParams
 
 
 def opened(sequence_id: int, tokens: list[int], tenant: str = "", tree_tokens: int = 0) -> Opened:

@@ -11,6 +11,8 @@ from typing import TypeGuard
 import pytest
 from setuptools import find_namespace_packages
 
+from outrider.process.extras import MODEL_LIBRARIES
+
 ROOT = Path(__file__).parents[2]
 SERVICES = ("verifier_svc", "drafter_svc", "gateway")
 BENCH = "outrider_bench"
@@ -138,7 +140,7 @@ def test_only_wire_servicers_and_streams_import_protobuf() -> None:
 
 
 def test_only_servers_and_streams_of_the_verifier_import_grpc() -> None:
-    grpc = ("grpc", "google", "outrider.process.rpc", "outrider.v1", "outrider.wire")
+    grpc = ("grpc", "google", "outrider.process.rpc", "outrider.v1", "outrider.protocol.wire")
     speaks = {"server.py", "servicer.py", "draft_streams.py", "token_streams.py"}
     for path in sources("verifier_svc"):
         known = [name for name in imported(path) if name.startswith(grpc)]
@@ -147,7 +149,7 @@ def test_only_servers_and_streams_of_the_verifier_import_grpc() -> None:
 
 def test_http_validation_loads_no_protobuf_and_no_grpc() -> None:
     loaded = "any(name.partition('.')[0] in ('google', 'grpc') for name in sys.modules)"
-    program = f"import sys, gateway.parameters; sys.exit({loaded})"
+    program = f"import sys, gateway.http.parameters; sys.exit({loaded})"
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0
 
 
@@ -182,7 +184,7 @@ def test_the_verifier_reads_time_only_from_its_clock() -> None:
     "module",
     [
         "gateway.server",
-        "gateway.openai",
+        "gateway.http.openai",
         "drafter_svc.__main__",
         "verifier_svc.__main__",
         "drafter_svc.families.ngram",
@@ -190,9 +192,10 @@ def test_the_verifier_reads_time_only_from_its_clock() -> None:
         "outrider.launch.cli",
     ],
 )
-def test_modules_that_run_no_model_load_without_torch(module: str) -> None:
-    loaded = "'torch' in sys.modules or 'transformers' in sys.modules"
-    program = f"import sys, {module}; sys.exit({loaded})"
+def test_modules_that_run_no_model_load_without_its_libraries(module: str) -> None:
+    program = (
+        f"import sys, {module}; sys.exit(not sys.modules.keys().isdisjoint({MODEL_LIBRARIES}))"
+    )
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0
 
 
@@ -202,12 +205,13 @@ def test_modules_that_run_no_model_load_without_torch(module: str) -> None:
 def test_a_process_without_torch_names_the_missing_extra(command: str) -> None:
     """As after `pip install outrider` without extras: an import of None in sys.modules fails."""
     module, *arguments = command.split()
-    without = f"import runpy, sys; sys.modules['torch'] = None; sys.argv[1:] = {arguments}"
+    without = f"import runpy, sys; sys.argv[1:] = {arguments}"
+    without += f"; sys.modules.update(dict.fromkeys({MODEL_LIBRARIES}))"
     program = f"{without}; runpy.run_module({module!r}, run_name='__main__')"
     line = [sys.executable, "-c", program]
     ended = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 1
-    assert "needs torch; in Outrider's sources" in ended.stderr
+    assert f"needs {', '.join(MODEL_LIBRARIES)}; in Outrider's sources" in ended.stderr
     assert "Traceback" not in ended.stderr
 
 

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from gateway.request import check_stop
-from outrider.checks import check_logprobs
-from outrider.errors import OutriderError
+from gateway.text.request import check_stop
+from outrider.protocol.checks import check_logprobs
+from outrider.protocol.errors import OutriderError
+from outrider.protocol.wire import drafts as wire_drafts
+from outrider.protocol.wire import requests as wire_requests
+from outrider.protocol.wire import settings as wire_settings
+from outrider.protocol.wire.model import placement_from_proto
 from outrider.v1 import common_pb2, drafts_pb2, verifier_pb2
-from outrider.wire import drafts as wire_drafts
-from outrider.wire import requests as wire_requests
-from outrider.wire import settings as wire_settings
-from outrider.wire.model import placement_from_proto
 
 ROOT = Path(__file__).parents[2]
 VOCAB = 5000

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 from typing import get_args
 
-from outrider.messages import AcceptanceRule, SampledRule
+from outrider.protocol.messages import AcceptanceRule, SampledRule
 
 ROOT = Path(__file__).parents[2]
 MARKUP = re.compile(r"`|\[|\]\([^)]*\)")

@@ -12,8 +12,7 @@ import numpy as np
 
 from outrider.grammar.backends import Compiled
 from outrider.grammar.compiler import GrammarCompiler
-from outrider.grammar.dialect import Backend
-from outrider.grammar.kinds import Grammar, GrammarKind
+from outrider.grammar.kinds import Backend, Grammar, GrammarKind
 from outrider.tokenizer import load_tokenizer
 
 TARGET = str(Path(__file__).parents[2] / "models/target")

@@ -10,10 +10,10 @@ from grammar_texts import BACKENDS, ENDS, VOCAB, allowed, compiler, schema
 from random_trees import random_tree
 
 from outrider.grammar.backends import Compiled, Mask, Matcher
-from outrider.grammar.dialect import Backend
+from outrider.grammar.kinds import Backend
 from outrider.lm.pages import KVSequence
-from outrider.messages import SamplingParams, SpeculationStats, TokenRequest
-from outrider.token_tree import path_to
+from outrider.protocol.messages import SamplingParams, SpeculationStats, TokenRequest
+from outrider.protocol.token_tree import path_to
 from verifier_svc.state.draft_tree import DraftTree
 from verifier_svc.state.scheduled_sequence import ScheduledSequence
 from verifier_svc.state.sequence import Sequence

@@ -13,7 +13,7 @@ from transformers import (
     SuppressTokensLogitsProcessor,
 )
 
-from outrider.messages import SamplingParams
+from outrider.protocol.messages import SamplingParams
 from outrider.sampling.logits import Context, adjust
 
 VOCAB = 40

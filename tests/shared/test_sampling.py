@@ -13,7 +13,7 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-from outrider.messages import SamplingParams
+from outrider.protocol.messages import SamplingParams
 from outrider.sampling.noise import Purpose, philox4x32, uniforms
 from outrider.sampling.sampler import inverse_cdf, target_probs
 

@@ -12,15 +12,15 @@ import pytest
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
-from outrider import draft_messages as d
-from outrider import messages as m
-from outrider.errors import OutriderError, Reason
-from outrider.model_info import Stage
+from outrider.protocol import draft_messages as d
+from outrider.protocol import messages as m
+from outrider.protocol.errors import OutriderError, Reason
+from outrider.protocol.model_info import Stage
+from outrider.protocol.wire import drafts as wire_drafts
+from outrider.protocol.wire import model as wire_model
+from outrider.protocol.wire import requests as wire_requests
+from outrider.protocol.wire import settings as wire_settings
 from outrider.v1 import common_pb2, drafts_pb2, generation_pb2, verifier_pb2
-from outrider.wire import drafts as wire_drafts
-from outrider.wire import model as wire_model
-from outrider.wire import requests as wire_requests
-from outrider.wire import settings as wire_settings
 
 VOCAB = 1000
 OPENED = drafts_pb2.Opened(token_ids=[1], window=drafts_pb2.Window(token_count=1, depth=1))

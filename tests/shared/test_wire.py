@@ -11,15 +11,15 @@ from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider import draft_messages as d
-from outrider import messages as m
-from outrider.errors import OutriderError, Reason
-from outrider.limits import MAX_DRAFT_SECONDS
-from outrider.model_info import DrafterInfo, ModelInfo, Placement, Stage
+from outrider.protocol import draft_messages as d
+from outrider.protocol import messages as m
+from outrider.protocol.errors import OutriderError, Reason
+from outrider.protocol.limits import MAX_DRAFT_SECONDS
+from outrider.protocol.model_info import DrafterInfo, ModelInfo, Placement, Stage
+from outrider.protocol.wire import drafts as wire_drafts
+from outrider.protocol.wire import model as wire_model
+from outrider.protocol.wire import requests as wire_requests
 from outrider.v1 import common_pb2, drafts_pb2
-from outrider.wire import drafts as wire_drafts
-from outrider.wire import model as wire_model
-from outrider.wire import requests as wire_requests
 
 VOCAB = 1000
 ids = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=20)

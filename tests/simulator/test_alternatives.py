@@ -7,8 +7,8 @@ import asyncio
 import pytest
 from family_rig import Rig
 
-from outrider.draft_messages import Opened, Proposal, Window
-from outrider.messages import DraftDistribution, SamplingParams
+from outrider.protocol.draft_messages import Opened, Proposal, Window
+from outrider.protocol.messages import DraftDistribution, SamplingParams
 from outrider_bench.simulator.costs import DraftingCost
 from outrider_bench.simulator.family import SimulatedFamily
 from outrider_bench.simulator.scenario import DrafterSpec

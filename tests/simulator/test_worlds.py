@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from outrider.draft_messages import Proposal
 from outrider.lm.runner import SequenceSlice
-from outrider.messages import TokenRequest
+from outrider.protocol.draft_messages import Proposal
+from outrider.protocol.messages import TokenRequest
 from outrider_bench.simulator.events import Events
 from outrider_bench.simulator.worlds import campaign
 from outrider_bench.simulator.worlds.campaign import (

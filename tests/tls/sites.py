@@ -13,9 +13,9 @@ from fake_model import VOCAB, make_engine
 
 from outrider.internal.v1.token_streams_pb2_grpc import add_TokenStreamServiceServicer_to_server
 from outrider.launch.certs import Authority
-from outrider.model_info import ModelInfo, Stage
 from outrider.process import rpc
 from outrider.process.tls import Tls
+from outrider.protocol.model_info import ModelInfo, Stage
 from outrider.v1.verifier_pb2_grpc import add_VerifierServiceServicer_to_server
 from verifier_svc.engine.engine_thread import EngineThread
 from verifier_svc.engine.loop import Engine

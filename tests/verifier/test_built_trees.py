@@ -9,9 +9,9 @@ import pytest
 from fake_model import VOCAB, Client, ScriptedDrafter, make_engine
 from random_trees import random_tree
 
-from outrider.draft_messages import Proposal
-from outrider.draft_tokens_policy import DraftTokensPolicy
-from outrider.messages import DraftDistribution, SamplingParams, TokenRequest
+from outrider.protocol.draft_messages import Proposal
+from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
+from outrider.protocol.messages import DraftDistribution, SamplingParams, TokenRequest
 from verifier_svc.engine.target import Limits
 from verifier_svc.state.drafter import Drafter
 

@@ -2,7 +2,7 @@
 
 from fake_model import VOCAB, Client, ScriptedDrafter, exposition, make_engine
 
-from outrider.messages import SamplingParams, TokenRequest
+from outrider.protocol.messages import SamplingParams, TokenRequest
 
 GREEDY = SamplingParams(temperature=0.0)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fake_model import Client, ScriptedDrafter, make_engine
 
 from outrider.grammar.backends import Mask
-from outrider.messages import SamplingParams, TokenRequest
+from outrider.protocol.messages import SamplingParams, TokenRequest
 from verifier_svc.drafts.draft_outcome import favourite_outcome
 from verifier_svc.engine.loop import Engine
 from verifier_svc.engine.target import Limits

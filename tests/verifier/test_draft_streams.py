@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from fake_model import Client, make_engine
 
-from outrider.draft_messages import (
+from outrider.protocol.draft_messages import (
     Closed,
     DraftBatch,
     Hello,
@@ -17,11 +17,11 @@ from outrider.draft_messages import (
     Verdict,
     Window,
 )
-from outrider.messages import DraftDistribution, SamplingParams, TokenRequest
-from outrider.model_info import ModelInfo, Stage
+from outrider.protocol.messages import DraftDistribution, SamplingParams, TokenRequest
+from outrider.protocol.model_info import ModelInfo, Stage
+from outrider.protocol.wire import drafts as wire_drafts
+from outrider.protocol.wire import model as wire_model
 from outrider.v1 import verifier_pb2
-from outrider.wire import drafts as wire_drafts
-from outrider.wire import model as wire_model
 from verifier_svc.engine.engine_thread import EngineThread
 from verifier_svc.streams import draft_streams
 

@@ -6,9 +6,14 @@ import pytest
 from fake_model import Client, ScriptedDrafter, exposition, finish, make_engine
 from virtual_time import VirtualClock
 
-from outrider.draft_messages import Proposal
-from outrider.errors import OutriderError, Reason
-from outrider.messages import DraftDistribution, SamplingParams, SpeculationOptions, TokenRequest
+from outrider.protocol.draft_messages import Proposal
+from outrider.protocol.errors import OutriderError, Reason
+from outrider.protocol.messages import (
+    DraftDistribution,
+    SamplingParams,
+    SpeculationOptions,
+    TokenRequest,
+)
 
 GREEDY = SamplingParams(temperature=0.0)
 

@@ -8,9 +8,9 @@ import threading
 import pytest
 from fake_model import Client, make_engine
 
-from outrider.errors import OutriderError
-from outrider.messages import SamplingParams, TokenChunk, TokenRequest
-from outrider.model_info import ModelInfo, Stage
+from outrider.protocol.errors import OutriderError
+from outrider.protocol.messages import SamplingParams, TokenChunk, TokenRequest
+from outrider.protocol.model_info import ModelInfo, Stage
 from verifier_svc.engine.engine_thread import EngineThread
 from verifier_svc.streams import servicer as servicer_module
 from verifier_svc.streams.servicer import VerifierServicer

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from fake_model import EOS, Client, finish, make_engine
 
-from outrider.errors import OutriderError, Reason
-from outrider.messages import SamplingParams, TokenRequest
+from outrider.protocol.errors import OutriderError, Reason
+from outrider.protocol.messages import SamplingParams, TokenRequest
 from verifier_svc.engine.loop import Engine
 from verifier_svc.engine.target import Limits
 from verifier_svc.state.sequence import Sequence

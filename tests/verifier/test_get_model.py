@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from fake_model import Client, ScriptedDrafter, make_engine
 
-from outrider.errors import OutriderError
-from outrider.messages import SamplingParams, TokenRequest
-from outrider.model_info import ModelInfo, Stage
+from outrider.protocol.errors import OutriderError
+from outrider.protocol.messages import SamplingParams, TokenRequest
+from outrider.protocol.model_info import ModelInfo, Stage
 from outrider.v1 import verifier_pb2
 from verifier_svc.engine.engine_thread import EngineThread
 from verifier_svc.streams import servicer as servicer_module

@@ -5,9 +5,9 @@ import pytest
 import torch
 from fake_model import Client, ScriptedDrafter, finish, make_engine
 
-from outrider.draft_messages import SparseDistribution
 from outrider.grammar.backends import Mask
-from outrider.messages import DraftDistribution, FinishReason, SamplingParams, TokenRequest
+from outrider.protocol.draft_messages import SparseDistribution
+from outrider.protocol.messages import DraftDistribution, FinishReason, SamplingParams, TokenRequest
 from verifier_svc.state.draft_tree import DraftTree
 from verifier_svc.state.scheduled_sequence import ScheduledSequence
 from verifier_svc.verification.batch import DraftVerifier, Verified

@@ -27,10 +27,10 @@ from test_hostile_messages import SAID_BY_DRAFTERS
 from test_hostile_streams import RawDrafter, Verifier, verifier
 
 from outrider.internal.v1 import token_streams_pb2
-from outrider.messages import DraftDistribution
 from outrider.process import rpc
+from outrider.protocol.messages import DraftDistribution
+from outrider.protocol.wire.settings import proto_enum
 from outrider.v1 import common_pb2, drafts_pb2, verifier_pb2, verifier_pb2_grpc
-from outrider.wire.settings import proto_enum
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

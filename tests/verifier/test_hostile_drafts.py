@@ -8,10 +8,10 @@ from fake_model import Client, ScriptedDrafter, make_engine
 from prometheus_client import generate_latest
 from virtual_time import VirtualClock
 
-from outrider.draft_messages import DraftBatch, Proposal, Skip
-from outrider.draft_tokens_policy import DraftTokensPolicy
-from outrider.errors import OutriderError, Reason
-from outrider.messages import SamplingParams, SpeculationOptions, TokenRequest
+from outrider.protocol.draft_messages import DraftBatch, Proposal, Skip
+from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
+from outrider.protocol.errors import OutriderError, Reason
+from outrider.protocol.messages import SamplingParams, SpeculationOptions, TokenRequest
 from verifier_svc.engine.target import Limits
 
 

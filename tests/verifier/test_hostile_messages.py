@@ -18,7 +18,9 @@ from hypothesis import strategies as st
 
 from drafter_svc.families.ngram import NgramFamily
 from drafter_svc.pools.memory import NgramOptions
-from outrider.draft_messages import (
+from outrider.drafter.session import DraftSession
+from outrider.grammar.kinds import Grammar, GrammarKind
+from outrider.protocol.draft_messages import (
     Closed,
     DraftBatch,
     Hello,
@@ -29,15 +31,13 @@ from outrider.draft_messages import (
     Verdict,
     Window,
 )
-from outrider.drafter.session import DraftSession
-from outrider.errors import OutriderError, Reason
-from outrider.grammar.kinds import Grammar, GrammarKind
-from outrider.messages import DraftDistribution, SamplingParams, TokenRequest
-from outrider.model_info import Placement
+from outrider.protocol.errors import OutriderError, Reason
+from outrider.protocol.messages import DraftDistribution, SamplingParams, TokenRequest
+from outrider.protocol.model_info import Placement
+from outrider.protocol.wire import drafts as wire_drafts
+from outrider.protocol.wire import model as wire_model
+from outrider.protocol.wire import requests as wire_requests
 from outrider.v1 import verifier_pb2
-from outrider.wire import drafts as wire_drafts
-from outrider.wire import model as wire_model
-from outrider.wire import requests as wire_requests
 
 BOUNDED = fuzzing(60)
 GREEDY = SamplingParams(temperature=0.0)

@@ -2,8 +2,8 @@
 
 from fake_model import Client, ScriptedDrafter, make_engine
 
-from outrider.draft_tokens_policy import DraftTokensPolicy
-from outrider.messages import SamplingParams, SpeculationOptions, TokenRequest
+from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
+from outrider.protocol.messages import SamplingParams, SpeculationOptions, TokenRequest
 from verifier_svc.engine.target import Limits
 
 GREEDY = SamplingParams(0.0)

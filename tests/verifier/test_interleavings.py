@@ -9,7 +9,8 @@ from fake_model import VOCAB, Client, make_engine
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.draft_messages import (
+from outrider.drafter.draft_sequence import DraftSequence
+from outrider.protocol.draft_messages import (
     DraftBatch,
     Hello,
     Opened,
@@ -19,10 +20,9 @@ from outrider.draft_messages import (
     Verdict,
     Window,
 )
-from outrider.draft_tokens_policy import DraftTokensPolicy
-from outrider.drafter.draft_sequence import DraftSequence
-from outrider.errors import OutriderError, Reason
-from outrider.messages import DraftDistribution, SamplingParams, TokenRequest
+from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
+from outrider.protocol.errors import OutriderError, Reason
+from outrider.protocol.messages import DraftDistribution, SamplingParams, TokenRequest
 from verifier_svc.engine.loop import Engine
 from verifier_svc.engine.target import Limits
 from verifier_svc.state.trie import Trie

@@ -15,12 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_grammar_masks import Heads
 
-from outrider.draft_messages import Proposal
-from outrider.errors import OutriderError, Reason
-from outrider.limits import MAX_TOP_LOGPROBS
-from outrider.messages import FinishReason, SamplingParams, TokenRequest
+from outrider.protocol.draft_messages import Proposal
+from outrider.protocol.errors import OutriderError, Reason
+from outrider.protocol.limits import MAX_TOP_LOGPROBS
+from outrider.protocol.messages import FinishReason, SamplingParams, TokenRequest
+from outrider.protocol.wire import drafts as wire_drafts
 from outrider.v1 import drafts_pb2
-from outrider.wire import drafts as wire_drafts
 from verifier_svc.engine.loop import Engine
 from verifier_svc.state.sequence import Sequence
 

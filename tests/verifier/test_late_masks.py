@@ -9,11 +9,11 @@ from collections.abc import Sequence
 import pytest
 from fake_model import VOCAB, Client, ScriptedDrafter, finish, make_engine
 
-from outrider.errors import OutriderError, Reason
 from outrider.grammar.backends import Mask
 from outrider.grammar.kinds import Grammar, GrammarKind
-from outrider.messages import FinishReason, SamplingParams, TokenRequest
 from outrider.process.turns import TenantThreads
+from outrider.protocol.errors import OutriderError, Reason
+from outrider.protocol.messages import FinishReason, SamplingParams, TokenRequest
 from verifier_svc.engine.loop import Engine
 from verifier_svc.state.draft_tree import NO_DRAFT
 from verifier_svc.state.mask_work import MaskWork

@@ -12,17 +12,17 @@ import grpc
 import pytest
 from fake_model import Client, finish, make_engine
 
-from outrider.errors import OutriderError
-from outrider.messages import SamplingParams, TokenRequest
-from outrider.model_info import Load, ModelInfo, Stage, retry_after_s
 from outrider.process import rpc
+from outrider.protocol.errors import OutriderError
+from outrider.protocol.messages import SamplingParams, TokenRequest
+from outrider.protocol.model_info import Load, ModelInfo, Stage, retry_after_s
+from outrider.protocol.wire import model as wire_model
+from outrider.protocol.wire import requests as wire_requests
 from outrider.v1 import verifier_pb2
 from outrider.v1.verifier_pb2_grpc import (
     VerifierServiceStub,
     add_VerifierServiceServicer_to_server,
 )
-from outrider.wire import model as wire_model
-from outrider.wire import requests as wire_requests
 from verifier_svc.engine.engine_thread import EngineThread
 from verifier_svc.engine.loop import Engine
 from verifier_svc.engine.outgoing import Delivery

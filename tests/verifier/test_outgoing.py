@@ -4,8 +4,8 @@ import pytest
 from fake_model import Client, ScriptedDrafter, make_engine
 from virtual_time import VirtualClock
 
-from outrider.draft_tokens_policy import DraftTokensPolicy
-from outrider.messages import SamplingParams, TokenRequest
+from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
+from outrider.protocol.messages import SamplingParams, TokenRequest
 from verifier_svc.engine.target import Limits
 
 GREEDY = SamplingParams(temperature=0.0)

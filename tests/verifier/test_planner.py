@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 import pytest
 from fake_model import Client, ScriptedDrafter, make_engine, make_plan
 
-from outrider.draft_messages import DraftBatch, Proposal
-from outrider.draft_tokens_policy import DraftTokensPolicy
-from outrider.errors import OutriderError
-from outrider.messages import SamplingParams, SpeculationOptions, TokenRequest
-from outrider.model_info import Placement
+from outrider.protocol.draft_messages import DraftBatch, Proposal
+from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
+from outrider.protocol.errors import OutriderError
+from outrider.protocol.messages import SamplingParams, SpeculationOptions, TokenRequest
+from outrider.protocol.model_info import Placement
 from verifier_svc.drafts.assignments import run_ahead_window
 from verifier_svc.engine.loop import Engine
 from verifier_svc.engine.target import Limits

@@ -6,9 +6,9 @@ import pytest
 from fake_model import Client, ScriptedDrafter, make_engine
 from virtual_time import VirtualClock
 
-from outrider.draft_messages import DraftBatch, Proposal
-from outrider.draft_tokens_policy import DraftTokensPolicy
-from outrider.messages import SamplingParams, TokenRequest
+from outrider.protocol.draft_messages import DraftBatch, Proposal
+from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
+from outrider.protocol.messages import SamplingParams, TokenRequest
 from verifier_svc.engine.loop import Engine
 from verifier_svc.engine.target import Limits
 from verifier_svc.state.sequence import Sequence

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.draft_messages import SparseDistribution
-from outrider.messages import (
+from outrider.protocol.draft_messages import SparseDistribution
+from outrider.protocol.messages import (
     Acceptance,
     AcceptanceRule,
     DraftDistribution,

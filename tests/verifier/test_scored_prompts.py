@@ -7,9 +7,9 @@ from fake_model import EOS, VOCAB, Client, ScriptedDrafter, TableModel, finish, 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.draft_tokens_policy import DraftTokensPolicy
 from outrider.lm.runner import SequenceSlice
-from outrider.messages import SamplingParams, TokenRequest
+from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
+from outrider.protocol.messages import SamplingParams, TokenRequest
 from verifier_svc.engine.target import Limits
 
 PROMPTS = st.lists(

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from outrider.draft_messages import Hello
+from outrider.protocol.draft_messages import Hello
 from verifier_svc.policy.forward_cost import ForwardCost
 from verifier_svc.policy.speculation_budget import SpeculationBudget
 from verifier_svc.state.drafter import Drafter

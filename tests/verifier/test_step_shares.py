@@ -9,7 +9,7 @@ from fake_model import make_engine
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.messages import SamplingParams, TokenRequest
+from outrider.protocol.messages import SamplingParams, TokenRequest
 from verifier_svc.engine.loop import Engine
 from verifier_svc.engine.step_shares import max_min
 from verifier_svc.engine.target import Limits

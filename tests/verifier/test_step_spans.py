@@ -11,9 +11,9 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from outrider.clock import monotonic
-from outrider.messages import SamplingParams, TokenRequest
 from outrider.process import telemetry
+from outrider.process.clock import monotonic
+from outrider.protocol.messages import SamplingParams, TokenRequest
 from verifier_svc.engine.loop import Engine
 from verifier_svc.engine.step_spans import StepSpans
 from verifier_svc.metrics import Metrics

@@ -9,9 +9,9 @@ import pytest
 from fake_model import Client, ScriptedDrafter, make_engine
 from virtual_time import VirtualClock
 
-from outrider.draft_messages import Hello
-from outrider.errors import OutriderError, Reason
-from outrider.messages import SamplingParams, TokenRequest
+from outrider.protocol.draft_messages import Hello
+from outrider.protocol.errors import OutriderError, Reason
+from outrider.protocol.messages import SamplingParams, TokenRequest
 from verifier_svc.drafts.roster import PLACES
 from verifier_svc.engine.loop import Engine
 from verifier_svc.engine.target import Limits

@@ -13,10 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_trees import random_tree
 
-from outrider.draft_messages import Proposal
-from outrider.draft_tokens_policy import DraftTokensPolicy
-from outrider.messages import DraftDistribution, SamplingParams, SpeculationOptions, TokenRequest
-from outrider.token_tree import MAX_TREE_TOKENS, path_to
+from outrider.protocol.draft_messages import Proposal
+from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
+from outrider.protocol.messages import (
+    DraftDistribution,
+    SamplingParams,
+    SpeculationOptions,
+    TokenRequest,
+)
+from outrider.protocol.token_tree import MAX_TREE_TOKENS, path_to
 from verifier_svc.engine.loop import Engine
 from verifier_svc.engine.target import Limits
 from verifier_svc.policy.draft_trees import best_chain, grow_trees

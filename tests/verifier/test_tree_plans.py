@@ -8,11 +8,16 @@ import pytest
 from fake_model import Client, ScriptedDrafter, make_engine, make_plan
 from virtual_time import VirtualClock
 
-from outrider.draft_messages import DraftBatch, Proposal
-from outrider.draft_tokens_policy import DraftTokensPolicy
 from outrider.lm.layout import SequenceSlice
-from outrider.messages import DraftDistribution, SamplingParams, SpeculationOptions, TokenRequest
-from outrider.token_tree import MAX_TREE_TOKENS, favourite_path
+from outrider.protocol.draft_messages import DraftBatch, Proposal
+from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
+from outrider.protocol.messages import (
+    DraftDistribution,
+    SamplingParams,
+    SpeculationOptions,
+    TokenRequest,
+)
+from outrider.protocol.token_tree import MAX_TREE_TOKENS, favourite_path
 from verifier_svc.drafts.draft_message import DraftMessage
 from verifier_svc.engine.loop import Engine
 from verifier_svc.engine.target import Limits

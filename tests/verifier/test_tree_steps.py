@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from random_trees import TreeGrafter, random_tree
 
 from outrider.grammar.backends import Mask
-from outrider.messages import (
+from outrider.protocol.messages import (
     DraftDistribution,
     SamplingParams,
     TokenChunk,
@@ -30,7 +30,7 @@ from outrider.messages import (
     TokenRequest,
     TokenSource,
 )
-from outrider.token_tree import path_to
+from outrider.protocol.token_tree import path_to
 from verifier_svc.engine.loop import Engine
 from verifier_svc.state.draft_tree import DraftTree
 from verifier_svc.state.scheduled_sequence import ScheduledSequence

@@ -4,10 +4,10 @@ import pytest
 from fake_model import Client, ScriptedDrafter, TableModel, make_engine, make_plan
 from virtual_time import VirtualClock
 
-from outrider.draft_messages import DraftBatch, Proposal, StepBatch
-from outrider.draft_tokens_policy import DraftTokensPolicy
-from outrider.errors import OutriderError
-from outrider.messages import SamplingParams, TokenChunk, TokenRequest
+from outrider.protocol.draft_messages import DraftBatch, Proposal, StepBatch
+from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
+from outrider.protocol.errors import OutriderError
+from outrider.protocol.messages import SamplingParams, TokenChunk, TokenRequest
 from verifier_svc.engine.loop import Engine
 from verifier_svc.engine.target import Limits
 from verifier_svc.policy.goodput import goodput, max_wait_s

@@ -8,7 +8,7 @@ import pytest
 from keyed_rig import ALICE, OPERATOR, entry, keyed_rig
 from playwright.async_api import Browser, expect
 
-from gateway.prompts import Prompts
+from gateway.text.prompts import Prompts
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.slow]
 

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 OF_PROCESSES = ["test_drafter_process", "test_several_verifiers"]
-COMPILED = ["verifier_svc.engine.loop", "verifier_svc.state.trie", "outrider.messages"]
+COMPILED = ["verifier_svc.engine.loop", "verifier_svc.state.trie", "outrider.protocol.messages"]
 
 
 @pytest.fixture

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from outrider.draft_messages import Window
-from outrider.limits import MAX_DRAFT_TOKENS
+from outrider.protocol.draft_messages import Window
+from outrider.protocol.limits import MAX_DRAFT_TOKENS
 from verifier_svc.state.acceptance_rate import AcceptanceRate
 from verifier_svc.state.drafter import Drafter
 from verifier_svc.state.sequence import Assignment, Sequence

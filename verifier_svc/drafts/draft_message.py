@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from outrider.draft_messages import DraftBatch, Proposal, Skip
-from outrider.errors import OutriderError, Reason
-from outrider.token_tree import favourite_path
+from outrider.protocol.draft_messages import DraftBatch, Proposal, Skip
+from outrider.protocol.errors import OutriderError, Reason
+from outrider.protocol.token_tree import favourite_path
 from verifier_svc.state.drafter import Drafter
 from verifier_svc.state.sequence import Assignment, Sequence
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from outrider.clock import Clock, monotonic
-from outrider.draft_messages import Closed, DraftBatch, Hello, StepBatch, Verdict
-from outrider.errors import OutriderError, Reason
-from outrider.messages import PauseReason
+from outrider.process.clock import Clock, monotonic
 from outrider.process.telemetry import Span
+from outrider.protocol.draft_messages import Closed, DraftBatch, Hello, StepBatch, Verdict
+from outrider.protocol.errors import OutriderError, Reason
+from outrider.protocol.messages import PauseReason
 from verifier_svc.drafts.assignments import new_assignment, run_ahead_window
 from verifier_svc.drafts.draft_message import DraftMessage
 from verifier_svc.drafts.roster import PLACES, Roster

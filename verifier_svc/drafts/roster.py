@@ -6,10 +6,10 @@ from collections.abc import Collection, Iterable
 from math import ceil
 from typing import Any
 
-from outrider.clock import Clock, monotonic
-from outrider.errors import OutriderError, Reason
-from outrider.messages import SpeculationOptions
-from outrider.model_info import DrafterInfo
+from outrider.process.clock import Clock, monotonic
+from outrider.protocol.errors import OutriderError, Reason
+from outrider.protocol.messages import SpeculationOptions
+from outrider.protocol.model_info import DrafterInfo
 from verifier_svc.state.drafter import Drafter
 
 _FAULTS_TO_QUARANTINE = 3

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from outrider.errors import OutriderError
-from outrider.messages import FinishReason, TokenChunk
 from outrider.process.telemetry import Span
+from outrider.protocol.errors import OutriderError
+from outrider.protocol.messages import FinishReason, TokenChunk
 from verifier_svc.drafts.draft_outcome import favoured_count, record_draft
 from verifier_svc.engine.outputs import chunk_of, cut_at_end, cut_at_grammars_end, sources_of
 from verifier_svc.engine.parts import EngineParts

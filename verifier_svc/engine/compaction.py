@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from outrider.errors import OutriderError
+from outrider.protocol.errors import OutriderError
 from verifier_svc.state.scheduled_sequence import ScheduledSequence
 from verifier_svc.verification.batch import Verified
 

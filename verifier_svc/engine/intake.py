@@ -5,12 +5,12 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 
-from outrider.errors import OutriderError, Reason, invalid
 from outrider.grammar.backends import Matcher
 from outrider.lm.pages import KVSequence
-from outrider.messages import Acceptance, SpeculationStats, TokenChunk, TokenRequest
-from outrider.model_info import retry_after_s
 from outrider.process.telemetry import Span
+from outrider.protocol.errors import OutriderError, Reason, invalid
+from outrider.protocol.messages import Acceptance, SpeculationStats, TokenChunk, TokenRequest
+from outrider.protocol.model_info import retry_after_s
 from verifier_svc.engine.parts import EngineParts
 from verifier_svc.engine.target import LanguageModel, Limits
 from verifier_svc.state.sequence import Sequence

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sized
 
-from outrider.model_info import Load
+from outrider.protocol.model_info import Load
 from verifier_svc.state.sequence import Sequence
 
 # The mean time in the batch is that of about so many sequences, and so many batches: a few per cent

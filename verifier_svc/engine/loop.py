@@ -13,13 +13,13 @@ from collections.abc import Callable
 
 import torch
 
-from outrider.clock import Clock, monotonic
-from outrider.errors import OutriderError, Reason
 from outrider.grammar.backends import Matcher
 from outrider.lm.pages import PagePool
 from outrider.lm.runner import SequenceSlice
-from outrider.messages import TokenChunk, TokenRequest
+from outrider.process.clock import Clock, monotonic
 from outrider.process.telemetry import NO_SPAN, Span
+from outrider.protocol.errors import OutriderError, Reason
+from outrider.protocol.messages import TokenChunk, TokenRequest
 from verifier_svc.drafts.exchange import DraftExchange
 from verifier_svc.engine.commit import Committer
 from verifier_svc.engine.compaction import moved_slots
@@ -157,7 +157,7 @@ class Engine:
         """End a sequence without a message to its client, and free its pages."""
         if sequence.id in self.sequences:
             self._committer.end_sequence(sequence)
-            self._metrics.occupancy(self.scheduler)
+            self._metrics.occupancy(self.scheduler.occupancy())
 
     def stop_gathering(self) -> None:
         """Send clients all unsent tokens, and from now on those of each step."""
@@ -310,7 +310,7 @@ class Engine:
     def _end_step(self, batch: list[ScheduledSequence]) -> None:
         """Measure the step and send its verdicts; if it is the last, its chunks and counts too."""
         isolated_forward_s = self._observe(batch)
-        self._metrics.occupancy(self.scheduler)
+        self._metrics.occupancy(self.scheduler.occupancy())
         self.outgoing.send_to_drafters()
         if not self.sequences:
             self._metrics.flush()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from outrider.draft_messages import StepBatch
-from outrider.errors import OutriderError
-from outrider.messages import TokenChunk
+from outrider.protocol.draft_messages import StepBatch
+from outrider.protocol.errors import OutriderError
+from outrider.protocol.messages import TokenChunk
 from verifier_svc.drafts.exchange import DraftExchange
 
 Delivery = tuple[Callable[..., None], object]

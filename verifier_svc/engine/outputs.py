@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from outrider.errors import OutriderError, Reason
 from outrider.grammar.backends import Matcher
-from outrider.messages import FinishReason, TokenChunk, TokenSource
-from outrider.token_tree import favourite_path
+from outrider.protocol.errors import OutriderError, Reason
+from outrider.protocol.messages import FinishReason, TokenChunk, TokenSource
+from outrider.protocol.token_tree import favourite_path
 from verifier_svc.state.draft_tree import DraftTree
 from verifier_svc.state.scheduled_sequence import ScheduledSequence
 from verifier_svc.state.sequence import Sequence

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outrider.clock import Clock
+from outrider.process.clock import Clock
 from verifier_svc.drafts.exchange import DraftExchange
 from verifier_svc.engine.outgoing import Outgoing
 from verifier_svc.engine.scheduler import Scheduler

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from outrider.lm.pages import PagePool
-from outrider.token_tree import favourite_path
+from outrider.protocol.token_tree import favourite_path
 from verifier_svc.engine.fair_queue import FairQueue
 from verifier_svc.engine.load_meter import LoadMeter
 from verifier_svc.engine.step_shares import Part, StepShares
@@ -18,6 +18,7 @@ from verifier_svc.engine.tenant_use import TenantUse
 from verifier_svc.policy.draft_trees import ChosenDraft, best_chain
 from verifier_svc.policy.forward_cost import ForwardCost
 from verifier_svc.state.draft_tree import NO_DRAFT
+from verifier_svc.state.occupancy import Occupancy
 from verifier_svc.state.scheduled_sequence import ScheduledSequence
 from verifier_svc.state.sequence import Sequence
 from verifier_svc.verification.grammar_masks import chosen_before
@@ -88,6 +89,17 @@ class Scheduler:
             tokens = len(scheduled.token_ids) + len(scheduled.draft.token_ids)
             rows[scheduled.sequence.request.tenant] += tokens
         self.use.charge(rows, seconds, now)
+
+    def occupancy(self) -> Occupancy:
+        """Counts sequences and pages now, and what was counted since the start."""
+        return Occupancy(
+            running=len(self.running),
+            waiting=len(self.waiting),
+            pages=self.pool.used_count / self.pool.page_count,
+            prompt_tokens=self.prompt_token_count,
+            cached_tokens=self.cached_token_count,
+            preemptions=self.preemption_count,
+        )
 
     def in_turn(self) -> Collection[Sequence]:
         """The running sequences whose drafts the next step may wait for."""

@@ -8,9 +8,9 @@ from typing import Protocol
 
 import torch
 
-from outrider.draft_tokens_policy import DraftTokensPolicy
 from outrider.lm.runner import SequenceSlice
-from outrider.token_tree import MAX_TREE_TOKENS
+from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
+from outrider.protocol.token_tree import MAX_TREE_TOKENS
 
 
 class LanguageModel(Protocol):

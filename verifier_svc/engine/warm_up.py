@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from outrider.clock import Clock
 from outrider.lm.pages import PagePool
 from outrider.lm.runner import SequenceSlice
-from outrider.token_tree import MAX_TREE_TOKENS
+from outrider.process.clock import Clock
+from outrider.protocol.token_tree import MAX_TREE_TOKENS
 from verifier_svc.engine.target import LanguageModel, Limits
 from verifier_svc.policy.forward_cost import ForwardCost
 

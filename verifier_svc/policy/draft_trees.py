@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-from outrider.token_tree import MAX_TREE_TOKENS, children, without_chain
+from outrider.protocol.token_tree import MAX_TREE_TOKENS, children, without_chain
 from verifier_svc.policy.plan import Plan
 from verifier_svc.state.draft_tree import NO_DRAFT, DraftTree
 from verifier_svc.state.merged_tries import (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outrider.messages import PauseReason, SpeculationPause
+from outrider.protocol.messages import PauseReason, SpeculationPause
 from verifier_svc.policy.plan import Plan
 from verifier_svc.policy.speculation_budget import SpeculationBudget
 from verifier_svc.state.sequence import Sequence

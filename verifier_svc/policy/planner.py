@@ -11,7 +11,7 @@ from dataclasses import replace
 from operator import itemgetter
 from typing import NamedTuple
 
-from outrider.draft_tokens_policy import DraftTokensPolicy
+from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
 from verifier_svc.policy.forward_cost import ForwardCost
 from verifier_svc.policy.goodput import goodput, price_of_tokens, steps_meanwhile
 from verifier_svc.policy.plan import Plan

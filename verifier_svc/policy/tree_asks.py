@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from outrider.token_tree import MAX_TREE_TOKENS
+from outrider.protocol.token_tree import MAX_TREE_TOKENS
 from verifier_svc.state.merged_tries import is_sampled
 from verifier_svc.state.sequence import Assignment, Sequence
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from statistics import median
 
-from outrider.limits import MAX_DRAFT_TOKENS
+from outrider.protocol.limits import MAX_DRAFT_TOKENS
 
 _DECAY = 0.9
 _PRIOR_WEIGHT = 4.0

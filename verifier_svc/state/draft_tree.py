@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from outrider.draft_messages import SparseDistribution
-from outrider.token_tree import without_chain
+from outrider.protocol.draft_messages import SparseDistribution
+from outrider.protocol.token_tree import without_chain
 
 
 @dataclass(slots=True)
@@ -20,7 +20,7 @@ class DraftTree:
     distributions: list[SparseDistribution]
     """What each token was sampled from; empty for a one-hot draft. Only chains have them."""
     parents: list[int] = field(default_factory=list)
-    """Each token's parent, as in `outrider.token_tree`; empty for a chain."""
+    """Each token's parent, as in `protocol.token_tree`; empty for a chain."""
     drafter_ids: list[str] = field(default_factory=list)
     """Each token's drafter; empty if all are from the favourite path's."""
     favoured: int | None = None

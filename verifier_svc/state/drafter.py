@@ -6,9 +6,9 @@ import platform
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from outrider.draft_messages import Hello, StepBatch
-from outrider.errors import OutriderError
-from outrider.model_info import DrafterInfo
+from outrider.protocol.draft_messages import Hello, StepBatch
+from outrider.protocol.errors import OutriderError
+from outrider.protocol.model_info import DrafterInfo
 from verifier_svc.state.acceptance_rate import AcceptanceRate, Latency
 from verifier_svc.state.side_rates import SideRates
 

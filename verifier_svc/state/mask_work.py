@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from outrider.clock import Clock, thread_cpu_clock
+from outrider.process.clock import Clock, thread_cpu_clock
 from verifier_svc.state.draft_tree import DraftTree
 
 Compute = Callable[[], npt.NDArray[np.int32]]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from outrider.messages import DraftDistribution
+from outrider.protocol.messages import DraftDistribution
 from verifier_svc.state.sequence import Assignment, Sequence
 from verifier_svc.state.trie import Node
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from outrider.draft_messages import Opened, Window
-from outrider.errors import OutriderError
 from outrider.grammar.backends import Matcher
 from outrider.lm.pages import KVSequence
-from outrider.messages import (
+from outrider.process.telemetry import NO_SPAN, Span
+from outrider.protocol.draft_messages import Opened, Window
+from outrider.protocol.errors import OutriderError
+from outrider.protocol.messages import (
     DraftDistribution,
     PauseReason,
     SpeculationStats,
     TokenChunk,
     TokenRequest,
 )
-from outrider.process.telemetry import NO_SPAN, Span
 from verifier_svc.state.acceptance_rate import AcceptanceRate
 from verifier_svc.state.drafter import Drafter
 from verifier_svc.state.mask_work import MaskWork

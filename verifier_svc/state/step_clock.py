@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from outrider.clock import Clock
+from outrider.process.clock import Clock
 
 
 class StepClock:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from outrider.draft_messages import Proposal, Skip, SparseDistribution, Window
-from outrider.errors import OutriderError, Reason
+from outrider.protocol.draft_messages import Proposal, Skip, SparseDistribution, Window
+from outrider.protocol.errors import OutriderError, Reason
 from verifier_svc.state.draft_tree import DraftTree
 
 

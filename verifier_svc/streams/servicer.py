@@ -15,20 +15,20 @@ from typing import Any
 
 import grpc
 
-from outrider.clock import Clock, monotonic
-from outrider.errors import OutriderError, Reason
 from outrider.grammar.backends import Matcher
 from outrider.grammar.compiler import GrammarCompiler
 from outrider.internal.v1 import token_streams_pb2, token_streams_pb2_grpc
-from outrider.messages import TokenChunk, TokenRequest
-from outrider.model_info import DrafterInfo, Load, ModelInfo, Stage
 from outrider.process import telemetry
+from outrider.process.clock import Clock, monotonic
 from outrider.process.credentials import peer_of
 from outrider.process.rpc import Server, reports_errors
 from outrider.process.tasks import watch
+from outrider.protocol.errors import OutriderError, Reason
+from outrider.protocol.messages import TokenChunk, TokenRequest
+from outrider.protocol.model_info import DrafterInfo, Load, ModelInfo, Stage
+from outrider.protocol.wire import model as wire_model
+from outrider.protocol.wire import requests as wire_requests
 from outrider.v1 import verifier_pb2, verifier_pb2_grpc
-from outrider.wire import model as wire_model
-from outrider.wire import requests as wire_requests
 from verifier_svc.engine.engine_thread import EngineThread
 from verifier_svc.state.sequence import Sequence
 from verifier_svc.streams.draft_streams import DrafterStream

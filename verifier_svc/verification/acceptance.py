@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from outrider.messages import AcceptanceRule, SpeculationOptions
+from outrider.protocol.messages import AcceptanceRule, SpeculationOptions
 from outrider.sampling.logits import adjust
 from outrider.sampling.noise import Purpose
 from outrider.sampling.sampler import coupled_sample, inverse_cdf, target_probs

@@ -9,8 +9,8 @@ from typing import Protocol
 
 import torch
 
-from outrider.errors import OutriderError, Reason
-from outrider.messages import AcceptanceRule, DraftDistribution, TokenLogprob
+from outrider.protocol.errors import OutriderError, Reason
+from outrider.protocol.messages import AcceptanceRule, DraftDistribution, TokenLogprob
 from outrider.sampling.logits import Context
 from verifier_svc.state.scheduled_sequence import ScheduledSequence
 from verifier_svc.verification.acceptance import accept
@@ -138,7 +138,7 @@ class DraftVerifier:
     ) -> list[bool]:
         """For each token drafted behind a text, whether it is in the thinking phase.
 
-        The prompt may have begun that phase. `parents` are as in `outrider.token_tree`.
+        The prompt may have begun that phase. `parents` are as in `protocol.token_tree`.
         """
         if self.thinking_ids is None:
             return [False] * len(drafted)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from outrider.draft_messages import SparseDistribution
-from outrider.messages import AcceptanceRule, SpeculationOptions
+from outrider.protocol.draft_messages import SparseDistribution
+from outrider.protocol.messages import AcceptanceRule, SpeculationOptions
 from outrider.sampling.logits import Context
 from verifier_svc.verification.rules.lossy import LOSSY_RULES
 from verifier_svc.verification.tree_walk import favourites
@@ -63,7 +63,7 @@ class AcceptResult:
 
     @property
     def rows(self) -> Sequence[int]:
-        """The rows of the accepted draft tokens, as in `outrider.token_tree`."""
+        """The rows of the accepted draft tokens, as in `protocol.token_tree`."""
         if self.path is None:
             return range(1, self.accepted_count + 1)
         return self.path

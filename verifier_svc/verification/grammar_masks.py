@@ -11,9 +11,9 @@ from itertools import compress
 
 import numpy as np
 
-from outrider.errors import OutriderError, Reason
 from outrider.grammar.backends import Mask, Matcher
-from outrider.token_tree import without_chain
+from outrider.protocol.errors import OutriderError, Reason
+from outrider.protocol.token_tree import without_chain
 from verifier_svc.policy.draft_trees import ChosenDraft
 from verifier_svc.state.draft_tree import NO_DRAFT, DraftTree
 from verifier_svc.state.mask_work import MaskWork

@@ -7,7 +7,7 @@ from itertools import islice
 
 import torch
 
-from outrider.messages import TokenLogprob
+from outrider.protocol.messages import TokenLogprob
 from outrider.sampling.tensors import on
 from verifier_svc.state.scheduled_sequence import ScheduledSequence
 

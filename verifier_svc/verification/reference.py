@@ -182,7 +182,7 @@ def tree(
     own: Callable[[int, int], int],
     likes: Callable[[int, int], bool] = lambda row, token: False,
 ) -> AcceptedPath:
-    """Walk a tree, whose rows are as in `outrider.token_tree`, along the target's own tokens.
+    """Walk a tree, whose rows are as in `protocol.token_tree`, along the target's own tokens.
 
     `own(row, depth)` is the target's own token behind a row: its likeliest token (GREEDY), or its
     draw with the coupled noise of place `depth` (COUPLED). The next row is the child that equals

@@ -26,7 +26,7 @@ With --synthetic-acceptance-rate every draft is verified by SYNTHETIC.
 
 from __future__ import annotations
 
-from outrider.messages import Acceptance, AcceptanceRule, DraftDistribution, TokenRequest
+from outrider.protocol.messages import Acceptance, AcceptanceRule, DraftDistribution, TokenRequest
 
 # The rule of a lossy acceptance has its name.
 _LOSSY = {kind: AcceptanceRule[kind.name] for kind in Acceptance if kind is not Acceptance.EXACT}

@@ -1,14 +1,14 @@
 """Walks a tree of draft tokens to the last one that the target accepts.
 
 The token behind a row is the target's own, whatever the tree holds. The tree only decides how many
-of these tokens one forward finds. Rows and parents are as in `outrider.token_tree`.
+of these tokens one forward finds. Rows and parents are as in `protocol.token_tree`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from outrider.token_tree import children
+from outrider.protocol.token_tree import children
 
 
 def walk(

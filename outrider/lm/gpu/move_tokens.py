@@ -12,8 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from outrider.protocol.token_tree import MAX_TREE_TOKENS
 from outrider.sampling.tensors import on
-from outrider.token_tree import MAX_TREE_TOKENS
 
 # Moves that are read before the first of them is written; one tree has no more.
 _MOVES = MAX_TREE_TOKENS

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from outrider.errors import OutriderError, Reason
-from outrider.messages import (
+from outrider.protocol.errors import OutriderError, Reason
+from outrider.protocol.messages import (
     SpeculationOptions,
     TokenChunk,
     TokenLogprob,

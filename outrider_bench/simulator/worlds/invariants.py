@@ -6,8 +6,8 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import NoReturn
 
-from outrider.draft_messages import DraftBatch, Proposal, Skip
-from outrider.messages import TokenRequest
+from outrider.protocol.draft_messages import DraftBatch, Proposal, Skip
+from outrider.protocol.messages import TokenRequest
 from outrider_bench.simulator.worlds.requests import Answer
 from verifier_svc.drafts.roster import PLACES
 from verifier_svc.engine.loop import Engine

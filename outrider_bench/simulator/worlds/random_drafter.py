@@ -6,12 +6,12 @@ from collections import deque
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
-from outrider.draft_messages import DraftBatch, Hello, StepBatch
 from outrider.drafter.session import DraftSession
-from outrider.errors import OutriderError, Reason
-from outrider.messages import DraftDistribution
+from outrider.protocol.draft_messages import DraftBatch, Hello, StepBatch
+from outrider.protocol.errors import OutriderError, Reason
+from outrider.protocol.messages import DraftDistribution
+from outrider.protocol.wire import drafts as wire
 from outrider.v1 import drafts_pb2
-from outrider.wire import drafts as wire
 from outrider_bench.simulator.worlds.checked_verifier import CheckedVerifier
 from outrider_bench.simulator.worlds.forgery import FORGERIES, REFUSED, guess
 from outrider_bench.simulator.worlds.invariants import broken

@@ -7,10 +7,10 @@ from random import Random
 
 import numpy as np
 
-from outrider.draft_messages import SparseDistribution
 from outrider.drafter.draft_sequence import DraftSequence
 from outrider.drafter.strategy import Strategy
-from outrider.messages import DraftDistribution
+from outrider.protocol.draft_messages import SparseDistribution
+from outrider.protocol.messages import DraftDistribution
 from outrider_bench.simulator.worlds.checked_verifier import CheckedVerifier
 from outrider_bench.simulator.worlds.plan import DrafterPlan
 from outrider_bench.simulator.worlds.target import VOCAB

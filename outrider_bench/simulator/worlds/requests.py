@@ -11,10 +11,16 @@ from dataclasses import dataclass
 from functools import cache
 from random import Random
 
-from outrider.errors import OutriderError
 from outrider.grammar.backends import Mask
 from outrider.lm.pages import PagePool
-from outrider.messages import FinishReason, SamplingParams, TokenChunk, TokenLogprob, TokenRequest
+from outrider.protocol.errors import OutriderError
+from outrider.protocol.messages import (
+    FinishReason,
+    SamplingParams,
+    TokenChunk,
+    TokenLogprob,
+    TokenRequest,
+)
 from outrider_bench.simulator.events import Events
 from outrider_bench.simulator.worlds.target import EOS, VOCAB, PagedTarget
 from verifier_svc.engine.loop import Engine

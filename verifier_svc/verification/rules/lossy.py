@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from outrider.messages import AcceptanceRule, SpeculationOptions
+from outrider.protocol.messages import AcceptanceRule, SpeculationOptions
 from outrider.sampling.tensors import on
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from outrider.messages import AcceptanceRule
+from outrider.protocol.messages import AcceptanceRule
 
 _TINY = torch.finfo(torch.float64).tiny
 

@@ -1,0 +1,1 @@
+"""One request from its admission to its last token."""

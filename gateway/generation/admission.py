@@ -1,0 +1,178 @@
+"""Refuse what the verifiers have no room or no time for, before any work is done for it.
+
+The verifiers report their load with each poll. Between two polls, a gateway knows its own
+sequences. The last word is a verifier's, which refuses what is too much from several gateways.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import NamedTuple
+
+from gateway.generation.patience import Patience
+from gateway.metrics import Metrics
+from gateway.upstream.routing import Router
+from outrider.protocol.errors import OutriderError, Reason
+from outrider.protocol.model_info import Load, retry_after_s, wait_s
+
+# The wait and the answer may take so many times as long as recent ones did: an answer is long, the
+# batch was not full before, other processes take the cores. A longer queue would serve nobody more.
+# If it becomes slow, each answer is late, and the work on it is lost.
+_MARGIN = 2.0
+
+
+class Admission:
+    """Counts the sequences of this gateway from their request's arrival on."""
+
+    def __init__(self, router: Router, metrics: Metrics, patience_s: float = 0.0) -> None:
+        """Callers that name no time wait `patience_s` for their first token; 0 is for ever."""
+        self._router = router
+        self._patience = Patience(first_s=patience_s or None)
+        self._metrics = metrics
+        self.counts: dict[str, Counter[str]] = {}
+        """Sequences under way by model and tenant."""
+
+    def enter(self, model: str, tenant: str, count: int, patience: Patience) -> Place:
+        """Count the sequences of a new request for a model.
+
+        Raises OutriderError(OVERLOADED), with the seconds after which a retry makes sense, if the
+        verifiers have no room for them, or if their answers would be late.
+        """
+        if patience == Patience():
+            patience = self._patience
+        counts = self.counts.setdefault(model, Counter())
+        picks = self._router.ready_picks(model)
+        load = total_load([pick.info.load for pick in picks])
+        if load is not None:
+            others = sum(pick.replica.others for pick in picks)
+            try:
+                check(load, counts, others, tenant, count, patience)
+            except OutriderError:
+                self._metrics.refused.labels(model).inc()
+                raise
+        return Place(counts, tenant, count, patience.ends_at(time.monotonic()))
+
+    def only_model(self) -> str | None:
+        """The model that every request means; None if there is not exactly one."""
+        models = list(self._router.models)
+        return models[0] if len(models) == 1 else None
+
+
+class Place:
+    """The room of one request's sequences. A block that raises gives it back."""
+
+    def __init__(self, counts: Counter[str], tenant: str, count: int, ends_at: float) -> None:
+        self.ends_at = ends_at
+        """When nobody waits for the answer any more (monotonic seconds)."""
+        self._counts = counts
+        self._tenant = tenant
+        self._left = 0
+        self._add(count)
+
+    def _add(self, count: int) -> None:
+        self._left += count
+        self._counts[self._tenant] += count
+        if self._counts[self._tenant] == 0:
+            del self._counts[self._tenant]
+
+    def leave(self) -> None:
+        """Give back the room of one sequence."""
+        self._add(-min(1, self._left))
+
+    def close(self) -> None:
+        """Give back the room of all sequences that have not left."""
+        self._add(-self._left)
+
+    def __enter__(self) -> Place:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self.close()
+
+
+class TotalLoad(NamedTuple):
+    """How busy a model's verifiers are together. The counts are of sequences."""
+
+    places: int
+    """Sequences that run at once."""
+    most: int
+    """Sequences that run or wait at once."""
+    sequence_s: float | None
+    """How long recent ones were in a batch, on average (seconds); None before the first."""
+
+    def wait_s(self, count: int, places: float) -> float:
+        """Seconds until the last of `count` sequences gets one of these places."""
+        return wait_s(count, places, self.sequence_s)
+
+
+def total_load(reported: Sequence[Load | None]) -> TotalLoad | None:
+    """The load of a model's verifiers together; None if one does not report its own."""
+    loads = [load for load in reported if load is not None]
+    if not loads or len(loads) < len(reported):
+        return None
+    times = [load.sequence_s for load in loads if load.sequence_s is not None]
+    return TotalLoad(
+        sum(load.places for load in loads),
+        sum(load.max_running + load.max_waiting for load in loads),
+        sum(times) / len(times) if times else None,
+    )
+
+
+def check(
+    load: TotalLoad,
+    counts: Mapping[str, int],
+    others: int,
+    tenant: str,
+    count: int,
+    patience: Patience,
+) -> None:
+    """Raise OutriderError(OVERLOADED) if a tenant's `count` new sequences are too many.
+
+    `counts` are the sequences under way by tenant, and `others` those of other gateways.
+    """
+    own = counts.get(tenant, 0)
+    under_way = sum(counts.values()) + others
+    # Nobody waits, however many choices the request wants. Its deadline ends it if it is late.
+    if under_way == 0:
+        return
+    # A full queue drops a request of the tenant that uses most for one that uses less, so the
+    # verifier must see it. For a tenant without requests here, another gateway may have the
+    # largest tenant.
+    is_largest = own + count >= max(counts.values(), default=0) and (own > 0 or others == 0)
+    if under_way + count > load.most and is_largest:
+        waiting = max(0, under_way - load.places)
+        late_s = load.wait_s(under_way + count, load.places)
+        raise _refusal(f"{waiting} requests are waiting already", late_s)
+    # Nobody knows whose the others are, so they count as one tenant.
+    rivals = [each for name, each in counts.items() if name != tenant]
+    late_s = load.wait_s(own + count, fair_share(load.places, [*rivals, others]))
+    answer_s = load.sequence_s or 0.0
+    if late_s > 0.0 and not patience.suffices(_MARGIN * late_s, _MARGIN * answer_s):
+        message = f"the answer would be late: requests wait {late_s:.1f} s for their turn now"
+        raise _refusal(message, late_s)
+
+
+def fair_share(places: int, rivals: Sequence[int]) -> float:
+    """The places that a tenant gets if it wants as many as it can, beside rivals that want these.
+
+    The verifier gives a place to the tenant with the fewest. So a rival that wants less than an
+    equal share gets what it wants, and the others share the rest.
+    """
+    left = float(places)
+    sharing = 1 + len(rivals)
+    for wanted in sorted(rivals):
+        if wanted * sharing >= left:
+            break
+        left -= wanted
+        sharing -= 1
+    return left / sharing
+
+
+def _refusal(message: str, late_s: float) -> OutriderError:
+    return OutriderError(Reason.OVERLOADED, message, retry_after_s=retry_after_s(late_s))

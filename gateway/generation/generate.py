@@ -1,0 +1,280 @@
+"""Run a request's sequences on one of the verifier's replicas. Independent of HTTP and gRPC."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from functools import cache
+
+from gateway.generation.admission import Admission, Place
+from gateway.metrics import Metrics, SequenceClock
+from gateway.text.choices import Event, merge
+from gateway.text.deltas import DeltaBuilder, TextDelta
+from gateway.text.prompts import Prompts
+from gateway.text.request import TextRequest, check_ids
+from gateway.text.text_stream import TokenTable
+from gateway.upstream.chunk_checks import check_chunk
+from gateway.upstream.routing import MOVING, Pick, Router
+from gateway.upstream.token_stream import late
+from outrider.protocol.errors import OutriderError, Reason
+from outrider.protocol.messages import TokenChunk, TokenRequest
+from outrider.protocol.model_info import ModelInfo
+
+log = logging.getLogger(__name__)
+
+# A request that makes every verifier crash must not end them all, whatever it writes in between.
+# One that every verifier refuses must not go round in circles.
+_MOST_LOST = 4
+# gRPC ends calls by its own clock: a caller that leaves this shortly before the deadline is late.
+_EARLY_S = 0.1
+
+Build = Callable[[ModelInfo], Sequence[TextRequest]]
+"""Checks a request against a model and builds its sequences. Raises OutriderError."""
+
+
+class Generation:
+    """Generates text with the verifier's replicas."""
+
+    def __init__(
+        self,
+        router: Router,
+        prompts: Prompts,
+        metrics: Metrics,
+        resume_seconds: float,
+        patience_seconds: float = 0.0,
+    ) -> None:
+        """A sequence that has begun waits `resume_seconds` for a verifier to continue it.
+
+        `patience_seconds` is that of callers that name none, see `Admission`.
+        """
+        self.router = router
+        self.prompts = prompts
+        self.metrics = metrics
+        self.resume_seconds = resume_seconds
+        self.admission = Admission(router, metrics, patience_seconds)
+        self.table = TokenTable(prompts.tokenizer)
+
+    def echo(self, prompt: str | list[int], info: ModelInfo) -> str:
+        """The prompt's text, for the answer to repeat. Raises OutriderError(INVALID_VALUE)."""
+        if isinstance(prompt, str):
+            return prompt
+        check_ids("prompt", prompt, info)
+        return self.table.decode(prompt)
+
+    async def generate(
+        self, model: str, operation: str, build: Build, place: Place
+    ) -> AsyncGenerator[Event, None]:
+        """Yield the deltas of a request's sequences as they arrive.
+
+        The request is built for the model of one replica and runs there. If the replica fails or
+        leaves, each sequence goes on at another one; before its first chunk it is built again for
+        that replica. Closing the iterator cancels all sequences. `operation` is OpenTelemetry's
+        name of the operation. Sequences leave their `place` when they end; at its deadline, those
+        that still run end with DEADLINE_EXCEEDED. Raises OutriderError from `Router.pick`, from
+        `build` and from the verifier.
+        """
+        sequences: list[_Sequence] = []
+        try:
+            pick = self.router.pick(model)
+            # Build the request once for all sequences that move to the same replica.
+            built: Build = cache(build)
+            # All sequences count as running from here on. Otherwise requests that arrive together
+            # would all pick the same replica.
+            for index in range(len(built(pick.info))):
+                sequences.append(_Sequence(self, operation, built, index, pick, place))
+            streams = [sequence.deltas() for sequence in sequences]
+            events = merge(streams) if len(streams) > 1 else _only(streams[0])
+            async with aclosing(events):
+                async for event in events:
+                    yield event
+        finally:
+            for sequence in sequences:
+                sequence.leave()
+            place.close()
+
+
+async def _only(stream: AsyncGenerator[TextDelta, None]) -> AsyncGenerator[Event, None]:
+    """The events of a single stream."""
+    async with aclosing(stream):
+        async for delta in stream:
+            yield 0, delta
+
+
+class _Sequence:
+    """One sequence of a request. It counts as running at its replica until `deltas` ends.
+
+    Prompt, committed tokens and seed are all that another replica needs to continue it.
+    """
+
+    def __init__(
+        self,
+        generation: Generation,
+        operation: str,
+        built: Build,
+        index: int,
+        pick: Pick,
+        place: Place,
+    ) -> None:
+        self._generation = generation
+        self._operation = operation
+        self._built = built
+        self._index = index
+        self._pick = pick
+        self._place = place
+        self._left = False
+        self._builder: DeltaBuilder | None = None
+        # Every replica draws with it if the request has no seed.
+        self._noise_seed = secrets.randbits(64)
+        self._committed: list[int] = []
+        # Tokens of the prompt whose log probabilities have arrived, and how many of these the
+        # present replica will repeat.
+        self._scored = 0
+        self._scored_again = 0
+        self._lost_count = 0
+        # Since the last token: refusals, but for full queues, and until when to wait.
+        self._refused_count = 0
+        self._deadline: float | None = None
+        self._go_to(pick)
+
+    def _go_to(self, pick: Pick) -> None:
+        """Count as running at the pick's replica.
+
+        Before the first chunk, the request is built for that replica's model, and checked.
+        """
+        if self._builder is None:
+            self._request = self._built(pick.info)[self._index]
+        self._pick.replica.sequences.discard(self)
+        self._pick = pick
+        pick.replica.sequences.add(self)
+
+    def leave(self) -> None:
+        """Count no longer as running."""
+        self._pick.replica.sequences.discard(self)
+        if not self._left:
+            self._left = True
+            self._place.leave()
+
+    async def deltas(self) -> AsyncGenerator[TextDelta, None]:
+        """Yield the sequence's deltas, and record its metrics."""
+        tokens = self._request.tokens
+        metrics = self._generation.metrics
+        length = len(tokens.prompt)
+        clock = SequenceClock(metrics, self._pick.model, self._operation, length, tokens.tenant)
+        try:
+            async with aclosing(self._chunks()) as chunks:
+                async for chunk in chunks:
+                    if self._builder is None:
+                        table = self._generation.table
+                        self._builder = DeltaBuilder(self._request, self._pick.info, table)
+                    clock.add(chunk, gathered=self._request.tokens.min_chunk_tokens > 1)
+                    delta = self._builder.add(chunk)
+                    if delta.finish is not None:
+                        clock.finished(delta.finish.reason)
+                    yield delta
+                    if delta.finish is not None:
+                        return
+        except OutriderError as error:
+            clock.failed(error.reason.name)
+            if error.field is None or not error.field.startswith("grammar."):
+                raise
+            # The verifier names the wire's field. Name the caller's field instead.
+            name = self._request.grammar_field
+            message = error.message.replace(error.field, name)
+            raise replace(error, message=message, field=name) from error
+        finally:
+            clock.close(is_late=time.monotonic() > self._place.ends_at - _EARLY_S)
+            self.leave()
+
+    async def _chunks(self) -> AsyncGenerator[TokenChunk, None]:
+        """Yield the chunks of the replica, and of those that continue when it fails."""
+        while True:
+            info = self._pick.info
+            replica = self._pick.replica
+            stream = replica.tokens
+            try:
+                async with aclosing(stream.generate(self._rest(), self._place.ends_at)) as chunks:
+                    async for chunk in chunks:
+                        left = self._request.tokens.max_tokens - len(self._committed)
+                        check_chunk(chunk, info, left, replica.address)
+                        yield self._taken(chunk)
+                message = "the verifier ended an answer without a finish reason"
+                raise OutriderError(Reason.VERIFIER_UNAVAILABLE, message)
+            except OutriderError as error:
+                if error.reason in MOVING or error.reason is Reason.OVERLOADED:
+                    replica.doubt(stream, error)
+                if not self._moves(error.reason):
+                    raise
+                await self._move(error)
+
+    def _rest(self) -> TokenRequest:
+        """The verifier's request for what is left to generate."""
+        tokens = self._request.tokens
+        if self._committed:
+            tokens = replace(tokens, committed=self._committed, prompt_logprobs=None)
+        self._scored_again = self._scored
+        fingerprint = self._pick.info.fingerprint
+        return replace(tokens, noise_seed=self._noise_seed, model_fingerprint=fingerprint)
+
+    def _taken(self, chunk: TokenChunk) -> TokenChunk:
+        """Keep the tokens that the next replica needs; drop prompt scores that repeat."""
+        if chunk.token_ids:
+            self._committed += chunk.token_ids
+            self._refused_count = 0
+            self._deadline = None
+        if not chunk.prompt_logprobs:
+            return chunk
+        new = chunk.prompt_logprobs[self._scored_again :]
+        self._scored_again -= len(chunk.prompt_logprobs) - len(new)
+        self._scored += len(new)
+        return replace(chunk, prompt_logprobs=new)
+
+    def _moves(self, reason: Reason) -> bool:
+        """Whether the sequence goes to another replica after an error.
+
+        A full queue is a reason for a sequence that has begun, since it was accepted once, and for
+        one that another replica has room for.
+        """
+        if reason is not Reason.OVERLOADED:
+            return reason in MOVING
+        picks = self._generation.router.ready_picks(self._pick.model)
+        return self._builder is not None or not all(pick.busyness()[0] for pick in picks)
+
+    async def _move(self, error: OutriderError) -> None:
+        """Go to another replica after `error`. Raises it if there is none.
+
+        A sequence that has a chunk waits for a replica. One without a chunk does not wait, since
+        its caller has received nothing and can ask again.
+        """
+        now = time.monotonic()
+        if self._deadline is None:
+            self._deadline = now + self._generation.resume_seconds
+        if error.reason is Reason.VERIFIER_UNAVAILABLE:
+            self._lost_count += 1
+        elif error.reason is not Reason.OVERLOADED or now > self._deadline:
+            self._refused_count += 1
+        if max(self._lost_count, self._refused_count) > _MOST_LOST:
+            raise error
+        router = self._generation.router
+        if self._builder is None:
+            self._go_to(await router.instead_of(self._pick, error))
+            return
+        tokens = self._request.tokens
+        length = len(tokens.prompt) + tokens.max_tokens
+        wait_s = max(0.0, min(self._deadline, self._place.ends_at) - now)
+        try:
+            pick = await router.instead_of(self._pick, error, wait_s, length)
+        except OutriderError as found_none:
+            if time.monotonic() < self._place.ends_at:
+                raise
+            raise late() from found_none
+        self._go_to(pick)
+        self._builder.resumed()
+        model, _, replica = self._pick
+        self._generation.metrics.resumed.labels(model, error.reason.name.lower()).inc()
+        request_id = self._request.tokens.request_id
+        count = len(self._committed)
+        log.info("%s goes on at %s behind %d tokens: %s", request_id, replica.address, count, error)

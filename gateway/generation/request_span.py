@@ -1,0 +1,104 @@
+"""A request's span, by OpenTelemetry's conventions for generative AI, and its line in the log."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from fastapi import Request
+
+from gateway.metrics import PROVIDER
+from gateway.text.choices import UsageTotals
+from gateway.text.request import TextRequest
+from outrider.process import telemetry
+from outrider.process.telemetry import Span
+from outrider.protocol.errors import OutriderError
+from outrider.protocol.messages import FinishReason, SamplingParams
+
+log = logging.getLogger("gateway.requests")
+
+_DEFAULTS = SamplingParams()
+
+
+def begin(
+    headers: Mapping[str, str], model: str, operation: str, choice_count: int, *, stream: bool
+) -> Span:
+    """Start the span of a request, as a child of the caller's span if `headers` name one."""
+    span = telemetry.start_root(f"{operation} {model}", headers)
+    span.set(
+        gen_ai__operation__name=operation,
+        gen_ai__provider__name=PROVIDER,
+        gen_ai__request__model=model,
+        gen_ai__request__stream=stream,
+    )
+    if choice_count > 1:
+        span.set(gen_ai__request__choice__count=choice_count)
+    return span
+
+
+def describe_settings(span: Span, request: TextRequest) -> None:
+    """Put the settings that differ from their default on a request's span."""
+    sampling = request.tokens.sampling
+    span.set(outrider__speculation=request.tokens.speculation.enabled)
+    for name in ("temperature", "top_p", "top_k", "frequency_penalty", "presence_penalty"):
+        value = getattr(sampling, name)
+        if value != getattr(_DEFAULTS, name):
+            span.set(**{f"gen_ai__request__{name}": value})
+    if request.asked_tokens is not None:
+        span.set(gen_ai__request__max_tokens=request.asked_tokens)
+    if sampling.seed is not None:
+        # A seed may exceed the 64 signed bits of an attribute.
+        span.set(gen_ai__request__seed=str(sampling.seed))
+    if request.stop:
+        span.set(gen_ai__request__stop_sequences=list(request.stop))
+
+
+def describe_http(span: Span, request: Request) -> None:
+    """Put OpenTelemetry's HTTP attributes on a request's span."""
+    span.set(
+        http__request__method=request.method,
+        http__route=getattr(request.scope.get("route"), "path", request.url.path),
+        url__path=request.url.path,
+        url__scheme=request.url.scheme,
+    )
+
+
+@contextmanager
+def responding(span: Span) -> Iterator[None]:
+    """Put the response's HTTP status on a span: 200, or the error's status if the block raises."""
+    status = 500
+    try:
+        yield
+        status = 200
+    except OutriderError as error:
+        status = error.reason.kind.http
+        raise
+    finally:
+        span.set(http__response__status_code=status)
+
+
+def describe(span: Span, request_id: str, totals: UsageTotals, model: str) -> None:
+    """Put the finish reasons and the usage on a request's span and into the log."""
+    usage = totals.usage()
+    reasons = [
+        "stop" if finish.reason is FinishReason.STOP else "length"
+        for finish in totals.finishes
+        if finish is not None
+    ]
+    prompt = usage["prompt_tokens"]
+    completion = usage["completion_tokens"]
+    details = usage["completion_tokens_details"]
+    span.set(
+        gen_ai__response__id=request_id,
+        gen_ai__response__model=model,
+        gen_ai__response__finish_reasons=reasons,
+        gen_ai__usage__input_tokens=prompt,
+        gen_ai__usage__output_tokens=completion,
+        outrider__accepted_tokens=details["accepted_prediction_tokens"],
+        outrider__rejected_tokens=details["rejected_prediction_tokens"],
+    )
+    resumed = sum(finish.resumed_count for finish in totals.finishes if finish is not None)
+    if resumed:
+        span.set(outrider__resumed=resumed)
+    log.info("%s: %d tokens in, %d out (%s)", request_id, prompt, completion, ", ".join(reasons))

@@ -1,0 +1,1 @@
+"""HTTP: OpenAI's API, its schema and answers, connections, and the page."""

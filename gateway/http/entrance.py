@@ -1,0 +1,155 @@
+"""Where requests over HTTP come in: refuse what is too much unread, and take the rest in turns.
+
+To parse, check and tokenise a request takes milliseconds of the event loop. In a burst, requests
+that are refused must not wait for that work on the others, nor one tenant's for another's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import deque
+from types import TracebackType
+from typing import NamedTuple
+
+from starlette.requests import HTTPConnection
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from gateway.access.gate import identity_in
+from gateway.api_errors import error_response
+from gateway.generation.admission import Admission, Place
+from gateway.generation.patience import Patience
+from outrider.protocol.errors import OutriderError
+
+PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
+"""Paths of requests for text."""
+
+# Requests whose work is under way at once: some wait for another thread, or for Redis.
+_AT_ONCE = 8
+_SCOPE_KEY = "outrider.arrival"
+# The body may say how long its caller waits.
+_ENDLESS = Patience(total_s=math.inf)
+
+
+class Turns:
+    """Lets `at_once` requests do their work at once; tenants come in turn (round-robin)."""
+
+    def __init__(self, at_once: int) -> None:
+        self._free = at_once
+        # By tenant; the one whose turn was longest ago is first.
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+
+    async def enter(self, tenant: str) -> None:
+        """Wait for a turn."""
+        if self._free > 0:
+            self._free -= 1
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(tenant, deque()).append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            # The turn may have come in the same moment.
+            if not turn.cancelled():
+                self.leave()
+            raise
+
+    def leave(self) -> None:
+        """End a turn, and give it to the next request."""
+        while self._waiting:
+            tenant = next(iter(self._waiting))
+            queue = self._waiting.pop(tenant)
+            turn = queue.popleft()
+            if queue:
+                self._waiting[tenant] = queue
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._free += 1
+
+
+class Arrival:
+    """A request from its headers until it is sent to a verifier. Use it as a context manager."""
+
+    def __init__(self, turns: Turns, tenant: str, place: Place | None) -> None:
+        self._turns = turns
+        self._tenant = tenant
+        self._place = place
+        self._has_turn = False
+
+    async def turn(self) -> None:
+        """Wait for the turn to parse the body, which has arrived."""
+        await self._turns.enter(self._tenant)
+        self._has_turn = True
+
+    def counted(self) -> None:
+        """Count no longer as one sequence: the sequences that the body asks for count instead."""
+        if self._place is not None:
+            self._place.close()
+
+    def done(self) -> None:
+        """Give the turn to the next request."""
+        self.counted()
+        if self._has_turn:
+            self._has_turn = False
+            self._turns.leave()
+
+    def __enter__(self) -> Arrival:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None
+    ) -> None:
+        self.done()
+
+
+class _Route(NamedTuple):
+    """What the router would find for a path, for those that count responses by route."""
+
+    path: str
+
+
+class Entrance:
+    """ASGI middleware that refuses a request for text unread if there is no room for it.
+
+    It counts each request as one sequence until its body says more. Where there are several models,
+    only the body says which one is meant, and nothing is counted before.
+    """
+
+    def __init__(self, app: ASGIApp, admission: Admission) -> None:
+        self._app = app
+        self._admission = admission
+        self._turns = Turns(_AT_ONCE)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Refuse the request, or pass it on with its Arrival."""
+        if scope["type"] != "http" or scope["path"] not in PATHS or scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        tenant = identity_in(scope).tenant
+        model = self._admission.only_model()
+        place = None
+        if model is not None:
+            try:
+                place = self._admission.enter(model, tenant, 1, _ENDLESS)
+            except OutriderError as error:
+                scope["route"] = _Route(scope["path"])
+                await error_response(error)(scope, receive, send)
+                return
+        with Arrival(self._turns, tenant, place) as arrival:
+            scope[_SCOPE_KEY] = arrival
+            # The refusals of a burst leave before the work on the other requests.
+            await asyncio.sleep(0)
+            await self._app(scope, receive, send)
+
+
+def arrival_of(request: HTTPConnection) -> Arrival:
+    """The request's arrival. Its path must be one of `PATHS`."""
+    arrival: Arrival = request.scope[_SCOPE_KEY]
+    return arrival
+
+
+def arrival_in(scope: Scope) -> Arrival | None:
+    """The arrival of the request with this scope; None on other paths."""
+    arrival: Arrival | None = scope.get(_SCOPE_KEY)
+    return arrival

@@ -1,0 +1,120 @@
+"""The field types of request bodies: strict objects, Unicode text, and documented limits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from typing import Annotated, Any, TypeVar, get_type_hints
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    WithJsonSchema,
+    create_model,
+    model_validator,
+)
+
+from outrider.protocol.errors import OutriderError, Reason
+from outrider.protocol.limits import MAX_LISTED_TOKENS, Range
+
+MAX_KEYS = 128
+"""Most keys of an object with named fields. No body has as many fields."""
+
+
+class Body(BaseModel):
+    """A JSON object without unknown fields and without silent conversions."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_keys(cls, values: Any) -> Any:
+        """Raise OutriderError(INVALID_VALUE) for too many keys and for keys that are not text.
+
+        Pydantic would take seconds to report thousands of unknown keys.
+        """
+        if not isinstance(values, dict):
+            return values
+        if len(values) > MAX_KEYS:
+            message = f"an object of the body has {len(values)} keys, more than {MAX_KEYS}"
+            raise OutriderError(Reason.INVALID_VALUE, message)
+        for key in values:
+            try:
+                check_unicode(key)
+            except ValueError as problem:
+                message = f"the key {ascii(key)[:60]} {problem}"
+                raise OutriderError(Reason.INVALID_VALUE, message) from problem
+        return values
+
+
+def check_unicode(text: str) -> str:
+    """The text itself. Raises ValueError if it has half of a surrogate pair.
+
+    JSON can spell one with an escape, but no tokenizer takes it.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as cause:
+        raise ValueError("holds half of a surrogate pair, which is not Unicode text") from cause
+    return text
+
+
+Text = Annotated[str, AfterValidator(check_unicode)]
+# These limits are for /openapi.json. Later checks enforce them with better messages.
+TokenId = Annotated[int, WithJsonSchema({"type": "integer", "minimum": 0})]
+Choice = Annotated[Text, WithJsonSchema({"type": "string", "minLength": 1})]
+Filled = Annotated[str, Field(min_length=1)]
+_Item = TypeVar("_Item")
+# Validation stops at the first bad item. Describing thousands of them would take seconds.
+Listed = Annotated[list[_Item], Field(fail_fast=True)]
+
+
+def _at_most_entries(value: object) -> object:
+    if isinstance(value, dict) and len(value) > MAX_LISTED_TOKENS:
+        raise ValueError(f"must hold at most {MAX_LISTED_TOKENS} entries")
+    return value
+
+
+Entries = Annotated[dict[str, _Item], BeforeValidator(_at_most_entries)]
+
+
+def limited(description: str | None = None, **limits: int | float) -> Any:
+    """An optional parameter, with its limits for /openapi.json. Later checks enforce them."""
+    return Field(default=None, description=description, json_schema_extra=dict(limits))
+
+
+_Body = TypeVar("_Body", bound=Body)
+
+
+def with_declared(
+    settings: type, ranges: Mapping[str, Range]
+) -> Callable[[type[_Body]], type[_Body]]:
+    """Add an optional parameter to a body for each number and flag of a dataclass.
+
+    It has the name and the type of the dataclass's field, and the range of that name if there is
+    one. A class derived from the body may declare a parameter again in a form of its own.
+    """
+    types = get_type_hints(settings)
+
+    def extended(body: type[_Body]) -> type[_Body]:
+        """Derive the body with these parameters."""
+        parameters: dict[str, Any] = {}
+        for name in [field.name for field in fields(settings) if field.init]:
+            if types[name] not in (bool, int, float):
+                continue
+            parameter = limited()
+            if name in ranges:
+                parameter = limited(ranges[name].about, **ranges[name].json_schema)
+            parameters[name] = (types[name] | None, parameter)
+        return create_model(
+            body.__name__,
+            __base__=body,
+            __module__=body.__module__,
+            __doc__=body.__doc__,
+            **parameters,
+        )
+
+    return extended

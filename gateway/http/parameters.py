@@ -1,0 +1,281 @@
+"""Build a request's sequences from an HTTP body, and check each parameter by its HTTP name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import fields, replace
+
+from gateway.http.schema import (
+    SEED_MAX,
+    SEED_MIN,
+    ChatBody,
+    CompletionBody,
+    GenerationBody,
+    JsonValue,
+    SpeculationBody,
+    StructuredOutputs,
+)
+from gateway.text.request import AnswerLimit, Caller, Prompt, TextRequest, check_stop
+from outrider.grammar.kinds import Grammar, GrammarKind
+from outrider.protocol import messages as m
+from outrider.protocol.checks import (
+    check_grammar,
+    check_logprobs,
+    check_sampling,
+    check_speculation,
+)
+from outrider.protocol.errors import invalid
+from outrider.protocol.limits import MAX_STOP_TOKENS
+from outrider.protocol.model_info import ModelInfo
+
+_COMPLETION_MAX_TOKENS = 16
+
+
+def text_requests(
+    body: CompletionBody | ChatBody,
+    prompts: Sequence[Prompt],
+    n: int,
+    caller: Caller,
+    info: ModelInfo,
+) -> list[TextRequest]:
+    """Check the request against a model and build its sequences, n for each prompt.
+
+    With a seed s, choice i equals the only choice of a request with seed s + i. Raises
+    OutriderError(INVALID_VALUE or CONTEXT_LENGTH_EXCEEDED) that names the field and the limit.
+    """
+    if body.stream_options is not None and not body.stream:
+        raise invalid("stream_options", "is only for stream: true")
+    if body.speculation.tokens and body.stop:
+        message = "does not go with stop, since tokens may hold a part of what is cut off"
+        raise invalid("speculation.tokens", message)
+    template, limit = _template(body, caller, info)
+    sampling = template.tokens.sampling
+    # A chunk may gather the whole answer, unless the caller reads it as it grows or a stop string
+    # may end it early.
+    at_once = not body.stream and not template.stop and not body.speculation.tokens
+    requests = []
+    for prompt in prompts:
+        max_tokens = limit.resolve(prompt, sampling.min_tokens, info)
+        tokens = replace(
+            template.tokens,
+            prompt=prompt.token_ids,
+            max_tokens=max_tokens,
+            min_chunk_tokens=max_tokens if at_once else 1,
+            prediction=prompt.prediction[: info.context_length],
+        )
+        if max_tokens == 0 and tokens.prompt_logprobs is None:
+            # The verifier accepts max_tokens=0 only if it scores the prompt.
+            tokens = replace(tokens, prompt_logprobs=0)
+        for choice in range(n):
+            of_choice = replace(tokens, sampling=_with_seed(sampling, choice))
+            requests.append(replace(template, tokens=of_choice, echo=prompt.echo))
+    return requests
+
+
+def _template(
+    body: CompletionBody | ChatBody, caller: Caller, info: ModelInfo
+) -> tuple[TextRequest, AnswerLimit]:
+    """Build the part that all sequences of the request share, without a prompt, and their limit."""
+    grammar, grammar_field = _grammar(body)
+    sampling = _sampling(body, info.vocab_size)
+    stop = check_stop(body.stop)
+    speculation = _speculation(body.speculation)
+    stop_token_ids = _stop_token_ids(body.stop_token_ids or [], info.vocab_size)
+    top_logprobs = _top_logprobs(body)
+    prompt_logprobs = _prompt_logprobs(body)
+    limit = _answer_limit(body, scores_prompt=prompt_logprobs is not None)
+    tokens = m.TokenRequest(
+        prompt=[],
+        max_tokens=0,
+        sampling=sampling,
+        stop_token_ids=stop_token_ids,
+        ignore_eos=bool(body.ignore_eos),
+        speculation=speculation,
+        tenant=caller.tenant,
+        request_id=caller.request_id,
+        traceparent=caller.traceparent,
+        top_logprobs=top_logprobs,
+        grammar=grammar,
+        prompt_logprobs=prompt_logprobs,
+    )
+    request = TextRequest(
+        tokens,
+        asked_tokens=limit.asked,
+        stop=stop,
+        shows_prompt=prompt_logprobs is not None,
+        attributed=body.speculation.tokens,
+        grammar_field=grammar_field,
+    )
+    return request, limit
+
+
+def most_answer_tokens(
+    body: CompletionBody | ChatBody, prompts: Sequence[Prompt], n: int, info: ModelInfo
+) -> int:
+    """The most tokens that all answers together could have; nothing is checked yet."""
+    limit = AnswerLimit(body.max_tokens, default=_COMPLETION_MAX_TOKENS)
+    if isinstance(body, ChatBody):
+        asked = body.max_completion_tokens
+        limit = AnswerLimit(body.max_tokens if asked is None else asked)
+    return n * sum(limit.most(prompt, info) for prompt in prompts)
+
+
+def _with_seed(sampling: m.SamplingParams, choice: int) -> m.SamplingParams:
+    if sampling.seed is None:
+        return sampling
+    return replace(sampling, seed=(sampling.seed + choice) % 2**64)
+
+
+def _answer_limit(body: CompletionBody | ChatBody, scores_prompt: bool) -> AnswerLimit:
+    asked = body.max_tokens
+    if isinstance(body, CompletionBody):
+        return AnswerLimit(asked, "max_tokens", _COMPLETION_MAX_TOKENS, scores_prompt)
+    if body.max_completion_tokens is None:
+        return AnswerLimit(asked, "max_tokens", None, scores_prompt)
+    if asked is not None:
+        raise invalid("max_tokens", "is the old name of max_completion_tokens; send one of them")
+    return AnswerLimit(body.max_completion_tokens, "max_completion_tokens", None, scores_prompt)
+
+
+def _sampling(body: GenerationBody, vocab_size: int) -> m.SamplingParams:
+    names = [field.name for field in fields(m.SamplingParams) if field.init]
+    given = {name: getattr(body, name) for name in names if getattr(body, name) is not None}
+    given["logit_bias"] = _logit_bias(body.logit_bias or {})
+    given["banned_token_ids"] = tuple(body.banned_token_ids or ())
+    if body.top_k == -1:
+        given["top_k"] = 0
+    sampling = m.SamplingParams(**given)
+    check_sampling(sampling, vocab_size)
+    if body.seed is not None and not SEED_MIN <= body.seed <= SEED_MAX:
+        raise invalid("seed", f"must be in [{SEED_MIN}, {SEED_MAX}], not {body.seed}")
+    return sampling
+
+
+def _logit_bias(given: dict[str, float]) -> tuple[tuple[int, float], ...]:
+    """OpenAI's object, whose keys are token ids written as strings."""
+    for key in given:
+        if not (key.isascii() and key.isdigit() and len(key) < 10):
+            raise invalid("logit_bias", f"must have token ids as keys, not {key[:40]!r}")
+    pairs = {int(key): value for key, value in given.items()}
+    if len(pairs) < len(given):
+        raise invalid("logit_bias", "has a token id twice")
+    return tuple(sorted(pairs.items()))
+
+
+def _speculation(body: SpeculationBody) -> m.SpeculationOptions:
+    given = {field.name: getattr(body, field.name) for field in fields(m.SpeculationOptions)}
+    options = m.SpeculationOptions(**given | {"acceptance": m.Acceptance[body.acceptance.upper()]})
+    check_speculation(options)
+    return options
+
+
+def _stop_token_ids(ids: list[int], vocab_size: int) -> frozenset[int]:
+    if len(ids) > MAX_STOP_TOKENS:
+        message = f"must hold at most {MAX_STOP_TOKENS} ids, not {len(ids)}"
+        raise invalid("stop_token_ids", message)
+    for index, token_id in enumerate(ids):
+        if not 0 <= token_id < vocab_size:
+            message = f"must be in [0, {vocab_size}), not {token_id}"
+            raise invalid(f"stop_token_ids[{index}]", message)
+    return frozenset(ids)
+
+
+def _top_logprobs(body: CompletionBody | ChatBody) -> int | None:
+    """How many alternatives the request wants with each token; None for no log probabilities."""
+    if isinstance(body, CompletionBody):
+        check_logprobs("logprobs", body.logprobs)
+        return body.logprobs
+    check_logprobs("top_logprobs", body.top_logprobs)
+    if not body.logprobs:
+        if body.top_logprobs:
+            raise invalid("top_logprobs", "is only for logprobs: true")
+        return None
+    return body.top_logprobs or 0
+
+
+def _prompt_logprobs(body: GenerationBody) -> int | None:
+    """How many alternatives the request wants with each token of the prompt; None for no scores.
+
+    An echo has as many as the generated tokens unless `prompt_logprobs` says otherwise.
+    """
+    check_logprobs("prompt_logprobs", body.prompt_logprobs)
+    if body.prompt_logprobs is not None and body.stream:
+        message = "is not for stream: true; a completion's echo and logprobs stream a prompt's"
+        raise invalid("prompt_logprobs", message)
+    if body.prompt_logprobs is None and isinstance(body, CompletionBody) and body.echo:
+        return body.logprobs
+    return body.prompt_logprobs
+
+
+def _grammar(body: GenerationBody) -> tuple[Grammar | None, str]:
+    """The grammar of the answer and the field that gives it; (None, "") for no grammar."""
+    found = _grammars(body)
+    if not found:
+        return None, ""
+    (field, grammar), *more = found.items()
+    if more:
+        message = f"contradicts {field}: only one of them can say what the answer must be"
+        raise invalid(more[0][0], message)
+    check_grammar(grammar, field)
+    return grammar, field
+
+
+def _grammars(body: GenerationBody) -> dict[str, Grammar]:
+    """All grammars of the body by field: OpenAI's response_format, our fields and vLLM's."""
+    structured = body.structured_outputs or StructuredOutputs()
+    texts = {
+        "regex": (GrammarKind.REGEX, body.regex),
+        "guided_regex": (GrammarKind.REGEX, body.guided_regex),
+        "structured_outputs.regex": (GrammarKind.REGEX, structured.regex),
+        "grammar": (GrammarKind.EBNF, body.grammar),
+        "guided_grammar": (GrammarKind.EBNF, body.guided_grammar),
+        "structured_outputs.grammar": (GrammarKind.EBNF, structured.grammar),
+        "guided_json": (GrammarKind.JSON_SCHEMA, _json(body.guided_json)),
+        "structured_outputs.json": (GrammarKind.JSON_SCHEMA, _json(structured.json_)),
+        "structural_tag": (GrammarKind.STRUCTURAL_TAG, _json(body.structural_tag)),
+        "structured_outputs.structural_tag": (
+            GrammarKind.STRUCTURAL_TAG,
+            _json(structured.structural_tag),
+        ),
+    }
+    choices = {
+        "choice": body.choice,
+        "guided_choice": body.guided_choice,
+        "structured_outputs.choice": structured.choice,
+    }
+    formatted = _response_format(body)
+    found = {} if formatted is None else {"response_format": formatted}
+    found |= {
+        field: Grammar(kind, text) for field, (kind, text) in texts.items() if text is not None
+    }
+    found |= {
+        field: Grammar(GrammarKind.CHOICE, choices=tuple(given))
+        for field, given in choices.items()
+        if given is not None
+    }
+    if structured.json_object:
+        found["structured_outputs.json_object"] = Grammar(GrammarKind.JSON_OBJECT)
+    return found
+
+
+def _json(value: JsonValue | None) -> str | None:
+    """The value as JSON. A string is JSON already."""
+    if value is None or isinstance(value, str):
+        return value
+    return json.dumps(value)
+
+
+def _response_format(body: GenerationBody) -> Grammar | None:
+    wanted = body.response_format
+    if wanted is None or wanted.type == "text":
+        return None
+    if wanted.type == "json_object":
+        return Grammar(GrammarKind.JSON_OBJECT)
+    if wanted.type == "json_schema":
+        if wanted.json_schema is None:
+            raise invalid("response_format.json_schema", "is required with type json_schema")
+        return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(wanted.json_schema.schema_))
+    if wanted.structural_tag is None:
+        raise invalid("response_format.structural_tag", "is required with type structural_tag")
+    return Grammar(GrammarKind.STRUCTURAL_TAG, json.dumps(wanted.structural_tag))

@@ -1,0 +1,110 @@
+"""Bound and decompress the bodies of HTTP requests before the application reads them."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from gateway.api_errors import error_response
+from outrider.protocol.errors import OutriderError, Reason
+
+_Headers = Iterable[tuple[bytes, bytes]]
+
+# The window sizes with which zlib reads the header of each format.
+_WINDOW_BITS = {"gzip": 31, "x-gzip": 31, "deflate": 15}
+_UNENCODED = ("", "identity")
+_CHANGED = (b"content-encoding", b"content-length")
+
+
+class BodyLimit:
+    """Refuses a body above `limit_bytes` with 413 before the body is held in memory.
+
+    A body in gzip or deflate is decompressed, and the limit holds for what it decompresses to.
+    Another Content-Encoding is refused with 415.
+    """
+
+    def __init__(self, app: ASGIApp, limit_bytes: int) -> None:
+        self._app = app
+        self._limit = limit_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        encoding = _encoding(scope["headers"])
+        if encoding not in _UNENCODED and encoding not in _WINDOW_BITS:
+            await _unsupported(encoding)(scope, receive, send)
+            return
+        decoder = None
+        announced = _announced(scope["headers"])
+        if encoding in _WINDOW_BITS:
+            decoder = _Decoder(encoding)
+            kept = [header for header in scope["headers"] if header[0] not in _CHANGED]
+            scope = {**scope, "headers": kept}
+        received = 0
+
+        async def bounded() -> Message:
+            nonlocal received
+            if announced > self._limit:
+                raise self._too_large()
+            message = await receive()
+            if decoder is not None and message["type"] == "http.request":
+                message = decoder.decode(message, self._limit + 1 - received)
+            received += len(message.get("body", b""))
+            if received > self._limit:
+                raise self._too_large()
+            return message
+
+        await self._app(scope, bounded, send)
+
+    def _too_large(self) -> OutriderError:
+        message = f"the body is larger than {self._limit} bytes"
+        return OutriderError(Reason.REQUEST_TOO_LARGE, message)
+
+
+class _Decoder:
+    """Decompresses the body of one request."""
+
+    def __init__(self, encoding: str) -> None:
+        self._encoding = encoding
+        self._zlib = zlib.decompressobj(_WINDOW_BITS[encoding])
+
+    def decode(self, message: Message, most_bytes: int) -> Message:
+        """The message with its body decompressed, at most the first `most_bytes`.
+
+        Raises OutriderError(MALFORMED_REQUEST) for a body that is not in this encoding.
+        """
+        try:
+            body = self._zlib.decompress(message.get("body", b""), most_bytes)
+        except zlib.error as cause:
+            raise self._malformed(f"the body is not in it: {cause}") from cause
+        if self._zlib.unused_data:
+            raise self._malformed("the body goes on behind its end")
+        more = message.get("more_body", False)
+        if not more and not self._zlib.eof and len(body) < most_bytes:
+            raise self._malformed("the body ends too early")
+        return {**message, "body": body}
+
+    def _malformed(self, problem: str) -> OutriderError:
+        message = f"Content-Encoding is {self._encoding}, but {problem}"
+        return OutriderError(Reason.MALFORMED_REQUEST, message)
+
+
+def _unsupported(encoding: str) -> ASGIApp:
+    message = f"Content-Encoding must be gzip or deflate, or left out, not {encoding[:60]!r}"
+    response = error_response(OutriderError(Reason.UNSUPPORTED_ENCODING, message))
+    response.headers["Accept-Encoding"] = "gzip, deflate"
+    return response
+
+
+def _encoding(headers: _Headers) -> str:
+    """The encodings of the body in lower case, joined by commas; "" without one."""
+    values = [value for name, value in headers if name == b"content-encoding"]
+    return b",".join(values).decode("latin-1").strip().lower()
+
+
+def _announced(headers: _Headers) -> int:
+    """The body's length by its header; 0 without one."""
+    return next((int(value) for name, value in headers if name == b"content-length"), 0)

@@ -1,0 +1,207 @@
+"""OpenAI's answers as dictionaries: whole answers, and the chunks of a stream."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from gateway.http.request_id import request_id
+from gateway.text.choices import UsageTotals
+from gateway.text.deltas import AttributedToken, LogprobToken
+from outrider import __version__
+from outrider.protocol.messages import FinishReason
+
+Json = dict[str, Any]
+_FINISH = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
+_FINGERPRINT = f"outrider-{__version__}"
+
+
+def _named(token: LogprobToken) -> Json:
+    return {"token": token.text, "logprob": token.logprob, "bytes": list(token.raw)}
+
+
+def _top_logprobs(token: LogprobToken) -> dict[str, float | None] | None:
+    """Log probabilities by text, the likeliest first, and as in OpenAI's answers the token itself.
+
+    Several tokens may have the same text, such as parts of characters. The likeliest is kept.
+    """
+    if token.logprob is None:
+        return None
+    by_text: dict[str, float | None] = {}
+    for likely in (*token.top, token):
+        by_text.setdefault(likely.text, likely.logprob)
+    return by_text
+
+
+def _prompt_logprobs(prompt: Sequence[LogprobToken]) -> list[Json | None]:
+    """vLLM's list: an object by token id for each token of the prompt, None for the first token."""
+    return [_by_id(token) for token in prompt]
+
+
+def _by_id(token: LogprobToken) -> Json | None:
+    if token.logprob is None:
+        return None
+    return {
+        str(likely.token_id): {
+            "logprob": likely.logprob,
+            "rank": likely.rank,
+            "decoded_token": likely.text,
+        }
+        for likely in (token, *token.top)
+    }
+
+
+def attribution(tokens: Sequence[AttributedToken]) -> Json:
+    """The `speculation` field of a choice: its tokens with their sources. Empty without tokens."""
+    if not tokens:
+        return {}
+    listed = [
+        {"text": t.text, "source": t.source.name.lower(), "drafter": t.drafter_id or None}
+        for t in tokens
+    ]
+    return {"speculation": {"tokens": listed}}
+
+
+class ResponseShape(ABC):
+    """Writes the answers of one endpoint. Subclasses write its choices."""
+
+    operation: str
+    """OpenTelemetry's name of the endpoint's operation."""
+    id_prefix: str
+    whole_object: str
+    chunk_object: str
+    opening: ClassVar[Json | None] = None
+    """The content of a choice's first chunk, before any text; None for no such chunk."""
+    closing: ClassVar[Json]
+    """The content of a choice's last chunk, with the finish reason."""
+
+    def __init__(self, model: str, headers: Mapping[str, str]) -> None:
+        """`headers` are the request's, which may have the caller's own id."""
+        self.id = request_id(headers, self.id_prefix)
+        self.model = model
+        self._created = int(time.time())
+
+    def _answer(self, kind: str, choices: list[Json]) -> Json:
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self._created,
+            "model": self.model,
+            "system_fingerprint": _FINGERPRINT,
+            "choices": choices,
+        }
+
+    def whole(
+        self, texts: list[str], totals: UsageTotals, shown: Sequence[Sequence[LogprobToken]]
+    ) -> Json:
+        """The answer to a request that does not stream.
+
+        `texts` and `shown` have each choice's text and its tokens with log probabilities.
+        """
+        choices: list[Json] = []
+        for text, finish, tokens in zip(texts, totals.finishes, shown, strict=True):
+            choice = {
+                "index": len(choices),
+                **self._whole_choice(text),
+                "logprobs": self.logprobs(tokens),
+                "finish_reason": None if finish is None else _FINISH[finish.reason],
+            }
+            choices.append(choice)
+        return self._answer(self.whole_object, choices) | {"usage": totals.usage()}
+
+    def chunk(
+        self,
+        index: int,
+        content: Json,
+        reason: FinishReason | None = None,
+        logprobs: Json | None = None,
+    ) -> Json:
+        """A chunk with one choice."""
+        finish = _FINISH[reason] if reason is not None else None
+        choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": finish}
+        return self._answer(self.chunk_object, [choice])
+
+    def usage_chunk(self, usage: Json) -> Json:
+        """The last chunk of a stream with usage."""
+        return self._answer(self.chunk_object, []) | {"usage": usage}
+
+    def _whole_choice(self, text: str) -> Json:
+        """The content of a choice of a whole answer."""
+        return self.delta(text)
+
+    @abstractmethod
+    def add_prompt_logprobs(self, answer: Json, prompts: Sequence[Sequence[LogprobToken]]) -> None:
+        """Put vLLM's `prompt_logprobs` into a whole answer. `prompts` has one list a choice."""
+
+    @abstractmethod
+    def logprobs(self, shown: Sequence[LogprobToken]) -> Json | None:
+        """OpenAI's `logprobs` object of tokens; None without tokens."""
+
+    @abstractmethod
+    def delta(self, text: str) -> Json:
+        """The content of a chunk with text."""
+
+
+class CompletionShape(ResponseShape):
+    """POST /v1/completions."""
+
+    operation = "text_completion"
+    id_prefix = "cmpl"
+    whole_object = chunk_object = "text_completion"
+    closing: ClassVar[Json] = {"text": ""}
+
+    def add_prompt_logprobs(self, answer: Json, prompts: Sequence[Sequence[LogprobToken]]) -> None:
+        """Put each choice's scores into the choice, as vLLM does."""
+        for choice, prompt in zip(answer["choices"], prompts, strict=True):
+            choice["prompt_logprobs"] = _prompt_logprobs(prompt)
+
+    def logprobs(self, shown: Sequence[LogprobToken]) -> Json | None:
+        """Lists with one entry a token, as OpenAI's completions have them."""
+        if not shown:
+            return None
+        return {
+            "tokens": [token.text for token in shown],
+            "token_logprobs": [token.logprob for token in shown],
+            "top_logprobs": [_top_logprobs(token) for token in shown],
+            "text_offset": [token.offset for token in shown],
+        }
+
+    def delta(self, text: str) -> Json:
+        """The text itself."""
+        return {"text": text}
+
+
+class ChatShape(ResponseShape):
+    """POST /v1/chat/completions."""
+
+    operation = "chat"
+    id_prefix = "chatcmpl"
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+    opening: ClassVar[Json | None] = {
+        "delta": {"role": "assistant", "content": "", "refusal": None}
+    }
+    closing: ClassVar[Json] = {"delta": {}}
+
+    def add_prompt_logprobs(self, answer: Json, prompts: Sequence[Sequence[LogprobToken]]) -> None:
+        """Put the scores of the one prompt beside the choices, as vLLM does."""
+        answer["prompt_logprobs"] = _prompt_logprobs(prompts[0])
+
+    def logprobs(self, shown: Sequence[LogprobToken]) -> Json | None:
+        """A list of objects, one a token, as OpenAI's chats have it."""
+        if not shown:
+            return None
+        content = [
+            {**_named(token), "top_logprobs": [_named(likely) for likely in token.top]}
+            for token in shown
+        ]
+        return {"content": content, "refusal": None}
+
+    def _whole_choice(self, text: str) -> Json:
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+
+    def delta(self, text: str) -> Json:
+        """The text as the content of a message's delta."""
+        return {"delta": {"content": text}}

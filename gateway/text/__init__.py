@@ -1,0 +1,1 @@
+"""Text: prompts to token ids, and token ids to text."""

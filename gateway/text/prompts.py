@@ -1,0 +1,245 @@
+"""Turn prompts into token ids with the model's tokenizer and chat template, without torch.
+
+A template gets the variables that `apply_chat_template` of `transformers` would give it. The
+template comes from the model alone, never from a request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tokenizers import Encoding
+
+from gateway.text.templates import ChatTemplate
+from outrider.protocol.errors import OutriderError, Reason, invalid
+from outrider.tokenizer import fingerprint, load_tokenizer, model_file
+
+# Longer texts are tokenised on a thread. At 0.4 µs a character, these take the event loop 2 ms.
+_INLINE_CHARACTERS = 5_000
+# How many texts are tokenised on threads at the same time, beside one long text. A million tokens
+# take about 200 MB meanwhile.
+_CONCURRENT_TEXTS = 2
+# A text with more characters per token of the context is probably too long. Its tokens are
+# counted in slices first, to stop early and to save memory.
+_USUAL_CHARACTERS = 8
+_SLICE_CHARACTERS = 65_536
+# Cutting a text into slices adds tokens, but far fewer than the text has.
+_SLICE_FACTOR = 2
+# Marks the end of the last message's content in the rendered text. As in `transformers`, the
+# space shows whether the template strips the content.
+_END_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
+
+
+class Prompts:
+    """Renders and tokenises prompts for one model (a directory or a hub id)."""
+
+    def __init__(self, model: str) -> None:
+        self.tokenizer = load_tokenizer(model)
+        # Some tokenizer.json files turn on truncation or padding, which would change prompts.
+        self.tokenizer.no_truncation()
+        self.tokenizer.no_padding()
+        self.fingerprint = fingerprint(self.tokenizer)
+        config = _json_file(model, "tokenizer_config.json")
+        self._special_tokens = _special_tokens(config)
+        self._template = _template(model, config)
+        # The name of a byte token is longer than its text, so names bound texts from above.
+        names = self.tokenizer.get_vocab(with_added_tokens=True)
+        self._longest_token = max(map(len, names), default=1)
+        self._turns = asyncio.Semaphore(_CONCURRENT_TEXTS)
+        # Long texts take turns of their own: they neither wait for short texts nor delay them, and
+        # one at a time leaves a processor to the event loop.
+        self._long_turns = asyncio.Semaphore(1)
+
+    async def encode(
+        self, text: str, field: str, max_tokens: int, *, add_special_tokens: bool = True
+    ) -> list[int]:
+        """The text's ids, without blocking the event loop for long.
+
+        Raises OutriderError(CONTEXT_LENGTH_EXCEEDED) that names `field` if the text has more than
+        `max_tokens` tokens. A text that is far too long is refused without tokenising all of it.
+        """
+        if len(text) > max_tokens * self._longest_token:
+            raise _too_long(field, len(text), max_tokens)
+        if len(text) > max(max_tokens * _USUAL_CHARACTERS, _SLICE_CHARACTERS):
+            enough = _SLICE_FACTOR * max_tokens
+            if len(await self._first_tokens(text, enough)) > enough:
+                raise _too_long(field, len(text), max_tokens)
+        encoding = await self._encode(text, add_special_tokens)
+        count = len(encoding)
+        # Check before making a list of the ids, since a list of millions takes long.
+        if count > max_tokens:
+            message = f"{field} has {count} tokens, and the answer needs room too"
+            raise context_overflow(max_tokens, message, field)
+        ids: list[int] = encoding.ids
+        return ids
+
+    async def encode_start(self, text: str, max_tokens: int) -> list[int]:
+        """The ids of the text's beginning, at most `max_tokens`, without special tokens.
+
+        A very long text is tokenised in slices, so its ids may differ near a slice's border.
+        """
+        if len(text) > _SLICE_CHARACTERS:
+            return (await self._first_tokens(text, max_tokens))[:max_tokens]
+        encoding = await self._encode(text, add_special_tokens=False)
+        ids: list[int] = encoding.ids
+        return ids[:max_tokens]
+
+    async def _first_tokens(self, text: str, wanted: int) -> list[int]:
+        """The ids of the text's first slices, until there are more than `wanted`."""
+        ids: list[int] = []
+        for begin in range(0, len(text), _SLICE_CHARACTERS):
+            part = text[begin : begin + _SLICE_CHARACTERS]
+            ids += (await self._encode(part, add_special_tokens=False)).ids
+            if len(ids) > wanted:
+                break
+        return ids
+
+    async def _encode(self, text: str, add_special_tokens: bool) -> Encoding:
+        if len(text) <= _INLINE_CHARACTERS:
+            inline: Encoding = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            return inline
+        turns = self._turns if len(text) <= _SLICE_CHARACTERS else self._long_turns
+        await turns.acquire()
+        # The "fast" method skips the offsets of tokens, which are not used here and slow to free.
+        work = asyncio.ensure_future(
+            self.tokenizer.async_encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        )
+        # The work goes on if the caller is cancelled, so it releases its turn itself.
+        work.add_done_callback(lambda _: turns.release())
+        encodings: list[Encoding] = await asyncio.shield(work)
+        return encodings[0]
+
+    async def token_names(self, token_ids: Sequence[int]) -> list[str | None]:
+        """The tokenizer's names of the tokens, such as `Ġif`; None for ids without a token."""
+        return await asyncio.to_thread(
+            lambda: [self.tokenizer.id_to_token(token_id) for token_id in token_ids]
+        )
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of the ids, special tokens included."""
+        text: str = self.tokenizer.decode(token_ids, skip_special_tokens=False)
+        return text
+
+    async def rendered(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        field: str,
+        max_tokens: int,
+        tenant: str,
+        **options: Any,
+    ) -> str:
+        """`render` with `options`, in the tenant's turn.
+
+        Raises OutriderError(CONTEXT_LENGTH_EXCEEDED) that names `field` if the conversation
+        cannot have as few as `max_tokens` tokens.
+        """
+        length = sum(len(message["content"]) for message in messages)
+        if length > max_tokens * self._longest_token:
+            raise _too_long(field, length, max_tokens)
+        variables = self._variables(messages, **options)
+        text = await self._known_template().rendered(variables, "messages", tenant)
+        return _before_end_mark(text) if options.get("continue_final_message") else text
+
+    def render(self, messages: Sequence[Mapping[str, str]], **options: Any) -> str:
+        """The conversation as one text.
+
+        The options are those of `_variables`. Raises OutriderError if there is no template, with
+        the template's own message if it refuses the conversation, and if it exceeds a limit.
+        """
+        text = self._known_template().render(self._variables(messages, **options), "messages")
+        return _before_end_mark(text) if options.get("continue_final_message") else text
+
+    def _known_template(self) -> ChatTemplate:
+        if self._template is None:
+            message = "messages: the model has no chat template"
+            raise OutriderError(Reason.UNSUPPORTED_PARAMETER, message, "messages")
+        return self._template
+
+    def _variables(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """The template's variables.
+
+        `continue_final_message` ends the text with the last message's content. `variables` are
+        variables of the template itself, such as enable_thinking.
+        """
+        shown = [dict(message) for message in messages]
+        if continue_final_message:
+            shown[-1]["content"] += _END_MARK
+        return {
+            **(variables or {}),
+            **self._special_tokens,
+            "messages": shown,
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+
+
+def _before_end_mark(text: str) -> str:
+    """The text up to the end mark, stripped if the template stripped the mark's space."""
+    before, found, after = text.rpartition(_END_MARK.strip())
+    if not found:
+        message = "cannot be: the model's chat template does not show the last message as it is"
+        raise invalid("continue_final_message", message)
+    return before if after.startswith(" ") else before.rstrip()
+
+
+def _too_long(field: str, characters: int, context_length: int) -> OutriderError:
+    message = f"{field} has {characters} characters, more than the context can hold"
+    return context_overflow(context_length, message, field)
+
+
+def context_overflow(context_length: int, message: str, field: str) -> OutriderError:
+    """CONTEXT_LENGTH_EXCEEDED with the texts that clients search for.
+
+    litellm searches for the first sentence, and LangChain for the code in parentheses.
+    """
+    known = f"This model's maximum context length is {context_length} tokens."
+    message = f"{known} {message} (context_length_exceeded)."
+    return OutriderError(Reason.CONTEXT_LENGTH_EXCEEDED, message, field)
+
+
+def _json_file(model: str, name: str) -> dict[str, Any]:
+    path = model_file(model, name)
+    if path is None:
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as cause:
+        raise invalid("tokenizer", f"{model}: its {name} is not JSON: {cause}") from cause
+    if not isinstance(content, dict):
+        raise invalid("tokenizer", f"{model}: its {name} must hold a JSON object")
+    return content
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """bos_token, eos_token and so on by name. A token is a string or {"content": …}."""
+    tokens = {}
+    for name, token in config.items():
+        text = token.get("content") if isinstance(token, dict) else token
+        if name.endswith("_token") and isinstance(text, str):
+            tokens[name] = text
+    return tokens
+
+
+def _template(model: str, config: Mapping[str, Any]) -> ChatTemplate | None:
+    """The model's chat template: from its own file, else from tokenizer_config.json.
+
+    Of several templates, the one named "default". None if there is none.
+    """
+    path = model_file(model, "chat_template.jinja")
+    source = config.get("chat_template")
+    if path is not None:
+        source = path.read_text(encoding="utf-8")
+    if isinstance(source, list):
+        source = next((entry["template"] for entry in source if entry["name"] == "default"), None)
+    return None if source is None else ChatTemplate(model, source)

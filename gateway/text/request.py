@@ -1,0 +1,124 @@
+"""The request for one sequence, checked against a model's limits. Independent of HTTP and gRPC."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from gateway.text.prompts import context_overflow
+from outrider.protocol.errors import invalid
+from outrider.protocol.messages import TokenRequest
+from outrider.protocol.model_info import ModelInfo
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARACTERS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """The id of the answer, the trace that the request belongs to, and the tenant."""
+
+    request_id: str
+    traceparent: str
+    tenant: str
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A tokenised prompt. `field_name` is what the caller calls it, for errors.
+
+    `echo` is its text if the answer repeats it; `prediction` has the tokens the caller expects.
+    """
+
+    token_ids: list[int]
+    field_name: str = "prompt"
+    echo: str | None = None
+    prediction: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class TextRequest:
+    """One sequence, checked against one model: the verifier's request, and the gateway's part.
+
+    `asked_tokens` is the caller's own limit of tokens, None without one. The answer lists the
+    prompt's tokens with their log probabilities if `shows_prompt`, and each token's source if
+    `attributed`. `grammar_field` is the caller's name of the grammar, for errors.
+    """
+
+    tokens: TokenRequest
+    asked_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    echo: str | None = None
+    shows_prompt: bool = False
+    attributed: bool = False
+    grammar_field: str = "grammar"
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerLimit:
+    """The limit of tokens to generate: what the caller asks for, in which field, and the default.
+
+    A default of None takes all that the context leaves. Only a caller that wants its prompt
+    scored or echoed may ask for 0 tokens.
+    """
+
+    asked: int | None
+    field_name: str = "max_tokens"
+    default: int | None = None
+    scores_prompt: bool = False
+
+    def most(self, prompt: Prompt, info: ModelInfo) -> int:
+        """The most tokens that an answer to this prompt could have; nothing is checked yet."""
+        left = max(0, info.context_length - len(prompt.token_ids))
+        asked = self.asked if self.asked is not None else self.default
+        return left if asked is None else min(left, max(0, asked))
+
+    def resolve(self, prompt: Prompt, min_tokens: int, info: ModelInfo) -> int:
+        """The most tokens to generate after this prompt.
+
+        Raises OutriderError, with the caller's names: INVALID_VALUE for ids that the model does not
+        have, for too few tokens and for `min_tokens` above the result, CONTEXT_LENGTH_EXCEEDED for
+        a prompt and answer that do not fit the context.
+        """
+        name = prompt.field_name
+        length = len(prompt.token_ids)
+        check_ids(name, prompt.token_ids, info)
+        left = info.context_length - length
+        may_be_empty = self.scores_prompt or prompt.echo is not None
+        least = 0 if may_be_empty else 1
+        needed = least if self.asked == 0 else 1
+        if left < needed:
+            message = f"{name} has {length} tokens, and the answer needs room too"
+            raise context_overflow(info.context_length, message, name)
+        most = self.asked
+        if most is None:
+            most = min(left, self.default or left)
+        if most < least:
+            raise invalid(self.field_name, f"must be at least {least}, not {most}")
+        if most > left:
+            message = f"{self.field_name} asks for {most} tokens after a prompt of {length}"
+            raise context_overflow(info.context_length, message, self.field_name)
+        if min_tokens > most:
+            limit = f"{self.field_name}, which is {most}"
+            raise invalid("min_tokens", f"must be at most {limit}, not {min_tokens}")
+        return most
+
+
+def check_ids(name: str, token_ids: list[int], info: ModelInfo) -> None:
+    """Raise OutriderError(INVALID_VALUE) unless there is a token and all are in the vocabulary."""
+    if not token_ids:
+        raise invalid(name, "must hold at least 1 token")
+    for token_id in (min(token_ids), max(token_ids)):
+        if not 0 <= token_id < info.vocab_size:
+            raise invalid(name, f"must hold token ids in [0, {info.vocab_size}), not {token_id}")
+
+
+def check_stop(stop: Sequence[str]) -> tuple[str, ...]:
+    """The stop strings. Raises OutriderError(INVALID_VALUE) for too many or too long ones."""
+    if len(stop) > MAX_STOP_STRINGS:
+        raise invalid("stop", f"must hold at most {MAX_STOP_STRINGS} strings, not {len(stop)}")
+    for index, text in enumerate(stop):
+        if not 1 <= len(text) <= MAX_STOP_CHARACTERS:
+            message = f"must have 1 to {MAX_STOP_CHARACTERS} characters, not {len(text)}"
+            raise invalid(f"stop[{index}]", message)
+    return tuple(stop)

@@ -1,0 +1,81 @@
+"""Renders chat templates, in a worker process: see `gateway.text.templates`.
+
+A template is a program of the model's author. It runs in jinja2's sandbox, which keeps it from
+code outside, but not from endless loops.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from datetime import datetime
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+HANDLER = f"{__name__}:renderer"
+
+
+def renderer(source: str) -> Callable[[bytes], bytes]:
+    """A handler that renders the template with a request's variables, as JSON.
+
+    It answers with JSON: {"text": …}, or {"error": …} with the template's own message. The request
+    null only compiles the template.
+    """
+    compiled: list[jinja2.Template] = []
+
+    def handle(request: bytes) -> bytes:
+        variables = json.loads(request)
+        try:
+            # Here and not before: jinja2 computes constants when it compiles.
+            if not compiled:
+                compiled.append(_environment().from_string(source))
+            text = "" if variables is None else compiled[0].render(variables)
+        except MemoryError:
+            raise
+        # A template is a program and may raise anything.
+        except Exception as error:  # noqa: BLE001
+            return json.dumps({"error": str(error)}).encode()
+        return json.dumps({"text": text}).encode()
+
+    return handle
+
+
+class _GenerationTag(Extension):
+    """Renders the body of `{% generation %}`, which marks the assistant's text for training."""
+
+    tags = {"generation"}  # noqa: RUF012  # jinja2 declares it so
+
+    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationTag]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
+    return environment
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _tojson(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """The value as plain JSON. jinja2's own filter escapes JSON for HTML."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )

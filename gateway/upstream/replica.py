@@ -1,0 +1,177 @@
+"""One verifier as a gateway sees it: its connection, its model, and why it takes no requests."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import replace
+
+import grpc
+
+from gateway.upstream.chunk_checks import check_model
+from gateway.upstream.problems import for_callers, unanswered, unreadable
+from gateway.upstream.token_stream import TokenStream
+from outrider.internal.v1 import token_streams_pb2_grpc
+from outrider.process import rpc
+from outrider.process.credentials import ClientCredentials, client_credentials
+from outrider.process.roles import Role
+from outrider.process.tasks import watch
+from outrider.process.tls import Tls, WatchedTls
+from outrider.protocol.errors import OutriderError, Reason
+from outrider.protocol.model_info import ModelInfo, Stage
+from outrider.protocol.wire import model as wire_model
+from outrider.v1 import verifier_pb2, verifier_pb2_grpc
+
+_POLL_TIMEOUT_S = 5.0
+
+
+class Replica:
+    """One verifier. `problem` says why it cannot take requests; None means that it can."""
+
+    def __init__(self, address: str, tls: Tls | None = None) -> None:
+        self.address = address
+        self._tls = tls
+        self._files = None if tls is None else WatchedTls(tls, self._credentials)
+        self.info: ModelInfo | None = None
+        self.problem: OutriderError | None = OutriderError(
+            Reason.NOT_READY, f"verifier {address} has not answered yet"
+        )
+        self.sequences: set[object] = set()
+        """The sequences that run on this replica, or wait since it was lost for one to move to."""
+        self.others = 0
+        """Sequences that other callers had there at the last poll."""
+        self.round_trip_s: float | None = None
+        """How long the last poll took."""
+        self.answered_at = time.monotonic()
+        """When it last answered a poll (monotonic seconds)."""
+        self.suspect = asyncio.Event()
+        """Set when the next poll should not wait: the verifier is lost, or says that it leaves."""
+        self.full = False
+        """Whether its queue has refused a sequence since the last poll."""
+        self._earlier: dict[asyncio.Task[None], TokenStream] = {}
+        self._dial()
+
+    def _credentials(self, files: Tls) -> ClientCredentials:
+        return client_credentials(self.address, files, Role.VERIFIER)
+
+    def _dial(self) -> None:
+        """Connect with the last valid files, so that files being replaced end no connection."""
+        channel = rpc.channel(self.address, None if self._files is None else self._files.current)
+        self._channel = channel
+        self._stub = verifier_pb2_grpc.VerifierServiceStub(channel)
+
+        def on_lost(error: OutriderError) -> OutriderError:
+            # An earlier connection may end while the verifier is well.
+            if channel is self._channel:
+                self.suspect.set()
+                self.mark_lost(error)
+            return for_callers(unanswered(self.address, error, self._tls))
+
+        stub = token_streams_pb2_grpc.TokenStreamServiceStub(channel)
+        self.tokens = TokenStream(stub, on_lost, self.suspect.set)
+
+    def redial(self) -> None:
+        """Make a new connection, since the old one may be half open.
+
+        Sequences on the old connection may finish there.
+        """
+        retiring = _retire(self._channel, self.tokens)
+        retired = watch(retiring, f"an earlier connection to {self.address}")
+        self._earlier[retired] = self.tokens
+        retired.add_done_callback(self._earlier.pop)
+        self._dial()
+
+    def fail_sequences(self, error: OutriderError, *, waiting_only: bool = False) -> None:
+        """End all sequences with an error, or only those without a chunk yet."""
+        for tokens in (*self._earlier.values(), self.tokens):
+            tokens.fail_sequences(error, waiting_only=waiting_only)
+
+    async def refresh(self, fingerprint: str) -> None:
+        """Ask the verifier for its model and stage, and update `info` and `problem`.
+
+        `fingerprint` is the gateway's tokenizer's, which must equal the verifier's.
+        """
+        if self._files is not None and self._files.refresh():
+            # A channel keeps the certificate that it was made with.
+            self.redial()
+        asked = time.perf_counter()
+        request = verifier_pb2.GetModelRequest()
+        try:
+            response = await self._stub.GetModel(request, timeout=_POLL_TIMEOUT_S)
+            info = wire_model.model_from_proto(response)
+            check_model(info)
+        except grpc.aio.AioRpcError as failure:
+            self._take_refusal(rpc.error_of(failure))
+            if failure.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                self.redial()
+            return
+        # A broken verifier may answer anything. The next poll asks it again.
+        except Exception as cause:  # noqa: BLE001
+            self.problem = unreadable(self.address, cause)
+            return
+        self.answered_at = time.monotonic()
+        self.round_trip_s = time.perf_counter() - asked
+        self.info = info
+        self.full = False
+        self.others = 0 if info.load is None else info.load.beside(len(self.sequences))
+        self.problem = _problem(self.address, info, fingerprint)
+
+    def _take_refusal(self, error: OutriderError) -> None:
+        """Take no requests. NOT_READY is the verifier's own word that its engine hangs."""
+        if error.reason is Reason.NOT_READY:
+            message = f"verifier {self.address} is not ready: {error.message}"
+            self.problem = replace(error, message=message)
+        else:
+            self.mark_lost(error)
+
+    def mark_lost(self, error: OutriderError) -> None:
+        """Take no requests until the verifier answers again."""
+        self.problem = unanswered(self.address, error, self._tls)
+
+    def doubt(self, stream: TokenStream, error: OutriderError) -> None:
+        """Note that `error` ended a sequence of `stream`.
+
+        A verifier with a full queue goes on to take new requests; another one gets none until it
+        has been polled, which is done at once. An earlier connection may end while the verifier is
+        well.
+        """
+        if error.reason is Reason.OVERLOADED:
+            self.full = True
+        elif stream is self.tokens:
+            self.problem = self.problem or error
+            self.suspect.set()
+
+    async def close(self) -> None:
+        """End all sequences and connections."""
+        for retired in list(self._earlier):
+            retired.cancel()
+        await asyncio.gather(*self._earlier, return_exceptions=True)
+        await self.tokens.close()
+        await self._channel.close(None)
+
+
+async def _retire(channel: grpc.aio.Channel, tokens: TokenStream) -> None:
+    """Close a connection once its sequences have ended."""
+    try:
+        await tokens.finished()
+    finally:
+        await tokens.close()
+        await channel.close(None)
+
+
+def _problem(address: str, info: ModelInfo, fingerprint: str) -> OutriderError | None:
+    """Why a verifier that answered cannot take requests; None if it can."""
+    if info.stage is Stage.DRAINING:
+        return OutriderError(Reason.DRAINING, f"verifier {address} is draining")
+    if info.stage is not Stage.READY:
+        stage = info.stage.name.lower()
+        message = f"verifier {address} is not ready ({stage}): {info.stage_detail}"
+        return OutriderError(Reason.NOT_READY, message)
+    if info.tokenizer_fingerprint != fingerprint:
+        message = (
+            f"the gateway's tokenizer (fingerprint {fingerprint}) is not that of "
+            f"verifier {address} (fingerprint {info.tokenizer_fingerprint}); "
+            "give --tokenizer the target's"
+        )
+        return OutriderError(Reason.NOT_READY, message)
+    return None

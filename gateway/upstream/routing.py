@@ -1,0 +1,280 @@
+"""Poll the verifier's replicas, and pick the least busy ready one for each request."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import NamedTuple
+
+from gateway.upstream.problems import explain_differing, for_callers
+from gateway.upstream.replica import Replica
+from outrider.process.tasks import keep_running
+from outrider.process.tls import Tls
+from outrider.protocol.errors import OutriderError, Reason
+from outrider.protocol.model_info import ModelInfo
+
+log = logging.getLogger(__name__)
+
+_POLL_READY_S = 1.0
+_POLL_LOADING_S = 0.2
+_DRAIN_POLL_S = 0.05
+# A verifier whose engine hangs says so after this time. One that says nothing for as long hangs
+# too, though its connection is open: gRPC answers pings without the process's event loop.
+_SILENT_S = 60.0
+# A verifier that starts together with the gateway may take this long to answer. Until then its
+# problems are not logged.
+_STARTUP_S = 30.0
+# Errors of one replica with which a sequence moves to another replica.
+MOVING = (
+    Reason.VERIFIER_UNAVAILABLE,
+    Reason.NOT_READY,
+    Reason.DRAINING,
+    Reason.MODEL_CHANGED,
+)
+
+
+class Pick(NamedTuple):
+    """A replica for a request, its model's name in requests, and the model when it was picked."""
+
+    model: str
+    info: ModelInfo
+    replica: Replica
+
+    def busyness(self) -> tuple[bool, float]:
+        """Whether the replica's queue is full, and its sequences for each that can run at once.
+
+        Sequences of a verifier that does not report its load count alone.
+        """
+        own = len(self.replica.sequences)
+        load = self.info.load
+        if load is None:
+            return self.replica.full, own
+        count = own + self.replica.others
+        is_full = count >= load.max_running + load.max_waiting
+        return self.replica.full or is_full, count / load.max_running
+
+    def continues(self, begun: ModelInfo, length: int) -> bool:
+        """Whether the replica can write the rest of a sequence that `begun` has begun.
+
+        `length` is the sequence's prompt and `max_tokens` together, in tokens.
+        """
+        return self.is_same(begun) and length <= self.info.context_length
+
+    def is_same(self, begun: ModelInfo) -> bool:
+        """Whether the replica writes the same texts as `begun`."""
+        return _identity(self.info) == _identity(begun)
+
+
+def _identity(info: ModelInfo) -> tuple[object, ...]:
+    return info.model_id, info.vocab_size, info.eos_token_ids, info.fingerprint
+
+
+class Router:
+    """Polls the replicas and picks one for each request."""
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        fingerprint: str,
+        model_name: str = "",
+        tls: Tls | None = None,
+    ) -> None:
+        self.replicas = [Replica(address, tls) for address in addresses]
+        self.draining = False
+        self._fingerprint = fingerprint
+        self._model_name = model_name
+        self._tasks: list[asyncio.Task[None]] = []
+        self._reported_ready: bool | None = None
+        # Set when a replica is ready, and when the router drains. Then another one takes its place,
+        # so that nobody misses it who looked at the replicas before.
+        self._news = asyncio.Event()
+        self._cut_off = False
+        self._logged_differing: list[str] = []
+
+    def start(self, on_ready: Callable[[bool], Awaitable[None]]) -> None:
+        """Start polling. `on_ready` is called with each change of `ready`."""
+        for replica in self.replicas:
+            poll = partial(self._poll, replica, on_ready)
+            self._tasks.append(keep_running(poll, f"polling verifier {replica.address}"))
+
+    async def drain(self, seconds: float) -> None:
+        """Refuse new requests, give running sequences `seconds` to finish, and fail the rest."""
+        self.draining = True
+        self._wake()
+        deadline = time.monotonic() + seconds
+        # Sequences end in many places, so there is no single event to wait for.
+        while any(r.sequences for r in self.replicas) and time.monotonic() < deadline:  # noqa: ASYNC110
+            await asyncio.sleep(_DRAIN_POLL_S)
+        self._cut_off = True
+        for replica in self.replicas:
+            replica.fail_sequences(_shutting_down())
+
+    async def close(self) -> None:
+        """Stop polling, and close all connections."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for replica in self.replicas:
+            await replica.close()
+
+    async def _poll(self, replica: Replica, on_ready: Callable[[bool], Awaitable[None]]) -> None:
+        logged = str(replica.problem)
+        log_after = time.monotonic() + _STARTUP_S
+        while True:
+            replica.suspect.clear()
+            await replica.refresh(self._fingerprint)
+            if replica.problem is None:
+                log_after = 0.0
+                self._wake()
+            # While the gateway drains, verifiers that stop with it are no news.
+            silent = self.draining or time.monotonic() <= log_after
+            if str(replica.problem) != logged and not silent:
+                log.info("%s", replica.problem or f"verifier {replica.address} is ready")
+                logged = str(replica.problem)
+            if replica.problem is not None:
+                self._move(replica, replica.problem)
+            self._report_differing()
+            if self.ready is not self._reported_ready:
+                self._reported_ready = self.ready
+                await on_ready(self.ready)
+            pause_s = _POLL_READY_S if replica.problem is None else _POLL_LOADING_S
+            with suppress(TimeoutError):
+                async with asyncio.timeout(pause_s):
+                    await replica.suspect.wait()
+
+    def _move(self, replica: Replica, problem: OutriderError) -> None:
+        """Move sequences from a replica to another one that can continue them all, if one is ready.
+
+        All sequences leave a replica that says it drains or hangs. Only those without a chunk leave
+        one that does not answer polls, since it may just be slow; after `_SILENT_S` the others do
+        too. Without another replica that has room they stay.
+        """
+        is_silent = problem.reason is Reason.VERIFIER_UNAVAILABLE
+        may_be_slow = is_silent and time.monotonic() - replica.answered_at < _SILENT_S
+        info = replica.info
+        if info is None:
+            return
+        picks = [pick for pick in self.ready_picks(self._name(info)) if not pick.busyness()[0]]
+        if any(pick.continues(info, info.context_length) for pick in picks):
+            replica.fail_sequences(for_callers(problem), waiting_only=may_be_slow)
+
+    def _report_differing(self) -> None:
+        """Log a change of the models whose replicas differ."""
+        problems = [explain_differing(*each) for each in self.differing.items()]
+        for problem in problems:
+            if problem not in self._logged_differing:
+                log.warning("%s", problem)
+        self._logged_differing = problems
+
+    def _wake(self) -> None:
+        """Have sequences that wait for a replica look again."""
+        self._news.set()
+        self._news = asyncio.Event()
+
+    @property
+    def ready(self) -> bool:
+        """Whether a request could be taken."""
+        return not self.draining and any(replica.problem is None for replica in self.replicas)
+
+    @property
+    def models(self) -> dict[str, ModelInfo]:
+        """The served models by the name that requests use."""
+        infos = [replica.info for replica in self.replicas if replica.info is not None]
+        return {self._name(info): info for info in infos}
+
+    @property
+    def differing(self) -> dict[str, dict[str, list[str]]]:
+        """The models whose ready replicas differ: by name, the addresses of each fingerprint."""
+        found: dict[str, dict[str, list[str]]] = {}
+        for model, info, replica in self.ready_picks():
+            found.setdefault(model, {}).setdefault(info.fingerprint, []).append(replica.address)
+        return {model: groups for model, groups in found.items() if len(groups) > 1}
+
+    def _name(self, info: ModelInfo) -> str:
+        return self._model_name or info.model_id
+
+    def lookup(self, model: str | None) -> tuple[str, ModelInfo]:
+        """The name of a model, and the info of its replica with the longest context.
+
+        None or "" stands for any model. Use it to bound a request before a replica is picked.
+        Raises OutriderError as `pick` does.
+        """
+        picks = self._picks(model)
+        name = min(picks, key=Pick.busyness).model
+        infos = [pick.info for pick in picks if pick.model == name]
+        return name, max(infos, key=lambda info: info.context_length)
+
+    def pick(self, model: str | None) -> Pick:
+        """The least busy ready replica that serves the model. None or "" stands for any model.
+
+        Raises OutriderError: NOT_READY, DRAINING or VERIFIER_UNAVAILABLE if no replica is ready,
+        MODEL_NOT_FOUND if none serves the model.
+        """
+        return min(self._picks(model), key=Pick.busyness)
+
+    async def instead_of(
+        self, lost: Pick, error: OutriderError, wait_s: float = 0.0, length: int | None = None
+    ) -> Pick:
+        """Pick a ready replica of the model after `lost` failed with `error`.
+
+        It may be the lost one, once a poll has found it ready again. A sequence that has begun
+        gives its `length`, see `Pick.continues`, and does not go to a full replica before the next
+        poll. Raises `error` if none is ready for `wait_s`, or MODEL_CHANGED if only replicas are
+        that would continue with another text. A gateway that shuts down does not wait.
+        """
+        deadline = time.monotonic() + wait_s
+        while not self._cut_off:
+            news = self._news
+            picks = self.ready_picks(lost.model)
+            if length is not None:
+                roomy = [pick for pick in picks if not pick.replica.full]
+                picks = [pick for pick in roomy if pick.continues(lost.info, length)]
+            if picks:
+                return min(picks, key=Pick.busyness)
+            left_s = deadline - time.monotonic()
+            if self.draining or left_s <= 0:
+                break
+            with suppress(TimeoutError):
+                async with asyncio.timeout(left_s):
+                    await news.wait()
+        others = self.ready_picks(lost.model)
+        if length is not None and others and not any(pick.is_same(lost.info) for pick in others):
+            message = (
+                "the answer's verifier was lost, and the others have other weights, dtype, version"
+                " or acceptance settings; ask again for an answer from the beginning"
+            )
+            raise OutriderError(Reason.MODEL_CHANGED, message) from error
+        raise error
+
+    def _picks(self, model: str | None) -> list[Pick]:
+        """The ready replicas that serve the model, at least one. Raises as `pick` does."""
+        if self.draining:
+            raise _shutting_down()
+        ready = self.ready_picks()
+        if not ready:
+            unknown = OutriderError(Reason.NOT_READY, "no verifier is ready")
+            # A new error for each request: a shared one would keep their frames in its traceback.
+            raise for_callers(self.replicas[0].problem or unknown)
+        serving = [pick for pick in ready if model in (None, "", pick.model)]
+        if not serving:
+            names = ", ".join(sorted({pick.model for pick in ready}))
+            message = f"model {str(model)[:100]!r} is not served here; there is {names}"
+            raise OutriderError(Reason.MODEL_NOT_FOUND, message, "model")
+        return serving
+
+    def ready_picks(self, model: str | None = None) -> list[Pick]:
+        """The ready replicas, of one model or of any."""
+        picks = [
+            Pick(self._name(replica.info), replica.info, replica)
+            for replica in self.replicas
+            if replica.problem is None and replica.info is not None
+        ]
+        return [pick for pick in picks if model in (None, pick.model)]
+
+
+def _shutting_down() -> OutriderError:
+    return OutriderError(Reason.DRAINING, "the gateway is shutting down")

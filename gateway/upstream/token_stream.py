@@ -1,0 +1,266 @@
+"""Carry all sequences of a gateway at one verifier on one gRPC stream.
+
+The tokens that a step of the verifier commits for them arrive in one message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextvars import Context
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import grpc
+
+from outrider.internal.v1 import token_streams_pb2
+from outrider.process import rpc
+from outrider.process.tasks import watch
+from outrider.protocol.errors import OutriderError, Reason
+from outrider.protocol.messages import TokenChunk, TokenRequest
+from outrider.protocol.wire import requests as wire_requests
+
+if TYPE_CHECKING:
+    # Only the type stubs have this class.
+    from outrider.internal.v1.token_streams_pb2_grpc import TokenStreamServiceAsyncStub
+
+# A larger message would end the stream for all sequences.
+_MOST_BYTES = rpc.MAX_MESSAGE_BYTES - 1024
+# A client that does not read can neither stop the stream nor fill the gateway's memory.
+MOST_UNREAD_CHUNKS = 8192
+_Chunks = asyncio.Queue[TokenChunk | OutriderError | None]
+"""The chunks of one sequence. An error or None ends them; None means that the verifier hung up."""
+_OnLost = Callable[[OutriderError], OutriderError]
+# uvloop's timers overflow at the largest of floats.
+_LONGEST_S = 1e9
+_HUNG_UP = OutriderError(Reason.VERIFIER_UNAVAILABLE, "the gateway has hung up")
+
+
+class TokenStream:
+    """The stream to one verifier. A request opens it if it is not open or has broken."""
+
+    def __init__(
+        self, stub: TokenStreamServiceAsyncStub, on_lost: _OnLost, on_draining: Callable[[], None]
+    ) -> None:
+        """If the verifier is lost, `on_lost` gets the error and returns the one for callers.
+
+        `on_draining` is called when the verifier says that it will leave soon.
+        """
+        self._stub = stub
+        self._on_lost = on_lost
+        self._on_draining = on_draining
+        self._call: _StreamCall | None = None
+
+    async def generate(
+        self, request: TokenRequest, ends_at: float = math.inf
+    ) -> AsyncGenerator[TokenChunk, None]:
+        """Yield the chunks of one sequence, up to the last or until the verifier hangs up.
+
+        Closing the iterator cancels the sequence. Raises OutriderError: the verifier's own,
+        VERIFIER_UNAVAILABLE if the stream breaks, REQUEST_TOO_LARGE, SLOW_READER if
+        MOST_UNREAD_CHUNKS are unread, and DEADLINE_EXCEEDED at the monotonic time `ends_at`.
+        """
+        if self._call is None or self._call.ended:
+            # An empty context: later log lines of the stream do not belong to this request's trace.
+            self._call = Context().run(_StreamCall, self._stub, self._on_lost, self._on_draining)
+        call = self._call
+        call_id, chunks = call.begin(request, ends_at)
+        try:
+            while (chunk := await chunks.get()) is not None:
+                if isinstance(chunk, OutriderError):
+                    raise chunk
+                yield chunk
+                if chunk.finish_reason is not None:
+                    return
+        finally:
+            call.end(call_id)
+
+    def fail_sequences(self, error: OutriderError, *, waiting_only: bool) -> None:
+        """End all sequences with an error, or only those without a chunk yet."""
+        if self._call is not None:
+            self._call.fail_sequences(error, waiting_only=waiting_only)
+
+    async def finished(self) -> None:
+        """Wait until no sequence is left."""
+        if self._call is not None:
+            await self._call.finished()
+
+    async def close(self) -> None:
+        """End all sequences and the stream."""
+        if self._call is not None:
+            await self._call.close()
+
+
+class _StreamCall:
+    """One gRPC call of StreamTokens, until it ends."""
+
+    def __init__(
+        self, stub: TokenStreamServiceAsyncStub, on_lost: _OnLost, on_draining: Callable[[], None]
+    ) -> None:
+        self._on_lost = on_lost
+        self._on_draining = on_draining
+        self._last_id = 0
+        self._running: dict[int, _Chunks] = {}
+        # Running sequences without a chunk yet.
+        self._waiting: set[int] = set()
+        self._deadlines: dict[int, asyncio.TimerHandle] = {}
+        self._empty = asyncio.Event()
+        self._unsent: asyncio.Queue[token_streams_pb2.StreamTokensRequest | None] = asyncio.Queue()
+        self._call = stub.StreamTokens(self._requests())
+        self._reading = watch(self._read(), "reading from a verifier")
+
+    @property
+    def ended(self) -> bool:
+        """Whether the call has ended, so that it can take no request."""
+        return self._reading.done()
+
+    def begin(self, request: TokenRequest, ends_at: float) -> tuple[int, _Chunks]:
+        """Request a sequence, which fails at `ends_at`.
+
+        Returns its call id and the queue of its chunks.
+        """
+        self._last_id += 1
+        generate = wire_requests.request_to_proto(request)
+        begin = token_streams_pb2.StreamTokensRequest(
+            call_id=self._last_id, generate=generate, traceparent=request.traceparent
+        )
+        size = begin.ByteSize()
+        if size > _MOST_BYTES:
+            message = f"the request makes {size} bytes for the verifier, more than {_MOST_BYTES}"
+            raise OutriderError(Reason.REQUEST_TOO_LARGE, message)
+        self._unsent.put_nowait(begin)
+        chunks = _Chunks()
+        self._running[self._last_id] = chunks
+        self._waiting.add(self._last_id)
+        if ends_at < math.inf:
+            left_s = min(ends_at - time.monotonic(), _LONGEST_S)
+            loop = asyncio.get_running_loop()
+            self._deadlines[self._last_id] = loop.call_later(
+                left_s, self._fail, self._last_id, late()
+            )
+        return self._last_id, chunks
+
+    def end(self, call_id: int) -> None:
+        """Forget a sequence. If it still runs, cancel it at the verifier."""
+        if self._forget(call_id):
+            cancel = token_streams_pb2.CancelTokens()
+            self._unsent.put_nowait(
+                token_streams_pb2.StreamTokensRequest(call_id=call_id, cancel=cancel)
+            )
+
+    def _forget(self, call_id: int) -> bool:
+        """Forget a sequence. Returns whether it was running."""
+        self._waiting.discard(call_id)
+        deadline = self._deadlines.pop(call_id, None)
+        if deadline is not None:
+            deadline.cancel()
+        was_running = self._running.pop(call_id, None) is not None
+        if not self._running:
+            self._empty.set()
+        return was_running
+
+    def fail_sequences(self, error: OutriderError, *, waiting_only: bool) -> None:
+        """End all sequences with an error, or only those without a chunk yet."""
+        for call_id in list(self._waiting if waiting_only else self._running):
+            self._fail(call_id, replace(error))
+
+    def _fail(self, call_id: int, error: OutriderError) -> None:
+        """End a sequence with an error, even if its caller does not read."""
+        self._running[call_id].put_nowait(error)
+        self.end(call_id)
+
+    async def finished(self) -> None:
+        """Wait until no sequence is left or the call has ended."""
+        while self._running and not self.ended:
+            self._empty.clear()
+            await self._empty.wait()
+
+    async def close(self) -> None:
+        """End all sequences and the call."""
+        self._reading.cancel()
+        await asyncio.wait({self._reading})
+        # A task that is cancelled before it begins does not hang up itself.
+        self._hang_up(_HUNG_UP)
+
+    async def _requests(self) -> AsyncIterator[token_streams_pb2.StreamTokensRequest]:
+        while (request := await self._unsent.get()) is not None:
+            yield request
+
+    async def _read(self) -> None:
+        error: OutriderError | None = _HUNG_UP
+        try:
+            async for response in self._call:
+                readable = rpc.readable(response)
+                if readable.draining:
+                    self._on_draining()
+                for part in readable.parts:
+                    chunks = self._running.get(part.call_id)
+                    # Tokens of a cancelled sequence may have been on their way.
+                    if chunks is not None:
+                        self._add(part, chunks)
+            error = None
+        except grpc.aio.AioRpcError as failure:
+            error = rpc.error_of(failure)
+            # A verifier of another version may lack the call.
+            gone = failure.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNIMPLEMENTED)
+            if gone and error.reason is Reason.VERIFIER_UNAVAILABLE:
+                error = self._on_lost(error)
+            elif error.reason is Reason.SLOW_READER:
+                # The gateway read too slowly, not the clients. Their sequences go on in a new call.
+                error = replace(error, reason=Reason.VERIFIER_UNAVAILABLE)
+        except OutriderError as violation:
+            # The caller of the gateway is not at fault.
+            message = f"the verifier's stream is broken: {violation.message}"
+            error = OutriderError(Reason.INTERNAL, message)
+        # `unexpected` logs any other failure and gives INTERNAL.
+        except Exception:  # noqa: BLE001
+            error = rpc.unexpected("StreamTokens")
+        finally:
+            self._hang_up(error)
+
+    def _add(self, part: token_streams_pb2.TokensPart, chunks: _Chunks) -> None:
+        # Queue a decoded copy: the part itself would keep the whole message in memory.
+        chunk = _decode(part)
+        self._waiting.discard(part.call_id)
+        if part.HasField("status") or part.tokens.finish_reason:
+            self._forget(part.call_id)
+        elif isinstance(chunk, OutriderError):
+            self.end(part.call_id)
+        elif chunks.qsize() >= MOST_UNREAD_CHUNKS:
+            message = f"{MOST_UNREAD_CHUNKS} chunks of the answer are unread, so it ends here"
+            chunk = OutriderError(Reason.SLOW_READER, message)
+            self.end(part.call_id)
+        chunks.put_nowait(chunk)
+
+    def _hang_up(self, error: OutriderError | None) -> None:
+        """End the call, and all sequences with an error or None."""
+        self._call.cancel()
+        # gRPC waits for requests even after a call has ended.
+        self._unsent.put_nowait(None)
+        for chunks in self._running.values():
+            chunks.put_nowait(error and replace(error))
+        for deadline in self._deadlines.values():
+            deadline.cancel()
+        self._deadlines.clear()
+        self._waiting.clear()
+        self._empty.set()
+
+
+def late() -> OutriderError:
+    """The error of a request whose deadline has passed."""
+    message = "the answer was not complete within the request's timeout"
+    return OutriderError(Reason.DEADLINE_EXCEEDED, message)
+
+
+def _decode(part: token_streams_pb2.TokensPart) -> TokenChunk | OutriderError:
+    """The chunk or the error of a part. An invalid part fails its sequence, not the stream."""
+    try:
+        if part.HasField("status"):
+            # A verifier's metadata would become HTTP headers.
+            return replace(rpc.error_in(part.status), metadata={})
+        return wire_requests.chunk_from_proto(part.tokens)
+    # `unexpected` logs the failure and gives INTERNAL.
+    except Exception:  # noqa: BLE001
+        return rpc.unexpected("StreamTokens")

@@ -1,0 +1,1 @@
+"""What processes say to each other: messages, their limits and errors, and the wire's forms."""

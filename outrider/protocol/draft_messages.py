@@ -1,0 +1,153 @@
+"""The draft stream's messages as plain data, without protobuf, grpc or torch.
+
+`outrider.protocol.wire.drafts` checks every object of them that it makes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from outrider.grammar.kinds import Grammar
+from outrider.protocol.messages import DraftDistribution, SamplingParams
+from outrider.protocol.model_info import Placement
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """A drafter's introduction."""
+
+    drafter_id: str
+    family: str
+    tokenizer_fingerprint: str
+    max_draft_tokens: int
+    """Longest chain of draft tokens that it proposes for a step."""
+    distributions: frozenset[DraftDistribution] = frozenset({DraftDistribution.ONE_HOT})
+    placement: Placement = field(default_factory=Placement)
+    max_sequence_count: int = 0
+    """Most sequences at a time; 0 for no limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """The verifier's answer to a Hello."""
+
+    model_id: str
+    vocab_size: int
+    context_length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """How far a drafter may run ahead: `token_count` draft tokens in all, `depth` in a row."""
+
+    token_count: int
+    depth: int
+
+
+@dataclass(frozen=True, slots=True)
+class SparseDistribution:
+    """Probability `probabilities[i]` for `token_ids[i]`, 0 for every other token.
+
+    `token_ids` is int64 [S], `probabilities` float64 [S], already renormalised.
+    """
+
+    token_ids: npt.NDArray[np.int64]
+    probabilities: npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """The verifier hands a sequence to a drafter.
+
+    `token_ids` are the committed tokens; the first `prompt_length` of them are the prompt. The next
+    step can use `draft_tokens` in a row; for a tree, `tree_tokens` in all are worth sending.
+    """
+
+    sequence_id: int
+    token_ids: list[int]
+    sampling: SamplingParams
+    distribution: DraftDistribution
+    window: Window
+    draft_tokens: int
+    tenant: str = ""
+    traceparent: str = ""
+    grammar: Grammar | None = None
+    prediction: list[int] = field(default_factory=list)
+    prompt_length: int = 0
+    tree_tokens: int = 0
+
+
+@dataclass(slots=True)
+class Proposal:
+    """Guesses behind the first `base_length` committed tokens.
+
+    `parents` is empty for a chain. For a tree it holds each token's parent: 0 for the base, j for
+    `token_ids[j - 1]`. `distributions` is empty or holds, for each token, the distribution it was
+    sampled from; None for a one-hot token and where an earlier proposal had the distribution.
+    `confidences` is empty or holds the drafter's estimates, in (0, 1], of the probability that each
+    token is committed if its parent is.
+    """
+
+    sequence_id: int
+    base_length: int
+    token_ids: list[int]
+    parents: list[int] = field(default_factory=list)
+    distributions: list[SparseDistribution | None] = field(default_factory=list)
+    draft_seconds: float = 0.0
+    confidences: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Skip:
+    """The drafter proposes nothing more behind `base_length` tokens until the next verdict."""
+
+    sequence_id: int
+    base_length: int
+
+
+@dataclass(slots=True)
+class Verdict:
+    """The verifier committed `new_token_ids`, the last of now `committed_length` tokens.
+
+    `accepted_count` is the number of this drafter's tokens that the last commit matched. A `window`
+    of None leaves the window as it is. `draft_tokens` and `tree_tokens` are as in Opened.
+    """
+
+    sequence_id: int
+    committed_length: int
+    new_token_ids: list[int]
+    accepted_count: int
+    draft_tokens: int
+    window: Window | None = None
+    traceparent: str = ""
+    tree_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """The sequence has ended for this drafter."""
+
+    sequence_id: int
+
+
+@dataclass(slots=True)
+class DraftBatch:
+    """A drafter's messages of one round; skips apply after proposals."""
+
+    proposals: list[Proposal] = field(default_factory=list)
+    skips: list[Skip] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class StepBatch:
+    """An engine step's messages to one drafter; they apply in the order of the fields."""
+
+    opened: list[Opened] = field(default_factory=list)
+    verdicts: list[Verdict] = field(default_factory=list)
+    closed: list[Closed] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.opened or self.verdicts or self.closed)

@@ -1,0 +1,39 @@
+"""Refuses requests with fields that this version does not know.
+
+A field that a server ignores would change the output without a word: an adapter, say, or a new
+sampling setting. JSON's parsers refuse such fields by name; protobuf keeps them by number alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from google.protobuf.message import Message
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from outrider.protocol.errors import OutriderError, Reason
+
+
+def check_known_fields(message: Message, path: str = "") -> None:
+    """Check a message and all messages in it.
+
+    Raises OutriderError(UNKNOWN_PARAMETER). Its field is the path of the message at fault with the
+    field's number, such as `sampling.99`; 99 alone is a field of the request itself.
+    """
+    unknown = UnknownFieldSet(message)
+    if len(unknown):
+        number = unknown[0].field_number
+        holder = path or "the request"
+        text = f"{holder} has a field with the number {number}, which this version does not know"
+        field = f"{path}.{number}" if path else str(number)
+        raise OutriderError(Reason.UNKNOWN_PARAMETER, text, field)
+    for known, value in message.ListFields():
+        # Of a map no entry has further fields: protobuf keeps such an entry as an unknown field.
+        if known.message_type is None or isinstance(value, Mapping):
+            continue
+        name = f"{path}.{known.name}" if path else known.name
+        if isinstance(value, Message):
+            check_known_fields(value, name)
+        else:
+            for index, entry in enumerate(value):
+                check_known_fields(entry, f"{name}[{index}]")

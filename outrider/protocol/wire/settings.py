@@ -1,0 +1,150 @@
+"""Converts sampling settings, speculation options and grammars between proto and domain.
+
+Every `*_from_proto` checks the ranges that the proto states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any, TypeVar
+
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
+
+from outrider.grammar.kinds import Grammar, GrammarKind
+from outrider.protocol import messages as m
+from outrider.protocol.checks import check_grammar, check_sampling, check_speculation
+from outrider.protocol.errors import invalid
+from outrider.v1 import common_pb2
+
+_Member = TypeVar("_Member", bound=Enum)
+
+# The range of google.protobuf.Duration, ten thousand years.
+_MAX_DURATION_S = 315_576_000_000.0
+_SAMPLING = tuple(field.name for field in common_pb2.SamplingParams.DESCRIPTOR.fields)
+_SPECULATION = tuple(field.name for field in common_pb2.SpeculationOptions.DESCRIPTOR.fields)
+
+
+def sampling_from_proto(
+    proto: common_pb2.SamplingParams, vocab_size: int, prefix: str = "sampling"
+) -> m.SamplingParams:
+    """Check and convert; raises OutriderError(INVALID_VALUE) that names `prefix` and the field."""
+    sampling = m.SamplingParams(**_set_fields(proto))
+    check_sampling(sampling, vocab_size, prefix + ".")
+    return sampling
+
+
+def sampling_to_proto(sampling: m.SamplingParams) -> common_pb2.SamplingParams:
+    """Convert; sets every field, so that no default matters."""
+    values = {name: getattr(sampling, name) for name in _SAMPLING}
+    return common_pb2.SamplingParams(**values | {"logit_bias": dict(sampling.logit_bias)})
+
+
+def speculation_from_proto(proto: common_pb2.SpeculationOptions) -> m.SpeculationOptions:
+    """Check and convert; raises OutriderError(INVALID_VALUE) that names the field."""
+    name = proto.WhichOneof("drafter")
+    if name and not getattr(proto, name):
+        raise invalid(f"speculation.{name}", "must have at least 1 character if it is set")
+    if proto.acceptance not in (0, *(kind.value for kind in m.Acceptance)):
+        message = f"must be one of the enum's values, not {proto.acceptance}"
+        raise invalid("speculation.acceptance", message)
+    acceptance = m.Acceptance(proto.acceptance or m.Acceptance.EXACT.value)
+    options = m.SpeculationOptions(**_set_fields(proto) | {"acceptance": acceptance})
+    check_speculation(options)
+    return options
+
+
+def speculation_to_proto(options: m.SpeculationOptions) -> common_pb2.SpeculationOptions:
+    """Convert; `draft_tokens` stays unset when it is None."""
+    values = {name: getattr(options, name) for name in _SPECULATION}
+    for name in ("drafter_id", "drafter_family"):
+        # A field of the oneof is unset, not empty.
+        values[name] = values[name] or None
+    acceptance = proto_enum(options.acceptance.value)
+    return common_pb2.SpeculationOptions(**values | {"acceptance": acceptance})
+
+
+def grammar_from_proto(proto: common_pb2.Grammar | None) -> Grammar | None:
+    """Check and convert; raises OutriderError(INVALID_VALUE) that names the field.
+
+    A grammar without a kind is refused. A kind that only a later version knows looks like that,
+    and ignoring it would leave the output unconstrained.
+    """
+    if proto is None:
+        return None
+    name = proto.WhichOneof("kind")
+    if name is None:
+        kinds = ", ".join(kind.value for kind in GrammarKind)
+        raise invalid("grammar", f"must have one of {kinds}; none that this version knows is set")
+    kind = GrammarKind(name)
+    if kind is GrammarKind.JSON_OBJECT:
+        grammar = Grammar(kind)
+    elif kind is GrammarKind.CHOICE:
+        grammar = Grammar(kind, choices=tuple(proto.choice.texts))
+    else:
+        grammar = Grammar(kind, getattr(proto, name))
+    check_grammar(grammar)
+    return grammar
+
+
+def grammar_to_proto(grammar: Grammar | None) -> common_pb2.Grammar | None:
+    """Convert; None for no grammar."""
+    if grammar is None:
+        return None
+    if grammar.kind is GrammarKind.JSON_OBJECT:
+        return common_pb2.Grammar(json_object=common_pb2.JsonObject())
+    if grammar.kind is GrammarKind.CHOICE:
+        return common_pb2.Grammar(choice=common_pb2.Choices(texts=grammar.choices))
+    proto = common_pb2.Grammar()
+    setattr(proto, grammar.kind.value, grammar.text)
+    return proto
+
+
+def _set_fields(proto: Message) -> dict[str, Any]:
+    """The fields that the sender set, by name: a list as a tuple, a map as sorted pairs.
+
+    Plain data has its own default for a field that is left out. Where the proto cannot tell an
+    unset field from zero, zero is that default.
+    """
+    return {field.name: _plain(value) for field, value in proto.ListFields()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return tuple(sorted(value.items()))
+    return value if isinstance(value, bool | int | float | str) else tuple(value)
+
+
+def known(kind: type[_Member], value: int, otherwise: _Member) -> _Member:
+    """The enum's member with that value; `otherwise` for 0 and for a later version's values."""
+    try:
+        return kind(value)
+    except ValueError:
+        return otherwise
+
+
+def optional(proto: Message, field: str) -> Any:
+    """The value of an optional field; None if the sender left it out."""
+    if not proto.HasField(field):
+        return None
+    return getattr(proto, field)
+
+
+def proto_enum(value: int) -> Any:
+    """A value for a proto's enum field. Typed Any, since the stubs give each enum its own type."""
+    return int(value)
+
+
+def duration(time_s: float | None) -> Duration | None:
+    """Convert; None stays None."""
+    if time_s is None:
+        return None
+    return Duration(seconds=int(time_s), nanos=int(time_s % 1 * 1e9))
+
+
+def seconds(proto: Duration | None) -> float | None:
+    """Convert, into 0 to `_MAX_DURATION_S`; None stays None."""
+    if proto is None:
+        return None
+    return min(max(proto.seconds + proto.nanos / 1e9, 0.0), _MAX_DURATION_S)
