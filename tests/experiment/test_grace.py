@@ -14,7 +14,7 @@ from outrider_bench.experiment.unmeasured import TOPOLOGIES, profile_of
 from outrider_bench.simulator import costs
 from tests.placement.test_placement import gb200
 
-FILE = Path(__file__).parents[2] / "experiments/grace.yaml"
+FILE = Path(__file__).parents[2] / "bench/experiments/grace.yaml"
 GRACE = load(FILE)
 
 

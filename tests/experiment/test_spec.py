@@ -15,7 +15,7 @@ from outrider_bench.experiment.schedule import groups, ways_of
 from outrider_bench.experiment.spec import Experiment, load
 from outrider_bench.experiment.stack import check
 
-FILES = sorted((Path(__file__).parents[2] / "experiments").glob("*.yaml"))
+FILES = sorted((Path(__file__).parents[2] / "bench/experiments").glob("*.yaml"))
 
 
 def _experiment(**more: Any) -> dict[str, Any]:

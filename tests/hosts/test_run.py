@@ -23,7 +23,7 @@ from outrider_bench.experiment.run import chosen, main, missing, open_folder
 from outrider_bench.experiment.spec import Experiment, load
 from outrider_bench.ways import Sample
 
-_SMALL = Path(__file__).parents[2] / "experiments/small.yaml"
+_SMALL = Path(__file__).parents[2] / "bench/experiments/small.yaml"
 
 
 def _experiment() -> Experiment:
