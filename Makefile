@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo serve test test-quick test-together test-apart bench lint proto sbom \
+.PHONY: demo serve test test-slow test-all test-apart test-together bench lint proto sbom \
   pinned audit clean
 
 demo: $(VENV)/installed
@@ -19,25 +19,29 @@ serve: $(VENV)/installed $(GROWN)/config.json
 $(GROWN)/config.json: models/target/model.safetensors | $(VENV)/installed
 	@$(BIN)/python -m outrider.launch.grow models/target $(GROWN)
 
+# `make test` covers every module in minutes. The slow tests repeat it with more draws, larger stacks
+# and longer faults; `make test-all` runs both.
+test: $(VENV)/installed-dev tools
+	@$(MAKE) --no-print-directory --jobs=2 --keep-going test-apart test-together MARK="not slow"
+
+test-slow: $(VENV)/installed-dev tools
+	@$(MAKE) --no-print-directory --jobs=2 --keep-going test-apart test-together MARK=slow
+
+test-all: test test-slow
+
 # Tests with clients, servers and time-outs run one by one, and mostly wait. Tests without a clock
 # run beside them at a lower priority; their output follows at the end. At the lowest priority they
 # would not run at all on a busy machine.
 TOGETHER := $(addprefix tests/, losslessness simulator lm experiment verifier shared repo placement \
   fuzz)
 APART = $(filter-out $(TOGETHER:%=%/),$(wildcard tests/*/))
-test: $(VENV)/installed-dev tools
-	@$(MAKE) --no-print-directory --jobs=2 --keep-going test-apart test-together
-
 test-apart:
-	$(BIN)/python -m pytest $(PYTEST) $(APART)
+	$(BIN)/python -m pytest -m "$(MARK)" $(APART)
 
 test-together:
-	@nice -n 5 $(BIN)/python -m pytest -n auto --dist worksteal $(PYTEST) $(TOGETHER) \
+	@nice -n 5 $(BIN)/python -m pytest -n auto --dist worksteal -m "$(MARK)" $(TOGETHER) \
 	  >$(VENV)/together.log 2>&1; \
 	  status=$$?; cat $(VENV)/together.log; exit $$status
-
-test-quick: export PYTEST := -m "not slow"
-test-quick: test
 
 bench: $(VENV)/installed-bench
 	$(BIN)/outrider bench $(BENCH)
