@@ -23,10 +23,9 @@ from drafter_svc.config import DrafterSettings, FamilyChoice, settings_schema
 from drafter_svc.families.registry import find_family, known_families
 from drafter_svc.metrics import Metrics, StreamMetrics
 from drafter_svc.placement import PlacementPlan, choose_address, plan
-from outrider.drafter.serve import own_id
+from outrider.drafter.serve import DraftStreams, own_id
 from outrider.drafter.strategy import Strategy
 from outrider.drafter.stream import DraftStream, Observer
-from outrider.drafter.streams import DraftStreams
 from outrider.process import rpc, telemetry
 from outrider.process.config import load, parse
 from outrider.process.metrics_export import sending_metrics, serve_metrics

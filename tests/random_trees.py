@@ -9,9 +9,9 @@ import numpy as np
 
 from outrider.protocol.token_tree import path_to
 from verifier_svc.engine.loop import Engine
-from verifier_svc.state.draft_tree import DraftTree
 from verifier_svc.state.scheduled_sequence import ScheduledSequence
 from verifier_svc.state.sequence import Sequence as Request
+from verifier_svc.state.trie import DraftTree
 from verifier_svc.verification.grammar_masks import GrammarMasks
 
 # Share of the tokens that go on behind the last one; and, where the likely token is not in the tree

@@ -7,8 +7,7 @@ import sys
 import uvloop
 
 from outrider.process import telemetry
-from outrider.process.config import parse
-from outrider.process.extras import need_models
+from outrider.process.config import need_models, parse
 from outrider.process.metrics_export import sending_metrics
 from outrider.protocol.errors import OutriderError
 from verifier_svc.config import VerifierSettings

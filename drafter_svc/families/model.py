@@ -22,8 +22,7 @@ from drafter_svc.metrics import Metrics
 from drafter_svc.placement import PlacementPlan
 from outrider.drafter.draft_sequence import DraftSequence
 from outrider.process import telemetry
-from outrider.process.config import Device, Dtype
-from outrider.process.extras import need_models
+from outrider.process.config import Device, Dtype, need_models
 from outrider.protocol.messages import DraftDistribution
 from outrider.protocol.model_info import ModelInfo
 from outrider.tokenizer import fingerprint, load_tokenizer

@@ -10,6 +10,7 @@ import os
 import re
 import types
 from collections.abc import Callable, Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, cast, get_args, get_origin
 
@@ -34,6 +35,7 @@ from pydantic_settings import (
 from yaml import YAMLError
 
 from outrider.process.usage import invoke, refuse, suggestion
+from outrider.protocol.errors import OutriderError, Reason
 
 _Settings = TypeVar("_Settings", bound="Settings")
 
@@ -301,3 +303,16 @@ def _problem(schema: type[Settings], details: ErrorDetails) -> str:
         return f"{flag}{details['ctx']['error']}"
     problem = details["msg"].replace("Input should be", "must be")
     return f"{flag}{problem}, not {str(details['input'])[:100]!r}"
+
+
+# What pyproject.toml's extra "models" installs.
+MODEL_LIBRARIES = ("torch", "transformers", "safetensors", "xgrammar", "llguidance", "jsonschema")
+
+
+def need_models() -> None:
+    """Raises OutriderError(INTERNAL) that names the missing libraries and the extra with them."""
+    missing = [name for name in MODEL_LIBRARIES if find_spec(name) is None]
+    if missing:
+        need = f"running a model needs {', '.join(missing)}"
+        hint = "in Outrider's sources, pip install '.[models]'"
+        raise OutriderError(Reason.INTERNAL, f"{need}; {hint}")

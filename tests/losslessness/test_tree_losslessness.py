@@ -25,8 +25,8 @@ from outrider.protocol.messages import (
 )
 from outrider.protocol.token_tree import depths, path_to
 from outrider.sampling.logits import Context, adjust
-from verifier_svc.state.draft_tree import DraftTree
 from verifier_svc.state.sequence import Sequence as Request
+from verifier_svc.state.trie import DraftTree
 from verifier_svc.verification import reference
 from verifier_svc.verification.acceptance import accept
 from verifier_svc.verification.draft import NOT_FINITE, Draft

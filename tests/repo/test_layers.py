@@ -11,7 +11,7 @@ from typing import TypeGuard
 import pytest
 from setuptools import find_namespace_packages
 
-from outrider.process.extras import MODEL_LIBRARIES
+from outrider.process.config import MODEL_LIBRARIES
 
 ROOT = Path(__file__).parents[2]
 SERVICES = ("verifier_svc", "drafter_svc", "gateway")

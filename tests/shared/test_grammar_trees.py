@@ -14,9 +14,9 @@ from outrider.grammar.kinds import Backend
 from outrider.lm.pages import KVSequence
 from outrider.protocol.messages import SamplingParams, SpeculationStats, TokenRequest
 from outrider.protocol.token_tree import path_to
-from verifier_svc.state.draft_tree import DraftTree
 from verifier_svc.state.scheduled_sequence import ScheduledSequence
 from verifier_svc.state.sequence import Sequence
+from verifier_svc.state.trie import DraftTree
 from verifier_svc.verification.grammar_masks import GrammarMasks
 
 SCHEMA = schema(

@@ -6,13 +6,13 @@ from fake_model import Client, ScriptedDrafter, make_engine
 
 from outrider.grammar.backends import Mask
 from outrider.protocol.messages import SamplingParams, TokenRequest
-from verifier_svc.drafts.draft_outcome import favourite_outcome
+from verifier_svc.drafts.draft_message import favourite_outcome
 from verifier_svc.engine.loop import Engine
 from verifier_svc.engine.target import Limits
 from verifier_svc.policy.draft_trees import ChosenDraft
-from verifier_svc.state.draft_tree import DraftTree
 from verifier_svc.state.scheduled_sequence import ScheduledSequence
 from verifier_svc.state.sequence import Sequence
+from verifier_svc.state.trie import DraftTree
 from verifier_svc.verification.grammar_masks import GrammarMasks
 
 GREEDY = SamplingParams(0.0)

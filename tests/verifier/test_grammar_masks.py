@@ -8,8 +8,8 @@ from fake_model import Client, ScriptedDrafter, finish, make_engine
 from outrider.grammar.backends import Mask
 from outrider.protocol.draft_messages import SparseDistribution
 from outrider.protocol.messages import DraftDistribution, FinishReason, SamplingParams, TokenRequest
-from verifier_svc.state.draft_tree import DraftTree
 from verifier_svc.state.scheduled_sequence import ScheduledSequence
+from verifier_svc.state.trie import DraftTree
 from verifier_svc.verification.batch import DraftVerifier, Verified
 from verifier_svc.verification.grammar_masks import GrammarMasks
 

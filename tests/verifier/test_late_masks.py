@@ -15,8 +15,8 @@ from outrider.process.turns import TenantThreads
 from outrider.protocol.errors import OutriderError, Reason
 from outrider.protocol.messages import FinishReason, SamplingParams, TokenRequest
 from verifier_svc.engine.loop import Engine
-from verifier_svc.state.draft_tree import NO_DRAFT
 from verifier_svc.state.mask_work import MaskWork
+from verifier_svc.state.trie import NO_DRAFT
 from verifier_svc.verification.grammar_masks import GrammarMasks
 from verifier_svc.verification.mask_lanes import MaskBudget, Threads
 

@@ -26,11 +26,10 @@ from verifier_svc.engine.loop import Engine
 from verifier_svc.engine.target import Limits
 from verifier_svc.policy.draft_trees import best_chain, grow_trees
 from verifier_svc.policy.plan import Plan
-from verifier_svc.state.acceptance_rate import AcceptanceRate
-from verifier_svc.state.draft_tree import DraftTree
+from verifier_svc.state.acceptance_rate import AcceptanceRate, SideRates
 from verifier_svc.state.merged_tries import guesses_behind, observe_sides, probs, roots
 from verifier_svc.state.sequence import Assignment, Sequence
-from verifier_svc.state.side_rates import SideRates
+from verifier_svc.state.trie import DraftTree
 
 GREEDY = SamplingParams(0.0)
 LIMITS = Limits(DraftTokensPolicy(), draft_trees=True)

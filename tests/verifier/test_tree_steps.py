@@ -32,9 +32,9 @@ from outrider.protocol.messages import (
 )
 from outrider.protocol.token_tree import path_to
 from verifier_svc.engine.loop import Engine
-from verifier_svc.state.draft_tree import DraftTree
 from verifier_svc.state.scheduled_sequence import ScheduledSequence
 from verifier_svc.state.sequence import Sequence as Request
+from verifier_svc.state.trie import DraftTree
 from verifier_svc.verification.batch import DraftVerifier
 from verifier_svc.verification.grammar_masks import GrammarMasks
 

@@ -6,10 +6,9 @@ import math
 
 from outrider.protocol.draft_messages import Window
 from outrider.protocol.limits import MAX_DRAFT_TOKENS
-from verifier_svc.state.acceptance_rate import AcceptanceRate
+from verifier_svc.state.acceptance_rate import AcceptanceRate, SideRates
 from verifier_svc.state.drafter import Drafter
 from verifier_svc.state.sequence import Assignment, Sequence
-from verifier_svc.state.side_rates import SideRates
 from verifier_svc.state.trie import Trie
 from verifier_svc.verification.rule_choice import choose_distribution
 

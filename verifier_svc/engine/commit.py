@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as SequenceOf
+
 from outrider.process.telemetry import Span
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.messages import FinishReason, TokenChunk
-from verifier_svc.drafts.draft_outcome import favoured_count, record_draft
+from verifier_svc.drafts.draft_message import favoured_count, record_draft
 from verifier_svc.engine.outputs import chunk_of, cut_at_end, cut_at_grammars_end, sources_of
 from verifier_svc.engine.parts import EngineParts
 from verifier_svc.engine.step_spans import StepSpans
@@ -172,3 +174,31 @@ class Committer:
             sequence.unsent = None
         else:
             sequence.unsent = chunk
+
+
+def moved_slots(
+    batch: SequenceOf[ScheduledSequence],
+    verified: SequenceOf[Verified | OutriderError],
+    page_size: int,
+) -> tuple[list[int], list[int]]:
+    """The slots of the flattened cache to copy from and to, for a whole step; often none.
+
+    A tree's tokens lie in the slots behind the text in the tree's order. The accepted path must lie
+    there in the text's order, before a page of it is shared or the next forward reads it.
+    """
+    sources: list[int] = []
+    targets: list[int] = []
+    for scheduled, found in zip(batch, verified, strict=True):
+        if not scheduled.draft.parents or isinstance(found, OutriderError) or found.result is None:
+            continue
+        pages = scheduled.sequence.kv.pages
+        root = scheduled.start + len(scheduled.token_ids) - 1
+        for place, row in enumerate(found.result.rows, 1):
+            if row != place:
+                sources.append(_slot(pages, root + row, page_size))
+                targets.append(_slot(pages, root + place, page_size))
+    return sources, targets
+
+
+def _slot(pages: SequenceOf[int], index: int, page_size: int) -> int:
+    return pages[index // page_size] * page_size + index % page_size

@@ -10,8 +10,9 @@ import math
 
 from verifier_svc.engine.intake import Intake
 from verifier_svc.engine.parts import EngineParts
-from verifier_svc.policy.plan import Plan, pending_draft
+from verifier_svc.policy.plan import Plan
 from verifier_svc.policy.planner import Planner
+from verifier_svc.policy.waits import pending_draft
 from verifier_svc.state.sequence import Assignment
 from verifier_svc.state.step_clock import StepClock
 

@@ -21,11 +21,9 @@ from outrider.process.telemetry import NO_SPAN, Span
 from outrider.protocol.errors import OutriderError, Reason
 from outrider.protocol.messages import TokenChunk, TokenRequest
 from verifier_svc.drafts.exchange import DraftExchange
-from verifier_svc.engine.commit import Committer
-from verifier_svc.engine.compaction import moved_slots
+from verifier_svc.engine.commit import Committer, moved_slots
 from verifier_svc.engine.draft_wait import DraftWait
-from verifier_svc.engine.inbox import Inbox
-from verifier_svc.engine.intake import Intake
+from verifier_svc.engine.intake import Inbox, Intake
 from verifier_svc.engine.outgoing import Delivery, Outgoing
 from verifier_svc.engine.parts import EngineParts
 from verifier_svc.engine.scheduler import Scheduler

@@ -6,9 +6,9 @@ from outrider.grammar.backends import Matcher
 from outrider.protocol.errors import OutriderError, Reason
 from outrider.protocol.messages import FinishReason, TokenChunk, TokenSource
 from outrider.protocol.token_tree import favourite_path
-from verifier_svc.state.draft_tree import DraftTree
 from verifier_svc.state.scheduled_sequence import ScheduledSequence
 from verifier_svc.state.sequence import Sequence
+from verifier_svc.state.trie import DraftTree
 from verifier_svc.verification.batch import Verified
 from verifier_svc.verification.draft import AcceptResult
 from verifier_svc.verification.tree_walk import is_leaf

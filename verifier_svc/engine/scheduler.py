@@ -17,10 +17,10 @@ from verifier_svc.engine.step_shares import Part, StepShares
 from verifier_svc.engine.tenant_use import TenantUse
 from verifier_svc.policy.draft_trees import ChosenDraft, best_chain
 from verifier_svc.policy.forward_cost import ForwardCost
-from verifier_svc.state.draft_tree import NO_DRAFT
 from verifier_svc.state.occupancy import Occupancy
 from verifier_svc.state.scheduled_sequence import ScheduledSequence
 from verifier_svc.state.sequence import Sequence
+from verifier_svc.state.trie import NO_DRAFT
 from verifier_svc.verification.grammar_masks import chosen_before
 
 if TYPE_CHECKING:

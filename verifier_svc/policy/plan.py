@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from verifier_svc.state.drafter import Drafter
 from verifier_svc.state.sequence import Assignment, Sequence
@@ -55,46 +54,3 @@ class Plan:
     """Drafters that had a decoding sequence."""
     silent: frozenset[Drafter] = _NOBODY
     """Drafters that are not even probed: a probe may cost the target more than it can gain."""
-
-
-class Pending(NamedTuple):
-    """A draft in flight that is better than the drafts that have arrived."""
-
-    assignment: Assignment
-    ready_tokens: int
-    """Draft tokens that have arrived. A sampled path counts as complete."""
-    expected_now: float
-    """Tokens that a step should commit with those."""
-    expected_with_it: float
-    """Tokens that a step should commit with the pending draft."""
-
-
-def pending_draft(sequence: Sequence, draft_tokens: int, *, always: bool) -> Pending | None:
-    """The best draft in flight for a sequence that verifies at most `draft_tokens`.
-
-    Returns None if no draft in flight is better than the ready one. A drafter's first answer counts
-    as in flight only with `always`.
-    """
-    if draft_tokens == 0:
-        return None
-    best: Assignment | None = None
-    promised = 0.0
-    for assignment in sequence.assignments.values():
-        # Before its first answer a drafter may still be at the prompt, which can take long.
-        if assignment.asked and (always or assignment.answered_length > 0):
-            wanted = min(draft_tokens, assignment.drafter.hello.max_draft_tokens)
-            if not assignment.trie.ready(wanted) and assignment.ready_tokens(wanted) < wanted:
-                expected = assignment.rate.expected_tokens(wanted)
-                if expected > promised:
-                    best = assignment
-                    promised = expected
-    if best is None:
-        return None
-    ready = 0
-    now = 1.0
-    for assignment in sequence.assignments.values():
-        there = assignment.ready_tokens(draft_tokens)
-        if (expected := assignment.rate.expected_tokens(there)) > now:
-            ready = there
-            now = expected
-    return Pending(best, ready, now, promised) if promised > now else None

@@ -12,15 +12,20 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
+from verifier_svc.policy.draft_trees import tree_tokens, wants_tree
 from verifier_svc.policy.forward_cost import ForwardCost
-from verifier_svc.policy.goodput import goodput, price_of_tokens, steps_meanwhile
+from verifier_svc.policy.goodput import (
+    Prices,
+    current_prices,
+    goodput,
+    price_of_tokens,
+    steps_meanwhile,
+)
 from verifier_svc.policy.plan import Plan
-from verifier_svc.policy.prices import Prices, current_prices
 from verifier_svc.policy.speculation_budget import SpeculationBudget
-from verifier_svc.policy.tree_asks import tree_tokens, wants_tree
 from verifier_svc.policy.waits import drafts_to_wait_for
 from verifier_svc.state.drafter import Drafter
-from verifier_svc.state.merged_tries import is_sampled, side_prob, side_tokens
+from verifier_svc.state.merged_tries import is_sampled
 from verifier_svc.state.sequence import Assignment, Sequence
 
 # Drafters are ordered by how soon they deliver a draft of so many tokens.
@@ -316,7 +321,8 @@ class Planner:
             fixed = self._by_limit or sequence.request.speculation.draft_tokens is not None
             if self._trees and not fixed and wants_tree(sequence, assignment, price):
                 # About one token beside each of the favourite path.
-                gained += chance * side_tokens(assignment, count)
+                prob_wrong = 1.0 - assignment.rate.prob_all_accepted(count)
+                gained += chance * assignment.side_rates.added_tokens(prob_wrong)
                 total += chance * count
             longest[assignment.drafter] = max(count, longest.get(assignment.drafter, 0))
         wait_s = max([drafter.latency(count) for drafter, count in longest.items()])
@@ -420,11 +426,17 @@ def _companions(drafts: _Drafts, choice: _Choice) -> _Drafts:
                 and drafter in choice.drafters
                 and drafter.busy_s(count) == 0.0
                 and drafter.latency(count) <= latest_s
-                and side_prob(other, assignment) >= choice.price
+                and _prob_beside(other, assignment) >= choice.price
                 and not is_sampled(sequence)
             ):
                 found.append((sequence, other, min(count, drafter.hello.max_draft_tokens)))
     return found
+
+
+def _prob_beside(other: Assignment, chosen: Assignment) -> float:
+    """The probability that a drafter's first token is right where it differs from the chosen's."""
+    claim = (1.0 - chosen.rate.by_position[0]) * other.rate.by_position[0]
+    return other.side_rates.estimate(0, 0, claim)
 
 
 def _due_probes(

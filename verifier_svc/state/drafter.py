@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from outrider.protocol.draft_messages import Hello, StepBatch
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.model_info import DrafterInfo
-from verifier_svc.state.acceptance_rate import AcceptanceRate, Latency
-from verifier_svc.state.side_rates import SideRates
+from verifier_svc.state.acceptance_rate import AcceptanceRate, Latency, SideRates
 
 # Steps for which a drafter that was never right is told of, before nobody expects drafts of it:
 # one that never answered, and one that does.

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from outrider.process.clock import Clock, thread_cpu_clock
-from verifier_svc.state.draft_tree import DraftTree
+from verifier_svc.state.trie import DraftTree
 
 Compute = Callable[[], npt.NDArray[np.int32]]
 

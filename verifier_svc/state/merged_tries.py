@@ -129,22 +129,6 @@ def observe_sides(
             on_favourites = False
 
 
-def side_prob(assignment: Assignment, favourite: Assignment) -> float:
-    """The probability that a drafter's next token is right where it differs from the favourite."""
-    claim = (1.0 - _rate(favourite, 0)) * _rate(assignment, 0)
-    return assignment.side_rates.estimate(0, 0, claim)
-
-
-def side_tokens(assignment: Assignment, draft_tokens: int) -> float:
-    """Expected draft tokens that a tree adds to a favourite path of so many.
-
-    Only the first token beside the path counts. Tokens behind it would add more, but each has its
-    price too.
-    """
-    prob_wrong = 1.0 - assignment.rate.prob_all_accepted(draft_tokens)
-    return prob_wrong * assignment.side_rates.rescued_share
-
-
 def _claim(guess: MergedGuess, depth: int, favourite: float) -> float:
     """The probability of a guess beside the favourite, before it is corrected."""
     if guess.confidence > 0.0:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from verifier_svc.state.draft_tree import DraftTree
 from verifier_svc.state.sequence import Assignment, Sequence
+from verifier_svc.state.trie import DraftTree
 
 _NOTHING = range(0)
 

@@ -17,10 +17,9 @@ from outrider.protocol.messages import (
     TokenChunk,
     TokenRequest,
 )
-from verifier_svc.state.acceptance_rate import AcceptanceRate
+from verifier_svc.state.acceptance_rate import AcceptanceRate, SideRates
 from verifier_svc.state.drafter import Drafter
 from verifier_svc.state.mask_work import MaskWork
-from verifier_svc.state.side_rates import SideRates
 from verifier_svc.state.trie import Trie
 
 _LENGTHS_TIMED = 8

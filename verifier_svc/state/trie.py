@@ -1,7 +1,8 @@
 """The verifier's copy of one drafter's guesses for one sequence.
 
 A trie below the last committed token. Knows tokens and committed lengths; not models, streams or
-drafters. The contract is in protos/outrider/v1/drafts.proto.
+drafters. The contract is in protos/outrider/v1/drafts.proto. `DraftTree` is what one forward
+verifies of it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,43 @@ from enum import StrEnum
 
 from outrider.protocol.draft_messages import Proposal, Skip, SparseDistribution, Window
 from outrider.protocol.errors import OutriderError, Reason
-from verifier_svc.state.draft_tree import DraftTree
+from outrider.protocol.token_tree import without_chain
+
+
+@dataclass(slots=True)
+class DraftTree:
+    """Draft tokens that one forward verifies: a tree, or a chain if it has no branches.
+
+    The root is the last committed token.
+
+    The order is depth-first, and each node's favourite child comes first. So the favourite path is
+    the first tokens, and it needs no move in the cache when it is accepted.
+    """
+
+    token_ids: list[int]
+    distributions: list[SparseDistribution]
+    """What each token was sampled from; empty for a one-hot draft. Only chains have them."""
+    parents: list[int] = field(default_factory=list)
+    """Each token's parent, as in `protocol.token_tree`; empty for a chain."""
+    drafter_ids: list[str] = field(default_factory=list)
+    """Each token's drafter; empty if all are from the favourite path's."""
+    favoured: int | None = None
+    """Tokens of the favourite path where a grammar cut it; None if it is the first children."""
+
+    def first(self, count: int) -> DraftTree:
+        """The first `count` tokens, which are a tree as well."""
+        if len(self.token_ids) <= count:
+            return self
+        return DraftTree(
+            self.token_ids[:count],
+            self.distributions[:count],
+            without_chain(self.parents[:count]),
+            self.drafter_ids[:count],
+            self.favoured,
+        )
+
+
+NO_DRAFT = DraftTree([], [])
 
 
 class LookupResult(StrEnum):

@@ -15,11 +15,11 @@ from outrider.grammar.backends import Mask, Matcher
 from outrider.protocol.errors import OutriderError, Reason
 from outrider.protocol.token_tree import without_chain
 from verifier_svc.policy.draft_trees import ChosenDraft
-from verifier_svc.state.draft_tree import NO_DRAFT, DraftTree
 from verifier_svc.state.mask_work import MaskWork
 from verifier_svc.state.scheduled_sequence import ScheduledSequence
 from verifier_svc.state.sequence import Assignment
 from verifier_svc.state.sequence import Sequence as SequenceState
+from verifier_svc.state.trie import NO_DRAFT, DraftTree
 from verifier_svc.verification.mask_lanes import Inline, MaskBudget, MaskLanes
 
 log = logging.getLogger(__name__)
