@@ -69,6 +69,7 @@ _STEP = [
     "verifier_svc/engine/loop.py",
     "verifier_svc/engine/outgoing.py",
     "verifier_svc/engine/outputs.py",
+    "verifier_svc/policy/draft_policy.py",
     "verifier_svc/policy/draft_trees.py",
     "verifier_svc/policy/forward_cost.py",
     "verifier_svc/policy/goodput.py",

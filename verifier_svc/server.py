@@ -33,6 +33,7 @@ from verifier_svc.engine.loop import Engine
 from verifier_svc.engine.outgoing import Delivery
 from verifier_svc.engine.target import Limits
 from verifier_svc.metrics import Metrics
+from verifier_svc.policy.draft_policy import EVERY_DRAFT, PAYING_DRAFTS
 from verifier_svc.streams.servicer import VerifierServicer, report_health
 from verifier_svc.verification.batch import DraftVerifier
 from verifier_svc.verification.mask_lanes import Threads
@@ -137,7 +138,7 @@ class Loader:
             _limits(settings, policy),
             _draft_verifier(settings, tokenizer),
             sampled_drafts=settings.sampled_drafts,
-            always_draft=settings.always_draft,
+            drafts=EVERY_DRAFT if settings.always_draft else PAYING_DRAFTS,
             own_cores=_own_cores(runner.device),
             mask_lanes=Threads(),
             mask_seconds=settings.grammar_mask_seconds,

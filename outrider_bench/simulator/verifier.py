@@ -15,6 +15,7 @@ from outrider_bench.simulator.world import World
 from verifier_svc.engine.loop import Engine
 from verifier_svc.engine.target import Limits
 from verifier_svc.metrics import Metrics
+from verifier_svc.policy.draft_policy import EVERY_DRAFT, PAYING_DRAFTS
 
 _PAGE_SIZE = 16
 _TRIAL_CONTEXT = 128
@@ -60,7 +61,7 @@ class VerifierActor(EngineActor):
                 draft_trees=scenario.draft_trees,
             ),
             SimulatedVerifier(worker, costs, world),
-            always_draft=scenario.always_draft,
+            drafts=EVERY_DRAFT if scenario.always_draft else PAYING_DRAFTS,
             own_cores=OWN_CORES,
             clock=events.clock,
         )

@@ -39,6 +39,7 @@ from verifier_svc.engine.loop import Engine
 from verifier_svc.engine.outgoing import Delivery
 from verifier_svc.engine.target import Limits
 from verifier_svc.metrics import Metrics
+from verifier_svc.policy.draft_policy import EVERY_DRAFT
 from verifier_svc.verification.batch import DraftVerifier
 
 CONCURRENT = 512
@@ -328,5 +329,5 @@ def make_engine(
         limits,
         draft_verifier,
         sampled_drafts=trust,
-        always_draft=True,
+        drafts=EVERY_DRAFT,
     )

@@ -39,6 +39,7 @@ from verifier_svc.engine.loop import Engine
 from verifier_svc.engine.outgoing import Delivery
 from verifier_svc.engine.target import Limits
 from verifier_svc.metrics import Metrics
+from verifier_svc.policy.draft_policy import EVERY_DRAFT, PAYING_DRAFTS
 from verifier_svc.verification.batch import DraftVerifier
 
 VOCAB = 5
@@ -324,7 +325,7 @@ class Traffic:
             limits,
             DraftVerifier(self.rule),
             sampled_drafts=self.trust,
-            always_draft=self.always,
+            drafts=EVERY_DRAFT if self.always else PAYING_DRAFTS,
             clock=self.clock,
         )
 

@@ -17,6 +17,7 @@ from verifier_svc.engine.loop import Engine
 from verifier_svc.engine.outgoing import Delivery
 from verifier_svc.engine.target import Limits
 from verifier_svc.metrics import Metrics
+from verifier_svc.policy.draft_policy import EVERY_DRAFT, PAYING_DRAFTS
 from verifier_svc.policy.plan import Plan
 from verifier_svc.state.drafter import Drafter
 from verifier_svc.verification.batch import DraftVerifier
@@ -203,7 +204,7 @@ def make_engine(
         limits or Limits(),
         draft_verifier or DraftVerifier(),
         sampled_drafts=trust,
-        always_draft=always_draft,
+        drafts=EVERY_DRAFT if always_draft else PAYING_DRAFTS,
         clock=clock,
     )
     return engine, model

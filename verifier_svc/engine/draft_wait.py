@@ -100,7 +100,7 @@ class DraftWait:
         for sequence, assignment in plan.wait_for:
             if sequence.id in in_turn:
                 wanted = plan.draft_tokens.get(sequence.id, 0)
-                pending = pending_draft(sequence, wanted, always=plan.always)
+                pending = pending_draft(sequence, wanted, plan.policy)
                 if pending is not None and pending.assignment is assignment:
                     late.append(assignment)
         return late

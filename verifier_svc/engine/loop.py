@@ -31,6 +31,7 @@ from verifier_svc.engine.step_spans import StepSpans
 from verifier_svc.engine.target import LanguageModel, Limits
 from verifier_svc.engine.warm_up import WarmUp
 from verifier_svc.metrics import Metrics
+from verifier_svc.policy.draft_policy import PAYING_DRAFTS, PayingDrafts
 from verifier_svc.policy.draft_trees import grow_trees
 from verifier_svc.policy.forward_cost import ForwardCost
 from verifier_svc.policy.planner import Planner
@@ -56,8 +57,8 @@ class Engine:
 
     For `own_cores` and `sampled_drafts` see `DraftExchange`. Masks are computed on `mask_lanes`,
     with the budget `mask_seconds`, see `MaskBudget`. `traced_steps` is the share of traced steps
-    that get spans. `always_draft` waits for every draft, see `Planner`. The engine and its
-    parts read time from `clock` alone.
+    that get spans. `drafts` says when the planner drafts. The engine and its parts read time from
+    `clock` alone.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class Engine:
         draft_verifier: Verification = _EXACT,
         *,
         sampled_drafts: bool = False,
-        always_draft: bool = False,
+        drafts: PayingDrafts = PAYING_DRAFTS,
         own_cores: frozenset[int] | None = None,
         mask_lanes: MaskLanes = _INLINE,
         mask_seconds: float = math.inf,
@@ -88,7 +89,7 @@ class Engine:
         budget = SpeculationBudget(self.isolated_cost)
         policy = limits.draft_tokens_policy
         trees = limits.draft_trees
-        self.planner = Planner(policy, self.cost, budget, always=always_draft, trees=trees)
+        self.planner = Planner(policy, self.cost, budget, drafts, trees=trees)
         self.drafting = DraftExchange(
             self.sequences,
             self.planner,

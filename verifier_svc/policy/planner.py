@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
-from operator import itemgetter
 from typing import NamedTuple
 
 from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
+from verifier_svc.policy.draft_policy import EVERY_DRAFT, PAYING_DRAFTS, Offer, PayingDrafts
 from verifier_svc.policy.draft_trees import tree_tokens, wants_tree
 from verifier_svc.policy.forward_cost import ForwardCost
 from verifier_svc.policy.goodput import (
@@ -52,7 +52,7 @@ class _Choice(NamedTuple):
 
 
 class Planner:
-    """Plans for one engine. With `always` it asks and waits for every draft, even at a loss.
+    """Plans for one engine, by its policy of when to draft.
 
     With `trees`, steps may verify trees of draft tokens.
     """
@@ -62,20 +62,21 @@ class Planner:
         policy: DraftTokensPolicy,
         cost: ForwardCost,
         budget: SpeculationBudget,
+        drafts: PayingDrafts = PAYING_DRAFTS,
         *,
-        always: bool = False,
         trees: bool = False,
     ) -> None:
         self._policy = policy
         self._cost = cost
         self.budget = budget
-        self._always = always
+        self._drafts = drafts
         self._trees = trees
-        # Whether drafts have the policy's most tokens, even at a loss.
-        self._by_limit = policy.kind != "goodput" or always
+        # Whether to draft the policy's maximum even where it costs throughput.
+        self._by_limit = policy.kind != "goodput" or drafts.most_tokens
+        # Plans the steps of requests that insist on drafts.
         self._insistent: Planner | None = None
-        if not always:
-            self._insistent = Planner(policy, cost, budget, always=True, trees=trees)
+        if drafts is not EVERY_DRAFT:
+            self._insistent = Planner(policy, cost, budget, EVERY_DRAFT, trees=trees)
 
     def insisted_plan(
         self, running: Collection[Sequence], last: Plan, step: int, now_s: float
@@ -109,7 +110,7 @@ class Planner:
         newcomers = _drafters(reading)
         if not drafters and not newcomers:
             return self._plan_without_drafts(batch, (), last)
-        if self.budget.needs_quiet(batch) and not self._always:
+        if self._drafts.measures(self.budget, batch):
             plan = self._plan_without_drafts(batch, running, last)
             return replace(plan, measuring=True)
         prices = self._prices(batch, last, beside_prompts=bool(reading))
@@ -118,7 +119,7 @@ class Planner:
         if drafters:
             choice = self._choose(decoding, self._credible(drafters), prices)
             considered = drafters
-        silent = self._silent(batch, choice.drafters, considered)
+        silent = self._drafts.silent(self.budget, batch, choice.drafters, considered)
         drafts = choice.drafts
         if newcomers:
             unknown = self._credible(newcomers - considered)
@@ -129,7 +130,7 @@ class Planner:
         asks = _asks(asked, choice.waits, prices.decode_step_s)
         rate = choice.rate or prices.rate
         wait_for, wait_s = drafts_to_wait_for(
-            decoding, draft_tokens, prices, rate, now_s, always=self._always
+            decoding, draft_tokens, prices, rate, now_s, self._drafts
         )
         return Plan(
             batch=prices.batch,
@@ -145,7 +146,7 @@ class Planner:
             probes=_due_probes(decoding, asks, silent, step),
             wait_for=wait_for,
             wait_s=wait_s,
-            always=self._always,
+            policy=self._drafts,
             paying=choice.drafters,
             considered=considered,
             silent=silent,
@@ -168,26 +169,14 @@ class Planner:
 
     def _credible(self, drafters: frozenset[Drafter]) -> frozenset[Drafter]:
         """The drafters that may be asked for drafts, and not only probed."""
-        if self._always:
-            return drafters
-        return frozenset([drafter for drafter in drafters if not drafter.is_doubtful])
-
-    def _silent(
-        self, batch: int, paying: frozenset[Drafter], known: frozenset[Drafter]
-    ) -> frozenset[Drafter]:
-        """The drafters that are not even probed: their budget, or that of probes, is exhausted."""
-        if self._always:
-            return frozenset()
-        if not self.budget.allows(batch, paying):
-            return known - paying
-        return frozenset([d for d in known - paying if not self.budget.allows(batch, paying | {d})])
+        return frozenset([drafter for drafter in drafters if self._drafts.may_draft(drafter)])
 
     def first_draft_tokens(self, sequence: Sequence, assignment: Assignment, last: Plan) -> int:
         """Draft tokens to ask for with a new sequence; 0 if the drafter does not pay by `last`."""
         drafter = assignment.drafter
         if drafter in last.considered and drafter not in last.paying:
             return 0
-        if drafter.is_doubtful and not self._always:
+        if not self._drafts.may_draft(drafter):
             return 0
         prices = self._prices(last.batch, last, beside_prompts=False)
         return self._tokens_worth(sequence, assignment, last.price, prices)
@@ -204,7 +193,7 @@ class Planner:
         Tries the quickest drafter alone, then the two quickest, and so on. The set is empty if none
         beats plain steps by the margin.
         """
-        if self._always or prices.decode_step_s == 0.0:
+        if self._drafts.takes_all or prices.decode_step_s == 0.0:
             return self._choice_of(decoding, drafters, prices)
         asked: frozenset[Drafter] = frozenset()
         plain_rate = prices.batch / prices.decode_step_s
@@ -237,7 +226,7 @@ class Planner:
         choice = _Choice([], drafters, price_of_tokens(accept_probs, prices.token_prices))
         drafts = [draft for sequence in decoding for draft in self._pick(sequence, choice, prices)]
         rate, waits = self._goodput(drafts, choice.price, prices)
-        return _Choice(drafts, drafters, choice.price, rate, waits or self._always)
+        return _Choice(drafts, drafters, choice.price, rate, waits or self._drafts.takes_all)
 
     def _accept_probs(
         self, sequence: Sequence, assignment: Assignment, prices: Prices
@@ -253,22 +242,17 @@ class Planner:
         return assignment.rate.survival[: min(prices.limit, most)]
 
     def _pick(self, sequence: Sequence, choice: _Choice, prices: Prices) -> _Drafts:
-        """The sequence's draft with the greatest gain over its price, if any gains.
-
-        Drafters that were right before come first: a stranger's first drafts are judged beside
-        theirs. With `always`, its drafts from all drafters.
-        """
-        found: list[tuple[bool, float, Assignment, int]] = []
+        """The sequence's drafts that gain over their price, as the policy picks them."""
+        offers: list[Offer] = []
         for assignment in sequence.assignments.values():
             if assignment.drafter in choice.drafters:
                 count = self._tokens_worth(sequence, assignment, choice.price, prices)
                 gain = assignment.rate.expected_tokens(count) - 1.0 - count * choice.price
-                if count > 0 and (gain > -1e-9 or self._always):
+                if count > 0 and gain > self._drafts.least_gain:
                     gain *= assignment.chance
-                    found.append((assignment.drafter.proven, gain, assignment, count))
-        if not self._always and len(found) > 1:
-            found = [max(found, key=itemgetter(0, 1))]
-        return [(sequence, assignment, count) for _, _, assignment, count in found]
+                    offers.append((assignment.drafter.proven, gain, assignment, count))
+        picked = self._drafts.pick(offers)
+        return [(sequence, assignment, count) for _, _, assignment, count in picked]
 
     def _first_drafts(
         self,
@@ -317,7 +301,7 @@ class Planner:
             chance = assignment.chance
             gained += chance * (assignment.rate.expected_tokens(count) - 1.0)
             total += chance * count
-            # A draft of a fixed number of tokens has no further ones.
+            # A fixed-length draft gets no tree tokens.
             fixed = self._by_limit or sequence.request.speculation.draft_tokens is not None
             if self._trees and not fixed and wants_tree(sequence, assignment, price):
                 # About one token beside each of the favourite path.

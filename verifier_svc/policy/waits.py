@@ -8,6 +8,7 @@ from __future__ import annotations
 from operator import itemgetter
 from typing import NamedTuple
 
+from verifier_svc.policy.draft_policy import PayingDrafts
 from verifier_svc.policy.goodput import Prices, max_wait_s, steps_meanwhile
 from verifier_svc.state.drafter import Drafter
 from verifier_svc.state.sequence import Assignment, Sequence
@@ -37,16 +38,15 @@ def drafts_to_wait_for(
     prices: Prices,
     rate: float,
     now_s: float,
-    *,
-    always: bool,
+    policy: PayingDrafts,
 ) -> tuple[tuple[tuple[Sequence, Assignment], ...], float]:
     """The pending drafts that may still pay, and how many seconds of waiting they are worth.
 
     `draft_tokens` are those that the step verifies, by sequence id. `rate` is the tokens a second
-    that the batch commits with the planned drafts. With `always` every pending draft is waited for.
+    that the batch commits with the planned drafts. A policy may wait for every pending draft.
     """
-    late = _pending_drafts(decoding, draft_tokens, prices, rate, now_s, always=always)
-    if always:
+    late = _pending_drafts(decoding, draft_tokens, prices, rate, now_s, policy)
+    if policy.takes_all:
         everything = tuple([(sequence, assignment) for _, _, sequence, assignment in late])
         return everything, _LONGEST_WAIT_S
     # Drafts are awaited in the order in which they are due. Their worth adds up: while the engine
@@ -73,14 +73,13 @@ def _pending_drafts(
     prices: Prices,
     rate: float,
     now_s: float,
-    *,
-    always: bool,
+    policy: PayingDrafts,
 ) -> _Late:
     """The best pending draft of each sequence that has one."""
     late: _Late = []
     for sequence in decoding:
         wanted = draft_tokens.get(sequence.id, 0)
-        pending = pending_draft(sequence, wanted, always=always)
+        pending = pending_draft(sequence, wanted, policy)
         if pending is not None:
             assignment = pending.assignment
             due_s = assignment.due_s(now_s)
@@ -92,19 +91,17 @@ def _pending_drafts(
     return late
 
 
-def pending_draft(sequence: Sequence, draft_tokens: int, *, always: bool) -> Pending | None:
+def pending_draft(sequence: Sequence, draft_tokens: int, policy: PayingDrafts) -> Pending | None:
     """The best draft in flight for a sequence that verifies at most `draft_tokens`.
 
-    Returns None if no draft in flight is better than the ready one. A drafter's first answer counts
-    as in flight only with `always`.
+    Returns None if no draft in flight that the policy may await is better than the ready one.
     """
     if draft_tokens == 0:
         return None
     best: Assignment | None = None
     promised = 0.0
     for assignment in sequence.assignments.values():
-        # Before its first answer a drafter may still be at the prompt, which can take long.
-        if assignment.asked and (always or assignment.answered_length > 0):
+        if assignment.asked and policy.may_await(assignment):
             wanted = min(draft_tokens, assignment.drafter.hello.max_draft_tokens)
             if not assignment.trie.ready(wanted) and assignment.ready_tokens(wanted) < wanted:
                 expected = assignment.rate.expected_tokens(wanted)

@@ -26,6 +26,7 @@ from outrider_bench.simulator.worlds.target import PagedTarget
 from verifier_svc.engine.loop import Engine
 from verifier_svc.engine.target import Limits
 from verifier_svc.metrics import Metrics
+from verifier_svc.policy.draft_policy import EVERY_DRAFT, PAYING_DRAFTS
 from verifier_svc.state.drafter import Drafter
 from verifier_svc.state.sequence import Sequence
 from verifier_svc.verification.batch import DraftVerifier
@@ -76,7 +77,7 @@ class CheckedVerifier(EngineActor):
             ),
             DraftVerifier(sampled_rule),
             sampled_drafts=plan.sampled_drafts,
-            always_draft=plan.always_draft,
+            drafts=EVERY_DRAFT if plan.always_draft else PAYING_DRAFTS,
             clock=self.clock,
         )
         if plan.warms_up:

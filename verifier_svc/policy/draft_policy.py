@@ -1,0 +1,100 @@
+"""When an engine drafts: where drafts pay, or always. One policy is chosen when the engine starts.
+
+A request may insist on drafts as well (`always_draft` in protos/outrider/v1/common.proto). Its
+steps are planned by `EveryDraft`.
+"""
+
+from __future__ import annotations
+
+import math
+from operator import itemgetter
+from typing import ClassVar
+
+from verifier_svc.policy.speculation_budget import SpeculationBudget
+from verifier_svc.state.drafter import Drafter
+from verifier_svc.state.sequence import Assignment
+
+Offer = tuple[bool, float, Assignment, int]
+"""A draft that a sequence could have: (whether its drafter is proven, gain in tokens, assignment,
+draft tokens)."""
+
+
+class PayingDrafts:
+    """Drafts where they raise goodput, and pauses drafters whose drafts do not. For serving."""
+
+    most_tokens: ClassVar[bool] = False
+    """Whether drafts have the most tokens that they may have, whatever the tokens cost."""
+    takes_all: ClassVar[bool] = False
+    """Whether all drafters draft, and each forward waits for them, without a comparison."""
+    least_gain: ClassVar[float] = -1e-9
+    """A draft must gain more tokens than this over its price."""
+
+    def measures(self, budget: SpeculationBudget, batch: int) -> bool:
+        """Whether the next steps should be without drafts, to measure steps of this batch."""
+        return budget.needs_quiet(batch)
+
+    def may_draft(self, drafter: Drafter) -> bool:
+        """Whether a drafter may be asked for drafts, and not only probed."""
+        return not drafter.is_doubtful
+
+    def silent(
+        self,
+        budget: SpeculationBudget,
+        batch: int,
+        paying: frozenset[Drafter],
+        known: frozenset[Drafter],
+    ) -> frozenset[Drafter]:
+        """The drafters that are not even probed: their budget, or that of probes, is exhausted."""
+        if not budget.allows(batch, paying):
+            return known - paying
+        return frozenset([d for d in known - paying if not budget.allows(batch, paying | {d})])
+
+    def pick(self, offers: list[Offer]) -> list[Offer]:
+        """The drafts of one sequence: that of a proven drafter with the greatest gain.
+
+        A stranger's first drafts are judged beside those of drafters that were right before.
+        """
+        return [max(offers, key=itemgetter(0, 1))] if len(offers) > 1 else offers
+
+    def may_await(self, assignment: Assignment) -> bool:
+        """Whether a step may wait for this drafter's draft of the sequence."""
+        # Before its first answer a drafter may still be at the prompt, which can take long.
+        return assignment.answered_length > 0
+
+
+class EveryDraft(PayingDrafts):
+    """Asks every drafter and waits for every draft, even at a loss. To measure drafters."""
+
+    most_tokens: ClassVar[bool] = True
+    takes_all: ClassVar[bool] = True
+    least_gain: ClassVar[float] = -math.inf
+
+    def measures(self, budget: SpeculationBudget, batch: int) -> bool:
+        """Never."""
+        return False
+
+    def may_draft(self, drafter: Drafter) -> bool:
+        """Every drafter may."""
+        return True
+
+    def silent(
+        self,
+        budget: SpeculationBudget,
+        batch: int,
+        paying: frozenset[Drafter],
+        known: frozenset[Drafter],
+    ) -> frozenset[Drafter]:
+        """No drafter."""
+        return frozenset()
+
+    def pick(self, offers: list[Offer]) -> list[Offer]:
+        """All drafts."""
+        return offers
+
+    def may_await(self, assignment: Assignment) -> bool:
+        """Every draft, the first one too."""
+        return True
+
+
+PAYING_DRAFTS = PayingDrafts()
+EVERY_DRAFT = EveryDraft()
