@@ -17,8 +17,6 @@ class Mutant:
     new: str
     tests: tuple[str, ...]
     """Tests that should notice it; those marked slow are not run."""
-    equivalent: str = ""
-    """Why no test can notice it; empty if one can."""
 
     def applied(self, source: str) -> str:
         """The source with the bug in it; raises ValueError unless there is exactly one place."""

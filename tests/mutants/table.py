@@ -1,152 +1,140 @@
-"""All bugs that `python -m tests.mutants` plants: a piece of source text and its replacement.
-
-`verifier_table` has the bugs of verification and the draft stream, `tree_table` those of trees,
-`drafter_table` those of drafters, `service_table` those that tenants, clients and drafters see, and
-`fault_table` those that random worlds notice. This file has sampling, noise, the engine and its
-pages.
-"""
+"""All bugs that `python -m tests.mutants` plants: a piece of source text and its replacement."""
 
 from __future__ import annotations
 
-from tests.mutants.drafter_table import DRAFTER_MUTANTS
-from tests.mutants.fault_table import FAULT_MUTANTS
 from tests.mutants.mutant import Mutant
-from tests.mutants.service_table import SERVICE_MUTANTS
-from tests.mutants.tree_table import TREE_MUTANTS
-from tests.mutants.verifier_table import COINS, COUPLING, TRAFFIC, VERIFIER_MUTANTS
 
+ACCEPTANCE = "verifier_svc/verification/acceptance.py"
 COMMIT = "verifier_svc/engine/commit.py"
-INTAKE = "verifier_svc/engine/intake.py"
-SAMPLING = "outrider/sampling/sampler.py"
-NOISE = "outrider/sampling/noise.py"
-LOGITS = "outrider/sampling/logits.py"
+DRAFT_TREES = "verifier_svc/policy/draft_trees.py"
+EXCHANGE = "verifier_svc/drafts/exchange.py"
+FORWARDS = "drafter_svc/families/forwards.py"
+GUESS_TREE = "outrider/drafter/guess_tree.py"
+LIMITS = "gateway/access/limits.py"
 PAGES = "outrider/lm/pages.py"
+ROWS = "verifier_svc/verification/rows.py"
+RULE_CHOICE = "verifier_svc/verification/rule_choice.py"
+SAMPLED_RULES = "verifier_svc/verification/rules/sampled.py"
+SCHEDULER = "verifier_svc/engine/scheduler.py"
+SHARED_PAGES = "drafter_svc/families/shared_pages.py"
+TRIE = "verifier_svc/state/trie.py"
 
-ENGINES = ("tests/verifier/test_engine.py",)
+DRAFT_SEQUENCES = ("tests/drafter/test_draft_sequence.py",)
+ENGINES = "tests/verifier/test_engine.py"
+EXACT = ("tests/losslessness/test_exact_step.py",)
+IN_ANY_BATCH = (
+    "tests/losslessness/test_acceptance.py::test_a_sequence_is_verified_alike_alone_and_in_any_batch",
+)
 POOLS = ("tests/lm/test_pages.py",)
+RULES = ("tests/verifier/test_rules.py",)
+TENANTS_PAGES = (
+    "tests/drafter/test_shared_draft_model.py::test_tenants_share_no_pages_of_the_draft_model",
+)
+TREES = "tests/losslessness/test_tree_losslessness.py"
+TRIES = "tests/verifier/test_trie.py"
+WORLDS = ("tests/simulator/test_worlds.py::test_the_worlds_of_fixed_seeds_keep_every_invariant",)
 
 MUTANTS = (
-    *VERIFIER_MUTANTS,
-    *TREE_MUTANTS,
-    *FAULT_MUTANTS,
-    *SERVICE_MUTANTS,
-    # --- noise and laws ---
+    # --- acceptance ---
     Mutant(
-        "S1",
-        "random numbers do not depend on the step",
-        NOISE,
-        "np.stack([position & _LOW, position >> _32, purposes, step])",
-        "np.stack([position & _LOW, position >> _32, purposes, np.zeros_like(step)])",
-        COINS,
+        "A2",
+        "the residual ignores block verification's scale",
+        ACCEPTANCE,
+        "accepted_B[short], prefixes.scale_B[short])",
+        "accepted_B[short], torch.ones_like(prefixes.scale_B[short]))",
+        EXACT,
     ),
     Mutant(
-        "S2",
-        "two purposes share their random numbers",
-        NOISE,
-        "np.full_like(position, int(purpose))",
-        "np.full_like(position, 3)",
-        ("tests/shared/test_sampling.py::test_two_purposes_share_no_noise",),
+        "A8",
+        "one token too many is accepted",
+        ACCEPTANCE,
+        "place_S < accepted_B[of_draft_S]",
+        "place_S <= accepted_B[of_draft_S]",
+        EXACT,
     ),
     Mutant(
-        "S5",
-        "a token without weight is drawn at the edge",
-        SAMPLING,
-        "torch.searchsorted(cumulative, point, right=True)",
-        "torch.searchsorted(cumulative, point)",
-        ("tests/shared/test_sampling.py::test_inverse_cdf_never_returns_a_token_without_weight",),
+        "A9",
+        "noise depends on the place in the batch",
+        ROWS,
+        "offsets = np.arange(len(seeds)) - np.repeat(self._first_B, self._counts_B)",
+        "offsets = np.arange(len(seeds))",
+        IN_ANY_BATCH,
     ),
     Mutant(
-        "S6",
-        "the race is run in float32",
-        SAMPLING,
-        "scores = probs.double() / coupled_exponentials(keys, vocab_size)",
-        "scores = probs.float() / coupled_exponentials(keys, vocab_size).float()",
-        COUPLING,
+        "N1",
+        "logits that are not finite give a token",
+        ACCEPTANCE,
+        "return torch.where(finite_R, tokens_R, NOT_FINITE)",
+        "return tokens_R",
+        RULES,
     ),
     Mutant(
-        "S7",
-        "keys of noise have 32 bits",
-        NOISE,
-        "(words[0] | words[1] << _32)",
-        "words[0]",
-        COUPLING,
+        "K6",
+        "the walk takes no child but the first",
+        "verifier_svc/verification/tree_walk.py",
+        "for child in below[row]:",
+        "for child in below[row][:1]:",
+        (f"{TREES}::test_a_batch_of_trees_and_chains_accepts_what_the_reference_does",),
+    ),
+    # --- acceptance rules ---
+    Mutant(
+        "R2",
+        "block verification's weight is not clamped",
+        SAMPLED_RULES,
+        "(weight_B * ratio_B).clamp(max=1.0)",
+        "weight_B * ratio_B",
+        EXACT,
     ),
     Mutant(
-        "S8",
-        "the likeliest tokens are always candidates enough",
-        SAMPLING,
-        "return kept_RV, drop[:, -1] & (edge_R > ordered[:, -1])",
-        "return kept_RV, torch.ones_like(drop[:, -1])",
-        (
-            "tests/shared/test_sampling.py::test_truncation_by_candidates_equals_truncation_by_all_tokens",
-        ),
+        "R8",
+        "token-wise rejection goes on behind a rejection",
+        SAMPLED_RULES,
+        ".cumprod(-1).sum(-1)",
+        ".sum(-1)",
+        EXACT,
     ),
     Mutant(
-        "S11",
-        "u of the noise is rounded to 1 where it is largest",
-        SAMPLING,
-        "(state >> 12).bitwise_and_(2**52 - 1)\n    return bits.double().add_(0.5).mul_(2.0**-52)",
-        "(state >> 11).bitwise_and_(2**53 - 1)\n    return bits.double().add_(0.5).mul_(2.0**-53)",
-        COUPLING,
+        "U2",
+        "drafters that are not trusted sample",
+        RULE_CHOICE,
+        "DraftDistribution.SPARSE if trusted else DraftDistribution.ONE_HOT",
+        "DraftDistribution.SPARSE",
+        RULES,
+    ),
+    # --- the trie ---
+    Mutant(
+        "T1",
+        "branches beside a committed token still count",
+        TRIE,
+        "node.count() if forked else before - matched",
+        "before - matched",
+        (f"{TRIES}::test_branches_beside_a_committed_token_are_dropped",),
     ),
     Mutant(
-        "S9",
-        "noise of a token is that of its neighbour",
-        SAMPLING,
-        "torch.arange(1, vocab_size + 1,",
-        "torch.arange(vocab_size,",
-        COUPLING,
+        "T3",
+        "the window is counted from a proposal's base, not from the last committed token",
+        TRIE,
+        "self._add_child(node, proposal, i, depth, added)",
+        "self._add_child(node, proposal, i, i + 1, added)",
+        (f"{TRIES}::test_tokens_beyond_the_window_are_cut",),
     ),
     Mutant(
-        "L1",
-        "min_tokens counts from the draft's beginning",
-        LOGITS,
-        "too_early = generated + depth <",
-        "too_early = generated <",
-        ("tests/shared/test_logit_processing.py",),
+        "T4",
+        "a late proposal is used though the commit contradicts it",
+        TRIE,
+        "(depth <= 0 and token != committed[depth - 1])",
+        "(depth < 0 and token != committed[depth - 1])",
+        (TRIES,),
     ),
     Mutant(
-        "L2",
-        "a drafted token is penalised at its own position",
-        LOGITS,
-        "for row, before in enumerate(context.drafted_before())",
-        "for row, before in enumerate([*context.drafted_before()[1:], []])",
-        ("tests/shared/test_logit_processing.py",),
-    ),
-    # --- the engine and its pages ---
-    Mutant(
-        "E2",
-        "pages of rejected tokens are kept",
-        COMMIT,
-        "        if accepted < drafted:\n"
-        "            self._pool.truncate(sequence.kv, sequence.kv.num_computed_tokens)\n",
+        "Q6",
+        "the trie of a sequence that is opened late begins where the sequence was assigned",
+        EXCHANGE,
+        "            assignment.trie = Trie(length, assignment.trie.window)\n",
         "",
-        ENGINES,
+        ("tests/verifier/test_hostile_drafts.py",),
     ),
-    Mutant(
-        "E3",
-        "keys and values of rejected tokens are kept",
-        COMMIT,
-        "sequence.kv.num_computed_tokens += accepted",
-        "sequence.kv.num_computed_tokens += drafted",
-        ENGINES,
-    ),
-    Mutant(
-        "E4",
-        "the verifier draws seeds of 8 bits",
-        INTAKE,
-        "secrets.randbits(64)",
-        "secrets.randbits(8)",
-        (f"{TRAFFIC}::test_a_thousand_requests_without_a_seed_have_different_texts",),
-    ),
-    Mutant(
-        "E5",
-        "draft tokens beyond the end of a text count as accepted",
-        COMMIT,
-        "accepted = min(result.accepted_count, len(new))",
-        "accepted = result.accepted_count",
-        ("tests/verifier/test_counts.py",),
-    ),
+    # --- pages of the cache ---
     Mutant(
         "P1",
         "a rewind goes into a page that others read",
@@ -172,12 +160,116 @@ MUTANTS = (
         POOLS,
     ),
     Mutant(
-        "P5",
-        "no token of a cached prompt is left to compute",
-        PAGES,
-        "most = len(token_ids) - 1",
-        "most = len(token_ids)",
-        POOLS,
+        "E2",
+        "pages of rejected tokens are kept",
+        COMMIT,
+        "        if accepted < drafted:\n"
+        "            self._pool.truncate(sequence.kv, sequence.kv.num_computed_tokens)\n",
+        "",
+        (ENGINES,),
     ),
-    *DRAFTER_MUTANTS,
+    # --- the scheduler ---
+    Mutant(
+        "Q4",
+        "the oldest sequence is preempted",
+        SCHEDULER,
+        "(held[each.request.tenant], each.id))",
+        "(held[each.request.tenant], -each.id))",
+        (f"{ENGINES}::test_the_youngest_of_a_tenants_sequences_is_preempted",),
+    ),
+    Mutant(
+        "Q5",
+        "a draft for which no page is free counts for its drafter",
+        SCHEDULER,
+        "        if not draft.token_ids:\n            assignment = None\n",
+        "",
+        (f"{ENGINES}::test_a_draft_for_which_no_page_is_free_is_not_counted_for_its_drafter",),
+    ),
+    Mutant(
+        "Q7",
+        "sampled chains do not count in the room that trees share",
+        DRAFT_TREES,
+        "                self._taken += best.trie.length(depth)\n",
+        "",
+        ("tests/verifier/test_tree_building.py",),
+    ),
+    Mutant(
+        "X6",
+        "a preempted sequence keeps its pages",
+        SCHEDULER,
+        "        self.pool.free(victim.kv)\n        self._leave",
+        "        self._leave",
+        WORLDS,
+    ),
+    Mutant(
+        "X12",
+        "several prompts get the last token of a step's room",
+        SCHEDULER,
+        ("                spare -= count\n            if count == 0:\n                continue\n"),
+        (
+            "                spare -= count if count > 1 else 0\n"
+            "            if count == 0:\n"
+            "                continue\n"
+        ),
+        WORLDS,
+    ),
+    # --- the drafter library ---
+    Mutant(
+        "C1",
+        "branches do not move along with a commit",
+        GUESS_TREE,
+        "{at - matched: found",
+        "{at: found",
+        DRAFT_SEQUENCES,
+    ),
+    Mutant(
+        "C3",
+        "a repeated chain has its distributions beside other tokens",
+        GUESS_TREE,
+        "[None] * (count - len(self.unsent)) + self.unsent",
+        "self.unsent + [None] * (count - len(self.unsent))",
+        DRAFT_SEQUENCES,
+    ),
+    Mutant(
+        "Q15",
+        "the unsent guesses of a committed branch are not sent",
+        GUESS_TREE,
+        "self.unsent = [None for guess in path if guess.unsent]",
+        "self.unsent = []",
+        ("tests/drafter/test_guess_trees.py",),
+    ),
+    # --- tenants ---
+    Mutant(
+        "Q2",
+        "pages of a prompt's chunk are cached for no tenant",
+        COMMIT,
+        "            return\n"
+        "        self._pool.cache_pages(sequence.kv, sequence.tokens, sequence.request.tenant)\n",
+        '            return\n        self._pool.cache_pages(sequence.kv, sequence.tokens, "")\n',
+        (f"{ENGINES}::test_pages_of_a_prompts_chunk_belong_to_its_tenant",),
+    ),
+    Mutant(
+        "Q8",
+        "tokens beyond a reservation count in the minute of the reservation",
+        LIMITS,
+        "windows.now()[0] if difference > 0 else taken.minute",
+        "taken.minute",
+        ("tests/gateway/test_limits.py",),
+    ),
+    Mutant(
+        "Q9",
+        "the draft model's pages are cached for no tenant",
+        FORWARDS,
+        "draft.sequence.tokens, draft.sequence.opened.tenant)",
+        'draft.sequence.tokens, "")',
+        TENANTS_PAGES,
+    ),
+    Mutant(
+        "Q10",
+        "the draft model looks up the pages of no tenant",
+        SHARED_PAGES,
+        "self._pool.match_prefix(sequence, token_ids, salt)",
+        'self._pool.match_prefix(sequence, token_ids, "")',
+        TENANTS_PAGES,
+    ),
 )
