@@ -36,13 +36,17 @@ class Committer:
     def commit(
         self,
         scheduled: ScheduledSequence,
-        verified: Verified | OutriderError,
+        verified: Verified | OutriderError | None,
         span: Span,
     ) -> None:
         """Commit one sequence's part of a step; an error ends the sequence.
 
-        `span` is the sequence's span of this step.
+        Without a result, the step is undone, since it has to be repeated. `span` is the sequence's
+        span of this step.
         """
+        if verified is None:
+            self._leave_out(scheduled)
+            return
         if isinstance(verified, OutriderError):
             self.fail(scheduled.sequence, verified)
             return
@@ -57,16 +61,6 @@ class Committer:
         if verified.prompt_logprobs:
             chunk = TokenChunk([], [], prompt_logprobs=list(verified.prompt_logprobs))
             self._outgoing.add(sequence.sink, chunk)
-
-    def leave_out(self, scheduled: ScheduledSequence) -> None:
-        """Undo a sequence's part of a step that has to be repeated.
-
-        A prompt's tokens stay in the cache but for the last one, whose logits are needed again.
-        """
-        kv = scheduled.sequence.kv
-        if not scheduled.scored:
-            kv.num_computed_tokens = scheduled.start + len(scheduled.token_ids) - 1
-        self._pool.truncate(kv, kv.num_computed_tokens)
 
     def take_token_count(self) -> int:
         """Count the tokens committed since the last call, in the metrics too."""
@@ -96,6 +90,16 @@ class Committer:
         self._scheduler.load_meter.ended(sequence, self._clock())
         self._scheduler.remove(sequence)
         self._drafting.close(sequence)
+
+    def _leave_out(self, scheduled: ScheduledSequence) -> None:
+        """Undo a sequence's part of a step that has to be repeated.
+
+        A prompt's tokens stay in the cache but for the last one, whose logits are needed again.
+        """
+        kv = scheduled.sequence.kv
+        if not scheduled.scored:
+            kv.num_computed_tokens = scheduled.start + len(scheduled.token_ids) - 1
+        self._pool.truncate(kv, kv.num_computed_tokens)
 
     def _commit_tokens(
         self,
@@ -178,7 +182,7 @@ class Committer:
 
 def moved_slots(
     batch: SequenceOf[ScheduledSequence],
-    verified: SequenceOf[Verified | OutriderError],
+    verified: SequenceOf[Verified | OutriderError | None],
     page_size: int,
 ) -> tuple[list[int], list[int]]:
     """The slots of the flattened cache to copy from and to, for a whole step; often none.
@@ -189,7 +193,7 @@ def moved_slots(
     sources: list[int] = []
     targets: list[int] = []
     for scheduled, found in zip(batch, verified, strict=True):
-        if not scheduled.draft.parents or isinstance(found, OutriderError) or found.result is None:
+        if not scheduled.draft.parents or not isinstance(found, Verified) or found.result is None:
             continue
         pages = scheduled.sequence.kv.pages
         root = scheduled.start + len(scheduled.token_ids) - 1

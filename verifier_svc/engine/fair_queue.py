@@ -56,11 +56,11 @@ class FairQueue:
                 del self._by_tenant[tenant]
 
     def to_displace(self, tenant: str) -> Sequence | None:
-        """The sequence that loses its place in a full queue to one of `tenant`, if any does.
+        """The sequence that loses its place in a full queue to a sequence of `tenant`, if any does.
 
         It is the youngest of the tenant with the most waiting sequences, but none that has begun,
-        here or at another verifier. That tenant must keep at least as many as `tenant` then has, so
-        the two cannot displace each other in turns.
+        here or at another verifier. That tenant must keep at least as many sequences as `tenant`
+        then has, so the two cannot displace each other in turns.
         """
         longest = max(self._by_tenant.values(), key=len, default=deque())
         own = len(self._by_tenant.get(tenant, ()))

@@ -7,8 +7,8 @@ from collections.abc import Sized
 from outrider.protocol.model_info import Load
 from verifier_svc.state.sequence import Sequence
 
-# The mean time in the batch is that of about so many sequences, and so many batches: a few per cent
-# of error are many in the queue.
+# The mean time in the batch covers about this many sequences, or this many full batches if they are
+# more. The windows are wide, since a small error of the mean grows with the length of the queue.
 _SEQUENCES = 64
 _BATCHES = 4
 

@@ -40,7 +40,7 @@ from verifier_svc.state.scheduled_sequence import ScheduledSequence
 from verifier_svc.state.sequence import Sequence
 from verifier_svc.state.step_clock import StepClock
 from verifier_svc.verification.batch import DraftVerifier, Verification, Verified
-from verifier_svc.verification.grammar_masks import GrammarMasks
+from verifier_svc.verification.grammar_masks import GrammarMasks, logits_rows
 from verifier_svc.verification.mask_lanes import Inline, MaskBudget, MaskLanes
 
 log = logging.getLogger(__name__)
@@ -159,7 +159,7 @@ class Engine:
             self._metrics.occupancy(self.scheduler.occupancy())
 
     def stop_gathering(self) -> None:
-        """Send clients all unsent tokens, and from now on those of each step."""
+        """Send clients all unsent tokens, and from now on the tokens of each step."""
         self._committer.stop_gathering()
         self.outgoing.send_to_clients()
 
@@ -269,7 +269,7 @@ class Engine:
             clock.end("forward")
             ready = masked()
             if len(ready) < len(batch):
-                logits_RV = logits_RV[_rows_of(batch, ready)]
+                logits_RV = logits_RV[logits_rows(batch, ready)]
             found = iter(self._draft_verifier.verify(logits_RV, ready))
             clock.end("accept")
         except torch.AcceleratorError:
@@ -288,21 +288,13 @@ class Engine:
         found: list[Verified | OutriderError | None],
         spans: list[Span],
     ) -> None:
-        verified: list[Verified | OutriderError] = [each for each in found if each is not None]
-        self._left_out = len(verified) < len(batch)
-        if self._left_out:
-            for scheduled, each in zip(batch, found, strict=True):
-                if each is None:
-                    self._committer.leave_out(scheduled)
-            spans = [span for span, each in zip(spans, found, strict=True) if each is not None]
-            pairs = zip(batch, found, strict=True)
-            batch = [scheduled for scheduled, each in pairs if each is not None]
-        sources, targets = moved_slots(batch, verified, self.pool.page_size)
+        self._left_out = sum([result is None for result in found]) > 0
+        sources, targets = moved_slots(batch, found, self.pool.page_size)
         if sources:
             self.model.move_tokens(sources, targets)
-        for scheduled, result, span in zip(batch, verified, spans, strict=True):
+        for scheduled, result, span in zip(batch, found, spans, strict=True):
             self._committer.commit(scheduled, result, span)
-            if scheduled.sequence.id in self.sequences:
+            if result is not None and scheduled.sequence.id in self.sequences:
                 self._grammar_masks.prepare(scheduled.sequence)
         self._step_clock.end("commit")
 
@@ -347,18 +339,6 @@ class Engine:
 
 def _nothing() -> None:
     """Work that only wakes the engine."""
-
-
-def _rows_of(batch: list[ScheduledSequence], some: list[ScheduledSequence]) -> list[int]:
-    """The logits rows of some sequences of a batch."""
-    ids = {scheduled.sequence.id for scheduled in some}
-    rows: list[int] = []
-    first = 0
-    for scheduled in batch:
-        if scheduled.sequence.id in ids:
-            rows += range(first, first + scheduled.logit_count)
-        first += scheduled.logit_count
-    return rows
 
 
 def _slice(scheduled: ScheduledSequence) -> SequenceSlice:

@@ -168,7 +168,7 @@ class Scheduler:
         if len(ready) < len(self.running):
             tenants = Counter([each.request.tenant for each in ready])
         if len(tenants) > 1:
-            # A tenant with few pages gets its new ones before others have used them up.
+            # A tenant with few pages gets new pages before other tenants have used them up.
             held = self._pages_held()
             ready.sort(key=lambda sequence: held[sequence.request.tenant])
         return self._shares.divide(ready, tenants, drafted)
@@ -262,10 +262,10 @@ class Scheduler:
         return [sequence for sequence in admitted if sequence.id in self.running]
 
     def _make_place(self, tenant: str) -> bool:
-        """Make a place free for a tenant, if it has at least two fewer than another one.
+        """Make a place free for a tenant, if it has at least two fewer than another tenant.
 
-        So the tenant that loses one still has as many as the one that gets it, and cannot take it
-        back.
+        So the tenant that loses a place still has as many places as the tenant that gets it, and
+        cannot take it back.
         """
         if len(self.running) < self._max_sequences:
             return True
@@ -290,7 +290,8 @@ class Scheduler:
     def _losers_of_pages(self, sequence: Sequence) -> list[Sequence]:
         """Whom to preempt for a sequence's pages; nobody if their tenants would then have less.
 
-        As for places, a tenant that loses pages keeps at least as many as the one that gets them.
+        As for places, a tenant that loses pages keeps at least as many as the tenant that gets
+        pages.
         """
         held = self._pages_held()
         missing = -(-len(sequence.tokens) // self.pool.page_size) - len(sequence.kv.pages)

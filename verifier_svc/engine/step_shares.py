@@ -14,14 +14,14 @@ from verifier_svc.engine.tenant_use import TenantUse
 from verifier_svc.policy.forward_cost import ForwardCost
 from verifier_svc.state.sequence import Sequence
 
-# A step takes at most so many times as long as the smallest one while it serves a tenant that has
-# used little, or while another tenant may come back at any moment and would wait for its end. Where
-# forwards cost little more with more rows, as on a GPU, the bound cuts nothing. At most 1/4 of the
-# time goes to what a step costs without rows.
+# A step takes at most `_LONGEST` times as long as the smallest step while it serves a tenant that
+# has used little, or while another tenant may come back at any moment and would wait for the step's
+# end. Where forwards cost little more with more rows, as on a GPU, the bound cuts nothing. At most
+# 1/4 of the time goes to what a step costs without rows.
 _LONGEST = 4.0
-# The others make the step of a light tenant longer by at most this share of it.
+# Other tenants make the step of a light tenant longer by at most this share of the step.
 _ADDED = 0.25
-# A step that would otherwise do nothing takes so many tokens of prompts.
+# A step that would otherwise do nothing takes this many tokens of prompts.
 _LEAST_PROMPT_TOKENS = 16
 
 Drafted = Callable[[Sequence], int]

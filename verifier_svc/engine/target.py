@@ -36,7 +36,7 @@ class Limits:
 
     `draft_tokens_policy` chooses how many draft tokens of a sequence a step verifies, unless the
     request says it. With `draft_trees` a draft may be a tree. `scored_logits_bytes` bounds the
-    logits that a step computes to score prompts. The others are counts.
+    logits that a step computes to score prompts. The other fields are counts.
     """
 
     draft_tokens_policy: DraftTokensPolicy = field(

@@ -44,7 +44,7 @@ class WarmUp:
         self._try_batch(1, cost, isolated_cost)
         if self._clock() < end:
             self._try_prompts(cost)
-        # The largest comes first, in case no time is left for the others.
+        # The largest batch comes first, in case no time is left for the other batches.
         batches = dict.fromkeys([largest, *(2**i for i in range(3, largest.bit_length()))])
         for batch in batches:
             if batch > 1 and self._clock() < end:

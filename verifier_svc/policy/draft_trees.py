@@ -30,7 +30,7 @@ from verifier_svc.state.trie import NO_DRAFT, DraftTree
 
 # Draft tokens to ask of a tree for each token of its favourite path.
 _TREE_TOKENS_PER_DEPTH = 3
-# Every so many steps, drafters that are asked for chains are asked for a tree.
+# Every `_TREE_PROBE_STEPS` steps, drafters that are asked for chains are asked for a tree.
 _TREE_PROBE_STEPS = 32
 
 ChosenDraft = tuple[Assignment | None, DraftTree]
@@ -135,7 +135,7 @@ class _Forest:
         self._price_index = 0
         self._taken = 0
         # Guesses that may be taken next, the likeliest first: (minus its survival, a number that
-        # orders equal ones, its tree, its parent's row, its depth, the guess).
+        # orders guesses of equal survival, its tree, its parent's row, its depth, the guess).
         self._next: list[tuple[float, int, _Tree, int, int, MergedGuess]] = []
         self._offered = 0
         self._trees: dict[int, _Tree] = {}

@@ -27,8 +27,8 @@ class ForwardCost:
     def __init__(self) -> None:
         # Seconds by sequences, then by tokens of each sequence.
         self._grid: dict[float, dict[float, float]] = {}
-        # The grid's keys in rising order: sequences; tokens of each, by sequences; and those above
-        # one of all rows.
+        # The grid's keys in rising order: sequence counts; tokens of each sequence, by sequence
+        # count; and all tokens of a sequence that are more than 1.
         self._counts: list[float] = []
         self._depths: dict[float, list[float]] = {}
         self._drafted_depths: list[float] = []
@@ -92,7 +92,7 @@ class ForwardCost:
         return int(left_s / max(self.prompt_token_s, least_token_s, _LEAST_S))
 
     def prompts_s(self, token_count: int) -> float:
-        """Seconds that prompts of so many tokens add to a step."""
+        """Seconds that prompts of `token_count` tokens add to a step."""
         return self.prompt_step_s + token_count * self.prompt_token_s if token_count else 0.0
 
     def _correct(self, sequence_count: int, token_count: int, ratio: float) -> None:
@@ -150,7 +150,7 @@ def _slope(begin: tuple[int, float], end: tuple[int, float]) -> float:
 
 
 def _neighbours(xs: list[float], x: float) -> list[float]:
-    """The two of the rising numbers `xs` around or nearest to `x`; one if `xs` has only one."""
+    """The two neighbours of `x` in the sorted `xs`, clamped at the ends; a single `xs` alone."""
     i = min(max(bisect_left(xs, x), 1), len(xs) - 1)
     return xs[max(i - 1, 0) : i + 1]
 

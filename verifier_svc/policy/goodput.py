@@ -76,8 +76,8 @@ def price_of_tokens(accept_probs: list[float], token_prices: list[tuple[int, flo
 def steps_meanwhile(wait_s: float, decode_step_s: float) -> int:
     """Steps of `decode_step_s` seconds to take before the engine waits for a draft `wait_s` away.
 
-    At least one, and so many that the engine then waits for less than half a step. 0 before
-    anything was measured.
+    At least 1. Afterwards the engine waits for less than half a step. 0 before anything was
+    measured.
     """
     return max(math.floor(wait_s / decode_step_s + 0.5), 1) if decode_step_s > 0.0 else 0
 

@@ -7,9 +7,9 @@ from verifier_svc.policy.plan import Plan
 from verifier_svc.policy.speculation_budget import SpeculationBudget
 from verifier_svc.state.sequence import Sequence
 
-# Drafts of so many tokens are timed, or of fewer if the sequence never verifies as many.
+# Drafts of `_TIMED_TOKENS` tokens are timed, or shorter drafts if the sequence never verifies such.
 _TIMED_TOKENS = 4
-# Least share of a drafter's answers that hold a draft, of one that is rather wrong than silent.
+# A drafter is rather wrong than silent if at least this share of its answers holds a draft.
 _ANSWERS = 0.5
 
 
@@ -34,7 +34,7 @@ def pause_reason(sequence: Sequence, plan: Plan, budget: SpeculationBudget) -> P
 
 
 def pause_of(sequence: Sequence, plan: Plan) -> SpeculationPause | None:
-    """Why at least half of the sequence's steps verified no draft; None if most verified one."""
+    """Why half of the sequence's steps or more verified no draft; None if most verified a draft."""
     counts = sequence.pauses
     step_count = sum(counts.values())
     if step_count == 0 or step_count < sequence.stats.draft_count:

@@ -18,7 +18,7 @@ class Plan:
     """The decisions for one step, and the numbers behind them."""
 
     batch: int = 1
-    """The number of decoding sequences; without any, that of the last plan with some."""
+    """Decoding sequences; if there are none, those of the last plan that had some."""
     decode_step_s: float = 0.0
     """Seconds of a step without drafts; 0 before anything was measured."""
     speedup: float = 1.0
@@ -36,7 +36,7 @@ class Plan:
     asks: Mapping[Assignment, int] = field(default_factory=dict)
     """Drafters to ask behind this step: draft tokens to ask for, by assignment."""
     tree_tokens: Mapping[Assignment, int] = field(default_factory=dict)
-    """Draft tokens of all branches together to ask for, by assignment; 0 for a missing one."""
+    """Draft tokens of all branches together to ask for; 0 for a missing assignment."""
     probes: frozenset[Assignment] = frozenset()
     """Assignments that do not pay, but get this step's verdict to see whether they improved."""
     wait_for: tuple[tuple[Sequence, Assignment], ...] = ()

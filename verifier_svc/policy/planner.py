@@ -28,7 +28,7 @@ from verifier_svc.state.drafter import Drafter
 from verifier_svc.state.merged_tries import is_sampled
 from verifier_svc.state.sequence import Assignment, Sequence
 
-# Drafters are ordered by how soon they deliver a draft of so many tokens.
+# Drafters are ordered by how soon they deliver a draft of `_COMPARED_TOKENS` tokens.
 _COMPARED_TOKENS = 4
 # The longest wait of a step for drafts on which requests insist.
 _INSISTED_WAIT_S = 0.05
@@ -219,7 +219,7 @@ class Planner:
         for sequence in decoding:
             asked = [a for a in sequence.assignments.values() if a.drafter in drafters]
             if asked:
-                # Of several drafters, the one that most likely brings a right first token.
+                # Of several drafters, the drafter that most likely brings a right first token.
                 likeliest = max(asked, key=_first_token)
                 accept_probs += self._accept_probs(sequence, likeliest, prices)
         accept_probs.sort()
@@ -261,9 +261,10 @@ class Planner:
         choice: _Choice,
         prices: Prices,
     ) -> _Drafts:
-        """Drafts of sequences whose prompt is not finished; one may follow the prompt's last token.
+        """Drafts of sequences whose prompt is not finished.
 
-        `unknown` drafters, about which no plan has decided yet, are taken as paying.
+        A draft may follow the prompt's last token. `unknown` drafters, about which no plan has
+        decided yet, are taken as paying.
         """
         choice = choice._replace(drafters=choice.drafters | unknown)
         return [draft for sequence in reading for draft in self._pick(sequence, choice, prices)]
@@ -284,7 +285,7 @@ class Planner:
         return assignment.rate.tokens_worth(price, min(prices.limit, most))
 
     def _goodput(self, drafts: _Drafts, price: float, prices: Prices) -> tuple[float, bool]:
-        """`goodput` of steps with these drafts; sequences without one decode plainly.
+        """`goodput` of steps with these drafts; sequences without a draft decode plainly.
 
         The rate is 0 before anything was measured.
         """
@@ -304,7 +305,7 @@ class Planner:
             # A fixed-length draft gets no tree tokens.
             fixed = self._by_limit or sequence.request.speculation.draft_tokens is not None
             if self._trees and not fixed and wants_tree(sequence, assignment, price):
-                # About one token beside each of the favourite path.
+                # About one more token beside each token of the favourite path.
                 prob_wrong = 1.0 - assignment.rate.prob_all_accepted(count)
                 gained += chance * assignment.side_rates.added_tokens(prob_wrong)
                 total += chance * count
@@ -373,7 +374,7 @@ def _asks(drafts: _Drafts, waits: bool, decode_step_s: float) -> dict[Assignment
 def _trials(decoding: list[Sequence], asked: _Drafts, silent: frozenset[Drafter]) -> _Drafts:
     """One draft token from each drafter that has not answered yet and is not asked anyway.
 
-    Nobody waits for it, so it costs a message. One that drafts on the target's cores would cost
+    Nobody waits for the token, so it costs a message. A drafter on the target's cores would cost
     more, and is only probed.
     """
     known = {assignment for _, assignment, _ in asked}
@@ -391,9 +392,9 @@ def _trials(decoding: list[Sequence], asked: _Drafts, silent: frozenset[Drafter]
 
 
 def _companions(drafts: _Drafts, choice: _Choice) -> _Drafts:
-    """Drafts of further drafters, whose guesses join the chosen drafter's in one tree.
+    """Drafts of companions: drafters whose guesses join the chosen drafter's in one tree.
 
-    Only of drafters that pay anyway, deliver sooner than the chosen one, and take no time of the
+    Companions pay anyway, deliver sooner than the chosen drafter, and take no time of the
     target's cores. So a companion costs a message. The engine waits for it only where the ready
     drafts promise less.
     """
@@ -418,7 +419,7 @@ def _companions(drafts: _Drafts, choice: _Choice) -> _Drafts:
 
 
 def _prob_beside(other: Assignment, chosen: Assignment) -> float:
-    """The probability that a drafter's first token is right where it differs from the chosen's."""
+    """The probability that a drafter's first token is right where it differs from `chosen`."""
     claim = (1.0 - chosen.rate.by_position[0]) * other.rate.by_position[0]
     return other.side_rates.estimate(0, 0, claim)
 

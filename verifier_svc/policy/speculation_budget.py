@@ -37,12 +37,12 @@ _LONGEST_GAP = 1024
 _LONGEST_ROW = 128
 # Least weight of a quiet step in the mean.
 _QUIET_WEIGHT = 1 / 32
-# The load has grown if the mean of so many quiet steps in succession is so many times the mean
+# Load has grown if the mean of `_LOAD_STEPS` quiet steps in a row exceeds `_GROWN` times the mean
 # before them.
 _LOAD_STEPS = 16
 _GROWN = 1.25
-# A budget that begins anew has half its capacity, and at least so many steps. So a load that comes
-# and goes does not forgive a loss again and again.
+# After a reset a budget holds half its capacity, at least `_LEAST_STEPS`. So a load that comes and
+# goes does not forgive a loss again and again.
 _LEAST_STEPS = 1.0
 
 
@@ -85,11 +85,11 @@ class _Quiet:
     count: int = 0
     """Quiet steps that were measured."""
     due: int = _QUIET_STEPS
-    """How many to measure now."""
+    """How many quiet steps to measure now."""
     passed: int = 0
-    """Steps since some became due, or since the last due one was measured."""
+    """Steps since quiet steps became due, or since the last due quiet step was measured."""
     gap: int = _FIRST_GAP
-    """Steps until some become due again."""
+    """Steps until quiet steps become due again."""
     recent: float = 0.0
     """As `slowdown`, for the last `recent_count` steps, all of them quiet."""
     recent_count: int = 0
@@ -197,10 +197,10 @@ class SpeculationBudget:
         self._budgets = {way: sizes for way, sizes in self._budgets.items() if drafter not in way}
 
     def _refill(self, size: int, steps: float) -> None:
-        """Divide the refill of so many quiet steps among the exhausted budgets of this size.
+        """Divide the refill of `steps` quiet steps among the exhausted budgets of this size.
 
-        A way that goes by the exhausted budget of another size gets one of its own: that other one
-        is not refilled as long as no batch has its size.
+        A way that goes by the exhausted budget of another size gets its own budget for this size:
+        the other budget is not refilled as long as no batch has its size.
         """
         ways = [way for way in self._budgets if not self._allows(size, way)]
         closed = [self._budget(size, way) for way in ways]

@@ -27,7 +27,7 @@ class Pending(NamedTuple):
     ready_tokens: int
     """Draft tokens that have arrived. A sampled path counts as complete."""
     expected_now: float
-    """Tokens that a step should commit with those."""
+    """Tokens that a step should commit with the draft tokens that have arrived."""
     expected_with_it: float
     """Tokens that a step should commit with the pending draft."""
 
@@ -50,7 +50,7 @@ def drafts_to_wait_for(
         everything = tuple([(sequence, assignment) for _, _, sequence, assignment in late])
         return everything, _LONGEST_WAIT_S
     # Drafts are awaited in the order in which they are due. Their worth adds up: while the engine
-    # waits for a later one, it waits for the earlier ones as well.
+    # waits for a later draft, it waits for the earlier drafts as well.
     late.sort(key=itemgetter(0))
     wait_s = worth_s = 0.0
     count = 0
@@ -75,7 +75,7 @@ def _pending_drafts(
     now_s: float,
     policy: PayingDrafts,
 ) -> _Late:
-    """The best pending draft of each sequence that has one."""
+    """The best pending draft of each sequence that has a pending draft."""
     late: _Late = []
     for sequence in decoding:
         wanted = draft_tokens.get(sequence.id, 0)

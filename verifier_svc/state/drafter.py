@@ -11,11 +11,11 @@ from outrider.protocol.errors import OutriderError
 from outrider.protocol.model_info import DrafterInfo
 from verifier_svc.state.acceptance_rate import AcceptanceRate, Latency, SideRates
 
-# Steps for which a drafter that was never right is told of, before nobody expects drafts of it:
-# one that never answered, and one that does.
+# Steps that a drafter that was never right is told of, before nobody expects drafts of it: for a
+# drafter that never answered, and for a drafter that answers.
 _SILENT_STEPS = 8
 _ANSWERING_STEPS = 32
-# A wrong guess says as much as so many steps more.
+# A wrong guess says as much as this many further steps.
 _WRONG_STEPS = 2
 # Weight of the newest answer in a drafter's `answer_rate`.
 _RECENT_ANSWER = 0.05
@@ -108,11 +108,11 @@ class Drafter:
         self.answer_rate += _RECENT_ANSWER * (drafted - self.answer_rate)
 
     def latency(self, draft_tokens: int) -> float:
-        """Seconds from a verdict to a draft of so many tokens."""
+        """Seconds from a verdict to a draft of `draft_tokens` tokens."""
         return self.round_trip.value + draft_tokens * self.token_time.value
 
     def busy_s(self, draft_tokens: int) -> float:
-        """Seconds that the target loses while this drafter drafts so many tokens on its cores."""
+        """Seconds that the target loses while this drafter drafts `draft_tokens` on its cores."""
         return draft_tokens * self.token_time.value if self.on_target_cores else 0.0
 
     @property

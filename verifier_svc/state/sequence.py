@@ -24,7 +24,7 @@ from verifier_svc.state.trie import Trie
 
 _LENGTHS_TIMED = 8
 _LEAST_CHANCE = 0.1
-# A drafter that is late by so many latencies counts as silent.
+# A drafter that is late by this many latencies counts as silent.
 _SILENT_LATENCIES = 8.0
 # Weight of the newest answer in `answer_rate`.
 _RECENT = 0.2
@@ -191,7 +191,7 @@ class Sequence:
     assignments: dict[str, Assignment] = field(default_factory=dict)
     """By drafter id."""
     past_drafters: set[str] = field(default_factory=set)
-    """Ids of drafters that had it and lost it to others. A sequence is opened only once to each."""
+    """Ids of drafters that lost the sequence to other drafters. None of them gets it again."""
     cached_token_count: int = 0
     unsent: TokenChunk | None = None
     matcher: Matcher | None = None

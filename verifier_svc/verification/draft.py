@@ -39,7 +39,7 @@ class Draft:
     def favourites(self) -> list[tuple[int, int]]:
         """The draft tokens that the rules judge: for each, the row before it and its index.
 
-        In a tree these are the first children. The others are accepted if they are the own token.
+        In a tree these are the first children. Another child is accepted if it is the own token.
         """
         if not self.context.parents:
             return [(i, i) for i in range(len(self.context.drafted))]

@@ -207,3 +207,15 @@ def _mask(matcher: Matcher, draft: DraftTree, width: int) -> Mask:
         else:
             matcher.fill(mask, row)
     return mask
+
+
+def logits_rows(batch: Sequence[ScheduledSequence], some: Sequence[ScheduledSequence]) -> list[int]:
+    """The logits rows of some sequences of a batch."""
+    ids = {scheduled.sequence.id for scheduled in some}
+    rows: list[int] = []
+    first = 0
+    for scheduled in batch:
+        if scheduled.sequence.id in ids:
+            rows += range(first, first + scheduled.logit_count)
+        first += scheduled.logit_count
+    return rows

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from outrider.protocol.messages import Acceptance, AcceptanceRule, DraftDistribution, TokenRequest
 
-# The rule of a lossy acceptance has its name.
+# Each lossy Acceptance maps to the AcceptanceRule of the same name.
 _LOSSY = {kind: AcceptanceRule[kind.name] for kind in Acceptance if kind is not Acceptance.EXACT}
 
 
