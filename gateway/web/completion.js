@@ -5,9 +5,9 @@
  *   temperature, seed, speculation
  * @param {(tokens: {text: string, source: string, drafter: string | null}[]) => void} onTokens
  * @param {AbortSignal} signal
- * @returns {Promise<object>} tokens, totalMs, firstMs, tokenMs, tokensPerSecond; speculative: vLLM's
- *   speculative_decoding, or null if no draft was verified; paused: why most steps had no draft, or
- *   null
+ * @returns {Promise<object>} tokens, totalMs, firstMs, tokenMs, tokensPerSecond; speculative:
+ *   vLLM's speculative_decoding, or null if no draft was verified; paused: why most steps had no
+ *   draft, or null
  */
 export async function complete(request, onTokens, signal) {
   const started = performance.now();

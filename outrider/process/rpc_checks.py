@@ -19,7 +19,7 @@ from outrider.protocol.errors import OutriderError, Reason
 _SHOWN_CHARACTERS = 200
 
 
-class CallChecks(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # only the stubs are generic
+class CallChecks(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in stubs
     """Refuses calls to unknown methods and calls that the peer's role may not make.
 
     It also refuses messages that are larger than `most_bytes` or cannot be parsed. gRPC itself

@@ -616,7 +616,7 @@ class SpeculationPause(_message.Message):
     @_builtins.property
     def draft_duration(self) -> _duration_pb2.Duration:
         """From a verdict to the draft of the quickest drafter of the sequence; unset if it was not
-        measured. The draft has 4 tokens, or max_draft_tokens if those are fewer.
+        measured. The draft has 4 tokens, or max_draft_tokens if that is less.
         """
 
     def __init__(

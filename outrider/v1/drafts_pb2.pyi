@@ -255,7 +255,7 @@ class Opened(_message.Message):
     sequence_id: _builtins.int
     """Unique for the verifier's lifetime. In [0, 2^53), so that a double holds it."""
     prompt_token_count: _builtins.int
-    """How many of token_ids are the prompt. The others were generated before this drafter joined."""
+    """How many of token_ids are the prompt. Later tokens were generated before this drafter joined."""
     distribution: Global___DraftDistribution.ValueType
     """ONE_HOT: propose deterministically; the verifier ignores distributions. SPARSE: sample, and
     send the distribution. COUPLED: draw each token with the coupled noise and send ids alone;
@@ -271,9 +271,9 @@ class Opened(_message.Message):
     traceparent: _builtins.str
     """W3C trace context of the request; empty when it is not traced."""
     tree_tokens: _builtins.int
-    """How many draft tokens of all branches together are worth sending for the next step. Of these,
-    at most draft_tokens are one behind the other. The verifier chooses some of them and verifies
-    them as a tree. If this is 0, or at most draft_tokens, it verifies a chain. Range [0, 1024].
+    """How many draft tokens of all branches together are worth sending for the next step. No branch
+    is worth more than draft_tokens tokens. The verifier chooses among the tokens, and verifies its
+    choice as a tree. If this is 0, or at most draft_tokens, it verifies a chain. Range [0, 1024].
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -357,8 +357,8 @@ Global___SparseDistribution: _TypeAlias = SparseDistribution  # noqa: Y015
 
 @_typing.final
 class Proposal(_message.Message):
-    """Guesses behind a committed prefix. Needs no earlier proposal, except for distributions that repeat
-    those of one.
+    """Guesses behind a committed prefix. Each proposal is complete in itself, except that a
+    distribution may repeat that of an earlier proposal.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -405,8 +405,8 @@ class Proposal(_message.Message):
 
     @_builtins.property
     def draft_duration(self) -> _duration_pb2.Duration:
-        """Time spent drafting this proposal's new guesses. A negative time is a violation; one above 60 s counts as
-        60 s.
+        """Time spent drafting this proposal's new guesses. A negative time is a violation. A time above
+        60 s counts as 60 s.
         """
 
     def __init__(

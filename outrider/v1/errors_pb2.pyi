@@ -12,15 +12,15 @@ Each comment gives the gRPC status, the cause, and the rule for a retry. The rul
 wire, as the value of "retry" in ErrorInfo.metadata, so a client need not know the reason:
   Retry: never      "never": the same call fails again. Change it, or the configuration.
   Retry: RetryInfo  "retry_info": wait for as long as RetryInfo says. It is always present.
-  Retry: backoff    "backoff": wait for as long as RetryInfo says if it is present, else for 0.1 s,
-                    doubled each time up to 2 s.
+  Retry: backoff    "backoff": wait for as long as RetryInfo says if it is present, else for
+                    0.1 s, doubled each time up to 2 s.
 A client takes an unknown value of "retry" as "backoff". The retries that gRPC's clients make by
 a service config read neither.
 
-An error without an ErrorInfo is gRPC's own or a proxy's. A client takes UNAVAILABLE as "backoff".
-It takes RESOURCE_EXHAUSTED as "never" for a call with a single request, since gRPC itself refuses
-a message of more than 64 MiB so, and as "backoff" for the draft stream, which ends so when a
-connection is lost.
+An error without an ErrorInfo is gRPC's own or a proxy's. A client takes UNAVAILABLE as
+"backoff". It takes RESOURCE_EXHAUSTED as "never" for a call with a single request, since gRPC
+itself refuses a message of more than 64 MiB with this status. For the draft stream it takes
+RESOURCE_EXHAUSTED as "backoff", since a lost connection may end the stream with this status.
 """
 
 from google.protobuf import descriptor as _descriptor

@@ -416,8 +416,8 @@ Global___DrafterInfo: _TypeAlias = DrafterInfo  # noqa: Y015
 
 @_typing.final
 class Load(_message.Message):
-    """How busy a verifier is. With this a caller can refuse at once the requests that the verifier
-    would refuse, and those that would wait for too long.
+    """How busy a verifier is. With this a caller can refuse at once a request that the verifier would
+    refuse, and a request that would wait for too long.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

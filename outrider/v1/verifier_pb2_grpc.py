@@ -66,8 +66,8 @@ class VerifierServiceServicer:
 
     def StreamDrafts(self, request_iterator, context):
         """One stream for each drafter: proposals up, verdicts down. The first message each way is Hello
-        and Welcome. Both sides ignore fields that they do not know. A message has at most 16 MiB. Only a message that opens a single long sequence
-        exceeds 4 MiB, gRPC's default limit.
+        and Welcome. Both sides ignore fields that they do not know. A message has at most 16 MiB. Only
+        a message that opens a single long sequence exceeds 4 MiB, gRPC's default limit.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

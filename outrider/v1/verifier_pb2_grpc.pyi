@@ -39,8 +39,8 @@ class VerifierServiceStub:
     """
     StreamDrafts: _grpc.StreamStreamMultiCallable[_verifier_pb2.StreamDraftsRequest, _verifier_pb2.StreamDraftsResponse]
     """One stream for each drafter: proposals up, verdicts down. The first message each way is Hello
-    and Welcome. Both sides ignore fields that they do not know. A message has at most 16 MiB. Only a message that opens a single long sequence
-    exceeds 4 MiB, gRPC's default limit.
+    and Welcome. Both sides ignore fields that they do not know. A message has at most 16 MiB. Only
+    a message that opens a single long sequence exceeds 4 MiB, gRPC's default limit.
     """
     GetModel: _grpc.UnaryUnaryMultiCallable[_verifier_pb2.GetModelRequest, _verifier_pb2.GetModelResponse]
     """Returns the model, its loading stage and the drafters. Answers while the model loads."""
@@ -56,8 +56,8 @@ class VerifierServiceAsyncStub(VerifierServiceStub):
     """
     StreamDrafts: _aio.StreamStreamMultiCallable[_verifier_pb2.StreamDraftsRequest, _verifier_pb2.StreamDraftsResponse]  # type: ignore[assignment]
     """One stream for each drafter: proposals up, verdicts down. The first message each way is Hello
-    and Welcome. Both sides ignore fields that they do not know. A message has at most 16 MiB. Only a message that opens a single long sequence
-    exceeds 4 MiB, gRPC's default limit.
+    and Welcome. Both sides ignore fields that they do not know. A message has at most 16 MiB. Only
+    a message that opens a single long sequence exceeds 4 MiB, gRPC's default limit.
     """
     GetModel: _aio.UnaryUnaryMultiCallable[_verifier_pb2.GetModelRequest, _verifier_pb2.GetModelResponse]  # type: ignore[assignment]
     """Returns the model, its loading stage and the drafters. Answers while the model loads."""
@@ -82,8 +82,8 @@ class VerifierServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_verifier_pb2.StreamDraftsResponse], _abc.AsyncIterator[_verifier_pb2.StreamDraftsResponse]]:
         """One stream for each drafter: proposals up, verdicts down. The first message each way is Hello
-        and Welcome. Both sides ignore fields that they do not know. A message has at most 16 MiB. Only a message that opens a single long sequence
-        exceeds 4 MiB, gRPC's default limit.
+        and Welcome. Both sides ignore fields that they do not know. A message has at most 16 MiB. Only
+        a message that opens a single long sequence exceeds 4 MiB, gRPC's default limit.
         """
 
     @_abc_1.abstractmethod

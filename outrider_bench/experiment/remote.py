@@ -144,7 +144,8 @@ class RemoteHost:
     def _send(self, request: Mapping[str, Any]) -> None:
         if self._ssh.returncode is not None:
             raise self._lost(f"ssh ended with status {self._ssh.returncode}")
-        self._ssh.stdin.write(json.dumps(request, default=dict).encode() + b"\n")  # type: ignore[union-attr]  # it was opened as a pipe
+        line = json.dumps(request, default=dict).encode() + b"\n"
+        self._ssh.stdin.write(line)  # type: ignore[union-attr]  # it was opened as a pipe
 
     async def _read(self) -> None:
         """Hand answers to those who wait for them, until the connection ends."""
