@@ -2,12 +2,12 @@
 # Installs the programs that the tests start and that are missing, from the system's own packages:
 # redis-server (the same binary runs as a Sentinel), openssl for its certificates, OpenSSH for other
 # machines, Chromium for the pages, npm to build the page of clients/browser, Prometheus for the dashboard's queries, and Ruby
-# with gRPC for the drafter of docs/first-drafter.md.
+# with gRPC for the drafter of docs/drafters.md.
 set -euo pipefail
 missing() {
   local found=()
   local programs="redis-server openssl prometheus npm ssh-keygen /usr/sbin/sshd"
-  # docs/first-drafter.md installs Debian's packages.
+  # docs/drafters.md installs Debian's packages.
   command -v apt-get >/dev/null && programs="$programs grpc_tools_ruby_protoc protoc"
   for program in $programs; do command -v "$program" >/dev/null || found+=("$program"); done
   command -v chromium >/dev/null || command -v chromium-browser >/dev/null ||

@@ -1,6 +1,6 @@
 """Draws with coupled noise on a GPU in one pass over the probabilities.
 
-docs/coupling.md specifies the noise. The same with torch's operators takes fourteen passes over
+docs/protocol.md specifies the noise. The same with torch's operators takes fourteen passes over
 64-bit numbers.
 """
 

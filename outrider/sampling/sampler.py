@@ -3,7 +3,7 @@
 Every random number is a pure function of (seed, position, purpose). So batch composition,
 preemption and the order of requests change nothing, and no two purposes share noise. Draft tokens
 and acceptance coins depend on the step as well: an acceptance rule may look at all tokens and coins
-of a draft, so those of a rejected draft must not be used again. docs/coupling.md specifies the
+of a draft, so those of a rejected draft must not be used again. docs/protocol.md specifies the
 noise for other languages.
 """
 

@@ -48,7 +48,7 @@ class _DraftDistributionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Dra
     """Sampled proposals: each token comes with the sparse distribution that it was really drawn from."""
     DRAFT_DISTRIBUTION_COUPLED: _DraftDistribution.ValueType  # 3
     """Proposals drawn with the same noise as the verifier's, from the seed in Opened.sampling.
-    docs/coupling.md specifies the noise.
+    docs/protocol.md specifies the noise.
     """
 
 class DraftDistribution(_DraftDistribution, metaclass=_DraftDistributionEnumTypeWrapper):
@@ -64,7 +64,7 @@ DRAFT_DISTRIBUTION_SPARSE: DraftDistribution.ValueType  # 2
 """Sampled proposals: each token comes with the sparse distribution that it was really drawn from."""
 DRAFT_DISTRIBUTION_COUPLED: DraftDistribution.ValueType  # 3
 """Proposals drawn with the same noise as the verifier's, from the seed in Opened.sampling.
-docs/coupling.md specifies the noise.
+docs/protocol.md specifies the noise.
 """
 Global___DraftDistribution: _TypeAlias = DraftDistribution  # noqa: Y015
 

@@ -1,4 +1,4 @@
-"""Runs the walk-throughs of docs/first-drafter.md and docs/placement.md, with other ports."""
+"""Runs the walk-throughs of docs/drafters.md and docs/placement.md, with other ports."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ import pytest
 from outrider.process.ports import free_port
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs/first-drafter.md").read_text()
+PAGE = (ROOT / "docs/drafters.md").read_text()
+SECTION = PAGE.partition("## Your own, in any language\n")[2].partition("\n## ")[0]
 BLOCK = re.compile(r"```(sh|ruby)\n(.*?)```", re.DOTALL)
 
 
 def script() -> str:
-    """All commands of the page; its Ruby block becomes the file that the page names."""
+    """All commands of the section; its Ruby block becomes the file that the section names."""
     parts = ["set -euo pipefail"]
-    for language, text in BLOCK.findall(PAGE):
+    for language, text in BLOCK.findall(SECTION):
         if language == "sh":
             parts.append(text)
         else:

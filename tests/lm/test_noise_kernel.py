@@ -34,7 +34,7 @@ def test_a_token_of_probability_0_is_never_drawn() -> None:
     assert drawn.tolist() == [41 * i for i in range(64)]
 
 
-# Keys for which token 5 has the smallest and the largest possible noise (docs/coupling.md).
+# Keys for which token 5 has the smallest and the largest possible noise (docs/protocol.md).
 EDGES = [0x4AB325A704411782, 0x1A4D2A56FEACC542]
 
 

@@ -1,4 +1,4 @@
-"""The coupled noise agrees with docs/coupling.md, is random, and couples draws."""
+"""The coupled noise agrees with docs/protocol.md, is random, and couples draws."""
 
 import json
 import math
@@ -17,7 +17,7 @@ from outrider.sampling.sampler import coupled_exponentials, coupled_sample, coup
 from verifier_svc.verification.acceptance import accept
 from verifier_svc.verification.draft import Draft
 
-DOCUMENT = Path(__file__).parents[2] / "docs/coupling.md"
+DOCUMENT = Path(__file__).parents[2] / "docs/protocol.md"
 TEXT = DOCUMENT.read_text()
 ROW = re.compile(r"^\| (\d+) \| (\d+) \| (0x[0-9a-f]+) \| (\d+) \| ([0-9.]+) \|", re.MULTILINE)
 VECTORS = [(int(s), int(p), int(k, 16), int(t), float(e)) for s, p, k, t, e in ROW.findall(TEXT)]
@@ -43,7 +43,7 @@ def philox(counter: list[int], key: list[int]) -> list[int]:
 
 
 def by_the_document(seed: int, position: int, token: int) -> tuple[int, float]:
-    """Key and E (docs/coupling.md), computed with plain integers."""
+    """Key and E (docs/protocol.md), computed with plain integers."""
     words = philox([position & MASK32, position >> 32, 3, 0], [seed & MASK32, seed >> 32])
     key = words[0] | words[1] << 32
     return key, -math.log(((output(key, token) >> 12) + 0.5) * 2.0**-52)
@@ -198,7 +198,7 @@ def test_all_bits_of_a_seed_change_the_verifiers_draws() -> None:
 
 
 def test_draws_compare_scores_in_float64() -> None:
-    """docs/coupling.md requires this. In float32 these pairs of close scores often tie."""
+    """docs/protocol.md requires this. In float32 these pairs of close scores often tie."""
     keys = torch.from_numpy(coupled_keys(np.full(2_000, 12), np.arange(2_000)))
     noise = coupled_exponentials(keys, 2)
     probs = torch.stack([torch.ones(2_000), (noise[:, 1] / noise[:, 0]).float()], 1)

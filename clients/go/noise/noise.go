@@ -1,4 +1,4 @@
-// Package noise computes the coupled noise of docs/coupling.md.
+// Package noise computes the coupled noise of docs/protocol.md.
 package noise
 
 import "math"

@@ -1,4 +1,4 @@
-// The coupled noise of docs/coupling.md.
+// The coupled noise of docs/protocol.md.
 
 const MASK32 = 2n ** 32n - 1n;
 
