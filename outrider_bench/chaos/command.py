@@ -47,7 +47,7 @@ def command(
 ) -> int:
     """Play the campaign of FILE, or all faults, and exit with 1 if anything was lost.
 
-    docs/dependability.md describes the faults, what is checked, and the file.
+    docs/contribute.md describes the faults, what is checked, and the file.
     """
     try:
         if is_over:
