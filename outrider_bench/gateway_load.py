@@ -35,9 +35,9 @@ from outrider.protocol.model_info import ModelInfo, Stage
 from outrider.tokenizer import fingerprint, load_tokenizer
 from outrider.v1.verifier_pb2_grpc import add_VerifierServiceServicer_to_server
 from outrider_bench.raw_client import asks
+from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.engine_thread import EngineThread
 from verifier_svc.engine.loop import Engine
-from verifier_svc.engine.target import Limits
 from verifier_svc.metrics import Metrics
 from verifier_svc.streams.servicer import VerifierServicer
 
@@ -128,7 +128,7 @@ async def _verifier(model: _PacedModel, tokenizer_fingerprint: str) -> AsyncIter
     add_VerifierServiceServicer_to_server(servicer, server.grpc)
     add_TokenStreamServiceServicer_to_server(servicer, server.grpc)
     [port] = await server.start("127.0.0.1:0")
-    limits = Limits(
+    limits = EngineConfig(
         DraftTokensPolicy("fixed", 0), max_batch_tokens=4096, max_sequences=_CONNECTIONS
     )
     pool = PagePool(_CONNECTIONS * 64, 16)

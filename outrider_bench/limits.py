@@ -38,9 +38,9 @@ from outrider.protocol.errors import OutriderError
 from outrider.protocol.messages import SamplingParams, TokenRequest
 from outrider_bench import gateway_load
 from outrider_bench.console import table_of
+from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine
 from verifier_svc.engine.outgoing import Delivery
-from verifier_svc.engine.target import Limits
 from verifier_svc.metrics import Metrics
 
 _VOCAB = 256
@@ -162,7 +162,9 @@ def _host_seconds(batch: int, *, drafts: bool) -> float:
             sink(argument)
 
     pool = PagePool(batch * 40, 16)
-    limits = Limits(DraftTokensPolicy("fixed", 3), max_batch_tokens=batch * 16, max_sequences=batch)
+    limits = EngineConfig(
+        DraftTokensPolicy("fixed", 3), max_batch_tokens=batch * 16, max_sequences=batch
+    )
     engine = Engine(_NullModel(), pool, deliver, Metrics("null"), limits)
     told: list[StepBatch | OutriderError] = []
     drafter = None

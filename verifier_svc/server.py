@@ -28,10 +28,10 @@ from outrider.protocol.model_info import ModelInfo, Stage, with_fingerprint
 from outrider.tokenizer import fingerprint, load_tokenizer
 from outrider.v1.verifier_pb2_grpc import add_VerifierServiceServicer_to_server
 from verifier_svc.config import VerifierSettings
+from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.engine_thread import EngineThread
 from verifier_svc.engine.loop import Engine
 from verifier_svc.engine.outgoing import Delivery
-from verifier_svc.engine.target import Limits
 from verifier_svc.metrics import Metrics
 from verifier_svc.policy.draft_policy import EVERY_DRAFT, PAYING_DRAFTS
 from verifier_svc.streams.servicer import VerifierServicer, report_health
@@ -135,7 +135,7 @@ class Loader:
             pool,
             deliver,
             self._metrics,
-            _limits(settings, policy),
+            _config(settings, policy),
             _draft_verifier(settings, tokenizer),
             sampled_drafts=settings.sampled_drafts,
             drafts=EVERY_DRAFT if settings.always_draft else PAYING_DRAFTS,
@@ -146,7 +146,7 @@ class Loader:
         )
         self.grammars = self._grammar_compiler(runner)
         self._report(Stage.WARMING_UP, "running trial forwards")
-        most = engine.limits.largest_draft
+        most = engine.config.largest_draft
         runner.capture(Bounds(settings.max_sequences, 1 + most, settings.max_batch_tokens))
         engine.warm_up(min(_TRIAL_CONTEXT, context_length))
         self.grammars.start_workers()
@@ -180,8 +180,8 @@ class Loader:
         )
 
 
-def _limits(settings: VerifierSettings, policy: DraftTokensPolicy) -> Limits:
-    return Limits(
+def _config(settings: VerifierSettings, policy: DraftTokensPolicy) -> EngineConfig:
+    return EngineConfig(
         policy,
         settings.max_batch_tokens,
         settings.max_sequences,

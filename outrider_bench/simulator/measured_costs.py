@@ -34,8 +34,8 @@ from outrider_bench.simulator.costs import Costs, DraftingCost, Forward
 from outrider_bench.simulator.events import Events
 from outrider_bench.simulator.target import SimulatedVerifier
 from outrider_bench.simulator.world import Text, World
+from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine
-from verifier_svc.engine.target import Limits
 from verifier_svc.metrics import Metrics
 
 _Point = TypeVar("_Point")
@@ -276,10 +276,10 @@ def _host() -> tuple[float, float]:
 
 def _host_s(sequences: int) -> float:
     world = World(0)
-    limits = Limits(draft_tokens_policy=DraftTokensPolicy(), max_sequences=sequences)
+    config = EngineConfig(draft_tokens_policy=DraftTokensPolicy(), max_sequences=sequences)
     pool = PagePool(64 * sequences, 16)
     verifier = SimulatedVerifier(Worker(Events()), _free(), world)
-    engine = Engine(_FreeTarget(), pool, lambda messages: None, Metrics(""), limits, verifier)
+    engine = Engine(_FreeTarget(), pool, lambda messages: None, Metrics(""), config, verifier)
     for number in range(sequences):
         world.add(Text(number, "", 8, 1000))
         engine.submit(

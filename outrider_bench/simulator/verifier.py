@@ -12,8 +12,8 @@ from outrider_bench.simulator.front import Front
 from outrider_bench.simulator.scenario import Scenario
 from outrider_bench.simulator.target import SimulatedTarget, SimulatedVerifier
 from outrider_bench.simulator.world import World
+from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine
-from verifier_svc.engine.target import Limits
 from verifier_svc.metrics import Metrics
 from verifier_svc.policy.draft_policy import EVERY_DRAFT, PAYING_DRAFTS
 
@@ -53,7 +53,7 @@ class VerifierActor(EngineActor):
             self.pool,
             self._deliver,
             self.metrics,
-            Limits(
+            EngineConfig(
                 draft_tokens_policy=DraftTokensPolicy.parse(scenario.draft_tokens),
                 max_batch_tokens=scenario.max_batch_tokens,
                 max_sequences=scenario.max_sequences,

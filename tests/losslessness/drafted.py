@@ -35,9 +35,9 @@ from outrider.protocol.messages import (
 )
 from outrider.sampling.noise import coupled_keys
 from outrider.sampling.sampler import coupled_exponentials
+from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine
 from verifier_svc.engine.outgoing import Delivery
-from verifier_svc.engine.target import Limits
 from verifier_svc.metrics import Metrics
 from verifier_svc.policy.draft_policy import EVERY_DRAFT
 from verifier_svc.verification.batch import DraftVerifier
@@ -302,13 +302,13 @@ class _Requests:
         sequence = self._engine.submit(request, collect)
 
 
-_MANY = Limits(DraftTokensPolicy("fixed", 5), 16 * CONCURRENT, CONCURRENT, 2 * CONCURRENT)
+_MANY = EngineConfig(DraftTokensPolicy("fixed", 5), 16 * CONCURRENT, CONCURRENT, 2 * CONCURRENT)
 
 
 def make_engine(
     sampled_rule: AcceptanceRule,
     trust: bool,
-    limits: Limits = _MANY,
+    config: EngineConfig = _MANY,
     page_count: int = 8 * CONCURRENT,
 ) -> Engine:
     """An engine over the tiny model that verifies every draft, whether it pays or not."""
@@ -326,7 +326,7 @@ def make_engine(
         pool,
         deliver,
         Metrics("exact"),
-        limits,
+        config,
         draft_verifier,
         sampled_drafts=trust,
         drafts=EVERY_DRAFT,

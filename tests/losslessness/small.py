@@ -35,9 +35,9 @@ from outrider.protocol.messages import (
 from outrider.protocol.token_tree import path_to
 from outrider.sampling.noise import coupled_keys
 from outrider.sampling.sampler import coupled_exponentials
+from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine
 from verifier_svc.engine.outgoing import Delivery
-from verifier_svc.engine.target import Limits
 from verifier_svc.metrics import Metrics
 from verifier_svc.policy.draft_policy import EVERY_DRAFT, PAYING_DRAFTS
 from verifier_svc.verification.batch import DraftVerifier
@@ -315,14 +315,16 @@ class Traffic:
                 sink(argument)
 
         self.model = SmallTarget(self.probs, self.page_count, self.page_size)
-        limits = Limits(self.policy, self.max_batch_tokens, self.concurrent, 2 * self.concurrent)
-        limits = replace(limits, draft_trees=self.trees)
+        config = EngineConfig(
+            self.policy, self.max_batch_tokens, self.concurrent, 2 * self.concurrent
+        )
+        config = replace(config, draft_trees=self.trees)
         self.engine = Engine(
             self.model,
             PagePool(self.page_count, self.page_size),
             deliver,
             Metrics("small"),
-            limits,
+            config,
             DraftVerifier(self.rule),
             sampled_drafts=self.trust,
             drafts=EVERY_DRAFT if self.always else PAYING_DRAFTS,

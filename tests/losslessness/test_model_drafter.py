@@ -32,7 +32,7 @@ from outrider.protocol.messages import (
     TokenChunk,
     TokenRequest,
 )
-from verifier_svc.engine.target import Limits
+from verifier_svc.engine.config import EngineConfig
 
 CONCURRENT = 256
 ENTRIES = 6
@@ -64,8 +64,10 @@ def generate(
     family: ModelFamily, sampling: SamplingParams, rule: AcceptanceRule, draws: int
 ) -> npt.NDArray[np.int64]:
     """The first three tokens of so many requests, [draws, 3], drafted by the family."""
-    limits = Limits(DraftTokensPolicy("fixed", 3), 16 * CONCURRENT, CONCURRENT, 2 * CONCURRENT)
-    engine = make_engine(rule, True, limits, 8 * CONCURRENT)
+    config = EngineConfig(
+        DraftTokensPolicy("fixed", 3), 16 * CONCURRENT, CONCURRENT, 2 * CONCURRENT
+    )
+    engine = make_engine(rule, True, config, 8 * CONCURRENT)
     texts: list[list[int]] = [[] for _ in range(draws)]
     session = DraftSession(family)
 

@@ -18,8 +18,8 @@ from outrider.protocol.messages import (
     TokenChunk,
     TokenRequest,
 )
+from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine
-from verifier_svc.engine.target import Limits
 
 TOP = 5
 POLICY = DraftTokensPolicy("fixed", 5)
@@ -27,9 +27,9 @@ TEXT = np.random.default_rng(7).integers(0, VOCAB, 64).tolist()
 SCORED = TokenRequest(TEXT[:40], 3, SamplingParams(0.0), prompt_logprobs=TOP)
 
 
-def few_rows(count: int) -> Limits:
-    """Limits that allow so many rows of prompt logits a step."""
-    return Limits(POLICY, scored_logits_bytes=count * 4 * VOCAB)
+def few_rows(count: int) -> EngineConfig:
+    """EngineConfig that allow so many rows of prompt logits a step."""
+    return EngineConfig(POLICY, scored_logits_bytes=count * 4 * VOCAB)
 
 
 def submit(engine: Engine, request: TokenRequest) -> list[TokenChunk]:
@@ -66,17 +66,17 @@ def check(chunks: list[TokenChunk], request: TokenRequest) -> None:
 
 
 LIMITS = {
-    "at once": Limits(POLICY),
-    "in chunks": Limits(POLICY, max_batch_tokens=7),
+    "at once": EngineConfig(POLICY),
+    "in chunks": EngineConfig(POLICY, max_batch_tokens=7),
     "a few rows a step": few_rows(3),
 }
 
 
-@pytest.mark.parametrize("limits", LIMITS.values(), ids=LIMITS)
+@pytest.mark.parametrize("config", LIMITS.values(), ids=LIMITS)
 def test_prompt_scores_equal_transformers_while_drafts_are_verified(
-    limits: Limits,
+    config: EngineConfig,
 ) -> None:
-    engine = make_engine(AcceptanceRule.BLOCK, True, limits)
+    engine = make_engine(AcceptanceRule.BLOCK, True, config)
     offers = frozenset({DraftDistribution.SPARSE})
     draft_probs = equal_to_target(SamplingParams())
     drafter = RandomDrafter(engine, draft_probs, offers, np.random.default_rng(0))

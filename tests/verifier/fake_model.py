@@ -13,9 +13,9 @@ from outrider.process.clock import Clock, monotonic
 from outrider.protocol.draft_messages import DraftBatch, Hello, Proposal, Skip, StepBatch
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.messages import FinishReason, TokenChunk
+from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine
 from verifier_svc.engine.outgoing import Delivery
-from verifier_svc.engine.target import Limits
 from verifier_svc.metrics import Metrics
 from verifier_svc.policy.draft_policy import EVERY_DRAFT, PAYING_DRAFTS
 from verifier_svc.policy.plan import Plan
@@ -179,7 +179,7 @@ def make_engine(
     *,
     page_count: int = 64,
     page_size: int = 4,
-    limits: Limits | None = None,
+    config: EngineConfig | None = None,
     seed: int = 0,
     trust: bool = False,
     eos_bias: float = -1.0,
@@ -201,7 +201,7 @@ def make_engine(
         pool,
         deliver or call,
         Metrics("fake"),
-        limits or Limits(),
+        config or EngineConfig(),
         draft_verifier or DraftVerifier(),
         sampled_drafts=trust,
         drafts=EVERY_DRAFT if always_draft else PAYING_DRAFTS,

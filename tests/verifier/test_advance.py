@@ -8,16 +8,16 @@ from virtual_time import VirtualClock
 
 from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
 from outrider.protocol.messages import SamplingParams, TokenRequest
+from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine
-from verifier_svc.engine.target import Limits
 
 GREEDY = SamplingParams(temperature=0.0)
 
 
 def patient_engine(clock: VirtualClock) -> tuple[Engine, TableModel]:
     """An engine that waits for every draft, even if that does not pay."""
-    limits = Limits(DraftTokensPolicy("fixed", 4))
-    return make_engine(eos_bias=-99, limits=limits, always_draft=True, clock=clock)
+    config = EngineConfig(DraftTokensPolicy("fixed", 4))
+    return make_engine(eos_bias=-99, config=config, always_draft=True, clock=clock)
 
 
 def test_an_engine_without_requests_may_sleep_until_something_is_posted() -> None:

@@ -12,7 +12,7 @@ from random_trees import random_tree
 from outrider.protocol.draft_messages import Proposal
 from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
 from outrider.protocol.messages import DraftDistribution, SamplingParams, TokenRequest
-from verifier_svc.engine.target import Limits
+from verifier_svc.engine.config import EngineConfig
 from verifier_svc.state.drafter import Drafter
 
 COUPLED = frozenset({DraftDistribution.ONE_HOT, DraftDistribution.COUPLED})
@@ -30,11 +30,11 @@ class Run:
     """Requests through an engine, with two drafters that guess trees around the right text."""
 
     def __init__(self, requests: list[TokenRequest], *, page_size: int = 3) -> None:
-        limits = Limits(DraftTokensPolicy("fixed", 6), draft_trees=True)
+        config = EngineConfig(DraftTokensPolicy("fixed", 6), draft_trees=True)
         self.engine, self.model = make_engine(
             page_size=page_size,
             page_count=60 // page_size,
-            limits=limits,
+            config=config,
             eos_bias=-2.0,
             always_draft=True,
         )

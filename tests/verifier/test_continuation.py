@@ -24,8 +24,8 @@ from outrider.protocol.messages import (
     TokenLogprob,
     TokenRequest,
 )
+from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine
-from verifier_svc.engine.target import Limits
 from verifier_svc.state.sequence import Sequence
 from verifier_svc.verification.batch import DraftVerifier
 
@@ -92,7 +92,7 @@ def answer(
     """The answer of a fresh engine, whose drafter guesses before each step."""
     verifier = DraftVerifier(sampled_rule or AcceptanceRule.BLOCK, thinking_ids=THINKING)
     engine, model = make_engine(
-        limits=Limits(DraftTokensPolicy("fixed", 3)),
+        config=EngineConfig(DraftTokensPolicy("fixed", 3)),
         trust=sampled_rule is not None,
         always_draft=True,
         eos_bias=EOS_BIAS,
@@ -195,7 +195,7 @@ def test_with_the_same_drafts_each_rule_goes_on_as_before(rule: AcceptanceRule) 
 def test_a_long_continuation_is_computed_in_chunks() -> None:
     request = replace(REQUEST, prompt=[1, 2, 3, 4, 5, 6] * 4, max_tokens=40, ignore_eos=True)
     whole = answer(request, drafts=False)
-    engine, _ = make_engine(limits=Limits(max_batch_tokens=7), eos_bias=EOS_BIAS)
+    engine, _ = make_engine(config=EngineConfig(max_batch_tokens=7), eos_bias=EOS_BIAS)
     client = Client()
     engine.submit(replace(request, committed=whole.tokens[:30]), client)
     finish(engine)
@@ -235,7 +235,7 @@ def test_committed_tokens_that_the_grammar_forbids_are_refused() -> None:
 
 
 def test_a_request_that_goes_on_is_taken_though_the_queue_is_full() -> None:
-    engine, _ = make_engine(limits=Limits(max_sequences=1, max_waiting=1), eos_bias=-99)
+    engine, _ = make_engine(config=EngineConfig(max_sequences=1, max_waiting=1), eos_bias=-99)
     for _ in range(2):
         engine.submit(REQUEST, Client())
     with pytest.raises(OutriderError, match="waiting already"):

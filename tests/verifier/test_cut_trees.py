@@ -7,8 +7,8 @@ from fake_model import Client, ScriptedDrafter, make_engine
 from outrider.grammar.backends import Mask
 from outrider.protocol.messages import SamplingParams, TokenRequest
 from verifier_svc.drafts.draft_message import favourite_outcome
+from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine
-from verifier_svc.engine.target import Limits
 from verifier_svc.policy.draft_trees import ChosenDraft
 from verifier_svc.state.scheduled_sequence import ScheduledSequence
 from verifier_svc.state.sequence import Sequence
@@ -20,8 +20,8 @@ GREEDY = SamplingParams(0.0)
 
 def decoding(page_count: int = 64, max_batch_tokens: int = 64) -> tuple[Engine, Sequence]:
     """An engine with pages of 4 tokens, a drafter, and a sequence of 3 tokens."""
-    limits = Limits(max_batch_tokens=max_batch_tokens)
-    engine, _ = make_engine(page_count=page_count, limits=limits, eos_bias=-99)
+    config = EngineConfig(max_batch_tokens=max_batch_tokens)
+    engine, _ = make_engine(page_count=page_count, config=config, eos_bias=-99)
     ScriptedDrafter(engine)
     sequence = engine.submit(TokenRequest([1, 2], 6, GREEDY), Client())
     engine.step()

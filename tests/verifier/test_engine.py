@@ -12,8 +12,8 @@ from outrider.lm.pages import KVSequence
 from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
 from outrider.protocol.errors import OutriderError, Reason
 from outrider.protocol.messages import FinishReason, SamplingParams, TokenRequest, TokenSource
+from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine
-from verifier_svc.engine.target import Limits
 
 GREEDY = SamplingParams(temperature=0.0)
 PROMPT = st.lists(st.integers(0, EOS - 1), min_size=1, max_size=12)
@@ -77,7 +77,7 @@ def test_pages_that_only_a_rejected_draft_needed_are_free_at_once() -> None:
 
 
 def test_guesses_beyond_the_verified_depth_survive_the_step() -> None:
-    engine, model = make_engine(limits=Limits(DraftTokensPolicy("fixed", 2)), eos_bias=-99)
+    engine, model = make_engine(config=EngineConfig(DraftTokensPolicy("fixed", 2)), eos_bias=-99)
     drafter, client = ScriptedDrafter(engine), Client()
     sequence = engine.submit(request([1, 2], 9), client)
     engine.drain_inbox()
@@ -130,9 +130,9 @@ def test_greedy_output_is_plain_with_any_drafts_batches_and_pages(
     data: st.DataObject,
 ) -> None:
     policy = DraftTokensPolicy("fixed", data.draw(st.integers(0, 5)))
-    limits = Limits(policy, max_batch_tokens=data.draw(st.integers(4, 40)), max_sequences=6)
+    config = EngineConfig(policy, max_batch_tokens=data.draw(st.integers(4, 40)), max_sequences=6)
     pages = data.draw(st.integers(8, 40))
-    engine, model = make_engine(page_count=pages, limits=limits, seed=data.draw(st.integers(0, 5)))
+    engine, model = make_engine(page_count=pages, config=config, seed=data.draw(st.integers(0, 5)))
     drafter_count = data.draw(st.integers(0, 2))
     drafters = [ScriptedDrafter(engine, f"d{i}", f"family{i}") for i in range(drafter_count)]
     prompts = data.draw(st.lists(PROMPT, min_size=1, max_size=8))
@@ -191,7 +191,7 @@ def test_preemption_loses_nothing() -> None:
 
 
 def test_a_long_prompt_is_processed_in_chunks_while_others_decode() -> None:
-    engine, model = make_engine(limits=Limits(max_batch_tokens=8), eos_bias=-99)
+    engine, model = make_engine(config=EngineConfig(max_batch_tokens=8), eos_bias=-99)
     short, long = Client(), Client()
     decoding = engine.submit(request([1], 30), short)
     engine.step()
@@ -208,7 +208,7 @@ def test_a_long_prompt_is_processed_in_chunks_while_others_decode() -> None:
 
 def test_the_last_tokens_of_many_prompts_keep_to_the_batch_limit() -> None:
     """Once a single token is left of a step's room, only one prompt gets it."""
-    engine, model = make_engine(limits=Limits(max_batch_tokens=8), eos_bias=-99)
+    engine, model = make_engine(config=EngineConfig(max_batch_tokens=8), eos_bias=-99)
     sizes = []
     model.broken = lambda slices: sizes.append(sum([len(part.token_ids) for part in slices]))
     clients = [Client() for _ in range(4)]
@@ -247,7 +247,7 @@ def test_a_cancelled_sequence_is_freed_and_closed_to_its_drafter() -> None:
 
 
 def test_a_request_that_cannot_fit_or_queue_is_refused() -> None:
-    engine, _ = make_engine(page_count=4, page_size=4, limits=Limits(max_waiting=1))
+    engine, _ = make_engine(page_count=4, page_size=4, config=EngineConfig(max_waiting=1))
     with pytest.raises(OutriderError, match="the KV cache holds 16") as caught:
         engine.submit(request([1] * 10, 7), Client())
     assert caught.value.field == "max_tokens"
@@ -286,7 +286,7 @@ def test_an_engine_that_stops_gathering_sends_all_tokens_at_once() -> None:
 
 def test_pages_of_a_prompts_chunk_belong_to_its_tenant() -> None:
     """Each chunk but the last ends a step without a token, and its pages are cached there."""
-    engine, _ = make_engine(limits=Limits(max_batch_tokens=8), eos_bias=-99)
+    engine, _ = make_engine(config=EngineConfig(max_batch_tokens=8), eos_bias=-99)
     prompt = [i % 7 for i in range(22)]
     cached = []
     for tenant in ("a", "", "a"):

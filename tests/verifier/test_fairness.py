@@ -7,8 +7,8 @@ from fake_model import EOS, Client, finish, make_engine
 
 from outrider.protocol.errors import OutriderError, Reason
 from outrider.protocol.messages import SamplingParams, TokenRequest
+from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine
-from verifier_svc.engine.target import Limits
 from verifier_svc.state.sequence import Sequence
 
 GREEDY = SamplingParams(0.0)
@@ -33,7 +33,7 @@ def order_of_admission(engine: Engine) -> list[int]:
 
 
 def test_a_tenant_with_one_request_takes_a_place_from_a_flood_at_once() -> None:
-    engine, _ = make_engine(eos_bias=-99, limits=Limits(max_sequences=3))
+    engine, _ = make_engine(eos_bias=-99, config=EngineConfig(max_sequences=3))
     flood, clients = submit(engine, "flood", 20)
     engine.step()
     [victim], [client] = submit(engine, "victim")
@@ -48,7 +48,7 @@ def test_a_tenant_with_one_request_takes_a_place_from_a_flood_at_once() -> None:
 
 def test_a_place_is_taken_only_from_a_tenant_with_two_more() -> None:
     """Otherwise the two could take it from each other in turns."""
-    engine, _ = make_engine(eos_bias=-99, limits=Limits(max_sequences=3))
+    engine, _ = make_engine(eos_bias=-99, config=EngineConfig(max_sequences=3))
     submit(engine, "a", 3)
     submit(engine, "b", 3)
     assert engine.scheduler.tenants == {"a": 2, "b": 1}
@@ -63,7 +63,7 @@ def test_a_place_is_taken_only_from_a_tenant_with_two_more() -> None:
 
 
 def test_two_tenants_share_the_batch_equally() -> None:
-    engine, _ = make_engine(eos_bias=-99, limits=Limits(max_sequences=4))
+    engine, _ = make_engine(eos_bias=-99, config=EngineConfig(max_sequences=4))
     submit(engine, "a", 20)
     late, _ = submit(engine, "b", 6)
     order = order_of_admission(engine)
@@ -73,13 +73,13 @@ def test_two_tenants_share_the_batch_equally() -> None:
 
 
 def test_one_tenants_requests_are_served_in_order_of_arrival() -> None:
-    engine, _ = make_engine(eos_bias=-99, limits=Limits(max_sequences=2))
+    engine, _ = make_engine(eos_bias=-99, config=EngineConfig(max_sequences=2))
     sequences, _ = submit(engine, "a", 6)
     assert order_of_admission(engine) == [sequence.id for sequence in sequences]
 
 
 def test_a_preempted_sequence_comes_before_the_younger_ones_of_its_tenant() -> None:
-    engine, _ = make_engine(eos_bias=-99, limits=Limits(max_sequences=1))
+    engine, _ = make_engine(eos_bias=-99, config=EngineConfig(max_sequences=1))
     [_, old, young], _ = submit(engine, "a", 3)
     queue = engine.scheduler.waiting
     queue.remove(old)
@@ -90,7 +90,7 @@ def test_a_preempted_sequence_comes_before_the_younger_ones_of_its_tenant() -> N
 
 
 def test_a_full_queue_takes_another_tenants_request_and_drops_the_youngest() -> None:
-    engine, _ = make_engine(eos_bias=-99, limits=Limits(max_sequences=1, max_waiting=4))
+    engine, _ = make_engine(eos_bias=-99, config=EngineConfig(max_sequences=1, max_waiting=4))
     flood, clients = submit(engine, "flood", 5)
     [victim], [answer] = submit(engine, "victim")
     dropped = clients[-1]
@@ -103,7 +103,7 @@ def test_a_full_queue_takes_another_tenants_request_and_drops_the_youngest() -> 
 
 
 def test_a_request_that_began_elsewhere_is_not_dropped() -> None:
-    engine, _ = make_engine(eos_bias=-99, limits=Limits(max_sequences=1, max_waiting=4))
+    engine, _ = make_engine(eos_bias=-99, config=EngineConfig(max_sequences=1, max_waiting=4))
     _, clients = submit(engine, "flood", 4)
     begun = Client()
     engine.submit(TokenRequest([1, 2], 4, GREEDY, tenant="flood", committed=[1]), begun)
@@ -114,7 +114,7 @@ def test_a_request_that_began_elsewhere_is_not_dropped() -> None:
 
 
 def test_a_refused_request_drops_nobody() -> None:
-    engine, _ = make_engine(eos_bias=-99, limits=Limits(max_sequences=1, max_waiting=2))
+    engine, _ = make_engine(eos_bias=-99, config=EngineConfig(max_sequences=1, max_waiting=2))
     _, clients = submit(engine, "flood", 3)
     # Begun sequences queue beyond the bound for new ones, up to twice as many.
     for _ in range(2):
@@ -128,7 +128,7 @@ def test_a_refused_request_drops_nobody() -> None:
 
 
 def test_a_full_queue_refuses_the_tenant_that_fills_it() -> None:
-    engine, _ = make_engine(eos_bias=-99, limits=Limits(max_sequences=1, max_waiting=4))
+    engine, _ = make_engine(eos_bias=-99, config=EngineConfig(max_sequences=1, max_waiting=4))
     submit(engine, "flood", 5)
     with pytest.raises(OutriderError) as caught:
         submit(engine, "flood")
@@ -136,7 +136,7 @@ def test_a_full_queue_refuses_the_tenant_that_fills_it() -> None:
 
 
 def test_two_flooding_tenants_do_not_displace_each_other_in_turns() -> None:
-    engine, _ = make_engine(eos_bias=-99, limits=Limits(max_sequences=1, max_waiting=4))
+    engine, _ = make_engine(eos_bias=-99, config=EngineConfig(max_sequences=1, max_waiting=4))
     submit(engine, "a", 5)
     submit(engine, "b", 2)
     for tenant in ("a", "b"):

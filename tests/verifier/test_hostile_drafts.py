@@ -12,7 +12,7 @@ from outrider.protocol.draft_messages import DraftBatch, Proposal, Skip
 from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
 from outrider.protocol.errors import OutriderError, Reason
 from outrider.protocol.messages import SamplingParams, SpeculationOptions, TokenRequest
-from verifier_svc.engine.target import Limits
+from verifier_svc.engine.config import EngineConfig
 
 
 def request(prompt: list[int], max_tokens: int) -> TokenRequest:
@@ -87,7 +87,7 @@ def test_a_clock_that_jumps_ends_no_request() -> None:
         return real() + shift
 
     engine, model = make_engine(
-        limits=Limits(DraftTokensPolicy("goodput", 4)), eos_bias=-99, clock=stepping
+        config=EngineConfig(DraftTokensPolicy("goodput", 4)), eos_bias=-99, clock=stepping
     )
     model.broken = lambda slices: real.sleep(0.001)
     engine.warm_up()
@@ -112,7 +112,7 @@ def test_a_clock_that_jumps_ends_no_request() -> None:
 
 def test_a_refusal_that_lists_drafters_fits_a_calls_metadata() -> None:
     """gRPC allows 8 KiB of metadata, and drafters choose their names."""
-    engine, _ = make_engine(limits=Limits(max_drafters=300))
+    engine, _ = make_engine(config=EngineConfig(max_drafters=300))
     for number in range(300):
         ScriptedDrafter(engine, f"{number:0128}", f"{number:064}")
     asked = replace(request([1, 2], 2), speculation=SpeculationOptions(drafter_id="nobody"))
@@ -126,7 +126,10 @@ def test_a_drafter_that_repeats_committed_tokens_gains_no_credit() -> None:
     """It answers each verdict late, with tokens that it knows from later verdicts."""
     clock = VirtualClock()
     engine, model = make_engine(
-        eos_bias=-99, page_count=128, limits=Limits(DraftTokensPolicy("fixed", 4)), clock=clock
+        eos_bias=-99,
+        page_count=128,
+        config=EngineConfig(DraftTokensPolicy("fixed", 4)),
+        clock=clock,
     )
     model.broken = lambda slices: clock.sleep(0.01)
     drafter = ScriptedDrafter(engine)

@@ -18,9 +18,9 @@ from outrider.protocol.errors import OutriderError, Reason
 from outrider.protocol.model_info import DrafterInfo, ModelInfo, Placement, Stage
 from outrider.protocol.wire import model as wire_model
 from outrider.v1 import common_pb2, drafts_pb2, verifier_pb2, verifier_pb2_grpc
+from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.engine_thread import EngineThread
 from verifier_svc.engine.loop import Engine
-from verifier_svc.engine.target import Limits
 from verifier_svc.streams.servicer import VerifierServicer
 
 
@@ -39,9 +39,9 @@ class Verifier:
 
 
 @asynccontextmanager
-async def verifier(limits: Limits | None = None) -> AsyncIterator[Verifier]:
+async def verifier(config: EngineConfig | None = None) -> AsyncIterator[Verifier]:
     """Serve an engine on a free port of loopback."""
-    thread = EngineThread(lambda deliver: make_engine(limits=limits, deliver=deliver)[0])
+    thread = EngineThread(lambda deliver: make_engine(config=config, deliver=deliver)[0])
     engine = await thread.built
     servicer = VerifierServicer("fake")
     servicer.serve(thread, ModelInfo("fake", Stage.READY, "serving", "f", VOCAB, 64))
@@ -135,7 +135,7 @@ async def test_a_message_of_an_unknown_kind_is_ignored_and_counted(data: bytes) 
 
 async def test_drafters_beyond_the_limit_are_refused() -> None:
     async with (
-        verifier(Limits(max_drafters=3)) as served,
+        verifier(EngineConfig(max_drafters=3)) as served,
         rpc.dial(f"127.0.0.1:{served.port}") as channel,
     ):
         drafters = [RawDrafter(channel, f"d{number}") for number in range(4)]

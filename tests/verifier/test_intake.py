@@ -4,7 +4,7 @@ from fake_model import Client, ScriptedDrafter, make_engine
 
 from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
 from outrider.protocol.messages import SamplingParams, SpeculationOptions, TokenRequest
-from verifier_svc.engine.target import Limits
+from verifier_svc.engine.config import EngineConfig
 
 GREEDY = SamplingParams(0.0)
 
@@ -15,7 +15,7 @@ def opened_ids(drafter: ScriptedDrafter) -> list[int]:
 
 
 def test_a_sequence_is_opened_for_drafters_when_it_leaves_the_queue() -> None:
-    engine, _ = make_engine(eos_bias=-99, limits=Limits(max_sequences=1))
+    engine, _ = make_engine(eos_bias=-99, config=EngineConfig(max_sequences=1))
     early = ScriptedDrafter(engine, "early", "early")
     first, second = (engine.submit(TokenRequest([1, 2], 3, GREEDY), Client()) for _ in range(2))
     late = ScriptedDrafter(engine, "late", "late")
@@ -39,8 +39,8 @@ def test_a_drafter_that_joins_late_gets_preempted_sequences_too() -> None:
 
 
 def test_deep_drafts_leave_room_for_a_prompt() -> None:
-    limits = Limits(DraftTokensPolicy("fixed", 8), max_batch_tokens=32)
-    engine, model = make_engine(page_count=256, eos_bias=-99, limits=limits)
+    config = EngineConfig(DraftTokensPolicy("fixed", 8), max_batch_tokens=32)
+    engine, model = make_engine(page_count=256, eos_bias=-99, config=config)
     drafter = ScriptedDrafter(engine)
     deep = SpeculationOptions(draft_tokens=8)
     decoding = [

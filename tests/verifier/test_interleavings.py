@@ -23,8 +23,8 @@ from outrider.protocol.draft_messages import (
 from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
 from outrider.protocol.errors import OutriderError, Reason
 from outrider.protocol.messages import DraftDistribution, SamplingParams, TokenRequest
+from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine
-from verifier_svc.engine.target import Limits
 from verifier_svc.state.trie import Trie
 
 
@@ -212,8 +212,8 @@ PLAIN = plain_texts()
 
 def run(rng: random.Random) -> Engine:
     """Serve all requests with two drafters whose messages are late, repeated or lost."""
-    limits = Limits(DraftTokensPolicy("fixed", 4))
-    engine, _ = make_engine(eos_bias=-99, limits=limits, always_draft=True)
+    config = EngineConfig(DraftTokensPolicy("fixed", 4))
+    engine, _ = make_engine(eos_bias=-99, config=config, always_draft=True)
     drafters = [Drafter(engine, "one"), Drafter(engine, "two")]
     clients = [Client() for _ in REQUESTS]
     for request, client in zip(REQUESTS, clients, strict=True):

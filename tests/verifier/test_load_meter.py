@@ -23,10 +23,10 @@ from outrider.v1.verifier_pb2_grpc import (
     VerifierServiceStub,
     add_VerifierServiceServicer_to_server,
 )
+from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.engine_thread import EngineThread
 from verifier_svc.engine.loop import Engine
 from verifier_svc.engine.outgoing import Delivery
-from verifier_svc.engine.target import Limits
 from verifier_svc.streams.servicer import VerifierServicer
 
 GREEDY = SamplingParams(0.0)
@@ -37,8 +37,8 @@ def submit(engine: Engine, max_tokens: int = 4) -> None:
 
 
 def test_the_places_of_ended_sequences_count_as_taken_while_others_wait() -> None:
-    limits = Limits(max_sequences=4, max_waiting=8)
-    engine, _ = make_engine(eos_bias=-99, limits=limits)
+    config = EngineConfig(max_sequences=4, max_waiting=8)
+    engine, _ = make_engine(eos_bias=-99, config=config)
     for max_tokens in (1, 1, 1, 9, 9, 9):
         submit(engine, max_tokens)
     engine.step()
@@ -63,8 +63,8 @@ class Clock:
 
 
 def test_the_load_counts_the_batch_and_the_queue() -> None:
-    limits = Limits(max_sequences=2, max_waiting=5)
-    engine, _ = make_engine(eos_bias=-99, limits=limits)
+    config = EngineConfig(max_sequences=2, max_waiting=5)
+    engine, _ = make_engine(eos_bias=-99, config=config)
     meter = engine.scheduler.load_meter
     assert meter.load() == Load(0, 0, 2, 5, None)
     for _ in range(4):
@@ -95,7 +95,7 @@ def test_the_time_of_sequences_follows_the_recent_ones() -> None:
 
 
 def test_a_queued_sequence_that_is_cancelled_says_nothing_of_the_time() -> None:
-    engine, _ = make_engine(eos_bias=-99, limits=Limits(max_sequences=1))
+    engine, _ = make_engine(eos_bias=-99, config=EngineConfig(max_sequences=1))
     submit(engine)
     waiting = engine.submit(TokenRequest([1, 2], 4, GREEDY), Client())
     engine.cancel(waiting)
@@ -105,7 +105,7 @@ def test_a_queued_sequence_that_is_cancelled_says_nothing_of_the_time() -> None:
 
 def test_a_refused_caller_is_told_how_long_the_queue_takes() -> None:
     engine, _ = make_engine(
-        eos_bias=-99, limits=Limits(max_sequences=1, max_waiting=3), clock=Clock()
+        eos_bias=-99, config=EngineConfig(max_sequences=1, max_waiting=3), clock=Clock()
     )
     submit(engine)
     finish(engine)
@@ -138,11 +138,11 @@ def test_an_impossible_load_does_no_harm() -> None:
 
 
 @contextlib.asynccontextmanager
-async def served(limits: Limits) -> AsyncIterator[tuple[EngineThread, Any]]:
+async def served(config: EngineConfig) -> AsyncIterator[tuple[EngineThread, Any]]:
     """An engine that takes 10 ms for a step, behind its gRPC service."""
 
     def build(deliver: Callable[[list[Delivery]], None]) -> Engine:
-        engine, model = make_engine(eos_bias=-99, limits=limits, page_count=512, deliver=deliver)
+        engine, model = make_engine(eos_bias=-99, config=config, page_count=512, deliver=deliver)
         model.broken = lambda _: time.sleep(0.01)
         return engine
 
@@ -162,7 +162,7 @@ async def served(limits: Limits) -> AsyncIterator[tuple[EngineThread, Any]]:
 
 async def test_what_nobody_waits_for_leaves_the_queue_and_the_batch() -> None:
     request = wire_requests.request_to_proto(TokenRequest([1, 2], 1900, GREEDY))
-    async with served(Limits(max_sequences=1)) as (thread, stub):
+    async with served(EngineConfig(max_sequences=1)) as (thread, stub):
 
         async def ask() -> None:
             with pytest.raises(grpc.aio.AioRpcError) as caught:

@@ -6,7 +6,7 @@ from virtual_time import VirtualClock
 
 from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
 from outrider.protocol.messages import SamplingParams, TokenRequest
-from verifier_svc.engine.target import Limits
+from verifier_svc.engine.config import EngineConfig
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -44,8 +44,8 @@ def test_without_a_next_forward_chunks_leave_at_once() -> None:
 
 def test_a_wait_for_a_draft_holds_chunks_only_briefly() -> None:
     clock = VirtualClock()
-    limits = Limits(DraftTokensPolicy("fixed", 4))
-    engine, model = make_engine(eos_bias=-99, limits=limits, always_draft=True, clock=clock)
+    config = EngineConfig(DraftTokensPolicy("fixed", 4))
+    engine, model = make_engine(eos_bias=-99, config=config, always_draft=True, clock=clock)
     drafter, client = ScriptedDrafter(engine), Client()
     sequence = engine.submit(TokenRequest([1, 2], 20, GREEDY), client)
     engine.drain_inbox()

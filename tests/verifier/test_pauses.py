@@ -20,8 +20,8 @@ from outrider.protocol.messages import (
     SpeculationPause,
     TokenRequest,
 )
+from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine
-from verifier_svc.engine.target import Limits
 from verifier_svc.policy.pauses import pause_reason
 from verifier_svc.policy.plan import Plan
 
@@ -69,7 +69,7 @@ class Stack:
         self.clock = VirtualClock()
         self.engine: Engine
         self.engine, self.model = make_engine(
-            eos_bias=-99, clock=self.clock, page_count=256, limits=Limits(DraftTokensPolicy())
+            eos_bias=-99, clock=self.clock, page_count=256, config=EngineConfig(DraftTokensPolicy())
         )
         self.model.broken = lambda slices: self.clock.sleep(STEP_S)
         for batch in (1, 2):

@@ -13,8 +13,8 @@ from outrider.protocol.errors import OutriderError
 from outrider.protocol.messages import SamplingParams, SpeculationOptions, TokenRequest
 from outrider.protocol.model_info import Placement
 from verifier_svc.drafts.assignments import run_ahead_window
+from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine
-from verifier_svc.engine.target import Limits
 from verifier_svc.state.acceptance_rate import AcceptanceRate
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -51,7 +51,7 @@ def test_auto_is_tensorrt_llms_heuristic_of_the_batch() -> None:
 
 
 def test_beside_a_prompt_a_draft_token_costs_what_the_prompts_tokens_do() -> None:
-    engine, _ = make_engine(eos_bias=-99, page_count=256, limits=Limits(DraftTokensPolicy()))
+    engine, _ = make_engine(eos_bias=-99, page_count=256, config=EngineConfig(DraftTokensPolicy()))
     # Draft tokens are free by themselves.
     for drafted in (0, 8):
         engine.cost.calibrate(1, 1 + drafted, 0.1)
@@ -71,7 +71,7 @@ def planned(token_s: float, accepted: int, batch: int = 1) -> Engine:
     A draft token takes `token_s` seconds of a forward. `accepted` tokens of each draft of 8 were
     right so far.
     """
-    engine, _ = make_engine(eos_bias=-99, page_count=256, limits=Limits(DraftTokensPolicy()))
+    engine, _ = make_engine(eos_bias=-99, page_count=256, config=EngineConfig(DraftTokensPolicy()))
     ScriptedDrafter(engine)
     for size in (1, batch):
         for drafted in (0, 8):
@@ -111,7 +111,7 @@ def kneed(rates: Mapping[str, Sequence[float]], max_draft_tokens: int = 64) -> E
 
     A forward of 16 tokens takes little more than one of 8; each further token takes 2 ms.
     """
-    engine, _ = make_engine(eos_bias=-99, page_count=256, limits=Limits(DraftTokensPolicy()))
+    engine, _ = make_engine(eos_bias=-99, page_count=256, config=EngineConfig(DraftTokensPolicy()))
     for name in rates:
         ScriptedDrafter(engine, name, name, max_draft_tokens=max_draft_tokens).prove()
     for drafted, seconds in ((0, 0.030), (1, 0.036), (3, 0.068), (6, 0.116)):
@@ -170,7 +170,7 @@ def test_the_better_of_two_drafters_is_kept_for_a_longer_draft() -> None:
 
 
 def test_hopeless_drafts_stay_short_before_draft_costs_are_measured() -> None:
-    engine, _ = make_engine(eos_bias=-99, limits=Limits(DraftTokensPolicy()))
+    engine, _ = make_engine(eos_bias=-99, config=EngineConfig(DraftTokensPolicy()))
     ScriptedDrafter(engine)
     engine.cost.observe(1, 1, 0.03)
     sequence = engine.submit(TokenRequest([1, 2], 100, GREEDY), Client())
@@ -199,7 +199,7 @@ def test_a_request_gets_the_draft_tokens_that_it_asks_for() -> None:
 
 
 def test_a_drafter_gets_the_new_number_of_draft_tokens() -> None:
-    engine, model = make_engine(eos_bias=-99, limits=Limits(DraftTokensPolicy()))
+    engine, model = make_engine(eos_bias=-99, config=EngineConfig(DraftTokensPolicy()))
     drafter = ScriptedDrafter(engine)
     for drafted in (0, 8):
         engine.cost.calibrate(1, 1 + drafted, 0.05 + 0.005 * drafted)
@@ -216,7 +216,7 @@ def test_a_drafter_gets_the_new_number_of_draft_tokens() -> None:
 
 
 def test_a_drafter_on_the_targets_own_cores_does_not_run_ahead() -> None:
-    engine, _ = make_engine(limits=Limits(DraftTokensPolicy("fixed", 4)))
+    engine, _ = make_engine(config=EngineConfig(DraftTokensPolicy("fixed", 4)))
     engine.drafting._own_cores = frozenset({0, 1})
     own_host = Placement(host=platform.node(), device="cpu")
     here = ScriptedDrafter(engine, "here", "here", placement=own_host)
@@ -229,7 +229,7 @@ def test_a_drafter_on_the_targets_own_cores_does_not_run_ahead() -> None:
 
 
 def test_a_drafter_runs_ahead_by_a_draft_a_step_for_a_round_trip() -> None:
-    engine, _ = make_engine(limits=Limits(DraftTokensPolicy("fixed", 8)))
+    engine, _ = make_engine(config=EngineConfig(DraftTokensPolicy("fixed", 8)))
     drafter = ScriptedDrafter(engine)
     sequence = engine.submit(TokenRequest([1, 2], 40, GREEDY), Client())
     [assignment] = sequence.assignments.values()
@@ -245,7 +245,7 @@ def mixed(good: int, poor: int) -> tuple[Engine, ScriptedDrafter]:
     It has 5 tokens accepted of each draft, or one of every tenth draft. A forward takes 50 ms, and
     a draft of 8 tokens 60 ms of the target's cores.
     """
-    engine, _ = make_engine(eos_bias=-99, page_count=256, limits=Limits(DraftTokensPolicy()))
+    engine, _ = make_engine(eos_bias=-99, page_count=256, config=EngineConfig(DraftTokensPolicy()))
     drafter = ScriptedDrafter(engine)
     for size in (1, 8):
         for drafted in (0, 8):
@@ -294,7 +294,7 @@ def test_a_paused_drafter_is_asked_once_drafting_pays_for_the_batch() -> None:
 
 
 def test_a_slow_drafter_does_not_keep_a_quick_one_from_drafting() -> None:
-    engine, _ = make_engine(eos_bias=-99, limits=Limits(DraftTokensPolicy()))
+    engine, _ = make_engine(eos_bias=-99, config=EngineConfig(DraftTokensPolicy()))
     engine.cost.calibrate(1, 1, 0.05)
     engine.cost.calibrate(1, 9, 0.054)
     quick = ScriptedDrafter(engine, "quick", "one")
@@ -330,7 +330,7 @@ def test_a_slow_drafter_pays_on_cores_of_its_own_and_is_not_waited_for() -> None
 
 
 def test_one_slow_message_for_many_sequences_counts_once() -> None:
-    engine, _ = make_engine(eos_bias=-99, page_count=256, limits=Limits(DraftTokensPolicy()))
+    engine, _ = make_engine(eos_bias=-99, page_count=256, config=EngineConfig(DraftTokensPolicy()))
     drafter = ScriptedDrafter(engine)
     sequences = [engine.submit(TokenRequest([1, 2], 100, GREEDY), Client()) for _ in range(16)]
     engine.drain_inbox()

@@ -9,8 +9,8 @@ from virtual_time import VirtualClock
 from outrider.protocol.draft_messages import DraftBatch, Proposal
 from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
 from outrider.protocol.messages import SamplingParams, TokenRequest
+from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine
-from verifier_svc.engine.target import Limits
 from verifier_svc.state.sequence import Sequence
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -18,7 +18,7 @@ POLICIES = [DraftTokensPolicy(), DraftTokensPolicy.parse("auto"), DraftTokensPol
 
 
 def doubted(
-    policy: DraftTokensPolicy, **limits: int
+    policy: DraftTokensPolicy, **config: int
 ) -> tuple[Engine, ScriptedDrafter, Sequence, VirtualClock]:
     """A drafter that was always wrong, and a new sequence that is assigned to it.
 
@@ -26,7 +26,7 @@ def doubted(
     """
     clock = VirtualClock()
     engine, model = make_engine(
-        eos_bias=-99, page_count=256, limits=Limits(policy, **limits), clock=clock
+        eos_bias=-99, page_count=256, config=EngineConfig(policy, **config), clock=clock
     )
     model.broken = lambda slices: clock.sleep(0.052)
     drafter = ScriptedDrafter(engine)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from outrider.lm.runner import SequenceSlice
 from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
 from outrider.protocol.messages import SamplingParams, TokenRequest
-from verifier_svc.engine.target import Limits
+from verifier_svc.engine.config import EngineConfig
 
 PROMPTS = st.lists(
     st.lists(st.integers(0, EOS - 1), min_size=1, max_size=30), min_size=1, max_size=5
@@ -33,14 +33,14 @@ def expected(model: TableModel, prompt: list[int]) -> list[float]:
 def test_every_prompt_is_scored_once_in_any_batch_with_any_number_of_pages(
     data: st.DataObject,
 ) -> None:
-    limits = Limits(
+    config = EngineConfig(
         DraftTokensPolicy("fixed", data.draw(st.integers(0, 3))),
         max_batch_tokens=data.draw(st.integers(3, 40)),
         max_sequences=4,
         scored_logits_bytes=data.draw(st.integers(1, 12)) * 4 * VOCAB,
     )
     engine, model = make_engine(
-        page_count=data.draw(st.integers(13, 40)), limits=limits, eos_bias=-99
+        page_count=data.draw(st.integers(13, 40)), config=config, eos_bias=-99
     )
     prompts = data.draw(PROMPTS)
     asked = data.draw(st.lists(ASKED, min_size=1, max_size=8))
@@ -71,7 +71,7 @@ def test_every_prompt_is_scored_once_in_any_batch_with_any_number_of_pages(
 
 
 def test_a_step_scores_prompts_up_to_its_limit_of_rows() -> None:
-    engine, model = make_engine(limits=Limits(scored_logits_bytes=4 * 4 * VOCAB))
+    engine, model = make_engine(config=EngineConfig(scored_logits_bytes=4 * 4 * VOCAB))
     rows: list[list[int]] = []
 
     def watch(slices: Sequence[SequenceSlice]) -> None:

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.protocol.messages import SamplingParams, TokenRequest
+from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine
 from verifier_svc.engine.step_shares import max_min
-from verifier_svc.engine.target import Limits
 from verifier_svc.engine.tenant_use import TenantUse
 from verifier_svc.state.scheduled_sequence import ScheduledSequence
 from verifier_svc.state.sequence import Sequence
@@ -29,8 +29,8 @@ def submit(engine: Engine, tenant: str, count: int, prompt: int = 2) -> list[Seq
 
 def busy_engine(*, prompt: int = 2, flood: int = 16) -> Engine:
     """An engine with a flood that has run for a second."""
-    limits = Limits(max_sequences=32, max_batch_tokens=64)
-    engine, _ = make_engine(eos_bias=-99, limits=limits, page_count=2000, clock=lambda: 0.0)
+    config = EngineConfig(max_sequences=32, max_batch_tokens=64)
+    engine, _ = make_engine(eos_bias=-99, config=config, page_count=2000, clock=lambda: 0.0)
     submit(engine, "flood", flood, prompt)
     engine.scheduler.use.charge({"flood": 1}, 1.0, 0.0)
     return engine
@@ -62,15 +62,15 @@ def test_shares_are_max_min(wanted: dict[str, int], total: int) -> None:
 
 
 def test_two_tenants_with_long_prompts_share_the_tokens_of_a_step() -> None:
-    limits = Limits(max_batch_tokens=64)
-    engine, _ = make_engine(eos_bias=-99, limits=limits, page_count=2000)
+    config = EngineConfig(max_batch_tokens=64)
+    engine, _ = make_engine(eos_bias=-99, config=config, page_count=2000)
     submit(engine, "a", 5, prompt=100)
     submit(engine, "b", 1, prompt=100)
     assert served(engine) == {"a": 32, "b": 32}
 
 
 def test_one_tenants_prompts_take_a_whole_step_in_order() -> None:
-    engine, _ = make_engine(eos_bias=-99, limits=Limits(max_batch_tokens=64), page_count=2000)
+    engine, _ = make_engine(eos_bias=-99, config=EngineConfig(max_batch_tokens=64), page_count=2000)
     submit(engine, "a", 3, prompt=50)
     assert [len(each.token_ids) for each in next_step(engine)] == [50, 14]
 

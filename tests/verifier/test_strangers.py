@@ -13,8 +13,8 @@ from outrider.protocol.draft_messages import Hello
 from outrider.protocol.errors import OutriderError, Reason
 from outrider.protocol.messages import SamplingParams, TokenRequest
 from verifier_svc.drafts.roster import PLACES
+from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine
-from verifier_svc.engine.target import Limits
 from verifier_svc.state.sequence import Sequence
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -102,7 +102,7 @@ def test_a_drafter_that_only_skips_does_not_displace_a_good_one() -> None:
 
 
 def test_a_holder_of_too_many_drafters_is_refused_by_the_limits_name_and_others_join() -> None:
-    engine, _ = make_engine(limits=Limits(max_drafters_per_holder=2))
+    engine, _ = make_engine(config=EngineConfig(max_drafters_per_holder=2))
 
     def join(name: str, source: str) -> None:
         engine.drafting.join(Hello(name, name, "f", 8), lambda message: None, source=source)

@@ -22,8 +22,8 @@ from outrider.protocol.messages import (
     TokenRequest,
 )
 from outrider.protocol.token_tree import MAX_TREE_TOKENS, path_to
+from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine
-from verifier_svc.engine.target import Limits
 from verifier_svc.policy.draft_trees import best_chain, grow_trees
 from verifier_svc.policy.plan import Plan
 from verifier_svc.state.acceptance_rate import AcceptanceRate, SideRates
@@ -32,7 +32,7 @@ from verifier_svc.state.sequence import Assignment, Sequence
 from verifier_svc.state.trie import DraftTree
 
 GREEDY = SamplingParams(0.0)
-LIMITS = Limits(DraftTokensPolicy(), draft_trees=True)
+LIMITS = EngineConfig(DraftTokensPolicy(), draft_trees=True)
 ALL = [(1000, 0.0)]
 Prices = list[tuple[int, float]]
 
@@ -42,7 +42,7 @@ class Rig:
 
     def __init__(self, *rates: float, sequences: int = 1, **options: object) -> None:
         trust = bool(options.pop("trust", False))
-        self.engine, _ = make_engine(limits=LIMITS, eos_bias=-99, page_count=256, trust=trust)
+        self.engine, _ = make_engine(config=LIMITS, eos_bias=-99, page_count=256, trust=trust)
         self.drafters = [
             ScriptedDrafter(self.engine, f"d{i}", f"d{i}", **options) for i in range(len(rates))
         ]

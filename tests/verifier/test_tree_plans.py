@@ -19,19 +19,21 @@ from outrider.protocol.messages import (
 )
 from outrider.protocol.token_tree import MAX_TREE_TOKENS, favourite_path
 from verifier_svc.drafts.draft_message import DraftMessage
+from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine
-from verifier_svc.engine.target import Limits
 from verifier_svc.policy.forward_cost import ForwardCost
 from verifier_svc.state.acceptance_rate import AcceptanceRate
 from verifier_svc.state.sequence import Assignment
 
-TREES = Limits(DraftTokensPolicy(), draft_trees=True)
+TREES = EngineConfig(DraftTokensPolicy(), draft_trees=True)
 GREEDY = SamplingParams(0.0)
 
 
-def planned(limits: Limits = TREES, quick_s: float = 0.001, quick_rate: float = 0.5) -> Engine:
+def planned(
+    config: EngineConfig = TREES, quick_s: float = 0.001, quick_rate: float = 0.5
+) -> Engine:
     """An engine with one sequence and two drafters: "good" takes 5 ms, "quick" `quick_s`."""
-    engine, _ = make_engine(eos_bias=-99, page_count=256, limits=limits, clock=VirtualClock())
+    engine, _ = make_engine(eos_bias=-99, page_count=256, config=config, clock=VirtualClock())
     for name in ("good", "quick"):
         ScriptedDrafter(engine, name, name)
     for drafted in (0, 8, 64):
@@ -105,7 +107,7 @@ def test_verdicts_ask_for_a_tree_only_where_one_may_be_verified(on_target_cores:
 
 
 def test_trial_forwards_of_the_sizes_of_trees_have_branches() -> None:
-    engine, model = make_engine(limits=TREES, page_count=256)
+    engine, model = make_engine(config=TREES, page_count=256)
     model.cache[:] = 0
     branched: dict[int, bool] = {}
 
@@ -119,7 +121,7 @@ def test_trial_forwards_of_the_sizes_of_trees_have_branches() -> None:
 
 def test_trial_forwards_have_the_sizes_of_trees() -> None:
     for trees, largest in ((False, 9), (True, 1 + MAX_TREE_TOKENS)):
-        engine, model = make_engine(limits=replace(TREES, draft_trees=trees), page_count=256)
+        engine, model = make_engine(config=replace(TREES, draft_trees=trees), page_count=256)
         model.cache[:] = 0
         sizes: list[int] = []
         model.broken = lambda slices, sizes=sizes: sizes.append(len(slices[0].token_ids))
@@ -257,7 +259,7 @@ def test_trees_add_no_tokens_to_drafts_of_a_fixed_number() -> None:
         policy = DraftTokensPolicy() if options else DraftTokensPolicy("fixed", 4)
         speeds = []
         for trees in (True, False):
-            engine = planned(Limits(policy, draft_trees=trees))
+            engine = planned(EngineConfig(policy, draft_trees=trees))
             [sequence] = engine.sequences.values()
             sequence.request = replace(sequence.request, speculation=SpeculationOptions(**options))
             speeds.append(make_plan(engine).speedup)

@@ -8,8 +8,8 @@ from outrider.protocol.draft_messages import DraftBatch, Proposal, StepBatch
 from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.messages import SamplingParams, TokenChunk, TokenRequest
+from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine
-from verifier_svc.engine.target import Limits
 from verifier_svc.policy.goodput import goodput, max_wait_s
 from verifier_svc.state.sequence import Assignment, Sequence
 
@@ -133,7 +133,7 @@ def test_a_draft_that_takes_too_long_is_used_without_a_wait(
 
 
 def test_a_draft_of_little_worth_does_not_hold_up_the_batch(clock: VirtualClock) -> None:
-    engine, _ = make_engine(eos_bias=-99, limits=Limits(DraftTokensPolicy()), clock=clock)
+    engine, _ = make_engine(eos_bias=-99, config=EngineConfig(DraftTokensPolicy()), clock=clock)
     engine.cost.calibrate(2, 2, 0.05)
     engine.cost.calibrate(2, 10, 0.055)
     drafter = ScriptedDrafter(engine)
@@ -202,7 +202,7 @@ def test_other_messages_neither_end_a_wait_nor_make_the_drafter_seem_slow(
 def test_consecutive_requests_are_drafted_from_their_first_tokens_on(
     clock: VirtualClock,
 ) -> None:
-    engine, model = make_engine(eos_bias=-99, limits=Limits(DraftTokensPolicy()), clock=clock)
+    engine, model = make_engine(eos_bias=-99, config=EngineConfig(DraftTokensPolicy()), clock=clock)
     slow_forward(model, clock, 0.01)
     engine.warm_up()
     drafter = ScriptedDrafter(engine)

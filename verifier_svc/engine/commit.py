@@ -8,8 +8,8 @@ from outrider.process.telemetry import Span
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.messages import FinishReason, TokenChunk
 from verifier_svc.drafts.draft_message import favoured_count, record_draft
+from verifier_svc.engine.context import EngineContext
 from verifier_svc.engine.outputs import chunk_of, cut_at_end, cut_at_grammars_end, sources_of
-from verifier_svc.engine.parts import EngineParts
 from verifier_svc.engine.step_spans import StepSpans
 from verifier_svc.policy.pauses import pause_of
 from verifier_svc.state.scheduled_sequence import ScheduledSequence
@@ -21,14 +21,14 @@ from verifier_svc.verification.draft import AcceptResult
 class Committer:
     """For one engine, on its thread. It removes sequences that end from the engine's sequences."""
 
-    def __init__(self, parts: EngineParts, spans: StepSpans) -> None:
-        self._sequences = parts.sequences
-        self._scheduler = parts.scheduler
-        self._pool = parts.scheduler.pool
-        self._drafting = parts.drafting
-        self._outgoing = parts.outgoing
-        self._metrics = parts.metrics
-        self._clock = parts.clock
+    def __init__(self, context: EngineContext, spans: StepSpans) -> None:
+        self._sequences = context.sequences
+        self._scheduler = context.scheduler
+        self._pool = context.scheduler.pool
+        self._drafting = context.drafting
+        self._outgoing = context.outgoing
+        self._metrics = context.metrics
+        self._clock = context.clock
         self._spans = spans
         self._token_count = 0
         self._gathers = True

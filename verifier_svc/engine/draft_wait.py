@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 
+from verifier_svc.engine.context import EngineContext
 from verifier_svc.engine.intake import Intake
-from verifier_svc.engine.parts import EngineParts
 from verifier_svc.policy.plan import Plan
 from verifier_svc.policy.planner import Planner
 from verifier_svc.policy.waits import pending_draft
@@ -24,12 +24,12 @@ class DraftWait:
     """Plans the next step of one engine and waits for its drafts, on the engine's thread."""
 
     def __init__(
-        self, parts: EngineParts, intake: Intake, planner: Planner, step_clock: StepClock
+        self, context: EngineContext, intake: Intake, planner: Planner, step_clock: StepClock
     ) -> None:
-        self._scheduler = parts.scheduler
-        self._drafting = parts.drafting
-        self._outgoing = parts.outgoing
-        self._clock = parts.clock
+        self._scheduler = context.scheduler
+        self._drafting = context.drafting
+        self._outgoing = context.outgoing
+        self._clock = context.clock
         self._intake = intake
         self._planner = planner
         self._step_clock = step_clock

@@ -13,8 +13,8 @@ from outrider.process.telemetry import Span
 from outrider.protocol.errors import OutriderError, Reason, invalid
 from outrider.protocol.messages import Acceptance, SpeculationStats, TokenChunk, TokenRequest
 from outrider.protocol.model_info import retry_after_s
-from verifier_svc.engine.parts import EngineParts
-from verifier_svc.engine.target import LanguageModel, Limits
+from verifier_svc.engine.config import EngineConfig, LanguageModel
+from verifier_svc.engine.context import EngineContext
 from verifier_svc.state.sequence import Sequence
 
 
@@ -70,18 +70,18 @@ class Intake:
 
     def __init__(
         self,
-        parts: EngineParts,
+        context: EngineContext,
         model: LanguageModel,
-        limits: Limits,
+        config: EngineConfig,
         thinking_ids: tuple[int, int] | None,
     ) -> None:
-        self._sequences = parts.sequences
-        self._scheduler = parts.scheduler
-        self._drafting = parts.drafting
-        self._outgoing = parts.outgoing
-        self._clock = parts.clock
+        self._sequences = context.sequences
+        self._scheduler = context.scheduler
+        self._drafting = context.drafting
+        self._outgoing = context.outgoing
+        self._clock = context.clock
         self._model = model
-        self._limits = limits
+        self._config = config
         self._thinking_ids = thinking_ids
         self._last_id = 0
 
@@ -133,7 +133,7 @@ class Intake:
         In that case its youngest waiting sequence ends with OVERLOADED instead.
         """
         waiting = self._scheduler.waiting
-        most = self._limits.max_waiting
+        most = self._config.max_waiting
         if request.committed:
             # It was taken before, so it may go beyond the bound for new requests.
             most *= 2
@@ -159,7 +159,7 @@ class Intake:
         self._last_id += 1
         depth = request.speculation.draft_tokens
         if depth is None:
-            depth = self._limits.draft_tokens_policy.max_draft_tokens
+            depth = self._config.draft_tokens_policy.max_draft_tokens
         if not request.speculation.enabled or request.max_tokens <= 1:
             depth = 0  # the last token is always the target's own, so a single token has no draft
         seed = request.sampling.seed

@@ -22,13 +22,13 @@ from outrider.protocol.errors import OutriderError, Reason
 from outrider.protocol.messages import TokenChunk, TokenRequest
 from verifier_svc.drafts.exchange import DraftExchange
 from verifier_svc.engine.commit import Committer, moved_slots
+from verifier_svc.engine.config import EngineConfig, LanguageModel
+from verifier_svc.engine.context import EngineContext
 from verifier_svc.engine.draft_wait import DraftWait
 from verifier_svc.engine.intake import Inbox, Intake
 from verifier_svc.engine.outgoing import Delivery, Outgoing
-from verifier_svc.engine.parts import EngineParts
 from verifier_svc.engine.scheduler import Scheduler
 from verifier_svc.engine.step_spans import StepSpans
-from verifier_svc.engine.target import LanguageModel, Limits
 from verifier_svc.engine.warm_up import WarmUp
 from verifier_svc.metrics import Metrics
 from verifier_svc.policy.draft_policy import PAYING_DRAFTS, PayingDrafts
@@ -45,7 +45,7 @@ from verifier_svc.verification.mask_lanes import Inline, MaskBudget, MaskLanes
 
 log = logging.getLogger(__name__)
 
-_LIMITS = Limits()
+_CONFIG = EngineConfig()
 _EXACT = DraftVerifier()
 _INLINE = Inline()
 # How often the engine looks at masks that take long, while no sequence has a step (seconds).
@@ -67,7 +67,7 @@ class Engine:
         pool: PagePool,
         deliver: Callable[[list[Delivery]], None],
         metrics: Metrics,
-        limits: Limits = _LIMITS,
+        config: EngineConfig = _CONFIG,
         draft_verifier: Verification = _EXACT,
         *,
         sampled_drafts: bool = False,
@@ -79,16 +79,16 @@ class Engine:
         clock: Clock = monotonic,
     ) -> None:
         self.model = model
-        self.limits = limits
+        self.config = config
         self.pool = pool
         self.clock = clock
         self.sequences: dict[int, Sequence] = {}
         self.cost = ForwardCost()
-        self.scheduler = Scheduler(pool, limits, model.vocab_size, self.cost)
+        self.scheduler = Scheduler(pool, config, model.vocab_size, self.cost)
         self.isolated_cost = ForwardCost()  # learns from trial forwards alone
         budget = SpeculationBudget(self.isolated_cost)
-        policy = limits.draft_tokens_policy
-        trees = limits.draft_trees
+        policy = config.draft_tokens_policy
+        trees = config.draft_trees
         self.planner = Planner(policy, self.cost, budget, drafts, trees=trees)
         self.drafting = DraftExchange(
             self.sequences,
@@ -98,8 +98,8 @@ class Engine:
             own_cores=own_cores,
             clock=clock,
         )
-        self.drafting.roster.max_drafters = limits.max_drafters
-        self.drafting.roster.max_drafters_per_holder = limits.max_drafters_per_holder
+        self.drafting.roster.max_drafters = config.max_drafters
+        self.drafting.roster.max_drafters_per_holder = config.max_drafters_per_holder
         self.outgoing = Outgoing(deliver, self.drafting)
         self._metrics = metrics
         self._draft_verifier = draft_verifier
@@ -108,12 +108,12 @@ class Engine:
         self._inbox = Inbox()
         budget_of_masks = MaskBudget(mask_seconds, clock)
         self._grammar_masks = GrammarMasks(mask_lanes, budget_of_masks, self._wake)
-        parts = EngineParts(
+        shared = EngineContext(
             self.sequences, self.scheduler, self.drafting, self.outgoing, metrics, clock
         )
-        self._intake = Intake(parts, model, limits, draft_verifier.thinking_ids)
-        self._wait = DraftWait(parts, self._intake, self.planner, self._step_clock)
-        self._committer = Committer(parts, self._spans)
+        self._intake = Intake(shared, model, config, draft_verifier.thinking_ids)
+        self._wait = DraftWait(shared, self._intake, self.planner, self._step_clock)
+        self._committer = Committer(shared, self._spans)
         self._left_out = False  # whether the step in progress has to be repeated for a sequence
         self._quiet = False  # whether no drafter computes during the step in progress
 
@@ -134,7 +134,7 @@ class Engine:
 
         Call it only before the first request, because it overwrites pages.
         """
-        trials = WarmUp(self.model, self.pool, self.limits, context, self.clock)
+        trials = WarmUp(self.model, self.pool, self.config, context, self.clock)
         trials.calibrate(self.cost, self.isolated_cost)
 
     def submit(

@@ -24,7 +24,9 @@ from verifier_svc.state.trie import NO_DRAFT
 from verifier_svc.verification.grammar_masks import chosen_before
 
 if TYPE_CHECKING:
-    from verifier_svc.engine.target import Limits  # imports torch, which the metrics do not need
+    from verifier_svc.engine.config import (
+        EngineConfig,  # imports torch, which the metrics do not need
+    )
 
 # Share of a step's tokens that drafts leave to prompts. Without it the deep drafts of a few
 # requests would keep all other requests from beginning.
@@ -41,26 +43,28 @@ class Scheduler:
     places or pages run out, the youngest sequence of the tenant with the most of them is preempted.
     """
 
-    def __init__(self, pool: PagePool, limits: Limits, vocab_size: int, cost: ForwardCost) -> None:
+    def __init__(
+        self, pool: PagePool, config: EngineConfig, vocab_size: int, cost: ForwardCost
+    ) -> None:
         self.pool = pool
         self.running: dict[int, Sequence] = {}
         self.tenants: Counter[str] = Counter()
         """Running sequences by tenant."""
         self.use = TenantUse()
-        self._shares = StepShares(cost, self.use, limits.max_batch_tokens)
+        self._shares = StepShares(cost, self.use, config.max_batch_tokens)
         self.waiting = FairQueue()
         self.load_meter = LoadMeter(
-            self.running, self.waiting, limits.max_sequences, limits.max_waiting
+            self.running, self.waiting, config.max_sequences, config.max_waiting
         )
         self.preemption_count = 0
         self.prompt_token_count = 0
         """Tokens of all admitted sequences."""
         self.cached_token_count = 0
         """How many of those the prefix cache held."""
-        self._max_batch_tokens = limits.max_batch_tokens
-        self._max_sequences = limits.max_sequences
+        self._max_batch_tokens = config.max_batch_tokens
+        self._max_sequences = config.max_sequences
         # Each scored token of a prompt takes a row of logits.
-        self._max_scored_tokens = max(1, limits.scored_logits_bytes // (_LOGIT_BYTES * vocab_size))
+        self._max_scored_tokens = max(1, config.scored_logits_bytes // (_LOGIT_BYTES * vocab_size))
 
     def add(self, sequence: Sequence) -> None:
         """Put a sequence into the queue."""

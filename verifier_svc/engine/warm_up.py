@@ -6,7 +6,7 @@ from outrider.lm.pages import PagePool
 from outrider.lm.runner import SequenceSlice
 from outrider.process.clock import Clock
 from outrider.protocol.token_tree import MAX_TREE_TOKENS
-from verifier_svc.engine.target import LanguageModel, Limits
+from verifier_svc.engine.config import EngineConfig, LanguageModel
 from verifier_svc.policy.forward_cost import ForwardCost
 
 # No trial begins after this time. A large model then misses its larger batches.
@@ -27,19 +27,19 @@ class WarmUp:
         self,
         model: LanguageModel,
         pool: PagePool,
-        limits: Limits,
+        config: EngineConfig,
         context: int,
         clock: Clock,
     ) -> None:
         self._model = model
         self._pool = pool
-        self._limits = limits
+        self._config = config
         self._context = context
         self._clock = clock
 
     def calibrate(self, cost: ForwardCost, isolated_cost: ForwardCost) -> None:
         """Measure forwards and calibrate both cost models; only `cost` learns the prompts' cost."""
-        largest = self._limits.max_sequences
+        largest = self._config.max_sequences
         end = self._clock() + _WARM_UP_S
         self._try_batch(1, cost, isolated_cost)
         if self._clock() < end:
@@ -49,7 +49,7 @@ class WarmUp:
         for batch in batches:
             if batch > 1 and self._clock() < end:
                 self._try_batch(batch, cost, isolated_cost)
-        for batch in dict.fromkeys([1, *batches]) if self._limits.draft_trees else ():
+        for batch in dict.fromkeys([1, *batches]) if self._config.draft_trees else ():
             for count in _TREE_ROWS:
                 if self._clock() < end:
                     self._try_rows(batch, count, cost, isolated_cost, branched=True)
@@ -57,7 +57,7 @@ class WarmUp:
     def _try_prompts(self, cost: ForwardCost) -> None:
         """Measure a short prompt and a long one."""
         held = self._pool.page_count * self._pool.page_size
-        longest = min(_TRIAL_PROMPT, self._context, self._limits.max_batch_tokens, held)
+        longest = min(_TRIAL_PROMPT, self._context, self._config.max_batch_tokens, held)
         if longest > 3:
             short = (longest // 4, self._trial_s(1, longest // 4, 0, 1))
             long = (longest, self._trial_s(1, longest, 0, 1))
@@ -65,7 +65,7 @@ class WarmUp:
 
     def _try_batch(self, batch: int, *costs: ForwardCost) -> None:
         """Measure forwards of `batch` sequences with none, some and all of the draft tokens."""
-        max_draft_tokens = self._limits.draft_tokens_policy.max_draft_tokens
+        max_draft_tokens = self._config.draft_tokens_policy.max_draft_tokens
         for count in sorted({1, 2, 1 + max_draft_tokens // 2, 1 + max_draft_tokens}):
             self._try_rows(batch, count, *costs)
 
@@ -77,7 +77,7 @@ class WarmUp:
         If `branched`, the rows are a tree.
         """
         pages = batch * -(-count // self._pool.page_size)
-        if batch * count <= self._limits.max_batch_tokens and pages <= self._pool.page_count:
+        if batch * count <= self._config.max_batch_tokens and pages <= self._pool.page_count:
             seconds = self._trial_s(batch, count, self._context, count, branched=branched)
             for cost in costs:
                 cost.calibrate(batch, batch * count, seconds)

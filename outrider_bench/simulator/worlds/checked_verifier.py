@@ -23,8 +23,8 @@ from outrider_bench.simulator.worlds.invariants import (
 from outrider_bench.simulator.worlds.plan import EnginePlan
 from outrider_bench.simulator.worlds.requests import answer_of, matcher_of
 from outrider_bench.simulator.worlds.target import PagedTarget
+from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine
-from verifier_svc.engine.target import Limits
 from verifier_svc.metrics import Metrics
 from verifier_svc.policy.draft_policy import EVERY_DRAFT, PAYING_DRAFTS
 from verifier_svc.state.drafter import Drafter
@@ -67,7 +67,7 @@ class CheckedVerifier(EngineActor):
             PagePool(plan.page_count, plan.page_size, prefix_caching=plan.prefix_caching),
             self._deliver,
             metrics,
-            Limits(
+            EngineConfig(
                 draft_tokens_policy=DraftTokensPolicy.parse(plan.draft_tokens),
                 max_batch_tokens=plan.max_batch_tokens,
                 max_sequences=plan.max_sequences,

@@ -1,4 +1,4 @@
-"""The target model's interface to the engine, and the limits of one engine."""
+"""The target model's interface to the engine, and the configuration of one engine."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class LanguageModel(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """The limits of one engine.
+class EngineConfig:
+    """The configuration of one engine.
 
     `draft_tokens_policy` chooses how many draft tokens of a sequence a step verifies, unless the
     request says it. With `draft_trees` a draft may be a tree. `scored_logits_bytes` bounds the

@@ -13,7 +13,7 @@ from verifier_svc.state.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)
-class EngineParts:
+class EngineContext:
     """For the engine's thread alone. `sequences` are those in the queue and the batch, by id."""
 
     sequences: dict[int, Sequence]
