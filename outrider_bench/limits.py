@@ -40,7 +40,7 @@ from outrider_bench import gateway_load
 from outrider_bench.console import table_of
 from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine
-from verifier_svc.engine.outgoing import Delivery
+from verifier_svc.engine.outbox import Delivery
 from verifier_svc.metrics import Metrics
 
 _VOCAB = 256

@@ -31,7 +31,7 @@ from verifier_svc.config import VerifierSettings
 from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.engine_thread import EngineThread
 from verifier_svc.engine.loop import Engine
-from verifier_svc.engine.outgoing import Delivery
+from verifier_svc.engine.outbox import Delivery
 from verifier_svc.metrics import Metrics
 from verifier_svc.policy.draft_policy import EVERY_DRAFT, PAYING_DRAFTS
 from verifier_svc.streams.servicer import VerifierServicer, report_health

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from outrider_bench.simulator.events import Events
 from verifier_svc.engine.loop import Engine
-from verifier_svc.engine.outgoing import Delivery
+from verifier_svc.engine.outbox import Delivery
 
 
 class EngineActor:

@@ -37,7 +37,7 @@ from outrider.sampling.noise import coupled_keys
 from outrider.sampling.sampler import coupled_exponentials
 from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine
-from verifier_svc.engine.outgoing import Delivery
+from verifier_svc.engine.outbox import Delivery
 from verifier_svc.metrics import Metrics
 from verifier_svc.policy.draft_policy import EVERY_DRAFT
 from verifier_svc.verification.batch import DraftVerifier
@@ -270,7 +270,7 @@ class _Requests:
             if drafter is not None:
                 drafter.send()
             self._engine.step()
-            self._engine.outgoing.send_to_clients()
+            self._engine.outbox.send_to_clients()
 
     def _start(self) -> None:
         """Submit the next request, if one is left."""

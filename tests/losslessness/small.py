@@ -37,7 +37,7 @@ from outrider.sampling.noise import coupled_keys
 from outrider.sampling.sampler import coupled_exponentials
 from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine
-from verifier_svc.engine.outgoing import Delivery
+from verifier_svc.engine.outbox import Delivery
 from verifier_svc.metrics import Metrics
 from verifier_svc.policy.draft_policy import EVERY_DRAFT, PAYING_DRAFTS
 from verifier_svc.verification.batch import DraftVerifier
@@ -155,7 +155,7 @@ class Guesser:
         self._sequences: dict[int, DraftSequence] = {}
         # Messages in flight, each with the tick at which it arrives.
         self._incoming: deque[tuple[int, StepBatch]] = deque()
-        self._outgoing: deque[tuple[int, DraftBatch]] = deque()
+        self._outbox: deque[tuple[int, DraftBatch]] = deque()
         self._tick = 0
         self.connected = False
         self.proposed: dict[DraftDistribution, int] = dict.fromkeys(DraftDistribution, 0)
@@ -165,7 +165,7 @@ class Guesser:
         self._engine = engine
         self._sequences.clear()
         self._incoming.clear()
-        self._outgoing.clear()
+        self._outbox.clear()
         self.connected = True
         hello = Hello(self.name, self.name, "f", 12, distributions=self._offers)
         self._handle = engine.drafting.join(hello, self._on_message, trusted=self.trusted)
@@ -184,9 +184,9 @@ class Guesser:
             self._grow()
             taken = [sequence.take_proposal() for sequence in self._sequences.values()]
             batch.proposals += [proposal for proposal in taken if proposal is not None]
-        self._outgoing.append((self._due(), batch))
-        while self._outgoing and self._outgoing[0][0] <= self._tick:
-            due = self._outgoing.popleft()[1]
+        self._outbox.append((self._due(), batch))
+        while self._outbox and self._outbox[0][0] <= self._tick:
+            due = self._outbox.popleft()[1]
             if due.proposals:
                 self._engine.drafting.on_drafts(self._handle, due)
 
@@ -366,7 +366,7 @@ class Traffic:
                 if drafter.connected:
                     drafter.tick()
             engine.step()
-            engine.outgoing.send_to_clients()
+            engine.outbox.send_to_clients()
         engine.pool.check_integrity()
         assert engine.pool.used_count == 0
         return np.array(texts)

@@ -95,7 +95,7 @@ def generate(
                 sampled += sum(given is not None for given in proposal.distributions)
             engine.drafting.on_drafts(handle, batch)
             engine.step()
-            engine.outgoing.send_to_clients()
+            engine.outbox.send_to_clients()
     assert sampled > 2 * draws
     return np.array([text[:LENGTH] for text in texts])
 

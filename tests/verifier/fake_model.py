@@ -15,7 +15,7 @@ from outrider.protocol.errors import OutriderError
 from outrider.protocol.messages import FinishReason, TokenChunk
 from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine
-from verifier_svc.engine.outgoing import Delivery
+from verifier_svc.engine.outbox import Delivery
 from verifier_svc.metrics import Metrics
 from verifier_svc.policy.draft_policy import EVERY_DRAFT, PAYING_DRAFTS
 from verifier_svc.policy.plan import Plan

@@ -61,7 +61,7 @@ class Run:
                     if drafter.length.get(sequence.id) == base and tree.token_ids:
                         drafter.send(Proposal(sequence.id, base, tree.token_ids, tree.parents))
             self.engine.step()
-        self.engine.outgoing.send_to_clients()
+        self.engine.outbox.send_to_clients()
         self.engine.pool.check_integrity()
         assert self.engine.pool.used_count == 0
 

@@ -121,7 +121,7 @@ def answer(
 
 
 def finish_quietly(engine: Engine) -> None:
-    engine.outgoing.send_to_clients()
+    engine.outbox.send_to_clients()
     engine.pool.check_integrity()
     assert engine.pool.used_count == 0
 

@@ -119,11 +119,11 @@ def test_late_masks_change_no_token(sampling: SamplingParams) -> None:
         before = len(other.tokens)
         for _ in range(2):
             late.step()
-        late.outgoing.send_to_clients()
+        late.outbox.send_to_clients()
         assert len(other.tokens) == before
         held.let_go()
         late.step()
-        late.outgoing.send_to_clients()
+        late.outbox.send_to_clients()
         steps += 1
     assert other.tokens == truth
     # Drafts are kept while their masks are computed, and verified with them.
@@ -140,13 +140,13 @@ def test_others_go_on_while_masks_are_late() -> None:
     engine.submit(TokenRequest([2, 4], 10, SamplingParams(0.0)), other)
     for _ in range(12):
         engine.step()
-    engine.outgoing.send_to_clients()
+    engine.outbox.send_to_clients()
     assert other.finish_reason is FinishReason.LENGTH
     assert bomb.tokens == []
     assert engine.advance() == pytest.approx(0.05)
     held.let_go()
     assert engine.advance() == 0.0
-    engine.outgoing.send_to_clients()
+    engine.outbox.send_to_clients()
     assert len(bomb.tokens) == 1
 
 
@@ -206,7 +206,7 @@ def run_of(engine: Engine, held: Held, seconds: float, client: Client) -> int:
         held.slow.clear()
         assert count < 100
         engine.advance()
-        engine.outgoing.send_to_clients()
+        engine.outbox.send_to_clients()
     return count
 
 
@@ -235,7 +235,7 @@ def test_masks_of_a_usual_time_use_up_nothing() -> None:
             spent(work, 0.019)
         held.begun.clear()
         held.slow.clear()
-    engine.outgoing.send_to_clients()
+    engine.outbox.send_to_clients()
     assert client.finish_reason is FinishReason.LENGTH
 
 
@@ -274,7 +274,7 @@ def test_a_failing_matcher_ends_its_sequence_alone() -> None:
     while engine.sequences:
         engine.advance()
         held.let_go()
-    engine.outgoing.send_to_clients()
+    engine.outbox.send_to_clients()
     assert isinstance(bad.error, OutriderError)
     assert bad.error.reason is Reason.INTERNAL
     assert good.finish_reason is FinishReason.LENGTH

@@ -26,7 +26,7 @@ from outrider.v1.verifier_pb2_grpc import (
 from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.engine_thread import EngineThread
 from verifier_svc.engine.loop import Engine
-from verifier_svc.engine.outgoing import Delivery
+from verifier_svc.engine.outbox import Delivery
 from verifier_svc.streams.servicer import VerifierServicer
 
 GREEDY = SamplingParams(0.0)

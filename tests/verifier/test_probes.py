@@ -18,7 +18,7 @@ POLICIES = [DraftTokensPolicy(), DraftTokensPolicy.parse("auto"), DraftTokensPol
 
 
 def doubted(
-    policy: DraftTokensPolicy, **config: int
+    policy: DraftTokensPolicy, **limits: int
 ) -> tuple[Engine, ScriptedDrafter, Sequence, VirtualClock]:
     """A drafter that was always wrong, and a new sequence that is assigned to it.
 
@@ -26,7 +26,7 @@ def doubted(
     """
     clock = VirtualClock()
     engine, model = make_engine(
-        eos_bias=-99, page_count=256, config=EngineConfig(policy, **config), clock=clock
+        eos_bias=-99, page_count=256, config=EngineConfig(policy, **limits), clock=clock
     )
     model.broken = lambda slices: clock.sleep(0.052)
     drafter = ScriptedDrafter(engine)

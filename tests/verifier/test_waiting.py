@@ -299,7 +299,7 @@ def test_a_prompt_answer_is_waited_for_and_used(clock: VirtualClock) -> None:
     drafter = ScriptedDrafter(engine)
     client = TimedClient(clock)
     truth = model.greedy([1, 2], 60)
-    deliver = engine.outgoing._deliver
+    deliver = engine.outbox._deliver
 
     def answer_soon(deliveries: list[object]) -> None:
         deliver(deliveries)  # type: ignore[arg-type]
@@ -312,7 +312,7 @@ def test_a_prompt_answer_is_waited_for_and_used(clock: VirtualClock) -> None:
         if any(isinstance(argument, StepBatch) for _, argument in deliveries):  # type: ignore[misc]
             clock.after(0.004, lambda: engine.post(answer))
 
-    engine.outgoing._deliver = answer_soon  # type: ignore[assignment]
+    engine.outbox._deliver = answer_soon  # type: ignore[assignment]
     sequence = engine.submit(TokenRequest([1, 2], 60, GREEDY), client)
     clock.finish(engine)
     assert client.tokens == truth

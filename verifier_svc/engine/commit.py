@@ -8,8 +8,8 @@ from outrider.process.telemetry import Span
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.messages import FinishReason, TokenChunk
 from verifier_svc.drafts.draft_message import favoured_count, record_draft
+from verifier_svc.engine.chunks import chunk_of, cut_at_end, cut_at_grammars_end, sources_of
 from verifier_svc.engine.context import EngineContext
-from verifier_svc.engine.outputs import chunk_of, cut_at_end, cut_at_grammars_end, sources_of
 from verifier_svc.engine.step_spans import StepSpans
 from verifier_svc.policy.pauses import pause_of
 from verifier_svc.state.scheduled_sequence import ScheduledSequence
@@ -26,7 +26,7 @@ class Committer:
         self._scheduler = context.scheduler
         self._pool = context.scheduler.pool
         self._drafting = context.drafting
-        self._outgoing = context.outgoing
+        self._outbox = context.outbox
         self._metrics = context.metrics
         self._clock = context.clock
         self._spans = spans
@@ -60,7 +60,7 @@ class Committer:
         self._pool.cache_pages(sequence.kv, sequence.tokens, sequence.request.tenant)
         if verified.prompt_logprobs:
             chunk = TokenChunk([], [], prompt_logprobs=list(verified.prompt_logprobs))
-            self._outgoing.add(sequence.sink, chunk)
+            self._outbox.add(sequence.sink, chunk)
 
     def take_token_count(self) -> int:
         """Count the tokens committed since the last call, in the metrics too."""
@@ -71,15 +71,15 @@ class Committer:
 
     def fail(self, sequence: Sequence, error: OutriderError) -> None:
         """End a sequence with an error."""
-        self._outgoing.add(sequence.sink, error)
+        self._outbox.add(sequence.sink, error)
         self.end_sequence(sequence)
 
     def stop_gathering(self) -> None:
-        """Add all unsent tokens to the outgoing chunks, and keep none from now on."""
+        """Add all unsent tokens to the outbox, and keep none from now on."""
         self._gathers = False
         for sequence in self._sequences.values():
             if sequence.unsent is not None:
-                self._outgoing.add(sequence.sink, sequence.unsent)
+                self._outbox.add(sequence.sink, sequence.unsent)
                 sequence.unsent = None
 
     def end_sequence(self, sequence: Sequence) -> None:
@@ -174,7 +174,7 @@ class Committer:
             chunk = sequence.unsent.joined(chunk)
         enough = len(chunk.token_ids) >= sequence.request.min_chunk_tokens or not self._gathers
         if enough or chunk.finish_reason is not None or sequence.stats.forward_count == 1:
-            self._outgoing.add(sequence.sink, chunk)
+            self._outbox.add(sequence.sink, chunk)
             sequence.unsent = None
         else:
             sequence.unsent = chunk

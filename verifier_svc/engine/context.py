@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from outrider.process.clock import Clock
 from verifier_svc.drafts.exchange import DraftExchange
-from verifier_svc.engine.outgoing import Outgoing
+from verifier_svc.engine.outbox import Outbox
 from verifier_svc.engine.scheduler import Scheduler
 from verifier_svc.metrics import Metrics
 from verifier_svc.state.sequence import Sequence
@@ -19,6 +19,6 @@ class EngineContext:
     sequences: dict[int, Sequence]
     scheduler: Scheduler
     drafting: DraftExchange
-    outgoing: Outgoing
+    outbox: Outbox
     metrics: Metrics
     clock: Clock

@@ -28,7 +28,7 @@ class DraftWait:
     ) -> None:
         self._scheduler = context.scheduler
         self._drafting = context.drafting
-        self._outgoing = context.outgoing
+        self._outbox = context.outbox
         self._clock = context.clock
         self._intake = intake
         self._planner = planner
@@ -86,8 +86,8 @@ class DraftWait:
         """
         remaining_s = self._began + _MAX_HOLD_S - now
         if remaining_s <= 0.0:
-            self._outgoing.send_to_clients()
-        if not self._outgoing.holds_chunks:
+            self._outbox.send_to_clients()
+        if not self._outbox.holds_chunks:
             return math.inf
         return remaining_s
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from verifier_svc.engine.loop import Engine
-from verifier_svc.engine.outgoing import Delivery
+from verifier_svc.engine.outbox import Delivery
 
 log = logging.getLogger(__name__)
 

@@ -78,7 +78,7 @@ class Intake:
         self._sequences = context.sequences
         self._scheduler = context.scheduler
         self._drafting = context.drafting
-        self._outgoing = context.outgoing
+        self._outbox = context.outbox
         self._clock = context.clock
         self._model = model
         self._config = config
@@ -148,7 +148,7 @@ class Intake:
             raise error
         del self._sequences[displaced.id]
         self._scheduler.remove(displaced)
-        self._outgoing.add(displaced.sink, error)
+        self._outbox.add(displaced.sink, error)
 
     def _new_sequence(
         self,

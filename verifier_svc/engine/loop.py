@@ -26,7 +26,7 @@ from verifier_svc.engine.config import EngineConfig, LanguageModel
 from verifier_svc.engine.context import EngineContext
 from verifier_svc.engine.draft_wait import DraftWait
 from verifier_svc.engine.intake import Inbox, Intake
-from verifier_svc.engine.outgoing import Delivery, Outgoing
+from verifier_svc.engine.outbox import Delivery, Outbox
 from verifier_svc.engine.scheduler import Scheduler
 from verifier_svc.engine.step_spans import StepSpans
 from verifier_svc.engine.warm_up import WarmUp
@@ -100,7 +100,7 @@ class Engine:
         )
         self.drafting.roster.max_drafters = config.max_drafters
         self.drafting.roster.max_drafters_per_holder = config.max_drafters_per_holder
-        self.outgoing = Outgoing(deliver, self.drafting)
+        self.outbox = Outbox(deliver, self.drafting)
         self._metrics = metrics
         self._draft_verifier = draft_verifier
         self._spans = StepSpans(metrics, traced_steps, clock)
@@ -109,7 +109,7 @@ class Engine:
         budget_of_masks = MaskBudget(mask_seconds, clock)
         self._grammar_masks = GrammarMasks(mask_lanes, budget_of_masks, self._wake)
         shared = EngineContext(
-            self.sequences, self.scheduler, self.drafting, self.outgoing, metrics, clock
+            self.sequences, self.scheduler, self.drafting, self.outbox, metrics, clock
         )
         self._intake = Intake(shared, model, config, draft_verifier.thinking_ids)
         self._wait = DraftWait(shared, self._intake, self.planner, self._step_clock)
@@ -161,7 +161,7 @@ class Engine:
     def stop_gathering(self) -> None:
         """Send clients all unsent tokens, and from now on the tokens of each step."""
         self._committer.stop_gathering()
-        self.outgoing.send_to_clients()
+        self.outbox.send_to_clients()
 
     # --- the loop ---
 
@@ -172,7 +172,7 @@ class Engine:
                 self._inbox.wait(self.advance())
         finally:
             # Clients get all committed tokens, even if an error ended the loop.
-            self.outgoing.send_to_clients()
+            self.outbox.send_to_clients()
 
     def advance(self) -> float | None:
         """Run posted work, then at most one step; returns how long the caller may sleep afterwards.
@@ -190,7 +190,7 @@ class Engine:
             return wait_s
         self._end_overdue()
         if self.scheduler.running and not self.scheduler.ready():
-            self.outgoing.send_to_clients()
+            self.outbox.send_to_clients()
             return _MASK_POLL_S
         self.step()
         return 0.0
@@ -211,11 +211,11 @@ class Engine:
         """Run everything that was posted."""
         self._inbox.run_all()
         self._metrics.flush()
-        self.outgoing.send_to_drafters()
+        self.outbox.send_to_drafters()
 
     def _go_idle(self) -> None:
         """Deliver the last chunks, and check the page pool once per idle period."""
-        self.outgoing.send_to_clients()
+        self.outbox.send_to_clients()
         if not self._step_clock.idle():
             return
         try:
@@ -244,12 +244,12 @@ class Engine:
         self._step_clock.begin()
         self._quiet = self._step_clock.undisturbed_since(self.drafting.busy_until)
         plan = self._wait.take_plan()
-        self.outgoing.send_to_drafters()
+        self.outbox.send_to_drafters()
         scheduler = self.scheduler
         trees = grow_trees(scheduler.in_turn(), plan, scheduler.draft_room)
         batch = self._grammar_masks.cut(scheduler.next(plan.draft_tokens, trees))
         self._step_clock.end("pack")
-        self.outgoing.send_to_clients()
+        self.outbox.send_to_clients()
         self._step_clock.end("send")
         return batch
 
@@ -302,10 +302,10 @@ class Engine:
         """Measure the step and send its verdicts; if it is the last, its chunks and counts too."""
         isolated_forward_s = self._observe(batch)
         self._metrics.occupancy(self.scheduler.occupancy())
-        self.outgoing.send_to_drafters()
+        self.outbox.send_to_drafters()
         if not self.sequences:
             self._metrics.flush()
-            self.outgoing.send_to_clients()
+            self.outbox.send_to_clients()
         self._step_clock.end("send")
         self._spans.end(self._step_clock.phases_s)
         self._metrics.step(self._step_clock, isolated_forward_s, len(batch))

@@ -57,7 +57,7 @@ def grow_trees(
     if not any(_is_planned(sequence, plan) and not is_sampled(sequence) for sequence in branched):
         return {}
     planned = [sequence for sequence in sequences if _is_planned(sequence, plan)]
-    return _Forest(planned, plan).grow(room())
+    return TreeBuilder(planned, plan).grow(room())
 
 
 def _is_planned(sequence: Sequence, plan: Plan) -> bool:
@@ -127,7 +127,7 @@ class _Tree:
         return self.assignment, draft
 
 
-class _Forest:
+class TreeBuilder:
     """The trees of a step's sequences while they grow."""
 
     def __init__(self, planned: Collection[Sequence], plan: Plan) -> None:

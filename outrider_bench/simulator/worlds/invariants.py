@@ -211,5 +211,5 @@ def check_quiet(engine: Engine) -> None:
             broken("no drafter's slot is left", f"{drafter.id}: {drafter.sequence_ids}")
         if drafter.outbox:
             broken("every message to a drafter is sent", drafter.id)
-    if engine.outgoing.holds_chunks or engine.drafting.rejections:
+    if engine.outbox.holds_chunks or engine.drafting.rejections:
         broken("every message of the engine is sent", engine.drafting.rejections)

@@ -24,7 +24,7 @@ from outrider.protocol.messages import (
 from outrider_bench.simulator.events import Events
 from outrider_bench.simulator.worlds.target import EOS, VOCAB, PagedTarget
 from verifier_svc.engine.loop import Engine
-from verifier_svc.engine.outgoing import Delivery
+from verifier_svc.engine.outbox import Delivery
 from verifier_svc.metrics import Metrics
 
 REQUEST_COUNT = 240
@@ -162,7 +162,7 @@ def answer_of(number: int) -> Answer:
     engine.submit(request_of(number), receive, matcher=matcher_of(number, ()))
     while engine.sequences:
         engine.step()
-    engine.outgoing.send_to_clients()
+    engine.outbox.send_to_clients()
     finish_reason = chunks[-1].finish_reason
     if finish_reason is None:
         raise RuntimeError(f"request {number} ended without a finish reason")

@@ -13,7 +13,7 @@ Delivery = tuple[Callable[..., None], object]
 """A sink and its argument."""
 
 
-class Outgoing:
+class Outbox:
     """For the engine's thread alone. `deliver` runs the sinks, in production on the event loop.
 
     A sink may change the engine only through `Engine.post`, because clients are notified in the
