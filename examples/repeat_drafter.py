@@ -41,10 +41,10 @@ class RepeatFamily(Family):
     async def propose(
         self, sequences: Sequence[DraftSequence], interrupted: Callable[[], bool]
     ) -> None:
-        """Extend the chain of each sequence by its goal."""
+        """Extend the chain of each sequence by the wanted tokens."""
         for sequence in sequences:
             text = [*sequence.tokens, *sequence.guesses]
-            sequence.extend(self._continuation(text, sequence.goal))
+            sequence.extend(self._continuation(text, sequence.num_wanted))
 
     def _continuation(self, text: list[int], length: int) -> list[int]:
         """The tokens, at most `length`, behind the last earlier occurrence of the text's end."""

@@ -55,7 +55,7 @@ class RandomFamily(Family):
     ) -> None:
         """Fill each sequence's room with one random token, repeated."""
         for sequence in sequences:
-            sequence.extend([random.randrange(self._vocab_size)] * sequence.room)
+            sequence.extend([random.randrange(self._vocab_size)] * sequence.remaining_window)
 
 
 async def measure(

@@ -135,7 +135,7 @@ class CachedDraft:
         self.stuck = False
         self.round_start_count = self.guess_count
         if self.at is None:
-            self.goal = self.guess_count + self.sequence.goal
+            self.goal = self.guess_count + self.sequence.num_wanted
         else:
             self.goal = self.at + 1 + self.sequence.draft_tokens
 

@@ -140,13 +140,13 @@ class ModelFamily(Family):
     def _has_unknown_ids(self, token_ids: Sequence[int]) -> bool:
         return max(token_ids) >= self._model.runner.vocab_size
 
-    def committed(self, sequence: DraftSequence, standing: int) -> None:
-        """Cut the KV cache to the first `standing` tokens, or take over that of a branch."""
+    def committed(self, sequence: DraftSequence, num_valid_tokens: int) -> None:
+        """Cut the KV cache to `num_valid_tokens`, or take over the cache of a branch."""
         draft = self._drafts[sequence.id]
         new = sequence.tokens[draft.committed_count :]
         # How many tokens behind the earlier commit still stand: fewer than `new` if the chain was
         # wrong, else `new` and the guesses behind it.
-        kept = standing - draft.committed_count
+        kept = num_valid_tokens - draft.committed_count
         draft.committed_count = len(sequence.tokens)
         draft.has_unknown_ids |= self._has_unknown_ids(new)
         branch = None
@@ -160,8 +160,8 @@ class ModelFamily(Family):
         if branch is not None:
             # The branch was committed. Its cache goes on where the chain's would be rewound.
             draft.kv, branch.kv = branch.kv, draft.kv
-        elif standing < draft.kv.num_computed_tokens:
-            self._rewind(draft, standing)
+        elif num_valid_tokens < draft.kv.num_computed_tokens:
+            self._rewind(draft, num_valid_tokens)
         self._drop_branches(draft)
 
     def _rewind(self, draft: CachedDraft, length: int) -> None:
@@ -194,7 +194,9 @@ class ModelFamily(Family):
         drafts = [draft for draft in drafts if not draft.has_unknown_ids]
         context_length = self._model.runner.context_length
         growing = [
-            draft for draft in drafts if draft.sequence.goal > 0 and draft.length < context_length
+            draft
+            for draft in drafts
+            if draft.sequence.num_wanted > 0 and draft.length < context_length
         ]
         branching = [draft for draft in drafts if running_ahead and self._begin_branches(draft)]
         branches = [branch for draft in branching for branch in draft.branches.values()]
@@ -244,7 +246,7 @@ class ModelFamily(Family):
         # Free the branches of a round that failed.
         self._drop_branches(draft)
         places = min(sequence.draft_tokens, len(sequence.guesses) - 1)
-        space = (sequence.branch_room - sequence.room) // (1 + sequence.draft_tokens)
+        space = (sequence.branch_room - sequence.remaining_window) // (1 + sequence.draft_tokens)
         budget = max(0, min(self._branch_count, space))
         for at, count in enumerate(fan_out(sequence.acceptance, places, budget)):
             if sequence.window.depth - at <= sequence.draft_tokens:

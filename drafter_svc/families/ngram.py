@@ -131,7 +131,7 @@ class NgramFamily(Family):
             )
         self._index(sequence, text)
 
-    def committed(self, sequence: DraftSequence, standing: int) -> None:
+    def committed(self, sequence: DraftSequence, num_valid_tokens: int) -> None:
         """Index the committed tokens."""
         self._index(sequence, self._texts[sequence.id])
 
@@ -175,7 +175,7 @@ class NgramFamily(Family):
         """
         unknown: list[DraftSequence] = []
         for sequence in sequences:
-            if sequence.room == 0:
+            if sequence.remaining_window == 0:
                 self._branch(sequence)
             elif run := self._local(sequence):
                 self._extend(sequence, run)
@@ -195,7 +195,7 @@ class NgramFamily(Family):
         if not sequence.wants_tree:
             sequence.extend(run)
             return
-        run = run[: sequence.room]
+        run = run[: sequence.remaining_window]
         first = len(sequence.guesses)
         text = self._context(sequence, sequence.guesses)
         confidences: list[float] = []
@@ -242,7 +242,7 @@ class NgramFamily(Family):
     def _local(self, sequence: DraftSequence) -> list[int]:
         """A continuation from the prediction, the request's own pool or the public pool."""
         text = self._texts[sequence.id]
-        room = sequence.room
+        room = sequence.remaining_window
         if text.prediction is not None:
             generated = [*sequence.tokens[sequence.opened.prompt_length :], *sequence.guesses]
             if expected := text.prediction.continuation(generated, room):

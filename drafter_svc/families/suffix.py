@@ -131,7 +131,7 @@ class SuffixFamily(Family):
         """Add a sequence's text to its tenant's trees."""
         self._texts[sequence.id] = self._corpora.begin(sequence.opened)
 
-    def committed(self, sequence: DraftSequence, standing: int) -> None:
+    def committed(self, sequence: DraftSequence, num_valid_tokens: int) -> None:
         """Add the committed tokens to the trees."""
         text = self._texts[sequence.id]
         text.trees.add_active_response(text.number, sequence.tokens[text.length :])
@@ -153,14 +153,14 @@ class SuffixFamily(Family):
     ) -> None:
         """Extend every sequence that has room; where the verifier verifies trees, add branches."""
         for sequence in sequences:
-            if sequence.room > 0:
+            if sequence.remaining_window > 0:
                 self._extend(sequence)
 
     def _extend(self, sequence: DraftSequence) -> None:
         first = len(sequence.guesses)
         context = [*sequence.tokens, *sequence.guesses][-self._settings.max_tree_depth :]
         # Without the option for trees of tokens, the draft is a chain.
-        draft = self._speculate(sequence, context, sequence.room)
+        draft = self._speculate(sequence, context, sequence.remaining_window)
         if not sequence.wants_tree:
             sequence.extend(draft.token_ids)
             return

@@ -48,7 +48,7 @@ class DraftSequence:
         return self._tree.confidences
 
     @property
-    def room(self) -> int:
+    def remaining_window(self) -> int:
         """How many more guesses the chain may have; 0 after `give_up` and `abandon`."""
         if self._given_up or self.abandoned:
             return 0
@@ -98,10 +98,10 @@ class DraftSequence:
     @property
     def urgent(self) -> bool:
         """Whether the verifier may be waiting: its next step lacks guesses, and there is room."""
-        return len(self.guesses) < self.draft_tokens and self.room > 0
+        return len(self.guesses) < self.draft_tokens and self.remaining_window > 0
 
     @property
-    def goal(self) -> int:
+    def num_wanted(self) -> int:
         """How many tokens to guess now.
 
         As many as the verifier's next step lacks, or, when it lacks none, as many as a step takes.
@@ -109,7 +109,7 @@ class DraftSequence:
         wanted = self.draft_tokens
         if self.urgent:
             wanted -= len(self.guesses)
-        return min(wanted, self.room)
+        return min(wanted, self.remaining_window)
 
     @property
     def acceptance(self) -> float:
@@ -122,13 +122,13 @@ class DraftSequence:
         distributions: Sequence[SparseDistribution] = (),
         confidences: Sequence[float] = (),
     ) -> None:
-        """Add the guesses of `run` to the chain; drops those beyond `room`.
+        """Add the guesses of `run` to the chain; drops those beyond `remaining_window`.
 
         `distributions` has the distribution that each was sampled from, or is empty. `confidences`
         has the strategy's estimates of the probability that each is committed if the one before it
         is, or is empty.
         """
-        count = min(len(run), self.room)
+        count = min(len(run), self.remaining_window)
         self._tree.extend(run[:count], distributions[:count], confidences[:count])
 
     def branch(self, at: int, run: Sequence[int], confidences: Sequence[float] = ()) -> None:
@@ -163,7 +163,7 @@ class DraftSequence:
         """
         self.postponed = True
 
-    def settle(self) -> None:
+    def resolve(self) -> None:
         """Give up the chain or the branches if the strategy offered nothing.
 
         The session calls this after each `propose`, so that it does not ask for the same again
@@ -173,7 +173,7 @@ class DraftSequence:
         self.postponed = False
         if self._tree.has_unsent or postponed:
             return
-        if self.room > 0:
+        if self.remaining_window > 0:
             self.give_up()
         else:
             self.give_up_branches()
@@ -194,7 +194,7 @@ class DraftSequence:
 
     def take_skip(self) -> Skip | None:
         """A skip if the chain has ended and the verifier may be waiting; one for each length."""
-        if self._skipped or self.room > 0 or len(self.guesses) >= self.draft_tokens:
+        if self._skipped or self.remaining_window > 0 or len(self.guesses) >= self.draft_tokens:
             return None
         self._skipped = True
         return Skip(self.id, len(self.tokens))

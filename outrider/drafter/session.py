@@ -61,10 +61,10 @@ class DraftSession:
         if sequence is None:
             return
         before = len(sequence.tokens)
-        standing = sequence.follow(verdict)
+        num_valid_tokens = sequence.follow(verdict)
         if len(sequence.tokens) > before and not sequence.abandoned:
             with self._abandoning(sequence):
-                self._strategy.committed(sequence, standing)
+                self._strategy.committed(sequence, num_valid_tokens)
 
     async def round(self, interrupted: Callable[[], bool]) -> DraftBatch:
         """Draft until there is something to send; an empty batch means to wait for a message.
@@ -77,7 +77,7 @@ class DraftSession:
         while asked := self._next():
             await self._propose(asked, interrupted)
             for sequence in asked:
-                sequence.settle()
+                sequence.resolve()
             batch = self._collect(self._clock() - started)
             if batch.proposals or batch.skips or interrupted():
                 return batch
@@ -88,7 +88,7 @@ class DraftSession:
         urgent = [sequence for sequence in sequences if sequence.urgent]
         if urgent:
             return urgent
-        return [one for one in sequences if one.room > 0 or one.branch_room > 0]
+        return [each for each in sequences if each.remaining_window > 0 or each.branch_room > 0]
 
     def _collect(self, draft_seconds: float) -> DraftBatch:
         batch = DraftBatch()

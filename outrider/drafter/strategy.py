@@ -32,19 +32,19 @@ class Strategy(ABC):
     ) -> None:
         """Guess for these sequences with `sequence.extend` and `sequence.branch`.
 
-        The verifier can use `sequence.goal` tokens of each now. The session does not ask again
-        for a sequence without an offer before its next verdict, unless the strategy postpones it.
-        A long computation should call `interrupted` now and then and return once it is true: then
-        a message waits to be read.
+        The verifier can use `sequence.num_wanted` tokens of each sequence now. The session does not
+        ask again for a sequence without an offer before its next verdict, unless the strategy
+        postpones it. A long computation should call `interrupted` now and then and return once it
+        is true: then a message waits to be read.
         """
 
     def opened(self, sequence: DraftSequence) -> None:
         """Begin a sequence. This and the next two run between two drafts and should be quick."""
 
-    def committed(self, sequence: DraftSequence, standing: int) -> None:
-        """Handle a verdict. Of the tokens held before it, the first `standing` are still valid.
+    def committed(self, sequence: DraftSequence, num_valid_tokens: int) -> None:
+        """Handle a verdict: the first `num_valid_tokens` of the tokens held before it stay valid.
 
-        The tokens held are the committed ones and the guesses behind them.
+        The tokens held are the committed tokens and the guesses behind them.
         """
 
     def closed(self, sequence: DraftSequence) -> None:
@@ -72,6 +72,6 @@ class GuessStrategy(Strategy):
         for sequence in sequences:
             if interrupted():
                 sequence.postpone()
-            elif sequence.goal > 0:
+            elif sequence.num_wanted > 0:
                 text = [*sequence.tokens, *sequence.guesses]
-                sequence.extend(self._guess(text, sequence.goal))
+                sequence.extend(self._guess(text, sequence.num_wanted))

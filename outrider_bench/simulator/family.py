@@ -35,9 +35,9 @@ class SimulatedFamily(Family):
         """Read the prompt in the next round."""
         self._unread[sequence.id] = len(sequence.tokens)
 
-    def committed(self, sequence: DraftSequence, standing: int) -> None:
+    def committed(self, sequence: DraftSequence, num_valid_tokens: int) -> None:
         """Read the committed tokens that were not its own guesses in the next round."""
-        self._unread[sequence.id] += max(0, len(sequence.tokens) - standing)
+        self._unread[sequence.id] += max(0, len(sequence.tokens) - num_valid_tokens)
 
     def closed(self, sequence: DraftSequence) -> None:
         """Forget the sequence."""
@@ -47,7 +47,7 @@ class SimulatedFamily(Family):
         self, sequences: Sequence[DraftSequence], interrupted: Callable[[], bool]
     ) -> None:
         """Draft up to each sequence's goal; the passes take the cost table's time."""
-        goals = [sequence.goal for sequence in sequences]
+        goals = [sequence.num_wanted for sequence in sequences]
         # The first pass reads the last token of each sequence.
         unread = sum([max(0, self._unread[sequence.id] - 1) for sequence in sequences])
         cost = self._cost

@@ -192,7 +192,7 @@ def _lookup_cost() -> DraftingCost:
     for i in range(_LOOKUPS):
         sequence.follow(Verdict(1, _TEXT + i + 1, [draw.randrange(40)], 0, 4))
         family.committed(sequence, 0)
-        while sequence.room > 0:
+        while sequence.remaining_window > 0:
             chain_s.append(_proposing_s(family, sequence))
         branches_s.append(_proposing_s(family, sequence))
     return DraftingCost(
@@ -209,7 +209,7 @@ def _proposing_s(family: NgramFamily, sequence: DraftSequence) -> float:
     with suppress(StopIteration):
         work.send(None)
     seconds = time.perf_counter() - started
-    sequence.settle()
+    sequence.resolve()
     return seconds
 
 

@@ -99,7 +99,7 @@ class SimulatedNgram(NgramFamily):
     ) -> None:
         """Propose as in production, after the cost table's time."""
         cost = self._cost
-        full = len([sequence for sequence in sequences if sequence.room == 0])
+        full = len([sequence for sequence in sequences if sequence.remaining_window == 0])
         trees = len([sequence for sequence in sequences if sequence.wants_tree])
         branching = max(full, trees)
         chains_s = (len(sequences) - full) * cost.sequence_s

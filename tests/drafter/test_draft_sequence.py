@@ -106,7 +106,7 @@ class Pair:
         self.proposals: list[Proposal] = []
 
     def extend(self, run: list[int]) -> None:
-        self.model.extend(run[: self.real.room])
+        self.model.extend(run[: self.real.remaining_window])
         self.real.extend(run)
 
     def branch(self, at: int, run: list[int]) -> None:
@@ -131,10 +131,13 @@ class Pair:
         if start > end:
             return
         before = [*self.real.tokens, *self.real.guesses]
-        standing = self.real.follow(verdict(end, *self.committed[start:end]))
+        num_valid_tokens = self.real.follow(verdict(end, *self.committed[start:end]))
         after = [*self.real.tokens, *self.real.guesses]
-        assert after[:standing] == before[:standing]
-        assert standing == min(len(before), len(after)) or after[standing] != before[standing]
+        assert after[:num_valid_tokens] == before[:num_valid_tokens]
+        assert (
+            num_valid_tokens == min(len(before), len(after))
+            or after[num_valid_tokens] != before[num_valid_tokens]
+        )
         self.model.follow(self.committed[:end])
 
     def take(self) -> None:
@@ -179,9 +182,9 @@ def test_a_hit_keeps_the_guesses_ahead_and_makes_room() -> None:
     drafted = sequence()
     drafted.extend([1, 2, 0, 1])
     drafted.extend([2, 2, 2])
-    assert (drafted.guesses, drafted.room) == ([1, 2, 0, 1, 2, 2], 0)
+    assert (drafted.guesses, drafted.remaining_window) == ([1, 2, 0, 1, 2, 2], 0)
     assert drafted.follow(verdict(6, 1, 2, 0)) == COUNT + 6
-    assert (drafted.guesses, drafted.room) == ([1, 2, 2], 3)
+    assert (drafted.guesses, drafted.remaining_window) == ([1, 2, 2], 3)
 
 
 def test_a_miss_keeps_only_the_matched_guesses() -> None:
@@ -315,11 +318,11 @@ def test_a_skip_is_sent_once_for_each_committed_length() -> None:
     assert drafted.take_skip() is None
     drafted.extend([1])
     drafted.give_up()
-    assert drafted.room == 0
+    assert drafted.remaining_window == 0
     assert drafted.take_skip() == Skip(1, 3)
     assert drafted.take_skip() is None
     drafted.follow(verdict(4, 1, draft_tokens=2))
-    assert drafted.room == WINDOW.depth
+    assert drafted.remaining_window == WINDOW.depth
     drafted.extend([1, 2])
     drafted.give_up()
     assert drafted.take_skip() is None
@@ -331,7 +334,7 @@ def test_a_repeated_verdict_changes_nothing() -> None:
     drafted.give_up()
     assert drafted.take_skip() == Skip(1, 4)
     drafted.follow(verdict(4, 1, draft_tokens=3, window=Window(9, 9)))
-    assert drafted.room == 0
+    assert drafted.remaining_window == 0
     assert (drafted.draft_tokens, drafted.window) == (2, WINDOW)
     assert drafted.take_skip() is None
 
@@ -340,7 +343,7 @@ def test_guesses_stay_within_a_smaller_window_and_one_proposal() -> None:
     drafted = sequence()
     drafted.extend([1, 2, 0, 1])
     drafted.follow(verdict(4, 1, draft_tokens=1, window=Window(2, 2)))
-    assert (drafted.room, drafted.branch_room, drafted.goal) == (0, 0, 0)
+    assert (drafted.remaining_window, drafted.branch_room, drafted.num_wanted) == (0, 0, 0)
     wide = sequence(window=Window(4096, 128))
     wide.extend([1] * 128)
     for at in range(12):
@@ -354,9 +357,9 @@ def test_guesses_stay_within_a_smaller_window_and_one_proposal() -> None:
 def test_a_sequence_is_urgent_until_it_has_the_next_steps_tokens() -> None:
     drafted = sequence(draft_tokens=3)
     drafted.extend([1, 2])
-    assert (drafted.urgent, drafted.goal) == (True, 1)
+    assert (drafted.urgent, drafted.num_wanted) == (True, 1)
     drafted.extend([0])
-    assert (drafted.urgent, drafted.goal, drafted.room) == (False, 3, 3)
+    assert (drafted.urgent, drafted.num_wanted, drafted.remaining_window) == (False, 3, 3)
 
 
 def test_branches_need_guesses_and_leave_to_run_ahead() -> None:
@@ -365,7 +368,7 @@ def test_branches_need_guesses_and_leave_to_run_ahead() -> None:
     drafted.extend([1])
     assert drafted.branch_room == WINDOW.token_count - 1
     drafted.give_up_branches()
-    assert (drafted.branch_room, drafted.room) == (0, WINDOW.depth - 1)
+    assert (drafted.branch_room, drafted.remaining_window) == (0, WINDOW.depth - 1)
     bound = sequence(window=Window(12, 4))
     bound.extend([1])
     assert bound.branch_room == 0

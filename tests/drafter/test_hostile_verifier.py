@@ -149,7 +149,7 @@ class Breaking(Counting):
     def opened(self, sequence: DraftSequence) -> None:
         self._fail_at("opened", sequence)
 
-    def committed(self, sequence: DraftSequence, standing: int) -> None:
+    def committed(self, sequence: DraftSequence, num_valid_tokens: int) -> None:
         self._fail_at("committed", sequence)
 
     def closed(self, sequence: DraftSequence) -> None:

@@ -56,8 +56,8 @@ class Counting(Family):
     def opened(self, sequence: DraftSequence) -> None:
         self.calls.append(("opened", sequence.id))
 
-    def committed(self, sequence: DraftSequence, standing: int) -> None:
-        self.calls.append(("committed", standing))
+    def committed(self, sequence: DraftSequence, num_valid_tokens: int) -> None:
+        self.calls.append(("committed", num_valid_tokens))
 
     def closed(self, sequence: DraftSequence) -> None:
         self.calls.append(("closed", sequence.id))
@@ -72,7 +72,7 @@ class Counting(Family):
                 sequence.postpone()
             elif sequence.id not in self.ends:
                 last = [*sequence.tokens, *sequence.guesses][-1]
-                sequence.extend(range(last + 1, last + 1 + sequence.goal))
+                sequence.extend(range(last + 1, last + 1 + sequence.num_wanted))
 
 
 def session(family: Family | None = None) -> DraftSession:
@@ -155,7 +155,7 @@ def test_branches_are_asked_for_when_the_chain_cannot_grow() -> None:
             self, sequences: Sequence[DraftSequence], interrupted: Callable[[], bool]
         ) -> None:
             for sequence in sequences:
-                if sequence.room > 0:
+                if sequence.remaining_window > 0:
                     sequence.extend([5, 6, 7][len(sequence.guesses) :])
                 else:
                     sequence.branch(1, [9])
@@ -226,7 +226,7 @@ class Breaking(Counting):
     def opened(self, sequence: DraftSequence) -> None:
         self._fail_at("opened", sequence)
 
-    def committed(self, sequence: DraftSequence, standing: int) -> None:
+    def committed(self, sequence: DraftSequence, num_valid_tokens: int) -> None:
         self._fail_at("committed", sequence)
 
     def closed(self, sequence: DraftSequence) -> None:

@@ -207,7 +207,7 @@ class Guesser:
 
     def _grow(self) -> None:
         rooms = [
-            (sequence, min(sequence.room, int(self._rng.integers(*self._lengths))))
+            (sequence, min(sequence.remaining_window, int(self._rng.integers(*self._lengths))))
             for sequence in self._sequences.values()
             if not (sequence.guesses and self._ends(sequence.guesses[-1]))
         ]

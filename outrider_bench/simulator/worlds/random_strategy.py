@@ -40,7 +40,7 @@ class RandomStrategy(Strategy):
         prompt_length = sequence.opened.prompt_length
         text = self._verifier.text_of(sequence.id, prompt_length, sequence.tokens)
         place = len(sequence.tokens) + len(sequence.guesses)
-        run = self._run(text[place:], sequence.goal)
+        run = self._run(text[place:], sequence.num_wanted)
         if run:
             confidences = [0.5] * len(run) if draw.random() < 0.3 else []
             sequence.extend(run, self._distributions(sequence, run), confidences)
