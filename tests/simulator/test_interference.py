@@ -79,7 +79,7 @@ def test_the_bundled_pair_on_two_cores_is_no_loss(
 def test_a_disturbing_drafter_that_pays_is_used(
     noise: float, batch: int, interference: float, unguarded: float
 ) -> None:
-    """`unguarded` is the speed without a budget. Measuring quiet steps costs part of it."""
+    """`unguarded` is the speed without a budget. Measuring baseline steps costs part of it."""
     drafter = {"acceptance": 0.8, "interference": interference}
     assert speed_on_gpu(drafter, batch, noise=noise) >= 0.96 * unguarded
 

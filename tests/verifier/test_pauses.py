@@ -107,7 +107,7 @@ def drafted(client: Client) -> int:
 
 
 def settled(stack: Stack) -> Stack:
-    """After the first requests, which measure drafters and quiet steps."""
+    """After the first requests, which measure drafters and baseline steps."""
     for _ in range(3):
         stack.get()
     return stack
@@ -157,8 +157,8 @@ def test_the_reason_follows_the_plan() -> None:
     assert reason(plan) is PauseReason.TOO_SLOW
     assert reason(replace(plan, paying=frozenset([drafter]))) is PauseReason.LOW_ACCEPTANCE
     while budget.allows(1, frozenset([drafter])):
-        for quiet in (True, False):
-            budget.observe(1, frozenset([drafter]), 0, STEP_S, quiet=quiet)
+        for baseline in (True, False):
+            budget.observe(1, frozenset([drafter]), 0, STEP_S, baseline=baseline)
     assert reason(plan) is PauseReason.BUDGET
 
 

@@ -19,48 +19,54 @@ def make_drafter(name: str) -> Drafter:
 
 ONE = make_drafter("one")
 OTHER = make_drafter("other")
-WAY = frozenset({ONE})
-OTHER_WAY = frozenset({OTHER})
+DRAFTER_SET = frozenset({ONE})
+OTHER_SET = frozenset({OTHER})
 
 
 class Steps:
     """A budget, and the steps that it observes."""
 
-    def __init__(self, *, quiet_s: float = 1.0, batches: tuple[int, ...] = (BATCH,)) -> None:
-        """Each of the batches has its first quiet steps, of `quiet_s` seconds, behind it."""
+    def __init__(self, *, baseline_s: float = 1.0, batches: tuple[int, ...] = (BATCH,)) -> None:
+        """Each of the batches has its first baseline steps, of `baseline_s` seconds, behind it."""
         isolated = ForwardCost()
         for batch in (1, 64):
             isolated.calibrate(batch, batch, 1.0)
         self.budget = SpeculationBudget(isolated)
         for batch in batches:
-            self.quiet_until_measured(batch, quiet_s)
+            self.baseline_until_measured(batch, baseline_s)
 
-    def quiet(self, seconds: float = 1.0, batch: int = BATCH) -> None:
-        self.budget.observe(batch, NOBODY, batch, seconds, quiet=True)
+    def baseline(self, seconds: float = 1.0, batch: int = BATCH) -> None:
+        self.budget.observe(batch, NOBODY, batch, seconds, baseline=True)
 
-    def gain(self, steps: float, way: frozenset[Drafter] = WAY, batch: int = BATCH) -> None:
+    def gain(
+        self, steps: float, drafters: frozenset[Drafter] = DRAFTER_SET, batch: int = BATCH
+    ) -> None:
         """A step that brings as many tokens as 1 + `steps` plain steps."""
-        self.budget.observe(batch, way, round(batch * (1 + steps)), 1.0, quiet=False)
+        self.budget.observe(batch, drafters, round(batch * (1 + steps)), 1.0, baseline=False)
 
-    def lose(self, steps: float, way: frozenset[Drafter] = WAY, batch: int = BATCH) -> None:
+    def lose(
+        self, steps: float, drafters: frozenset[Drafter] = DRAFTER_SET, batch: int = BATCH
+    ) -> None:
         """A step without gain that takes as long as 1 + `steps` plain ones."""
-        self.budget.observe(batch, way, batch, 1.0 + steps, quiet=False)
+        self.budget.observe(batch, drafters, batch, 1.0 + steps, baseline=False)
 
-    def quiet_until_measured(self, batch: int, seconds: float = 1.0) -> int:
-        """How many quiet steps pass before the budget needs no more of them."""
+    def baseline_until_measured(self, batch: int, seconds: float = 1.0) -> int:
+        """How many baseline steps pass before the budget needs no more of them."""
         return count_until(
-            lambda: not self.budget.needs_quiet(batch), lambda: self.quiet(seconds, batch)
+            lambda: not self.budget.needs_baseline(batch), lambda: self.baseline(seconds, batch)
         )
 
-    def losses_until_refused(self, way: frozenset[Drafter] = WAY, batch: int = BATCH) -> int:
-        """How many plain steps a way loses, one by one, before it is refused."""
+    def losses_until_refused(
+        self, drafters: frozenset[Drafter] = DRAFTER_SET, batch: int = BATCH
+    ) -> int:
+        """How many plain steps a drafter set loses, one by one, before it is refused."""
         return count_until(
-            lambda: not self.budget.allows(batch, way), lambda: self.lose(1.0, way, batch)
+            lambda: not self.budget.allows(batch, drafters), lambda: self.lose(1.0, drafters, batch)
         )
 
-    def quiet_until_allowed(self, way: frozenset[Drafter] = WAY) -> int:
-        """How many quiet steps pass before a way is allowed."""
-        return count_until(lambda: self.budget.allows(BATCH, way), self.quiet)
+    def baseline_until_allowed(self, drafters: frozenset[Drafter] = DRAFTER_SET) -> int:
+        """How many baseline steps pass before a drafter set is allowed."""
+        return count_until(lambda: self.budget.allows(BATCH, drafters), self.baseline)
 
 
 def count_until(reached: Callable[[], bool], act: Callable[[], None]) -> int:
@@ -72,87 +78,89 @@ def count_until(reached: Callable[[], bool], act: Callable[[], None]) -> int:
     raise AssertionError("not reached in 10,000 acts")
 
 
-# --- quiet steps ---
+# --- baseline steps ---
 
 
 def test_steps_under_a_clock_that_was_set_back_measure_nothing() -> None:
     steps = Steps(batches=())
     for _ in range(100):
-        steps.quiet(0.0)
+        steps.baseline(0.0)
     steps.gain(1.0)
-    assert steps.budget.needs_quiet(BATCH)
-    assert steps.quiet_until_measured(BATCH) == Steps(batches=()).quiet_until_measured(BATCH)
-    assert steps.budget.allows(BATCH, WAY)
+    assert steps.budget.needs_baseline(BATCH)
+    assert steps.baseline_until_measured(BATCH) == Steps(batches=()).baseline_until_measured(BATCH)
+    assert steps.budget.allows(BATCH, DRAFTER_SET)
 
 
 def test_without_trial_forwards_nothing_is_measured_or_refused() -> None:
     budget = SpeculationBudget(ForwardCost())
     for _ in range(100):
-        assert not budget.needs_quiet(BATCH)
-        budget.observe(BATCH, NOBODY, BATCH, 1.0, quiet=True)
-        budget.observe(BATCH, WAY, BATCH, 50.0, quiet=False)
-    assert budget.allows(BATCH, WAY)
+        assert not budget.needs_baseline(BATCH)
+        budget.observe(BATCH, NOBODY, BATCH, 1.0, baseline=True)
+        budget.observe(BATCH, DRAFTER_SET, BATCH, 50.0, baseline=False)
+    assert budget.allows(BATCH, DRAFTER_SET)
 
 
-def test_a_new_batch_size_begins_with_four_quiet_steps() -> None:
+def test_a_new_batch_size_begins_with_four_baseline_steps() -> None:
     steps = Steps(batches=())
     for batch in (1, BATCH):
-        assert steps.quiet_until_measured(batch) == 4
+        assert steps.baseline_until_measured(batch) == 4
 
 
-def test_quiet_steps_come_again_ever_more_rarely() -> None:
+def test_baseline_steps_come_again_ever_more_rarely() -> None:
     steps = Steps()
     gaps = []
     for _ in range(6):
-        gaps.append(count_until(lambda: steps.budget.needs_quiet(BATCH), lambda: steps.gain(0.0)))
-        steps.quiet_until_measured(BATCH)
-    # The step that ends a row of quiet ones is the first of the gap.
+        gaps.append(
+            count_until(lambda: steps.budget.needs_baseline(BATCH), lambda: steps.gain(0.0))
+        )
+        steps.baseline_until_measured(BATCH)
+    # The step that ends a row of baseline steps is the first of the gap.
     assert gaps == [127, 255, 511, 1023, 1023, 1023]
 
 
-def test_quiet_steps_are_given_up_if_some_drafter_always_computes() -> None:
+def test_baseline_steps_are_given_up_if_some_drafter_always_computes() -> None:
     steps = Steps(batches=())
     steps.gain(0.0)
-    waited = count_until(lambda: not steps.budget.needs_quiet(BATCH), lambda: steps.gain(0.0))
+    waited = count_until(lambda: not steps.budget.needs_baseline(BATCH), lambda: steps.gain(0.0))
     assert waited == 127
 
 
-def test_nothing_is_charged_before_a_quiet_step_is_measured() -> None:
+def test_nothing_is_charged_before_a_baseline_step_is_measured() -> None:
     steps = Steps(batches=())
     for _ in range(100):
         steps.lose(2.0)
-    assert steps.budget.allows(BATCH, WAY)
+    assert steps.budget.allows(BATCH, DRAFTER_SET)
 
 
-def test_a_quiet_step_is_charged_to_no_way() -> None:
+def test_a_baseline_step_is_charged_to_no_drafter_set() -> None:
     steps = Steps()
     for _ in range(100):
-        steps.quiet()
+        steps.baseline()
     for _ in range(4):
-        steps.quiet(2.0)
+        steps.baseline(2.0)
     assert steps.budget.allows(BATCH, NOBODY)
 
 
 def test_a_host_that_slows_down_every_step_is_no_loss() -> None:
-    steps = Steps(quiet_s=1.5)
+    steps = Steps(baseline_s=1.5)
     for _ in range(100):
         steps.lose(0.5)
-    assert steps.budget.allows(BATCH, WAY)
+    assert steps.budget.allows(BATCH, DRAFTER_SET)
 
 
-def test_the_measure_of_quiet_steps_follows_a_lasting_change() -> None:
+def test_the_measure_of_baseline_steps_follows_a_lasting_change() -> None:
     steps = Steps()
     for seconds in (1.0, 1.5):
         for _ in range(400):
-            steps.quiet(seconds)
+            steps.baseline(seconds)
     for _ in range(100):
         steps.lose(0.5)
-    assert steps.budget.allows(BATCH, WAY)
+    assert steps.budget.allows(BATCH, DRAFTER_SET)
 
 
-def test_one_quiet_step_that_was_held_up_hides_no_loss() -> None:
+def test_one_baseline_step_that_was_held_up_hides_no_loss() -> None:
     steps = Steps()
-    steps.quiet(1000.0)
+    steps.baseline(1000.0)
     assert steps.losses_until_refused() < 20
 
 
@@ -178,7 +186,7 @@ def test_gains_make_up_for_losses() -> None:
     for _ in range(100):
         steps.lose(0.5)
         steps.gain(0.5)
-    assert steps.budget.allows(BATCH, WAY)
+    assert steps.budget.allows(BATCH, DRAFTER_SET)
 
 
 def test_a_way_that_gained_may_lose_more_but_not_all_of_its_gains() -> None:
@@ -195,14 +203,14 @@ def test_no_gain_allows_a_loss_of_more_than_32_steps() -> None:
     assert steps.losses_until_refused() == 33
 
 
-# --- ways that are refused ---
+# --- drafter sets that are refused ---
 
 
 def test_a_refused_way_is_allowed_again_at_one_and_a_half_steps() -> None:
     steps = Steps()
     steps.losses_until_refused()
     # From one step below 0 to 1.5, at 0.5 % of the time.
-    assert steps.quiet_until_allowed() == pytest.approx(2.5 / 0.005, rel=0.01)
+    assert steps.baseline_until_allowed() == pytest.approx(2.5 / 0.005, rel=0.01)
 
 
 def test_a_refused_way_loses_the_room_that_its_gains_gave_it() -> None:
@@ -210,22 +218,22 @@ def test_a_refused_way_loses_the_room_that_its_gains_gave_it() -> None:
     for _ in range(10_000):
         steps.gain(1.0)
     steps.losses_until_refused()
-    assert steps.quiet_until_allowed() == pytest.approx(2.5 / 0.005, rel=0.01)
+    assert steps.baseline_until_allowed() == pytest.approx(2.5 / 0.005, rel=0.01)
 
 
 def test_refused_ways_share_one_refill() -> None:
     steps = Steps()
-    steps.losses_until_refused(WAY)
-    steps.losses_until_refused(OTHER_WAY)
-    assert steps.quiet_until_allowed(WAY) == pytest.approx(2 * 2.5 / 0.005, rel=0.05)
+    steps.losses_until_refused(DRAFTER_SET)
+    steps.losses_until_refused(OTHER_SET)
+    assert steps.baseline_until_allowed(DRAFTER_SET) == pytest.approx(2 * 2.5 / 0.005, rel=0.05)
 
 
 def test_a_long_step_refills_no_more_than_two() -> None:
     steps = Steps()
     steps.losses_until_refused()
     for _ in range(50):
-        steps.budget.observe(BATCH, OTHER_WAY, 1000 * BATCH, 1000.0, quiet=False)
-    assert not steps.budget.allows(BATCH, WAY)
+        steps.budget.observe(BATCH, OTHER_SET, 1000 * BATCH, 1000.0, baseline=False)
+    assert not steps.budget.allows(BATCH, DRAFTER_SET)
 
 
 def test_only_refused_ways_are_refilled() -> None:
@@ -233,7 +241,7 @@ def test_only_refused_ways_are_refilled() -> None:
     for _ in range(5):
         steps.lose(1.0)
     for _ in range(1_000):
-        steps.quiet()
+        steps.baseline()
     assert steps.losses_until_refused() == 2
 
 
@@ -242,12 +250,12 @@ def test_in_the_long_run_speculation_loses_its_budgets_and_half_a_percent() -> N
     lost = 0.0
     passed = 0.0
     for _ in range(20_000):
-        if steps.budget.allows(BATCH, WAY):
+        if steps.budget.allows(BATCH, DRAFTER_SET):
             steps.lose(1.0)
             lost += 1.0
             passed += 2.0
         else:
-            steps.quiet()
+            steps.baseline()
             passed += 1.0
     assert 6 + 0.004 * passed < lost < 6 + 0.005 * passed + 2
 
@@ -255,42 +263,50 @@ def test_in_the_long_run_speculation_loses_its_budgets_and_half_a_percent() -> N
 # --- a machine that gets busier ---
 
 
-def test_a_refused_way_begins_anew_when_quiet_steps_are_slower() -> None:
+def test_a_refused_drafter_set_begins_anew_when_baseline_steps_are_slower() -> None:
     steps = Steps()
     steps.losses_until_refused()
-    assert count_until(lambda: steps.budget.allows(BATCH, WAY), lambda: steps.quiet(1.5)) == 16
+    assert (
+        count_until(lambda: steps.budget.allows(BATCH, DRAFTER_SET), lambda: steps.baseline(1.5))
+        == 16
+    )
     for _ in range(100):
         steps.lose(0.5)
-    assert steps.budget.allows(BATCH, WAY), "steps are compared with the slower quiet ones"
+    assert steps.budget.allows(BATCH, DRAFTER_SET), (
+        "steps are compared with the slower baseline steps"
+    )
     # A loss of 2 s is more than one of the slower steps.
-    assert count_until(lambda: not steps.budget.allows(BATCH, WAY), lambda: steps.lose(2.0)) == 4
+    assert (
+        count_until(lambda: not steps.budget.allows(BATCH, DRAFTER_SET), lambda: steps.lose(2.0))
+        == 4
+    )
 
 
-def test_slightly_slower_quiet_steps_forgive_nothing() -> None:
+def test_slightly_slower_baseline_steps_forgive_nothing() -> None:
     steps = Steps()
     steps.losses_until_refused()
     for _ in range(100):
-        steps.quiet(1.2)
-    assert not steps.budget.allows(BATCH, WAY)
+        steps.baseline(1.2)
+    assert not steps.budget.allows(BATCH, DRAFTER_SET)
 
 
 def test_a_few_steps_that_were_held_up_forgive_nothing() -> None:
     steps = Steps()
     steps.losses_until_refused()
     for number in range(100):
-        steps.quiet(100.0 if number % 16 in (0, 8) else 1.0)
-    assert not steps.budget.allows(BATCH, WAY)
+        steps.baseline(100.0 if number % 16 in (0, 8) else 1.0)
+    assert not steps.budget.allows(BATCH, DRAFTER_SET)
 
 
-def test_only_quiet_steps_in_succession_tell_that_the_load_has_grown() -> None:
+def test_only_baseline_steps_in_succession_tell_that_the_load_has_grown() -> None:
     steps = Steps()
     steps.losses_until_refused()
     for number in range(60):
         if number % 15:
-            steps.quiet(1.5)
+            steps.baseline(1.5)
         else:
-            steps.gain(0.0, OTHER_WAY)
-    assert not steps.budget.allows(BATCH, WAY)
+            steps.gain(0.0, OTHER_SET)
+    assert not steps.budget.allows(BATCH, DRAFTER_SET)
 
 
 def test_a_growth_of_the_load_renews_no_budget_that_is_not_used_up() -> None:
@@ -298,8 +314,11 @@ def test_a_growth_of_the_load_renews_no_budget_that_is_not_used_up() -> None:
     for _ in range(5):
         steps.lose(1.0)
     for _ in range(16):
-        steps.quiet(2.0)
-    assert count_until(lambda: not steps.budget.allows(BATCH, WAY), lambda: steps.lose(3.0)) == 2
+        steps.baseline(2.0)
+    assert (
+        count_until(lambda: not steps.budget.allows(BATCH, DRAFTER_SET), lambda: steps.lose(3.0))
+        == 2
+    )
 
 
 def test_a_load_that_grows_again_and_again_forgives_no_more_than_six_steps() -> None:
@@ -308,10 +327,12 @@ def test_a_load_that_grows_again_and_again_forgives_no_more_than_six_steps() -> 
     losses = 0
     for _ in range(20):
         for _ in range(64):
-            steps.quiet(1.0)
+            steps.baseline(1.0)
         for _ in range(16):
-            steps.quiet(1.5)
-        losses += count_until(lambda: not steps.budget.allows(BATCH, WAY), lambda: steps.lose(2.0))
+            steps.baseline(1.5)
+        losses += count_until(
+            lambda: not steps.budget.allows(BATCH, DRAFTER_SET), lambda: steps.lose(2.0)
+        )
     # The budgets of 3 and 1.5 steps, and what 0.5 % of 1,600 steps refill: each loses one more.
     assert 6 <= losses <= 4 + 2 + 20 * 80 * 0.005 + 1
 
@@ -323,10 +344,10 @@ def test_a_way_that_gained_may_begin_anew_as_often_as_the_load_grows() -> None:
             steps.gain(1.0)
         steps.losses_until_refused()
         for _ in range(64):
-            steps.quiet(1.0)
+            steps.baseline(1.0)
         for _ in range(16):
-            steps.quiet(1.5)
-        assert steps.budget.allows(BATCH, WAY)
+            steps.baseline(1.5)
+        assert steps.budget.allows(BATCH, DRAFTER_SET)
 
 
 # --- sizes of batches ---
@@ -335,17 +356,17 @@ def test_a_way_that_gained_may_begin_anew_as_often_as_the_load_grows() -> None:
 def test_batches_of_about_one_size_share_a_budget() -> None:
     steps = Steps()
     for batch in (7, 9, 11, 7, 9, 11, 8):
-        assert steps.budget.allows(8, WAY)
+        assert steps.budget.allows(8, DRAFTER_SET)
         steps.lose(1.0, batch=batch)
-    assert not steps.budget.allows(8, WAY)
+    assert not steps.budget.allows(8, DRAFTER_SET)
 
 
 def test_a_way_that_loses_in_large_batches_may_go_on_in_small_ones() -> None:
     steps = Steps(batches=(1, 32))
     steps.gain(0.0, batch=1)
     steps.losses_until_refused(batch=32)
-    assert not steps.budget.allows(32, WAY)
-    assert steps.budget.allows(1, WAY)
+    assert not steps.budget.allows(32, DRAFTER_SET)
+    assert steps.budget.allows(1, DRAFTER_SET)
 
 
 def test_a_new_size_begins_with_the_budget_of_the_nearest_one() -> None:
@@ -353,9 +374,9 @@ def test_a_new_size_begins_with_the_budget_of_the_nearest_one() -> None:
     steps.gain(0.0, batch=1)
     steps.losses_until_refused(batch=32)
     for batch in (16, 64):
-        assert not steps.budget.allows(batch, WAY)
+        assert not steps.budget.allows(batch, DRAFTER_SET)
         steps.gain(0.0, batch=batch)
-        assert not steps.budget.allows(batch, WAY)
+        assert not steps.budget.allows(batch, DRAFTER_SET)
     for _ in range(3):
         steps.lose(1.0, batch=2)
     assert steps.losses_until_refused(batch=1) == 7, "the copy has a balance of its own"
@@ -364,12 +385,14 @@ def test_a_new_size_begins_with_the_budget_of_the_nearest_one() -> None:
 def test_a_way_that_lost_at_one_size_is_tried_again_at_another() -> None:
     steps = Steps(batches=(1, BATCH))
     steps.losses_until_refused()
-    assert not steps.budget.allows(1, WAY)
-    refused = count_until(lambda: steps.budget.allows(1, WAY), lambda: steps.quiet(batch=1))
+    assert not steps.budget.allows(1, DRAFTER_SET)
+    refused = count_until(
+        lambda: steps.budget.allows(1, DRAFTER_SET), lambda: steps.baseline(batch=1)
+    )
     assert refused == pytest.approx(2.5 / 0.005, rel=0.01)
     for _ in range(2_000):
-        steps.quiet(batch=1)
-    assert not steps.budget.allows(BATCH, WAY)
+        steps.baseline(batch=1)
+    assert not steps.budget.allows(BATCH, DRAFTER_SET)
 
 
 def test_a_loss_at_one_size_is_not_paid_again_at_sizes_without_a_budget() -> None:
@@ -377,23 +400,23 @@ def test_a_loss_at_one_size_is_not_paid_again_at_sizes_without_a_budget() -> Non
     steps = Steps(batches=sizes)
     steps.gain(0.0, batch=1)
     for batch in sizes:
-        steps.gain(0.0, OTHER_WAY, batch)
+        steps.gain(0.0, OTHER_SET, batch)
     steps.losses_until_refused(batch=1)
-    assert not any(steps.budget.allows(batch, WAY) for batch in sizes)
+    assert not any(steps.budget.allows(batch, DRAFTER_SET) for batch in sizes)
 
 
 def test_each_way_has_a_budget_of_its_own() -> None:
     steps = Steps()
-    steps.losses_until_refused(WAY)
-    for way in (OTHER_WAY, WAY | OTHER_WAY, NOBODY):
-        assert steps.budget.allows(BATCH, way)
+    steps.losses_until_refused(DRAFTER_SET)
+    for drafters in (OTHER_SET, DRAFTER_SET | OTHER_SET, NOBODY):
+        assert steps.budget.allows(BATCH, drafters)
 
 
 def test_a_drafter_that_left_takes_its_ways_with_it() -> None:
     steps = Steps()
-    for way in (WAY, WAY | OTHER_WAY, OTHER_WAY):
-        steps.losses_until_refused(way)
+    for drafters in (DRAFTER_SET, DRAFTER_SET | OTHER_SET, OTHER_SET):
+        steps.losses_until_refused(drafters)
     steps.budget.forget(ONE)
-    assert steps.budget.allows(BATCH, WAY)
-    assert steps.budget.allows(BATCH, WAY | OTHER_WAY)
-    assert not steps.budget.allows(BATCH, OTHER_WAY)
+    assert steps.budget.allows(BATCH, DRAFTER_SET)
+    assert steps.budget.allows(BATCH, DRAFTER_SET | OTHER_SET)
+    assert not steps.budget.allows(BATCH, OTHER_SET)

@@ -115,7 +115,7 @@ class Engine:
         self._wait = DraftWait(shared, self._intake, self.planner, self._step_clock)
         self._committer = Committer(shared, self._spans)
         self._left_out = False  # whether the step in progress has to be repeated for a sequence
-        self._quiet = False  # whether no drafter computes during the step in progress
+        self._baseline = False  # whether no drafter computes during the step in progress
 
     # --- from other threads ---
 
@@ -242,7 +242,7 @@ class Engine:
     def _next(self) -> list[ScheduledSequence]:
         """Begin a step: choose the tokens and drafts of the next forward by the plan."""
         self._step_clock.begin()
-        self._quiet = self._step_clock.undisturbed_since(self.drafting.busy_until)
+        self._baseline = self._step_clock.undisturbed_since(self.drafting.busy_until)
         plan = self._wait.take_plan()
         self.outbox.send_to_drafters()
         scheduler = self.scheduler
@@ -331,9 +331,9 @@ class Engine:
         if prompt_token_count > 0:
             return 0.0
         if seconds < math.inf and not self.drafting.plan.insisted:
-            quiet = self._quiet and token_count == len(batch)
+            baseline = self._baseline and token_count == len(batch)
             paying = self.drafting.plan.paying
-            self.planner.budget.observe(len(batch), paying, committed, seconds, quiet=quiet)
+            self.planner.budget.observe(len(batch), paying, committed, seconds, baseline=baseline)
         return self.isolated_cost.estimate(len(batch), token_count)
 
 

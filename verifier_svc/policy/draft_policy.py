@@ -31,7 +31,7 @@ class PayingDrafts:
 
     def measures(self, budget: SpeculationBudget, batch: int) -> bool:
         """Whether the next steps should be without drafts, to measure steps of this batch."""
-        return budget.needs_quiet(batch)
+        return budget.needs_baseline(batch)
 
     def may_draft(self, drafter: Drafter) -> bool:
         """Whether a drafter may be asked for drafts, and not only probed."""

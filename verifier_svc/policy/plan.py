@@ -48,7 +48,7 @@ class Plan:
     insisted: bool = False
     """Whether the requests insist on drafts, so the step says nothing about what pays."""
     measuring: bool = False
-    """Whether no drafter is asked, so that quiet steps can be measured."""
+    """Whether no drafter is asked, so that baseline steps can be measured."""
     paying: frozenset[Drafter] = _NOBODY
     """Drafters whose drafts make up for the wait for them."""
     considered: frozenset[Drafter] = _NOBODY

@@ -153,7 +153,7 @@ class Planner:
         )
 
     def _plan_without_drafts(self, batch: int, planned: Collection[Sequence], last: Plan) -> Plan:
-        """A plan that asks no drafter, either for lack of one or to measure quiet steps.
+        """A plan that asks no drafter, either for lack of one or to measure baseline steps.
 
         Keeps the last plan's opinion of the drafters.
         """

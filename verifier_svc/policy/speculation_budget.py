@@ -2,7 +2,7 @@
 
 Drafters that compute on the target's cores, or take its memory bandwidth, slow down plain steps as
 well, so the costs of forwards do not show the harm. This module compares whole steps: steps while
-drafters compute against *quiet* steps, during which none does.
+drafters compute against *baseline* steps, during which no drafter computes.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from dataclasses import dataclass, replace
 from verifier_svc.policy.forward_cost import ForwardCost
 from verifier_svc.state.drafter import Drafter
 
-# Budgets are counted in quiet plain steps. A new one has `_FIRST_STEPS` if drafters are asked, and
+# Budgets are counted in baseline steps. A new budget has `_FIRST_STEPS` if drafters are asked, and
 # `_PROBE_STEPS` if they are only probed.
 _FIRST_STEPS = 6.0
 _PROBE_STEPS = 2.0
 # Exhausted budgets regain this share of the time.
 _REFILL = 0.005
 # A budget's capacity grows by this share of its gains, up to `_MOST_STEPS`. Otherwise one run of
-# bad luck would stop a way of drafting that pays.
+# bad luck would stop a drafter set that pays.
 _SAVED = 0.125
 _MOST_STEPS = 32.0
 # An exhausted budget opens again when it has this many steps. They are few, so that speed is soon
@@ -29,16 +29,16 @@ _REOPEN_STEPS = 1.5
 _WORST_STEP = 2.0
 # Quiet steps that are measured in a row. The next row follows after `_FIRST_GAP` steps, then after
 # twice as many, up to `_LONGEST_GAP`: contexts grow, and other load comes and goes.
-_QUIET_STEPS = 4
+_BASELINE_STEPS = 4
 _FIRST_GAP = 128
 _LONGEST_GAP = 1024
-# A row of quiet steps that is not complete after this many steps is given up, since some drafter
+# A row of baseline steps that is not complete after this many steps is given up, since some drafter
 # computes all the time.
 _LONGEST_ROW = 128
-# Least weight of a quiet step in the mean.
-_QUIET_WEIGHT = 1 / 32
-# Load has grown if the mean of `_LOAD_STEPS` quiet steps in a row exceeds `_GROWN` times the mean
-# before them.
+# Least weight of a baseline step in the mean.
+_BASELINE_WEIGHT = 1 / 32
+# Load has grown if the mean of `_LOAD_STEPS` baseline steps in a row exceeds `_GROWN` times the
+# mean before them.
 _LOAD_STEPS = 16
 _GROWN = 1.25
 # After a reset a budget holds half its capacity, at least `_LEAST_STEPS`. So a load that comes and
@@ -48,7 +48,7 @@ _LEAST_STEPS = 1.0
 
 @dataclass(slots=True)
 class _Budget:
-    """How many quiet steps one way of drafting may still lose."""
+    """How many baseline steps a drafter set may still lose."""
 
     steps: float
     most: float
@@ -68,7 +68,7 @@ class _Budget:
         elif self.steps >= min(_REOPEN_STEPS, self.most):
             self.open = True
 
-    def renew(self) -> None:
+    def reset(self) -> None:
         """Begin anew, if exhausted, with half the capacity; do nothing if that is too little."""
         half = self.most / 2.0
         if not self.open and half >= _LEAST_STEPS:
@@ -77,34 +77,34 @@ class _Budget:
 
 
 @dataclass(slots=True)
-class _Quiet:
-    """The quiet steps of batches of about one size, and when to measure more of them."""
+class _Baseline:
+    """The baseline steps of batches of about one size, and when to measure more of them."""
 
     slowdown: float = 0.0
-    """Running mean of a quiet step's time over the time of its isolated forward."""
+    """Running mean of a baseline step's time over the time of its isolated forward."""
     count: int = 0
     """Quiet steps that were measured."""
-    due: int = _QUIET_STEPS
-    """How many quiet steps to measure now."""
+    due: int = _BASELINE_STEPS
+    """How many baseline steps to measure now."""
     passed: int = 0
-    """Steps since quiet steps became due, or since the last due quiet step was measured."""
+    """Steps since baseline steps became due, or since the last due baseline step was measured."""
     gap: int = _FIRST_GAP
-    """Steps until quiet steps become due again."""
+    """Steps until baseline steps become due again."""
     recent: float = 0.0
-    """As `slowdown`, for the last `recent_count` steps, all of them quiet."""
+    """As `slowdown`, for the last `recent_count` steps, all of them baseline steps."""
     recent_count: int = 0
     before: float = 0.0
     """`slowdown` before the recent steps."""
 
     def measure(self, slowdown: float) -> bool:
-        """Add a quiet step that took `slowdown` times its isolated forward.
+        """Add a baseline step that took `slowdown` times its isolated forward.
 
         Returns whether the load has grown. If so, only the recent steps count from now on.
         """
         if self.recent_count == 0:
             self.before = self.slowdown or slowdown
         self.count += 1
-        weight = max(1.0 / self.count, _QUIET_WEIGHT)
+        weight = max(1.0 / self.count, _BASELINE_WEIGHT)
         self.slowdown += weight * (_bounded(slowdown, self.slowdown) - self.slowdown)
         self.recent_count += 1
         bounded = _bounded(slowdown, self.recent or self.before)
@@ -121,16 +121,16 @@ class _Quiet:
         return grown
 
     def interrupt(self) -> None:
-        """End the recent steps, since a step was not quiet or there are enough of them."""
+        """End the recent steps, since a step was no baseline step, or there are enough of them."""
         self.recent, self.recent_count = 0.0, 0
 
     def tick(self) -> None:
-        """Count a step, quiet or not."""
+        """Count a step of any kind."""
         self.passed += 1
         if self.due and self.passed >= _LONGEST_ROW:
             self.due = self.passed = 0
         elif not self.due and self.passed >= self.gap:
-            self.due = _QUIET_STEPS
+            self.due = _BASELINE_STEPS
             self.passed = 0
             self.gap = min(2 * self.gap, _LONGEST_GAP)
 
@@ -138,98 +138,106 @@ class _Quiet:
 class SpeculationBudget:
     """The budgets of one engine.
 
-    A *way* of drafting is the set of drafters that are asked; the empty set means probes alone.
-    Each way has a budget for batches of about one size, which gains refill and losses drain: the
+    A *drafter set* has the drafters that are asked; the empty set means probes alone. Each set has
+    a budget for batches of about one size, which gains refill and losses drain: the
     cumulative sum of Page (Continuous inspection schemes, 1954). However wrong all estimates are,
     speculation loses no more than its first budgets, a share of its earlier gains, and the share
     `_REFILL` of the time.
 
-    Other processes slow down drafted and quiet steps alike. If quiet steps turn out to be slower
-    than they were, the budgets were judged by too fast a reference, and exhausted ones begin anew.
-    All that such budgets lose is no more than the first one, unless gains fill them.
+    Other processes slow down drafted and baseline steps alike. If baseline steps turn out to be
+    slower than they were, the budgets were judged by too fast a reference, and exhausted budgets
+    are reset. All that such budgets lose is no more than the first budget, unless gains fill them.
     """
 
     def __init__(self, isolated: ForwardCost) -> None:
         """`isolated` has the trial forwards before the first request.
 
-        Without them nothing is measured and every way is allowed.
+        Without them nothing is measured and every drafter set is allowed.
         """
         self._isolated = isolated
-        self._quiet: dict[int, _Quiet] = {}
+        self._baselines: dict[int, _Baseline] = {}
         self._budgets: dict[frozenset[Drafter], dict[int, _Budget]] = {}
 
-    def needs_quiet(self, batch: int) -> bool:
-        """Whether no drafter should be asked now, so that quiet steps can be measured."""
-        quiet = self._quiet.get(_about(batch))
-        return quiet.due > 0 if quiet is not None else self._isolated.known
+    def needs_baseline(self, batch: int) -> bool:
+        """Whether no drafter should be asked now, so that baseline steps can be measured."""
+        baseline = self._baselines.get(_bucket(batch))
+        return baseline.due > 0 if baseline is not None else self._isolated.known
 
-    def allows(self, batch: int, way: frozenset[Drafter]) -> bool:
-        """Whether this way of drafting has not exhausted its budget."""
-        return self._allows(_about(batch), way)
+    def allows(self, batch: int, drafters: frozenset[Drafter]) -> bool:
+        """Whether this drafter set has not exhausted its budget."""
+        return self._allows(_bucket(batch), drafters)
 
     def observe(
-        self, batch: int, way: frozenset[Drafter], token_count: int, seconds: float, *, quiet: bool
+        self,
+        batch: int,
+        drafters: frozenset[Drafter],
+        token_count: int,
+        seconds: float,
+        *,
+        baseline: bool,
     ) -> None:
         """Add a step without prompts that committed `token_count` tokens of `batch` sequences.
 
-        `seconds` is the time since the step before it ended. The step is `quiet` if it verified no
-        drafts and no drafter computed.
+        `seconds` is the time since the step before it ended. The step is a `baseline` if it
+        verified no drafts and no drafter computed.
         """
         decode_step_s = self._isolated.estimate(batch, batch)
         if decode_step_s == 0.0 or seconds == 0.0:
             return  # a step takes no time only if the clock was set back
-        size = _about(batch)
-        known = self._quiet.setdefault(size, _Quiet())
-        if not quiet:
+        size = _bucket(batch)
+        known = self._baselines.setdefault(size, _Baseline())
+        if not baseline:
             known.interrupt()
         elif known.measure(seconds / decode_step_s):
-            self._renew(size)
+            self._reset(size)
         known.tick()
         if known.count == 0:
             return
         steps = seconds / (decode_step_s * known.slowdown)
-        if not quiet:
-            self._budget(size, way).add(max(token_count / batch - steps, -_WORST_STEP))
+        if not baseline:
+            self._budget(size, drafters).add(max(token_count / batch - steps, -_WORST_STEP))
         self._refill(size, min(steps, _WORST_STEP))
 
     def forget(self, drafter: Drafter) -> None:
         """Drop the budgets of a drafter that has left."""
-        self._budgets = {way: sizes for way, sizes in self._budgets.items() if drafter not in way}
+        self._budgets = {
+            drafters: sizes for drafters, sizes in self._budgets.items() if drafter not in drafters
+        }
 
     def _refill(self, size: int, steps: float) -> None:
-        """Divide the refill of `steps` quiet steps among the exhausted budgets of this size.
+        """Divide the refill of `steps` baseline steps among the exhausted budgets of this size.
 
-        A way that goes by the exhausted budget of another size gets its own budget for this size:
-        the other budget is not refilled as long as no batch has its size.
+        A drafter set that goes by the exhausted budget of another size gets its own budget for this
+        size: the other budget is not refilled as long as no batch has its size.
         """
-        ways = [way for way in self._budgets if not self._allows(size, way)]
-        closed = [self._budget(size, way) for way in ways]
+        sets = [drafters for drafters in self._budgets if not self._allows(size, drafters)]
+        closed = [self._budget(size, drafters) for drafters in sets]
         for budget in closed:
             budget.add(_REFILL * steps / len(closed))
 
-    def _renew(self, size: int) -> None:
-        """Renew the exhausted budgets of this size, for their loss may be the load's."""
+    def _reset(self, size: int) -> None:
+        """Reset the exhausted budgets of this size, for their loss may be the load's."""
         for sizes in self._budgets.values():
             if size in sizes:
-                sizes[size].renew()
+                sizes[size].reset()
 
-    def _allows(self, size: int, way: frozenset[Drafter]) -> bool:
-        budget = self._nearest(size, way)
+    def _allows(self, size: int, drafters: frozenset[Drafter]) -> bool:
+        budget = self._nearest(size, drafters)
         return budget is None or budget.open
 
-    def _nearest(self, size: int, way: frozenset[Drafter]) -> _Budget | None:
+    def _nearest(self, size: int, drafters: frozenset[Drafter]) -> _Budget | None:
         """The budget for batches of this size, or of the nearest size that has one."""
-        sizes = self._budgets.get(way)
+        sizes = self._budgets.get(drafters)
         if not sizes:
             return None
         return sizes.get(size) or sizes[min(sizes, key=lambda other: abs(other - size))]
 
-    def _budget(self, size: int, way: frozenset[Drafter]) -> _Budget:
+    def _budget(self, size: int, drafters: frozenset[Drafter]) -> _Budget:
         """The budget for this size. A new one begins as a copy of the nearest one."""
-        sizes = self._budgets.setdefault(way, {})
+        sizes = self._budgets.setdefault(drafters, {})
         if size not in sizes:
-            first = _FIRST_STEPS if way else _PROBE_STEPS
-            sizes[size] = replace(self._nearest(size, way) or _Budget(first, first))
+            first = _FIRST_STEPS if drafters else _PROBE_STEPS
+            sizes[size] = replace(self._nearest(size, drafters) or _Budget(first, first))
         return sizes[size]
 
 
@@ -238,6 +246,6 @@ def _bounded(slowdown: float, usual: float) -> float:
     return min(slowdown, _WORST_STEP * (usual or slowdown))
 
 
-def _about(batch: int) -> int:
+def _bucket(batch: int) -> int:
     """log2(batch), rounded: all batches of about one size share a number."""
     return ((2 * batch * batch).bit_length() - 1) // 2
