@@ -29,7 +29,7 @@ class Activity:
     tree_tokens: int = 0
     """Tokens that these steps committed."""
     side_draft_tokens: int = 0
-    """Draft tokens verified beside the favourite paths."""
+    """Draft tokens verified beside the main paths."""
     later_tokens: int = 0
     """Tokens after the first chunk of their sequence."""
     later_token_seconds: float = 0.0

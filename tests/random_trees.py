@@ -17,7 +17,7 @@ from verifier_svc.verification.grammar_masks import GrammarMasks
 # Share of the tokens that go on behind the last one; and, where the likely token is not in the tree
 # yet, its share of the first children and of the others.
 _DEEP = 0.6
-_FAVOURITE = 0.4
+_MAIN = 0.4
 _SIBLING = 0.9
 
 
@@ -26,15 +26,15 @@ def random_tree(
     count: int,
     vocab: int,
     likely: Sequence[int] = (),
-    favourites: Sequence[int] = (),
+    main_path: Sequence[int] = (),
 ) -> DraftTree:
-    """A tree of at most `count` tokens besides the path of `favourites`, depth-first.
+    """A tree of at most `count` tokens besides the main path, depth-first.
 
     `likely` is a continuation of which the tree often holds a part, in a branch or first.
     """
-    token_ids = list(favourites)
-    parents = list(range(len(favourites)))
-    path = list(range(len(favourites) + 1))
+    token_ids = list(main_path)
+    parents = list(range(len(main_path)))
+    path = list(range(len(main_path) + 1))
     for _ in range(count):
         if rng.random() > _DEEP:
             del path[int(rng.integers(1, len(path) + 1)) :]
@@ -47,7 +47,7 @@ def random_tree(
         depth = len(path) - 1
         text = [token_ids[row - 1] for row in path_to(parent, parents)]
         on_way = depth < len(likely) and text == list(likely[:depth])
-        share = _SIBLING if taken else _FAVOURITE
+        share = _SIBLING if taken else _MAIN
         if on_way and likely[depth] not in taken and rng.random() < share:
             token = likely[depth]
         token_ids.append(token)

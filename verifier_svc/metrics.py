@@ -88,8 +88,7 @@ class _DraftMetrics:
         )
         self.hits = counter(
             "draft_lookups",
-            "Commits by result: a hit on the chain or in a side branch, late (no draft yet), or a "
-            "miss.",
+            "Commits by result: a hit on the chain or in a branch, late (no draft yet), or a miss.",
             [*_LABELS, "result"],
         )
         self.wasted_tokens = counter(
@@ -121,7 +120,7 @@ class _ShapeMetrics:
         )
         self.accepted_tokens_by_walk = counter(
             "spec_decode_num_accepted_tokens_by_walk",
-            "Draft tokens accepted, on the favourite path or on a side of it.",
+            "Draft tokens accepted, on the main path or on a side of it.",
             [*_MODEL, "walk"],
         )
 
@@ -265,7 +264,7 @@ class Metrics:
         self._add(self._of_shapes.emitted_tokens, labels, count * emitted)
 
     def _add_walk(self, walk: str, accepted: int) -> None:
-        """Add tokens that were accepted on the favourite path, or on a side of it."""
+        """Add tokens that were accepted on the main path, or on a side of it."""
         self._add(self._of_shapes.accepted_tokens_by_walk, (self._model_name, walk), accepted)
 
     def received(self, drafter: Drafter, byte_count: int) -> None:
@@ -307,7 +306,7 @@ class Metrics:
         """Record a drafter's `drafted` tokens of a verified tree.
 
         `places` are those of its accepted ones in the accepted path. The tree counts as a draft of
-        the drafter that `leads`, whose tokens begin its favourite path.
+        the drafter that `leads`, whose tokens begin its main path.
         """
         labels = self._labels(drafter)
         if leads:
@@ -318,15 +317,15 @@ class Metrics:
             self._add(self._of_drafts.accepted_per_pos, (*labels, _POSITIONS[place]))
 
     def verified_draft(
-        self, drafted: int, favoured: int, accepted: int, emitted: int, *, branched: bool
+        self, drafted: int, on_main_path: int, accepted: int, emitted: int, *, branched: bool
     ) -> None:
         """Record a verified draft of several drafters, or with branches.
 
-        `favoured` of its `accepted` tokens are the favourite path's.
+        `on_main_path` of its `accepted` tokens are the main path's.
         """
         self._add_shape("tree" if branched else "chain", 1, drafted, emitted)
-        self._add_walk("favourite", favoured)
-        self._add_walk("side", accepted - favoured)
+        self._add_walk("favourite", on_main_path)
+        self._add_walk("side", accepted - on_main_path)
 
     def generated(self, token_count: int) -> None:
         """Record committed tokens."""

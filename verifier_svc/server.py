@@ -188,7 +188,7 @@ def _config(settings: VerifierSettings, policy: DraftTokensPolicy) -> EngineConf
         settings.max_waiting,
         settings.max_drafters,
         settings.max_drafters_per_holder,
-        # A synthetic rate knows favourites alone.
+        # A synthetic rate knows main guesses alone.
         draft_trees=settings.draft_trees and settings.synthetic_acceptance_rate is None,
     )
 

@@ -272,7 +272,7 @@ class ModelFamily(Family):
             if 1 < len(branch.run) <= sequence.branch_room:
                 shares: list[float] = []
                 if branch.run_shares[0] > 0.0:
-                    # The tokens behind the first are the branch's favourites.
+                    # The tokens behind the first are the branch's main guesses.
                     shares = [share or sequence.acceptance for share in branch.run_shares]
                 sequence.branch(at, branch.run, shares)
         sequence.give_up_branches()

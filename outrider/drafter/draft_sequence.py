@@ -187,7 +187,7 @@ class DraftSequence:
         """A proposal of the chain and the new branches; None if nothing is new.
 
         It repeats the chain from the last committed token, so that it needs no earlier proposal.
-        If only some guesses have a confidence, other favourites get `acceptance`, and the guesses
+        If only some guesses have a confidence, other main guesses get `acceptance`, and the guesses
         beside them get half of `1 - acceptance`.
         """
         return self._tree.take(self.id, len(self.tokens))

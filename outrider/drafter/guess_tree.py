@@ -18,7 +18,7 @@ _LEAST_CONFIDENCE = 1e-6
 
 @dataclass(eq=False, slots=True)
 class _Guess:
-    """A guess beside the chain. Its children are by token; the first of them is the favourite."""
+    """A guess beside the chain. Its children are by token; the first of them is the main guess."""
 
     token: int
     confidence: float
@@ -34,7 +34,7 @@ class _Guess:
 class GuessTree:
     """Guesses in the form of a tree, in which equal prefixes merge.
 
-    The chain is the favourite path and a plain list, because most drafts are nothing else. A place
+    The chain is the main path and a plain list, because most drafts are nothing else. A place
     in it is a number of guesses before. A confidence of 0 means that none was given.
     """
 
@@ -155,7 +155,7 @@ class GuessTree:
         """Continue with the branch that guessed these committed tokens, or with no guesses.
 
         The tokens were committed behind the chain's first `place` guesses and differ from the chain
-        there. The favourite path behind them becomes the chain.
+        there. The main path behind them becomes the chain.
         """
         guesses = self._branches.get(place, {})
         for token in tokens:
@@ -164,11 +164,11 @@ class GuessTree:
         path: list[_Guess] = []
         branches: dict[int, dict[int, _Guess]] = {}
         while guesses:
-            favourite, *others = guesses.values()
+            main, *others = guesses.values()
             if others:
                 branches[len(path)] = {other.token: other for other in others}
-            path.append(favourite)
-            guesses = favourite.children
+            path.append(main)
+            guesses = main.children
         self.chain = [guess.token for guess in path]
         self.confidences = [guess.confidence for guess in path]
         # A guess is unsent only if those behind it are.
@@ -185,7 +185,7 @@ class GuessTree:
         """A proposal of the chain and of the branches' new guesses; None if nothing is new.
 
         It repeats the chain from the root, so that it needs no earlier proposal. If only some
-        guesses have a confidence, other favourites get `acceptance`, and the guesses beside them
+        guesses have a confidence, other main guesses get `acceptance`, and the guesses beside them
         get half of `1 - acceptance`.
         """
         if not self.has_unsent:

@@ -32,7 +32,7 @@ class TokenSource(IntEnum):
     RECOVERED = 3
     BONUS = 4
     ACCEPTED_SIDE = 5
-    """Accepted beside the favourite path of a draft with branches."""
+    """Accepted beside the main path of a draft with branches."""
 
     @property
     def is_accepted(self) -> bool:
@@ -276,7 +276,7 @@ class TokenChunk:
     """The tokens that one engine step committed for one sequence.
 
     `draft_token_count` is the number of draft tokens verified, `side_draft_token_count` that of
-    those beside the favourite path. The last chunk has a finish reason and statistics.
+    those beside the main path. The last chunk has a finish reason and statistics.
     `prompt_logprobs` begin with the prompt's second token, and each chunk continues those of the
     chunk before.
     """

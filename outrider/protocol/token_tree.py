@@ -47,7 +47,7 @@ def children(parents: Sequence[int]) -> list[list[int]]:
     return found
 
 
-def favourite_path(parents: Sequence[int]) -> list[int]:
+def main_path(parents: Sequence[int]) -> list[int]:
     """The rows of the path of first children; in a depth-first order, the first ones."""
     found: list[int] = []
     row = 0

@@ -143,7 +143,7 @@ class _TokenSourceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_TokenSour
     TOKEN_SOURCE_BONUS: _TokenSource.ValueType  # 4
     """The target, after a draft that it accepted whole."""
     TOKEN_SOURCE_ACCEPTED_SIDE: _TokenSource.ValueType  # 5
-    """A drafter, beside the favourite path of a draft with branches, and the target accepted it."""
+    """A drafter, beside the main path of a draft with branches, and the target accepted it."""
 
 class TokenSource(_TokenSource, metaclass=_TokenSourceEnumTypeWrapper):
     """Who wrote a token. A receiver takes an unknown value as PLAIN."""
@@ -159,7 +159,7 @@ TOKEN_SOURCE_RECOVERED: TokenSource.ValueType  # 3
 TOKEN_SOURCE_BONUS: TokenSource.ValueType  # 4
 """The target, after a draft that it accepted whole."""
 TOKEN_SOURCE_ACCEPTED_SIDE: TokenSource.ValueType  # 5
-"""A drafter, beside the favourite path of a draft with branches, and the target accepted it."""
+"""A drafter, beside the main path of a draft with branches, and the target accepted it."""
 Global___TokenSource: _TypeAlias = TokenSource  # noqa: Y015
 
 class _PauseReason:

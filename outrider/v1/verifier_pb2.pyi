@@ -206,7 +206,7 @@ class GenerateTokensResponse(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     SIDE_DRAFT_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     drafter_id: _builtins.str
-    """The drafter of the draft's favourite path; empty after a step without a draft."""
+    """The drafter of the draft's main path; empty after a step without a draft."""
     finish_reason: _common_pb2.FinishReason.ValueType
     """Set on the last message."""
     cached_token_count: _builtins.int
@@ -216,7 +216,7 @@ class GenerateTokensResponse(_message.Message):
     can add them up.
     """
     side_draft_token_count: _builtins.int
-    """How many of draft_token_count were beside the favourite path; 0 for a chain."""
+    """How many of draft_token_count were beside the main path; 0 for a chain."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The committed ids, in order; a final stop token is included."""

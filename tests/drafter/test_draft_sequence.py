@@ -73,9 +73,9 @@ class Model:
             path[count:] for path in self.paths if len(path) > count and path[:count] == new
         ]
         kept = self.chain[:count] == new
-        self.chain = self.chain[count:] if kept else self._favourite()
+        self.chain = self.chain[count:] if kept else self._main_path()
 
-    def _favourite(self) -> tuple[int, ...]:
+    def _main_path(self) -> tuple[int, ...]:
         """The path of the guesses that came first."""
         path: tuple[int, ...] = ()
         while behind := [one for one in self.paths if one[:-1] == path]:

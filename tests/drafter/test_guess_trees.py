@@ -49,7 +49,7 @@ def test_measured_acceptance_stands_in_for_a_missing_confidence() -> None:
     assert confidences_of(drafted.take_proposal()) == [drafted.acceptance, 0.25]
 
 
-def test_a_guess_beside_a_favourite_without_confidence_is_less_likely() -> None:
+def test_a_sibling_without_confidence_is_less_likely() -> None:
     drafted = sequence()
     drafted.extend([1, 2], confidences=[0.5, 0.25])
     drafted.branch(1, [3, 4])

@@ -117,7 +117,7 @@ def test_parts_begin_anywhere_in_a_tree(before: int, how: dict[str, Any]) -> Non
 def test_a_trees_first_path_gets_the_very_result_of_its_chain(
     before: int, how: dict[str, Any]
 ) -> None:
-    """As many rows in both batches, so that tiles are the same; the last rows are side branches."""
+    """As many rows in both batches, so that tiles are the same; the last rows are branches."""
     parents = [0, 1, 2, 3, 4, 2, 0, 7]
     tree = SequenceSlice([0] * 9, before, list(range(80)), 1, parents)
     chain = SequenceSlice([0] * 9, before, list(range(80)), 1)

@@ -65,9 +65,9 @@ def grammatical_tree(compiled: Compiled, committed: list[int], seed: int) -> Dra
     """A tree of random tokens around two continuations that the grammar allows."""
     rng = random.Random(seed)
     noise = np.random.default_rng(seed)
-    favourites = continuation(compiled, committed, rng, 4)
-    likely = [*favourites[:1], *continuation(compiled, committed + favourites[:1], rng, 5)]
-    return random_tree(noise, 24, 300, likely, favourites)
+    main_path = continuation(compiled, committed, rng, 4)
+    likely = [*main_path[:1], *continuation(compiled, committed + main_path[:1], rng, 5)]
+    return random_tree(noise, 24, 300, likely, main_path)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

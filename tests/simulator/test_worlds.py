@@ -57,7 +57,7 @@ def test_the_worlds_of_fixed_seeds_keep_every_invariant() -> None:
     assert len([name for name in played.counts if name.startswith("fault: ")]) == 19
     for name in ("finished", "left", "failed", "resumed", "moved"):
         assert played.counts[f"requests {name}"] > 0
-    for name in ("preemptions", "accepted on side branches", "violations refused", "stale tokens"):
+    for name in ("preemptions", "accepted on branches", "violations refused", "stale tokens"):
         assert played.counts[name] > 0
 
 

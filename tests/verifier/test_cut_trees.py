@@ -6,7 +6,7 @@ from fake_model import Client, ScriptedDrafter, make_engine
 
 from outrider.grammar.backends import Mask
 from outrider.protocol.messages import SamplingParams, TokenRequest
-from verifier_svc.drafts.draft_message import favourite_outcome
+from verifier_svc.drafts.draft_message import main_path_outcome
 from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine
 from verifier_svc.policy.draft_trees import ChosenDraft
@@ -42,7 +42,7 @@ def test_a_draft_without_room_in_the_forward_counts_as_none() -> None:
     assert (scheduled.assignment, scheduled.draft.token_ids) == (None, [])
 
 
-def test_of_a_tree_without_pages_the_favourite_path_is_verified() -> None:
+def test_of_a_tree_without_pages_the_main_path_is_verified() -> None:
     engine, sequence = decoding(page_count=2)
     tree = DraftTree([3, 4, 5, 6, 7, 0], [], [0, 1, 2, 2, 1, 0])
     scheduled = schedule(engine, sequence, tree)
@@ -74,7 +74,7 @@ class Low:
         mask[row] = 0b1111
 
 
-def test_a_sibling_of_a_forbidden_favourite_is_judged_as_no_favourite() -> None:
+def test_a_sibling_of_a_forbidden_main_guess_is_judged_as_no_main_guess() -> None:
     engine, sequence = decoding()
     sequence.matcher = Low()
     tree = DraftTree([2, 5, 3, 1], [], [0, 1, 1, 3])
@@ -84,7 +84,7 @@ def test_a_sibling_of_a_forbidden_favourite_is_judged_as_no_favourite() -> None:
         cut = GrammarMasks().cut([scheduled])[0].draft
         assert (cut.token_ids, cut.parents) == ([2, 3, 1], [])
         assert cut.drafter_ids == owners[:1] + owners[2:]
-        assert favourite_outcome(cut, "a", [1, 2, 3]) == (1, 1)
+        assert main_path_outcome(cut, "a", [1, 2, 3]) == (1, 1)
 
 
 def test_a_cut_chain_of_two_drafters_keeps_their_names() -> None:

@@ -26,8 +26,8 @@ from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine
 from verifier_svc.policy.draft_trees import best_chain, grow_trees
 from verifier_svc.policy.plan import Plan
-from verifier_svc.state.acceptance_rate import AcceptanceRate, SideRates
-from verifier_svc.state.merged_tries import guesses_behind, observe_sides, probs, roots
+from verifier_svc.state.acceptance_rate import AcceptanceRate, SiblingRates
+from verifier_svc.state.merged_tries import guesses_behind, observe_siblings, probs, roots
 from verifier_svc.state.sequence import Assignment, Sequence
 from verifier_svc.state.trie import DraftTree
 
@@ -144,7 +144,7 @@ def test_no_other_set_of_guesses_gains_more_at_the_same_prices(seed: int) -> Non
 
 @given(seed=st.integers(0, 2**32 - 1), depth=st.integers(1, 9), most=st.integers(1, 40))
 @settings(max_examples=80)
-def test_a_tree_is_depth_first_and_its_favourites_come_first(
+def test_a_tree_is_depth_first_and_its_main_guesses_come_first(
     seed: int, depth: int, most: int
 ) -> None:
     rng = np.random.default_rng(seed)
@@ -161,8 +161,8 @@ def test_a_tree_is_depth_first_and_its_favourites_come_first(
         assert path[:-1] == before[: len(path) - 1]
     first, chain = best_chain(sequence, depth)
     if first is not None:
-        favourites = [path for path in chosen if path == tuple(chain.token_ids[: len(path)])]
-        assert favourites == chosen[: len(favourites)]
+        main_path = [path for path in chosen if path == tuple(chain.token_ids[: len(path)])]
+        assert main_path == chosen[: len(main_path)]
         known = survivals(sequence, first, depth)
         assert set(chosen) <= set(known)
         for path, owner in zip(chosen, tree.drafter_ids, strict=False):
@@ -191,7 +191,7 @@ def test_the_tries_of_two_drafters_merge_where_they_agree() -> None:
     assert tree.parents == [0, 1, 2, 1]
 
 
-def test_another_drafter_continues_the_favourite_path_of_the_first() -> None:
+def test_another_drafter_continues_the_main_path_of_the_first() -> None:
     rig = Rig(0.9, 0.3)
     rig.propose(DraftTree([3, 4], []))
     rig.propose(DraftTree([3, 4, 5, 6], []), drafter=1)
@@ -281,7 +281,7 @@ def test_a_drafters_confidence_decides_about_a_guess_at_its_side() -> None:
 
 
 def test_claims_that_the_commits_contradict_lose_their_weight() -> None:
-    rates = SideRates()
+    rates = SiblingRates()
     for i in range(400):
         rates.observe(0, 1, 0.4, i % 10 == 0)
     assert rates.estimate(0, 1, 0.4) == pytest.approx(0.1, abs=0.03)
@@ -292,23 +292,23 @@ def test_claims_that_the_commits_contradict_lose_their_weight() -> None:
     assert rates.estimate(3, 1, 0.4) > 0.4
 
 
-def test_a_favourite_is_rescued_by_an_own_guess_that_is_worth_its_price() -> None:
+def test_a_main_guess_is_rescued_by_an_own_guess_that_is_worth_its_price() -> None:
     for other, price, rescues in ((0, 0.1, True), (0, 0.6, False), (1, 0.1, False)):
         rig = Rig(0.5, 0.4)
         rig.propose(DraftTree([3], []))
         rig.propose(DraftTree([3, 4], [], [0, 0]), drafter=other)
         first = rig.assignment()
-        before = first.side_rates.rescued_share
-        observe_sides(rig.sequences[0], first, [4], price)
-        assert (first.side_rates.rescued_share > before) == rescues
+        before = first.sibling_rates.rescued_share
+        observe_siblings(rig.sequences[0], first, [4], price)
+        assert (first.sibling_rates.rescued_share > before) == rescues
 
 
-def test_commits_measure_the_guesses_beside_favourites() -> None:
+def test_commits_measure_siblings_of_main_guesses() -> None:
     """Also those that no step verified."""
     rig = Rig(0.5)
     engine = rig.engine
     [sequence] = rig.sequences
-    before = rig.assignment().side_rates.estimate(0, 1, 0.25)
+    before = rig.assignment().sibling_rates.estimate(0, 1, 0.25)
     for _ in range(12):
         base = len(sequence.tokens)
         own = make_engine(eos_bias=-99)[1].greedy(sequence.tokens, 1)[0]
@@ -317,7 +317,7 @@ def test_commits_measure_the_guesses_beside_favourites() -> None:
         rig.drafters[0].send(Proposal(sequence.id, base, [other, own], [0, 0]))
         engine.step()
         assert len(sequence.tokens) > base
-    assert rig.assignment().side_rates.estimate(0, 1, 0.25) > before
+    assert rig.assignment().sibling_rates.estimate(0, 1, 0.25) > before
     assert rig.assignment().rate.by_position[0] < 0.3
 
 

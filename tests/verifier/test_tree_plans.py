@@ -17,7 +17,7 @@ from outrider.protocol.messages import (
     SpeculationOptions,
     TokenRequest,
 )
-from outrider.protocol.token_tree import MAX_TREE_TOKENS, favourite_path
+from outrider.protocol.token_tree import MAX_TREE_TOKENS, main_path
 from verifier_svc.drafts.draft_message import DraftMessage
 from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine
@@ -138,7 +138,7 @@ def test_a_cost_table_with_trees_prices_their_tokens() -> None:
     assert cost.further_tokens_s(1)[-1] == (64, pytest.approx(0.1))
 
 
-def test_a_late_tree_is_judged_by_its_favourite_path() -> None:
+def test_a_late_tree_is_judged_by_its_main_path() -> None:
     engine = planned()
     [sequence] = engine.sequences.values()
     good = assignment(engine, "good")
@@ -157,8 +157,8 @@ def test_a_late_tree_is_judged_by_its_favourite_path() -> None:
     ("parents", "path"),
     [([], []), ([0, 1, 2], [1, 2, 3]), ([0, 0, 1, 2, 3], [1, 3, 5]), ([0, 0, 2], [1])],
 )
-def test_the_favourite_path_takes_each_first_child(parents: list[int], path: list[int]) -> None:
-    assert favourite_path(parents) == path
+def test_the_main_path_takes_each_first_child(parents: list[int], path: list[int]) -> None:
+    assert main_path(parents) == path
 
 
 def test_a_drafter_without_right_guesses_beside_is_asked_for_chains() -> None:
@@ -166,30 +166,30 @@ def test_a_drafter_without_right_guesses_beside_is_asked_for_chains() -> None:
     good = assignment(engine, "good")
     assert make_plan(engine, 5).tree_tokens[good] > 0
     for _ in range(500):
-        good.side_rates.observe_wrong(False)
+        good.sibling_rates.observe_wrong(False)
     assert good not in make_plan(engine, 5).tree_tokens
     for _ in range(100):
-        good.side_rates.observe_wrong(True)
+        good.sibling_rates.observe_wrong(True)
     assert good in make_plan(engine, 5).tree_tokens
 
 
-def test_a_wrong_favourite_without_a_guess_beside_it_counts_against_trees() -> None:
+def test_a_wrong_main_guess_without_a_sibling_counts_against_trees() -> None:
     engine = planned()
     [sequence] = engine.sequences.values()
     good = assignment(engine, "good")
-    before = good.side_rates.rescued_share
+    before = good.sibling_rates.rescued_share
     good.tree_tokens = 8
     good.trie.add(Proposal(sequence.id, len(sequence.tokens), [3, 4]), sequence.tokens)
     sequence.tokens += [3, 5]
     engine.drafting.send_verdicts(sequence, [3, 5], good, sequence.span)
-    assert good.side_rates.rescued_share < before
+    assert good.sibling_rates.rescued_share < before
 
 
 def test_a_drafter_of_chains_is_asked_for_a_tree_once_in_a_while() -> None:
     engine = planned()
     good = assignment(engine, "good")
     for _ in range(500):
-        good.side_rates.observe_wrong(False)
+        good.sibling_rates.observe_wrong(False)
     plan = make_plan(engine, 5)
     asked_at = [
         step
@@ -245,12 +245,12 @@ def test_sampled_drafts_are_planned_and_measured_as_chains() -> None:
     good = assignment(engine, "good")
     good.distribution = DraftDistribution.SPARSE
     assert make_plan(engine, 32).tree_tokens == {}
-    before = good.side_rates.rescued_share
+    before = good.sibling_rates.rescued_share
     base = len(sequence.tokens)
     good.trie.add(Proposal(sequence.id, base, [3, 4], [0, 0]), sequence.tokens)
     sequence.tokens.append(5)
     engine.drafting.send_verdicts(sequence, [5], good, sequence.span)
-    assert good.side_rates.rescued_share == before
+    assert good.sibling_rates.rescued_share == before
 
 
 def test_trees_add_no_tokens_to_drafts_of_a_fixed_number() -> None:

@@ -251,7 +251,7 @@ RECOVERED, BONUS = TokenSource.RECOVERED, TokenSource.BONUS
 
 def test_the_own_token_behind_a_leaf_is_a_bonus_and_else_recovered() -> None:
     wrong = other(TRUTH[0])
-    # Row 1 is a wrong favourite with a guess; rows 3 and 4 are right.
+    # Row 1 is a wrong main guess with a guess; rows 3 and 4 are right.
     tree = DraftTree([wrong, 0, TRUTH[0], TRUTH[1]], [], [0, 1, 0, 3])
     first, *rest = run_fixed(tree, TRUTH)
     assert first.token_ids == TRUTH[:3]
@@ -289,7 +289,7 @@ def test_a_tree_deeper_than_max_tokens_ends_the_text_at_them() -> None:
     assert chunk.token_ids == TRUTH[:4]
 
 
-def test_a_drafters_rate_counts_favourites_and_its_metrics_all_tokens() -> None:
+def test_a_drafters_rate_counts_main_guesses_and_its_metrics_all_tokens() -> None:
     engine, _ = make_engine(eos_bias=-99)
     offers = frozenset({DraftDistribution.ONE_HOT})
     drafter = ScriptedDrafter(engine, distributions=offers)

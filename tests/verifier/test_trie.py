@@ -118,7 +118,7 @@ def test_a_late_tree_keeps_the_tokens_behind_its_committed_branch() -> None:
     assert text.path == [9]
 
 
-def test_the_first_of_siblings_is_the_favourite() -> None:
+def test_the_first_of_siblings_is_the_main_guess() -> None:
     text = Text()
     text.propose([5])
     text.propose([6, 7])
@@ -227,7 +227,7 @@ Guess = tuple[int, ...]
 def naive(seen: dict[Guess, int], committed: list[int]) -> tuple[set[Guess], list[int]]:
     """A simple model of the trie: all texts that were ever guessed, with their order of arrival.
 
-    Returns the texts that go on behind the commit, and the favourite path.
+    Returns the texts that go on behind the commit, and the main path.
     """
     start = len(committed)
     below = {guess for guess in seen if len(guess) > start and list(guess[:start]) == committed}

@@ -6,7 +6,7 @@ import math
 
 from outrider.protocol.draft_messages import Window
 from outrider.protocol.limits import MAX_DRAFT_TOKENS
-from verifier_svc.state.acceptance_rate import AcceptanceRate, SideRates
+from verifier_svc.state.acceptance_rate import AcceptanceRate, SiblingRates
 from verifier_svc.state.drafter import Drafter
 from verifier_svc.state.sequence import Assignment, Sequence
 from verifier_svc.state.trie import Trie
@@ -55,7 +55,7 @@ def new_assignment(sequence: Sequence, drafter: Drafter, sampled_drafts: bool) -
         draft_tokens=1,
         sent_length=length,
         answer_rate=drafter.answer_rate,
-        side_rates=drafter.side_rates.setdefault(kind, SideRates()),
+        sibling_rates=drafter.sibling_rates.setdefault(kind, SiblingRates()),
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from outrider.protocol.draft_messages import DraftBatch, Proposal, Skip
 from outrider.protocol.errors import OutriderError, Reason
-from outrider.protocol.token_tree import favourite_path
+from outrider.protocol.token_tree import main_path
 from verifier_svc.metrics import Metrics
 from verifier_svc.state.drafter import Drafter
 from verifier_svc.state.sequence import Assignment, Sequence
@@ -116,11 +116,11 @@ class DraftMessage:
 
 
 def _new_depth(parents: list[int], merged: int) -> int:
-    """The most tokens one behind the other that a tree adds to its repeated favourite path.
+    """The most tokens one behind the other that a tree adds to its repeated main path.
 
     Its branches are drafted side by side. `merged` of its tokens were drafted before.
     """
-    repeated = min(merged, len(favourite_path(parents)))
+    repeated = min(merged, len(main_path(parents)))
     behind = [0] * (1 + repeated)
     for parent in parents[repeated:]:
         behind.append(behind[parent] + 1)
@@ -128,13 +128,13 @@ def _new_depth(parents: list[int], merged: int) -> int:
 
 
 def _observe_late_draft(assignment: Assignment, proposal: Proposal, committed: list[int]) -> None:
-    """Judge a favourite path that came too late for verification by the tokens since its base."""
+    """Judge a main path that came too late for verification by the tokens since its base."""
     since = committed[proposal.base_length :]
     if not since:
         return
     guessed = proposal.token_ids
     if proposal.parents:
-        guessed = [guessed[row - 1] for row in favourite_path(proposal.parents)]
+        guessed = [guessed[row - 1] for row in main_path(proposal.parents)]
     right = 0
     while right < min(len(guessed), len(since)) and guessed[right] == since[right]:
         right += 1
@@ -155,9 +155,9 @@ def record_draft(
 ) -> None:
     """Count a verified draft, whose `rows` were accepted, in acceptance rates and metrics.
 
-    `assignment` is that of the favourite path. The step `emitted` so many tokens of the sequence.
+    `assignment` is that of the main path. The step `emitted` so many tokens of the sequence.
     """
-    if draft.parents or draft.drafter_ids or draft.favoured is not None:
+    if draft.parents or draft.drafter_ids or draft.main_length is not None:
         _record_tree(metrics, sequence, assignment, draft, rows, emitted)
         return
     drafter = assignment.drafter
@@ -179,38 +179,40 @@ def _record_tree(
 ) -> None:
     """As `record_draft`, for a draft with branches or of several drafters.
 
-    The rate of an assignment is that of its favourites alone. The commit measures the guesses
-    beside them, verified or not, see `observe_sides`.
+    The rate of an assignment is that of its main guesses alone. The commit measures the guesses
+    beside them, verified or not, see `observe_siblings`.
     """
     own_id = assignment.drafter.id
-    assignment.observe_acceptance(*favourite_outcome(draft, own_id, rows))
+    assignment.observe_acceptance(*main_path_outcome(draft, own_id, rows))
     for drafter_id, (drafted, places) in outcomes_by_drafter(draft, own_id, rows).items():
         drafter = sequence.assignments[drafter_id].drafter
         drafter.verified_count += drafted
         drafter.accepted_count += len(places)
         metrics.verified_in_tree(drafter, drafted, places, leads=drafter_id == own_id)
-    favoured = favoured_count(rows[: draft.favoured])
+    on_main_path = main_path_count(rows[: draft.main_length])
     branched = bool(draft.parents)
-    metrics.verified_draft(len(draft.token_ids), favoured, len(rows), emitted, branched=branched)
+    metrics.verified_draft(
+        len(draft.token_ids), on_main_path, len(rows), emitted, branched=branched
+    )
 
 
-def favourite_outcome(draft: DraftTree, drafter_id: str, rows: SequenceOf[int]) -> tuple[int, int]:
-    """The length of a drafter's own favourite path in a tree, and how much of it was accepted.
+def main_path_outcome(draft: DraftTree, drafter_id: str, rows: SequenceOf[int]) -> tuple[int, int]:
+    """The length of a drafter's own main path in a tree, and how much of it was accepted.
 
     The path ends where another drafter's guess continues it. `rows` are the accepted ones.
     """
     drafted = 0
-    while drafted < len(draft.token_ids) and drafted != draft.favoured:
+    while drafted < len(draft.token_ids) and drafted != draft.main_length:
         if draft.parents and draft.parents[drafted] != drafted:
             break
         if draft.drafter_ids and draft.drafter_ids[drafted] != drafter_id:
             break
         drafted += 1
-    return drafted, favoured_count(rows[:drafted])
+    return drafted, main_path_count(rows[:drafted])
 
 
-def favoured_count(rows: SequenceOf[int]) -> int:
-    """How many of the accepted rows are the favourite path's, which are a draft's first ones."""
+def main_path_count(rows: SequenceOf[int]) -> int:
+    """How many of the accepted rows are the main path's, which are a draft's first ones."""
     return sum([row == place for place, row in enumerate(rows, 1)])
 
 

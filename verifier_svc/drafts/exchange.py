@@ -18,7 +18,7 @@ from verifier_svc.policy.pauses import pause_reason
 from verifier_svc.policy.plan import Plan
 from verifier_svc.policy.planner import Planner
 from verifier_svc.state.drafter import MESSAGE_BYTES, Drafter
-from verifier_svc.state.merged_tries import is_branched, is_sampled, observe_sides
+from verifier_svc.state.merged_tries import is_branched, is_sampled, observe_siblings
 from verifier_svc.state.sequence import FIRST_BACKOFF, Assignment, Sequence
 from verifier_svc.state.trie import Trie
 
@@ -201,7 +201,7 @@ class DraftExchange:
         now = self._clock()
         passes_on = False
         if verified is not None and self.plan.token_prices:
-            _observe_sides(sequence, verified, new_token_ids, self.plan.price)
+            _observe_siblings(sequence, verified, new_token_ids, self.plan.price)
         for assignment in sequence.assignments.values():
             drafter = assignment.drafter
             trie = assignment.trie
@@ -214,7 +214,7 @@ class DraftExchange:
                     lookups.append(f"{drafter.id}: {walk.result.value}, {walk.wasted} wasted")
             if guessed:
                 # The step did not verify these guesses, such as a probe's; the commit judges them.
-                assignment.observe_acceptance(guessed, min(walk.favoured, guessed))
+                assignment.observe_acceptance(guessed, min(walk.on_main_path, guessed))
             if assignment.asked:
                 assignment.count_silence(now)
                 passes_on = passes_on or drafter.is_doubtful
@@ -315,16 +315,16 @@ def _tokens_to_ask(plan: Plan, sequence: Sequence, assignment: Assignment) -> in
     return assignment.draft_tokens if assignment.asked else 0
 
 
-def _observe_sides(
+def _observe_siblings(
     sequence: Sequence, verified: Assignment, new_token_ids: list[int], price: float
 ) -> None:
-    """Measure the guesses beside favourites, or their lack, before the tries' roots move."""
+    """Measure the siblings of main guesses, or their lack, before the tries' roots move."""
     if is_sampled(sequence):
         return  # its drafts stay chains
     if is_branched(sequence):
-        observe_sides(sequence, verified, new_token_ids, price)
+        observe_siblings(sequence, verified, new_token_ids, price)
     elif verified.tree_tokens > 0 and verified.trie.is_contradicted(new_token_ids):
-        verified.side_rates.observe_wrong(False)
+        verified.sibling_rates.observe_wrong(False)
 
 
 def _mark_sent(assignment: Assignment, now: float) -> None:

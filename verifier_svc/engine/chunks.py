@@ -5,7 +5,7 @@ from __future__ import annotations
 from outrider.grammar.backends import Matcher
 from outrider.protocol.errors import OutriderError, Reason
 from outrider.protocol.messages import FinishReason, TokenChunk, TokenSource
-from outrider.protocol.token_tree import favourite_path
+from outrider.protocol.token_tree import main_path
 from verifier_svc.state.scheduled_sequence import ScheduledSequence
 from verifier_svc.state.sequence import Sequence
 from verifier_svc.state.trie import DraftTree
@@ -53,10 +53,10 @@ def sources_of(draft: DraftTree, result: AcceptResult, count: int) -> list[Token
     if not draft.token_ids:
         return [TokenSource.PLAIN] * count
     rows = result.rows[:count]
-    # The favourite path's rows are the first ones.
-    favoured = sum([row == place for place, row in enumerate(rows, 1)])
-    sources = [TokenSource.ACCEPTED] * favoured
-    sources += [TokenSource.ACCEPTED_SIDE] * (len(rows) - favoured)
+    # The main path's rows are the first ones.
+    on_main_path = sum([row == place for place, row in enumerate(rows, 1)])
+    sources = [TokenSource.ACCEPTED] * on_main_path
+    sources += [TokenSource.ACCEPTED_SIDE] * (len(rows) - on_main_path)
     if count > len(rows):
         sources.append(_own_source(draft, result))
     return sources
@@ -81,17 +81,17 @@ def chunk_of(
         stats=sequence.stats if finish_reason is not None else None,
         cached_token_count=sequence.cached_token_count,
         draft_token_count=len(draft.token_ids),
-        side_draft_token_count=_side_count(draft.parents),
+        side_draft_token_count=_branch_token_count(draft.parents),
         logprobs=list(verified.logprobs[: len(new)]),
         prompt_logprobs=list(verified.prompt_logprobs),
     )
 
 
-def _side_count(parents: list[int]) -> int:
-    """How many tokens of a tree are beside its favourite path; 0 for a chain."""
+def _branch_token_count(parents: list[int]) -> int:
+    """How many tokens of a tree are beside its main path; 0 for a chain."""
     if not parents:
         return 0
-    return len(parents) - len(favourite_path(parents))
+    return len(parents) - len(main_path(parents))
 
 
 def _own_source(draft: DraftTree, result: AcceptResult) -> TokenSource:

@@ -7,7 +7,7 @@ from collections.abc import Sequence as SequenceOf
 from outrider.process.telemetry import Span
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.messages import FinishReason, TokenChunk
-from verifier_svc.drafts.draft_message import favoured_count, record_draft
+from verifier_svc.drafts.draft_message import main_path_count, record_draft
 from verifier_svc.engine.chunks import chunk_of, cut_at_end, cut_at_grammars_end, sources_of
 from verifier_svc.engine.context import EngineContext
 from verifier_svc.engine.step_spans import StepSpans
@@ -131,7 +131,7 @@ class Committer:
         if span.traceparent:
             span.set(outrider__accepted_tokens=accepted, outrider__committed_tokens=len(new))
             if scheduled.draft.parents:
-                span.set(outrider__side_tokens=accepted - favoured_count(result.rows[:accepted]))
+                span.set(outrider__side_tokens=accepted - main_path_count(result.rows[:accepted]))
         verified_of = scheduled.assignment
         if verified_of is not None:
             draft = scheduled.draft

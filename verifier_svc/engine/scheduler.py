@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from outrider.lm.pages import PagePool
-from outrider.protocol.token_tree import favourite_path
+from outrider.protocol.token_tree import main_path
 from verifier_svc.engine.fair_queue import FairQueue
 from verifier_svc.engine.load_meter import LoadMeter
 from verifier_svc.engine.step_shares import Part, StepShares
@@ -210,8 +210,8 @@ class Scheduler:
         end = start + count
         has_room = self.pool.reserve(sequence.kv, end + len(draft.token_ids))
         if not has_room and draft.parents:
-            # The favourite path alone may fit.
-            draft = draft.first(len(favourite_path(draft.parents)))
+            # The main path alone may fit.
+            draft = draft.first(len(main_path(draft.parents)))
             has_room = self.pool.reserve(sequence.kv, end + len(draft.token_ids))
         if not has_room and draft.token_ids:
             # A draft is no reason to preempt another sequence. It is cut rather than dropped: how

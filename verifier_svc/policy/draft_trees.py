@@ -28,13 +28,13 @@ from verifier_svc.state.merged_tries import (
 from verifier_svc.state.sequence import Assignment, Sequence
 from verifier_svc.state.trie import NO_DRAFT, DraftTree
 
-# Draft tokens to ask of a tree for each token of its favourite path.
+# Draft tokens to ask of a tree for each token of its main path.
 _TREE_TOKENS_PER_DEPTH = 3
 # Every `_TREE_PROBE_STEPS` steps, drafters that are asked for chains are asked for a tree.
 _TREE_PROBE_STEPS = 32
 
 ChosenDraft = tuple[Assignment | None, DraftTree]
-"""A draft, and the assignment that its favourite path comes from; None without a draft."""
+"""A draft, and the assignment that its main path comes from; None without a draft."""
 
 
 def best_chain(sequence: Sequence, draft_tokens: int) -> ChosenDraft:
@@ -66,7 +66,7 @@ def _is_planned(sequence: Sequence, plan: Plan) -> bool:
 
 
 def _best_path(sequence: Sequence, draft_tokens: int) -> Assignment | None:
-    """The assignment whose favourite path promises the most accepted tokens; None if none is ready.
+    """The assignment whose main path promises the most accepted tokens; None if none is ready.
 
     The expectation comes from the path's length and its drafter's acceptance rate. A sampled path
     counts as complete, see `Assignment.ready_tokens`.
@@ -108,7 +108,7 @@ class _Tree:
         return len(self.token_ids)
 
     def draft(self) -> ChosenDraft:
-        """The draft with these tokens, depth-first. Of siblings, the favourite was taken first."""
+        """The draft with these tokens, depth-first. Of siblings, the main guess was taken first."""
         if not self.token_ids:
             return None, NO_DRAFT
         below = children(self.parents)
@@ -197,7 +197,7 @@ def tree_tokens(
     """Draft tokens of all branches together to ask for, by assignment.
 
     `drafts` are (sequence, assignment, draft tokens), and `asks` the draft tokens to ask for. A
-    drafter whose first guess beside its favourite is not worth its price is asked for a chain. Once
+    drafter whose sibling of the main guess is not worth its price is asked for a chain. Once
     in a while it is asked for a tree all the same, to see whether its guesses improved.
     """
     probed = step % _TREE_PROBE_STEPS == 0
@@ -211,11 +211,11 @@ def tree_tokens(
 def wants_tree(
     sequence: Sequence, assignment: Assignment, price: float, *, probed: bool = False
 ) -> bool:
-    """Whether a guess beside the first favourite is worth its price, if a step can verify it.
+    """Whether a sibling of the first main guess is worth its price, if a step can verify it.
 
-    With `probed`, the guess counts as right whenever the favourite is wrong.
+    With `probed`, the guess counts as right whenever the main guess is wrong.
     """
-    share = 1.0 if probed else assignment.side_rates.rescued_share
+    share = 1.0 if probed else assignment.sibling_rates.rescued_share
     # The first test alone decides for most sequences of a drafter of chains.
     if share < price or share * (1.0 - assignment.rate.prob_all_accepted(1)) < price:
         return False

@@ -305,9 +305,9 @@ class Planner:
             # A fixed-length draft gets no tree tokens.
             fixed = self._by_limit or sequence.request.speculation.draft_tokens is not None
             if self._trees and not fixed and wants_tree(sequence, assignment, price):
-                # About one more token beside each token of the favourite path.
+                # About one more token beside each token of the main path.
                 prob_wrong = 1.0 - assignment.rate.prob_all_accepted(count)
-                gained += chance * assignment.side_rates.added_tokens(prob_wrong)
+                gained += chance * assignment.sibling_rates.added_tokens(prob_wrong)
                 total += chance * count
             longest[assignment.drafter] = max(count, longest.get(assignment.drafter, 0))
         wait_s = max([drafter.latency(count) for drafter, count in longest.items()])
@@ -421,7 +421,7 @@ def _companions(drafts: _Drafts, choice: _Choice) -> _Drafts:
 def _prob_beside(other: Assignment, chosen: Assignment) -> float:
     """The probability that a drafter's first token is right where it differs from `chosen`."""
     claim = (1.0 - chosen.rate.by_position[0]) * other.rate.by_position[0]
-    return other.side_rates.estimate(0, 0, claim)
+    return other.sibling_rates.estimate(0, 0, claim)
 
 
 def _due_probes(

@@ -1,5 +1,4 @@
-"""Measurements of a drafter: how often its favourites and the guesses beside them are right, and
-its latency."""
+"""Measurements of a drafter: how often main guesses and siblings are right, and its latency."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ _RANKS = 8
 # Weight of the prior of claims, in guesses that were expected to be right, and decay of its sums.
 _CLAIM_WEIGHT = 1.0
 _CLAIM_DECAY = 0.995
-# Prior share of wrong favourites with a right guess beside them, and its weight in favourites.
+# Prior share of wrong main guesses that have a right sibling, and its weight in main guesses.
 _FIRST_SHARE = 0.4
 _SHARE_WEIGHT = 4.0
 _SHARE_DECAY = 0.99
@@ -158,8 +157,8 @@ class AcceptanceRate:
         return count
 
 
-class SideRates:
-    """How far one drafter's claims about guesses beside the favourite hold, by depth and rank.
+class SiblingRates:
+    """How far one drafter's claims about siblings of the main guess hold, by depth and rank.
 
     A claim is an estimate, made before the commit, of the probability that a guess is right if its
     parent is: the drafter's confidence, or a prior. The factor between claims and commits corrects
@@ -174,7 +173,7 @@ class SideRates:
         self._rescued = 0.0
         self._wrong = 0.0
         self.rescued_share = _FIRST_SHARE
-        """Share of wrong favourites that a guess beside them rescued, if a tree was asked for."""
+        """Share of wrong main guesses that a sibling rescued, if a tree was asked for."""
 
     def observe(self, depth: int, rank: int, claim: float, right: bool) -> None:
         """Count a guess behind `depth` others whose parent was committed.
@@ -192,7 +191,7 @@ class SideRates:
         return min(claim * factor, 1.0)
 
     def added_tokens(self, prob_wrong: float) -> float:
-        """Expected tokens that a tree adds to a favourite path that is wrong with `prob_wrong`.
+        """Expected tokens that a tree adds to a main path that is wrong with `prob_wrong`.
 
         Only the first token beside the path counts. Tokens behind it would add more, but each has
         its price too.
@@ -200,7 +199,7 @@ class SideRates:
         return prob_wrong * self.rescued_share
 
     def observe_wrong(self, rescued: bool) -> None:
-        """Count a wrong favourite; `rescued` if a guess beside it was right and worth verifying."""
+        """Count a wrong main guess; `rescued` if a sibling was right and worth verifying."""
         self._rescued = self._rescued * _SHARE_DECAY + rescued
         self._wrong = self._wrong * _SHARE_DECAY + 1.0
         right = self._rescued + _FIRST_SHARE * _SHARE_WEIGHT

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from outrider.protocol.draft_messages import Hello, StepBatch
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.model_info import DrafterInfo
-from verifier_svc.state.acceptance_rate import AcceptanceRate, Latency, SideRates
+from verifier_svc.state.acceptance_rate import AcceptanceRate, Latency, SiblingRates
 
 # Steps that a drafter that was never right is told of, before nobody expects drafts of it: for a
 # drafter that never answered, and for a drafter that answers.
@@ -39,8 +39,8 @@ class Drafter:
     """Time to draft one token."""
     rates: dict[tuple[bool, bool, bool], AcceptanceRate] = field(default_factory=dict)
     """Acceptance over all its sequences, by kind of traffic: the prior of a new sequence."""
-    side_rates: dict[tuple[bool, bool, bool], SideRates] = field(default_factory=dict)
-    """Measurements of its guesses beside favourites, by kind of traffic."""
+    sibling_rates: dict[tuple[bool, bool, bool], SiblingRates] = field(default_factory=dict)
+    """Measurements of the siblings of its main guesses, by kind of traffic."""
     outbox: StepBatch = field(default_factory=StepBatch)
     """Messages of the current step that are to be sent to it."""
     sequence_ids: set[int] = field(default_factory=set)

@@ -21,7 +21,7 @@ class MaskWork:
     """
 
     def __init__(self, compute: Compute, draft: DraftTree, drafter_id: str) -> None:
-        """`compute` gives the masks of `draft`, whose favourite path that drafter proposed."""
+        """`compute` gives the masks of `draft`, whose main path that drafter proposed."""
         self.draft = draft
         self.drafter_id = drafter_id
         self.mask: npt.NDArray[np.int32] | None = None

@@ -1,7 +1,7 @@
 """The tries of all drafters of one sequence as one, in which equal prefixes merge.
 
-The trie whose favourite path is to be verified comes first. Its favourites are favourites here too;
-another drafter's favourite is one only where the tries before it have no guess.
+The trie whose main path is to be verified comes first. Its main guesses are the merged trie's.
+Another drafter's main guess is the merged trie's only where the tries before it have no guess.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from verifier_svc.state.trie import Node
 Nodes = list[tuple[Assignment, Node]]
 """The nodes of one prefix in the tries that have it."""
 
-# A drafter's guess beside its own favourite is taken to be half as likely as the one before it.
+# A sibling of a drafter's main guess is taken to be half as likely as the sibling before it.
 _NEXT_GUESS = 0.5
 
 
@@ -56,7 +56,7 @@ def roots(sequence: Sequence, first: Assignment) -> Nodes:
 
 
 def guesses_behind(nodes: Nodes) -> list[MergedGuess]:
-    """The tokens that may follow a prefix; the favourite is the first."""
+    """The tokens that may follow a prefix; the main guess is the first."""
     if len(nodes) == 1:
         [(assignment, node)] = nodes
         return [
@@ -80,36 +80,36 @@ def guesses_behind(nodes: Nodes) -> list[MergedGuess]:
 def probs(guesses: list[MergedGuess], depth: int) -> list[float]:
     """The probability of each of `guesses_behind` a prefix of `depth` right guesses.
 
-    The favourite has its drafter's acceptance rate. No other guess is more probable than it, so
+    The main guess has its drafter's acceptance rate. No other guess is more probable than it, so
     that a tree has it before the others.
     """
-    favourite = _rate(guesses[0].assignment, depth)
-    found = [favourite]
+    main_rate = _rate(guesses[0].assignment, depth)
+    found = [main_rate]
     for guess in guesses[1:]:
-        claim = _claim(guess, depth, favourite)
-        estimate = guess.assignment.side_rates.estimate(depth, guess.rank, claim)
-        found.append(min(estimate, favourite))
+        claim = _claim(guess, depth, main_rate)
+        estimate = guess.assignment.sibling_rates.estimate(depth, guess.rank, claim)
+        found.append(min(estimate, main_rate))
     return found
 
 
-def observe_sides(
+def observe_siblings(
     sequence: Sequence, first: Assignment, committed: list[int], price: float
 ) -> None:
-    """Measure the guesses beside the favourites by the newly committed tokens.
+    """Measure the siblings of the main guesses by the newly committed tokens.
 
     Call it before the tries' roots move. Guesses that no step verified count as well, so the
-    measurements do not depend on what was verified. A wrong favourite of `first` counts as rescued
+    measurements do not depend on what was verified. A wrong main guess of `first` counts as rescued
     only by another guess of `first` that was worth `price`.
     """
     nodes = roots(sequence, first)
-    on_favourites = True
+    on_main_path = True
     survival = 1.0
     for depth, token in enumerate(committed):
         guesses = guesses_behind(nodes)
         if not guesses:
             return
-        favourite = _rate(guesses[0].assignment, depth)
-        on_favourites = on_favourites and guesses[0].assignment is first
+        main_rate = _rate(guesses[0].assignment, depth)
+        on_main_path = on_main_path and guesses[0].assignment is first
         rescued = False
         nodes = []
         for place, guess in enumerate(guesses):
@@ -117,28 +117,28 @@ def observe_sides(
             if right:
                 nodes = guess.nodes
             if place:
-                claim = _claim(guess, depth, favourite)
-                rates = guess.assignment.side_rates
+                claim = _claim(guess, depth, main_rate)
+                rates = guess.assignment.sibling_rates
                 if right and guess.assignment is first:
-                    prob = min(rates.estimate(depth, guess.rank, claim), favourite)
+                    prob = min(rates.estimate(depth, guess.rank, claim), main_rate)
                     rescued = survival * prob >= price
                 rates.observe(depth, guess.rank, claim, right)
-        survival *= favourite
-        if on_favourites and token != guesses[0].token:
-            first.side_rates.observe_wrong(rescued)
-            on_favourites = False
+        survival *= main_rate
+        if on_main_path and token != guesses[0].token:
+            first.sibling_rates.observe_wrong(rescued)
+            on_main_path = False
 
 
-def _claim(guess: MergedGuess, depth: int, favourite: float) -> float:
-    """The probability of a guess beside the favourite, before it is corrected."""
+def _claim(guess: MergedGuess, depth: int, main_rate: float) -> float:
+    """The probability of a sibling of the main guess, before it is corrected."""
     if guess.confidence > 0.0:
         return guess.confidence
     if guess.rank == 0:
-        return (1.0 - favourite) * _rate(guess.assignment, depth)
-    return (1.0 - favourite) * _NEXT_GUESS**guess.rank
+        return (1.0 - main_rate) * _rate(guess.assignment, depth)
+    return (1.0 - main_rate) * _NEXT_GUESS**guess.rank
 
 
 def _rate(assignment: Assignment, depth: int) -> float:
-    """Acceptance of a drafter's favourite behind `depth` accepted guesses."""
+    """Acceptance of a drafter's main guess behind `depth` accepted guesses."""
     rates = assignment.rate.by_position
     return rates[depth] if depth < len(rates) else rates[-1]

@@ -24,7 +24,7 @@ class ScheduledSequence:
     """The committed tokens."""
     draft: DraftTree
     assignment: Assignment | None
-    """The assignment that the draft's favourite path comes from."""
+    """The assignment that the draft's main path comes from."""
     samples: bool
     """Whether a token is drawn. False for a prompt's chunk that is not its last."""
     planned_draft_tokens: int = 0

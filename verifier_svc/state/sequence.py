@@ -17,7 +17,7 @@ from outrider.protocol.messages import (
     TokenChunk,
     TokenRequest,
 )
-from verifier_svc.state.acceptance_rate import AcceptanceRate, SideRates
+from verifier_svc.state.acceptance_rate import AcceptanceRate, SiblingRates
 from verifier_svc.state.drafter import Drafter
 from verifier_svc.state.mask_work import MaskWork
 from verifier_svc.state.trie import Trie
@@ -57,8 +57,8 @@ class Assignment:
     """The committed length in the last message to the drafter."""
     tree_tokens: int = 0
     """Draft tokens of all branches together that the last message asked for; 0 for a chain."""
-    side_rates: SideRates = field(default_factory=SideRates)
-    """Measurements of the drafter's guesses beside favourites, for this kind of traffic."""
+    sibling_rates: SiblingRates = field(default_factory=SiblingRates)
+    """Measurements of the siblings of its main guesses, for this kind of traffic."""
     opened: bool = False
     """Whether the sequence was announced to the drafter."""
     asked: bool = True

@@ -21,7 +21,7 @@ class DraftTree:
 
     The root is the last committed token.
 
-    The order is depth-first, and each node's favourite child comes first. So the favourite path is
+    The order is depth-first, and each node's main child comes first. So the main path is
     the first tokens, and it needs no move in the cache when it is accepted.
     """
 
@@ -31,9 +31,9 @@ class DraftTree:
     parents: list[int] = field(default_factory=list)
     """Each token's parent, as in `protocol.token_tree`; empty for a chain."""
     drafter_ids: list[str] = field(default_factory=list)
-    """Each token's drafter; empty if all are from the favourite path's."""
-    favoured: int | None = None
-    """Tokens of the favourite path where a grammar cut it; None if it is the first children."""
+    """Each token's drafter; empty if all are from the main path's."""
+    main_length: int | None = None
+    """Tokens of the main path where a grammar cut it; None if it is the first children."""
 
     def first(self, count: int) -> DraftTree:
         """The first `count` tokens, which are a tree as well."""
@@ -44,7 +44,7 @@ class DraftTree:
             self.distributions[:count],
             without_chain(self.parents[:count]),
             self.drafter_ids[:count],
-            self.favoured,
+            self.main_length,
         )
 
 
@@ -55,9 +55,9 @@ class LookupResult(StrEnum):
     """Whether the trie had a draft behind a commit."""
 
     CHAIN = "chain"
-    """The favourite path goes on behind the committed tokens: the next draft is there already."""
+    """The main path goes on behind the committed tokens: the next draft is there already."""
     BRANCH = "branch"
-    """A side branch goes on behind the committed tokens."""
+    """A branch goes on behind the committed tokens."""
     LATE = "late"
     """Nothing contradicts the commit, but no guess behind it has arrived yet."""
     MISS = "miss"
@@ -70,8 +70,8 @@ class CommitWalk:
 
     matched: int
     """Committed tokens that the trie had."""
-    favoured: int
-    """How many of those are the favourite path's first tokens."""
+    on_main_path: int
+    """How many of those are the main path's first tokens."""
     result: LookupResult
     wasted: int
     """Guesses that were dropped without being committed."""
@@ -95,7 +95,7 @@ class AddResult:
 
 @dataclass(eq=False, slots=True)
 class Node:
-    """A guess. Its children are by token; the first of them is the favourite."""
+    """A guess. Its children are by token; the first of them is the main guess."""
 
     token: int
     distribution: SparseDistribution | None = None
@@ -103,7 +103,7 @@ class Node:
     """The drafter's estimate that the token is right if its parent is; 0 if it gave none."""
     children: dict[int, Node] = field(default_factory=dict)
 
-    def favourite(self) -> Node | None:
+    def first_child(self) -> Node | None:
         return next(iter(self.children.values()), None)
 
     def count(self) -> int:
@@ -133,8 +133,8 @@ class Trie:
         self._opened_length = opened_length
         self._root = Node(-1)
         self._skipped = False
-        # The favourite path from the root's child on; None until it is needed.
-        self._favourites: list[Node] | None = None
+        # The main path from the root's child on; None until it is needed.
+        self._main_path: list[Node] | None = None
 
     def add(self, proposal: Proposal, committed: list[int]) -> AddResult:
         """Compare a proposal with the tokens committed since its base; add the rest to the trie.
@@ -165,7 +165,7 @@ class Trie:
                 node = self._add_child(node, proposal, i, depth, added)
             if parents:
                 places.append((depth, node))
-        self._favourites = None
+        self._main_path = None
         return added
 
     def _add_child(
@@ -210,7 +210,7 @@ class Trie:
         """Move the root along newly committed tokens and drop the guesses that are not below it."""
         node = self._root
         before = self.node_count
-        matched = favoured = 0
+        matched = on_main_path = 0
         forked = False
         for token in new_token_ids:
             child = node.children.get(token)
@@ -218,8 +218,8 @@ class Trie:
                 break
             if len(node.children) > 1:
                 forked = True
-            if favoured == matched and child is node.favourite():
-                favoured += 1
+            if on_main_path == matched and child is node.first_child():
+                on_main_path += 1
             matched += 1
             node = child
         # Without a fork on the way, only the matched nodes leave the trie.
@@ -230,15 +230,15 @@ class Trie:
         elif missed:
             result = LookupResult.MISS
         else:
-            result = LookupResult.CHAIN if favoured == matched else LookupResult.BRANCH
+            result = LookupResult.CHAIN if on_main_path == matched else LookupResult.BRANCH
         if missed:
             node = Node(-1)
             left = 0
         self._root = node
         self.node_count = left
         self._skipped = False
-        self._favourites = None
-        return CommitWalk(matched, favoured, result, before - matched - left)
+        self._main_path = None
+        return CommitWalk(matched, on_main_path, result, before - matched - left)
 
     @property
     def root(self) -> Node:
@@ -247,43 +247,43 @@ class Trie:
 
     @property
     def is_chain(self) -> bool:
-        """Whether it has no guess beside the path of favourites."""
-        return self.node_count == len(self._path())
+        """Whether it has no guess beside the main path."""
+        return self.node_count == len(self._nodes())
 
     def is_contradicted(self, new_token_ids: list[int]) -> bool:
-        """Whether the path of favourites has another token than these somewhere."""
-        for node, token in zip(self._path(), new_token_ids, strict=False):
+        """Whether the main path has another token than these somewhere."""
+        for node, token in zip(self._nodes(), new_token_ids, strict=False):
             if node.token != token:
                 return True
         return False
 
     def path(self, depth: int) -> DraftTree:
-        """The path of favourites from the root, at most `depth` tokens.
+        """The main path from the root, at most `depth` tokens.
 
         The trie's shape alone chooses it. A choice by the probability of a sampled token would bias
         the output.
         """
-        nodes = self._path()[:depth]
+        nodes = self._nodes()[:depth]
         distributions = [node.distribution for node in nodes if node.distribution is not None]
         # A path that is sampled only in part counts as one-hot.
         if len(distributions) < len(nodes):
             distributions = []
         return DraftTree([node.token for node in nodes], distributions)
 
-    def _path(self) -> list[Node]:
-        if self._favourites is None:
-            self._favourites = []
-            node = self._root.favourite()
+    def _nodes(self) -> list[Node]:
+        if self._main_path is None:
+            self._main_path = []
+            node = self._root.first_child()
             while node is not None:
-                self._favourites.append(node)
-                node = node.favourite()
-        return self._favourites
+                self._main_path.append(node)
+                node = node.first_child()
+        return self._main_path
 
     def length(self, depth: int) -> int:
         """Tokens of the path, at most `depth`."""
-        length = len(self._path())
+        length = len(self._nodes())
         return length if length < depth else depth
 
     def ready(self, depth: int) -> bool:
         """Whether waiting cannot make the path to `depth` any longer."""
-        return self._skipped or len(self._path()) >= depth
+        return self._skipped or len(self._nodes()) >= depth

@@ -237,7 +237,7 @@ def _accept_lossy(rule: AcceptanceRule, probs: _Probs, rows: Rows, matches_R: to
     options: list[SpeculationOptions] = []
     for first, draft in rows:
         if draft.rule is rule:
-            judged = draft.favourites
+            judged = draft.judged
             if draft.thinking:
                 judged = [(row, i) for row, i in judged if draft.thinking[i]]
             flat += [first + row for row, _ in judged]

@@ -9,7 +9,7 @@ from outrider.protocol.draft_messages import SparseDistribution
 from outrider.protocol.messages import AcceptanceRule, SpeculationOptions
 from outrider.sampling.logits import Context
 from verifier_svc.verification.rules.lossy import LOSSY_RULES
-from verifier_svc.verification.tree_walk import favourites
+from verifier_svc.verification.tree_walk import first_children
 
 NO_TOKEN = -1
 """Instead of a token: the request's bans and grammar allow none."""
@@ -36,14 +36,14 @@ class Draft:
     """For RELAXED, whether each draft token is in the thinking phase, where alone it applies."""
 
     @property
-    def favourites(self) -> list[tuple[int, int]]:
+    def judged(self) -> list[tuple[int, int]]:
         """The draft tokens that the rules judge: for each, the row before it and its index.
 
         In a tree these are the first children. Another child is accepted if it is the own token.
         """
         if not self.context.parents:
             return [(i, i) for i in range(len(self.context.drafted))]
-        return [(row, child - 1) for row, child in favourites(self.context.parents)]
+        return [(row, child - 1) for row, child in first_children(self.context.parents)]
 
     @property
     def needs_probs(self) -> bool:

@@ -193,7 +193,7 @@ def _subtree(draft: DraftTree, kept: Sequence[bool]) -> DraftTree:
             token_ids.append(draft.token_ids[i])
             parents.append(new_rows[draft.parents[i]])
         new_rows.append(len(token_ids))
-    # A sibling that becomes a first child by the cut is no favourite.
+    # A sibling that becomes a first child by the cut is no main guess.
     return DraftTree(token_ids, [], without_chain(parents), drafter_ids, list(kept).index(False))
 
 

@@ -18,13 +18,13 @@ _NO_DRAFT = -3
 
 
 def tree_result(
-    context: Context, tokens: list[int], own: list[int], favoured: Sequence[bool] = ()
+    context: Context, tokens: list[int], own: list[int], accepts_first: Sequence[bool] = ()
 ) -> AcceptResult:
-    """The result of a tree; `own` and `favoured` are as in `walk`.
+    """The result of a tree; `own` and `accepts_first` are as in `walk`.
 
     `tokens` has the next token of each row, in case that the walk ends there.
     """
-    path = walk(context.drafted, context.parents, own, favoured)
+    path = walk(context.drafted, context.parents, own, accepts_first)
     last = path[-1] if path else 0
     # Row numbers rise along a path. So if the last row's number is the path's length, the path is
     # the first rows.
@@ -52,7 +52,7 @@ class Rows:
         for b, draft in self._trees:
             first = self._first_B[b]
             drafted[first : first + draft.context.row_count] = _NO_DRAFT
-            for row, i in draft.favourites:
+            for row, i in draft.judged:
                 drafted[first + row] = draft.context.drafted[i]
         self.draft_R = self.tensor(drafted)
         self.drafted_R = self.tensor(drafted != _NO_DRAFT)

@@ -15,20 +15,21 @@ def walk(
     token_ids: Sequence[int],
     parents: Sequence[int],
     own: Sequence[int],
-    favoured: Sequence[bool] = (),
+    accepts_first: Sequence[bool] = (),
 ) -> list[int]:
     """The rows of the accepted draft tokens, in order.
 
-    `own` has each row's own token of the target; a negative one equals no draft token. `favoured`
-    tells for each row whether a rule accepts its first child, whatever the own token is. Otherwise
-    the walk goes to the child that equals the own token, and stops if there is none.
+    `own` has each row's own token of the target; a negative one equals no draft token.
+    `accepts_first` tells for each row whether a rule accepts its first child, whatever the own
+    token is. Otherwise the walk goes to the child that equals the own token, and stops if there is
+    none.
     """
     below = children(parents)
     rows: list[int] = []
     row = 0
     while below[row]:
         following = 0
-        if favoured and favoured[row]:
+        if accepts_first and accepts_first[row]:
             following = below[row][0]
         else:
             for child in below[row]:
@@ -42,7 +43,7 @@ def walk(
     return rows
 
 
-def favourites(parents: Sequence[int]) -> list[tuple[int, int]]:
+def first_children(parents: Sequence[int]) -> list[tuple[int, int]]:
     """The rows that have children, each with its first child's row."""
     return [(row, below[0]) for row, below in enumerate(children(parents)) if below]
 

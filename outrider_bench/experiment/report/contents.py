@@ -36,7 +36,7 @@ _LATENCY_NOTE = (
 _DRAFTS_NOTE = (
     "Acceptance rate: accepted of verified draft tokens. Acceptance length: 1 + accepted tokens "
     "per draft. Tokens per forward: tokens that a sequence commits in one forward of the target. "
-    "Then shares of commits by the next draft's state: on the chain, in a side branch, late, or a "
+    "Then shares of commits by the next draft's state: on the chain, in a branch, late, or a "
     "miss. Wasted: draft tokens dropped for each output token."
 )
 _STEP_NOTE = (

@@ -169,7 +169,7 @@ class Client:
         count = len(self._received)
         self._world.counts["tokens"] += len(chunk.token_ids)
         self._world.counts["draft tokens accepted"] += chunk.accepted_count
-        self._world.counts["accepted on side branches"] += chunk.sources.count(_SIDE)
+        self._world.counts["accepted on branches"] += chunk.sources.count(_SIDE)
         self._world.note(f"{name} has {count}")
         if self._compares and self._received != wanted[:count]:
             broken("no token is missing, doubled or altered", f"{name}: {self._received}, {wanted}")
