@@ -11,8 +11,8 @@ from verifier_svc.state.sequence import Sequence
 class FairQueue:
     """Gives the next place to the tenant with the fewest running sequences.
 
-    So a tenant that floods the queue cannot starve another one (max-min fairness). A tenant's own
-    sequences are served in order of arrival.
+    So a tenant that floods the queue cannot starve another tenant (max-min fairness). A tenant's
+    own sequences are served in order of arrival.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class FairQueue:
             yield from sequences
 
     def add(self, sequence: Sequence) -> None:
-        """Put a sequence behind the others of its tenant."""
+        """Put a sequence behind the other sequences of its tenant."""
         self._by_tenant.setdefault(sequence.request.tenant, deque()).append(sequence)
 
     def put_back(self, sequence: Sequence) -> None:

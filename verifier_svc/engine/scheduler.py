@@ -60,7 +60,7 @@ class Scheduler:
         self.prompt_token_count = 0
         """Tokens of all admitted sequences."""
         self.cached_token_count = 0
-        """How many of those the prefix cache held."""
+        """Tokens of admitted sequences that the prefix cache held."""
         self._max_batch_tokens = config.max_batch_tokens
         self._max_sequences = config.max_sequences
         # Each scored token of a prompt takes a row of logits.
@@ -203,7 +203,7 @@ class Scheduler:
         The draft has at most `room` tokens. Returns None if the sequence was preempted.
         """
         if sequence.id not in self.running:
-            return None  # this step preempted it for an older one
+            return None  # this step preempted it for an older sequence
         assignment, draft = chosen
         draft = draft.first(room)
         start = sequence.kv.num_computed_tokens

@@ -43,8 +43,8 @@ class StepShares:
         self._cost = cost
         self._use = use
         self._max_batch_tokens = max_batch_tokens
-        # Ids of the last decoding sequences that had room in a step without room for all: of a
-        # light tenant, and of another one.
+        # Ids of the last decoding sequences that had room in a step without room for all sequences:
+        # of a light tenant, and of another tenant.
         self._last_light = 0
         self._last_heavy = 0
 
@@ -107,8 +107,8 @@ class _Fill:
     def add(self, pairs: list[tuple[Sequence, int]], room_s: float, last_id: int) -> int:
         """Add what makes the step longer by at most `room_s`; half of it is for prompts, if any.
 
-        Decoding begins behind the sequence `last_id`. Returns the id of the last one that had room,
-        or `last_id` if all had.
+        Decoding begins behind the sequence `last_id`. Returns the id of the last sequence that
+        had room, or `last_id` if all had room.
         """
         before_s = self.seconds
         decoding = [sequence for sequence, pending in pairs if pending == 1]

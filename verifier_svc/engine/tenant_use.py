@@ -22,7 +22,7 @@ class TenantUse:
     """For one engine, on its thread. Times are in seconds of its clock."""
 
     def __init__(self) -> None:
-        # By tenant, the one that was served longest ago first; with each one's last time.
+        # By tenant; the tenant that was served longest ago comes first in `_used`.
         self._used: dict[str, float] = {}
         self._served_at: dict[str, float] = {}
         self._epoch = 0.0
@@ -50,7 +50,7 @@ class TenantUse:
         self._epoch = now
 
     def light(self, tenants: Collection[str]) -> frozenset[str]:
-        """Those of the tenants that have used much less than an equal share of what all have."""
+        """The tenants that have used much less than an equal share of what all of these used."""
         if len(tenants) < 2:
             return frozenset()
         used = {tenant: self._used.get(tenant, 0.0) for tenant in tenants}
@@ -58,5 +58,5 @@ class TenantUse:
         return frozenset([tenant for tenant, own in used.items() if own < bound])
 
     def expects(self, tenants: Collection[str]) -> bool:
-        """Whether a tenant that was served of late is none of these, and may come back."""
+        """Whether a tenant that was served of late is not among these, and may come back."""
         return bool(self._used.keys() - tenants)

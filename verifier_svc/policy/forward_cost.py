@@ -64,7 +64,7 @@ class ForwardCost:
                 self.calibrate(sequence_count, token_count, seconds)
             return
         decoding_s = self.estimate(sequence_count, token_count) if sequence_count else 0.0
-        # A cost of 0, or one far too low, must be able to grow.
+        # A cost of 0, or a cost that is far too low, must be able to grow.
         decode_step_s = self.estimate(1, 1)
         least_token_s = _TYPICAL_PROMPT_TOKEN * decode_step_s
         prompts_s = prompt_token_count * max(self.prompt_token_s, least_token_s)
