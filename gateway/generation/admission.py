@@ -35,7 +35,7 @@ class Admission:
         self.counts: dict[str, Counter[str]] = {}
         """Sequences under way by model and tenant."""
 
-    def enter(self, model: str, tenant: str, count: int, patience: Patience) -> Place:
+    def enter(self, model: str, tenant: str, count: int, patience: Patience) -> Permit:
         """Count the sequences of a new request for a model.
 
         Raises OutriderError(OVERLOADED), with the seconds after which a retry makes sense, if the
@@ -53,7 +53,7 @@ class Admission:
             except OutriderError:
                 self._metrics.refused.labels(model).inc()
                 raise
-        return Place(counts, tenant, count, patience.ends_at(time.monotonic()))
+        return Permit(counts, tenant, count, patience.ends_at(time.monotonic()))
 
     def only_model(self) -> str | None:
         """The model that every request means; None if there is not exactly one."""
@@ -61,8 +61,8 @@ class Admission:
         return models[0] if len(models) == 1 else None
 
 
-class Place:
-    """The room of one request's sequences. A block that raises gives it back."""
+class Permit:
+    """The right of one request's sequences to be here. It ends with the block that it heads."""
 
     def __init__(self, counts: Counter[str], tenant: str, count: int, ends_at: float) -> None:
         self.ends_at = ends_at
@@ -78,22 +78,21 @@ class Place:
         if self._counts[self._tenant] == 0:
             del self._counts[self._tenant]
 
-    def leave(self) -> None:
-        """Give back the room of one sequence."""
+    def release(self) -> None:
+        """Count a sequence that has ended no longer."""
         self._add(-min(1, self._left))
 
     def close(self) -> None:
-        """Give back the room of all sequences that have not left."""
+        """Count none of the request's sequences any longer."""
         self._add(-self._left)
 
-    def __enter__(self) -> Place:
+    def __enter__(self) -> Permit:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None
     ) -> None:
-        if kind is not None:
-            self.close()
+        self.close()
 
 
 class TotalLoad(NamedTuple):

@@ -10,7 +10,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from functools import cache
 
-from gateway.generation.admission import Admission, Place
+from gateway.generation.admission import Admission, Permit
 from gateway.metrics import Metrics, SequenceClock
 from gateway.text.choices import Event, merge
 from gateway.text.deltas import DeltaBuilder, TextDelta
@@ -66,16 +66,16 @@ class Generation:
         return self.table.decode(prompt)
 
     async def generate(
-        self, model: str, operation: str, build: Build, place: Place
+        self, model: str, operation: str, build: Build, permit: Permit
     ) -> AsyncGenerator[Event, None]:
         """Yield the deltas of a request's sequences as they arrive.
 
         The request is built for the model of one replica and runs there. If the replica fails or
         leaves, each sequence goes on at another one; before its first chunk it is built again for
         that replica. Closing the iterator cancels all sequences. `operation` is OpenTelemetry's
-        name of the operation. Sequences leave their `place` when they end; at its deadline, those
-        that still run end with DEADLINE_EXCEEDED. Raises OutriderError from `Router.pick`, from
-        `build` and from the verifier.
+        name of the operation. Each sequence that ends is released from the permit; at its
+        deadline, those that still run end with DEADLINE_EXCEEDED. Raises OutriderError from
+        `Router.pick`, from `build` and from the verifier.
         """
         sequences: list[_Sequence] = []
         try:
@@ -85,7 +85,7 @@ class Generation:
             # All sequences count as running from here on. Otherwise requests that arrive together
             # would all pick the same replica.
             for index in range(len(built(pick.info))):
-                sequences.append(_Sequence(self, operation, built, index, pick, place))
+                sequences.append(_Sequence(self, operation, built, index, pick, permit))
             streams = [sequence.deltas() for sequence in sequences]
             events = merge(streams) if len(streams) > 1 else _only(streams[0])
             async with aclosing(events):
@@ -94,7 +94,6 @@ class Generation:
         finally:
             for sequence in sequences:
                 sequence.leave()
-            place.close()
 
 
 async def _only(stream: AsyncGenerator[TextDelta, None]) -> AsyncGenerator[Event, None]:
@@ -117,14 +116,14 @@ class _Sequence:
         built: Build,
         index: int,
         pick: Pick,
-        place: Place,
+        permit: Permit,
     ) -> None:
         self._generation = generation
         self._operation = operation
         self._built = built
         self._index = index
         self._pick = pick
-        self._place = place
+        self._permit = permit
         self._left = False
         self._builder: DeltaBuilder | None = None
         # Every replica draws with it if the request has no seed.
@@ -156,7 +155,7 @@ class _Sequence:
         self._pick.replica.sequences.discard(self)
         if not self._left:
             self._left = True
-            self._place.leave()
+            self._permit.release()
 
     async def deltas(self) -> AsyncGenerator[TextDelta, None]:
         """Yield the sequence's deltas, and record its metrics."""
@@ -186,7 +185,7 @@ class _Sequence:
             message = error.message.replace(error.field, name)
             raise replace(error, message=message, field=name) from error
         finally:
-            clock.close(is_late=time.monotonic() > self._place.ends_at - _EARLY_S)
+            clock.close(is_late=time.monotonic() > self._permit.ends_at - _EARLY_S)
             self.leave()
 
     async def _chunks(self) -> AsyncGenerator[TokenChunk, None]:
@@ -196,7 +195,7 @@ class _Sequence:
             replica = self._pick.replica
             stream = replica.tokens
             try:
-                async with aclosing(stream.generate(self._rest(), self._place.ends_at)) as chunks:
+                async with aclosing(stream.generate(self._rest(), self._permit.ends_at)) as chunks:
                     async for chunk in chunks:
                         left = self._request.tokens.max_tokens - len(self._committed)
                         check_chunk(chunk, info, left, replica.address)
@@ -264,11 +263,11 @@ class _Sequence:
             return
         tokens = self._request.tokens
         length = len(tokens.prompt) + tokens.max_tokens
-        wait_s = max(0.0, min(self._deadline, self._place.ends_at) - now)
+        wait_s = max(0.0, min(self._deadline, self._permit.ends_at) - now)
         try:
             pick = await router.instead_of(self._pick, error, wait_s, length)
         except OutriderError as found_none:
-            if time.monotonic() < self._place.ends_at:
+            if time.monotonic() < self._permit.ends_at:
                 raise
             raise late() from found_none
         self._go_to(pick)

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-
-from fastapi import Request
+from collections.abc import Mapping
 
 from gateway.metrics import PROVIDER
 from gateway.text.choices import UsageTotals
 from gateway.text.request import TextRequest
 from outrider.process import telemetry
 from outrider.process.telemetry import Span
-from outrider.protocol.errors import OutriderError
 from outrider.protocol.messages import FinishReason, SamplingParams
 
 log = logging.getLogger("gateway.requests")
@@ -52,30 +48,6 @@ def describe_settings(span: Span, request: TextRequest) -> None:
         span.set(gen_ai__request__seed=str(sampling.seed))
     if request.stop:
         span.set(gen_ai__request__stop_sequences=list(request.stop))
-
-
-def describe_http(span: Span, request: Request) -> None:
-    """Put OpenTelemetry's HTTP attributes on a request's span."""
-    span.set(
-        http__request__method=request.method,
-        http__route=getattr(request.scope.get("route"), "path", request.url.path),
-        url__path=request.url.path,
-        url__scheme=request.url.scheme,
-    )
-
-
-@contextmanager
-def responding(span: Span) -> Iterator[None]:
-    """Put the response's HTTP status on a span: 200, or the error's status if the block raises."""
-    status = 500
-    try:
-        yield
-        status = 200
-    except OutriderError as error:
-        status = error.reason.kind.http
-        raise
-    finally:
-        span.set(http__response__status_code=status)
 
 
 def describe(span: Span, request_id: str, totals: UsageTotals, model: str) -> None:

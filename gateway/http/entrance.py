@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.access.gate import identity_in
 from gateway.api_errors import error_response
-from gateway.generation.admission import Admission, Place
+from gateway.generation.admission import Admission, Permit
 from gateway.generation.patience import Patience
 from outrider.protocol.errors import OutriderError
 
@@ -71,10 +71,10 @@ class Turns:
 class Arrival:
     """A request from its headers until it is sent to a verifier. Use it as a context manager."""
 
-    def __init__(self, turns: Turns, tenant: str, place: Place | None) -> None:
+    def __init__(self, turns: Turns, tenant: str, permit: Permit | None) -> None:
         self._turns = turns
         self._tenant = tenant
-        self._place = place
+        self._permit = permit
         self._has_turn = False
 
     async def turn(self) -> None:
@@ -84,8 +84,8 @@ class Arrival:
 
     def counted(self) -> None:
         """Count no longer as one sequence: the sequences that the body asks for count instead."""
-        if self._place is not None:
-            self._place.close()
+        if self._permit is not None:
+            self._permit.close()
 
     def done(self) -> None:
         """Give the turn to the next request."""
@@ -128,15 +128,15 @@ class Entrance:
             return
         tenant = identity_in(scope).tenant
         model = self._admission.only_model()
-        place = None
+        permit = None
         if model is not None:
             try:
-                place = self._admission.enter(model, tenant, 1, _ENDLESS)
+                permit = self._admission.enter(model, tenant, 1, _ENDLESS)
             except OutriderError as error:
                 scope["route"] = _Route(scope["path"])
                 await error_response(error)(scope, receive, send)
                 return
-        with Arrival(self._turns, tenant, place) as arrival:
+        with Arrival(self._turns, tenant, permit) as arrival:
             scope[_SCOPE_KEY] = arrival
             # The refusals of a burst leave before the work on the other requests.
             await asyncio.sleep(0)

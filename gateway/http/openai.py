@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
+from typing import Any, Generic, TypeVar
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from gateway.access.gate import Gate, identity_of
-from gateway.access.limits import Grant
-from gateway.generation.admission import Place
+from gateway.access.limits import Limits
 from gateway.generation.generate import Generation
 from gateway.generation.patience import http_patience
-from gateway.generation.request_span import (
-    begin,
-    describe,
-    describe_http,
-    describe_settings,
-    responding,
-)
+from gateway.generation.serve_text import Demand, TextAnswer, TextCall, serve_text
 from gateway.http.entrance import arrival_of
 from gateway.http.json_body import JsonRoute
 from gateway.http.openapi import STREAMED, json_responses
-from gateway.http.parameters import most_answer_tokens, text_requests
+from gateway.http.parameters import answer_limit, gathers, text_requests
+from gateway.http.request_id import request_id
 from gateway.http.responses import ChatShape, CompletionShape, ResponseShape, attribution
-from gateway.http.schema import ChatBody, CompletionBody, GenerationBody, StreamOptions
+from gateway.http.schema import ChatBody, CompletionBody, StreamOptions
 from gateway.http.streaming import ChunkWriter, EventStream, sse, until_gone
-from gateway.text.choices import UsageTotals, WholeChoice, collect
-from gateway.text.request import Caller, Prompt, TextRequest
-from outrider.protocol.errors import invalid
+from gateway.text.choices import WholeChoice, collect
+from gateway.text.request import Conversation, PromptInput, TextInputs, TextRequest
+from outrider.process.telemetry import Span
+from outrider.protocol.errors import OutriderError, invalid
 from outrider.protocol.model_info import ModelInfo
 
 _ERRORS = (400, 401, 404, 408, 413, 415, 429, 500, 503, 504)
@@ -41,67 +39,111 @@ def routes(generation: Generation, max_sequences: int, gate: Gate) -> APIRouter:
     @router.post("/v1/completions", responses=json_responses(*_ERRORS, also=STREAMED))
     async def completions(body: CompletionBody, request: Request) -> Response:
         """Continue each prompt. `max_tokens` is 16 by default."""
-        grant = await gate.admit(request)
-        model, info = generation.router.lookup(body.model)
-        n = _choice_count(body, len(body.prompt), max_sequences)
-        prompts = []
-        with _place(generation, request, body, model, n * len(body.prompt)) as place:
-            prediction = await _prediction(generation, body, info)
-            for given in body.prompt:
-                ids = given
-                if isinstance(given, str):
-                    ids = await generation.prompts.encode(given, "prompt", info.context_length)
-                echo = generation.echo(given, info) if body.echo else None
-                prompts.append(Prompt(ids, "prompt", echo, prediction))
-            shape = CompletionShape(model, request.headers)
-            return await _answer(generation, request, body, prompts, n, shape, grant, place)
+        call = _CompletionCall(body, request, max_sequences)
+        return await _answer(generation, gate.limits, call)
 
     @router.post("/v1/chat/completions", responses=json_responses(*_ERRORS, also=STREAMED))
     async def chat_completions(body: ChatBody, request: Request) -> Response:
         """Answer a conversation. `max_completion_tokens` is what the context leaves by default."""
-        grant = await gate.admit(request)
-        model, info = generation.router.lookup(body.model)
-        n = _choice_count(body, 1, max_sequences)
-        with _place(generation, request, body, model, n) as place:
-            tenant = identity_of(request).tenant
-            prompt = await _chat_prompt(generation, body, info, tenant)
-            shape = ChatShape(model, request.headers)
-            return await _answer(generation, request, body, [prompt], n, shape, grant, place)
+        return await _answer(generation, gate.limits, _ChatCall(body, request, max_sequences))
 
     return router
 
 
-def _place(
-    generation: Generation, request: Request, body: GenerationBody, model: str, count: int
-) -> Place:
-    """Room for a request's sequences. Raises OutriderError(OVERLOADED) if there is none."""
-    patience = http_patience(body.timeout, request.headers, stream=body.stream)
-    arrival_of(request).counted()
-    return generation.admission.enter(model, identity_of(request).tenant, count, patience)
+_Body = TypeVar("_Body", CompletionBody, ChatBody)
 
 
-async def _chat_prompt(
-    generation: Generation, body: ChatBody, info: ModelInfo, tenant: str
-) -> Prompt:
-    """The conversation as ids, and what the client expects as its answer."""
-    messages = [message.for_template() for message in body.messages]
-    most = info.context_length
-    prompts = generation.prompts
-    text = await prompts.rendered(messages, "messages", most, tenant, **body.rendering())
-    ids = await prompts.encode(text, "messages", most, add_special_tokens=False)
-    return Prompt(ids, "messages", prediction=await _prediction(generation, body, info))
+class _HttpCall(TextCall, Generic[_Body]):
+    """A request for text over HTTP."""
+
+    shape: type[ResponseShape]
+
+    def __init__(self, body: _Body, request: Request, max_sequences: int) -> None:
+        self.body: _Body = body
+        self.request = request
+        self._max_sequences = max_sequences
+        self.identity = identity_of(request)
+        self.request_id = request_id(request.headers, self.shape.id_prefix)
+        self.headers = request.headers
+        self.model = body.model
+        self.operation = self.shape.operation
+        self.streams = bool(body.stream)
+        self.gathers = gathers(body)
+        self.limit = answer_limit(body)
+        self.prediction = "" if body.prediction is None else body.prediction.content
+
+    @property
+    @abstractmethod
+    def prompt_count(self) -> int:
+        """How many prompts the body has."""
+
+    def demand(self) -> Demand:
+        """The body's n and its timeout. Raises OutriderError(INVALID_VALUE).
+
+        The entrance has counted the request as one sequence. It ends that count here, since the
+        sequences of the demand count instead.
+        """
+        n = _choice_count(self.body.n, self.prompt_count, self._max_sequences)
+        patience = http_patience(self.body.timeout, self.headers, stream=self.streams)
+        arrival_of(self.request).counted()
+        return Demand(self.prompt_count, n, patience)
+
+    @contextmanager
+    def responding(self, span: Span) -> Iterator[None]:
+        """Put HTTP's attributes on a span. The status is 200, or that of the block's error."""
+        path = self.request.url.path
+        span.set(
+            http__request__method=self.request.method,
+            http__route=getattr(self.request.scope.get("route"), "path", path),
+            url__path=path,
+            url__scheme=self.request.url.scheme,
+        )
+        status = 500
+        try:
+            yield
+            status = 200
+        except OutriderError as error:
+            status = error.reason.kind.http
+            raise
+        finally:
+            span.set(http__response__status_code=status)
+
+    def build(self, inputs: TextInputs, info: ModelInfo) -> Sequence[TextRequest]:
+        """The sequences for a replica's model. Raises OutriderError that names field and limit."""
+        return text_requests(self.body, inputs, info)
 
 
-async def _prediction(generation: Generation, body: GenerationBody, info: ModelInfo) -> list[int]:
-    """The ids of the answer that the client expects, at most as many as the context holds."""
-    if body.prediction is None:
-        return []
-    return await generation.prompts.encode_start(body.prediction.content, info.context_length)
+class _CompletionCall(_HttpCall[CompletionBody]):
+    """POST /v1/completions."""
+
+    shape = CompletionShape
+
+    @property
+    def prompt_count(self) -> int:
+        """How many prompts the body has."""
+        return len(self.body.prompt)
+
+    def prompts(self) -> list[PromptInput]:
+        """The body's texts and lists of ids."""
+        echoes = bool(self.body.echo)
+        return [PromptInput(given, echoes=echoes) for given in self.body.prompt]
 
 
-def _choice_count(body: GenerationBody, prompt_count: int, max_sequences: int) -> int:
+class _ChatCall(_HttpCall[ChatBody]):
+    """POST /v1/chat/completions."""
+
+    shape = ChatShape
+    prompt_count = 1
+
+    def prompts(self) -> list[PromptInput]:
+        """The conversation. Raises OutriderError(INVALID_VALUE) for options that contradict."""
+        messages = [message.for_template() for message in self.body.messages]
+        return [PromptInput(Conversation(messages, self.body.rendering()), "messages")]
+
+
+def _choice_count(given: int | None, prompt_count: int, max_sequences: int) -> int:
     """The body's n. Raises OutriderError(INVALID_VALUE) for too many sequences."""
-    n = 1 if body.n is None else body.n
+    n = 1 if given is None else given
     if not 1 <= n <= max_sequences:
         raise invalid("n", f"must be in [1, {max_sequences}], not {n}")
     if prompt_count * n > max_sequences:
@@ -112,62 +154,46 @@ def _choice_count(body: GenerationBody, prompt_count: int, max_sequences: int) -
 
 
 async def _answer(
-    generation: Generation,
-    request: Request,
-    body: CompletionBody | ChatBody,
-    prompts: list[Prompt],
-    n: int,
-    shape: ResponseShape,
-    grant: Grant,
-    place: Place,
+    generation: Generation, limits: Limits, call: _CompletionCall | _ChatCall
 ) -> Response:
-    """Generate n choices for each prompt, and answer with one JSON object or with a stream."""
-    _, info = generation.router.lookup(shape.model)
-    lengths = [len(prompt.token_ids) for prompt in prompts for _ in range(n)]
-    span = begin(request.headers, shape.model, shape.operation, n, stream=bool(body.stream))
-    describe_http(span, request)
-    caller = Caller(shape.id, span.traceparent, identity_of(request).tenant)
+    """Answer with one JSON object, or with a stream that closes the generation when it ends."""
+    body = call.body
+    async with AsyncExitStack() as stack:
+        answer = await stack.enter_async_context(serve_text(generation, limits, call))
+        arrival_of(call.request).done()
+        shape = call.shape(answer.model, call.request_id)
+        if not call.streams:
+            collected = collect(answer.events, len(answer.totals.finishes))
+            choices = await until_gone(call.request, collected)
+            whole = _whole(body, shape, answer, choices)
+            return JSONResponse(whole, headers=_headers(call, answer))
+        # Await the first delta before the status line goes out, so that a refused request gets the
+        # status of its error.
+        first = await until_gone(call.request, anext(answer.events))
+        writer = ChunkWriter(
+            shape,
+            answer.totals,
+            body.stream_options or StreamOptions(),
+            answer.prompt_lengths,
+            metrics=body.speculation.metrics,
+        )
+        events = sse(first, answer.events, writer, answer.span)
+        return EventStream(events, stack.pop_all(), _headers(call, answer))
 
-    def build(info: ModelInfo) -> list[TextRequest]:
-        requests = text_requests(body, prompts, n, caller, info)
-        describe_settings(span, requests[0])
-        return requests
 
-    events = grant.metered(
-        generation.generate(shape.model, shape.operation, build, place),
-        prompt=sum(lengths[::n]),
-        answer=most_answer_tokens(body, prompts, n, info),
-        sequences=len(lengths),
-        gathered=not (body.stream or body.stop or body.speculation.tokens),
-    )
-    totals = UsageTotals(len(prompts), n)
-    arrival_of(request).done()
-    if not body.stream:
-        with span, responding(span):
-            choices = await until_gone(request, collect(events, totals))
-            describe(span, shape.id, totals, shape.model)
-            answer = _whole(body, shape, totals, choices)
-            return JSONResponse(answer, headers={"X-Request-Id": shape.id, **grant.headers})
-    try:
-        with responding(span):
-            # Await the first delta before the status line goes out, so that a refused request
-            # gets the status of its error.
-            first = await until_gone(request, anext(events))
-    # Also when the client goes away: a span that is not ended is never sent.
-    except BaseException as error:
-        span.ended_by(error)
-        span.end()
-        raise
-    options = body.stream_options or StreamOptions()
-    writer = ChunkWriter(shape, totals, options, lengths, metrics=body.speculation.metrics)
-    headers = {"X-Request-Id": shape.id, **grant.headers}
-    return EventStream(sse(first, events, writer, span), events, headers)
+def _headers(call: TextCall, answer: TextAnswer) -> dict[str, str]:
+    """The answer's id, and what is left of the caller's limits."""
+    return {"X-Request-Id": call.request_id, **answer.grant.headers}
 
 
 def _whole(
-    body: GenerationBody, shape: ResponseShape, totals: UsageTotals, choices: list[WholeChoice]
+    body: CompletionBody | ChatBody,
+    shape: ResponseShape,
+    answered: TextAnswer,
+    choices: list[WholeChoice],
 ) -> dict[str, Any]:
     """The answer to a request that does not stream."""
+    totals = answered.totals
     shown = [choice.shown for choice in choices]
     if isinstance(body, CompletionBody) and body.echo and body.logprobs is not None:
         shown = [choice.prompt + choice.shown for choice in choices]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import fields, replace
 
 from gateway.http.schema import (
@@ -16,7 +15,7 @@ from gateway.http.schema import (
     SpeculationBody,
     StructuredOutputs,
 )
-from gateway.text.request import AnswerLimit, Caller, Prompt, TextRequest, check_stop
+from gateway.text.request import AnswerLimit, TextInputs, TextRequest, check_stop
 from outrider.grammar.kinds import Grammar, GrammarKind
 from outrider.protocol import messages as m
 from outrider.protocol.checks import (
@@ -33,13 +32,9 @@ _COMPLETION_MAX_TOKENS = 16
 
 
 def text_requests(
-    body: CompletionBody | ChatBody,
-    prompts: Sequence[Prompt],
-    n: int,
-    caller: Caller,
-    info: ModelInfo,
+    body: CompletionBody | ChatBody, inputs: TextInputs, info: ModelInfo
 ) -> list[TextRequest]:
-    """Check the request against a model and build its sequences, n for each prompt.
+    """Check the request against a model and build its sequences.
 
     With a seed s, choice i equals the only choice of a request with seed s + i. Raises
     OutriderError(INVALID_VALUE or CONTEXT_LENGTH_EXCEEDED) that names the field and the limit.
@@ -49,14 +44,12 @@ def text_requests(
     if body.speculation.tokens and body.stop:
         message = "does not go with stop, since tokens may hold a part of what is cut off"
         raise invalid("speculation.tokens", message)
-    template, limit = _template(body, caller, info)
+    template = _template(body, inputs, info)
     sampling = template.tokens.sampling
-    # A chunk may gather the whole answer, unless the caller reads it as it grows or a stop string
-    # may end it early.
-    at_once = not body.stream and not template.stop and not body.speculation.tokens
+    at_once = gathers(body)
     requests = []
-    for prompt in prompts:
-        max_tokens = limit.resolve(prompt, sampling.min_tokens, info)
+    for prompt in inputs.prompts:
+        max_tokens = inputs.limit.resolve(prompt, sampling.min_tokens, info)
         tokens = replace(
             template.tokens,
             prompt=prompt.token_ids,
@@ -67,16 +60,32 @@ def text_requests(
         if max_tokens == 0 and tokens.prompt_logprobs is None:
             # The verifier accepts max_tokens=0 only if it scores the prompt.
             tokens = replace(tokens, prompt_logprobs=0)
-        for choice in range(n):
+        for choice in range(inputs.n):
             of_choice = replace(tokens, sampling=_with_seed(sampling, choice))
             requests.append(replace(template, tokens=of_choice, echo=prompt.echo))
     return requests
 
 
-def _template(
-    body: CompletionBody | ChatBody, caller: Caller, info: ModelInfo
-) -> tuple[TextRequest, AnswerLimit]:
-    """Build the part that all sequences of the request share, without a prompt, and their limit."""
+def gathers(body: GenerationBody) -> bool:
+    """Whether a chunk may hold the whole answer.
+
+    It may not if the caller reads the answer as it grows, or if a stop string may end it early.
+    """
+    return not (body.stream or body.stop or body.speculation.tokens)
+
+
+def answer_limit(body: CompletionBody | ChatBody) -> AnswerLimit:
+    """The limit of tokens that the body sets; nothing is checked yet."""
+    scores_prompt = _prompt_alternatives(body) is not None
+    if isinstance(body, CompletionBody):
+        return AnswerLimit(body.max_tokens, "max_tokens", _COMPLETION_MAX_TOKENS, scores_prompt)
+    if body.max_completion_tokens is None:
+        return AnswerLimit(body.max_tokens, "max_tokens", None, scores_prompt)
+    return AnswerLimit(body.max_completion_tokens, "max_completion_tokens", None, scores_prompt)
+
+
+def _template(body: CompletionBody | ChatBody, inputs: TextInputs, info: ModelInfo) -> TextRequest:
+    """Check and build the part that all sequences of the request share, without a prompt."""
     grammar, grammar_field = _grammar(body)
     sampling = _sampling(body, info.vocab_size)
     stop = check_stop(body.stop)
@@ -84,7 +93,7 @@ def _template(
     stop_token_ids = _stop_token_ids(body.stop_token_ids or [], info.vocab_size)
     top_logprobs = _top_logprobs(body)
     prompt_logprobs = _prompt_logprobs(body)
-    limit = _answer_limit(body, scores_prompt=prompt_logprobs is not None)
+    _check_limit_is_given_once(body)
     tokens = m.TokenRequest(
         prompt=[],
         max_tokens=0,
@@ -92,50 +101,33 @@ def _template(
         stop_token_ids=stop_token_ids,
         ignore_eos=bool(body.ignore_eos),
         speculation=speculation,
-        tenant=caller.tenant,
-        request_id=caller.request_id,
-        traceparent=caller.traceparent,
+        tenant=inputs.caller.tenant,
+        request_id=inputs.caller.request_id,
+        traceparent=inputs.caller.traceparent,
         top_logprobs=top_logprobs,
         grammar=grammar,
         prompt_logprobs=prompt_logprobs,
     )
-    request = TextRequest(
+    return TextRequest(
         tokens,
-        asked_tokens=limit.asked,
+        asked_tokens=inputs.limit.asked,
         stop=stop,
         shows_prompt=prompt_logprobs is not None,
         attributed=body.speculation.tokens,
         grammar_field=grammar_field,
     )
-    return request, limit
 
 
-def most_answer_tokens(
-    body: CompletionBody | ChatBody, prompts: Sequence[Prompt], n: int, info: ModelInfo
-) -> int:
-    """The most tokens that all answers together could have; nothing is checked yet."""
-    limit = AnswerLimit(body.max_tokens, default=_COMPLETION_MAX_TOKENS)
-    if isinstance(body, ChatBody):
-        asked = body.max_completion_tokens
-        limit = AnswerLimit(body.max_tokens if asked is None else asked)
-    return n * sum(limit.most(prompt, info) for prompt in prompts)
+def _check_limit_is_given_once(body: CompletionBody | ChatBody) -> None:
+    twice = isinstance(body, ChatBody) and body.max_completion_tokens is not None
+    if twice and body.max_tokens is not None:
+        raise invalid("max_tokens", "is the old name of max_completion_tokens; send one of them")
 
 
 def _with_seed(sampling: m.SamplingParams, choice: int) -> m.SamplingParams:
     if sampling.seed is None:
         return sampling
     return replace(sampling, seed=(sampling.seed + choice) % 2**64)
-
-
-def _answer_limit(body: CompletionBody | ChatBody, scores_prompt: bool) -> AnswerLimit:
-    asked = body.max_tokens
-    if isinstance(body, CompletionBody):
-        return AnswerLimit(asked, "max_tokens", _COMPLETION_MAX_TOKENS, scores_prompt)
-    if body.max_completion_tokens is None:
-        return AnswerLimit(asked, "max_tokens", None, scores_prompt)
-    if asked is not None:
-        raise invalid("max_tokens", "is the old name of max_completion_tokens; send one of them")
-    return AnswerLimit(body.max_completion_tokens, "max_completion_tokens", None, scores_prompt)
 
 
 def _sampling(body: GenerationBody, vocab_size: int) -> m.SamplingParams:
@@ -195,14 +187,19 @@ def _top_logprobs(body: CompletionBody | ChatBody) -> int | None:
 
 
 def _prompt_logprobs(body: GenerationBody) -> int | None:
-    """How many alternatives the request wants with each token of the prompt; None for no scores.
-
-    An echo has as many as the generated tokens unless `prompt_logprobs` says otherwise.
-    """
+    """How many alternatives the request wants with each token of the prompt; None for no scores."""
     check_logprobs("prompt_logprobs", body.prompt_logprobs)
     if body.prompt_logprobs is not None and body.stream:
         message = "is not for stream: true; a completion's echo and logprobs stream a prompt's"
         raise invalid("prompt_logprobs", message)
+    return _prompt_alternatives(body)
+
+
+def _prompt_alternatives(body: GenerationBody) -> int | None:
+    """The same, unchecked.
+
+    An echo has as many as the generated tokens unless `prompt_logprobs` says otherwise.
+    """
     if body.prompt_logprobs is None and isinstance(body, CompletionBody) and body.echo:
         return body.logprobs
     return body.prompt_logprobs

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from gateway.http.request_id import request_id
 from gateway.text.choices import UsageTotals
 from gateway.text.deltas import AttributedToken, LogprobToken
 from outrider import __version__
@@ -77,9 +76,8 @@ class ResponseShape(ABC):
     closing: ClassVar[Json]
     """The content of a choice's last chunk, with the finish reason."""
 
-    def __init__(self, model: str, headers: Mapping[str, str]) -> None:
-        """`headers` are the request's, which may have the caller's own id."""
-        self.id = request_id(headers, self.id_prefix)
+    def __init__(self, model: str, answer_id: str) -> None:
+        self.id = answer_id
         self.model = model
         self._created = int(time.time())
 

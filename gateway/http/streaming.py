@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Sequence
+from contextlib import AsyncExitStack
 from typing import TypeVar
 
 from fastapi import Request
@@ -13,7 +14,6 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from gateway.api_errors import error_body, unexpected
-from gateway.generation.request_span import describe
 from gateway.http.responses import Json, ResponseShape, attribution
 from gateway.http.schema import StreamOptions
 from gateway.text.choices import Event, UsageTotals
@@ -59,24 +59,24 @@ def event(data: Json) -> bytes:
 
 
 class EventStream(StreamingResponse):
-    """Streams events, and closes their source when the client hangs up, even during a write."""
+    """Streams events. Their end, or a client that hangs up, closes the answer behind them."""
 
     def __init__(
         self,
         events: AsyncGenerator[bytes, None],
-        source: AsyncGenerator[Event, None],
+        answer: AsyncExitStack,
         headers: dict[str, str],
     ) -> None:
         unbuffered = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(events, media_type="text/event-stream", headers=headers | unbuffered)
-        self._open = (events, source)
+        self._open = (events, answer)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            for generator in self._open:
-                await generator.aclose()
+            for part in self._open:
+                await part.aclose()
 
 
 class ChunkWriter:
@@ -144,7 +144,6 @@ class ChunkWriter:
 
     def _close(self, index: int, finish: FinishInfo) -> bytes:
         """The events that end a choice, and after the last choice also the stream."""
-        self.totals.finishes[index] = finish
         closing = self.shape.chunk(index, self.shape.closing, finish.reason) | self._usage(index)
         self._open_count -= 1
         if self._open_count:
@@ -164,26 +163,23 @@ async def sse(
 
     Its shape is OpenAI's.
     """
-    with span:
-        try:
-            item: Event | None = first
-            while item is not None:
-                out = writer.write(*item)
-                if writer.complete:
-                    describe(span, writer.shape.id, writer.totals, writer.shape.model)
-                if out:
-                    yield out
-                item = await anext(rest, None)
-        except (GeneratorExit, asyncio.CancelledError):
-            # After the end of the answer, hanging up is no error.
-            if not writer.complete:
-                span.ended_by(_client_gone())
-            raise
-        except OutriderError as error:
-            span.ended_by(error)
-            yield event(error_body(error)) + DONE
-        # The status line is out, so the error can only be an event.
-        except Exception as error:
-            log.exception("a stream failed")
-            span.ended_by(error)
-            yield event(error_body(unexpected())) + DONE
+    try:
+        item: Event | None = first
+        while item is not None:
+            out = writer.write(*item)
+            if out:
+                yield out
+            item = await anext(rest, None)
+    except (GeneratorExit, asyncio.CancelledError):
+        # After the end of the answer, hanging up is no error.
+        if not writer.complete:
+            span.ended_by(_client_gone())
+        raise
+    except OutriderError as error:
+        span.ended_by(error)
+        yield event(error_body(error)) + DONE
+    # The status line is out, so the error can only be an event.
+    except Exception as error:
+        log.exception("a stream failed")
+        span.ended_by(error)
+        yield event(error_body(unexpected())) + DONE

@@ -9,17 +9,23 @@ from typing import Any, Literal
 
 import grpc
 
-from gateway.access.gate import Gate
+from gateway.access.gate import Gate, Identity
 from gateway.access.interceptor import text_metadata
 from gateway.generation.generate import Generation
 from gateway.generation.patience import Patience
-from gateway.generation.request_span import begin, describe, describe_settings
+from gateway.generation.serve_text import Demand, TextCall, serve_text
 from gateway.http.conversation import MAX_MESSAGES
 from gateway.http.json_body import MAX_VALUES
 from gateway.http.request_id import HEADER, request_id
-from gateway.text.choices import UsageTotals
 from gateway.text.deltas import TextDelta
-from gateway.text.request import AnswerLimit, Caller, Prompt, TextRequest, check_stop
+from gateway.text.request import (
+    AnswerLimit,
+    Conversation,
+    PromptInput,
+    TextInputs,
+    TextRequest,
+    check_stop,
+)
 from outrider.process import rpc
 from outrider.process.telemetry import Span
 from outrider.protocol.checks import check_logprobs
@@ -73,59 +79,103 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         """
         identity = self._gate.identify(headers)
         check_known_fields(request)
-        grant = await self._gate.limits.admit(identity.key)
-        model, info = self._generation.router.lookup(request.model)
-        place = self._generation.admission.enter(model, identity.tenant, 1, Patience(left_s))
-        operation = "chat" if request.HasField("chat") else "text_completion"
-        totals = UsageTotals(1, 1)
-        with place, begin(headers, model, operation, 1, stream=True) as span, _responding(span):
-            prompt = await self._prompt(request, info.context_length, identity.tenant)
-            caller = Caller(own_id, span.traceparent, identity.tenant)
+        call = _Call(request, headers, identity, own_id, Patience(left_s))
+        async with serve_text(self._generation, self._gate.limits, call) as answer:
+            async for _, delta in answer.events:
+                yield _response(delta)
 
-            def build(info: ModelInfo) -> list[TextRequest]:
-                """The request for a replica's model. Raises OutriderError."""
-                text_request = _text_request(request, prompt, caller, info)
-                describe_settings(span, text_request)
-                return [text_request]
 
-            events = grant.metered(
-                self._generation.generate(model, operation, build, place),
-                prompt=len(prompt.token_ids),
-                answer=AnswerLimit(_given(request, "max_tokens")).most(prompt, info),
-                sequences=1,
-                gathered=False,
-            )
-            async with aclosing(events):
-                async for _, delta in events:
-                    if delta.finish is not None:
-                        totals.finishes[0] = delta.finish
-                        describe(span, caller.request_id, totals, model)
-                    yield _response(delta)
+class _Call(TextCall):
+    """A request for text in the protos' messages."""
 
-    async def _prompt(
-        self, request: generation_pb2.GenerateTextRequest, context_length: int, tenant: str
-    ) -> Prompt:
-        """The request's prompt as ids. Raises OutriderError that names the field."""
-        prompts = self._generation.prompts
+    streams = True
+    gathers = False
+
+    def __init__(
+        self,
+        request: generation_pb2.GenerateTextRequest,
+        headers: Mapping[str, str],
+        identity: Identity,
+        own_id: str,
+        patience: Patience,
+    ) -> None:
+        self._request = request
+        self.headers = headers
+        self.identity = identity
+        self.request_id = own_id
+        self._patience = patience
+        self.model = request.model
+        self.operation = "chat" if request.HasField("chat") else "text_completion"
+        scores_prompt = request.HasField("prompt_logprob_count")
+        self.limit = AnswerLimit(_given(request, "max_tokens"), scores_prompt=scores_prompt)
+        self.prediction = request.prediction
+
+    def demand(self) -> Demand:
+        """One sequence, until the call's deadline."""
+        return Demand(1, 1, self._patience)
+
+    @contextmanager
+    def responding(self, span: Span) -> Iterator[None]:
+        """Put OpenTelemetry's RPC attributes on a span, and the status of the block's end."""
+        span.set(rpc__system__name="grpc", rpc__method=f"{SERVICE}/GenerateText")
+        status = "OK"
+        try:
+            yield
+        except OutriderError as error:
+            status = error.reason.kind.status
+            raise
+        except (GeneratorExit, asyncio.CancelledError):
+            status = "CANCELLED"
+            raise
+        # The span gets a status; the error goes on to the caller.
+        except Exception:
+            status = "INTERNAL"
+            raise
+        finally:
+            span.set(rpc__response__status_code=status)
+
+    def prompts(self) -> list[PromptInput]:
+        """The input of the request. Raises OutriderError(INVALID_VALUE) that names the field."""
+        request = self._request
         kind = request.WhichOneof("input")
         if kind is None:
             raise invalid("input", "must be one of prompt, chat and tokens")
-        if kind == "tokens":
-            name = "tokens.token_ids"
-            count = len(request.tokens.token_ids)
-            if count > MAX_VALUES:
-                raise invalid(name, f"must hold at most {MAX_VALUES} ids, not {count}")
-            ids = list(request.tokens.token_ids)
-        elif kind == "prompt":
-            name = "prompt"
-            ids = await prompts.encode(request.prompt, name, context_length)
-        else:
-            name = "chat.messages"
-            messages = _messages(request.chat)
-            text = await prompts.rendered(messages, name, context_length, tenant)
-            ids = await prompts.encode(text, name, context_length, add_special_tokens=False)
-        prediction = await prompts.encode_start(request.prediction, context_length)
-        return Prompt(ids, name, prediction=prediction)
+        if kind == "prompt":
+            return [PromptInput(request.prompt)]
+        if kind == "chat":
+            return [PromptInput(Conversation(_messages(request.chat)), "chat.messages")]
+        count = len(request.tokens.token_ids)
+        if count > MAX_VALUES:
+            raise invalid("tokens.token_ids", f"must hold at most {MAX_VALUES} ids, not {count}")
+        return [PromptInput(list(request.tokens.token_ids), "tokens.token_ids")]
+
+    def build(self, inputs: TextInputs, info: ModelInfo) -> list[TextRequest]:
+        """The request, checked against a model. Raises OutriderError that names field and limit."""
+        request = self._request
+        [prompt] = inputs.prompts
+        caller, limit = inputs.caller, inputs.limit
+        top_logprobs = _given(request, "top_logprob_count")
+        check_logprobs("top_logprob_count", top_logprobs)
+        prompt_logprobs = _given(request, "prompt_logprob_count")
+        check_logprobs("prompt_logprob_count", prompt_logprobs)
+        sampling = wire_settings.sampling_from_proto(request.sampling, info.vocab_size)
+        grammar = request.grammar if request.HasField("grammar") else None
+        stop = check_stop(request.stop)
+        tokens = TokenRequest(
+            prompt=prompt.token_ids,
+            max_tokens=limit.resolve(prompt, sampling.min_tokens, info),
+            sampling=sampling,
+            speculation=wire_settings.speculation_from_proto(request.speculation),
+            tenant=caller.tenant,
+            request_id=caller.request_id,
+            traceparent=caller.traceparent,
+            top_logprobs=top_logprobs,
+            grammar=wire_settings.grammar_from_proto(grammar),
+            prediction=prompt.prediction[: info.context_length],
+            prompt_logprobs=prompt_logprobs,
+        )
+        grammar_field = f"grammar.{request.grammar.WhichOneof('kind')}"
+        return [TextRequest(tokens, limit.asked, stop, grammar_field=grammar_field)]
 
 
 def _messages(chat: generation_pb2.Chat) -> list[dict[str, str]]:
@@ -141,57 +191,6 @@ def _messages(chat: generation_pb2.Chat) -> list[dict[str, str]]:
             problem = f"must be one of {roles}, not {message.role[:40]!r}"
             raise invalid(f"chat.messages[{index}].role", problem)
     return [{"role": message.role, "content": message.content} for message in chat.messages]
-
-
-@contextmanager
-def _responding(span: Span) -> Iterator[None]:
-    """Put OpenTelemetry's RPC attributes on a span, and the status with which the block ends."""
-    span.set(rpc__system__name="grpc", rpc__method=f"{SERVICE}/GenerateText")
-    status = "OK"
-    try:
-        yield
-    except OutriderError as error:
-        status = error.reason.kind.status
-        raise
-    except (GeneratorExit, asyncio.CancelledError):
-        status = "CANCELLED"
-        raise
-    # The span gets a status; the error goes on to the caller.
-    except Exception:
-        status = "INTERNAL"
-        raise
-    finally:
-        span.set(rpc__response__status_code=status)
-
-
-def _text_request(
-    request: generation_pb2.GenerateTextRequest, prompt: Prompt, caller: Caller, info: ModelInfo
-) -> TextRequest:
-    """The request, checked against a model. Raises OutriderError that names field and limit."""
-    top_logprobs = _given(request, "top_logprob_count")
-    check_logprobs("top_logprob_count", top_logprobs)
-    prompt_logprobs = _given(request, "prompt_logprob_count")
-    check_logprobs("prompt_logprob_count", prompt_logprobs)
-    sampling = wire_settings.sampling_from_proto(request.sampling, info.vocab_size)
-    asked = _given(request, "max_tokens")
-    limit = AnswerLimit(asked, scores_prompt=prompt_logprobs is not None)
-    grammar = request.grammar if request.HasField("grammar") else None
-    stop = check_stop(request.stop)
-    tokens = TokenRequest(
-        prompt=prompt.token_ids,
-        max_tokens=limit.resolve(prompt, sampling.min_tokens, info),
-        sampling=sampling,
-        speculation=wire_settings.speculation_from_proto(request.speculation),
-        tenant=caller.tenant,
-        request_id=caller.request_id,
-        traceparent=caller.traceparent,
-        top_logprobs=top_logprobs,
-        grammar=wire_settings.grammar_from_proto(grammar),
-        prediction=prompt.prediction[: info.context_length],
-        prompt_logprobs=prompt_logprobs,
-    )
-    grammar_field = f"grammar.{request.grammar.WhichOneof('kind')}"
-    return TextRequest(tokens, asked, stop, grammar_field=grammar_field)
 
 
 _Counts = Literal["max_tokens", "top_logprob_count", "prompt_logprob_count"]

@@ -67,6 +67,11 @@ class UsageTotals:
         self.finishes: list[FinishInfo | None] = [None] * (prompt_count * n)
         self._n = n
 
+    @property
+    def complete(self) -> bool:
+        """Whether every choice has finished."""
+        return None not in self.finishes
+
     def usage(self) -> dict[str, Any]:
         """OpenAI's usage object.
 
@@ -145,15 +150,13 @@ class WholeChoice:
     attributed: list[AttributedToken] = field(default_factory=list)
 
 
-async def collect(events: AsyncGenerator[Event, None], totals: UsageTotals) -> list[WholeChoice]:
-    """Join the events of each choice, and store how each finished in `totals`."""
-    choices = [WholeChoice() for _ in totals.finishes]
+async def collect(events: AsyncGenerator[Event, None], count: int) -> list[WholeChoice]:
+    """Join the events of each of `count` choices."""
+    choices = [WholeChoice() for _ in range(count)]
     async for index, delta in events:
         choice = choices[index]
         choice.text += delta.text
         choice.prompt += delta.prompt
         choice.shown += delta.shown
         choice.attributed += delta.attributed
-        if delta.finish is not None:
-            totals.finishes[index] = delta.finish
     return choices

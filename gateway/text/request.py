@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from gateway.text.prompts import context_overflow
 from outrider.protocol.errors import invalid
@@ -21,6 +22,26 @@ class Caller:
     request_id: str
     traceparent: str
     tenant: str
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Messages for the chat template, and the options of `Prompts.render`."""
+
+    messages: Sequence[Mapping[str, str]]
+    rendering: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptInput:
+    """A prompt as the caller gives it: a text, token ids or a conversation.
+
+    `field_name` is what the caller calls it. The answer repeats its text if it `echoes`.
+    """
+
+    content: str | list[int] | Conversation
+    field_name: str = "prompt"
+    echoes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +123,16 @@ class AnswerLimit:
             limit = f"{self.field_name}, which is {most}"
             raise invalid("min_tokens", f"must be at most {limit}, not {min_tokens}")
         return most
+
+
+@dataclass(frozen=True, slots=True)
+class TextInputs:
+    """What a request's sequences are built from, beside its settings: `n` for each prompt."""
+
+    prompts: Sequence[Prompt]
+    n: int
+    limit: AnswerLimit
+    caller: Caller
 
 
 def check_ids(name: str, token_ids: list[int], info: ModelInfo) -> None:

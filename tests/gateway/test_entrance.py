@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from gateway.generation.admission import Admission, Place
+from gateway.generation.admission import Admission, Permit
 from gateway.http.entrance import Entrance, Turns, arrival_in
 from outrider.protocol.errors import OutriderError, Reason
 
@@ -26,10 +26,10 @@ class Room:
     def only_model(self) -> str:
         return "model"
 
-    def enter(self, *_: object) -> Place:
+    def enter(self, *_: object) -> Permit:
         if self.tenants.total() == self.left:
             raise OutriderError(Reason.OVERLOADED, "full", retry_after_s=3.0)
-        return Place(self.tenants, "", 1, math.inf)
+        return Permit(self.tenants, "", 1, math.inf)
 
 
 class Site:

@@ -1,0 +1,165 @@
+"""The way of a request for text through the gateway, the same over HTTP and gRPC."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import AbstractContextManager, aclosing, asynccontextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from gateway.access.gate import Identity
+from gateway.access.limits import Grant, Limits
+from gateway.generation.generate import Generation
+from gateway.generation.patience import Patience
+from gateway.generation.request_span import begin, describe, describe_settings
+from gateway.text.choices import Event, UsageTotals
+from gateway.text.request import (
+    AnswerLimit,
+    Caller,
+    Conversation,
+    Prompt,
+    PromptInput,
+    TextInputs,
+    TextRequest,
+)
+from outrider.process.telemetry import Span
+from outrider.protocol.model_info import ModelInfo
+
+
+class Demand(NamedTuple):
+    """How many sequences a request asks for, and how long its caller waits."""
+
+    prompt_count: int
+    n: int
+    """Choices for each prompt."""
+    patience: Patience
+
+
+class TextCall(ABC):
+    """One request for text, as an API's message states it.
+
+    `serve_text` calls the methods in their order here. Each checks its own part of the message, so
+    a refused request costs no later work.
+    """
+
+    identity: Identity
+    request_id: str
+    headers: Mapping[str, str]
+    """The caller's headers, in lower case; they may name its trace."""
+    model: str | None
+    """The model that the caller names; None or "" for any."""
+    operation: str
+    """OpenTelemetry's name of the operation."""
+    streams: bool
+    gathers: bool
+    """Whether a chunk may hold the whole answer, see `Grant.metered`."""
+    limit: AnswerLimit
+    prediction: str = ""
+    """The answer that the caller expects."""
+
+    @abstractmethod
+    def demand(self) -> Demand:
+        """The room and the time that the request needs. Raises OutriderError(INVALID_VALUE)."""
+
+    @abstractmethod
+    def responding(self, span: Span) -> AbstractContextManager[None]:
+        """Put the protocol's attributes on a span, and the status with which the block ends."""
+
+    @abstractmethod
+    def prompts(self) -> list[PromptInput]:
+        """The prompts to encode. Raises OutriderError(INVALID_VALUE) that names the field."""
+
+    @abstractmethod
+    def build(self, inputs: TextInputs, info: ModelInfo) -> Sequence[TextRequest]:
+        """The sequences for a replica's model. Raises OutriderError that names field and limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextAnswer:
+    """An answer under way. `totals` and the span are up to date with the last event."""
+
+    model: str
+    prompts: list[Prompt]
+    events: AsyncGenerator[Event, None]
+    totals: UsageTotals
+    grant: Grant
+    span: Span
+
+    @property
+    def prompt_lengths(self) -> list[int]:
+        """Each choice's number of prompt tokens."""
+        n = len(self.totals.finishes) // len(self.prompts)
+        return [len(prompt.token_ids) for prompt in self.prompts for _ in range(n)]
+
+
+@asynccontextmanager
+async def serve_text(
+    generation: Generation, limits: Limits, call: TextCall
+) -> AsyncIterator[TextAnswer]:
+    """Serve a request during the block, which reads the answer's events.
+
+    The block's end cancels what still runs, ends the request's span and gives its permit back.
+    Raises OutriderError for a request that is refused; errors of the generation come with the
+    events.
+    """
+    tenant = call.identity.tenant
+    grant = await limits.admit(call.identity.key)
+    model, info = generation.router.lookup(call.model)
+    prompt_count, n, patience = call.demand()
+    permit = generation.admission.enter(model, tenant, prompt_count * n, patience)
+    span = begin(call.headers, model, call.operation, n, stream=call.streams)
+    with permit, span, call.responding(span):
+        prompts = await _encoded(generation, call, info)
+        caller = Caller(call.request_id, span.traceparent, tenant)
+        inputs = TextInputs(prompts, n, call.limit, caller)
+
+        def build(info: ModelInfo) -> Sequence[TextRequest]:
+            """The sequences for a replica's model. Raises OutriderError."""
+            requests = call.build(inputs, info)
+            describe_settings(span, requests[0])
+            return requests
+
+        metered = grant.metered(
+            generation.generate(model, call.operation, build, permit),
+            prompt=sum(len(prompt.token_ids) for prompt in prompts),
+            answer=n * sum(call.limit.most(prompt, info) for prompt in prompts),
+            sequences=prompt_count * n,
+            gathered=call.gathers,
+        )
+        totals = UsageTotals(prompt_count, n)
+
+        async def described() -> AsyncGenerator[Event, None]:
+            """The events. The last one's usage goes to the span and the log first."""
+            async with aclosing(metered):
+                async for index, delta in metered:
+                    if delta.finish is not None:
+                        totals.finishes[index] = delta.finish
+                        if totals.complete:
+                            describe(span, call.request_id, totals, model)
+                    yield index, delta
+
+        async with aclosing(described()) as events:
+            yield TextAnswer(model, prompts, events, totals, grant, span)
+
+
+async def _encoded(generation: Generation, call: TextCall, info: ModelInfo) -> list[Prompt]:
+    """The request's prompts as ids. Raises OutriderError that names the field."""
+    prompts = generation.prompts
+    most = info.context_length
+    prediction = await prompts.encode_start(call.prediction, most) if call.prediction else []
+    encoded = []
+    for given in call.prompts():
+        content, name = given.content, given.field_name
+        echo = None
+        if isinstance(content, Conversation):
+            tenant = call.identity.tenant
+            text = await prompts.rendered(content.messages, name, most, tenant, **content.rendering)
+            ids = await prompts.encode(text, name, most, add_special_tokens=False)
+        else:
+            ids = content if isinstance(content, list) else []
+            if isinstance(content, str):
+                ids = await prompts.encode(content, name, most)
+            echo = generation.echo(content, info) if given.echoes else None
+        encoded.append(Prompt(ids, name, echo, prediction))
+    return encoded
