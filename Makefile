@@ -50,6 +50,7 @@ lint: $(VENV)/installed-dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
 
 proto: $(VENV)/installed-dev
 	protos/generate.sh

@@ -5,16 +5,27 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 from gateway.access.windows import Count, Windows
-from gateway.text.choices import Event
 from outrider.process.key_file import KeyEntry
 from outrider.protocol.errors import OutriderError, Reason, invalid
 
 _BUSY_RETRY_S = 1.0
+
+
+class _Counted(Protocol):
+    """What a sequence's event brings, as far as limits count it."""
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """The new tokens."""
+
+
+_Event = TypeVar("_Event", bound=tuple[int, _Counted])
 
 
 class Limits:
@@ -91,13 +102,13 @@ class Grant:
 
     def metered(
         self,
-        events: AsyncGenerator[Event, None],
+        events: AsyncGenerator[_Event, None],
         *,
         prompt: int,
         answer: int,
         sequences: int,
         gathered: bool,
-    ) -> AsyncGenerator[Event, None]:
+    ) -> AsyncGenerator[_Event, None]:
         """Yield the events of a request's sequences while they count against the limits.
 
         `prompt` and `answer` are the tokens of all prompts and the most tokens of all answers. They
@@ -113,12 +124,12 @@ class Grant:
     async def _metered(
         self,
         key: KeyEntry,
-        events: AsyncGenerator[Event, None],
+        events: AsyncGenerator[_Event, None],
         prompt: int,
         answer: int,
         sequences: int,
         gathered: bool,
-    ) -> AsyncGenerator[Event, None]:
+    ) -> AsyncGenerator[_Event, None]:
         running = self._limits.running
         self._check_concurrency(key, sequences)
         running[key.id] += sequences

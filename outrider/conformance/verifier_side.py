@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.conformance.scripted_verifier import Broken
-from outrider.launch.certs import Authority
 from outrider.process import rpc
+from outrider.process.certs import Authority
 from outrider.process.roles import Role
 from outrider.process.tls import Tls
 from outrider.protocol.errors import OutriderError, Reason

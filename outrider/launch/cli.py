@@ -230,7 +230,7 @@ def certs(
 
     An authority that DIR has signs again, so the same command renews the certificates.
     """
-    from outrider.launch.certs import NAMES, run
+    from outrider.process.certs import NAMES, run
     from outrider.protocol.errors import OutriderError
 
     if unknown := [kind for kind in role if kind not in NAMES]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
-from outrider.launch.certs import Authority
+from outrider.process.certs import Authority
 from outrider.process.roles import Role
 from outrider_bench.experiment.hosts import Launch
 

@@ -17,7 +17,7 @@ from test_greedy_equality import texts as prompt_texts  # lies in tests/e2e
 
 from outrider.conformance.kit import Kit
 from outrider.conformance.rules import Outcome
-from outrider.launch.certs import Authority
+from outrider.process.certs import Authority
 from outrider.process.tls import Tls
 from outrider.protocol.messages import SamplingParams, SpeculationOptions, TokenRequest
 from outrider.tokenizer import load_tokenizer

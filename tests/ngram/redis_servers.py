@@ -19,7 +19,7 @@ from typing import Any
 import redis
 
 from drafter_svc.pools.redis_server import RedisServer
-from outrider.launch.certs import Authority
+from outrider.process.certs import Authority
 from outrider.process.ports import free_port
 from outrider.process.tls import Tls
 

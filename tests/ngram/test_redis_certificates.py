@@ -14,7 +14,7 @@ from redis_servers import Certificates, Standalone
 
 from drafter_svc.config import EraseSettings, RedisSettings, settings_schema
 from drafter_svc.pools.redis_server import RedisServer
-from outrider.launch.certs import Authority
+from outrider.process.certs import Authority
 from outrider.process.tls import Tls
 
 

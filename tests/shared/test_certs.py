@@ -10,8 +10,8 @@ import pytest
 from cryptography import x509
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
-from outrider.launch.certs import NAMES, Authority
 from outrider.launch.cli import app
+from outrider.process.certs import NAMES, Authority
 from outrider.process.roles import Peer, Role, peer_of_ssl
 from outrider.process.tls import Tls
 from outrider.process.usage import invoke

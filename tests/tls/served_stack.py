@@ -15,9 +15,9 @@ from redis_servers import Certificates, Standalone
 from sites import trusting
 from stack import TARGET, Process
 
-from outrider.launch.certs import NAMES
 from outrider.launch.serve_settings import ServeSettings
 from outrider.launch.stack import plan_stack
+from outrider.process.certs import NAMES
 from outrider.process.ports import free_port
 from outrider.process.tls import Tls
 

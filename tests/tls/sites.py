@@ -12,8 +12,8 @@ from pathlib import Path
 from fake_model import VOCAB, make_engine
 
 from outrider.internal.v1.token_streams_pb2_grpc import add_TokenStreamServiceServicer_to_server
-from outrider.launch.certs import Authority
 from outrider.process import rpc
+from outrider.process.certs import Authority
 from outrider.process.tls import Tls
 from outrider.protocol.model_info import ModelInfo, Stage
 from outrider.v1.verifier_pb2_grpc import add_VerifierServiceServicer_to_server

@@ -20,9 +20,9 @@ from stack import TARGET
 from tokenizers import Tokenizer
 
 from outrider.conformance.verifier_side import RULES, VerifierCheck
-from outrider.launch.certs import Authority
 from outrider.launch.health import problem
 from outrider.process import rpc
+from outrider.process.certs import Authority
 from outrider.process.roles import Role
 from outrider.process.tls import Tls, explain
 from outrider.v1 import generation_pb2, generation_pb2_grpc, verifier_pb2
