@@ -28,7 +28,7 @@ from outrider.drafter.strategy import Strategy
 from outrider.drafter.stream import DraftStream, Observer
 from outrider.process import rpc, telemetry
 from outrider.process.config import load, parse
-from outrider.process.metrics_export import sending_metrics, serve_metrics
+from outrider.process.metrics_export import pushing_metrics, serve_metrics
 from outrider.process.usage import refuse
 from outrider.protocol.draft_messages import DraftBatch, Hello
 from outrider.protocol.errors import OutriderError
@@ -93,7 +93,9 @@ async def serve(settings: DrafterSettings, place: PlacementPlan, metrics: Metric
         # that visited them again would delay a draft.
         gc.collect()
         gc.freeze()
-        await streams.run()
+        push = (settings.otlp_endpoint, settings.otlp_metrics_seconds)
+        with pushing_metrics(metrics.registry, _SERVICE_NAME, *push):
+            await streams.run()
     finally:
         await server.stop(0.2)
         telemetry.shutdown()
@@ -175,8 +177,7 @@ def main() -> None:
         # that it sees, and memory stays on the NUMA node that first touched it.
         place = plan(settings.placement, settings.cores, settings.numa_node, settings.threads)
         place.apply()
-        with sending_metrics(metrics.registry, _SERVICE_NAME, settings):
-            uvloop.run(serve(settings, place, metrics))
+        uvloop.run(serve(settings, place, metrics))
     except OutriderError as error:
         raise SystemExit(f"drafter: {error}") from error
     telemetry.leave()

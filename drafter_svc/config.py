@@ -89,6 +89,10 @@ class DrafterSettings(TlsSettings, ScrapedSettings):
     """Name of this drafter at the verifier; made of family, host and process id unless set. With
     TLS, the certificate's common name and a slash are put before it."""
 
+    otlp_metrics_seconds: float = Field(0.0, ge=0)
+    """Seconds between two pushes of the metrics to otlp-endpoint, for a drafter that no Prometheus
+    reaches, as behind NAT; 0 pushes none."""
+
     listen: str = "127.0.0.1:0"
     """host:port of the health service; port 0 takes any free port."""
 

@@ -14,7 +14,6 @@ from gateway.metrics import Metrics
 from gateway.server import serve
 from outrider.process import telemetry
 from outrider.process.config import parse
-from outrider.process.metrics_export import sending_metrics
 from outrider.protocol.errors import OutriderError
 
 _SERVICE_NAME = "outrider-gateway"
@@ -29,8 +28,7 @@ def main(arguments: list[str]) -> None:
     )
     metrics = Metrics()
     try:
-        with sending_metrics(metrics.registry, _SERVICE_NAME, settings):
-            uvloop.run(serve(settings, metrics))
+        uvloop.run(serve(settings, metrics))
     except OutriderError as error:
         print(f"gateway: {error}", file=sys.stderr)
         raise SystemExit(1) from error

@@ -8,7 +8,6 @@ import uvloop
 
 from outrider.process import telemetry
 from outrider.process.config import need_models, parse
-from outrider.process.metrics_export import sending_metrics
 from outrider.protocol.errors import OutriderError
 from verifier_svc.config import VerifierSettings
 from verifier_svc.metrics import Metrics
@@ -31,8 +30,7 @@ def main() -> None:
         need_models()
         from verifier_svc.server import serve
 
-        with sending_metrics(metrics.registry, _SERVICE_NAME, settings):
-            uvloop.run(serve(settings, metrics))
+        uvloop.run(serve(settings, metrics))
     except OutriderError as error:
         raise SystemExit(f"verifier: {error}") from error
     telemetry.leave()

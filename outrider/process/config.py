@@ -111,9 +111,6 @@ class ServiceSettings(Settings):
     trace_sample_ratio: float = Field(1.0, ge=0, le=1)
     """Share of the requests that are traced, unless the caller's traceparent decides."""
 
-    otlp_metrics_seconds: float = Field(0.0, ge=0)
-    """Seconds between two exports of the metrics to the OTLP endpoint; 0 exports none."""
-
 
 class ScrapedSettings(ServiceSettings):
     """Base of the settings of a process whose only HTTP server is that of its metrics."""

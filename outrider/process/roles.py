@@ -66,9 +66,6 @@ CALLERS: Mapping[str, frozenset[Role]] = {
 HTTP_CALLERS = frozenset({Role.CLIENT, Role.OPERATOR})
 """The roles that may use the gateway's HTTP port."""
 
-METRICS_CALLERS = frozenset({Role.OPERATOR})
-"""The roles that may read the metrics of verifiers and drafters."""
-
 
 @dataclass(frozen=True, slots=True)
 class Peer:
@@ -140,12 +137,6 @@ def check_http(peer: Peer) -> None:
     """Raise OutriderError(CERTIFICATE_NOT_ALLOWED) unless the peer's role may use HTTP."""
     if peer.role not in HTTP_CALLERS:
         _refuse("the gateway's HTTP API", peer, HTTP_CALLERS)
-
-
-def check_metrics(peer: Peer) -> None:
-    """Raise OutriderError(CERTIFICATE_NOT_ALLOWED) unless the peer's role may read metrics."""
-    if peer.role not in METRICS_CALLERS:
-        _refuse("/metrics", peer, METRICS_CALLERS)
 
 
 def _refuse(what: str, peer: Peer | None, allowed: frozenset[Role]) -> None:

@@ -8,11 +8,10 @@ every span under it is the same no-op span.
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
+import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from types import TracebackType
 from typing import NoReturn
@@ -25,16 +24,17 @@ from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from outrider import __version__
-from outrider.process.collector import WatchedSpans, collector_at
 from outrider.process.runtime import exit_now
 from outrider.protocol.errors import OutriderError
+
+LAST_SEND_S = 3.0
+"""Most seconds of one export to a collector, and of the last one when the process ends."""
 
 Attribute = str | int | float | bool | Sequence[str]
 Kind = trace.SpanKind
 _propagator = TraceContextTextMapPropagator()
 _tracer: trace.Tracer | None = None
 _provider: TracerProvider | None = None
-_ending: Callable[[], AbstractContextManager[None]] = nullcontext
 # The traceparent that records of the current task are logged with.
 _logged: ContextVar[str] = ContextVar("traceparent", default="")
 
@@ -126,32 +126,38 @@ def setup(
 
     It is an OTLP gRPC `endpoint`, or a `processor` in tests.
     """
-    global _tracer, _provider, _ending
+    global _tracer, _provider
     if processor is None and not endpoint:
         return
     if processor is None:
         # Loaded only here, so that a process without tracing starts faster.
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 
-        exporter = OTLPSpanExporter(endpoint=endpoint, insecure=not endpoint.startswith("https"))
-        processor = BatchSpanProcessor(WatchedSpans(exporter, collector_at(endpoint)))
-        _ending = functools.partial(collector_at(endpoint).ending, exporter.shutdown)
-    resource = Resource.create({"service.name": service, "service.version": __version__})
+        exporter = OTLPSpanExporter(
+            endpoint, insecure=not endpoint.startswith("https"), timeout=LAST_SEND_S
+        )
+        processor = BatchSpanProcessor(exporter)
     _provider = TracerProvider(
-        resource=resource, sampler=ParentBased(TraceIdRatioBased(sample_ratio))
+        ParentBased(TraceIdRatioBased(sample_ratio)), resource(service), shutdown_on_exit=False
     )
     _provider.add_span_processor(processor)
     _tracer = _provider.get_tracer("outrider")
 
 
+def resource(service: str) -> Resource:
+    """What OpenTelemetry calls this process."""
+    return Resource.create({"service.name": service, "service.version": __version__})
+
+
 def shutdown() -> None:
     """Send the last spans, for 3 s at most, and turn tracing off."""
-    global _tracer, _provider, _ending
+    global _tracer, _provider
     if _provider is not None:
-        with _ending():
-            _provider.shutdown()
+        # The SDK would wait 30 s for a collector that is silent.
+        ending = threading.Thread(target=_provider.shutdown, daemon=True)
+        ending.start()
+        ending.join(LAST_SEND_S)
     _tracer = _provider = None
-    _ending = nullcontext
 
 
 def leave() -> NoReturn:
@@ -216,6 +222,8 @@ def _start(
 
 def setup_logging(level: str) -> None:
     """Log to stderr, one line per record; the records of a traced request end with their ids."""
+    # Its warnings are the attempts of one export. Its error says that the export has failed.
+    logging.getLogger("opentelemetry.exporter.otlp").setLevel(logging.ERROR)
     handler = logging.StreamHandler()
     handler.setFormatter(TraceFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=level.upper(), handlers=[handler])

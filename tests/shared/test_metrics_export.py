@@ -1,25 +1,29 @@
-"""A collector gets the same metrics that Prometheus scrapes."""
+"""Prometheus scrapes a process's metrics, and a collector gets those that are pushed."""
 
 from __future__ import annotations
 
 import contextlib
 import socket
-import threading
+import ssl
 import time
 from collections.abc import Iterator
 from concurrent import futures
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import grpc
 import httpx
 import pytest
 from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2, metrics_service_pb2_grpc
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Summary
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from outrider.process import metrics_export
+from outrider.launch.certs import Authority
+from outrider.process import metrics_export, telemetry
 from outrider.process.config import ScrapedSettings
-from outrider.process.metrics_export import MAX_SCRAPES, sending_metrics, serve_metrics
+from outrider.process.metrics_export import pushing_metrics, serve_metrics
 from outrider.process.ports import free_port
+from outrider.process.tls import Tls
 from outrider.protocol.errors import OutriderError
 
 
@@ -59,58 +63,70 @@ def registry() -> CollectorRegistry:
     Counter("outrider:tokens", "Tokens.", ["drafter"], registry=registry).labels("ngram-1").inc(3)
     Gauge("outrider:running", "Running.", registry=registry).set(2)
     seconds = Histogram(
-        "gen_ai_server_time_to_first_token_seconds",
-        "TTFT.",
-        ["gen_ai_request_model"],
-        buckets=[0.1, 1.0],
-        registry=registry,
+        "outrider:first_token_seconds", "TTFT.", ["model"], buckets=[0.1, 1.0], registry=registry
     )
     for value in (0.05, 0.5, 0.6, 7.0):
         seconds.labels("m").observe(value)
-    Counter("outrider:never", "Without a sample.", ["drafter"], registry=registry)
-    Summary("outrider:strange", "Of a kind that is not used.", registry=registry)
     return registry
 
 
-def test_the_collector_gets_the_scraped_metrics_and_a_last_export(
+def labels(point: Any) -> dict[str, str]:
+    return {a.key: a.value.string_value for a in point.attributes}
+
+
+def test_the_collector_gets_the_scraped_series_and_a_last_push(
     collector: tuple[Collector, str], registry: CollectorRegistry
 ) -> None:
     servicer, endpoint = collector
-    settings = ScrapedSettings(otlp_endpoint=endpoint, otlp_metrics_seconds=0.05)
-    with sending_metrics(registry, "outrider-test", settings):
+    later = Gauge("outrider:later", "Set when it is almost over.", registry=registry)
+    with pushing_metrics(registry, "outrider-test", endpoint, 0.05):
         deadline = time.monotonic() + 30
         while "outrider-test" not in servicer.received:
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        Gauge("outrider:late", "Set when it is almost over.", registry=registry).set(1)
+        later.set(1)
     received = servicer.received["outrider-test"]
+    first_token = "outrider.first_token_seconds"
     assert set(received) == {
-        "outrider.tokens",
+        "outrider.tokens_total",
         "outrider.running",
-        "gen_ai.server.time_to_first_token",
-        "outrider.late",
+        "outrider.later",
+        *(f"{first_token}_{part}" for part in ("bucket", "sum", "count")),
     }
-    [tokens] = received["outrider.tokens"].sum.data_points
+    [tokens] = received["outrider.tokens_total"].sum.data_points
     assert tokens.as_double == 3
-    assert received["outrider.tokens"].sum.is_monotonic
-    assert [(a.key, a.value.string_value) for a in tokens.attributes] == [("drafter", "ngram-1")]
+    assert received["outrider.tokens_total"].sum.is_monotonic
+    assert labels(tokens) == {"drafter": "ngram-1"}
+    assert received["outrider.later"].gauge.data_points[0].as_double == 1
     assert received["outrider.running"].gauge.data_points[0].as_double == 2
-    first_token = received["gen_ai.server.time_to_first_token"]
-    assert first_token.unit == "s"
-    [point] = first_token.histogram.data_points
-    assert (point.count, point.sum) == (4, pytest.approx(8.15))
-    assert (list(point.explicit_bounds), list(point.bucket_counts)) == ([0.1, 1.0], [1, 2, 1])
-    assert [a.key for a in point.attributes] == ["gen_ai.request.model"]
+    buckets = received[f"{first_token}_bucket"].sum.data_points
+    assert {labels(point)["le"]: point.as_double for point in buckets} == {
+        "0.1": 1,
+        "1.0": 3,
+        "+Inf": 4,
+    }
+    [total] = received[f"{first_token}_sum"].sum.data_points
+    assert (total.as_double, labels(total)) == (pytest.approx(8.15), {"model": "m"})
 
 
-def test_a_missing_collector_delays_nothing(registry: CollectorRegistry) -> None:
-    settings = ScrapedSettings(
-        otlp_endpoint=f"http://127.0.0.1:{free_port('127.0.0.1')}", otlp_metrics_seconds=0.05
-    )
-    started = time.monotonic()
-    with sending_metrics(registry, "outrider-test", settings):
-        time.sleep(0.2)
-    assert time.monotonic() - started < 5
+@pytest.mark.parametrize("listens", [False, True])
+def test_a_missing_or_silent_collector_delays_the_end_by_3_seconds_at_most(
+    registry: CollectorRegistry, listens: bool
+) -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        if listens:
+            silent.listen()
+        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        telemetry.setup("outrider-test", endpoint=endpoint)
+        with pushing_metrics(registry, "outrider-test", endpoint, 0.05):
+            for _ in range(2000):
+                telemetry.start_root("request", {}).end()
+            started = time.monotonic()
+        metrics_ended = time.monotonic()
+        telemetry.shutdown()
+    assert metrics_ended - started < 5
+    assert time.monotonic() - metrics_ended < 5
 
 
 def test_metrics_are_served_and_the_error_names_a_port_in_use(
@@ -127,28 +143,65 @@ def test_metrics_are_served_and_the_error_names_a_port_in_use(
         serve_metrics(registry, ScrapedSettings(metrics_port=port))
 
 
+def issued(authority: Authority, folder: Path, hours: float = 1) -> Tls:
+    folder.mkdir(exist_ok=True)
+    authority.write(folder)
+    authority.write_issued(folder, "verifier", "verifier", [], timedelta(hours=hours))
+    return Tls(folder / "verifier.pem", folder / "verifier.key", folder / "ca.pem")
+
+
+def scraper(port: int, tls: Tls, *, shows: bool = True) -> httpx.Client:
+    """A client that trusts the authority, and shows the certificate unless `shows` is false."""
+    context = ssl.create_default_context(cafile=tls.ca)
+    if shows:
+        context.load_cert_chain(tls.cert, tls.key)
+    return httpx.Client(base_url=f"https://127.0.0.1:{port}", verify=context)
+
+
+def test_replaced_files_serve_the_next_scrape_and_still_ask_for_certificates(
+    registry: CollectorRegistry, tmp_path: Path
+) -> None:
+    settings = ScrapedSettings(metrics_port=free_port("127.0.0.1"))
+    old = issued(Authority.new(), tmp_path / "served")
+    serve_metrics(registry, settings, old)
+    with scraper(settings.metrics_port, old) as first:
+        assert first.get("/metrics").status_code == 200
+    former = scraper(settings.metrics_port, old)
+    tls = issued(Authority.new(), tmp_path / "served")
+    with scraper(settings.metrics_port, tls) as second:
+        assert second.get("/metrics").status_code == 200
+    for client in (former, scraper(settings.metrics_port, tls, shows=False)):
+        # httpx does not convert an alert that comes after its own handshake.
+        with client, pytest.raises((httpx.TransportError, ssl.SSLError)):
+            client.get("/metrics")
+
+
 @pytest.mark.parametrize(
     "sent", [b"", b"GET /metrics HTTP/1.1\r\nX: "], ids=["nothing", "half a header"]
 )
-def test_idle_connections_are_few_and_short(
-    registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch, sent: bytes
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_silent_connections_hold_up_no_scrape_and_end(
+    registry: CollectorRegistry,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    sent: bytes,
+    encrypted: bool,
 ) -> None:
-    monkeypatch.setattr(metrics_export, "_SCRAPE_S", 0.5)
+    monkeypatch.setattr(metrics_export, "_SILENT_S", 2.0)
     settings = ScrapedSettings(metrics_port=free_port("127.0.0.1"))
-    serve_metrics(registry, settings)
-    before = threading.active_count()
-    idle = [
-        socket.create_connection(("127.0.0.1", settings.metrics_port), timeout=20)
-        for _ in range(4 * MAX_SCRAPES)
-    ]
-    for connection in idle:
-        # The server has already closed the connections beyond its limit.
-        with contextlib.suppress(OSError):
-            connection.sendall(sent)
-    assert threading.active_count() <= before + MAX_SCRAPES
-    for connection in idle:
+    tls, client = None, httpx.Client(base_url=f"http://127.0.0.1:{settings.metrics_port}")
+    if encrypted:
+        authority = Authority.new()
+        tls = issued(authority, tmp_path)
+        client = scraper(settings.metrics_port, tls)
+    serve_metrics(registry, settings, tls)
+    address = ("127.0.0.1", settings.metrics_port)
+    silent = [socket.create_connection(address, timeout=20) for _ in range(20)]
+    for connection in silent:
+        connection.sendall(sent)
+    with client:
+        assert "outrider:running 2.0" in client.get("/metrics").text
+    for connection in silent:
         with connection, contextlib.suppress(ConnectionResetError):
             while connection.recv(4096):
                 pass
-    answer = httpx.get(f"http://127.0.0.1:{settings.metrics_port}/metrics")
-    assert "outrider:running 2.0" in answer.text
