@@ -5,12 +5,13 @@ Everything is checked before a connection is made.
 
 from __future__ import annotations
 
-import re
 import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
+from urllib.parse import unquote
+
+from redis.asyncio.connection import parse_url
 
 from outrider.process.redis_credentials import Credentials
 from outrider.process.tls import Tls, explain
@@ -20,13 +21,8 @@ _FORMS = (
     "redis://HOST:PORT/DB, redis+sentinel://HOST:PORT,HOST:PORT/SERVICE "
     "or redis+cluster://HOST:PORT,HOST:PORT, or rediss for TLS"
 )
-_ADDRESS = re.compile(r"(?P<host>\[[0-9a-fA-F:.]+\]|[^:\[\]]+)(?::(?P<port>[0-9]{1,5}))?")
-_QUERY = {
-    "ssl_certfile": str,
-    "ssl_keyfile": str,
-    "ssl_check_hostname": bool,
-    "sentinel_auth": bool,
-}
+# The options of redis-py that a URL may have after the ?, all of TLS.
+_OPTIONS = ("ssl_certfile", "ssl_keyfile", "ssl_check_hostname")
 
 Topology = Literal["standalone", "sentinel", "cluster"]
 _TOPOLOGIES: dict[str, Topology] = {"": "standalone", "sentinel": "sentinel", "cluster": "cluster"}
@@ -73,70 +69,57 @@ class RedisServer:
         Raises OutriderError(INVALID_VALUE) that names the setting. The message does not repeat the
         URL, which may hold a password.
         """
+        scheme, _, rest = url.partition("://")
+        scheme, _, kind = scheme.partition("+")
+        rest, _, query = rest.partition("?")
+        login, at, rest = rest.rpartition("@")
+        servers, _, path = rest.partition("/")
         try:
-            parts = urlsplit(url)
-            scheme, _, kind = parts.scheme.partition("+")
             topology = _TOPOLOGIES[kind]
             if scheme not in ("redis", "rediss"):
                 raise KeyError(scheme)
+            # redis-py's URLs have one server each.
+            urls = [f"{scheme}://{login}{at}{server}/?{query}" for server in servers.split(",")]
+            parsed: list[dict[str, Any]] = [dict(parse_url(one)) for one in urls]
             default_port = 26379 if topology == "sentinel" else 6379
-            addresses = _addresses(parts.netloc.rpartition("@")[2], default_port)
+            addresses = tuple((one["host"], one.get("port", default_port)) for one in parsed)
         except (KeyError, ValueError) as cause:
             raise invalid("redis", f"must look like {_FORMS}") from cause
         if topology == "standalone" and len(addresses) > 1:
             message = "takes one address, unless the scheme ends with +sentinel or +cluster"
             raise invalid("redis", message)
-        service, database = _path(parts.path, topology)
-        use_tls = scheme == "rediss"
-        query = _query(parts.query, use_tls)
-        sentinel_auth = bool(query.pop("sentinel_auth", False))
-        options = _tls(use_tls, ca_file, tls) | query | _credentials(parts, password_file)
-        return cls(topology, addresses, database, service, sentinel_auth, options)
-
-
-def _addresses(text: str, default_port: int) -> tuple[tuple[str, int], ...]:
-    """The (host, port) pairs of a list; raises ValueError for one that is not HOST or HOST:PORT."""
-    found = []
-    for address in text.split(","):
-        match = _ADDRESS.fullmatch(address)
-        port = int(match["port"] or default_port) if match else 0
-        if match is None or not 0 < port < 65_536:
-            raise ValueError(address)
-        found.append((match["host"].strip("[]"), port))
-    return tuple(found)
+        service, database = _path(unquote(path), topology)
+        given = parsed[0]
+        sentinel_auth = given.pop("sentinel_auth", "false")
+        if sentinel_auth not in ("true", "false"):
+            raise invalid("redis", "takes sentinel_auth as true or false")
+        use_tls = given.pop("connection_class", None) is not None
+        login_options = _credentials(
+            given.pop("username", ""), given.pop("password", ""), password_file
+        )
+        own = {name: value for name, value in given.items() if name not in ("host", "port")}
+        if wrong := next((name for name in own if not use_tls or name not in _OPTIONS), None):
+            names = f"sentinel_auth, and with rediss {', '.join(_OPTIONS)}"
+            raise invalid("redis", f"does not take {wrong!r} here; after the ? it takes {names}")
+        options = _tls(use_tls, ca_file, tls) | own | login_options
+        return cls(topology, addresses, database, service, sentinel_auth == "true", options)
 
 
 def _path(path: str, topology: str) -> tuple[str, int]:
     """The service, for Sentinel alone, and the number of the database, 0 unless given."""
-    words = [unquote(word) for word in path.split("/") if word]
-    service = words.pop(0) if topology == "sentinel" and words else ""
-    if topology == "sentinel" and not service:
-        example = "redis+sentinel://host:26379/mymaster"
-        raise invalid("redis", f"must end with Sentinel's name of the service, as in {example}")
-    if len(words) > 1 or not all(word.isdecimal() for word in words):
-        path = "/".join(words)
-        message = f"must have a number after the last slash for the database, not {path!r}"
+    service, number = "", path
+    if topology == "sentinel":
+        service, _, number = path.partition("/")
+        if not service:
+            example = "redis+sentinel://host:26379/mymaster"
+            raise invalid("redis", f"must end with Sentinel's name of the service, as in {example}")
+    if number and not number.isdecimal():
+        message = f"must have a number after the last slash for the database, not {number!r}"
         raise invalid("redis", message)
-    database = int(words[0]) if words else 0
+    database = int(number or 0)
     if topology == "cluster" and database:
         raise invalid("redis", "takes no database: a cluster has only one")
     return service, database
-
-
-def _query(text: str, use_tls: bool) -> dict[str, Any]:
-    """The options behind the ?, with their values; the ssl ones need TLS."""
-    values: dict[str, Any] = {}
-    for name, value in parse_qsl(text, keep_blank_values=True):
-        if name not in _QUERY or (name.startswith("ssl_") and not use_tls):
-            options = f"after the ? it takes {', '.join(_QUERY)}, the ssl ones with rediss"
-            raise invalid("redis", f"does not take {name!r} here; {options}")
-        if _QUERY[name] is not bool:
-            values[name] = value
-        elif value in ("true", "false"):
-            values[name] = value == "true"
-        else:
-            raise invalid("redis", f"takes {name} as true or false")
-    return values
 
 
 def _tls(use_tls: bool, ca_file: Path | None, tls: Tls | None) -> dict[str, Any]:
@@ -159,10 +142,8 @@ def _tls(use_tls: bool, ca_file: Path | None, tls: Tls | None) -> dict[str, Any]
     return own
 
 
-def _credentials(parts: SplitResult, password_file: Path | None) -> dict[str, Any]:
+def _credentials(user: str, password: str, password_file: Path | None) -> dict[str, Any]:
     """redis-py's argument for the URL's user and the password; none without either."""
-    user = unquote(parts.username or "")
-    password = unquote(parts.password or "")
     if password_file is not None and password:
         raise invalid("redis-password-file", "must not be given where the URL has a password")
     provider = Credentials(user, password, password_file)

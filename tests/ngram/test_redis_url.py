@@ -63,7 +63,7 @@ def test_the_password_comes_from_the_url_or_its_file_each_time(
         ("redis+cluster://a/1", "takes no database"),
         ("redis://u:hunter2@host?ssl_certfile=x", "does not take 'ssl_certfile'"),
         ("rediss://host?socket_timeout=1", "does not take 'socket_timeout'"),
-        ("rediss://host?ssl_check_hostname=perhaps", "ssl_check_hostname as true or false"),
+        ("redis+sentinel://a/pool?sentinel_auth=perhaps", "sentinel_auth as true or false"),
     ],
 )
 def test_a_bad_url_is_refused_without_being_repeated(url: str, message: str) -> None:
