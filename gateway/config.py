@@ -80,12 +80,6 @@ class GatewaySettings(TlsSettings, ServiceSettings):
     max_sequences: int = Field(default=64, ge=1, le=1024)
     """Most sequences of one request: prompts times n."""
 
-    header_seconds: float = Field(default=10.0, gt=0)
-    """How long a connection may take to send the headers of a request."""
-
-    body_seconds: float = Field(default=60.0, gt=0)
-    """How long a request's body may take to arrive."""
-
     keep_alive_seconds: float = Field(default=5.0, gt=0)
     """How long a connection may stay idle after an answer."""
 

@@ -28,13 +28,6 @@ class TargetSettings(BaseModel):
     goodput (the fastest number by measured acceptance and costs, at most 8; goodput:MAX for another
     bound), auto (TensorRT-LLM's heuristic by batch size) or fixed:K."""
 
-    draft_trees: bool = True
-    """Verify trees of draft tokens, at most 64 of a sequence, where they are faster than chains.
-    Drafts that a trusted drafter sampled stay chains."""
-
-    prefix_caching: bool = True
-    """Share pages of the KV cache between prompts of a tenant that begin alike."""
-
     sampled_drafts: bool = False
     """Let trusted drafters sample for requests without a seed, and accept their drafts by the
     distribution that they claim; a trusted drafter that claims a wrong one can bias the output.
@@ -45,6 +38,9 @@ class TargetSettings(BaseModel):
     always_draft: bool = False
     """Wait for every draft, at most a second per step, and pause no drafter, even where that is
     slower: to measure drafters, not to serve."""
+
+    prefix_caching: bool = True
+    """Share pages of the KV cache between prompts of a tenant that begin alike."""
 
     sampled_rule: SampledRule = "block"
     """Acceptance rule for drafts that a trusted drafter sampled."""
@@ -60,6 +56,10 @@ class VerifierSettings(TargetSettings, TlsSettings, ScrapedSettings):
 
     model_name: str = ""
     """Name of the model in requests; by default the value of `target`."""
+
+    draft_trees: bool = True
+    """Verify trees of draft tokens, at most 64 of a sequence, where they are faster than chains.
+    Drafts that a trusted drafter sampled stay chains."""
 
     dtype: Dtype = "auto"
     """Type of the weights; auto takes the checkpoint's."""
@@ -89,9 +89,6 @@ class VerifierSettings(TargetSettings, TlsSettings, ScrapedSettings):
     max_sequences: int = Field(64, ge=1, le=4096)
     """Sequences in one batch."""
 
-    max_waiting: int = Field(1024, ge=1)
-    """Requests in the queue before the verifier refuses more."""
-
     max_drafters: int = Field(64, ge=1)
     """Connected drafters before the verifier refuses more."""
 
@@ -99,32 +96,12 @@ class VerifierSettings(TargetSettings, TlsSettings, ScrapedSettings):
     """Connected drafters with certificates of one name before the verifier refuses more of them;
     without TLS, drafters that connect from one address. So nobody takes all places."""
 
-    page_size: int | None = Field(None, ge=1, le=4096)
-    """Tokens in a page of the KV cache; by default 16."""
-
     page_count: int | None = Field(None, ge=1)
     """Pages of the KV cache; by default as many as the free memory allows."""
-
-    thinking_tokens: str = "<think>,</think>"
-    """Tokens that begin and end the thinking phase, in which relaxed acceptance applies; ignored if
-    the model lacks them."""
 
     synthetic_acceptance_rate: float | None = Field(None, ge=0, le=1)
     """For benchmarks only: accept draft tokens at this rate and ignore the target. Every response
     is marked."""
-
-    grammar_compile_seconds: float = Field(5.0, gt=0)
-    """Longest time to compile a request's grammar, and longest wait for the turn to compile it."""
-
-    grammar_mask_seconds: float = Field(2.0, gt=0)
-    """Processor time that a request's masks may take beyond 20 ms each; of all masks of a tenant
-    five times that, and a tenth of the time that passes."""
-
-    grammar_cache_bytes: int = Field(512 * 2**20, ge=0)
-    """Memory for compiled grammars that are kept for later requests."""
-
-    trace_step_share: float = Field(1.0, ge=0, le=1)
-    """Share of a traced request's steps that get spans, with the drafts that answer them."""
 
     drain_seconds: float = Field(10.0, ge=0)
     """Longest time for running requests to finish after SIGTERM."""
@@ -151,7 +128,6 @@ class VerifierSettings(TargetSettings, TlsSettings, ScrapedSettings):
             "sampled_drafts",
             "sampled_rule",
             "synthetic_acceptance_rate",
-            "thinking_tokens",
         )
         return {name.replace("_", "-"): str(getattr(self, name)) for name in names}
 

@@ -41,6 +41,11 @@ from verifier_svc.verification.mask_lanes import Threads
 # Length of the sequences in trial forwards. Few sequences stay shorter for long, and the cost model
 # learns from the steps of longer ones.
 _TRIAL_CONTEXT = 256
+# Processor seconds that a request's masks may take beyond 20 ms each: a grammar that needs more is
+# an attack or a mistake.
+_MASK_S = 2.0
+# The tokens between which relaxed acceptance applies, as reasoning models have them.
+_THINKING = ("<think>", "</think>")
 
 
 async def serve(settings: VerifierSettings, metrics: Metrics) -> None:
@@ -141,8 +146,7 @@ class Loader:
             drafts=EVERY_DRAFT if settings.always_draft else PAYING_DRAFTS,
             own_cores=_own_cores(runner.device),
             mask_lanes=Threads(),
-            mask_seconds=settings.grammar_mask_seconds,
-            traced_steps=settings.trace_step_share,
+            mask_seconds=_MASK_S,
         )
         self.grammars = self._grammar_compiler(runner)
         self._report(Stage.WARMING_UP, "running trial forwards")
@@ -162,7 +166,6 @@ class Loader:
             settings.target,
             dtype=settings.dtype,
             device=settings.device,
-            page_size=settings.page_size,
             page_count=settings.page_count,
             threads=settings.threads,
             trust_remote_code=settings.trust_remote_code,
@@ -171,13 +174,7 @@ class Loader:
 
     def _grammar_compiler(self, runner: ModelRunner) -> GrammarCompiler:
         settings = self._settings
-        return GrammarCompiler(
-            settings.target,
-            runner.vocab_size,
-            runner.eos_token_ids,
-            compile_seconds=settings.grammar_compile_seconds,
-            cache_bytes=settings.grammar_cache_bytes,
-        )
+        return GrammarCompiler(settings.target, runner.vocab_size, runner.eos_token_ids)
 
 
 def _config(settings: VerifierSettings, policy: DraftTokensPolicy) -> EngineConfig:
@@ -185,9 +182,8 @@ def _config(settings: VerifierSettings, policy: DraftTokensPolicy) -> EngineConf
         policy,
         settings.max_batch_tokens,
         settings.max_sequences,
-        settings.max_waiting,
-        settings.max_drafters,
-        settings.max_drafters_per_holder,
+        max_drafters=settings.max_drafters,
+        max_drafters_per_holder=settings.max_drafters_per_holder,
         # A synthetic rate knows main guesses alone.
         draft_trees=settings.draft_trees and settings.synthetic_acceptance_rate is None,
     )
@@ -195,7 +191,7 @@ def _config(settings: VerifierSettings, policy: DraftTokensPolicy) -> EngineConf
 
 def _draft_verifier(settings: VerifierSettings, tokenizer: Tokenizer) -> DraftVerifier:
     [rule] = [rule for rule in AcceptanceRule if rule.label == settings.sampled_rule]
-    thinking_ids = _thinking_ids(tokenizer, settings.thinking_tokens)
+    thinking_ids = _thinking_ids(tokenizer)
     return DraftVerifier(rule, thinking_ids, settings.synthetic_acceptance_rate)
 
 
@@ -207,11 +203,9 @@ def _own_cores(device: torch.device) -> frozenset[int] | None:
     return frozenset(cores)
 
 
-def _thinking_ids(tokenizer: Tokenizer, tokens: str) -> tuple[int, int] | None:
+def _thinking_ids(tokenizer: Tokenizer) -> tuple[int, int] | None:
     """Ids of the tokens that begin and end thinking; None if the tokenizer lacks one of them."""
-    begin, _, end = tokens.partition(",")
-    begin_id = tokenizer.token_to_id(begin)
-    end_id = tokenizer.token_to_id(end)
+    begin_id, end_id = map(tokenizer.token_to_id, _THINKING)
     if begin_id is None or end_id is None:
         return None
     return begin_id, end_id

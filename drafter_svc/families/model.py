@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 # On a GPU, forwards of up to this many sequences and branches are captured as CUDA graphs.
 _GRAPHED_SEQUENCES = 64
+# Most tokens in one forward. A draft model reads prompts in chunks of this size between its drafts.
+_MAX_BATCH_TOKENS = 512
 # Part of a GPU's free memory that the KV cache takes. A target on the same GPU needs most of it.
 _CACHE_SHARE = 0.1
 
@@ -52,14 +54,8 @@ class ModelSettings(FamilySettings):
     page_count: int | None = Field(None, ge=1)
     """Pages of the KV cache; sized by the free memory unless set."""
 
-    max_batch_tokens: int = Field(512, ge=1)
-    """Most tokens in one forward."""
-
     mask_drafts: bool = True
     """Keep drafts within the request's grammar, so that no token is drafted that it forbids."""
-
-    max_entries: int = Field(32, ge=1, le=256)
-    """Most tokens of a sampled guess's distribution that are kept and sent."""
 
     branches: int = Field(4, ge=0, le=64)
     """Branches that are prepared beside a draft while it is verified, where the verifier lets
@@ -114,13 +110,7 @@ class ModelFamily(Family):
             grammars = GrammarCompiler(
                 settings.model, runner.vocab_size, runner.eos_token_ids, trusted=True
             )
-        model = DraftModel(
-            runner,
-            thread,
-            max_batch_tokens=settings.max_batch_tokens,
-            max_entries=settings.max_entries,
-            grammars=grammars,
-        )
+        model = DraftModel(runner, thread, max_batch_tokens=_MAX_BATCH_TOKENS, grammars=grammars)
 
         def make(info: ModelInfo) -> ModelFamily:
             return cls(model, info.vocab_size, branch_count=settings.branches)
@@ -308,5 +298,5 @@ def _load_runner(settings: ModelSettings, place: PlacementPlan) -> ModelRunner:
     )
     # A sequence past its prompt lacks at most 2 tokens: the one that the verifier committed, and
     # the last guess.
-    runner.capture(Bounds(_GRAPHED_SEQUENCES, 2, settings.max_batch_tokens))
+    runner.capture(Bounds(_GRAPHED_SEQUENCES, 2, _MAX_BATCH_TOKENS))
     return runner

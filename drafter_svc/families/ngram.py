@@ -40,12 +40,6 @@ class NgramSettings(RedisSettings):
     max_matching_ngram_size: int = Field(3, ge=1, le=16)
     """Tokens of the longest suffix that is looked up."""
 
-    is_keep_all: bool = True
-    """Keep several continuations of an n-gram, at most 16, instead of the newest alone."""
-
-    is_use_oldest: bool = False
-    """Propose the oldest continuation kept instead of the newest."""
-
     pool_entries: int = Field(1_000_000, ge=1)
     """Most n-grams of a pool; in Redis, of each tenant. The least recently used are dropped first,
     in Redis the oldest."""
@@ -100,12 +94,7 @@ class NgramFamily(Family):
     async def load(cls, settings: NgramSettings, place: PlacementPlan, metrics: Metrics) -> Loaded:
         """Check the settings, and make what connections share."""
         make_redis = _redis_pool(settings, metrics)
-        options = NgramOptions(
-            settings.max_draft_len,
-            settings.max_matching_ngram_size,
-            settings.is_keep_all,
-            settings.is_use_oldest,
-        )
+        options = NgramOptions(settings.max_draft_len, settings.max_matching_ngram_size)
         # Public pools by tokenizer, since ids of two tokenizers differ. They outlive connections.
         shared: dict[str, MemoryPool] = {}
 
@@ -288,9 +277,7 @@ def _redis_pool(
     keys = PoolKeys(
         read_secret(settings.pool_secret_file), settings.namespace, public=settings.is_public_pool
     )
-    options = RedisOptions(
-        settings.pool_entries, settings.pool_ttl_seconds, use_oldest=settings.is_use_oldest
-    )
+    options = RedisOptions(settings.pool_entries, settings.pool_ttl_seconds)
     # All connections share the counters.
     counters = RedisCounters()
     metrics.watch_redis(counters)

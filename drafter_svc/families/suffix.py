@@ -28,22 +28,19 @@ from outrider.protocol.model_info import ModelInfo
 
 # Most tenants with trees. A new tenant replaces the least recently seen one.
 _MAX_CORPORA = 64
+# Most tokens of a matched suffix, and of a proposal: as many as a verifier takes.
+_MAX_TREE_DEPTH = 64
+# A proposal is at most as long as the suffix that was matched, and ends where the product of its
+# tokens' probabilities falls below the second number. The verifier cuts what does not pay.
+_SPEC_FACTOR = 1.0
+_MIN_TOKEN_PROBABILITY = 0.1
 
 
 class SuffixSettings(FamilySettings):
     """Settings of the family suffix."""
 
-    max_tree_depth: int = Field(64, ge=2, le=128)
-    """Most tokens of a matched suffix, and of a proposal."""
-
     max_cached_requests: int = Field(1000, ge=1)
     """Texts that are kept for each tenant; the oldest are dropped first."""
-
-    max_spec_factor: float = Field(1.0, gt=0)
-    """Longest proposal, as a multiple of the length of the matched suffix."""
-
-    min_token_probability: float = Field(0.1, ge=0, le=1)
-    """A proposal ends where the product of its tokens' probabilities falls below this."""
 
     is_public_pool: bool = False
     """Share one corpus among all requests of all tenants."""
@@ -90,9 +87,7 @@ class Corpora:
     def _trees(self, tenant: str) -> Any:
         key = "" if self._settings.is_public_pool else tenant
         if key not in self._corpora:
-            self._corpora[key] = self._make(
-                self._settings.max_tree_depth, self._settings.max_cached_requests
-            )
+            self._corpora[key] = self._make(_MAX_TREE_DEPTH, self._settings.max_cached_requests)
         self._corpora.move_to_end(key)
         while len(self._corpora) > _MAX_CORPORA:
             self._corpora.popitem(last=False)
@@ -158,7 +153,7 @@ class SuffixFamily(Family):
 
     def _extend(self, sequence: DraftSequence) -> None:
         first = len(sequence.guesses)
-        context = [*sequence.tokens, *sequence.guesses][-self._settings.max_tree_depth :]
+        context = [*sequence.tokens, *sequence.guesses][-_MAX_TREE_DEPTH:]
         # Without the option for trees of tokens, the draft is a chain.
         draft = self._speculate(sequence, context, sequence.remaining_window)
         if not sequence.wants_tree:
@@ -186,14 +181,13 @@ class SuffixFamily(Family):
         use_tree_spec: bool = False,
     ) -> Any:
         """At most `count` tokens that may follow `context`, the likeliest first."""
-        settings = self._settings
         text = self._texts[sequence.id]
         return text.trees.speculate(
             text.number,
             context,
-            max_spec_tokens=min(count, settings.max_tree_depth),
-            max_spec_factor=paths * settings.max_spec_factor,
-            min_token_prob=settings.min_token_probability,
+            max_spec_tokens=min(count, _MAX_TREE_DEPTH),
+            max_spec_factor=paths * _SPEC_FACTOR,
+            min_token_prob=_MIN_TOKEN_PROBABILITY,
             use_tree_spec=use_tree_spec,
         )
 

@@ -8,11 +8,11 @@ makes all calls.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-# Occurrences that are kept of an n-gram. A lookup takes the newest or the oldest, and uses another
-# only if too few tokens follow there.
+# Occurrences that are kept of an n-gram. A lookup takes an older occurrence than the newest only if
+# too few tokens follow the newest.
 _MAX_OCCURRENCES = 16
 # Shorter suffixes count no more once so little probability is left for them.
 _LEAST_SHARE = 0.1
@@ -29,10 +29,6 @@ class NgramOptions:
     """Most tokens of a guess."""
     max_matching_ngram_size: int = 3
     """Tokens of the longest n-gram."""
-    is_keep_all: bool = True
-    """Keep several continuations of an n-gram, else only the newest."""
-    is_use_oldest: bool = False
-    """Prefer the oldest continuation that is kept, else the newest."""
 
 
 @dataclass(slots=True)
@@ -78,13 +74,9 @@ class MemoryPool:
             return
         self._occurrences.move_to_end(ngram)
         if isinstance(found, tuple):
-            maxlen = _MAX_OCCURRENCES if self._options.is_keep_all else 1
-            found = deque([found], maxlen)
-            self._occurrences[ngram] = found
-        # A full deque drops its oldest occurrence. Do not let it where the oldest are preferred.
-        keep_oldest = self._options.is_use_oldest and self._options.is_keep_all
-        if not (keep_oldest and len(found) == _MAX_OCCURRENCES):
-            found.append((text, end))
+            # A full deque drops its oldest occurrence.
+            found = self._occurrences[ngram] = deque([found], _MAX_OCCURRENCES)
+        found.append((text, end))
 
     def continuation(self, context: Sequence[int], length: int) -> list[int]:
         """The tokens that followed the longest known suffix of `context`; empty if none is known.
@@ -165,12 +157,9 @@ class MemoryPool:
         return (found,) if isinstance(found, tuple) else found
 
     def _pick(self, occurrences: Sequence[_Occurrence], length: int) -> list[int]:
-        """The tokens behind the preferred occurrence that `length` tokens follow, else the most."""
-        in_order: Iterable[_Occurrence] = reversed(occurrences)
-        if self._options.is_use_oldest:
-            in_order = occurrences
+        """The tokens behind the newest occurrence that `length` tokens follow, else the most."""
         best: list[int] = []
-        for text, end in in_order:
+        for text, end in reversed(occurrences):
             continuation = text[end : end + length]
             if len(continuation) > len(best):
                 best = continuation

@@ -38,15 +38,12 @@ _MAX_RUNNING = 4
 # So many late lookups in a row count as a failure.
 _LATE_IN_A_ROW = 3
 # KEYS: a bucket's index, then n-grams of that bucket, whose keys begin with the index's key.
-# ARGV: the time now, seconds to live, most entries of the bucket, "NX" to keep older values or "",
-# then one value for each n-gram.
+# ARGV: the time now, seconds to live, most entries of the bucket, then one value for each n-gram.
 _WRITE = """
-local index, now, ttl, most, mode = KEYS[1], ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4]
+local index, now, ttl, most = KEYS[1], ARGV[1], ARGV[2], tonumber(ARGV[3])
 for i = 2, #KEYS do
-  local written
-  if mode == 'NX' then written = redis.call('SET', KEYS[i], ARGV[i + 3], 'EX', ttl, 'NX')
-  else written = redis.call('SET', KEYS[i], ARGV[i + 3], 'EX', ttl) end
-  if written then redis.call('ZADD', index, now, string.sub(KEYS[i], #index + 1)) end
+  redis.call('SET', KEYS[i], ARGV[i + 2], 'EX', ttl)
+  redis.call('ZADD', index, now, string.sub(KEYS[i], #index + 1))
 end
 redis.call('ZREMRANGEBYSCORE', index, '-inf', now - ttl)
 local excess = redis.call('ZCARD', index) - most
@@ -68,8 +65,6 @@ class RedisOptions:
     """Time after which Redis drops an n-gram that was not written again."""
     budget_s: float = 0.005
     """Time for a lookup, after which the drafter goes on without its result."""
-    use_oldest: bool = False
-    """Keep an n-gram's first continuation, else its newest."""
 
 
 @dataclass(slots=True)
@@ -273,8 +268,7 @@ class RedisPool:
             buckets.setdefault(tenant.index(ngram), []).append((tenant.keys([ngram])[0], value))
         options = self._options
         bucket_entries = -(-options.max_entries // BUCKETS)
-        mode = "NX" if options.use_oldest else ""
-        arguments = [round(time.time(), 3), options.ttl_s, bucket_entries, mode]
+        arguments = [round(time.time(), 3), options.ttl_s, bucket_entries]
         calls = [
             ([index, *(key for key, _ in pairs)], [*arguments, *(value for _, value in pairs)])
             for index, pairs in buckets.items()

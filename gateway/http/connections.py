@@ -21,8 +21,9 @@ MAX_HEADERS = 128
 class BoundedProtocol(HttpToolsProtocol):
     """uvicorn's protocol with bounds on headers and on the time in which bytes must arrive."""
 
-    header_seconds: float
-    body_seconds: float
+    # So that a slow sender cannot hold a connection: an honest one is done far earlier.
+    header_seconds = 10.0
+    body_seconds = 60.0
     needs_certificate: bool
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -166,11 +167,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
 def protocol(settings: GatewaySettings) -> type[asyncio.Protocol]:
     """A subclass of `BoundedProtocol` with the settings."""
-    members = {
-        "header_seconds": settings.header_seconds,
-        "body_seconds": settings.body_seconds,
-        "needs_certificate": settings.public_tls_ca is not None,
-    }
+    members = {"needs_certificate": settings.public_tls_ca is not None}
     return cast(type[asyncio.Protocol], type("Connection", (BoundedProtocol,), members))
 
 

@@ -14,6 +14,7 @@ from functools import partial
 from outrider.drafter.session import DraftSession
 from outrider.protocol.draft_messages import DraftBatch, Hello, StepBatch
 from outrider.protocol.errors import OutriderError
+from outrider.protocol.limits import MAX_DRAFT_TOKENS
 from outrider.protocol.model_info import Placement
 from outrider_bench.simulator.cores import Worker
 from outrider_bench.simulator.costs import Costs
@@ -133,9 +134,8 @@ class DrafterActor:
             spec.name,
             spec.family or spec.name,
             "",
-            spec.max_draft_tokens,
+            MAX_DRAFT_TOKENS,
             placement=placement,
-            max_sequence_count=spec.max_sequence_count,
         )
 
         def join() -> None:

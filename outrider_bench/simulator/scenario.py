@@ -106,11 +106,6 @@ class DrafterSpec(_Part):
     retransmit_ms: float = Field(200.0, ge=0)
     """Shortest time until a lost segment is sent again."""
 
-    max_draft_tokens: int = Field(64, ge=1, le=64)
-
-    max_sequence_count: int = Field(0, ge=0)
-    """Most sequences that it takes at once; 0 is no limit."""
-
     on_target_cores: bool = False
     """Announce placement on the target's cores. Forwards then lose all the time that it drafts
     during them, or the share in `interference`."""
@@ -219,9 +214,6 @@ class Scenario(Settings):
 
     hard_share: float = Field(0.0, ge=0, lt=1)
     """Share of each text that is hard to guess."""
-
-    stretch_tokens: float = Field(32.0, ge=1)
-    """Mean length of a hard stretch."""
 
     drafters: list[DrafterSpec] = Field(default_factory=list)
     """The drafters; as a flag a JSON list."""

@@ -62,7 +62,7 @@ class Simulation:
         verifier: type[VerifierActor] = VerifierActor,
     ) -> None:
         self.events = Events()
-        self.world = World(scenario.seed, scenario.hard_share, scenario.stretch_tokens)
+        self.world = World(scenario.seed, scenario.hard_share)
         self.verifiers: dict[str, VerifierActor] = {}
         self.gone: list[VerifierActor] = []
         self.drafters: dict[str, DrafterActor] = {}

@@ -18,6 +18,8 @@ FIRST_MARK = 2**31
 RIGHT = "+"
 NO_GUESS = "."
 _CHUNK = 128
+# Mean length of a hard stretch.
+_STRETCH_TOKENS = 32.0
 
 
 @dataclass(eq=False, slots=True)
@@ -50,13 +52,12 @@ class Text:
 class World:
     """The texts of one simulation and the drafters' luck with them.
 
-    Hard stretches are `hard_share` of each text and have `stretch_tokens` tokens on average.
+    Hard stretches are `hard_share` of each text and have 32 tokens on average.
     """
 
-    def __init__(self, seed: int, hard_share: float = 0.0, stretch_tokens: float = 32.0) -> None:
+    def __init__(self, seed: int, hard_share: float = 0.0) -> None:
         self._seed = seed
         self._hard_share = hard_share
-        self._stretch_tokens = stretch_tokens
         self._texts: dict[int, Text] = {}
         self._writers: dict[int, Random] = {}
         self._draws: dict[tuple[str, int], tuple[Random, list[float]]] = {}
@@ -85,8 +86,8 @@ class World:
             text.hard += [False] * _CHUNK
             return
         # A Markov chain of two states whose exit probabilities give the wanted length and share.
-        leave_hard = 1.0 / self._stretch_tokens
-        leave_easy = share / max(1.0 - share, 1e-9) / self._stretch_tokens
+        leave_hard = 1.0 / _STRETCH_TOKENS
+        leave_easy = share / max(1.0 - share, 1e-9) / _STRETCH_TOKENS
         for _ in range(_CHUNK):
             is_hard = text.hard[-1] if text.hard else draw.random() < share
             leave = leave_hard if is_hard else leave_easy

@@ -13,7 +13,7 @@ import pytest_asyncio
 from gateway_rig import TARGET
 
 from gateway.config import GatewaySettings
-from gateway.http.connections import MAX_HEADER_BYTES, MAX_HEADERS
+from gateway.http.connections import MAX_HEADER_BYTES, MAX_HEADERS, BoundedProtocol
 from gateway.metrics import Metrics
 from gateway.server import Gateway, running
 
@@ -33,13 +33,14 @@ async def gateway() -> AsyncIterator[Gateway]:
         tokenizer=TARGET,
         http_port=0,
         grpc_listen="127.0.0.1:0",
-        header_seconds=0.5,
-        body_seconds=0.5,
         keep_alive_seconds=1.5,
         drain_seconds=0,
     )
-    async with running(settings, Metrics()) as gateway:
-        yield gateway
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BoundedProtocol, "header_seconds", 0.5)
+        patch.setattr(BoundedProtocol, "body_seconds", 0.5)
+        async with running(settings, Metrics()) as gateway:
+            yield gateway
 
 
 class Connection:

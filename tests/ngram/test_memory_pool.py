@@ -76,16 +76,9 @@ def test_the_longest_suffix_comes_first() -> None:
     assert pool_of([1, 2, 3, 9, 8, 3, 7, 7, 1, 2, 3]).continuation([1, 2, 3], 2) == [9, 8]
 
 
-def test_is_use_oldest_prefers_the_oldest_occurrence() -> None:
-    text = [1, 2, 5, 5, 1, 2, 6, 6, 1, 2]
-    assert pool_of(text).continuation([1, 2], 2) == [6, 6]
-    assert pool_of(text, is_use_oldest=True).continuation([1, 2], 2) == [5, 5]
-
-
-def test_without_is_keep_all_only_the_newest_occurrence_counts() -> None:
-    text = [1, 2, 5, 5, 5, 1, 2, 6]
-    assert pool_of(text).continuation([1, 2], 3) == [5, 5, 5]
-    assert pool_of(text, is_keep_all=False).continuation([1, 2], 3) == [6]
+def test_the_newest_occurrence_wins_unless_too_few_tokens_follow() -> None:
+    assert pool_of([1, 2, 5, 5, 1, 2, 6, 6, 1, 2]).continuation([1, 2], 2) == [6, 6]
+    assert pool_of([1, 2, 5, 5, 5, 1, 2, 6]).continuation([1, 2], 3) == [5, 5, 5]
 
 
 def test_a_continuation_has_at_most_max_draft_len_tokens() -> None:

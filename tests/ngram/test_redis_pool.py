@@ -89,17 +89,11 @@ async def test_a_pool_closes_at_every_moment_of_a_write(redis_server: Standalone
                 await made.aclose()
 
 
-async def test_the_newest_continuation_wins_unless_the_oldest_is_wanted(
-    deployment: Deployment,
-) -> None:
-    async with (
-        pool(deployment.server) as newest,
-        pool(deployment.server, use_oldest=True, namespace="old") as oldest,
-    ):
-        for made, expected in ((newest, [3]), (oldest, [2])):
-            await written(made, ([1], [2]))
-            await written(made, ([1], [3]))
-            assert await found(made, [[1]]) == [expected]
+async def test_the_newest_continuation_wins(deployment: Deployment) -> None:
+    async with pool(deployment.server) as made:
+        await written(made, ([1], [2]))
+        await written(made, ([1], [3]))
+        assert await found(made, [[1]]) == [[3]]
 
 
 async def test_malformed_values_are_counted_and_a_shorter_n_gram_used(

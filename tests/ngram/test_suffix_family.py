@@ -3,6 +3,7 @@
 import pytest
 from family_rig import Rig
 
+from drafter_svc.families import suffix
 from drafter_svc.families.suffix import SuffixFamily, SuffixSettings
 from outrider.drafter.draft_sequence import DraftSequence
 from outrider.protocol.draft_messages import Opened, Skip, Window
@@ -75,14 +76,18 @@ async def test_the_corpus_is_bounded() -> None:
     assert await proposed(rig) == [[33]]
 
 
-async def test_proposals_stay_within_the_window() -> None:
-    rig = Rig(SuffixFamily(SuffixSettings(max_spec_factor=9.0)))
+async def test_proposals_stay_within_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suffix, "_SPEC_FACTOR", 9.0)
+    rig = Rig(SuffixFamily(SuffixSettings()))
     rig.open(opened(1, [*range(100, 140), *range(100, 120)]))
     assert await proposed(rig) == [list(range(120, 136))]
 
 
-async def test_where_trees_are_verified_other_continuations_are_branches() -> None:
-    rig = Rig(SuffixFamily(SuffixSettings(max_spec_factor=2.0)))
+async def test_where_trees_are_verified_other_continuations_are_branches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(suffix, "_SPEC_FACTOR", 2.0)
+    rig = Rig(SuffixFamily(SuffixSettings()))
     rig.open(opened(1, [1, 2, 3, 4, 1, 2, 3, 6, 1, 2, 3, 4, 5, 9, 1, 2], tree_tokens=9))
     [proposal] = (await rig.draft()).proposals
     assert proposal.token_ids[:2] == [3, 4]
@@ -94,9 +99,12 @@ async def test_where_trees_are_verified_other_continuations_are_branches() -> No
     assert of[1, 4] == pytest.approx(2 * of[1, 6])
 
 
-async def test_a_chain_that_cannot_grow_gets_no_branches_behind_it() -> None:
+async def test_a_chain_that_cannot_grow_gets_no_branches_behind_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Trees may be longer than chains: here they have guesses where the chain has none."""
-    family = SuffixFamily(SuffixSettings(max_spec_factor=0.3))
+    monkeypatch.setattr(suffix, "_SPEC_FACTOR", 0.3)
+    family = SuffixFamily(SuffixSettings())
     sequence = DraftSequence(opened(1, [1, 2, 3, 4, 5, 1, 2], tree_tokens=9))
     family.opened(sequence)
     sequence.extend([3])

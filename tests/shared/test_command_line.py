@@ -87,7 +87,7 @@ def test_the_target_needs_no_flag(arguments: str, served: list[ServeSettings]) -
 @pytest.mark.parametrize(
     ("drafter", "complaint"),
     [
-        ("ngram,bogus=1", "ngram has no setting bogus; it has cores, id, is_keep_all, "),
+        ("ngram,bogus=1", "ngram has no setting bogus; it has cores, id, is_public_pool, "),
         (
             "ngram,max_draft_length=4",
             "ngram has no setting max_draft_length (did you mean max_draft_len?); it has ",

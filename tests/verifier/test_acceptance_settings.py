@@ -19,7 +19,6 @@ def acceptance_settings(**changed: Any) -> dict[str, str]:
         ("sampled_drafts", True),
         ("sampled_rule", "token-wise"),
         ("synthetic_acceptance_rate", 0.5),
-        ("thinking_tokens", "<reason>,</reason>"),
     ],
 )
 def test_a_setting_that_changes_how_tokens_are_chosen_is_among_them(name: str, value: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 from fake_model import Client, ScriptedDrafter, make_engine
@@ -12,11 +11,8 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from outrider.process import telemetry
-from outrider.process.clock import monotonic
 from outrider.protocol.messages import SamplingParams, TokenRequest
 from verifier_svc.engine.loop import Engine
-from verifier_svc.engine.step_spans import StepSpans
-from verifier_svc.metrics import Metrics
 
 REQUEST = TokenRequest([1, 2, 3], 5, SamplingParams(temperature=0.0), ignore_eos=True)
 
@@ -86,20 +82,6 @@ def test_a_batch_and_its_traced_sequences_are_linked_both_ways(
     for span in verifications:
         [link] = span.links
         assert link.context.span_id in batch_ids
-
-
-@pytest.mark.parametrize(("share", "spans"), [(0.0, 0), (0.25, 2), (1.0, 8)])
-def test_a_share_of_the_steps_has_spans_evenly_spread(
-    exporter: InMemorySpanExporter, share: float, spans: int
-) -> None:
-    engine, _ = make_engine(eos_bias=-99)
-    engine._spans = StepSpans(Metrics("test"), share, monotonic)
-    root = telemetry.start_root("request", {})
-    engine.submit(replace(REQUEST, max_tokens=8), Client(), root)
-    while engine.sequences:
-        engine.step()
-    assert len(named(exporter, "verify")) == spans
-    assert len(named(exporter, "queue")) == len(named(exporter, "prefill")) == 1
 
 
 def test_a_steps_span_has_its_drafter_and_the_accepted_tokens(

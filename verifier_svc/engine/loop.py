@@ -75,7 +75,6 @@ class Engine:
         own_cores: frozenset[int] | None = None,
         mask_lanes: MaskLanes = _INLINE,
         mask_seconds: float = math.inf,
-        traced_steps: float = 1.0,
         clock: Clock = monotonic,
     ) -> None:
         self.model = model
@@ -103,7 +102,7 @@ class Engine:
         self.outbox = Outbox(deliver, self.drafting)
         self._metrics = metrics
         self._draft_verifier = draft_verifier
-        self._spans = StepSpans(metrics, traced_steps, clock)
+        self._spans = StepSpans(metrics, clock)
         self._step_clock = StepClock(clock)
         self._inbox = Inbox()
         budget_of_masks = MaskBudget(mask_seconds, clock)

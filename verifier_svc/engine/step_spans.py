@@ -1,4 +1,4 @@
-"""The engine's spans: the queue, the prompt and a share of the steps of each traced request.
+"""The engine's spans: the queue, the prompt and the steps of each traced request.
 
 A step's span is linked to the span of its batch.
 """
@@ -16,22 +16,17 @@ from verifier_svc.state.sequence import Sequence
 
 
 class StepSpans:
-    """For one engine, on its thread.
+    """For one engine, on its thread. Drafters' spans are children of the steps' spans."""
 
-    `share` of the steps get spans, evenly spread. Drafters' spans are children of these.
-    """
-
-    def __init__(self, metrics: Metrics, share: float, clock: Clock) -> None:
+    def __init__(self, metrics: Metrics, clock: Clock) -> None:
         self._metrics = metrics
-        self._share = share
         self._clock = clock
-        self._due = 0.0
         self._open: list[Span] = []
 
     def begin(self, batch: list[ScheduledSequence], wait_s: float) -> list[Span]:
         """Begin a step, `wait_s` after it could have begun; returns a span for each sequence.
 
-        A step that is not traced, or a sequence that is not, gets `NO_SPAN`. A batch of several
+        A sequence that is not traced gets `NO_SPAN`. A batch of several
         sequences has a span of its own.
         """
         for scheduled in batch:
@@ -39,7 +34,7 @@ class StepSpans:
                 self._scheduled(scheduled.sequence)
         parents = [scheduled.sequence.span.traceparent for scheduled in batch]
         traced = [parent for parent in parents if parent]
-        if not self._is_due(traced):
+        if not traced:
             return [NO_SPAN] * len(batch)
         step = NO_SPAN
         if len(batch) > 1:
@@ -48,16 +43,6 @@ class StepSpans:
         spans = [_verify_span(scheduled, wait_s, step.traceparent) for scheduled in batch]
         self._open = [*spans, step]
         return spans
-
-    def _is_due(self, traced: list[str]) -> bool:
-        """Whether a step with these traced requests gets spans."""
-        if not traced:
-            return False
-        self._due += self._share
-        if self._due < 1.0:
-            return False
-        self._due -= 1.0
-        return True
 
     @property
     def traceparent(self) -> str:
