@@ -6,14 +6,16 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 from fake_model import VOCAB, Client, ScriptedDrafter, finish, make_engine
 
 from outrider.grammar.backends import Mask
 from outrider.grammar.kinds import Grammar, GrammarKind
 from outrider.process.turns import TenantThreads
+from outrider.protocol.draft_messages import Proposal, SparseDistribution
 from outrider.protocol.errors import OutriderError, Reason
-from outrider.protocol.messages import FinishReason, SamplingParams, TokenRequest
+from outrider.protocol.messages import DraftDistribution, FinishReason, SamplingParams, TokenRequest
 from verifier_svc.engine.loop import Engine
 from verifier_svc.state.mask_work import MaskWork
 from verifier_svc.state.trie import NO_DRAFT
@@ -70,8 +72,8 @@ class Held:
         self.slow.clear()
 
 
-def engine_with(held: Held | None, seconds: float = 1e9) -> Engine:
-    engine, _ = make_engine(eos_bias=-99)
+def engine_with(held: Held | None, seconds: float = 1e9, *, trust: bool = False) -> Engine:
+    engine, _ = make_engine(eos_bias=-99, trust=trust, always_draft=trust)
     if held is not None:
         engine._grammar_masks = GrammarMasks(held, MaskBudget(seconds, engine.clock), engine._wake)
     return engine
@@ -130,6 +132,84 @@ def test_late_masks_change_no_token(sampling: SamplingParams) -> None:
     assert steps < LONG
     late.pool.check_integrity()
     assert late.pool.used_count == 0
+
+
+SAMPLES = frozenset({DraftDistribution.ONE_HOT, DraftDistribution.SPARSE})
+
+
+def sampled_texts(seed: int, held: Held | None) -> tuple[list[int], int]:
+    """The tokens of a request with sampled drafts, and how many draft tokens were accepted."""
+    engine = engine_with(held, trust=True)
+    drafter = ScriptedDrafter(engine, distributions=SAMPLES)
+    client = Client()
+    sampling = SamplingParams(1.0, seed=seed)
+    engine.submit(request(sampling), client, matcher=Alternating())
+    accepted = 0
+    while engine.sequences:
+        engine.drain_inbox()
+        for sequence in engine.scheduler.running.values():
+            # The draft depends on seed and position alone. The grammar forbids half of its tokens.
+            choose = np.random.default_rng([seed, len(sequence.tokens)])
+            ids = np.arange(2, VOCAB)
+            share = SparseDistribution(ids, np.full(len(ids), 1 / len(ids)))
+            tokens = [int(token) for token in choose.choice(ids, 3)]
+            length = len(sequence.tokens)
+            drafter.send(Proposal(sequence.id, length, tokens, [], [share] * 3))
+            accepted = sequence.stats.accepted_token_count
+        engine.step()
+        if held is not None:
+            engine.step()
+            held.let_go()
+            engine.step()
+        engine.outbox.send_to_clients()
+    engine.pool.check_integrity()
+    return client.tokens, accepted
+
+
+def test_late_masks_change_no_token_of_sampled_drafts() -> None:
+    accepted = 0
+    for seed in range(8):
+        tokens, count = sampled_texts(seed, None)
+        assert len(tokens) == LONG
+        assert sampled_texts(seed, Held()) == (tokens, count)
+        accepted += count
+    assert accepted > 0
+
+
+def test_a_grammar_with_slow_masks_advances_beside_the_engines_thread() -> None:
+    held = Held()
+    engine = engine_with(held)
+    client, matcher = Client(), Alternating()
+    engine.submit(request(SamplingParams(0.0)), client, matcher=matcher)
+    engine.step()
+    [work] = held.begun
+    held.let_go()
+    spent(work, 0.5)
+    engine.step()
+    engine.outbox.send_to_clients()
+    [token] = client.tokens
+    assert matcher._text == [1]
+    held.let_go()
+    assert matcher._text == [1, token]
+
+
+def test_slow_masks_change_no_token() -> None:
+    texts = []
+    for seconds in (0.0, 0.019):
+        held, client = Held(), Client()
+        engine = engine_with(held)
+        engine.submit(request(SamplingParams(1.0, seed=3)), client, matcher=Alternating())
+        while engine.sequences:
+            engine.advance()
+            for work in [*held.begun, *held.slow]:
+                work.run()
+                spent(work, seconds)
+            held.begun.clear()
+            held.slow.clear()
+        engine.outbox.send_to_clients()
+        texts.append(client.tokens)
+    assert len(texts[0]) == LONG
+    assert texts[0] == texts[1]
 
 
 def test_others_go_on_while_masks_are_late() -> None:

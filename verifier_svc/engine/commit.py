@@ -16,12 +16,16 @@ from verifier_svc.state.scheduled_sequence import ScheduledSequence
 from verifier_svc.state.sequence import Sequence
 from verifier_svc.verification.batch import Verified
 from verifier_svc.verification.draft import AcceptResult
+from verifier_svc.verification.grammar_masks import has_slow_masks
 
 
 class Committer:
     """For one engine, on its thread. It removes sequences that end from the engine's sequences."""
 
-    def __init__(self, context: EngineContext, spans: StepSpans) -> None:
+    def __init__(
+        self, context: EngineContext, spans: StepSpans, eos_token_ids: SequenceOf[int]
+    ) -> None:
+        """`eos_token_ids` are the model's, which alone end the text of a grammar."""
         self._sequences = context.sequences
         self._scheduler = context.scheduler
         self._pool = context.scheduler.pool
@@ -30,6 +34,7 @@ class Committer:
         self._metrics = context.metrics
         self._clock = context.clock
         self._spans = spans
+        self._eos_token_ids = frozenset(eos_token_ids)
         self._token_count = 0
         self._gathers = True
 
@@ -61,6 +66,15 @@ class Committer:
         if verified.prompt_logprobs:
             chunk = TokenChunk([], [], prompt_logprobs=list(verified.prompt_logprobs))
             self._outbox.add(sequence.sink, chunk)
+
+    def _grammar_can_lag(self, sequence: Sequence, new: SequenceOf[int]) -> bool:
+        """Whether the work of the next mask can give these tokens to the sequence's grammar.
+
+        It cannot where a token may end the grammar's text, which ends the sequence now.
+        """
+        if sequence.matcher is None or not has_slow_masks(sequence):
+            return False
+        return self._eos_token_ids.isdisjoint(new)
 
     def take_token_count(self) -> int:
         """Count the tokens committed since the last call, in the metrics too."""
@@ -112,7 +126,10 @@ class Committer:
         drafted = scheduled.draft.token_ids
         new = [*[drafted[row - 1] for row in result.rows], result.next_token]
         finish_reason = cut_at_end(sequence, new)
-        if sequence.matcher is not None:
+        if finish_reason is None and self._grammar_can_lag(sequence, new):
+            # To advance the grammar here would delay every sequence.
+            sequence.grammar_lag = len(new)
+        elif sequence.matcher is not None:
             try:
                 # Nothing may follow the end of a grammar, even with ignore_eos.
                 if cut_at_grammars_end(sequence.matcher, new):

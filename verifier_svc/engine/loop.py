@@ -112,7 +112,7 @@ class Engine:
         )
         self._intake = Intake(shared, model, config, draft_verifier.thinking_ids)
         self._wait = DraftWait(shared, self._intake, self.planner, self._step_clock)
-        self._committer = Committer(shared, self._spans)
+        self._committer = Committer(shared, self._spans, model.eos_token_ids)
         self._left_out = False  # whether the step in progress has to be repeated for a sequence
         self._baseline = False  # whether no drafter computes during the step in progress
 

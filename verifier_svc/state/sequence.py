@@ -195,7 +195,9 @@ class Sequence:
     cached_token_count: int = 0
     unsent: TokenChunk | None = None
     matcher: Matcher | None = None
-    """The state of the request's grammar after the committed output."""
+    """The state of the request's grammar after the committed output but its last `grammar_lag`."""
+    grammar_lag: int = 0
+    """How many of the last committed tokens the next mask's work gives to the grammar."""
     mask_width: int = 0
     mask_work: MaskWork | None = None
     """The masks of its next step, once they have been asked for; the step waits for them."""

@@ -102,7 +102,7 @@ class GrammarMasks:
 
     def prepare(self, sequence: SequenceState) -> None:
         """Begin the mask of a committed sequence's next step, if its masks take long."""
-        if sequence.matcher is not None and sequence.mask_row_s > _SLOW_ROW_S:
+        if sequence.matcher is not None and has_slow_masks(sequence):
             work = _work_of(sequence, NO_DRAFT, None)
             self._lanes.begin_slow(work, sequence.request.tenant)
             work.wake_when_done(self._wake)
@@ -138,7 +138,9 @@ class GrammarMasks:
 def _work_of(sequence: SequenceState, draft: DraftTree, assignment: Assignment | None) -> MaskWork:
     """The work for a sequence's masks behind each token of a draft; it is the sequence's now."""
     assert sequence.matcher is not None
-    compute = partial(_mask, sequence.matcher, draft, sequence.mask_width)
+    late = sequence.tokens[len(sequence.tokens) - sequence.grammar_lag :]
+    sequence.grammar_lag = 0
+    compute = partial(_mask, sequence.matcher, late, draft, sequence.mask_width)
     drafter_id = "" if assignment is None else assignment.drafter.id
     sequence.mask_work = MaskWork(compute, draft, drafter_id)
     return sequence.mask_work
@@ -197,7 +199,16 @@ def _subtree(draft: DraftTree, kept: Sequence[bool]) -> DraftTree:
     return DraftTree(token_ids, [], without_chain(parents), drafter_ids, list(kept).index(False))
 
 
-def _mask(matcher: Matcher, draft: DraftTree, width: int) -> Mask:
+def has_slow_masks(sequence: SequenceState) -> bool:
+    """Whether the sequence's masks take long. Then its grammar also takes long to advance."""
+    return sequence.mask_row_s > _SLOW_ROW_S
+
+
+def _mask(matcher: Matcher, late: Sequence[int], draft: DraftTree, width: int) -> Mask:
+    """The masks of a draft, after the grammar has been given the tokens of `late`."""
+    for token in late:
+        if not matcher.accept(token):
+            raise ValueError(f"the token {token} was sampled, which the grammar's mask forbids")
     mask: Mask = np.zeros((len(draft.token_ids) + 1, width), np.int32)
     matcher.fill(mask, 0)
     for row, allowed in enumerate(_walk(matcher, draft), 1):

@@ -19,10 +19,11 @@ _TENANTS_REQUESTS = 5
 _REFILL = 0.1
 # Tenants whose slow masks are computed at the same time. Below the engine's priority, so that the
 # forward keeps the processors.
-_SLOW_THREADS = 4
+_SLOW_THREADS = 2
 _SLOW_NICE = 10
 # Tenants whose masks turn out slow at the same time, before those of another one have to wait.
 _FAST_THREADS = 8
+_FAST_NICE = 5
 
 
 class MaskLanes(Protocol):
@@ -58,7 +59,7 @@ class Threads:
     """Computes masks on threads; both libraries let other threads run meanwhile."""
 
     def __init__(self) -> None:
-        self._fast = TenantThreads(_FAST_THREADS, "masks", each=1)
+        self._fast = TenantThreads(_FAST_THREADS, "masks", each=1, nice=_FAST_NICE)
         self._slow = TenantThreads(_SLOW_THREADS, "slow-masks", each=1, nice=_SLOW_NICE)
 
     def begin(self, works: Sequence[MaskWork], tenant: str) -> None:
