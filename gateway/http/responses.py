@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from gateway.text.choices import UsageTotals
-from gateway.text.deltas import AttributedToken, LogprobToken
+from gateway.text.deltas import AttributedToken, FinishInfo, LogprobToken
 from outrider import __version__
 from outrider.protocol.messages import FinishReason
 
@@ -63,6 +63,14 @@ def attribution(tokens: Sequence[AttributedToken]) -> Json:
     return {"speculation": {"tokens": listed}}
 
 
+def _finish(finish: FinishInfo | None) -> Json:
+    """The fields of a choice that say why it ended; a null reason for a choice that goes on."""
+    if finish is None:
+        return {"finish_reason": None}
+    incomplete = {"grammar_incomplete": True} if finish.grammar_incomplete else {}
+    return {"finish_reason": _FINISH[finish.reason], **incomplete}
+
+
 class ResponseShape(ABC):
     """Writes the answers of one endpoint. Subclasses write its choices."""
 
@@ -104,7 +112,7 @@ class ResponseShape(ABC):
                 "index": len(choices),
                 **self._whole_choice(text),
                 "logprobs": self.logprobs(tokens),
-                "finish_reason": None if finish is None else _FINISH[finish.reason],
+                **_finish(finish),
             }
             choices.append(choice)
         return self._answer(self.whole_object, choices) | {"usage": totals.usage()}
@@ -113,12 +121,11 @@ class ResponseShape(ABC):
         self,
         index: int,
         content: Json,
-        reason: FinishReason | None = None,
+        finish: FinishInfo | None = None,
         logprobs: Json | None = None,
     ) -> Json:
         """A chunk with one choice."""
-        finish = _FINISH[reason] if reason is not None else None
-        choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": finish}
+        choice = {"index": index, **content, "logprobs": logprobs, **_finish(finish)}
         return self._answer(self.chunk_object, [choice])
 
     def usage_chunk(self, usage: Json) -> Json:

@@ -144,7 +144,7 @@ class ChunkWriter:
 
     def _close(self, index: int, finish: FinishInfo) -> bytes:
         """The events that end a choice, and after the last choice also the stream."""
-        closing = self.shape.chunk(index, self.shape.closing, finish.reason) | self._usage(index)
+        closing = self.shape.chunk(index, self.shape.closing, finish) | self._usage(index)
         self._open_count -= 1
         if self._open_count:
             return event(closing)

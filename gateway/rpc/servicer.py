@@ -216,6 +216,7 @@ def _response(delta: TextDelta) -> generation_pb2.GenerateTextResponse:
     finish = delta.finish
     if finish is not None:
         response.finish_reason = proto_enum(finish.reason)
+        response.grammar_incomplete = finish.grammar_incomplete
         response.usage.prompt_token_count = finish.prompt_token_count
         response.usage.completion_token_count = finish.completion_token_count
         response.usage.cached_token_count = finish.cached_token_count

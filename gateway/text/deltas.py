@@ -33,6 +33,8 @@ class FinishInfo:
     stats: SpeculationStats
     resumed_count: int = 0
     """How often the sequence went on at another verifier."""
+    grammar_incomplete: bool = False
+    """Whether `max_tokens` ended the text before the token that ends its grammar."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,9 +231,12 @@ class DeltaBuilder:
             stats = chunk.stats
         stats = total_stats(self._earlier_stats, stats)
         count = self._text.token_count + (ended_by_token and not stopped)
-        prompt_count = len(self._request.tokens.prompt)
+        request = self._request.tokens
+        prompt_count = len(request.prompt)
         cached = self._cached_token_count
-        return FinishInfo(reason, prompt_count, count, cached, stats, self._resumed_count)
+        incomplete = request.grammar is not None and reason is FinishReason.LENGTH
+        resumed = self._resumed_count
+        return FinishInfo(reason, prompt_count, count, cached, stats, resumed, incomplete)
 
 
 def total_stats(earlier: SpeculationStats, later: SpeculationStats) -> SpeculationStats:

@@ -246,12 +246,17 @@ class GenerateTextResponse(_message.Message):
     STATS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    GRAMMAR_INCOMPLETE_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Whole characters only; may be empty."""
     drafter_id: _builtins.str
     """The drafter whose draft was verified; empty after a step without a draft."""
     finish_reason: _common_pb2.FinishReason.ValueType
     """Set on the last message."""
+    grammar_incomplete: _builtins.bool
+    """Whether max_tokens ended the text before the token that ends the request's grammar, so that the
+    text may be an incomplete document. Set on the last message.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The ids of the tokens whose text has not been sent before, a stop token included."""
@@ -290,10 +295,11 @@ class GenerateTextResponse(_message.Message):
         stats: _common_pb2.SpeculationStats | None = ...,
         logprobs: _abc.Iterable[_common_pb2.TokenLogprob] | None = ...,
         prompt_logprobs: _abc.Iterable[_common_pb2.TokenLogprob] | None = ...,
+        grammar_incomplete: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["stats", b"stats", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafter_id", b"drafter_id", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "sources", b"sources", "stats", b"stats", "text", b"text", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafter_id", b"drafter_id", "finish_reason", b"finish_reason", "grammar_incomplete", b"grammar_incomplete", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "sources", b"sources", "stats", b"stats", "text", b"text", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

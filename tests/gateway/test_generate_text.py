@@ -64,6 +64,18 @@ async def test_a_request_that_cannot_be_parsed_is_refused(
     assert "Traceback" not in caplog.text
 
 
+@pytest.mark.parametrize("reason", [FinishReason.LENGTH, FinishReason.STOP])
+async def test_the_last_message_says_whether_max_tokens_cut_its_grammar_off(
+    rig: Rig, reason: FinishReason
+) -> None:
+    rig.script.answer = lambda _: [last([5], reason, SpeculationStats(), cached=0)]
+    with_grammar = GenerateTextRequest(prompt="x", grammar=common_pb2.Grammar(regex="a+"))
+    [final] = await call(rig, with_grammar)
+    assert final.grammar_incomplete == (reason is FinishReason.LENGTH)
+    [final] = await call(rig, GenerateTextRequest(prompt="x"))
+    assert not final.grammar_incomplete
+
+
 async def test_the_last_message_has_the_statistics_of_the_speculation(rig: Rig) -> None:
     stats = SpeculationStats(5, 4, 12, 6, [1, 1, 1, 1], 3)
     rig.script.answer = lambda _: [last([5], FinishReason.LENGTH, stats, cached=1)]

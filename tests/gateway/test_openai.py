@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 
+import httpx
 import openai
 import pytest
 from gateway_rig import Rig, until
@@ -327,3 +328,17 @@ async def test_tokenize_and_detokenize_undo_each_other(rig: Rig) -> None:
 async def test_tokenize_renders_a_chat(rig: Rig) -> None:
     ids = (await rig.http.post("/tokenize", json={"messages": MESSAGES})).json()["tokens"]
     assert rig.prompts.decode(ids) == "<|user|>Write add.<|end|><|assistant|>"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_choice_says_that_max_tokens_cut_its_grammar_off(rig: Rig, stream: bool) -> None:
+    body = {"prompt": "x", "max_tokens": 4, "stream": stream}
+    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "array"}}}
+    for reason, extra, noted in (
+        (FinishReason.LENGTH, {"response_format": schema}, True),
+        (FinishReason.STOP, {"response_format": schema}, False),
+        (FinishReason.LENGTH, {}, False),
+    ):
+        rig.says("[1", reason=reason)
+        raw = await rig.client.post("/completions", body={**body, **extra}, cast_to=httpx.Response)
+        assert ('"grammar_incomplete":true' in raw.text.replace(" ", "")) == noted
