@@ -1,9 +1,10 @@
 """Decides for each grammar: which backend serves it, what that backend is given, what is refused.
 
 LLGuidance serves JSON schemas, regular expressions and choices: it applies patterns to characters,
-intersects schemas and bounds the work of each mask. XGrammar serves GBNF and structural tags, which
-are its own languages. What a backend would read otherwise than Python and JSON Schema do is
-translated, or refused by the keyword's name.
+intersects schemas and bounds the work of each mask. XGrammar serves GBNF and structural tags, since
+its authors define what these two languages mean. Some constructs mean one thing to a backend and
+another to Python or JSON Schema. This module translates such a construct, or refuses the grammar
+and names the keyword.
 """
 
 from __future__ import annotations
