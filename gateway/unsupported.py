@@ -32,6 +32,17 @@ _HINTS = {
     "tool_choice": _NO_TOOLS,
     "functions": f'; with function_call "none" functions are ignored; {_USE_FORMAT}',
 }
+# Own and older spellings of a grammar, and the parameter that takes the value instead.
+_REPLACED = {
+    "choice": "structured_outputs.choice",
+    "grammar": "structured_outputs.grammar",
+    "guided_choice": "structured_outputs.choice",
+    "guided_grammar": "structured_outputs.grammar",
+    "guided_json": "structured_outputs.json",
+    "guided_regex": "structured_outputs.regex",
+    "regex": "structured_outputs.regex",
+    "structural_tag": "structured_outputs.structural_tag",
+}
 _SWITCHES = {"tools": "tool_choice", "functions": "function_call"}
 
 
@@ -55,6 +66,9 @@ def drop_neutral(values: Any) -> Any:
 
 def _check_neutral(name: str, value: object) -> None:
     """Raise OutriderError(UNSUPPORTED_PARAMETER) for an unsupported parameter with an effect."""
+    if name in _REPLACED:
+        message = f"{name} is not supported; use {_REPLACED[name]}"
+        raise OutriderError(Reason.UNSUPPORTED_PARAMETER, message, name)
     if name not in _NEUTRAL or value is None:
         return
     neutral = _NEUTRAL[name]

@@ -219,38 +219,22 @@ def _grammar(body: GenerationBody) -> tuple[Grammar | None, str]:
 
 
 def _grammars(body: GenerationBody) -> dict[str, Grammar]:
-    """All grammars of the body by field: OpenAI's response_format, our fields and vLLM's."""
+    """All grammars of the body by field: OpenAI's response_format, and vLLM's."""
     structured = body.structured_outputs or StructuredOutputs()
     texts = {
-        "regex": (GrammarKind.REGEX, body.regex),
-        "guided_regex": (GrammarKind.REGEX, body.guided_regex),
-        "structured_outputs.regex": (GrammarKind.REGEX, structured.regex),
-        "grammar": (GrammarKind.EBNF, body.grammar),
-        "guided_grammar": (GrammarKind.EBNF, body.guided_grammar),
-        "structured_outputs.grammar": (GrammarKind.EBNF, structured.grammar),
-        "guided_json": (GrammarKind.JSON_SCHEMA, _json(body.guided_json)),
-        "structured_outputs.json": (GrammarKind.JSON_SCHEMA, _json(structured.json_)),
-        "structural_tag": (GrammarKind.STRUCTURAL_TAG, _json(body.structural_tag)),
-        "structured_outputs.structural_tag": (
-            GrammarKind.STRUCTURAL_TAG,
-            _json(structured.structural_tag),
-        ),
-    }
-    choices = {
-        "choice": body.choice,
-        "guided_choice": body.guided_choice,
-        "structured_outputs.choice": structured.choice,
+        "regex": (GrammarKind.REGEX, structured.regex),
+        "grammar": (GrammarKind.EBNF, structured.grammar),
+        "json": (GrammarKind.JSON_SCHEMA, _json(structured.json_)),
+        "structural_tag": (GrammarKind.STRUCTURAL_TAG, _json(structured.structural_tag)),
     }
     formatted = _response_format(body)
     found = {} if formatted is None else {"response_format": formatted}
-    found |= {
-        field: Grammar(kind, text) for field, (kind, text) in texts.items() if text is not None
-    }
-    found |= {
-        field: Grammar(GrammarKind.CHOICE, choices=tuple(given))
-        for field, given in choices.items()
-        if given is not None
-    }
+    for name, (kind, text) in texts.items():
+        if text is not None:
+            found[f"structured_outputs.{name}"] = Grammar(kind, text)
+    if structured.choice is not None:
+        choices = tuple(structured.choice)
+        found["structured_outputs.choice"] = Grammar(GrammarKind.CHOICE, choices=choices)
     if structured.json_object:
         found["structured_outputs.json_object"] = Grammar(GrammarKind.JSON_OBJECT)
     return found

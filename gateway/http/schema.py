@@ -134,9 +134,11 @@ class StructuredOutputs(Body):
 
     json_: JsonValue | None = Field(default=None, alias="json")
     json_object: bool | None = None
-    regex: Text | None = None
-    choice: Listed[Choice] | None = None
-    grammar: Text | None = None
+    regex: Text | None = limited("A regular expression of the answer.", **_GRAMMAR)
+    choice: Listed[Choice] | None = limited(
+        "The answer is one of these texts.", minItems=1, maxItems=MAX_CHOICES
+    )
+    grammar: Text | None = limited("A grammar of the answer, in GBNF.", **_GRAMMAR)
     structural_tag: dict[str, Any] | Text | None = None
 
 
@@ -190,28 +192,8 @@ class GenerationBody(SamplingBody):
         "Ids that are never sampled.", maxItems=MAX_LISTED_TOKENS
     )
     response_format: ResponseFormat | None = None
-    regex: Text | None = limited("A regular expression of the answer.", **_GRAMMAR)
-    grammar: Text | None = limited("A grammar of the answer, in GBNF.", **_GRAMMAR)
-    choice: Listed[Choice] | None = limited(
-        "The answer is one of these texts.", minItems=1, maxItems=MAX_CHOICES
-    )
-    structural_tag: dict[str, Any] | None = Field(
-        default=None, description="XGrammar's structural tag."
-    )
     structured_outputs: StructuredOutputs | None = Field(
         default=None, description="vLLM's extension."
-    )
-    guided_json: JsonValue | None = Field(
-        default=None, description="vLLM's older name of structured_outputs.json."
-    )
-    guided_regex: Text | None = limited(
-        "vLLM's older name of structured_outputs.regex.", **_GRAMMAR
-    )
-    guided_choice: Listed[Choice] | None = limited(
-        "vLLM's older name of structured_outputs.choice.", minItems=1, maxItems=MAX_CHOICES
-    )
-    guided_grammar: Text | None = limited(
-        "vLLM's older name of structured_outputs.grammar.", **_GRAMMAR
     )
     prediction: Prediction | None = None
     reasoning_effort: Literal["none"] | None = None

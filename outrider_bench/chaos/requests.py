@@ -20,7 +20,10 @@ _KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0, "ignore_eos": True},
     "seeded": {"temperature": 1, "ignore_eos": True},
     "truncated": {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "ignore_eos": True},
-    "grammar": {"temperature": 1, "regex": "[a-z]{3,9}( = [0-9]{1,4}, [a-z]{1,9}){9,30}"},
+    "grammar": {
+        "temperature": 1,
+        "structured_outputs": {"regex": "[a-z]{3,9}( = [0-9]{1,4}, [a-z]{1,9}){9,30}"},
+    },
     "greedy grammar": {"temperature": 0, "response_format": {"type": "json_object"}},
     "logprobs": {"temperature": 1, "logprobs": 3, "ignore_eos": True},
     "penalties": {"temperature": 1, "ignore_eos": True, **_PENALTIES},

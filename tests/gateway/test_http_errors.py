@@ -50,8 +50,14 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str, str, str]] = [
     ({"prompt": [-1]}, "prompt", "invalid_value", "[0, 4096), not -1"),
     ({"prompt": [-1], "echo": True}, "prompt", "invalid_value", "[0, 4096), not -1"),
     ({"prompt": [2**33], "echo": True}, "prompt", "invalid_value", "[0, 4096), not 8589934592"),
-    ({"regex": "\ud800"}, "regex", "invalid_value", "surrogate"),
-    ({"guided_choice": ["a", "\ud800"]}, "guided_choice[1]", "invalid_value", "surrogate"),
+    ({"regex": "a"}, "regex", "unsupported_parameter", "use structured_outputs.regex"),
+    ({"guided_json": {}}, "guided_json", "unsupported_parameter", "use structured_outputs.json"),
+    (
+        {"structured_outputs": {"choice": ["a", "\ud800"]}},
+        "structured_outputs.choice[1]",
+        "invalid_value",
+        "surrogate",
+    ),
     (
         {"structured_outputs": {"grammar": "\ud800"}},
         "structured_outputs.grammar",
@@ -305,10 +311,11 @@ async def test_a_verifiers_error_about_a_grammar_names_the_callers_field(
     rig.script.answer = lambda _: [
         OutriderError(Reason.OVERLOADED, "grammar.regex: busy", "grammar.regex", retry_after_s=3.0)
     ]
-    response = await rig.http.post("/v1/completions", json={"prompt": "x", "guided_regex": "a"})
+    given = {"prompt": "x", "structured_outputs": {"regex": "a"}}
+    response = await rig.http.post("/v1/completions", json=given)
     assert (response.status_code, response.headers["retry-after"]) == (429, "3")
-    assert error_of(response)["message"] == "guided_regex: busy"
-    assert error_of(response)["param"] == "guided_regex"
+    assert error_of(response)["message"] == "structured_outputs.regex: busy"
+    assert error_of(response)["param"] == "structured_outputs.regex"
 
 
 @pytest.mark.parametrize("n", [1, 3])

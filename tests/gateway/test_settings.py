@@ -107,16 +107,17 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"speculation": {"relaxed_delta": -0.1}}, "speculation.relaxed_delta"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
     ({"response_format": {"type": "yaml"}}, "response_format.type"),
-    ({"regex": ""}, "regex"),
-    ({"choice": ["a"] * 1025}, "choice"),
-    ({"choice": []}, "choice"),
-    ({"choice": ["a", ""]}, "choice"),
-    ({"regex": "a", "choice": ["a"]}, "choice"),
-    ({"response_format": {"type": "json_object"}, "grammar": 'root ::= "a"'}, "grammar"),
-    ({"guided_regex": "a", "structured_outputs": {"regex": "a"}}, "structured_outputs.regex"),
+    ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex"),
+    ({"structured_outputs": {"choice": ["a"] * 1025}}, "structured_outputs.choice"),
+    ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+    ({"structured_outputs": {"choice": ["a", ""]}}, "structured_outputs.choice"),
+    ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs.choice"),
+    (
+        {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
+        "structured_outputs.regex",
+    ),
     ({"structured_outputs": {"json": {}, "choice": ["a"]}}, "structured_outputs.choice"),
     ({"structured_outputs": {"yaml": "a"}}, "structured_outputs.yaml"),
-    ({"guided_choice": []}, "guided_choice"),
     ({"prediction": {"type": "content"}}, "prediction.content"),
     ({"prediction": {"type": "diff", "content": "x"}}, "prediction.type"),
 ]
@@ -144,13 +145,6 @@ GRAMMARS: list[tuple[dict[str, Any], Grammar]] = [
         },
         Grammar(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA)),
     ),
-    ({"regex": "[0-9]+"}, Grammar(GrammarKind.REGEX, "[0-9]+")),
-    ({"grammar": 'root ::= "a"'}, Grammar(GrammarKind.EBNF, 'root ::= "a"')),
-    ({"choice": ["yes", "no"]}, Grammar(GrammarKind.CHOICE, choices=("yes", "no"))),
-    (
-        {"structural_tag": {"type": "structural_tag"}},
-        Grammar(GrammarKind.STRUCTURAL_TAG, '{"type": "structural_tag"}'),
-    ),
     (
         {"structured_outputs": {"json": SCHEMA}},
         Grammar(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA)),
@@ -170,10 +164,6 @@ GRAMMARS: list[tuple[dict[str, Any], Grammar]] = [
         Grammar(GrammarKind.EBNF, 'root ::= "a"'),
     ),
     ({"structured_outputs": {"structural_tag": "{}"}}, Grammar(GrammarKind.STRUCTURAL_TAG, "{}")),
-    ({"guided_json": SCHEMA}, Grammar(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA))),
-    ({"guided_regex": "[0-9]+"}, Grammar(GrammarKind.REGEX, "[0-9]+")),
-    ({"guided_choice": ["yes", "no"]}, Grammar(GrammarKind.CHOICE, choices=("yes", "no"))),
-    ({"guided_grammar": 'root ::= "a"'}, Grammar(GrammarKind.EBNF, 'root ::= "a"')),
 ]
 
 
