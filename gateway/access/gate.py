@@ -1,8 +1,12 @@
-"""Tell callers apart by their API key, and refuse those without a valid one."""
+"""Tell callers and tenants apart by API key, and refuse callers without a valid key.
+
+Caches and n-gram pools are private to a tenant.
+"""
 
 from __future__ import annotations
 
 import base64
+import hashlib
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +17,6 @@ from starlette.websockets import WebSocketClose
 
 from gateway.access.keys import KeyRing
 from gateway.access.limits import Grant, Limits
-from gateway.access.tenants import tenant_of
 from gateway.access.windows import windows
 from gateway.api_errors import error_response
 from gateway.config import GatewaySettings
@@ -26,6 +29,7 @@ OPEN_PATHS = frozenset({"/livez", "/readyz", "/health", "/ping"})
 PEER_KEY = "outrider.peer"
 """Key of an ASGI scope whose value is the connection's Peer; None without TLS."""
 _PAGE = "/"
+_TENANT_DIGITS = 32
 _SCOPE_KEY = "outrider.identity"
 
 
@@ -85,6 +89,18 @@ class Gate:
     async def admit(self, request: HTTPConnection) -> Grant:
         """Count a request. Raises OutriderError(RATE_LIMIT_EXCEEDED) if it is one too many."""
         return await self.limits.admit(identity_of(request).key)
+
+
+def tenant_of(headers: Mapping[str, str]) -> str:
+    """The tenant of a request with `authorization: Bearer KEY`; empty (the default) without a key.
+
+    The name is `key-` and the first 32 hex digits of the key's SHA-256, so logs, traces and Redis
+    do not reveal keys. `headers` have lower-case names.
+    """
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    if scheme.lower() != "bearer" or not key.strip():
+        return ""
+    return f"key-{hashlib.sha256(key.strip().encode()).hexdigest()[:_TENANT_DIGITS]}"
 
 
 def key_in(authorization: str) -> str:

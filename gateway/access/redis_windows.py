@@ -60,7 +60,7 @@ class RedisWindows(Windows):
         return await super().add(name, amount, minute)
 
     async def correct(self, name: str, amount: int, minute: int, counted: Count) -> None:
-        """Add an amount where `counted` was counted. While Redis fails, its counts stay."""
+        """Adjust the counter, Redis or local, that `counted` used; not while Redis is down."""
         if not counted.is_shared:
             await super().correct(name, amount, minute, counted)
         elif time.monotonic() >= self._paused_until:

@@ -6,22 +6,40 @@ sequences. The last word is a verifier's, which refuses what is too much from se
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import NamedTuple
 
-from gateway.generation.patience import Patience
 from gateway.metrics import Metrics
 from gateway.upstream.routing import Router
 from outrider.protocol.errors import OutriderError, Reason
 from outrider.protocol.model_info import Load, retry_after_s, wait_s
 
-# The wait and the answer may take so many times as long as recent ones did: an answer is long, the
-# batch was not full before, other processes take the cores. A longer queue would serve nobody more.
-# If it becomes slow, each answer is late, and the work on it is lost.
+# Safety factor on both estimates: recent answers were measured at a smaller batch. A slower
+# verifier would otherwise make every admitted answer late.
 _MARGIN = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class ClientTimeout:
+    """Seconds that a caller waits for the whole answer, and for its first token."""
+
+    total_s: float | None = None
+    first_s: float | None = None
+
+    def ends_at(self, now: float) -> float:
+        """When the caller waits no longer; infinity if it says nothing."""
+        return math.inf if self.total_s is None else now + self.total_s
+
+    def suffices(self, wait_s: float, answer_s: float) -> bool:
+        """Whether it waits `wait_s` for its turn, and then `answer_s` for the answer."""
+        if self.first_s is not None and wait_s > self.first_s:
+            return False
+        return self.total_s is None or wait_s + answer_s <= self.total_s
 
 
 class Admission:
@@ -30,30 +48,30 @@ class Admission:
     def __init__(self, router: Router, metrics: Metrics, patience_s: float = 0.0) -> None:
         """Callers that name no time wait `patience_s` for their first token; 0 is for ever."""
         self._router = router
-        self._patience = Patience(first_s=patience_s or None)
+        self._default_timeout = ClientTimeout(first_s=patience_s or None)
         self._metrics = metrics
         self.counts: dict[str, Counter[str]] = {}
         """Sequences under way by model and tenant."""
 
-    def enter(self, model: str, tenant: str, count: int, patience: Patience) -> Permit:
+    def enter(self, model: str, tenant: str, count: int, timeout: ClientTimeout) -> Permit:
         """Count the sequences of a new request for a model.
 
         Raises OutriderError(OVERLOADED), with the seconds after which a retry makes sense, if the
         verifiers have no room for them, or if their answers would be late.
         """
-        if patience == Patience():
-            patience = self._patience
+        if timeout == ClientTimeout():
+            timeout = self._default_timeout
         counts = self.counts.setdefault(model, Counter())
         picks = self._router.ready_picks(model)
         load = total_load([pick.info.load for pick in picks])
         if load is not None:
             others = sum(pick.replica.others for pick in picks)
             try:
-                check(load, counts, others, tenant, count, patience)
+                check(load, counts, others, tenant, count, timeout)
             except OutriderError:
                 self._metrics.refused.labels(model).inc()
                 raise
-        return Permit(counts, tenant, count, patience.ends_at(time.monotonic()))
+        return Permit(counts, tenant, count, timeout.ends_at(time.monotonic()))
 
     def only_model(self) -> str | None:
         """The model that every request means; None if there is not exactly one."""
@@ -129,7 +147,7 @@ def check(
     others: int,
     tenant: str,
     count: int,
-    patience: Patience,
+    timeout: ClientTimeout,
 ) -> None:
     """Raise OutriderError(OVERLOADED) if a tenant's `count` new sequences are too many.
 
@@ -152,7 +170,7 @@ def check(
     rivals = [each for name, each in counts.items() if name != tenant]
     late_s = load.wait_s(own + count, fair_share(load.places, [*rivals, others]))
     answer_s = load.sequence_s or 0.0
-    if late_s > 0.0 and not patience.suffices(_MARGIN * late_s, _MARGIN * answer_s):
+    if late_s > 0.0 and not timeout.suffices(_MARGIN * late_s, _MARGIN * answer_s):
         message = f"the answer would be late: requests wait {late_s:.1f} s for their turn now"
         raise _refusal(message, late_s)
 

@@ -18,7 +18,7 @@ from gateway.text.prompts import Prompts
 from gateway.text.request import TextRequest, check_ids
 from gateway.text.text_stream import TokenTable
 from gateway.upstream.chunk_checks import check_chunk
-from gateway.upstream.routing import MOVING, Pick, Router
+from gateway.upstream.routing import RETRYABLE, Pick, Router
 from gateway.upstream.token_stream import late
 from outrider.protocol.errors import OutriderError, Reason
 from outrider.protocol.messages import TokenChunk, TokenRequest
@@ -203,8 +203,8 @@ class _Sequence:
                 message = "the verifier ended an answer without a finish reason"
                 raise OutriderError(Reason.VERIFIER_UNAVAILABLE, message)
             except OutriderError as error:
-                if error.reason in MOVING or error.reason is Reason.OVERLOADED:
-                    replica.doubt(stream, error)
+                if error.reason in RETRYABLE or error.reason is Reason.OVERLOADED:
+                    replica.mark_suspect(stream, error)
                 if not self._moves(error.reason):
                     raise
                 await self._move(error)
@@ -238,7 +238,7 @@ class _Sequence:
         one that another replica has room for.
         """
         if reason is not Reason.OVERLOADED:
-            return reason in MOVING
+            return reason in RETRYABLE
         picks = self._generation.router.ready_picks(self._pick.model)
         return self._builder is not None or not all(pick.busyness()[0] for pick in picks)
 
@@ -259,13 +259,13 @@ class _Sequence:
             raise error
         router = self._generation.router
         if self._builder is None:
-            self._go_to(await router.instead_of(self._pick, error))
+            self._go_to(await router.pick_fallback(self._pick, error))
             return
         tokens = self._request.tokens
         length = len(tokens.prompt) + tokens.max_tokens
         wait_s = max(0.0, min(self._deadline, self._permit.ends_at) - now)
         try:
-            pick = await router.instead_of(self._pick, error, wait_s, length)
+            pick = await router.pick_fallback(self._pick, error, wait_s, length)
         except OutriderError as found_none:
             if time.monotonic() < self._permit.ends_at:
                 raise

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from gateway.access.gate import Identity
 from gateway.access.limits import Grant, Limits
+from gateway.generation.admission import ClientTimeout
 from gateway.generation.generate import Generation
-from gateway.generation.patience import Patience
 from gateway.generation.request_span import begin, describe, describe_settings
 from gateway.text.choices import Event, UsageTotals
 from gateway.text.request import (
@@ -33,7 +33,7 @@ class Demand(NamedTuple):
     prompt_count: int
     n: int
     """Choices for each prompt."""
-    patience: Patience
+    timeout: ClientTimeout
 
 
 class TextCall(ABC):
@@ -106,8 +106,8 @@ async def serve_text(
     tenant = call.identity.tenant
     grant = await limits.admit(call.identity.key)
     model, info = generation.router.lookup(call.model)
-    prompt_count, n, patience = call.demand()
-    permit = generation.admission.enter(model, tenant, prompt_count * n, patience)
+    prompt_count, n, timeout = call.demand()
+    permit = generation.admission.enter(model, tenant, prompt_count * n, timeout)
     span = begin(call.headers, model, call.operation, n, stream=call.streams)
     with permit, span, call.responding(span):
         prompts = await _encoded(generation, call, info)

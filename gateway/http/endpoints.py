@@ -17,8 +17,7 @@ from gateway.http.openapi import JSON, error_responses, json_responses
 from gateway.http.schema import DetokenizeBody, TokenizeBody
 from gateway.metrics import Metrics
 from gateway.text.prompts import Prompts
-from gateway.upstream.problems import explain_differing
-from gateway.upstream.replica import Replica
+from gateway.upstream.replica import Replica, explain_differing
 from gateway.upstream.routing import Router
 from outrider import __version__
 from outrider.protocol.errors import OutriderError, Reason, invalid

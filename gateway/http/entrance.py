@@ -17,8 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.access.gate import identity_in
 from gateway.api_errors import error_response
-from gateway.generation.admission import Admission, Permit
-from gateway.generation.patience import Patience
+from gateway.generation.admission import Admission, ClientTimeout, Permit
 from outrider.protocol.errors import OutriderError
 
 PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
@@ -28,7 +27,7 @@ PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
 _AT_ONCE = 8
 _SCOPE_KEY = "outrider.arrival"
 # The body may say how long its caller waits.
-_ENDLESS = Patience(total_s=math.inf)
+_ENDLESS = ClientTimeout(total_s=math.inf)
 
 
 class Turns:

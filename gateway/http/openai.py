@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from typing import Any, Generic, TypeVar
 
@@ -12,8 +13,8 @@ from fastapi.responses import JSONResponse, Response
 
 from gateway.access.gate import Gate, identity_of
 from gateway.access.limits import Limits
+from gateway.generation.admission import ClientTimeout
 from gateway.generation.generate import Generation
-from gateway.generation.patience import http_patience
 from gateway.generation.serve_text import Demand, TextAnswer, TextCall, serve_text
 from gateway.http.entrance import arrival_of
 from gateway.http.json_body import JsonRoute
@@ -21,7 +22,7 @@ from gateway.http.openapi import STREAMED, json_responses
 from gateway.http.parameters import answer_limit, gathers, text_requests
 from gateway.http.request_id import request_id
 from gateway.http.responses import ChatShape, CompletionShape, ResponseShape, attribution
-from gateway.http.schema import ChatBody, CompletionBody, StreamOptions
+from gateway.http.schema import LEAST_TIMEOUT_S, ChatBody, CompletionBody, StreamOptions
 from gateway.http.streaming import ChunkWriter, EventStream, sse, until_gone
 from gateway.text.choices import WholeChoice, collect
 from gateway.text.request import Conversation, PromptInput, TextInputs, TextRequest
@@ -30,6 +31,8 @@ from outrider.protocol.errors import OutriderError, invalid
 from outrider.protocol.model_info import ModelInfo
 
 _ERRORS = (400, 401, 404, 408, 413, 415, 429, 500, 503, 504)
+# OpenAI's clients say here when they give up: in Python, and in all other languages.
+_CLIENT_HEADERS = ("x-stainless-read-timeout", "x-stainless-timeout")
 
 
 def routes(generation: Generation, max_sequences: int, gate: Gate) -> APIRouter:
@@ -84,9 +87,9 @@ class _HttpCall(TextCall, Generic[_Body]):
         sequences of the demand count instead.
         """
         n = _choice_count(self.body.n, self.prompt_count, self._max_sequences)
-        patience = http_patience(self.body.timeout, self.headers, stream=self.streams)
+        timeout = client_timeout(self.body.timeout, self.headers, stream=self.streams)
         arrival_of(self.request).counted()
-        return Demand(self.prompt_count, n, patience)
+        return Demand(self.prompt_count, n, timeout)
 
     @contextmanager
     def responding(self, span: Span) -> Iterator[None]:
@@ -151,6 +154,33 @@ def _choice_count(given: int | None, prompt_count: int, max_sequences: int) -> i
         limit = f"at most {max_sequences} sequences go in one request"
         raise invalid(name, f"asks for {prompt_count} prompts times n={n}; {limit}")
     return n
+
+
+def client_timeout(
+    timeout: float | None, headers: Mapping[str, str], *, stream: bool | None
+) -> ClientTimeout:
+    """The timeout of a request with this `timeout` in its body and these headers.
+
+    OpenAI's clients wait for the first byte as long as their header says. Without `stream`, that is
+    the whole answer. Raises OutriderError(INVALID_VALUE) for a timeout below LEAST_TIMEOUT_S.
+    """
+    if timeout is not None and not timeout >= LEAST_TIMEOUT_S:
+        raise invalid("timeout", f"must be at least {LEAST_TIMEOUT_S} (seconds), not {timeout}")
+    named = [_seconds(headers[name]) for name in _CLIENT_HEADERS if name in headers]
+    client_s = min([seconds for seconds in named if seconds is not None], default=None)
+    if stream:
+        return ClientTimeout(timeout, client_s)
+    both = [seconds for seconds in (timeout, client_s) if seconds is not None]
+    return ClientTimeout(min(both, default=None))
+
+
+def _seconds(text: str) -> float | None:
+    """A header's positive number; None for anything else, since it is the client's own note."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        return None
+    return seconds if 0.0 < seconds < math.inf else None
 
 
 async def _answer(

@@ -6,7 +6,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
-from gateway.generation.patience import LEAST_TIMEOUT_S
 from gateway.http.conversation import MAX_MESSAGES, Content, Message, TemplateOptions, joined
 from gateway.http.fields import (
     Body,
@@ -43,6 +42,8 @@ from outrider.protocol.messages import (
 SEED_MIN = -(2**63)
 SEED_MAX = 2**64 - 1
 MAX_PROMPTS = 1024
+LEAST_TIMEOUT_S = 1
+"""The least `timeout` of a body. A caller that waits shorter can hang up."""
 _Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 _Ids = Annotated[list[TokenId], Field(min_length=1)]
 _PromptForms = (

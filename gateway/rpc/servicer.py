@@ -11,8 +11,8 @@ import grpc
 
 from gateway.access.gate import Gate, Identity
 from gateway.access.interceptor import text_metadata
+from gateway.generation.admission import ClientTimeout
 from gateway.generation.generate import Generation
-from gateway.generation.patience import Patience
 from gateway.generation.serve_text import Demand, TextCall, serve_text
 from gateway.http.conversation import MAX_MESSAGES
 from gateway.http.json_body import MAX_VALUES
@@ -79,7 +79,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         """
         identity = self._gate.identify(headers)
         check_known_fields(request)
-        call = _Call(request, headers, identity, own_id, Patience(left_s))
+        call = _Call(request, headers, identity, own_id, ClientTimeout(left_s))
         async with serve_text(self._generation, self._gate.limits, call) as answer:
             async for _, delta in answer.events:
                 yield _response(delta)
@@ -97,13 +97,13 @@ class _Call(TextCall):
         headers: Mapping[str, str],
         identity: Identity,
         own_id: str,
-        patience: Patience,
+        timeout: ClientTimeout,
     ) -> None:
         self._request = request
         self.headers = headers
         self.identity = identity
         self.request_id = own_id
-        self._patience = patience
+        self._timeout = timeout
         self.model = request.model
         self.operation = "chat" if request.HasField("chat") else "text_completion"
         scores_prompt = request.HasField("prompt_logprob_count")
@@ -112,7 +112,7 @@ class _Call(TextCall):
 
     def demand(self) -> Demand:
         """One sequence, until the call's deadline."""
-        return Demand(1, 1, self._patience)
+        return Demand(1, 1, self._timeout)
 
     @contextmanager
     def responding(self, span: Span) -> Iterator[None]:

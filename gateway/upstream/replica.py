@@ -4,25 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import grpc
 
 from gateway.upstream.chunk_checks import check_model
-from gateway.upstream.problems import for_callers, unanswered, unreadable
 from gateway.upstream.token_stream import TokenStream
 from outrider.internal.v1 import token_streams_pb2_grpc
 from outrider.process import rpc
 from outrider.process.credentials import ClientCredentials, client_credentials
 from outrider.process.roles import Role
 from outrider.process.tasks import watch
-from outrider.process.tls import Tls, WatchedTls
+from outrider.process.tls import Tls, WatchedTls, explain
 from outrider.protocol.errors import OutriderError, Reason
 from outrider.protocol.model_info import ModelInfo, Stage
 from outrider.protocol.wire import model as wire_model
 from outrider.v1 import verifier_pb2, verifier_pb2_grpc
 
 _POLL_TIMEOUT_S = 5.0
+_SHOWN_CHARACTERS = 400
+_SHOWN_TO_CALLERS = {
+    Reason.NOT_READY: "no verifier is ready",
+    Reason.DRAINING: "the verifier is about to stop",
+    Reason.VERIFIER_UNAVAILABLE: "the verifier does not answer",
+    Reason.MODEL_CHANGED: "the verifier's model has changed",
+}
 
 
 class Replica:
@@ -128,7 +135,7 @@ class Replica:
         """Take no requests until the verifier answers again."""
         self.problem = unanswered(self.address, error, self._tls)
 
-    def doubt(self, stream: TokenStream, error: OutriderError) -> None:
+    def mark_suspect(self, stream: TokenStream, error: OutriderError) -> None:
         """Note that `error` ended a sequence of `stream`.
 
         A verifier with a full queue goes on to take new requests; another one gets none until it
@@ -175,3 +182,33 @@ def _problem(address: str, info: ModelInfo, fingerprint: str) -> OutriderError |
         )
         return OutriderError(Reason.NOT_READY, message)
     return None
+
+
+def for_callers(problem: OutriderError) -> OutriderError:
+    """A new error of the same reason, without addresses, files and causes.
+
+    Any tenant may see it. The log and /readyz have the rest.
+    """
+    message = f"{_SHOWN_TO_CALLERS[problem.reason]}; operators see why at /readyz"
+    return OutriderError(problem.reason, message, retry_after_s=problem.retry_after_s)
+
+
+def unanswered(address: str, error: OutriderError, tls: Tls | None) -> OutriderError:
+    """The problem of a verifier whose call or connection failed with `error`."""
+    message = f"verifier {address} does not answer: {explain(error.message, tls)}"
+    return OutriderError(Reason.VERIFIER_UNAVAILABLE, message, retry_after_s=1.0)
+
+
+def unreadable(address: str, cause: Exception) -> OutriderError:
+    """The problem of a verifier whose answer cannot be read."""
+    reason = f"{type(cause).__name__}: {cause}"
+    message = f"verifier {address} gives an answer that cannot be read: {reason}"
+    message = message[:_SHOWN_CHARACTERS]
+    return OutriderError(Reason.VERIFIER_UNAVAILABLE, message, retry_after_s=1.0)
+
+
+def explain_differing(model: str, groups: Mapping[str, Sequence[str]]) -> str:
+    """The problem of a model whose replicas, grouped by fingerprint, write different texts."""
+    shown = "; ".join(", ".join(sorted(addresses)) for addresses in groups.values())
+    cause = "other weights, dtype, version or acceptance settings"
+    return f"verifiers of {model} have {cause}: {shown}; none continues the others' answers"

@@ -10,8 +10,7 @@ from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
-from gateway.upstream.problems import explain_differing, for_callers
-from gateway.upstream.replica import Replica
+from gateway.upstream.replica import Replica, explain_differing, for_callers
 from outrider.process.tasks import keep_running
 from outrider.process.tls import Tls
 from outrider.protocol.errors import OutriderError, Reason
@@ -29,7 +28,7 @@ _SILENT_S = 60.0
 # problems are not logged.
 _STARTUP_S = 30.0
 # Errors of one replica with which a sequence moves to another replica.
-MOVING = (
+RETRYABLE = (
     Reason.VERIFIER_UNAVAILABLE,
     Reason.NOT_READY,
     Reason.DRAINING,
@@ -89,9 +88,9 @@ class Router:
         self._model_name = model_name
         self._tasks: list[asyncio.Task[None]] = []
         self._reported_ready: bool | None = None
-        # Set when a replica is ready, and when the router drains. Then another one takes its place,
-        # so that nobody misses it who looked at the replicas before.
-        self._news = asyncio.Event()
+        # Set, and replaced, at each change of readiness. Who took the event before it read the
+        # replicas cannot miss a change.
+        self._changed = asyncio.Event()
         self._cut_off = False
         self._logged_differing: list[str] = []
 
@@ -172,8 +171,8 @@ class Router:
 
     def _wake(self) -> None:
         """Have sequences that wait for a replica look again."""
-        self._news.set()
-        self._news = asyncio.Event()
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     @property
     def ready(self) -> bool:
@@ -216,7 +215,7 @@ class Router:
         """
         return min(self._picks(model), key=Pick.busyness)
 
-    async def instead_of(
+    async def pick_fallback(
         self, lost: Pick, error: OutriderError, wait_s: float = 0.0, length: int | None = None
     ) -> Pick:
         """Pick a ready replica of the model after `lost` failed with `error`.
@@ -228,7 +227,7 @@ class Router:
         """
         deadline = time.monotonic() + wait_s
         while not self._cut_off:
-            news = self._news
+            changed = self._changed
             picks = self.ready_picks(lost.model)
             if length is not None:
                 roomy = [pick for pick in picks if not pick.replica.full]
@@ -240,7 +239,7 @@ class Router:
                 break
             with suppress(TimeoutError):
                 async with asyncio.timeout(left_s):
-                    await news.wait()
+                    await changed.wait()
         others = self.ready_picks(lost.model)
         if length is not None and others and not any(pick.is_same(lost.info) for pick in others):
             message = (
@@ -257,7 +256,7 @@ class Router:
         ready = self.ready_picks()
         if not ready:
             unknown = OutriderError(Reason.NOT_READY, "no verifier is ready")
-            # A new error for each request: a shared one would keep their frames in its traceback.
+            # Raise a new error for each request: a shared exception collects the tracebacks of all.
             raise for_callers(self.replicas[0].problem or unknown)
         serving = [pick for pick in ready if model in (None, "", pick.model)]
         if not serving:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 
-from gateway.generation.admission import TotalLoad, check, total_load
-from gateway.generation.patience import Patience
+from gateway.generation.admission import ClientTimeout, TotalLoad, check, total_load
 from outrider_bench.simulator.events import Events
 from outrider_bench.simulator.verifier import VerifierActor
 
@@ -34,7 +33,7 @@ class GatewayActor:
         if self._timeout_s is not None:
             self._poll()
             if self._load is not None:
-                check(self._load, self._counts, 0, tenant, 1, Patience(self._timeout_s))
+                check(self._load, self._counts, 0, tenant, 1, ClientTimeout(self._timeout_s))
         self._counts[tenant] += 1
 
     def leave(self, tenant: str) -> None:

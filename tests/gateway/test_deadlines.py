@@ -10,7 +10,8 @@ import grpc
 import pytest
 from gateway_rig import Rig, until
 
-from gateway.generation.patience import Patience, http_patience
+from gateway.generation.admission import ClientTimeout
+from gateway.http.openai import client_timeout
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.messages import TokenRequest
 from outrider.v1 import generation_pb2
@@ -91,7 +92,7 @@ async def test_a_call_ends_at_its_deadline(slow: Rig) -> None:
 
 async def test_a_deadline_ends_a_sequence_whose_caller_does_not_read(slow: Rig) -> None:
     admission = slow.gateway.generation.admission
-    permit = admission.enter("models/target", "", 1, Patience(SHORT_S))
+    permit = admission.enter("models/target", "", 1, ClientTimeout(SHORT_S))
     tokens = slow.gateway.router.replicas[0].tokens
     chunks = tokens.generate(TokenRequest([5, 6], 64), permit.ends_at)
     await anext(chunks)
@@ -124,23 +125,23 @@ async def test_a_timeout_is_a_number_of_seconds(rig: Rig, given: Any) -> None:
 @pytest.mark.parametrize(
     ("given", "header", "stream", "expected"),
     [
-        (None, None, False, Patience()),
-        (5.0, None, False, Patience(5.0)),
-        (5.0, None, True, Patience(5.0)),
-        (None, "600", False, Patience(600.0)),
+        (None, None, False, ClientTimeout()),
+        (5.0, None, False, ClientTimeout(5.0)),
+        (5.0, None, True, ClientTimeout(5.0)),
+        (None, "600", False, ClientTimeout(600.0)),
         # The client waits so long for the next bytes, not for the end.
-        (None, "600", True, Patience(None, 600.0)),
-        (5.0, "3.5", False, Patience(3.5)),
-        (5.0, "3.5", True, Patience(5.0, 3.5)),
-        (None, "none", False, Patience()),
-        (None, "-1", True, Patience()),
-        (None, "inf", True, Patience()),
-        (None, "nan", True, Patience()),
+        (None, "600", True, ClientTimeout(None, 600.0)),
+        (5.0, "3.5", False, ClientTimeout(3.5)),
+        (5.0, "3.5", True, ClientTimeout(5.0, 3.5)),
+        (None, "none", False, ClientTimeout()),
+        (None, "-1", True, ClientTimeout()),
+        (None, "inf", True, ClientTimeout()),
+        (None, "nan", True, ClientTimeout()),
     ],
 )
 @pytest.mark.parametrize("name", ["x-stainless-read-timeout", "x-stainless-timeout"])
 async def test_patience_is_what_the_body_and_openais_clients_say(
-    given: float | None, header: str | None, stream: bool, expected: Patience, name: str
+    given: float | None, header: str | None, stream: bool, expected: ClientTimeout, name: str
 ) -> None:
     headers = {} if header is None else {name: header}
-    assert http_patience(given, headers, stream=stream) == expected
+    assert client_timeout(given, headers, stream=stream) == expected

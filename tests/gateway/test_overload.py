@@ -18,8 +18,13 @@ from gateway_rig import Rig, until
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.generation.admission import TotalLoad, check, fair_share, total_load
-from gateway.generation.patience import Patience
+from gateway.generation.admission import (
+    ClientTimeout,
+    TotalLoad,
+    check,
+    fair_share,
+    total_load,
+)
 from gateway.text.prompts import Prompts
 from outrider.process import rpc
 from outrider.protocol.errors import OutriderError, Reason
@@ -31,7 +36,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 BODY = {"prompt": "if x", "temperature": 0, "max_tokens": 64}
 # 64 run and as many wait; one ends each 0.1 s.
 BUSY = Load(64, 64, 64, 1024, sequence_s=6.4)
-ENDLESS = Patience()
+ENDLESS = ClientTimeout()
 
 
 def refusal(
@@ -41,12 +46,12 @@ def refusal(
     *,
     others: int = 0,
     count: int = 1,
-    patience: Patience = ENDLESS,
+    timeout: ClientTimeout = ENDLESS,
 ) -> OutriderError | None:
     total = total_load([load])
     assert total is not None
     try:
-        check(total, counts, others, tenant, count, patience)
+        check(total, counts, others, tenant, count, timeout)
     except OutriderError as error:
         return error
     return None
@@ -77,30 +82,30 @@ async def test_a_full_queue_of_tenants_with_one_request_takes_no_further_tenant(
 async def test_a_request_that_would_be_late_is_refused_with_the_time_of_the_queue() -> None:
     counts = {"a": 128}
     # The queue takes 6.5 s and an answer 6.4 s, and both may take twice as long.
-    assert refusal(BUSY, counts, patience=Patience(total_s=26.0)) is None
-    late = refusal(BUSY, counts, patience=Patience(total_s=25.0))
+    assert refusal(BUSY, counts, timeout=ClientTimeout(total_s=26.0)) is None
+    late = refusal(BUSY, counts, timeout=ClientTimeout(total_s=25.0))
     assert late is not None
     assert late.reason is Reason.OVERLOADED
     assert late.retry_after_s == pytest.approx(6.5)
-    assert refusal(BUSY, counts, patience=Patience(first_s=14.0)) is None
-    assert refusal(BUSY, counts, patience=Patience(first_s=12.0)) is not None
+    assert refusal(BUSY, counts, timeout=ClientTimeout(first_s=14.0)) is None
+    assert refusal(BUSY, counts, timeout=ClientTimeout(first_s=12.0)) is not None
 
 
 async def test_nobody_is_late_while_places_are_free() -> None:
-    assert refusal(BUSY, {"a": 63}, patience=Patience(total_s=0.1)) is None
+    assert refusal(BUSY, {"a": 63}, timeout=ClientTimeout(total_s=0.1)) is None
 
 
 async def test_a_flood_does_not_make_another_tenant_late() -> None:
-    patience = Patience(total_s=14.0)
-    assert refusal(BUSY, {"a": 900}, patience=patience) is not None
-    assert refusal(BUSY, {"a": 900}, "b", patience=patience) is None
-    assert refusal(BUSY, {"a": 50}, "b", others=900, patience=patience) is None
+    timeout = ClientTimeout(total_s=14.0)
+    assert refusal(BUSY, {"a": 900}, timeout=timeout) is not None
+    assert refusal(BUSY, {"a": 900}, "b", timeout=timeout) is None
+    assert refusal(BUSY, {"a": 50}, "b", others=900, timeout=timeout) is None
 
 
 async def test_a_large_tenant_waits_longer_beside_small_ones() -> None:
     """They pass it in the queue, now and later."""
-    alone = refusal(BUSY, {"a": 128}, patience=Patience(1.0))
-    beside = refusal(BUSY, {"a": 128, "b": 4, "c": 12}, patience=Patience(1.0))
+    alone = refusal(BUSY, {"a": 128}, timeout=ClientTimeout(1.0))
+    beside = refusal(BUSY, {"a": 128, "b": 4, "c": 12}, timeout=ClientTimeout(1.0))
     assert alone is not None
     assert beside is not None
     assert alone.retry_after_s == pytest.approx(65 * 6.4 / 64)
@@ -117,19 +122,19 @@ async def test_shares_are_max_min_fair(places: int, rivals: list[int]) -> None:
 
 async def test_a_cache_that_is_full_before_the_batch_lowers_the_places() -> None:
     full = replace(BUSY, running=8)
-    assert refusal(full, {"a": 40}, patience=Patience(total_s=20.0)) is not None
-    assert refusal(replace(full, waiting=0), {"a": 40}, patience=Patience(total_s=20.0)) is None
+    assert refusal(full, {"a": 40}, timeout=ClientTimeout(total_s=20.0)) is not None
+    assert refusal(replace(full, waiting=0), {"a": 40}, timeout=ClientTimeout(total_s=20.0)) is None
 
 
 @given(st.integers(0, 2000), st.integers(0, 2000), st.floats(0.01, 1000.0))
 async def test_what_is_refused_stays_refused_with_more_under_way(
     own: int, more: int, total_s: float
 ) -> None:
-    patience = Patience(total_s=total_s)
-    refused = refusal(BUSY, {"a": own}, patience=patience)
+    timeout = ClientTimeout(total_s=total_s)
+    refused = refusal(BUSY, {"a": own}, timeout=timeout)
     if refused is not None:
         assert 1.0 <= (refused.retry_after_s or 0.0) <= 60.0
-        later = refusal(BUSY, {"a": own + more}, patience=patience)
+        later = refusal(BUSY, {"a": own + more}, timeout=timeout)
         assert later is not None
         assert (later.retry_after_s or 0.0) >= (refused.retry_after_s or 0.0)
 
@@ -146,12 +151,12 @@ async def test_a_queue_at_one_verifier_leaves_the_places_of_another() -> None:
     total = total_load([busy, idle])
     assert total is not None
     assert total.places == 128
-    check(total, {"a": 65}, 0, "a", 1, Patience(total_s=13.0))
+    check(total, {"a": 65}, 0, "a", 1, ClientTimeout(total_s=13.0))
 
 
 async def test_a_request_with_many_choices_is_not_late_behind_itself() -> None:
     idle = Load(0, 0, 8, 1024, 60.0)
-    assert refusal(idle, {}, count=16, patience=Patience(total_s=170.0)) is None
+    assert refusal(idle, {}, count=16, timeout=ClientTimeout(total_s=170.0)) is None
 
 
 @contextlib.asynccontextmanager
@@ -289,9 +294,9 @@ async def _drain(rig: Rig) -> None:
     _ = [each async for each in call]
 
 
-async def _create(rig: Rig, patience_s: float) -> Any:
+async def _create(rig: Rig, timeout_s: float) -> Any:
     body: Any = {"model": "", **BODY}
-    return await rig.client.completions.create(**body, timeout=patience_s)
+    return await rig.client.completions.create(**body, timeout=timeout_s)
 
 
 def _refused(rig: Rig) -> float:

@@ -101,7 +101,7 @@ async def test_news_that_come_before_a_sequence_waits_are_not_missed(router: Rou
     pick = router.pick(None)
     for replica in router.replicas:
         replica.mark_lost(LOST)
-    waiting = asyncio.create_task(router.instead_of(pick, LOST, wait_s=60.0))
+    waiting = asyncio.create_task(router.pick_fallback(pick, LOST, wait_s=60.0))
     # The task has looked at the replicas, but what it waits for may begin a turn later.
     await asyncio.sleep(0)
     router.replicas[2].problem = None

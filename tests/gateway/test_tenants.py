@@ -7,7 +7,7 @@ import hashlib
 import pytest
 from gateway_rig import Rig
 
-from gateway.access.tenants import tenant_of
+from gateway.access.gate import tenant_of
 from outrider.v1 import generation_pb2
 
 
