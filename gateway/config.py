@@ -96,6 +96,10 @@ class GatewaySettings(TlsSettings, ServiceSettings):
     """How long callers that name no timeout wait for their first token. A request that might wait
     longer in the queue is refused at once with 429. 0 lets them wait for ever."""
 
+    unread_seconds: float = Field(default=60.0, gt=0.0, le=86_400.0)
+    """How long a client may leave a streamed answer unread once the buffers are full. Meanwhile the
+    answer has no part in the verifier's steps. Then it ends with slow_reader."""
+
     resume_seconds: float = Field(default=30.0, ge=0.0)
     """How long a sequence that has begun and has lost its verifier waits for one that continues it:
     another replica, or the same one after a restart."""

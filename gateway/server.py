@@ -19,7 +19,7 @@ from gateway.access.interceptor import RequireKeyInCalls
 from gateway.app import create_app
 from gateway.config import GatewaySettings
 from gateway.generation.generate import Generation
-from gateway.http.connections import protocol
+from gateway.http.connections import UNSENT_BYTES, protocol
 from gateway.metrics import Metrics, observe_lag
 from gateway.rpc.servicer import SERVICE, GenerationServicer
 from gateway.text.prompts import Prompts
@@ -59,7 +59,12 @@ class Gateway:
         self.router = Router(settings.verifier, prompts.fingerprint, settings.model_name, tls)
         self._tls = settings.public_tls
         self.generation = Generation(
-            self.router, prompts, metrics, settings.resume_seconds, settings.patience_seconds
+            self.router,
+            prompts,
+            metrics,
+            settings.resume_seconds,
+            settings.patience_seconds,
+            settings.unread_seconds,
         )
         self.gate = Gate(settings)
         if self.gate.keys is not None:
@@ -150,6 +155,8 @@ def _listen(host: str, port: int) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # The kernel would else take megabytes of an answer that the client does not read.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
         listener.bind((host, port))
         listener.listen(2048)
     except OSError as cause:

@@ -46,15 +46,18 @@ class Generation:
         metrics: Metrics,
         resume_seconds: float,
         patience_seconds: float = 0.0,
+        unread_seconds: float = 60.0,
     ) -> None:
         """A sequence that has begun waits `resume_seconds` for a verifier to continue it.
 
-        `patience_seconds` is that of callers that name none, see `Admission`.
+        `patience_seconds` is that of callers that name none, see `Admission`. A sequence of which
+        a client reads nothing for `unread_seconds` ends.
         """
         self.router = router
         self.prompts = prompts
         self.metrics = metrics
         self.resume_seconds = resume_seconds
+        self.unread_seconds = unread_seconds
         self.admission = Admission(router, metrics, patience_seconds)
         self.table = TokenTable(prompts.tokenizer)
 
@@ -194,8 +197,10 @@ class _Sequence:
             info = self._pick.info
             replica = self._pick.replica
             stream = replica.tokens
+            ends_at = self._permit.ends_at
+            unread_s = self._generation.unread_seconds
             try:
-                async with aclosing(stream.generate(self._rest(), self._permit.ends_at)) as chunks:
+                async with aclosing(stream.generate(self._rest(), ends_at, unread_s)) as chunks:
                     async for chunk in chunks:
                         left = self._request.tokens.max_tokens - len(self._committed)
                         check_chunk(chunk, info, left, replica.address)

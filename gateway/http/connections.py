@@ -16,6 +16,8 @@ from outrider.protocol.errors import OutriderError, Reason
 
 MAX_HEADER_BYTES = 64 * 1024
 MAX_HEADERS = 128
+UNSENT_BYTES = 16 * 1024
+"""Bytes of answers that wait in a connection, and as many in the kernel, before it is full."""
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -41,6 +43,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Give the first request's headers `header_seconds` to arrive."""
         super().connection_made(transport)
+        transport.set_write_buffer_limits(UNSENT_BYTES)
         self._refusal = self._refuse_certificate(transport)
         self._expect(self.header_seconds)
 

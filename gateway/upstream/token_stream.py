@@ -11,12 +11,14 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextvars import Context
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import grpc
 
 from outrider.internal.v1 import token_streams_pb2
 from outrider.process import rpc
+from outrider.process.read_ahead import ReadAhead, unread_error
 from outrider.process.tasks import watch
 from outrider.protocol.errors import OutriderError, Reason
 from outrider.protocol.messages import TokenChunk, TokenRequest
@@ -28,9 +30,9 @@ if TYPE_CHECKING:
 
 # A larger message would end the stream for all sequences.
 _MOST_BYTES = rpc.MAX_MESSAGE_BYTES - 1024
-# A client that does not read can neither stop the stream nor fill the gateway's memory.
-MOST_UNREAD_CHUNKS = 8192
-_Chunks = asyncio.Queue[TokenChunk | OutriderError | None]
+# A verifier that goes on with a paused sequence cannot fill the gateway's memory.
+_MOST_CHUNKS = 8192
+_Chunks = ReadAhead[TokenChunk | OutriderError | None]
 """The chunks of one sequence. An error or None ends them; None means that the verifier hung up."""
 _OnLost = Callable[[OutriderError], OutriderError]
 # uvloop's timers overflow at the largest of floats.
@@ -54,19 +56,20 @@ class TokenStream:
         self._call: _StreamCall | None = None
 
     async def generate(
-        self, request: TokenRequest, ends_at: float = math.inf
+        self, request: TokenRequest, ends_at: float = math.inf, unread_s: float = _LONGEST_S
     ) -> AsyncGenerator[TokenChunk, None]:
         """Yield the chunks of one sequence, up to the last or until the verifier hangs up.
 
-        Closing the iterator cancels the sequence. Raises OutriderError: the verifier's own,
-        VERIFIER_UNAVAILABLE if the stream breaks, REQUEST_TOO_LARGE, SLOW_READER if
-        MOST_UNREAD_CHUNKS are unread, and DEADLINE_EXCEEDED at the monotonic time `ends_at`.
+        While MOST_UNREAD chunks or more wait to be read, the sequence is paused at the verifier.
+        Closing the iterator cancels it. Raises OutriderError: the verifier's own,
+        VERIFIER_UNAVAILABLE if the stream breaks, REQUEST_TOO_LARGE, SLOW_READER if it is paused
+        and nothing is read for `unread_s`, and DEADLINE_EXCEEDED at the monotonic time `ends_at`.
         """
         if self._call is None or self._call.ended:
             # An empty context: later log lines of the stream do not belong to this request's trace.
             self._call = Context().run(_StreamCall, self._stub, self._on_lost, self._on_draining)
         call = self._call
-        call_id, chunks = call.begin(request, ends_at)
+        call_id, chunks = call.begin(request, ends_at, unread_s)
         try:
             while (chunk := await chunks.get()) is not None:
                 if isinstance(chunk, OutriderError):
@@ -116,8 +119,8 @@ class _StreamCall:
         """Whether the call has ended, so that it can take no request."""
         return self._reading.done()
 
-    def begin(self, request: TokenRequest, ends_at: float) -> tuple[int, _Chunks]:
-        """Request a sequence, which fails at `ends_at`.
+    def begin(self, request: TokenRequest, ends_at: float, unread_s: float) -> tuple[int, _Chunks]:
+        """Request a sequence, which fails at `ends_at`, or if it is unread for `unread_s`.
 
         Returns its call id and the queue of its chunks.
         """
@@ -131,8 +134,13 @@ class _StreamCall:
             message = f"the request makes {size} bytes for the verifier, more than {_MOST_BYTES}"
             raise OutriderError(Reason.REQUEST_TOO_LARGE, message)
         self._unsent.put_nowait(begin)
-        chunks = _Chunks()
-        self._running[self._last_id] = chunks
+        call_id = self._last_id
+        chunks = _Chunks(
+            partial(self._set_reading, call_id),
+            lambda: self._fail(call_id, unread_error(unread_s)),
+            unread_s,
+        )
+        self._running[call_id] = chunks
         self._waiting.add(self._last_id)
         if ends_at < math.inf:
             left_s = min(ends_at - time.monotonic(), _LONGEST_S)
@@ -150,16 +158,27 @@ class _StreamCall:
                 token_streams_pb2.StreamTokensRequest(call_id=call_id, cancel=cancel)
             )
 
+    def _set_reading(self, call_id: int, reads: bool) -> None:
+        """Tell the verifier whether a sequence's chunks are read."""
+        said = token_streams_pb2.StreamTokensRequest(call_id=call_id)
+        if reads:
+            said.resume.SetInParent()
+        else:
+            said.pause.SetInParent()
+        self._unsent.put_nowait(said)
+
     def _forget(self, call_id: int) -> bool:
         """Forget a sequence. Returns whether it was running."""
         self._waiting.discard(call_id)
         deadline = self._deadlines.pop(call_id, None)
         if deadline is not None:
             deadline.cancel()
-        was_running = self._running.pop(call_id, None) is not None
+        chunks = self._running.pop(call_id, None)
+        if chunks is not None:
+            chunks.close()
         if not self._running:
             self._empty.set()
-        return was_running
+        return chunks is not None
 
     def fail_sequences(self, error: OutriderError, *, waiting_only: bool) -> None:
         """End all sequences with an error, or only those without a chunk yet."""
@@ -168,7 +187,7 @@ class _StreamCall:
 
     def _fail(self, call_id: int, error: OutriderError) -> None:
         """End a sequence with an error, even if its caller does not read."""
-        self._running[call_id].put_nowait(error)
+        self._running[call_id].put(error)
         self.end(call_id)
 
     async def finished(self) -> None:
@@ -228,11 +247,11 @@ class _StreamCall:
             self._forget(part.call_id)
         elif isinstance(chunk, OutriderError):
             self.end(part.call_id)
-        elif chunks.qsize() >= MOST_UNREAD_CHUNKS:
-            message = f"{MOST_UNREAD_CHUNKS} chunks of the answer are unread, so it ends here"
-            chunk = OutriderError(Reason.SLOW_READER, message)
+        elif len(chunks) >= _MOST_CHUNKS:
+            message = "the verifier goes on with a sequence that is paused"
+            chunk = OutriderError(Reason.INTERNAL, message)
             self.end(part.call_id)
-        chunks.put_nowait(chunk)
+        chunks.put(chunk)
 
     def _hang_up(self, error: OutriderError | None) -> None:
         """End the call, and all sequences with an error or None."""
@@ -240,7 +259,8 @@ class _StreamCall:
         # gRPC waits for requests even after a call has ended.
         self._unsent.put_nowait(None)
         for chunks in self._running.values():
-            chunks.put_nowait(error and replace(error))
+            chunks.close()
+            chunks.put(error and replace(error))
         for deadline in self._deadlines.values():
             deadline.cancel()
         self._deadlines.clear()

@@ -22,6 +22,11 @@ from outrider_bench.simulator.verifier import VerifierActor
 from outrider_bench.simulator.world import FIRST_MARK, Text, World
 from verifier_svc.state.sequence import Sequence
 
+UNREAD_CHUNKS = 400
+"""Chunks of an answer that fit the buffers between its client and the verifier."""
+UNREAD_S = 60.0
+"""How long the gateway waits for a client that does not read."""
+
 
 class RecordedRequest(BaseModel):
     """A line of a recording."""
@@ -228,6 +233,7 @@ class Traffic:
             recorded.guesses,
             tenant=recorded.tenant,
             prompt_ids=prompt,
+            reads=recorded.reads,
         )
         text.tokens = [*recorded.output_ids]
         text.hard = [False] * len(text.tokens)
@@ -302,10 +308,20 @@ class Traffic:
                 return
             request.received += message.token_ids
             request.received_at.append((arrival, len(message.token_ids)))
+            if not request.text.reads and len(request.received_at) == UNREAD_CHUNKS:
+                self._events.at(arrival, lambda: self._pause(request))
             if message.finish_reason is not None:
                 self._events.at(arrival, lambda: self._end(request))
 
         return receive
+
+    def _pause(self, request: Request) -> None:
+        """Leave a sequence out of steps that its client does not read, and end it in the end."""
+        engine = request.verifier.engine
+        sequence = request.sequence
+        if sequence is not None and not request.over:
+            request.verifier.post(lambda: engine.leave_unread(sequence))
+            self._events.after(UNREAD_S, partial(self._give_up, request))
 
     def _end(self, request: Request) -> None:
         if request.over:

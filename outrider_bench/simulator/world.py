@@ -42,6 +42,8 @@ class Text:
     tenant: str = ""
     prompt_ids: list[int] = field(default_factory=list)
     """The prompt's tokens if they were recorded. `number` replaces the first one."""
+    reads: bool = True
+    """Whether the client reads the answer."""
 
     @property
     def prompt(self) -> list[int]:

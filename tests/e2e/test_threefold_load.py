@@ -71,13 +71,13 @@ class Scheduled:
 class Site:
     """A verifier and its gateway."""
 
-    def __init__(self) -> None:
+    def __init__(self, places: int) -> None:
         self.metrics_port = free_port()
-        most = ("--max-sequences", str(PLACES), "--metrics-port", str(self.metrics_port))
+        most = ("--max-sequences", str(places), "--metrics-port", str(self.metrics_port))
         self.stack = Stack(*most)
-        port = free_port()
-        self.url = f"http://127.0.0.1:{port}"
-        ports = ("--http-port", str(port), "--grpc-listen", "127.0.0.1:0")
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        ports = ("--http-port", str(self.port), "--grpc-listen", "127.0.0.1:0")
         flags = ("--verifier", self.stack.address, "--tokenizer", TARGET, *ports)
         self.gateway = Process("gateway", *flags)
 
@@ -120,7 +120,7 @@ class Site:
 
 @pytest.fixture
 def site() -> Iterator[Site]:
-    made = Site()
+    made = Site(PLACES)
     try:
         made.wait_ready()
         yield made

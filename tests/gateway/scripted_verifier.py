@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,7 +34,7 @@ class Script:
     """The verifier's model and behaviour, and what it has seen. `answer` maps requests to steps."""
 
     info: ModelInfo
-    answer: Callable[[TokenRequest], list[Step]]
+    answer: Callable[[TokenRequest], Iterable[Step]]
     requests: list[TokenRequest] = field(default_factory=list)
     traceparents: list[str] = field(default_factory=list)
     running: int = 0

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import socket
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
@@ -15,7 +16,7 @@ import pytest
 from gateway_rig import Rig, until
 from scripted_verifier import last, plain
 
-from gateway.upstream.token_stream import MOST_UNREAD_CHUNKS
+from outrider.process.read_ahead import MOST_UNREAD
 from outrider.protocol.messages import FinishReason
 from outrider.v1 import generation_pb2
 
@@ -91,25 +92,80 @@ async def test_a_client_that_never_reads_and_hangs_up_frees_its_sequence(rig: Ri
     await freed(rig, 1)
 
 
-async def test_an_unread_answer_ends_with_an_error_at_the_bound(rig: Rig) -> None:
-    rig.script.answer = lambda _: [*[plain([5] * 50)] * 20, 0.0] * 5000
+async def test_an_unread_answer_stops_at_the_verifier_alone_and_goes_on_when_it_is_read(
+    rig: Rig,
+) -> None:
+    sent = 0
+
+    def answer(_: object) -> Iterator[Any]:
+        nonlocal sent
+        for sent in range(20_000):  # noqa: B007
+            yield plain([5] * 50)
+            yield 0.0
+        yield last([], FinishReason.LENGTH)
+
+    rig.script.answer = answer
     connection = await asks_and_reads_nothing(rig)
     await until(lambda: rig.script.running == 1)
-    await until(lambda: rig.script.running == 0, timeout_s=60.0)
-    assert rig.script.cancelled == 1
+    before = -1
+    while before != sent:
+        before = sent
+        await asyncio.sleep(0.5)
+    assert sent < 2000, "buffers in the gateway are small"
     rig.says("It goes on.")
     other = await rig.client.completions.create(model="models/target", prompt="x")
     assert other.choices[0].text == "It goes on."
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**20)
-    with connection, connection.makefile("rb") as answer:
+    assert rig.script.running == 1
+    with connection, connection.makefile("rb") as lines:
+        events = await asyncio.to_thread(lambda: [line for line in lines if b"data: {" in line])
+    assert sent == 19_999
+    assert len(events) == 20_001
+    assert rig.script.cancelled == 0
+
+
+async def test_an_answer_that_is_never_read_ends_with_an_error(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rig.gateway.generation, "unread_seconds", 0.5)
+    rig.script.answer = lambda _: [each for _ in range(20_000) for each in (plain([5] * 50), 0.0)]
+    connection = await asks_and_reads_nothing(rig)
+    await until(lambda: rig.script.running == 1)
+    await until(lambda: rig.script.running == 0)
+    assert rig.script.cancelled == 1
+    with connection, connection.makefile("rb") as lines:
         events = await asyncio.to_thread(
-            lambda: [json.loads(line[6:]) for line in answer if line.startswith(b"data: {")]
+            lambda: [json.loads(line[6:]) for line in lines if line.startswith(b"data: {")]
         )
     *chunks, last_event = events
-    assert len(chunks) >= MOST_UNREAD_CHUNKS
+    assert len(chunks) >= MOST_UNREAD
     assert all(chunk["choices"][0]["text"] for chunk in chunks)
     assert last_event["error"]["code"] == "slow_reader"
-    assert str(MOST_UNREAD_CHUNKS) in last_event["error"]["message"]
+    assert "0.5 s" in last_event["error"]["message"]
+
+
+async def test_an_unread_grpc_answer_stops_at_the_verifier_and_goes_on(rig: Rig) -> None:
+    sent = 0
+
+    def answer(_: object) -> Iterator[Any]:
+        nonlocal sent
+        for sent in range(20_000):  # noqa: B007
+            yield plain([5] * 50)
+            yield 0.0
+        yield last([], FinishReason.LENGTH)
+
+    rig.script.answer = answer
+    rig.script.info = replace(rig.script.info, context_length=2 * _ENDLESS)
+    await until(lambda: rig.gateway.router.replicas[0].info == rig.script.info)
+    request = generation_pb2.GenerateTextRequest(prompt="x", max_tokens=_ENDLESS)
+    call = rig.generation.GenerateText(request)
+    await call.read()
+    before = -1
+    while before != sent:
+        before = sent
+        await asyncio.sleep(0.5)
+    assert sent < 10_000
+    count = 1 + len([each async for each in call if each.token_ids])
+    assert count == 20_000
 
 
 async def test_many_clients_that_hang_up_at_any_time_leave_nothing_behind(rig: Rig) -> None:

@@ -90,6 +90,13 @@ def cancel(number: int) -> Request:
     return Request(call_id=number, cancel=token_streams_pb2.CancelTokens())
 
 
+def reading(number: int, reads: bool) -> Request:
+    """A message that pauses call `number`, or lets it go on."""
+    if reads:
+        return Request(call_id=number, resume=token_streams_pb2.ResumeTokens())
+    return Request(call_id=number, pause=token_streams_pb2.PauseTokens())
+
+
 async def messages(call: Any) -> list[list[tuple[int, list[int]]]]:
     """All messages to the end of the stream, each as the numbers and tokens of its parts."""
     return [
@@ -178,6 +185,44 @@ async def test_a_sequence_that_is_cancelled_at_once_leaves_nothing_behind() -> N
     assert verifier.running == 0
 
 
+async def test_a_paused_sequence_stops_alone_and_loses_nothing() -> None:
+    verifier = Verifier(lambda _: [*[each for i in range(20) for each in ([i], 0.01)], [99]])
+    async with calling(verifier) as call:
+        for number in (1, 2):
+            await call.write(begin(number, number))
+        # To pause twice, or a sequence that has ended or never began, does nothing.
+        for number in (1, 1, 77):
+            await call.write(reading(number, False))
+        found: dict[int, list[int]] = {1: [], 2: []}
+        while 99 not in found[2]:
+            for part in (await call.read()).parts:
+                found[part.call_id] += part.tokens.token_ids
+        assert found[2] == [*range(20), 99]
+        assert len(found[1]) < 20, "the pause came during the first steps"
+        await asyncio.sleep(0.1)
+        assert verifier.running == 1
+        for number in (1, 1, 2, 77):
+            await call.write(reading(number, True))
+        while 99 not in found[1]:
+            for part in (await call.read()).parts:
+                found[part.call_id] += part.tokens.token_ids
+        assert found[1] == [*range(20), 99]
+
+
+async def test_a_paused_sequence_is_freed_when_it_is_cancelled_or_the_caller_hangs_up() -> None:
+    verifier = Verifier(lambda prompt: [[prompt], 0.1, [prompt], FOREVER])
+    async with calling(verifier) as call:
+        for number in (1, 2):
+            await call.write(begin(number, number))
+            await call.write(reading(number, False))
+        await until(lambda: verifier.running == 2)
+        await asyncio.sleep(0.2)
+        await call.write(cancel(1))
+        await until(lambda: verifier.running == 1)
+        call.cancel()
+        await until(lambda: verifier.running == 0)
+
+
 async def test_hanging_up_frees_all_sequences() -> None:
     verifier = Verifier(lambda prompt: [[prompt], FOREVER])
     async with calling(verifier) as call:
@@ -192,7 +237,7 @@ async def test_hanging_up_frees_all_sequences() -> None:
     ("messages_sent", "said"),
     [
         ([begin(1, 1), begin(1, 2)], "call_id 1 is that of a sequence that goes on"),
-        ([Request(call_id=1)], "a message must be generate or cancel"),
+        ([Request(call_id=1)], "a message must be generate, cancel, pause or resume"),
     ],
     ids=["a number twice", "no message"],
 )

@@ -1,40 +1,214 @@
-"""An answer that nobody reads takes a bounded amount of the verifier's memory."""
+"""A sequence that nobody reads takes no steps, places or pages, and its text stays the same."""
 
 from __future__ import annotations
 
 import asyncio
+from contextlib import aclosing
 from typing import Any
 
 import pytest
-from fake_model import make_engine
+from fake_model import Client, ScriptedDrafter, finish, make_engine
 
+from outrider.process.read_ahead import MOST_UNREAD
 from outrider.protocol.errors import OutriderError, Reason
+from outrider.protocol.messages import SamplingParams, TokenRequest
 from outrider.protocol.model_info import ModelInfo, Stage
 from outrider.v1 import verifier_pb2
 from verifier_svc.engine.engine_thread import EngineThread
-from verifier_svc.streams import servicer as servicer_module
+from verifier_svc.engine.loop import Engine
+from verifier_svc.engine.target import Limits
+from verifier_svc.state.sequence import Sequence
 from verifier_svc.streams.servicer import VerifierServicer
 
+GREEDY = SamplingParams(0.0)
+SEEDED = SamplingParams(seed=11)
 
-async def test_an_answer_that_is_not_read_ends_with_an_error_behind_its_first_chunks(
-    monkeypatch: pytest.MonkeyPatch,
+
+def submit(
+    engine: Engine, sampling: SamplingParams = GREEDY, tenant: str = "", max_tokens: int = 40
+) -> tuple[Sequence, Client]:
+    client = Client()
+    request = TokenRequest([1, 2, 3], max_tokens, sampling, tenant=tenant)
+    return engine.submit(request, client), client
+
+
+def text(sampling: SamplingParams) -> list[int]:
+    """The text of an answer that is read."""
+    engine, _ = make_engine(eos_bias=-99)
+    _, client = submit(engine, sampling)
+    finish(engine)
+    return client.tokens
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("drafts", [False, True], ids=["plain", "drafted"])
+@pytest.mark.parametrize("evicted", [False, True], ids=["cached", "evicted"])
+@pytest.mark.parametrize("every", [1, 2, 7])
+def test_pauses_leave_the_text_as_it_is(
+    sampling: SamplingParams, drafts: bool, evicted: bool, every: int
 ) -> None:
-    monkeypatch.setattr(servicer_module, "MOST_UNREAD_CHUNKS", 8)
-    thread = EngineThread(lambda deliver: make_engine(deliver=deliver, eos_bias=-99)[0])
-    engine = await thread.built
+    """A pause frees all pages; others may take them before the sequence goes on."""
+    expected = text(sampling)
+    engine, _ = make_engine(eos_bias=-99, page_count=16)
+    drafter = ScriptedDrafter(engine)
+    sequence, client = submit(engine, sampling)
+    for step in range(400):
+        if sequence.id not in engine.sequences:
+            break
+        engine.drain_inbox()
+        if drafts and sequence.id in drafter.length:
+            known = drafter.length[sequence.id] - 3
+            # The second guess is wrong.
+            drafter.propose(sequence.id, [*expected[known : known + 1], 0], anew=True)
+        engine.step()
+        if step % every == 0 and sequence.id in engine.sequences:
+            engine.leave_unread(sequence)
+            assert engine.pool.used_count == 0
+            if evicted:
+                other = engine.submit(TokenRequest([4, 5, 6], 60, GREEDY), Client())
+                while other.id in engine.sequences:
+                    engine.step()
+            engine.read_again(sequence)
+            engine.drain_inbox()
+            engine.advance()
+    assert client.tokens == expected
+    engine.pool.check_integrity()
+
+
+def test_an_unread_sequence_takes_no_step_while_others_go_on() -> None:
+    engine, model = make_engine(eos_bias=-99)
+    unread, _ = submit(engine)
+    other, client = submit(engine, max_tokens=10)
+    engine.step()
+    engine.leave_unread(unread)
+    length = len(unread.tokens)
+    while other.id in engine.sequences:
+        engine.advance()
+    assert len(client.tokens) == 10
+    assert len(unread.tokens) == length
+    forwards = model.forward_count
+    assert engine.advance() is None, "an engine with unread sequences alone sleeps"
+    assert model.forward_count == forwards
+    engine.read_again(unread)
+    finish(engine)
+    assert len(unread.tokens) == 43
+
+
+def test_unread_sequences_of_one_tenant_leave_all_places_to_another() -> None:
+    engine, _ = make_engine(eos_bias=-99, limits=Limits(max_sequences=4))
+    flood = [submit(engine, tenant="flood")[0] for _ in range(8)]
+    for _ in range(8):
+        engine.advance()
+        for sequence in list(engine.scheduler.running.values()):
+            engine.leave_unread(sequence)
+    assert not engine.scheduler.has_work
+    small = [submit(engine, tenant="small")[0] for _ in range(4)]
+    assert list(engine.scheduler.running) == [each.id for each in small]
+    for sequence in flood:
+        engine.cancel(sequence)
+    finish(engine)
+
+
+@pytest.mark.parametrize("begun", [False, True], ids=["in the queue", "in the batch"])
+def test_an_unread_sequence_can_be_cancelled_and_reading_it_then_does_nothing(begun: bool) -> None:
+    engine, _ = make_engine(eos_bias=-99, limits=Limits(max_sequences=1))
+    first, _ = submit(engine)
+    second, client = submit(engine)
+    sequence = first if begun else second
+    engine.step()
+    for _ in range(2):
+        engine.leave_unread(sequence)
+    engine.cancel(sequence)
+    engine.read_again(sequence)
+    engine.leave_unread(sequence)
+    finish(engine)
+    assert not engine.scheduler.unread
+    assert client.error is None
+
+
+def test_of_too_many_unread_the_tenant_with_the_most_loses_its_longest_unread() -> None:
+    engine, _ = make_engine(eos_bias=-99, limits=Limits(max_waiting=3))
+    other, others = submit(engine, tenant="other")
+    engine.leave_unread(other)
+    clients = []
+    for _ in range(3):
+        sequence, client = submit(engine, tenant="flood")
+        clients.append(client)
+        engine.leave_unread(sequence)
+    engine.outgoing.send_to_clients()
+    assert [client.error is not None for client in clients] == [True, False, False]
+    assert clients[0].error is not None
+    assert clients[0].error.reason is Reason.SLOW_READER
+    assert others.error is None
+    assert len(engine.scheduler.unread) == 3
+
+
+def test_the_time_unread_is_no_time_in_the_batch() -> None:
+    now = 0.0
+    engine, _ = make_engine(eos_bias=-99, clock=lambda: now)
+    sequence, _ = submit(engine)
+    engine.step()
+    engine.leave_unread(sequence)
+    now = 50.0
+    engine.read_again(sequence)
+    finish(engine)
+    assert engine.scheduler.load_meter.load().sequence_s == 0.0
+    sequence, _ = submit(engine)
+    engine.step()
+    engine.leave_unread(sequence)
+    now = 99.0
+    engine.cancel(sequence)
+    assert engine.scheduler.load_meter.load().sequence_s == 0.0
+
+
+@pytest.fixture
+async def thread() -> Any:
+    made = EngineThread(lambda deliver: make_engine(deliver=deliver, eos_bias=-99)[0])
+    await made.built
+    yield made
+    await made.stop()
+
+
+REQUEST = verifier_pb2.GenerateTokensRequest(prompt_token_ids=[1, 2], max_tokens=190)
+
+
+def serving(thread: EngineThread) -> VerifierServicer:
     servicer = VerifierServicer("fake")
     servicer.serve(thread, ModelInfo("fake", Stage.READY, "serving", "f", 8, 200))
-    request = verifier_pb2.GenerateTokensRequest(prompt_token_ids=[1, 2], max_tokens=100)
-    answer: Any = servicer._generate(request, "")
+    return servicer
+
+
+async def unread(engine: Engine) -> Sequence:
+    """Wait until a sequence is left out of steps."""
+    async with asyncio.timeout(20):
+        while not engine.scheduler.unread:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    return next(iter(engine.scheduler.unread.values()))
+
+
+async def test_an_answer_of_the_verifier_waits_for_its_reader(thread: EngineThread) -> None:
+    answer: Any = serving(thread)._generate(REQUEST, "")
+    async with aclosing(answer):
+        found = list((await anext(answer)).token_ids)
+        length = len((await unread(thread.engine)).tokens)
+        await asyncio.sleep(0.1)
+        assert len((await unread(thread.engine)).tokens) == length < 2 + 4 * MOST_UNREAD
+        async for response in answer:
+            found += response.token_ids
+    assert len(found) == 190
+
+
+async def test_an_answer_of_which_nothing_is_read_ends_behind_its_first_chunks(
+    thread: EngineThread,
+) -> None:
+    answer: Any = serving(thread)._generate(REQUEST, "", 0.2)
     await anext(answer)
     async with asyncio.timeout(20):
-        while engine.sequences:  # noqa: ASYNC110
+        while thread.engine.sequences:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-    # The last chunks are delivered before this answer.
-    await thread.call(lambda: None)
-    for _ in range(8):
+    for _ in range(MOST_UNREAD):
         await anext(answer)
-    with pytest.raises(OutriderError) as caught:
-        await anext(answer)
+    with pytest.raises(OutriderError, match=r"read for 0.2 s") as caught:
+        async for _ in answer:
+            pass
     assert caught.value.reason is Reason.SLOW_READER
-    await thread.stop()

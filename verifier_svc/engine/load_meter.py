@@ -33,9 +33,11 @@ class LoadMeter:
         self._admitted_count = len(self._running)
 
     def ended(self, sequence: Sequence, now: float) -> None:
-        """Count the time that a sequence was in the batch, however it ended."""
+        """Count the time that a sequence was in the batch, however it ended; none while unread."""
         if sequence.scheduled_at is None:
             return
+        if sequence.unread_at is not None:
+            now = sequence.unread_at
         seconds = max(now - sequence.scheduled_at, 0.0)
         self._ended_count += 1
         before = self._sequence_s or 0.0

@@ -157,6 +157,32 @@ class Engine:
             self._committer.end_sequence(sequence)
             self._metrics.occupancy(self.scheduler.occupancy())
 
+    def leave_unread(self, sequence: Sequence) -> None:
+        """Leave a sequence out of steps until `read_again`, because its caller does not read.
+
+        Its text does not depend on that. If more than `max_waiting` sequences are unread, the
+        longest unread of the tenant with the most of them ends with SLOW_READER.
+        """
+        scheduler = self.scheduler
+        if sequence.id not in self.sequences or sequence.id in scheduler.unread:
+            return
+        scheduler.leave_unread(sequence)
+        sequence.unread_at = self.clock()
+        if len(scheduler.unread) > self.limits.max_waiting:
+            message = f"more than {self.limits.max_waiting} answers are unread"
+            error = OutriderError(Reason.SLOW_READER, message)
+            self._committer.fail(scheduler.unread_longest(), error)
+        self._metrics.occupancy(scheduler.occupancy())
+
+    def read_again(self, sequence: Sequence) -> None:
+        """Let a sequence wait for its next step after `leave_unread`."""
+        if sequence.unread_at is None:
+            return
+        if sequence.scheduled_at is not None:
+            sequence.scheduled_at += max(self.clock() - sequence.unread_at, 0.0)
+        sequence.unread_at = None
+        self.scheduler.read_again(sequence)
+
     def stop_gathering(self) -> None:
         """Send clients all unsent tokens, and from now on the tokens of each step."""
         self._committer.stop_gathering()
@@ -180,7 +206,7 @@ class Engine:
         drafts. None means without limit. Posted work ends the sleep.
         """
         self.drain_inbox()
-        if not self.sequences:
+        if not self.scheduler.has_work:
             self._wait.cancel()
             self._go_idle()
             return None
@@ -200,7 +226,8 @@ class Engine:
 
     def _end_overdue(self) -> None:
         """End the sequences whose masks have used up their budget, or failed."""
-        for sequence in list(self.scheduler.running.values()):
+        unread = self.scheduler.unread.values()
+        for sequence in [*self.scheduler.running.values(), *unread]:
             if sequence.mask_work is not None:
                 error = self._grammar_masks.error(sequence)
                 if error is not None:
@@ -302,7 +329,7 @@ class Engine:
         isolated_forward_s = self._observe(batch)
         self._metrics.occupancy(self.scheduler.occupancy())
         self.outbox.send_to_drafters()
-        if not self.sequences:
+        if not self.scheduler.has_work:
             self._metrics.flush()
             self.outbox.send_to_clients()
         self._step_clock.end("send")

@@ -53,6 +53,8 @@ class Scheduler:
         self.use = TenantUse()
         self._shares = StepShares(cost, self.use, config.max_batch_tokens)
         self.waiting = FairQueue()
+        self.unread: dict[int, Sequence] = {}
+        """Sequences whose callers do not read, by id, the longest unread first."""
         self.load_meter = LoadMeter(
             self.running, self.waiting, config.max_sequences, config.max_waiting
         )
@@ -74,9 +76,33 @@ class Scheduler:
         """Forget a sequence and free its pages."""
         if sequence.id in self.running:
             self._leave(sequence)
-        else:
+        elif self.unread.pop(sequence.id, None) is None:
             self.waiting.remove(sequence)
         self.pool.free(sequence.kv)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a sequence runs or waits for a place. An unread one does neither."""
+        return bool(self.running) or len(self.waiting) > 0
+
+    def leave_unread(self, sequence: Sequence) -> None:
+        """Keep a sequence out of the batch and the queue until `read_again`; free its pages.
+
+        It is recomputed later, as after a preemption. Its full pages stay cached until others need
+        the room.
+        """
+        self.remove(sequence)
+        self.unread[sequence.id] = sequence
+
+    def read_again(self, sequence: Sequence) -> None:
+        """Put an unread sequence back into the queue; does nothing for any other one."""
+        if self.unread.pop(sequence.id, None) is not None:
+            self.waiting.put_back(sequence)
+
+    def unread_longest(self) -> Sequence:
+        """The sequence that is longest unread, of the tenant with the most unread ones."""
+        counts = Counter([each.request.tenant for each in self.unread.values()])
+        return max(self.unread.values(), key=lambda each: counts[each.request.tenant])
 
     def _leave(self, sequence: Sequence) -> None:
         """Take a sequence out of the batch."""

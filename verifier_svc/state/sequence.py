@@ -215,7 +215,9 @@ class Sequence:
     submitted_at: float = 0.0
     """When the request came (monotonic seconds)."""
     scheduled_at: float | None = None
-    """When it was first part of a batch (monotonic seconds)."""
+    """When it was first part of a batch, without the time unread (monotonic seconds)."""
+    unread_at: float | None = None
+    """Since when its caller does not read (monotonic seconds); None if it does."""
 
     @property
     def waits_for_mask(self) -> bool:

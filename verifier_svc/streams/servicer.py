@@ -10,7 +10,6 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, suppress
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import grpc
@@ -21,6 +20,7 @@ from outrider.internal.v1 import token_streams_pb2, token_streams_pb2_grpc
 from outrider.process import telemetry
 from outrider.process.clock import Clock, monotonic
 from outrider.process.credentials import peer_of
+from outrider.process.read_ahead import ReadAhead, unread_error
 from outrider.process.rpc import Server, reports_errors
 from outrider.process.tasks import watch
 from outrider.protocol.errors import OutriderError, Reason
@@ -44,9 +44,11 @@ _ANSWER_S = 0.25
 # A step that takes longer than this means that the engine hangs.
 _MAX_STEP_S = 60.0
 _HEALTH_POLL_S = 5.0
-# A caller of GenerateTokens that does not read cannot fill the verifier's memory.
-MOST_UNREAD_CHUNKS = 1024
-_Chunks = asyncio.Queue[TokenChunk | OutriderError]
+# A caller of GenerateTokens that has read nothing for so long gets an error. A gateway has a
+# setting for its own clients.
+MOST_UNREAD_S = 60.0
+_NEVER_S = 1e9
+_Chunks = ReadAhead[TokenChunk | OutriderError]
 """The chunks of one sequence; an error ends them."""
 
 
@@ -161,9 +163,13 @@ class VerifierServicer(
     async def GenerateTokens(
         self, request: verifier_pb2.GenerateTokensRequest, context: Context
     ) -> AsyncIterator[verifier_pb2.GenerateTokensResponse]:
-        """Stream the tokens that each step commits; a cancelled call frees its sequence."""
+        """Stream the tokens that each step commits; a cancelled call frees its sequence.
+
+        While the caller does not read, the sequence has no steps; after MOST_UNREAD_S it ends.
+        """
         metadata = {str(key): str(value) for key, value in context.invocation_metadata() or ()}
-        async with aclosing(self._generate(request, metadata.get("traceparent", ""))) as responses:
+        answer = self._generate(request, metadata.get("traceparent", ""), MOST_UNREAD_S)
+        async with aclosing(answer) as responses:
             async for response in responses:
                 yield response
 
@@ -183,11 +189,15 @@ class VerifierServicer(
             self._caller_streams.discard(stream)
 
     async def _generate(
-        self, request: verifier_pb2.GenerateTokensRequest, traceparent: str
+        self,
+        request: verifier_pb2.GenerateTokensRequest,
+        traceparent: str,
+        most_unread_s: float = _NEVER_S,
     ) -> AsyncGenerator[verifier_pb2.GenerateTokensResponse, None]:
         """Yield the tokens that each step commits for one sequence; closing this frees it.
 
-        Raises OutriderError if the request is refused or its sequence fails.
+        Raises OutriderError if the request is refused, its sequence fails, or nothing is read for
+        `most_unread_s`.
         """
         engine = self._ready()
         parsed = wire_requests.request_from_proto(
@@ -196,14 +206,21 @@ class VerifierServicer(
         if parsed.model_fingerprint not in ("", self.info.fingerprint):
             message = "the verifier's weights, dtype, settings or version are not the answer's"
             raise OutriderError(Reason.MODEL_CHANGED, message)
-        chunks = _Chunks()
-        sink = partial(_add, chunks)
         submitted: list[Sequence] = []
 
         def cancel() -> None:
             for sequence in submitted:
                 engine.engine.cancel(sequence)
 
+        def set_reading(reads: bool) -> None:
+            told = engine.engine.read_again if reads else engine.engine.leave_unread
+            engine.post(lambda: [told(sequence) for sequence in submitted])
+
+        def give_up() -> None:
+            engine.post(cancel)
+            chunks.put(unread_error(most_unread_s))
+
+        chunks = _Chunks(set_reading, give_up, most_unread_s)
         matcher = await self._matcher(parsed)
         self._enter()
         with telemetry.start("generate_tokens", traceparent) as span:
@@ -215,7 +232,7 @@ class VerifierServicer(
                 span.set(outrider__resumed_tokens=len(parsed.committed))
 
             def submit() -> None:
-                sequence = engine.engine.submit(parsed, sink, span, matcher)
+                sequence = engine.engine.submit(parsed, chunks.put, span, matcher)
                 submitted.append(sequence)
 
             try:
@@ -223,6 +240,7 @@ class VerifierServicer(
                 while (chunk := await _next(chunks)).finish_reason is None:
                     yield wire_requests.chunk_to_proto(chunk)
             finally:
+                chunks.close()
                 # `cancel` runs behind `submit`, so it also frees a sequence submitted later.
                 engine.post(cancel)
                 self._leave()
@@ -282,16 +300,6 @@ async def report_health(engine: EngineThread, server: Server) -> None:
         finally:
             answered.cancel()
         await asyncio.sleep(_HEALTH_POLL_S)
-
-
-def _add(chunks: _Chunks, chunk: TokenChunk | OutriderError) -> None:
-    """Queue a sequence's chunk. Behind MOST_UNREAD_CHUNKS comes an error, and then nothing."""
-    unread = chunks.qsize()
-    if unread == MOST_UNREAD_CHUNKS:
-        message = f"{MOST_UNREAD_CHUNKS} chunks of the answer are unread, so it ends here"
-        chunk = OutriderError(Reason.SLOW_READER, message)
-    if unread <= MOST_UNREAD_CHUNKS:
-        chunks.put_nowait(chunk)
 
 
 async def _next(chunks: _Chunks) -> TokenChunk:

@@ -42,6 +42,8 @@ class CallerStream:
         self._requests = requests
         self._context = context
         self._calls: dict[int, asyncio.Task[None]] = {}
+        # By the number of a paused call, what is set when it goes on.
+        self._paused: dict[int, asyncio.Event] = {}
         self._unsent: list[token_streams_pb2.TokensPart] = []
         self._unsent_bytes = 0
         self._has_unsent = asyncio.Event()
@@ -83,7 +85,7 @@ class CallerStream:
             self._ended.set_result(None)
 
     async def _read(self) -> None:
-        """Begin and cancel calls; after the caller's last message, wait for the running calls."""
+        """Begin, pause and cancel calls; after the last message, wait for the running calls."""
         async for request in self._requests:
             number = request.call_id
             kind = request.WhichOneof("message")
@@ -93,8 +95,13 @@ class CallerStream:
                 serving = self._serve(number, request.generate, request.traceparent)
                 self._calls[number] = asyncio.create_task(serving)
                 self._calls[number].add_done_callback(partial(self._forget, number))
+            elif kind == "pause":
+                if number in self._calls:
+                    self._paused.setdefault(number, asyncio.Event())
+            elif kind == "resume":
+                self._go_on(number)
             elif kind != "cancel":
-                raise _violation("a message must be generate or cancel")
+                raise _violation("a message must be generate, cancel, pause or resume")
             elif call := self._calls.get(number):
                 call.cancel()
         while self._calls:
@@ -102,14 +109,22 @@ class CallerStream:
 
     def _forget(self, number: int, _: object) -> None:
         del self._calls[number]
+        self._go_on(number)
+
+    def _go_on(self, number: int) -> None:
+        """End the pause of a call, if it is paused."""
+        if paused := self._paused.pop(number, None):
+            paused.set()
 
     async def _serve(
         self, number: int, request: verifier_pb2.GenerateTokensRequest, traceparent: str
     ) -> None:
-        """Serve one call, from its request to its last part."""
+        """Serve one call, from its request to its last part; take nothing while it is paused."""
         try:
             async with aclosing(self._generate(request, traceparent)) as responses:
                 async for response in responses:
+                    while paused := self._paused.get(number):
+                        await paused.wait()
                     self._send(token_streams_pb2.TokensPart(call_id=number, tokens=response))
                     if response.finish_reason:
                         return

@@ -23,13 +23,15 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class StreamTokensRequest(_message.Message):
-    """Begins or ends a sequence of the stream."""
+    """Begins or ends a sequence of the stream, or says whether its tokens are read."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     CALL_ID_FIELD_NUMBER: _builtins.int
     GENERATE_FIELD_NUMBER: _builtins.int
     CANCEL_FIELD_NUMBER: _builtins.int
+    PAUSE_FIELD_NUMBER: _builtins.int
+    RESUME_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     call_id: _builtins.int
     """The caller's number of the sequence, unique within the stream."""
@@ -45,19 +47,29 @@ class StreamTokensRequest(_message.Message):
     def cancel(self) -> Global___CancelTokens:
         """Ends the sequence. Messages that the verifier sent before that may still arrive."""
 
+    @_builtins.property
+    def pause(self) -> Global___PauseTokens:
+        """Pauses the sequence."""
+
+    @_builtins.property
+    def resume(self) -> Global___ResumeTokens:
+        """Ends the pause."""
+
     def __init__(
         self,
         *,
         call_id: _builtins.int = ...,
         generate: _verifier_pb2.GenerateTokensRequest | None = ...,
         cancel: Global___CancelTokens | None = ...,
+        pause: Global___PauseTokens | None = ...,
+        resume: Global___ResumeTokens | None = ...,
         traceparent: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "generate", b"generate", "message", b"message"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "generate", b"generate", "message", b"message", "pause", b"pause", "resume", b"resume"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_id", b"call_id", "cancel", b"cancel", "generate", b"generate", "message", b"message", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_id", b"call_id", "cancel", b"cancel", "generate", b"generate", "message", b"message", "pause", b"pause", "resume", b"resume", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["generate", "cancel"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["generate", "cancel", "pause", "resume"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -79,6 +91,43 @@ class CancelTokens(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CancelTokens: _TypeAlias = CancelTokens  # noqa: Y015
+
+@_typing.final
+class PauseTokens(_message.Message):
+    """The sequence's tokens are not read. The verifier sends none but those on their way, and leaves
+    the sequence out of its steps. gRPC's flow control could stop only the whole stream. Does nothing
+    for a sequence that has ended.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PauseTokens: _TypeAlias = PauseTokens  # noqa: Y015
+
+@_typing.final
+class ResumeTokens(_message.Message):
+    """The sequence's tokens are read again."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumeTokens: _TypeAlias = ResumeTokens  # noqa: Y015
 
 @_typing.final
 class StreamTokensResponse(_message.Message):

@@ -54,9 +54,10 @@ def check_step(engine: Engine, truths: dict[int, Truth], max_sequences: int) -> 
     scheduler = engine.scheduler
     engine.pool.check_integrity([sequence.kv for sequence in sequences.values()])
     waiting = [sequence.id for sequence in scheduler.waiting]
-    if sorted([*scheduler.running, *waiting]) != sorted(sequences):
-        places = f"{[*scheduler.running]} run and {waiting} wait"
-        broken("each sequence runs or waits", f"{places}, of {[*sequences]}")
+    unread = [*scheduler.unread]
+    if sorted([*scheduler.running, *waiting, *unread]) != sorted(sequences):
+        places = f"{[*scheduler.running]} run, {waiting} wait and {unread} are unread"
+        broken("each sequence runs, waits or is unread", f"{places}, of {[*sequences]}")
     if len(scheduler.running) > max_sequences:
         broken("at most max_sequences run", [*scheduler.running])
     for sequence in scheduler.waiting:

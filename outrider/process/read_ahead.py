@@ -1,0 +1,86 @@
+"""A queue between a producer that can pause and a reader that may stop reading."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from outrider.protocol.errors import OutriderError, Reason
+
+# The producer pauses when so many items are unread, and goes on when so few are. A reader that
+# keeps up has one or two.
+MOST_UNREAD = 32
+_FEW_UNREAD = 8
+
+_Item = TypeVar("_Item")
+
+
+class ReadAhead(Generic[_Item]):
+    """The items of one producer, for one reader on the same event loop.
+
+    `set_reading(False)` asks the producer to pause, and `set_reading(True)` to go on. The producer
+    may be late: `put` takes every item. `give_up` is called once nothing has been read for
+    `seconds` since the pause began.
+    """
+
+    def __init__(
+        self, set_reading: Callable[[bool], object], give_up: Callable[[], object], seconds: float
+    ) -> None:
+        self._items: asyncio.Queue[_Item] = asyncio.Queue()
+        self._set_reading = set_reading
+        self._give_up = give_up
+        self._seconds = seconds
+        self._timer: asyncio.TimerHandle | None = None
+        self._closed = False
+
+    def __len__(self) -> int:
+        return self._items.qsize()
+
+    @property
+    def paused(self) -> bool:
+        """Whether the producer was asked to pause, and not yet to go on."""
+        return self._timer is not None
+
+    def put(self, item: _Item) -> None:
+        """Add an item, and ask the producer to pause if too many are unread."""
+        self._items.put_nowait(item)
+        if len(self) >= MOST_UNREAD and not self.paused and not self._closed:
+            self._wait()
+            self._set_reading(False)
+
+    async def get(self) -> _Item:
+        """Take the next item, and ask a paused producer to go on if few are left."""
+        item = await self._items.get()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+            if len(self) <= _FEW_UNREAD:
+                self._set_reading(True)
+            else:
+                self._wait()
+        return item
+
+    def close(self) -> None:
+        """Expect nothing more of the producer: neither ask it anything nor give up.
+
+        Unread items stay, and more may be put.
+        """
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _wait(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(self._seconds, self._too_late)
+
+    def _too_late(self) -> None:
+        self.close()
+        self._give_up()
+
+
+def unread_error(seconds: float) -> OutriderError:
+    """The error that ends an answer of which nothing was read for `seconds`."""
+    message = f"nothing of the answer was read for {seconds:g} s, so it ends here"
+    return OutriderError(Reason.SLOW_READER, message)

@@ -1,0 +1,78 @@
+"""A reader that stops reading pauses its producer, and not for ever."""
+
+from __future__ import annotations
+
+import asyncio
+
+from outrider.process.read_ahead import MOST_UNREAD, ReadAhead
+
+LONG = 60.0
+
+
+class Watched:
+    """A queue of numbers, and what it asked of its producer."""
+
+    def __init__(self, seconds: float = LONG) -> None:
+        self.said: list[bool | str] = []
+        self.items: ReadAhead[int] = ReadAhead(
+            self.said.append, lambda: self.said.append("given up"), seconds
+        )
+
+    def fill(self, count: int = MOST_UNREAD) -> None:
+        for number in range(count):
+            self.items.put(number)
+
+    async def read(self, count: int) -> list[int]:
+        return [await self.items.get() for _ in range(count)]
+
+
+async def test_a_reader_that_keeps_up_is_never_noticed() -> None:
+    watched = Watched()
+    for _ in range(4):
+        watched.fill(MOST_UNREAD - 1)
+        await watched.read(MOST_UNREAD - 1)
+    assert watched.said == []
+
+
+async def test_a_producer_pauses_once_and_goes_on_when_most_is_read() -> None:
+    watched = Watched()
+    watched.fill(MOST_UNREAD + 5)
+    assert watched.said == [False]
+    first = await watched.read(2)
+    assert watched.said == [False], "a few items do not end the pause"
+    rest = await watched.read(MOST_UNREAD + 3)
+    assert watched.said == [False, True]
+    assert first + rest == [*range(MOST_UNREAD + 5)]
+    watched.fill()
+    assert watched.said == [False, True, False]
+
+
+async def test_a_reader_that_reads_nothing_is_given_up_once() -> None:
+    watched = Watched(0.05)
+    watched.fill()
+    await asyncio.sleep(0.2)
+    watched.fill()
+    await asyncio.sleep(0.2)
+    assert watched.said == [False, "given up"]
+    assert len(await watched.read(2 * MOST_UNREAD)) == 2 * MOST_UNREAD, "unread items stay"
+    assert watched.said == [False, "given up"]
+
+
+async def test_each_item_read_gives_a_slow_reader_more_time() -> None:
+    watched = Watched(0.5)
+    watched.fill()
+    for _ in range(6):
+        await asyncio.sleep(0.15)
+        await watched.read(1)
+    assert watched.said == [False]
+
+
+async def test_a_closed_queue_asks_nothing_of_its_producer() -> None:
+    watched = Watched(0.05)
+    watched.fill()
+    watched.items.close()
+    watched.fill()
+    await watched.read(2 * MOST_UNREAD)
+    watched.fill()
+    await asyncio.sleep(0.15)
+    assert watched.said == [False]
