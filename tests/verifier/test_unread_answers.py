@@ -14,9 +14,9 @@ from outrider.protocol.errors import OutriderError, Reason
 from outrider.protocol.messages import SamplingParams, TokenRequest
 from outrider.protocol.model_info import ModelInfo, Stage
 from outrider.v1 import verifier_pb2
+from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.engine_thread import EngineThread
 from verifier_svc.engine.loop import Engine
-from verifier_svc.engine.target import Limits
 from verifier_svc.state.sequence import Sequence
 from verifier_svc.streams.servicer import VerifierServicer
 
@@ -95,7 +95,7 @@ def test_an_unread_sequence_takes_no_step_while_others_go_on() -> None:
 
 
 def test_unread_sequences_of_one_tenant_leave_all_places_to_another() -> None:
-    engine, _ = make_engine(eos_bias=-99, limits=Limits(max_sequences=4))
+    engine, _ = make_engine(eos_bias=-99, config=EngineConfig(max_sequences=4))
     flood = [submit(engine, tenant="flood")[0] for _ in range(8)]
     for _ in range(8):
         engine.advance()
@@ -111,7 +111,7 @@ def test_unread_sequences_of_one_tenant_leave_all_places_to_another() -> None:
 
 @pytest.mark.parametrize("begun", [False, True], ids=["in the queue", "in the batch"])
 def test_an_unread_sequence_can_be_cancelled_and_reading_it_then_does_nothing(begun: bool) -> None:
-    engine, _ = make_engine(eos_bias=-99, limits=Limits(max_sequences=1))
+    engine, _ = make_engine(eos_bias=-99, config=EngineConfig(max_sequences=1))
     first, _ = submit(engine)
     second, client = submit(engine)
     sequence = first if begun else second
@@ -127,7 +127,7 @@ def test_an_unread_sequence_can_be_cancelled_and_reading_it_then_does_nothing(be
 
 
 def test_of_too_many_unread_the_tenant_with_the_most_loses_its_longest_unread() -> None:
-    engine, _ = make_engine(eos_bias=-99, limits=Limits(max_waiting=3))
+    engine, _ = make_engine(eos_bias=-99, config=EngineConfig(max_waiting=3))
     other, others = submit(engine, tenant="other")
     engine.leave_unread(other)
     clients = []
@@ -135,7 +135,7 @@ def test_of_too_many_unread_the_tenant_with_the_most_loses_its_longest_unread() 
         sequence, client = submit(engine, tenant="flood")
         clients.append(client)
         engine.leave_unread(sequence)
-    engine.outgoing.send_to_clients()
+    engine.outbox.send_to_clients()
     assert [client.error is not None for client in clients] == [True, False, False]
     assert clients[0].error is not None
     assert clients[0].error.reason is Reason.SLOW_READER

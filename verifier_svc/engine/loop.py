@@ -168,8 +168,8 @@ class Engine:
             return
         scheduler.leave_unread(sequence)
         sequence.unread_at = self.clock()
-        if len(scheduler.unread) > self.limits.max_waiting:
-            message = f"more than {self.limits.max_waiting} answers are unread"
+        if len(scheduler.unread) > self.config.max_waiting:
+            message = f"more than {self.config.max_waiting} answers are unread"
             error = OutriderError(Reason.SLOW_READER, message)
             self._committer.fail(scheduler.unread_longest(), error)
         self._metrics.occupancy(scheduler.occupancy())
