@@ -18,6 +18,7 @@ SAMPLED_RULES = "verifier_svc/verification/rules/sampled.py"
 SCHEDULER = "verifier_svc/engine/scheduler.py"
 SHARED_PAGES = "drafter_svc/families/shared_pages.py"
 TRIE = "verifier_svc/state/trie.py"
+WAITS = "verifier_svc/policy/waits.py"
 
 DRAFT_SEQUENCES = ("tests/drafter/test_draft_sequence.py",)
 ENGINES = "tests/verifier/test_engine.py"
@@ -27,6 +28,7 @@ IN_ANY_BATCH = (
 )
 POOLS = ("tests/lm/test_pages.py",)
 RULES = ("tests/verifier/test_rules.py",)
+SAMPLED_LENGTHS = "tests/verifier/test_sampled_lengths.py"
 TENANTS_PAGES = (
     "tests/drafter/test_shared_draft_model.py::test_tenants_share_no_pages_of_the_draft_model",
 )
@@ -212,6 +214,23 @@ MUTANTS = (
             "                continue\n"
         ),
         WORLDS,
+    ),
+    # --- the length of a sampled draft ---
+    Mutant(
+        "Q18",
+        "the wait for another draft looks at the length of a sampled path",
+        WAITS,
+        "there = assignment.ready_tokens(draft_tokens)",
+        "there = assignment.trie.length(draft_tokens)",
+        (f"{SAMPLED_LENGTHS}::test_no_wait_depends_on_the_length_of_a_sampled_draft",),
+    ),
+    Mutant(
+        "Q19",
+        "a draft that has too few free pages is dropped instead of cut",
+        SCHEDULER,
+        "draft = draft.first(max(0, self.pool.room(sequence.kv) - end))",
+        "draft = NO_DRAFT",
+        (f"{SAMPLED_LENGTHS}::test_of_a_sampled_draft_a_full_cache_verifies_what_fits",),
     ),
     # --- the drafter library ---
     Mutant(
