@@ -17,6 +17,7 @@ import scripted_drafts
 from counting_drafter import opened
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from scripted_drafts import READY, ScriptedVerifier
+from transformers import AutoModelForCausalLM, DiffLlamaConfig
 
 from drafter_svc.families.registry import find_family, known_families
 from outrider.grammar.kinds import Grammar, GrammarKind
@@ -266,3 +267,28 @@ async def test_another_tokenizer_ends_it_with_both_fingerprints(verifier: Script
         assert process.returncode == 1
         assert fingerprint(load_tokenizer(DRAFT)) in error.decode()
         assert scripted_drafts.FINGERPRINT in error.decode()
+
+
+@pytest.mark.slow  # a process that loads torch
+async def test_a_draft_model_whose_forwards_differ_ends_it_with_a_sentence(
+    verifier: ScriptedVerifier, tmp_path: Path
+) -> None:
+    config = DiffLlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    flags = ["--model", str(tmp_path), "--dtype", "float32", "--threads", "1"]
+    address = f"127.0.0.1:{verifier.port}"
+    async with drafter("--family", "model", "--verifier", address, *flags) as process:
+        output, error = await asyncio.wait_for(process.communicate(), 60)
+    assert process.returncode == 1
+    assert b"registered" not in output
+    assert b"Traceback" not in error
+    # Warnings about this machine may come before it.
+    refusal = f"{tmp_path} cannot be served: layer 0 attends 2 times in a forward"
+    assert error.decode().splitlines()[-1] == f"drafter: {refusal}"
