@@ -26,12 +26,12 @@ from drafter_svc.placement import PlacementPlan, choose_address, plan
 from outrider.drafter.serve import DraftStreams, own_id
 from outrider.drafter.strategy import Strategy
 from outrider.drafter.stream import DraftStream, Observer
+from outrider.errors import OutriderError
 from outrider.process import rpc, telemetry
 from outrider.process.config import load, parse
 from outrider.process.metrics_export import pushing_metrics, serve_metrics
 from outrider.process.usage import refuse
 from outrider.protocol.draft_messages import DraftBatch, Hello
-from outrider.protocol.errors import OutriderError
 from outrider.protocol.model_info import ModelInfo
 
 SERVICE = "outrider.v1.Drafter"

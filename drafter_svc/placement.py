@@ -14,8 +14,8 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
+from outrider.errors import invalid
 from outrider.process.cores import format_cores, parse_cores
-from outrider.protocol.errors import invalid
 from outrider.protocol.model_info import Placement
 
 _MPOL_BIND = 2

@@ -12,9 +12,9 @@ import uvloop
 from gateway.config import GatewaySettings
 from gateway.metrics import Metrics
 from gateway.server import serve
+from outrider.errors import OutriderError
 from outrider.process import telemetry
 from outrider.process.config import parse
-from outrider.protocol.errors import OutriderError
 
 _SERVICE_NAME = "outrider-gateway"
 

@@ -1,6 +1,6 @@
 """Answer every error in OpenAI's shape: from validation, routing, the verifier or a bug of ours.
 
-`outrider.protocol.errors.Reason` says which HTTP status each reason has, such as 400.
+`outrider.errors.Reason` says which HTTP status each reason has, such as 400.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pydantic_core import ErrorDetails
 from starlette.exceptions import HTTPException
 
 from gateway.unsupported import UNSUPPORTED
-from outrider.protocol.errors import OutriderError, Reason
+from outrider.errors import OutriderError, Reason
 
 log = logging.getLogger(__name__)
 

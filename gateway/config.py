@@ -8,10 +8,10 @@ from typing import Self
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
+from outrider.errors import OutriderError
 from outrider.process.config import ServiceSettings
 from outrider.process.exposure import check_exposure, host_of
 from outrider.process.tls import Tls, TlsSettings
-from outrider.protocol.errors import OutriderError
 
 
 class GatewaySettings(TlsSettings, ServiceSettings):

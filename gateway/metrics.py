@@ -13,7 +13,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from outrider.protocol.errors import Reason
+from outrider.errors import Reason
 from outrider.protocol.messages import FinishReason, TokenChunk, TokenSource
 
 _LABELS = ["model_name"]

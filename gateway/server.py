@@ -24,10 +24,10 @@ from gateway.metrics import Metrics, observe_lag
 from gateway.rpc.servicer import SERVICE, GenerationServicer
 from gateway.text.prompts import Prompts
 from gateway.upstream.routing import Router
+from outrider.errors import OutriderError, Reason, invalid
 from outrider.process import rpc
 from outrider.process.tasks import keep_running, watch
 from outrider.process.tls import Tls, http_context
-from outrider.protocol.errors import OutriderError, Reason, invalid
 from outrider.v1 import generation_pb2_grpc
 
 # How long clients have to read the end of their answers.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from outrider.protocol.errors import OutriderError, Reason
+from outrider.errors import OutriderError, Reason
 
 UNSUPPORTED = "unsupported_parameter"
 """The type of pydantic's error for an unsupported parameter."""

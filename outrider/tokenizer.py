@@ -21,7 +21,7 @@ from huggingface_hub.errors import (
 )
 from tokenizers import Tokenizer
 
-from outrider.protocol.errors import OutriderError, Reason
+from outrider.errors import OutriderError, Reason
 
 _HUB_TIMEOUT_S = 5.0
 

@@ -29,12 +29,12 @@ from drafter_svc.pools.keys import PoolKeys
 from drafter_svc.pools.memory import MemoryPool, NgramOptions
 from drafter_svc.pools.redis import Query, RedisOptions, RedisPool
 from drafter_svc.pools.redis_server import RedisServer
+from outrider.errors import OutriderError
 from outrider.lm.pages import PagePool
 from outrider.lm.runner import SequenceSlice
 from outrider.process.ports import free_port
 from outrider.protocol.draft_messages import DraftBatch, Hello, Proposal, StepBatch
 from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
-from outrider.protocol.errors import OutriderError
 from outrider.protocol.messages import SamplingParams, TokenRequest
 from outrider_bench import gateway_load
 from outrider_bench.console import table_of

@@ -8,8 +8,8 @@ from typing import Any
 import grpc
 from google.protobuf.descriptor import FileDescriptor, MethodDescriptor
 
+from outrider.errors import OutriderError, Reason
 from outrider.process import rpc
-from outrider.protocol.errors import OutriderError, Reason
 
 _OURS = "/outrider."
 # grpc.aio's client says so if it writes to a call that has just ended. It then knows no status, and

@@ -6,9 +6,9 @@ import sys
 
 import uvloop
 
+from outrider.errors import OutriderError
 from outrider.process import telemetry
 from outrider.process.config import need_models, parse
-from outrider.protocol.errors import OutriderError
 from verifier_svc.config import VerifierSettings
 from verifier_svc.metrics import Metrics
 

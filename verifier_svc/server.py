@@ -13,6 +13,7 @@ import torch
 from tokenizers import Tokenizer
 
 from outrider import __version__
+from outrider.errors import OutriderError, Reason
 from outrider.grammar.compiler import GrammarCompiler
 from outrider.internal.v1.token_streams_pb2_grpc import add_TokenStreamServiceServicer_to_server
 from outrider.lm.pages import PagePool
@@ -22,7 +23,6 @@ from outrider.process import rpc, telemetry
 from outrider.process.metrics_export import serve_metrics
 from outrider.process.tasks import watch
 from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
-from outrider.protocol.errors import OutriderError, Reason
 from outrider.protocol.messages import AcceptanceRule
 from outrider.protocol.model_info import ModelInfo, Stage, with_fingerprint
 from outrider.tokenizer import fingerprint, load_tokenizer

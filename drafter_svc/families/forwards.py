@@ -14,10 +14,10 @@ import torch
 from drafter_svc.families.cached_draft import CachedDraft, Guess
 from drafter_svc.families.shared_pages import SharedPagePool
 from drafter_svc.grammar_state import GrammarState
+from outrider.errors import OutriderError
 from outrider.grammar.compiler import GrammarCompiler
 from outrider.lm.runner import ModelRunner, SequenceSlice
 from outrider.protocol.draft_messages import SparseDistribution
-from outrider.protocol.errors import OutriderError
 from outrider.protocol.messages import DraftDistribution
 from outrider.sampling.logits import Context, adjust
 from outrider.sampling.noise import Purpose, coupled_keys, uniforms

@@ -12,7 +12,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 
 from drafter_svc.families.base import Family
-from outrider.protocol.errors import invalid
+from outrider.errors import invalid
 
 GROUP = "outrider.drafters"
 # Not entry points, so that they are found in sources that are not installed as well.

@@ -22,8 +22,8 @@ from drafter_svc.families.base import Family, FamilySettings, Loaded
 from drafter_svc.metrics import Metrics
 from drafter_svc.placement import PlacementPlan
 from outrider.drafter.draft_sequence import DraftSequence
+from outrider.errors import OutriderError, Reason
 from outrider.protocol.draft_messages import Opened
-from outrider.protocol.errors import OutriderError, Reason
 from outrider.protocol.model_info import ModelInfo
 
 # Most tenants with trees. A new tenant replaces the least recently seen one.

@@ -21,7 +21,7 @@ from array import array
 from collections.abc import Sequence
 from pathlib import Path
 
-from outrider.protocol.errors import invalid
+from outrider.errors import invalid
 
 BUCKETS = 16
 DIGEST_BYTES = 16

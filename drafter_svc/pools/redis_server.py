@@ -13,9 +13,9 @@ from urllib.parse import unquote
 
 from redis.asyncio.connection import parse_url
 
+from outrider.errors import invalid
 from outrider.process.redis_credentials import Credentials
 from outrider.process.tls import Tls, explain
-from outrider.protocol.errors import invalid
 
 _FORMS = (
     "redis://HOST:PORT/DB, redis+sentinel://HOST:PORT,HOST:PORT/SERVICE "

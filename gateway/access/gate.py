@@ -20,9 +20,9 @@ from gateway.access.limits import Grant, Limits
 from gateway.access.windows import windows
 from gateway.api_errors import error_response
 from gateway.config import GatewaySettings
+from outrider.errors import OutriderError, Reason
 from outrider.process.key_file import KeyEntry
 from outrider.process.roles import Peer, Role
-from outrider.protocol.errors import OutriderError, Reason
 
 OPEN_PATHS = frozenset({"/livez", "/readyz", "/health", "/ping"})
 """Paths that need no key."""

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from gateway.access.windows import Count, Windows
+from outrider.errors import OutriderError, Reason, invalid
 from outrider.process.key_file import KeyEntry
-from outrider.protocol.errors import OutriderError, Reason, invalid
 
 _BUSY_RETRY_S = 1.0
 

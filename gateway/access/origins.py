@@ -11,8 +11,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.api_errors import error_response
 from gateway.config import GatewaySettings
+from outrider.errors import OutriderError, Reason
 from outrider.process.exposure import is_address, is_loopback
-from outrider.protocol.errors import OutriderError, Reason
 
 _SHOWN_CHARACTERS = 100
 _LOOPBACK = ("localhost", "*.localhost")

@@ -16,8 +16,8 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
 from gateway.access.windows import MINUTE_S, Count, Windows
+from outrider.errors import invalid
 from outrider.process.redis_credentials import Credentials
-from outrider.protocol.errors import invalid
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from gateway.metrics import Metrics
 from gateway.upstream.routing import Router
-from outrider.protocol.errors import OutriderError, Reason
+from outrider.errors import OutriderError, Reason
 from outrider.protocol.model_info import Load, retry_after_s, wait_s
 
 # Safety factor on both estimates: recent answers were measured at a smaller batch. A slower

@@ -11,8 +11,8 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from gateway.access.gate import PEER_KEY
 from gateway.api_errors import error_body
 from gateway.config import GatewaySettings
+from outrider.errors import OutriderError, Reason
 from outrider.process.roles import Peer, check_http, peer_of_ssl
-from outrider.protocol.errors import OutriderError, Reason
 
 MAX_HEADER_BYTES = 64 * 1024
 MAX_HEADERS = 128

@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 
 from gateway.http.fields import Body, Listed, Text, check_unicode
 from gateway.unsupported import UNSUPPORTED
-from outrider.protocol.errors import invalid
+from outrider.errors import invalid
 
 MAX_MESSAGES = 2048
 MAX_TEMPLATE_VARIABLES = 16

@@ -20,7 +20,7 @@ from gateway.text.prompts import Prompts
 from gateway.upstream.replica import Replica, explain_differing
 from gateway.upstream.routing import Router
 from outrider import __version__
-from outrider.protocol.errors import OutriderError, Reason, invalid
+from outrider.errors import OutriderError, Reason, invalid
 from outrider.protocol.model_info import DrafterInfo, ModelInfo, Stage
 
 MAX_TOKENIZED = 65_536

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from gateway.access.gate import identity_in
 from gateway.api_errors import error_response
 from gateway.generation.admission import Admission, ClientTimeout, Permit
-from outrider.protocol.errors import OutriderError
+from outrider.errors import OutriderError
 
 PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
 """Paths of requests for text."""

@@ -17,7 +17,7 @@ from pydantic import (
     model_validator,
 )
 
-from outrider.protocol.errors import OutriderError, Reason
+from outrider.errors import OutriderError, Reason
 from outrider.protocol.limits import MAX_LISTED_TOKENS, Range
 
 MAX_KEYS = 128

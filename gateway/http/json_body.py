@@ -14,7 +14,7 @@ from fastapi import Request, Response
 from fastapi.routing import APIRoute
 
 from gateway.http.entrance import arrival_in
-from outrider.protocol.errors import OutriderError, Reason
+from outrider.errors import OutriderError, Reason
 
 MAX_STRINGS = 32_768
 """Most strings of a body, keys included."""

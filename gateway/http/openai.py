@@ -26,8 +26,8 @@ from gateway.http.schema import LEAST_TIMEOUT_S, ChatBody, CompletionBody, Strea
 from gateway.http.streaming import ChunkWriter, EventStream, sse, until_gone
 from gateway.text.choices import WholeChoice, collect
 from gateway.text.request import Conversation, PromptInput, TextInputs, TextRequest
+from outrider.errors import OutriderError, invalid
 from outrider.process.telemetry import Span
-from outrider.protocol.errors import OutriderError, invalid
 from outrider.protocol.model_info import ModelInfo
 
 _ERRORS = (400, 401, 404, 408, 413, 415, 429, 500, 503, 504)

@@ -18,7 +18,7 @@ from gateway.http.streaming import event
 from gateway.metrics import Metrics
 from gateway.upstream.routing import Router
 from outrider import __version__
-from outrider.protocol.errors import OutriderError
+from outrider.errors import OutriderError
 
 _WEB = Path(__file__).parents[1] / "web"
 _EVERY_S = 0.5

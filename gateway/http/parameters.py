@@ -16,6 +16,7 @@ from gateway.http.schema import (
     StructuredOutputs,
 )
 from gateway.text.request import AnswerLimit, TextInputs, TextRequest, check_stop
+from outrider.errors import invalid
 from outrider.grammar.kinds import Grammar, GrammarKind
 from outrider.protocol import messages as m
 from outrider.protocol.checks import (
@@ -24,7 +25,6 @@ from outrider.protocol.checks import (
     check_sampling,
     check_speculation,
 )
-from outrider.protocol.errors import invalid
 from outrider.protocol.limits import MAX_STOP_TOKENS
 from outrider.protocol.model_info import ModelInfo
 

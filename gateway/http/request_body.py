@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.api_errors import error_response
-from outrider.protocol.errors import OutriderError, Reason
+from outrider.errors import OutriderError, Reason
 
 _Headers = Iterable[tuple[bytes, bytes]]
 

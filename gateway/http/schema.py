@@ -21,7 +21,7 @@ from gateway.http.fields import (
 )
 from gateway.text.request import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 from gateway.unsupported import document_neutral, drop_neutral
-from outrider.protocol.errors import invalid
+from outrider.errors import invalid
 from outrider.protocol.limits import (
     MAX_CHOICES,
     MAX_FAMILY_LENGTH,

@@ -18,8 +18,8 @@ from gateway.http.responses import Json, ResponseShape, attribution
 from gateway.http.schema import StreamOptions
 from gateway.text.choices import Event, UsageTotals
 from gateway.text.deltas import FinishInfo, TextDelta
+from outrider.errors import OutriderError, Reason
 from outrider.process.telemetry import Span
-from outrider.protocol.errors import OutriderError, Reason
 
 log = logging.getLogger(__name__)
 

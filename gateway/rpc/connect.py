@@ -24,8 +24,8 @@ from starlette.types import Message, Receive, Scope, Send
 from gateway.http.json_body import check_size
 from gateway.http.request_id import HEADER, request_id
 from gateway.rpc.servicer import ID_PREFIX, SERVICE, GenerationServicer
+from outrider.errors import OutriderError, Reason
 from outrider.process import rpc
-from outrider.protocol.errors import OutriderError, Reason
 from outrider.v1.generation_pb2 import GenerateTextRequest, GenerateTextResponse
 
 PATH = f"/{SERVICE}/GenerateText"

@@ -26,10 +26,10 @@ from gateway.text.request import (
     TextRequest,
     check_stop,
 )
+from outrider.errors import OutriderError, invalid
 from outrider.process import rpc
 from outrider.process.telemetry import Span
 from outrider.protocol.checks import check_logprobs
-from outrider.protocol.errors import OutriderError, invalid
 from outrider.protocol.messages import TokenRequest
 from outrider.protocol.model_info import ModelInfo
 from outrider.protocol.wire import requests as wire_requests

@@ -14,7 +14,7 @@ from typing import Any
 from tokenizers import Encoding
 
 from gateway.text.templates import ChatTemplate
-from outrider.protocol.errors import OutriderError, Reason, invalid
+from outrider.errors import OutriderError, Reason, invalid
 from outrider.tokenizer import fingerprint, load_tokenizer, model_file
 
 # Longer texts are tokenised on a thread. At 0.4 µs a character, these take the event loop 2 ms.

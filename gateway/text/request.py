@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gateway.text.prompts import context_overflow
-from outrider.protocol.errors import invalid
+from outrider.errors import invalid
 from outrider.protocol.messages import TokenRequest
 from outrider.protocol.model_info import ModelInfo
 

@@ -11,9 +11,9 @@ from functools import partial
 from typing import Any
 
 from gateway.text.template_worker import HANDLER
+from outrider.errors import invalid
 from outrider.process.turns import TenantThreads
 from outrider.process.workers import Worker, WorkerError, WorkerSource
-from outrider.protocol.errors import invalid
 
 # The bundled template takes 0.1 ms, and 2 ms for 64 messages.
 _SECONDS = 2.0

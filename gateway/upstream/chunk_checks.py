@@ -9,7 +9,7 @@ import logging
 import math
 from itertools import chain
 
-from outrider.protocol.errors import OutriderError, Reason
+from outrider.errors import OutriderError, Reason
 from outrider.protocol.limits import MAX_DRAFT_TOKENS
 from outrider.protocol.messages import SpeculationStats, TokenChunk, TokenLogprob
 from outrider.protocol.model_info import ModelInfo, Stage

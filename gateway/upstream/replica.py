@@ -11,13 +11,13 @@ import grpc
 
 from gateway.upstream.chunk_checks import check_model
 from gateway.upstream.token_stream import TokenStream
+from outrider.errors import OutriderError, Reason
 from outrider.internal.v1 import token_streams_pb2_grpc
 from outrider.process import rpc
 from outrider.process.credentials import ClientCredentials, client_credentials
 from outrider.process.roles import Role
 from outrider.process.tasks import watch
 from outrider.process.tls import Tls, WatchedTls, explain
-from outrider.protocol.errors import OutriderError, Reason
 from outrider.protocol.model_info import ModelInfo, Stage
 from outrider.protocol.wire import model as wire_model
 from outrider.v1 import verifier_pb2, verifier_pb2_grpc

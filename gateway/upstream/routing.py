@@ -11,9 +11,9 @@ from functools import partial
 from typing import NamedTuple
 
 from gateway.upstream.replica import Replica, explain_differing, for_callers
+from outrider.errors import OutriderError, Reason
 from outrider.process.tasks import keep_running
 from outrider.process.tls import Tls
-from outrider.protocol.errors import OutriderError, Reason
 from outrider.protocol.model_info import ModelInfo
 
 log = logging.getLogger(__name__)

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 
 import grpc
 
+from outrider.errors import OutriderError, Reason
 from outrider.internal.v1 import token_streams_pb2
 from outrider.process import rpc
 from outrider.process.read_ahead import ReadAhead, unread_error
 from outrider.process.tasks import watch
-from outrider.protocol.errors import OutriderError, Reason
 from outrider.protocol.messages import TokenChunk, TokenRequest
 from outrider.protocol.wire import requests as wire_requests
 

@@ -27,9 +27,9 @@ from outrider.conformance.scripted_verifier import (
     refused,
     refused_for_a_later_reason,
 )
+from outrider.errors import Reason, Retry
 from outrider.process import rpc
 from outrider.process.tls import Tls
-from outrider.protocol.errors import Reason, Retry
 from outrider.v1 import verifier_pb2
 from outrider.v1.verifier_pb2_grpc import add_VerifierServiceServicer_to_server
 

@@ -25,7 +25,7 @@ from outrider.conformance.stage import (
     still_there,
     verdict,
 )
-from outrider.protocol.errors import Reason, Retry
+from outrider.errors import Reason, Retry
 from outrider.v1 import common_pb2, drafts_pb2, verifier_pb2
 
 _BACK_S = 4.0

@@ -15,10 +15,10 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from outrider.conformance.ledger import Complain, Ledger
+from outrider.errors import DOMAIN, OutriderError, Reason, Retry
 from outrider.process import rpc
 from outrider.process.credentials import peer_of
 from outrider.process.roles import Peer
-from outrider.protocol.errors import DOMAIN, OutriderError, Reason, Retry
 from outrider.protocol.limits import MAX_DRAFT_TOKENS, MAX_FAMILY_LENGTH, MAX_NAME_LENGTH
 from outrider.v1 import drafts_pb2, verifier_pb2, verifier_pb2_grpc
 

@@ -15,11 +15,11 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.conformance.scripted_verifier import Broken
+from outrider.errors import OutriderError, Reason
 from outrider.process import rpc
 from outrider.process.certs import Authority
 from outrider.process.roles import Role
 from outrider.process.tls import Tls
-from outrider.protocol.errors import OutriderError, Reason
 from outrider.v1 import common_pb2, drafts_pb2, verifier_pb2, verifier_pb2_grpc
 
 _PROMPT = list(range(5, 25))

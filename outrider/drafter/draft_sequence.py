@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from outrider.drafter.guess_tree import GuessTree
+from outrider.errors import OutriderError, Reason
 from outrider.protocol.draft_messages import Opened, Proposal, Skip, SparseDistribution, Verdict
-from outrider.protocol.errors import OutriderError, Reason
 from outrider.protocol.limits import MAX_PROPOSAL_TOKENS
 
 

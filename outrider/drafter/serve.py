@@ -14,10 +14,10 @@ from collections.abc import Sequence
 
 from outrider.drafter.strategy import Guess, GuessStrategy, Strategy
 from outrider.drafter.stream import DraftStream, Observer
+from outrider.errors import OutriderError
 from outrider.process import telemetry
 from outrider.process.tls import Tls
 from outrider.protocol.draft_messages import Hello
-from outrider.protocol.errors import OutriderError
 from outrider.protocol.model_info import ModelInfo, Placement
 
 log = logging.getLogger(__name__)

@@ -12,9 +12,9 @@ from contextlib import contextmanager
 
 from outrider.drafter.draft_sequence import DraftSequence
 from outrider.drafter.strategy import Strategy
+from outrider.errors import OutriderError
 from outrider.process.clock import Clock, monotonic
 from outrider.protocol.draft_messages import DraftBatch, Opened, StepBatch, Verdict
-from outrider.protocol.errors import OutriderError
 
 log = logging.getLogger(__name__)
 

@@ -16,11 +16,11 @@ import grpc
 
 from outrider.drafter.session import DraftSession
 from outrider.drafter.strategy import Strategy
+from outrider.errors import OutriderError, Reason, Retry
 from outrider.process import rpc, telemetry
 from outrider.process.clock import Clock, monotonic
 from outrider.process.tls import Tls, explain
 from outrider.protocol.draft_messages import DraftBatch, Hello, StepBatch, Welcome
-from outrider.protocol.errors import OutriderError, Reason, Retry
 from outrider.protocol.model_info import ModelInfo, Stage
 from outrider.protocol.wire import drafts as wire_drafts
 from outrider.protocol.wire import model as wire_model

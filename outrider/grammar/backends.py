@@ -8,8 +8,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from outrider.errors import invalid
 from outrider.grammar.kinds import Backend, Grammar, GrammarKind
-from outrider.protocol.errors import invalid
 
 Mask = npt.NDArray[np.int32]
 # Most whitespace characters between two JSON tokens. Without a bound a model can indent for ever.

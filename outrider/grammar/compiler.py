@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
+from outrider.errors import OutriderError, Reason, invalid
 from outrider.grammar import worker
 from outrider.grammar.backends import Compiled, Libraries, Matcher
 from outrider.grammar.cache import GrammarCache
@@ -22,7 +23,6 @@ from outrider.grammar.trial import compile_only
 from outrider.process.turns import TenantThreads
 from outrider.process.worker_process import STACK_BYTES
 from outrider.process.workers import OutOfTime, Worker, WorkerError, WorkerSource
-from outrider.protocol.errors import OutriderError, Reason, invalid
 
 _Result = TypeVar("_Result")
 

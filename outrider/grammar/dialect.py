@@ -14,13 +14,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from outrider.errors import invalid
 from outrider.grammar.gbnf import translate_gbnf
 from outrider.grammar.kinds import Backend, Grammar, GrammarKind
 from outrider.grammar.regex import full_match
 from outrider.grammar.repetition import check_ebnf, check_pattern, check_times
 from outrider.grammar.schema import translate_schema
 from outrider.grammar.schema_xgrammar import check_for_xgrammar
-from outrider.protocol.errors import invalid
 
 
 def translate(grammar: Grammar, backend: Backend) -> Grammar:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import ast
 import re
 
+from outrider.errors import invalid
 from outrider.grammar.regex import full_match
-from outrider.protocol.errors import invalid
 
 _STRING = r'"(?:\\.|[^"\\])*"'
 _PARTS = re.compile(

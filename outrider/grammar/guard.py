@@ -18,9 +18,9 @@ import numpy.typing as npt
 from jsonschema import Draft202012Validator
 from jsonschema.validators import validator_for
 
+from outrider.errors import invalid
 from outrider.grammar.backends import Compiled
 from outrider.grammar.kinds import Grammar, GrammarKind
-from outrider.protocol.errors import invalid
 
 # A text is free for a few tokens and then seeks its end.
 _MAX_TEXTS = 6

@@ -20,9 +20,9 @@ from re import _constants as sre  # type: ignore[attr-defined]  # The parser is 
 from re import _parser  # type: ignore[attr-defined]
 from typing import Any
 
+from outrider.errors import OutriderError, invalid
 from outrider.grammar import characters as sets
 from outrider.grammar.characters import Ranges
-from outrider.protocol.errors import OutriderError, invalid
 
 # A shorthand such as \w stands for 760 ranges, and a pattern may have 65,536 characters.
 _MAX_CHARACTERS = 1_000_000

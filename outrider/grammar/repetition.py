@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from outrider.protocol.errors import invalid
+from outrider.errors import invalid
 
 # The time for a mask grows with the count, and XGrammar keeps only the lowest 32 bits of a count.
 MAX_REPETITIONS = 10_000

@@ -16,10 +16,10 @@ from jsonschema import Draft202012Validator
 from jsonschema.exceptions import SchemaError
 from jsonschema.validators import validator_for
 
+from outrider.errors import OutriderError, invalid
 from outrider.grammar.formats import PATTERNS
 from outrider.grammar.regex import literal, schema_pattern, schema_text
 from outrider.grammar.repetition import check_pattern
-from outrider.protocol.errors import OutriderError, invalid
 
 # Keywords that no backend enforces.
 _UNENFORCED = frozenset(

@@ -10,8 +10,8 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from outrider.errors import invalid
 from outrider.grammar.schema import BOUNDS, type_of, types_of, unenforceable, values_of
-from outrider.protocol.errors import invalid
 
 
 def _names(text: str) -> frozenset[str]:

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from outrider.errors import OutriderError, invalid
 from outrider.grammar.backends import Compiled, Libraries, Matcher
 from outrider.grammar.dialect import translate
 from outrider.grammar.guard import Guard
 from outrider.grammar.kinds import Grammar
-from outrider.protocol.errors import OutriderError, invalid
 
 # A trial computes masks along a text of this many tokens, within this CPU time. An ambiguous
 # grammar compiles at once but may take seconds for a mask.

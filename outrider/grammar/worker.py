@@ -6,10 +6,10 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 
+from outrider.errors import OutriderError, Reason
 from outrider.grammar.backends import Libraries
 from outrider.grammar.kinds import Backend, Grammar, GrammarKind
 from outrider.grammar.trial import Trial
-from outrider.protocol.errors import OutriderError, Reason
 
 HANDLER = f"{__name__}:checker"
 

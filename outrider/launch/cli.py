@@ -158,7 +158,7 @@ def conformance(
     COMMAND follows "--" and starts a drafter; {address} in it stands for the verifier's host:port.
     `verifier ADDRESS` checks the verifier that serves there. Exits with 0 if every rule was kept.
     """
-    from outrider.protocol.errors import OutriderError
+    from outrider.errors import OutriderError
 
     try:
         return _conformance(command, tokenizer, transcript, certs)
@@ -230,8 +230,8 @@ def certs(
 
     An authority that DIR has signs again, so the same command renews the certificates.
     """
+    from outrider.errors import OutriderError
     from outrider.process.certs import NAMES, run
-    from outrider.protocol.errors import OutriderError
 
     if unknown := [kind for kind in role if kind not in NAMES]:
         raise click.UsageError(f"role: must be one of {', '.join(NAMES)}, not {unknown[0]!r}")

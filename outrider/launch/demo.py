@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from outrider.errors import OutriderError
 from outrider.launch.client import Answer, complete, until_ready
 from outrider.launch.grow import modest_checkpoint
 from outrider.launch.prompts import DEMO_PROMPTS
@@ -30,7 +31,6 @@ from outrider.launch.serve_settings import ServeSettings
 from outrider.launch.stack import Stack, plan_stack
 from outrider.launch.start_log import start_status
 from outrider.launch.supervisor import StartFailed, Supervisor
-from outrider.protocol.errors import OutriderError
 
 _LOADING_S = 180.0
 _COLUMNS = (

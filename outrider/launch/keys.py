@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from outrider.errors import OutriderError, invalid
 from outrider.process.key_file import (
     changing_keys,
     key_digest,
@@ -20,7 +21,6 @@ from outrider.process.key_file import (
     read_keys,
     write_keys,
 )
-from outrider.protocol.errors import OutriderError, invalid
 
 LIMITS = (
     "requests_per_minute",

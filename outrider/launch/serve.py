@@ -16,13 +16,13 @@ from typing import TextIO, cast
 from rich.console import Console
 from rich.markup import escape
 
+from outrider.errors import OutriderError, Reason
 from outrider.launch.client import until_ready
 from outrider.launch.serve_settings import DrafterSpec, ServeSettings
 from outrider.launch.stack import Stack, plan_stack
 from outrider.launch.start_log import StartLog, start_status
 from outrider.launch.supervisor import StartFailed, Supervisor
 from outrider.process.output import Output
-from outrider.protocol.errors import OutriderError, Reason
 
 _LAST_WRITES_S = 1.0
 

@@ -11,11 +11,11 @@ from pydantic_settings import SettingsConfigDict
 
 from drafter_svc.config import DrafterSettings, required_setting, settings_schema
 from drafter_svc.families.registry import known_families
+from outrider.errors import OutriderError, Reason, invalid
 from outrider.process.config import Dtype, ServiceSettings
 from outrider.process.exposure import check_exposure, check_verifier_exposure
 from outrider.process.roles import Role
 from outrider.process.tls import Tls
-from outrider.protocol.errors import OutriderError, Reason, invalid
 from verifier_svc.config import TargetSettings
 
 REDIS_SETTINGS = ("redis", "redis_password_file", "redis_ca_file", "pool_secret_file")

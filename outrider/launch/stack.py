@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from drafter_svc.families.registry import find_family
+from outrider.errors import OutriderError, Reason, invalid
 from outrider.launch.serve_settings import REDIS_SETTINGS, DrafterSpec, ServeSettings
 from outrider.launch.supervisor import Child
 from outrider.process.config import ScrapedSettings, load
@@ -16,7 +17,6 @@ from outrider.process.cores import parse_cores
 from outrider.process.ports import check_port, free_port
 from outrider.process.roles import Role
 from outrider.process.usage import suggestion
-from outrider.protocol.errors import OutriderError, Reason, invalid
 from verifier_svc.config import TargetSettings
 
 

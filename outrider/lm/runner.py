@@ -11,13 +11,13 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
+from outrider.errors import OutriderError, Reason, invalid
 from outrider.lm import attention, support, trial
 from outrider.lm.cpu.decoder import CpuDecoder
 from outrider.lm.cpu.weights import optimize_for_cpu
 from outrider.lm.gpu.graphs import Bounds, CacheShape, Graphs
 from outrider.lm.layout import BatchLayout, SequenceSlice, StaticLayout
 from outrider.lm.trial import OwnLogits, Texts
-from outrider.protocol.errors import OutriderError, Reason, invalid
 from outrider.sampling.tensors import triton_works
 
 if TYPE_CHECKING:

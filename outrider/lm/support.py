@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from outrider.errors import OutriderError, Reason
 from outrider.lm import attention, trial
 from outrider.lm.attention import LayerCache, UnsupportedAttention
-from outrider.protocol.errors import OutriderError, Reason
 
 _SHAPE_TOKENS = 4
 # Characters of another library's error that a refusal repeats.

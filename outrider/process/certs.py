@@ -19,9 +19,9 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from outrider.errors import invalid
 from outrider.process.roles import URI, Role
 from outrider.process.tls import SOCKET_NAME
-from outrider.protocol.errors import invalid
 
 AUTHORITY_DAYS = 3650
 LOCAL_NAMES = (SOCKET_NAME, "127.0.0.1", "::1")

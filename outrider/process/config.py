@@ -34,8 +34,8 @@ from pydantic_settings import (
 )
 from yaml import YAMLError
 
+from outrider.errors import OutriderError, Reason
 from outrider.process.usage import invoke, refuse, suggestion
-from outrider.protocol.errors import OutriderError, Reason
 
 _Settings = TypeVar("_Settings", bound="Settings")
 

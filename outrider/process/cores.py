@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outrider.protocol.errors import invalid
+from outrider.errors import invalid
 
 
 def parse_cores(text: str, field: str = "cores") -> list[int]:

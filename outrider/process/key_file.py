@@ -30,7 +30,7 @@ from pydantic import (
     ValidationError,
 )
 
-from outrider.protocol.errors import invalid
+from outrider.errors import invalid
 
 _PREFIX = "outrider-"
 _KEY_BYTES = 32

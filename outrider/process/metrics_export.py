@@ -22,10 +22,10 @@ from prometheus_client import (
     start_http_server,
 )
 
+from outrider.errors import invalid
 from outrider.process.config import ScrapedSettings
 from outrider.process.telemetry import LAST_SEND_S, resource
 from outrider.process.tls import Tls, http_context
-from outrider.protocol.errors import invalid
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from outrider.protocol.errors import OutriderError, Reason
+from outrider.errors import OutriderError, Reason
 
 URI = "outrider://role/"
 

@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from outrider.errors import OutriderError, Reason
 from outrider.process.credentials import (
     ClientCredentials,
     client_credentials,
@@ -26,7 +27,6 @@ from outrider.process.rpc_errors import (
     unexpected,
 )
 from outrider.process.tls import Tls
-from outrider.protocol.errors import OutriderError, Reason
 
 __all__ = [
     "CHANNEL_OPTIONS",

@@ -10,10 +10,10 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
+from outrider.errors import OutriderError, Reason
 from outrider.process.credentials import peer_of
 from outrider.process.roles import check_call
 from outrider.process.rpc_errors import abort
-from outrider.protocol.errors import OutriderError, Reason
 
 # An error travels in a call's metadata, of which gRPC allows 8 KiB.
 _SHOWN_CHARACTERS = 200

@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from outrider.protocol.errors import DOMAIN, OutriderError, Reason, Retry
+from outrider.errors import DOMAIN, OutriderError, Reason, Retry
 
 log = logging.getLogger(__name__)
 

@@ -24,8 +24,8 @@ from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from outrider import __version__
+from outrider.errors import OutriderError
 from outrider.process.runtime import exit_now
-from outrider.protocol.errors import OutriderError
 
 LAST_SEND_S = 3.0
 """Most seconds of one export to a collector, and of the last one when the process ends."""

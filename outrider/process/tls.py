@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Generic, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
-from outrider.protocol.errors import OutriderError, invalid
+from outrider.errors import OutriderError, invalid
 
 if TYPE_CHECKING:
     # Loaded when a certificate's contents are needed, which is seldom.

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from outrider.errors import OutriderError, Reason, invalid
 from outrider.grammar.kinds import Grammar, GrammarKind
-from outrider.protocol.errors import OutriderError, Reason, invalid
 from outrider.protocol.limits import (
     MAX_CHOICES,
     MAX_FAMILY_LENGTH,

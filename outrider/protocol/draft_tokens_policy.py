@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator
 
-from outrider.protocol.errors import OutriderError, invalid
+from outrider.errors import OutriderError, invalid
 from outrider.protocol.limits import MAX_DRAFT_TOKENS
 
 # TensorRT-LLM's AUTO heuristic for n-gram speculation.

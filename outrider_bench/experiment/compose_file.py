@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from outrider.protocol.errors import invalid
+from outrider.errors import invalid
 from outrider_bench.experiment.hosts import Launch
 
 CORE = "core"

@@ -19,8 +19,8 @@ from typing import Any
 
 import httpx
 
+from outrider.errors import invalid
 from outrider.process.ports import free_port
-from outrider.protocol.errors import invalid
 from outrider_bench.experiment.compose_file import Images, Service, Subnets, compose_file
 from outrider_bench.experiment.hosts import LOOPBACK, TAIL_LINES, Launch
 

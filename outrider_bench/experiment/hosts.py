@@ -19,10 +19,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol
 
+from outrider.errors import invalid
 from outrider.launch.supervisor import not_orphaned
 from outrider.process.cores import format_cores, parse_cores
 from outrider.process.ports import free_port
-from outrider.protocol.errors import invalid
 
 FILES = "{files}"
 """Stands in an argument for the directory where the host wrote the files of the launch."""

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from drafter_svc.config import DrafterSettings, settings_schema
+from outrider.errors import OutriderError, invalid
 from outrider.process.config import Settings, load
 from outrider.process.cores import parse_cores
-from outrider.protocol.errors import OutriderError, invalid
 from outrider_bench.experiment.hosts import FILES, Launch
 from outrider_bench.experiment.spec import Drafter, Experiment, Setting, Target, drafters_of
 from verifier_svc.config import VerifierSettings

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from drafter_svc.placement import Topology
-from outrider.protocol.errors import invalid
+from outrider.errors import invalid
 from outrider_bench.experiment.hosts import check_cores
 from outrider_bench.experiment.records import Machine
 from outrider_bench.experiment.spec import Experiment, drafters_of

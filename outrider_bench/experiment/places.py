@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
-from outrider.protocol.errors import invalid
+from outrider.errors import invalid
 from outrider_bench.experiment.compose_file import CORE
 from outrider_bench.experiment.containers import Project, containers
 from outrider_bench.experiment.hosts import Host

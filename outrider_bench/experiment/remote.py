@@ -16,7 +16,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from outrider.protocol.errors import invalid
+from outrider.errors import invalid
 from outrider_bench.experiment.hosts import LOOPBACK, Host, Launch, LocalHost
 from outrider_bench.experiment.records import Machine
 from outrider_bench.experiment.remote_worker import SILENCE_S

@@ -18,9 +18,9 @@ from pydantic_settings import SettingsConfigDict
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from outrider.errors import OutriderError, invalid
 from outrider.process.config import Settings, parse
 from outrider.process.usage import refuse
-from outrider.protocol.errors import OutriderError, invalid
 from outrider_bench.experiment import machine, stack
 from outrider_bench.experiment.places import Places, Where, places
 from outrider_bench.experiment.processes import StackFailed

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import httpx
 
-from outrider.protocol.errors import invalid
+from outrider.errors import invalid
 from outrider_bench.experiment.hosts import LOOPBACK, LocalHost
 from outrider_bench.experiment.launches import (
     Dial,

@@ -12,8 +12,8 @@ from collections import deque
 from functools import partial
 
 from outrider.drafter.session import DraftSession
+from outrider.errors import OutriderError
 from outrider.protocol.draft_messages import DraftBatch, Hello, StepBatch
-from outrider.protocol.errors import OutriderError
 from outrider.protocol.limits import MAX_DRAFT_TOKENS
 from outrider.protocol.model_info import Placement
 from outrider_bench.simulator.cores import Worker

@@ -11,8 +11,8 @@ from random import Random
 
 import torch
 
+from outrider.errors import OutriderError
 from outrider.lm.runner import SequenceSlice
-from outrider.protocol.errors import OutriderError
 from outrider.protocol.messages import AcceptanceRule
 from outrider.protocol.token_tree import depths
 from outrider_bench.simulator.cores import Worker

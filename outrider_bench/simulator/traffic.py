@@ -13,7 +13,7 @@ from typing import Annotated, Self
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
-from outrider.protocol.errors import OutriderError
+from outrider.errors import OutriderError
 from outrider.protocol.messages import SamplingParams, SpeculationOptions, TokenChunk, TokenRequest
 from outrider_bench.simulator.events import Events
 from outrider_bench.simulator.gateway import GatewayActor

@@ -9,9 +9,9 @@ from typing import Any
 
 import grpc
 
+from outrider.errors import OutriderError, Reason
 from outrider.process import rpc
 from outrider.protocol.draft_messages import DraftBatch, Hello, StepBatch
-from outrider.protocol.errors import OutriderError, Reason
 from outrider.protocol.model_info import ModelInfo, Stage
 from outrider.protocol.wire import drafts as wire_drafts
 from outrider.protocol.wire import model as wire_model

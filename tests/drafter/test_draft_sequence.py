@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.drafter.draft_sequence import DraftSequence
+from outrider.errors import OutriderError, Reason
 from outrider.protocol.draft_messages import (
     DraftBatch,
     Opened,
@@ -17,7 +18,6 @@ from outrider.protocol.draft_messages import (
     Verdict,
     Window,
 )
-from outrider.protocol.errors import OutriderError, Reason
 from outrider.protocol.messages import DraftDistribution, SamplingParams
 from outrider.protocol.wire.drafts import drafts_from_proto, drafts_to_proto
 

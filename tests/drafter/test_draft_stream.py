@@ -12,6 +12,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from scripted_drafts import FINGERPRINT, READY, ScriptedVerifier
 
 from outrider.drafter import stream as stream_module
+from outrider.errors import OutriderError, Reason
 from outrider.process import telemetry
 from outrider.protocol.draft_messages import (
     Closed,
@@ -22,7 +23,6 @@ from outrider.protocol.draft_messages import (
     StepBatch,
     Verdict,
 )
-from outrider.protocol.errors import OutriderError, Reason
 from outrider.protocol.model_info import Stage
 
 

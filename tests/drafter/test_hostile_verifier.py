@@ -11,8 +11,8 @@ from scripted_drafts import ScriptedVerifier
 
 from outrider.drafter import stream as stream_module
 from outrider.drafter.draft_sequence import DraftSequence
+from outrider.errors import OutriderError, Reason
 from outrider.protocol.draft_messages import Closed, DraftBatch, Proposal, Skip, StepBatch, Verdict
-from outrider.protocol.errors import OutriderError, Reason
 from outrider.protocol.wire import drafts as wire_drafts
 from outrider.v1 import common_pb2, drafts_pb2, verifier_pb2
 

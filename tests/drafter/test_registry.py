@@ -16,9 +16,9 @@ from drafter_svc.families.base import Family
 from drafter_svc.families.ngram import NgramFamily
 from drafter_svc.families.registry import find_family, known_families
 from examples.repeat_drafter import RepeatFamily
+from outrider.errors import OutriderError
 from outrider.launch.serve_settings import DrafterSpec
 from outrider.protocol.draft_messages import Opened, Proposal, Skip, Window
-from outrider.protocol.errors import OutriderError
 from outrider.protocol.messages import DraftDistribution, SamplingParams
 
 ROOT = Path(__file__).parents[2]

@@ -11,6 +11,7 @@ import pytest
 from drafter_svc.families.base import Family
 from outrider.drafter.draft_sequence import DraftSequence
 from outrider.drafter.session import DraftSession
+from outrider.errors import OutriderError, Reason
 from outrider.protocol.draft_messages import (
     Closed,
     DraftBatch,
@@ -21,7 +22,6 @@ from outrider.protocol.draft_messages import (
     Verdict,
     Window,
 )
-from outrider.protocol.errors import OutriderError, Reason
 from outrider.protocol.messages import DraftDistribution, SamplingParams
 
 WINDOW = Window(16, 4)

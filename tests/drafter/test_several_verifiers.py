@@ -16,9 +16,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from scripted_drafts import READY, ScriptedVerifier, Stream
 from test_drafter_process import NOT_SERVING, SERVING, drafter, health
 
+from outrider.errors import OutriderError, Reason
 from outrider.process.ports import free_port
 from outrider.protocol.draft_messages import DraftBatch, StepBatch
-from outrider.protocol.errors import OutriderError, Reason
 
 STRANGE = replace(READY, tokenizer_fingerprint="0" * 64)
 

@@ -11,8 +11,8 @@ from typing import Any
 import grpc
 from stack import Client  # lies beside this file
 
+from outrider.errors import OutriderError
 from outrider.process import rpc
-from outrider.protocol.errors import OutriderError
 from outrider.v1 import drafts_pb2, verifier_pb2
 
 

@@ -10,8 +10,8 @@ from stack import Client, Stack, running  # lies beside this file
 from test_same_seed import PLAIN, request
 
 from outrider import __version__
+from outrider.errors import OutriderError, Reason
 from outrider.process import rpc
-from outrider.protocol.errors import OutriderError, Reason
 from outrider.protocol.messages import SamplingParams
 
 GREEDY = SamplingParams(0.0)

@@ -11,7 +11,7 @@ import pytest
 from raw_drafter import RawDrafter, dialled  # lies beside this file
 from stack import Client, Stack
 
-from outrider.protocol.errors import OutriderError, Reason
+from outrider.errors import OutriderError, Reason
 from outrider.protocol.messages import SamplingParams, SpeculationOptions, TokenRequest
 from outrider.v1 import common_pb2, drafts_pb2
 

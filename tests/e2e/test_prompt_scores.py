@@ -24,7 +24,7 @@ from outrider.v1.generation_pb2 import GenerateTextRequest, TokenPrompt
 
 TOKENIZER = load_tokenizer(TARGET)
 # Several chunks of 64 tokens, with characters that take several tokens.
-TEXT = "# naïve 日本語 😀\n" + (ROOT / "outrider/protocol/errors.py").read_text()[:900]
+TEXT = "# naïve 日本語 😀\n" + (ROOT / "outrider/errors.py").read_text()[:900]
 IDS: list[int] = TOKENIZER.encode(TEXT).ids
 TOP = 3
 

@@ -14,10 +14,10 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
 from raw_drafter import dialled  # lies beside this file
 from stack import Client, Process, Stack, running
 
+from outrider.errors import Reason
 from outrider.internal.v1.token_streams_pb2_grpc import TokenStreamServiceStub
 from outrider.process import rpc
 from outrider.process.ports import free_port
-from outrider.protocol.errors import Reason
 from outrider.protocol.messages import SamplingParams, SpeculationOptions, TokenRequest
 from outrider.protocol.model_info import Stage
 from outrider.protocol.wire import requests as wire_requests

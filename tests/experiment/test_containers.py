@@ -9,7 +9,7 @@ import httpx
 import pytest
 import yaml
 
-from outrider.protocol.errors import OutriderError
+from outrider.errors import OutriderError
 from outrider_bench.experiment.compose_file import (
     FILES_DIRECTORY,
     Images,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.protocol.errors import OutriderError
+from outrider.errors import OutriderError
 from outrider_bench.experiment import machine
 from outrider_bench.experiment.energy import Meter
 from outrider_bench.experiment.spec import Experiment

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from outrider.protocol.errors import OutriderError
+from outrider.errors import OutriderError
 from outrider_bench.experiment.places import Places
 from outrider_bench.experiment.remote import Hosts, used_hosts
 from outrider_bench.experiment.schedule import groups, ways_of

@@ -32,7 +32,7 @@ _OWN = [
 with atheris.instrument_imports(include=_OWN):
     from gateway.http import json_body
     from gateway.upstream import chunk_checks
-    from outrider.protocol.errors import OutriderError
+    from outrider.errors import OutriderError
     from outrider.protocol.model_info import ModelInfo, Stage
     from outrider.protocol.wire import drafts, model, requests
     from outrider.v1 import drafts_pb2, verifier_pb2

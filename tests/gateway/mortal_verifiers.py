@@ -17,8 +17,8 @@ from gateway.config import GatewaySettings
 from gateway.metrics import Metrics
 from gateway.server import Gateway, running
 from gateway.text.prompts import Prompts
+from outrider.errors import OutriderError, Reason
 from outrider.process import rpc
-from outrider.protocol.errors import OutriderError, Reason
 from outrider.protocol.messages import (
     FinishReason,
     SpeculationStats,

@@ -9,9 +9,9 @@ from typing import Any
 
 import grpc
 
+from outrider.errors import OutriderError
 from outrider.internal.v1 import token_streams_pb2, token_streams_pb2_grpc
 from outrider.process import rpc
-from outrider.protocol.errors import OutriderError
 from outrider.protocol.messages import (
     FinishReason,
     SpeculationStats,

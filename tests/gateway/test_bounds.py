@@ -17,8 +17,8 @@ from gateway.http.fields import MAX_KEYS
 from gateway.http.json_body import MAX_STRINGS, MAX_VALUES, check_size
 from gateway.http.schema import MAX_PROMPTS
 from gateway.text.prompts import Prompts
+from outrider.errors import OutriderError, Reason
 from outrider.process import rpc
-from outrider.protocol.errors import OutriderError, Reason
 from outrider.v1 import generation_pb2
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

@@ -18,8 +18,8 @@ from scripted_verifier import plain
 
 from gateway.rpc import connect
 from gateway.rpc.connect import PATH
+from outrider.errors import OutriderError, Reason, Retry
 from outrider.process import rpc
-from outrider.protocol.errors import OutriderError, Reason, Retry
 from outrider.v1.common_pb2 import SamplingParams
 from outrider.v1.generation_pb2 import GenerateTextRequest, GenerateTextResponse, TokenPrompt
 

@@ -10,7 +10,7 @@ import pytest_asyncio
 from gateway_rig import Rig
 from scripted_verifier import last, plain
 
-from outrider.protocol.errors import OutriderError, Reason
+from outrider.errors import OutriderError, Reason
 from outrider.protocol.messages import FinishReason
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

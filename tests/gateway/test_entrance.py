@@ -11,7 +11,7 @@ import pytest
 
 from gateway.generation.admission import Admission, Permit
 from gateway.http.entrance import Entrance, Turns, arrival_in
-from outrider.protocol.errors import OutriderError, Reason
+from outrider.errors import OutriderError, Reason
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

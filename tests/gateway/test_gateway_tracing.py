@@ -19,8 +19,8 @@ from gateway.http.schema import StreamOptions
 from gateway.http.streaming import ChunkWriter, sse
 from gateway.text.choices import Event, UsageTotals
 from gateway.text.deltas import FinishInfo, TextDelta
+from outrider.errors import OutriderError, Reason
 from outrider.process import telemetry
-from outrider.protocol.errors import OutriderError, Reason
 from outrider.protocol.messages import FinishReason, SpeculationStats, TokenChunk, TokenSource
 from outrider.v1 import generation_pb2
 

@@ -12,8 +12,8 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
 from scripted_verifier import last
 
+from outrider.errors import OutriderError, Reason
 from outrider.process import rpc
-from outrider.protocol.errors import OutriderError, Reason
 from outrider.protocol.messages import FinishReason, SpeculationStats
 from outrider.v1 import common_pb2, generation_pb2
 from outrider.v1.generation_pb2 import Chat, ChatMessage, GenerateTextRequest, TokenPrompt

@@ -12,7 +12,7 @@ import pytest
 from gateway_rig import Rig, until
 from scripted_verifier import last, plain
 
-from outrider.protocol.errors import OutriderError, Reason
+from outrider.errors import OutriderError, Reason
 from outrider.protocol.messages import FinishReason
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

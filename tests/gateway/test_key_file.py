@@ -11,8 +11,8 @@ from keyed_rig import ALICE, BOB, entry
 
 from gateway.access.keys import KeyRing
 from gateway.config import GatewaySettings
+from outrider.errors import OutriderError
 from outrider.process.key_file import key_digest, read_keys, write_keys
-from outrider.protocol.errors import OutriderError
 
 
 @pytest.mark.parametrize(

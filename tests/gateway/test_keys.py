@@ -24,9 +24,9 @@ from gateway.access import keys
 from gateway.access.gate import RequireKey
 from gateway.access.keys import KeyRing
 from gateway.text.prompts import Prompts
+from outrider.errors import Reason, invalid
 from outrider.process import rpc
 from outrider.process.key_file import new_key, write_keys
-from outrider.protocol.errors import Reason, invalid
 from outrider.v1 import generation_pb2
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

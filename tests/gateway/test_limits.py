@@ -24,8 +24,8 @@ from gateway.text.choices import Event
 from gateway.text.deltas import TextDelta
 from gateway.text.prompts import Prompts
 from gateway.upstream.token_stream import late
+from outrider.errors import OutriderError, Reason
 from outrider.process import rpc
-from outrider.protocol.errors import OutriderError, Reason
 from outrider.protocol.messages import TokenSource
 from outrider.v1 import generation_pb2
 

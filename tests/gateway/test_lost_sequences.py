@@ -15,8 +15,8 @@ from scripted_verifier import last, plain
 
 from gateway.text.prompts import Prompts
 from gateway.upstream import routing
+from outrider.errors import OutriderError, Reason
 from outrider.process import rpc, telemetry
-from outrider.protocol.errors import OutriderError, Reason
 from outrider.protocol.messages import (
     FinishReason,
     SpeculationStats,

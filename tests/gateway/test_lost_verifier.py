@@ -22,8 +22,8 @@ from gateway.metrics import Metrics
 from gateway.server import Gateway, running
 from gateway.text.prompts import Prompts
 from gateway.upstream import replica, routing
+from outrider.errors import Reason
 from outrider.process import rpc
-from outrider.protocol.errors import Reason
 from outrider.protocol.messages import (
     FinishReason,
     SpeculationStats,

@@ -28,9 +28,9 @@ from gateway.config import GatewaySettings
 from gateway.metrics import Metrics
 from gateway.server import Gateway, running
 from gateway.text.prompts import Prompts
+from outrider.errors import OutriderError, Reason
 from outrider.internal.v1 import token_streams_pb2
 from outrider.process import rpc
-from outrider.protocol.errors import OutriderError, Reason
 from outrider.protocol.wire import model as wire_model
 from outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc, verifier_pb2
 

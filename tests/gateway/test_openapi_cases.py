@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from test_access import settings, unused
 
 from gateway.app import create_app
-from outrider.protocol.errors import Reason
+from outrider.errors import Reason
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

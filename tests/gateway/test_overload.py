@@ -26,8 +26,8 @@ from gateway.generation.admission import (
     total_load,
 )
 from gateway.text.prompts import Prompts
+from outrider.errors import OutriderError, Reason
 from outrider.process import rpc
-from outrider.protocol.errors import OutriderError, Reason
 from outrider.protocol.model_info import Load
 from outrider.v1 import generation_pb2
 

@@ -13,7 +13,7 @@ from gateway_rig import TARGET, model_with_template
 from transformers import AutoTokenizer
 
 from gateway.text.prompts import Prompts
-from outrider.protocol.errors import OutriderError, Reason
+from outrider.errors import OutriderError, Reason
 
 CHAT = [
     {"role": "system", "content": "Be <short> & 'kind'.\n"},

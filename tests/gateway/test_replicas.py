@@ -20,8 +20,8 @@ from gateway.server import Gateway, running
 from gateway.text.prompts import Prompts
 from gateway.upstream import routing
 from gateway.upstream.routing import Pick
+from outrider.errors import OutriderError, Reason
 from outrider.process import rpc
-from outrider.protocol.errors import OutriderError, Reason
 from outrider.v1 import generation_pb2_grpc
 from outrider.v1.generation_pb2 import GenerateTextRequest
 

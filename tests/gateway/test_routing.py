@@ -11,7 +11,7 @@ from scripted_verifier import ready
 
 from gateway.upstream import routing
 from gateway.upstream.routing import Router
-from outrider.protocol.errors import OutriderError, Reason
+from outrider.errors import OutriderError, Reason
 from outrider.protocol.model_info import Load, ModelInfo, Stage
 
 LOST = OutriderError(Reason.VERIFIER_UNAVAILABLE, "connection refused")

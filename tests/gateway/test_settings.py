@@ -13,8 +13,8 @@ from scripted_verifier import Step, last, plain
 
 from gateway.http.fields import Body, with_declared
 from gateway.http.schema import GenerationBody
+from outrider.errors import OutriderError, Reason
 from outrider.grammar.kinds import Grammar, GrammarKind
-from outrider.protocol.errors import OutriderError, Reason
 from outrider.protocol.limits import Range
 from outrider.protocol.messages import (
     Acceptance,

@@ -17,8 +17,8 @@ from gateway_rig import until
 from scripted_verifier import last, plain
 
 from gateway.text.prompts import Prompts
+from outrider.errors import Reason
 from outrider.process import rpc
-from outrider.protocol.errors import Reason
 from outrider.protocol.messages import FinishReason, TokenRequest
 from outrider.v1 import generation_pb2, generation_pb2_grpc
 

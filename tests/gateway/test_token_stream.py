@@ -10,8 +10,8 @@ import pytest
 from gateway_rig import Rig, until
 from scripted_verifier import last, plain
 
+from outrider.errors import OutriderError, Reason
 from outrider.process import rpc
-from outrider.protocol.errors import OutriderError, Reason
 from outrider.protocol.messages import FinishReason, TokenChunk, TokenRequest
 from outrider.protocol.wire import requests as wire_requests
 from outrider.v1 import verifier_pb2

@@ -12,8 +12,8 @@ from scripted_verifier import Step, last, plain
 
 from gateway.text.prompts import Prompts
 from gateway.upstream import routing
+from outrider.errors import OutriderError, Reason
 from outrider.internal.v1.token_streams_pb2 import TokensPart
-from outrider.protocol.errors import OutriderError, Reason
 from outrider.protocol.messages import FinishReason, TokenRequest
 from verifier_svc.streams.token_streams import CallerStream
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 from waiting import until
 
-from outrider.protocol.errors import OutriderError
+from outrider.errors import OutriderError
 from outrider_bench.experiment.hosts import FILES, Handle, Launch, LocalHost, check_cores
 
 

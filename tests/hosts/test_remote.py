@@ -22,7 +22,7 @@ from ssh_server import (
     until,
 )
 
-from outrider.protocol.errors import OutriderError
+from outrider.errors import OutriderError
 from outrider_bench.experiment.hosts import Launch
 from outrider_bench.experiment.machine import commit
 from outrider_bench.experiment.records import Folder, Measurement

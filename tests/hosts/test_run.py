@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 from ssh_server import OUTRIDER
 
-from outrider.protocol.errors import OutriderError
+from outrider.errors import OutriderError
 from outrider_bench.experiment import machine, run
 from outrider_bench.experiment.measuring import _carried
 from outrider_bench.experiment.records import DRAFTED, PLAIN, Folder, LinkTraffic, Measurement

@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from outrider.errors import OutriderError
 from outrider.lm.cpu.weights import optimize_for_cpu
 from outrider.lm.runner import ModelRunner, SequenceSlice
-from outrider.protocol.errors import OutriderError
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 TYPES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)

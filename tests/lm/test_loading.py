@@ -19,8 +19,8 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from outrider.errors import OutriderError, Reason
 from outrider.lm.runner import ModelRunner, SequenceSlice, _device
-from outrider.protocol.errors import OutriderError, Reason
 from outrider.tokenizer import load_tokenizer
 
 MODELS = Path(__file__).parents[2] / "models"

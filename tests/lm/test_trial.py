@@ -18,11 +18,11 @@ from transformers import (
     RobertaConfig,
 )
 
+from outrider.errors import OutriderError, Reason
 from outrider.lm.cpu.weights import optimize_for_cpu
 from outrider.lm.layout import SequenceSlice
 from outrider.lm.runner import ModelRunner
 from outrider.lm.trial import Texts
-from outrider.protocol.errors import OutriderError, Reason
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,

@@ -19,12 +19,12 @@ import numpy.typing as npt
 import torch
 
 from outrider.drafter.draft_sequence import DraftSequence
+from outrider.errors import OutriderError
 from outrider.lm.pages import PagePool
 from outrider.lm.runner import SequenceSlice
 from outrider.process.clock import Clock, monotonic
 from outrider.protocol.draft_messages import DraftBatch, Hello, SparseDistribution, StepBatch
 from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
-from outrider.protocol.errors import OutriderError
 from outrider.protocol.messages import (
     AcceptanceRule,
     DraftDistribution,

@@ -21,10 +21,10 @@ from drafter_svc.families import forwards
 from drafter_svc.families.draft_model import DraftModel
 from drafter_svc.families.model import ModelFamily
 from outrider.drafter.session import DraftSession
+from outrider.errors import OutriderError
 from outrider.lm.runner import ModelRunner
 from outrider.protocol.draft_messages import Hello, StepBatch
 from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
-from outrider.protocol.errors import OutriderError
 from outrider.protocol.messages import (
     AcceptanceRule,
     DraftDistribution,

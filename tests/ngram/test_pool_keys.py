@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from redis.crc import key_slot
 
 from drafter_svc.pools.keys import BUCKETS, PoolKeys, is_index, read_secret
-from outrider.protocol.errors import OutriderError
+from outrider.errors import OutriderError
 
 SECRET = b"a secret of some length"
 TOKENS = st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=16)

@@ -7,7 +7,7 @@ import pytest
 from redis_servers import Certificates
 
 from drafter_svc.pools.redis_server import RedisServer
-from outrider.protocol.errors import OutriderError
+from outrider.errors import OutriderError
 
 
 @pytest.mark.parametrize(

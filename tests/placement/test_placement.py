@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drafter_svc.placement import choose_address, plan
+from outrider.errors import OutriderError
 from outrider.process.cores import format_cores, parse_cores
-from outrider.protocol.errors import OutriderError
 
 GRACE_MIDR = "0x00000000410fd4f0"
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from gateway.text.request import check_stop
+from outrider.errors import OutriderError
 from outrider.protocol.checks import check_logprobs
-from outrider.protocol.errors import OutriderError
 from outrider.protocol.wire import drafts as wire_drafts
 from outrider.protocol.wire import requests as wire_requests
 from outrider.protocol.wire import settings as wire_settings

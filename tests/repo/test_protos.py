@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.protocol.errors import Reason
+from outrider.errors import Reason
 from outrider.v1 import errors_pb2
 
 ROOT = Path(__file__).parents[2]

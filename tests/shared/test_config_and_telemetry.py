@@ -10,11 +10,11 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from drafter_svc.config import EraseSettings, settings_schema
 from gateway.config import GatewaySettings
+from outrider.errors import OutriderError
 from outrider.launch.serve_settings import DrafterSpec, ServeSettings
 from outrider.launch.stack import plan_stack
 from outrider.process import telemetry
 from outrider.process.config import parse
-from outrider.protocol.errors import OutriderError
 
 
 def test_flags_override_the_environment_which_overrides_the_file(

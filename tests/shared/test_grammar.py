@@ -13,8 +13,8 @@ import pytest
 from grammar_texts import BACKENDS, ENDS, TOKENIZER, VOCAB, allowed, compiler, schema, takes, walk
 from json_schemas import schemas
 
+from outrider.errors import OutriderError
 from outrider.grammar.kinds import Backend, Grammar, GrammarKind
-from outrider.protocol.errors import OutriderError
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

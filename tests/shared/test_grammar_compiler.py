@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from grammar_texts import BACKENDS, ENDS, TARGET, TOKENIZER, VOCAB, compiler
 
+from outrider.errors import OutriderError, Reason
 from outrider.grammar.backends import Compiled, Matcher
 from outrider.grammar.cache import GrammarCache
 from outrider.grammar.compiler import GrammarCompiler
 from outrider.grammar.kinds import Backend, Grammar, GrammarKind
 from outrider.grammar.worker import grammar_from
 from outrider.process.workers import OutOfTime
-from outrider.protocol.errors import OutriderError, Reason
 
 
 def test_the_cache_keeps_recent_grammars_within_its_bytes() -> None:

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from grammar_texts import BACKENDS, ENDS, TARGET, TOKENIZER, VOCAB, allowed, compiler, schema
 
+from outrider.errors import OutriderError
 from outrider.grammar.compiler import GrammarCompiler
 from outrider.grammar.kinds import Backend, Grammar, GrammarKind
 from outrider.grammar.repetition import check_ebnf, check_pattern
-from outrider.protocol.errors import OutriderError
 from outrider.protocol.limits import MAX_GRAMMAR_CHARACTERS
 
 

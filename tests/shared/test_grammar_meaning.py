@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from grammar_texts import BACKENDS, compiler, schema, takes, walk
 
+from outrider.errors import OutriderError
 from outrider.grammar.characters import any_case, complement, python_class
 from outrider.grammar.guard import Guard
 from outrider.grammar.kinds import Backend, Grammar, GrammarKind
-from outrider.protocol.errors import OutriderError
 
 PATTERNED = [
     r"^x\ty$",

@@ -18,13 +18,13 @@ import pytest
 from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2, metrics_service_pb2_grpc
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from outrider.errors import OutriderError
 from outrider.process import metrics_export, telemetry
 from outrider.process.certs import Authority
 from outrider.process.config import ScrapedSettings
 from outrider.process.metrics_export import pushing_metrics, serve_metrics
 from outrider.process.ports import free_port
 from outrider.process.tls import Tls
-from outrider.protocol.errors import OutriderError
 
 
 class Collector(metrics_service_pb2_grpc.MetricsServiceServicer):

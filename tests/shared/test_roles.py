@@ -9,9 +9,9 @@ from google.protobuf.descriptor import FileDescriptor
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
+from outrider.errors import OutriderError, Reason
 from outrider.internal.v1 import token_streams_pb2
 from outrider.process.roles import CALLERS, Peer, Role, check_call, check_http, peer_of_grpc
-from outrider.protocol.errors import OutriderError, Reason
 from outrider.v1 import generation_pb2, verifier_pb2
 
 FILES: list[FileDescriptor] = [

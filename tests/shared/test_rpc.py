@@ -18,8 +18,8 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
     ProtoReflectionDescriptorDatabase,
 )
 
+from outrider.errors import OutriderError, Reason, Retry
 from outrider.process import rpc
-from outrider.protocol.errors import OutriderError, Reason, Retry
 from outrider.v1 import verifier_pb2, verifier_pb2_grpc
 
 ERROR = OutriderError(

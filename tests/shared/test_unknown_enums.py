@@ -12,9 +12,9 @@ import pytest
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
+from outrider.errors import OutriderError, Reason
 from outrider.protocol import draft_messages as d
 from outrider.protocol import messages as m
-from outrider.protocol.errors import OutriderError, Reason
 from outrider.protocol.model_info import Stage
 from outrider.protocol.wire import drafts as wire_drafts
 from outrider.protocol.wire import model as wire_model

@@ -11,9 +11,9 @@ from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outrider.errors import OutriderError, Reason
 from outrider.protocol import draft_messages as d
 from outrider.protocol import messages as m
-from outrider.protocol.errors import OutriderError, Reason
 from outrider.protocol.limits import MAX_DRAFT_SECONDS
 from outrider.protocol.model_info import DrafterInfo, ModelInfo, Placement, Stage
 from outrider.protocol.wire import drafts as wire_drafts

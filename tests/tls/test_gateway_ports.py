@@ -16,9 +16,9 @@ from gateway.config import GatewaySettings
 from gateway.metrics import Metrics
 from gateway.server import Gateway, running
 from gateway.text.prompts import Prompts
+from outrider.errors import Reason
 from outrider.process import rpc
 from outrider.process.tls import Tls
-from outrider.protocol.errors import Reason
 from outrider.v1 import generation_pb2, generation_pb2_grpc
 
 BODY = {"prompt": "def main(", "max_tokens": 4}

@@ -15,11 +15,11 @@ from gateway.upstream.replica import Replica
 from outrider.drafter.serve import own_id
 from outrider.drafter.strategy import GuessStrategy
 from outrider.drafter.stream import DraftStream, Observer
+from outrider.errors import OutriderError, Reason
 from outrider.internal.v1 import token_streams_pb2, token_streams_pb2_grpc
 from outrider.process import rpc
 from outrider.process.tls import Tls, explain
 from outrider.protocol.draft_messages import Hello
-from outrider.protocol.errors import OutriderError, Reason
 from outrider.protocol.messages import DraftDistribution
 from outrider.v1 import drafts_pb2, verifier_pb2, verifier_pb2_grpc
 

@@ -7,11 +7,11 @@ import numpy.typing as npt
 import torch
 from prometheus_client import generate_latest
 
+from outrider.errors import OutriderError
 from outrider.lm.pages import PagePool
 from outrider.lm.runner import SequenceSlice
 from outrider.process.clock import Clock, monotonic
 from outrider.protocol.draft_messages import DraftBatch, Hello, Proposal, Skip, StepBatch
-from outrider.protocol.errors import OutriderError
 from outrider.protocol.messages import FinishReason, TokenChunk
 from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine

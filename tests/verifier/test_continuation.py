@@ -9,11 +9,11 @@ import pytest
 from fake_model import EOS, VOCAB, Client, ScriptedDrafter, TableModel, finish, make_engine
 from test_tree_steps import NoRepeats
 
+from outrider.errors import OutriderError, Reason
 from outrider.grammar.backends import Matcher
 from outrider.grammar.compiler import advanced
 from outrider.protocol.draft_messages import Proposal, SparseDistribution
 from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
-from outrider.protocol.errors import OutriderError, Reason
 from outrider.protocol.messages import (
     Acceptance,
     AcceptanceRule,

@@ -6,8 +6,8 @@ import pytest
 from fake_model import Client, ScriptedDrafter, exposition, finish, make_engine
 from virtual_time import VirtualClock
 
+from outrider.errors import OutriderError, Reason
 from outrider.protocol.draft_messages import Proposal
-from outrider.protocol.errors import OutriderError, Reason
 from outrider.protocol.messages import (
     DraftDistribution,
     SamplingParams,

@@ -8,7 +8,7 @@ import threading
 import pytest
 from fake_model import Client, make_engine
 
-from outrider.protocol.errors import OutriderError
+from outrider.errors import OutriderError
 from outrider.protocol.messages import SamplingParams, TokenChunk, TokenRequest
 from outrider.protocol.model_info import ModelInfo, Stage
 from verifier_svc.engine.engine_thread import EngineThread

@@ -8,9 +8,9 @@ from fake_model import EOS, VOCAB, Client, ScriptedDrafter, exposition, finish, 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outrider.errors import OutriderError, Reason
 from outrider.lm.pages import KVSequence
 from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
-from outrider.protocol.errors import OutriderError, Reason
 from outrider.protocol.messages import FinishReason, SamplingParams, TokenRequest, TokenSource
 from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine

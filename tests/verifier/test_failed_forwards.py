@@ -4,7 +4,7 @@ import pytest
 import torch
 from fake_model import Client, make_engine
 
-from outrider.protocol.errors import Reason
+from outrider.errors import Reason
 from outrider.protocol.messages import SamplingParams, TokenRequest
 
 GREEDY = SamplingParams(temperature=0.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from fake_model import EOS, Client, finish, make_engine
 
-from outrider.protocol.errors import OutriderError, Reason
+from outrider.errors import OutriderError, Reason
 from outrider.protocol.messages import SamplingParams, TokenRequest
 from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from fake_model import Client, ScriptedDrafter, make_engine
 
-from outrider.protocol.errors import OutriderError
+from outrider.errors import OutriderError
 from outrider.protocol.messages import SamplingParams, TokenRequest
 from outrider.protocol.model_info import ModelInfo, Stage
 from outrider.v1 import verifier_pb2

@@ -8,9 +8,9 @@ from fake_model import Client, ScriptedDrafter, make_engine
 from prometheus_client import generate_latest
 from virtual_time import VirtualClock
 
+from outrider.errors import OutriderError, Reason
 from outrider.protocol.draft_messages import DraftBatch, Proposal, Skip
 from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
-from outrider.protocol.errors import OutriderError, Reason
 from outrider.protocol.messages import SamplingParams, SpeculationOptions, TokenRequest
 from verifier_svc.engine.config import EngineConfig
 

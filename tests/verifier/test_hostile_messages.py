@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from drafter_svc.families.ngram import NgramFamily
 from drafter_svc.pools.memory import NgramOptions
 from outrider.drafter.session import DraftSession
+from outrider.errors import OutriderError, Reason
 from outrider.grammar.kinds import Grammar, GrammarKind
 from outrider.protocol.draft_messages import (
     Closed,
@@ -31,7 +32,6 @@ from outrider.protocol.draft_messages import (
     Verdict,
     Window,
 )
-from outrider.protocol.errors import OutriderError, Reason
 from outrider.protocol.messages import DraftDistribution, SamplingParams, TokenRequest
 from outrider.protocol.model_info import Placement
 from outrider.protocol.wire import drafts as wire_drafts

@@ -12,9 +12,9 @@ import pytest
 from chaos_proxy import chaos_proxy
 from fake_model import VOCAB, exposition, make_engine
 
+from outrider.errors import OutriderError, Reason
 from outrider.internal.v1 import token_streams_pb2_grpc
 from outrider.process import rpc
-from outrider.protocol.errors import OutriderError, Reason
 from outrider.protocol.model_info import DrafterInfo, ModelInfo, Placement, Stage
 from outrider.protocol.wire import model as wire_model
 from outrider.v1 import common_pb2, drafts_pb2, verifier_pb2, verifier_pb2_grpc

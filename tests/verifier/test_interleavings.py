@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.drafter.draft_sequence import DraftSequence
+from outrider.errors import OutriderError, Reason
 from outrider.protocol.draft_messages import (
     DraftBatch,
     Hello,
@@ -21,7 +22,6 @@ from outrider.protocol.draft_messages import (
     Window,
 )
 from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
-from outrider.protocol.errors import OutriderError, Reason
 from outrider.protocol.messages import DraftDistribution, SamplingParams, TokenRequest
 from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine

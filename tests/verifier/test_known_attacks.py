@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_grammar_masks import Heads
 
+from outrider.errors import OutriderError, Reason
 from outrider.protocol.draft_messages import Proposal
-from outrider.protocol.errors import OutriderError, Reason
 from outrider.protocol.limits import MAX_TOP_LOGPROBS
 from outrider.protocol.messages import FinishReason, SamplingParams, TokenRequest
 from outrider.protocol.wire import drafts as wire_drafts

@@ -12,8 +12,8 @@ import grpc
 import pytest
 from fake_model import Client, finish, make_engine
 
+from outrider.errors import OutriderError
 from outrider.process import rpc
-from outrider.protocol.errors import OutriderError
 from outrider.protocol.messages import SamplingParams, TokenRequest
 from outrider.protocol.model_info import Load, ModelInfo, Stage, retry_after_s
 from outrider.protocol.wire import model as wire_model

@@ -10,9 +10,9 @@ import pytest
 from fake_model import Client, ScriptedDrafter, exposition, make_engine
 from virtual_time import VirtualClock
 
+from outrider.errors import OutriderError
 from outrider.protocol.draft_messages import DraftBatch, Proposal, Skip, StepBatch
 from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
-from outrider.protocol.errors import OutriderError
 from outrider.protocol.messages import (
     PauseReason,
     SamplingParams,

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 import pytest
 from fake_model import Client, ScriptedDrafter, make_engine, make_plan
 
+from outrider.errors import OutriderError
 from outrider.protocol.draft_messages import DraftBatch, Proposal
 from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
-from outrider.protocol.errors import OutriderError
 from outrider.protocol.messages import SamplingParams, SpeculationOptions, TokenRequest
 from outrider.protocol.model_info import Placement
 from verifier_svc.drafts.assignments import run_ahead_window

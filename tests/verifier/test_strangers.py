@@ -9,8 +9,8 @@ import pytest
 from fake_model import Client, ScriptedDrafter, make_engine
 from virtual_time import VirtualClock
 
+from outrider.errors import OutriderError, Reason
 from outrider.protocol.draft_messages import Hello
-from outrider.protocol.errors import OutriderError, Reason
 from outrider.protocol.messages import SamplingParams, TokenRequest
 from verifier_svc.drafts.roster import PLACES
 from verifier_svc.engine.config import EngineConfig

@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
+from outrider.errors import OutriderError, Reason
 from outrider.internal.v1 import token_streams_pb2
 from outrider.internal.v1.token_streams_pb2_grpc import (
     TokenStreamServiceServicer,
@@ -17,7 +18,6 @@ from outrider.internal.v1.token_streams_pb2_grpc import (
     add_TokenStreamServiceServicer_to_server,
 )
 from outrider.process import rpc
-from outrider.protocol.errors import OutriderError, Reason
 from outrider.v1 import common_pb2, verifier_pb2
 from verifier_svc.streams import token_streams
 from verifier_svc.streams.token_streams import CallerStream

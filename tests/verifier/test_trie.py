@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outrider.errors import OutriderError, Reason
 from outrider.protocol.draft_messages import Proposal, Skip, SparseDistribution, Window
-from outrider.protocol.errors import OutriderError, Reason
 from verifier_svc.state.trie import LookupResult, Trie
 
 PROMPT = [1, 2, 3]

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from fake_model import Client, ScriptedDrafter, finish, make_engine
 
+from outrider.errors import OutriderError, Reason
 from outrider.process.read_ahead import MOST_UNREAD
-from outrider.protocol.errors import OutriderError, Reason
 from outrider.protocol.messages import SamplingParams, TokenRequest
 from outrider.protocol.model_info import ModelInfo, Stage
 from outrider.v1 import verifier_pb2

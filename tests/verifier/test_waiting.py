@@ -4,9 +4,9 @@ import pytest
 from fake_model import Client, ScriptedDrafter, TableModel, make_engine, make_plan
 from virtual_time import VirtualClock
 
+from outrider.errors import OutriderError
 from outrider.protocol.draft_messages import DraftBatch, Proposal, StepBatch
 from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
-from outrider.protocol.errors import OutriderError
 from outrider.protocol.messages import SamplingParams, TokenChunk, TokenRequest
 from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine

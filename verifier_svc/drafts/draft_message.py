@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
+from outrider.errors import OutriderError, Reason
 from outrider.protocol.draft_messages import DraftBatch, Proposal, Skip
-from outrider.protocol.errors import OutriderError, Reason
 from outrider.protocol.token_tree import main_path
 from verifier_svc.metrics import Metrics
 from verifier_svc.state.drafter import Drafter

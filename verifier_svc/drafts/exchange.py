@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+from outrider.errors import OutriderError, Reason
 from outrider.process.clock import Clock, monotonic
 from outrider.process.telemetry import Span
 from outrider.protocol.draft_messages import Closed, DraftBatch, Hello, StepBatch, Verdict
-from outrider.protocol.errors import OutriderError, Reason
 from outrider.protocol.messages import PauseReason
 from verifier_svc.drafts.assignments import new_assignment, run_ahead_window
 from verifier_svc.drafts.draft_message import DraftMessage

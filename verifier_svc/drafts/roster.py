@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterable
 from math import ceil
 from typing import Any
 
+from outrider.errors import OutriderError, Reason
 from outrider.process.clock import Clock, monotonic
-from outrider.protocol.errors import OutriderError, Reason
 from outrider.protocol.messages import SpeculationOptions
 from outrider.protocol.model_info import DrafterInfo
 from verifier_svc.state.drafter import Drafter

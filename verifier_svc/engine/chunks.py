@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from outrider.errors import OutriderError, Reason
 from outrider.grammar.backends import Matcher
-from outrider.protocol.errors import OutriderError, Reason
 from outrider.protocol.messages import FinishReason, TokenChunk, TokenSource
 from outrider.protocol.token_tree import main_path
 from verifier_svc.state.scheduled_sequence import ScheduledSequence

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 
+from outrider.errors import OutriderError
 from outrider.process.telemetry import Span
-from outrider.protocol.errors import OutriderError
 from outrider.protocol.messages import FinishReason, TokenChunk
 from verifier_svc.drafts.draft_message import main_path_count, record_draft
 from verifier_svc.engine.chunks import chunk_of, cut_at_end, cut_at_grammars_end, sources_of

@@ -7,10 +7,10 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
+from outrider.errors import OutriderError, Reason, invalid
 from outrider.grammar.backends import Matcher
 from outrider.lm.pages import KVSequence
 from outrider.process.telemetry import Span
-from outrider.protocol.errors import OutriderError, Reason, invalid
 from outrider.protocol.messages import Acceptance, SpeculationStats, TokenChunk, TokenRequest
 from outrider.protocol.model_info import retry_after_s
 from verifier_svc.engine.config import EngineConfig, LanguageModel

@@ -13,12 +13,12 @@ from collections.abc import Callable
 
 import torch
 
+from outrider.errors import OutriderError, Reason
 from outrider.grammar.backends import Matcher
 from outrider.lm.pages import PagePool
 from outrider.lm.runner import SequenceSlice
 from outrider.process.clock import Clock, monotonic
 from outrider.process.telemetry import NO_SPAN, Span
-from outrider.protocol.errors import OutriderError, Reason
 from outrider.protocol.messages import TokenChunk, TokenRequest
 from verifier_svc.drafts.exchange import DraftExchange
 from verifier_svc.engine.commit import Committer, moved_slots

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from outrider.errors import OutriderError
 from outrider.protocol.draft_messages import StepBatch
-from outrider.protocol.errors import OutriderError
 from outrider.protocol.messages import TokenChunk
 from verifier_svc.drafts.exchange import DraftExchange
 

@@ -6,8 +6,8 @@ import platform
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from outrider.errors import OutriderError
 from outrider.protocol.draft_messages import Hello, StepBatch
-from outrider.protocol.errors import OutriderError
 from outrider.protocol.model_info import DrafterInfo
 from verifier_svc.state.acceptance_rate import AcceptanceRate, Latency, SiblingRates
 

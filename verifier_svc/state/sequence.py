@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from outrider.errors import OutriderError
 from outrider.grammar.backends import Matcher
 from outrider.lm.pages import KVSequence
 from outrider.process.telemetry import NO_SPAN, Span
 from outrider.protocol.draft_messages import Opened, Window
-from outrider.protocol.errors import OutriderError
 from outrider.protocol.messages import (
     DraftDistribution,
     PauseReason,

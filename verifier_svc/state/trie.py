@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from outrider.errors import OutriderError, Reason
 from outrider.protocol.draft_messages import Proposal, Skip, SparseDistribution, Window
-from outrider.protocol.errors import OutriderError, Reason
 from outrider.protocol.token_tree import without_chain
 
 

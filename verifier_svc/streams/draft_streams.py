@@ -13,9 +13,9 @@ from typing import Any
 
 import grpc
 
+from outrider.errors import OutriderError, Reason
 from outrider.process.roles import Peer, Role
 from outrider.protocol.draft_messages import Hello, StepBatch
-from outrider.protocol.errors import OutriderError, Reason
 from outrider.protocol.wire import drafts as wire_drafts
 from outrider.v1 import drafts_pb2, verifier_pb2
 from verifier_svc.engine.engine_thread import EngineThread

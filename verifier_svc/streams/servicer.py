@@ -14,6 +14,7 @@ from typing import Any
 
 import grpc
 
+from outrider.errors import OutriderError, Reason
 from outrider.grammar.backends import Matcher
 from outrider.grammar.compiler import GrammarCompiler
 from outrider.internal.v1 import token_streams_pb2, token_streams_pb2_grpc
@@ -23,7 +24,6 @@ from outrider.process.credentials import peer_of
 from outrider.process.read_ahead import ReadAhead, unread_error
 from outrider.process.rpc import Server, reports_errors
 from outrider.process.tasks import watch
-from outrider.protocol.errors import OutriderError, Reason
 from outrider.protocol.messages import TokenChunk, TokenRequest
 from outrider.protocol.model_info import DrafterInfo, Load, ModelInfo, Stage
 from outrider.protocol.wire import model as wire_model

@@ -15,9 +15,9 @@ from typing import Any
 
 import grpc
 
+from outrider.errors import OutriderError, Reason
 from outrider.internal.v1 import token_streams_pb2
 from outrider.process import rpc
-from outrider.protocol.errors import OutriderError, Reason
 from outrider.v1 import verifier_pb2
 
 # The largest message, unless a single part is larger.

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from outrider.protocol.errors import OutriderError, Reason
+from outrider.errors import OutriderError, Reason
 from outrider.protocol.messages import AcceptanceRule, DraftDistribution, TokenLogprob
 from outrider.sampling.logits import Context
 from verifier_svc.state.scheduled_sequence import ScheduledSequence

@@ -11,8 +11,8 @@ from itertools import compress
 
 import numpy as np
 
+from outrider.errors import OutriderError, Reason
 from outrider.grammar.backends import Mask, Matcher
-from outrider.protocol.errors import OutriderError, Reason
 from outrider.protocol.token_tree import without_chain
 from verifier_svc.policy.draft_trees import ChosenDraft
 from verifier_svc.state.mask_work import MaskWork

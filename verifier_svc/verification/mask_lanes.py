@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from outrider.errors import OutriderError, Reason, invalid
 from outrider.process.clock import Clock, monotonic
 from outrider.process.turns import TenantThreads
-from outrider.protocol.errors import OutriderError, Reason, invalid
 from verifier_svc.state.mask_work import MaskWork
 from verifier_svc.state.sequence import Sequence as SequenceState
 

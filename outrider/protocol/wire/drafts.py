@@ -9,10 +9,10 @@ import math
 
 import numpy as np
 
+from outrider.errors import OutriderError, Reason, invalid
 from outrider.protocol import draft_messages as d
 from outrider.protocol import messages as m
 from outrider.protocol.checks import check_ids, check_name
-from outrider.protocol.errors import OutriderError, Reason, invalid
 from outrider.protocol.limits import (
     MAX_BATCH_ENTRIES,
     MAX_DISTRIBUTION_ENTRIES,

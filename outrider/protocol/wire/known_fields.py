@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from outrider.protocol.errors import OutriderError, Reason
+from outrider.errors import OutriderError, Reason
 
 
 def check_known_fields(message: Message, path: str = "") -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from outrider.errors import invalid
 from outrider.protocol.checks import check_name
-from outrider.protocol.errors import invalid
 from outrider.protocol.limits import MAX_CORE_ID, MAX_CORES, MAX_NODE_ID
 from outrider.protocol.model_info import DrafterInfo, Load, ModelInfo, Placement, Stage
 from outrider.protocol.wire.settings import duration, known, optional, proto_enum, seconds

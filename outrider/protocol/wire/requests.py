@@ -6,9 +6,9 @@ converted as they are; the gateway checks them against its model.
 
 from __future__ import annotations
 
+from outrider.errors import invalid
 from outrider.protocol import messages as m
 from outrider.protocol.checks import check_context, check_ids, check_logprobs, check_name
-from outrider.protocol.errors import invalid
 from outrider.protocol.limits import MAX_GATHERED_TOKENS, MAX_STOP_TOKENS
 from outrider.protocol.wire.known_fields import check_known_fields
 from outrider.protocol.wire.settings import (

@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 
+from outrider.errors import invalid
 from outrider.grammar.kinds import Grammar, GrammarKind
 from outrider.protocol import messages as m
 from outrider.protocol.checks import check_grammar, check_sampling, check_speculation
-from outrider.protocol.errors import invalid
 from outrider.v1 import common_pb2
 
 _Member = TypeVar("_Member", bound=Enum)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
+from outrider.errors import OutriderError
 from outrider.lm.pages import PagePool
 from outrider.protocol.draft_messages import DraftBatch, Hello, StepBatch
 from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
-from outrider.protocol.errors import OutriderError
 from outrider.protocol.messages import AcceptanceRule, TokenChunk, TokenRequest
 from outrider_bench.simulator.engine_actor import EngineActor
 from outrider_bench.simulator.events import Events

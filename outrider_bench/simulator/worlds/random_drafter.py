@@ -7,8 +7,8 @@ from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
 from outrider.drafter.session import DraftSession
+from outrider.errors import OutriderError, Reason
 from outrider.protocol.draft_messages import DraftBatch, Hello, StepBatch
-from outrider.protocol.errors import OutriderError, Reason
 from outrider.protocol.messages import DraftDistribution
 from outrider.protocol.wire import drafts as wire
 from outrider.v1 import drafts_pb2

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from functools import cache
 from random import Random
 
+from outrider.errors import OutriderError
 from outrider.grammar.backends import Mask
 from outrider.lm.pages import PagePool
-from outrider.protocol.errors import OutriderError
 from outrider.protocol.messages import (
     FinishReason,
     SamplingParams,
