@@ -225,7 +225,7 @@ async def test_files_of_a_launch_are_for_this_user_alone(tmp_path: Path) -> None
 def test_containers_beside_other_machines_are_refused(tmp_path: Path) -> None:
     with pytest.raises(OutriderError, match="--with compose keeps all processes on this one"):
         places(project(tmp_path), compose=True).host("near-1", "far", False)
-    with pytest.raises(OutriderError, match="an agent starts processes alone"):
+    with pytest.raises(OutriderError, match="ssh starts processes alone"):
         places(None, compose=False).host("near-1", "far", True)
     with pytest.raises(OutriderError, match="needs --hosts with the address of its agent"):
         places(None, compose=False).host("near-1", "far", False)
