@@ -227,8 +227,6 @@ def test_containers_beside_other_machines_are_refused(tmp_path: Path) -> None:
         places(project(tmp_path), compose=True).host("near-1", "far", False)
     with pytest.raises(OutriderError, match="ssh starts processes alone"):
         places(None, compose=False).host("near-1", "far", True)
-    with pytest.raises(OutriderError, match="needs --hosts with the address of its agent"):
-        places(None, compose=False).host("near-1", "far", False)
 
 
 def test_more_containers_than_a_network_has_addresses_are_refused() -> None:
