@@ -83,6 +83,8 @@ async def test_a_new_password_needs_no_restart(deployment: Deployment) -> None:
         assert time.monotonic() < deadline
         made._paused_until = 0.0
     await made.close()
+    # Other tests share the deployment, and log in with its password.
+    deployment.password_file.write_text(PASSWORD + "\n")
 
 
 async def test_counts_expire(redis_server: Standalone) -> None:
