@@ -11,10 +11,19 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+)
 
 from outrider.errors import Reason
 from outrider.protocol.messages import FinishReason, TokenChunk, TokenSource
+
+# As the other processes: nothing needs a time series with the creation time of each counter.
+disable_created_metrics()  # type: ignore[no-untyped-call]  # has no types
 
 _LABELS = ["model_name"]
 _SEMANTIC_LABELS = ["gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_model"]
