@@ -13,7 +13,6 @@ from gateway.http.fields import Body, Listed, Text, check_unicode
 from gateway.unsupported import UNSUPPORTED
 from outrider.errors import invalid
 
-MAX_MESSAGES = 2048
 MAX_TEMPLATE_VARIABLES = 16
 MAX_TEMPLATE_NAME_CHARACTERS = 64
 MAX_TEMPLATE_CHARACTERS = 4096

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
-from gateway.http.conversation import MAX_MESSAGES, Content, Message, TemplateOptions, joined
+from gateway.http.conversation import Content, Message, TemplateOptions, joined
 from gateway.http.fields import (
     Body,
     Choice,
@@ -27,6 +27,7 @@ from outrider.protocol.limits import (
     MAX_FAMILY_LENGTH,
     MAX_GRAMMAR_CHARACTERS,
     MAX_LISTED_TOKENS,
+    MAX_MESSAGES,
     MAX_NAME_LENGTH,
     MAX_STOP_TOKENS,
     MAX_TOP_LOGPROBS,

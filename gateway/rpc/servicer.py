@@ -14,7 +14,6 @@ from gateway.access.interceptor import text_metadata
 from gateway.generation.admission import ClientTimeout
 from gateway.generation.generate import Generation
 from gateway.generation.serve_text import Demand, TextCall, serve_text
-from gateway.http.conversation import MAX_MESSAGES
 from gateway.http.json_body import MAX_VALUES
 from gateway.http.request_id import HEADER, request_id
 from gateway.text.deltas import TextDelta
@@ -182,9 +181,6 @@ def _messages(chat: generation_pb2.Chat) -> list[dict[str, str]]:
     """The messages for a chat template. Raises OutriderError(INVALID_VALUE)."""
     if not chat.messages:
         raise invalid("chat.messages", "must hold at least 1 message")
-    count = len(chat.messages)
-    if count > MAX_MESSAGES:
-        raise invalid("chat.messages", f"must hold at most {MAX_MESSAGES} messages, not {count}")
     for index, message in enumerate(chat.messages):
         if message.role not in _ROLES:
             roles = ", ".join(_ROLES)

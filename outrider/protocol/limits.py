@@ -31,6 +31,8 @@ class Range:
 
 # Requests.
 MAX_NAME_LENGTH = 128
+MAX_MESSAGES = 2048
+"""Most messages of a chat."""
 MAX_STOP_TOKENS = 64
 MAX_LISTED_TOKENS = 1024
 """Most entries of logit_bias and of banned_token_ids."""

@@ -11,7 +11,6 @@ import httpx
 import pytest
 from gateway_rig import Rig
 
-from gateway.http.conversation import MAX_MESSAGES
 from gateway.http.endpoints import MAX_TOKENIZED
 from gateway.http.fields import MAX_KEYS
 from gateway.http.json_body import MAX_STRINGS, MAX_VALUES, check_size
@@ -19,6 +18,7 @@ from gateway.http.schema import MAX_PROMPTS
 from gateway.text.prompts import Prompts
 from outrider.errors import OutriderError, Reason
 from outrider.process import rpc
+from outrider.protocol.limits import MAX_MESSAGES
 from outrider.v1 import generation_pb2
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

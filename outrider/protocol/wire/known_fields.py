@@ -11,14 +11,17 @@ from collections.abc import Mapping
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from outrider.errors import OutriderError, Reason
+from outrider.errors import OutriderError, Reason, invalid
+from outrider.protocol.limits import MAX_MESSAGES
 
 
 def check_known_fields(message: Message, path: str = "") -> None:
     """Check a message and all messages in it.
 
     Raises OutriderError(UNKNOWN_PARAMETER). Its field is the path of the message at fault with the
-    field's number, such as `sampling.99`; 99 alone is a field of the request itself.
+    field's number, such as `sampling.99`; 99 alone is a field of the request itself. A list of
+    more than MAX_MESSAGES messages is refused unread (INVALID_VALUE): a million empty messages
+    fit into a request, and reading them would take seconds.
     """
     unknown = UnknownFieldSet(message)
     if len(unknown):
@@ -35,5 +38,8 @@ def check_known_fields(message: Message, path: str = "") -> None:
         if isinstance(value, Message):
             check_known_fields(value, name)
         else:
+            if len(value) > MAX_MESSAGES:
+                problem = f"must hold at most {MAX_MESSAGES} messages, not {len(value)}"
+                raise invalid(name, problem)
             for index, entry in enumerate(value):
                 check_known_fields(entry, f"{name}[{index}]")
