@@ -35,7 +35,7 @@ class GrammarCompiler:
     """Compiles grammars for one tokenizer and caches them.
 
     `vocab_size` is the logits' width; masks never allow ids without a token. `compile_seconds`
-    bounds how long a request waits for its turn, and how long its grammar may then compile.
+    bounds how long a request waits for its turn, and how much processor time its grammar may take.
     `cache_bytes` bounds the cache. `backend` has one library compile all grammars that it can, to
     compare them.
 
@@ -91,7 +91,7 @@ class GrammarCompiler:
         """Compile a grammar or take it from the cache; waits for a turn without limit.
 
         Raises OutriderError(INVALID_VALUE) that names the field for a grammar that is invalid,
-        allows no text or takes longer than `compile_seconds`.
+        allows no text or takes more processor time than `compile_seconds`.
         """
         cached = self.cache.get(grammar)
         if cached is not None:

@@ -13,6 +13,7 @@ import os
 import resource
 import signal
 import socket
+import struct
 import sys
 import threading
 from collections.abc import Callable
@@ -26,6 +27,10 @@ FORK = b"F"
 KILL = b"K"
 READY = b"R"
 PID_BYTES = 8
+# A request begins with the processor time that it may take, in seconds.
+SECONDS = struct.Struct("d")
+# Ends a worker that has taken its processor time.
+OUT_OF_TIME = signal.SIGPROF
 # The first byte of an answer: a result, no memory left, or an exception's text.
 RESULT = b"\0"
 NO_MEMORY = b"\1"
@@ -57,8 +62,9 @@ def main() -> None:
             pid = int.from_bytes(command[1:], "big")
             # A child that was not waited for keeps its id, so no other process is hit.
             os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-            control.sendall(KILL)
+            _, status = os.waitpid(pid, 0)
+            # Not SIGKILL if the worker had ended before.
+            control.sendall(bytes([os.WTERMSIG(status)]))
 
 
 def _fork(control: socket.socket, descriptor: int, handler: Handler, limits: dict[str, Any]) -> int:
@@ -91,6 +97,7 @@ def _bind_to(parent: int) -> None:
 def _limit(memory_bytes: int, nice: int) -> None:
     """Bound the memory that is added from now on, and lower the priority."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(OUT_OF_TIME, signal.SIG_DFL)
     if sys.platform == "linux":
         with open("/proc/self/statm", encoding="ascii") as file:
             pages = int(file.read().split()[0])
@@ -106,7 +113,11 @@ def _serve(connection: Connection, handler: Handler) -> None:
             request = connection.recv_bytes()
         except EOFError:
             return
-        connection.send_bytes(_answer(handler, request))
+        # A timer of the processor's time: on a busy machine a worker may wait long for its turn.
+        signal.setitimer(signal.ITIMER_PROF, *SECONDS.unpack_from(request))
+        answer = _answer(handler, request[SECONDS.size :])
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        connection.send_bytes(answer)
 
 
 def _answer(handler: Handler, request: bytes) -> bytes:

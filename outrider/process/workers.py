@@ -1,8 +1,9 @@
 """Runs functions in processes that can be killed, because no thread can.
 
 What users or a model's files make expensive (compiling grammars, masks, chat templates) runs here:
-within a time and a memory limit, and at a lower priority. All workers of a kind are forked from one
-process that has loaded what they need. They end with the process that uses them, however it ends.
+within a limit of processor time and of memory, and at a lower priority. All workers of a kind are
+forked from one process that has loaded what they need. They end with the process that uses them,
+however it ends.
 Requests and answers are bytes; nothing is unpickled.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -22,6 +24,8 @@ from outrider.process import worker_process as wire
 # Loading torch for xgrammar takes 4 s, and longer on a busy machine.
 _LOAD_S = 120.0
 _MAX_ANSWER_BYTES = 64 * 2**20
+# A request may take this many times its processor time, if other processes have the cores.
+_WALL = 5
 
 
 class WorkerError(Exception):
@@ -110,16 +114,20 @@ class WorkerSource:
         pid = int.from_bytes(_receive(control, wire.PID_BYTES), "big")
         return pid, Connection(own.detach())
 
-    def kill(self, pid: int) -> None:
-        """Kill a worker and wait for its end."""
+    def kill(self, pid: int) -> int:
+        """Kill a worker and wait for its end.
+
+        Returns the signal that ended it: an earlier one than SIGKILL, or 0 if none did.
+        """
         with self._lock:
             if self._control is None:
-                return  # its workers ended with the process
+                return signal.SIGKILL  # its workers ended with the process
             try:
                 self._control.sendall(wire.KILL + pid.to_bytes(wire.PID_BYTES, "big"))
-                _receive(self._control, 1)
+                return _receive(self._control, 1)[0]
             except OSError:
                 self._stop()
+                return signal.SIGKILL
 
     def close(self) -> None:
         """End the process and all its workers."""
@@ -152,23 +160,25 @@ class Worker:
             self._forked = self._source.fork()
 
     def call(self, request: bytes, seconds: float) -> bytes:
-        """Have the request answered within `seconds`, which begin when the process is there.
+        """Have the request answered within `seconds` of processor time.
 
-        Raises OutOfTime, OutOfMemory, or WorkerError; the next call has a new process if this one
-        was killed.
+        Raises OutOfTime, also if no answer comes within five times as long by the wall's clock,
+        OutOfMemory, or WorkerError; the next call has a new process if this one was killed.
         """
         self.start()
         assert self._forked is not None
         connection = self._forked[1]
+        slow = f"took longer than {seconds:g} s"
         try:
-            connection.send_bytes(request)
-            if not connection.poll(seconds):
+            connection.send_bytes(wire.SECONDS.pack(seconds) + request)
+            if not connection.poll(_WALL * seconds):
                 self.kill()
-                raise OutOfTime(f"took longer than {seconds:g} s")
+                raise OutOfTime(slow)
             answer = connection.recv_bytes(_MAX_ANSWER_BYTES)
         except (OSError, EOFError) as cause:
+            if self.kill() == wire.OUT_OF_TIME:
+                raise OutOfTime(slow) from cause
             # Many libraries end the process when they cannot allocate.
-            self.kill()
             raise OutOfMemory(self._memory()) from cause
         if answer[:1] == wire.RESULT:
             return answer[1:]
@@ -178,13 +188,14 @@ class Worker:
             raise OutOfMemory(self._memory())
         raise WorkerError(answer[1:].decode(errors="replace"))
 
-    def kill(self) -> None:
-        """End the process; the next call forks another one."""
-        if self._forked is not None:
-            pid, connection = self._forked
-            self._forked = None
-            connection.close()
-            self._source.kill(pid)
+    def kill(self) -> int:
+        """End the process; the next call forks another one. Returns the signal that ended it."""
+        if self._forked is None:
+            return 0
+        pid, connection = self._forked
+        self._forked = None
+        connection.close()
+        return self._source.kill(pid)
 
     def _memory(self) -> str:
         return f"needed more than {self._source.memory_bytes // 2**20} MiB of memory, or crashed"

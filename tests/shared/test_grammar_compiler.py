@@ -158,15 +158,18 @@ BOMB = {
 async def test_bombs_of_one_tenant_are_killed_beside_another_tenants_grammar() -> None:
     own = GrammarCompiler(TARGET, VOCAB, ENDS, compile_seconds=1.0)
     own.start_workers()
-    bombs = []
-    for i in range(2):
-        part = {"type": "json_schema", "json_schema": {**BOMB, "title": str(i)}}
-        text = json.dumps({"type": "structural_tag", "format": part})
-        bomb = own.compile_async(Grammar(GrammarKind.STRUCTURAL_TAG, text), "a")
-        bombs.append(asyncio.create_task(bomb))
+    texts = [
+        json.dumps(
+            {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": bomb}}
+        )
+        for bomb in ({**BOMB, "title": "0"}, {**BOMB, "title": "1"})
+    ]
+    requests = [own.compile_async(Grammar(GrammarKind.STRUCTURAL_TAG, text), "a") for text in texts]
+    # Gathered at once, so that each exception is retrieved whatever follows.
+    bombs = asyncio.gather(*requests, return_exceptions=True)
     await asyncio.sleep(0)
     assert await own.compile_async(Grammar(GrammarKind.REGEX, "b+"), "b")
-    first, second = await asyncio.gather(*bombs, return_exceptions=True)
+    first, second = await bombs
     assert isinstance(first, OutriderError)
     assert "takes longer than 1 s to compile" in first.message
     assert isinstance(second, OutriderError)

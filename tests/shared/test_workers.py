@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from outrider.process.worker_process import SECONDS
 from outrider.process.workers import OutOfMemory, OutOfTime, Worker, WorkerError, WorkerSource
 
 LONG_S = 60.0
@@ -62,10 +63,22 @@ def test_a_worker_that_hangs_is_killed_and_replaced(worker: Worker) -> None:
     assert int(worker.call(b"pid", LONG_S).split()[0]) != pid
 
 
+def test_only_a_workers_processor_time_counts(worker: Worker) -> None:
+    """On a busy machine a worker waits for a core, which no request can help."""
+    assert worker.call(b"sleep 0.4", 0.2) == b""
+
+
+def test_a_worker_that_waits_for_ever_is_killed_too(worker: Worker) -> None:
+    pid = int(worker.call(b"pid", LONG_S).split()[0])
+    with pytest.raises(OutOfTime):
+        worker.call(b"sleep 600", 0.02)
+    assert not is_there(pid)
+
+
 def test_a_hanging_worker_delays_no_other(source: WorkerSource, worker: Worker) -> None:
     """Otherwise this would take as long as the hanging worker may."""
     worker.start()
-    worker._forked[1].send_bytes(b"hang")  # type: ignore[index]
+    worker._forked[1].send_bytes(SECONDS.pack(LONG_S) + b"hang")  # type: ignore[index]
     other = Worker(source)
     assert other.call(b"say there", LONG_S) == b"> there"
     other.kill()
