@@ -11,10 +11,8 @@ from draft_model_rig import GREEDY, guesses_of, opened
 from family_rig import Rig
 from scipy import stats
 
-from outrider.lm.runner import ModelRunner
 from outrider.protocol.draft_messages import Opened, SparseDistribution
 from outrider.protocol.messages import DraftDistribution, SamplingParams
-from outrider.protocol.wire.drafts import drafts_from_proto, drafts_to_proto
 from outrider.sampling.noise import Purpose, uniforms
 
 
@@ -87,26 +85,6 @@ async def test_top_p_of_the_request_is_applied_to_the_draft(
     assert narrow is not None
     assert wide is not None
     assert 1 <= len(narrow.token_ids) < len(wide.token_ids) == 32
-
-
-async def test_sampled_drafts_pass_the_wire_checks_and_repeat_by_seed(
-    make: Callable[..., Rig], runner: ModelRunner, prompts: list[list[int]]
-) -> None:
-    batches = []
-    for _ in range(2):
-        rig = make()
-        for i, prompt in enumerate(prompts):
-            rig.open(sampled(prompt, i, seed=77))
-        batches.append(await rig.draft())
-    received = drafts_from_proto(drafts_to_proto(batches[0]), runner.vocab_size)
-    assert len(received.proposals) == len(prompts)
-    assert all(
-        len(p.distributions) == len(p.token_ids) and all(p.distributions)
-        for p in received.proposals
-    )
-    assert [p.token_ids for p in batches[0].proposals] == [
-        p.token_ids for p in batches[1].proposals
-    ]
 
 
 async def test_no_random_number_is_used_twice(

@@ -11,7 +11,6 @@ from draft_model_rig import opened
 from family_rig import Rig
 
 from outrider.drafter.draft_sequence import DraftSequence
-from outrider.lm.runner import ModelRunner
 from outrider.protocol.draft_messages import Opened, Proposal, Window
 from outrider.protocol.messages import DraftDistribution, SamplingParams
 from outrider.sampling.noise import coupled_keys
@@ -78,26 +77,6 @@ async def test_leaves_are_the_next_likeliest_tokens_and_their_probabilities(
         assert sorted(offered, reverse=True) == pytest.approx(expected, rel=1e-3)
 
 
-async def test_several_guesses_of_one_decoder_call_have_leaves(
-    make: Callable[..., Rig],
-    prompts: list[list[int]],
-    runner: ModelRunner,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    calls: list[int] = []
-    continued = runner.continue_with_logits
-
-    def counted(*arguments: object) -> object:
-        calls.append(1)
-        # The arguments are the runner's own.
-        return continued(*arguments)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(runner, "continue_with_logits", counted)
-    proposal = await first_proposal(make(), asked(prompts[0]))
-    assert calls == [1]
-    assert len(leaves_of(proposal)) > 1
-
-
 async def test_leaves_of_coupled_drafts_come_next_in_the_order_of_the_draw(
     make: Callable[..., Rig], prompts: list[list[int]], reference: Reference
 ) -> None:
@@ -128,15 +107,6 @@ async def test_a_sampled_draft_stays_a_chain_without_confidences(
     assert (len(proposal.token_ids), proposal.parents) == (DEPTH, [])
     assert not proposal.confidences
     assert all(proposal.distributions)
-
-
-async def test_where_chains_alone_are_verified_nothing_is_sent_beside_them(
-    make: Callable[..., Rig], prompts: list[list[int]]
-) -> None:
-    request = asked(prompts[0], tree_tokens=DEPTH)
-    proposal = await first_proposal(make(), request)
-    assert (len(proposal.token_ids), proposal.parents) == (DEPTH, [])
-    assert not proposal.confidences
 
 
 async def test_a_leaf_grows_into_a_branch_while_its_tree_is_verified(

@@ -19,14 +19,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from scripted_drafts import READY, ScriptedVerifier
 from transformers import AutoModelForCausalLM, DiffLlamaConfig
 
+from drafter_svc.__main__ import _parse_settings
 from drafter_svc.families.registry import find_family, known_families
-from outrider.grammar.kinds import Grammar, GrammarKind
 from outrider.process import rpc
 from outrider.process.ports import free_port
-from outrider.protocol.draft_messages import Closed, DraftBatch, Skip, StepBatch
-from outrider.protocol.messages import DraftDistribution, SamplingParams
+from outrider.protocol.draft_messages import DraftBatch, StepBatch
 from outrider.tokenizer import fingerprint, load_tokenizer
-from outrider.v1 import drafts_pb2, verifier_pb2
 
 ROOT = Path(__file__).parents[2]
 DRAFT = str(ROOT / "models/draft")
@@ -67,12 +65,7 @@ def has_torch(process_id: int) -> bool:
 
 
 DRAFT_MODEL = ["--model", DRAFT, "--dtype", "float32", "--threads", "1"]
-REPEAT = "examples.repeat_drafter:RepeatFamily"
-FAMILIES = [
-    ("ngram", []),
-    (REPEAT, ["--match-tokens", "1"]),
-    pytest.param("model", DRAFT_MODEL, marks=pytest.mark.slow),
-]
+FAMILIES = [("ngram", []), pytest.param("model", DRAFT_MODEL, marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize(("family", "flags"), FAMILIES)
@@ -105,168 +98,57 @@ async def test_it_registers_drafts_and_leaves_with_status_0(
         assert time.monotonic() - started < 2
 
 
-def senseless() -> list[StepBatch | bytes]:
-    """Bytes that are no message, values of later versions, and a token that the target lacks."""
-    later_distribution = drafts_pb2.Opened(distribution=77)  # type: ignore[arg-type]
-    later_reason = drafts_pb2.Closed(reason=99)  # type: ignore[arg-type]
-    steps = [
-        drafts_pb2.StepBatch(opened=[later_distribution]),
-        drafts_pb2.StepBatch(closed=[later_reason]),
-    ]
-    responses = [verifier_pb2.StreamDraftsResponse(step=step) for step in steps]
-    return [
-        b"\xff" * 30,
-        b"",
-        *[response.SerializeToString() for response in responses],
-        StepBatch(opened=[opened(1, [5000])]),
-    ]
-
-
-async def test_no_message_ends_the_process(verifier: ScriptedVerifier) -> None:
-    later_stage = verifier_pb2.GetModelResponse(stage=77)  # type: ignore[arg-type]
-    verifier.answers = [b"\xff" * 30, later_stage.SerializeToString()]
-    address = f"127.0.0.1:{verifier.port}"
-    async with drafter("--family", "ngram", "--id", "d1", "--verifier", address) as process:
-        stream = await verifier.accepted()
-        for message in senseless():
-            stream.send(message)
-            stream.send(StepBatch(opened=[opened(2, TEXT)]))
-            drafts = asyncio.ensure_future(stream.received.get())
-            accepted = asyncio.ensure_future(verifier.streams.get())
-            await asyncio.wait([drafts, accepted], timeout=20, return_when=asyncio.FIRST_COMPLETED)
-            if not drafts.done():
-                stream = accepted.result()
-                stream.send(StepBatch(opened=[opened(2, TEXT)]))
-                assert isinstance(await stream.receive(), DraftBatch)
-            drafts.cancel()
-            accepted.cancel()
-            stream.send(StepBatch(closed=[Closed(2)]))
-        assert process.returncode is None
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("distribution", list(DraftDistribution))
-async def test_a_request_that_forbids_every_token_ends_no_drafter(
-    verifier: ScriptedVerifier, monkeypatch: pytest.MonkeyPatch, distribution: DraftDistribution
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ("", "family: must be given"),
+        ("--family model", "model: must be given"),
+        (
+            "--family eagle",
+            f"family must be {', '.join(known_families())} or package.module:Class, not 'eagle'",
+        ),
+        ("--family drafter_svc.nowhere:X", "cannot be imported: No module named"),
+        ("--family outrider.drafter.session:X", "cannot be imported: module"),
+        ("--family outrider.drafter.session:DraftSession", "DraftSession is no subclass of"),
+        ("--family ngram --branches 2", "there is no setting --branches"),
+        ("--family suffix --max-draft-len 2", "there is no setting --max-draft-len"),
+        ("--family ngram --max-draft-len 65", "max-draft-len: must be less than or equal to 64"),
+        ("--family ngram --namespace {a}", "namespace: String should match pattern"),
+        (
+            "--family ngram --verifier a:1 --verifier b:1 --uds /tmp/a",
+            "uds: must name one socket for each verifier",
+        ),
+        (
+            "--family ngram --verifier a:1,b:1 --verifier a:1",
+            "verifier: names a:1 more than once",
+        ),
+        ("--family ngram --verifier a:1,,b:1", "verifier: must name host:port, with nothing empty"),
+    ],
+)
+def test_a_wrong_setting_is_refused_by_name(
+    flags: str, named: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tokenizer = load_tokenizer(DRAFT)
-    monkeypatch.setattr(scripted_drafts, "FINGERPRINT", fingerprint(tokenizer))
-    verifier.info = replace(READY, tokenizer_fingerprint=scripted_drafts.FINGERPRINT)
-    bans = tuple(
-        token for token in range(tokenizer.get_vocab_size()) if tokenizer.decode([token])[:1] == "y"
-    )
-    seed = 1 if distribution is DraftDistribution.COUPLED else None
-    impossible = replace(
-        opened(1, TEXT),
-        sampling=SamplingParams(1.0, seed=seed, banned_token_ids=bans),
-        distribution=distribution,
-        grammar=Grammar(GrammarKind.CHOICE, choices=("yes",)),
-        prompt_length=6,
-    )
-    async with drafter(
-        "--family", "model", "--verifier", f"127.0.0.1:{verifier.port}", *DRAFT_MODEL
-    ) as process:
-        stream = await asyncio.wait_for(verifier.streams.get(), 60)
-        stream.send(StepBatch(opened=[impossible]))
-        assert await asyncio.wait_for(stream.received.get(), 30) == DraftBatch(skips=[Skip(1, 6)])
-        stream.send(StepBatch(opened=[opened(2, TEXT)]))
-        batch = await asyncio.wait_for(stream.received.get(), 30)
-        assert isinstance(batch, DraftBatch)
-        assert [proposal.sequence_id for proposal in batch.proposals] == [2]
-        assert process.returncode is None
-
-
-async def test_it_is_not_serving_until_a_verifier_has_it(verifier: ScriptedVerifier) -> None:
-    port = free_port()
-    await verifier.stop()
-    places = ["--verifier", f"127.0.0.1:{verifier.port}", "--listen", f"127.0.0.1:{port}"]
-    async with drafter("--family", "ngram", *places):
-        assert await health(port) == NOT_SERVING
-        await verifier.start()
-        await verifier.accepted()
-        deadline = time.monotonic() + 30
-        while await health(port) != SERVING:
-            assert time.monotonic() < deadline
-            await asyncio.sleep(0.05)
+    with pytest.raises(SystemExit) as ended:
+        _parse_settings(flags.split())
+    assert ended.value.code == 2
+    assert named in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("flags", "status", "named"),
+    ("flags", "named"),
     [
-        (["--family", "model"], 2, "model: must be given"),
-        ([], 2, "family: must be given"),
-        (
-            ["--family", "eagle"],
-            2,
-            f"family must be {', '.join(known_families())} or package.module:Class, not 'eagle'",
-        ),
-        (
-            ["--family", "drafter_svc.nowhere:X"],
-            2,
-            "family drafter_svc.nowhere:X cannot be imported: No module named",
-        ),
-        (
-            ["--family", "outrider.drafter.session:X"],
-            2,
-            "family outrider.drafter.session:X cannot be imported: module",
-        ),
-        (
-            ["--family", "outrider.drafter.session:DraftSession"],
-            2,
-            "DraftSession is no subclass of",
-        ),
-        (["--family", "ngram", "--branches", "2"], 2, "there is no setting --branches"),
-        (["--family", "suffix", "--max-draft-len", "2"], 2, "there is no setting --max-draft-len"),
-        (["--max-draft-len", "2"], 2, "family: must be given"),
-        (
-            ["--family", "ngram", "--max-draft-len", "65"],
-            2,
-            "max-draft-len: must be less than or equal to 64",
-        ),
-        (
-            ["--family", "ngram", "--redis", "redis://127.0.0.1"],
-            1,
-            "pool-secret-file must be given with redis",
-        ),
-        (
-            ["--family", "ngram", "--redis", "redis+ring://127.0.0.1"],
-            1,
-            "redis must look like redis://HOST:PORT/DB",
-        ),
-        (
-            ["--family", "ngram", "--redis", "redis://u@h", "--redis-password-file", "none"],
-            1,
-            "redis-password-file none cannot be read",
-        ),
-        (
-            ["--family", "ngram", "--redis", "rediss://h", "--redis-ca-file", "none"],
-            1,
-            "redis-ca-file none is no file of PEM",
-        ),
-        (["--family", "ngram", "--namespace", "{a}"], 2, "namespace: String should match pattern"),
-        (["--family", "ngram", "--listen", "nowhere:1:2"], 1, "cannot listen on nowhere:1:2"),
-        (["--family", "ngram", "--cores", "0-x"], 1, "cores"),
+        ("--redis redis://127.0.0.1", "pool-secret-file must be given with redis"),
+        ("--listen nowhere:1:2", "cannot listen on nowhere:1:2"),
     ],
 )
-async def test_bad_settings_end_it_with_a_sentence_that_names_them(
-    flags: list[str], status: int, named: str
+async def test_a_setting_that_cannot_be_used_ends_it_with_a_sentence(
+    flags: str, named: str
 ) -> None:
-    async with drafter(*flags) as process:
-        _, error = await asyncio.wait_for(process.communicate(), 60)
-        assert process.returncode == status
-        assert named in error.decode()
-        assert "Traceback" not in error.decode()
-
-
-@pytest.mark.slow
-async def test_another_tokenizer_ends_it_with_both_fingerprints(verifier: ScriptedVerifier) -> None:
-    async with drafter(
-        "--family", "model", "--model", DRAFT, "--verifier", f"127.0.0.1:{verifier.port}"
-    ) as process:
+    async with drafter("--family", "ngram", *flags.split()) as process:
         _, error = await asyncio.wait_for(process.communicate(), 60)
         assert process.returncode == 1
-        assert fingerprint(load_tokenizer(DRAFT)) in error.decode()
-        assert scripted_drafts.FINGERPRINT in error.decode()
+        assert named in error.decode()
+        assert "Traceback" not in error.decode()
 
 
 @pytest.mark.slow  # a process that loads torch

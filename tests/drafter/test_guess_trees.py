@@ -35,13 +35,6 @@ def test_each_token_of_a_proposal_has_its_confidence() -> None:
     assert proposal.confidences == [0.5, 0.25, 0.125, 0.75]
 
 
-def test_without_any_confidence_a_proposal_has_none() -> None:
-    drafted = sequence()
-    drafted.extend([1, 2])
-    drafted.branch(1, [3])
-    assert confidences_of(drafted.take_proposal()) == []
-
-
 def test_measured_acceptance_stands_in_for_a_missing_confidence() -> None:
     drafted = sequence()
     drafted.extend([1])
@@ -140,13 +133,3 @@ def test_a_committed_branch_is_sent_again_from_its_first_unsent_guess_on() -> No
     proposal = drafted.take_proposal()
     assert proposal is not None
     assert (proposal.base_length, proposal.token_ids) == (2, [4, 5])
-
-
-def test_a_committed_branch_that_was_sent_is_not_sent_again() -> None:
-    drafted = sequence()
-    drafted.extend([1, 2])
-    drafted.branch(0, [3, 4])
-    assert drafted.take_proposal() is not None
-    drafted.follow(Verdict(1, 2, [3], 0, 4, tree_tokens=10))
-    assert drafted.guesses == [4]
-    assert drafted.take_proposal() is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
@@ -125,17 +124,6 @@ def test_a_sequence_without_guesses_is_skipped_once_a_verdict() -> None:
     assert run(made) == DraftBatch()
 
 
-def test_no_skip_is_sent_while_the_next_step_has_enough_guesses() -> None:
-    family = Counting()
-    made = session(family)
-    made.apply(StepBatch(opened=[opened()]))
-    run(made)
-    family.ends = {1}
-    assert run(made) == DraftBatch()
-    made.apply(StepBatch(verdicts=[verdict(1, 3, 12)]))
-    assert run(made) == DraftBatch(skips=[Skip(1, 3)])
-
-
 def test_a_postponed_sequence_is_asked_for_again_and_not_skipped() -> None:
     family = Counting()
     family.postpones = {1}
@@ -186,14 +174,6 @@ def test_late_and_repeated_messages_are_ignored() -> None:
     assert family.calls == [("opened", 1), ("committed", 4), ("committed", 4), ("closed", 1)]
     assert run(made) == DraftBatch()
     assert not made.sequences
-
-
-def test_a_gap_is_a_protocol_violation() -> None:
-    made = session()
-    made.apply(StepBatch(opened=[opened()]))
-    with pytest.raises(OutriderError) as caught:
-        made.apply(StepBatch(verdicts=[verdict(1, 99, 12)]))
-    assert caught.value.reason is Reason.PROTOCOL_VIOLATION
 
 
 def test_a_proposal_has_its_rounds_duration_by_the_clock() -> None:
@@ -308,16 +288,3 @@ def test_errors_that_are_no_sequences_fault_are_raised(place: str, kind: str) ->
     with pytest.raises(family.error):
         work()
     assert made.abandoned_count == 0
-
-
-async def test_a_family_may_await() -> None:
-    class Waiting(Counting):
-        async def propose(
-            self, sequences: Sequence[DraftSequence], interrupted: Callable[[], bool]
-        ) -> None:
-            await asyncio.sleep(0)
-            await super().propose(sequences, interrupted)
-
-    made = session(Waiting())
-    made.apply(StepBatch(opened=[opened()]))
-    assert (await made.round(lambda: False)).proposals == [Proposal(1, 2, [12, 13])]

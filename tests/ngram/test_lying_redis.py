@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
-from pools import found, pool, until, written
+from pools import found, pool, written
 from redis.asyncio import RedisCluster
 from redis_servers import Standalone
 
@@ -111,20 +111,3 @@ async def test_the_longest_valid_reply_is_accepted(redis_server: Standalone) -> 
         queries = [[[5, 6, i % 1000], [6, i % 1000], [i % 1000]] for i in range(4096)]
         assert await found(made, *queries) == [longest] * 4096
         assert made.counters.failed == 0
-
-
-async def test_writing_goes_on_after_an_unexpected_error(
-    redis_server: Standalone, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with pool(redis_server.server) as made:
-        write = made._write
-
-        def fail(batch: object) -> None:
-            monkeypatch.setattr(made, "_write", write)
-            raise ZeroDivisionError("planted")
-
-        monkeypatch.setattr(made, "_write", fail)
-        made.offer(made.tenant(""), [1], [2])
-        await until(lambda: "writing to Redis failed; it begins again" in caplog.text)
-        await written(made, ([3], [4]))
-        assert await found(made, [[3]]) == [[4]]

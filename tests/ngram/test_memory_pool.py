@@ -72,27 +72,6 @@ def test_shares_count_the_longest_suffix_first() -> None:
     assert (other.tokens, other.confidences) == ([7, 1], [1 / 3 / 2, 1 / 2])
 
 
-def test_the_longest_suffix_comes_first() -> None:
-    assert pool_of([1, 2, 3, 9, 8, 3, 7, 7, 1, 2, 3]).continuation([1, 2, 3], 2) == [9, 8]
-
-
-def test_the_newest_occurrence_wins_unless_too_few_tokens_follow() -> None:
-    assert pool_of([1, 2, 5, 5, 1, 2, 6, 6, 1, 2]).continuation([1, 2], 2) == [6, 6]
-    assert pool_of([1, 2, 5, 5, 5, 1, 2, 6]).continuation([1, 2], 3) == [5, 5, 5]
-
-
-def test_a_continuation_has_at_most_max_draft_len_tokens() -> None:
-    assert pool_of([1, 2, 3, 4, 5, 6, 1], max_draft_len=2).continuation([1], 5) == [2, 3]
-
-
-def test_the_pool_drops_the_least_recently_used() -> None:
-    pool = MemoryPool(NgramOptions(max_matching_ngram_size=1), 3)
-    pool.index(list(range(100)), 0)
-    assert len(pool) == 3
-    assert pool.continuation([5], 1) == []
-    assert pool.continuation([98], 1) == [99]
-
-
 def test_the_least_recently_used_ngrams_are_evicted_first() -> None:
     pool = MemoryPool(NgramOptions(max_matching_ngram_size=1), 3)
     pool.index([1, 2, 3, 4], 0)  # knows 1, 2 and 3

@@ -12,7 +12,7 @@ from drafter_svc.metrics import Metrics
 from drafter_svc.placement import PlacementPlan
 from drafter_svc.pools.memory import MemoryPool, NgramOptions
 from drafter_svc.pools.redis import RedisPool
-from outrider.protocol.draft_messages import Opened, Proposal, Skip, Window
+from outrider.protocol.draft_messages import Opened, Proposal, Window
 from outrider.protocol.messages import DraftDistribution, SamplingParams
 from outrider.protocol.model_info import ModelInfo, Stage
 
@@ -34,15 +34,6 @@ async def test_a_repeated_text_is_proposed_up_to_the_window() -> None:
     rig.open(opened(1, [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2]))
     proposals = (await rig.drafts()).proposals
     assert [proposal.token_ids for proposal in proposals] == [[3, 4, 5, 6], [3, 4, 5, 6, 7, 8]]
-
-
-async def test_an_unknown_text_is_skipped_once_for_each_verdict() -> None:
-    rig = Rig(NgramFamily(NgramOptions(), 1000))
-    rig.open(opened(1, [1, 2, 3]))
-    assert (await rig.drafts()).skips == [Skip(1, 3)]
-    assert not (await rig.drafts()).skips
-    rig.commit(1, 9)
-    assert (await rig.drafts()).skips == [Skip(1, 4)]
 
 
 async def test_committed_tokens_are_learned_and_the_chain_is_kept_on_a_hit() -> None:
@@ -112,21 +103,6 @@ async def test_a_continuation_without_counts_has_the_measured_acceptance() -> No
     proposal, *_ = (await rig.draft()).proposals
     acceptance = rig.session.sequences[1].acceptance
     assert (proposal.token_ids, proposal.confidences) == ([9, 4], [acceptance] * 2)
-
-
-async def test_no_branches_where_running_ahead_is_not_allowed() -> None:
-    rig = Rig(NgramFamily(NgramOptions(max_draft_len=4), 1000))
-    rig.open(opened(1, [1, 2, 8, 9, 7, 5, 1, 2, 3, 4, 6, 1, 2], depth=4))
-    assert len((await rig.drafts()).proposals) == 1
-
-
-async def test_a_short_chain_is_followed_by_a_skip_and_branches() -> None:
-    rig = Rig(NgramFamily(NgramOptions(max_draft_len=3), 1000))
-    rig.open(opened(1, [1, 2, 8, 9, 7, 1, 2, 3], depth=9))
-    rig.commit(1, 1, 2)
-    drafts = await rig.drafts()
-    assert drafts.proposals[0].token_ids == [3, 1, 2]
-    assert drafts.proposals[-1].parents
 
 
 async def test_private_pools_are_separate_and_a_public_one_is_shared() -> None:

@@ -12,7 +12,6 @@ from outrider.errors import OutriderError
 
 SECRET = b"a secret of some length"
 TOKENS = st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=16)
-Named = tuple[str, str, list[int]]
 NAMED = st.tuples(st.text(max_size=9), st.text(max_size=9), TOKENS)
 
 
@@ -48,11 +47,6 @@ def test_no_two_n_grams_tokenizers_or_tenants_share_a_key(
     assert (keys[0] == keys[1]) == (one == other)
 
 
-def test_tenant_and_fingerprint_cannot_be_shifted_into_each_other() -> None:
-    keys = PoolKeys(SECRET)
-    assert keys.tenant("ab", "c").keys([[1]]) != keys.tenant("a", "bc").keys([[1]])
-
-
 def test_no_tenant_name_gives_access_to_the_public_pool() -> None:
     private = PoolKeys(SECRET)
     public = PoolKeys(SECRET, public=True)
@@ -75,12 +69,6 @@ def test_keys_cannot_be_computed_without_the_secret() -> None:
     assert b"tenant" not in ours
 
 
-def test_a_line_end_is_not_part_of_the_secret(tmp_path: Path) -> None:
-    path = tmp_path / "secret"
-    path.write_bytes(SECRET + b"\n")
-    assert read_secret(path) == SECRET
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -98,8 +86,3 @@ def test_a_bad_secret_is_refused_and_the_setting_named(
     with pytest.raises(OutriderError, match=message) as caught:
         read_secret(path)
     assert str(caught.value).startswith("pool-secret-file ")
-
-
-def test_redis_without_a_secret_is_refused() -> None:
-    with pytest.raises(OutriderError, match="pool-secret-file must be given with redis"):
-        read_secret(None)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from pools import found, pool, until, written
-from redis_servers import PASSWORD, Certificates, Deployment, RedisProcess, Standalone, acl_line
+from redis_servers import PASSWORD, Deployment, RedisProcess, Standalone, acl_line
 
 from drafter_svc.pools.redis_client import RedisClient
 from drafter_svc.pools.redis_server import RedisServer
@@ -102,27 +102,6 @@ async def test_a_wrong_password_costs_guesses_and_one_warning(
     wrong = tmp_path / "wrong"
     wrong.write_text("wrong")
     await refused(RedisServer.parse(deployment.url, wrong, deployment.ca), caplog)
-
-
-@pytest.mark.slow
-async def test_missing_rights_cost_guesses_and_one_warning(
-    redis_server: Standalone, caplog: pytest.LogCaptureFixture
-) -> None:
-    with redis_server.data[0].admin() as client:
-        client.execute_command("ACL", "SETUSER", "outrider", "-mget", "-eval")
-    await refused(redis_server.server, caplog)
-
-
-@pytest.mark.slow
-async def test_an_unknown_certificate_costs_guesses_and_one_warning(
-    certificates: Certificates, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    server = Standalone(tmp_path / "redis", certificates)
-    try:
-        other = Certificates(tmp_path / "other")
-        await refused(RedisServer.parse(server.url, server.password_file, other.ca), caplog)
-    finally:
-        server.close()
 
 
 @pytest.mark.slow

@@ -36,12 +36,6 @@ def reached_with(server: Standalone, tls: Tls | None) -> RedisServer:
     return RedisServer.parse(server.url, server.password_file, server.ca, tls)
 
 
-async def test_a_drafter_shows_its_certificate(mutual: Standalone) -> None:
-    async with pool(reached_with(mutual, certificates_of(mutual).issue("drafter"))) as made:
-        await written(made, ([1], [2]))
-        assert await found(made, [[1]]) == [[2]]
-
-
 STRANGERS = {
     "none": "tls-cert, tls-key and tls-ca are not given|certificate required",
     "expired": "drafter.pem has expired",

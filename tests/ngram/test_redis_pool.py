@@ -52,12 +52,6 @@ async def test_pools_are_separated_by_tenant_namespace_tokenizer_secret(
                 assert await found(other, [[1]]) == [[]]
 
 
-async def test_a_public_pool_is_every_tenants(deployment: Deployment) -> None:
-    async with pool(deployment.server, public=True) as made:
-        await written(made, ([1], [2]), tenant="one")
-        assert await found(made, [[1]], tenant="other") == [[2]]
-
-
 async def test_size_and_age_are_bounded(deployment: Deployment) -> None:
     async with pool(deployment.server, max_entries=160, ttl_s=100) as made:
         await written(made, *(([i], [i + 1]) for i in range(700)))
@@ -117,18 +111,6 @@ async def test_a_batch_is_one_round_trip_on_one_server(redis_server: Standalone)
             await found(made, *([[i, i + 1], [i + 1]] for i in range(32)))
             # The lookup, and the INFO below.
             assert client.info("stats")["total_commands_processed"] - before == 2
-
-
-async def test_lookup_durations_are_observed(redis_server: Standalone) -> None:
-    seconds: list[float] = []
-    async with pool(redis_server.server, observe=seconds.append) as made:
-        for _ in range(3):
-            await found(made, [[1]])
-        assert len(seconds) == 3
-        assert all(0 < each < 2 for each in seconds)
-        redis_server.kill()
-        await found(made, [[1]])
-        assert len(seconds) == 3
 
 
 async def test_lookups_go_on_while_redis_is_down_and_resume_after_it(

@@ -100,16 +100,6 @@ def test_unknown_or_wrong_settings_of_a_file_are_refused_by_name(
     assert message in capsys.readouterr().err
 
 
-def test_unknown_flags_and_missing_files_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments, message in (
-        (["--bogus", "1"], "--bogus"),
-        (["--config", "/nowhere.yaml"], "/nowhere.yaml is not a file"),
-    ):
-        with pytest.raises(SystemExit):
-            parse(ServeSettings, "serve", ["--target", "x", *arguments])
-        assert message in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     "text", ["", "eagle", "model", "ngram=x", "ngram,key", "model=x,=3", "model=x,cores=,1"]
 )
