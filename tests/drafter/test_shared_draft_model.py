@@ -3,38 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from threading import Event
+from typing import Any
 
 import pytest
 import torch
+from draft_model_rig import opened
 from family_rig import Rig
 
 from drafter_svc.families.draft_model import DraftModel
 from drafter_svc.families.model import ModelFamily
 from outrider.lm.runner import ModelRunner, SequenceSlice
-from outrider.protocol.draft_messages import Opened, Window
-from outrider.protocol.messages import DraftDistribution, SamplingParams
-from outrider.tokenizer import load_tokenizer
+from outrider.protocol.draft_messages import DraftBatch
 
-MODEL = str(Path(__file__).parents[2] / "models/draft")
-TEXTS = ["def add(first, second):\n    return first", "for line in lines:\n    if not line"]
-
-
-@pytest.fixture(scope="module")
-def loaded(thread: ThreadPoolExecutor) -> ModelRunner:
-    return thread.submit(
-        ModelRunner.load, MODEL, dtype="float32", device="cpu", threads=1, page_count=256
-    ).result()
-
-
-@pytest.fixture(scope="module")
-def prompts() -> list[list[int]]:
-    tokenizer = load_tokenizer(MODEL)
-    return [tokenizer.encode(text).ids for text in TEXTS]
+Work = Coroutine[Any, Any, DraftBatch]
+Drafting = asyncio.Task[DraftBatch]
 
 
 class Watched:
@@ -83,8 +69,8 @@ class Watched:
 
 
 @pytest.fixture
-def watched(loaded: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
-    watched = Watched(loaded, monkeypatch)
+def watched(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
+    watched = Watched(runner, monkeypatch)
     yield watched
     watched.open_gate()
 
@@ -99,32 +85,14 @@ def rig_of(model: DraftModel, vocab_size: int | None = None) -> Rig:
     return Rig(ModelFamily(model, vocab_size or model.runner.vocab_size, branch_count=0))
 
 
-def opened(tokens: list[int], sequence_id: int = 1, *, depth: int = 4, window: int = 4) -> Opened:
-    return Opened(
-        sequence_id,
-        list(tokens),
-        SamplingParams(0.0),
-        DraftDistribution.ONE_HOT,
-        Window(4 * window, window),
-        depth,
-    )
-
-
 async def alone(model: DraftModel, tokens: list[int]) -> list[int]:
     """The guesses for a text while no other verifier is drafted for."""
     rig = rig_of(model)
-    rig.open(opened(tokens))
+    rig.open(opened(tokens, window=4))
     await rig.drafts()
     guesses = rig.guesses(1)
     rig.close(1)
     return guesses
-
-
-async def started(work: Callable[[], object], watched: Watched) -> None:
-    """Shut the gate, begin work, and wait until its first forward is held back."""
-    watched.shut_gate()
-    work()
-    await watched.reached()
 
 
 async def begun() -> None:
@@ -133,20 +101,40 @@ async def begun() -> None:
         await asyncio.sleep(0)
 
 
+async def held_back(watched: Watched, work: Work) -> Drafting:
+    """Begin work, and wait until its first forward is held back."""
+    watched.shut_gate()
+    task = asyncio.create_task(work)
+    await watched.reached()
+    return task
+
+
+async def joined(
+    watched: Watched,
+    first: Coroutine[Any, Any, DraftBatch],
+    second: Coroutine[Any, Any, DraftBatch],
+) -> Drafting:
+    """Begin the second work while the first one's forward is held back, and wait for its end.
+
+    Returns the first work, which may go on.
+    """
+    task = await held_back(watched, first)
+    watched.forwards.clear()
+    other = asyncio.create_task(second)
+    await begun()
+    watched.open_gate()
+    await other
+    return task
+
+
 async def test_verifiers_share_forwards_and_get_their_own_guesses(
     model: DraftModel, watched: Watched, prompts: list[list[int]]
 ) -> None:
-    expected = [await alone(model, prompt) for prompt in prompts]
+    expected = [await alone(model, prompt) for prompt in prompts[:2]]
     rigs = [rig_of(model), rig_of(model)]
-    for rig, prompt in zip(rigs, prompts, strict=True):
-        rig.open(opened(prompt))
-    watched.forwards.clear()
-    tasks: list[asyncio.Task[object]] = []
-    await started(lambda: tasks.append(asyncio.create_task(rigs[0].drafts())), watched)
-    tasks.append(asyncio.create_task(rigs[1].drafts()))
-    await begun()
-    watched.open_gate()
-    await asyncio.gather(*tasks)
+    for rig, prompt in zip(rigs, prompts[:2], strict=True):
+        rig.open(opened(prompt, window=4))
+    await (await joined(watched, rigs[0].drafts(), rigs[1].drafts()))
     assert [rig.guesses(1) for rig in rigs] == expected
     assert any(len(slices) == 2 for slices in watched.forwards)
     model.pool.check_integrity(
@@ -166,16 +154,11 @@ async def test_a_failing_sequence_does_not_disturb_other_verifiers(
     expected = await alone(model, prompts[0])
     good = rig_of(model)
     bad = rig_of(model)
-    good.open(opened(prompts[0]))
-    bad.open(opened([7, 8, 3]))
+    good.open(opened(prompts[0], window=4))
+    bad.open(opened([7, 8, 3], window=4))
     watched.broken_token = 3
     assert 3 not in prompts[0]
-    tasks: list[asyncio.Task[object]] = []
-    await started(lambda: tasks.append(asyncio.create_task(good.drafts())), watched)
-    tasks.append(asyncio.create_task(bad.drafts()))
-    await begun()
-    watched.open_gate()
-    await asyncio.gather(*tasks)
+    await (await joined(watched, good.drafts(), bad.drafts()))
     assert bad.abandoned == {1}
     assert not good.abandoned
     assert good.guesses(1) == expected
@@ -187,23 +170,17 @@ async def test_a_long_prompt_delays_another_verifier_by_few_forwards(
     """The long prompt alone fills sixteen forwards."""
     busy = rig_of(model)
     other = rig_of(model)
-    busy.open(opened([20 + i % 200 for i in range(1024)]))
-    other.open(opened(prompts[0]))
+    busy.open(opened([20 + i % 200 for i in range(1024)], window=4))
+    other.open(opened(prompts[0], window=4))
     expected = await alone(model, prompts[0])
-    watched.forwards.clear()
-    tasks: list[asyncio.Task[object]] = []
-    await started(lambda: tasks.append(asyncio.create_task(busy.drafts())), watched)
-    wanted = asyncio.create_task(other.draft())
-    await begun()
-    watched.open_gate()
-    await wanted
+    reading = await joined(watched, busy.drafts(), other.draft())
     # The model's thread reads more of the prompt while the event loop gets the draft.
     shared = [number for number, slices in enumerate(watched.forwards) if len(slices) > 1]
     assert shared
     assert shared[-1] < 6
     assert other.guesses(1) == expected
-    assert not tasks[0].done()
-    await tasks[0]
+    assert not reading.done()
+    await reading
 
 
 async def test_urgent_rounds_go_before_rounds_that_run_ahead(
@@ -214,17 +191,11 @@ async def test_urgent_rounds_go_before_rounds_that_run_ahead(
     ahead.open(opened(prompts[0], depth=2, window=24))
     await ahead.draft()
     assert not ahead.session.sequences[1].urgent
-    waiting.open(opened(prompts[1]))
-    tasks: list[asyncio.Task[object]] = []
-    await started(lambda: tasks.append(asyncio.create_task(ahead.drafts())), watched)
-    watched.forwards.clear()
-    wanted = asyncio.create_task(waiting.draft())
-    await begun()
-    watched.open_gate()
-    await wanted
+    waiting.open(opened(prompts[1], window=4))
+    running = await joined(watched, ahead.drafts(), waiting.draft())
     # After the forward that was held back, the urgent draft has forwards of its own.
     assert [len(slices) for slices in watched.forwards[1:3]] == [1, 1]
-    await tasks[0]
+    await running
 
 
 async def test_a_message_ends_only_its_own_verifiers_round(
@@ -232,18 +203,15 @@ async def test_a_message_ends_only_its_own_verifiers_round(
 ) -> None:
     interrupted = rig_of(model)
     going_on = rig_of(model)
-    for rig, prompt in zip((interrupted, going_on), prompts, strict=True):
+    for rig, prompt in zip((interrupted, going_on), prompts[:2], strict=True):
         rig.open(opened(prompt, depth=8, window=16))
     waits = Event()
-    tasks: list[asyncio.Task[object]] = []
-    await started(
-        lambda: tasks.append(asyncio.create_task(interrupted.draft(waits.is_set))), watched
-    )
-    tasks.append(asyncio.create_task(going_on.draft()))
+    first = await held_back(watched, interrupted.draft(waits.is_set))
+    second = asyncio.create_task(going_on.draft())
     await begun()
     waits.set()
     watched.open_gate()
-    await asyncio.gather(*tasks)
+    await asyncio.gather(first, second)
     assert len(interrupted.guesses(1)) == 1
     assert len(going_on.guesses(1)) == 8
 
@@ -253,12 +221,11 @@ async def test_a_lost_verifiers_pages_are_freed_after_its_last_forward(
 ) -> None:
     lost = rig_of(model)
     stays = rig_of(model)
-    for rig, prompt in zip((lost, stays), prompts, strict=True):
+    for rig, prompt in zip((lost, stays), prompts[:2], strict=True):
         rig.open(opened(prompt, depth=8, window=16))
     held = model.pool.used_count
-    tasks: list[asyncio.Task[object]] = []
-    await started(lambda: tasks.append(asyncio.create_task(lost.drafts())), watched)
-    tasks[0].cancel()
+    drafting = await held_back(watched, lost.drafts())
+    drafting.cancel()
     closing = asyncio.create_task(family_of(lost).aclose())
     await asyncio.sleep(0.05)
     assert not closing.done()
@@ -276,14 +243,9 @@ async def test_each_verifier_gets_only_ids_of_its_vocabulary(
     expected = await alone(model, prompts[1])
     narrow = rig_of(model, 40)
     wide = rig_of(model)
-    narrow.open(opened(prompts[0]))
-    wide.open(opened(prompts[1]))
-    tasks: list[asyncio.Task[object]] = []
-    await started(lambda: tasks.append(asyncio.create_task(narrow.drafts())), watched)
-    tasks.append(asyncio.create_task(wide.drafts()))
-    await begun()
-    watched.open_gate()
-    await asyncio.gather(*tasks)
+    narrow.open(opened(prompts[0], window=4))
+    wide.open(opened(prompts[1], window=4))
+    await (await joined(watched, narrow.drafts(), wide.drafts()))
     assert max(narrow.guesses(1)) < 40
     assert wide.guesses(1) == expected
     assert max(expected) >= 40
@@ -295,10 +257,10 @@ async def test_verifiers_share_the_pages_of_common_prefixes(
     text = [50 + i % 30 for i in range(40)]
     first = rig_of(model)
     second = rig_of(model)
-    first.open(opened(text))
+    first.open(opened(text, window=4))
     await first.drafts()
     watched.forwards.clear()
-    second.open(opened(text))
+    second.open(opened(text, window=4))
     await second.drafts()
     assert sum(map(len, watched.forwards[0])) < len(text) - model.runner.page_size
     assert second.guesses(1) == first.guesses(1)
@@ -311,7 +273,7 @@ async def test_tenants_share_no_pages_of_the_draft_model(
     shared = []
     for tenant in ("a", "b", "a", ""):
         rig = rig_of(model)
-        rig.open(replace(opened(text), tenant=tenant))
+        rig.open(replace(opened(text, window=4), tenant=tenant))
         shared.append(family_of(rig)._drafts[1].kv.num_computed_tokens)
         await rig.drafts()
         rig.close(1)

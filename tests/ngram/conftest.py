@@ -32,7 +32,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
 
 
 _QUICK = ("redis", "rediss+cluster")
-_SLOW = ("rediss", "redis+sentinel", "rediss+sentinel", "redis+cluster")
+_SLOW = ("rediss+sentinel",)
 
 
 @pytest.fixture(
@@ -53,6 +53,6 @@ def _deployment(
 
 @pytest.fixture
 def deployment(_deployment: Deployment) -> Deployment:
-    """An empty deployment of each topology, with and without TLS. Tests share it: keep it up."""
+    """An empty deployment of each topology, some with TLS. Tests share it: keep it up."""
     _deployment.each("FLUSHALL")
     return _deployment

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from redis.crc import key_slot
 
@@ -37,6 +37,7 @@ def test_tenants_n_grams_are_spread_over_different_slots() -> None:
 
 
 @given(NAMED, NAMED)
+@example(("ab", "c", [1]), ("a", "bc", [1]))
 def test_no_two_n_grams_tokenizers_or_tenants_share_a_key(
     one: tuple[str, str, list[int]], other: tuple[str, str, list[int]]
 ) -> None:

@@ -49,7 +49,7 @@ def test_a_broken_list_in_the_environment_is_refused_by_name(
     assert capsys.readouterr().err.startswith("serve: drafter: Expecting ',' delimiter")
 
 
-@pytest.mark.parametrize("text", ["", "a:1,", ",a:1", "a:1, ,b:2"])
+@pytest.mark.parametrize("text", ["", "a:1, ,b:2"])
 def test_a_gateway_refuses_an_empty_address(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse(GatewaySettings, "gateway", [f"--verifier={text}", "--tokenizer", "t"])
@@ -79,12 +79,7 @@ def test_a_gateway_takes_verifiers_together_or_one_by_one(arguments: list[str]) 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("bogus_key: 1\n", "serve: there is no setting bogus_key\n"),
         ("http_prot: 1\n", "serve: there is no setting http_prot (did you mean http_port?)\n"),
-        (
-            "dtype: float8\n",
-            "serve: dtype: must be 'auto', 'float32', 'bfloat16' or 'float16', not 'float8'\n",
-        ),
         ("draft_tokens: many\n", "draft-tokens: must be goodput, goodput:MAX, auto or fixed:K"),
         ("draft_tokens: 65\n", "with at most 64, not '65'"),
     ],
@@ -100,9 +95,7 @@ def test_unknown_or_wrong_settings_of_a_file_are_refused_by_name(
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "text", ["", "eagle", "model", "ngram=x", "ngram,key", "model=x,=3", "model=x,cores=,1"]
-)
+@pytest.mark.parametrize("text", ["", "eagle", "model", "ngram=x", "ngram,key", "model=x,=3"])
 def test_an_invalid_drafter_is_refused(text: str) -> None:
     with pytest.raises(OutriderError) as caught:
         DrafterSpec.parse(text)
