@@ -114,14 +114,14 @@ class Site:
     async def _start_verifier(self, name: str) -> None:
         address = f"{LOOPBACK}:{free_port()}"
         metrics_port = free_port()
-        endpoint = Endpoint(name, str(_TARGET.model), LOOPBACK, 0, metrics_port, address, None)
+        endpoint = Endpoint(name, str(_TARGET.model), 0, metrics_port, address)
         launch = verifier_launch(_TARGET, _TARGET.model, endpoint, "")
         await self._start(launch, Role.VERIFIER)
         self._verifiers.append(endpoint)
 
     async def _start_gateway(self, name: str, verifiers: str) -> None:
         port, grpc_port = free_port(), free_port()
-        endpoint = Endpoint(name, "", LOOPBACK, port, 0, verifiers, None)
+        endpoint = Endpoint(name, "", port, 0, verifiers)
         launch = gateway_launch(endpoint, _TARGET.model, grpc_port, "")
         await self._start(launch, Role.GATEWAY)
         scheme = "http" if self._certificates is None else "https"

@@ -261,8 +261,7 @@ def _placed(experiment: Experiment, drafter: Drafter, profile: Profile) -> dict[
     own = set(_cores(experiment.target.cores, profile.cores))
     fills = profile.threads >= len(own)
     place = set(_cores(drafter.cores, profile.cores))
-    # A container has its own host name, so the verifier assumes that it is on another machine.
-    believed = fills and bool(place & own) and not drafter.container
+    believed = fills and bool(place & own)
     placed: dict[str, Any] = {
         "on_target_cores": believed,
         "interference": serving.interference,

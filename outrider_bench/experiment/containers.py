@@ -1,307 +1,199 @@
-"""`--with compose`: runs processes as containers of a compose file that grows with each start.
+"""`--with compose`: runs each process in a container of a service of compose/compose.yaml.
 
-Containers have fixed addresses, so that a command line can name a process before it starts. The
-machine reaches all of them, so that the load generator stays outside.
+That file says the image, the networks, the cores and the rights. `docker compose run` starts the
+container with the command line of the experiment; a container's name is its address.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
-from ipaddress import ip_network
+from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any
 
-import httpx
+import yaml
 
 from outrider.errors import invalid
 from outrider.process.ports import free_port
-from outrider_bench.experiment.compose_file import Images, Service, Subnets, compose_file
-from outrider_bench.experiment.hosts import LOOPBACK, TAIL_LINES, Launch
+from outrider_bench.experiment.hosts import TAIL_LINES, Launch, process_cpu_s, write_files
 
 PROJECT = "outrider-experiment"
-_FIRST_PORT = 20_000
-_OF_PROJECT = f"label=com.docker.compose.project={PROJECT}"
-_BUILD = "compose/compose.sh build, or compose/ci-up.sh"
-_STOP_S = 12
-_CALL_S = 60.0
-_ENDED = (httpx.codes.NOT_FOUND, httpx.codes.CONFLICT, httpx.codes.NOT_MODIFIED)
+_COMPOSE = Path(__file__).parents[2] / "compose"
+_SERVICES = {
+    "verifier_svc": "verifier",
+    "gateway": "gateway",
+    "drafter_svc ngram": "drafter-ngram",
+    "drafter_svc model": "drafter-model",
+    "outrider_bench.experiment.link_process": "drafter-ngram",
+    "redis-server": "redis",
+}
+
+
+def service_of(launch: Launch) -> str:
+    """The service whose image has a process; raises OutriderError(INVALID_VALUE) if none has it."""
+    program = f"{launch.module or launch.program} {_value(launch, '--family')}".strip()
+    if program not in _SERVICES:
+        raise invalid("with", f"compose has no image for {launch.name}, which runs {program}")
+    device = _value(launch, "--device") or "cpu"
+    return _SERVICES[program] if device == "cpu" else f"{_SERVICES[program]}-gpu"
+
+
+def _value(launch: Launch, flag: str) -> str:
+    arguments = launch.arguments
+    return arguments[arguments.index(flag) + 1] if flag in arguments else ""
+
+
+def run_words(launch: Launch, files: Path, unset: Iterable[str]) -> Iterator[str]:
+    """The words behind `compose run`; `unset` are the service's own settings, taken away."""
+    # Shared files and sockets belong to the caller, and paths are relative to the caller's folder.
+    yield from ("--detach", "--no-deps", "--name", f"{PROJECT}-{launch.name}")
+    yield from ("--user", f"{os.getuid()}:{os.getgid()}", "--workdir", str(Path.cwd()))
+    for path in launch.shares:
+        yield from ("--volume", f"{path.absolute()}:{path.absolute()}")
+    yield from ("--volume", f"{files}:{files}:ro")
+    for name, value in launch.environment.items():
+        yield from ("-e", f"{name}={value}")
+    yield from ("--entrypoint", "env", service_of(launch))
+    for name in unset:
+        yield from ("-u", name)
+    yield from launch.command(str(files), python="python")
 
 
 class ContainerHandle:
-    """A container by its id."""
+    """A container by its name, as a Handle."""
 
-    def __init__(self, container_id: str, engine: httpx.AsyncClient) -> None:
-        self._id = container_id
-        self._engine = engine
+    def __init__(self, name: str) -> None:
+        self._name = name
         self._cpu_s = 0.0
 
     async def alive(self) -> bool:
-        """Whether the container runs; a paused one does, a removed one does not."""
-        return bool((await self._state()).get("Running"))
+        """As Handle.alive."""
+        return await _inspect(self._name, "{{.State.Running}}") == "true"
 
     async def stop(self) -> None:
-        """Let the engine send SIGTERM, and SIGKILL after 12 s; return when it has ended."""
+        """As Handle.stop."""
         await self.resume()  # a paused process takes no signal
-        await self._command(f"stop?t={_STOP_S}")
+        await _try("docker", "stop", "--time", "12", self._name)
 
     async def kill(self) -> None:
-        """Let the engine send SIGKILL; return when the container has ended."""
+        """As Handle.kill."""
         await self.resume()
-        await self._command("kill")
-        await self._command("wait")
+        for command in ("kill", "wait"):
+            await _try("docker", command, self._name)
 
     async def pause(self) -> None:
-        """Freeze all processes of the container."""
-        await self._command("pause")
+        """As Handle.pause."""
+        await _try("docker", "pause", self._name)
 
     async def resume(self) -> None:
-        """Let a paused container go on; does nothing to another one."""
-        if (await self._state()).get("Paused"):
-            await self._command("unpause")
+        """As Handle.resume."""
+        await _try("docker", "unpause", self._name)
 
     async def tail(self) -> list[str]:
-        """The last `TAIL_LINES` lines that it printed; one with its status follows its end."""
-        command = ["docker", "logs", "--tail", str(TAIL_LINES), self._id]
-        pipe = asyncio.subprocess.PIPE
-        process = await asyncio.create_subprocess_exec(
-            *command, stdout=pipe, stderr=asyncio.subprocess.STDOUT
-        )
-        printed, _ = await process.communicate()
-        lines = printed.decode(errors="replace").splitlines()
-        state = await self._state()
-        if not state.get("Running"):
-            lines.append(f"ended with status {state.get('ExitCode', 'unknown')}")
+        """As Handle.tail; a line with its status follows its end."""
+        lines = (await _try("docker", "logs", "--tail", str(TAIL_LINES), self._name)).splitlines()
+        if not await self.alive():
+            status = await _inspect(self._name, "{{.State.ExitCode}}")
+            lines.append(f"ended with status {status}")
         return lines[-TAIL_LINES:]
 
     async def cpu_s(self) -> float:
-        """User and system time in seconds since its start, as the engine counts them."""
-        answer = await self._engine.get(f"/containers/{self._id}/stats?stream=false&one-shot=true")
-        if answer.is_success:
-            used_ns = answer.json()["cpu_stats"]["cpu_usage"]["total_usage"]
-            # The engine reports 0 once the container has ended; then the last figure counts.
-            self._cpu_s = max(self._cpu_s, used_ns / 1e9)
+        """As Handle.cpu_s; the last figure, once it has ended."""
+        pids = (await _try("docker", "top", self._name, "-eo", "pid")).split()[1:]
+        with suppress(FileNotFoundError, ProcessLookupError):
+            self._cpu_s = max(self._cpu_s, sum(process_cpu_s(int(pid)) for pid in pids))
         return self._cpu_s
-
-    async def _state(self) -> dict[str, Any]:
-        """The engine's state of the container; empty once it has been removed."""
-        answer = await self._engine.get(f"/containers/{self._id}/json")
-        if answer.status_code == httpx.codes.NOT_FOUND:
-            return {}
-        state: dict[str, Any] = answer.raise_for_status().json()["State"]
-        return state
-
-    async def _command(self, command: str) -> None:
-        """Send the engine a command. A container that has ended or is gone is no error."""
-        answer = await self._engine.post(f"/containers/{self._id}/{command}")
-        if answer.status_code not in _ENDED:
-            answer.raise_for_status()
-
-
-class Project:
-    """A compose project: its services so far, and the commands of Compose and the engine."""
-
-    def __init__(
-        self,
-        directory: Path,
-        compose: Sequence[str],
-        engine: httpx.AsyncClient,
-        images: Images,
-        machine_address: str,
-    ) -> None:
-        self.machine_address = machine_address
-        """The address by which containers of all networks reach this machine."""
-        self.path = directory / "compose.yaml"
-        self.subnets = Subnets()
-        self._directory = directory
-        self._compose = [*compose, "--project-name", PROJECT, "--file", str(self.path)]
-        self._engine = engine
-        self._images = images
-        self._services: dict[str, Service] = {}
-        self._numbers: dict[str, int] = {}
-
-    def host(self, name: str, network: str | None) -> ContainerHost:
-        """A host for the process `name` and others beside it.
-
-        They listen in `network`; None is the network of the machine.
-        """
-        number = self._numbers.setdefault(name, len(self._numbers) + 1)
-        return ContainerHost(self, network, number)
-
-    async def start(self, service: Service) -> ContainerHandle:
-        """Add or replace a service and start its container.
-
-        Raises OSError with the engine's message.
-        """
-        name = service.launch.name
-        self._services[name] = service
-        services = list(self._services.values())
-        self.path.write_text(compose_file(services, self.subnets, self._images))
-        await self._run("up", "--detach", "--no-deps", "--no-build", "--force-recreate", name)
-        return ContainerHandle(await self._id_of(name), self._engine)
-
-    async def _id_of(self, name: str) -> str:
-        """The engine's id of a service's container, which may have ended already.
-
-        Compose 1.29 lists only containers that run, so this asks the engine.
-        """
-        service = f"label=com.docker.compose.service={name}"
-        filters = ("--filter", _OF_PROJECT, "--filter", service)
-        found = await _output("docker", "ps", "--all", "--quiet", "--no-trunc", *filters)
-        return found.strip()
-
-    def write_files(self, launch: Launch) -> Path | None:
-        """Write a launch's files to a directory that only this user reads."""
-        if not launch.files:
-            return None
-        directory = self._directory / f"files-{launch.name}"
-        directory.mkdir(mode=0o700, exist_ok=True)
-        for name, text in launch.files.items():
-            (directory / name).write_text(text)
-        return directory
-
-    async def image_ids(self) -> dict[str, str]:
-        """The id of each image by name; raises OSError that says how to build a missing one."""
-        ids = {}
-        for name in self._images.names:
-            answer = await self._engine.get(f"/images/{name}/json")
-            if answer.status_code == httpx.codes.NOT_FOUND:
-                raise OSError(f"there is no image {name}; build it with {_BUILD}")
-            ids[name] = str(answer.raise_for_status().json()["Id"])
-        return ids
-
-    async def down(self) -> None:
-        """Remove containers and networks, also those of an interrupted run."""
-        if not self.path.exists():
-            self.path.write_text(compose_file([], self.subnets, self._images))
-        await self._run("down", "--volumes", "--remove-orphans", "--timeout", str(_STOP_S))
-
-    async def _run(self, *words: str) -> str:
-        return await _output(*self._compose, *words)
-
-
-async def _output(*command: str) -> str:
-    """Run a command and return its output; raises OSError with its errors when it fails."""
-    pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe)
-    output, errors = await process.communicate()
-    if process.returncode != 0:
-        said = errors.decode(errors="replace").strip()[-2000:]
-        raise OSError(f"{' '.join(command)} failed: {said}")
-    return output.decode()
 
 
 class ContainerHost:
-    """Containers with one address. The first has the network, and later ones share it."""
+    """One container. Its processes are reached by name, and by this machine at `here`."""
 
-    def __init__(self, project: Project, network: str | None, number: int) -> None:
-        self._project = project
-        self._network = network
-        self._number = number
-        self._first: str | None = None
-        self._ports = itertools.count(_FIRST_PORT)
+    bind = "0.0.0.0"
 
-    @property
-    def address(self) -> str:
-        """The containers' IP address: loopback without a network, else one of the network's."""
-        if self._network is None:
-            return LOOPBACK
-        return self._project.subnets.address(self._network, self._number)
+    def __init__(self, name: str, directory: Path) -> None:
+        self.address = f"{PROJECT}-{name}"
+        self.here = ""
+        self._directory = directory
 
     async def free_port(self) -> int:
-        """A port; nothing else listens at the containers' own address."""
-        if self._network is None:
-            return free_port(self.address)
-        return next(self._ports)
+        """A port that no process listens on here, and so not in the container either."""
+        return free_port()
 
     async def start(self, launch: Launch) -> ContainerHandle:
-        """Start the launch in a container beside the first one.
-
-        Raises OSError when Compose cannot start it.
-        """
-        self._first = self._first or launch.name
-        beside = None
-        if self._network is not None and launch.name != self._first:
-            beside = self._first
-        addresses = {}
-        if beside is None:
-            addresses = self._addresses(launch)
-        files = self._project.write_files(launch)
-        return await self._project.start(Service(launch, addresses, beside, files))
-
-    def _addresses(self, launch: Launch) -> dict[str, str]:
-        """An address in each network of the addresses in the command line.
-
-        So a drafter reaches its link, and not the verifier behind it.
-        """
-        if self._network is None:
-            return {}
-        subnets = self._project.subnets
-        return {
-            name: subnets.address(name, self._number)
-            for name in subnets.named_in(launch) or [self._network]
-        }
+        """Start or replace the container; raises OSError with what Compose says if it cannot."""
+        services = yaml.safe_load((_COMPOSE / "compose.yaml").read_text())["services"]
+        files = self._directory / launch.name
+        write_files(files, launch.files)
+        words = run_words(launch, files, services[service_of(launch)].get("environment", ()))
+        await _try("docker", "rm", "--force", self.address)
+        await _compose("run", *words, cores=launch.cores or "")
+        addresses = "{{range .NetworkSettings.Networks}}{{.IPAddress}} {{end}}"
+        self.here = (await _inspect(self.address, addresses)).partition(" ")[0]
+        return ContainerHandle(self.address)
 
 
 @asynccontextmanager
-async def containers(images: Images | None = None) -> AsyncIterator[Project]:
-    """A project whose containers and networks are removed when the context ends.
+async def containers() -> AsyncIterator[tuple[Path, dict[str, str]]]:
+    """A directory for launches' files, and the images' ids; its end removes the containers.
 
-    Raises OutriderError(INVALID_VALUE) without Compose, and OSError when no engine answers.
+    Raises OutriderError(INVALID_VALUE) without docker, and OSError without an engine or an image.
     """
-    compose = await compose_command()
-    images = images or Images.from_environment()
-    async with engine_client() as engine:
-        with tempfile.TemporaryDirectory(prefix="outrider-compose-") as directory:
-            address = await bridge_address(engine)
-            project = Project(Path(directory), compose, engine, images, address)
-            await project.down()
-            try:
-                yield project
-            finally:
-                await asyncio.shield(project.down())
-
-
-async def bridge_address(engine: httpx.AsyncClient) -> str:
-    """The machine's address on the engine's default network, which exists before the experiment."""
-    answer = await engine.get("/networks/bridge")
-    config = answer.raise_for_status().json()["IPAM"]["Config"][0]
-    # Docker 20 does not say the gateway until the engine has been restarted once. It is the
-    # network's first address.
-    first = next(ip_network(config["Subnet"]).hosts())
-    return str(config.get("Gateway", first))
-
-
-async def compose_command() -> list[str]:
-    """`docker compose`, or `docker-compose` if docker has no such plugin."""
     if shutil.which("docker") is None:
         raise invalid("with", "compose needs the command docker, which is not installed")
-    try:
-        await _output("docker", "compose", "version")
-        return ["docker", "compose"]
-    except OSError:
-        if shutil.which("docker-compose") is not None:
-            return ["docker-compose"]
-    raise invalid("with", "compose needs docker compose or docker-compose; neither is installed")
-
-
-@asynccontextmanager
-async def engine_client() -> AsyncIterator[httpx.AsyncClient]:
-    """A client of the engine's API; raises OSError where no engine answers."""
-    address = os.environ.get("DOCKER_HOST") or "unix:///var/run/docker.sock"
-    if not address.startswith("unix://"):
-        problem = f"compose needs an engine of this machine, and DOCKER_HOST is {address}"
-        raise invalid("with", problem)
-    transport = httpx.AsyncHTTPTransport(uds=address.removeprefix("unix://"))
-    client = httpx.AsyncClient(transport=transport, base_url="http://engine", timeout=_CALL_S)
-    async with client:
+    tag = os.environ.get("OUTRIDER_TAG") or "dev"
+    names = [f"outrider-{service}:{tag}" for service in {*_SERVICES.values()} - {"redis"}]
+    await _down()
+    ids = {name: await _inspect(name, "{{.Id}}") for name in sorted(names)}
+    if missing := [name for name, image_id in ids.items() if not image_id]:
+        raise OSError(f"there is no image {missing[0]}; build it with compose/compose.sh build")
+    with tempfile.TemporaryDirectory(prefix="outrider-compose-") as directory:
         try:
-            (await client.get("/_ping")).raise_for_status()
-        except httpx.HTTPError as error:
-            raise OSError(f"no container engine answers at {address}: {error}") from error
-        yield client
+            yield Path(directory), ids
+        finally:
+            await asyncio.shield(_down())
+
+
+async def bridge_address() -> str:
+    """The address of this machine that containers of all networks reach."""
+    # Docker 20 names no gateway until the engine was restarted once.
+    return await _inspect("bridge", "{{range .IPAM.Config}}{{.Gateway}}{{end}}") or "172.17.0.1"
+
+
+async def _down() -> None:
+    """Remove containers and networks, also those of an interrupted run."""
+    label = f"label=com.docker.compose.project={PROJECT}"
+    found = await _output("docker", "ps", "--all", "--quiet", "--filter", label)
+    await _try("docker", "rm", "--force", *found.split())
+    await _compose("down", "--volumes", "--remove-orphans")
+
+
+async def _compose(*words: str, cores: str = "") -> None:
+    command = (str(_COMPOSE / "compose.sh"), "--project-name", PROJECT, *words)
+    await _output(*command, OUTRIDER_VERIFIER_CPUSET=cores)
+
+
+async def _inspect(name: str, field: str) -> str:
+    """A field of a container, image or network; "" if there is none of this name."""
+    return (await _try("docker", "inspect", "--format", field, name)).strip()
+
+
+async def _try(*command: str) -> str:
+    """The output of a command, "" if it fails: the container has ended or is gone."""
+    with suppress(OSError):
+        return await _output(*command)
+    return ""
+
+
+async def _output(*command: str, **environment: str) -> str:
+    """Run a command and return what it prints; raises OSError with its errors when it fails."""
+    pipe = asyncio.subprocess.PIPE
+    given = {**os.environ, "COMPOSE_PROFILES": "cpu,gpu", **environment}
+    process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe, env=given)
+    output, errors = [printed.decode(errors="replace") for printed in await process.communicate()]
+    if process.returncode != 0:
+        raise OSError(f"{' '.join(command[:5])} failed: {errors.strip()[-2000:]}")
+    # `docker logs` passes on what a process printed as errors.
+    return output + (errors if command[1] == "logs" else "")

@@ -101,6 +101,16 @@ class Host(Protocol):
         """Name or IP address by which the experiment's other processes reach this host."""
         ...
 
+    @property
+    def bind(self) -> str:
+        """IP address at which its processes listen."""
+        ...
+
+    @property
+    def here(self) -> str:
+        """IP address by which this machine reaches it; a container's is known once it runs."""
+        ...
+
     async def free_port(self) -> int:
         """A port that no process listens on now, for the next process on this host."""
         ...
@@ -188,6 +198,16 @@ class LocalHost:
 
     address: str = LOOPBACK
 
+    @property
+    def bind(self) -> str:
+        """As Host.bind."""
+        return self.address
+
+    @property
+    def here(self) -> str:
+        """As Host.here."""
+        return self.address
+
     async def free_port(self) -> int:
         """A port that no process listens on at `address` now; raises OSError if there is none."""
         return free_port(self.address)
@@ -215,9 +235,15 @@ class LocalHost:
 def _write(files: Mapping[str, str]) -> tempfile.TemporaryDirectory[str]:
     """Write the files to a new directory that only this user reads."""
     directory = tempfile.TemporaryDirectory(prefix="outrider-")
-    for name, text in files.items():
-        Path(directory.name, name).write_text(text)
+    write_files(Path(directory.name), files)
     return directory
+
+
+def write_files(directory: Path, files: Mapping[str, str]) -> None:
+    """Write files to a directory that only this user reads, and make it unless it is there."""
+    directory.mkdir(mode=0o700, exist_ok=True)
+    for name, text in files.items():
+        (directory / name).write_text(text)
 
 
 def check_cores(field_name: str, cores: str | None) -> None:

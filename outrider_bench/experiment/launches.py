@@ -10,7 +10,7 @@ from drafter_svc.config import DrafterSettings, settings_schema
 from outrider.errors import OutriderError, invalid
 from outrider.process.config import Settings, load
 from outrider.process.cores import parse_cores
-from outrider_bench.experiment.hosts import FILES, Launch
+from outrider_bench.experiment.hosts import FILES, LOOPBACK, Launch
 from outrider_bench.experiment.spec import Drafter, Experiment, Setting, Target, drafters_of
 from verifier_svc.config import VerifierSettings
 
@@ -28,17 +28,21 @@ class Endpoint:
 
     name: str
     model: str
-    address: str
     http_port: int
     metrics_port: int
     verifier: str
     """host:port of the draft stream."""
-    uds: Path | None
+    uds: Path | None = None
+    bind: str = LOOPBACK
+    """IP address at which both processes listen."""
+    gateway_at: str = LOOPBACK
+    """IP address by which this machine reaches the gateway; `verifier_at` is the verifier's."""
+    verifier_at: str = LOOPBACK
 
     @property
     def url(self) -> str:
         """The gateway's."""
-        return f"http://{self.address}:{self.http_port}"
+        return f"http://{self.gateway_at}:{self.http_port}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +67,12 @@ def verifier_launch(target: Target, model: Path, endpoint: Endpoint, otlp_endpoi
         "target": str(model),
         "model_name": endpoint.model,
         "dtype": target.dtype,
-        "listen": endpoint.verifier,
+        "listen": f"{endpoint.bind}:{endpoint.verifier.rpartition(':')[2]}",
         # An experiment has a network of its own.
         "open": True,
         "uds": _path(endpoint.uds),
         "threads": threads,
-        "metrics_host": endpoint.address,
+        "metrics_host": endpoint.bind,
         "metrics_port": endpoint.metrics_port,
         # Every repetition has the same prompts.
         "prefix_caching": False,
@@ -92,9 +96,9 @@ def gateway_launch(endpoint: Endpoint, model: Path, grpc_port: int, otlp_endpoin
     options: dict[str, Setting | None] = {
         "verifier": endpoint.verifier,
         "tokenizer": str(model),
-        "http_host": endpoint.address,
+        "http_host": endpoint.bind,
         "http_port": endpoint.http_port,
-        "grpc_listen": f"{endpoint.address}:{grpc_port}",
+        "grpc_listen": f"{endpoint.bind}:{grpc_port}",
         # An experiment has no clients but its own.
         "open": True,
         "otlp_endpoint": otlp_endpoint or None,

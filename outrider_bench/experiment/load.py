@@ -60,7 +60,7 @@ async def play(
     `began` is the time of the first request of all verifiers, by `time.perf_counter`. A request
     that fails is an error of the result, not an exception.
     """
-    before = await counters(endpoint.metrics_port, endpoint.address)
+    before = await counters(endpoint.metrics_port, endpoint.verifier_at)
     started = time.perf_counter()
     if workload.arrivals == "closed":
         answers, full_s = await _closed(requests, workload.batch, endpoint, asked)
@@ -68,7 +68,7 @@ async def play(
         answers = await _open(requests, endpoint, asked, started)
         full_s = 0.0
     seconds = time.perf_counter() - started
-    after = await counters(endpoint.metrics_port, endpoint.address)
+    after = await counters(endpoint.metrics_port, endpoint.verifier_at)
     sample = Sample(0, seconds, full_s=full_s)
     sample.counters = {name: value - before.get(name, 0.0) for name, value in after.items()}
     played = Played(sample)
@@ -123,7 +123,7 @@ async def _ask(request: Request, endpoint: Endpoint, asked: Asked) -> _Answer:
     answer = _Answer(time.perf_counter())
     headers = {"Authorization": f"Bearer {asked.tenant}"}
     try:
-        async for block in stream(endpoint.http_port, body, headers, endpoint.address):
+        async for block in stream(endpoint.http_port, body, headers, endpoint.gateway_at):
             answer.blocks.append((time.perf_counter(), block))
     except (RuntimeError, OSError) as error:
         answer.error = f"{endpoint.name}: {error}"

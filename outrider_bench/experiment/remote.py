@@ -87,6 +87,16 @@ class RemoteHost:
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._tasks: list[asyncio.Task[None]] = []
 
+    @property
+    def bind(self) -> str:
+        """As Host.bind."""
+        return self.address
+
+    @property
+    def here(self) -> str:
+        """As Host.here."""
+        return self.address
+
     async def open(self) -> None:
         """Wait for the machine's description."""
         try:

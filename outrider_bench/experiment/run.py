@@ -47,11 +47,10 @@ class RunSettings(Settings):
     """The experiment, a YAML file; docs/placement.md describes it."""
 
     leave_out: list[str] = Field(default_factory=list)
-    """Cells to skip, by names or patterns such as *container*; a later run may add them."""
+    """Cells to skip, by names or patterns such as *far; a later run may add them."""
 
     with_: Literal["processes", "compose"] = "processes"
-    """Run containers where the file says so (processes), or run all processes as containers
-    (compose)."""
+    """Run all processes by themselves, or each in a container of compose/compose.yaml's images."""
 
     ssh: str = "ssh"
     """The command that reaches the file's `hosts`, with options if it has any: ssh -p 2222."""

@@ -96,9 +96,6 @@ class Drafter(_Part):
     """For predictions, its name in the cost table's `drafting`; unset goes by family and
     threads."""
 
-    container: bool = False
-    """Run it as a container, also without `--with compose`."""
-
     host: Name | None = None
     """Name of its machine in `hosts`; unset is this one."""
 

@@ -12,7 +12,7 @@ import shutil
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import httpx
@@ -82,18 +82,21 @@ async def backend(
             endpoints = []
             for number in range(1, target.count + 1):
                 name = f"verifier-{number}"
-                host = places.host(name, target.host, False)
-                address = host.address
-                verifier = f"{address}:{await host.free_port()}"
-                uds = None
-                if target.host is None:
-                    uds = Path(sockets, f"{name}.sock")
-                ports = (await host.free_port(), await host.free_port())
-                endpoint = Endpoint(name, str(target.model), address, *ports, verifier, uds)
+                host = places.host(name, target.host)
+                front = places.host(name.replace("verifier", "gateway"), target.host)
+                endpoint = Endpoint(
+                    name,
+                    str(target.model),
+                    await front.free_port(),
+                    await host.free_port(),
+                    f"{host.address}:{await host.free_port()}",
+                    Path(sockets, f"{name}.sock") if target.host is None else None,
+                    host.bind,
+                )
                 await processes.start(host, verifier_launch(target, model, endpoint, otlp_endpoint))
-                gateway = gateway_launch(endpoint, model, await host.free_port(), otlp_endpoint)
-                await processes.start(host, gateway)
-                endpoints.append(endpoint)
+                gateway = gateway_launch(endpoint, model, await front.free_port(), otlp_endpoint)
+                await processes.start(front, gateway)
+                endpoints.append(replace(endpoint, gateway_at=front.here, verifier_at=host.here))
             running = Backend(target, endpoints, processes, otlp_endpoint)
             await processes.until("the verifiers", lambda: running.has_drafters(0))
             yield running
@@ -186,10 +189,10 @@ class _Starter:
                 await self._drafter(name, process, self._dial(drafter, place, redis, fronts))
 
     async def _redis(self) -> str:
-        host = self._places.host("redis", None, False)
+        host = self._places.host("redis", None)
         port = await host.free_port()
-        await self._running.processes.start(host, redis_launch(host.address, port))
-        await self._running.processes.until("redis", lambda: _answers(host.address, port))
+        await self._running.processes.start(host, redis_launch(host.bind, port))
+        await self._running.processes.until("redis", lambda: _answers(host.here, port))
         return f"{host.address}:{port}"
 
     def _targets(self, redis: str) -> dict[str, list[str]]:
@@ -205,15 +208,15 @@ class _Starter:
 
     async def _link(self, name: str, targets: list[str]) -> dict[str, str]:
         """Start a link; returns the address on which it listens for each target."""
-        host = self._places.host(f"link-{name}", None, False)
-        fronts = {target: f"{host.address}:{await host.free_port()}" for target in targets}
-        control = LinkControl(host.address, await host.free_port())
-        forwards = {front: target for target, front in fronts.items()}
-        launch = link_launch(name, f"{host.address}:{control.address[1]}", forwards)
+        host = self._places.host(f"link-{name}", None)
+        ports = {target: await host.free_port() for target in targets}
+        control_port = await host.free_port()
+        forwards = {f"{host.bind}:{port}": target for target, port in ports.items()}
+        launch = link_launch(name, f"{host.bind}:{control_port}", forwards)
         await self._running.processes.start(host, launch)
-        self._running.links[name] = control
+        control = self._running.links[name] = LinkControl(host.here, control_port)
         await self._running.processes.until(f"link {name}", lambda: _is_up(control))
-        return fronts
+        return {target: f"{host.address}:{port}" for target, port in ports.items()}
 
     def _dial(
         self, drafter: Drafter, place: int, redis: str, fronts: dict[str, dict[str, str]]
@@ -236,7 +239,7 @@ class _Starter:
         drafter = self._experiment.drafters[name]
         target = self._running.backend.target
         otlp = self._running.backend.otlp_endpoint
-        host = self._places.host(process, drafter.host, drafter.container)
+        host = self._places.host(process, drafter.host)
         launch = drafter_launch(f"drafters.{name}", process, drafter, target, dial, otlp)
         await self._running.processes.start(host, launch)
 
@@ -266,14 +269,14 @@ def check(experiment: Experiment, places: Places) -> None:
     Raises OutriderError(INVALID_VALUE) that names the field of the file and the problem.
     """
     uds = Path("/nowhere/verifier.sock")
-    endpoint = Endpoint("verifier-1", "", LOOPBACK, 1, 2, f"{LOOPBACK}:3", uds)
+    endpoint = Endpoint("verifier-1", "", 1, 2, f"{LOOPBACK}:3", uds)
     for path, name in _models(experiment):
         if not path.is_dir():
             raise invalid(name, f"must be a directory of a model, which {path} is not")
-    places.host("verifier-1", experiment.target.host, False)
+    places.host("verifier-1", experiment.target.host)
     verifier_launch(experiment.target, experiment.target.model, endpoint, "")
     for name, drafter in drafters_of(experiment):
-        places.host(f"{name}-1", drafter.host, drafter.container)
+        places.host(f"{name}-1", drafter.host)
         count = 1
         if drafter.shared:
             count = experiment.target.count
@@ -282,7 +285,7 @@ def check(experiment: Experiment, places: Places) -> None:
             redis = f"{LOOPBACK}:4"
         dial = Dial((endpoint.verifier,) * count, uds, redis, "0" * 32)
         drafter_launch(f"drafters.{name}", f"{name}-1", drafter, experiment.target, dial, "")
-        is_here = isinstance(places.host("redis", None, False), LocalHost)
+        is_here = isinstance(places.host("redis", None), LocalHost)
         if redis is not None and is_here and shutil.which("redis-server") is None:
             problem = "redis needs the program redis-server on this machine"
             raise invalid(f"drafters.{name}.pool", problem)

@@ -69,14 +69,6 @@ def test_a_drafter_on_the_targets_core_takes_all_of_its_time_from_forwards(tmp_p
     assert (drafter.on_target_cores, drafter.interference, drafter.slowness) == (True, 1.0, 2.0)
 
 
-def test_a_container_on_the_targets_core_looks_like_another_host(tmp_path: Path) -> None:
-    drafters = {"boxed": {**DRAFTERS["pinned"], "container": True}}
-    [drafter] = scenario(
-        tmp_path, drafters=drafters, use=["boxed"], target={"threads": 1, "cores": "0"}
-    ).drafters
-    assert (drafter.on_target_cores, drafter.interference) == (False, 1.0)
-
-
 def test_a_drafter_on_other_cores_has_the_calibrated_interference(tmp_path: Path) -> None:
     [drafter] = scenario(tmp_path, use=["near"]).drafters
     assert not drafter.on_target_cores

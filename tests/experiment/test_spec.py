@@ -107,7 +107,6 @@ def test_a_wrong_file_is_refused_with_its_field(
             r"drafters\.far.*max-draft-len",
         ),
         ({"drafters": {"far": {"family": "oracle"}}}, r"drafters\.far\.family.*oracle"),
-        ({"drafters": {"far": {"container": True}}}, "container.*far-1 needs a container engine"),
     ],
 )
 def test_wrong_settings_are_refused_before_any_process_starts(
@@ -115,7 +114,7 @@ def test_wrong_settings_are_refused_before_any_process_starts(
 ) -> None:
     experiment = Experiment.model_validate(_experiment(**more))
     with pytest.raises(OutriderError, match=problem):
-        check(experiment, Places(Hosts(), None, False, {}))
+        check(experiment, Places(Hosts(), {}, "127.0.0.1"))
 
 
 def test_cells_that_differ_in_links_and_load_share_one_stack() -> None:

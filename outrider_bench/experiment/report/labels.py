@@ -87,8 +87,6 @@ def _place(experiment: Experiment, drafter: Drafter) -> str:
         parts.append("the target's cores" if same else f"cores {drafter.cores}")
     if drafter.device != "cpu":
         parts.append(drafter.device)
-    if drafter.container:
-        parts.append("container")
     if drafter.host is not None:
         parts.append(f"on {drafter.host}")
     if drafter.pool == "redis":
