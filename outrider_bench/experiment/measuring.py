@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from tokenizers import Tokenizer
 
-from outrider_bench.experiment.energy import Meter
 from outrider_bench.experiment.events import Events
 from outrider_bench.experiment.load import Asked, Played, digest, play, timeline
 from outrider_bench.experiment.records import DRAFTED, LinkTraffic, Measurement
@@ -52,8 +51,6 @@ class Bench:
             self.spans.clear()
         events = Events(experiment, self.drafting if way == DRAFTED else None)
         asked = _asked(experiment, way, tenant)
-        meter = Meter()
-        meter.start()
         began = time.perf_counter()
         try:
             async with asyncio.TaskGroup() as group:
@@ -62,7 +59,6 @@ class Bench:
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from errors
         played = playing.result()
-        joules = meter.joules()
         return Measurement(
             way,
             [each.sample for each in played],
@@ -71,7 +67,6 @@ class Bench:
             step_split_s=await self.spans.split() if self.spans is not None else {},
             timeline=timeline(played),
             events=events.played,
-            watts=joules / (time.perf_counter() - began) if joules is not None else None,
             texts_sha256=digest(played),
             errors=[error for each in played for error in each.errors] + events.errors,
         )

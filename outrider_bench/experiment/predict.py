@@ -19,10 +19,10 @@ from outrider_bench.experiment.cell_scenarios import Load, check, load_of, scena
 from outrider_bench.experiment.profile_record import Profile
 from outrider_bench.experiment.recording import Recorder
 from outrider_bench.experiment.records import IDLE, PLAIN, Folder, LinkTraffic, Measurement
-from outrider_bench.experiment.report.command import validation, validation_table
 from outrider_bench.experiment.schedule import ways_of
 from outrider_bench.experiment.spec import Cell, Experiment, Target, drafters_of, load
 from outrider_bench.experiment.unmeasured import profile_of
+from outrider_bench.experiment.validation import validation, validation_table
 from outrider_bench.simulator.simulation import Simulation
 
 _PROGRAM = "outrider experiment predict"

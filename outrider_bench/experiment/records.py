@@ -76,8 +76,6 @@ class Measurement:
     timeline: list[int] = field(default_factory=list)
     """Tokens in each tenth of a second since the first request."""
     events: list[dict[str, Any]] = field(default_factory=list)
-    watts: float | None = None
-    """None if no energy counter can be read."""
     texts_sha256: str = ""
     """A hash of all texts in order, to compare greedy and seeded texts across ways."""
     errors: list[str] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""The machine that measures, its energy, and the code that it runs."""
+"""The machine that measures, and the code that it runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 
 from outrider.errors import OutriderError
 from outrider_bench.experiment import machine
-from outrider_bench.experiment.energy import Meter
 from outrider_bench.experiment.spec import Experiment
 
 
@@ -58,29 +57,3 @@ def test_missing_hardware_is_refused_by_its_field(drafter: dict[str, object], pr
     )
     with pytest.raises(OutriderError, match=problem):
         machine.check(experiment)
-
-
-def _zone(root: Path, name: str, label: str, energy: int) -> Path:
-    zone = root / name
-    zone.mkdir()
-    (zone / "name").write_text(label)
-    (zone / "energy_uj").write_text(str(energy))
-    (zone / "max_energy_range_uj").write_text("10000000")
-    return zone
-
-
-def test_energy_adds_packages_and_memory_across_a_counter_that_restarts(tmp_path: Path) -> None:
-    package = _zone(tmp_path, "intel-rapl:0", "package-0", 9_000_000)
-    _zone(tmp_path, "intel-rapl:0:0", "core", 5)
-    memory = _zone(tmp_path, "intel-rapl:0:1", "dram", 1_000_000)
-    meter = Meter(tmp_path)
-    meter.start()
-    (package / "energy_uj").write_text("2000000")
-    (memory / "energy_uj").write_text("1500000")
-    assert meter.joules() == pytest.approx(3.0 + 0.5)
-
-
-def test_energy_is_none_where_no_counter_can_be_read(tmp_path: Path) -> None:
-    meter = Meter(tmp_path)
-    meter.start()
-    assert meter.joules() is None

@@ -1,6 +1,5 @@
 """`outrider experiment report`: tables, plots, a page and files of a run's figures."""
 
-from outrider_bench.experiment.report.command import main, validation, validation_table
-from outrider_bench.experiment.report.compare import Validation
+from outrider_bench.experiment.report.command import main
 
-__all__ = ["Validation", "main", "validation", "validation_table"]
+__all__ = ["main"]

@@ -2,98 +2,61 @@
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Sequence
+import csv
+import html
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
+from string import Template
+from typing import Any
 
 import click
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table as RichTable
+from rich.text import Text
 
 from outrider.process.usage import invoke, refuse
 from outrider_bench.console import console_for_output
 from outrider_bench.experiment.records import Folder
-from outrider_bench.experiment.report import contents, page
 from outrider_bench.experiment.report.answers import answers
-from outrider_bench.experiment.report.compare import Validation, compare
-from outrider_bench.experiment.report.export import as_csv, as_json, figure_rows, write_parquet
-from outrider_bench.experiment.report.reading import read
-from outrider_bench.experiment.report.results import Results
-from outrider_bench.experiment.report.tables import rich_table
+from outrider_bench.experiment.report.labels import words
+from outrider_bench.experiment.report.plots import plots
+from outrider_bench.experiment.report.results import Results, read
+from outrider_bench.experiment.report.tables import Table, tables
 from outrider_bench.experiment.spec import load
 
 _PROGRAM = "outrider experiment report"
 _RUNS = Path("bench/out/experiments")
+_KEYS = ("cell", "source", "way", "repetition", "verifier")
+_PAGE = Template(
+    """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<title>$name</title>
+<style>
+body { font-family: sans-serif; margin: 2rem auto; max-width: 76rem; }
+img { max-width: 100%; }
+table { border-collapse: collapse; }
+th, td { border-bottom: 1px solid #ccc; padding: .3rem .7rem; text-align: right; }
+</style>
+</head>
+<body>
+<h1>$question</h1>
+<ul>$answer</ul>
+<p>$about</p>
+$plots
+$tables
+</body>
+</html>
+"""
+)
 
 
 def main(arguments: list[str]) -> int:
     """Make the report of a run; returns the exit status."""
     status: int = invoke(_command, _PROGRAM, arguments)
     return status
-
-
-def validation(folder: Folder) -> Validation:
-    """Predicted beside measured tokens/s of a run.
-
-    Raises ValueError if no cell of the folder has both.
-    """
-    compared = compare(read(folder))
-    if compared is None:
-        raise ValueError(f"{folder.path}: no cell has both a measurement and a prediction")
-    return compared
-
-
-def validation_table(compared: Validation) -> RichTable:
-    """Predicted beside measured tokens/s by cell and way, with the error in percent."""
-    table = RichTable(title="Predicted and measured, tokens/s", title_justify="left")
-    middle = 100 * compared.median_error
-    worst = 100 * compared.worst_error
-    table.caption = f"Error in the median {middle:.1f} %, worst {worst:.1f} %"
-    for head in ("cell", "way"):
-        table.add_column(head)
-    for head in ("measured", "predicted", "error, %"):
-        table.add_column(head, justify="right")
-    for row in compared.rows:
-        numbers = (f"{row.measured:.1f}", f"{row.predicted:.1f}", f"{100 * row.error:+.1f}")
-        table.add_row(escape(row.label), row.way, *numbers)
-    return table
-
-
-def write(results: Results, out: Path, console: Console) -> list[Path]:
-    """Write all files of a report, print its answer and tables, and return the files."""
-    # matplotlib takes a second to load, and `validation` does not need it.
-    from outrider_bench.experiment.report.plots import pictures
-
-    out.mkdir(parents=True, exist_ok=True)
-    compared = compare(results)
-    answer = answers(results, compared)
-    tables = list(contents.tables(results))
-    _show(results, answer, console)
-    for table in tables:
-        console.print(rich_table(table))
-    if compared is not None:
-        console.print(validation_table(compared))
-    rows = figure_rows(results)
-    figures_csv = as_csv(rows)
-    drawn = pictures(results, compared)
-    written = {
-        "figures.csv": figures_csv.encode(),
-        "report.json": json.dumps(as_json(results, answer, compared), indent=1).encode(),
-        **{f"{picture.name}.png": picture.light for picture in drawn},
-    }
-    for name, data in written.items():
-        (out / name).write_bytes(data)
-    names = list(written)
-    if write_parquet(rows, out / "figures.parquet"):
-        names.insert(1, "figures.parquet")
-    else:
-        console.print("figures.parquet is not written, since pyarrow is not installed.")
-    files = [*names, *_raw_files(results, out)]
-    html = page.render(results, answer, tables, drawn, figures_csv, files)
-    (out / "index.html").write_text(html)
-    return [out / name for name in ["index.html", *names]]
 
 
 @click.command(_PROGRAM)
@@ -114,14 +77,12 @@ def _command(source: Path, runs: Path, out: Path | None) -> int:
 
     Takes a run's folder, or an experiment's file, whose latest run it reports.
     """
-    console = console_for_output()
     try:
         folder = Folder(source) if source.is_dir() else latest_run(source, runs)
         results = read(folder)
     except ValueError as error:
         refuse(_PROGRAM, str(error))
-    for path in write(results, out or folder.path / "report", console):
-        print(f"written: {path}")
+    write(results, out or folder.path / "report", console_for_output())
     return 0
 
 
@@ -139,23 +100,78 @@ def latest_run(file: Path, runs: Path) -> Folder:
             found.append((str(about.get("began", "")), candidate.stat().st_mtime, candidate.parent))
     if not found:
         raise ValueError(f"{file}: {runs / experiment.name} has no run of this experiment")
-    folder = max(found)[2]
-    if len(found) > 1:
-        print(f"{len(found)} runs of {experiment.name} are there; this is the latest, {folder}")
-    return Folder(folder)
+    return Folder(max(found)[2])
 
 
-def _show(results: Results, answer: Sequence[str], console: Console) -> None:
-    console.print(f"[bold]{escape(results.experiment.question or results.experiment.name)}[/bold]")
+def write(results: Results, out: Path, console: Console) -> None:
+    """Print the answer and the tables, and write all files of a report."""
+    out.mkdir(parents=True, exist_ok=True)
+    answer = answers(results)
+    made = list(tables(results))
+    console.print(Text(results.experiment.question or results.experiment.name, style="bold"))
     for sentence in answer:
-        console.print(f"- {escape(sentence)}", highlight=False)
-    for name, text in page.facts(results):
-        console.print(f"{name}: {escape(text)}", highlight=False)
+        console.print(Text(f"- {sentence}"))
+    for table in made:
+        console.print(_rich(table))
+    rows = figure_rows(results)
+    with (out / "figures.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    if find_spec("pyarrow") is not None:
+        figures = import_module("pyarrow.csv").read_csv(out / "figures.csv")
+        import_module("pyarrow.parquet").write_table(figures, out / "figures.parquet")
+    drawn = plots(results)
+    for name, data in drawn.items():
+        (out / f"{name}.png").write_bytes(data)
+    (out / "index.html").write_text(_page(results, answer, made, list(drawn)))
+    console.print(Text(f"written: {out}"))
 
 
-def _raw_files(results: Results, out: Path) -> list[str]:
-    """The run's own files, relative to the report."""
-    folder = results.folder
-    files = [folder / "run.json", *sorted(folder.glob("cells/*/*.json"))]
-    files += sorted(folder.glob("predicted/*/*.json"))
-    return [os.path.relpath(file, out) for file in files]
+def figure_rows(results: Results) -> list[dict[str, Any]]:
+    """One dictionary a cell, source, way, repetition and verifier, all with the same keys.
+
+    Values of the sweep have the keys `sweep.<path>`. A missing figure is None.
+    """
+    cells = {cell.key: cell for cell in results.cells}
+    names = sorted({name for row in results.rows for name in row.figures})
+    rows = []
+    for row in results.rows:
+        swept = {f"sweep.{path}": words(v) for path, v in cells[row.cell].point.items()}
+        keys = {name: getattr(row, name) for name in _KEYS}
+        rows.append({**keys, **swept, **{name: row.figures.get(name) for name in names}})
+    return rows
+
+
+def _rich(table: Table) -> RichTable:
+    shown = RichTable(title=table.title, caption=table.note, title_justify="left")
+    for column in table.columns:
+        shown.add_column(column, overflow="fold")
+    for line in table.lines:
+        shown.add_row(*map(Text, line))
+    return shown
+
+
+def _page(results: Results, answer: list[str], made: list[Table], drawn: list[str]) -> str:
+    """The report as a plain page beside its pictures."""
+    about = results.about
+    machine = about.get("machine") or {}
+    shown = [f"{name}: {about.get(name)}" for name in ("commit", "began", "command")]
+    shown.append(f"machine: {machine.get('processor')}, {len(machine.get('cores', ()))} cores")
+    return _PAGE.substitute(
+        name=html.escape(results.experiment.name),
+        question=html.escape(results.experiment.question or results.experiment.name),
+        answer="".join(f"<li>{html.escape(sentence)}</li>\n" for sentence in answer),
+        about=html.escape("; ".join(shown)),
+        plots="".join(f'<p><img src="{name}.png" alt="{name}"></p>\n' for name in drawn),
+        tables="".join(map(_html, made)),
+    )
+
+
+def _html(table: Table) -> str:
+    def line(tag: str, cells: list[str]) -> str:
+        return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>\n"
+
+    rows = line("th", table.columns) + "".join(line("td", cells) for cells in table.lines)
+    note = html.escape(table.note)
+    return f"<h2>{html.escape(table.title)}</h2>\n<p>{note}</p>\n<table>\n{rows}</table>\n"

@@ -33,18 +33,15 @@ def measurement_figures(measurement: Measurement, *, in_turn: bool) -> Figures:
     counters = _total(sample.counters for sample in samples)
     if in_turn:
         rate = tokens / sum(sample.seconds for sample in samples)
-        rates = {"tokens_per_s": rate}
     else:
         rate = measurement.tokens_per_s
-        rates = {"tokens_per_s": rate, **_full_rate(samples)}
     return {
-        **rates,
+        "tokens_per_s": rate,
         **_latencies(samples),
         **_drafts(counters),
         **_step(counters, measurement.step_split_s),
-        **_spans(measurement.step_split_s),
         **_links(measurement, tokens),
-        **_processors(measurement, tokens, rate),
+        **_processors(measurement, tokens),
         **timeline_figures(_full(measurement), measurement.events),
     }
 
@@ -53,7 +50,6 @@ def sample_figures(sample: Sample) -> Figures:
     """The figures of one verifier, or of one turn."""
     return {
         "tokens_per_s": sample.tokens_per_s,
-        **_full_rate([sample]),
         **_latencies([sample]),
         **_drafts(sample.counters),
         **_step(sample.counters, {}),
@@ -78,15 +74,6 @@ def _total(counters: Iterable[Mapping[str, float]]) -> dict[str, float]:
 def _quotients(parts: Mapping[str, tuple[float, float]]) -> Figures:
     """Numerator over denominator by name; pairs with a denominator of 0 are left out."""
     return {name: over / under for name, (over, under) in parts.items() if under}
-
-
-def _full_rate(samples: Sequence[Sample]) -> Figures:
-    """tokens/s while a full batch of requests was under way."""
-    rates = [sample.full_tokens_per_s for sample in samples]
-    known = [rate for rate in rates if rate is not None]
-    if not known or len(known) < len(rates):
-        return {}
-    return {"full_tokens_per_s": sum(known)}
 
 
 def _latencies(samples: Sequence[Sample]) -> Figures:
@@ -142,12 +129,6 @@ def _step(counters: Mapping[str, float], split_s: Mapping[str, float]) -> Figure
     return {**found, **parts, "step_ms": sum(found.values())}
 
 
-def _spans(split_s: Mapping[str, float]) -> Figures:
-    """Share of each phase in the time that spans recorded."""
-    total = sum(split_s.values())
-    return _quotients({f"span_{phase}_share": (s, total) for phase, s in split_s.items()})
-
-
 def _links(measurement: Measurement, tokens: int) -> Figures:
     """Bytes on each link, both ways, for each token of output."""
     parts: dict[str, tuple[float, float]] = {}
@@ -157,13 +138,10 @@ def _links(measurement: Measurement, tokens: int) -> Figures:
     return _quotients(parts)
 
 
-def _processors(measurement: Measurement, tokens: int, rate: float) -> Figures:
-    """CPU milliseconds for each token by process and in all; watts, and joules for each token."""
+def _processors(measurement: Measurement, tokens: int) -> Figures:
+    """CPU milliseconds for each token by process and in all."""
     cpu_s = measurement.cpu_s
     parts = {f"cpu_{name}_ms_per_token": (1000 * s, float(tokens)) for name, s in cpu_s.items()}
     if cpu_s:
         parts["cpu_ms_per_token"] = (1000 * sum(cpu_s.values()), tokens)
-    if measurement.watts is not None:
-        parts["watts"] = (measurement.watts, 1)
-        parts["joules_per_token"] = (measurement.watts, rate)
     return _quotients(parts)

@@ -1,15 +1,26 @@
-"""All figures of a run: one row for each cell, way, repetition and verifier. Reads no files."""
+"""All figures of a run: one row for each cell, way, repetition and verifier.
+
+Ratios are taken within one repetition: a machine is faster in some repetitions than in others, so
+ratios across repetitions mean less.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
-from outrider_bench.experiment.records import DRAFTED, Measurement
-from outrider_bench.experiment.report.figures import Figures
-from outrider_bench.experiment.spec import Cell, Experiment
+from pydantic import ValidationError
+
+from outrider_bench.experiment.records import DRAFTED, PLAIN, Folder, Measurement
+from outrider_bench.experiment.report.figures import (
+    Figures,
+    measurement_figures,
+    sample_figures,
+)
+from outrider_bench.experiment.spec import Cell, Experiment, first_problem
 
 ALL = "all"
 """The verifier of a row of all verifiers together."""
@@ -27,12 +38,10 @@ class Spread:
     most: float
     count: int
 
-    @classmethod
-    def of(cls, values: list[float]) -> Spread | None:
-        """None without values."""
-        if not values:
-            return None
-        return cls(median(values), min(values), max(values), len(values))
+    def words(self, digits: int = 2) -> str:
+        """The median, with the range of several repetitions."""
+        middle, least, most = (f"{v:.{digits}f}" for v in (self.median, self.least, self.most))
+        return middle if self.count == 1 else f"{middle} ({least}–{most})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +53,7 @@ class Row:
     way: str
     repetition: int
     verifier: str
-    figures: Figures
+    figures: Figures = field(compare=False, hash=False)
 
 
 @dataclass(slots=True)
@@ -90,4 +99,90 @@ class Results:
         self, cell: Cell, source: Source, way: str, figure: str, verifier: str = ALL
     ) -> Spread | None:
         """A figure over the repetitions; None if no repetition has it."""
-        return Spread.of(self.values(cell, source, way, figure, verifier))
+        values = self.values(cell, source, way, figure, verifier)
+        return Spread(median(values), min(values), max(values), len(values)) if values else None
+
+    def baseline_of(self, cell: Cell) -> Cell | None:
+        """The baseline cell to compare `cell` with.
+
+        It agrees with `cell` on all paths that the baseline does not fix. Without such a cell it is
+        the only baseline cell, if there is one.
+        """
+        bases = [other for other in self.cells if other.is_baseline]
+        wanted = {**cell.point, **self.experiment.baseline}
+        alike = [base for base in bases if base.point == wanted]
+        return next(iter(alike or (bases if len(bases) == 1 else [])), None)
+
+
+def read(folder: Folder) -> Results:
+    """Read a run's folder.
+
+    Raises ValueError that names the file and field for a folder without run.json, for an
+    experiment that does not fit the schema, and for a run without any measurement.
+    """
+    file = folder.path / "run.json"
+    try:
+        about = folder.about()
+        experiment = Experiment.model_validate(about["experiment"])
+    except OSError as error:
+        raise ValueError(f"{file}: {error.strerror}") from error
+    except KeyError as error:
+        raise ValueError(f"{file}: the field {error} is missing") from error
+    except ValidationError as error:
+        raise ValueError(f"{file}: experiment.{first_problem(error)}") from error
+    measurements: dict[tuple[str, Source], list[tuple[int, Measurement]]] = {}
+    for cell in experiment.cells():
+        for source in SOURCES:
+            found = list(folder.measurements(cell.key, predicted=source == "predicted"))
+            if found:
+                measurements[cell.key, source] = found
+    if not measurements:
+        raise ValueError(f"{folder.path}: no cell of the experiment has a measurement yet")
+    results = Results(folder.path, experiment, about, experiment.cells(), measurements)
+    for cell in results.cells:
+        results.rows += _rows(cell, measurements)
+    _add_ratios(results)
+    return results
+
+
+def _rows(
+    cell: Cell, measurements: dict[tuple[str, Source], list[tuple[int, Measurement]]]
+) -> Iterator[Row]:
+    in_turn = cell.experiment.workload.verifiers == "in-turn"
+    for source in SOURCES:
+        for repetition, measured in measurements.get((cell.key, source), []):
+            whole = measurement_figures(measured, in_turn=in_turn)
+            yield Row(cell.key, source, measured.way, repetition, ALL, whole)
+            for number, sample in enumerate(measured.samples, 1):
+                figures = sample_figures(sample)
+                yield Row(cell.key, source, measured.way, repetition, str(number), figures)
+
+
+def _add_ratios(results: Results) -> None:
+    """Add `times_plain` and `times_baseline` to the rows."""
+    rows = {row: row.figures for row in results.rows}
+    loads: dict[str, list[str]] = {}
+    for cell in results.cells:
+        loads.setdefault(load_of(cell), []).append(cell.key)
+    for cell in results.cells:
+        base = results.baseline_of(cell)
+        for row in (row for row in results.rows if row.cell == cell.key and row.way != PLAIN):
+            # Links and drafters do not change plain decoding. A cell without a figure of it takes
+            # the median of the cells with the same target and workload.
+            own, *alike = [
+                rows.get(replace(row, way=PLAIN, cell=key), {}).get("tokens_per_s")
+                for key in (cell.key, *loads[load_of(cell)])
+            ]
+            known = [rate for rate in alike if rate]
+            plain = own or (median(known) if known else None)
+            if plain:
+                row.figures["times_plain"] = row.figures["tokens_per_s"] / plain
+            if base is not None and row.way == DRAFTED:
+                rate = rows.get(replace(row, cell=base.key), {}).get("tokens_per_s")
+                if rate:
+                    row.figures["times_baseline"] = row.figures["tokens_per_s"] / rate
+
+
+def load_of(cell: Cell) -> str:
+    """A key of target and workload, equal for cells with the same plain decoding."""
+    return cell.experiment.model_dump_json(include={"target", "workload"})

@@ -1,131 +1,174 @@
-"""Fills a report's tables, for the terminal and the page. Each number names its figure."""
+"""The tables of a report, for the terminal and the page."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from rich.table import Table as RichTable
-from rich.text import Text
-
-from outrider_bench.experiment.report.results import Results, Source, Spread
+from outrider_bench.experiment.records import DRAFTED, IDLE, PLAIN
+from outrider_bench.experiment.report.figures import PHASES, WAITS
+from outrider_bench.experiment.report.labels import event_words, words
+from outrider_bench.experiment.report.results import ALL, Results, Source, load_of
 from outrider_bench.experiment.spec import Cell
-
-MISSING = "–"
-
-
-@dataclass(frozen=True, slots=True)
-class Column:
-    """A figure of figures.csv as a column. An empty `way` is that of the line.
-
-    `{event}` in the figure's name becomes the number of the line's event.
-    """
-
-    title: str
-    figure: str
-    digits: int = 1
-    way: str = ""
-    ranged: bool = False
-    """Whether the least and most over the repetitions are shown as well."""
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A number as text, the median, with the figure and way in figures.csv that it comes from."""
-
-    text: str
-    range_text: str = ""
-    figure: str = ""
-    way: str = ""
-
-    def __str__(self) -> str:
-        if self.range_text:
-            return f"{self.text} ({self.range_text})"
-        return self.text
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """One line of a table: words, then numbers of one cell, source and verifier."""
-
-    heads: list[str]
-    cell: str
-    source: Source
-    verifier: str
-    entries: list[Entry]
+from outrider_bench.report import LOOKUPS
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
     """A table of the report. `note` says how to read it."""
 
-    name: str
     title: str
     note: str
-    heads: list[str]
-    columns: list[str] = field(default_factory=list)
-    lines: list[Line] = field(default_factory=list)
+    columns: list[str]
+    lines: list[list[str]]
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
-    """The cell, source, way and verifier of a line."""
+class _Column:
+    """A figure of figures.csv. An empty `way` is that of the line.
 
-    heads: list[str]
+    `{event}` in the figure's name becomes the number of the line's event.
+    """
+
+    title: str
+    figure: str
+    digits: int = 2
+    way: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Subject:
+    """What a line is about."""
+
+    head: str
     cell: Cell
     source: Source
-    way: str
-    verifier: str
+    way: str = ""
+    verifier: str = ALL
     event: int = 0
 
 
-def make(
-    results: Results, table: Table, columns: Sequence[Column], subjects: Sequence[Subject]
+_SPEED = [
+    _Column("plain, tokens/s", "tokens_per_s", 1, PLAIN),
+    _Column("drafted, tokens/s", "tokens_per_s", 1, DRAFTED),
+    _Column("× plain", "times_plain", 2, DRAFTED),
+    _Column("× baseline", "times_baseline", 2, DRAFTED),
+    _Column("idle drafters, × plain", "times_plain", 2, IDLE),
+]
+_LATENCY = [
+    _Column(f"{way}: {name.upper()} p{percentile}, ms", f"{name}_p{percentile}_ms", 1, way)
+    for name in ("tpot", "ttft")
+    for percentile in (50, 99)
+    for way in (PLAIN, DRAFTED)
+]
+_DRAFTS = [
+    _Column("acceptance rate", "acceptance", 2, DRAFTED),
+    _Column("acceptance length", "accepted_length", 2, DRAFTED),
+    _Column("tokens per forward", "tokens_per_forward", 2, DRAFTED),
+    *(_Column(result, f"lookup_{result}", 2, DRAFTED) for result in LOOKUPS),
+    _Column("wasted drafts per token", "wasted_per_token", 2, DRAFTED),
+]
+_STEP = [
+    _Column("step", "step_ms"),
+    *(_Column(phase.replace("_", ": "), f"step_{phase}_ms") for phase in (*PHASES, *WAITS)),
+]
+_EVENTS = [
+    _Column("longest gap, s", "longest_gap_s", 1, DRAFTED),
+    _Column("before, tokens/s", "event_{event}_before_tokens_per_s", 1, DRAFTED),
+    _Column("back after, s", "event_{event}_recovery_s", 1, DRAFTED),
+    _Column("watched, s", "event_{event}_watched_s", 1, DRAFTED),
+]
+_VERIFIERS = [
+    _Column("drafted, tokens/s", "tokens_per_s", 1, DRAFTED),
+    _Column("× plain", "times_plain", 2, DRAFTED),
+    _Column("acceptance rate", "acceptance", 2, DRAFTED),
+    _Column("accepted per forward", "accepted_per_forward", 2, DRAFTED),
+]
+_NOTES = {
+    "Speed": "Medians of the repetitions (range). Ratios are taken within each repetition. The "
+    "baseline is the cell of colocated drafting.",
+    "Latency": "TPOT is the time per output token of a request, TTFT its time to the first token.",
+    "Drafts": "Acceptance rate: accepted of verified draft tokens. Acceptance length: 1 + accepted "
+    "tokens per draft. Then shares of commits by the next draft's state: on the chain, in a "
+    "branch, late, or a miss. Wasted: draft tokens dropped for each output token.",
+    "Where the time of a step went, ms": "Means by phase, from the verifier's counters. Where "
+    "spans were recorded, their proportion divides the wait into computing and network.",
+    "What a token costs": "Bytes on each link (up is towards the verifier or Redis) and CPU time.",
+    "Events": "For each event: tokens/s of the two seconds before it, seconds until a whole second "
+    "begins at 90 % of that rate, and how many seconds the full traffic went on after it.",
+    "Verifiers": "Each verifier apart. Verifiers in turn get the same requests.",
+}
+
+
+def tables(results: Results) -> Iterator[Table]:
+    """All tables that the run has figures for."""
+    cells = [_Subject(_head(cell), cell, source) for cell, source in results.found()]
+    ways = list(_by_way(results))
+    events = [
+        _Subject(event_words(event), cell, source, event=number)
+        for cell, source in results.found()
+        for number, event in enumerate(results.events(cell, source), 1)
+    ]
+    verifiers = [
+        _Subject(f"verifier {number}", cell, source, verifier=str(number))
+        for cell, source in results.found()
+        for number in range(1, cell.experiment.target.count + 1)
+        if cell.experiment.target.count > 1
+    ]
+    for title, columns, subjects in zip(
+        _NOTES,
+        (_SPEED, _LATENCY, _DRAFTS, _STEP, _costs(results), _EVENTS, _VERIFIERS),
+        (cells, cells, cells, ways, ways, events, verifiers),
+        strict=True,
+    ):
+        yield from _filled(results, title, columns, subjects)
+
+
+def _filled(
+    results: Results, title: str, columns: Sequence[_Column], subjects: Sequence[_Subject]
 ) -> Iterator[Table]:
-    """Fill a table and leave out empty columns and lines; yields nothing if all are empty."""
-    grid = [[_spread(results, subject, column) for column in columns] for subject in subjects]
+    """The table without empty columns and lines; nothing if all are empty."""
+    grid = [[_text(results, subject, column) for column in columns] for subject in subjects]
     kept = [place for place in range(len(columns)) if any(line[place] for line in grid)]
     lines = []
-    for subject, spreads in zip(subjects, grid, strict=True):
-        if any(spreads):
-            pairs = [(columns[place], spreads[place]) for place in kept]
-            entries = [_entry(column, spread, subject) for column, spread in pairs]
-            heads = [*subject.heads, subject.source]
-            lines.append(Line(heads, subject.cell.key, subject.source, subject.verifier, entries))
+    for subject, texts in zip(subjects, grid, strict=True):
+        if any(texts):
+            point = [words(value) for value in subject.cell.point.values()]
+            shown = [texts[place] or "–" for place in kept]
+            lines.append([*point, subject.head, subject.source, *shown])
     if lines:
-        titles = [columns[place].title for place in kept]
-        yield Table(table.name, table.title, table.note, [*table.heads, "source"], titles, lines)
+        heads = [*results.experiment.sweep, "", "source", *(columns[place].title for place in kept)]
+        yield Table(title, _NOTES[title], heads, lines)
 
 
-def rich_table(table: Table) -> RichTable:
-    """The table for the terminal; predicted lines are in italics."""
-    shown = RichTable(title=table.title, caption=table.note, title_justify="left")
-    shown.caption_justify = "left"
-    for head in table.heads:
-        shown.add_column(head, overflow="fold")
-    for column in table.columns:
-        shown.add_column(column, justify="right")
-    for line in table.lines:
-        style = None
-        if line.source == "predicted":
-            style = "italic"
-        words = [*line.heads, *map(str, line.entries)]
-        shown.add_row(*[Text(word) for word in words], style=style)
-    return shown
-
-
-def _spread(results: Results, subject: Subject, column: Column) -> Spread | None:
+def _text(results: Results, subject: _Subject, column: _Column) -> str:
+    figure = column.figure.format(event=subject.event)
     way = column.way or subject.way
-    figure = column.figure.format(event=subject.event)
-    return results.spread(subject.cell, subject.source, way, figure, subject.verifier)
+    spread = results.spread(subject.cell, subject.source, way, figure, subject.verifier)
+    return "" if spread is None else spread.words(column.digits)
 
 
-def _entry(column: Column, spread: Spread | None, subject: Subject) -> Entry:
-    if spread is None:
-        return Entry(MISSING)
-    numbers = [f"{value:.{column.digits}f}" for value in (spread.median, spread.least, spread.most)]
-    between = ""
-    if column.ranged and spread.count > 1:
-        between = f"{numbers[1]}–{numbers[2]}"
-    figure = column.figure.format(event=subject.event)
-    return Entry(numbers[0], between, figure, column.way or subject.way)
+def _head(cell: Cell) -> str:
+    return "baseline" if cell.is_baseline else ""
+
+
+def _by_way(results: Results) -> Iterator[_Subject]:
+    """A line for each way of each cell, but one line of plain decoding for each load."""
+    loads = set()
+    for cell, source in results.found():
+        if load_of(cell) not in loads:
+            loads.add(load_of(cell))
+            yield _Subject(PLAIN, cell, source, PLAIN)
+        yield _Subject(DRAFTED, cell, source, DRAFTED)
+
+
+def _costs(results: Results) -> list[_Column]:
+    """Columns for the links and processes of this run."""
+    columns = []
+    for name in dict.fromkeys(name for row in results.rows for name in row.figures):
+        if link := re.fullmatch(r"link_(.+)_(up|down)_bytes_per_token", name):
+            columns.append(_Column(f"{link[1]} {link[2]}, bytes", name, 0))
+        elif process := re.fullmatch(r"cpu_(.+_)?ms_per_token", name):
+            columns.append(_Column(f"CPU {(process[1] or 'in all').strip('_')}, ms", name))
+    return columns

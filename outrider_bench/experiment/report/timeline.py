@@ -77,17 +77,5 @@ def recovery_s(timeline: Sequence[int], at_s: float, before: float) -> float | N
     return None
 
 
-def smoothed(timeline: Sequence[float], width: int = 5) -> list[float]:
-    """tokens/s by tenths of a second, each the mean of the `width` tenths that end with it.
-
-    A mean that looked ahead would show an event's effect before the event.
-    """
-    rates = []
-    for place in range(len(timeline)):
-        window = timeline[max(place - width + 1, 0) : place + 1]
-        rates.append(TENTHS_PER_S * sum(window) / len(window))
-    return rates
-
-
 def _end(event: Mapping[str, Any]) -> float:
     return float(event["at"]) + float(event.get("seconds", 0.0))
