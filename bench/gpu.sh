@@ -6,7 +6,6 @@
 #                          which is copied to the GPU's machine with the tree
 #   bench/gpu.sh run       on the GPU's machine: grow a target to 8 B parameters and measure it;
 #                          arguments replace those of `outrider bench`
-#   bench/gpu.sh trees     on the GPU's machine: measure forwards of trees beside those of chains
 #
 # Packages and checkpoint stay in bench/out for the next run. If $OUT is set, tables and figures are
 # copied there.
@@ -48,8 +47,7 @@ PY
   done
   du --human-readable --apparent-size bench/wheels
   ;;
-run | trees)
-  task=$1
+run)
   shift
   site=$PWD/bench/out/site
   mkdir -p bench/out
@@ -64,9 +62,7 @@ run | trees)
   rm -f ./*__mypyc*.so
   find outrider verifier_svc -name '*.so' -delete
   python3 setup.py --quiet build_ext --inplace --parallel 4 || echo "not compiled"
-  if [ "$task" = trees ]; then
-    python3 -m outrider_bench.tree_cost | tee bench/out/bench-trees.jsonl
-  elif [ $# = 0 ]; then
+  if [ $# = 0 ]; then
     # A shape of 8 B parameters: hidden size, layers, heads, key/value heads, intermediate size. The
     # run should take ten minutes: half a minute to grow the target and two to load it twice. A step
     # takes about 30 ms in transformers and 10 ms in Outrider. A cell has 128 steps, or 256 at batch
@@ -74,9 +70,7 @@ run | trees)
     # is measured at batch 1 alone.
     set -- --grown-shape '[4096, 36, 64, 16, 14336]' --batches '[1, 8, 32]' --rounds 2 --tokens 64
   fi
-  if [ "$task" = run ]; then
-    python3 -m outrider_bench --only grown --out bench/out "$@"
-  fi
+  python3 -m outrider_bench --only grown --out bench/out "$@"
   if [ -n "${OUT:-}" ]; then
     mkdir -p "$OUT"
     find bench/out -maxdepth 1 -name 'bench-*' -newer bench/out/started \
@@ -84,7 +78,7 @@ run | trees)
   fi
   ;;
 *)
-  sed -n '2,12p' "$0"
+  sed -n '2,11p' "$0"
   exit 2
   ;;
 esac

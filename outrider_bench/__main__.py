@@ -2,7 +2,7 @@
 
 All ways of decoding are loaded first. Each round then measures them in turn, never two at a time,
 with the same checkpoints, prompts and number of tokens. Prints medians with their range, and writes
-all figures, the machine and the commit as JSON, plots and HTML.
+all figures, the machine and the commit as JSON.
 """
 
 from __future__ import annotations
@@ -14,18 +14,14 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import torch
 import transformers
-import uvloop
-from pydantic import Field, model_validator
+from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 from rich.console import Console
 from rich.progress import Progress
@@ -34,18 +30,15 @@ from outrider.launch.grow import Shape, grown_checkpoint
 from outrider.launch.prompts import DEMO_PROMPTS, KINDS
 from outrider.process.config import Settings, parse
 from outrider.tokenizer import load_tokenizer
-from outrider_bench import acceptance, adversary, delay, limits
+from outrider_bench import host_time
 from outrider_bench.console import console_for_output
-from outrider_bench.experiment.links import exact_loop
 from outrider_bench.processor import processor_name
-from outrider_bench.report import Cell, Results, plot, tables, write
+from outrider_bench.report import Cell, Results, tables, write
 from outrider_bench.rounds import there_and_back
 from outrider_bench.ways import Measure, Pair, Task, outrider_stack, transformers_ways, vllm_way
 
 # Rates are compared with the first of these that was measured.
 _BASES = ("transformers", "outrider, plain")
-# The values of `only` that make plots.
-_PLOTTED = ("", "bundled", "grown", "delay")
 # transformers cannot batch these ways, so they are measured at batch 1 alone.
 _ALONE = ("transformers, prompt lookup", "transformers, assisted")
 # Outrider's ways, with the `speculation` of their requests.
@@ -67,16 +60,11 @@ class BenchSettings(Settings):
     only: Literal[
         "bundled",
         "grown",
-        "acceptance",
-        "adversary",
-        "delay",
-        "limits",
+        "host",
         "",
     ] = ""
     """Measure only this. `bundled` and `grown` (418 M parameters) are the pairs of a whole run.
-    acceptance: accepted tokens by rule. adversary: the cost of a drafter that is always wrong.
-    delay: the cost of delay on the draft stream. limits: the most that host, gateway and n-gram
-    pools can do."""
+    host: the engine's own time for a step, with a model that costs nothing."""
 
     rounds: int = Field(3, ge=1)
     """How often each way is measured; the tables show medians."""
@@ -99,8 +87,7 @@ class BenchSettings(Settings):
     """Temperatures; at 0 decoding is greedy."""
 
     ways: list[str] = Field(["*"])
-    """Patterns of the ways to measure, such as outrider*. With `--only adversary` they are patterns
-    of the policies of draft tokens."""
+    """Patterns of the ways to measure, such as outrider*."""
 
     draft_tokens: int | None = Field(None, ge=1, le=16)
     """Draft tokens that the peers verify in one step. Unset is 4 for the bundled target and 6 for
@@ -118,94 +105,31 @@ class BenchSettings(Settings):
     out: Path = Path("bench/out")
     """Directory for the grown checkpoint and what is written."""
 
-    @property
-    def policies(self) -> list[str]:
-        """The policies of draft tokens that `ways` names."""
-        return [
-            policy
-            for policy in adversary.POLICIES
-            if any(fnmatch.fnmatch(policy, pattern) for pattern in self.ways)
-        ]
-
-    @model_validator(mode="after")
-    def _names_a_policy(self) -> Self:
-        if self.only == "adversary" and not self.policies:
-            raise ValueError(f"ways must match one of {', '.join(adversary.POLICIES)}")
-        return self
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """One call of `outrider bench`: its settings, and what it prints, records and plots."""
-
-    settings: BenchSettings
-    console: Console
-    record: dict[str, Any]
-    images: dict[str, bytes]
-
 
 def main(arguments: list[str]) -> int:
     """Run `outrider bench`; returns the exit status."""
     settings = parse(BenchSettings, "outrider bench", arguments)
-    if settings.only in _PLOTTED and find_spec("matplotlib") is None:
-        remedy = "which `make bench` installs, or pip install '.[bench]'"
-        print(f"outrider bench: plots need matplotlib, {remedy}", file=sys.stderr)
-        return 2
-    console = console_for_output(record=True)
+    console = console_for_output()
     stem, machine = f"bench-{time.strftime('%Y%m%d-%H%M%S')}", _machine()
-    record = {"machine": machine, "arguments": arguments, "started": stem, "pairs": {}}
+    record: dict[str, Any] = {"machine": machine, "arguments": arguments, "started": stem}
     console.print(f"machine: {machine}; arguments: {' '.join(arguments)}", markup=False)
-    run = _Run(settings, console, record, images={})
-    _MEASUREMENTS.get(settings.only, _measure_pairs)(run)
-    for path in write(settings.out, stem, record, console, run.images):
-        print(f"written: {path}")
+    if settings.only == "host":
+        record["host"] = host_time.measure(console)
+    else:
+        record["pairs"] = _measure_pairs(settings, console)
+    print(f"written: {write(settings.out, stem, record)}")
     return 0
 
 
-def _measure_acceptance(run: _Run) -> None:
-    run.console.print(acceptance.tables(run.settings.models, run.settings.tokens))
-
-
-def _measure_limits(run: _Run) -> None:
-    measured = limits.measure(run.settings.models, run.settings.out, run.console)
-    # All services run on this event loop.
-    run.record["limits"] = uvloop.run(measured)
-
-
-def _measure_adversary(run: _Run) -> None:
-    settings = run.settings
-    [grown] = _pairs(settings, run.console)
-    measured = adversary.measure(
-        grown, settings.policies, settings.rounds, settings.tokens, run.console
-    )
-    run.record["adversary"] = asyncio.run(measured)
-
-
-def _measure_delay(run: _Run) -> None:
-    settings = run.settings
-    [grown] = _pairs(settings, run.console)
-    measured = delay.measure(grown, settings.rounds, settings.tokens, run.console)
-    with asyncio.Runner(loop_factory=exact_loop) as runner:
-        run.record["delay"], run.images["delay"] = runner.run(measured)
-
-
-def _measure_pairs(run: _Run) -> None:
-    """Measure all ways of decoding with each pair of models."""
-    for pair in _pairs(run.settings, run.console):
-        results = asyncio.run(_measure_pair(pair, run.settings, run.console))
-        run.record["pairs"][pair.name] = results.as_json()
+def _measure_pairs(settings: BenchSettings, console: Console) -> dict[str, Any]:
+    """Measure all ways of decoding with each pair of models; returns the samples by pair."""
+    found = {}
+    for pair in _pairs(settings, console):
+        results = asyncio.run(_measure_pair(pair, settings, console))
+        found[pair.name] = results.as_json()
         for table in tables(results, _BASES):
-            run.console.print(table)
-        run.images.update(plot(results, _BASES))
-
-
-_MEASUREMENTS: dict[str, Callable[[_Run], None]] = {
-    "acceptance": _measure_acceptance,
-    "adversary": _measure_adversary,
-    "delay": _measure_delay,
-    "limits": _measure_limits,
-}
-"""Measurements by `only`. Other values measure pairs of models."""
+            console.print(table)
+    return found
 
 
 def _pairs(settings: BenchSettings, console: Console) -> list[Pair]:
@@ -218,7 +142,7 @@ def _pairs(settings: BenchSettings, console: Console) -> list[Pair]:
         threads = max(1, cores - 1)
         name = "bundled, 12 M, float32"
         pairs.append(Pair(name, target, draft, "float32", draft_tokens, threads))
-    if settings.only in ("", "grown", "adversary", "delay"):
+    if settings.only in ("", "grown"):
         console.print("growing the target, unless that was done before")
         grown = grown_checkpoint(
             target, settings.out, Shape(*settings.grown_shape), settings.grown_dtype

@@ -9,14 +9,9 @@ from rich.console import Console
 from rich.table import Table
 
 
-def console_for_output(width: int = 200, *, record: bool = False) -> Console:
-    """A console on standard output; `width` is used where that is no terminal.
-
-    With `record`, the output can be exported afterwards.
-    """
-    if sys.stdout.isatty():
-        return Console(record=record)
-    return Console(record=record, width=width)
+def console_for_output(width: int = 200) -> Console:
+    """A console on standard output; `width` is used where standard output is no terminal."""
+    return Console(width=None if sys.stdout.isatty() else width)
 
 
 def table_of(title: str, columns: Iterable[str], text: Iterable[str] = ()) -> Table:

@@ -1,9 +1,7 @@
-"""The output of `outrider bench`: tables, JSON, plots, and all of it as one HTML page."""
+"""The output of `outrider bench`: tables and JSON."""
 
 from __future__ import annotations
 
-import base64
-import io
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +9,6 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from outrider_bench.console import table_of
@@ -221,46 +218,6 @@ def _or_dash(values: list[float], show: Callable[[list[float]], str]) -> str:
     return show(values)
 
 
-def plot(results: Results, bases: Sequence[str]) -> dict[str, bytes]:
-    """Plot speed by batch size for each kind and temperature; returns PNGs by name.
-
-    Speed is tokens/s over those of the first of `bases` that was measured.
-    """
-    base = results.base(bases, _overall)
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    images = {}
-    for title, cells in results.groups():
-        figure, axes = pyplot.subplots(figsize=(9, 5), layout="constrained")
-        for way in _ways(cells, results):
-            points = [
-                (c.batch, median(found))
-                for c in cells
-                if (found := _ratios(results.samples[c], way, base, _overall))
-            ]
-            if points:
-                axes.plot(
-                    *zip(*points, strict=True),
-                    marker="o",
-                    label=way,
-                    linestyle="-" if "outrider" in way else "--",
-                )
-        axes.axhline(1.0, color="grey", linewidth=0.8)
-        axes.set(title=title, xlabel="batch", ylabel=f"tokens/s, × {base}", xscale="log")
-        axes.set_xticks([cell.batch for cell in cells], [str(cell.batch) for cell in cells])
-        axes.legend(fontsize="small", ncols=2)
-        buffer = io.BytesIO()
-        figure.savefig(buffer, dpi=120, format="png")
-        pyplot.close(figure)
-        kind = cells[0].kind
-        temperature = cells[0].temperature
-        images[f"{results.pair.split(',')[0]}-{kind}-{temperature:g}"] = buffer.getvalue()
-    return images
-
-
 def _ratios(
     samples: dict[str, list[Sample]], way: str, base: str, rate: Callable[[Sample], float | None]
 ) -> list[float]:
@@ -281,18 +238,9 @@ def spread(values: Sequence[float], digits: int) -> str:
     return f"{median(values):.{digits}f} ({min(values):.{digits}f}–{max(values):.{digits}f})"
 
 
-def write(
-    directory: Path, stem: str, record: dict[str, Any], printed: Console, images: dict[str, bytes]
-) -> list[Path]:
-    """Write JSON, plots and page; the page repeats the output that `printed` recorded."""
+def write(directory: Path, stem: str, record: dict[str, Any]) -> Path:
+    """Write a record as JSON, and return the file."""
     directory.mkdir(parents=True, exist_ok=True)
-    paths = [directory / f"{stem}.json", directory / f"{stem}.html"]
-    paths[0].write_text(json.dumps(record, indent=1))
-    figures = ""
-    for name, data in images.items():
-        paths.append(directory / f"{stem}-{name}.png")
-        paths[-1].write_bytes(data)
-        encoded = base64.b64encode(data).decode()
-        figures += f'<p><img alt="{name}" src="data:image/png;base64,{encoded}"></p>\n'
-    paths[1].write_text(printed.export_html().replace("</body>", f"{figures}</body>"))
-    return paths
+    path = directory / f"{stem}.json"
+    path.write_text(json.dumps(record, indent=1))
+    return path

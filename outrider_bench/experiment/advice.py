@@ -1,17 +1,15 @@
-"""Works out advice: simulates each place for a drafter, and does the arithmetic. Prints nothing."""
+"""Works out advice: simulates each place for a drafter. Prints nothing."""
 
 from __future__ import annotations
 
+import math
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from outrider_bench.experiment import arithmetic
-from outrider_bench.experiment.arithmetic import PAYS, Estimate, Times
-from outrider_bench.experiment.situation import Place, Situation
 from outrider_bench.simulator.costs import Costs
 from outrider_bench.simulator.scenario import Scenario
 from outrider_bench.simulator.simulation import simulate
@@ -23,8 +21,56 @@ _OUTPUT_TOKENS = [64, 192]
 _SECONDS = 1e6
 _BISECTIONS = 6
 _LEAST_ROUND_TRIP_MS = 0.05
-_MAX_ROUND_TRIP_MS = 1000 * arithmetic.MAX_ROUND_TRIP_S
+_MAX_ROUND_TRIP_MS = 1000.0
+PAYS = 1.02
+"""Drafting pays from this multiple of plain decoding on."""
+MAX_ACCEPTANCE = 0.99
 LIMITS = ("the drafter's speed", "the link", "acceptance", "the target's saturation")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A place where a drafter may run, with the settings of a simulated drafter there."""
+
+    key: str
+    name: str
+    cost: str
+    """A name in the cost table's `drafting`."""
+    round_trip_ms: float
+    jitter_ms: float = 0.0
+    mbit_s: float = 0.0
+    on_target_cores: bool = False
+    interference: float = 0.0
+    slowness: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """A batch, its costs and the places of its drafter."""
+
+    plain_costs: Costs
+    """While no drafter works."""
+    costs: Costs
+    """While a drafter works."""
+    places: tuple[Place, Place, Place]
+    """The target's cores, other cores of its host, and another host."""
+    acceptance: float
+    batch: int
+
+    @property
+    def near(self) -> Place:
+        """Other cores of the target's host."""
+        return self.places[1]
+
+    @property
+    def far(self) -> Place:
+        """Another host."""
+        return self.places[2]
+
+    @property
+    def link_ms(self) -> float:
+        """The round trip of the link alone."""
+        return self.far.round_trip_ms - self.near.round_trip_ms
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,23 +82,8 @@ class Simulated:
     tokens_per_s: float
     tokens: float
     """Tokens of a sequence in a mean step."""
-    step_s: float
     depth: float
     """Mean draft tokens of the steps that verified any."""
-    undrafted_share: float
-    """Share of the steps that verified none."""
-
-
-@dataclass(frozen=True, slots=True)
-class Arithmetic:
-    """The theory of one place at one batch."""
-
-    times: Times
-    ways: list[Estimate]
-    expected: Estimate
-    """Compared with the simulation."""
-    break_even_round_trip_s: float | None
-    break_even_acceptance: float | None
 
 
 @dataclass(slots=True)
@@ -62,8 +93,6 @@ class BatchAdvice:
     situation: Situation
     plain_tokens_per_s: float
     simulated: dict[str, Simulated] = field(default_factory=dict)
-    """By the key of the place."""
-    arithmetic: dict[str, Arithmetic] = field(default_factory=dict)
     """By the key of the place."""
     break_even_round_trip_ms: float | None = None
     """None if drafting never pays, infinity if it pays up to a second."""
@@ -92,19 +121,9 @@ class BatchAdvice:
         return max(self.simulated[own.key].speed, self.simulated[host.key].speed, 1.0)
 
     @property
-    def pays_to_move(self) -> bool | None:
-        """Whether the other host is the best place.
-
-        None if the simulation and the arithmetic disagree on whether drafting pays there at all.
-        """
-        far = self.situation.far
-        simulated = self.break_even_round_trip_ms
-        pays = simulated is not None and self.situation.link_ms <= simulated
-        shown = self.arithmetic[far.key]
-        computed = shown.break_even_round_trip_s
-        if pays != (computed is not None and shown.times.round_trip_s <= computed):
-            return None
-        return self.simulated[far.key].speed >= PAYS * self.here
+    def pays_to_move(self) -> bool:
+        """Whether the other host is the best place."""
+        return self.simulated[self.situation.far.key].speed >= PAYS * self.here
 
     @property
     def limit(self) -> str:
@@ -113,13 +132,12 @@ class BatchAdvice:
 
 
 def advise(situation: Situation) -> BatchAdvice:
-    """Simulate and compute everything; takes about ten seconds."""
+    """Simulate everything; takes about ten seconds."""
     acceptance = situation.acceptance
     with simulating(situation) as simulator:
         advice = BatchAdvice(situation, simulator.plain_tokens_per_s)
         for place in situation.places:
             advice.simulated[place.key] = simulator.run(place, acceptance)
-            advice.arithmetic[place.key] = _arithmetic(situation, place)
         _find_break_evens(advice, simulator)
         advice.halved = halved(simulator, situation.far, acceptance)
     return advice
@@ -133,11 +151,11 @@ def _find_break_evens(advice: BatchAdvice, simulator: Simulator) -> None:
         at = replace(far, round_trip_ms=near.round_trip_ms + round_trip_ms)
         return simulator.run(at, situation.acceptance).speed
 
-    advice.break_even_round_trip_ms = arithmetic.longest_that_pays(
-        at_distance, _LEAST_ROUND_TRIP_MS, _MAX_ROUND_TRIP_MS, _BISECTIONS
+    advice.break_even_round_trip_ms = longest_that_pays(
+        at_distance, _LEAST_ROUND_TRIP_MS, _MAX_ROUND_TRIP_MS
     )
-    advice.break_even_acceptance = arithmetic.lowest_that_pays(
-        lambda lower: simulator.run(far, lower).speed, arithmetic.MAX_ACCEPTANCE, _BISECTIONS
+    advice.break_even_acceptance = lowest_that_pays(
+        lambda lower: simulator.run(far, lower).speed, MAX_ACCEPTANCE
     )
 
 
@@ -159,40 +177,36 @@ def halved(simulator: Simulator, far: Place, acceptance: float) -> dict[str, flo
     return dict(zip(LIMITS, speeds, strict=True))
 
 
-def times_of(situation: Situation, place: Place) -> Times:
-    """The times of a place by the cost tables."""
-    costs = situation.costs
-    batch = situation.batch
-    decode_step_s = arithmetic.step_s(situation.plain_costs, batch, 0)
-    depths = range(1, arithmetic.MAX_DRAFT_TOKENS + 1)
-    verify_s = [arithmetic.step_s(costs, batch, depth) for depth in depths]
-    cost = costs.drafting[place.cost]
-    return Times(
-        (decode_step_s, *verify_s),
-        place.slowness * cost.round_s,
-        place.slowness * cost.of_token(batch),
-        place.round_trip_s(batch),
-    )
+def longest_that_pays(speed: Callable[[float], float], low: float, high: float) -> float | None:
+    """The largest value between `low` > 0 and `high` that pays, of a speed that falls with it.
+
+    None if `low` does not pay, infinity if `high` pays.
+    """
+    if speed(low) < PAYS:
+        return None
+    if speed(high) >= PAYS:
+        return math.inf
+    for _ in range(_BISECTIONS):
+        middle = math.sqrt(low * high)
+        if speed(middle) >= PAYS:
+            low = middle
+        else:
+            high = middle
+    return low
 
 
-def _arithmetic(situation: Situation, place: Place) -> Arithmetic:
-    acceptance = situation.acceptance
-    times = times_of(situation, place)
-
-    def pushed(times: Times, acceptance: float, depth: int) -> Estimate:
-        return arithmetic.pushed(times, acceptance, depth, situation.hit_rate)
-
-    ways = (arithmetic.synchronous, arithmetic.late, arithmetic.chain, pushed)
-    strategy = arithmetic.expected
-    if place.on_target_cores:
-        strategy = arithmetic.taking_turns
-    return Arithmetic(
-        times,
-        [arithmetic.best(way, times, acceptance) for way in ways],
-        strategy(times, acceptance),
-        arithmetic.break_even_round_trip_s(strategy, times, acceptance),
-        arithmetic.break_even_acceptance(strategy, times),
-    )
+def lowest_that_pays(speed: Callable[[float], float], high: float) -> float | None:
+    """The least value that pays, of a speed that rises with it; None if `high` does not pay."""
+    if speed(high) < PAYS:
+        return None
+    low = 0.0
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        if speed(middle) >= PAYS:
+            high = middle
+        else:
+            low = middle
+    return high
 
 
 class Simulator:
@@ -250,17 +264,13 @@ class Simulator:
     def _simulated(self, sample: Sample) -> Simulated:
         counters = sample.counters
         rate = _tokens_per_s(sample)
-        steps = counters["step_seconds_count"]
         sequences = counters["step_sequences_sum"]
         drafts = counters.get("spec_decode_num_drafts", 0.0)
-        tokens = counters["generation_tokens"] / sequences
         return Simulated(
             speed=rate / self.plain_tokens_per_s,
             tokens_per_s=rate,
-            tokens=tokens,
-            step_s=tokens * (sequences / steps) / rate,
+            tokens=counters["generation_tokens"] / sequences,
             depth=counters.get("spec_decode_num_draft_tokens", 0.0) / max(drafts, 1.0),
-            undrafted_share=1.0 - drafts / sequences,
         )
 
 

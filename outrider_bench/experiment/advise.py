@@ -18,10 +18,8 @@ from outrider.process.config import Settings, command
 from outrider.process.usage import invoke, refuse
 from outrider_bench.console import console_for_output
 from outrider_bench.experiment import advice_text, machine_costs
-from outrider_bench.experiment.advice import advise
-from outrider_bench.experiment.arithmetic import MAX_ACCEPTANCE
+from outrider_bench.experiment.advice import MAX_ACCEPTANCE, Place, Situation, advise
 from outrider_bench.experiment.machine_costs import MachineCosts, at_batch, elsewhere
-from outrider_bench.experiment.situation import Place, Situation
 from outrider_bench.simulator.costs import Costs
 
 _PROGRAM = "outrider advise"
@@ -31,8 +29,8 @@ _WIDTH = 132
 class Question(Settings):
     """Name the best placement of a drafter, its gain and its limit.
 
-    Compares a drafter on the target's cores, on other cores of its host, and on another host over a
-    link: simulated, with the arithmetic beside it.
+    Simulates a drafter on the target's cores, on other cores of its host, and on another host
+    over a link.
     """
 
     model_config = SettingsConfigDict(env_prefix="OUTRIDER_ADVISE_")
@@ -71,9 +69,6 @@ class Question(Settings):
     """Round trip between two processes on one host over gRPC; unset takes the profile's, or 0.4 ms
     with a cost table."""
 
-    hit_rate: float = Field(0.85, ge=0, le=1)
-    """For the bound of pushed outcomes: chance that a pushed draft fits the outcome."""
-
 
 def main(arguments: list[str]) -> int:
     """Run the command and return its exit status; exit with 2 for wrong arguments."""
@@ -107,7 +102,7 @@ def _situation(question: Question, batch: int, costs: MachineCosts) -> Situation
         raise ValueError(f"acceptance: give --acceptance, from 0 to {MAX_ACCEPTANCE}")
     places = _places(question, costs)
     acceptance = min(acceptance, MAX_ACCEPTANCE)
-    return Situation(costs.plain, costs.drafted, places, acceptance, question.hit_rate, batch)
+    return Situation(costs.plain, costs.drafted, places, acceptance, batch)
 
 
 def _places(question: Question, costs: MachineCosts) -> tuple[Place, Place, Place]:

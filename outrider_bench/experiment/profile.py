@@ -13,7 +13,7 @@ from pydantic_settings import SettingsConfigDict
 
 from outrider.process.config import Settings, parse
 from outrider.process.usage import refuse
-from outrider_bench.experiment import hardware, machine
+from outrider_bench.experiment import machine
 from outrider_bench.experiment.profile_record import Conditions, Profile, described
 
 _PROGRAM = "outrider profile"
@@ -39,8 +39,7 @@ _HOW = {
 class ProfileSettings(Settings):
     """Measure forwards, drafting, links and serving on this machine.
 
-    This takes about five minutes for the bundled pair. With --hardware it measures nothing, and
-    makes a cost table of published figures.
+    This takes about five minutes for the bundled pair.
     """
 
     model_config = SettingsConfigDict(env_prefix="OUTRIDER_PROFILE_")
@@ -49,10 +48,10 @@ class ProfileSettings(Settings):
     """File to write."""
 
     target: str = "models/target"
-    """Directory of the target; with --hardware a model by name."""
+    """Directory of the target."""
 
     draft: str = "models/draft"
-    """Directory of the draft model; with --hardware a model by name."""
+    """Directory of the draft model."""
 
     grown: bool = False
     """Profile the target grown to 154 M parameters, as in experiments."""
@@ -66,9 +65,6 @@ class ProfileSettings(Settings):
     draft_threads: list[int] = Field([1])
     """Numbers of threads of the draft model to measure."""
 
-    hardware: str = ""
-    """Make a table of published figures for this hardware; `list` prints all names."""
-
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         if min(self.draft_threads, default=0) < 1:
@@ -80,26 +76,11 @@ def main(arguments: list[str]) -> int:
     """The exit status."""
     settings = parse(ProfileSettings, _PROGRAM, arguments)
     try:
-        if settings.hardware:
-            return _published(settings)
         profile = measure(settings)
     except ValueError as error:
         refuse(_PROGRAM, str(error))
     profile.save(settings.out)
     print(f"written: {settings.out}")
-    return 0
-
-
-def _published(settings: ProfileSettings) -> int:
-    if settings.hardware == "list":
-        print("\n".join(hardware.names()))
-        return 0
-    given = settings.model_fields_set
-    target = settings.target if "target" in given else hardware.TARGET
-    draft = settings.draft if "draft" in given else hardware.DRAFT
-    costs = hardware.table(settings.hardware, target, draft)
-    settings.out.write_text(costs.model_dump_json(indent=1) + "\n")
-    print(f"written: {settings.out}, which is derived from published figures and not measured")
     return 0
 
 

@@ -41,7 +41,7 @@ def profile_of(experiment: Experiment) -> Profile:
     target = experiment.target
     return Profile(
         machine=_machine(str(experiment.costs), table.source, nodes),
-        fingerprint="unmeasured",
+        fingerprint="assumed",
         commit="none",
         measured_at="never",
         target=str(target.model) + (" grown" if target.grown else ""),
@@ -72,5 +72,5 @@ def _serving(way: str, batch: int, round_trip_s: float) -> Serving:
 def _machine(name: str, source: str, nodes: dict[int, list[int]]) -> dict[str, Any]:
     """The description of the machine, as a run's folder has it."""
     cores = [core for node in nodes.values() for core in node]
-    host = f"{name}, not measured"
+    host = f"{name}, assumed"
     return described(Machine(host, source, cores, nodes, 0, 0.0, [], "", "", ""))

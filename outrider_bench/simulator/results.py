@@ -1,16 +1,14 @@
-"""A simulation's results in the form of `outrider bench`: tables, JSON, page and plots."""
+"""A simulation's results in the form of `outrider bench`: tables and JSON."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from importlib.util import find_spec
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
-from outrider_bench.report import Cell, Results, plot, tables, write
+from outrider_bench.console import console_for_output
+from outrider_bench.report import Cell, Results, tables, write
 from outrider_bench.simulator import costs
 from outrider_bench.simulator.scenario import Scenario
 from outrider_bench.simulator.simulation import Outcome, simulate
@@ -60,7 +58,7 @@ def show(scenario: Scenario) -> dict[str, Any]:
     found = outcomes(scenario)
     results = _results(scenario, found)
     written = record(scenario, found)
-    console = Console(record=True, width=None if sys.stdout.isatty() else 200)
+    console = console_for_output()
     console.print(written["machine"], markup=False)
     for table in (*tables(results, _BASES), *_drafters(found)):
         console.print(table)
@@ -70,11 +68,7 @@ def show(scenario: Scenario) -> dict[str, Any]:
             message = f"{count} requests failed, the first one: {outcome.errors[0]}"
             console.print(message, markup=False)
     if scenario.out is not None:
-        images: dict[str, bytes] = {}
-        if find_spec("matplotlib") is not None:
-            images = plot(results, _BASES)
-        for path in write(scenario.out, scenario.name, written, console, images):
-            print(f"written: {path}")
+        print(f"written: {write(scenario.out, scenario.name, written)}")
     return written
 
 

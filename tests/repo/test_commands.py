@@ -104,9 +104,6 @@ def test_every_flag_on_a_page_belongs_to_a_command(path: Path) -> None:
         "grpc",
         "ruby",
         "transcript",
-        # `python -m outrider_bench.tenants`.
-        "port",
-        "kind",
     }
     ours = setting_flags() | others | CERTS | EXPERIMENTS | CHAOS
     assert named <= ours | CLIENTS | DOCKERS | CURLS

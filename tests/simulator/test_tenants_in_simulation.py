@@ -1,7 +1,4 @@
-"""Nine small tenants beside one that asks for too much, in virtual time.
-
-`python -m outrider_bench.tenants` plays the same files at a real gateway.
-"""
+"""Nine small tenants beside one that asks for too much, in virtual time."""
 
 from __future__ import annotations
 

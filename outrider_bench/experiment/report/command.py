@@ -20,7 +20,6 @@ from outrider_bench.console import console_for_output
 from outrider_bench.experiment.records import Folder
 from outrider_bench.experiment.report.answers import answers
 from outrider_bench.experiment.report.labels import words
-from outrider_bench.experiment.report.plots import plots
 from outrider_bench.experiment.report.results import Results, read
 from outrider_bench.experiment.report.tables import Table, tables
 from outrider_bench.experiment.spec import load
@@ -105,6 +104,9 @@ def latest_run(file: Path, runs: Path) -> Folder:
 
 def write(results: Results, out: Path, console: Console) -> None:
     """Print the answer and the tables, and write all files of a report."""
+    # `--help` needs no matplotlib, which only the extra `bench` installs.
+    from outrider_bench.experiment.report.plots import plots
+
     out.mkdir(parents=True, exist_ok=True)
     answer = answers(results)
     made = list(tables(results))
