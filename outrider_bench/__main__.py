@@ -270,7 +270,7 @@ async def _our_ways(stack: AsyncExitStack, pair: Pair, texts: list[str]) -> dict
     """Outrider with the draft model and `texts`, the drafters that need none."""
     cores = len(os.sched_getaffinity(0))
     shared = await stack.enter_async_context(
-        outrider_stack(pair, [*texts, f"model={pair.draft}"], pair.shared_threads)
+        outrider_stack(pair, [*texts, "model"], pair.shared_threads)
     )
     wide = shared
     if pair.shared_threads != cores:
@@ -278,7 +278,7 @@ async def _our_ways(stack: AsyncExitStack, pair: Pair, texts: list[str]) -> dict
         wide = await stack.enter_async_context(outrider_stack(pair, texts, cores))
     beside_model = ("outrider, model", "outrider, auto")
     return {
-        name: (shared if name in beside_model else wide)(speculation)
+        name: (shared if name in beside_model else wide).way(speculation)
         for name, speculation in _OURS.items()
         if name != "outrider, suffix" or "suffix" in texts
     }

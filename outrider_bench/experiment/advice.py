@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from outrider_bench.sample import Sample
 from outrider_bench.simulator.costs import Costs
 from outrider_bench.simulator.scenario import Scenario
 from outrider_bench.simulator.simulation import simulate
-from outrider_bench.ways import Sample
 
 _TOKENS = 2000
 _OUTPUT_TOKENS = [64, 192]

@@ -14,13 +14,13 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from outrider.drafter.stream import wait_until_ready
 from outrider.process import rpc
-from outrider.process.ports import free_port
 from outrider.tokenizer import load_tokenizer
+from outrider_bench.experiment.report.figures import PHASES
 from outrider_bench.experiment.spec import Workload
 from outrider_bench.experiment.traffic import requests_of
-from outrider_bench.report import PHASES
+from outrider_bench.sample import Sample
 from outrider_bench.simulator.costs import NotNegative
-from outrider_bench.ways import Measure, Pair, Sample, Task, outrider_stack
+from outrider_bench.ways import Pair, Task, outrider_stack
 
 BATCHES = (1, 8)
 WAYS: dict[str, dict[str, str | bool]] = {
@@ -87,19 +87,11 @@ def calibrate(target: Path, draft: Path, dtype: str, threads: int) -> list[Serve
 
 
 async def _serve(pair: Pair) -> list[Served]:
-    # As in an experiment without links: over TCP, with one thread for the draft model.
-    verifier = free_port("127.0.0.1")
-    dial = f"verifier=127.0.0.1:{verifier},uds=/nonexistent"
     samples: dict[tuple[str, int], list[Sample]] = {}
     speeds: dict[tuple[str, int], list[tuple[float, float]]] = {}
     tasks = {batch: task_of(pair.target, batch) for batch in BATCHES}
-    async with outrider_stack(
-        pair,
-        [f"ngram,{dial}", f"model={pair.draft},{dial}"],
-        pair.shared_threads,
-        verifier_port=verifier,
-    ) as way:
-        ways: dict[str, Measure] = {name: way(speculation) for name, speculation in WAYS.items()}
+    async with outrider_stack(pair, ("ngram", "model"), pair.shared_threads) as stack:
+        ways = {name: stack.way(speculation) for name, speculation in WAYS.items()}
         # In the first round planner and drafters learn the costs; it does not count.
         for number in range(_ROUNDS + 1):
             for batch, task in tasks.items():
@@ -107,18 +99,20 @@ async def _serve(pair: Pair) -> list[Served]:
                     sample = await run(task)
                     if number:
                         samples.setdefault((name, batch), []).append(sample)
-                        speeds.setdefault((name, batch), []).append(await _speed(name, verifier))
+                        speeds.setdefault((name, batch), []).append(
+                            await _speed(name, stack.endpoint.verifier)
+                        )
     return [
         _served(name, batch, found, speeds[name, batch]) for (name, batch), found in samples.items()
     ]
 
 
-async def _speed(family: str, port: int) -> tuple[float, float]:
+async def _speed(family: str, address: str) -> tuple[float, float]:
     """Round trip and seconds of a draft token that the verifier measured of a drafter's family.
 
     Both are 0 without such a drafter.
     """
-    async with rpc.dial(f"127.0.0.1:{port}") as channel:
+    async with rpc.dial(address) as channel:
         info = await wait_until_ready(channel)
     found = [
         (drafter.round_trip_s or 0.0, drafter.token_s or 0.0)

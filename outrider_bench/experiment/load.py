@@ -17,7 +17,7 @@ from outrider_bench.experiment.launches import Endpoint
 from outrider_bench.experiment.spec import Workload
 from outrider_bench.experiment.traffic import Request
 from outrider_bench.raw_client import stream
-from outrider_bench.ways import Sample, counters
+from outrider_bench.sample import Sample, counters
 
 TENTH_S = 0.1
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider_bench.experiment.spec import Experiment
-from outrider_bench.ways import Sample
+from outrider_bench.sample import Sample
 
 PLAIN = "plain"
 """Plain decoding, with no drafter running."""

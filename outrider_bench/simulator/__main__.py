@@ -6,7 +6,6 @@ import sys
 
 from outrider.process.config import command
 from outrider.process.usage import invoke, refuse
-from outrider_bench.simulator.measured_costs import write_costs
 from outrider_bench.simulator.results import show
 from outrider_bench.simulator.scenario import Scenario
 from outrider_bench.simulator.worlds.campaign import show_campaign
@@ -20,10 +19,6 @@ def main(arguments: list[str]) -> int:
 
 
 def _run(scenario: Scenario) -> int:
-    if scenario.write_costs is not None:
-        write_costs(scenario.models, scenario.write_costs)
-        print(f"written: {scenario.write_costs}")
-        return 0
     if scenario.faults is not None:
         return show_campaign(scenario.seed, scenario.faults)
     try:

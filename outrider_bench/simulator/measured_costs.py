@@ -59,14 +59,6 @@ _MAX_TOKENS = 512
 _HOST_STEPS = 60
 
 
-def write_costs(models: Path, path: Path) -> None:
-    """Measure the pair in `models` (target and draft) and write the table to `path`."""
-    # One core is left to the drafters, as `outrider bench` does with the bundled pair.
-    threads = max(1, len(os.sched_getaffinity(0)) - 1)
-    table = measure(models / "target", models / "draft", threads)
-    path.write_text(table.model_dump_json(indent=1) + "\n")
-
-
 def measure(
     target_path: Path,
     draft_path: Path,

@@ -42,9 +42,7 @@ def record(scenario: Scenario, found: dict[tuple[int, str], Outcome]) -> dict[st
     """The JSON record: the bench's record, and the figures of each outcome."""
     return {
         "machine": f"simulated; costs: {costs.load(scenario.costs).source}",
-        "scenario": scenario.model_dump(
-            mode="json", exclude={"config", "out", "models", "write_costs", "faults"}
-        ),
+        "scenario": scenario.model_dump(mode="json", exclude={"config", "out", "faults"}),
         "pairs": {scenario.name: _results(scenario, found).as_json()},
         "simulated": [
             {"batch": load, "way": way, **outcome.as_json()}

@@ -263,18 +263,11 @@ class Scenario(Settings):
     """Simulate plain decoding too, and compare with it."""
 
     out: Path | None = None
-    """Directory for JSON, a page and plots; by default the results are only printed."""
+    """Directory for JSON; by default the results are only printed."""
 
     faults: int | None = Field(None, ge=1)
     """Play so many random worlds with faults, of the seeds from `seed` on, check every invariant
     in each, and simulate nothing else."""
-
-    write_costs: Path | None = None
-    """Measure a cost table on this machine with the bundled pair, write it to this file, and
-    simulate nothing."""
-
-    models: Path = Path("models")
-    """Directory of the bundled pair, target and draft, for `write_costs`."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from outrider_bench.sample import Sample, counter_key
 from outrider_bench.simulator import costs
 from outrider_bench.simulator.cores import Cores
 from outrider_bench.simulator.drafter import DrafterActor
@@ -16,7 +17,6 @@ from outrider_bench.simulator.scenario import DrafterSpec, Event, Scenario
 from outrider_bench.simulator.traffic import Request, Traffic
 from outrider_bench.simulator.verifier import VerifierActor
 from outrider_bench.simulator.world import World
-from outrider_bench.ways import Sample, counter_key
 
 # Time for cancelled requests to end, after the simulated time.
 _DRAIN_S = 1000.0

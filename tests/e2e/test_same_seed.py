@@ -16,7 +16,7 @@ from stack import TARGET, Client, Stack, running
 from outrider.process.ports import free_port
 from outrider.protocol.messages import SamplingParams, SpeculationOptions, TokenRequest
 from outrider.tokenizer import load_tokenizer
-from outrider_bench.ways import counters
+from outrider_bench.sample import counters
 
 TEXTS = (
     "def read(path):\n    ",

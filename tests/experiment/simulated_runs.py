@@ -13,9 +13,9 @@ from typing import Any
 from outrider_bench.experiment.records import DRAFTED, Folder, LinkTraffic, Machine, Measurement
 from outrider_bench.experiment.schedule import ways_of
 from outrider_bench.experiment.spec import Cell, Experiment, Link
+from outrider_bench.sample import Sample
 from outrider_bench.simulator.scenario import Scenario
 from outrider_bench.simulator.simulation import Simulation
-from outrider_bench.ways import Sample
 
 MACHINE = Machine(
     host="rig",

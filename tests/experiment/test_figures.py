@@ -16,7 +16,7 @@ from outrider_bench.experiment.report.timeline import (
 )
 from outrider_bench.experiment.spec import Experiment
 from outrider_bench.experiment.validation import validation
-from outrider_bench.ways import Sample
+from outrider_bench.sample import Sample
 
 COUNTERS = {
     "generation_tokens": 100.0,

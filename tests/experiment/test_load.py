@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider_bench.experiment.load import Played, _events, digest, timeline
-from outrider_bench.ways import Sample
+from outrider_bench.sample import Sample
 
 _EVENTS = [
     {"choices": [{"text": f"wörd {i}\n"}], "usage": {"completion_tokens": i}} for i in range(1, 6)

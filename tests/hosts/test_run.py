@@ -21,7 +21,7 @@ from outrider_bench.experiment.measuring import _carried
 from outrider_bench.experiment.records import DRAFTED, PLAIN, Folder, LinkTraffic, Measurement
 from outrider_bench.experiment.run import chosen, main, missing, open_folder
 from outrider_bench.experiment.spec import Experiment, load
-from outrider_bench.ways import Sample
+from outrider_bench.sample import Sample
 
 _SMALL = Path(__file__).parents[2] / "bench/experiments/small.yaml"
 

@@ -6,6 +6,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,8 @@ from rich.console import Console
 from outrider_bench import __main__ as bench
 from outrider_bench.raw_client import stream
 from outrider_bench.report import Cell, Results, tables, write
-from outrider_bench.ways import Pair, Sample, Task, line_peer, serving, transformers_ways
+from outrider_bench.sample import Sample
+from outrider_bench.ways import Pair, Task, line_peer, transformers_ways
 
 MODELS = Path(__file__).parents[2] / "models"
 
@@ -28,12 +30,6 @@ async def test_a_peer_that_dies_raises_an_error_with_its_last_line() -> None:
         assert (await ask({})).tokens_per_s == 3.0
         with pytest.raises(RuntimeError, match="out of cake"):
             await ask({})
-
-
-async def test_a_stack_that_cannot_start_raises_an_error_with_the_reason(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match=r"could not start(.|\n)*tokenizer\.json"):
-        async with serving(tmp_path, []):
-            pass
 
 
 @pytest.mark.parametrize(
@@ -78,6 +74,7 @@ def results() -> Results:
     counters = {f"step_phase_seconds.{name}": seconds for name, seconds in phases.items()}
     counters |= {
         "step_seconds_count": 10,
+        "step_sequences_sum": 10,
         "generation_tokens": 30,
         "spec_decode_num_accepted_tokens": 20,
     }
@@ -112,11 +109,11 @@ def test_tables_hold_rates_latencies_and_the_share_of_the_limit(tmp_path: Path) 
     # The rate while batches are full, which is not known for transformers.
     full = next(line for line in printed.splitlines() if "23.0 (23.0–23.0)" in line)
     assert full.count("1.00") == 2
-    assert "Median TPOT (ms)" in printed
+    assert "TPOT" in printed
     rows = [line for line in printed.splitlines() if "outrider, ngram" in line]
     step = next(row for row in rows if "0.75" in row)
     cells = [cell.strip() for cell in step.split("│")]
-    assert {"3.00", "26.7", "0.75", "0.25"} <= set(cells)
+    assert {"3.00", "0.75", "0.25"} <= set(cells)
     assert len(json.loads(path.read_text())["pairs"]) == 4
 
 
@@ -142,7 +139,7 @@ async def test_suffix_drafters_start_if_a_chosen_way_can_use_them(
     @asynccontextmanager
     async def stack_of(pair: Pair, drafters: list[str], threads: int) -> AsyncIterator[Any]:
         started.append([drafter.partition("=")[0] for drafter in drafters])
-        yield lambda speculation: speculation
+        yield SimpleNamespace(way=lambda speculation: speculation)
 
     monkeypatch.setattr(bench, "outrider_stack", stack_of)
     # An import fails if None is in its place.

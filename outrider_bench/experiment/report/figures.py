@@ -6,17 +6,18 @@ A figure whose denominator is 0, or whose counters were not recorded, is absent.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from statistics import median
+from statistics import median, quantiles
 
 from outrider_bench.experiment.records import Measurement
 from outrider_bench.experiment.report.timeline import TENTHS_PER_S, timeline_figures
-from outrider_bench.report import LOOKUPS, p99
-from outrider_bench.ways import Sample
+from outrider_bench.sample import Sample
 
 PHASES = ("forward", "wait", "pack", "accept", "commit", "send")
 """The phases of a step that the verifier's counters tell apart."""
 WAITS = ("wait_compute", "wait_network")
 """The parts of `wait` that spans tell apart."""
+LOOKUPS = ("chain", "branch", "late", "miss")
+"""What a commit finds of the next draft."""
 
 Figures = dict[str, float]
 """Numbers by name; units are in the names."""
@@ -83,7 +84,8 @@ def _latencies(samples: Sequence[Sample]) -> Figures:
         values = [value for sample in samples for value in getattr(sample, name)]
         if values:
             found[f"{name}_p50_ms"] = 1000 * median(values)
-            found[f"{name}_p99_ms"] = 1000 * p99(values)
+            whole = values if len(values) > 1 else values * 2  # quantiles need two values
+            found[f"{name}_p99_ms"] = 1000 * quantiles(whole, n=100, method="inclusive")[98]
     return found
 
 
@@ -104,6 +106,10 @@ def _drafts(counters: Mapping[str, float]) -> Figures:
             "acceptance": (accepted, drafted),
             "accepted_length": (drafts + accepted, drafts),
             "tokens_per_forward": (tokens, forwards),
+            "of_limit": (
+                counters.get("decode_isolated_forward_seconds", 0.0),
+                counters.get("decode_seconds", 0.0),
+            ),
             "accepted_per_forward": (accepted, forwards if drafted else 0.0),
             **{f"lookup_{result}": (count, looked_up) for result, count in lookups.items()},
             "wasted_per_token": (counters.get("wasted_tokens", 0.0), drafted_tokens),

@@ -7,11 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from outrider_bench.experiment.records import DRAFTED, IDLE, PLAIN
-from outrider_bench.experiment.report.figures import PHASES, WAITS
+from outrider_bench.experiment.report.figures import LOOKUPS, PHASES, WAITS
 from outrider_bench.experiment.report.labels import event_words, words
 from outrider_bench.experiment.report.results import ALL, Results, Source, load_of
 from outrider_bench.experiment.spec import Cell
-from outrider_bench.report import LOOKUPS
 
 
 @dataclass(frozen=True, slots=True)
