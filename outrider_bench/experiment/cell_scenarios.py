@@ -48,32 +48,11 @@ class Load:
 
 
 def load_of(experiment: Experiment, tokenizer: Tokenizer) -> Load:
-    """The clients' requests.
-
-    Requests of verifiers that serve together alternate, in the order in which the simulator assigns
-    them.
-    """
+    """The clients' requests."""
     workload = experiment.workload
-    together = _together(experiment)
-    warm_up = [
-        (0.0, r.kind, r.prompt, r.output_tokens)
-        for r in warm_up_of(workload, tokenizer)
-        for _ in range(together)
-    ]
-    by_verifier = [requests_of(workload, tokenizer, place) for place in range(together)]
-    measured = [
-        (r.at, r.kind, r.prompt, r.output_tokens)
-        for each in zip(*by_verifier, strict=True)
-        for r in each
-    ]
-    return Load(warm_up, sorted(measured, key=lambda asked: asked[0]))
-
-
-def _together(experiment: Experiment) -> int:
-    """The verifiers that serve at the same time."""
-    if experiment.workload.verifiers == "together":
-        return experiment.target.count
-    return 1
+    warm_up = [(0.0, r.kind, r.prompt, r.output_tokens) for r in warm_up_of(workload, tokenizer)]
+    measured = [(r.at, r.kind, r.prompt, r.output_tokens) for r in requests_of(workload, tokenizer)]
+    return Load(warm_up, measured)
 
 
 def check(experiment: Experiment, profile: Profile) -> None:
@@ -92,6 +71,11 @@ def check(experiment: Experiment, profile: Profile) -> None:
         raise ValueError(
             "workload.temperature: only 0 can be predicted, since guesses are recorded for greedy "
             "texts"
+        )
+    if target.count > 1 and experiment.workload.verifiers == "together":
+        raise ValueError(
+            "target.count: verifiers that serve together cannot be predicted; with "
+            "workload.verifiers: in-turn they can"
         )
     for name, drafter in drafters_of(experiment):
         if drafter.family not in _PREDICTED:
@@ -136,15 +120,12 @@ def scenario_of(
     """The scenario. Writes its cost table to `directory`, where `requests.jsonl` has the load."""
     target = experiment.target
     workload = experiment.workload
-    verifiers = _together(experiment)
     drafters: list[tuple[str, Drafter]] = []
     schedule: list[dict[str, Any]] = []
     if way != PLAIN:
         drafters = list(drafters_of(experiment))
     if drafters:
-        schedule = [
-            event for each in experiment.events for event in _events(experiment, each, verifiers)
-        ]
+        schedule = [event for each in experiment.events for event in _events(experiment, each)]
     served = _served({drafter.family for _, drafter in drafters})
     serving = at_batch(profile.at(served), workload.under_way)
     table = directory / f"{way}.costs.json"
@@ -159,10 +140,8 @@ def scenario_of(
         "warm_up": len(load.warm_up),
         "arrivals": "closed" if workload.arrivals == "closed" else "recorded",
         "seconds": _LONGEST_S,
-        "sequences": [workload.under_way * verifiers],
-        "verifiers": verifiers,
+        "sequences": [workload.under_way],
         "client_ms": 1000 * serving.client_s,
-        **_shared_cores(experiment, profile),
         # The defaults of the verifier and of a run.
         "max_sequences": 64,
         "prefix_caching": False,
@@ -170,7 +149,7 @@ def scenario_of(
         "drafters": [
             spec
             for name, drafter in drafters
-            for spec in _specs(experiment, name, drafter, profile, verifiers)
+            for spec in _specs(experiment, name, drafter, profile)
         ],
         "schedule": schedule,
     }
@@ -210,26 +189,10 @@ def _costs(experiment: Experiment, profile: Profile, served: str) -> Costs:
     return with_messages(busy(profile.costs, low, high), message_s)
 
 
-def _shared_cores(experiment: Experiment, profile: Profile) -> dict[str, Any]:
-    """The cores that verifiers and gateways share if several serve at once on a host.
-
-    What one verifier and its drafters take from each other is part of the profile.
-    """
-    target = experiment.target
-    if target.count == 1 or experiment.workload.verifiers != "together" or target.host is not None:
-        return {}
-    cores = _cores(target.cores, profile.cores)
-    return {
-        "target_cores": cores,
-        "target_threads": profile.threads,
-        "gateway_cores": profile.cores,
-    }
-
-
 def _specs(
-    experiment: Experiment, name: str, drafter: Drafter, profile: Profile, verifiers: int
+    experiment: Experiment, name: str, drafter: Drafter, profile: Profile
 ) -> Iterator[dict[str, Any]]:
-    """A simulated drafter for each connection of each process."""
+    """A simulated drafter for each process."""
     link = experiment.links[drafter.link] if drafter.link is not None else None
     common = {
         "family": drafter.family,
@@ -239,15 +202,8 @@ def _specs(
         **_linked(experiment, drafter, link, profile),
         **{key: value for key, value in drafter.settings.items() if key in _SETTINGS},
     }
-    for verifier in range(1, verifiers + 1):
-        for number in range(1, drafter.count + 1):
-            own = f"{name}-{number}" if drafter.shared else f"{name}-{verifier}-{number}"
-            yield {
-                **common,
-                "name": f"{own}.verifier-{verifier}",
-                "process": own,
-                "verifier": f"verifier-{verifier}",
-            }
+    for own in _processes(name, drafter):
+        yield {**common, "name": own, "process": own}
 
 
 def _placed(experiment: Experiment, drafter: Drafter, profile: Profile) -> dict[str, Any]:
@@ -267,9 +223,7 @@ def _placed(experiment: Experiment, drafter: Drafter, profile: Profile) -> dict[
         "interference": serving.interference,
         "slowness": serving.slowness,
     }
-    if _shared_cores(experiment, profile):
-        placed["cores"] = sorted(place)
-    elif fills and place <= own:
+    if fills and place <= own:
         placed |= {"interference": 1.0, "slowness": profile.interference["same_cores"].drafter}
     return placed
 
@@ -303,7 +257,7 @@ def _linked(
     return found
 
 
-def _events(experiment: Experiment, event: Event, verifiers: int) -> Iterator[dict[str, Any]]:
+def _events(experiment: Experiment, event: Event) -> Iterator[dict[str, Any]]:
     """An event as the simulator's events of each connection that it meets.
 
     A held link and a stopped process both leave a drafter silent.
@@ -311,7 +265,7 @@ def _events(experiment: Experiment, event: Event, verifiers: int) -> Iterator[di
     for name, drafter in drafters_of(experiment):
         if event.who not in (name, drafter.link):
             continue
-        for who in _connections(name, drafter, verifiers):
+        for who in _processes(name, drafter):
             if event.what in ("outage", "stop"):
                 yield {"at": event.at, "who": who, "what": "hang", "seconds": event.seconds}
             elif event.what == "join":
@@ -322,8 +276,5 @@ def _events(experiment: Experiment, event: Event, verifiers: int) -> Iterator[di
                 yield {"at": event.at + (event.seconds or _AGAIN_S), "who": who, "what": "join"}
 
 
-def _connections(name: str, drafter: Drafter, verifiers: int) -> Iterator[str]:
-    for verifier in range(1, verifiers + 1):
-        for number in range(1, drafter.count + 1):
-            own = f"{name}-{number}" if drafter.shared else f"{name}-{verifier}-{number}"
-            yield f"{own}.verifier-{verifier}"
+def _processes(name: str, drafter: Drafter) -> list[str]:
+    return [f"{name}-{number}" for number in range(1, drafter.count + 1)]

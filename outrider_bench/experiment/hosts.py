@@ -262,19 +262,6 @@ def process_cpu_s(pid: int) -> float:
     return sum(_times(Path(f"/proc/{pid}/stat"))) / _TICK
 
 
-def thread_cpu_s(pid: int) -> dict[int, float]:
-    """User and system time in seconds of each thread of a process of this machine, by its number.
-
-    Raises FileNotFoundError or ProcessLookupError when there is no such process.
-    """
-    found = {}
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        # A thread may end meanwhile.
-        with suppress(FileNotFoundError, ProcessLookupError):
-            found[int(task.name)] = sum(_times(task / "stat")[:2]) / _TICK
-    return found
-
-
 def _times(stat: Path) -> list[int]:
     """Ticks of user and system time, then the same of ended children."""
     # Fields are counted behind the command's name, which may hold spaces (proc_pid_stat(5)).

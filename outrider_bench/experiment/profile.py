@@ -24,10 +24,6 @@ _HOW = {
     "costs.prompts": "forwards of prompts of 32 and 256 tokens, the fastest of up to 100",
     "costs.host": "the engine's own time for steps whose forward takes none, the fastest of 60",
     "costs.drafting": "forwards of the draft model by threads, and the median lookup of n-grams",
-    "costs.concurrent": "the engine's processor time for a token while verifiers serve a fixed "
-    "load together, over that of one alone",
-    "costs.front": "processor time of streams, gateways and client for that load, with short and "
-    "with long answers, while verifiers fill the cores",
     "links": "a message of 100 bytes and its answer on a gRPC stream between processes, 400 times",
     "interference": "mean forwards of target and draft model beside each other over those alone",
     "served": "a fixed closed load through the gateway, three rounds after one that warms up",
@@ -86,7 +82,7 @@ def main(arguments: list[str]) -> int:
 
 def measure(settings: ProfileSettings) -> Profile:
     """Measure everything in turn; prints the progress."""
-    from outrider_bench.experiment import acceptance, calibration, probes, serving, together
+    from outrider_bench.experiment import acceptance, calibration, probes, serving
     from outrider_bench.simulator import measured_costs
 
     cores = sorted(os.sched_getaffinity(0))
@@ -107,8 +103,6 @@ def measure(settings: ProfileSettings) -> Profile:
     )
     print("drafting beside forwards", flush=True)
     interference = probes.interference(target, draft, settings.dtype, threads, cores)
-    print("verifiers beside each other", flush=True)
-    costs = together.measure(costs, target, settings.dtype, threads, len(cores))
     print("serving a fixed load", flush=True)
     served = calibration.calibrate(target, draft, settings.dtype, threads)
     print("fitting the costs of serving", flush=True)

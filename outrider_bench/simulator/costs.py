@@ -86,13 +86,6 @@ class Costs(_Table):
     plan_sequence_s: NotNegative = 0.0
     drafting: dict[str, DraftingCost] = Field(default_factory=dict)
     """By the name in a drafter's `cost` setting."""
-    concurrent: dict[int, float] = Field(default_factory=dict)
-    """How many times longer a forward takes while so many compute at once, on cores of their own.
-    Empty if that was not measured; it then counts as 1."""
-    front_request_s: NotNegative = 0.0
-    """Seconds of a core for each request outside the engine: in the verifier's streams, in the
-    gateway and in the client. `front_message_s` are those for each message with tokens."""
-    front_message_s: NotNegative = 0.0
 
     _grid: dict[int, dict[int, float]] = PrivateAttr(default_factory=dict)
     _known: dict[tuple[int, int], float] = PrivateAttr(default_factory=dict)
@@ -109,15 +102,6 @@ class Costs(_Table):
                 seconds = self._interpolate(1, 1)
             seconds += self.prompt_step_s + prompt_tokens * self.prompt_token_s
         return seconds
-
-    def beside_forwards(self, count: float) -> float:
-        """How many times longer a forward takes if it is one of `count` at once, on average.
-
-        More than were measured have no cores of their own, and slow each other down no further.
-        """
-        if not self.concurrent or count <= 1.0:
-            return 1.0
-        return _interpolated(self.concurrent, min(count, max(self.concurrent)))
 
     def _interpolate(self, sequences: int, tokens: int) -> float:
         if not self._grid:

@@ -16,7 +16,6 @@ from outrider.errors import OutriderError
 from outrider.protocol.draft_messages import DraftBatch, Hello, StepBatch
 from outrider.protocol.limits import MAX_DRAFT_TOKENS
 from outrider.protocol.model_info import Placement
-from outrider_bench.simulator.cores import Worker
 from outrider_bench.simulator.costs import Costs
 from outrider_bench.simulator.events import Events, Until, Work
 from outrider_bench.simulator.family import SimulatedFamily
@@ -56,10 +55,6 @@ class DrafterActor:
         self._events = events
         self._verifier = verifier
         self._process = process or Process()
-        if self._process.worker is None:
-            cores = verifier.cores if spec.cores else None
-            self._process.worker = Worker(events, cores, frozenset(spec.cores))
-        self._worker = self._process.worker
         self._cost = costs.drafting[spec.cost]
         self._share = spec.interference or float(spec.on_target_cores)
         self.family = self._make_family(world, redis)
@@ -220,8 +215,7 @@ class DrafterActor:
             work.done.add_done_callback(lambda _: self._resume_at(self._events.now, 0))
             return
         begins = max(now, self._process.free_at)
-        worker = self._worker if work.computes else Worker(self._events)
-        self._ends = worker.ends(begins, work.ends)
+        self._ends = [begins + end for end in work.ends]
         if self._ends:
             parts = 1 if self._inbox else len(self._ends)
             self._process.free_at = self._ends[parts - 1]
@@ -244,6 +238,6 @@ class DrafterActor:
         if spec.drafts_by == "acceptance":
             return SimulatedFamily(spec, world, cost)
         if process.model is None:
-            process.model = SimulatedDraftModel(self._worker, spec, cost, world)
+            process.model = SimulatedDraftModel(self._events, spec, cost, world)
         process.model.observers.append(self._computes)
         return SimulatedModel(spec, process.model)

@@ -20,8 +20,6 @@ class Events:
     def __init__(self) -> None:
         self.now = 0.0
         """The present event's time in seconds."""
-        self.began = 0.0
-        """When the present event began. Later events begin no earlier."""
         self._heap: list[tuple[float, int, Callable[[], object]]] = []
         self._number = 0
 
@@ -48,8 +46,7 @@ class Events:
         """Run all events up to and including `until`, with those that they schedule."""
         heap = self._heap
         while heap and heap[0][0] <= until:
-            self.began, _, work = heappop(heap)
-            self.now = self.began
+            self.now, _, work = heappop(heap)
             work()
 
 
@@ -59,11 +56,10 @@ class Work:
 
     `ends` are the times at which the parts end, in seconds from now, rising. The part in progress
     when a message comes is the last one. The result is the number of parts done. Without parts it
-    is a sleep until a message comes. Work that does not compute waits for another process.
+    is a sleep until a message comes.
     """
 
     ends: list[float]
-    computes: bool = True
 
     def __await__(self) -> Generator[Work, int, int]:
         return (yield self)

@@ -29,7 +29,6 @@ from outrider.protocol.draft_messages import Opened, Verdict, Window
 from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
 from outrider.protocol.messages import DraftDistribution, SamplingParams, TokenRequest
 from outrider_bench.processor import processor_name
-from outrider_bench.simulator.cores import Worker
 from outrider_bench.simulator.costs import Costs, DraftingCost, Forward
 from outrider_bench.simulator.events import Events
 from outrider_bench.simulator.target import SimulatedVerifier
@@ -270,7 +269,7 @@ def _host_s(sequences: int) -> float:
     world = World(0)
     config = EngineConfig(draft_tokens_policy=DraftTokensPolicy(), max_sequences=sequences)
     pool = PagePool(64 * sequences, 16)
-    verifier = SimulatedVerifier(Worker(Events()), _free(), world)
+    verifier = SimulatedVerifier(Events(), _free(), world)
     engine = Engine(_FreeTarget(), pool, lambda messages: None, Metrics(""), config, verifier)
     for number in range(sequences):
         world.add(Text(number, "", 8, 1000))

@@ -20,9 +20,8 @@ from drafter_svc.pools.memory import MemoryPool, NgramOptions
 from drafter_svc.pools.redis import Query, RedisOptions, RedisPool
 from outrider.drafter.draft_sequence import DraftSequence
 from outrider.lm.runner import ModelRunner, SequenceSlice
-from outrider_bench.simulator.cores import Worker
 from outrider_bench.simulator.costs import DraftingCost
-from outrider_bench.simulator.events import Until, Work
+from outrider_bench.simulator.events import Events, Until, Work
 from outrider_bench.simulator.scenario import DrafterSpec
 from outrider_bench.simulator.world import RIGHT, World
 
@@ -44,7 +43,6 @@ class Process:
 
     free_at: float = 0.0
     """When its event loop has done all planned work."""
-    worker: Worker | None = None
     pool: MemoryPool | None = None
     model: SimulatedDraftModel | None = None
 
@@ -67,7 +65,7 @@ class SimulatedRedis:
     async def lookup(self, queries: Sequence[Query]) -> list[list[int]]:
         """As `RedisPool.lookup`: a lookup beyond the drafter's time budget finds nothing."""
         max_wait_s = RedisOptions().budget_s
-        await Work([min(self.lookup_s, max_wait_s)], computes=False)
+        await Work([min(self.lookup_s, max_wait_s)])
         if self.lookup_s > max_wait_s:
             return [[] for _ in queries]
         return [self._longest(query.ngrams) for query in queries]
@@ -125,13 +123,13 @@ class SimulatedModel(ModelFamily):
 class SimulatedDraftModel(DraftModel):
     """Runs the rounds of all connections; each forward takes the cost table's time."""
 
-    def __init__(self, worker: Worker, spec: DrafterSpec, cost: DraftingCost, world: World) -> None:
+    def __init__(self, events: Events, spec: DrafterSpec, cost: DraftingCost, world: World) -> None:
         super().__init__(cast(ModelRunner, _Runner()), cast(ThreadPoolExecutor, None))
         self.observers: list[Callable[[float], None]] = []
         """Called with the seconds of each forward when it begins."""
         self._recorded = _RecordedForwards(self.runner, self.pool, spec, cost, world)
         self._forwards = self._recorded
-        self._worker = worker
+        self._events = events
         self._rounds: list[_Round] = []
         self._busy = False
 
@@ -161,9 +159,7 @@ class SimulatedDraftModel(DraftModel):
         if self._busy:
             for observer in self.observers:
                 observer(seconds)
-            events = self._worker.events
-            [ends] = self._worker.ends(events.now, [seconds])
-            events.at(ends, self._next)
+            self._events.after(seconds, self._next)
 
 
 class _Runner:

@@ -113,10 +113,6 @@ class DrafterSpec(_Part):
     interference: float = Field(0.0, ge=0, le=1)
     """Share of its drafting time that forwards on the same machine lose."""
 
-    cores: list[int] = Field(default_factory=list)
-    """Cores that it shares with other processes that compute on them; by default with none. With
-    several drafters in a process the first one's count."""
-
     joins_at: float = Field(0.0, ge=0)
     """When it joins without an event (seconds)."""
 
@@ -220,16 +216,6 @@ class Scenario(Settings):
 
     verifiers: int = Field(1, ge=1)
     """Verifiers, verifier-1 and so on; a request goes to the one with the fewest requests."""
-
-    target_cores: list[int] = Field(default_factory=list)
-    """Cores that all verifiers share, also with drafters that have `cores`; by default each
-    verifier computes on its own."""
-
-    target_threads: int = Field(1, ge=1)
-    """Threads of a forward, if cores are shared."""
-
-    gateway_cores: list[int] = Field(default_factory=list)
-    """Cores that gateways and clients share with the verifiers; by default with none."""
 
     schedule: list[Event] = Field(default_factory=list)
     """Events at their times; as a flag a JSON list."""

@@ -9,7 +9,6 @@ from typing import Any
 
 from outrider_bench.sample import Sample, counter_key
 from outrider_bench.simulator import costs
-from outrider_bench.simulator.cores import Cores
 from outrider_bench.simulator.drafter import DrafterActor
 from outrider_bench.simulator.events import Events
 from outrider_bench.simulator.production import Process, SimulatedRedis
@@ -69,7 +68,6 @@ class Simulation:
         self._scenario = scenario
         self._verifier_type = verifier
         self._costs = costs.load(scenario.costs)
-        self._cores = Cores(self.events, self._costs)
         # The counters of each verifier when the measurement began.
         self._counted: dict[str, dict[str, float]] = {}
         self._processes: dict[str, Process] = {}
@@ -116,7 +114,7 @@ class Simulation:
 
     def _start_verifier(self, name: str) -> None:
         self.verifiers[name] = self._verifier_type(
-            self.events, name, self._scenario, self._costs, self.world, self._cores
+            self.events, name, self._scenario, self._costs, self.world
         )
 
     def _join(self, spec: DrafterSpec) -> None:

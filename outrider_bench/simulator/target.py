@@ -15,8 +15,8 @@ from outrider.errors import OutriderError
 from outrider.lm.runner import SequenceSlice
 from outrider.protocol.messages import AcceptanceRule
 from outrider.protocol.token_tree import depths
-from outrider_bench.simulator.cores import Worker
 from outrider_bench.simulator.costs import Costs
+from outrider_bench.simulator.events import Events
 from outrider_bench.simulator.world import VOCAB, World
 from verifier_svc.state.scheduled_sequence import ScheduledSequence
 from verifier_svc.verification.batch import Verified
@@ -32,8 +32,8 @@ class SimulatedTarget:
     vocab_size = VOCAB
     eos_token_ids: tuple[int, ...] = ()
 
-    def __init__(self, worker: Worker, costs: Costs, random: Random, noise: float) -> None:
-        self._worker = worker
+    def __init__(self, events: Events, costs: Costs, random: Random, noise: float) -> None:
+        self._events = events
         self._costs = costs
         self._random = random
         self._noise = noise
@@ -53,7 +53,7 @@ class SimulatedTarget:
             sequences += part.logit_count > 0
             tokens += part.logit_count
             prompt_tokens += len(part.token_ids) - part.logit_count
-        self._worker.spend(self._costs.plan_step_s + len(slices) * self._costs.plan_sequence_s)
+        self._events.spend(self._costs.plan_step_s + len(slices) * self._costs.plan_sequence_s)
         seconds = self._costs.forward_s(sequences, tokens, prompt_tokens)
         if self._noise > 0.0:
             seconds *= 1.0 + self._noise * (2.0 * self._random.random() - 1.0)
@@ -61,8 +61,8 @@ class SimulatedTarget:
         lost_s = min(self._lost_s[self._drafted], seconds)
         self._lost_s[self._drafted] = 0.0
         self.lost_s += lost_s
-        self._worker.spend(seconds + lost_s)
-        self._ends_at = self._worker.events.now
+        self._events.spend(seconds + lost_s)
+        self._ends_at = self._events.now
         return _NO_LOGITS
 
     def move_tokens(self, sources: Sequence[int], targets: Sequence[int]) -> None:
@@ -75,7 +75,7 @@ class SimulatedTarget:
         the end of this one is already an event. The kinds (with or without drafts) are separate, so
         that the planner sees the same steps slow down as on a real machine.
         """
-        left_s = self._ends_at - self._worker.events.now
+        left_s = self._ends_at - self._events.now
         self._lost_s[self._drafted] += max(0.0, min(seconds, left_s))
 
 
@@ -84,8 +84,8 @@ class SimulatedVerifier:
 
     thinking_ids: tuple[int, int] | None = None
 
-    def __init__(self, worker: Worker, costs: Costs, world: World) -> None:
-        self._worker = worker
+    def __init__(self, events: Events, costs: Costs, world: World) -> None:
+        self._events = events
         self._costs = costs
         self._world = world
 
@@ -93,7 +93,7 @@ class SimulatedVerifier:
         self, logits_RV: torch.Tensor, batch: Sequence[ScheduledSequence]
     ) -> list[Verified | OutriderError]:
         """As `DraftVerifier.verify`, but ignores the logits."""
-        self._worker.spend(self._costs.host_step_s + len(batch) * self._costs.host_sequence_s)
+        self._events.spend(self._costs.host_step_s + len(batch) * self._costs.host_sequence_s)
         return [self._verify(scheduled) if scheduled.samples else Verified() for scheduled in batch]
 
     def _verify(self, scheduled: ScheduledSequence) -> Verified:

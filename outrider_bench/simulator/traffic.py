@@ -292,8 +292,7 @@ class Traffic:
             except OutriderError as error:
                 self._sink(request, verifier)(error)
 
-        delay_s = self._latency_s + verifier.front.request()
-        self._events.after(delay_s, lambda: verifier.post(submit))
+        self._events.after(self._latency_s, lambda: verifier.post(submit))
 
     def _sink(
         self, request: Request, verifier: VerifierActor
@@ -301,7 +300,7 @@ class Traffic:
         def receive(message: TokenChunk | OutriderError) -> None:
             if request.over or request.verifier is not verifier:
                 return
-            arrival = self._events.now + self._latency_s + verifier.front.message()
+            arrival = self._events.now + self._latency_s
             if isinstance(message, OutriderError):
                 request.error = message
                 self._events.at(arrival, lambda: self._end(request))

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from outrider.lm.pages import PagePool
 from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
-from outrider_bench.simulator.cores import Cores, Worker
 from outrider_bench.simulator.costs import Costs
 from outrider_bench.simulator.engine_actor import EngineActor
 from outrider_bench.simulator.events import Events
-from outrider_bench.simulator.front import Front
 from outrider_bench.simulator.scenario import Scenario
 from outrider_bench.simulator.target import SimulatedTarget, SimulatedVerifier
 from outrider_bench.simulator.world import World
@@ -34,17 +32,11 @@ class VerifierActor(EngineActor):
         scenario: Scenario,
         costs: Costs,
         world: World,
-        cores: Cores,
     ) -> None:
         super().__init__(events)
         self.name = name
         self.metrics = Metrics(name)
-        self.cores = cores
-        """The cores of its host."""
-        allowed = frozenset(scenario.target_cores)
-        threads = scenario.target_threads
-        worker = Worker(events, allowed=allowed, threads=threads, is_target=True)
-        self.target = SimulatedTarget(worker, costs, world.random("noise", name), scenario.noise)
+        self.target = SimulatedTarget(events, costs, world.random("noise", name), scenario.noise)
         self.pool = PagePool(
             scenario.page_count, _PAGE_SIZE, prefix_caching=scenario.prefix_caching
         )
@@ -60,17 +52,12 @@ class VerifierActor(EngineActor):
                 max_waiting=1_000_000,
                 draft_trees=scenario.draft_trees,
             ),
-            SimulatedVerifier(worker, costs, world),
+            SimulatedVerifier(events, costs, world),
             drafts=EVERY_DRAFT if scenario.always_draft else PAYING_DRAFTS,
             own_cores=OWN_CORES,
             clock=events.clock,
         )
         self._warm_up()
-        # Trial forwards ran alone.
-        if scenario.target_cores:
-            worker.cores = cores
-        beside = cores if scenario.gateway_cores else None
-        self.front = Front(Worker(events, beside, frozenset(scenario.gateway_cores)), costs)
 
     def _warm_up(self) -> None:
         """Run the trial forwards in the time before now."""

@@ -76,46 +76,6 @@ def test_a_drafter_on_other_cores_has_the_calibrated_interference(tmp_path: Path
     assert drafter.drafts_by == "model"
 
 
-def test_a_shared_drafter_has_a_connection_for_each_verifier(tmp_path: Path) -> None:
-    drafters = {"all": {"family": "ngram", "shared": True, "count": 2}}
-    found = scenario(tmp_path, drafters=drafters, use=["all"], target={"threads": 1, "count": 3})
-    assert found.sequences == [3]
-    assert sorted({drafter.process for drafter in found.drafters}) == ["all-1", "all-2"]
-    assert sorted(drafter.verifier for drafter in found.drafters) == [
-        f"verifier-{i}" for i in (1, 1, 2, 2, 3, 3)
-    ]
-
-
-def test_verifiers_that_serve_together_share_the_machines_cores(tmp_path: Path) -> None:
-    found = scenario(tmp_path, use=["pinned"], target={"threads": 1, "count": 4})
-    assert (found.target_cores, found.target_threads) == ([0, 1], 1)
-    assert found.gateway_cores == [0, 1]
-    assert [drafter.cores for drafter in found.drafters] == 4 * [[0]]
-
-
-def test_one_verifier_and_its_drafters_have_the_profiles_interference_alone(
-    tmp_path: Path,
-) -> None:
-    found = scenario(tmp_path, use=["pinned"])
-    assert found.target_cores == []
-    assert [drafter.cores for drafter in found.drafters] == [[]]
-
-
-def test_verifiers_on_oversubscribed_cores_are_no_faster_than_the_cores() -> None:
-    workload = {"kinds": ["rewriting"], "output_tokens": 16, "waves": 1}
-
-    def rate(count: int) -> float:
-        target = {"threads": 1, "count": count}
-        found = Predictor([made_up_profile()]).measurement(
-            cell(target=target, workload=workload, use=[]), PLAIN
-        )
-        return found.tokens_per_s
-
-    one, two, four = rate(1), rate(2), rate(4)
-    assert two == pytest.approx(2 * one, rel=0.05)
-    assert four == pytest.approx(two, rel=0.15)
-
-
 def test_plain_decoding_has_no_drafters_and_the_profiles_slow_down(tmp_path: Path) -> None:
     found = scenario(tmp_path, PLAIN, workload={"batch": 8, "waves": 1})
     assert found.drafters == []
@@ -139,22 +99,11 @@ def test_events_become_those_of_the_simulator(tmp_path: Path) -> None:
     ]
 
 
-def test_requests_of_verifiers_that_serve_together_take_turns() -> None:
-    tokenizer = load_tokenizer("models/target")
-    workload = {"kinds": ["rewriting"], "output_tokens": 16, "waves": 1}
-    one = load_of(cell(workload=workload).experiment, tokenizer)
-    two = load_of(cell(workload=workload, target={"threads": 1, "count": 2}).experiment, tokenizer)
-    assert len(two.measured) == 2 * len(one.measured)
-    assert two.measured[::2] == one.measured
-    turns = {**workload, "verifiers": "in-turn"}
-    in_turn = cell(workload=turns, target={"threads": 1, "count": 2}).experiment
-    assert load_of(in_turn, tokenizer) == one
-
-
 @pytest.mark.parametrize(
     ("given", "complaint"),
     [
         ({"target": {"threads": 2}}, "target.threads: the profile has 1, the cell 2"),
+        ({"target": {"threads": 1, "count": 2}}, "target.count: verifiers that serve together"),
         (
             {"target": {"threads": 1, "grown": True}},
             "target.model: the profile is of models/target",
