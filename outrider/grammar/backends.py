@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any, Protocol
 
 import numpy as np
@@ -117,13 +118,11 @@ class XGrammar:
             tokenizer, vocab_size=vocab_size, stop_token_ids=list(stop_token_ids)
         )
         self.token_bytes: list[bytes] = info.decoded_vocab
-        # JSON strings must escape control characters. The library does not enforce that in strings
-        # of bounded length, so we forbid tokens with raw control characters.
-        self._raw = frozenset(
-            token_id
-            for token_id, text in enumerate(self.token_bytes)
-            if any(byte < 0x20 and byte not in b"\r\n" for byte in text)
-        )
+        self._without_controls = np.full(-(-vocab_size // 32), -1, np.int32)
+        words = self._without_controls.view(np.uint32)
+        for token_id, text in enumerate(self.token_bytes):
+            if any(byte < 0x20 and byte not in b"\r\n" for byte in text):
+                words[token_id // 32] &= ~np.uint32(1 << token_id % 32)
         # GrammarCache caches instead of the library.
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
 
@@ -147,30 +146,43 @@ class XGrammar:
                 compiled = compiler.compile_grammar("root ::= " + _alternatives(grammar.choices))
             case GrammarKind.STRUCTURAL_TAG:
                 compiled = compiler.compile_structural_tag(grammar.text)
-        is_json = grammar.kind in (GrammarKind.JSON_SCHEMA, GrammarKind.JSON_OBJECT)
-        return _XCompiled(self._library, compiled, self._raw if is_json else frozenset())
+        only = self._without_controls if _has_lengths(grammar) else None
+        return _XCompiled(self._library, compiled, only)
+
+
+def _has_lengths(grammar: Grammar) -> bool:
+    """Whether the grammar may hold JSON strings of bounded length.
+
+    XGrammar lets these hold raw control characters, which is not JSON. So no text of such a grammar
+    gets a token with a raw control character other than a line break.
+    """
+    kinds = (GrammarKind.JSON_SCHEMA, GrammarKind.STRUCTURAL_TAG)
+    return grammar.kind in kinds and re.search('"m(in|ax)Length"', grammar.text) is not None
 
 
 class _XCompiled:
-    def __init__(self, library: Any, compiled: Any, forbidden: frozenset[int]) -> None:
+    def __init__(self, library: Any, compiled: Any, only: Mask | None) -> None:
+        """`only` is a mask (int32 [ceil(V / 32)]) of the tokens that may be used; None for all."""
         self._library = library
         self._compiled = compiled
-        self._forbidden = forbidden
+        self._only = only
 
     @property
     def size_bytes(self) -> int:
         return int(self._compiled.memory_size_bytes)
 
     def matcher(self) -> Matcher:
-        return _XMatcher(self._library.GrammarMatcher(self._compiled), self._forbidden)
+        return _XMatcher(self._library.GrammarMatcher(self._compiled), self._only)
 
 
 class _XMatcher:
-    def __init__(self, matcher: Any, forbidden: frozenset[int]) -> None:
-        self._matcher, self._forbidden = matcher, forbidden
+    def __init__(self, matcher: Any, only: Mask | None) -> None:
+        self._matcher, self._only = matcher, only
 
     def accept(self, token_id: int) -> bool:
-        if token_id in self._forbidden or self.ended:
+        if self.ended:
+            return False
+        if self._only is not None and not self._only[token_id // 32] >> token_id % 32 & 1:
             return False
         return bool(self._matcher.accept_token(token_id))
 
@@ -183,9 +195,8 @@ class _XMatcher:
             mask_RW[row] = 0
             return
         self._matcher.fill_next_token_bitmask(mask_RW, row)
-        words = mask_RW[row].view(np.uint32)
-        for token in self._forbidden:
-            words[token // 32] &= ~np.uint32(1 << token % 32)
+        if self._only is not None:
+            mask_RW[row] &= self._only
 
     @property
     def ended(self) -> bool:
