@@ -14,6 +14,22 @@ missing() {
     command -v google-chrome >/dev/null || found+=(chromium)
   echo "${found[@]}"
 }
+# The JSON-Schema-Test-Suite is in the source package of jsonschema alone. We take it from that of
+# the version that pyproject.toml's packages brought.
+suite=build/json-schema-suite
+if [ ! -d "$suite" ] && [ -x .venv/bin/jsonschema ]; then
+  fetched=$(mktemp -d)
+  version=$(.venv/bin/python -c "from importlib.metadata import version; print(version('jsonschema'))")
+  if .venv/bin/python -m pip download --quiet --disable-pip-version-check --no-deps \
+    --no-binary jsonschema -d "$fetched" "jsonschema==$version" &&
+    tar -xzf "$fetched"/jsonschema-*.tar.gz -C "$fetched"; then
+    mkdir -p build
+    mv "$fetched/jsonschema-$version/json" "$suite"
+  else
+    echo "the JSON-Schema-Test-Suite could not be downloaded; its test will be skipped" >&2
+  fi
+  rm -rf "$fetched"
+fi
 [ -z "$(missing)" ] && exit 0
 echo "installing what the tests need: $(missing)"
 as_root=()
