@@ -1,0 +1,206 @@
+"""With a vocabulary as large as Llama 3's, everyday schemas are admitted and masked in time.
+
+`python tests/grammar/test_large_vocabulary.py FIGURES.csv` measures both backends with a made-up
+vocabulary (see `large_vocabulary`), or with that of a tokenizer: `… FIGURES.csv FOLDER`. All times
+are processor time, so that a busy machine matters less.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from everyday import EVERYDAY, grammar_for
+from large_vocabulary import write
+
+from outrider.errors import OutriderError
+from outrider.grammar import guard
+from outrider.grammar.backends import Compiled, Libraries, Mask, Matcher
+from outrider.grammar.guard import Walker
+from outrider.grammar.kinds import Backend
+from outrider.grammar.trial import Trial, compile_only
+
+BACKENDS: tuple[Backend, ...] = ("llguidance", "xgrammar")
+TEXTS = 20
+REPETITIONS = 3
+# Of the compiler's 5 s, since a worker shares the processors with the engine.
+ADMISSION_S = 5.0 / 2
+# Sequences with slower masks get no drafts.
+SLOW_MS = 5.0
+
+
+@dataclass(frozen=True)
+class Figures:
+    """One schema with one backend; times of compiling in seconds, of masks in milliseconds."""
+
+    vocabulary: int
+    backend: str
+    schema: str
+    admission_s: float
+    compile_s: float
+    masks: int
+    mask_p50_ms: float
+    mask_p99_ms: float
+    mask_most_ms: float
+    advance_p50_ms: float
+    advance_p99_ms: float
+
+
+class Timed:
+    """A compiled grammar whose matchers note the time of each mask and each token."""
+
+    def __init__(self, compiled: Compiled) -> None:
+        self.size_bytes = compiled.size_bytes
+        self.masks_ms: list[float] = []
+        self.advances_ms: list[float] = []
+        self._compiled = compiled
+
+    def matcher(self) -> Matcher:
+        """A timed matcher."""
+        return _TimedMatcher(self._compiled.matcher(), self)
+
+
+class _TimedMatcher:
+    def __init__(self, matcher: Matcher, times: Timed) -> None:
+        self._matcher, self._times = matcher, times
+        self.rollback = matcher.rollback
+
+    def accept(self, token_id: int) -> bool:
+        started = time.thread_time()
+        accepted = self._matcher.accept(token_id)
+        self._times.advances_ms.append(1000 * (time.thread_time() - started))
+        return accepted
+
+    def fill(self, mask_RW: Mask, row: int) -> None:
+        started = time.thread_time()
+        self._matcher.fill(mask_RW, row)
+        self._times.masks_ms.append(1000 * (time.thread_time() - started))
+
+    @property
+    def ended(self) -> bool:
+        return self._matcher.ended
+
+
+class Vocabulary:
+    """Both backends with one tokenizer loaded."""
+
+    def __init__(self, folder: str) -> None:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.size = len(tokenizer)
+        self.ends = (tokenizer.eos_token_id,)
+        self.libraries = Libraries(folder, self.size, self.ends)
+        self.trial = Trial(self.libraries, self.size, self.ends)
+        self.walker = Walker(self.libraries.token_bytes, self.ends)
+
+    def figures(self, name: str, backend: Backend) -> Figures:
+        """Measure a schema; raises OutriderError if it is refused."""
+        grammar = grammar_for(EVERYDAY[name], backend)
+        admissions, compilations = [], []
+        for _ in range(REPETITIONS):
+            started = time.thread_time()
+            translated = self.trial.translated(grammar)
+            admissions.append(time.thread_time() - started)
+            started = time.thread_time()
+            timed = Timed(compile_only(self.libraries, translated))
+            compilations.append(time.thread_time() - started)
+        for seed in range(TEXTS):
+            self.walker.text(timed, random.Random(seed))
+        masks, advances = np.array(timed.masks_ms), np.array(timed.advances_ms)
+        return Figures(
+            self.size,
+            backend,
+            name,
+            float(np.median(admissions)),
+            float(np.median(compilations)),
+            len(masks),
+            *np.percentile(masks, (50, 99)).tolist(),
+            masks.max().item(),
+            *np.percentile(advances, (50, 99)).tolist(),
+        )
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Vocabulary:
+    folder = tmp_path_factory.mktemp("vocabulary")
+    write(folder)
+    return Vocabulary(str(folder))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_everyday_schemas_are_admitted_and_masked_in_time(
+    vocabulary: Vocabulary, backend: Backend
+) -> None:
+    refused: list[str] = []
+    for name in EVERYDAY:
+        try:
+            found = vocabulary.figures(name, backend)
+        except OutriderError as error:
+            refused.append(error.message)
+            continue
+        assert found.admission_s < ADMISSION_S, found
+        assert found.mask_p50_ms < SLOW_MS, found
+        if backend == "llguidance":
+            assert found.mask_p99_ms < SLOW_MS, found
+    assert len(refused) <= (3 if backend == "xgrammar" else 0)
+    assert all("which cannot be enforced" in message for message in refused)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EVERYDAY)
+def test_the_guard_has_time_for_half_of_its_texts_and_more(
+    vocabulary: Vocabulary, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends: list[Any] = []
+    write_text = Walker.text
+
+    def text(self: Walker, *arguments: Any) -> bytes | None:
+        ends.append(write_text(self, *arguments))
+        return ends[-1]  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(Walker, "text", text)
+    vocabulary.trial.translated(grammar_for(EVERYDAY[name], "llguidance"))
+    assert len(ends) > guard._MAX_TEXTS // 2
+    assert any(ends)
+
+
+def _rows(folder: str) -> Iterator[dict[str, Any]]:
+    vocabulary = Vocabulary(folder)
+    for backend in BACKENDS:
+        for name in EVERYDAY:
+            try:
+                found = vocabulary.figures(name, backend)
+            except OutriderError as error:
+                print(f"{backend} refuses {name}: {error.message}")
+                continue
+            yield {
+                key: f"{value:.4g}" if isinstance(value, float) else value
+                for key, value in vars(found).items()
+            }
+
+
+def _measure(path: str, folder: str | None = None) -> None:
+    with tempfile.TemporaryDirectory() as made, open(path, "w", newline="") as file:
+        if folder is None:
+            write(Path(made))
+        table = csv.DictWriter(file, [field.name for field in fields(Figures)])
+        table.writeheader()
+        for row in _rows(folder or made):
+            table.writerow(row)
+            print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    _measure(*sys.argv[1:])
