@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from draft_model_rig import GREEDY, guesses_of, opened
+from draft_model_rig import guesses_of, opened
 from family_rig import Rig
 from scipy import stats
 
@@ -130,14 +130,3 @@ async def test_drafters_and_sequences_without_a_seed_draw_differently(
             )
         drawn += [tuple(tokens) for tokens in (await guesses_of(rig)).values()]
     assert len(drawn) == len(set(drawn)) == 16
-
-
-async def test_a_greedy_request_is_drafted_greedily_even_if_sparse(
-    make: Callable[..., Rig],
-    prompts: list[list[int]],
-    greedy: Callable[[list[int], int], list[int]],
-) -> None:
-    rig = make()
-    rig.open(opened(prompts[0], sampling=GREEDY, distribution=DraftDistribution.SPARSE, window=3))
-    proposal = (await rig.draft()).proposals[0]
-    assert (proposal.token_ids, proposal.distributions) == (greedy(prompts[0], 3), [])

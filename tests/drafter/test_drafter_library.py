@@ -8,14 +8,13 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from family_rig import Rig
-from scripted_drafts import READY, ScriptedVerifier, Stream
+from scripted_drafts import ScriptedVerifier, Stream
 
 from outrider.drafter import GuessStrategy, coupled_draw
 from outrider.protocol.draft_messages import (
@@ -116,17 +115,6 @@ async def test_the_example_drafts_and_says_goodbye(verifier: ScriptedVerifier) -
         assert await asyncio.wait_for(process.wait(), 30) == 0
 
 
-async def test_a_final_refusal_ends_the_example_with_one_sentence(
-    verifier: ScriptedVerifier,
-) -> None:
-    verifier.info = replace(READY, tokenizer_fingerprint="0" * 64)
-    async with example(verifier) as process:
-        _, error = await asyncio.wait_for(process.communicate(), 60)
-        assert process.returncode == 1
-        assert f"drafter: the drafter's tokenizer is {'0' * 64}" in error.decode()
-        assert "Traceback" not in error.decode()
-
-
 async def test_a_function_drafts_for_several_verifiers(verifier: ScriptedVerifier) -> None:
     other = ScriptedVerifier()
     await other.start()
@@ -156,7 +144,7 @@ def test_the_example_is_shown_in_the_documentation_and_short() -> None:
     assert source[source.index("import sys") :].strip() in (ROOT / "docs/drafters.md").read_text()
 
 
-@pytest.mark.parametrize("seed", [0, 42, 2**63 + 5, 2**64 - 1])
+@pytest.mark.parametrize("seed", [42, 2**64 - 1])
 def test_a_coupled_draw_equals_the_verifiers(seed: int) -> None:
     probs = np.random.default_rng(seed % 1000).dirichlet(np.full(500, 0.1), 20).astype(np.float32)
     positions = [*range(19), 2**33 + 1]

@@ -149,40 +149,6 @@ def seed_of(distribution: DraftDistribution) -> int | None:
     return 7 if distribution is DraftDistribution.COUPLED else None
 
 
-def banned(text: str) -> tuple[int, ...]:
-    """Every token that is a prefix of the text."""
-    tokenizer = load_tokenizer(MODEL)
-    pieces = {tokenizer.decode([token]): token for token in range(tokenizer.get_vocab_size())}
-    return tuple(token for piece, token in pieces.items() if piece and text.startswith(piece))
-
-
-@pytest.mark.parametrize("distribution", list(DraftDistribution))
-async def test_nothing_is_guessed_where_every_token_is_forbidden(
-    make_model: Callable[[], ModelFamily], distribution: DraftDistribution
-) -> None:
-    rig = Rig(make_model())
-    rig.open(opened(1, REPEATING))
-    await rig.drafts()
-    expected = rig.guesses(1)
-    rig.close(1)
-    choice = Grammar(GrammarKind.CHOICE, choices=("yes",))
-    impossible = SamplingParams(
-        temperature=1.0,
-        seed=seed_of(distribution),
-        banned_token_ids=banned("yes"),
-    )
-    rig.open(opened(2, REPEATING, impossible, distribution, grammar=choice))
-    rig.open(opened(3, REPEATING))
-    drafts = await rig.drafts()
-    assert rig.guesses(3) == expected
-    assert rig.guesses(2) == []
-    assert drafts.skips == [Skip(2, len(REPEATING))]
-    assert not rig.abandoned
-    # The others are drafted for after the next verdict as well.
-    rig.commit(2, 3)
-    assert not [skip for skip in (await rig.drafts()).skips if skip.sequence_id != 2]
-
-
 @pytest.mark.parametrize("distribution", list(DraftDistribution))
 async def test_guessing_ends_where_every_token_is_forbidden(
     make_model: Callable[[], ModelFamily], distribution: DraftDistribution

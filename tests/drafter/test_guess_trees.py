@@ -35,13 +35,6 @@ def test_each_token_of_a_proposal_has_its_confidence() -> None:
     assert proposal.confidences == [0.5, 0.25, 0.125, 0.75]
 
 
-def test_measured_acceptance_stands_in_for_a_missing_confidence() -> None:
-    drafted = sequence()
-    drafted.extend([1])
-    drafted.extend([2], confidences=[0.25])
-    assert confidences_of(drafted.take_proposal()) == [drafted.acceptance, 0.25]
-
-
 def test_a_sibling_without_confidence_is_less_likely() -> None:
     drafted = sequence()
     drafted.extend([1, 2], confidences=[0.5, 0.25])
@@ -110,15 +103,6 @@ def test_no_tree_unless_the_verifier_asks_for_one() -> None:
     asked.follow(Verdict(1, 2, [1], 1, 4))
     assert not asked.wants_tree
     assert asked.tree_room == 0
-
-
-def test_no_tree_after_branches_were_given_up() -> None:
-    drafted = sequence()
-    drafted.extend([1, 2, 3, 4])
-    drafted.give_up_branches()
-    assert drafted.tree_room == 0
-    drafted.follow(Verdict(1, 2, [1], 1, 4, tree_tokens=10))
-    assert drafted.tree_room == 7
 
 
 def test_a_committed_branch_is_sent_again_from_its_first_unsent_guess_on() -> None:

@@ -15,7 +15,6 @@ from redis_servers import (
     Certificates,
     Cluster,
     Deployment,
-    Sentinels,
     Standalone,
     until,
 )
@@ -117,20 +116,6 @@ async def test_a_burst_is_counted_in_redis_and_expires(redis_server: Standalone)
     [ttl] = redis_server.each("TTL", key.decode())
     assert 60 < ttl <= 120
     await made.close()
-
-
-@pytest.mark.slow
-async def test_a_frozen_sentinel_delays_no_request(tmp_path: Path) -> None:
-    deployment = Sentinels(tmp_path)
-    try:
-        made = shared(deployment, grant_rights(deployment))
-        deployment.sentinel.freeze()
-        began = time.monotonic()
-        assert not (await made.add("alice/tokens", 5, made.now()[0])).is_shared
-        assert time.monotonic() - began < 2.0
-        await made.close()
-    finally:
-        deployment.close()
 
 
 async def test_a_frozen_redis_does_not_fail_the_end(

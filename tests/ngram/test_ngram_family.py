@@ -59,17 +59,6 @@ async def test_another_continuation_is_a_branch_and_can_be_committed() -> None:
     assert first.token_ids[:3] == [9, 7, 5]
 
 
-async def test_every_place_where_a_draft_can_end_has_a_branch() -> None:
-    rig = Rig(NgramFamily(NgramOptions(max_draft_len=4, max_matching_ngram_size=1), 1000))
-    # Each of the tokens 1 to 4 has two continuations.
-    text = [1, 11, 2, 12, 3, 13, 4, 14, 1, 2, 3, 4, 5, 1]
-    rig.open(replace(opened(1, text), window=Window(40, 6)))
-    chain, *_, last = (await rig.drafts()).proposals
-    assert chain.token_ids == [2, 3, 4, 5]
-    firsts = zip(last.parents, last.token_ids, strict=True)
-    assert {(0, 11), (1, 12), (2, 13), (3, 14)} <= set(firsts)
-
-
 TREE = [1, 2, 8, 9, 7, 5, 1, 2, 3, 4, 6, 1, 2, 8, 9, 7, 0, 1, 2]
 
 
@@ -94,15 +83,6 @@ async def test_the_likeliest_continuations_get_the_room() -> None:
     rig.open(replace(opened(1, TREE), window=Window(12, 4), tree_tokens=5))
     proposal, *_ = (await rig.draft()).proposals
     assert (proposal.token_ids, proposal.parents) == ([8, 9, 7, 3, 4], [0, 1, 2, 0, 4])
-
-
-async def test_a_continuation_without_counts_has_the_measured_acceptance() -> None:
-    rig = Rig(NgramFamily(NgramOptions(max_draft_len=3), 1000))
-    rig.open(replace(opened(1, [1, 2, 3]), prediction=[7, 8, 9, 4], tree_tokens=12))
-    rig.commit(1, 7, 8, tree_tokens=12)
-    proposal, *_ = (await rig.draft()).proposals
-    acceptance = rig.session.sequences[1].acceptance
-    assert (proposal.token_ids, proposal.confidences) == ([9, 4], [acceptance] * 2)
 
 
 async def test_private_pools_are_separate_and_a_public_one_is_shared() -> None:

@@ -14,7 +14,6 @@ from redis_servers import Deployment, Standalone
 from drafter_svc.pools import redis_client
 from drafter_svc.pools.keys import is_index
 from drafter_svc.pools.redis import RedisPool
-from drafter_svc.pools.redis_server import RedisServer
 
 
 async def test_replicas_find_each_others_n_grams_longest_first(
@@ -25,13 +24,6 @@ async def test_replicas_find_each_others_n_grams_longest_first(
         queries = [[[1, 2, 3], [2, 3], [3]], [[7, 3], [3]], [[8]]]
         assert await found(other, *queries) == [[4, 5], [9], []]
         assert (other.counters.found, other.counters.missed, other.counters.lookups) == (2, 1, 1)
-
-
-async def test_a_large_batch_is_found_whole(deployment: Deployment) -> None:
-    async with pool(deployment.server) as made:
-        await written(made, *(([i, i + 1], [i + 2]) for i in range(300)))
-        queries = [[[9, i, i + 1], [i, i + 1], [i + 1]] for i in range(300)]
-        assert await found(made, *queries) == [[i + 2] for i in range(300)]
 
 
 async def test_pools_are_separated_by_tenant_namespace_tokenizer_secret(
@@ -183,28 +175,6 @@ async def until_found(made: RedisPool, ngrams: list[list[int]], continuation: li
     while await found(made, ngrams) != [continuation]:
         assert time.monotonic() < deadline
         await asyncio.sleep(0.01)
-
-
-async def test_a_redis_whose_answers_are_all_late_is_skipped_but_written_to(
-    redis_server: Standalone, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with pool(redis_server.server, budget_s=1e-6) as made:
-        for _ in range(20):
-            assert await found(made, [[1]]) == [[]]
-            await until(lambda: not made._running)
-        assert made.counters.late + made.counters.skipped == 20
-        assert made.counters.late < 6
-        assert made.counters.failed == 0
-        await written(made, ([1], [2]))
-    assert "lookups: no answer in 0.001 ms" in caplog.text
-
-
-async def test_a_redis_that_never_existed_costs_nothing() -> None:
-    async with pool(RedisServer.parse("redis://127.0.0.1:1/0")) as made:
-        assert await found(made, [[1]]) == [[]]
-        assert made.counters.failed == 1
-        for _ in range(20):
-            made.offer(made.tenant(TENANT), [1], [2])
 
 
 async def test_an_unexpected_client_error_ends_neither_lookups_nor_writes(

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from cryptography import x509
-from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from outrider.launch.cli import app
 from outrider.process.certs import NAMES, Authority
@@ -54,18 +53,6 @@ def test_each_role_gets_a_certificate_that_the_authority_signed(tmp_path: Path) 
         assert uris == [f"outrider://role/{name}"]
 
 
-def test_only_servers_get_certificates_for_servers(tmp_path: Path) -> None:
-    certs(tmp_path)
-    servers = set()
-    for name in NAMES:
-        usage = load(tmp_path / f"{name}.pem").extensions.get_extension_for_class(
-            x509.ExtendedKeyUsage
-        )
-        if ExtendedKeyUsageOID.SERVER_AUTH in usage.value:
-            servers.add(name)
-    assert servers == set(NAMES) - {"client", "operator"}
-
-
 def test_only_the_owner_reads_the_keys(tmp_path: Path) -> None:
     certs(tmp_path / "new")
     keys = list((tmp_path / "new").glob("*.key"))
@@ -83,13 +70,6 @@ def test_the_command_renews_certificates_and_keeps_the_authority(tmp_path: Path)
     assert load(tmp_path / "drafter.pem").not_valid_after_utc > old.not_valid_after_utc
     certs(tmp_path, "--new-authority")
     assert (tmp_path / "ca.pem").read_bytes() != authority
-
-
-def test_a_name_becomes_the_common_name_and_the_files(tmp_path: Path) -> None:
-    certs(tmp_path, "--role", "trusted-drafter", "--name", "cpu2")
-    assert {path.stem for path in tmp_path.iterdir()} == {"ca", "cpu2"}
-    tls = Tls(tmp_path / "cpu2.pem", tmp_path / "cpu2.key", tmp_path / "ca.pem")
-    assert tls.common_name() == "cpu2"
 
 
 WRONG = [

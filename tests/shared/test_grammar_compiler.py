@@ -34,16 +34,6 @@ def test_the_cache_keeps_recent_grammars_within_its_bytes() -> None:
     assert own.cache.get(second) is None
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_larger_grammar_has_a_larger_size(backend: Backend) -> None:
-    sizes = [
-        compiler(backend).compile(Grammar(GrammarKind.REGEX, "ab[c-e]" * n)).size_bytes
-        for n in (1, 100, 1000)
-    ]
-    assert sizes[0] < sizes[1] < sizes[2]
-    assert sizes[2] > 100_000
-
-
 def test_a_grammar_beyond_the_capacity_evicts_nothing() -> None:
     class Large:
         size_bytes = 2_000_000

@@ -98,19 +98,9 @@ def test_without_a_hub_a_missing_model_fails_at_once_in_one_line(
     assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", f"outrider serve: {problem}\n")
 
 
-def test_a_path_that_is_no_hub_id_is_a_missing_directory(tmp_path: Path) -> None:
-    ended = serve(tmp_path, "http://127.0.0.1:1", "./models/targt")
-    assert ended.stderr == "outrider serve: there is no directory ./models/targt\n"
-
-
 def test_the_error_names_a_model_that_the_hub_lacks(
     hub: ThreadingHTTPServer, tmp_path: Path
 ) -> None:
     ended = serve(tmp_path, f"http://127.0.0.1:{hub.server_port}", "org/nope")
     problem = "org/nope is neither a directory nor a model of the hub"
     assert ended.stderr == f"outrider serve: {problem}\n"
-
-
-def test_the_error_names_the_file_that_a_directory_lacks(tmp_path: Path) -> None:
-    ended = serve(tmp_path, "http://127.0.0.1:1", "docs")
-    assert ended.stderr == "outrider serve: docs has no config.json\n"

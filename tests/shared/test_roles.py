@@ -116,8 +116,3 @@ def test_an_id_is_the_common_name_or_begins_with_it_and_a_slash(given: str, fits
         return
     with pytest.raises(OutriderError, match="the certificate's common name is 'cpu1'"):
         peer.check_id("hello.drafter_id", given)
-
-
-def test_no_id_belongs_to_a_certificate_without_a_name() -> None:
-    with pytest.raises(OutriderError, match="common name is ''"):
-        Peer(Role.DRAFTER, "").check_id("hello.drafter_id", "/x")

@@ -59,12 +59,6 @@ def test_a_temperature_too_small_for_float32_is_greedy(given: float, expected: f
     assert probs.isfinite().all()
 
 
-def test_two_purposes_share_no_noise() -> None:
-    first = uniforms(np.full(50_000, 7), np.arange(50_000), Purpose.ACCEPT)
-    second = uniforms(np.full(50_000, 7), np.arange(50_000), Purpose.RECOVER)
-    assert abs(np.corrcoef(first, second)[0, 1]) < 0.02
-
-
 @pytest.mark.parametrize(
     ("temperature", "top_k", "top_p", "min_p", "typical_p"),
     [

@@ -52,17 +52,3 @@ async def test_failing_work_restarts_until_it_returns(
     await keep_running(work, "the writer", (0.001, 0.002))
     assert attempts == 4
     assert caplog.text.count("the writer failed; it begins again") == 3
-
-
-async def test_cancelled_work_does_not_restart() -> None:
-    begun = asyncio.Event()
-
-    async def work() -> None:
-        begun.set()
-        await asyncio.sleep(60)
-
-    task = keep_running(work, "the poll")
-    await begun.wait()
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
-    assert task.cancelled()

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 from google.protobuf.duration_pb2 import Duration
-from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -128,22 +127,6 @@ def test_at_most_4096_tokens_are_gathered() -> None:
     assert request.min_chunk_tokens == 4096
 
 
-def test_a_chunk_survives_a_round_trip() -> None:
-    likely = m.TokenLogprob(-0.5, (3, 4), (-0.25, -0.5), 2)
-    chunk = m.TokenChunk(
-        token_ids=[4],
-        sources=[m.TokenSource.PLAIN],
-        drafter_id="d",
-        finish_reason=m.FinishReason.STOP,
-        stats=m.SpeculationStats(1),
-        cached_token_count=7,
-        draft_token_count=2,
-        logprobs=[likely],
-        prompt_logprobs=[likely, likely],
-    )
-    assert wire_requests.chunk_from_proto(wire_requests.chunk_to_proto(chunk)) == chunk
-
-
 @given(
     sequence_id=st.integers(0, 2**64 - 1),
     length=st.integers(0, 2**31 - 1),
@@ -234,8 +217,6 @@ def sparse(ids: list[int], probabilities: list[float]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({**PROPOSAL, "token_ids": []}, "must hold 1 to 1024 tokens, not 0"),
-        ({**PROPOSAL, "token_ids": [5] * 1025}, "must hold 1 to 1024 tokens, not 1025"),
         ({**PROPOSAL, "token_ids": [VOCAB]}, r"must be in \[0, 1000\), not 1000"),
         (
             {**PROPOSAL, "parents": [1]},
@@ -246,15 +227,12 @@ def sparse(ids: list[int], probabilities: list[float]) -> dict[str, Any]:
             {**PROPOSAL, "confidences": [0.5, 0.5]},
             "must be empty or one for each of 1 tokens, not 2",
         ),
-        ({**PROPOSAL, "confidences": [0.0]}, r"must be in \(0, 1\], not 0"),
-        ({**PROPOSAL, "confidences": [1.5]}, r"must be in \(0, 1\], not 1.5"),
         ({**PROPOSAL, "confidences": [math.nan]}, r"must be in \(0, 1\], not nan"),
         (
             {**PROPOSAL, "draft_duration": Duration(nanos=-1)},
             r"draft_duration must be at least 0 s, not -1e-09 s",
         ),
         (sparse([5], []), "must hold 1 to 256 ids and as many probabilities, not 1 and 0"),
-        (sparse(list(range(300)), [1 / 300] * 300), "must hold 1 to 256 ids"),
         (sparse([5, 6], [1.5, -0.5]), "must be finite and not negative"),
         (sparse([5], [math.nan]), "must be finite and not negative"),
         (sparse([5], [math.inf]), "must be finite and not negative"),
@@ -276,22 +254,3 @@ def test_the_error_of_a_malformed_proposal_states_the_limit(
     assert caught.value.field is not None
     assert caught.value.field.startswith("drafts.proposals[1].")
     assert caught.value.message.startswith(caught.value.field)
-
-
-def refusal(data: bytes) -> OutriderError | None:
-    batch = drafts_pb2.DraftBatch()
-    try:
-        batch.ParseFromString(data)
-        wire_drafts.drafts_from_proto(batch, VOCAB)
-    except DecodeError:
-        # gRPC ends such a call before it reaches our code.
-        return None
-    except OutriderError as error:
-        return error
-    return None
-
-
-@given(st.binary(max_size=200))
-def test_any_bytes_are_accepted_or_refused_by_field(data: bytes) -> None:
-    error = refusal(data)
-    assert error is None or error.field
