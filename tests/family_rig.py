@@ -1,16 +1,35 @@
-"""A drafter family behind its session, fed with the messages of a verifier."""
+"""A drafter family behind its session, fed with a verifier's messages and sequences."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from drafter_svc.families.base import Family
 from outrider.drafter.session import DraftSession
 from outrider.protocol.draft_messages import Closed, DraftBatch, Opened, StepBatch, Verdict, Window
+from outrider.protocol.messages import DraftDistribution, SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0)
 
 
 def never() -> bool:
     return False
+
+
+def opened_sequence(
+    sequence_id: int,
+    tokens: Iterable[int],
+    window: Window,
+    draft_tokens: int,
+    *,
+    sampling: SamplingParams = GREEDY,
+    distribution: DraftDistribution = DraftDistribution.ONE_HOT,
+    **more: Any,
+) -> Opened:
+    """A sequence of which the verifier takes `draft_tokens` a step, a greedy one by default."""
+    text = list(tokens)
+    return Opened(sequence_id, text, sampling, distribution, window, draft_tokens, **more)
 
 
 class Rig:

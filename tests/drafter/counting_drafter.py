@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
+from family_rig import opened_sequence
 from scripted_drafts import FINGERPRINT
 
 from drafter_svc.families.base import Family
@@ -14,7 +15,6 @@ from drafter_svc.metrics import Metrics, StreamMetrics
 from outrider.drafter.draft_sequence import DraftSequence
 from outrider.drafter.stream import DraftStream, Observer
 from outrider.protocol.draft_messages import DraftBatch, Hello, Opened, Window
-from outrider.protocol.messages import DraftDistribution, SamplingParams
 from outrider.protocol.model_info import ModelInfo
 
 WINDOW = Window(16, 4)
@@ -53,15 +53,7 @@ class Counting(Family):
 
 def opened(sequence_id: int = 1, tokens: Sequence[int] = (10, 11), traceparent: str = "") -> Opened:
     """A greedy sequence of which the verifier takes 2 draft tokens a step."""
-    return Opened(
-        sequence_id,
-        list(tokens),
-        SamplingParams(0.0),
-        DraftDistribution.ONE_HOT,
-        WINDOW,
-        2,
-        traceparent=traceparent,
-    )
+    return opened_sequence(sequence_id, tokens, WINDOW, 2, traceparent=traceparent)
 
 
 class _StreamObserver(Observer):

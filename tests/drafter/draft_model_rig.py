@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from family_rig import Rig
+from family_rig import GREEDY, Rig, opened_sequence
 
 from outrider.protocol.draft_messages import Opened, Window
 from outrider.protocol.messages import DraftDistribution, SamplingParams
-
-GREEDY = SamplingParams(temperature=0.0)
 
 
 def opened(
@@ -21,7 +19,9 @@ def opened(
 ) -> Opened:
     """A sequence of which the verifier takes `depth` tokens a step, with `window` tokens ahead."""
     room = Window(4 * window, window)
-    return Opened(sequence_id, list(tokens), sampling, distribution, room, depth)
+    return opened_sequence(
+        sequence_id, tokens, room, depth, sampling=sampling, distribution=distribution
+    )
 
 
 async def guesses_of(rig: Rig) -> dict[int, list[int]]:

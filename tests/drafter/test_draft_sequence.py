@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from family_rig import opened_sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,14 +12,12 @@ from outrider.drafter.draft_sequence import DraftSequence
 from outrider.errors import OutriderError, Reason
 from outrider.protocol.draft_messages import (
     DraftBatch,
-    Opened,
     Proposal,
     Skip,
     SparseDistribution,
     Verdict,
     Window,
 )
-from outrider.protocol.messages import DraftDistribution, SamplingParams
 from outrider.protocol.wire.drafts import drafts_from_proto, drafts_to_proto
 
 WINDOW = Window(token_count=12, depth=6)
@@ -26,11 +25,7 @@ PROMPT = [7, 7, 7]
 
 
 def sequence(draft_tokens: int = 4, window: Window = WINDOW) -> DraftSequence:
-    return DraftSequence(
-        Opened(
-            1, list(PROMPT), SamplingParams(0.0), DraftDistribution.ONE_HOT, window, draft_tokens
-        )
-    )
+    return DraftSequence(opened_sequence(1, PROMPT, window, draft_tokens))
 
 
 def verdict(length: int, *new: int, draft_tokens: int = 4, window: Window | None = None) -> Verdict:
@@ -176,17 +171,6 @@ def test_it_agrees_with_a_reference_after_any_messages(
         assert pair.real.tokens == pair.model.tokens
         assert tuple(pair.real.guesses) == pair.model.chain
     pair.take()
-
-
-def test_a_branch_that_grows_is_sent_again_from_the_chain_on() -> None:
-    drafted = sequence()
-    drafted.extend([1, 2])
-    drafted.branch(1, [0])
-    drafted.take_proposal()
-    assert not drafted.has_behind(1, 0)
-    drafted.branch(1, [0, 1])
-    assert drafted.has_behind(1, 0)
-    assert drafted.take_proposal() == Proposal(1, 3, [1, 2, 0, 1], [0, 1, 1, 3])
 
 
 def sent_ids(proposal: Proposal | None) -> list[list[int] | None]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from draft_model_rig import opened
+from draft_model_rig import GREEDY, opened
 from family_rig import Rig
 
 from outrider.drafter.draft_sequence import DraftSequence
@@ -26,11 +26,10 @@ def asked(
     tokens: list[int],
     window: Window = WINDOWS["next step"],
     tree_tokens: int = 16,
-    sampling: SamplingParams | None = None,
+    sampling: SamplingParams = GREEDY,
     distribution: DraftDistribution = DraftDistribution.ONE_HOT,
 ) -> Opened:
     """A sequence of which the verifier verifies trees."""
-    sampling = sampling or SamplingParams(0.0)
     request = opened(tokens, depth=DEPTH, sampling=sampling, distribution=distribution)
     return replace(request, window=window, tree_tokens=tree_tokens)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from family_rig import Rig
+from family_rig import Rig, opened_sequence
 from scripted_drafts import ScriptedVerifier, Stream
 
 from outrider.drafter import GuessStrategy, coupled_draw
@@ -26,7 +26,6 @@ from outrider.protocol.draft_messages import (
     Verdict,
     Window,
 )
-from outrider.protocol.messages import DraftDistribution, SamplingParams
 from outrider.sampling.noise import coupled_keys
 from outrider.sampling.sampler import coupled_sample
 
@@ -35,14 +34,7 @@ EXAMPLE = ROOT / "examples/ngram_drafter.py"
 
 
 def opened(sequence_id: int, tokens: Sequence[int]) -> Opened:
-    return Opened(
-        sequence_id,
-        list(tokens),
-        SamplingParams(0.0),
-        DraftDistribution.ONE_HOT,
-        Window(8, 4),
-        draft_tokens=2,
-    )
+    return opened_sequence(sequence_id, tokens, Window(8, 4), 2)
 
 
 def count_on(text: Sequence[int], count: int) -> list[int]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from family_rig import Rig
+from family_rig import GREEDY, Rig, opened_sequence
 
 from drafter_svc.families.base import Family
 from drafter_svc.families.draft_model import DraftModel
@@ -32,21 +32,12 @@ WINDOW = Window(32, 8)
 def opened(
     sequence_id: int,
     tokens: list[int],
-    sampling: SamplingParams | None = None,
+    sampling: SamplingParams = GREEDY,
     distribution: DraftDistribution = DraftDistribution.ONE_HOT,
     **more: Any,
 ) -> Opened:
-    sampling = sampling or SamplingParams(temperature=0.0)
-    return Opened(
-        sequence_id,
-        list(tokens),
-        sampling,
-        distribution,
-        WINDOW,
-        4,
-        prompt_length=len(tokens),
-        **more,
-    )
+    more |= {"sampling": sampling, "distribution": distribution, "prompt_length": len(tokens)}
+    return opened_sequence(sequence_id, tokens, WINDOW, 4, **more)
 
 
 @pytest.fixture(scope="module")

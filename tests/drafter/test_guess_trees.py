@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 
+from family_rig import opened_sequence
+
 from outrider.drafter.draft_sequence import DraftSequence
-from outrider.protocol.draft_messages import Opened, Proposal, Verdict, Window
-from outrider.protocol.messages import DraftDistribution, SamplingParams
+from outrider.protocol.draft_messages import Proposal, Verdict, Window
 
 CHAIN = Window(token_count=4, depth=4)
 TREE = Window(token_count=16, depth=4)
@@ -15,9 +16,7 @@ AHEAD = Window(token_count=40, depth=9)
 
 def sequence(window: Window = TREE, tree_tokens: int = 10) -> DraftSequence:
     """A sequence of which the verifier takes 4 tokens in a row."""
-    greedy = SamplingParams(0.0)
-    opened = Opened(1, [7], greedy, DraftDistribution.ONE_HOT, window, 4, tree_tokens=tree_tokens)
-    return DraftSequence(opened)
+    return DraftSequence(opened_sequence(1, [7], window, 4, tree_tokens=tree_tokens))
 
 
 def confidences_of(proposal: Proposal | None) -> list[float]:

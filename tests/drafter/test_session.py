@@ -6,6 +6,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import pytest
+from family_rig import opened_sequence
 
 from drafter_svc.families.base import Family
 from outrider.drafter.draft_sequence import DraftSequence
@@ -21,20 +22,12 @@ from outrider.protocol.draft_messages import (
     Verdict,
     Window,
 )
-from outrider.protocol.messages import DraftDistribution, SamplingParams
 
 WINDOW = Window(16, 4)
 
 
-def opened(sequence_id: int = 1, *tokens: int, draft_tokens: int = 2) -> Opened:
-    return Opened(
-        sequence_id,
-        list(tokens) or [10, 11],
-        SamplingParams(0.0),
-        DraftDistribution.ONE_HOT,
-        WINDOW,
-        draft_tokens,
-    )
+def opened(sequence_id: int = 1, *tokens: int) -> Opened:
+    return opened_sequence(sequence_id, tokens or (10, 11), WINDOW, 2)
 
 
 def verdict(sequence_id: int, length: int, *new: int) -> Verdict:
@@ -242,18 +235,6 @@ def test_a_failing_sequence_is_skipped_and_the_others_drafted(
     assert family.calls.count(("closed", 2)) == 1
     assert made.abandoned_count == int(place != "closed")
     assert "Traceback" in caplog.text
-
-
-def test_each_kind_of_failure_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    made = session(Breaking("propose"))
-    made.apply(StepBatch(opened=[opened(i) for i in range(6)]))
-    run(made)
-    assert made.abandoned_count == 3
-    assert caplog.text.count("is not drafted for") == 1
-    made.apply(StepBatch(opened=[opened(8)]))
-    run(made)
-    assert made.abandoned_count == 4
-    assert caplog.text.count("is not drafted for") == 1
 
 
 def test_partial_guesses_of_a_failing_sequence_are_not_proposed() -> None:

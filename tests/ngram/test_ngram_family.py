@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from family_rig import Rig
+from family_rig import Rig, opened_sequence
 from pools import pool, until
 from redis_servers import Standalone
 
@@ -13,20 +13,12 @@ from drafter_svc.placement import PlacementPlan
 from drafter_svc.pools.memory import MemoryPool, NgramOptions
 from drafter_svc.pools.redis import RedisPool
 from outrider.protocol.draft_messages import Opened, Proposal, Window
-from outrider.protocol.messages import DraftDistribution, SamplingParams
 from outrider.protocol.model_info import ModelInfo, Stage
 
 
 def opened(sequence_id: int, tokens: list[int], depth: int = 6) -> Opened:
     """A sequence of which the verifier takes 4 draft tokens a step, with `depth` tokens ahead."""
-    return Opened(
-        sequence_id,
-        tokens,
-        SamplingParams(0.0),
-        DraftDistribution.ONE_HOT,
-        Window(4 * depth, depth),
-        4,
-    )
+    return opened_sequence(sequence_id, tokens, Window(4 * depth, depth), 4)
 
 
 async def test_a_repeated_text_is_proposed_up_to_the_window() -> None:

@@ -1,27 +1,17 @@
 """Predicted outputs: followed token by token, found again behind an edit, and never shared."""
 
-from family_rig import Rig
+from family_rig import Rig, opened_sequence
 
 from drafter_svc.families.ngram import NgramFamily
 from drafter_svc.pools.memory import MemoryPool, NgramOptions
 from drafter_svc.pools.prediction import Prediction
 from outrider.protocol.draft_messages import Opened, Window
-from outrider.protocol.messages import DraftDistribution, SamplingParams
 
 FILE = [10, 11, 12, 13, 10, 11, 14, 15, 10, 11, 16, 17, 18]
 
 
 def opened(prediction: list[int]) -> Opened:
-    return Opened(
-        1,
-        [1, 2, 3],
-        SamplingParams(0.0),
-        DraftDistribution.ONE_HOT,
-        Window(24, 6),
-        4,
-        prediction=prediction,
-        prompt_length=3,
-    )
+    return opened_sequence(1, [1, 2, 3], Window(24, 6), 4, prediction=prediction, prompt_length=3)
 
 
 def test_a_prediction_is_offered_from_its_first_token_on() -> None:

@@ -73,8 +73,7 @@ def calls(cluster: Cluster) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("grown", [False, True], ids=["to-a-known-node", "to-a-new-node"])
-async def test_moving_slots_are_followed(cluster: Cluster, grown: bool) -> None:
+async def test_moving_slots_are_followed(cluster: Cluster) -> None:
     """All used slots of the first node move to another; the pool looks up while the first moves."""
     async with pool(cluster.server) as made:
         await written(made, *(([i], [i + 1]) for i in range(64)))
@@ -82,7 +81,7 @@ async def test_moving_slots_are_followed(cluster: Cluster, grown: bool) -> None:
         tokens = {key_slot(tenant.index([i])): i for i in range(16)}
         slots = sorted(tokens.keys() & set(range(5461)))
         source = cluster.data[0]
-        target = cluster.grow() if grown else cluster.data[1]
+        target = cluster.grow()
         assert slots
         with source.admin() as one, target.admin() as other:
             ids = [client.cluster("myid").decode() for client in (one, other)]
@@ -94,21 +93,17 @@ async def test_moving_slots_are_followed(cluster: Cluster, grown: bool) -> None:
                 if number == 0:
                     # The slot is half moved: the source redirects each command to the target.
                     token = tokens[slot]
-                    if grown:
-                        # redis-py does not know a node without slots, so it finds nothing there.
-                        assert await found(made, [[token]], [[token + 1]]) == [[], [token + 2]]
-                        assert await found(made, [[token]]) == [[]]
-                        await until(lambda: made.available)
-                    else:
-                        assert await found(made, [[token]]) == [[token + 1]]
-                        assert other.info("commandstats")["cmdstat_asking"]["calls"] > 0
+                    # redis-py does not know a node without slots, so it finds nothing there.
+                    assert await found(made, [[token]], [[token + 1]]) == [[], [token + 2]]
+                    assert await found(made, [[token]]) == [[]]
+                    await until(lambda: made.available)
                 for client in (other, one):
                     client.execute_command("CLUSTER", "SETSLOT", slot, "NODE", ids[1])
         for _ in range(3):
             assert await found(made, *([[i]] for i in range(64))) == [[i + 1] for i in range(64)]
         await written(made, *(([i], [i + 2]) for i in range(64)))
         assert await found(made, *([[i]] for i in range(64))) == [[i + 2] for i in range(64)]
-        assert made.counters.failed == grown
+        assert made.counters.failed == 1
         assert calls(cluster)[cluster.data.index(target)] > 0
 
 

@@ -1,28 +1,17 @@
 """The suffix family: proposes likely continuations from earlier texts of the same tenant."""
 
 import pytest
-from family_rig import Rig
+from family_rig import Rig, opened_sequence
 
 from drafter_svc.families import suffix
 from drafter_svc.families.suffix import SuffixFamily, SuffixSettings
 from outrider.drafter.draft_sequence import DraftSequence
 from outrider.protocol.draft_messages import Opened, Skip, Window
-from outrider.protocol.messages import DraftDistribution, SamplingParams
 
 
 def opened(sequence_id: int, tokens: list[int], tenant: str = "", tree_tokens: int = 0) -> Opened:
-    window = Window(64, 16)
-    return Opened(
-        sequence_id,
-        tokens,
-        SamplingParams(0.0),
-        DraftDistribution.ONE_HOT,
-        window,
-        4,
-        tenant=tenant,
-        prompt_length=len(tokens),
-        tree_tokens=tree_tokens,
-    )
+    more = {"tenant": tenant, "prompt_length": len(tokens), "tree_tokens": tree_tokens}
+    return opened_sequence(sequence_id, tokens, Window(64, 16), 4, **more)
 
 
 async def proposed(rig: Rig) -> list[list[int]]:

@@ -1,11 +1,8 @@
 """The start of a stack prints one state at a time, errors at once, and no other progress."""
 
-import io
-
 import pytest
-from rich.console import Console
 
-from outrider.launch.start_log import StartLog, start_status
+from outrider.launch.start_log import StartLog
 
 WAITS = "2026-11-25 02:00:00,000 INFO outrider.drafter.stream: waiting for the verifier"
 WARNS = "2026-11-25 02:00:00,000 WARNING outrider.lm.cpu.library: decoding is slower"
@@ -54,25 +51,3 @@ def test_a_failed_start_prints_its_reports_of_progress(log: StartLog, printed: l
     log.line("drafter", WAITS)
     log.failed()
     assert printed == [WAITS]
-
-
-def states(*, terminal: bool) -> str:
-    """The output of a start with two states."""
-    output = io.StringIO()
-    console = Console(file=output, force_terminal=terminal, width=80, _environ={"TERM": "xterm"})
-    with start_status(console, "loading models/target ...") as show:
-        show("waiting for 1 of 1 drafters [1/2]")
-    return output.getvalue()
-
-
-def test_without_a_terminal_each_state_of_a_start_is_one_plain_line() -> None:
-    expected = ["loading models/target ...", "waiting for 1 of 1 drafters [1/2]"]
-    assert states(terminal=False).splitlines() == expected
-
-
-def test_on_a_terminal_the_states_of_a_start_share_one_line_that_is_erased() -> None:
-    shown = states(terminal=True)
-    assert "waiting for 1 of 1 drafters [1/2]" in shown
-    # One line ends when the status is erased: "erase line" is CSI 2 K.
-    assert shown.count("\n") == 1
-    assert "\x1b[2K" in shown

@@ -20,9 +20,6 @@ NAMED = (
     "models/README.md",
 )
 PAGES = [ROOT / name for name in NAMED] + sorted((ROOT / "docs").glob("*.md"))
-FILES = subprocess.run(
-    ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
-).stdout.splitlines()
 
 CLIENTS = {"backend", "base-url", "constraint", "custom-output-len", "data", "dataset-name"}
 CLIENTS |= {"dataset-path", "endpoint", "ignore-eos", "max-concurrency", "model", "num-prompts"}
@@ -107,11 +104,6 @@ def test_every_flag_on_a_page_belongs_to_a_command(path: Path) -> None:
     }
     ours = setting_flags() | others | CERTS | EXPERIMENTS | CHAOS
     assert named <= ours | CLIENTS | DOCKERS | CURLS
-
-
-def test_the_readme_opens_with_the_three_commands() -> None:
-    commands = re.findall(r"^make (\w+)", (ROOT / "README.md").read_text(), re.MULTILINE)
-    assert commands == ["demo", "test", "serve"]
 
 
 WITHOUT_PLOTS = (

@@ -104,15 +104,6 @@ async def test_an_unexpected_exception_is_internal_and_hides_its_text(
     assert "secret" in caplog.text
 
 
-async def test_a_status_without_details_gets_a_reason_by_its_code() -> None:
-    async with rpc.dial("127.0.0.1:1") as channel:
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await verifier_pb2_grpc.VerifierServiceStub(channel).GetModel(
-                verifier_pb2.GetModelRequest()
-            )
-    assert rpc.error_of(caught.value).reason is Reason.VERIFIER_UNAVAILABLE
-
-
 METHODS = [
     ("unary_unary", "/outrider.v1.VerifierService/GetModel"),
     ("unary_stream", "/outrider.v1.VerifierService/GenerateTokens"),
