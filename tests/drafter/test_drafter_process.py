@@ -134,20 +134,11 @@ def test_a_wrong_setting_is_refused_by_name(
     assert named in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("flags", "named"),
-    [
-        ("--redis redis://127.0.0.1", "pool-secret-file must be given with redis"),
-        ("--listen nowhere:1:2", "cannot listen on nowhere:1:2"),
-    ],
-)
-async def test_a_setting_that_cannot_be_used_ends_it_with_a_sentence(
-    flags: str, named: str
-) -> None:
-    async with drafter("--family", "ngram", *flags.split()) as process:
+async def test_a_setting_that_cannot_be_used_ends_it_with_a_sentence() -> None:
+    async with drafter("--family", "ngram", "--redis", "redis://127.0.0.1") as process:
         _, error = await asyncio.wait_for(process.communicate(), 60)
         assert process.returncode == 1
-        assert named in error.decode()
+        assert "pool-secret-file must be given with redis" in error.decode()
         assert "Traceback" not in error.decode()
 
 
