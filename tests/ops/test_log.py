@@ -15,7 +15,7 @@ TALKS = """
 import os, pathlib
 new = pathlib.Path(f"new-{os.getpid()}")
 for count in range(10**9):
-    print(60 * "x", flush=True)
+    print(150 * "x", flush=True)
     if count % 100 == 0:
         new.write_text(f"{os.getpid()} {count}")
         new.replace("progress")
@@ -30,7 +30,7 @@ stack = Stack([Child("talks", "talks", [])], "http://127.0.0.1:1", "", "")
 sys.exit(asyncio.run(supervise(stack, ServeSettings(target="t"))))
 """
 # More lines than the pipes and queues between the child and the log can hold.
-MANY = 6_000
+MANY = 3_000
 
 
 class Rig:
