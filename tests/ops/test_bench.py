@@ -3,11 +3,7 @@
 import asyncio
 import json
 import sys
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +14,7 @@ from outrider_bench import __main__ as bench
 from outrider_bench.raw_client import stream
 from outrider_bench.report import Cell, Results, tables, write
 from outrider_bench.sample import Sample
-from outrider_bench.ways import Pair, Task, line_peer, transformers_ways
+from outrider_bench.ways import line_peer
 
 MODELS = Path(__file__).parents[2] / "models"
 
@@ -117,43 +113,6 @@ def test_tables_hold_rates_latencies_and_the_share_of_the_limit(tmp_path: Path) 
     assert len(json.loads(path.read_text())["pairs"]) == 4
 
 
-@pytest.mark.parametrize(
-    ("wanted", "trees", "drafters", "ways"),
-    [
-        (
-            "outrider*",
-            True,
-            ["ngram", "suffix", "model"],
-            ["plain", "ngram", "suffix", "model", "auto"],
-        ),
-        ("outrider*", False, ["ngram", "model"], ["plain", "ngram", "model", "auto"]),
-        ("outrider, auto", True, ["ngram", "suffix", "model"], ["auto"]),
-        ("outrider, [np]*", True, ["ngram", "model"], ["plain", "ngram"]),
-    ],
-)
-async def test_suffix_drafters_start_if_a_chosen_way_can_use_them(
-    monkeypatch: pytest.MonkeyPatch, wanted: str, trees: bool, drafters: list[str], ways: list[str]
-) -> None:
-    started: list[list[str]] = []
-
-    @asynccontextmanager
-    async def stack_of(pair: Pair, drafters: list[str], threads: int) -> AsyncIterator[Any]:
-        started.append([drafter.partition("=")[0] for drafter in drafters])
-        yield SimpleNamespace(way=lambda speculation: speculation)
-
-    monkeypatch.setattr(bench, "outrider_stack", stack_of)
-    # An import fails if None is in its place.
-    module = sys if trees else None
-    monkeypatch.setitem(sys.modules, "arctic_inference.suffix_decoding", module)
-    pair = Pair("tiny", MODELS / "draft", MODELS / "draft", "float32", 4, shared_threads=1000)
-    console = Console(record=True)
-    async with AsyncExitStack() as stack:
-        found = await bench._ways(stack, pair, bench.BenchSettings(ways=[wanted]), console)
-    assert started == [drafters, drafters[:-1]]
-    assert list(found) == [f"outrider, {way}" for way in ways]
-    assert ("without suffix drafters" in console.export_text()) == (not trees)
-
-
 def test_a_record_names_versions_and_the_gpu_even_without_git(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,19 +125,3 @@ def test_a_record_names_versions_and_the_gpu_even_without_git(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     assert bench._machine() == alone.replace(versions, f", a GPU{versions}")
-
-
-def test_varied_lengths_have_the_same_total_as_equal_ones() -> None:
-    prompts = [[1]] * 100
-    even, varied = (Task(prompts, 8, 40, 0.0, varied=wanted).lengths for wanted in (False, True))
-    assert set(even) == {40}
-    assert (min(varied), max(varied)) == (20, 60)
-    assert abs(sum(varied) - sum(even)) < 40
-
-
-@pytest.mark.slow
-async def test_transformers_ways_decode_every_requested_token() -> None:
-    pair = Pair("tiny", MODELS / "draft", MODELS / "draft", "float32", 4, shared_threads=1)
-    task = Task([[5, 6, 7], [8, 9]], batch=2, max_tokens=6, temperature=0.0)
-    async with transformers_ways(pair) as ways:
-        assert [(await way(task)).tokens for way in ways.values()] == [12, 12, 12]
