@@ -118,10 +118,10 @@ class _ShapeMetrics:
             "Tokens committed by steps that verified a draft, the target's own included.",
             _SHAPE,
         )
-        self.accepted_tokens_by_walk = counter(
-            "spec_decode_num_accepted_tokens_by_walk",
+        self.accepted_tokens_by_branch = counter(
+            "spec_decode_num_accepted_tokens_by_branch",
             "Draft tokens accepted, on the main path or on a side of it.",
-            [*_MODEL, "walk"],
+            [*_MODEL, "branch"],
         )
 
 
@@ -246,7 +246,7 @@ class Metrics:
             self._add(self._of_drafts.wasted_tokens, self._labels(drafter), wasted)
         for (drafter, drafted, accepted, emitted), count in self._verified.items():
             self._add_shape("chain", count, drafted, emitted)
-            self._add_walk("favourite", count * accepted)
+            self._add_branch("main", count * accepted)
             labels = self._labels(drafter)
             self._add(self._of_drafts.drafts, labels, count)
             self._add(self._of_drafts.draft_tokens, labels, count * drafted)
@@ -263,9 +263,9 @@ class Metrics:
         self._add(self._of_shapes.draft_tokens, labels, count * drafted)
         self._add(self._of_shapes.emitted_tokens, labels, count * emitted)
 
-    def _add_walk(self, walk: str, accepted: int) -> None:
+    def _add_branch(self, branch: str, accepted: int) -> None:
         """Add tokens that were accepted on the main path, or on a side of it."""
-        self._add(self._of_shapes.accepted_tokens_by_walk, (self._model_name, walk), accepted)
+        self._add(self._of_shapes.accepted_tokens_by_branch, (self._model_name, branch), accepted)
 
     def received(self, drafter: Drafter, byte_count: int) -> None:
         """Record a message of a draft stream."""
@@ -324,8 +324,8 @@ class Metrics:
         `on_main_path` of its `accepted` tokens are the main path's.
         """
         self._add_shape("tree" if branched else "chain", 1, drafted, emitted)
-        self._add_walk("favourite", on_main_path)
-        self._add_walk("side", accepted - on_main_path)
+        self._add_branch("main", on_main_path)
+        self._add_branch("side", accepted - on_main_path)
 
     def generated(self, token_count: int) -> None:
         """Record committed tokens."""

@@ -111,8 +111,8 @@ class _Route(NamedTuple):
 class Entrance:
     """ASGI middleware that refuses a request for text unread if there is no room for it.
 
-    It counts each request as one sequence until its body says more. Where there are several models,
-    only the body says which one is meant, and nothing is counted before.
+    A request counts as one sequence until its body says how many choices it wants. Where the
+    gateway serves several models, only the body names the model, so nothing counts before it.
     """
 
     def __init__(self, app: ASGIApp, admission: Admission) -> None:

@@ -78,6 +78,7 @@ class DrafterActor:
         self._appointment = 0
         self._over = False
         self._hangs_until = 0.0
+        self._message_count = 0
         self._handle: Drafter | None = None
         self._up.send(0, self._register)
         self._resume(0, 0)
@@ -187,6 +188,9 @@ class DrafterActor:
         return bool(self._inbox)
 
     def _send(self, batch: DraftBatch) -> None:
+        self._message_count += 1
+        if self._message_count > self.spec.max_messages > 0:
+            return
         byte_count = draft_bytes(batch)
         self._verifier.target.share_cores(self._cost.message_s)
         self._up.send(byte_count, lambda: self._take(batch, byte_count))

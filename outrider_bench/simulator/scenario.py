@@ -91,6 +91,9 @@ class DrafterSpec(_Part):
     slowness: float = Field(1.0, ge=0)
     """Factor on the table's times of drafting."""
 
+    max_messages: int = Field(0, ge=0)
+    """Send this many messages and no more; 0 is no limit."""
+
     round_trip_ms: float = Field(0.4, ge=0)
     """Time to the verifier and back."""
 

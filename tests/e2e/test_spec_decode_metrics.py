@@ -21,7 +21,7 @@ def counted(text: str, prefix: str) -> dict[tuple[str, str], float]:
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             # Only the verifier has counters by the shape of drafts.
-            by_shape = "_by_shape" in sample.name or "_by_walk" in sample.name
+            by_shape = "_by_shape" in sample.name or "_by_branch" in sample.name
             if sample.name.startswith(f"{prefix}:spec_decode") and sample.value and not by_shape:
                 key = (sample.name.removeprefix(prefix), sample.labels.get("position", ""))
                 sums[key] = sums.get(key, 0) + sample.value

@@ -19,6 +19,7 @@ KINDS: dict[str, tuple[dict[str, Any], float]] = {
     "wrong": ({"acceptance": 0.0}, -1.0),
     "late": ({"acceptance": 0.9, "round_trip_ms": 3000.0}, -1.0),
     "soon silent": ({"acceptance": 0.9}, 2.0),
+    "answers once": ({"acceptance": 0.9, "max_messages": 1}, -1.0),
 }
 """For each kind of stranger its settings, and when it hangs for ever (seconds); below 0 never."""
 
@@ -47,6 +48,7 @@ def good_speed(batch: int) -> float:
         pytest.param("late", 3, 0.9, marks=pytest.mark.slow),
         pytest.param("wrong", 3, 0.95, marks=pytest.mark.slow),
         pytest.param("soon silent", 60, 0.8, marks=pytest.mark.slow),
+        pytest.param("answers once", 60, 0.7, marks=pytest.mark.slow),
     ],
 )
 def test_strangers_leave_the_gain_of_a_good_drafter(

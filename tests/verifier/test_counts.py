@@ -30,7 +30,7 @@ def test_statistics_count_verified_tokens() -> None:
     name = "outrider:spec_decode_num_accepted_tokens"
     assert f"{name}_total{{{labels}}} 3.0" in text
     assert f'{name}_per_pos_total{{{labels},position="1"}} 1.0' in text
-    assert f'{name}_by_walk_total{{model_name="fake",walk="favourite"}} 3.0' in text
+    assert f'{name}_by_branch_total{{branch="main",model_name="fake"}} 3.0' in text
     emitted = "outrider:spec_decode_num_emitted_tokens_by_shape_total"
     assert f'{emitted}{{model_name="fake",shape="chain"}} 5.0' in text
 

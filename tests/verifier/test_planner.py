@@ -302,6 +302,8 @@ def test_a_slow_drafter_does_not_keep_a_quick_one_from_drafting() -> None:
     sequence = engine.submit(TokenRequest([1, 2], 40, GREEDY), Client())
     engine.drain_inbox()
     engine.step()
+    quick.prove()
+    slow.prove()
     for name, accepted in (("quick", 1), ("slow", 4)):
         for _ in range(40):
             sequence.assignments[name].rate.observe(8, accepted)

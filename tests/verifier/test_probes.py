@@ -113,10 +113,12 @@ def test_probes_of_many_sequences_share_a_step() -> None:
         engine.cost.calibrate(size, 9 * size, 0.1)
     for _ in range(7):
         engine.submit(TokenRequest([1, 2], 400, GREEDY), Client())
+        drafter.send()
         clock.step(engine)
     clock.step(engine)
     for _ in range(60):
         before = len(drafter.received)
+        drafter.send()
         clock.step(engine)
         counts = [len(batch.verdicts) for batch in drafter.received[before:] if batch.verdicts]
         assert counts in ([], [8])

@@ -115,3 +115,42 @@ def test_a_holder_of_too_many_drafters_is_refused_by_the_limits_name_and_others_
     join("b1", "b")
     engine.drafting.leave(engine.drafting.roster.connected["a1"])
     join("a3", "a")
+
+
+def test_a_drafter_that_falls_silent_is_replaced_until_it_answers_again() -> None:
+    """Two of one family serve two sequences. One hangs, and the other gets both."""
+    clock = VirtualClock()
+    engine = make(clock)
+    drafters = [ScriptedDrafter(engine, name, "family") for name in "ab"]
+    for drafter in drafters:
+        drafter.prove()
+    sequences = [submit(engine), submit(engine)]
+    hanging, answering = drafters
+    for _ in range(30):
+        for sequence in sequences:
+            if sequence.id in answering.length:
+                answering.propose(sequence.id, engine.model.greedy(sequence.tokens, 8), anew=True)  # type: ignore[attr-defined]  # a TableModel
+        clock.step(engine)
+    assert hanging.handle.silent
+    assert all(answering.handle.id in sequence.assignments for sequence in sequences)
+    hanging.send()
+    assert not hanging.handle.silent
+    assert hanging.handle.id in submit(engine).assignments
+
+
+def test_a_drafter_on_trial_neither_displaces_a_proven_drafter_nor_is_waited_for() -> None:
+    """It promises more than the proven drafter, is quicker, and never answers again."""
+    clock = VirtualClock()
+    engine = make(clock)
+    good = ScriptedDrafter(engine, "good", "good")
+    good.prove()
+    hopeful = ScriptedDrafter(engine, "hopeful", "hopeful")
+    sequence = submit(engine)
+    began = clock()
+    hopeful.propose(sequence.id, engine.model.greedy(sequence.tokens, 4), anew=True)  # type: ignore[attr-defined]  # a TableModel
+    for _ in range(30):
+        good.propose(sequence.id, engine.model.greedy(sequence.tokens, 8), anew=True)  # type: ignore[attr-defined]  # a TableModel
+        clock.step(engine)
+    assert sequence.stats.forward_count == 30
+    assert clock() - began == pytest.approx(30 * 0.01)
+    assert good.handle.accepted_count >= 100

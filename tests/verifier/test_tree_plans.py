@@ -35,7 +35,7 @@ def planned(
     """An engine with one sequence and two drafters: "good" takes 5 ms, "quick" `quick_s`."""
     engine, _ = make_engine(eos_bias=-99, page_count=256, config=config, clock=VirtualClock())
     for name in ("good", "quick"):
-        ScriptedDrafter(engine, name, name)
+        ScriptedDrafter(engine, name, name).prove()
     for drafted in (0, 8, 64):
         engine.cost.calibrate(1, 1 + drafted, 0.05 + 0.0005 * drafted)
     engine.submit(TokenRequest([1, 2], 100, GREEDY), Client())

@@ -307,12 +307,12 @@ def test_a_drafters_rate_counts_main_guesses_and_its_metrics_all_tokens() -> Non
     # The next step exports what this one counted.
     engine.drain_inbox()
     text = exposition(engine)
-    for name, label, count in (
-        ("drafts_by_shape", 'shape="tree"', 1),
-        ("draft_tokens_by_shape", 'shape="tree"', 4),
-        ("emitted_tokens_by_shape", 'shape="tree"', 3),
-        ("accepted_tokens_by_walk", 'walk="favourite"', 1),
-        ("accepted_tokens_by_walk", 'walk="side"', 1),
+    for name, labels, count in (
+        ("drafts_by_shape", 'model_name="fake",shape="tree"', 1),
+        ("draft_tokens_by_shape", 'model_name="fake",shape="tree"', 4),
+        ("emitted_tokens_by_shape", 'model_name="fake",shape="tree"', 3),
+        ("accepted_tokens_by_branch", 'branch="main",model_name="fake"', 1),
+        ("accepted_tokens_by_branch", 'branch="side",model_name="fake"', 1),
     ):
         metric = f"outrider:spec_decode_num_{name}_total"
-        assert f'{metric}{{model_name="fake",{label}}} {count}.0' in text
+        assert f"{metric}{{{labels}}} {count}.0" in text

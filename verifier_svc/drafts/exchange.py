@@ -165,6 +165,7 @@ class DraftExchange:
         if self.roster.connected.get(drafter.id) is not drafter:
             return
         self._metrics.received(drafter, byte_count)
+        drafter.hear()
         message = DraftMessage(drafter, at, self._sequences)
         try:
             message.take(batch)
@@ -227,6 +228,17 @@ class DraftExchange:
             span.set(outrider__lookups="; ".join(lookups))
         if passes_on:
             self.assign(sequence)
+
+    def count_message(self, drafter: Drafter) -> None:
+        """Count a step that sends the drafter a message.
+
+        If it has fallen silent, its sequences go to others as far as there are any.
+        """
+        was_silent = drafter.silent
+        drafter.count_message(self._clock())
+        if drafter.silent and not was_silent:
+            for sequence_id in sorted(drafter.sequence_ids):
+                self.assign(self._sequences[sequence_id])
 
     def _ask(
         self,

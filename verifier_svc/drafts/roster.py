@@ -122,11 +122,11 @@ class Roster:
         """The drafters to assign a sequence to, besides those `assigned`, but none `past` (ids).
 
         At most `PLACES` in all, of those that the request allows. Assigned ones that became
-        doubtful do not count: the caller takes the sequence from them if there are others. First,
-        of each family that has none yet, the proven drafter with the fewest sequences; of more
-        families, those with the most merit, and they leave a place to newcomers. Newcomers follow
-        in turn, and last a single doubtful drafter that has no other sequence, unless the request
-        names it.
+        doubtful do not count: the caller takes the sequence from them if the places are needed.
+        First, of each family that has none yet, the proven drafter with the fewest sequences; of
+        more families, those with the most merit, and they leave a place to drafters on trial. Those
+        follow in turn, and last a single doubtful drafter that has no other sequence, unless the
+        request names it.
         """
         if not options.enabled:
             return []
@@ -139,19 +139,19 @@ class Roster:
             and drafter.accepts_sequences
             and _allows(options, drafter)
         ]
-        proven = _by_family([each for each in found if each.proven], present)
-        fresh = [each for each in found if not each.proven and not each.is_doubtful]
-        newcomers = _by_family(fresh, [each for each in present if not each.proven])
+        awake = [each for each in present if not each.is_doubtful]
+        proven = _by_family([each for each in found if each.proven and not each.silent], awake)
+        fresh = [each for each in found if not each.proven and not each.silent]
+        newcomers = _by_family(fresh, [each for each in present if each.on_trial])
         doubtful = [each for each in found if each.is_doubtful]
         named = options.drafter_id or options.drafter_family
         if not named:
             doubtful = [each for each in doubtful if not each.sequence_ids]
-        asleep = sum([each.is_doubtful for each in present])
-        places = max(PLACES - len(present) + asleep, 0)
+        places = max(PLACES - len(awake), 0)
         kept = min(places, 1) if newcomers or doubtful else 0
         chosen = sorted(proven, key=lambda each: -each.merit)[: places - kept]
         chosen += newcomers[: places - len(chosen)]
-        if len(chosen) < places and doubtful and not asleep:
+        if len(chosen) < places and doubtful and len(awake) == len(present):
             chosen.append(min(doubtful, key=_next_turn))
         for drafter in chosen:
             self._take_turn(drafter)

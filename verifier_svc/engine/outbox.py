@@ -46,7 +46,7 @@ class Outbox:
         drafting.rejections.clear()
         for drafter in drafting.roster.connected.values():
             if drafter.outbox:
-                drafter.told_steps += not drafter.proven
+                drafting.count_message(drafter)
                 messages.append((drafter.sink, drafter.outbox))
                 drafter.outbox = StepBatch()
         if messages:

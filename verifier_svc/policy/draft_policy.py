@@ -14,8 +14,8 @@ from verifier_svc.policy.speculation_budget import SpeculationBudget
 from verifier_svc.state.drafter import Drafter
 from verifier_svc.state.sequence import Assignment
 
-Offer = tuple[bool, float, Assignment, int]
-"""A draft that a sequence could have: (whether its drafter is proven, gain in tokens, assignment,
+Offer = tuple[int, float, Assignment, int]
+"""A draft that a sequence could have: (right guesses of its drafter, gain in tokens, assignment,
 draft tokens)."""
 
 
@@ -56,10 +56,14 @@ class PayingDrafts:
         """
         return [max(offers, key=itemgetter(0, 1))] if len(offers) > 1 else offers
 
-    def may_await(self, assignment: Assignment) -> bool:
-        """Whether a step may wait for this drafter's draft of the sequence."""
+    def may_await(self, assignment: Assignment, beside_proven: bool) -> bool:
+        """Whether a step may wait for this drafter's draft of the sequence.
+
+        `beside_proven` says whether a proven drafter is asked as well. Nobody waits for a drafter
+        on trial then.
+        """
         # Before its first answer a drafter may still be at the prompt, which can take long.
-        return assignment.answered_length > 0
+        return assignment.answered_length > 0 and (assignment.drafter.proven or not beside_proven)
 
 
 class EveryDraft(PayingDrafts):
@@ -91,7 +95,7 @@ class EveryDraft(PayingDrafts):
         """All drafts."""
         return offers
 
-    def may_await(self, assignment: Assignment) -> bool:
+    def may_await(self, assignment: Assignment, beside_proven: bool) -> bool:
         """Every draft, the first one too."""
         return True
 

@@ -126,8 +126,8 @@ class Planner:
             drafts = drafts + self._first_drafts(reading, unknown, choice, prices)
         draft_tokens = _draft_tokens(drafts)
         asked = drafts + _companions(drafts, choice) if self._trees else drafts
-        asked = asked + _trials(decoding, asked, silent)
         asks = _asks(asked, choice.waits, prices.decode_step_s)
+        asks |= _asks(_trials(decoding, asked, silent), False, prices.decode_step_s)
         rate = choice.rate or prices.rate
         wait_for, wait_s = drafts_to_wait_for(
             decoding, draft_tokens, prices, rate, now_s, self._drafts
@@ -168,8 +168,15 @@ class Planner:
         )
 
     def _credible(self, drafters: frozenset[Drafter]) -> frozenset[Drafter]:
-        """The drafters that may be asked for drafts, and not only probed."""
-        return frozenset([drafter for drafter in drafters if self._drafts.may_draft(drafter)])
+        """The drafters that may be asked for drafts, and not only probed or tried.
+
+        Beside proven drafters, the hopes set in a drafter on trial would displace what works. It
+        shows its worth in `_trials`, except on the target's cores, where a trial costs time.
+        """
+        known = [drafter for drafter in drafters if self._drafts.may_draft(drafter)]
+        if self._drafts.takes_all or not any(drafter.proven for drafter in known):
+            return frozenset(known)
+        return frozenset([d for d in known if d.proven or d.on_target_cores])
 
     def first_draft_tokens(self, sequence: Sequence, assignment: Assignment, last: Plan) -> int:
         """Draft tokens to ask for with a new sequence; 0 if the drafter does not pay by `last`."""
@@ -250,7 +257,7 @@ class Planner:
                 gain = assignment.rate.expected_tokens(count) - 1.0 - count * choice.price
                 if count > 0 and gain > self._drafts.least_gain:
                     gain *= assignment.chance
-                    offers.append((assignment.drafter.proven, gain, assignment, count))
+                    offers.append((assignment.drafter.right_guesses, gain, assignment, count))
         picked = self._drafts.pick(offers)
         return [(sequence, assignment, count) for _, _, assignment, count in picked]
 
@@ -332,9 +339,9 @@ def _insist(running: Collection[Sequence]) -> bool:
     return tenant is not None
 
 
-def _first_token(assignment: Assignment) -> tuple[bool, float]:
-    """How likely asking brings a right first token; drafters that were right before come first."""
-    return assignment.drafter.proven, assignment.chance * assignment.rate.survival[0]
+def _first_token(assignment: Assignment) -> tuple[int, float]:
+    """How likely asking brings a right first token; proven drafters come first."""
+    return assignment.drafter.right_guesses, assignment.chance * assignment.rate.survival[0]
 
 
 def _drafters(sequences: list[Sequence]) -> frozenset[Drafter]:
@@ -372,19 +379,20 @@ def _asks(drafts: _Drafts, waits: bool, decode_step_s: float) -> dict[Assignment
 
 
 def _trials(decoding: list[Sequence], asked: _Drafts, silent: frozenset[Drafter]) -> _Drafts:
-    """One draft token from each drafter that has not answered yet and is not asked anyway.
+    """One draft token from each drafter on trial that is not asked anyway.
 
-    Nobody waits for the token, so it costs a message. A drafter on the target's cores would cost
-    more, and is only probed.
+    These are drafters that have not answered yet, and those beside a proven drafter. Nobody waits
+    for the token, so it costs a message. A drafter on the target's cores would cost more, and is
+    only probed.
     """
+    beside_proven = any(drafter.proven for drafter in _drafters(decoding))
     known = {assignment for _, assignment, _ in asked}
     return [
         (sequence, assignment, 1)
         for sequence in decoding
         for assignment in sequence.assignments.values()
-        if not assignment.drafter.answered
-        and assignment.drafter.round_trip.value == 0.0
-        and not assignment.drafter.is_doubtful
+        if assignment.drafter.on_trial
+        and (beside_proven or not assignment.drafter.answered)
         and not assignment.drafter.on_target_cores
         and assignment.drafter not in silent
         and assignment not in known

@@ -100,8 +100,10 @@ def pending_draft(sequence: Sequence, draft_tokens: int, policy: PayingDrafts) -
         return None
     best: Assignment | None = None
     promised = 0.0
-    for assignment in sequence.assignments.values():
-        if assignment.asked and policy.may_await(assignment):
+    asked = [assignment for assignment in sequence.assignments.values() if assignment.asked]
+    beside_proven = any(assignment.drafter.proven for assignment in asked)
+    for assignment in asked:
+        if policy.may_await(assignment, beside_proven):
             wanted = min(draft_tokens, assignment.drafter.hello.max_draft_tokens)
             if not assignment.trie.ready(wanted) and assignment.ready_tokens(wanted) < wanted:
                 expected = assignment.rate.expected_tokens(wanted)

@@ -11,12 +11,18 @@ from outrider.protocol.draft_messages import Hello, StepBatch
 from outrider.protocol.model_info import DrafterInfo
 from verifier_svc.state.acceptance_rate import AcceptanceRate, Latency, SiblingRates
 
-# Steps that a drafter that was never right is told of, before nobody expects drafts of it: for a
-# drafter that never answered, and for a drafter that answers.
+# Right guesses that a new drafter must make before it counts as much as the others.
+_TEST_GUESSES = 8
+# Steps that a new drafter is told of since its last right guess, before nobody expects drafts of
+# it: for a drafter that never answered, and for a drafter that answers.
 _SILENT_STEPS = 8
 _ANSWERING_STEPS = 32
+# A drafter that answered before is silent after this many of its latencies as well, at least
+# `_SILENT_S` seconds: a busy machine may keep a process from running for that long.
+_SILENT_LATENCIES = 8
+_SILENT_S = 0.1
 # A wrong guess says as much as this many further steps.
-_WRONG_STEPS = 2
+_WRONG_STEPS = 4
 # Weight of the newest answer in a drafter's `answer_rate`.
 _RECENT_ANSWER = 0.05
 # Memory that a message takes besides its size on the wire.
@@ -55,10 +61,16 @@ class Drafter:
     draining: bool = False
     taken_bytes: int = 0
     """Bytes of its messages that the engine has processed, `MESSAGE_BYTES` added for each."""
-    proven: bool = False
-    """Whether a guess of it was ever right."""
+    right_guesses: int = 0
+    """Drafts whose first token was right, at most `_TEST_GUESSES`."""
     told_steps: int = 0
-    """Steps that sent it a message before it was proven; wrong guesses count as more."""
+    """Steps of its trial since its last right guess. Wrong guesses count as more."""
+    unanswered_steps: int = 0
+    """Steps that sent it a message since its last one."""
+    unanswered_since: float = 0.0
+    """When the first of these messages was sent (seconds)."""
+    silent: bool = False
+    """Whether it has stopped to answer."""
     turn: int = 0
     """When it last got a sequence, in a count of all such events of the verifier."""
     answer_rate: float = 1.0
@@ -82,11 +94,23 @@ class Drafter:
         return self.taken_bytes > 0
 
     @property
+    def proven(self) -> bool:
+        """Whether it has passed its trial. A proven drafter is preferred to others."""
+        return self.right_guesses == _TEST_GUESSES
+
+    @property
+    def on_trial(self) -> bool:
+        """Whether it is still to show what its guesses are worth."""
+        return not self.proven and not self.is_doubtful
+
+    @property
     def is_doubtful(self) -> bool:
-        """Whether it had its chance and was never right: silent, always late, wrong or skipping.
+        """Whether it fell silent, or failed its trial: late, wrong or skipping.
 
         It is only probed, on one sequence at a time.
         """
+        if self.silent:
+            return True
         patience = _ANSWERING_STEPS if self.answered else _SILENT_STEPS
         return not self.proven and self.told_steps >= patience
 
@@ -96,10 +120,26 @@ class Drafter:
         rates = [rate.by_position[0] for rate in self.rates.values()]
         return self.answer_rate * max(rates, default=0.0)
 
+    def count_message(self, now: float) -> None:
+        """Count a step that sends it a message at `now` (seconds). Sets `silent`."""
+        self.told_steps += not self.proven
+        if self.unanswered_steps == 0:
+            self.unanswered_since = now
+        self.unanswered_steps += 1
+        patience_s = max(_SILENT_S, _SILENT_LATENCIES * self.latency(1))
+        is_late = now - self.unanswered_since > patience_s
+        self.silent = self.answered and is_late and self.unanswered_steps >= _SILENT_STEPS
+
+    def hear(self) -> None:
+        """Note that a message of it arrived."""
+        self.unanswered_steps = 0
+        self.silent = False
+
     def count_guess(self, right: bool) -> None:
         """Count a judged draft; `right` says whether its first token was."""
         if right:
-            self.proven = True
+            self.right_guesses = min(self.right_guesses + 1, _TEST_GUESSES)
+            self.told_steps = 0
         elif not self.proven:
             self.told_steps += _WRONG_STEPS
 
