@@ -18,7 +18,7 @@ from outrider.tokenizer import load_tokenizer
 from outrider_bench.experiment.cell_scenarios import Load, check, load_of, scenario_of
 from outrider_bench.experiment.profile_record import Profile
 from outrider_bench.experiment.recording import Recorder
-from outrider_bench.experiment.records import IDLE, PLAIN, Folder, LinkTraffic, Measurement
+from outrider_bench.experiment.records import PLAIN, Folder, LinkTraffic, Measurement
 from outrider_bench.experiment.schedule import ways_of
 from outrider_bench.experiment.spec import Cell, Experiment, Target, drafters_of, load
 from outrider_bench.experiment.unmeasured import profile_of
@@ -148,11 +148,11 @@ class Predictor:
             profile = self._profile(experiment)
         except ValueError as error:
             raise ValueError(f"{cell.key}: {error}") from error
-        # Plain decoding uses no drafters and no links, also beside idle drafters.
-        idle = way in (PLAIN, IDLE)
-        key = experiment.model_dump_json(include={"target", "workload"} if idle else None)
+        # Plain decoding uses no drafters and no links.
+        plain = way == PLAIN
+        key = experiment.model_dump_json(include={"target", "workload"} if plain else None)
         if key not in self._known:
-            self._known[key] = self._simulate(experiment, PLAIN if idle else way, profile)
+            self._known[key] = self._simulate(experiment, way, profile)
         found = self._known[key]
         return Measurement(way, found.samples, links=found.links, errors=found.errors)
 

@@ -22,8 +22,6 @@ from outrider_bench.sample import Sample
 
 PLAIN = "plain"
 """Plain decoding, with no drafter running."""
-IDLE = "idle"
-"""Plain decoding beside connected drafters that are idle."""
 DRAFTED = "drafted"
 """Speculative decoding with the drafters of the cell."""
 

@@ -24,7 +24,7 @@ from outrider.process.usage import refuse
 from outrider_bench.experiment import machine, stack
 from outrider_bench.experiment.places import Places, Where, places
 from outrider_bench.experiment.processes import StackFailed
-from outrider_bench.experiment.records import DRAFTED, IDLE, PLAIN, Folder
+from outrider_bench.experiment.records import DRAFTED, PLAIN, Folder
 from outrider_bench.experiment.schedule import Runner, ways_of
 from outrider_bench.experiment.spec import Cell, Experiment, Target, load
 
@@ -221,7 +221,7 @@ def _cell_summary(folder: Folder, key: str) -> str:
         rates.setdefault(found.way, {})[repetition] = tokens / seconds
     words = [
         f"{way} {median(rates[way].values()):.1f} tokens/s"
-        for way in (PLAIN, IDLE, DRAFTED)
+        for way in (PLAIN, DRAFTED)
         if way in rates
     ]
     plain = rates.get(PLAIN, {})

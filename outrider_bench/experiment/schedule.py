@@ -14,7 +14,7 @@ from typing import TypeVar
 from outrider.tokenizer import load_tokenizer
 from outrider_bench.experiment.measuring import Bench
 from outrider_bench.experiment.places import Places
-from outrider_bench.experiment.records import DRAFTED, IDLE, PLAIN, Folder
+from outrider_bench.experiment.records import DRAFTED, PLAIN, Folder
 from outrider_bench.experiment.spans import Spans, receiver
 from outrider_bench.experiment.spec import Cell, Experiment, Target
 from outrider_bench.experiment.stack import backend, drafting
@@ -27,11 +27,7 @@ Tell = Callable[[str, int], None]
 
 def ways_of(cell: Cell) -> list[str]:
     """The ways in which a cell is measured."""
-    if not cell.experiment.use:
-        return [PLAIN]
-    if not cell.experiment.with_idle:
-        return [PLAIN, DRAFTED]
-    return [PLAIN, IDLE, DRAFTED]
+    return [PLAIN, DRAFTED] if cell.experiment.use else [PLAIN]
 
 
 def groups(cells: Sequence[Cell]) -> list[list[list[Cell]]]:

@@ -258,9 +258,6 @@ class Experiment(_Part):
     trace: bool = False
     """Record spans, which split the time of a step."""
 
-    with_idle: bool = False
-    """Measure plain decoding beside idle drafters as well."""
-
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         if "use" not in self.model_fields_set and "use" not in self.sweep and self.drafters:

@@ -50,7 +50,6 @@ ROUND_TRIP: Settings = {
         "links.wire.round_trip_ms": [0, 5, 20, 100],
     },
     "baseline": {"links.wire.round_trip_ms": 0, "links.wire.mbit_s": 0},
-    "with_idle": True,
 }
 PLACEMENT: Settings = {
     "name": "placement",

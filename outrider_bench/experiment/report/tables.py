@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from outrider_bench.experiment.records import DRAFTED, IDLE, PLAIN
+from outrider_bench.experiment.records import DRAFTED, PLAIN
 from outrider_bench.experiment.report.figures import LOOKUPS, PHASES, WAITS
 from outrider_bench.experiment.report.labels import event_words, words
 from outrider_bench.experiment.report.results import ALL, Results, Source, load_of
@@ -53,7 +53,6 @@ _SPEED = [
     _Column("drafted, tokens/s", "tokens_per_s", 1, DRAFTED),
     _Column("× plain", "times_plain", 2, DRAFTED),
     _Column("× baseline", "times_baseline", 2, DRAFTED),
-    _Column("idle drafters, × plain", "times_plain", 2, IDLE),
 ]
 _LATENCY = [
     _Column(f"{way}: {name.upper()} p{percentile}, ms", f"{name}_p{percentile}_ms", 1, way)

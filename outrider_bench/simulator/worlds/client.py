@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from outrider.errors import OutriderError, Reason
 from outrider.protocol.messages import (
@@ -19,10 +18,8 @@ from outrider_bench.simulator.worlds.checked_verifier import CheckedVerifier
 from outrider_bench.simulator.worlds.invariants import broken, compares
 from outrider_bench.simulator.worlds.plan import RequestPlan
 from outrider_bench.simulator.worlds.requests import answer_of, request_of
+from outrider_bench.simulator.worlds.world import World
 from verifier_svc.state.sequence import Sequence
-
-if TYPE_CHECKING:
-    from outrider_bench.simulator.worlds.play import World
 
 _AGAIN_S = 0.05
 _TOLERANCE = 1e-4

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from random import Random
 
-from outrider_bench.simulator.events import Events
 from outrider_bench.simulator.worlds.checked_verifier import CheckedVerifier
 from outrider_bench.simulator.worlds.client import Client
 from outrider_bench.simulator.worlds.invariants import broken, check_quiet
 from outrider_bench.simulator.worlds.plan import Fault, WorldPlan
 from outrider_bench.simulator.worlds.random_drafter import RandomDrafter
+from outrider_bench.simulator.worlds.world import World
 
 # All requests must have ended so long after the last fault, and messages arrived so long after.
 _MOST_S = 120.0
@@ -31,31 +29,13 @@ class Played:
     digest: str = ""
 
 
-class World:
-    """The verifiers, drafters and clients of a plan, in virtual time."""
+class _Play(World):
+    """A world with its drafters and clients."""
 
     def __init__(self, plan: WorldPlan) -> None:
-        self.plan = plan
-        self.events = Events()
-        self.counts: Counter[str] = Counter()
-        self._digest = hashlib.blake2b(digest_size=16)
-        self.verifiers = {name: self._new_verifier(name) for name in plan.verifiers}
+        super().__init__(plan)
         self.drafters = {each.name: RandomDrafter(self, each) for each in plan.drafters}
         self.clients = {each.name: Client(self, each) for each in plan.requests}
-
-    def random(self, name: str) -> Random:
-        """The draws of one actor, so that the absence of another one changes few of them."""
-        return Random(f"{self.plan.seed} {name}")
-
-    def note(self, what: str) -> None:
-        """Add an event to the digest."""
-        self._digest.update(f"{self.events.now!r} {what}\n".encode())
-
-    def least_loaded(self, but: CheckedVerifier | None) -> CheckedVerifier | None:
-        """The serving verifier with the fewest requests, another one than `but` if there is one."""
-        serving = [each for each in self.verifiers.values() if each.serving]
-        others = [each for each in serving if each is not but]
-        return min(others or serving, key=lambda each: each.open_requests, default=None)
 
     def play(self) -> Played:
         """Play all events; raises Violation, or what the code under test raises."""
@@ -76,7 +56,7 @@ class World:
             self._run_until(events.now + _LOOK_S)
         self._run_until(events.now + _SETTLE_S)
         self._check_quiet()
-        return Played(self.counts, self._digest.hexdigest())
+        return Played(self.counts, self.digest)
 
     def _run_until(self, time: float) -> None:
         self.events.run(time)
@@ -166,7 +146,7 @@ class World:
         name = verifier.name
 
         def restart() -> None:
-            self.verifiers[name] = self._new_verifier(name)
+            self.verifiers[name] = self.new_verifier(name)
 
         self.events.after(seconds, restart)
         for drafter in self.drafters.values():
@@ -177,9 +157,6 @@ class World:
 
     def _tell(self, client: Client, verifier: CheckedVerifier) -> Callable[[], None]:
         return lambda: client.lost(verifier)
-
-    def _new_verifier(self, name: str) -> CheckedVerifier:
-        return CheckedVerifier(self.events, name, self.plan.engine, self.counts)
 
     def _calm(self) -> None:
         """End what has no end of its own."""
@@ -207,4 +184,4 @@ class World:
 
 def play(plan: WorldPlan) -> Played:
     """Play a world; raises Violation, or what the code under test raises."""
-    return World(plan).play()
+    return _Play(plan).play()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Coroutine
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from outrider.drafter.session import DraftSession
 from outrider.errors import OutriderError, Reason
@@ -19,10 +19,8 @@ from outrider_bench.simulator.worlds.plan import DrafterPlan
 from outrider_bench.simulator.worlds.random_strategy import RandomStrategy
 from outrider_bench.simulator.worlds.target import VOCAB
 from outrider_bench.simulator.worlds.unreliable_link import UnreliableLink
+from outrider_bench.simulator.worlds.world import World
 from verifier_svc.state.drafter import Drafter
-
-if TYPE_CHECKING:
-    from outrider_bench.simulator.worlds.play import World
 
 _REDIAL_S = 0.01
 # After a refusal that lasts.
