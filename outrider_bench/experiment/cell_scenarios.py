@@ -224,7 +224,7 @@ def _placed(experiment: Experiment, drafter: Drafter, profile: Profile) -> dict[
         "slowness": serving.slowness,
     }
     if fills and place <= own:
-        placed |= {"interference": 1.0, "slowness": profile.interference["same_cores"].drafter}
+        placed |= {"interference": 1.0, "slowness": profile.slowdown_on_target_cores}
     return placed
 
 
@@ -233,27 +233,19 @@ def _linked(
 ) -> dict[str, Any]:
     """The network between drafter and verifier.
 
-    The calibration load went over TCP; the profile has the differences of other transports.
+    The calibration load went over TCP. A Unix socket, or a link's process, differs from it by less
+    than what can be measured.
     """
     serving = at_batch(profile.at(drafter.family), experiment.workload.under_way)
-    transport: str = drafter.transport
-    if link is not None:
-        transport = "link"
-    round_trip_s = (
-        serving.round_trip_s + profile.links[transport].median_s - profile.links["tcp"].median_s
-    )
-    found = {"round_trip_ms": 1000 * max(round_trip_s, 0.0), "jitter_ms": 1000 * serving.jitter_s}
+    own_ms = 1000 * serving.round_trip_s
+    found = {"round_trip_ms": own_ms, "jitter_ms": 1000 * serving.jitter_s}
     if link is not None:
         found["round_trip_ms"] += link.round_trip_ms
         found["jitter_ms"] += link.jitter_ms
         found |= {"mbit_s": link.mbit_s, "loss": link.loss, "retransmit_ms": link.retransmit_ms}
     if drafter.pool == "redis":
-        far_ms = 0.0
-        through = "tcp"
-        if drafter.redis_link is not None:
-            far_ms = experiment.links[drafter.redis_link].round_trip_ms
-            through = "link"
-        found["redis_ms"] = far_ms + 1000 * profile.links[through].median_s
+        far = experiment.links.get(drafter.redis_link or "")
+        found["redis_ms"] = own_ms + (far.round_trip_ms if far is not None else 0.0)
     return found
 
 

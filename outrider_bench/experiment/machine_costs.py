@@ -72,7 +72,6 @@ def at_batch(found: Profile | Costs, drafter: str, batch: int) -> MachineCosts:
     if not plains or len(plains) != len(own):
         return MachineCosts(found.costs, found.costs, acceptance=acceptance)
     serving = between(own, batch)
-    same_cores = found.interference.get("same_cores")
     return MachineCosts(
         busy(found.costs, plains[0], plains[-1]),
         _drafted(found.costs, plains, own, serving.message_s),
@@ -80,7 +79,7 @@ def at_batch(found: Profile | Costs, drafter: str, batch: int) -> MachineCosts:
         1000 * serving.jitter_s,
         serving.interference,
         serving.slowness,
-        same_cores.drafter if same_cores is not None else serving.slowness,
+        found.slowdown_on_target_cores,
         acceptance,
     )
 

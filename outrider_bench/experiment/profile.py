@@ -1,4 +1,4 @@
-"""`outrider profile`: measures forwards, drafting, links and serving before any experiment."""
+"""`outrider profile`: measures forwards, drafting and serving before any experiment."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ _HOW = {
     "costs.prompts": "forwards of prompts of 32 and 256 tokens, the fastest of up to 100",
     "costs.host": "the engine's own time for steps whose forward takes none, the fastest of 60",
     "costs.drafting": "forwards of the draft model by threads, and the median lookup of n-grams",
-    "links": "a message of 100 bytes and its answer on a gRPC stream between processes, 400 times",
-    "interference": "mean forwards of target and draft model beside each other over those alone",
+    "slowdown_on_target_cores": "mean forwards of the draft model beside the target's, on its core",
     "served": "a fixed closed load through the gateway, three rounds after one that warms up",
     "acceptance": "share of the tokens of the load's greedy texts that a drafter guesses right",
     "serving": "the difference of the load and its simulation on costs; no experiment enters it",
@@ -33,7 +32,7 @@ _HOW = {
 
 
 class ProfileSettings(Settings):
-    """Measure forwards, drafting, links and serving on this machine.
+    """Measure forwards, drafting and serving on this machine.
 
     This takes about five minutes for the bundled pair.
     """
@@ -95,14 +94,12 @@ def measure(settings: ProfileSettings) -> Profile:
     for warning in machine.warnings():
         print(f"{_PROGRAM}: {warning}", file=sys.stderr)
     load, spread = os.getloadavg()[0], machine.spread()
-    print("links", flush=True)
-    links = probes.round_trips()
     print("forwards, prompts and drafting", flush=True)
     costs = measured_costs.measure(
         target, draft, threads, settings.dtype, settings.draft_threads, _MOST_SEQUENCES
     )
     print("drafting beside forwards", flush=True)
-    interference = probes.interference(target, draft, settings.dtype, threads, cores)
+    slowdown = probes.slowdown_on_target_cores(target, draft, settings.dtype, threads, cores)
     print("serving a fixed load", flush=True)
     served = calibration.calibrate(target, draft, settings.dtype, threads)
     print("fitting the costs of serving", flush=True)
@@ -123,8 +120,7 @@ def measure(settings: ProfileSettings) -> Profile:
         conditions=Conditions(
             load_averages=(load, os.getloadavg()[0]), spread=max(spread, machine.spread())
         ),
-        links=links,
-        interference=interference,
+        slowdown_on_target_cores=slowdown,
         served=served,
         serving=fitted,
         acceptance=guessed,

@@ -9,7 +9,6 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from outrider_bench.experiment.calibration import Served
-from outrider_bench.experiment.probes import Interference, RoundTrip
 from outrider_bench.experiment.records import Machine
 from outrider_bench.experiment.serving import Serving
 from outrider_bench.experiment.spec import first_problem
@@ -59,8 +58,8 @@ class Profile(BaseModel):
     costs: Costs
     conditions: Conditions | None = None
     """None in profiles of versions that did not record it."""
-    links: dict[str, RoundTrip] = Field(default_factory=dict)
-    interference: dict[str, Interference] = Field(default_factory=dict)
+    slowdown_on_target_cores: float = Field(gt=0)
+    """How many times longer the draft model's forwards take on a core of the target."""
     served: list[Served] = Field(default_factory=list)
     serving: list[Serving] = Field(default_factory=list)
     acceptance: dict[str, Share] = Field(default_factory=dict)

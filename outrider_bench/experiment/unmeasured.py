@@ -6,7 +6,6 @@ from typing import Any
 
 from outrider_bench.experiment.calibration import BATCHES
 from outrider_bench.experiment.cell_scenarios import threads_of
-from outrider_bench.experiment.probes import Interference, RoundTrip
 from outrider_bench.experiment.profile_record import Profile, described
 from outrider_bench.experiment.records import Machine
 from outrider_bench.experiment.serving import Serving
@@ -37,7 +36,6 @@ def profile_of(experiment: Experiment) -> Profile:
     cores = [core for node in nodes.values() for core in node]
     link = table.links.get("drafter", _NO_LINK)
     round_trip_s = link.round_trip_ms / 1000
-    same = RoundTrip(median_s=round_trip_s, p90_s=round_trip_s)
     target = experiment.target
     return Profile(
         machine=_machine(str(experiment.costs), table.source, nodes),
@@ -50,8 +48,7 @@ def profile_of(experiment: Experiment) -> Profile:
         threads=threads_of(target, cores),
         how={"costs": table.source},
         costs=table,
-        links=dict.fromkeys(("tcp", "unix", "link"), same),
-        interference={"same_cores": Interference(target=2.0, drafter=2.0)},
+        slowdown_on_target_cores=2.0,
         serving=[_serving(way, batch, round_trip_s) for way in _WAYS for batch in BATCHES],
     )
 

@@ -54,15 +54,7 @@ def made_up_profile(**more: Any) -> Profile:
         "threads": 1,
         "how": {},
         "costs": COSTS,
-        "links": {
-            "tcp": {"median_s": 0.0003, "p90_s": 0.0004},
-            "unix": {"median_s": 0.0002, "p90_s": 0.0003},
-            "link": {"median_s": 0.0005, "p90_s": 0.0006},
-        },
-        "interference": {
-            "other_cores": {"target": 1.05, "drafter": 1.05},
-            "same_cores": {"target": 2.0, "drafter": 2.0},
-        },
+        "slowdown_on_target_cores": 2.0,
         "serving": [
             *(_serving("plain", batch) for batch in (1, 8)),
             *(_serving("ngram", batch, **drafted) for batch in (1, 8)),
