@@ -40,6 +40,7 @@ def _lines(results: Results, path: str) -> Figure | None:
         return None
     figure = Figure(figsize=(8.0, 5.0), layout="constrained")
     axes = figure.subplots()
+    names = list(dict.fromkeys(name for name, _, _ in lines))
     for name, source, points in lines:
         ranges = [
             [spread.median - spread.least for _, spread in points],
@@ -51,12 +52,15 @@ def _lines(results: Results, path: str) -> Figure | None:
             yerr=ranges,
             label=f"{name}, predicted" if source == "predicted" else name,
             linestyle="--" if source == "predicted" else "-",
+            color=f"C{names.index(name)}",
             marker="o",
             capsize=3,
         )
     axes.axhline(1.0, color="grey")
     ticks = sorted({x for _, _, points in lines for x, _ in points})
-    axes.set_xscale("symlog", linthresh=next((x for x in ticks if x > 0), 1.0))
+    least = next((x for x in ticks if x > 0), 1.0)
+    axes.set_xscale("symlog", linthresh=least)
+    axes.set_xlim(left=-0.2 * least)
     axes.set_xticks(ticks, [f"{x:g}" for x in ticks])
     axes.set_xlabel(path)
     axes.set_ylabel("tokens/s, × plain decoding")

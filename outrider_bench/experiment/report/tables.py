@@ -34,6 +34,8 @@ class _Column:
     figure: str
     digits: int = 2
     way: str = ""
+    ranged: bool = False
+    """Whether the least and most over the repetitions are shown as well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +51,10 @@ class _Subject:
 
 
 _SPEED = [
-    _Column("plain, tokens/s", "tokens_per_s", 1, PLAIN),
-    _Column("drafted, tokens/s", "tokens_per_s", 1, DRAFTED),
-    _Column("× plain", "times_plain", 2, DRAFTED),
-    _Column("× baseline", "times_baseline", 2, DRAFTED),
+    _Column("plain, tokens/s", "tokens_per_s", 1, PLAIN, ranged=True),
+    _Column("drafted, tokens/s", "tokens_per_s", 1, DRAFTED, ranged=True),
+    _Column("× plain", "times_plain", 2, DRAFTED, ranged=True),
+    _Column("× baseline", "times_baseline", 2, DRAFTED, ranged=True),
 ]
 _LATENCY = [
     _Column(f"{way}: {name.upper()} p{percentile}, ms", f"{name}_p{percentile}_ms", 1, way)
@@ -84,8 +86,8 @@ _VERIFIERS = [
     _Column("accepted per forward", "accepted_per_forward", 2, DRAFTED),
 ]
 _NOTES = {
-    "Speed": "Medians of the repetitions (range). Ratios are taken within each repetition. The "
-    "baseline is the cell of colocated drafting.",
+    "Speed": "As in all tables, medians of the repetitions; here with their range. Ratios are "
+    "taken within each repetition. The baseline is the cell of colocated drafting.",
     "Latency": "TPOT is the time per output token of a request, TTFT its time to the first token.",
     "Drafts": "Acceptance rate: accepted of verified draft tokens. Acceptance length: 1 + accepted "
     "tokens per draft. Then shares of commits by the next draft's state: on the chain, in a "
@@ -144,7 +146,9 @@ def _text(results: Results, subject: _Subject, column: _Column) -> str:
     figure = column.figure.format(event=subject.event)
     way = column.way or subject.way
     spread = results.spread(subject.cell, subject.source, way, figure, subject.verifier)
-    return "" if spread is None else spread.words(column.digits)
+    if spread is None:
+        return ""
+    return spread.words(column.digits) if column.ranged else f"{spread.median:.{column.digits}f}"
 
 
 def _head(cell: Cell) -> str:
