@@ -31,6 +31,7 @@ from outrider.grammar.kinds import Backend
 from outrider.grammar.trial import Trial, compile_only
 
 BACKENDS: tuple[Backend, ...] = ("llguidance", "xgrammar")
+# In a measurement; a test makes do with fewer.
 TEXTS = 20
 REPETITIONS = 3
 # Of the compiler's 5 s, since a worker shares the processors with the engine.
@@ -104,18 +105,18 @@ class Vocabulary:
         self.trial = Trial(self.libraries, self.size, self.ends)
         self.walker = Walker(self.libraries.token_bytes, self.ends)
 
-    def figures(self, name: str, backend: Backend) -> Figures:
+    def figures(self, name: str, backend: Backend, repetitions: int = 1, texts: int = 5) -> Figures:
         """Measure a schema; raises OutriderError if it is refused."""
         grammar = grammar_for(EVERYDAY[name], backend)
         admissions, compilations = [], []
-        for _ in range(REPETITIONS):
+        for _ in range(repetitions):
             started = time.thread_time()
             translated = self.trial.translated(grammar)
             admissions.append(time.thread_time() - started)
             started = time.thread_time()
             timed = Timed(compile_only(self.libraries, translated))
             compilations.append(time.thread_time() - started)
-        for seed in range(TEXTS):
+        for seed in range(texts):
             self.walker.text(timed, random.Random(seed))
         masks, advances = np.array(timed.masks_ms), np.array(timed.advances_ms)
         return Figures(
@@ -181,7 +182,7 @@ def _rows(folder: str) -> Iterator[dict[str, Any]]:
     for backend in BACKENDS:
         for name in EVERYDAY:
             try:
-                found = vocabulary.figures(name, backend)
+                found = vocabulary.figures(name, backend, REPETITIONS, TEXTS)
             except OutriderError as error:
                 print(f"{backend} refuses {name}: {error.message}")
                 continue
