@@ -173,6 +173,35 @@ def test_it_agrees_with_a_reference_after_any_messages(
     pair.take()
 
 
+def test_a_committed_branch_becomes_the_chain_and_is_not_sent_again() -> None:
+    drafted = sequence()
+    drafted.extend([1, 2, 0, 1])
+    drafted.branch(2, [2, 1, 1])
+    drafted.take_proposal()
+    assert drafted.follow(verdict(6, 1, 2, 2)) == len(PROMPT) + 2
+    assert drafted.guesses == [1, 1]
+    assert drafted.take_proposal() is None
+
+
+def test_a_branch_keeps_its_place_when_tokens_before_it_are_committed() -> None:
+    drafted = sequence()
+    drafted.extend([1, 2, 0, 1])
+    drafted.branch(2, [2, 1, 1])
+    drafted.follow(verdict(4, 1))
+    assert drafted.guessed_at(1) == {0, 2}
+    drafted.follow(verdict(6, 2, 2))
+    assert drafted.guesses == [1, 1]
+
+
+def test_a_verdict_may_commit_several_tokens_of_a_branch() -> None:
+    """As after a pause, when one verdict has all tokens that were committed meanwhile."""
+    drafted = sequence(draft_tokens=2)
+    drafted.extend([1, 0])
+    drafted.branch(1, [2, 1, 0])
+    drafted.follow(verdict(6, 1, 2, 1))
+    assert drafted.guesses == [0]
+
+
 def sent_ids(proposal: Proposal | None) -> list[list[int] | None]:
     """The token ids of each distribution of a proposal; None where a token has none."""
     assert proposal is not None
