@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 
 from outrider.errors import OutriderError, Reason
@@ -229,16 +230,18 @@ class DraftExchange:
         if passes_on:
             self.assign(sequence)
 
-    def count_message(self, drafter: Drafter) -> None:
-        """Count a step that sends the drafter a message.
+    def count_messages(self) -> None:
+        """Count the messages that are about to be sent, and look for drafters that fell silent.
 
-        If it has fallen silent, its sequences go to others as far as there are any.
+        Their sequences go to others as far as there are any.
         """
-        was_silent = drafter.silent
-        drafter.count_message(self._clock())
-        if drafter.silent and not was_silent:
-            for sequence_id in sorted(drafter.sequence_ids):
-                self.assign(self._sequences[sequence_id])
+        now = self._clock()
+        for drafter in self.roster.connected.values():
+            if drafter.outbox.opened or drafter.outbox.verdicts:
+                drafter.tell(now, self.plan.decode_step_s)
+            if drafter.fell_silent(now):
+                for sequence_id in sorted(drafter.sequence_ids):
+                    self.assign(self._sequences[sequence_id])
 
     def _ask(
         self,
@@ -305,9 +308,13 @@ class DraftExchange:
 
 
 def _tell_closed(sequence: Sequence, assignment: Assignment) -> None:
-    assignment.drafter.sequence_ids.discard(sequence.id)
+    drafter = assignment.drafter
+    drafter.sequence_ids.discard(sequence.id)
+    if not drafter.sequence_ids:
+        # What is over needs no answer.
+        drafter.silent_at = math.inf
     if assignment.opened:
-        assignment.drafter.outbox.closed.append(Closed(sequence.id))
+        drafter.outbox.closed.append(Closed(sequence.id))
 
 
 def _make_room(sequence: Sequence, most: int) -> None:

@@ -44,9 +44,9 @@ class Outbox:
         drafting = self._drafting
         messages: list[Delivery] = [(drafter.sink, error) for drafter, error in drafting.rejections]
         drafting.rejections.clear()
+        drafting.count_messages()
         for drafter in drafting.roster.connected.values():
             if drafter.outbox:
-                drafting.count_message(drafter)
                 messages.append((drafter.sink, drafter.outbox))
                 drafter.outbox = StepBatch()
         if messages:

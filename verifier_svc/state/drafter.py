@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -65,10 +66,8 @@ class Drafter:
     """Drafts whose first token was right, at most `_TEST_GUESSES`."""
     told_steps: int = 0
     """Steps of its trial since its last right guess. Wrong guesses count as more."""
-    unanswered_steps: int = 0
-    """Steps that sent it a message since its last one."""
-    unanswered_since: float = 0.0
-    """When the first of these messages was sent (seconds)."""
+    silent_at: float = math.inf
+    """When it counts as silent if it does not answer (seconds); inf if it owes no answer."""
     silent: bool = False
     """Whether it has stopped to answer."""
     turn: int = 0
@@ -120,24 +119,31 @@ class Drafter:
         rates = [rate.by_position[0] for rate in self.rates.values()]
         return self.answer_rate * max(rates, default=0.0)
 
-    def count_message(self, now: float) -> None:
-        """Count a step that sends it a message at `now` (seconds). Sets `silent`."""
+    def tell(self, now: float, step_s: float) -> None:
+        """Count a step of `step_s` seconds that sends it a message at `now` (seconds)."""
         self.told_steps += not self.proven
-        if self.unanswered_steps == 0:
-            self.unanswered_since = now
-        self.unanswered_steps += 1
-        patience_s = max(_SILENT_S, _SILENT_LATENCIES * self.latency(1))
-        is_late = now - self.unanswered_since > patience_s
-        self.silent = self.answered and is_late and self.unanswered_steps >= _SILENT_STEPS
+        if self.silent_at == math.inf:
+            # Waits in vain raise its latency later, and must not make this later.
+            patience_s = max(_SILENT_STEPS * step_s, _SILENT_LATENCIES * self.latency(1))
+            self.silent_at = now + max(patience_s, _SILENT_S)
+
+    def fell_silent(self, now: float) -> bool:
+        """Whether it has become silent since the last call; sets `silent`."""
+        if self.silent or not self.answered or now <= self.silent_at:
+            return False
+        self.silent = True
+        return True
 
     def hear(self) -> None:
-        """Note that a message of it arrived."""
-        self.unanswered_steps = 0
+        """Note that it answers, or that its guesses are right."""
+        self.silent_at = math.inf
         self.silent = False
 
     def count_guess(self, right: bool) -> None:
         """Count a judged draft; `right` says whether its first token was."""
         if right:
+            # Whoever guesses far ahead, and rightly, need not answer each message.
+            self.hear()
             self.right_guesses = min(self.right_guesses + 1, _TEST_GUESSES)
             self.told_steps = 0
         elif not self.proven:
