@@ -9,10 +9,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import grpc
+import httpx
 
 from outrider.process import rpc
 from outrider.process.ports import free_port
@@ -68,6 +69,35 @@ class Process:
         except subprocess.TimeoutExpired:
             self.kill()
             raise AssertionError(f"{self.arguments} did not stop:\n{self.output()}") from None
+
+
+class GatewayProcess(Process):
+    """A gateway in front of verifiers, at these addresses."""
+
+    def __init__(self, *verifiers: str, flags: Sequence[str] = ()) -> None:
+        port, grpc_port = free_port(), free_port()
+        self.port = port
+        self.url = f"http://127.0.0.1:{port}"
+        self.grpc_address = f"127.0.0.1:{grpc_port}"
+        dialled = [word for address in verifiers for word in ("--verifier", address)]
+        ports = ["--http-port", str(port), "--grpc-listen", self.grpc_address]
+        super().__init__("gateway", *dialled, "--tokenizer", TARGET, *ports, *flags)
+
+    def wait_ready(self, timeout_s: float = 60.0) -> None:
+        """Wait until all its verifiers serve and it knows that."""
+        deadline = time.monotonic() + timeout_s
+        state = ""
+        while state != "ready":
+            assert self.popen.poll() is None, self.output()
+            assert time.monotonic() < deadline, f"{state!r} after {timeout_s} s:\n{self.output()}"
+            time.sleep(0.1)
+            with suppress(httpx.TransportError):
+                state = httpx.get(f"{self.url}/readyz").json().get("status", "")
+
+    def close(self) -> None:
+        """Stop it, and drop its output."""
+        self.stop()
+        self.log.close()
 
 
 class Stack:

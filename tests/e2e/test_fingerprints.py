@@ -1,38 +1,51 @@
-"""Real verifiers refuse to continue what one of another dtype or other settings has begun."""
+"""A verifier continues only what one of its own weights, dtype, settings and version has begun."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import grpc
 import pytest
-from stack import Client, Stack, running  # lies beside this file
+from stack import Client, Stack  # lies beside this file
 from test_same_seed import PLAIN, request
 
 from outrider import __version__
-from outrider.errors import OutriderError, Reason
+from outrider.errors import Reason
 from outrider.process import rpc
 from outrider.protocol.messages import SamplingParams
+from outrider.protocol.model_info import ModelInfo, Stage, with_fingerprint
 
 GREEDY = SamplingParams(0.0)
 
 
-@pytest.mark.parametrize("flag", [("--dtype", "bfloat16"), ("--sampled-rule", "token-wise")])
-async def test_only_a_verifier_of_the_same_fingerprint_continues_an_answer(
-    flag: tuple[str, str],
-) -> None:
-    first, second = Stack(), Stack(*flag)
-    with running(first), running(second):
-        async with Client(first.address) as one, Client(second.address) as other:
-            began, differs = await one.model(), await other.model()
-            assert began.server_version == __version__
-            assert began.weights_fingerprint == differs.weights_fingerprint
-            assert began.fingerprint != differs.fingerprint
-            asked = replace(request(0, PLAIN, GREEDY), model_fingerprint=began.fingerprint)
-            whole = await one.tokens(asked)
-            rest = replace(asked, committed=whole[:5])
-            assert whole[:5] + await one.tokens(rest) == whole
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await other.tokens(rest)
-            error: OutriderError = rpc.error_of(caught.value)
-            assert error.reason is Reason.MODEL_CHANGED
+@pytest.mark.parametrize(
+    ("changes", "differs"),
+    [
+        ({"weights_fingerprint": "other"}, True),
+        ({"dtype": "bfloat16"}, True),
+        ({"acceptance_settings": (("sampled_rule", "token-wise"),)}, True),
+        ({"server_version": "0"}, True),
+        ({"context_length": 9, "device": "cuda", "max_draft_tokens": 1}, False),
+    ],
+)
+def test_a_fingerprint_covers_what_decides_the_text(changes: dict[str, Any], differs: bool) -> None:
+    info = ModelInfo("m", Stage.READY, dtype="float32", weights_fingerprint="w")
+    one, other = with_fingerprint(info), with_fingerprint(replace(info, **changes))
+    assert (one.fingerprint != other.fingerprint) is differs
+
+
+async def test_a_verifier_continues_only_answers_of_its_own_fingerprint(stack: Stack) -> None:
+    async with Client(stack.address) as client:
+        info = await client.model()
+        assert (info.server_version, info.dtype) == (__version__, "float32")
+        # GetModel shows what the fingerprint is made of.
+        assert with_fingerprint(info).fingerprint == info.fingerprint
+        asked = replace(request(0, PLAIN, GREEDY), model_fingerprint=info.fingerprint)
+        whole = await client.tokens(asked)
+        rest = replace(asked, committed=whole[:5])
+        assert whole[:5] + await client.tokens(rest) == whole
+        foreign = with_fingerprint(replace(info, dtype="bfloat16")).fingerprint
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await client.tokens(replace(rest, model_fingerprint=foreign))
+        assert rpc.error_of(caught.value).reason is Reason.MODEL_CHANGED

@@ -26,15 +26,10 @@ TOKENIZER = load_tokenizer(TARGET)
 PROMPT = TOKENIZER.encode("<|user|>Give an example as JSON.<|end|><|assistant|>").ids
 DRAFTERS = {
     "none": SpeculationOptions(enabled=False),
-    "ngram": SpeculationOptions(drafter_id="ngram-1"),
-    "model": SpeculationOptions(drafter_id="model-1"),
-    "all": SpeculationOptions(),
+    "ngram": SpeculationOptions(drafter_id="ngram-1", always_draft=True),
+    "model": SpeculationOptions(drafter_id="model-1", always_draft=True),
+    "all": SpeculationOptions(always_draft=True),
 }
-
-
-@pytest.fixture
-def stack(always_drafting: Stack) -> Stack:
-    return always_drafting
 
 
 def guided(
@@ -49,7 +44,8 @@ def guided(
 
 async def check(stack: Stack, values: list[Any], options: SpeculationOptions) -> int:
     """Check that every answer is complete and valid; return the number of accepted draft tokens."""
-    places = asyncio.Semaphore(32)
+    # On a busy machine more grammars at once would be refused after 5 s in the queue.
+    places = asyncio.Semaphore(4)
 
     async def one(client: Client, i: int, value: Any) -> int:
         async with places:
@@ -68,16 +64,11 @@ async def test_a_dozen_schemas_give_valid_json_with_all_drafters(stack: Stack) -
     assert await check(stack, schemas(12, seed=3), DRAFTERS["all"]) > 0
 
 
-# With all drafters a sequence has drafts of each kind. The others have fewer schemas.
+# With all drafters a sequence has drafts of each kind.
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("drafter", "count"), [("all", 200), ("model", 50), ("ngram", 50), ("none", 50)]
-)
-async def test_many_schemas_give_valid_json_with_each_drafter(
-    stack: Stack, drafter: str, count: int
-) -> None:
-    accepted = await check(stack, schemas(count), DRAFTERS[drafter])
-    assert accepted > 0 or drafter == "none"
+async def test_many_schemas_give_valid_json(stack: Stack) -> None:
+    assert await check(stack, schemas(200), DRAFTERS["all"]) > 0
+    await check(stack, schemas(50), DRAFTERS["none"])
 
 
 @pytest.mark.slow

@@ -56,7 +56,6 @@ def runs(pid: int) -> bool:
 @pytest.mark.parametrize(
     "number",
     [
-        pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
         signal.SIGINT,
         pytest.param(signal.SIGKILL, marks=pytest.mark.slow),
     ],

@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from stack import TARGET, Process, Stack, free_port
+from stack import GatewayProcess, Stack, free_port
 
 from outrider_bench.chaos.requests import COUNT, body, kind_of
 
@@ -75,29 +75,15 @@ class Site:
         self.metrics_port = free_port()
         most = ("--max-sequences", str(places), "--metrics-port", str(self.metrics_port))
         self.stack = Stack(*most)
-        self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
-        ports = ("--http-port", str(self.port), "--grpc-listen", "127.0.0.1:0")
-        flags = ("--verifier", self.stack.address, "--tokenizer", TARGET, *ports)
-        self.gateway = Process("gateway", *flags)
+        self.gateway = GatewayProcess(self.stack.address)
 
     def wait_ready(self) -> None:
         """Wait until the gateway takes requests."""
         self.stack.wait_ready()
-        deadline = time.monotonic() + 60
-        while True:
-            assert self.gateway.popen.poll() is None, self.gateway.output()
-            try:
-                if httpx.get(f"{self.url}/readyz").status_code == 200:
-                    return
-            except httpx.TransportError:
-                pass
-            assert time.monotonic() < deadline, self.gateway.output()
-            time.sleep(0.1)
+        self.gateway.wait_ready()
 
     def stop(self) -> None:
-        self.gateway.stop()
-        self.gateway.log.close()
+        self.gateway.close()
         self.stack.stop()
 
     def scheduled(self) -> Scheduled:
@@ -215,7 +201,7 @@ def must_be_refused_at_once(refused: list[Answer]) -> None:
 async def test_threefold_load_leaves_goodput_and_the_rest_is_refused_at_once(site: Site) -> None:
     """`pytest -s` prints what it measured."""
     limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=site.url, timeout=120, limits=limits) as http:
+    async with httpx.AsyncClient(base_url=site.gateway.url, timeout=120, limits=limits) as http:
         clients = Clients(site, http)
         calm = await asyncio.gather(*map(clients.ask, NUMBERS))
         fits = await clients.fit()

@@ -1,7 +1,6 @@
 """One request makes one connected trace through gateway, verifier and drafters."""
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -11,10 +10,9 @@ import httpx
 import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from opentelemetry.proto.trace.v1.trace_pb2 import Status
-from stack import TARGET, Process, Stack
+from stack import TARGET, GatewayProcess, Stack
 
 from outrider import __version__
-from outrider.process.ports import free_port
 
 LEFT = "c" * 32
 """Trace id of a request whose client leaves."""
@@ -55,24 +53,16 @@ async def collecting() -> AsyncIterator[tuple[Collector, str]]:
 
 
 async def complete(url: str) -> None:
-    """Request one completion as soon as the gateway takes requests."""
+    """Request one completion."""
     body = {
         "model": TARGET,
         "prompt": "def read_file(path, encoding=None):\n    ",
         "max_tokens": 64,
         "temperature": 0,
     }
-    deadline = time.monotonic() + 60
     async with httpx.AsyncClient(base_url=url, timeout=30) as client:
-        while True:
-            try:
-                response = await client.post("/v1/completions", json=body)
-                if response.status_code == 200:
-                    return
-            except httpx.TransportError:
-                pass
-            assert time.monotonic() < deadline
-            await asyncio.sleep(0.2)
+        response = await client.post("/v1/completions", json=body)
+    assert response.status_code == 200, response.text
 
 
 async def hang_up(url: str) -> None:
@@ -100,15 +90,12 @@ async def traced_requests() -> list[tuple[str, Any]]:
         stack.add_drafter("ngram-traced", "ngram", *tracing)
         stack.add_drafter("model-traced", "model", *tracing)
         await asyncio.to_thread(stack.wait_ready)
-        port = free_port()
-        addresses = ["--http-port", str(port), "--grpc-listen", "127.0.0.1:0"]
-        model = ["--verifier", stack.address, "--tokenizer", TARGET]
-        gateway = Process("gateway", *model, *addresses, *tracing)
-        await complete(f"http://127.0.0.1:{port}")
-        await hang_up(f"http://127.0.0.1:{port}")
+        gateway = GatewayProcess(stack.address, flags=tracing)
+        await asyncio.to_thread(gateway.wait_ready)
+        await complete(gateway.url)
+        await hang_up(gateway.url)
         # Each process sends its last spans when it stops.
-        await asyncio.to_thread(gateway.stop)
-        gateway.log.close()
+        await asyncio.to_thread(gateway.close)
         await asyncio.to_thread(stack.stop)
     return collector.spans
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import shutil
 import sys
-import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 import pytest_asyncio
 from playwright.async_api import Browser, ConsoleMessage, Page, Request, async_playwright
@@ -34,10 +32,7 @@ _PROVOKED = (
 def site() -> Iterator[Site]:
     made = Site()
     try:
-        deadline = time.monotonic() + 60
-        while not _ready(made.url):
-            assert time.monotonic() < deadline, made.gateway.output()
-            time.sleep(0.2)
+        made.gateway.wait_ready()
         yield made
     finally:
         made.stop()
@@ -48,13 +43,6 @@ def npm_packages() -> Path:
     """The folder of the example page's npm packages."""
     npm("install", "--no-audit", "--no-fund")
     return EXAMPLE / "node_modules"
-
-
-def _ready(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/readyz").status_code == 200
-    except httpx.TransportError:
-        return False
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-from stack import ROOT, TARGET, Process, Stack
+from stack import ROOT, GatewayProcess, Stack
 
 from outrider.process.ports import free_port
 
@@ -31,14 +31,9 @@ class Site:
         self.verifier_metrics = f"http://127.0.0.1:{metrics_port}/metrics"
         self.stack = Stack("--always-draft", "--metrics-port", str(metrics_port))
         self.stack.add_drafter("ngram-1", "ngram")
-        port = free_port()
-        self.url = f"http://127.0.0.1:{port}"
-        self.grpc_address = f"127.0.0.1:{free_port()}"
-        self.gateway = Process(
-            *("gateway", "--verifier", self.stack.address, "--tokenizer", TARGET),
-            *("--http-port", str(port), "--grpc-listen", self.grpc_address),
-            *("--allowed-origins", "http://127.0.0.1:*"),
-        )
+        origins = ("--allowed-origins", "http://127.0.0.1:*")
+        self.gateway = GatewayProcess(self.stack.address, flags=origins)
+        self.url = self.gateway.url
         self.stack.wait_ready()
 
     def remove_drafter(self, name: str, *, kill: bool = False) -> None:
@@ -51,6 +46,5 @@ class Site:
         process.log.close()
 
     def stop(self) -> None:
-        self.gateway.stop()
-        self.gateway.log.close()
+        self.gateway.close()
         self.stack.stop()

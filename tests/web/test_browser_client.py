@@ -15,7 +15,7 @@ import pytest
 import pytest_asyncio
 from playwright.async_api import Browser, Page, expect
 from site_rig import Site, npm
-from stack import TARGET, Process
+from stack import GatewayProcess
 
 from outrider.process.ports import free_port
 
@@ -113,13 +113,6 @@ async def test_cancelling_frees_the_sequence_at_the_verifier(
 
 
 @every_protocol
-async def test_a_deadline_ends_the_call(example: Page, site: Site, protocol: str) -> None:
-    await run(example, protocol, prompt=REPEATING, tokens="1900", deadline="400")
-    await expect(example.get_by_role("status")).to_contain_text("DeadlineExceeded")
-    await nothing_runs(site)
-
-
-@every_protocol
 async def test_the_page_shows_reason_and_field_of_bad_input(example: Page, protocol: str) -> None:
     await run(example, protocol, tokens="0")
     status = example.get_by_role("status")
@@ -144,18 +137,13 @@ async def test_without_a_verifier_the_page_shows_when_to_try_again(
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def lonely_gateway() -> AsyncIterator[str]:
     """The address of a gateway without a verifier."""
-    port = free_port()
-    process = Process(
-        *("gateway", "--verifier", f"127.0.0.1:{free_port()}", "--tokenizer", TARGET),
-        *("--allowed-origins", "http://127.0.0.1:*"),
-        *("--http-port", str(port), "--grpc-listen", "127.0.0.1:0"),
-    )
-    async with asyncio.timeout(30), httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:
+    origins = ("--allowed-origins", "http://127.0.0.1:*")
+    process = GatewayProcess(f"127.0.0.1:{free_port()}", flags=origins)
+    async with asyncio.timeout(30), httpx.AsyncClient(base_url=process.url) as http:
         while not await _knows_its_verifier_is_missing(http):  # noqa: ASYNC110
             await asyncio.sleep(0.1)
-    yield f"http://127.0.0.1:{port}"
-    process.stop()
-    process.log.close()
+    yield process.url
+    process.close()
 
 
 async def _knows_its_verifier_is_missing(http: httpx.AsyncClient) -> bool:

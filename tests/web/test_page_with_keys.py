@@ -30,15 +30,3 @@ async def test_the_page_works_with_a_key_as_the_password(browser: Browser, tmp_p
             await page.get_by_role("button", name="Run", exact=True).click()
             await expect(page.locator(".output pre")).to_contain_text("def f(x)")
             await context.close()
-
-
-async def test_without_the_key_the_page_is_not_shown(browser: Browser, tmp_path: Path) -> None:
-    async with keyed_rig(Prompts("models/target"), tmp_path, [entry(ALICE, "alice")]) as rig:
-        context = await browser.new_context(
-            http_credentials={"username": "me", "password": "wrong"}
-        )
-        page = await context.new_page()
-        answer = await page.goto(rig.gateway.http_url)
-        assert answer is not None
-        assert answer.status == 401
-        await context.close()

@@ -45,7 +45,7 @@ def output(lines: str, site: Site, npm_packages: Path) -> str:
     """The output of a shell for documented lines, with the ports of this test's processes."""
     for documented, here in (
         ("127.0.0.1:8000", site.url.removeprefix("http://")),
-        ("127.0.0.1:8001", site.grpc_address),
+        ("127.0.0.1:8001", site.gateway.grpc_address),
         ("127.0.0.1:50051", site.stack.address),
     ):
         lines = lines.replace(documented, here)
