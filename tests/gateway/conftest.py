@@ -7,14 +7,12 @@ from dataclasses import fields
 
 import pytest
 import pytest_asyncio
-from gateway_rig import TARGET, Rig, echo, is_ready, running_rig, until
+from gateway_rig import TARGET, Rig, echo, is_ready, running_rig, settings, until
 from mortal_verifiers import Site, running_site
-from scripted_verifier import Script, ScriptedVerifier, ready, serve_verifier
+from scripted_verifier import Script, ready, serving
 
-from gateway.config import GatewaySettings
 from gateway.text.prompts import Prompts
 from gateway.upstream import routing
-from outrider.process import rpc
 
 
 @pytest.fixture(scope="session")
@@ -25,23 +23,13 @@ def prompts() -> Prompts:
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def shared_rig(prompts: Prompts) -> AsyncIterator[Rig]:
     script = Script(ready(prompts.fingerprint), echo)
-    server = rpc.Server("outrider.v1.VerifierService")
-    serve_verifier(ScriptedVerifier(script), server.grpc)
-    [port] = await server.start("127.0.0.1:0")
-    settings = GatewaySettings(
-        verifier=[f"127.0.0.1:{port}"],
-        tokenizer=TARGET,
-        http_port=0,
-        grpc_listen="127.0.0.1:0",
-        max_body_bytes=65536,
-        max_sequences=8,
-    )
     with pytest.MonkeyPatch.context() as patch:
         # Tests should not wait a second until the gateway sees a change.
         patch.setattr(routing, "_POLL_READY_S", 0.05)
-        async with running_rig(settings, script, prompts) as rig:
-            yield rig
-    await server.stop(0)
+        async with serving(script) as address:
+            chosen = settings(address, max_body_bytes=65536, max_sequences=8)
+            async with running_rig(chosen, script, prompts) as rig:
+                yield rig
 
 
 @pytest_asyncio.fixture(loop_scope="session")
@@ -60,9 +48,7 @@ async def rig(shared_rig: Rig) -> Rig:
 
 
 @pytest_asyncio.fixture(loop_scope="session")
-async def site(prompts: Prompts, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Site]:
+async def site(prompts: Prompts) -> AsyncIterator[Site]:
     """A gateway that polls its two verifiers often. Both serve the model under one name."""
-    monkeypatch.setattr(routing, "_POLL_READY_S", 0.05)
-    monkeypatch.setattr(routing, "_POLL_LOADING_S", 0.05)
     async with running_site(prompts, model_name="models/target") as made:
         yield made

@@ -13,10 +13,9 @@ from pathlib import Path
 
 import httpx
 from gateway_rig import TARGET, echo, is_ready, until
-from scripted_verifier import Script, ScriptedVerifier, ready, serve_verifier
+from scripted_verifier import Script, ready, serving
 
 from gateway.text.prompts import Prompts
-from outrider.process import rpc
 
 
 @dataclass
@@ -44,25 +43,21 @@ async def gateway_process(
 ) -> AsyncIterator[GatewayProcess]:
     """Run a gateway until the block ends, and wait until it is ready. It logs to the file `log`."""
     script = Script(ready(prompts.fingerprint), echo)
-    server = rpc.Server("outrider.v1.VerifierService")
-    serve_verifier(ScriptedVerifier(script), server.grpc)
-    [port] = await server.start("127.0.0.1:0")
-    command = [sys.executable, "-m", "gateway", "--verifier", f"127.0.0.1:{port}"]
-    command += ["--tokenizer", tokenizer]
-    command += ["--http-port", "0", "--grpc-listen", "127.0.0.1:0", *arguments]
-    with log.open("w") as errors:
-        process = await asyncio.create_subprocess_exec(
-            *command, stdout=asyncio.subprocess.PIPE, stderr=errors, env=os.environ
-        )
-    try:
-        assert process.stdout is not None
-        words = (await process.stdout.readline()).decode().split()
-        gateway = GatewayProcess(script, words[3], words[7], process)
-        async with httpx.AsyncClient(base_url=gateway.http_url) as http:
-            await until(lambda: is_ready(http), timeout_s=30)
-        yield gateway
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
-        await server.stop(0)
+    async with serving(script) as address:
+        command = [sys.executable, "-m", "gateway", "--verifier", address, "--tokenizer", tokenizer]
+        command += ["--http-port", "0", "--grpc-listen", "127.0.0.1:0", *arguments]
+        with log.open("w") as errors:
+            process = await asyncio.create_subprocess_exec(
+                *command, stdout=asyncio.subprocess.PIPE, stderr=errors, env=os.environ
+            )
+        try:
+            assert process.stdout is not None
+            words = (await process.stdout.readline()).decode().split()
+            gateway = GatewayProcess(script, words[3], words[7], process)
+            async with httpx.AsyncClient(base_url=gateway.http_url) as http:
+                await until(lambda: is_ready(http), timeout_s=30)
+            yield gateway
+        finally:
+            if process.returncode is None:
+                process.kill()
+            await process.wait()

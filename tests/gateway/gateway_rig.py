@@ -9,6 +9,7 @@ import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -58,6 +59,12 @@ class Rig:
         return ids
 
 
+def settings(*verifiers: str, **given: Any) -> GatewaySettings:
+    """The settings of a gateway on free ports, in front of the verifiers at these addresses."""
+    chosen: dict[str, Any] = {"tokenizer": TARGET, "http_port": 0, "grpc_listen": "127.0.0.1:0"}
+    return GatewaySettings(verifier=list(verifiers), **chosen | given)
+
+
 def echo(request: TokenRequest) -> list[Step]:
     """The default answer of the verifier: the prompt's own tokens."""
     return [plain(request.prompt), last([3], FinishReason.STOP)]
@@ -89,11 +96,11 @@ async def until(condition: Callable[[], bool | Awaitable[bool]], timeout_s: floa
 
 @contextlib.asynccontextmanager
 async def running_rig(
-    settings: GatewaySettings, script: Script, prompts: Prompts
+    chosen: GatewaySettings, script: Script, prompts: Prompts
 ) -> AsyncIterator[Rig]:
     """Run a gateway with its clients during the block."""
     async with (
-        running(settings, Metrics()) as gateway,
+        running(chosen, Metrics()) as gateway,
         httpx.AsyncClient(base_url=gateway.http_url) as http,
         openai.AsyncOpenAI(
             base_url=f"{gateway.http_url}/v1", api_key="any", max_retries=0

@@ -10,13 +10,16 @@ from dataclasses import replace
 from typing import Any
 
 import httpx
-from gateway_rig import TARGET, echo, until
+import pytest
+from chaos_proxy import ChaosProxy, chaos_proxy
+from gateway_rig import echo, settings, until
 from scripted_verifier import Script, ScriptedVerifier, Step, last, plain, ready, serve_verifier
 
-from gateway.config import GatewaySettings
+from gateway import server
 from gateway.metrics import Metrics
 from gateway.server import Gateway, running
 from gateway.text.prompts import Prompts
+from gateway.upstream import routing
 from outrider.errors import OutriderError, Reason
 from outrider.process import rpc
 from outrider.protocol.messages import (
@@ -51,16 +54,16 @@ class Verifier:
     def __init__(self, prompts: Prompts) -> None:
         self.script = Script(ready(prompts.fingerprint), echo)
         self._server: rpc.Server | None = None
-        self._port = 0
+        self.port = 0
 
     @property
     def address(self) -> str:
-        return f"127.0.0.1:{self._port}"
+        return f"127.0.0.1:{self.port}"
 
     async def start(self) -> None:
         self._server = rpc.Server()
         serve_verifier(ScriptedVerifier(self.script), self._server.grpc)
-        [self._port] = await self._server.start(f"127.0.0.1:{self._port}")
+        [self.port] = await self._server.start(f"127.0.0.1:{self.port}")
 
     def drain(self) -> None:
         """Announce that it leaves, and finish the texts that stay."""
@@ -82,6 +85,7 @@ class Site:
         self.ids = prompts.tokenizer.encode(TEXT).ids
         self.first = Verifier(prompts)
         self.second = Verifier(prompts)
+        self.proxy: ChaosProxy
         self.gateway: Gateway
         self.http: httpx.AsyncClient
 
@@ -157,25 +161,32 @@ class Site:
 
 
 @contextlib.asynccontextmanager
-async def running_site(prompts: Prompts, **settings: Any) -> AsyncIterator[Site]:
+async def running_site(
+    prompts: Prompts, *, poll_s: float = 0.05, through_proxy: bool = False, **given: Any
+) -> AsyncIterator[Site]:
+    """Run a gateway with these settings, which polls its verifiers so often.
+
+    It may reach `first` through a proxy only.
+    """
     site = Site(prompts)
     async with contextlib.AsyncExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.setattr(routing, "_POLL_READY_S", poll_s)
+        patch.setattr(routing, "_POLL_LOADING_S", 0.05)
+        # A gateway's own would start a process for templates, which takes half a second.
+        patch.setattr(server, "Prompts", lambda _: prompts)
         for verifier in (site.first, site.second):
             await verifier.start()
             stack.push_async_callback(verifier.kill)
             site.writes(verifier)
-        given: dict[str, Any] = {
-            "verifier": [site.first.address, site.second.address],
-            "tokenizer": TARGET,
-            "http_port": 0,
-            "grpc_listen": "127.0.0.1:0",
-            "drain_seconds": 0,
-        }
-        site.gateway = await stack.enter_async_context(
-            running(GatewaySettings(**given | settings), Metrics())
-        )
+        first = site.first.address
+        if through_proxy:
+            site.proxy = await stack.enter_async_context(chaos_proxy(site.first.port))
+            first = f"127.0.0.1:{site.proxy.port}"
+        chosen = settings(first, site.second.address, **{"drain_seconds": 0} | given)
+        site.gateway = await stack.enter_async_context(running(chosen, Metrics()))
         site.http = await stack.enter_async_context(
-            httpx.AsyncClient(base_url=site.gateway.http_url, timeout=30)
+            httpx.AsyncClient(base_url=site.gateway.http_url, timeout=30, verify=False)
         )
         await until(lambda: all(r.problem is None for r in site.gateway.router.replicas))
         yield site

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,7 @@ import grpc
 from outrider.errors import OutriderError
 from outrider.internal.v1 import token_streams_pb2, token_streams_pb2_grpc
 from outrider.process import rpc
+from outrider.process.tls import Tls
 from outrider.protocol.messages import (
     FinishReason,
     SpeculationStats,
@@ -122,6 +124,16 @@ class ScriptedVerifier(
             raise
         finally:
             script.running -= 1
+
+
+@asynccontextmanager
+async def serving(script: Script, tls: Tls | None = None) -> AsyncIterator[str]:
+    """Serve a verifier that plays the script during the block; yields its address."""
+    server = rpc.Server("outrider.v1.VerifierService")
+    serve_verifier(ScriptedVerifier(script), server.grpc)
+    [port] = await server.start("127.0.0.1:0", tls=tls)
+    yield f"127.0.0.1:{port}"
+    await server.stop(0)
 
 
 def plain(token_ids: list[int]) -> TokenChunk:

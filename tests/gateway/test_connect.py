@@ -116,26 +116,14 @@ async def test_a_browser_gets_the_messages_that_grpc_gives(rig: Rig, encoding: s
 
 
 @every_encoding
-async def test_messages_come_one_by_one(rig: Rig, encoding: str) -> None:
-    rig.script.answer = lambda _: [plain([5]), 60.0]
-    body = envelope(encoding, GenerateTextRequest(prompt="x"))
-    async with rig.http.stream(
-        "POST", PATH, content=body, headers={"content-type": encoding}
-    ) as response:
-        await anext(frames(response))
-        assert rig.script.running == 1
-
-
-@every_encoding
 @pytest.mark.parametrize(
     "request_",
     [
-        GenerateTextRequest(),
         GenerateTextRequest(prompt="x", max_tokens=0),
         GenerateTextRequest(prompt="x", model="gpt"),
         GenerateTextRequest(prompt="x", stop=["full"]),
     ],
-    ids=["no input", "no tokens", "unknown model", "the verifier is full"],
+    ids=["no tokens", "unknown model", "the verifier is full"],
 )
 async def test_an_error_has_the_status_and_the_details_that_grpc_gives(
     rig: Rig, encoding: str, request_: GenerateTextRequest
@@ -155,36 +143,15 @@ async def test_an_error_has_the_status_and_the_details_that_grpc_gives(
     )
 
 
-@every_encoding
 async def test_a_bug_of_the_gateway_is_logged_and_not_shown_to_the_caller(
-    rig: Rig, encoding: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    encoding = JSON
     monkeypatch.setattr(rig.gateway.router, "lookup", lambda _: 1 / 0)
     _, status = await post(rig, encoding, envelope(encoding, GenerateTextRequest(prompt="x")))
     assert (status.code, reason(status)) == (code_pb2.INTERNAL, Reason.INTERNAL)
     assert "division" not in status.message
     assert caplog.text.count("division by zero") == 1
-
-
-@pytest.mark.parametrize(
-    ("encoding", "data"),
-    [
-        (PROTO, b"\xff" * 30),
-        (WEB, b"\xff" * 30),
-        (JSON, b"{"),
-        (JSON, b'{"prompt": 1}'),
-        (JSON, b'{"prompt": "\xff"}'),
-        (JSON, b"[" * 100_000),
-        (JSON, '{"prompt": "x"}'.encode("utf-16")),
-    ],
-    ids=lambda value: str(value)[:20],
-)
-async def test_a_request_that_cannot_be_parsed_is_refused(
-    rig: Rig, encoding: str, data: bytes, caplog: pytest.LogCaptureFixture
-) -> None:
-    _, status = await post(rig, encoding, framed(data[:30_000]))
-    assert (status.code, reason(status)) == (code_pb2.INVALID_ARGUMENT, Reason.MALFORMED_REQUEST)
-    assert "Traceback" not in caplog.text
 
 
 @every_encoding
@@ -199,12 +166,9 @@ async def test_a_deadline_ends_the_call_and_frees_its_sequence(rig: Rig, encodin
 
 
 @every_encoding
-@pytest.mark.parametrize("chunks", [[], [plain([5])]], ids=["before the first token", "after it"])
-async def test_a_browser_that_hangs_up_frees_its_sequence(
-    rig: Rig, encoding: str, chunks: list[object]
-) -> None:
-    # An answer's parts have no common type.
-    rig.script.answer = lambda _: [*chunks, 60.0]  # type: ignore[list-item]
+async def test_a_browser_that_hangs_up_frees_its_sequence(rig: Rig, encoding: str) -> None:
+    """Its messages come one by one, so it has the first before the second is made."""
+    rig.script.answer = lambda _: [plain([5]), 60.0]
     body = envelope(encoding, GenerateTextRequest(prompt="x"))
     arrived: list[bytes] = []
 
@@ -215,15 +179,15 @@ async def test_a_browser_that_hangs_up_frees_its_sequence(
                 arrived.append(part)
 
     browser = asyncio.create_task(read())
-    await until(lambda: rig.script.running == 1 and len(arrived) >= len(chunks))
+    await until(lambda: rig.script.running == 1 and len(arrived) > 0)
     browser.cancel()
     await until(lambda: (rig.script.running, rig.script.cancelled) == (0, 1))
 
 
-@every_encoding
 async def test_http_headers_become_the_calls_metadata(
-    rig: Rig, encoding: str, caplog: pytest.LogCaptureFixture
+    rig: Rig, caplog: pytest.LogCaptureFixture
 ) -> None:
+    encoding = PROTO
     headers = {"authorization": "Bearer key", "x-name": b"\xff\xfe".decode("latin-1")}
     body = envelope(encoding, GenerateTextRequest(prompt="x"))
     raw = [
@@ -246,28 +210,6 @@ async def test_a_request_larger_than_a_grpc_message_is_refused(rig: Rig, encodin
         _ = [_ async for _ in rig.generation.GenerateText(GenerateTextRequest(prompt="x" * 40_000))]
     error = rpc.error_of(caught.value)
     assert (error.reason, error.retry) == (Reason.REQUEST_TOO_LARGE, Retry.NEVER)
-
-
-@every_encoding
-async def test_the_librarys_own_errors_have_a_reason_and_a_retry_class(
-    rig: Rig, encoding: str
-) -> None:
-    whole = envelope(encoding, GenerateTextRequest(prompt="x"))
-    for body, headers, expected in (
-        (whole[:-1], {}, Reason.MALFORMED_REQUEST),
-        (b"\x40" + whole[1:], {}, Reason.MALFORMED_REQUEST),
-        (b"\x01" + whole[1:], {}, Reason.MALFORMED_REQUEST),
-        (
-            whole,
-            {"connect-content-encoding": "zstd", "grpc-encoding": "zstd"},
-            Reason.MALFORMED_REQUEST,
-        ),
-    ):
-        _, status = await post(rig, encoding, body, **headers)
-        assert (reason(status), retry_class(status)) == (
-            expected,
-            expected.kind.retry.name.lower(),
-        )
 
 
 NEWER = GenerateTextRequest(
@@ -333,7 +275,7 @@ async def test_json_of_too_many_values_is_refused(rig: Rig) -> None:
 
 @pytest.mark.parametrize(
     "encoding",
-    ["application/json", "application/grpc", "application/grpc-web-text", "text/plain", ""],
+    ["application/json", "application/grpc-web-text", ""],
 )
 async def test_the_error_for_a_content_type_names_the_accepted_ones(
     rig: Rig, encoding: str, caplog: pytest.LogCaptureFixture
@@ -342,40 +284,3 @@ async def test_the_error_for_a_content_type_names_the_accepted_ones(
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "malformed_request")
     assert JSON in answer.json()["error"]["message"]
     assert caplog.text == ""
-
-
-async def test_other_http_methods_and_rpc_methods_are_refused(rig: Rig) -> None:
-    assert (await rig.http.get(PATH)).json()["error"]["code"] == "method_not_allowed"
-    assert (await rig.http.post(f"{PATH}s", headers={"content-type": JSON})).json()["error"][
-        "code"
-    ] == "route_not_found"
-
-
-async def test_a_foreign_website_cannot_call_it(rig: Rig) -> None:
-    headers = {"content-type": JSON, "origin": "http://evil.example"}
-    assert (
-        await rig.http.post(PATH, content=framed(b'{"prompt": "x"}'), headers=headers)
-    ).status_code == 403
-    assert rig.script.requests == []
-
-
-async def test_its_answers_are_counted_under_its_path(rig: Rig) -> None:
-    await post(rig, JSON, framed(b'{"prompt": "x"}'))
-    assert (
-        f'outrider:http_responses_total{{route="{PATH}",status="200"}}'
-        in (await rig.http.get("/metrics")).text
-    )
-
-
-@every_encoding
-async def test_a_callers_own_request_id_is_kept(rig: Rig, encoding: str) -> None:
-    rig.says(TEXT)
-    body = envelope(encoding, GenerateTextRequest(prompt="x"))
-    headers = {"content-type": encoding, "x-request-id": "mine-7"}
-    answer = await rig.http.post(PATH, content=body, headers=headers)
-    assert answer.headers["x-request-id"] == "mine-7"
-    assert rig.script.requests[-1].request_id == "mine-7"
-    answer = await rig.http.post(
-        "/v1/completions", json={"prompt": "x"}, headers={"x-request-id": "mine-8"}
-    )
-    assert (answer.headers["x-request-id"], answer.json()["id"]) == ("mine-8", "mine-8")

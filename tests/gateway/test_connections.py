@@ -10,9 +10,8 @@ from urllib.parse import urlsplit
 
 import pytest
 import pytest_asyncio
-from gateway_rig import TARGET
+from gateway_rig import settings
 
-from gateway.config import GatewaySettings
 from gateway.http.connections import MAX_HEADER_BYTES, MAX_HEADERS, BoundedProtocol
 from gateway.metrics import Metrics
 from gateway.server import Gateway, running
@@ -28,18 +27,11 @@ POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: appli
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def gateway() -> AsyncIterator[Gateway]:
     """A gateway without a verifier, and with short timeouts."""
-    settings = GatewaySettings(
-        verifier=["127.0.0.1:9"],
-        tokenizer=TARGET,
-        http_port=0,
-        grpc_listen="127.0.0.1:0",
-        keep_alive_seconds=1.5,
-        drain_seconds=0,
-    )
+    chosen = settings("127.0.0.1:9", keep_alive_seconds=1.2, drain_seconds=0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(BoundedProtocol, "header_seconds", 0.5)
-        patch.setattr(BoundedProtocol, "body_seconds", 0.5)
-        async with running(settings, Metrics()) as gateway:
+        patch.setattr(BoundedProtocol, "header_seconds", 0.3)
+        patch.setattr(BoundedProtocol, "body_seconds", 0.3)
+        async with running(chosen, Metrics()) as gateway:
             yield gateway
 
 
@@ -84,11 +76,9 @@ def answer_of(received: bytes) -> tuple[int, dict[str, Any]]:
     "headers",
     [
         b"X: " + b"a" * MAX_HEADER_BYTES + b"\r\n\r\n",
-        b"X" * MAX_HEADER_BYTES + b": a\r\n\r\n",
         b"X: a\r\n" * (MAX_HEADERS + 1) + b"\r\n",
-        b"X: a\r\n" * 2000 + b"\r\n",
     ],
-    ids=["one long value", "one long name", "one too many", "very many"],
+    ids=["one long value", "one too many"],
 )
 async def test_headers_above_the_bound_are_refused(gateway: Gateway, headers: bytes) -> None:
     async with Connection(gateway) as connection:
@@ -149,10 +139,14 @@ async def test_an_idle_connection_is_closed_after_its_answer(gateway: Gateway) -
 
 
 @pytest.mark.parametrize(
-    "beginning",
-    [HEAD, b"\r\n", POST + b"Content-Length: 9\r\n\r\n", POST + b"Content-Length: 9\r\n\r\n{"],
+    ("beginning", "after_a_request"),
+    [
+        (HEAD, True),
+        (b"\r\n", False),
+        (POST + b"Content-Length: 9\r\n\r\n", True),
+        (POST + b"Content-Length: 9\r\n\r\n{", False),
+    ],
 )
-@pytest.mark.parametrize("after_a_request", [False, True])
 async def test_half_a_request_times_out(
     gateway: Gateway, beginning: bytes, after_a_request: bool
 ) -> None:
@@ -175,16 +169,16 @@ async def test_a_request_that_arrives_too_slowly_times_out(gateway: Gateway) -> 
         assert answer_of(await ended)[0] == 408
 
 
-async def test_bytes_that_are_not_http_get_an_error_in_openais_shape(gateway: Gateway) -> None:
+@pytest.mark.parametrize(
+    "sent",
+    [b"\x16\x03\x01 hello\r\n\r\n", HEAD + b"Host: localhost\r\nConnection: close\r\n\r\n"],
+    ids=["no HTTP", "two hosts"],
+)
+async def test_a_malformed_request_gets_an_error_in_openais_shape(
+    gateway: Gateway, sent: bytes
+) -> None:
     async with Connection(gateway) as connection:
-        await connection.send(b"\x16\x03\x01 hello\r\n\r\n")
-        status, error = answer_of(await connection.to_the_end())
-    assert (status, error["code"]) == (400, "malformed_request")
-
-
-async def test_a_request_with_two_hosts_is_refused(gateway: Gateway) -> None:
-    async with Connection(gateway) as connection:
-        await connection.send(HEAD + b"Host: localhost\r\nConnection: close\r\n\r\n")
+        await connection.send(sent)
         status, error = answer_of(await connection.to_the_end())
     assert (status, error["code"]) == (400, "malformed_request")
 
@@ -194,5 +188,5 @@ async def test_a_slow_answer_does_not_time_out(gateway: Gateway) -> None:
     async with Connection(gateway) as connection:
         await connection.send(b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n")
         async with asyncio.timeout(PATIENCE_S):
-            for _ in range(5):
+            for _ in range(3):
                 await connection.reader.readuntil(b"data: ")

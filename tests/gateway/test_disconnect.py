@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
-import grpc
 import pytest
 from gateway_rig import Rig, until
 from scripted_verifier import last, plain
@@ -54,10 +53,10 @@ async def asks_and_reads_nothing(rig: Rig) -> socket.socket:
 
 @pytest.mark.parametrize("chunks", [[], [plain([5])]], ids=["before the first token", "after it"])
 @pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize("n", [1, 3])
 async def test_a_client_that_hangs_up_frees_its_sequences(
-    rig: Rig, chunks: list[Any], stream: bool, n: int
+    rig: Rig, chunks: list[Any], stream: bool
 ) -> None:
+    n = 3
     endless(rig, chunks)
     request = asyncio.create_task(
         rig.client.completions.create(model="models/target", prompt="x", n=n, stream=stream)
@@ -70,15 +69,6 @@ async def test_a_client_that_hangs_up_frees_its_sequences(
     await freed(rig, n)
 
 
-async def test_a_client_that_hangs_up_between_tokens_frees_its_sequence(rig: Rig) -> None:
-    rig.script.answer = lambda _: [step for _ in range(1000) for step in (plain([5]), 0.01)]
-    stream = await rig.client.completions.create(model="models/target", prompt="x", stream=True)
-    for _ in range(5):
-        await anext(stream)
-    await stream.close()
-    await freed(rig, 1)
-
-
 async def test_a_client_that_never_reads_and_hangs_up_frees_its_sequence(rig: Rig) -> None:
     """The gateway is then waiting in a write to a full socket."""
     rig.script.answer = lambda _: [
@@ -86,7 +76,7 @@ async def test_a_client_that_never_reads_and_hangs_up_frees_its_sequence(rig: Ri
     ]
     connection = await asks_and_reads_nothing(rig)
     await until(lambda: rig.script.running == 1)
-    await asyncio.sleep(1.0)
+    await asyncio.sleep(0.5)
     assert rig.script.running == 1
     connection.close()
     await freed(rig, 1)
@@ -110,12 +100,14 @@ async def test_an_unread_answer_stops_at_the_verifier_alone_and_goes_on_when_it_
     before = -1
     while before != sent:
         before = sent
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(0.3)
     assert sent < 2_000, "buffers in the gateway are small"
     rig.says("It goes on.")
     other = await rig.client.completions.create(model="models/target", prompt="x")
     assert other.choices[0].text == "It goes on."
     assert rig.script.running == 1
+    # With the small buffer the rest would take half a minute.
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**20)
     with connection, connection.makefile("rb") as lines:
         events = await asyncio.to_thread(lambda: [line for line in lines if b"data: {" in line])
     assert sent == 3_999
@@ -170,13 +162,4 @@ async def test_a_cancelled_grpc_call_frees_its_sequence(rig: Rig, chunks: list[A
     if chunks:
         await anext(aiter(call))
     call.cancel()
-    await freed(rig, 1)
-
-
-async def test_a_grpc_deadline_frees_its_sequence(rig: Rig) -> None:
-    endless(rig, [plain([5])])
-    call = rig.generation.GenerateText(generation_pb2.GenerateTextRequest(prompt="x"), timeout=0.2)
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        _ = [response async for response in call]
-    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     await freed(rig, 1)

@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import grpc
 import pytest
 from gateway_rig import Rig
 from scripted_verifier import Step
 
-from outrider.process import rpc
 from outrider.protocol.messages import (
     FinishReason,
     SpeculationStats,
@@ -84,9 +82,8 @@ async def ask(rig: Rig, stream: bool, **body: Any) -> list[tuple[str, dict[str, 
 PROMPTS = ["once upon a time", "naïve 日本語 😀!", "<|user|>hi<|end|><|assistant|>"]
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-@pytest.mark.parametrize("as_ids", [False, True], ids=["text", "token ids"])
 @pytest.mark.parametrize("prompt", PROMPTS)
+@pytest.mark.parametrize(("as_ids", "stream"), [(False, True), (True, False), (True, True)])
 async def test_an_echo_lists_the_prompts_tokens_before_the_generated_ones(
     rig: Rig, prompt: str, as_ids: bool, stream: bool
 ) -> None:
@@ -130,19 +127,7 @@ async def test_with_no_tokens_to_generate_only_the_prompt_is_scored(rig: Rig, st
         assert rig.script.requests[-1].prompt_logprobs == 0
 
 
-async def test_an_echo_alone_needs_no_log_probabilities(rig: Rig) -> None:
-    rig.script.answer = scoring([50])
-    answer = await rig.client.completions.create(
-        model="models/target", prompt="x = 1", echo=True, max_tokens=0
-    )
-    [choice] = answer.choices
-    assert (choice.text, choice.logprobs, choice.finish_reason) == ("x = 1", None, "length")
-    assert answer.usage is not None
-    assert answer.usage.completion_tokens == 0
-
-
-@pytest.mark.parametrize("max_tokens", [0, 2])
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize(("max_tokens", "stream"), [(0, False), (2, True)])
 async def test_each_choice_repeats_its_prompt_and_scores_it(
     rig: Rig, stream: bool, max_tokens: int
 ) -> None:
@@ -161,16 +146,6 @@ async def test_each_choice_repeats_its_prompt_and_scores_it(
             scores = [pytest.approx(-token / 100) for token in ids[1:]]
             assert logprobs["token_logprobs"] == [None, *scores]
     assert len(found) == len(rig.script.requests) == 6
-
-
-async def test_choices_that_echo_a_prompt_count_its_tokens_once(rig: Rig) -> None:
-    rig.script.answer = scoring([50])
-    answer = await rig.client.completions.create(
-        model="models/target", prompt="x = 1", echo=True, max_tokens=0, n=3
-    )
-    assert [(choice.text, choice.logprobs) for choice in answer.choices] == [("x = 1", None)] * 3
-    assert answer.usage is not None
-    assert answer.usage.prompt_tokens == len(rig.prompts.tokenizer.encode("x = 1").ids)
 
 
 async def test_of_several_tokens_with_one_text_the_likeliest_is_listed(rig: Rig) -> None:
@@ -229,15 +204,6 @@ async def test_vllms_prompt_logprobs_have_its_shape_in_both_endpoints(rig: Rig) 
     assert "prompt_logprobs" not in (chat.choices[0].model_extra or {})
 
 
-async def test_a_conversation_can_be_scored_without_an_answer(rig: Rig) -> None:
-    rig.script.answer = scoring([50])
-    answer = await rig.client.chat.completions.create(
-        model="models/target", messages=CHAT, max_tokens=0, extra_body={"prompt_logprobs": 0}
-    )
-    assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == ("", "length")
-    assert len((answer.model_extra or {})["prompt_logprobs"]) == len(rig.script.requests[-1].prompt)
-
-
 async def test_the_log_probability_of_an_impossible_token_is_finite(rig: Rig) -> None:
     never = TokenLogprob(-math.inf, (50,), (0.0,), 4096)
     rig.script.answer = lambda request: [
@@ -253,23 +219,6 @@ async def test_the_log_probability_of_an_impossible_token_is_finite(rig: Rig) ->
     assert found["token_logprobs"] == [None, -9999.0]
 
 
-async def test_a_prompts_parts_are_not_taken_for_the_first_token(rig: Rig) -> None:
-    async def first_tokens() -> float:
-        lines = (await rig.http.get("/metrics")).text.splitlines()
-        return sum(
-            float(line.split()[-1])
-            for line in lines
-            if line.startswith("outrider:time_to_first_token_seconds_count")
-        )
-
-    rig.script.answer = scoring([50])
-    before = await first_tokens()
-    await ask(rig, False, prompt=list(range(40, 60)), echo=True, logprobs=0, max_tokens=0)
-    assert await first_tokens() == before
-    await ask(rig, False, prompt=list(range(40, 60)), echo=True, logprobs=0, max_tokens=2)
-    assert await first_tokens() == before + 1
-
-
 async def test_grpc_streams_a_prompts_log_probabilities_before_its_first_token(rig: Rig) -> None:
     rig.script.answer = scoring([50])
     prompt = TokenPrompt(token_ids=range(40, 50))
@@ -283,19 +232,3 @@ async def test_grpc_streams_a_prompts_log_probabilities_before_its_first_token(r
         ]
         assert all((logprob.rank, len(logprob.top_token_ids)) == (2, 2) for logprob in found)
         assert [token for response in responses for token in response.token_ids] == tokens
-
-
-@pytest.mark.parametrize(
-    ("settings", "field", "message"),
-    [
-        ({"prompt_logprob_count": 21}, "prompt_logprob_count", r"must be in \[0, 20\], not 21"),
-        ({"prompt_logprob_count": 0, "max_tokens": -1}, "max_tokens", "must be at least 0, not -1"),
-        ({"max_tokens": 0}, "max_tokens", "must be at least 1, not 0"),
-    ],
-)
-async def test_grpc_names_the_field_and_the_limit(
-    rig: Rig, settings: dict[str, int], field: str, message: str
-) -> None:
-    with pytest.raises(grpc.aio.AioRpcError, match=message) as caught:
-        [_ async for _ in rig.generation.GenerateText(GenerateTextRequest(prompt="x", **settings))]
-    assert rpc.error_of(caught.value).field == field

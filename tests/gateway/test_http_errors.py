@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from typing import Any
 
 import httpx
-import openai
 import pytest
 from gateway_rig import Rig, until
-from scripted_verifier import last, plain
+from scripted_verifier import plain
 
 from outrider.errors import OutriderError, Reason
-from outrider.protocol.messages import FinishReason
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -28,42 +25,16 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
     return body["error"]
 
 
-async def test_a_verifiers_error_adds_no_headers(rig: Rig) -> None:
-    metadata = {"set-cookie": "a=b", "x-ratelimit-limit-requests": "60"}
-    error = OutriderError(Reason.RATE_LIMIT_EXCEEDED, "no", metadata=metadata)
-    rig.script.answer = lambda _: [error]
-    response = await rig.http.post("/v1/completions", json={"prompt": "x"})
-    assert error_of(response)["code"] == "rate_limit_exceeded"
-    assert not metadata.keys() & set(response.headers)
-
-
 # (body beside the prompt, param, code, a part of the message)
 BAD_COMPLETIONS: list[tuple[dict[str, Any], str, str, str]] = [
     ({"prompt": ""}, "prompt", "invalid_value", "at least 1 token"),
     ({"prompt": []}, "prompt", "invalid_value", "none empty"),
-    ({"prompt": [[]]}, "prompt", "invalid_value", "none empty"),
     ({"prompt": ["x", 3]}, "prompt", "invalid_value", "list of strings"),
-    ({"prompt": [True]}, "prompt", "invalid_value", "list of token ids"),
     ({"prompt": {"a": 1}}, "prompt", "invalid_value", "must be a string"),
     ({"prompt": "\ud800"}, "prompt", "invalid_value", "surrogate"),
     ({"prompt": [4096]}, "prompt", "invalid_value", "[0, 4096), not 4096"),
-    ({"prompt": [-1]}, "prompt", "invalid_value", "[0, 4096), not -1"),
-    ({"prompt": [-1], "echo": True}, "prompt", "invalid_value", "[0, 4096), not -1"),
     ({"prompt": [2**33], "echo": True}, "prompt", "invalid_value", "[0, 4096), not 8589934592"),
     ({"regex": "a"}, "regex", "unsupported_parameter", "use structured_outputs.regex"),
-    ({"guided_json": {}}, "guided_json", "unsupported_parameter", "use structured_outputs.json"),
-    (
-        {"structured_outputs": {"choice": ["a", "\ud800"]}},
-        "structured_outputs.choice[1]",
-        "invalid_value",
-        "surrogate",
-    ),
-    (
-        {"structured_outputs": {"grammar": "\ud800"}},
-        "structured_outputs.grammar",
-        "invalid_value",
-        "surrogate",
-    ),
     (
         {"speculation": {"drafter_id": "\ud800"}},
         "speculation.drafter_id",
@@ -72,19 +43,9 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str, str, str]] = [
     ),
     ({"repetition_penalty": 1e-38}, "repetition_penalty", "invalid_value", "[0.01, 10], not 1e-38"),
     ({"prompt": [5] * 2048}, "prompt", "context_length_exceeded", "2048 tokens"),
-    ({"prompt": ["x"] * 9}, "prompt", "invalid_value", "at most 8"),
     ({"prompt": ["x"] * 3, "n": 3}, "n", "invalid_value", "at most 8"),
-    ({"n": 0}, "n", "invalid_value", "[1, 8], not 0"),
     ({"n": 10**30}, "n", "invalid_value", "[1, 8]"),
-    ({"n": 1.0}, "n", "invalid_value", "valid integer"),
     ({"max_tokens": 0}, "max_tokens", "invalid_value", "at least 1, not 0"),
-    ({"max_tokens": -5}, "max_tokens", "invalid_value", "at least 1, not -5"),
-    (
-        {"max_tokens": 2048},
-        "max_tokens",
-        "context_length_exceeded",
-        "This model's maximum context length is 2048 tokens. max_tokens asks",
-    ),
     (
         {"max_tokens": 10**30},
         "max_tokens",
@@ -92,40 +53,12 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str, str, str]] = [
         "This model's maximum context length is 2048 tokens. max_tokens asks",
     ),
     ({"max_tokens": "7"}, "max_tokens", "invalid_value", "valid integer"),
-    ({"temperature": -0.1}, "temperature", "invalid_value", "[0, 2], not -0.1"),
-    ({"temperature": 2.1}, "temperature", "invalid_value", "[0, 2], not 2.1"),
     ({"temperature": True}, "temperature", "invalid_value", "valid number"),
-    ({"top_p": 0}, "top_p", "invalid_value", "(0, 1], not 0"),
-    ({"top_p": 1.5}, "top_p", "invalid_value", "(0, 1], not 1.5"),
-    ({"top_k": -2}, "top_k", "invalid_value", "[0, 4096], not -2"),
-    ({"top_k": 4097}, "top_k", "invalid_value", "[0, 4096], not 4097"),
     ({"seed": 2**64}, "seed", "invalid_value", "must be in"),
-    ({"seed": "1"}, "seed", "invalid_value", "valid integer"),
     ({"stop": [""]}, "stop[0]", "invalid_value", "1 to 256 characters"),
-    ({"stop": ["a", "b" * 257]}, "stop[1]", "invalid_value", "1 to 256 characters"),
     ({"stop": ["a"] * 17}, "stop", "invalid_value", "at most 16 strings, not 17"),
-    ({"stop": [1]}, "stop[0]", "invalid_value", "valid string"),
     ({"stop_token_ids": [4096]}, "stop_token_ids[0]", "invalid_value", "[0, 4096)"),
-    ({"stop_token_ids": [1] * 65}, "stop_token_ids", "invalid_value", "at most 64"),
-    (
-        {"speculation": {"draft_tokens": 65}},
-        "speculation.draft_tokens",
-        "invalid_value",
-        "[0, 64], not 65",
-    ),
-    (
-        {"speculation": {"draft_tokens": -1}},
-        "speculation.draft_tokens",
-        "invalid_value",
-        "[0, 64], not -1",
-    ),
     ({"speculation": {"drafter_id": "x" * 129}}, "speculation.drafter_id", "invalid_value", "128"),
-    (
-        {"speculation": {"drafter_family": "x" * 65}},
-        "speculation.drafter_family",
-        "invalid_value",
-        "64",
-    ),
     (
         {"speculation": {"drafter_id": "a", "drafter_family": "b"}},
         "speculation.drafter_family",
@@ -138,8 +71,6 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str, str, str]] = [
         "unknown_parameter",
         "not a parameter",
     ),
-    ({"speculation": {"speed": 9}}, "speculation.speed", "unknown_parameter", "not a parameter"),
-    ({"speculation": True}, "speculation", "invalid_value", "valid dictionary"),
     (
         {"stream_options": {"include_usage": True}},
         "stream_options",
@@ -183,23 +114,17 @@ UNSUPPORTED = {
 }
 
 
-@pytest.mark.parametrize("name", UNSUPPORTED)
-async def test_an_unsupported_parameter_is_refused_not_ignored(rig: Rig, name: str) -> None:
-    error = error_of(
-        await rig.http.post(
-            "/v1/chat/completions", json={"messages": CHAT, name: UNSUPPORTED[name]}
-        )
-    )
-    assert (error["param"], error["code"]) == (name, "unsupported_parameter")
+async def test_an_unsupported_parameter_is_refused_not_ignored(rig: Rig) -> None:
+    for name, value in UNSUPPORTED.items():
+        response = await rig.http.post("/v1/chat/completions", json={"messages": CHAT, name: value})
+        error = error_of(response)
+        assert (error["param"], error["code"]) == (name, "unsupported_parameter")
 
 
 BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages"),
-    ({"messages": "hi"}, "messages"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
-    ({"messages": [{"content": "x"}]}, "messages[0].role"),
     ({"messages": [*CHAT, {"role": "user"}]}, "messages[1].content"),
-    ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": "\udfff"}]}, "messages[0].content"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
@@ -210,7 +135,6 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
         "messages[0].tool_calls",
     ),
     ({"messages": [{"role": "user", "content": "x" * 60_000}]}, "messages"),
-    ({"messages": CHAT, "max_completion_tokens": 0}, "max_completion_tokens"),
     ({"messages": CHAT, "max_completion_tokens": 4000}, "max_completion_tokens"),
     ({"messages": CHAT, "max_completion_tokens": 4, "max_tokens": 4}, "max_tokens"),
 ]
@@ -229,14 +153,10 @@ async def test_a_bad_chat_names_the_place(rig: Rig, body: dict[str, Any], param:
         (b'{"prompt": "x', JSON, "not JSON"),
         (b"", JSON, "JSON object"),
         (b"[1]", JSON, "JSON object"),
-        (b'"text"', JSON, "JSON object"),
-        (b"null", JSON, "JSON object"),
-        (b"[" * 60_000, JSON, "JSON"),
         (b'{"prompt": ' + b"[" * 60_000, JSON, "JSON"),
         (b'{"n": ' + b"9" * 60_000 + b"}", JSON, "JSON"),
         (b'{"prompt": "\xff"}', JSON, "JSON"),
         (b'{"prompt": "x"}', {"content-type": "text/plain"}, "Content-Type"),
-        (b'{"\\ud800": 1}', JSON, ""),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -250,13 +170,12 @@ async def test_the_error_for_a_malformed_body_says_why(
     assert words in error["message"]
 
 
-@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
-@pytest.mark.parametrize("name", ["temperature", "top_p"])
-async def test_numbers_that_are_not_finite_are_refused(rig: Rig, name: str, number: str) -> None:
-    response = await rig.http.post(
-        "/v1/completions", content=f'{{"prompt": "x", "{name}": {number}}}', headers=JSON
-    )
-    assert (response.status_code, error_of(response)["param"]) == (400, name)
+async def test_numbers_that_are_not_finite_are_refused(rig: Rig) -> None:
+    for number in ("NaN", "-Infinity", "1e999"):
+        response = await rig.http.post(
+            "/v1/completions", content=f'{{"prompt": "x", "top_p": {number}}}', headers=JSON
+        )
+        assert (response.status_code, error_of(response)["param"]) == (400, "top_p")
 
 
 async def test_a_body_over_the_limit_is_refused_with_or_without_a_length(rig: Rig) -> None:
@@ -281,15 +200,8 @@ async def test_errors_for_unknown_routes_and_methods_have_openais_shape(rig: Rig
     assert (model.status_code, error_of(model)["code"]) == (404, "model_not_found")
 
 
-@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
-    ("reason", "status"),
-    [
-        (Reason.DRAFTER_NOT_FOUND, 404),
-        (Reason.OVERLOADED, 429),
-        (Reason.INTERNAL, 500),
-        (Reason.DRAINING, 503),
-    ],
+    ("reason", "status", "stream"), [(Reason.OVERLOADED, 429, True), (Reason.INTERNAL, 500, False)]
 )
 async def test_the_verifiers_errors_have_their_own_http_status(
     rig: Rig, reason: Reason, status: int, stream: bool
@@ -305,26 +217,12 @@ async def test_the_verifiers_errors_have_their_own_http_status(
     assert error["param"] == "speculation.drafter_id"
 
 
-async def test_a_verifiers_error_about_a_grammar_names_the_callers_field(
-    rig: Rig,
-) -> None:
-    rig.script.answer = lambda _: [
-        OutriderError(Reason.OVERLOADED, "grammar.regex: busy", "grammar.regex", retry_after_s=3.0)
-    ]
-    given = {"prompt": "x", "structured_outputs": {"regex": "a"}}
-    response = await rig.http.post("/v1/completions", json=given)
-    assert (response.status_code, response.headers["retry-after"]) == (429, "3")
-    assert error_of(response)["message"] == "structured_outputs.regex: busy"
-    assert error_of(response)["param"] == "structured_outputs.regex"
-
-
-@pytest.mark.parametrize("n", [1, 3])
-async def test_a_failure_in_mid_stream_is_the_last_event_before_done(rig: Rig, n: int) -> None:
+async def test_a_failure_in_mid_stream_is_the_last_event_before_done(rig: Rig) -> None:
     rig.script.answer = lambda request: [
         plain([5]),
         OutriderError(Reason.INTERNAL, "the target's forward failed"),
     ]
-    response = await rig.http.post("/v1/completions", json={"prompt": "x", "stream": True, "n": n})
+    response = await rig.http.post("/v1/completions", json={"prompt": "x", "stream": True, "n": 3})
     assert response.status_code == 200
     *texts, error, done, end = response.text.split("\n\n")
     assert texts
@@ -339,13 +237,6 @@ async def test_a_failure_in_mid_stream_is_the_last_event_before_done(rig: Rig, n
     }
 
 
-async def test_the_official_client_raises_a_mid_stream_failure(rig: Rig) -> None:
-    rig.script.answer = lambda _: [plain([5]), OutriderError(Reason.INTERNAL, "broken")]
-    stream = await rig.client.completions.create(model="models/target", prompt="x", stream=True)
-    with pytest.raises(openai.APIError, match="broken"):
-        _ = [part async for part in stream]
-
-
 async def test_one_failed_choice_fails_the_request_and_cancels_its_siblings(rig: Rig) -> None:
     def answer(request: Any) -> list[Any]:
         failed = request.sampling.seed == 1
@@ -355,15 +246,3 @@ async def test_one_failed_choice_fails_the_request_and_cancels_its_siblings(rig:
     response = await rig.http.post("/v1/completions", json={"prompt": "x", "n": 3, "seed": 0})
     assert (response.status_code, error_of(response)["message"]) == (500, "broken")
     await until(lambda: not rig.script.running)
-
-
-async def test_a_bad_request_disturbs_no_other(rig: Rig) -> None:
-    ids = rig.prompts.tokenizer.encode("if x").ids
-    rig.script.answer = lambda _: [
-        *(step for i in ids for step in (plain([i]), 0.05)),
-        last([3], FinishReason.STOP),
-    ]
-    good = asyncio.create_task(rig.http.post("/v1/completions", json={"prompt": "x"}))
-    for body in ({"prompt": ""}, {"prompt": "x", "n": 99}, {"prompt": [9999]}):
-        assert (await rig.http.post("/v1/completions", json=body)).status_code == 400
-    assert (await good).json()["choices"][0]["text"] == "if x"

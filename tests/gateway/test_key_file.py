@@ -40,18 +40,6 @@ def test_a_bad_file_is_refused_with_the_place_and_the_problem(
     assert str(path) in caught.value.message
 
 
-def test_keys_come_from_the_environment_as_the_same_text(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    digest = entry(ALICE, "alice").sha256
-    text = f'{{"keys": [{{"id": "a", "tenant": "alice", "sha256": "{digest}"}}]}}'
-    monkeypatch.setenv("OUTRIDER_GATEWAY_KEYS", text)
-    settings = GatewaySettings(verifier=["v:1"], tokenizer="t", http_host="0.0.0.0")
-    found = KeyRing(settings.keys_file, settings.keys).find(ALICE)
-    assert found is not None
-    assert found.tenant == "alice"
-
-
 def test_a_new_file_of_keys_is_its_owners_and_keeps_a_chosen_mode(tmp_path: Path) -> None:
     path = tmp_path / "keys.yaml"
     write_keys(path, [entry(ALICE, "alice")])

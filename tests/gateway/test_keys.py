@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import hashlib
 import logging
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
@@ -11,21 +12,18 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
-import grpc
 import httpx
 import pytest
 import pytest_asyncio
 from gateway_rig import Rig, until
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 from keyed_rig import ALICE, BOB, EXPIRED, OPERATOR, auth, entry, keyed_rig
 from test_page_api import events
 
 from gateway.access import keys
-from gateway.access.gate import RequireKey
+from gateway.access.gate import RequireKey, tenant_of
 from gateway.access.keys import KeyRing
 from gateway.text.prompts import Prompts
-from outrider.errors import Reason, invalid
-from outrider.process import rpc
+from outrider.errors import invalid
 from outrider.process.key_file import new_key, write_keys
 from outrider.v1 import generation_pb2
 
@@ -111,18 +109,6 @@ async def test_a_browser_is_asked_for_the_key_as_a_password(keyed: Rig) -> None:
     assert answer.headers["www-authenticate"] == 'Bearer realm="Outrider"'
 
 
-@pytest.mark.parametrize("key", ["", "wrong", EXPIRED], ids=["no key", "unknown", "expired"])
-async def test_grpc_calls_without_a_valid_key_are_unauthenticated(keyed: Rig, key: str) -> None:
-    metadata = list(auth(key).items()) if key else None
-    call = keyed.generation.GenerateText(
-        generation_pb2.GenerateTextRequest(prompt="x"), metadata=metadata
-    )
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        _ = [response async for response in call]
-    assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
-    assert rpc.error_of(caught.value).reason is Reason.INVALID_API_KEY
-
-
 async def test_no_websocket_gets_past_the_key(keyed: Rig) -> None:
     """The server takes none. One that does must not open a way around the checks of requests."""
     sent: list[Any] = []
@@ -138,35 +124,6 @@ async def test_no_websocket_gets_past_the_key(keyed: Rig) -> None:
     scope = {"type": "websocket", "path": "/livez", "headers": headers}
     await RequireKey(app, keyed.gateway.gate)(scope, Mock(), send)
     assert (sent, inner) == (["websocket.close"], [])
-
-
-async def test_grpc_health_needs_no_key(keyed: Rig) -> None:
-    async with rpc.dial(keyed.gateway.grpc_address) as channel:
-        stub = health_pb2_grpc.HealthStub(channel)
-        answer = await stub.Check(health_pb2.HealthCheckRequest())
-    assert answer.status == health_pb2.HealthCheckResponse.SERVING
-
-
-async def test_a_watch_of_health_needs_a_key_since_it_never_ends(keyed: Rig) -> None:
-    request = health_pb2.HealthCheckRequest()
-    async with rpc.dial(keyed.gateway.grpc_address) as channel:
-        stub = health_pb2_grpc.HealthStub(channel)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await stub.Watch(request).read()
-        assert rpc.error_of(caught.value).reason is Reason.INVALID_API_KEY
-        metadata = (("authorization", f"Bearer {ALICE}"),)
-        watched = await stub.Watch(request, metadata=metadata).read()
-    assert watched.status == health_pb2.HealthCheckResponse.SERVING
-
-
-@pytest.mark.parametrize("path", ["/metrics", "/metrics%0A"])
-async def test_metrics_are_for_operators(keyed: Rig, path: str) -> None:
-    answer = await keyed.http.get(path, headers=auth(ALICE))
-    assert answer.status_code in (403, 404)
-    assert "outrider:" not in answer.text
-    assert (await keyed.http.get("/metrics", headers=auth(OPERATOR))).status_code == 200
-    refused = await keyed.http.get("/metrics", headers=auth(ALICE))
-    assert refused.json()["error"]["code"] == "insufficient_permissions"
 
 
 async def test_only_operators_see_the_processes(keyed: Rig) -> None:
@@ -236,26 +193,6 @@ async def test_a_file_that_could_not_be_read_is_tried_again(
     assert caplog.text.count("the old keys stay in force") == 1
 
 
-async def test_a_change_of_owner_or_mode_counts_as_a_change(tmp_path: Path) -> None:
-    path = tmp_path / "keys.yaml"
-    write_keys(path, [entry(ALICE, "alice")])
-    ring = KeyRing(path, "")
-    assert not ring.has_changed()
-    path.chmod(0o640)
-    assert ring.has_changed()
-
-
-async def test_a_running_gateway_follows_its_file(prompts: Prompts, tmp_path: Path) -> None:
-    async with keyed_rig(prompts, tmp_path, [entry(ALICE, "alice")]) as rig:
-        assert (await rig.http.get("/v1/models", headers=auth(BOB))).status_code == 401
-        write_keys(tmp_path / "keys.yaml", [entry(BOB, "bob")])
-        gate = rig.gateway.gate
-        assert gate.keys is not None
-        await gate.keys.reload()
-        assert (await rig.http.get("/v1/models", headers=auth(BOB))).status_code == 200
-        assert (await rig.http.get("/v1/models", headers=auth(ALICE))).status_code == 401
-
-
 @pytest.mark.parametrize("role", ["tenant", "operator"])
 async def test_events_end_once_the_key_is_revoked(
     prompts: Prompts, tmp_path: Path, role: str
@@ -290,3 +227,22 @@ async def test_without_keys_everybody_sees_all(rig: Rig) -> None:
     assert (await rig.http.get("/readyz")).json()["verifiers"] != []
     http: httpx.AsyncClient = rig.http
     assert (await http.get("/v1/models")).status_code == 200
+
+
+@pytest.mark.parametrize("value", ["", "Bearer", "Bearer ", "Basic b25l", "one"])
+async def test_a_header_without_a_key_gives_the_default_tenant(value: str) -> None:
+    assert tenant_of({"authorization": value}) == ""
+
+
+async def test_without_keys_each_bearer_token_is_a_tenant(rig: Rig) -> None:
+    for value in ("Bearer one", "Bearer two", "bearer one"):
+        await rig.http.post("/v1/completions", json=BODY, headers={"authorization": value})
+    await rig.http.post("/v1/completions", json=BODY)
+    call = rig.generation.GenerateText(
+        generation_pb2.GenerateTextRequest(prompt="x"), metadata=(("authorization", "Bearer one"),)
+    )
+    _ = [response async for response in call]
+    first, second, again, none, by_grpc = [request.tenant for request in rig.script.requests]
+    assert first == again == by_grpc == "key-" + hashlib.sha256(b"one").hexdigest()[:32]
+    assert len({first, second, none}) == 3
+    assert none == ""

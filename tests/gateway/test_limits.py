@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator
-from pathlib import Path
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc
 import pytest
-from gateway_rig import Rig, until
+import pytest_asyncio
+from gateway_rig import Rig, echo, until
 from keyed_rig import ALICE, BOB, auth, entry, keyed_rig
 from limits.aio.storage import Storage
 from redis.exceptions import ConnectionError as RedisConnectionError
@@ -26,6 +25,7 @@ from gateway.text.prompts import Prompts
 from gateway.upstream.token_stream import late
 from outrider.errors import OutriderError, Reason
 from outrider.process import rpc
+from outrider.process.key_file import write_keys
 from outrider.protocol.messages import TokenSource
 from outrider.v1 import generation_pb2
 
@@ -44,15 +44,26 @@ class Clock:
         return self.seconds
 
 
-@contextlib.asynccontextmanager
+Limited = Callable[..., Awaitable[Rig]]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def limited(
-    prompts: Prompts, folder: Path, clock: Clock | None = None, **limits: int
-) -> AsyncIterator[Rig]:
-    """A gateway where alice has limits and bob has none."""
-    entries = [entry(ALICE, "alice", **limits), entry(BOB, "bob")]
-    async with keyed_rig(prompts, folder, entries) as rig:
-        rig.gateway.gate.limits.windows = Windows(clock or Clock())
-        yield rig
+    prompts: Prompts, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Limited]:
+    """Changes a gateway's keys, so that alice has some limits and bob has none."""
+    folder = tmp_path_factory.mktemp("keys")
+    async with keyed_rig(prompts, folder, [entry(BOB, "bob")]) as rig:
+
+        async def change(clock: Clock | None = None, **limits: int) -> Rig:
+            write_keys(folder / "keys.yaml", [entry(ALICE, "alice", **limits), entry(BOB, "bob")])
+            assert rig.gateway.gate.keys is not None
+            await rig.gateway.gate.keys.reload()
+            rig.gateway.gate.limits.windows = Windows(clock or Clock())
+            rig.script.answer = echo
+            return rig
+
+        yield change
 
 
 async def counted(limits: Limits, kind: str) -> int:
@@ -64,131 +75,81 @@ async def post(rig: Rig, key: str = ALICE, **given: Any) -> Any:
     return await rig.http.post("/v1/completions", json=BODY | given, headers=auth(key))
 
 
-async def test_too_many_requests_get_429_until_the_next_minute(
-    prompts: Prompts, tmp_path: Path
-) -> None:
+async def test_too_many_requests_get_429_until_the_next_minute(limited: Limited) -> None:
     clock = Clock()
-    async with limited(prompts, tmp_path, clock, requests_per_minute=2) as rig:
-        first, second, third = [await post(rig) for _ in range(3)]
-        assert [answer.status_code for answer in (first, second, third)] == [200, 200, 429]
-        remaining = "x-ratelimit-remaining-requests"
-        assert [answer.headers[remaining] for answer in (first, second, third)] == ["1", "0", "0"]
-        assert third.headers["retry-after"] == "20"
-        assert third.headers["x-ratelimit-limit-requests"] == "2"
-        assert third.headers["x-ratelimit-reset-requests"] == "20s"
-        error = third.json()["error"]
-        assert (error["code"], error["type"]) == ("rate_limit_exceeded", "rate_limit_error")
-        assert (await post(rig, BOB)).status_code == 200
-        assert "x-ratelimit-limit-requests" not in (await post(rig, BOB)).headers
-        clock.seconds += 20
-        assert (await post(rig)).status_code == 200
+    rig = await limited(clock, requests_per_minute=2)
+    first, second, third = [await post(rig) for _ in range(3)]
+    assert [answer.status_code for answer in (first, second, third)] == [200, 200, 429]
+    remaining = "x-ratelimit-remaining-requests"
+    assert [answer.headers[remaining] for answer in (first, second, third)] == ["1", "0", "0"]
+    assert third.headers["retry-after"] == "20"
+    assert third.headers["x-ratelimit-limit-requests"] == "2"
+    assert third.headers["x-ratelimit-reset-requests"] == "20s"
+    error = third.json()["error"]
+    assert (error["code"], error["type"]) == ("rate_limit_exceeded", "rate_limit_error")
+    assert (await post(rig, BOB)).status_code == 200
+    assert "x-ratelimit-limit-requests" not in (await post(rig, BOB)).headers
+    clock.seconds += 20
+    assert (await post(rig)).status_code == 200
 
 
-async def test_tokenizing_counts_as_a_request(prompts: Prompts, tmp_path: Path) -> None:
-    async with limited(prompts, tmp_path, requests_per_minute=1) as rig:
-        answers = [
-            await rig.http.post("/tokenize", json={"prompt": "x"}, headers=auth(ALICE))
-            for _ in range(2)
-        ]
+async def test_tokenizing_counts_as_a_request(limited: Limited) -> None:
+    rig = await limited(requests_per_minute=1)
+    answers = [
+        await rig.http.post("/tokenize", json={"prompt": "x"}, headers=auth(ALICE))
+        for _ in range(2)
+    ]
     assert [answer.status_code for answer in answers] == [200, 429]
 
 
-async def test_refused_requests_use_up_nothing(prompts: Prompts, tmp_path: Path) -> None:
-    async with limited(prompts, tmp_path, tokens_per_minute=100) as rig:
-        rig.says("one two three", pause_s=0.05)
-        running = asyncio.create_task(post(rig, max_tokens=90))
-        await until(lambda: rig.script.running == 1)
-        refused = [await post(rig, max_tokens=50) for _ in range(5)]
-        assert {answer.status_code for answer in refused} == {429}
-        assert "x-ratelimit-remaining-tokens" in refused[0].headers
-        assert "the request may need" in refused[0].json()["error"]["message"]
-        rig.says("x")
-        small = await post(rig, max_tokens=4)
-        assert small.status_code == 200
-        assert (await running).status_code == 200
-
-
-async def test_tokens_are_reserved_at_the_start_and_settled_at_the_end(
-    prompts: Prompts, tmp_path: Path
-) -> None:
-    clock = Clock()
-    async with limited(prompts, tmp_path, clock, tokens_per_minute=1000) as rig:
-        rig.says("one two three")
-        for stream in (False, True):
-            answer = await post(rig, max_tokens=500, stream=stream)
-            assert answer.status_code == 200
-        usage = (await post(rig, max_tokens=500)).json()["usage"]
-        last = await post(rig, max_tokens=100)
-        # The reservation of the last request is still in force when its headers are sent.
-        reserved = usage["prompt_tokens"] + 100
-        left = int(last.headers["x-ratelimit-remaining-tokens"])
-        spent = 1000 - left - reserved
-        assert 3 * (usage["total_tokens"] - 1) <= spent <= 3 * usage["total_tokens"]
-
-
-async def test_a_request_may_reserve_at_most_the_whole_limit(
-    prompts: Prompts, tmp_path: Path
-) -> None:
-    async with limited(prompts, tmp_path, tokens_per_minute=50) as rig:
-        answers = [await post(rig, max_tokens=1000) for _ in range(2)]
-        # The chat's default is all that the context leaves.
-        chat = {"messages": [{"role": "user", "content": "hi"}]}
-        answers.append(await rig.http.post("/v1/chat/completions", json=chat, headers=auth(ALICE)))
+async def test_a_request_may_reserve_at_most_the_whole_limit(limited: Limited) -> None:
+    rig = await limited(tokens_per_minute=50)
+    answers = [await post(rig, max_tokens=1000) for _ in range(2)]
+    # The chat's default is all that the context leaves.
+    chat = {"messages": [{"role": "user", "content": "hi"}]}
+    answers.append(await rig.http.post("/v1/chat/completions", json=chat, headers=auth(ALICE)))
     # The first requests gave their unused tokens back, but the third needs the whole minute.
     assert [answer.status_code for answer in answers] == [200, 429, 429]
 
 
-async def test_a_failed_request_gives_its_tokens_back(prompts: Prompts, tmp_path: Path) -> None:
-    async with limited(prompts, tmp_path, tokens_per_minute=100) as rig:
-        rig.script.answer = lambda _: [OutriderError(Reason.OVERLOADED, "full")]
-        for _ in range(5):
-            answer = await post(rig, max_tokens=90)
-            assert answer.json()["error"]["code"] == "overloaded"
-        limits = rig.gateway.gate.limits
-        assert await counted(limits, "tokens") == 0
-        assert limits.running["alice"] == 0
+async def test_a_failed_request_gives_its_tokens_back(limited: Limited) -> None:
+    rig = await limited(tokens_per_minute=100)
+    rig.script.answer = lambda _: [OutriderError(Reason.OVERLOADED, "full")]
+    for _ in range(5):
+        answer = await post(rig, max_tokens=90)
+        assert answer.json()["error"]["code"] == "overloaded"
+    limits = rig.gateway.gate.limits
+    assert await counted(limits, "tokens") == 0
+    assert limits.running["alice"] == 0
 
 
-async def test_only_so_many_sequences_run_at_once(prompts: Prompts, tmp_path: Path) -> None:
-    async with limited(prompts, tmp_path, concurrent_sequences=3) as rig:
-        rig.says("one two three", pause_s=0.05)
-        running = asyncio.create_task(post(rig, n=2))
-        await until(lambda: rig.script.running == 2)
-        refused = await post(rig, n=2)
-        assert refused.status_code == 429
-        assert refused.headers["retry-after"] == "1"
-        assert (await post(rig, n=4)).json()["error"]["param"] == "n"
-        assert (await post(rig)).status_code == 200
-        assert (await running).status_code == 200
-        assert (await post(rig, n=3)).status_code == 200
+async def test_only_so_many_sequences_run_at_once(limited: Limited) -> None:
+    rig = await limited(concurrent_sequences=3)
+    rig.says("one two three", pause_s=0.05)
+    running = asyncio.create_task(post(rig, n=2))
+    await until(lambda: rig.script.running == 2)
+    refused = await post(rig, n=2)
+    assert refused.status_code == 429
+    assert refused.headers["retry-after"] == "1"
+    assert (await post(rig, n=4)).json()["error"]["param"] == "n"
+    assert (await post(rig)).status_code == 200
+    assert (await running).status_code == 200
+    assert (await post(rig, n=3)).status_code == 200
 
 
-async def test_a_client_that_leaves_frees_its_sequences(prompts: Prompts, tmp_path: Path) -> None:
-    async with limited(prompts, tmp_path, concurrent_sequences=1) as rig:
-        rig.says("one two three " * 20, pause_s=0.05)
-        for _ in range(2):
-            body = BODY | {"stream": True, "max_tokens": 100}
-            async with rig.http.stream(
-                "POST", "/v1/completions", json=body, headers=auth(ALICE)
-            ) as response:
-                assert response.status_code == 200
-                await anext(response.aiter_lines())
-            await until(lambda: rig.gateway.gate.limits.running["alice"] == 0)
-
-
-async def test_sequences_of_a_minute_are_bounded(prompts: Prompts, tmp_path: Path) -> None:
-    async with limited(prompts, tmp_path, sequences_per_minute=4) as rig:
-        answers = [await post(rig, n=n) for n in (3, 2, 1)]
+async def test_sequences_of_a_minute_are_bounded(limited: Limited) -> None:
+    rig = await limited(sequences_per_minute=4)
+    answers = [await post(rig, n=n) for n in (3, 2, 1)]
     assert [answer.status_code for answer in answers] == [200, 429, 200]
 
 
-async def test_grpc_tells_when_to_retry(prompts: Prompts, tmp_path: Path) -> None:
-    async with limited(prompts, tmp_path, requests_per_minute=1) as rig:
-        request = generation_pb2.GenerateTextRequest(prompt="x")
-        metadata = tuple(auth(ALICE).items())
+async def test_grpc_tells_when_to_retry(limited: Limited) -> None:
+    rig = await limited(requests_per_minute=1)
+    request = generation_pb2.GenerateTextRequest(prompt="x")
+    metadata = tuple(auth(ALICE).items())
+    _ = [each async for each in rig.generation.GenerateText(request, metadata=metadata)]
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
         _ = [each async for each in rig.generation.GenerateText(request, metadata=metadata)]
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            _ = [each async for each in rig.generation.GenerateText(request, metadata=metadata)]
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     error = rpc.error_of(caught.value)
     assert error.reason is Reason.RATE_LIMIT_EXCEEDED

@@ -15,16 +15,15 @@ import grpc
 import httpx
 import pytest
 import pytest_asyncio
-from gateway_rig import TARGET, echo_within_limit, until
+from gateway_rig import echo_within_limit, settings, until
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 from hostile_messages import fuzzing, wire
 from hypothesis import given
 from hypothesis import strategies as st
 from raw_calls import check_details
-from scripted_verifier import Script, ScriptedVerifier, ready, serve_verifier
+from scripted_verifier import Script, ready, serving
 
-from gateway.config import GatewaySettings
 from gateway.metrics import Metrics
 from gateway.server import Gateway, running
 from gateway.text.prompts import Prompts
@@ -172,27 +171,18 @@ class Rig:
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def lied_to(prompts: Prompts) -> AsyncIterator[Rig]:
     liar = Liar(prompts)
-    honest = ScriptedVerifier(Script(ready(prompts.fingerprint), echo_within_limit))
-    servers = [rpc.Server(), rpc.Server()]
-    liar.serve(servers[0].grpc)
-    serve_verifier(honest, servers[1].grpc)
-    ports = [(await server.start("127.0.0.1:0"))[0] for server in servers]
-    settings = GatewaySettings(
-        verifier=[f"127.0.0.1:{port}" for port in ports],
-        tokenizer=TARGET,
-        http_port=0,
-        grpc_listen="127.0.0.1:0",
-        drain_seconds=0,
-    )
+    server = rpc.Server()
+    liar.serve(server.grpc)
+    [port] = await server.start("127.0.0.1:0")
     async with (
-        running(settings, Metrics()) as gateway,
+        serving(Script(ready(prompts.fingerprint), echo_within_limit)) as honest,
+        running(settings(f"127.0.0.1:{port}", honest, drain_seconds=0), Metrics()) as gateway,
         httpx.AsyncClient(base_url=gateway.http_url, timeout=30) as http,
     ):
         rig = Rig(gateway, http, liar)
         await until(lambda: all(replica.problem is None for replica in gateway.router.replicas))
         yield rig
-    for server in servers:
-        await server.stop(0)
+    await server.stop(0)
 
 
 def check_error(answer: httpx.Response) -> None:
@@ -224,7 +214,7 @@ ANSWERS = st.lists(
 )
 
 
-@fuzzing(120)
+@fuzzing(80)
 @given(ANSWERS, st.booleans())
 async def test_any_answer_of_a_verifier_gives_an_answer_or_openais_error(
     lied_to: Rig, lies: list[bytes], stream: bool
@@ -244,7 +234,7 @@ async def test_any_answer_of_a_verifier_gives_an_answer_or_openais_error(
     await lied_to.until_well()
 
 
-@fuzzing(60)
+@fuzzing(40)
 @given(ANSWERS)
 async def test_any_answer_of_a_verifier_gives_grpc_callers_a_status_of_the_table(
     lied_to: Rig, lies: list[bytes]
@@ -265,7 +255,7 @@ async def test_any_answer_of_a_verifier_gives_grpc_callers_a_status_of_the_table
 MODEL = wire_model.model_to_proto(ready("f" * 64, model_id="lies")).SerializeToString()
 
 
-@fuzzing(60)
+@fuzzing(40)
 @given(wire(verifier_pb2.GetModelResponse, [MODEL]))
 async def test_any_model_of_a_verifier_leaves_the_others_in_service(
     lied_to: Rig, model: bytes

@@ -12,7 +12,6 @@ from typing import Any
 
 import grpc
 import httpx
-import openai
 import pytest
 from gateway_rig import Rig, until
 from hypothesis import given
@@ -25,7 +24,6 @@ from gateway.generation.admission import (
     fair_share,
     total_load,
 )
-from gateway.text.prompts import Prompts
 from outrider.errors import OutriderError, Reason
 from outrider.process import rpc
 from outrider.protocol.model_info import Load
@@ -89,10 +87,6 @@ async def test_a_request_that_would_be_late_is_refused_with_the_time_of_the_queu
     assert late.retry_after_s == pytest.approx(6.5)
     assert refusal(BUSY, counts, timeout=ClientTimeout(first_s=14.0)) is None
     assert refusal(BUSY, counts, timeout=ClientTimeout(first_s=12.0)) is not None
-
-
-async def test_nobody_is_late_while_places_are_free() -> None:
-    assert refusal(BUSY, {"a": 63}, timeout=ClientTimeout(total_s=0.1)) is None
 
 
 async def test_a_flood_does_not_make_another_tenant_late() -> None:
@@ -175,27 +169,6 @@ async def crowded(rig: Rig, count: int, **load: Any) -> AsyncIterator[list[async
     await until(lambda: rig.script.running == 0)
 
 
-async def test_a_request_too_many_is_refused_before_it_is_tokenised(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    encoded: list[str] = []
-    encode = Prompts.encode
-
-    async def noted(self: Prompts, text: str, *given: Any, **more: Any) -> list[int]:
-        encoded.append(text)
-        return await encode(self, text, *given, **more)
-
-    monkeypatch.setattr(Prompts, "encode", noted)
-    async with crowded(rig, 2, sequence_s=4.0):
-        answer = await rig.http.post("/v1/completions", json=BODY | {"prompt": "too much"})
-        assert answer.status_code == 429
-        assert answer.json()["error"]["code"] == "overloaded"
-        # Two run or wait, and one place is free each 4 s.
-        assert answer.headers["retry-after"] == "8"
-        assert encoded == [BODY["prompt"]] * 2
-        assert len(rig.script.requests) == 2
-
-
 async def test_a_request_too_many_is_refused_before_its_body_arrives(rig: Rig) -> None:
     host, _, port = rig.gateway.http_url.removeprefix("http://").partition(":")
     async with crowded(rig, 2, sequence_s=4.0):
@@ -221,22 +194,22 @@ async def test_callers_that_name_no_timeout_have_a_minute_until_their_first_toke
 
 
 async def test_refusals_take_milliseconds(rig: Rig) -> None:
-    """`pytest -s` prints how many: 200 refusals in a row, and 200 of which 50 come each second."""
+    """`pytest -s` prints how many each of 200 in a row took.
+
+    Their processor time, of client and gateway together, does not depend on the machine's load.
+    """
     body = BODY | {"prompt": "x " * 1500}
-
-    async def refused(after_s: float = 0.0) -> float:
-        await asyncio.sleep(after_s)
-        began = time.perf_counter()
-        answer = await rig.http.post("/v1/completions", json=body)
-        assert answer.status_code == 429
-        return 1000 * (time.perf_counter() - began)
-
+    times = []
     async with crowded(rig, 2, sequence_s=4.0):
-        in_turn = sorted([await refused() for _ in range(200)])
-        at_once = sorted(await asyncio.gather(*(refused(0.02 * i) for i in range(200))))
-    for times in (in_turn, at_once):
-        print(f"\n{times[100]:.1f}, {times[180]:.1f}, {times[198]:.1f} ms (p50, p90, p99)")
-        assert times[100] < 20.0
+        used_s = time.process_time()
+        for _ in range(200):
+            began = time.perf_counter()
+            assert (await rig.http.post("/v1/completions", json=body)).status_code == 429
+            times.append(1000 * (time.perf_counter() - began))
+        used_ms = 1000 * (time.process_time() - used_s)
+    times.sort()
+    print(f"\n{times[100]:.1f}, {times[180]:.1f}, {times[198]:.1f} ms (p50, p90, p99)")
+    assert used_ms < 20.0 * len(times)
 
 
 async def test_a_call_too_many_is_refused_with_the_time_to_wait(rig: Rig) -> None:
@@ -255,31 +228,8 @@ async def test_other_gateways_sequences_take_room_too(rig: Rig) -> None:
         assert (await rig.http.post("/v1/completions", json=BODY)).status_code == 429
 
 
-async def test_openais_client_gets_no_answer_that_it_would_not_wait_for(rig: Rig) -> None:
-    async with crowded(rig, 1, sequence_s=4.0):
-        with pytest.raises(openai.RateLimitError, match="the answer would be late"):
-            await _create(rig, 5.0)
-        patient = asyncio.create_task(_create(rig, 60.0))
-        await until(lambda: rig.script.running == 2)
-        patient.cancel()
-        await asyncio.wait([patient])
-
-
-async def test_refusals_are_counted(rig: Rig) -> None:
-    before = _refused(rig)
-    async with crowded(rig, 2):
-        await rig.http.post("/v1/completions", json=BODY)
-    assert _refused(rig) == before + 1
-
-
 async def _post(rig: Rig, **given: Any) -> httpx.Response:
     return await rig.http.post("/v1/completions", json=BODY | given)
-
-
-async def _leave(rig: Rig) -> None:
-    rig.says("one two three " * 40, pause_s=0.05)
-    with contextlib.suppress(httpx.ReadTimeout):
-        await rig.http.post("/v1/completions", json=BODY, timeout=0.2)
 
 
 async def _leave_a_stream(rig: Rig) -> None:
@@ -294,25 +244,13 @@ async def _drain(rig: Rig) -> None:
     _ = [each async for each in call]
 
 
-async def _create(rig: Rig, timeout_s: float) -> Any:
-    body: Any = {"model": "", **BODY}
-    return await rig.client.completions.create(**body, timeout=timeout_s)
-
-
-def _refused(rig: Rig) -> float:
-    counted: Any = rig.gateway.metrics.refused.labels("models/target")
-    return float(counted._value.get())
-
-
 ENDS: dict[str, Callable[[Rig], Awaitable[Any]]] = {
     "an answer": lambda rig: _post(rig, n=2),
     "a stream": lambda rig: _post(rig, stream=True, n=2),
     "a call": _drain,
     "an error of the verifier": lambda rig: _fail(rig),
-    "a prompt of no tokens": lambda rig: _post(rig, prompt=[]),
     "a prompt that is too long": lambda rig: _post(rig, prompt=[5] * 3000),
     "wrong settings": lambda rig: _post(rig, stop=["x"], speculation={"tokens": True}),
-    "a client that leaves": _leave,
     "a client that leaves a stream": _leave_a_stream,
 }
 

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 from typing import Any
 
-import httpx
 import pytest
-from gateway_rig import TARGET, Rig, until
+from gateway_rig import Rig, until
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from scripted_verifier import Script, ScriptedVerifier, last, plain, ready, serve_verifier
+from scripted_verifier import last, plain
 
-from gateway.config import GatewaySettings
-from gateway.metrics import Metrics
-from gateway.server import running
-from gateway.text.prompts import Prompts
-from outrider.errors import OutriderError, Reason
+from outrider.errors import Reason
 from outrider.process import rpc
 from outrider.protocol.messages import FinishReason
 from outrider.protocol.model_info import DrafterInfo, Placement, Stage
@@ -35,13 +29,6 @@ async def becomes(rig: Rig, status: str) -> tuple[int, dict[str, Any]]:
 
     await until(there)
     return await state(rig)
-
-
-async def test_a_ready_verifier_makes_the_gateway_ready(rig: Rig) -> None:
-    code, body = await state(rig)
-    assert (code, body["status"], body["verifiers"][0]["stage"]) == (200, "ready", "ready")
-    assert (await rig.http.get("/health")).status_code == 200
-    assert (await rig.http.get("/livez")).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -91,12 +78,6 @@ async def test_requests_fail_with_the_reason_of_a_verifier_that_is_not_ready(
     await channel.close()
 
 
-async def test_the_error_for_another_tokenizer_names_both_fingerprints(rig: Rig) -> None:
-    rig.script.info = replace(rig.script.info, tokenizer_fingerprint="f00")
-    _, body = await becomes(rig, "failed")
-    assert rig.prompts.fingerprint in body["detail"]
-
-
 async def test_without_one_of_its_drafters_the_gateway_is_degraded(rig: Rig) -> None:
     drafters = tuple(
         DrafterInfo(name, "ngram", Placement(), name == "here", 0, None)
@@ -138,31 +119,3 @@ async def test_metrics_count_requests_and_tokens(rig: Rig) -> None:
     after = [await value(name) for name in names]
     assert [now - then for now, then in zip(after, before, strict=True)] == [1, 3, 4, 1, 1, 1]
     assert await value("outrider:num_requests_running") == 0
-
-
-async def test_a_stopping_gateway_finishes_requests_and_refuses_new_ones(
-    prompts: Prompts,
-) -> None:
-    script = Script(
-        ready(prompts.fingerprint), lambda _: [plain([5]), 0.6, last([6], FinishReason.LENGTH)]
-    )
-    server = rpc.Server("outrider.v1.VerifierService")
-    serve_verifier(ScriptedVerifier(script), server.grpc)
-    [port] = await server.start("127.0.0.1:0")
-    settings = GatewaySettings(
-        verifier=[f"127.0.0.1:{port}"], tokenizer=TARGET, http_port=0, grpc_listen="127.0.0.1:0"
-    )
-    async with (
-        running(settings, Metrics()) as gateway,
-        httpx.AsyncClient(base_url=gateway.http_url) as http,
-    ):
-        await until(lambda: gateway.router.ready)
-        request = asyncio.create_task(http.post("/v1/completions", json={"prompt": "x"}))
-        await until(lambda: script.running == 1)
-        stopping = asyncio.create_task(gateway.stop())
-        await until(lambda: gateway.router.draining)
-        with pytest.raises(OutriderError, match="shutting down"):
-            gateway.router.pick(None)
-        assert (await request).json()["choices"][0]["finish_reason"] == "length"
-        await stopping
-    await server.stop(0)

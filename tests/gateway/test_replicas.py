@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
-import httpx
 import pytest
 import pytest_asyncio
-from gateway_rig import TARGET, echo, until
-from scripted_verifier import Script, ScriptedVerifier, ready, serve_verifier
+from gateway_rig import echo, until
+from mortal_verifiers import Site, running_site
+from scripted_verifier import Script
 
-from gateway.config import GatewaySettings
-from gateway.metrics import Metrics
-from gateway.server import Gateway, running
 from gateway.text.prompts import Prompts
-from gateway.upstream import routing
 from gateway.upstream.routing import Pick
 from outrider.errors import OutriderError, Reason
 from outrider.process import rpc
@@ -28,47 +23,16 @@ from outrider.v1.generation_pb2 import GenerateTextRequest
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
-class Pair:
-    """A gateway with two verifiers. While neither is busy, it picks `first`."""
-
-    def __init__(self, prompts: Prompts) -> None:
-        self.first = Script(ready(prompts.fingerprint), echo)
-        self.second = Script(ready(prompts.fingerprint), echo)
-        self.servers: list[rpc.Server] = []
-        self.gateway: Gateway
-        self.http: httpx.AsyncClient
-
-    async def ask(self, *, stream: bool = False) -> httpx.Response:
-        return await self.http.post(
-            "/v1/completions", json={"prompt": "if x", "temperature": 0, "stream": stream}
-        )
-
-
 @pytest_asyncio.fixture(loop_scope="session")
-async def pair(prompts: Prompts, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pair]:
-    # No polls: the gateway must learn from the requests themselves.
-    monkeypatch.setattr(routing, "_POLL_READY_S", 60.0)
-    made = Pair(prompts)
-    async with contextlib.AsyncExitStack() as stack:
-        addresses = []
-        for script in (made.first, made.second):
-            server = rpc.Server("outrider.v1.VerifierService")
-            serve_verifier(ScriptedVerifier(script), server.grpc)
-            [port] = await server.start("127.0.0.1:0")
-            stack.push_async_callback(server.stop, 0)
-            made.servers.append(server)
-            addresses.append(f"127.0.0.1:{port}")
-        settings = GatewaySettings(
-            verifier=addresses, tokenizer=TARGET, http_port=0, grpc_listen="127.0.0.1:0"
-        )
-        made.gateway = await stack.enter_async_context(running(settings, Metrics()))
-        made.http = await stack.enter_async_context(
-            httpx.AsyncClient(base_url=made.gateway.http_url)
-        )
-        await until(
-            lambda: all(replica.problem is None for replica in made.gateway.router.replicas)
-        )
+async def site(prompts: Prompts) -> AsyncIterator[Site]:
+    """A gateway without polls, which must learn from the requests themselves."""
+    async with running_site(prompts, poll_s=60.0) as made:
+        for verifier in (made.first, made.second):
+            verifier.script.answer = echo
         yield made
+
+
+LEAVES = OutriderError(Reason.DRAINING, "not now", retry_after_s=1.0)
 
 
 def refuse(script: Script, error: OutriderError) -> None:
@@ -77,58 +41,41 @@ def refuse(script: Script, error: OutriderError) -> None:
     script.refusal = error
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("reason", [Reason.DRAINING, Reason.NOT_READY])
+@pytest.mark.parametrize(("reason", "stream"), [(Reason.DRAINING, True), (Reason.NOT_READY, False)])
 async def test_a_verifier_that_refuses_requests_costs_no_request(
-    pair: Pair, reason: Reason, stream: bool
+    site: Site, reason: Reason, stream: bool
 ) -> None:
-    refuse(pair.first, OutriderError(reason, "not now", retry_after_s=1.0))
+    refuse(site.first.script, OutriderError(reason, "not now", retry_after_s=1.0))
     for _ in range(3):
-        response = await pair.ask(stream=stream)
+        response = await site.ask(prompt="if x", stream=stream)
         assert response.status_code == 200
         assert "if x" in response.text
     # The gateway does not try the refusing verifier a second time.
-    assert (len(pair.first.requests), len(pair.second.requests)) == (1, 3)
+    assert (len(site.first.script.requests), len(site.second.script.requests)) == (1, 3)
     assert (
         'outrider:request_failure_total{model_name="models/target"'
-        not in (await pair.http.get("/metrics")).text
+        not in (await site.http.get("/metrics")).text
     )
 
 
-async def test_a_verifier_that_is_gone_costs_no_request(pair: Pair) -> None:
-    await pair.servers[0].stop(0)
-    response = await pair.ask()
-    assert (response.status_code, response.json()["choices"][0]["text"]) == (200, "if x")
-    assert [len(replica.sequences) for replica in pair.gateway.router.replicas] == [0, 0]
-
-
-@pytest.mark.parametrize("reason", [Reason.INTERNAL, Reason.INVALID_VALUE])
-async def test_errors_that_another_verifier_would_repeat_are_not_retried(
-    pair: Pair, reason: Reason
-) -> None:
-    pair.first.answer = lambda _: [OutriderError(reason, "no")]
-    assert (await pair.ask()).json()["error"]["code"] == reason.name.lower()
-    assert pair.second.requests == []
-
-
-async def test_when_all_verifiers_refuse_the_last_error_is_reported(pair: Pair) -> None:
-    refuse(pair.first, OutriderError(Reason.DRAINING, "the first goes", retry_after_s=1.0))
-    refuse(pair.second, OutriderError(Reason.DRAINING, "the second goes", retry_after_s=1.0))
-    response = await pair.ask()
+async def test_when_all_verifiers_refuse_the_last_error_is_reported(site: Site) -> None:
+    refuse(site.first.script, OutriderError(Reason.DRAINING, "the first goes", retry_after_s=1.0))
+    refuse(site.second.script, OutriderError(Reason.DRAINING, "the second goes", retry_after_s=1.0))
+    response = await site.ask(prompt="if x")
     assert (response.status_code, response.headers["retry-after"]) == (503, "1")
     assert response.json()["error"]["message"] == "the second goes"
 
 
-async def set_limits(pair: Pair, which: int, **limits: int) -> None:
+async def set_limits(site: Site, which: int, **limits: int) -> None:
     """Give one verifier other limits, and let the gateway poll it."""
-    script = (pair.first, pair.second)[which]
+    script = (site.first.script, site.second.script)[which]
     script.info = replace(script.info, **limits)
-    await pair.gateway.router.replicas[which].refresh(script.info.tokenizer_fingerprint)
+    await site.gateway.router.replicas[which].refresh(script.info.tokenizer_fingerprint)
 
 
-def script_picks(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def script_picks(site: Site, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Let the router pick the first replica once and then the second. Returns picked addresses."""
-    router = pair.gateway.router
+    router = site.gateway.router
     picked: list[str] = []
 
     def pick(model: str | None) -> Any:
@@ -140,41 +87,38 @@ def script_picks(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return picked
 
 
-@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("limits", "body"),
     [
-        ({"vocab_size": 4000}, {"banned_token_ids": [4050]}),
         ({"vocab_size": 4000}, {"logit_bias": {"4050": 1}}),
         ({"context_length": 64}, {"max_tokens": 100}),
         ({"context_length": 4}, {"prediction": {"type": "content", "content": "a b c d e f g h"}}),
     ],
 )
 async def test_a_request_runs_on_the_replica_that_it_was_checked_against(
-    pair: Pair,
+    site: Site,
     monkeypatch: pytest.MonkeyPatch,
     limits: dict[str, int],
     body: dict[str, Any],
-    stream: bool,
 ) -> None:
-    await set_limits(pair, 1, **limits)
-    picked = script_picks(pair, monkeypatch)
-    asked = {"prompt": ["if x", "x"], "n": 2, "stream": stream} | body
-    response = await pair.http.post("/v1/completions", json=asked)
+    await set_limits(site, 1, **limits)
+    picked = script_picks(site, monkeypatch)
+    asked = {"prompt": ["if x", "x"], "n": 2} | body
+    response = await site.http.post("/v1/completions", json=asked)
     assert (response.status_code, "if x" in response.text) == (200, True), response.text
     assert len(picked) == 1
-    assert (len(pair.first.requests), len(pair.second.requests)) == (4, 0)
+    assert (len(site.first.script.requests), len(site.second.script.requests)) == (4, 0)
 
 
-async def test_a_request_that_moves_is_checked_against_the_next_replica(pair: Pair) -> None:
-    await set_limits(pair, 1, vocab_size=4000, context_length=64)
-    pair.first.answer = lambda _: [OutriderError(Reason.DRAINING, "not now", retry_after_s=1.0)]
+async def test_a_request_that_moves_is_checked_against_the_next_replica(site: Site) -> None:
+    await set_limits(site, 1, vocab_size=4000, context_length=64)
+    site.first.script.answer = lambda _: [LEAVES]
     body: dict[str, Any] = {"messages": [{"role": "user", "content": "if x"}]}
     body["prediction"] = {"type": "content", "content": "x " * 100}
     # The shorter context leaves room for fewer tokens.
-    assert (await pair.http.post("/v1/chat/completions", json=body)).status_code == 200
-    [refused] = pair.first.requests
-    [taken] = pair.second.requests
+    assert (await site.http.post("/v1/chat/completions", json=body)).status_code == 200
+    [refused] = site.first.script.requests
+    [taken] = site.second.script.requests
     assert refused.max_tokens == 2048 - len(refused.prompt)
     assert taken.max_tokens == 64 - len(taken.prompt)
     assert len(refused.prediction) > len(taken.prediction) == 64
@@ -182,60 +126,60 @@ async def test_a_request_that_moves_is_checked_against_the_next_replica(pair: Pa
         ({"banned_token_ids": [4050]}, "banned_token_ids"),
         ({"max_tokens": 99}, "max_tokens"),
     ):
-        pair.gateway.router.replicas[0].problem = None
-        response = await pair.http.post("/v1/chat/completions", json=body | wrong)
+        site.gateway.router.replicas[0].problem = None
+        response = await site.http.post("/v1/chat/completions", json=body | wrong)
         assert (response.status_code, response.json()["error"]["param"]) == (400, field)
         assert "verifier" not in response.json()["error"]["message"]
-    assert (len(pair.first.requests), len(pair.second.requests)) == (3, 1)
+    assert (len(site.first.script.requests), len(site.second.script.requests)) == (3, 1)
 
 
-async def test_a_grpc_request_that_moves_is_checked_against_the_next_replica(pair: Pair) -> None:
-    await set_limits(pair, 1, context_length=64)
-    pair.first.answer = lambda _: [OutriderError(Reason.DRAINING, "not now", retry_after_s=1.0)]
-    async with rpc.dial(pair.gateway.grpc_address) as channel:
+async def test_a_grpc_request_that_moves_is_checked_against_the_next_replica(site: Site) -> None:
+    await set_limits(site, 1, context_length=64)
+    site.first.script.answer = lambda _: [LEAVES]
+    async with rpc.dial(site.gateway.grpc_address) as channel:
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
         request = GenerateTextRequest(prompt="if x", prediction="x " * 100)
         responses = [response async for response in stub.GenerateText(request)]
     assert "".join(response.text for response in responses) == "if x"
-    [taken] = pair.second.requests
+    [taken] = site.second.script.requests
     assert (taken.max_tokens, len(taken.prediction)) == (64 - len(taken.prompt), 64)
 
 
 async def test_a_replica_lost_during_tokenising_gets_no_request(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
+    site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await set_limits(pair, 1, context_length=64)
+    await set_limits(site, 1, context_length=64)
     encode = Prompts.encode
 
     async def lose_the_first(self: Prompts, *given: Any, **how: Any) -> list[int]:
         gone = OutriderError(Reason.VERIFIER_UNAVAILABLE, "gone")
-        pair.gateway.router.replicas[0].mark_lost(gone)
+        site.gateway.router.replicas[0].mark_lost(gone)
         return await encode(self, *given, **how)
 
     monkeypatch.setattr(Prompts, "encode", lose_the_first)
-    response = await pair.http.post("/v1/completions", json={"prompt": "if x", "max_tokens": 99})
+    response = await site.http.post("/v1/completions", json={"prompt": "if x", "max_tokens": 99})
     assert (response.status_code, response.json()["error"]["param"]) == (400, "max_tokens")
     assert "maximum context length is 64 tokens" in response.json()["error"]["message"]
-    assert (pair.first.requests, pair.second.requests) == ([], [])
+    assert (site.first.script.requests, site.second.script.requests) == ([], [])
 
 
-@pytest.mark.parametrize("n", [1, 3])
-async def test_simultaneous_requests_are_spread_over_the_replicas(pair: Pair, n: int) -> None:
-    for script in (pair.first, pair.second):
+async def test_simultaneous_requests_are_spread_over_the_replicas(site: Site) -> None:
+    n = 3
+    for script in (site.first.script, site.second.script):
         script.answer = lambda _: [600.0]
     asked = [
-        asyncio.create_task(pair.http.post("/v1/completions", json={"prompt": "if x", "n": n}))
+        asyncio.create_task(site.http.post("/v1/completions", json={"prompt": "if x", "n": n}))
         for _ in range(8)
     ]
     try:
-        await until(lambda: pair.first.running + pair.second.running == 8 * n)
-        assert (pair.first.running, pair.second.running) == (4 * n, 4 * n)
-        counts = [len(replica.sequences) for replica in pair.gateway.router.replicas]
+        await until(lambda: site.first.script.running + site.second.script.running == 8 * n)
+        assert (site.first.script.running, site.second.script.running) == (4 * n, 4 * n)
+        counts = [len(replica.sequences) for replica in site.gateway.router.replicas]
         assert counts == [4 * n] * 2
     finally:
         for task in asked:
             task.cancel()
         await asyncio.gather(*asked, return_exceptions=True)
     await until(
-        lambda: [len(replica.sequences) for replica in pair.gateway.router.replicas] == [0, 0]
+        lambda: [len(replica.sequences) for replica in site.gateway.router.replicas] == [0, 0]
     )

@@ -78,7 +78,7 @@ async def test_a_body_that_is_not_in_its_encoding_is_refused(
     assert words in message
 
 
-@pytest.mark.parametrize("encoding", ["br", "zstd", "gzip, gzip", "gzip, identity", "compress"])
+@pytest.mark.parametrize("encoding", ["br", "gzip, gzip"])
 async def test_another_encoding_is_refused_by_name(rig: Rig, encoding: str) -> None:
     response = await post(rig, BODY, encoding)
     status, code, message = problem(response)

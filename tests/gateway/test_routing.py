@@ -9,7 +9,6 @@ import pytest
 import pytest_asyncio
 from scripted_verifier import ready
 
-from gateway.upstream import routing
 from gateway.upstream.routing import Router
 from outrider.errors import OutriderError, Reason
 from outrider.protocol.model_info import Load, ModelInfo, Stage
@@ -107,36 +106,3 @@ async def test_news_that_come_before_a_sequence_waits_are_not_missed(router: Rou
     router.replicas[2].problem = None
     router._wake()
     assert (await asyncio.wait_for(waiting, 5)).replica is router.replicas[2]
-
-
-@pytest.mark.parametrize("draining", [True, False])
-async def test_a_verifier_lost_while_draining_is_not_logged(
-    draining: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Otherwise `outrider serve`, which stops all processes at once, ends with an alarm."""
-    router = Router(["a:1"], "print")
-    [replica] = router.replicas
-    replica.problem = None
-    caplog.set_level("INFO", "gateway.upstream.routing")
-    monkeypatch.setattr(routing, "_STARTUP_S", -1.0)
-    monkeypatch.setattr(routing, "_POLL_LOADING_S", 0.01)
-    polled = asyncio.Event()
-
-    async def lose(fingerprint: str) -> None:
-        if replica.problem is not None:
-            polled.set()
-        replica.mark_lost(OutriderError(Reason.VERIFIER_UNAVAILABLE, "gone"))
-
-    async def ignore(ready: bool) -> None:
-        pass
-
-    monkeypatch.setattr(replica, "refresh", lose)
-    router.start(ignore)
-    router.draining = draining
-    # The second poll begins after the first has been logged, or not.
-    await asyncio.wait_for(polled.wait(), 30)
-    await router.close()
-    logged = [record.getMessage() for record in caplog.records]
-    assert [message for message in logged if "does not answer" in message] == (
-        [] if draining else ["verifier a:1 does not answer: gone"]
-    )

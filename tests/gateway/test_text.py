@@ -85,15 +85,6 @@ def test_a_long_run_of_invalid_bytes_does_not_grow_the_tail(
     assert "".join(pieces) + detokenizer.finish() == prompts.tokenizer.decode(ids)
 
 
-def test_a_character_of_several_tokens_comes_with_the_last_token(
-    prompts: Prompts, table: TokenTable
-) -> None:
-    ids = prompts.tokenizer.encode("😀").ids
-    assert len(ids) > 1, "the bundled tokenizer has no token for this emoji"
-    detokenizer = Detokenizer(table)
-    assert [detokenizer.push([token]) for token in ids] == [""] * (len(ids) - 1) + ["😀"]
-
-
 def byte_fallback() -> Tokenizer:
     """As Llama 2's: "<unk>", "<s>", "▁Hello", "▁world", and the bytes of 😀 and é."""
     words = ["<unk>", "<s>", "▁Hello", "▁world", *(f"<0x{byte:02X}>" for byte in "😀é".encode())]
@@ -138,12 +129,6 @@ def test_token_offsets_are_where_the_text_has_the_tokens(
     assert [offsets.push(index) for index in range(1, 10)] == begin
 
 
-def test_special_tokens_have_no_text(table: TokenTable, prompts: Prompts) -> None:
-    detokenizer = Detokenizer(table)
-    [hi] = prompts.tokenizer.encode("if").ids
-    assert [detokenizer.push([token]) for token in (0, hi, 3, hi)] == ["", "if", "", "if"]
-
-
 def cut_at_stop(text: str, stops: list[str]) -> str:
     """The definition: cut at the stop string that ends first; of several, at the longest."""
     for end in range(1, len(text) + 1):
@@ -172,37 +157,6 @@ def test_stop_strings_cut_the_same_text_however_it_is_chunked(
         if scanner.stopped:
             break
     assert out + scanner.finish() == cut_at_stop(text, stops)
-
-
-@given(
-    text=st.text(ALPHABET + "é😀", max_size=20),
-    stops=st.lists(st.text(ALPHABET + "é😀", min_size=1, max_size=3), max_size=3),
-    cuts=st.lists(st.integers(0, 40)),
-)
-def test_the_text_of_tokens_is_cut_before_the_stop(
-    text: str, stops: list[str], cuts: list[int], prompts: Prompts, table: TokenTable
-) -> None:
-    stream = TextStream(table, stops)
-    out = ""
-    for chunk in chunks(prompts.tokenizer.encode(text).ids, cuts):
-        if not stream.stopped:
-            out += stream.push(chunk)
-    assert out + ("" if stream.stopped else stream.finish()) == cut_at_stop(text, stops)
-
-
-def test_tokens_are_counted_up_to_the_one_that_completes_the_stop(
-    prompts: Prompts, table: TokenTable
-) -> None:
-    ids = prompts.tokenizer.encode("one two three four").ids
-    upto = next(n for n in range(len(ids)) if "three" in prompts.tokenizer.decode(ids[:n]))
-    stream = TextStream(table, ["three"])
-    assert stream.push(ids) == "one two "
-    assert (stream.stopped, stream.token_count) == (True, upto)
-
-
-def test_text_that_only_begins_like_a_stop_string_comes_in_the_end() -> None:
-    scanner = StopScanner(["###"])
-    assert [scanner.push("a#"), scanner.push("#b#"), scanner.finish()] == ["a", "##b", "#"]
 
 
 @given(

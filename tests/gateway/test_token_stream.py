@@ -11,14 +11,9 @@ from gateway_rig import Rig, until
 from scripted_verifier import last, plain
 
 from outrider.errors import OutriderError, Reason
-from outrider.process import rpc
-from outrider.protocol.messages import FinishReason, TokenChunk, TokenRequest
-from outrider.protocol.wire import requests as wire_requests
-from outrider.v1 import verifier_pb2
+from outrider.protocol.messages import FinishReason, TokenRequest
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
-
-LASTLY = [0.2, last([], FinishReason.LENGTH)]
 
 
 async def ask(rig: Rig) -> str:
@@ -73,39 +68,6 @@ async def test_a_failing_sequence_does_not_end_the_stream(rig: Rig) -> None:
     with pytest.raises(openai.RateLimitError, match="64 requests are waiting already"):
         await rig.client.completions.create(model="models/target", prompt=[5, 6, 7], max_tokens=5)
     assert await good
-
-
-async def test_an_invalid_part_fails_only_its_own_sequence(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read = wire_requests.chunk_from_proto
-
-    def of_another_version(proto: verifier_pb2.GenerateTokensResponse) -> TokenChunk:
-        if list(proto.token_ids) == [6]:
-            raise ValueError("9 is not a valid TokenSource")
-        return read(proto)
-
-    monkeypatch.setattr(wire_requests, "chunk_from_proto", of_another_version)
-    rig.script.answer = lambda request: [
-        0.2,
-        plain([len(request.prompt) + 3]),
-        *([60.0] if len(request.prompt) == 3 else LASTLY),
-    ]
-    good = asyncio.create_task(
-        rig.client.completions.create(model="models/target", prompt=[5, 6], max_tokens=5)
-    )
-    with pytest.raises(openai.InternalServerError, match="StreamTokens failed"):
-        await rig.client.completions.create(model="models/target", prompt=[5, 6, 7], max_tokens=5)
-    assert (await good).choices[0].text
-    # The gateway has cancelled the sequence at the verifier.
-    await until(lambda: rig.script.running == 0)
-
-
-async def test_an_error_survives_the_round_trip_through_a_status() -> None:
-    error = OutriderError(
-        Reason.OVERLOADED, "too many", "max_tokens", retry_after_s=2.5, metadata={"a": "b"}
-    )
-    assert rpc.error_in(rpc.status_of(error).SerializeToString()) == error
 
 
 async def test_a_stream_that_breaks_while_idle_leaves_no_task_behind(

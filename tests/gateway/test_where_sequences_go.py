@@ -11,7 +11,6 @@ from mortal_verifiers import LOST, TEXT, Site, events, running_site, text_of
 from scripted_verifier import Step, last, plain
 
 from gateway.text.prompts import Prompts
-from gateway.upstream import routing
 from outrider.errors import OutriderError, Reason
 from outrider.internal.v1.token_streams_pb2 import TokensPart
 from outrider.protocol.messages import FinishReason, TokenRequest
@@ -73,9 +72,7 @@ async def test_a_draining_verifier_keeps_what_no_other_one_can_finish(site: Site
 
 async def test_sequences_leave_a_verifier_whose_engine_hangs(site: Site) -> None:
     """It answers polls and pings, so no connection breaks."""
-    site.writes(site.first, 3)
-    asked = site.ask(stream=True)
-    await site.sent(site.first, 3)
+    asked = await site.begin(3, stream=True)
     site.first.script.refusal = HANGS
     assert text_of(await asked) == TEXT
     [goes_on] = site.second.script.requests
@@ -84,36 +81,11 @@ async def test_sequences_leave_a_verifier_whose_engine_hangs(site: Site) -> None
 
 async def test_without_another_verifier_sequences_stay_at_one_that_hangs(site: Site) -> None:
     await change_second(site, context_length=500)
-    site.first.script.answer = lambda _: [
-        plain(site.ids[:3]),
-        0.5,
-        plain(site.ids[3:]),
-        last([3], FinishReason.STOP),
-    ]
-    asked = site.ask(stream=True)
-    await site.sent(site.first, 3)
+    asked = await site.pauses(0.5, stream=True)
     site.first.script.refusal = HANGS
     await until(lambda: site.gateway.router.replicas[0].problem is not None)
     assert text_of(await asked) == TEXT
     assert site.second.script.requests == []
-
-
-async def test_a_sequence_that_has_begun_leaves_a_full_queue(site: Site) -> None:
-    site.writes(site.first, 3, FULL)
-    assert text_of(await site.ask(stream=True)) == TEXT
-    assert len(site.first.script.requests) == len(site.second.script.requests) == 1
-
-
-async def test_a_sequence_that_has_begun_waits_for_room_in_the_only_queue(site: Site) -> None:
-    await site.only_first()
-
-    def steps(request: TokenRequest) -> list[Step]:
-        if len(site.first.script.requests) == 3:
-            return [*(plain([t]) for t in site.ids[3:]), last([3], FinishReason.STOP)]
-        return [FULL] if request.committed else [plain(site.ids[:3]), FULL]
-
-    site.first.script.answer = steps
-    assert text_of(await site.ask(stream=True)) == TEXT
 
 
 def fills_up(site: Site, refusals: int) -> None:
@@ -159,17 +131,16 @@ async def test_sequences_go_on_when_the_verifier_cuts_off_a_slow_gateway(
 async def test_a_deadline_that_passes_while_no_verifier_is_ready_has_its_own_error(
     site: Site,
 ) -> None:
-    asked = await site.begin(3, stream=True, timeout=2)
+    asked = await site.begin(3, stream=True, timeout=1)
     for verifier in (site.first, site.second):
         await verifier.kill()
     assert events(await asked)[-1]["error"]["code"] == "deadline_exceeded"
 
 
 async def test_full_queues_are_not_asked_for_longer_than_the_time_to_wait(
-    prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+    prompts: Prompts,
 ) -> None:
-    monkeypatch.setattr(routing, "_POLL_READY_S", 0.1)
-    async with running_site(prompts, resume_seconds=0.5) as site:
+    async with running_site(prompts, poll_s=0.1, resume_seconds=0.5) as site:
         fills_up(site, refusals=1000)
         response = await site.ask(stream=True)
         assert events(response)[-1]["error"]["code"] == "overloaded"
@@ -184,34 +155,8 @@ async def test_a_new_request_that_finds_a_full_queue_goes_where_room_is(site: Si
     assert text_of(await site.ask(stream=True)) == TEXT
 
 
-async def test_a_new_request_that_finds_all_queues_full_is_refused(site: Site) -> None:
-    for verifier in (site.first, site.second):
-        site.writes(verifier, 0, FULL)
-    response = await site.ask(stream=True)
-    assert response.json()["error"]["code"] == "overloaded"
-    assert len(site.first.script.requests) == len(site.second.script.requests) == 1
-
-
-async def test_a_ready_verifier_is_used_after_the_time_to_wait_for_one(
-    prompts: Prompts, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(routing, "_POLL_LOADING_S", 0.05)
-    async with running_site(prompts, resume_seconds=0.1) as site:
-        site.writes(site.first, 3, LOST)
-        # The second one takes longer than the time to wait, and writes nothing.
-        site.second.script.answer = lambda _: [1.5, LOST]
-        asked = site.ask(stream=True)
-        await until(lambda: site.second.script.running == 1)
-        site.writes(site.first)
-        await until(lambda: site.gateway.router.replicas[0].problem is None)
-        assert text_of(await asked) == TEXT
-
-
-async def test_a_verifier_that_hung_up_but_is_well_is_used_at_once(
-    prompts: Prompts, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(routing, "_POLL_READY_S", 60.0)
-    async with running_site(prompts) as site:
+async def test_a_verifier_that_hung_up_but_is_well_is_used_at_once(prompts: Prompts) -> None:
+    async with running_site(prompts, poll_s=60.0) as site:
         site.gateway.router.replicas[1].mark_lost(LOST)
         site.writes(site.first, 3)
         asked = site.ask(stream=True)
@@ -223,10 +168,9 @@ async def test_a_verifier_that_hung_up_but_is_well_is_used_at_once(
 
 
 async def test_the_end_of_an_earlier_connection_says_nothing_of_the_verifier(
-    prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+    prompts: Prompts,
 ) -> None:
-    monkeypatch.setattr(routing, "_POLL_READY_S", 60.0)
-    async with running_site(prompts) as site:
+    async with running_site(prompts, poll_s=60.0) as site:
         asked = await site.begin(3, stream=True)
         replica = site.gateway.router.replicas[0]
         replica.redial()

@@ -128,15 +128,6 @@ async def test_a_role_makes_its_own_calls_and_no_other(site: Site, role: str) ->
             assert f"/{name}, which is for " in error.message
 
 
-async def test_a_client_with_tls_and_no_certificate_is_refused(site: Site) -> None:
-    async with verifier(site.issue("verifier")) as (address, _):
-        trusting = grpc.ssl_channel_credentials(site.ca.read_bytes())
-        async with grpc.aio.secure_channel(address, trusting) as channel:
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await get_model(channel)
-    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-
-
 SERVERS: dict[str, tuple[dict[str, Any], str]] = {
     "expired": ({"hours": -1.0}, "the peer's certificate is refused: certificate has expired"),
     "foreign": ({"foreign": True}, "refused: unable to get local issuer certificate"),
@@ -161,8 +152,6 @@ async def test_a_false_verifier_is_refused(site: Site, kind: str) -> None:
     ("role", "reason"),
     [
         ("redis", "the peer's certificate has another role or name than the one that was dialled"),
-        ("gateway", "the peer's certificate has another role or name"),
-        ("drafter", "the peer's certificate has another role or name"),
         (None, "the peer does not use TLS"),
     ],
 )
@@ -174,28 +163,6 @@ async def test_a_server_of_another_role_or_without_tls_is_refused(
         error = await outcome(address, site.issue("gateway"), get_model)
     assert error is not None
     assert error.message.startswith(reason)
-
-
-async def test_a_verifier_is_known_by_its_role_at_any_address(site: Site) -> None:
-    server = rpc.Server("outrider.v1.VerifierService")
-    [port] = await server.start("127.0.0.2:0", tls=site.issue("verifier"))
-    error = await outcome(f"127.0.0.2:{port}", site.issue("gateway"), get_model)
-    await server.stop(0)
-    assert error is not None
-    assert "there is no method" in error.message
-
-
-async def test_a_gateway_says_why_it_has_no_verifier(site: Site) -> None:
-    async with verifier(site.issue("verifier")) as (address, _):
-        for tls, reason in (
-            (site.issue("client"), "role client ('client') may not call"),
-            (site.issue("gateway", "expired", hours=-1), "expired.pem has expired"),
-        ):
-            replica = Replica(address, tls)
-            await replica.refresh(FINGERPRINT)
-            assert replica.problem is not None
-            assert reason in replica.problem.message
-            await replica.close()
 
 
 def drafter(address: str, tls: Tls | None, identity: str) -> DraftStream:
@@ -253,12 +220,6 @@ async def test_another_id_of_the_same_certificate_is_in_quarantine_too(site: Sit
         assert await outcome(address, other, stream_drafts("cpu2/d")) is None
 
 
-async def test_a_drafter_of_the_wrong_role_ends_with_the_reason(site: Site) -> None:
-    async with verifier(site.issue("verifier")) as (address, _):
-        with pytest.raises(OutriderError, match=r"role client .* may not call .*/GetModel"):
-            await asyncio.wait_for(drafter(address, site.issue("client"), "client/x").run(), 30)
-
-
 async def test_new_files_are_used_without_a_restart(
     site: Site, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -297,33 +258,3 @@ async def test_files_that_are_being_replaced_cost_a_gateway_no_verifier(site: Si
         await replica.refresh(FINGERPRINT)
         assert replica.problem is None
         await replica.close()
-
-
-async def test_a_server_shows_its_new_certificate(site: Site) -> None:
-    served, mine = site.issue("verifier"), site.issue("gateway")
-    async with verifier(served) as (address, _):
-        port = int(address.rpartition(":")[2])
-        first = await site.serial(port, mine)
-        assert await site.serial(port, mine) == first
-        site.issue("verifier")
-        second = await site.serial(port, mine)
-        assert second != first
-        # Half of a replacement: the certificate of another key.
-        served.cert.write_bytes(mine.cert.read_bytes())
-        assert await site.serial(port, mine) == second
-        assert await outcome(address, mine, get_model) is None
-
-
-async def test_the_socket_of_a_host_has_tls_too(site: Site) -> None:
-    server = rpc.Server("outrider.v1.VerifierService")
-    address = f"unix:{site.folder}/verifier.sock"
-    await server.start("127.0.0.1:0", address, tls=site.issue("verifier"))
-    try:
-        refused = await outcome(address, None, get_model)
-        assert refused is not None
-        assert "tls-cert, tls-key and tls-ca are not given" in refused.message
-        answered = await outcome(address, site.issue("drafter"), get_model)
-        assert answered is not None
-        assert "there is no method" in answered.message
-    finally:
-        await server.stop(0)
