@@ -112,10 +112,10 @@ async def written(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 async def test_its_acceptance_rate_equals_the_built_in_drafters(
-    stack: Stack, client: Client, prompts: list[list[int]], language: str, sampling: SamplingParams
+    stack: Stack, client: Client, prompts: list[list[int]], language: str
 ) -> None:
+    sampling = SAMPLED
     expected, _ = await written(client, prompts, sampling, PLAIN)
     process = example(stack, language)
     try:
@@ -166,19 +166,14 @@ async def test_kills_pauses_and_restarts_do_not_change_the_texts(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "tls"])
-def test_the_example_passes_the_conformance_kit(
-    language: str, encrypted: bool, tmp_path: Path
-) -> None:
-    command, tls = COMMANDS[language], None
-    if encrypted:
-        authority = Authority.new()
-        authority.write(tmp_path)
-        for role in ("verifier", "drafter"):
-            authority.write_issued(tmp_path, role, role, [], timedelta(hours=1))
-        tls = Tls(tmp_path / "verifier.pem", tmp_path / "verifier.key", tmp_path / "ca.pem")
-        files = ("drafter.pem", "drafter.key", "ca.pem")
-        command = [*command, *(str(tmp_path / file) for file in files)]
+def test_the_example_passes_the_conformance_kit_over_tls(language: str, tmp_path: Path) -> None:
+    authority = Authority.new()
+    authority.write(tmp_path)
+    for role in ("verifier", "drafter"):
+        authority.write_issued(tmp_path, role, role, [], timedelta(hours=1))
+    tls = Tls(tmp_path / "verifier.pem", tmp_path / "verifier.key", tmp_path / "ca.pem")
+    files = ("drafter.pem", "drafter.key", "ca.pem")
+    command = [*COMMANDS[language], *(str(tmp_path / file) for file in files)]
     kit = Kit(command, "f" * 64, 4096, tls)
     asyncio.run(kit.run())
     assert [(name, kit.results[name].reason) for name in kit.failed] == []
