@@ -53,14 +53,8 @@ def runs(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize(
-    "number",
-    [
-        signal.SIGINT,
-        pytest.param(signal.SIGKILL, marks=pytest.mark.slow),
-    ],
-    ids=lambda number: number.name,
-)
+@pytest.mark.slow  # It starts a stack of its own.
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=lambda number: number.name)
 def test_serve_answers_and_leaves_no_process_behind(tmp_path: Path, number: signal.Signals) -> None:
     with serving(tmp_path / "log") as (process, url):
         body = {"model": "models/target", "prompt": "def main(", "max_tokens": 8, "temperature": 0}

@@ -174,7 +174,8 @@ async def test_streams_wait_for_the_only_verifier_to_restart(site: Site, calm: C
         only.verifier.kill()
         only.verifier.start()
 
-    gateway = GatewayProcess(only.address)
+    # A verifier's start takes longer than the default on a busy machine.
+    gateway = GatewayProcess(only.address, flags=("--resume-seconds", "240"))
     try:
         await asyncio.to_thread(gateway.wait_ready)
         await disturbed(gateway, calm, 0.5, restart)

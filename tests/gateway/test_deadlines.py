@@ -37,7 +37,7 @@ def late(rig: Rig) -> float:
 
 async def ended(rig: Rig, late_before: float) -> None:
     """Wait until the verifier has nothing to do, and check that the deadline is why."""
-    await until(lambda: rig.script.running == 0, timeout_s=2.0)
+    await until(lambda: rig.script.running == 0, timeout_s=4.0)
     assert rig.script.cancelled == 1
     await until(lambda: late(rig) == late_before + 1)
 
@@ -79,7 +79,7 @@ async def test_a_deadline_ends_a_sequence_whose_caller_does_not_read(slow: Rig) 
     chunks = tokens.generate(TokenRequest([5, 6], 64), permit.ends_at)
     await anext(chunks)
     # Nothing reads the other chunks.
-    await until(lambda: slow.script.running == 0, timeout_s=2.0)
+    await until(lambda: slow.script.running == 0, timeout_s=4.0)
     with pytest.raises(OutriderError, match="within the request's timeout"):
         _ = [chunk async for chunk in chunks]
     permit.close()

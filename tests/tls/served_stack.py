@@ -13,7 +13,7 @@ import httpx
 from chaos_proxy import ChaosProxy, chaos_proxy
 from redis_servers import Certificates, Standalone
 from sites import trusting
-from stack import TARGET, Process
+from stack import DRAFT, Process
 
 from outrider.launch.serve_settings import ServeSettings
 from outrider.launch.stack import plan_stack
@@ -105,7 +105,8 @@ def _settings(made: Served, folder: Path) -> ServeSettings:
         "metrics_port": made.ports["drafter metrics"],
     }
     given: dict[str, Any] = {
-        "target": TARGET,
+        # The smaller model starts sooner.
+        "target": DRAFT,
         "dtype": "float32",
         "threads": 1,
         "always_draft": True,

@@ -18,7 +18,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from served_stack import PORTS, Served, served
-from stack import TARGET
+from stack import DRAFT
 from tokenizers import Tokenizer
 
 from outrider.conformance.verifier_side import RULES, VerifierCheck
@@ -174,7 +174,7 @@ async def test_the_conformance_kit_passes_a_verifier_with_tls(stack: Served) -> 
 
 
 PROMPT = "The recipe is secret: three spoons of saffron, and three spoons of saffron."
-_IDS = Tokenizer.from_file(f"{TARGET}/tokenizer.json").encode(PROMPT).ids
+_IDS = Tokenizer.from_file(f"{DRAFT}/tokenizer.json").encode(PROMPT).ids
 # The ids as all messages have them: the tag and the length, one byte each, are cut off.
 TOKENS = verifier_pb2.GenerateTokensRequest(prompt_token_ids=_IDS).SerializeToString()[2:]
 PREFACE = b"PRI * HTTP/2.0\r\n"
