@@ -118,17 +118,6 @@ def test_it_is_as_near_to_exact_numbers_as_the_models_own_forward(
     assert (found - exact).abs().max() < 2 * (own - exact).abs().max()
 
 
-def test_other_sequences_do_not_change_a_bit_of_a_sequences_logits(dtype: torch.dtype) -> None:
-    runner = cpu_runner(SUPPORTED["llama"], dtype)
-    assert runner.decoder is not None
-    others = [SequenceSlice(ids(1 + i % 7, i), 0, [2 + i], 1 + i % 7) for i in range(40)]
-    mine = SequenceSlice(ids(5), 0, [0], 5)
-    alone = runner.forward([mine])
-    beside = runner.forward([*others[:20], mine, *others[20:]])
-    first = sum(part.logit_count for part in others[:20])
-    assert torch.equal(alone, beside[first : first + 5])
-
-
 def test_any_number_of_other_sequences_gives_the_same_bits(dtype: torch.dtype) -> None:
     runner = cpu_runner(SUPPORTED["llama"], dtype)
     mine = SequenceSlice(ids(2), 0, [0], 2)
@@ -172,7 +161,7 @@ def last_tokens(runner: ModelRunner) -> list[SequenceSlice]:
     return [SequenceSlice(text[-1:], len(text) - 1, pages, 1) for text, pages in held]
 
 
-@pytest.mark.parametrize("limit", [VOCAB_SIZE + 19, VOCAB_SIZE, VOCAB_SIZE - 19, 7])
+@pytest.mark.parametrize("limit", [VOCAB_SIZE + 19, 7])
 def test_a_greedy_continuation_equals_one_forward_a_token(limit: int, dtype: torch.dtype) -> None:
     count = 21
     runner = cpu_runner(SUPPORTED["llama"], dtype)
@@ -239,7 +228,7 @@ def test_two_threads_give_the_same_bits_as_one(dtype: torch.dtype, a_build: str)
         torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("count", [5, 16, 21, 37, 140])
+@pytest.mark.parametrize("count", [16, 21, 140])
 def test_cache_content_behind_a_text_does_not_matter(count: int, dtype: torch.dtype) -> None:
     tokens = ids(count)
     pages = list(range(30, 20, -1))
@@ -281,22 +270,8 @@ def test_float16_models_run_their_own_forward() -> None:
     assert ModelRunner(model, page_size=16, page_count=8).decoder is None
 
 
-@pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("outs", [32, 40, 97, 8])
-def test_a_tiled_layer_returns_its_weight_and_refuses_other_types(
-    outs: int, has_bias: bool, dtype: torch.dtype
-) -> None:
-    layer = torch.nn.Linear(96, outs, bias=has_bias).to(dtype)
-    tiled = TiledLinear(layer.weight, layer.bias)
-    assert torch.equal(tiled.weight, layer.weight)
-    other = {torch.bfloat16: torch.float32, torch.float32: torch.bfloat16}[dtype]
-    with pytest.raises(RuntimeError, match="the input is"):
-        tiled(torch.zeros(1, 96, dtype=other))
-
-
-@pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("outs", [32, 40, 97, 8])
-def test_a_tiled_layer_multiplies_like_a_linear_layer(
+@pytest.mark.parametrize(("outs", "has_bias"), [(32, False), (40, True), (97, True), (8, False)])
+def test_a_tiled_layer_multiplies_like_a_linear_layer_and_refuses_other_types(
     outs: int, has_bias: bool, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(0)
@@ -310,6 +285,10 @@ def test_a_tiled_layer_multiplies_like_a_linear_layer(
         torch.testing.assert_close(tiled(x).double(), exact, rtol=tolerance, atol=tolerance)
         # The rows of a transposed input are not contiguous.
         assert torch.equal(tiled(x.transpose(0, 1)), tiled(x).transpose(0, 1))
+    assert torch.equal(tiled.weight, layer.weight)
+    other = {torch.bfloat16: torch.float32, torch.float32: torch.bfloat16}[dtype]
+    with pytest.raises(RuntimeError, match="the input is"):
+        tiled(torch.zeros(1, 96, dtype=other))
 
 
 def test_onednn_finds_its_tile_configuration_unchanged(a_build: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -25,7 +25,7 @@ from outrider.protocol.token_tree import ancestor_words, depths, path_to
 DTYPES = [torch.float32, torch.bfloat16]
 SEEDS = st.integers(0, 2**32)
 # Emulated tiles are slow.
-FEW = settings(max_examples=20)
+FEW = settings(max_examples=10)
 # Of the logits' root mean square. Chains and trees differ in the order of sums alone; bfloat16
 # rounds what differs, layer by layer.
 ROUNDING = {torch.float32: 3e-5, torch.bfloat16: 0.15}
@@ -51,20 +51,11 @@ OWN_FORWARD: dict[str, PreTrainedConfig] = {
     "C attention": GPT2Config(
         vocab_size=VOCAB_SIZE, n_positions=256, n_embd=64, n_layer=3, n_head=4
     ),
+    "C attention, window of 8": MistralConfig(**_SIZES, head_dim=16, sliding_window=8),
     "gathered": LlamaConfig(**_SIZES, head_dim=8),
+    "gathered, window of 3": MistralConfig(**_SIZES, head_dim=8, sliding_window=3),
+    "soft cap, windows of 100": Gemma2Config(**_SIZES, **_WINDOWS, head_dim=16, sliding_window=100),
 }
-for _window in (3, 8, 100):
-    OWN_FORWARD |= {
-        f"C attention, window of {_window}": MistralConfig(
-            **_SIZES, head_dim=16, sliding_window=_window
-        ),
-        f"gathered, window of {_window}": MistralConfig(
-            **_SIZES, head_dim=8, sliding_window=_window
-        ),
-        f"soft cap, windows of {_window}": Gemma2Config(
-            **_SIZES, **_WINDOWS, head_dim=16, sliding_window=_window
-        ),
-    }
 
 
 @cache
@@ -99,37 +90,47 @@ def build_name(request: pytest.FixtureRequest) -> str:
     return name
 
 
-@pytest.fixture(scope="module", params=OWN_FORWARD)
-def model_name(request: pytest.FixtureRequest) -> str:
-    name: str = request.param
-    return name
+# The decoder of each build, and models' own forwards, by turns in both types.
+RUNNERS = [
+    pytest.param(
+        partial(c_decoder, build.values[0], dtype, page_size),
+        id=f"{build.values[0]} {dtype}",
+        marks=build.marks,
+    )
+    for build in BUILDS
+    for dtype, page_size in ((torch.float32, 5), (torch.bfloat16, 16))
+] + [
+    pytest.param(partial(own_forward, name, DTYPES[i % 2]), id=f"{name} {DTYPES[i % 2]}")
+    for i, name in enumerate(OWN_FORWARD)
+]
 
 
-def check_rows(runner: ModelRunner, parts: list[Part], seed: int) -> None:
+@pytest.fixture(scope="module", params=RUNNERS)
+def runner(request: pytest.FixtureRequest) -> ModelRunner:
+    made: ModelRunner = request.param()
+    return made
+
+
+@FEW
+@given(parts=batches(), seed=SEEDS)
+def test_each_row_of_a_tree_is_computed_as_its_path(
+    runner: ModelRunner, parts: list[Part], seed: int
+) -> None:
     sequences = Sequences(runner, parts, seed)
     for i, logits in enumerate(sequences.forward()):
         for rows, expected in sequences.rows_of_chains(i, most=3):
             near(logits[rows], expected, ROUNDING[runner.dtype])
 
 
-@FEW
-@given(parts=batches(), seed=SEEDS, page_size=st.sampled_from([16, 5]))
-def test_the_decoder_computes_each_row_of_a_tree_as_its_path(
-    build_name: str, dtype: torch.dtype, parts: list[Part], seed: int, page_size: int
-) -> None:
-    check_rows(c_decoder(build_name, dtype, page_size), parts, seed)
+SOME_TREES = st.lists(trees(), min_size=1, max_size=3)
+ROWS = st.lists(st.integers(0, 10**6), min_size=3, max_size=3)
 
 
 @FEW
-@given(parts=batches(), seed=SEEDS)
-def test_a_models_own_forward_computes_each_row_of_a_tree_as_its_path(
-    model_name: str, dtype: torch.dtype, parts: list[Part], seed: int
+@given(parts=SOME_TREES, seed=SEEDS, row_of=ROWS)
+def test_an_accepted_path_of_each_tree_is_continued_like_a_chain(
+    runner: ModelRunner, parts: list[Part], seed: int, row_of: list[int]
 ) -> None:
-    check_rows(own_forward(model_name, dtype), parts, seed)
-
-
-def check_moves(runner: ModelRunner, parts: list[Part], seed: int, row_of: list[int]) -> None:
-    """Accept a path of each tree, and go on behind it."""
     sequences = Sequences(runner, parts, seed)
     sequences.forward()
     rows = [row_of[i] % (len(part.parents) + 1) for i, part in enumerate(parts)]
@@ -164,32 +165,11 @@ def check_moves(runner: ModelRunner, parts: list[Part], seed: int, row_of: list[
     near(moved, prefilled, ROUNDING[runner.dtype])
 
 
-SOME_TREES = st.lists(trees(), min_size=1, max_size=3)
-ROWS = st.lists(st.integers(0, 10**6), min_size=3, max_size=3)
-
-
 @FEW
-@given(parts=SOME_TREES, seed=SEEDS, rows=ROWS, page_size=st.sampled_from([16, 5]))
-def test_the_decoder_continues_an_accepted_path_like_a_chain(
-    build_name: str,
-    dtype: torch.dtype,
-    parts: list[Part],
-    seed: int,
-    rows: list[int],
-    page_size: int,
+@given(parts=batches(), seed=SEEDS)
+def test_a_tree_without_branches_gives_the_bits_of_a_chain(
+    runner: ModelRunner, parts: list[Part], seed: int
 ) -> None:
-    check_moves(c_decoder(build_name, dtype, page_size), parts, seed, rows)
-
-
-@FEW
-@given(parts=SOME_TREES, seed=SEEDS, rows=ROWS)
-def test_a_models_own_forward_continues_an_accepted_path_like_a_chain(
-    model_name: str, dtype: torch.dtype, parts: list[Part], seed: int, rows: list[int]
-) -> None:
-    check_moves(own_forward(model_name, dtype), parts, seed, rows)
-
-
-def check_chains(runner: ModelRunner, parts: list[Part], seed: int) -> None:
     found = []
     for says_parents in (False, True):
         chains = [
@@ -200,22 +180,6 @@ def check_chains(runner: ModelRunner, parts: list[Part], seed: int) -> None:
         ]
         found.append(torch.cat(Sequences(runner, chains, seed).forward()))
     assert torch.equal(*found)
-
-
-@FEW
-@given(parts=batches(), seed=SEEDS)
-def test_the_decoder_gives_a_tree_without_branches_the_bits_of_a_chain(
-    build_name: str, dtype: torch.dtype, parts: list[Part], seed: int
-) -> None:
-    check_chains(c_decoder(build_name, dtype, 16), parts, seed)
-
-
-@FEW
-@given(parts=batches(), seed=SEEDS)
-def test_a_models_own_forward_gives_a_tree_without_branches_the_bits_of_a_chain(
-    model_name: str, dtype: torch.dtype, parts: list[Part], seed: int
-) -> None:
-    check_chains(own_forward(model_name, dtype), parts, seed)
 
 
 def plain_attention(

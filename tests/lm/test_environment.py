@@ -9,8 +9,17 @@ import sys
 import pytest
 
 
-@pytest.mark.parametrize("service", ["verifier_svc", "drafter_svc"])
-def test_openmps_spin_count_is_set_before_torch_loads(service: str) -> None:
+@pytest.mark.parametrize(
+    ("service", "variables", "spins"),
+    [
+        ("verifier_svc", {}, "20000"),
+        ("verifier_svc", {"GOMP_SPINCOUNT": "7"}, "7"),
+        ("drafter_svc", {"OMP_WAIT_POLICY": "passive"}, "None"),
+    ],
+)
+def test_openmps_spin_count_is_set_before_torch_loads(
+    service: str, variables: dict[str, str], spins: str
+) -> None:
     code = (
         f"import os, sys, {service}.__main__; "
         "print('torch' in sys.modules, os.environ.get('GOMP_SPINCOUNT'))"
@@ -20,17 +29,11 @@ def test_openmps_spin_count_is_set_before_torch_loads(service: str) -> None:
         for name, value in os.environ.items()
         if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
     }
-
-    def printed_with(**variables: str) -> str:
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            capture_output=True,
-            text=True,
-            check=True,
-            env=inherited | variables,
-        )
-        return done.stdout.strip()
-
-    assert printed_with() == "False 20000"
-    assert printed_with(GOMP_SPINCOUNT="7") == "False 7"
-    assert printed_with(OMP_WAIT_POLICY="passive") == "False None"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=inherited | variables,
+    )
+    assert done.stdout.strip() == f"False {spins}"

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from outrider.errors import OutriderError, Reason
-from outrider.lm.runner import ModelRunner, SequenceSlice, _device
+from outrider.lm.runner import ModelRunner, SequenceSlice
 from outrider.tokenizer import load_tokenizer
 
 MODELS = Path(__file__).parents[2] / "models"
@@ -43,9 +43,7 @@ def save(model: Any, directory: Path, **options: Any) -> str:
 @pytest.mark.parametrize(
     "prompt",
     [
-        "def fibonacci(n):\n",
         '{"name": "Ada", "born": 1815}\n',
-        "The licensor grants",
         "import os\nimport sys\n\n\nclass",
     ],
 )
@@ -84,12 +82,6 @@ def test_a_runner_describes_its_model(tmp_path: Path) -> None:
     assert reports == [f"reading {tmp_path}", "moving the weights to cpu"]
 
 
-def test_by_default_the_cache_holds_1_to_64_full_contexts() -> None:
-    runner = ModelRunner(build(CONFIGS["llama"]))
-    assert runner.page_size == 16
-    assert CONTEXT_LENGTH // 16 <= runner.page_count <= 64 * CONTEXT_LENGTH // 16
-
-
 def test_on_a_gpu_the_cache_takes_its_share_of_free_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -106,11 +98,6 @@ def test_eos_ids_without_a_logit_are_dropped() -> None:
     model = build(CONFIGS["llama"])
     model.generation_config.eos_token_id = [2, VOCAB_SIZE, VOCAB_SIZE + 7]
     assert ModelRunner(model, page_count=1).eos_token_ids == (2,)
-
-
-def test_dtype_auto_keeps_the_checkpoints_dtype(tmp_path: Path) -> None:
-    path = save(build(CONFIGS["llama"]).half(), tmp_path)
-    assert ModelRunner.load(path, device="cpu", page_count=4).dtype == torch.float16
 
 
 def test_longrope_is_served_up_to_the_length_where_it_switches() -> None:
@@ -173,7 +160,7 @@ def test_an_encoder_decoder_is_refused(tmp_path: Path) -> None:
     assert error.value.field == "model"
 
 
-@pytest.mark.parametrize("method", ["gptq", "fp8", "of-tomorrow"])
+@pytest.mark.parametrize("method", ["fp8", "of-tomorrow"])
 def test_quantised_weights_are_refused_by_name(tmp_path: Path, method: str) -> None:
     path = save(build(CONFIGS["llama"]), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -230,12 +217,6 @@ def test_a_damaged_weight_file_is_named(tmp_path: Path) -> None:
         ModelRunner.load(path, device="cpu")
 
 
-def test_a_model_that_does_not_exist_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(OutriderError, match="cannot load") as error:
-        ModelRunner.load(str(tmp_path / "nothing"), device="cpu")
-    assert error.value.reason is Reason.MODEL_NOT_FOUND
-
-
 @pytest.mark.parametrize(
     ("setting", "value", "message"),
     [
@@ -248,12 +229,3 @@ def test_an_error_names_the_invalid_setting(setting: str, value: str, message: s
     with pytest.raises(OutriderError, match=message) as error:
         ModelRunner.load(str(MODELS / "draft"), **{setting: value})
     assert error.value.field == setting
-
-
-@pytest.mark.parametrize(("name", "index"), [("auto", 0), ("cuda", 0), ("cuda:1", 1)])
-def test_a_cuda_device_always_has_its_index(
-    name: str, index: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert _device(name) == torch.device("cuda", index)

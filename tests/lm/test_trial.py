@@ -119,20 +119,17 @@ class ForgetsTheFarPast(LlamaForCausalLM):
 OWN_WAYS = [Recurrent, CountsItsRow, OneTokenApart, ForgetsTheFarPast]
 
 
-@pytest.mark.parametrize("page_count", [1, 64])
 @pytest.mark.parametrize("kind", OWN_WAYS)
 def test_a_forward_of_its_own_kind_is_refused_in_a_cache_of_any_size(
-    kind: type[LlamaForCausalLM], page_count: int
+    kind: type[LlamaForCausalLM],
 ) -> None:
-    assert DIFFERS in refusal(llama(kind), page_count=page_count)
+    for page_count in (1, 64):
+        assert DIFFERS in refusal(llama(kind), page_count=page_count)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", [Recurrent, CountsItsRow, OneTokenApart])
-def test_rounding_hides_no_forward_of_its_own_kind(
-    kind: type[LlamaForCausalLM], dtype: torch.dtype
-) -> None:
-    assert DIFFERS in refusal(llama(kind).to(dtype), page_count=8)
+def test_rounding_hides_no_forward_of_its_own_kind(kind: type[LlamaForCausalLM]) -> None:
+    assert DIFFERS in refusal(llama(kind).to(torch.bfloat16), page_count=8)
 
 
 class NeedsMask(LlamaForCausalLM):
@@ -193,7 +190,7 @@ def test_a_long_window_must_be_the_configurations() -> None:
     assert reason in refusal(model, page_count=4)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_no_supported_model_is_refused_for_rounding(name: str, dtype: torch.dtype) -> None:
     model = build(CONFIGS[name]).to(dtype)

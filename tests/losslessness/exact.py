@@ -1,18 +1,19 @@
-"""A tiny random model, and the exact distribution of its next three tokens by transformers."""
+"""Every setting of sampling over a small target: its exact distribution, by transformers."""
 
 from __future__ import annotations
 
 import itertools
+import zlib
 from collections.abc import Callable, Iterator
 from functools import cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from chi_square import Comparison, compare
+from small import Guesser, NextProbs, Probs, Text, Traffic
 from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
     LogitsProcessorList,
     MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
@@ -25,53 +26,55 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-from outrider.protocol.messages import SamplingParams
+from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
+from outrider.protocol.messages import SamplingParams, SpeculationOptions
 
 VOCAB = 16
 LENGTH = 3
-PROMPT = [3, 5, 7, 5]
+PROMPT = (3, 5, 7, 5)
 END = 9
 
-Probs = npt.NDArray[np.float64]
-NextProbs = Callable[[tuple[int, ...]], Probs]
-"""The distribution that a drafter draws from behind some generated tokens."""
-
 
 @cache
-def tiny_model() -> LlamaForCausalLM:
-    """Random weights, large enough for peaked distributions."""
-    torch.manual_seed(4)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=64,
-        tie_word_embeddings=False,
-        eos_token_id=None,
-        bos_token_id=None,
+def logits(text: Text) -> torch.Tensor:
+    """Random logits of its own behind each text, [VOCAB]: positive and negative, a few likely."""
+    rng = np.random.default_rng(zlib.crc32(bytes(text)))
+    return torch.from_numpy(rng.normal(size=VOCAB) * 2.5).float()
+
+
+def traffic(sampling: SamplingParams, **more: Any) -> Traffic:
+    """Many requests at a time for the first three tokens behind the prompt."""
+    return Traffic(
+        logits=logits,
+        prompts=(PROMPT,),
+        policy=DraftTokensPolicy("fixed", 5),
+        length=9,
+        concurrent=256,
+        page_count=4096,
+        sampling=sampling,
+        speculation=SpeculationOptions(draft_tokens=5),
+        stop_token=END if sampling.min_tokens else None,
+        enough=LENGTH,
+        **more,
     )
-    model = LlamaForCausalLM(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(12.0)
-        model.lm_head.weight.mul_(2.0)
-    return model
+
+
+def generate(
+    sampling: SamplingParams, draws: int, *drafters: Guesser, **more: Any
+) -> npt.NDArray[np.int64]:
+    """The first three tokens of `draws` requests, [draws, 3]; `more` is for `Traffic`."""
+    return traffic(sampling, **more).run(draws, *drafters)
 
 
 @cache
-def exact_probs(sampling: SamplingParams) -> dict[tuple[int, ...], Probs]:
+def exact_probs(sampling: SamplingParams) -> dict[Text, Probs]:
     """The distribution of the next token by each text of up to two tokens, by transformers."""
-    probs: dict[tuple[int, ...], Probs] = {}
+    probs: dict[Text, Probs] = {}
     for length in range(LENGTH):
         texts = list(itertools.product(range(VOCAB), repeat=length))
         ids = torch.tensor([[*PROMPT, *text] for text in texts])
-        with torch.inference_mode():
-            logits = tiny_model()(ids).logits[:, -1].float()
-        scores = processors(sampling)(ids, logits)
+        rows = torch.stack([logits((*PROMPT, *text)) for text in texts])
+        scores = processors(sampling)(ids, rows)
         for text, row in zip(texts, scores, strict=True):
             probs[text] = row.double().softmax(-1).numpy()
     return probs
@@ -127,21 +130,21 @@ UNIFORM = np.full(VOCAB, 1 / VOCAB)
 
 def equal_to_target(sampling: SamplingParams) -> NextProbs:
     probs = exact_probs(sampling)
-    return lambda text: probs.get(text, UNIFORM)
+    return lambda text: probs.get(text[len(PROMPT) :], UNIFORM)
 
 
 def reversed_target(sampling: SamplingParams) -> NextProbs:
-    probs = exact_probs(sampling)
-    return lambda text: probs.get(text, UNIFORM)[::-1]
+    equal = equal_to_target(sampling)
+    return lambda text: equal(text)[::-1]
 
 
 def on_an_unlikely_token(sampling: SamplingParams) -> NextProbs:
     """Nearly all mass on the target's least likely token, which may have probability 0."""
-    probs = exact_probs(sampling)
+    equal = equal_to_target(sampling)
 
-    def draft_probs(text: tuple[int, ...]) -> Probs:
+    def draft_probs(text: Text) -> Probs:
         drafted = np.full(VOCAB, 0.01 / (VOCAB - 1))
-        drafted[probs.get(text, UNIFORM).argmin()] = 0.99
+        drafted[equal(text).argmin()] = 0.99
         return drafted
 
     return draft_probs

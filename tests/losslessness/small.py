@@ -23,12 +23,19 @@ from outrider.errors import OutriderError
 from outrider.lm.pages import PagePool
 from outrider.lm.runner import SequenceSlice
 from outrider.process.clock import Clock, monotonic
-from outrider.protocol.draft_messages import DraftBatch, Hello, SparseDistribution, StepBatch
+from outrider.protocol.draft_messages import (
+    DraftBatch,
+    Hello,
+    Proposal,
+    SparseDistribution,
+    StepBatch,
+)
 from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
 from outrider.protocol.messages import (
     AcceptanceRule,
     DraftDistribution,
     SamplingParams,
+    SpeculationOptions,
     TokenChunk,
     TokenRequest,
 )
@@ -49,6 +56,8 @@ Probs = npt.NDArray[np.float64]
 Text = tuple[int, ...]
 NextProbs = Callable[[Text], Probs]
 """The distribution of the token behind a text, prompt included."""
+NextLogits = Callable[[Text], torch.Tensor]
+"""The logits of the token behind a text, [V]."""
 PROMPTS: tuple[Text, ...] = ((2,), (1, 2, 3, 4, 0, 1), (1, 2, 3, 4, 0, 1, 2, 3, 4, 1, 0))
 """Prompts that are longer than a page begin alike."""
 
@@ -81,11 +90,11 @@ def near(target: NextProbs, share: float = 0.6, seed: int = 1) -> NextProbs:
 class SmallTarget:
     """A model for the engine. `takes` gets the number of tokens of each forward."""
 
-    vocab_size = VOCAB
     eos_token_ids = ()
 
-    def __init__(self, probs: NextProbs, page_count: int, page_size: int) -> None:
-        self._logits = cache(lambda text: torch.from_numpy(np.log(probs(text) + 1e-300)).float())
+    def __init__(self, logits: NextLogits, page_count: int, page_size: int) -> None:
+        self.vocab_size = len(logits(PROMPTS[0]))
+        self._logits = logits
         self._pages = np.full((page_count, page_size), -1, np.int16)
         self.takes: Callable[[int], None] = lambda token_count: None
 
@@ -101,7 +110,7 @@ class SmallTarget:
             assert min(text) >= 0, "a token of the past is not in its page"
             for slot in range(part.end - part.logit_count, part.end):
                 rows.append(self._logits(_text_of(part, text, slot)))
-        return torch.stack(rows) if rows else torch.empty(0, VOCAB)
+        return torch.stack(rows) if rows else torch.empty(0, self.vocab_size)
 
     def move_tokens(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy slots, as `LanguageModel.move_tokens`."""
@@ -123,7 +132,10 @@ class Guesser:
 
     Messages from and to it arrive up to `late` ticks later, in order. It drafts nothing in a share
     `silent` of the ticks. `stops` ends a run before a token of such a probability, and `ends` a
-    chain behind such a token. With `branches` it also drafts one-hot branches beside its chain.
+    chain behind such a token. With `branches` it also drafts one-hot branches beside its chain, and
+    with `sampled_branches` another sampled run beside each token of its chain. `claims` is the
+    distribution that it claims, if not `draft_probs`. If it `always_samples`, it does so though
+    the verifier asks for the likeliest token.
     """
 
     trusted = True
@@ -139,17 +151,24 @@ class Guesser:
         stops: Callable[[int, float], bool] = lambda token, probability: False,
         ends: Callable[[int], bool] = lambda token: False,
         branches: bool = False,
+        sampled_branches: bool = False,
+        claims: NextProbs | None = None,
+        always_samples: bool = False,
         shortest: int = 0,
         longest: int = 5,
     ) -> None:
         self.name = name
         self._draft_probs = cache(draft_probs)
+        claims = claims or draft_probs
+        self._claimed = cache(lambda text: _sparse(claims(text)))
         self._offers = frozenset(offers)
         self._late = late
         self._silent = silent
         self._stops = stops
         self._ends = ends
         self._branches = branches
+        self._sampled_branches = sampled_branches
+        self._always_samples = always_samples
         self._lengths = (shortest, longest + 1)
         self._rng = np.random.default_rng(zlib.crc32(name.encode()))
         self._sequences: dict[int, DraftSequence] = {}
@@ -182,8 +201,11 @@ class Guesser:
         batch = DraftBatch()
         if self._rng.random() >= self._silent:
             self._grow()
-            taken = [sequence.take_proposal() for sequence in self._sequences.values()]
-            batch.proposals += [proposal for proposal in taken if proposal is not None]
+            for sequence in self._sequences.values():
+                if proposal := sequence.take_proposal():
+                    batch.proposals.append(proposal)
+                    if self._sampled_branches:
+                        batch.proposals += self._runs_beside(sequence)
         self._outbox.append((self._due(), batch))
         while self._outbox and self._outbox[0][0] <= self._tick:
             due = self._outbox.popleft()[1]
@@ -226,36 +248,34 @@ class Guesser:
         if places:
             seeds, positions = (np.array(column, np.uint64) for column in zip(*places, strict=True))
             keys = torch.from_numpy(coupled_keys(seeds, positions))
-            numbers = coupled_exponentials(keys, VOCAB).numpy()
+            numbers = coupled_exponentials(keys, self._engine.model.vocab_size).numpy()
         first = 0
         for sequence, count in growing:
             if sequence.opened.distribution is DraftDistribution.COUPLED:
                 yield numbers[first : first + count]
                 first += count
             else:
-                yield np.ones((count, VOCAB))
+                yield np.ones((count, 1))
 
     def _grow_chain(self, sequence: DraftSequence, count: int, noise: Probs) -> None:
         text = (*sequence.tokens, *sequence.guesses)
         asked = sequence.opened.distribution
+        samples = asked is DraftDistribution.SPARSE or self._always_samples
         tokens: list[int] = []
         distributions: list[SparseDistribution] = []
         for i in range(count):
             probs = self._draft_probs((*text, *tokens))
-            if asked is DraftDistribution.SPARSE:
-                token = self._draw(probs)
-            else:
-                token = int((probs / noise[i]).argmax())
+            token = self._draw(probs) if samples else int((probs / noise[i]).argmax())
             if self._stops(token, float(probs[token])):
                 break
             tokens.append(token)
-            distributions.append(_sparse(probs))
+            distributions.append(self._claimed((*text, *tokens[:-1])))
             if self._ends(token):
                 break
         if not tokens:
             return
         self.proposed[asked] += len(tokens)
-        sequence.extend(tokens, distributions if asked is DraftDistribution.SPARSE else [])
+        sequence.extend(tokens, distributions if samples else [])
         if self._branches:
             self._branch(sequence)
 
@@ -270,6 +290,23 @@ class Guesser:
             second = int(self._draft_probs((*text, free[0])).argmax())
             sequence.branch(at, [free[0], second])
 
+    def _runs_beside(self, sequence: DraftSequence) -> Iterator[Proposal]:
+        """Sampled runs beside each guess, each as long as the chain."""
+        text = tuple(sequence.tokens)
+        chain = list(sequence.guesses)
+        for at, avoided in enumerate(chain):
+            tokens: list[int] = []
+            distributions: list[SparseDistribution | None] = [None] * at
+            while at + len(tokens) < len(chain):
+                probs = self._draft_probs((*text, *chain[:at], *tokens))
+                if not tokens:
+                    probs = np.where(np.arange(len(probs)) == avoided, 0.0, probs)
+                tokens.append(self._draw(probs))
+                distributions.append(_sparse(probs))
+            yield Proposal(
+                sequence.id, len(text), [*chain[:at], *tokens], distributions=distributions
+            )
+
     def _draw(self, probs: Probs) -> int:
         sums = probs.cumsum()
         return int(sums.searchsorted(self._rng.random() * sums[-1], "right"))
@@ -280,12 +317,30 @@ def _sparse(probs: Probs) -> SparseDistribution:
     return SparseDistribution(ids, probs[ids] / probs[ids].sum())
 
 
+def step(engine: Engine, drafters: Iterable[Guesser] = ()) -> None:
+    """One step of the engine, before which each connected drafter may draft."""
+    engine.drain_inbox()
+    for drafter in drafters:
+        if drafter.connected:
+            drafter.tick()
+    engine.step()
+    engine.outbox.send_to_clients()
+
+
 @dataclass
 class Traffic:
     """Requests through one engine, `concurrent` at a time, which take turns with the prompts."""
 
     probs: NextProbs = target_probs
     """The target's."""
+    logits: NextLogits | None = None
+    """The target's, if not those of `probs`."""
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
+    stop_token: int | None = None
+    """A token that ends a text; behind its end a text is filled with it."""
+    enough: int = 64
+    """A request is cancelled when it has this many tokens."""
     prompts: tuple[Text, ...] = PROMPTS
     rule: AcceptanceRule = AcceptanceRule.BLOCK
     trust: bool = True
@@ -314,7 +369,10 @@ class Traffic:
             for sink, argument in deliveries:
                 sink(argument)
 
-        self.model = SmallTarget(self.probs, self.page_count, self.page_size)
+        logits = self.logits or cache(
+            lambda text: torch.from_numpy(np.log(self.probs(text) + 1e-300)).float()
+        )
+        self.model = SmallTarget(logits, self.page_count, self.page_size)
         config = EngineConfig(
             self.policy, self.max_batch_tokens, self.concurrent, 2 * self.concurrent
         )
@@ -361,24 +419,28 @@ class Traffic:
                 a for sequence in engine.sequences.values() for a in sequence.assignments.values()
             ]
             self.paused_ticks += not all(assignment.asked for assignment in assigned)
-            engine.drain_inbox()
-            for drafter in drafters:
-                if drafter.connected:
-                    drafter.tick()
-            engine.step()
-            engine.outbox.send_to_clients()
+            step(engine, drafters)
         engine.pool.check_integrity()
         assert engine.pool.used_count == 0
-        return np.array(texts)
+        length = min(self.length, self.enough)
+        padded = [[*text, *[self.stop_token or 0] * length][:length] for text in texts]
+        return np.array(padded)
 
     def _submit(self, number: int, text: list[int]) -> None:
         def collect(chunk: TokenChunk | OutriderError) -> None:
             assert isinstance(chunk, TokenChunk), chunk
             text.extend(chunk.token_ids)
+            if len(text) >= self.enough:
+                self.engine.cancel(sequence)
 
-        prompt = list(self.prompts[number % len(self.prompts)])
-        sampling = replace(SamplingParams(), seed=self.seed(number))
-        self.engine.submit(TokenRequest(prompt, self.length, sampling), collect)
+        request = TokenRequest(
+            list(self.prompts[number % len(self.prompts)]),
+            self.length,
+            replace(self.sampling, seed=self.seed(number)),
+            stop_token_ids=frozenset() if self.stop_token is None else frozenset({self.stop_token}),
+            speculation=self.speculation,
+        )
+        sequence = self.engine.submit(request, collect)
 
     def expected(self, draws: int) -> Probs:
         """Expected counts by prompt and text of `LENGTH` tokens, [prompts * VOCAB ** LENGTH]."""
@@ -401,3 +463,8 @@ class Traffic:
         compared = texts[:, self.first : self.first + LENGTH]
         cells = compared @ VOCAB ** np.arange(LENGTH)[::-1] + prompts * VOCAB**LENGTH
         return np.bincount(cells, minlength=len(self.prompts) * VOCAB**LENGTH)
+
+
+def seed_of(number: int) -> int:
+    """A request's seed. Seeds of neighbours differ in all of their 64 bits."""
+    return (number + 1) * 0x9E3779B97F4A7C15 % 2**64

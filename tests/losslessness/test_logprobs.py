@@ -1,60 +1,88 @@
-"""Log probabilities equal those of one forward over the finished text."""
+"""Log probabilities of tokens and prompts equal those of the target's own logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import dropwhile
 
 import numpy as np
 import pytest
-import torch
-from drafted import RandomDrafter, make_engine
-from exact import PROMPT, equal_to_target, tiny_model
+from exact import PROMPT, VOCAB, equal_to_target, logits, traffic
+from small import Guesser, step
 
 from outrider.protocol.messages import (
-    AcceptanceRule,
     DraftDistribution,
     SamplingParams,
     SpeculationOptions,
     TokenChunk,
+    TokenLogprob,
     TokenRequest,
     TokenSource,
 )
+from verifier_svc.engine.loop import Engine
+
+TOP = 5
+GREEDY = SamplingParams(0.0)
+TEXT = np.random.default_rng(7).integers(0, VOCAB, 64).tolist()
+
+
+def drafter(engine: Engine) -> Guesser:
+    """A drafter that samples from the target's own distribution behind the prompt."""
+    offers = frozenset({DraftDistribution.ONE_HOT, DraftDistribution.SPARSE})
+    made = Guesser("sampling", equal_to_target(SamplingParams()), offers)
+    made.join(engine)
+    return made
+
+
+def submit(engine: Engine, request: TokenRequest) -> list[TokenChunk]:
+    """Submit a request; returns the list that collects its chunks."""
+    found: list[TokenChunk] = []
+    engine.submit(request, found.append)  # type: ignore[arg-type]  # an error fails the test as well
+    return found
+
+
+def run(engine: Engine, *drafters: Guesser) -> None:
+    while engine.sequences:
+        step(engine, drafters)
+    assert engine.pool.used_count == 0
+
+
+def must_be_those_of(
+    text: Sequence[int], first: int, found: Sequence[TokenLogprob], top: int = TOP
+) -> None:
+    """Check the log probabilities of the text's tokens from the one at `first` on."""
+    assert len(found) == len(text) - first
+    for at, got in enumerate(found, first):
+        row = logits(tuple(text[:at])).log_softmax(-1)
+        assert got.logprob == pytest.approx(row[text[at]].item(), abs=1e-4)
+        assert got.rank == 1 + (row > row[text[at]]).sum().item()
+        best = row.topk(top)
+        assert list(got.top_token_ids) == best.indices.tolist()
+        assert got.top_logprobs == pytest.approx(best.values.tolist(), abs=1e-4)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
-def test_logprobs_of_all_token_sources_equal_a_rescoring_forward(
-    temperature: float,
-) -> None:
-    engine = make_engine(AcceptanceRule.BLOCK, trust=True)
-    offers = frozenset({DraftDistribution.SPARSE})
-    draft_probs = equal_to_target(SamplingParams())
-    drafter = RandomDrafter(engine, draft_probs, offers, np.random.default_rng(0))
-    sampling = SamplingParams(temperature, 8, repetition_penalty=1.2)
-    chunks: dict[int, list[TokenChunk]] = {i: [] for i in range(40)}
-    for found in chunks.values():
-        request = TokenRequest(
-            PROMPT,
-            8,
-            sampling=sampling,
-            speculation=SpeculationOptions(draft_tokens=5),
-            top_logprobs=5,
-            min_chunk_tokens=3,
-        )
-        engine.submit(request, found.append)  # type: ignore[arg-type]  # an error fails the test as well
-    while engine.sequences:
-        engine.drain_inbox()
-        drafter.send()
-        engine.step()
+def test_logprobs_of_all_token_sources_are_the_targets(temperature: float) -> None:
+    """They are those before any sampling setting."""
+    engine = traffic(SamplingParams()).engine
+    guesser = drafter(engine)
+    request = TokenRequest(
+        [*PROMPT],
+        8,
+        SamplingParams(temperature, 8, repetition_penalty=1.2),
+        speculation=SpeculationOptions(draft_tokens=5),
+        top_logprobs=TOP,
+        min_chunk_tokens=3,
+    )
+    answers = [submit(engine, request) for _ in range(40)]
+    run(engine, guesser)
     sources = set()
-    for found in chunks.values():
-        tokens = [token for chunk in found for token in chunk.token_ids]
-        logprobs = [logprob for chunk in found for logprob in chunk.logprobs]
-        sources |= {source for chunk in found for source in chunk.sources}
-        with torch.inference_mode():
-            logits = tiny_model()(torch.tensor([[*PROMPT, *tokens]])).logits
-        expected = logits[0, len(PROMPT) - 1 : -1].log_softmax(-1)
-        assert len(logprobs) == len(tokens) == 8
-        for token, row, got in zip(tokens, expected, logprobs, strict=True):
-            assert got.logprob == pytest.approx(row[token].item(), abs=1e-4)
-            top = row.topk(5)
-            assert got.top_logprobs == pytest.approx(top.values.tolist(), abs=1e-4)
-            assert list(got.top_token_ids) == top.indices.tolist()
+    for chunks in answers:
+        tokens = [token for chunk in chunks for token in chunk.token_ids]
+        assert len(tokens) == 8
+        found = [logprob for chunk in chunks for logprob in chunk.logprobs]
+        must_be_those_of([*PROMPT, *tokens], len(PROMPT), found)
+        sources |= {source for chunk in chunks for source in chunk.sources}
     assert sources >= {
         TokenSource.ACCEPTED,
         TokenSource.RECOVERED,
@@ -63,26 +91,40 @@ def test_logprobs_of_all_token_sources_equal_a_rescoring_forward(
     }
 
 
-@pytest.mark.parametrize("wanting", [{1, 2, 5}, {0, 3}])
-def test_logprobs_are_a_sequences_own_in_a_batch_of_which_only_some_want_them(
-    wanting: set[int],
-) -> None:
+def test_logprobs_are_a_sequences_own_in_a_batch_of_which_only_some_want_them() -> None:
     """The prompts differ, so another sequence's rows have other log probabilities."""
-    engine = make_engine(AcceptanceRule.BLOCK, trust=False)
-    chunks: dict[int, list[TokenChunk]] = {i: [] for i in range(6)}
-    prompts = {i: [*PROMPT, i % 3, i // 3] for i in chunks}
-    for i, found in chunks.items():
-        top = 2 if i in wanting else None
-        request = TokenRequest(prompts[i], 5, SamplingParams(0.0), top_logprobs=top)
-        engine.submit(request, found.append)  # type: ignore[arg-type]  # an error fails the test as well
-    while engine.sequences:
-        engine.step()
-    for i, found in chunks.items():
-        tokens = [token for chunk in found for token in chunk.token_ids]
-        logprobs = [logprob for chunk in found for logprob in chunk.logprobs]
-        assert len(logprobs) == (len(tokens) if i in wanting else 0)
-        with torch.inference_mode():
-            logits = tiny_model()(torch.tensor([[*prompts[i], *tokens]])).logits
-        expected = logits[0, len(prompts[i]) - 1 : -1].log_softmax(-1)
-        for token, row, got in zip(tokens, expected, logprobs, strict=False):
-            assert got.logprob == pytest.approx(row[token].item(), abs=1e-4)
+    engine = traffic(SamplingParams()).engine
+    prompts = [[*PROMPT, i % 3, i // 3] for i in range(6)]
+    wanted = [2 if i in (1, 2, 5) else None for i in range(6)]
+    answers = [
+        submit(engine, TokenRequest(prompt, 5, GREEDY, top_logprobs=top))
+        for prompt, top in zip(prompts, wanted, strict=True)
+    ]
+    run(engine)
+    for prompt, top, chunks in zip(prompts, wanted, answers, strict=True):
+        tokens = [token for chunk in chunks for token in chunk.token_ids]
+        found = [logprob for chunk in chunks for logprob in chunk.logprobs]
+        if top is None:
+            assert not found
+        else:
+            must_be_those_of([*prompt, *tokens], len(prompt), found, top)
+
+
+@pytest.mark.parametrize("max_batch_tokens", [2048, 7], ids=["at once", "in chunks"])
+def test_a_prompts_tokens_but_the_first_are_scored_in_order_before_the_first_new_token(
+    max_batch_tokens: int,
+) -> None:
+    """While drafts of other sequences are verified."""
+    engine = traffic(SamplingParams(), max_batch_tokens=max_batch_tokens).engine
+    guesser = drafter(engine)
+    prompts = [TEXT[at : at + length] for at, length in enumerate((1, 2, 3, 8, 9, 21, 40))]
+    answers = [
+        submit(engine, TokenRequest(prompt, 3, GREEDY, prompt_logprobs=TOP)) for prompt in prompts
+    ]
+    run(engine, guesser)
+    for prompt, chunks in zip(prompts, answers, strict=True):
+        scores = [logprob for chunk in chunks for logprob in chunk.prompt_logprobs]
+        must_be_those_of(prompt, 1, scores)
+        _, *later = dropwhile(lambda each: not each.token_ids, chunks)
+        assert not any(chunk.prompt_logprobs for chunk in later)
+        assert sum(len(chunk.token_ids) for chunk in chunks) == 3

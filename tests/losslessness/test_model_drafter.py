@@ -6,16 +6,13 @@ import asyncio
 import copy
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from unittest import mock
+from functools import cache
 
-import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
-from chi_square import LEAST_P
-from drafted import make_engine
-from exact import LENGTH, PROMPT, VOCAB, against_enumeration, tiny_model
+from chi_square import LEAST_P, Comparison, compare
+from small import Guesser, Probs, Text, Traffic
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from drafter_svc.families import forwards
 from drafter_svc.families.draft_model import DraftModel
@@ -24,109 +21,97 @@ from outrider.drafter.session import DraftSession
 from outrider.errors import OutriderError
 from outrider.lm.runner import ModelRunner
 from outrider.protocol.draft_messages import Hello, StepBatch
-from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
-from outrider.protocol.messages import (
-    AcceptanceRule,
-    DraftDistribution,
-    SamplingParams,
-    TokenChunk,
-    TokenRequest,
-)
-from verifier_svc.engine.config import EngineConfig
+from outrider.protocol.messages import DraftDistribution
+from verifier_svc.engine.loop import Engine
 
+VOCAB = 5
+ENTRIES = 3
 CONCURRENT = 256
-ENTRIES = 6
-SETTINGS = {
-    "plain": SamplingParams(),
-    "penalties": SamplingParams(0.8, top_p=0.9, repetition_penalty=1.3),
-}
 
 
-def near_target() -> torch.nn.Module:
-    """The target with slightly perturbed weights."""
-    near = copy.deepcopy(tiny_model())
-    noise = torch.Generator().manual_seed(1)
+@cache
+def model(noise: float) -> LlamaForCausalLM:
+    """A tiny model with peaked distributions, whose weights are changed by `noise`."""
+    torch.manual_seed(4)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+        eos_token_id=None,
+        bos_token_id=None,
+    )
+    made = LlamaForCausalLM(config).eval()
     with torch.no_grad():
-        for parameter in near.parameters():
-            parameter.mul_(1 + 0.15 * torch.randn(parameter.shape, generator=noise))
-    return near
+        for parameter in made.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(12.0)
+            parameter.mul_(1 + noise * torch.randn(parameter.shape))
+    return made
+
+
+@cache
+def target_probs(text: Text) -> Probs:
+    with torch.inference_mode():
+        probs: Probs = model(0.0)(torch.tensor([text])).logits[0, -1].double().softmax(-1).numpy()
+    return probs
+
+
+class ModelDrafter(Guesser):
+    """The real draft model, in place of a guesser's table."""
+
+    def __init__(self, family: ModelFamily, loop: asyncio.Runner) -> None:
+        super().__init__("model", target_probs, family.distributions)
+        self._session = DraftSession(family)
+        self._loop = loop
+        self.sampled = 0
+
+    def join(self, engine: Engine) -> None:
+        self._engine = engine
+        self.connected = True
+        hello = Hello("model", "model", "f", 12, distributions=self._offers)
+        self._handle = engine.drafting.join(hello, self._on_message)
+
+    def _on_message(self, message: StepBatch | OutriderError) -> None:
+        assert isinstance(message, StepBatch), message
+        assert all(opened.distribution is DraftDistribution.SPARSE for opened in message.opened)
+        self._session.apply(message)
+
+    def tick(self) -> None:
+        batch = self._loop.run(self._session.round(lambda: False))
+        for proposal in batch.proposals:
+            self.sampled += sum(given is not None for given in proposal.distributions)
+        self._engine.drafting.on_drafts(self._handle, batch)
 
 
 @pytest.fixture
-def family() -> Iterator[ModelFamily]:
-    with ThreadPoolExecutor(1) as thread:
-        runner = ModelRunner(near_target(), page_size=4, page_count=16 * CONCURRENT)
-        model = DraftModel(runner, thread, max_batch_tokens=8 * CONCURRENT, max_entries=ENTRIES)
-        yield ModelFamily(model, VOCAB)
+def drafter() -> Iterator[ModelDrafter]:
+    with ThreadPoolExecutor(1) as thread, asyncio.Runner() as loop:
+        runner = ModelRunner(copy.deepcopy(model(0.15)), page_size=4, page_count=16 * CONCURRENT)
+        draft = DraftModel(runner, thread, max_batch_tokens=8 * CONCURRENT, max_entries=ENTRIES)
+        yield ModelDrafter(ModelFamily(draft, VOCAB), loop)
 
 
-def generate(
-    family: ModelFamily, sampling: SamplingParams, rule: AcceptanceRule, draws: int
-) -> npt.NDArray[np.int64]:
-    """The first three tokens of so many requests, [draws, 3], drafted by the family."""
-    config = EngineConfig(
-        DraftTokensPolicy("fixed", 3), 16 * CONCURRENT, CONCURRENT, 2 * CONCURRENT
-    )
-    engine = make_engine(rule, True, config, 8 * CONCURRENT)
-    texts: list[list[int]] = [[] for _ in range(draws)]
-    session = DraftSession(family)
-
-    def on_message(step: StepBatch | OutriderError) -> None:
-        assert isinstance(step, StepBatch), step
-        assert all(opened.distribution is DraftDistribution.SPARSE for opened in step.opened)
-        session.apply(step)
-
-    hello = Hello("model", "model", "f", 12, distributions=family.distributions)
-    handle = engine.drafting.join(hello, on_message)
-    own = np.random.default_rng(3)
-    started = sampled = 0
-    with (
-        asyncio.Runner() as loop,
-        mock.patch("secrets.randbits", lambda bits: int(own.integers(2**bits, dtype=np.uint64))),
-    ):
-        while started < draws or engine.sequences:
-            while started < draws and len(engine.sequences) < CONCURRENT:
-                request = TokenRequest(PROMPT, LENGTH + 2, sampling)
-                engine.submit(request, partial(collect, texts[started]))
-                started += 1
-            engine.drain_inbox()
-            batch = loop.run(session.round(lambda: False))
-            for proposal in batch.proposals:
-                sampled += sum(given is not None for given in proposal.distributions)
-            engine.drafting.on_drafts(handle, batch)
-            engine.step()
-            engine.outbox.send_to_clients()
-    assert sampled > 2 * draws
-    return np.array([text[:LENGTH] for text in texts])
+def compared(drafter: ModelDrafter, draws: int) -> Comparison:
+    traffic = Traffic(target_probs, prompts=((2, 1, 3),), concurrent=CONCURRENT)
+    texts = traffic.run(draws, drafter)
+    assert drafter.sampled > 2 * draws
+    return compare(traffic.observed(texts), traffic.expected(draws))
 
 
-def collect(text: list[int], chunk: TokenChunk | OutriderError) -> None:
-    assert isinstance(chunk, TokenChunk), chunk
-    text += chunk.token_ids
-
-
-@pytest.mark.parametrize(
-    ("setting", "rule", "draws", "sees"),
-    [
-        ("plain", AcceptanceRule.BLOCK, 5_000, 0.066),
-        pytest.param("plain", AcceptanceRule.TOKEN_WISE, 30_000, 0.035, marks=pytest.mark.slow),
-        pytest.param("penalties", AcceptanceRule.BLOCK, 30_000, 0.035, marks=pytest.mark.slow),
-    ],
-)
-def test_texts_follow_the_target_behind_the_real_draft_model(
-    family: ModelFamily, setting: str, rule: AcceptanceRule, draws: int, sees: float
-) -> None:
-    sampling = SETTINGS[setting]
-    against_enumeration(generate(family, sampling, rule, draws), sampling).must_agree(sees)
+def test_texts_follow_the_target_behind_the_real_draft_model(drafter: ModelDrafter) -> None:
+    compared(drafter, 2_000).must_agree(sees=0.105)
 
 
 def test_a_draft_model_that_claims_a_false_distribution_is_caught(
-    family: ModelFamily, monkeypatch: pytest.MonkeyPatch
+    drafter: ModelDrafter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     honest = forwards.inverse_cdf
     monkeypatch.setattr(
         forwards, "inverse_cdf", lambda weights, numbers: honest(weights**1.3, numbers)
     )
-    sampling = SETTINGS["plain"]
-    samples = generate(family, sampling, AcceptanceRule.BLOCK, 3_000)
-    assert against_enumeration(samples, sampling).p < LEAST_P
+    assert compared(drafter, 2_000).p < LEAST_P

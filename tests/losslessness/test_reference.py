@@ -1,4 +1,7 @@
-"""The batched rules accept what the reference accepts, with the same random numbers."""
+"""The batched rules accept what the reference accepts, with the same random numbers.
+
+And a sequence is verified alike alone and in any batch.
+"""
 
 from collections.abc import Callable
 
@@ -61,7 +64,7 @@ def situations(draw: st.DrawFn) -> tuple[Probs, Probs, list[int], reference.Coin
 
 
 @pytest.mark.parametrize("rule", RULES)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100)
 @given(batch=st.lists(situations(), min_size=1, max_size=4))
 def test_a_batch_accepts_what_the_reference_accepts(
     rule: AcceptanceRule, batch: list[tuple[Probs, Probs, list[int], reference.Coins]]
@@ -85,3 +88,42 @@ def test_a_batch_accepts_what_the_reference_accepts(
     logits[torch.from_numpy(np.array(rows) == 0)] = -torch.inf
     found = accept(logits, drafts)
     assert [(result.accepted_count, result.next_token) for result in found] == expected
+
+
+@st.composite
+def batches(make: st.DrawFn) -> tuple[list[Draft], torch.Tensor]:
+    """Drafts of any lengths and settings, with and without distributions, and their logits."""
+    lengths = make(st.lists(st.integers(0, 5), min_size=1, max_size=6))
+    rng = np.random.default_rng(make(st.integers(0, 2**32)))
+    drafts: list[Draft] = []
+    rows: list[Probs] = []
+    for i, length in enumerate(lengths):
+        sampling = SamplingParams(
+            temperature=float(rng.choice([0.0, 0.7, 1.0])),
+            top_k=int(rng.integers(0, 4)),
+            top_p=float(rng.choice([1, 0.8])),
+        )
+        draft_probs = rng.dirichlet(np.ones(VOCAB), length)
+        tokens = [int(rng.choice(VOCAB, p=probs)) for probs in draft_probs]
+        context = Context(sampling, [0] * 10 * i, drafted=tokens)
+        rule = AcceptanceRule.GREEDY if sampling.greedy else AcceptanceRule.COUPLED
+        distributions: list[SparseDistribution] = []
+        if rng.random() < 0.5 and length:
+            rule = AcceptanceRule.TOKEN_WISE
+            distributions = [SparseDistribution(np.arange(VOCAB), probs) for probs in draft_probs]
+        drafts.append(Draft(context, int(rng.integers(2**63)), rule, distributions))
+        rows.append(rng.normal(size=(length + 1, VOCAB)))
+    return drafts, torch.from_numpy(np.concatenate(rows)).float()
+
+
+@given(batches())
+@settings(max_examples=60)
+def test_a_sequence_is_verified_alike_alone_and_in_any_batch(
+    batch: tuple[list[Draft], torch.Tensor],
+) -> None:
+    drafts, logits = batch
+    row = 0
+    for draft, result in zip(drafts, accept(logits, drafts), strict=True):
+        rows = logits[row : row + len(draft.context.drafted) + 1]
+        assert accept(rows, [draft]) == [result]
+        row += len(draft.context.drafted) + 1

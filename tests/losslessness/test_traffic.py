@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from chi_square import compare
-from small import VOCAB, Guesser, Traffic, fixed, near, target_probs
+from small import VOCAB, Guesser, Traffic, fixed, near, seed_of, target_probs
 from virtual_time import VirtualClock
 
 from outrider.process.clock import monotonic
@@ -93,7 +93,7 @@ CASES = {
     "two drafters": Case(
         two,
         lambda traffic, drafters: all(
-            sum(drafter.proposed.values()) > 1000 for drafter in drafters
+            sum(drafter.proposed.values()) > 500 for drafter in drafters
         ),
     ),
     "two drafters, policy auto": Case(
@@ -105,8 +105,8 @@ CASES = {
             Guesser("second", CLOSE, ONE_HOT, late=2),
         ],
         lambda traffic, drafters: (
-            traffic.paused_ticks > 20
-            and all(sum(drafter.proposed.values()) > 200 for drafter in drafters)
+            traffic.paused_ticks > 10
+            and all(sum(drafter.proposed.values()) > 100 for drafter in drafters)
         ),
         {"policy": DraftTokensPolicy("goodput", 5), "always": False, "concurrent": 48, "length": 9},
         timed=True,
@@ -114,14 +114,14 @@ CASES = {
     "preemption, chunks and cached prefixes": Case(
         lambda offers: [Guesser("first", CLOSE, offers, late=1)],
         lambda traffic, drafters: (
-            traffic.engine.scheduler.preemption_count > 50
-            and traffic.engine.scheduler.cached_token_count > 1000
+            traffic.engine.scheduler.preemption_count > 30
+            and traffic.engine.scheduler.cached_token_count > 500
         ),
         {"page_size": 2, "page_count": 48, "concurrent": 16, "max_batch_tokens": 24, "length": 9},
     ),
     "deaths of the verifier": Case(
         lambda offers: [Guesser("first", CLOSE, offers, late=1)],
-        lambda traffic, drafters: traffic.engine._intake._last_id > 1_100,
+        lambda traffic, drafters: traffic.engine._intake._last_id > 700,
         {"concurrent": 24, "length": 9},
         lambda traffic, drafters, tick: die(traffic) if tick % 3 == 2 else None,
     ),
@@ -145,7 +145,7 @@ def check(case: Case, way: str, draws: int, sees: float) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_texts_follow_the_target_in_all_traffic(name: str) -> None:
-    check(CASES[name], "block", 4_000, 0.081)
+    check(CASES[name], "block", 2_500, 0.105)
 
 
 # Block and token-wise verification differ in a step's acceptance alone, which knows no traffic and
@@ -160,20 +160,16 @@ MANY = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "way"), MANY)
 def test_texts_follow_the_target_over_many_draws(name: str, way: str) -> None:
-    check(CASES[name], way, 20_000, 0.042)
+    check(CASES[name], way, 10_000, 0.06)
 
 
-@pytest.mark.parametrize("way", ["block", "coupled"])
 @pytest.mark.parametrize("name", CASES)
-def test_a_seed_gives_each_request_its_text_in_all_traffic(name: str, way: str) -> None:
-    offers, rule = WAYS[way]
-    seeds: dict[str, Any] = {
-        "seed": lambda number: (number + 1) * 0x9E3779B97F4A7C15 % 2**64,
-        "rule": rule,
-    }
-    plain = Traffic(**seeds, length=CASES[name].settings.get("length", 5)).run(600)
-    assert len({tuple(text) for text in plain.tolist()}) > 300
-    _, texts = CASES[name].run(600, offers, **seeds)
+def test_a_seed_gives_each_request_its_text_in_all_traffic(name: str) -> None:
+    offers, rule = WAYS["coupled"]
+    seeds: dict[str, Any] = {"seed": seed_of, "rule": rule}
+    plain = Traffic(**seeds, length=CASES[name].settings.get("length", 5)).run(400)
+    assert len({tuple(text) for text in plain.tolist()}) > 200
+    _, texts = CASES[name].run(400, offers, **seeds)
     assert texts.tolist() == plain.tolist()
 
 
@@ -196,8 +192,8 @@ def test_the_engine_uses_no_coin_twice(rule: AcceptanceRule, dies: bool) -> None
     )
     if dies:
         traffic.events = lambda tick: die(traffic)
-    texts = traffic.run(6_000, Guesser("heads", HEADS, SPARSE, silent=0.0))
-    compare(traffic.observed(texts), traffic.expected(len(texts))).must_agree(sees=0.041)
+    texts = traffic.run(3_000, Guesser("heads", HEADS, SPARSE, silent=0.0))
+    compare(traffic.observed(texts), traffic.expected(len(texts))).must_agree(sees=0.058)
 
 
 def test_a_thousand_requests_without_a_seed_have_different_texts() -> None:

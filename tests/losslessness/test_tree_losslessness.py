@@ -13,7 +13,7 @@ from chi_square import compare
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_trees import TreeGrafter, random_tree, shuffled
-from small import VOCAB, Guesser, Traffic, near, target_probs
+from small import VOCAB, Guesser, Traffic, near, seed_of, target_probs
 
 from outrider.protocol.draft_messages import SparseDistribution
 from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
@@ -204,10 +204,6 @@ SMALL_POOL = {
     "max_batch_tokens": 64,
     "length": 9,
 }
-
-
-def seed_of(number: int) -> int:
-    return (number + 1) * 0x9E3779B97F4A7C15 % 2**64
 
 
 def with_trees(traffic: Traffic, seed: int, plain: dict[int, list[int]] | None = None) -> list[int]:

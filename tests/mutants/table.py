@@ -24,7 +24,7 @@ DRAFT_SEQUENCES = ("tests/drafter/test_draft_sequence.py",)
 ENGINES = "tests/verifier/test_engine.py"
 EXACT = ("tests/losslessness/test_exact_step.py",)
 IN_ANY_BATCH = (
-    "tests/losslessness/test_acceptance.py::test_a_sequence_is_verified_alike_alone_and_in_any_batch",
+    "tests/losslessness/test_reference.py::test_a_sequence_is_verified_alike_alone_and_in_any_batch",
 )
 POOLS = ("tests/lm/test_pages.py",)
 RULES = ("tests/verifier/test_rules.py",)
@@ -265,7 +265,7 @@ MUTANTS = (
         "            return\n"
         "        self._pool.cache_pages(sequence.kv, sequence.tokens, sequence.request.tenant)\n",
         '            return\n        self._pool.cache_pages(sequence.kv, sequence.tokens, "")\n',
-        (f"{ENGINES}::test_pages_of_a_prompts_chunk_belong_to_its_tenant",),
+        (f"{ENGINES}::test_pages_of_a_prompt_belong_to_its_tenant",),
     ),
     Mutant(
         "Q8",

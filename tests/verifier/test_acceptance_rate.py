@@ -24,13 +24,6 @@ def test_acceptance_is_measured_by_position() -> None:
     assert unjudged == pytest.approx([second] * 2), "positions without data inherit the one before"
 
 
-def test_a_new_sequence_begins_with_the_drafters_rate() -> None:
-    drafter = AcceptanceRate(0.8)
-    for _ in range(50):
-        drafter.observe(4, 0)
-    assert AcceptanceRate(drafter, 4).by_position[0] < 0.25
-
-
 def test_a_good_sequence_gets_long_drafts_from_a_bad_drafter() -> None:
     drafter = AcceptanceRate(0.8, decay=0.99)
     for _ in range(200):

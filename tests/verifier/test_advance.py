@@ -51,20 +51,6 @@ def test_an_engine_that_waits_for_a_draft_returns_the_time_left() -> None:
     assert sequence.tokens == [1, 2, *truth[:7]]
 
 
-def test_a_wait_ends_at_its_deadline_with_a_step() -> None:
-    clock = VirtualClock()
-    engine, model = patient_engine(clock)
-    drafter = ScriptedDrafter(engine)
-    sequence = engine.submit(TokenRequest([1, 2], 20, GREEDY), Client())
-    engine.drain_inbox()
-    drafter.propose(sequence.id, model.greedy([1, 2], 1))
-    assert engine.advance() == 0.0
-    began = clock()
-    clock.step(engine)
-    assert 0.5 < clock() - began <= 1.0
-    assert len(sequence.tokens) == 5
-
-
 def test_a_request_cancelled_during_a_wait_leaves_an_idle_engine() -> None:
     clock = VirtualClock()
     engine, model = patient_engine(clock)

@@ -137,14 +137,13 @@ def must_equal_the_rest(found: Answer, whole: Answer, cut: int) -> None:
 SETTINGS = {
     "greedy": GREEDY,
     "no seed": SamplingParams(),
-    "a seed": SamplingParams(seed=2**64 - 3),
     "penalties": SamplingParams(
         seed=3, repetition_penalty=1.4, presence_penalty=0.8, frequency_penalty=0.7
     ),
-    "greedy penalties": SamplingParams(0.0, presence_penalty=1.5, frequency_penalty=0.7),
     "min_tokens": SamplingParams(seed=4, min_tokens=13, logit_bias=((EOS, 6.0),)),
-    "bans and bias": SamplingParams(seed=5, banned_token_ids=(2, 5), logit_bias=((1, 1.0),)),
-    "truncated": SamplingParams(seed=6, top_k=4, top_p=0.9, min_p=0.02, typical_p=0.9),
+    "banned and truncated": SamplingParams(
+        seed=2**64 - 3, top_k=4, top_p=0.9, banned_token_ids=(2, 5), logit_bias=((1, 1.0),)
+    ),
 }
 
 
@@ -180,7 +179,7 @@ RULES: dict[AcceptanceRule, TokenRequest] = {
 def test_with_the_same_drafts_each_rule_goes_on_as_before(rule: AcceptanceRule) -> None:
     """Coins depend on the committed length, so a step draws the same ones at any verifier."""
     sampled_rule = rule if rule in (AcceptanceRule.BLOCK, AcceptanceRule.TOKEN_WISE) else None
-    for number in range(6):
+    for number in range(2):
         request = replace(RULES[rule], noise_seed=number)
         whole = answer(request, sampled_rule=sampled_rule)
         assert whole.rules == [rule]
@@ -200,12 +199,6 @@ def test_a_long_continuation_is_computed_in_chunks() -> None:
     engine.submit(replace(request, committed=whole.tokens[:30]), client)
     finish(engine)
     assert client.tokens == whole.tokens[30:]
-
-
-def test_a_request_without_any_seed_may_go_on_differently() -> None:
-    request = replace(REQUEST, noise_seed=None, ignore_eos=True)
-    texts = {tuple(answer(request, drafts=False).tokens) for _ in range(8)}
-    assert len(texts) == 8
 
 
 def refused(request: TokenRequest, *, grammar: bool = False) -> OutriderError:

@@ -36,12 +36,6 @@ def schedule(engine: Engine, sequence: Sequence, tree: DraftTree) -> ScheduledSe
     return scheduled
 
 
-def test_a_draft_without_room_in_the_forward_counts_as_none() -> None:
-    engine, sequence = decoding(max_batch_tokens=1)
-    scheduled = schedule(engine, sequence, DraftTree([3, 4], []))
-    assert (scheduled.assignment, scheduled.draft.token_ids) == (None, [])
-
-
 def test_of_a_tree_without_pages_the_main_path_is_verified() -> None:
     engine, sequence = decoding(page_count=2)
     tree = DraftTree([3, 4, 5, 6, 7, 0], [], [0, 1, 2, 2, 1, 0])
@@ -85,15 +79,3 @@ def test_a_sibling_of_a_forbidden_main_guess_is_judged_as_no_main_guess() -> Non
         assert (cut.token_ids, cut.parents) == ([2, 3, 1], [])
         assert cut.drafter_ids == owners[:1] + owners[2:]
         assert main_path_outcome(cut, "a", [1, 2, 3]) == (1, 1)
-
-
-def test_a_cut_chain_of_two_drafters_keeps_their_names() -> None:
-    engine, sequence = decoding()
-    sequence.matcher = Low()
-    chain = DraftTree([2, 3, 5], [], [], ["a", "b", "b"])
-    [cut] = GrammarMasks().cut([schedule(engine, sequence, chain)])
-    assert (cut.draft.token_ids, cut.draft.drafter_ids) == ([2, 3], ["a", "b"])
-
-
-def test_the_first_tokens_of_a_tree_are_a_chain_without_parents() -> None:
-    assert DraftTree([1, 2, 3], [], [0, 1, 0]).first(2).parents == []

@@ -47,12 +47,6 @@ def test_long_prompts_are_split_over_messages_and_precede_verdicts() -> None:
     assert (last.opened, last.verdicts, last.closed) == ([], step.verdicts, step.closed)
 
 
-def test_a_step_that_fits_is_one_message() -> None:
-    batch = StepBatch(opened=[opened(1, 5)], closed=[Closed(2)])
-    step = wire_drafts.step_to_proto(batch)
-    assert list(draft_streams._messages(step)) == [step]
-
-
 class Listener:
     """A call context that drops all messages of the verifier."""
 

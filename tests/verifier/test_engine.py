@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from outrider.errors import OutriderError, Reason
 from outrider.lm.pages import KVSequence
 from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
-from outrider.protocol.messages import FinishReason, SamplingParams, TokenRequest, TokenSource
+from outrider.protocol.messages import SamplingParams, TokenRequest, TokenSource
 from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine
 
@@ -22,15 +22,6 @@ PROMPT = st.lists(st.integers(0, EOS - 1), min_size=1, max_size=12)
 def request(prompt: list[int], max_tokens: int = 20, **changes: object) -> TokenRequest:
     """A greedy request with some fields changed."""
     return replace(TokenRequest(prompt, max_tokens, GREEDY), **changes)  # type: ignore[arg-type]
-
-
-def test_without_a_drafter_decoding_is_plain() -> None:
-    engine, model = make_engine()
-    client = Client()
-    engine.submit(request([1, 2, 3]), client)
-    finish(engine)
-    assert client.tokens == model.greedy([1, 2, 3], 20)
-    assert {source for chunk in client.chunks for source in chunk.sources} == {TokenSource.PLAIN}
 
 
 def test_a_right_draft_is_committed_in_one_step_with_its_bonus_token() -> None:
@@ -74,43 +65,6 @@ def test_pages_that_only_a_rejected_draft_needed_are_free_at_once() -> None:
     engine.step()
     assert sequence.stats.draft_token_count == 4
     assert engine.pool.used_count == sequence.kv.num_computed_tokens == 3
-
-
-def test_guesses_beyond_the_verified_depth_survive_the_step() -> None:
-    engine, model = make_engine(config=EngineConfig(DraftTokensPolicy("fixed", 2)), eos_bias=-99)
-    drafter, client = ScriptedDrafter(engine), Client()
-    sequence = engine.submit(request([1, 2], 9), client)
-    engine.drain_inbox()
-    truth = model.greedy([1, 2], 9)
-    drafter.propose(sequence.id, truth[:5])
-    engine.step()
-    engine.step()
-    finish(engine)
-    assert [chunk.token_ids for chunk in client.chunks[:2]] == [truth[:3], truth[3:6]]
-
-
-def test_no_token_beyond_the_limit_is_sent() -> None:
-    engine, model = make_engine(eos_bias=-99)
-    drafter, client = ScriptedDrafter(engine), Client()
-    sequence = engine.submit(request([1, 2], 3), client)
-    engine.drain_inbox()
-    drafter.propose(sequence.id, model.greedy([1, 2], 5)[:4])
-    finish(engine)
-    assert client.tokens == model.greedy([1, 2], 3)
-    assert client.finish_reason is FinishReason.LENGTH
-
-
-def test_an_end_token_inside_a_draft_ends_the_text_there() -> None:
-    engine, model = make_engine(seed=3, eos_bias=1.5)
-    truth = model.greedy([1, 2], 20)
-    assert truth[-1] == EOS
-    drafter, client = ScriptedDrafter(engine), Client()
-    sequence = engine.submit(request([1, 2], 20), client)
-    engine.drain_inbox()
-    drafter.propose(sequence.id, [*truth, 1, 1][:4])
-    finish(engine)
-    assert client.tokens == truth
-    assert client.finish_reason is FinishReason.STOP
 
 
 def test_stop_tokens_end_the_text_and_ignore_eos_does_not() -> None:
@@ -180,16 +134,6 @@ def guess_randomly(
         drafter.propose(sequence_id, tokens, anew=True)
 
 
-def test_preemption_loses_nothing() -> None:
-    engine, model = make_engine(page_count=8, page_size=4, eos_bias=-99)
-    clients = [Client() for _ in range(4)]
-    for i, client in enumerate(clients):
-        engine.submit(request([i, 1, 2], 24), client)
-    finish(engine)
-    assert engine.scheduler.preemption_count > 0
-    assert [client.tokens for client in clients] == [model.greedy([i, 1, 2], 24) for i in range(4)]
-
-
 def test_a_long_prompt_is_processed_in_chunks_while_others_decode() -> None:
     engine, model = make_engine(config=EngineConfig(max_batch_tokens=8), eos_bias=-99)
     short, long = Client(), Client()
@@ -204,32 +148,6 @@ def test_a_long_prompt_is_processed_in_chunks_while_others_decode() -> None:
     assert not long.chunks
     finish(engine)
     assert long.tokens == model.greedy(prompt, 4)
-
-
-def test_the_last_tokens_of_many_prompts_keep_to_the_batch_limit() -> None:
-    """Once a single token is left of a step's room, only one prompt gets it."""
-    engine, model = make_engine(config=EngineConfig(max_batch_tokens=8), eos_bias=-99)
-    sizes = []
-    model.broken = lambda slices: sizes.append(sum([len(part.token_ids) for part in slices]))
-    clients = [Client() for _ in range(4)]
-    for i, client in enumerate(clients):
-        engine.submit(request([i] * 7, 4), client)
-    finish(engine)
-    assert max(sizes) == 8
-    assert [client.tokens for client in clients] == [model.greedy([i] * 7, 4) for i in range(4)]
-
-
-def test_the_prefix_cache_serves_repeated_prompts_of_one_tenant_only() -> None:
-    engine, _ = make_engine(eos_bias=-99)
-    prompt = [i % 7 for i in range(22)]
-    clients = {}
-    for name, tenant in (("first", "a"), ("again", "a"), ("other", "b")):
-        clients[name] = Client()
-        engine.submit(request(prompt, 2, tenant=tenant), clients[name])
-        finish(engine)
-    cached = {name: client.chunks[-1].cached_token_count for name, client in clients.items()}
-    assert cached == {"first": 0, "again": 20, "other": 0}
-    assert clients["again"].tokens == clients["first"].tokens
 
 
 def test_a_cancelled_sequence_is_freed_and_closed_to_its_drafter() -> None:
@@ -270,23 +188,11 @@ def test_min_chunk_tokens_delays_all_tokens_but_the_first() -> None:
     assert all(len(chunk.sources) == len(chunk.token_ids) for chunk in client.chunks)
 
 
-def test_an_engine_that_stops_gathering_sends_all_tokens_at_once() -> None:
-    engine, model = make_engine(eos_bias=-99)
-    client = Client()
-    engine.submit(request([1, 2], 12, min_chunk_tokens=12), client)
-    for _ in range(5):
-        engine.step()
-    assert len(client.tokens) == 1
-    engine.stop_gathering()
-    assert len(client.tokens) == 5
-    finish(engine)
-    assert [len(chunk.token_ids) for chunk in client.chunks] == [1, 4, *[1] * 7]
-    assert client.tokens == model.greedy([1, 2], 12)
-
-
-def test_pages_of_a_prompts_chunk_belong_to_its_tenant() -> None:
+@pytest.mark.parametrize("max_batch_tokens", [8, 64])
+def test_pages_of_a_prompt_belong_to_its_tenant(max_batch_tokens: int) -> None:
     """Each chunk but the last ends a step without a token, and its pages are cached there."""
-    engine, _ = make_engine(config=EngineConfig(max_batch_tokens=8), eos_bias=-99)
+    config = EngineConfig(max_batch_tokens=max_batch_tokens)
+    engine, _ = make_engine(config=config, eos_bias=-99)
     prompt = [i % 7 for i in range(22)]
     cached = []
     for tenant in ("a", "", "a"):

@@ -88,20 +88,6 @@ def test_steps_with_drafts_do_not_raise_the_cost_of_plain_steps() -> None:
     assert cost.estimate(32, 96) == pytest.approx(0.045 + 0.0009 * 96, rel=0.03)
 
 
-def test_mixed_steps_alone_give_both_costs() -> None:
-    cost = ForwardCost()
-    for tokens in (32, 160, 288):
-        cost.calibrate(32, tokens, 0.045 + 0.0003 * tokens)
-    cost.prompt_token_s = 0.0005
-    for i in range(300):
-        tokens = 60 + 7 * i % 50
-        prompt = 20 + 31 * i % 300
-        cost.observe(32, tokens, 0.07 + 0.0009 * tokens + 0.001 * prompt, prompt)
-    assert cost.prompt_token_s == pytest.approx(0.001, rel=0.15)
-    for tokens in (60, 100):
-        assert cost.estimate(32, tokens) == pytest.approx(0.07 + 0.0009 * tokens, rel=0.15)
-
-
 @pytest.mark.parametrize(
     "token_s", [0.0, 1e-8, 0.02], ids=["never measured", "far too low", "far too high"]
 )

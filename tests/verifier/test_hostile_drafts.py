@@ -41,17 +41,6 @@ def test_a_message_for_a_sequence_never_announced_is_a_violation(opened: int) ->
         assert drafter.error.message == f"{field} {bound}"
 
 
-def test_a_bad_skip_is_reported_as_a_skip() -> None:
-    for skip in (Skip(1, 7), Skip(1, 1)):
-        engine, _ = make_engine()
-        drafter = ScriptedDrafter(engine)
-        engine.submit(request([1, 2], 8), Client())
-        engine.drafting.on_drafts(drafter.handle, DraftBatch(skips=[Skip(1, 2), skip]))
-        engine.drain_inbox()
-        assert drafter.error is not None
-        assert drafter.error.field == "drafts.skips[1].base_length"
-
-
 def test_a_fault_in_processing_a_message_costs_its_sender_alone(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

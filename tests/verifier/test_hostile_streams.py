@@ -116,13 +116,12 @@ async def test_a_message_that_cannot_be_parsed_counts_against_the_drafter() -> N
         assert caught.value.reason is Reason.QUARANTINED
 
 
-@pytest.mark.parametrize("data", [b"", b"\xfa\x3f\x02hi"])
-async def test_a_message_of_an_unknown_kind_is_ignored_and_counted(data: bytes) -> None:
+async def test_a_message_of_an_unknown_kind_is_ignored_and_counted() -> None:
     """A later member of a oneof looks like an unset oneof."""
     async with verifier() as served, rpc.dial(f"127.0.0.1:{served.port}") as channel:
         drafter = RawDrafter(channel, "newer")
         await drafter.welcomed()
-        for _ in range(5):
+        for data in (b"", *[b"\xfa\x3f\x02hi"] * 4):
             await drafter.say(data)
         line = 'outrider:ignored_messages_total{drafter="newer",model_name="fake",placement=""} 5.0'
         async with asyncio.timeout(10):
@@ -169,26 +168,21 @@ async def test_get_models_answer_fits_a_message_with_any_number_of_drafters() ->
     assert listed.drafters == drafters[: len(listed.drafters)]
 
 
-@pytest.mark.parametrize(
-    ("place", "message"),
-    [
-        ({"cores": [-1]}, r"placement.cores must hold numbers in \[0, 65535\], not -1"),
-        ({"cores": [3, 5, 3]}, "placement.cores must be distinct"),
-        (
-            {"cores": [2**31 - 1]},
-            r"placement.cores must hold numbers in \[0, 65535\], not 2147483647",
-        ),
-        ({"cores": [0] * 1025}, "placement.cores must hold at most 1024 cores, not 1025"),
-        ({"numa_node": -1}, r"placement.numa_node must be in \[0, 65535\], not -1"),
-    ],
-)
-async def test_a_placement_that_no_machine_has_is_refused(
-    place: dict[str, Any], message: str
-) -> None:
+PLACES: list[tuple[dict[str, Any], str]] = [
+    ({"cores": [-1]}, r"placement.cores must hold numbers in \[0, 65535\], not -1"),
+    ({"cores": [3, 5, 3]}, "placement.cores must be distinct"),
+    ({"cores": [0] * 1025}, "placement.cores must hold at most 1024 cores, not 1025"),
+    ({"numa_node": -1}, r"placement.numa_node must be in \[0, 65535\], not -1"),
+]
+
+
+async def test_a_placement_that_no_machine_has_is_refused() -> None:
     async with verifier() as served, rpc.dial(f"127.0.0.1:{served.port}") as channel:
-        with pytest.raises(OutriderError, match=message) as caught:
-            await RawDrafter(channel, "many", placement=common_pb2.Placement(**place)).welcomed()
-        assert caught.value.reason is Reason.INVALID_VALUE
+        for place, message in PLACES:
+            placement = common_pb2.Placement(**place)
+            with pytest.raises(OutriderError, match=message) as caught:
+                await RawDrafter(channel, "many", placement=placement).welcomed()
+            assert caught.value.reason is Reason.INVALID_VALUE
 
 
 def hastened(options: list[tuple[str, Any]]) -> list[tuple[str, Any]]:

@@ -229,13 +229,13 @@ def run(rng: random.Random) -> Engine:
 
 def test_every_interleaving_leaves_greedy_and_seeded_texts_unchanged() -> None:
     counted: Counter[str] = Counter()
-    for seed in range(100):
+    for seed in range(40):
         engine = run(random.Random(seed))
         engine.pool.check_integrity()
         assert engine.pool.used_count == 0
         for metric in engine._metrics.registry.collect():
             totals = [sample.value for sample in metric.samples if sample.name.endswith("_total")]
             counted[metric.name] += int(sum(totals))
-    assert counted["outrider:spec_decode_num_accepted_tokens"] > 500
-    assert counted["outrider:stale_tokens"] > 500
-    assert counted["outrider:wasted_tokens"] > 500
+    assert counted["outrider:spec_decode_num_accepted_tokens"] > 200
+    assert counted["outrider:stale_tokens"] > 200
+    assert counted["outrider:wasted_tokens"] > 200

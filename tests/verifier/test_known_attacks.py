@@ -84,7 +84,7 @@ PARAMETERS = st.builds(
 )
 
 
-@fuzzing(80)
+@fuzzing(40)
 @given(PARAMETERS, st.randoms(use_true_random=False), st.none() | st.integers(0, MAX_TOP_LOGPROBS))
 def test_no_parameters_end_the_engine_or_differ_with_drafts(
     sampling: SamplingParams, rng: random.Random, top_logprobs: int | None

@@ -15,7 +15,7 @@ from fake_model import Client, finish, make_engine
 from outrider.errors import OutriderError
 from outrider.process import rpc
 from outrider.protocol.messages import SamplingParams, TokenRequest
-from outrider.protocol.model_info import Load, ModelInfo, Stage, retry_after_s
+from outrider.protocol.model_info import Load, ModelInfo, Stage
 from outrider.protocol.wire import model as wire_model
 from outrider.protocol.wire import requests as wire_requests
 from outrider.v1 import verifier_pb2
@@ -90,17 +90,8 @@ def test_the_time_of_sequences_follows_the_recent_ones() -> None:
 
     short_s = time_of(4, 1)
     assert time_of(4, 10) == pytest.approx(short_s, rel=0.2)
-    long_s = time_of(40, 300)
+    long_s = time_of(40, 60)
     assert 5 * short_s < long_s < 20 * short_s
-
-
-def test_a_queued_sequence_that_is_cancelled_says_nothing_of_the_time() -> None:
-    engine, _ = make_engine(eos_bias=-99, config=EngineConfig(max_sequences=1))
-    submit(engine)
-    waiting = engine.submit(TokenRequest([1, 2], 4, GREEDY), Client())
-    engine.cancel(waiting)
-    assert engine.scheduler.load_meter.load() == Load(1, 0, 1, 1024, None)
-    finish(engine)
 
 
 def test_a_refused_caller_is_told_how_long_the_queue_takes() -> None:
@@ -116,11 +107,6 @@ def test_a_refused_caller_is_told_how_long_the_queue_takes() -> None:
         submit(engine)
     assert caught.value.retry_after_s == 20.0
     finish(engine)
-
-
-@pytest.mark.parametrize(("wait_s", "retry_s"), [(0.0, 1.0), (8.5, 8.5), (900.0, 60.0)])
-def test_a_retry_is_between_a_second_and_a_minute_away(wait_s: float, retry_s: float) -> None:
-    assert retry_after_s(wait_s) == retry_s
 
 
 @pytest.mark.parametrize("load", [None, Load(3, 0, 64, 1024), Load(64, 7, 64, 1024, 2.5)])

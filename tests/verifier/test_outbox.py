@@ -2,11 +2,8 @@
 
 import pytest
 from fake_model import Client, ScriptedDrafter, make_engine
-from virtual_time import VirtualClock
 
-from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
 from outrider.protocol.messages import SamplingParams, TokenRequest
-from verifier_svc.engine.config import EngineConfig
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -40,35 +37,6 @@ def test_without_a_next_forward_chunks_leave_at_once() -> None:
     engine.submit(TokenRequest([3], 1, GREEDY), last)
     engine.step()
     assert last.tokens == model.greedy([3], 1)
-
-
-def test_a_wait_for_a_draft_holds_chunks_only_briefly() -> None:
-    clock = VirtualClock()
-    config = EngineConfig(DraftTokensPolicy("fixed", 4))
-    engine, model = make_engine(eos_bias=-99, config=config, always_draft=True, clock=clock)
-    drafter, client = ScriptedDrafter(engine), Client()
-    sequence = engine.submit(TokenRequest([1, 2], 20, GREEDY), client)
-    engine.drain_inbox()
-    truth = model.greedy([1, 2], 20)
-    drafter.propose(sequence.id, truth[:1])
-    engine.step()
-    assert client.tokens == []
-    seen: list[list[int]] = []
-    clock.after(0.01, lambda: seen.append(client.tokens))
-    clock.after(0.5, lambda: engine.post(lambda: drafter.propose(sequence.id, truth[2:6])))
-    clock.step(engine)
-    assert seen == [truth[:2]]
-    assert sequence.tokens == [1, 2, *truth[:7]], "the engine waited for the draft"
-
-
-def test_a_stopped_engine_delivers_all_committed_tokens() -> None:
-    engine, model = make_engine(eos_bias=-99)
-    client = Client()
-    engine.submit(TokenRequest([1, 2], 8, GREEDY), client)
-    engine.step()
-    engine.stop()
-    engine.run()
-    assert client.tokens == model.greedy([1, 2], 2)
 
 
 def test_a_failed_engine_delivers_all_committed_tokens() -> None:

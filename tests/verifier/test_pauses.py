@@ -162,14 +162,6 @@ def test_the_reason_follows_the_plan() -> None:
     assert reason(plan) is PauseReason.BUDGET
 
 
-def test_a_drafter_that_knows_nothing_is_named() -> None:
-    stack = Stack()
-    stack.join(0.0, knows=False)
-    pause = paused(settled(stack).get())
-    assert pause is not None
-    assert pause.reason is PauseReason.NO_GUESS
-
-
 def test_a_quick_drafter_is_not_paused() -> None:
     stack = Stack()
     stack.join(0.0001)

@@ -1,14 +1,12 @@
 """Plans follow measurements: acceptance by position, costs of forwards, drafting times."""
 
 import platform
-import time
 from collections.abc import Mapping, Sequence
 
 import pytest
 from fake_model import Client, ScriptedDrafter, make_engine, make_plan
 
 from outrider.errors import OutriderError
-from outrider.protocol.draft_messages import DraftBatch, Proposal
 from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
 from outrider.protocol.messages import SamplingParams, SpeculationOptions, TokenRequest
 from outrider.protocol.model_info import Placement
@@ -43,11 +41,6 @@ def test_an_unknown_policy_is_refused_by_name(text: str) -> None:
         match="draft_tokens must be goodput, goodput:MAX, auto or fixed:K, with at most 64",
     ):
         DraftTokensPolicy.parse(text)
-
-
-def test_auto_is_tensorrt_llms_heuristic_of_the_batch() -> None:
-    limits = [DraftTokensPolicy.parse("auto").limit(batch) for batch in (1, 4, 5, 32, 33)]
-    assert limits == [5, 5, 3, 3, 0]
 
 
 def test_beside_a_prompt_a_draft_token_costs_what_the_prompts_tokens_do() -> None:
@@ -141,9 +134,8 @@ def is_asked(engine: Engine, sequence_id: int, drafter_id: str = "scripted") -> 
     return engine.sequences[sequence_id].assignments[drafter_id] in engine.drafting.plan.asks
 
 
-@pytest.mark.parametrize("prob", [0.4, 0.5, 0.7])
-def test_like_sequences_share_the_cheap_tokens_from_any_start(prob: float) -> None:
-    engine = kneed({"one": [prob] * 8})
+def test_like_sequences_share_the_cheap_tokens_from_any_start() -> None:
+    engine = kneed({"one": [0.5] * 8})
     assert settle(engine) == [1] * 8
     for sequence in engine.sequences.values():
         sequence.assignments["one"].asked = False
@@ -156,10 +148,6 @@ def test_places_go_to_the_likeliest_tokens_of_all_sequences() -> None:
     assert last == 0
 
 
-def test_places_that_one_drafter_cannot_fill_go_to_others() -> None:
-    assert settle(kneed({"one": [0.9] * 4 + [0.4] * 4}, max_draft_tokens=1)) == [1] * 8
-
-
 def test_the_better_of_two_drafters_is_kept_for_a_longer_draft() -> None:
     engine = kneed({"good": [0.6] * 8, "poor": [0.3] * 8})
     first, *others = engine.sequences.values()
@@ -167,26 +155,6 @@ def test_the_better_of_two_drafters_is_kept_for_a_longer_draft() -> None:
         sequence.assignments.clear()
     settle(engine)
     assert [assignment.asked for assignment in first.assignments.values()] == [True, False]
-
-
-def test_hopeless_drafts_stay_short_before_draft_costs_are_measured() -> None:
-    engine, _ = make_engine(eos_bias=-99, config=EngineConfig(DraftTokensPolicy()))
-    ScriptedDrafter(engine)
-    engine.cost.observe(1, 1, 0.03)
-    sequence = engine.submit(TokenRequest([1, 2], 100, GREEDY), Client())
-    engine.step()
-    sequence.assignments["scripted"].rate = AcceptanceRate(0.01, 8)
-    make_plan(engine)
-    assert draft_tokens(engine)[0] <= 1
-
-
-def test_prompts_do_not_count_towards_the_batch() -> None:
-    engine = planned(0.002, accepted=2)
-    before = draft_tokens(engine)
-    for _ in range(8):
-        engine.submit(TokenRequest([1] * 8, 100, GREEDY), Client())
-    make_plan(engine)
-    assert draft_tokens(engine)[:1] == before
 
 
 def test_a_request_gets_the_draft_tokens_that_it_asks_for() -> None:
@@ -329,24 +297,3 @@ def test_a_slow_drafter_pays_on_cores_of_its_own_and_is_not_waited_for() -> None
 
     assert not pays(on_target_cores=True)
     assert pays(on_target_cores=False)
-
-
-def test_one_slow_message_for_many_sequences_counts_once() -> None:
-    engine, _ = make_engine(eos_bias=-99, page_count=256, config=EngineConfig(DraftTokensPolicy()))
-    drafter = ScriptedDrafter(engine)
-    sequences = [engine.submit(TokenRequest([1, 2], 100, GREEDY), Client()) for _ in range(16)]
-    engine.drain_inbox()
-
-    def answer(seconds: float) -> None:
-        now = time.monotonic()
-        proposals = []
-        for sequence in sequences:
-            sequence.assignments["scripted"].asked_at = {len(sequence.tokens): now}
-            proposals.append(Proposal(sequence.id, len(sequence.tokens), [5]))
-        engine.drafting.on_drafts(drafter.handle, DraftBatch(proposals), arrived_at=now + seconds)
-        engine.step()
-
-    for seconds in (0.01, 0.01, 0.01, 0.5):
-        answer(seconds)
-    assert drafter.error is None
-    assert drafter.handle.round_trip.value == pytest.approx(0.01)

@@ -69,12 +69,6 @@ def test_two_tenants_with_long_prompts_share_the_tokens_of_a_step() -> None:
     assert served(engine) == {"a": 32, "b": 32}
 
 
-def test_one_tenants_prompts_take_a_whole_step_in_order() -> None:
-    engine, _ = make_engine(eos_bias=-99, config=EngineConfig(max_batch_tokens=64), page_count=2000)
-    submit(engine, "a", 3, prompt=50)
-    assert [len(each.token_ids) for each in next_step(engine)] == [50, 14]
-
-
 @pytest.mark.parametrize("prompt", [2, 40])
 def test_a_flood_adds_a_quarter_to_the_steps_of_a_light_tenant(prompt: int) -> None:
     engine = busy_engine(prompt=prompt)
@@ -86,12 +80,6 @@ def test_a_flood_adds_a_quarter_to_the_steps_of_a_light_tenant(prompt: int) -> N
     alone_s = engine.cost.prompts_s(4)
     added_s = tokens["flood"] * ROW_S + (STEP_S if prompt == 2 else 0.0)
     assert added_s <= 0.25 * alone_s + STEP_S
-
-
-def test_a_flood_alone_takes_whole_steps() -> None:
-    engine = busy_engine()
-    engine.step()
-    assert served(engine) == {"flood": 16}
 
 
 def test_steps_stay_short_while_another_tenant_may_come_back() -> None:

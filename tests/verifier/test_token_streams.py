@@ -148,15 +148,6 @@ async def test_a_failed_sequence_gets_its_error_and_the_others_go_on() -> None:
     assert [list(part.tokens.token_ids) for part in parts if part.call_id == 2] == [[3], [4]]
 
 
-async def test_a_sequence_without_a_finish_reason_ends_with_an_error() -> None:
-    verifier = Verifier(lambda prompt: [[1], 0.0])
-    async with calling(verifier) as call:
-        await call.write(begin(1, 1))
-        await call.done_writing()
-        parts = [part async for message in call for part in message.parts]
-    assert rpc.error_in(parts[-1].status).reason is Reason.INTERNAL
-
-
 async def test_a_cancelled_sequence_is_freed_and_no_other() -> None:
     verifier = Verifier(lambda prompt: [[prompt], FOREVER])
     async with calling(verifier) as call:
@@ -223,16 +214,6 @@ async def test_a_paused_sequence_is_freed_when_it_is_cancelled_or_the_caller_han
         await until(lambda: verifier.running == 0)
 
 
-async def test_hanging_up_frees_all_sequences() -> None:
-    verifier = Verifier(lambda prompt: [[prompt], FOREVER])
-    async with calling(verifier) as call:
-        for number in range(5):
-            await call.write(begin(number, 1))
-        await until(lambda: verifier.running == 5)
-        call.cancel()
-        await until(lambda: verifier.running == 0)
-
-
 @pytest.mark.parametrize(
     ("messages_sent", "said"),
     [
@@ -269,20 +250,6 @@ async def test_a_verifier_that_ends_the_stream_sends_all_earlier_tokens() -> Non
         assert [list(part.tokens.token_ids) for part in parts[:-1]] == [[1], [8]]
         assert rpc.error_in(parts[-1].status).reason is Reason.DRAINING
         await until(lambda: verifier.running == 0)
-
-
-async def test_a_verifier_that_leaves_says_so_once_and_goes_on() -> None:
-    verifier = Verifier(lambda prompt: [[prompt], 0.5, [9]])
-    async with calling(verifier) as call:
-        await call.write(begin(1, 1))
-        await until(lambda: verifier.running == 1)
-        assert verifier.stream is not None
-        verifier.stream.say_draining()
-        await call.done_writing()
-        found = [message async for message in call]
-    assert [message.draining for message in found].count(True) == 1
-    parts = [list(part.tokens.token_ids) for message in found for part in message.parts]
-    assert parts == [[1], [9]]
 
 
 async def test_the_tokens_at_hand_come_with_the_word_that_the_verifier_leaves() -> None:
@@ -327,13 +294,3 @@ async def test_a_caller_that_does_not_read_is_cut_off_before_memory_grows(
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await messages(call)
     assert rpc.error_of(caught.value).reason is Reason.SLOW_READER
-
-
-async def test_a_trace_context_belongs_to_its_sequence() -> None:
-    verifier = Verifier(lambda prompt: [[prompt]])
-    async with calling(verifier) as call:
-        await call.write(begin(1, 1, "00-a-b-01"))
-        await call.write(begin(2, 1))
-        await call.done_writing()
-        await messages(call)
-    assert verifier.traceparents == ["00-a-b-01", ""]

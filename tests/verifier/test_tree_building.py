@@ -181,25 +181,6 @@ def held(assignment: Assignment) -> list[Path]:
     return found
 
 
-def test_the_tries_of_two_drafters_merge_where_they_agree() -> None:
-    rig = Rig(0.8, 0.5)
-    rig.propose(DraftTree([3, 4, 5], []))
-    rig.propose(DraftTree([3, 6, 4], [], [0, 1, 1]), drafter=1)
-    [tree] = rig.grow()
-    assert paths(tree) == [(3,), (3, 4), (3, 4, 5), (3, 6)]
-    assert tree.drafter_ids == ["d0", "d0", "d0", "d1"]
-    assert tree.parents == [0, 1, 2, 1]
-
-
-def test_another_drafter_continues_the_main_path_of_the_first() -> None:
-    rig = Rig(0.9, 0.3)
-    rig.propose(DraftTree([3, 4], []))
-    rig.propose(DraftTree([3, 4, 5, 6], []), drafter=1)
-    [tree] = rig.grow()
-    assert (tree.token_ids, tree.parents) == ([3, 4, 5, 6], [])
-    assert tree.drafter_ids == ["d0", "d0", "d1", "d1"]
-
-
 def test_sequences_compete_for_the_cheap_places_of_a_forward() -> None:
     rig = Rig(0.8, sequences=2)
     for assignment, rate in ((rig.assignment(), 0.9), (rig.assignment(sequence=1), 0.4)):
@@ -212,14 +193,6 @@ def test_sequences_compete_for_the_cheap_places_of_a_forward() -> None:
     ]
     # 0.9 and 0.81 of the first; 0.4, 0.3 and 0.16 of the second; then 0.12 and 0.05, 0.045.
     assert sizes == [[2, 0], [2, 2], [2, 3], [4, 4]]
-
-
-def test_sequences_share_the_room_of_a_forward_by_likelihood() -> None:
-    rig = Rig(0.8, sequences=3)
-    for sequence in range(3):
-        rig.propose(DraftTree([3, 4, 5, 6], [], [0, 1, 0, 3]), sequence=sequence)
-    sizes = [[len(tree.token_ids) for tree in rig.grow(room=room)] for room in (0, 3, 6)]
-    assert sizes == [[0, 0, 0], [1, 1, 1], [2, 2, 2]]
 
 
 def test_a_draft_has_no_more_tokens_than_a_word_has_bits() -> None:
@@ -254,15 +227,6 @@ def test_chains_alone_are_left_to_the_plan() -> None:
     rig.propose(DraftTree([6], []), sequence=1)
     assert grow_trees(rig.sequences, replace(plan, token_prices=()), lambda: 99) == {}
     assert len(grow_trees(rig.sequences, plan, lambda: 99)) == 2
-
-
-def test_sampled_drafts_stay_chains() -> None:
-    offers = frozenset({DraftDistribution.SPARSE, DraftDistribution.ONE_HOT})
-    rig = Rig(0.5, trust=True, distributions=offers)
-    assert rig.assignment().distribution is DraftDistribution.SPARSE
-    rig.propose(DraftTree([3, 4, 5], [], [0, 1, 0]))
-    [tree] = rig.grow()
-    assert (tree.token_ids, tree.parents) == ([3, 4], [])
 
 
 def confident(engine: Engine, drafter: ScriptedDrafter, sequence: Sequence, share: float) -> None:

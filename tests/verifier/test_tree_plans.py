@@ -17,11 +17,10 @@ from outrider.protocol.messages import (
     SpeculationOptions,
     TokenRequest,
 )
-from outrider.protocol.token_tree import MAX_TREE_TOKENS, main_path
+from outrider.protocol.token_tree import MAX_TREE_TOKENS
 from verifier_svc.drafts.draft_message import DraftMessage
 from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine
-from verifier_svc.policy.forward_cost import ForwardCost
 from verifier_svc.state.acceptance_rate import AcceptanceRate
 from verifier_svc.state.sequence import Assignment
 
@@ -119,25 +118,6 @@ def test_trial_forwards_of_the_sizes_of_trees_have_branches() -> None:
     assert {size for size, found in branched.items() if found} == {16, 32, 1 + MAX_TREE_TOKENS}
 
 
-def test_trial_forwards_have_the_sizes_of_trees() -> None:
-    for trees, largest in ((False, 9), (True, 1 + MAX_TREE_TOKENS)):
-        engine, model = make_engine(config=replace(TREES, draft_trees=trees), page_count=256)
-        model.cache[:] = 0
-        sizes: list[int] = []
-        model.broken = lambda slices, sizes=sizes: sizes.append(len(slices[0].token_ids))
-        engine.warm_up(16)
-        drafts = {size for size in sizes if size > 9 and size not in (4, 16)}
-        assert max(drafts, default=9) == largest
-        assert TREES.largest_draft == MAX_TREE_TOKENS
-
-
-def test_a_cost_table_with_trees_prices_their_tokens() -> None:
-    cost = ForwardCost()
-    for count in (1, 9, 65):
-        cost.calibrate(1, count, 1.0 + 0.1 * (count - 1))
-    assert cost.further_tokens_s(1)[-1] == (64, pytest.approx(0.1))
-
-
 def test_a_late_tree_is_judged_by_its_main_path() -> None:
     engine = planned()
     [sequence] = engine.sequences.values()
@@ -153,14 +133,6 @@ def test_a_late_tree_is_judged_by_its_main_path() -> None:
     assert good.rate.by_position[0] < before
 
 
-@pytest.mark.parametrize(
-    ("parents", "path"),
-    [([], []), ([0, 1, 2], [1, 2, 3]), ([0, 0, 1, 2, 3], [1, 3, 5]), ([0, 0, 2], [1])],
-)
-def test_the_main_path_takes_each_first_child(parents: list[int], path: list[int]) -> None:
-    assert main_path(parents) == path
-
-
 def test_a_drafter_without_right_guesses_beside_is_asked_for_chains() -> None:
     engine = planned()
     good = assignment(engine, "good")
@@ -171,18 +143,6 @@ def test_a_drafter_without_right_guesses_beside_is_asked_for_chains() -> None:
     for _ in range(100):
         good.sibling_rates.observe_wrong(True)
     assert good in make_plan(engine, 5).tree_tokens
-
-
-def test_a_wrong_main_guess_without_a_sibling_counts_against_trees() -> None:
-    engine = planned()
-    [sequence] = engine.sequences.values()
-    good = assignment(engine, "good")
-    before = good.sibling_rates.rescued_share
-    good.tree_tokens = 8
-    good.trie.add(Proposal(sequence.id, len(sequence.tokens), [3, 4]), sequence.tokens)
-    sequence.tokens += [3, 5]
-    engine.drafting.send_verdicts(sequence, [3, 5], good, sequence.span)
-    assert good.sibling_rates.rescued_share < before
 
 
 def test_a_drafter_of_chains_is_asked_for_a_tree_once_in_a_while() -> None:
@@ -225,18 +185,6 @@ def test_drafting_time_is_that_of_the_new_tokens_one_behind_the_other() -> None:
     tree = Proposal(sequence.id, base, [3, 4, 5, 6, 6, 7, 6], [0, 1, 2, 3, 0, 5, 1])
     message.take(DraftBatch([tree]))
     assert message.draft_length == 2
-
-
-def test_a_late_announcement_asks_for_a_tree_as_a_verdict_does() -> None:
-    engine = planned()
-    good = assignment(engine, "good")
-    good.opened = False
-    plan = make_plan(engine, 5)
-    [sequence] = engine.sequences.values()
-    sequence.tokens.append(3)
-    engine.drafting.send_verdicts(sequence, [3], None, sequence.span)
-    [opened] = good.drafter.outbox.opened
-    assert opened.tree_tokens == plan.tree_tokens[good] > opened.draft_tokens
 
 
 def test_sampled_drafts_are_planned_and_measured_as_chains() -> None:

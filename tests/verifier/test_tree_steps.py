@@ -133,22 +133,19 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("grammar", [False, True], ids=["free", "grammar"])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("name", SETTINGS)
-def test_trees_change_no_answer_of_any_setting(
-    name: str, temperature: float, grammar: bool
-) -> None:
+def test_trees_change_no_answer_of_any_setting(name: str, grammar: bool) -> None:
     requests = [
         TokenRequest(
             [1, 2, i % 7],
             20,
-            replace(SETTINGS[name], temperature=temperature, seed=1000 + i),
+            replace(SETTINGS[name], temperature=i % 2, seed=1000 + i),
             top_logprobs=2,
         )
         for i in range(12)
     ]
     plain, _ = answers(requests, grammar=grammar, seed=None, likely=[])
-    for seed in range(3):
+    for seed in range(2):
         found, engine = answers(requests, grammar=grammar, seed=seed, likely=plain)
         assert [each.tokens for each in found] == [each.tokens for each in plain]
         assert [each.reason for each in found] == [each.reason for each in plain]

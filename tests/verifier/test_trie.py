@@ -44,87 +44,12 @@ def distribution(token: int) -> SparseDistribution:
     return SparseDistribution(np.array([token]), np.array([1.0]))
 
 
-def test_a_chain_is_the_path_and_the_root_moves_along_it() -> None:
-    text = Text()
-    assert text.propose([5, 6, 7, 8]) == (4, 0, 0, 0, 0)
-    assert text.trie.path(3).token_ids == [5, 6, 7]
-    assert text.commit(5, 6) == (2, "chain", 0)
-    assert text.path == [7, 8]
-
-
-def test_a_repeated_longer_chain_grows() -> None:
-    text = Text()
-    text.propose([5, 6])
-    assert text.propose([5, 6, 7]) == (1, 2, 0, 0, 0)
-    text.commit(5)
-    assert text.propose([6, 7, 8, 9], base=4) == (2, 2, 0, 0, 0)
-    assert text.path == [6, 7, 8, 9]
-
-
-def test_a_miss_drops_the_trie() -> None:
-    text = Text()
-    text.propose([5, 6, 7])
-    assert text.commit(5, 9) == (1, "miss", 2)
-    assert (text.path, text.trie.node_count) == ([], 0)
-
-
-def test_a_late_proposal_goes_on_behind_its_committed_tokens() -> None:
-    text = Text()
-    text.commit(5)
-    text.commit(6, 7)
-    assert text.propose([5, 6, 7, 8, 9]) == (2, 0, 3, 0, 0)
-    assert text.path == [8, 9]
-    assert text.commit(8) == (1, "chain", 0)
-
-
 def test_a_proposal_that_the_commit_contradicts_is_stale() -> None:
     text = Text()
     text.commit(5, 6)
     assert text.propose([5, 8, 9]) == (0, 0, 1, 2, 0)
     assert text.propose([5]) == (0, 0, 1, 0, 0)
     assert (text.path, text.trie.node_count) == ([], 0)
-
-
-def test_a_repeated_proposal_changes_nothing() -> None:
-    text = Text()
-    text.propose([5, 6])
-    assert text.propose([5, 6]) == (0, 2, 0, 0, 0)
-    assert text.path == [5, 6]
-
-
-def test_an_older_proposal_that_agrees_adds_a_branch() -> None:
-    text = Text()
-    text.commit(5)
-    text.propose([6, 7], base=4)
-    assert text.propose([5, 8, 9]) == (2, 0, 1, 0, 0)
-    assert text.path == [6, 7]
-    assert text.commit(8) == (1, "branch", 2)
-    assert text.path == [9]
-
-
-def test_parents_make_a_tree() -> None:
-    text = Text()
-    text.propose([5, 6, 9, 7, 8], parents=[0, 1, 1, 2, 0])
-    assert text.path == [5, 6, 7]
-    assert text.commit(5, 9) == (2, "late", 3)
-    text.propose([4], base=5)
-    assert text.path == [4]
-
-
-def test_a_late_tree_keeps_the_tokens_behind_its_committed_branch() -> None:
-    text = Text()
-    text.commit(8)
-    assert text.propose([5, 6, 8, 9], parents=[0, 1, 0, 3]) == (1, 0, 1, 2, 0)
-    assert text.path == [9]
-
-
-def test_the_first_of_siblings_is_the_main_guess() -> None:
-    text = Text()
-    text.propose([5])
-    text.propose([6, 7])
-    assert text.path == [5]
-    assert text.commit(6) == (1, "branch", 1)
-    assert text.path == [7]
 
 
 def test_branches_beside_a_committed_token_are_dropped() -> None:
@@ -210,15 +135,6 @@ def test_an_impossible_base_is_a_violation_that_names_its_bounds(
             send()
         assert caught.value.reason is Reason.PROTOCOL_VIOLATION
         assert caught.value.field == "base_length"
-
-
-def test_a_trie_counts_its_guesses_after_many_commits() -> None:
-    text = Text(Window(token_count=40, depth=10))
-    for step in range(200):
-        text.propose([step % 3, 1, step % 2], base=len(text.tokens))
-        text.propose([1, step % 2, 1], base=max(3, len(text.tokens) - 1))
-        text.commit(1)
-        assert text.trie.node_count == text.trie._root.count()
 
 
 Guess = tuple[int, ...]

@@ -42,8 +42,7 @@ def text(sampling: SamplingParams) -> list[int]:
 
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("drafts", [False, True], ids=["plain", "drafted"])
-@pytest.mark.parametrize("evicted", [False, True], ids=["cached", "evicted"])
-@pytest.mark.parametrize("every", [1, 2, 7])
+@pytest.mark.parametrize(("evicted", "every"), [(False, 1), (True, 2)], ids=["cached", "evicted"])
 def test_pauses_leave_the_text_as_it_is(
     sampling: SamplingParams, drafts: bool, evicted: bool, every: int
 ) -> None:

@@ -87,20 +87,6 @@ def test_goodput_is_the_faster_of_waiting_and_going_on() -> None:
     assert rate(60.0) > 1 / 0.1, "plain decoding is the least"
 
 
-def test_a_batch_waits_for_many_drafts_longer_than_for_one() -> None:
-    decode_step_s = 0.1
-    rate = 8 * 2.0 / 0.1
-    one = max_wait_s((1.0, 3.0), 0.01, rate, 8, decode_step_s, 0.8)
-    assert one == pytest.approx((0.1 - 0.05) / 8 / 0.8)
-    ready_is_as_good = max_wait_s((2.0, 3.0), 0.01, rate, 8, decode_step_s, 0.8)
-    assert ready_is_as_good == 0.0
-    plain_is_as_fast = max_wait_s((1.0, 3.0), 0.01, 8 / decode_step_s, 8, decode_step_s, 0.8)
-    assert plain_is_as_fast == 0.0
-    # The wait is never longer than the time that the draft's tokens are worth.
-    little_gain = max_wait_s((1.0, 1.2), 0.3, rate, 8, decode_step_s, 0.001)
-    assert little_gain == pytest.approx(0.2 / rate)
-
-
 def test_a_drafter_that_skips_is_not_waited_for(clock: VirtualClock) -> None:
     engine, _, drafter, sequence = after_one_step(clock, 10, 0.05)
     drafter.handle.round_trip.observe(0.01)
@@ -199,22 +185,6 @@ def test_other_messages_neither_end_a_wait_nor_make_the_drafter_seem_slow(
     assert drafter.handle.round_trip.value < 0.06
 
 
-def test_consecutive_requests_are_drafted_from_their_first_tokens_on(
-    clock: VirtualClock,
-) -> None:
-    engine, model = make_engine(eos_bias=-99, config=EngineConfig(DraftTokensPolicy()), clock=clock)
-    slow_forward(model, clock, 0.01)
-    engine.warm_up()
-    drafter = ScriptedDrafter(engine)
-    for _ in range(3):
-        sequence = engine.submit(TokenRequest([1], 6, GREEDY), Client())
-        engine.drain_inbox()
-        assert sequence.assignments["scripted"].asked
-        drafter.propose(sequence.id, model.greedy([1], 6))
-        while sequence.id in engine.sequences:
-            clock.step(engine)
-
-
 def test_a_drafter_that_is_not_waited_for_is_asked_for_more(clock: VirtualClock) -> None:
     engine, model = make_engine(eos_bias=-99, clock=clock)
     drafter = ScriptedDrafter(engine)
@@ -233,35 +203,6 @@ def test_a_drafter_that_is_not_waited_for_is_asked_for_more(clock: VirtualClock)
 
     assert asked(0.0) == 4
     assert asked(0.025) in (6, 7), "the draft must outlast two or three steps"
-
-
-def test_the_engine_waits_for_no_more_than_a_drafters_maximum(clock: VirtualClock) -> None:
-    engine, model, drafter, sequence = after_one_step(clock, 20, 0.05, max_draft_tokens=2)
-    drafter.propose(sequence.id, model.greedy(sequence.tokens, 2))
-    assert not worth_waiting_for(engine)[0]
-
-
-def test_a_drafter_that_may_be_at_the_prompt_is_not_waited_for(clock: VirtualClock) -> None:
-    engine, model = make_engine(eos_bias=-99, clock=clock)
-    drafter = ScriptedDrafter(engine)
-    engine.submit(TokenRequest([1, 2], 10, GREEDY), Client())
-    slow_forward(model, clock, 0.05)
-    engine.step()
-    assert not worth_waiting_for(engine)[0]
-    assert drafter.handle.latency(4) == 0
-
-
-def test_with_always_draft_the_engine_waits_for_the_first_draft_too(clock: VirtualClock) -> None:
-    engine, model = make_engine(eos_bias=-99, always_draft=True, clock=clock)
-    drafter = ScriptedDrafter(engine)
-    client = TimedClient(clock)
-    sequence = engine.submit(TokenRequest([1, 2], 10, GREEDY), client)
-    slow_forward(model, clock, 0.05)
-    engine.step()
-    assert worth_waiting_for(engine) == ((sequence.assignments["scripted"],), 1.0)
-    engine.drain_inbox()
-    drafter.propose(sequence.id, model.greedy(sequence.tokens, 4))
-    assert not worth_waiting_for(engine)[0]
 
 
 def test_with_always_draft_a_missing_first_draft_costs_a_second_a_step(
@@ -346,23 +287,6 @@ def test_an_always_wrong_drafter_is_paused_then_gets_all_it_missed(
     assert max(len(verdict.new_token_ids) for verdict in verdicts) > 16
     received = [token for verdict in verdicts for token in verdict.new_token_ids]
     assert received == client.tokens[: len(received)]
-
-
-def test_an_answer_during_a_forward_is_timed_by_its_arrival(
-    clock: VirtualClock,
-) -> None:
-    engine, model = make_engine(eos_bias=-99, clock=clock)
-    drafter = ScriptedDrafter(engine)
-    sequence = engine.submit(TokenRequest([1], 20, GREEDY), Client())
-    engine.drain_inbox()
-    drafter.propose(sequence.id, model.greedy([1], 1))
-    engine.step()
-    length, asked_at = next(iter(sequence.assignments["scripted"].asked_at.items()))
-    slow_forward(model, clock, 0.4)
-    engine.step()
-    answer = Proposal(sequence.id, length, [3])
-    engine.drafting.on_drafts(drafter.handle, DraftBatch([answer]), arrived_at=asked_at + 0.003)
-    assert drafter.handle.round_trip.value < 0.1
 
 
 def test_the_first_step_after_an_idle_time_has_a_new_plan_and_no_wait(
