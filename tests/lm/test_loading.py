@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import CONFIGS, CONTEXT_LENGTH, VOCAB_SIZE, build
+from tiny_models import CONFIGS, VOCAB_SIZE, build
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
@@ -61,25 +61,6 @@ def test_greedy_decoding_of_bundled_models_equals_generate(name: str, prompt: st
         read = len(tokens)
         tokens.append(int(logits_1V.argmax()))
     assert tokens == expected
-
-
-def test_a_runner_describes_its_model(tmp_path: Path) -> None:
-    model = build(CONFIGS["llama"])
-    model.generation_config.eos_token_id = [2, 5]
-    reports: list[str] = []
-    runner = ModelRunner.load(
-        save(model, tmp_path),
-        dtype="bfloat16",
-        device="cpu",
-        page_size=32,
-        page_count=9,
-        progress=reports.append,
-    )
-    assert (runner.vocab_size, runner.context_length) == (VOCAB_SIZE, CONTEXT_LENGTH)
-    assert runner.eos_token_ids == (2, 5)
-    assert (runner.device, runner.dtype) == (torch.device("cpu"), torch.bfloat16)
-    assert (runner.page_size, runner.page_count, runner.model_id) == (32, 9, str(tmp_path))
-    assert reports == [f"reading {tmp_path}", "moving the weights to cpu"]
 
 
 def test_on_a_gpu_the_cache_takes_its_share_of_free_memory(

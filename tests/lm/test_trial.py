@@ -20,9 +20,7 @@ from transformers import (
 
 from outrider.errors import OutriderError, Reason
 from outrider.lm.cpu.weights import optimize_for_cpu
-from outrider.lm.layout import SequenceSlice
 from outrider.lm.runner import ModelRunner
-from outrider.lm.trial import Texts
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -196,41 +194,3 @@ def test_no_supported_model_is_refused_for_rounding(name: str, dtype: torch.dtyp
     model = build(CONFIGS[name]).to(dtype)
     optimize_for_cpu(model)
     assert ModelRunner(model, page_count=1).dtype == dtype
-
-
-@pytest.mark.parametrize("window", [1, 19, 100, 256])
-@pytest.mark.parametrize("page_size", [4, 16, 256])
-def test_the_texts_reach_behind_the_window_and_part_once(window: int, page_size: int) -> None:
-    texts = Texts(VOCAB_SIZE, [5000, window], longest=1000, page_size=page_size)
-    main, other = texts.token_ids
-    assert len(main) == len(other) == texts.count > window + 16
-    fork = next(i for i in range(texts.count) if main[i] != other[i])
-    assert fork == texts.count - 4
-    read: list[dict[int, int]] = [{}, {}]
-    for piece in (piece for batch in texts.batches() for piece in batch):
-        part = piece.part
-        assert len(piece.rows) == part.logit_count
-        assert max(part.pages) < texts.page_count
-        assert len(part.pages) * page_size >= part.end
-        text = int(part.pages == texts.batches()[-1][0].part.pages)
-        # Every token finds the tokens before it in the cache.
-        assert part.start <= len(read[text])
-        if not part.parents:
-            read[text] |= dict(zip(part.slots, part.token_ids, strict=True))
-    assert list(read[1].values()) == other
-
-
-def test_the_texts_are_served_in_every_way_that_a_verifier_uses() -> None:
-    texts = Texts(VOCAB_SIZE, [], longest=1000, page_size=16)
-    batches = [[piece.part for piece in batch] for batch in texts.batches()]
-    parts = [part for batch in batches for part in batch]
-    assert any(len(batch) == 2 for batch in batches), "packed"
-    assert [len(part.token_ids) for part in batches[2]] == [1], "one token alone"
-    assert any(part.parents and 0 in part.parents[1:] for part in parts), "a tree"
-    ends: dict[int, int] = {}
-    rewound: list[SequenceSlice] = []
-    for part in parts:
-        if part.start < ends.get(part.pages[0], 0):
-            rewound.append(part)
-        ends[part.pages[0]] = part.end
-    assert rewound, "tokens computed again"

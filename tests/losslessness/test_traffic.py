@@ -92,9 +92,7 @@ CASES = {
     ),
     "two drafters": Case(
         two,
-        lambda traffic, drafters: all(
-            sum(drafter.proposed.values()) > 500 for drafter in drafters
-        ),
+        lambda traffic, drafters: all(sum(drafter.proposed.values()) > 500 for drafter in drafters),
     ),
     "two drafters, policy auto": Case(
         two, settings={"policy": DraftTokensPolicy("auto", 5), "concurrent": 24}

@@ -23,8 +23,8 @@ from outrider.protocol.messages import (
     SamplingParams,
     SpeculationOptions,
 )
-from outrider.protocol.token_tree import depths, path_to
-from outrider.sampling.logits import Context, adjust
+from outrider.protocol.token_tree import path_to
+from outrider.sampling.logits import Context
 from verifier_svc.state.sequence import Sequence as Request
 from verifier_svc.state.trie import DraftTree
 from verifier_svc.verification import reference
@@ -167,33 +167,6 @@ def test_a_sampled_draft_that_is_a_tree_is_refused() -> None:
         )
 
 
-@given(seed=st.integers(0, 2**32 - 1))
-@settings(max_examples=40)
-def test_a_row_of_a_tree_has_the_settings_of_its_path(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    tree = random_tree(rng, 12, WIDE)
-    sampling = SamplingParams(
-        repetition_penalty=1.7,
-        presence_penalty=0.4,
-        frequency_penalty=0.3,
-        logit_bias=((2, 1.5),),
-        min_tokens=4,
-        banned_token_ids=(1,),
-    )
-    text = [3, 0, 2]
-    logits = torch.from_numpy(logits_of(seed, tree))
-    parents = tree.parents or list(range(len(tree.token_ids)))
-    ends = frozenset({5})
-    together = adjust(
-        logits, [Context(sampling, text, 2, tree.token_ids, ends, parents=tree.parents)]
-    )
-    for row, depth in enumerate([0, *depths(parents)]):
-        drafted = [tree.token_ids[at - 1] for at in path_to(row, parents)]
-        chain = logits[[0] * depth + [row]]
-        alone = adjust(chain, [Context(sampling, text, 2, drafted, ends)])
-        assert torch.equal(together[row], alone[-1])
-
-
 # --- the engine ---
 
 
@@ -234,30 +207,20 @@ def moves_of(traffic: Traffic) -> list[int]:
     return moves
 
 
-@pytest.mark.parametrize("page_size", [2, 3, 4])
+@pytest.mark.parametrize("page_size", [2, 3])
 def test_a_seed_gives_the_same_text_with_any_trees(page_size: int) -> None:
     """With preemption inside trees, prompts in chunks, cached pages and drafters beside them."""
     options = {**SMALL_POOL, "page_size": page_size, "page_count": 112 // page_size}
     plain = Traffic(seed=seed_of, length=9).run(300)
     texts = {seed_of(number): text.tolist() for number, text in enumerate(plain)}
-    for seed in (1, 2):
-        # The options' values differ in type.
-        traffic = Traffic(seed=seed_of, **options)  # type: ignore[arg-type]
-        moves = with_trees(traffic, seed, texts)
-        drafter = Guesser("first", near(target_probs), COUPLED, late=1, branches=True)
-        found = traffic.run(300, drafter)
-        assert found.tolist() == plain.tolist()
-        assert sum(moves) > 80
-        assert traffic.engine.scheduler.preemption_count > 5
-        assert traffic.engine.scheduler.cached_token_count > 100
-
-
-def test_texts_follow_the_target_with_trees() -> None:
-    traffic = Traffic(trust=False)
-    moves = with_trees(traffic, 5)
-    texts = traffic.run(4_000, Guesser("first", near(target_probs), COUPLED, late=1))
-    assert sum(moves) > 500
-    compare(traffic.observed(texts), traffic.expected(4_000)).must_agree(sees=0.081)
+    # The options' values differ in type.
+    traffic = Traffic(seed=seed_of, **options)  # type: ignore[arg-type]
+    moves = with_trees(traffic, 1, texts)
+    drafter = Guesser("first", near(target_probs), COUPLED, late=1, branches=True)
+    assert traffic.run(300, drafter).tolist() == plain.tolist()
+    assert sum(moves) > 80
+    assert traffic.engine.scheduler.preemption_count > 5
+    assert traffic.engine.scheduler.cached_token_count > 100
 
 
 def two_guessers() -> tuple[Guesser, Guesser]:
@@ -285,9 +248,9 @@ def test_a_seed_gives_the_same_text_with_trees_of_two_drafters(page_size: int) -
 def test_texts_follow_the_target_with_trees_of_two_drafters() -> None:
     traffic = Traffic(trust=False, trees=True, policy=DraftTokensPolicy("fixed", 5))
     moves = moves_of(traffic)
-    texts = traffic.run(4_000, *two_guessers())
-    assert sum(moves) > 100
-    compare(traffic.observed(texts), traffic.expected(4_000)).must_agree(sees=0.081)
+    texts = traffic.run(2_500, *two_guessers())
+    assert sum(moves) > 60
+    compare(traffic.observed(texts), traffic.expected(2_500)).must_agree(sees=0.105)
 
 
 def test_a_second_request_reads_the_pages_that_trees_left() -> None:
@@ -295,7 +258,7 @@ def test_a_second_request_reads_the_pages_that_trees_left() -> None:
     first = Traffic(seed=seed_of, prompts=((1, 2),), length=40, page_size=2)
     plain = first.run(1).tolist()[0]
     moved = 0
-    for seed in range(20):
+    for seed in range(10):
         traffic = Traffic(seed=seed_of, prompts=((1, 2),), length=40, page_size=2)
         moves = with_trees(traffic, seed, {seed_of(0): plain})
         assert traffic.run(1).tolist() == [plain]
@@ -305,4 +268,4 @@ def test_a_second_request_reads_the_pages_that_trees_left() -> None:
         again = Traffic(seed=seed_of, prompts=traffic.prompts, length=5, page_size=2).run(1)
         assert traffic.run(1).tolist() == again.tolist()
         assert traffic.engine.scheduler.cached_token_count >= 28
-    assert moved > 50
+    assert moved > 25

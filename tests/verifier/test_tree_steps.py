@@ -263,29 +263,6 @@ def test_the_own_token_behind_a_leaf_is_a_bonus_and_else_recovered() -> None:
     assert [token for chunk in (first, *rest) for token in chunk.token_ids] == TRUTH
 
 
-def test_statistics_count_all_nodes_of_a_tree_as_drafted() -> None:
-    tree = DraftTree([other(TRUTH[0]), TRUTH[0], TRUTH[1]], [], [0, 0, 2])
-    stats = run_fixed(tree, TRUTH)[-1].stats
-    assert stats is not None
-    assert (stats.draft_count, stats.draft_token_count, stats.accepted_token_count) == (1, 3, 2)
-    assert stats.histogram == [0, 0, 1]
-
-
-def test_an_end_inside_an_accepted_path_ends_the_text_there() -> None:
-    stop = next(i for i in range(1, 4) if TRUTH[i] not in TRUTH[:i])
-    wrong = other(TRUTH[0])
-    tree = DraftTree([wrong, *TRUTH[:6]], [], [0, 0, 2, 3, 4, 5, 6])
-    chunks = run_fixed(tree, TRUTH, stop_token_ids=frozenset({TRUTH[stop]}))
-    assert chunks[0].token_ids == TRUTH[: stop + 1]
-    assert chunks[0].sources == [SIDE] * (stop + 1)
-
-
-def test_a_tree_deeper_than_max_tokens_ends_the_text_at_them() -> None:
-    tree = DraftTree([other(TRUTH[0]), *TRUTH[:8]], [], [0, 0, *range(2, 9)])
-    [chunk] = run_fixed(tree, TRUTH[:4])
-    assert chunk.token_ids == TRUTH[:4]
-
-
 def test_a_drafters_rate_counts_main_guesses_and_its_metrics_all_tokens() -> None:
     engine, _ = make_engine(eos_bias=-99)
     offers = frozenset({DraftDistribution.ONE_HOT})
