@@ -79,13 +79,9 @@ DRAFTERS = {
 def generated(
     way: str, setting: str, drafter: str, draws: int, *, seeded: bool = False, **behaviour: Any
 ) -> npt.NDArray[np.int64]:
-    """The first three tokens of `draws` requests, whose drafts come late.
-
-    `behaviour` is the drafter's.
-    """
+    """The first three tokens of `draws` requests; `behaviour` is the drafter's."""
     offers, verifier = WAYS[way]
     draft_probs = DRAFTERS[drafter](SETTINGS[setting])
-    behaviour = {"late": 2, **behaviour}
     guesser = Guesser(f"{way} {drafter}", draft_probs, offers, **behaviour)
     if seeded:
         verifier = {**verifier, "seed": seed_of}
@@ -95,6 +91,11 @@ def generated(
 def compared(way: str, setting: str, drafter: str, draws: int, **behaviour: Any) -> Comparison:
     samples = generated(way, setting, drafter, draws, **behaviour)
     return against_enumeration(samples, SETTINGS[setting])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_late_drafts_leave_no_trace(way: str) -> None:
+    compared(way, "plain", "flat", 3_000, late=2).must_agree(sees=0.085)
 
 
 @pytest.mark.parametrize("way", ["token-wise", "block"])
