@@ -112,6 +112,6 @@ def test_a_draft_model_that_claims_a_false_distribution_is_caught(
 ) -> None:
     honest = forwards.inverse_cdf
     monkeypatch.setattr(
-        forwards, "inverse_cdf", lambda weights, numbers: honest(weights**1.3, numbers)
+        forwards, "inverse_cdf", lambda weights, numbers: honest(weights**2, numbers)
     )
     assert compared(drafter, 2_000).p < LEAST_P
