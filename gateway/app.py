@@ -34,7 +34,7 @@ def create_app(
     openapi.install(app)
     app.add_middleware(BodyLimit, limit_bytes=settings.max_body_bytes)
     # Inside of the keys, which say whose the request is.
-    app.add_middleware(Entrance, admission=generation.admission)
+    app.add_middleware(Entrance, admission=generation.admission, turns=generation.turns)
     # Inside of CORS: a browser asks for permission without a key.
     app.add_middleware(RequireKey, gate=gate)
     if settings.allowed_origins:

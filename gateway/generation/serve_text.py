@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from contextlib import AbstractContextManager, aclosing, asynccontextmanager
+from contextlib import AbstractContextManager, aclosing, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -55,6 +55,8 @@ class TextCall(ABC):
     gathers: bool
     """Whether a chunk may hold the whole answer, see `Grant.metered`."""
     limit: AnswerLimit
+    has_turn: bool
+    """Whether the caller has waited for the request's turn already, to parse its body."""
     prediction: str = ""
     """The answer that the caller expects."""
 
@@ -110,7 +112,8 @@ async def serve_text(
     permit = generation.admission.enter(model, tenant, prompt_count * n, timeout)
     span = begin(call.headers, model, call.operation, n, stream=call.streams)
     with permit, span, call.responding(span):
-        prompts = await _encoded(generation, call, info)
+        async with nullcontext() if call.has_turn else generation.turns.taken(tenant):
+            prompts = await _encoded(generation, call, info)
         caller = Caller(call.request_id, span.traceparent, tenant)
         inputs = TextInputs(prompts, n, call.limit, caller)
 

@@ -1,14 +1,9 @@
-"""Where requests over HTTP come in: refuse what is too much unread, and take the rest in turns.
-
-To parse, check and tokenise a request takes milliseconds of the event loop. In a burst, requests
-that are refused must not wait for that work on the others, nor one tenant's for another's.
-"""
+"""Where requests over HTTP come in: refuse what is too much unread, and take the rest in turns."""
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections import deque
 from types import TracebackType
 from typing import NamedTuple
 
@@ -18,53 +13,15 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from gateway.access.gate import identity_in
 from gateway.api_errors import error_response
 from gateway.generation.admission import Admission, ClientTimeout, Permit
+from gateway.generation.turns import Turns
 from outrider.errors import OutriderError
 
 PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
 """Paths of requests for text."""
 
-# Requests whose work is under way at once: some wait for another thread, or for Redis.
-_AT_ONCE = 8
 _SCOPE_KEY = "outrider.arrival"
 # The body may say how long its caller waits.
 _ENDLESS = ClientTimeout(total_s=math.inf)
-
-
-class Turns:
-    """Lets `at_once` requests do their work at once; tenants come in turn (round-robin)."""
-
-    def __init__(self, at_once: int) -> None:
-        self._free = at_once
-        # By tenant; the one whose turn was longest ago is first.
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
-
-    async def enter(self, tenant: str) -> None:
-        """Wait for a turn."""
-        if self._free > 0:
-            self._free -= 1
-            return
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(tenant, deque()).append(turn)
-        try:
-            await turn
-        except asyncio.CancelledError:
-            # The turn may have come in the same moment.
-            if not turn.cancelled():
-                self.leave()
-            raise
-
-    def leave(self) -> None:
-        """End a turn, and give it to the next request."""
-        while self._waiting:
-            tenant = next(iter(self._waiting))
-            queue = self._waiting.pop(tenant)
-            turn = queue.popleft()
-            if queue:
-                self._waiting[tenant] = queue
-            if not turn.done():
-                turn.set_result(None)
-                return
-        self._free += 1
 
 
 class Arrival:
@@ -115,10 +72,10 @@ class Entrance:
     gateway serves several models, only the body names the model, so nothing counts before it.
     """
 
-    def __init__(self, app: ASGIApp, admission: Admission) -> None:
+    def __init__(self, app: ASGIApp, admission: Admission, turns: Turns) -> None:
         self._app = app
         self._admission = admission
-        self._turns = Turns(_AT_ONCE)
+        self._turns = turns
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Refuse the request, or pass it on with its Arrival."""

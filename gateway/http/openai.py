@@ -60,6 +60,7 @@ class _HttpCall(TextCall, Generic[_Body]):
     """A request for text over HTTP."""
 
     shape: type[ResponseShape]
+    has_turn = True
 
     def __init__(self, body: _Body, request: Request, max_sequences: int) -> None:
         self.body: _Body = body

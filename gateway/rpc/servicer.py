@@ -89,6 +89,7 @@ class _Call(TextCall):
 
     streams = True
     gathers = False
+    has_turn = False
 
     def __init__(
         self,

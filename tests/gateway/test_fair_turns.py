@@ -1,0 +1,63 @@
+"""Tenants come in turn to the work on requests for text."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+import pytest
+from gateway_rig import Rig
+
+from gateway.generation.turns import AT_ONCE, Turns
+from outrider.v1.generation_pb2 import GenerateTextRequest
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+
+async def in_turn(turns: Turns, tenant: str, order: list[str]) -> None:
+    await turns.enter(tenant)
+    order.append(tenant)
+    await asyncio.sleep(0)
+    turns.leave()
+
+
+async def test_tenants_come_in_turn() -> None:
+    turns = Turns(1)
+    order: list[str] = []
+    await asyncio.gather(*(in_turn(turns, tenant, order) for tenant in "aaaabcb"))
+    assert "".join(order) == "aabcaba"
+
+
+async def test_a_request_that_leaves_while_it_waits_costs_no_turn() -> None:
+    turns = Turns(1)
+    order: list[str] = []
+    await turns.enter("first")
+    waiting = [asyncio.create_task(in_turn(turns, name, order)) for name in "abc"]
+    await asyncio.sleep(0)
+    waiting[0].cancel()
+    await asyncio.sleep(0)
+    turns.leave()
+    waiting[1].cancel()  # in the moment in which it gets its turn
+    await asyncio.wait(waiting)
+    assert order == ["c"]
+    await asyncio.wait_for(turns.enter("next"), 1.0)
+
+
+async def test_a_call_over_grpc_waits_for_its_turn_and_a_refusal_does_not(rig: Rig) -> None:
+    rig.says("yes")
+    turns = rig.gateway.generation.turns
+    for _ in range(AT_ONCE):
+        await turns.enter("busy")
+    before = len(rig.script.requests)
+    waiting = asyncio.create_task(text_of(rig, GenerateTextRequest(prompt="x")))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await text_of(rig, GenerateTextRequest(prompt="x", model="unknown"))
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+    assert len(rig.script.requests) == before
+    for _ in range(AT_ONCE):
+        turns.leave()
+    assert await waiting == "yes"
+
+
+async def text_of(rig: Rig, request: GenerateTextRequest) -> str:
+    return "".join([response.text async for response in rig.generation.GenerateText(request)])
