@@ -51,16 +51,11 @@ def distant() -> list[BatchAdvice]:
     return [advise(situation(500.0))]
 
 
-@pytest.mark.slow
-def test_the_first_line_says_yes_with_both_speeds(gpu: list[BatchAdvice]) -> None:
-    line = advice_text.answer("model", gpu)
-    speeds = gpu[0].simulated
-    here = max(speeds["target"].speed, speeds["host"].speed)
-    assert line == (
-        f"Yes: a draft model 2 ms away brings {speeds['far'].speed:.2f} × plain decoding at "
-        f"batch 1 ({here:.2f} × on this host)."
+def test_the_first_line_says_yes_with_both_speeds() -> None:
+    assert advice_text.answer("model", [_fake(1, here=1.27, far=2.13)]) == (
+        "Yes: a draft model 2 ms away brings 2.13 × plain decoding at batch 1 "
+        "(1.27 × on this host)."
     )
-    assert speeds["far"].speed > 1.5
 
 
 @pytest.mark.slow
