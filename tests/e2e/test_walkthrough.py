@@ -99,5 +99,4 @@ def test_the_placement_walkthrough_says_whether_to_move_a_drafter(tmp_path: Path
         rf"\({ratio} on this host\)\.",
         answers[0],
     ), printed
-    assert "E = (1 − a^(k+1)) / (1 − a)" in printed
     assert "break-even round trip" in printed
