@@ -128,7 +128,7 @@ def test_output_follows_the_target_for_all_pairs_of_the_three(
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["token-wise", "block", "coupled"])
 def test_sixty_thousand_draws_show_no_bias(way: str) -> None:
-    compared(way, "plain", "reversed", 60_000).must_agree(sees=0.025)
+    compared(way, "plain", "reversed", 60_000).must_agree(sees=0.027)
 
 
 def test_without_a_drafter_output_follows_the_target() -> None:
