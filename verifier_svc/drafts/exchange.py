@@ -353,6 +353,7 @@ def _mark_sent(assignment: Assignment, now: float) -> None:
     if drafter.round_trip.value > 0.0:
         done_at = now + drafter.latency(assignment.window.depth)
         drafter.busy_until = max(drafter.busy_until, done_at)
-    elif drafter.busy_until == 0.0:
-        # Nothing is known of its speed. One that never answers must not count as busy for ever.
+    elif drafter.busy_until == 0.0 or (drafter.answered and not drafter.is_doubtful):
+        # Nothing is known of its speed. A drafter that never answers must not count as busy for
+        # ever.
         drafter.busy_until = now + _FIRST_ANSWER_S
