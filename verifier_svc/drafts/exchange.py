@@ -23,7 +23,7 @@ from verifier_svc.state.merged_tries import is_branched, is_sampled, observe_sib
 from verifier_svc.state.sequence import FIRST_BACKOFF, Assignment, Sequence
 from verifier_svc.state.trie import Trie
 
-# How long a drafter counts as busy with its first sequence, if it does not answer.
+# How long a drafter of unknown speed counts as busy, if it does not answer.
 _FIRST_ANSWER_S = 0.2
 
 log = logging.getLogger(__name__)
@@ -161,7 +161,8 @@ class DraftExchange:
         since then counted as the drafter's time, a just missed step would make it seem too slow.
         """
         at = self._clock() if arrived_at is None else arrived_at
-        drafter.busy_until = max(drafter.busy_until, at) if drafter.answered else at
+        is_timed = drafter.round_trip.value > 0.0
+        drafter.busy_until = max(drafter.busy_until, at) if is_timed else at
         drafter.taken_bytes += byte_count + MESSAGE_BYTES
         if self.roster.connected.get(drafter.id) is not drafter:
             return
@@ -311,7 +312,7 @@ def _tell_closed(sequence: Sequence, assignment: Assignment) -> None:
     drafter = assignment.drafter
     drafter.sequence_ids.discard(sequence.id)
     if not drafter.sequence_ids:
-        # What is over needs no answer.
+        # A drafter without sequences owes no answer.
         drafter.silent_at = math.inf
     if assignment.opened:
         drafter.outbox.closed.append(Closed(sequence.id))
@@ -353,7 +354,6 @@ def _mark_sent(assignment: Assignment, now: float) -> None:
     if drafter.round_trip.value > 0.0:
         done_at = now + drafter.latency(assignment.window.depth)
         drafter.busy_until = max(drafter.busy_until, done_at)
-    elif drafter.busy_until == 0.0 or (drafter.answered and not drafter.is_doubtful):
-        # Nothing is known of its speed. A drafter that never answers must not count as busy for
-        # ever.
+    elif drafter.busy_until == 0.0 or drafter.on_target_cores:
+        # Its speed is not known yet. A drafter that never answers must not count as busy for ever.
         drafter.busy_until = now + _FIRST_ANSWER_S

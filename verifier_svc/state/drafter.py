@@ -142,7 +142,7 @@ class Drafter:
     def count_guess(self, right: bool) -> None:
         """Count a judged draft; `right` says whether its first token was."""
         if right:
-            # Whoever guesses far ahead, and rightly, need not answer each message.
+            # A drafter whose right guesses reach far ahead need not answer each message.
             self.hear()
             self.right_guesses = min(self.right_guesses + 1, _TEST_GUESSES)
             self.told_steps = 0
