@@ -11,6 +11,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
+from verifier_svc.policy import asks
+from verifier_svc.policy.asks import Drafts
 from verifier_svc.policy.draft_policy import EVERY_DRAFT, PAYING_DRAFTS, Offer, PayingDrafts
 from verifier_svc.policy.draft_trees import tree_tokens, wants_tree
 from verifier_svc.policy.forward_cost import ForwardCost
@@ -25,7 +27,6 @@ from verifier_svc.policy.plan import Plan
 from verifier_svc.policy.speculation_budget import SpeculationBudget
 from verifier_svc.policy.waits import drafts_to_wait_for
 from verifier_svc.state.drafter import Drafter
-from verifier_svc.state.merged_tries import is_sampled
 from verifier_svc.state.sequence import Assignment, Sequence
 
 # Drafters are ordered by how soon they deliver a draft of `_COMPARED_TOKENS` tokens.
@@ -35,14 +36,11 @@ _INSISTED_WAIT_S = 0.05
 # Drafts must make the batch faster than plain steps by this factor; otherwise drafters rest.
 _MARGIN = 1.01
 
-_Drafts = list[tuple[Sequence, Assignment, int]]
-"""(sequence, assignment, draft tokens) of each draft."""
-
 
 class _Choice(NamedTuple):
     """A set of drafters, the drafts that pay with it at `price`, and the resulting goodput."""
 
-    drafts: _Drafts
+    drafts: Drafts
     drafters: frozenset[Drafter]
     price: float
     rate: float = 0.0
@@ -124,10 +122,13 @@ class Planner:
         if newcomers:
             unknown = self._credible(newcomers - considered)
             drafts = drafts + self._first_drafts(reading, unknown, choice, prices)
-        draft_tokens = _draft_tokens(drafts)
-        asked = drafts + _companions(drafts, choice) if self._trees else drafts
-        asks = _asks(asked, choice.waits, prices.decode_step_s)
-        asks |= _asks(_trials(decoding, asked, silent), False, prices.decode_step_s)
+        draft_tokens = asks.draft_tokens(drafts)
+        asked = drafts
+        if self._trees:
+            asked = drafts + asks.companions(drafts, choice.drafters, choice.price)
+        tokens = asks.asked_tokens(asked, choice.waits, prices.decode_step_s)
+        trials = asks.trials(decoding, drafters, asked, silent)
+        tokens |= asks.asked_tokens(trials, False, prices.decode_step_s)
         rate = choice.rate or prices.rate
         wait_for, wait_s = drafts_to_wait_for(
             decoding, draft_tokens, prices, rate, now_s, self._drafts
@@ -141,9 +142,9 @@ class Planner:
             draft_tokens=draft_tokens,
             token_prices=prices.token_prices if self._trees else (),
             fixed=self._by_limit,
-            asks=asks,
-            tree_tokens=tree_tokens(asked, asks, choice.price, step) if self._trees else {},
-            probes=_due_probes(decoding, asks, silent, step),
+            asks=tokens,
+            tree_tokens=tree_tokens(asked, tokens, choice.price, step) if self._trees else {},
+            probes=asks.due_probes(decoding, tokens, silent, step),
             wait_for=wait_for,
             wait_s=wait_s,
             policy=self._drafts,
@@ -248,7 +249,7 @@ class Planner:
             return [1.0] * min(fixed, most)
         return assignment.rate.survival[: min(prices.limit, most)]
 
-    def _pick(self, sequence: Sequence, choice: _Choice, prices: Prices) -> _Drafts:
+    def _pick(self, sequence: Sequence, choice: _Choice, prices: Prices) -> Drafts:
         """The sequence's drafts that gain over their price, as the policy picks them."""
         offers: list[Offer] = []
         for assignment in sequence.assignments.values():
@@ -267,7 +268,7 @@ class Planner:
         unknown: frozenset[Drafter],
         choice: _Choice,
         prices: Prices,
-    ) -> _Drafts:
+    ) -> Drafts:
         """Drafts of sequences whose prompt is not finished.
 
         A draft may follow the prompt's last token. `unknown` drafters, about which no plan has
@@ -291,7 +292,7 @@ class Planner:
         price += prices.rate * drafting_s
         return assignment.rate.tokens_worth(price, min(prices.limit, most))
 
-    def _goodput(self, drafts: _Drafts, price: float, prices: Prices) -> tuple[float, bool]:
+    def _goodput(self, drafts: Drafts, price: float, prices: Prices) -> tuple[float, bool]:
         """`goodput` of steps with these drafts; sequences without a draft decode plainly.
 
         The rate is 0 before anything was measured.
@@ -350,103 +351,5 @@ def _drafters(sequences: list[Sequence]) -> frozenset[Drafter]:
             assignment.drafter
             for sequence in sequences
             for assignment in sequence.assignments.values()
-        ]
-    )
-
-
-def _draft_tokens(drafts: _Drafts) -> dict[int, int]:
-    """Most draft tokens to verify, by sequence id."""
-    found: dict[int, int] = {}
-    for sequence, _, count in drafts:
-        longest = max(count, found.get(sequence.id, 0))
-        found[sequence.id] = min(longest, sequence.most_draft_tokens)
-    return found
-
-
-def _asks(drafts: _Drafts, waits: bool, decode_step_s: float) -> dict[Assignment, int]:
-    """Draft tokens to ask for, by assignment.
-
-    If the engine does not wait for the drafts, a draft must also have the tokens that are committed
-    before it arrives.
-    """
-    asks: dict[Assignment, int] = {}
-    for _, assignment, count in drafts:
-        wanted = count
-        if not waits:
-            wanted += steps_meanwhile(assignment.drafter.latency(count), decode_step_s)
-        asks[assignment] = min(wanted, assignment.trie.window.depth)
-    return asks
-
-
-def _trials(decoding: list[Sequence], asked: _Drafts, silent: frozenset[Drafter]) -> _Drafts:
-    """One draft token from each drafter on trial that is not asked anyway.
-
-    These are drafters that have not answered yet, and those beside a proven drafter. Nobody waits
-    for the token, so it costs a message. A drafter on the target's cores would cost more, and is
-    only probed.
-    """
-    beside_proven = any(drafter.proven for drafter in _drafters(decoding))
-    known = {assignment for _, assignment, _ in asked}
-    return [
-        (sequence, assignment, 1)
-        for sequence in decoding
-        for assignment in sequence.assignments.values()
-        if assignment.drafter.on_trial
-        and (beside_proven or not assignment.drafter.answered)
-        and not assignment.drafter.on_target_cores
-        and assignment.drafter not in silent
-        and assignment not in known
-    ]
-
-
-def _companions(drafts: _Drafts, choice: _Choice) -> _Drafts:
-    """Drafts of companions: drafters whose guesses join the chosen drafter's in one tree.
-
-    Companions pay anyway, deliver sooner than the chosen drafter, and take no time of the
-    target's cores. So a companion costs a message. The engine waits for it only where the ready
-    drafts promise less.
-    """
-    found: _Drafts = []
-    if len(choice.drafters) < 2:
-        return found
-    chosen = {assignment for _, assignment, _ in drafts}
-    for sequence, assignment, count in drafts:
-        latest_s = assignment.drafter.latency(count)
-        for other in sequence.assignments.values():
-            drafter = other.drafter
-            if (
-                other not in chosen
-                and drafter in choice.drafters
-                and drafter.busy_s(count) == 0.0
-                and drafter.latency(count) <= latest_s
-                and _prob_beside(other, assignment) >= choice.price
-                and not is_sampled(sequence)
-            ):
-                found.append((sequence, other, min(count, drafter.hello.max_draft_tokens)))
-    return found
-
-
-def _prob_beside(other: Assignment, chosen: Assignment) -> float:
-    """The probability that a drafter's first token is right where it differs from `chosen`."""
-    claim = (1.0 - chosen.rate.by_position[0]) * other.rate.by_position[0]
-    return other.sibling_rates.estimate(0, 0, claim)
-
-
-def _due_probes(
-    decoding: list[Sequence], asks: dict[Assignment, int], silent: frozenset[Drafter], step: int
-) -> frozenset[Assignment]:
-    """The assignments to probe in this step.
-
-    All with the same interval are probed in common steps, since a drafter drafts many sequences at
-    once.
-    """
-    return frozenset(
-        [
-            assignment
-            for sequence in decoding
-            for assignment in sequence.assignments.values()
-            if assignment not in asks
-            and assignment.drafter not in silent
-            and step % assignment.backoff == 0
         ]
     )

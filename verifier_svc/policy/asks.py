@@ -1,0 +1,119 @@
+"""Whom a step asks for drafts, and for how many tokens, once the planner knows what pays."""
+
+from __future__ import annotations
+
+from verifier_svc.policy.goodput import steps_meanwhile
+from verifier_svc.state.drafter import Drafter
+from verifier_svc.state.merged_tries import is_sampled
+from verifier_svc.state.sequence import Assignment, Sequence
+
+Drafts = list[tuple[Sequence, Assignment, int]]
+"""(sequence, assignment, draft tokens) of each draft."""
+
+
+def draft_tokens(drafts: Drafts) -> dict[int, int]:
+    """Most draft tokens to verify, by sequence id."""
+    found: dict[int, int] = {}
+    for sequence, _, count in drafts:
+        longest = max(count, found.get(sequence.id, 0))
+        found[sequence.id] = min(longest, sequence.most_draft_tokens)
+    return found
+
+
+def asked_tokens(drafts: Drafts, waits: bool, decode_step_s: float) -> dict[Assignment, int]:
+    """Draft tokens to ask for, by assignment.
+
+    If the engine does not wait for the drafts, a draft must also have the tokens that are committed
+    before it arrives.
+    """
+    found: dict[Assignment, int] = {}
+    for _, assignment, count in drafts:
+        wanted = count
+        if not waits:
+            wanted += steps_meanwhile(assignment.drafter.latency(count), decode_step_s)
+        found[assignment] = min(wanted, assignment.trie.window.depth)
+    return found
+
+
+def trials(
+    decoding: list[Sequence],
+    drafters: frozenset[Drafter],
+    asked: Drafts,
+    silent: frozenset[Drafter],
+) -> Drafts:
+    """One draft token from each drafter on trial that is not asked anyway.
+
+    These are drafters that have not answered yet, and those beside a proven drafter. Nobody waits
+    for the token, so it costs a message. A drafter on the target's cores would cost more, and is
+    only probed.
+    """
+    beside_proven = any(drafter.proven for drafter in drafters)
+    tried = {
+        drafter
+        for drafter in drafters - silent
+        if drafter.on_trial
+        and (beside_proven or not drafter.answered)
+        and not drafter.on_target_cores
+    }
+    if not tried:
+        return []
+    known = {assignment for _, assignment, _ in asked}
+    return [
+        (sequence, assignment, 1)
+        for sequence in decoding
+        for assignment in sequence.assignments.values()
+        if assignment.drafter in tried and assignment not in known
+    ]
+
+
+def companions(drafts: Drafts, paying: frozenset[Drafter], price: float) -> Drafts:
+    """Drafts of companions: drafters whose guesses join the chosen drafter's in one tree.
+
+    Companions pay anyway, deliver sooner than the chosen drafter, and take no time of the
+    target's cores. So a companion costs a message. The engine waits for it only where the ready
+    drafts promise less.
+    """
+    found: Drafts = []
+    if len(paying) < 2:
+        return found
+    chosen = {assignment for _, assignment, _ in drafts}
+    for sequence, assignment, count in drafts:
+        latest_s = assignment.drafter.latency(count)
+        for other in sequence.assignments.values():
+            drafter = other.drafter
+            if (
+                other not in chosen
+                and drafter in paying
+                and drafter.busy_s(count) == 0.0
+                and drafter.latency(count) <= latest_s
+                and _prob_beside(other, assignment) >= price
+                and not is_sampled(sequence)
+            ):
+                found.append((sequence, other, min(count, drafter.hello.max_draft_tokens)))
+    return found
+
+
+def _prob_beside(other: Assignment, chosen: Assignment) -> float:
+    """The probability that a drafter's first token is right where it differs from `chosen`."""
+    claim = (1.0 - chosen.rate.by_position[0]) * other.rate.by_position[0]
+    return other.sibling_rates.estimate(0, 0, claim)
+
+
+def due_probes(
+    decoding: list[Sequence], asks: dict[Assignment, int], silent: frozenset[Drafter], step: int
+) -> frozenset[Assignment]:
+    """The assignments to probe in this step.
+
+    All with the same interval are probed in common steps, since a drafter drafts many sequences at
+    once.
+    """
+    return frozenset(
+        [
+            assignment
+            for sequence in decoding
+            for assignment in sequence.assignments.values()
+            if assignment not in asks
+            and assignment.drafter not in silent
+            and step % assignment.backoff == 0
+        ]
+    )
