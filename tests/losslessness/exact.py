@@ -12,7 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from chi_square import Comparison, compare
-from small import Guesser, NextProbs, Probs, Text, Traffic
+from guesser import Guesser
+from small import NextProbs, Probs, Text
+from traffic import Traffic
 from transformers import (
     LogitsProcessorList,
     MinNewTokensLengthLogitsProcessor,

@@ -8,7 +8,8 @@ from itertools import dropwhile
 import numpy as np
 import pytest
 from exact import PROMPT, VOCAB, equal_to_target, logits, traffic
-from small import Guesser, step
+from guesser import Guesser
+from traffic import step
 
 from outrider.protocol.messages import (
     DraftDistribution,
@@ -37,7 +38,7 @@ def drafter(engine: Engine) -> Guesser:
 def submit(engine: Engine, request: TokenRequest) -> list[TokenChunk]:
     """Submit a request; returns the list that collects its chunks."""
     found: list[TokenChunk] = []
-    engine.submit(request, found.append)  # type: ignore[arg-type]  # an error fails the test as well
+    engine.submit(request, found.append)  # type: ignore[arg-type]  # an error fails the test
     return found
 
 

@@ -25,7 +25,9 @@ from exact import (
     on_an_unlikely_token,
     reversed_target,
 )
-from small import Guesser, NextProbs, Probs, Text, seed_of
+from guesser import Guesser
+from small import NextProbs, Probs, Text
+from traffic import seed_of
 
 from outrider.protocol.messages import AcceptanceRule, DraftDistribution, SamplingParams
 from outrider.sampling.noise import Purpose, uniforms
@@ -59,7 +61,7 @@ SETTINGS = {
 }
 SAMPLES = frozenset({DraftDistribution.ONE_HOT, DraftDistribution.SPARSE})
 COUPLES = frozenset({DraftDistribution.ONE_HOT, DraftDistribution.COUPLED})
-# What the drafter offers, and how the verifier is set.
+# The distributions that the drafter offers, and the verifier's settings.
 WAYS: dict[str, tuple[frozenset[DraftDistribution], dict[str, Any]]] = {
     "token-wise": (SAMPLES, {"rule": AcceptanceRule.TOKEN_WISE}),
     "block": (SAMPLES, {"rule": AcceptanceRule.BLOCK}),

@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 from chi_square import compare
-from small import Guesser, Traffic, near, target_probs
+from guesser import Guesser
+from small import near, target_probs
+from traffic import Traffic
 
 from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
 from outrider.protocol.messages import AcceptanceRule, DraftDistribution

@@ -12,7 +12,9 @@ import itertools
 
 import pytest
 from chi_square import compare
-from small import Guesser, Probs, Traffic, near, target_probs
+from guesser import Guesser
+from small import Probs, near, target_probs
+from traffic import Traffic
 
 from outrider.drafter.draft_sequence import DraftSequence
 from outrider.protocol.draft_messages import Opened, StepBatch

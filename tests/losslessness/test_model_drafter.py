@@ -11,7 +11,9 @@ from functools import cache
 import pytest
 import torch
 from chi_square import LEAST_P, Comparison, compare
-from small import Guesser, Probs, Text, Traffic
+from guesser import Guesser
+from small import Probs, Text
+from traffic import Traffic
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from drafter_svc.families import forwards

@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 from chi_square import compare
-from small import VOCAB, Guesser, Traffic, fixed, near, seed_of, target_probs
+from guesser import Guesser
+from small import VOCAB, fixed, near, target_probs
+from traffic import Traffic, seed_of
 from virtual_time import VirtualClock
 
 from outrider.process.clock import monotonic

@@ -10,10 +10,12 @@ import numpy.typing as npt
 import pytest
 import torch
 from chi_square import compare
+from guesser import Guesser
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_trees import TreeGrafter, random_tree, shuffled
-from small import VOCAB, Guesser, Traffic, near, seed_of, target_probs
+from small import VOCAB, near, target_probs
+from traffic import Traffic, seed_of
 
 from outrider.protocol.draft_messages import SparseDistribution
 from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
