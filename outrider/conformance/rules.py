@@ -154,4 +154,4 @@ NOTES: dict[str, str] = {
     "beyond-the-window": "The verifier cuts off what its window has no room for.",
     "implausible-durations": "draft_duration is the time that this proposal's guesses took.",
 }
-"""What a drafter may do but should not, because its drafts are worth less then; with hints."""
+"""Hints for habits that the contract allows and that make drafts worth less."""

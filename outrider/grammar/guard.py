@@ -111,7 +111,7 @@ class Walker:
         return None
 
     def _choose(self, allowed: npt.NDArray[np.uint8], rng: random.Random, *, closing: bool) -> int:
-        """A token but the end; with `closing` probably one that leads to the end soon."""
+        """Draw a token that does not end the text; `closing` prefers tokens such as brackets."""
         wanted = self._rest
         if closing:
             of_kind = self._of_kind[:_END]

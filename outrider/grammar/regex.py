@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from re import _constants as sre  # type: ignore[attr-defined]  # The parser is not public.
-from re import _parser  # type: ignore[attr-defined]
+from re import _parser  # type: ignore[attr-defined]  # As above.
 from typing import Any
 
 from outrider.errors import OutriderError, invalid

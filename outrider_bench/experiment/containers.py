@@ -163,7 +163,7 @@ async def bridge_address() -> str:
 
 
 async def _down() -> None:
-    """Remove containers and networks, also those of an interrupted run."""
+    """Remove the containers and networks of this run and of interrupted runs."""
     label = f"label=com.docker.compose.project={PROJECT}"
     found = await _output("docker", "ps", "--all", "--quiet", "--filter", label)
     await _try("docker", "rm", "--force", *found.split())

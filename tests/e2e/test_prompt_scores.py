@@ -1,4 +1,4 @@
-"""A prompt's log probabilities over HTTP are those of transformers' forward."""
+"""Log probabilities of a prompt over HTTP equal those that transformers' forward gives."""
 
 from __future__ import annotations
 

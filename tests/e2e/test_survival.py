@@ -38,7 +38,7 @@ def must_equal(answer: Answer, other: Answer) -> None:
 
 
 class Site:
-    """A gateway before a verifier that stays and one that is lost, with a drafter for both."""
+    """A gateway before two verifiers with a common drafter. The tests end the verifier `lost`."""
 
     def __init__(self, stays: Stack) -> None:
         self.lost = Stack()

@@ -1,4 +1,4 @@
-"""Writes a tokenizer with as many tokens as those of large models, made up by a seeded script.
+"""Writes a tokenizer with 128 thousand tokens, as large models have; a seed makes the tokens up.
 
 Byte-level BPE: all bytes, numbers, white space, punctuation, words of syllables with and without a
 space in front, characters of two and three bytes, and merges of random tokens for the rest.

@@ -1,4 +1,4 @@
-"""What a module loads, and what is installed. `make lint` checks layers and forbidden calls."""
+"""Modules load few packages, and the package lists what it needs. `make lint` checks layers."""
 
 import subprocess
 import sys

@@ -6,7 +6,7 @@ All tests run in virtual time.
 from __future__ import annotations
 
 import pytest
-from fake_model import Client, ScriptedDrafter, make_engine
+from fake_model import Client, ScriptedDrafter, TableModel, make_engine
 from virtual_time import VirtualClock
 
 from outrider.errors import OutriderError, Reason
@@ -30,6 +30,12 @@ def submit(engine: Engine) -> Sequence:
     sequence = engine.submit(TokenRequest([1, 2], STEPS, GREEDY), Client())
     engine.drain_inbox()
     return sequence
+
+
+def right(engine: Engine, sequence: Sequence) -> list[int]:
+    """The next 8 tokens of the target's greedy text."""
+    assert isinstance(engine.model, TableModel)
+    return engine.model.greedy(sequence.tokens, 8)
 
 
 def make(clock: VirtualClock, forward_s: float = 0.01) -> Engine:
@@ -69,7 +75,7 @@ def test_a_good_drafter_gets_its_chance_among_strangers(answers: bool) -> None:
                 if stranger.handle.id in sequence.assignments and stranger.length.get(sequence.id):
                     stranger.skip(sequence.id)
             if "good" in sequence.assignments and sequence.id in good.length:
-                good.propose(sequence.id, engine.model.greedy(sequence.tokens, 4), anew=True)  # type: ignore[attr-defined]  # a TableModel
+                good.propose(sequence.id, right(engine, sequence), anew=True)
             clock.step(engine)
     assert good.handle.proven
     assert "good" in submit(engine).assignments
@@ -88,7 +94,7 @@ def test_a_drafter_that_only_skips_does_not_displace_a_good_one() -> None:
         if sequence.id not in engine.sequences:
             break
         skips.skip(sequence.id)
-        good.propose(sequence.id, engine.model.greedy(sequence.tokens, 3), anew=True)  # type: ignore[attr-defined]  # a TableModel
+        good.propose(sequence.id, right(engine, sequence)[:3], anew=True)
         clock.step(engine)
     assert sequence.stats.forward_count <= STEPS / 3
 
@@ -121,7 +127,7 @@ def test_a_drafter_that_falls_silent_is_replaced_until_it_answers_again() -> Non
     for _ in range(30):
         for sequence in sequences:
             if sequence.id in answering.length:
-                answering.propose(sequence.id, engine.model.greedy(sequence.tokens, 8), anew=True)  # type: ignore[attr-defined]  # a TableModel
+                answering.propose(sequence.id, right(engine, sequence), anew=True)
         clock.step(engine)
     assert hanging.handle.silent
     assert all(answering.handle.id in sequence.assignments for sequence in sequences)
@@ -139,9 +145,9 @@ def test_a_drafter_on_trial_neither_displaces_a_proven_drafter_nor_is_waited_for
     hopeful = ScriptedDrafter(engine, "hopeful", "hopeful")
     sequence = submit(engine)
     began = clock()
-    hopeful.propose(sequence.id, engine.model.greedy(sequence.tokens, 4), anew=True)  # type: ignore[attr-defined]  # a TableModel
+    hopeful.propose(sequence.id, right(engine, sequence), anew=True)
     for _ in range(30):
-        good.propose(sequence.id, engine.model.greedy(sequence.tokens, 8), anew=True)  # type: ignore[attr-defined]  # a TableModel
+        good.propose(sequence.id, right(engine, sequence), anew=True)
         clock.step(engine)
     assert sequence.stats.forward_count == 30
     assert clock() - began == pytest.approx(30 * 0.01)

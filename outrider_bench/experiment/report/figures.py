@@ -17,7 +17,7 @@ PHASES = ("forward", "wait", "pack", "accept", "commit", "send")
 WAITS = ("wait_compute", "wait_network")
 """The parts of `wait` that spans tell apart."""
 LOOKUPS = ("chain", "branch", "late", "miss")
-"""What a commit finds of the next draft."""
+"""The results of looking up committed tokens in the next draft."""
 
 Figures = dict[str, float]
 """Numbers by name; units are in the names."""

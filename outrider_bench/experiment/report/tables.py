@@ -25,7 +25,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class _Column:
-    """A figure of figures.csv. An empty `way` is that of the line.
+    """A column that shows a figure of figures.csv. With an empty `way` it takes the line's way.
 
     `{event}` in the figure's name becomes the number of the line's event.
     """
@@ -40,7 +40,7 @@ class _Column:
 
 @dataclass(frozen=True, slots=True)
 class _Subject:
-    """What a line is about."""
+    """The cell and the run that a line of the table describes."""
 
     head: str
     cell: Cell

@@ -1,4 +1,4 @@
-"""What the actors of a world share: its plan, its events, its verifiers and its counts."""
+"""A world: the plan, the events, the verifiers and the counts that its actors share."""
 
 from __future__ import annotations
 
