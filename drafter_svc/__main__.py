@@ -167,9 +167,7 @@ def main() -> None:
     settings = _parse_settings(sys.argv[1:])
     family = find_family(settings.family).name
     telemetry.setup_logging(settings.log_level)
-    telemetry.setup(
-        _SERVICE_NAME, endpoint=settings.otlp_endpoint, sample_ratio=settings.trace_sample_ratio
-    )
+    telemetry.setup(_SERVICE_NAME, endpoint=settings.otlp_endpoint)
     name = settings.id or f"{family}-{platform.node()}-{os.getpid()}"
     try:
         metrics = Metrics(own_id(name, settings.tls), family)

@@ -25,14 +25,14 @@ def create_app(
 ) -> FastAPI:
     """The application around one Generation, for the callers that the gate lets in."""
     app = FastAPI(title="Outrider", version=__version__, docs_url=None, redoc_url=None)
-    app.include_router(openai.routes(generation, settings.max_sequences, gate))
+    app.include_router(openai.routes(generation, gate))
     app.include_router(endpoints.routes(generation, metrics, gate))
     servicer = GenerationServicer(generation, gate)
-    app.router.routes.append(connect.route(servicer, settings.max_body_bytes // 2))
+    app.router.routes.append(connect.route(servicer))
     page.install(app, generation.router, metrics, gate)
     api_errors.install(app)
     openapi.install(app)
-    app.add_middleware(BodyLimit, limit_bytes=settings.max_body_bytes)
+    app.add_middleware(BodyLimit)
     # Inside of the keys, which say whose the request is.
     app.add_middleware(Entrance, admission=generation.admission, turns=generation.turns)
     # Inside of CORS: a browser asks for permission without a key.

@@ -74,15 +74,6 @@ class GatewaySettings(TlsSettings, ServiceSettings):
     """PEM file with the authorities of clients' certificates. If it is given, every client must
     show a certificate that one of them signed."""
 
-    max_body_bytes: int = Field(default=4 * 1024 * 1024, ge=1024)
-    """Largest HTTP request body in bytes. A gRPC request may have half as many."""
-
-    max_sequences: int = Field(default=64, ge=1, le=1024)
-    """Most sequences of one request: prompts times n."""
-
-    keep_alive_seconds: float = Field(default=5.0, gt=0)
-    """How long a connection may stay idle after an answer."""
-
     allowed_hosts: list[str] = Field(default_factory=list)
     """Names under which clients reach the gateway, such as llm.example.com or *.example.com.
     IP addresses, localhost and the name in http_host are always allowed. Names without a dot are
@@ -95,10 +86,6 @@ class GatewaySettings(TlsSettings, ServiceSettings):
     patience_seconds: float = Field(default=60.0, ge=0.0)
     """How long callers that name no timeout wait for their first token. A request that might wait
     longer in the queue is refused at once with 429. 0 lets them wait for ever."""
-
-    unread_seconds: float = Field(default=60.0, gt=0.0, le=86_400.0)
-    """How long a client may leave a streamed answer unread once the buffers are full. Meanwhile the
-    answer has no part in the verifier's steps. Then it ends with slow_reader."""
 
     resume_seconds: float = Field(default=30.0, ge=0.0)
     """How long a sequence that has begun and has lost its verifier waits for one that continues it:

@@ -21,7 +21,7 @@ from gateway.config import GatewaySettings
 from gateway.generation.generate import Generation
 from gateway.http.connections import UNSENT_BYTES, protocol
 from gateway.metrics import Metrics, observe_lag
-from gateway.rpc.servicer import SERVICE, GenerationServicer
+from gateway.rpc.servicer import MAX_MESSAGE_BYTES, SERVICE, GenerationServicer
 from gateway.text.prompts import Prompts
 from gateway.upstream.routing import Router
 from outrider.errors import OutriderError, Reason, invalid
@@ -30,6 +30,8 @@ from outrider.process.tasks import keep_running, watch
 from outrider.process.tls import Tls, http_context
 from outrider.v1 import generation_pb2_grpc
 
+# How long a connection may stay idle after an answer, as in uvicorn and vLLM.
+KEEP_ALIVE_S = 5.0
 # How long clients have to read the end of their answers.
 _LAST_READ_S = 2.0
 # How long uvicorn waits for a request's task. Each task ends long before.
@@ -64,7 +66,6 @@ class Gateway:
             metrics,
             settings.resume_seconds,
             settings.patience_seconds,
-            settings.unread_seconds,
         )
         self.gate = Gate(settings)
         if self.gate.keys is not None:
@@ -78,16 +79,16 @@ class Gateway:
             http=protocol(settings),
             ws="none",
             # uvicorn declares an int but takes fractions as well.
-            timeout_keep_alive=settings.keep_alive_seconds,  # type: ignore[arg-type]
+            timeout_keep_alive=KEEP_ALIVE_S,  # type: ignore[arg-type]
             # In whole seconds, so that a client does not take the connection for open too long.
-            headers=[("keep-alive", f"timeout={int(settings.keep_alive_seconds)}")],
+            headers=[("keep-alive", f"timeout={int(KEEP_ALIVE_S)}")],
             timeout_graceful_shutdown=_CANCEL_S,
             ssl_context_factory=None if self._tls is None else partial(_context, self._tls),
         )
         self._http = _HttpServer(config)
         self._grpc = rpc.Server(
             SERVICE,
-            max_request_bytes=settings.max_body_bytes // 2,
+            max_request_bytes=MAX_MESSAGE_BYTES,
             interceptors=[RequireKeyInCalls(self.gate)],
         )
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(

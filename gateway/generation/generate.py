@@ -33,6 +33,11 @@ _MOST_LOST = 4
 # gRPC ends calls by its own clock: a caller that leaves this shortly before the deadline is late.
 _EARLY_S = 0.1
 
+# How long a client may leave an answer unread once the buffers are full. Meanwhile the answer has
+# no part in the verifier's steps; then it ends with slow_reader. A client that still reads now and
+# then loses nothing, and a client that is gone frees its buffers soon.
+_UNREAD_S = 60.0
+
 Build = Callable[[ModelInfo], Sequence[TextRequest]]
 """Checks a request against a model and builds its sequences. Raises OutriderError."""
 
@@ -47,18 +52,15 @@ class Generation:
         metrics: Metrics,
         resume_seconds: float,
         patience_seconds: float = 0.0,
-        unread_seconds: float = 60.0,
     ) -> None:
         """A sequence that has begun waits `resume_seconds` for a verifier to continue it.
 
-        `patience_seconds` is that of callers that name none, see `Admission`. A sequence of which
-        a client reads nothing for `unread_seconds` ends.
+        `patience_seconds` is that of callers that name none, see `Admission`.
         """
         self.router = router
         self.prompts = prompts
         self.metrics = metrics
         self.resume_seconds = resume_seconds
-        self.unread_seconds = unread_seconds
         self.admission = Admission(router, metrics, patience_seconds)
         self.turns = Turns(AT_ONCE)
         self.table = TokenTable(prompts.tokenizer)
@@ -200,9 +202,8 @@ class _Sequence:
             replica = self._pick.replica
             stream = replica.tokens
             ends_at = self._permit.ends_at
-            unread_s = self._generation.unread_seconds
             try:
-                async with aclosing(stream.generate(self._rest(), ends_at, unread_s)) as chunks:
+                async with aclosing(stream.generate(self._rest(), ends_at, _UNREAD_S)) as chunks:
                     async for chunk in chunks:
                         left = self._request.tokens.max_tokens - len(self._committed)
                         check_chunk(chunk, info, left, replica.address)

@@ -30,25 +30,27 @@ from outrider.errors import OutriderError, invalid
 from outrider.process.telemetry import Span
 from outrider.protocol.model_info import ModelInfo
 
+MAX_SEQUENCES = 64
+"""Most sequences of one request, prompts times n: the batch of a verifier with default settings."""
 _ERRORS = (400, 401, 404, 408, 413, 415, 429, 500, 503, 504)
 # OpenAI's clients say here when they give up: in Python, and in all other languages.
 _CLIENT_HEADERS = ("x-stainless-read-timeout", "x-stainless-timeout")
 
 
-def routes(generation: Generation, max_sequences: int, gate: Gate) -> APIRouter:
+def routes(generation: Generation, gate: Gate) -> APIRouter:
     """The endpoints that generate text."""
     router = APIRouter(route_class=JsonRoute)
 
     @router.post("/v1/completions", responses=json_responses(*_ERRORS, also=STREAMED))
     async def completions(body: CompletionBody, request: Request) -> Response:
         """Continue each prompt. `max_tokens` is 16 by default."""
-        call = _CompletionCall(body, request, max_sequences)
+        call = _CompletionCall(body, request)
         return await _answer(generation, gate.limits, call)
 
     @router.post("/v1/chat/completions", responses=json_responses(*_ERRORS, also=STREAMED))
     async def chat_completions(body: ChatBody, request: Request) -> Response:
         """Answer a conversation. `max_completion_tokens` is what the context leaves by default."""
-        return await _answer(generation, gate.limits, _ChatCall(body, request, max_sequences))
+        return await _answer(generation, gate.limits, _ChatCall(body, request))
 
     return router
 
@@ -62,10 +64,9 @@ class _HttpCall(TextCall, Generic[_Body]):
     shape: type[ResponseShape]
     has_turn = True
 
-    def __init__(self, body: _Body, request: Request, max_sequences: int) -> None:
+    def __init__(self, body: _Body, request: Request) -> None:
         self.body: _Body = body
         self.request = request
-        self._max_sequences = max_sequences
         self.identity = identity_of(request)
         self.request_id = request_id(request.headers, self.shape.id_prefix)
         self.headers = request.headers
@@ -87,7 +88,7 @@ class _HttpCall(TextCall, Generic[_Body]):
         The entrance has counted the request as one sequence. It ends that count here, since the
         sequences of the demand count instead.
         """
-        n = _choice_count(self.body.n, self.prompt_count, self._max_sequences)
+        n = _choice_count(self.body.n, self.prompt_count)
         timeout = client_timeout(self.body.timeout, self.headers, stream=self.streams)
         arrival_of(self.request).counted()
         return Demand(self.prompt_count, n, timeout)
@@ -145,14 +146,14 @@ class _ChatCall(_HttpCall[ChatBody]):
         return [PromptInput(Conversation(messages, self.body.rendering()), "messages")]
 
 
-def _choice_count(given: int | None, prompt_count: int, max_sequences: int) -> int:
+def _choice_count(given: int | None, prompt_count: int) -> int:
     """The body's n. Raises OutriderError(INVALID_VALUE) for too many sequences."""
     n = 1 if given is None else given
-    if not 1 <= n <= max_sequences:
-        raise invalid("n", f"must be in [1, {max_sequences}], not {n}")
-    if prompt_count * n > max_sequences:
-        name = "prompt" if prompt_count > max_sequences else "n"
-        limit = f"at most {max_sequences} sequences go in one request"
+    if not 1 <= n <= MAX_SEQUENCES:
+        raise invalid("n", f"must be in [1, {MAX_SEQUENCES}], not {n}")
+    if prompt_count * n > MAX_SEQUENCES:
+        name = "prompt" if prompt_count > MAX_SEQUENCES else "n"
+        limit = f"at most {MAX_SEQUENCES} sequences go in one request"
         raise invalid(name, f"asks for {prompt_count} prompts times n={n}; {limit}")
     return n
 

@@ -10,6 +10,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from gateway.api_errors import error_response
 from outrider.errors import OutriderError, Reason
 
+MAX_BODY_BYTES = 4 * 1024 * 1024
+"""Largest body, decompressed: the text of a context of a million tokens. A gateway of 1 GiB holds
+the bodies of all requests that arrive at once."""
+
 _Headers = Iterable[tuple[bytes, bytes]]
 
 # The window sizes with which zlib reads the header of each format.
@@ -19,15 +23,14 @@ _CHANGED = (b"content-encoding", b"content-length")
 
 
 class BodyLimit:
-    """Refuses a body above `limit_bytes` with 413 before the body is held in memory.
+    """Refuses a body above MAX_BODY_BYTES with 413 before the body is held in memory.
 
     A body in gzip or deflate is decompressed, and the limit holds for what it decompresses to.
     Another Content-Encoding is refused with 415.
     """
 
-    def __init__(self, app: ASGIApp, limit_bytes: int) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._limit = limit_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -47,21 +50,22 @@ class BodyLimit:
 
         async def bounded() -> Message:
             nonlocal received
-            if announced > self._limit:
-                raise self._too_large()
+            if announced > MAX_BODY_BYTES:
+                raise _too_large()
             message = await receive()
             if decoder is not None and message["type"] == "http.request":
-                message = decoder.decode(message, self._limit + 1 - received)
+                message = decoder.decode(message, MAX_BODY_BYTES + 1 - received)
             received += len(message.get("body", b""))
-            if received > self._limit:
-                raise self._too_large()
+            if received > MAX_BODY_BYTES:
+                raise _too_large()
             return message
 
         await self._app(scope, bounded, send)
 
-    def _too_large(self) -> OutriderError:
-        message = f"the body is larger than {self._limit} bytes"
-        return OutriderError(Reason.REQUEST_TOO_LARGE, message)
+
+def _too_large() -> OutriderError:
+    message = f"the body is larger than {MAX_BODY_BYTES} bytes"
+    return OutriderError(Reason.REQUEST_TOO_LARGE, message)
 
 
 class _Decoder:

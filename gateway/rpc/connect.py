@@ -23,7 +23,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from gateway.http.json_body import check_size
 from gateway.http.request_id import HEADER, request_id
-from gateway.rpc.servicer import ID_PREFIX, SERVICE, GenerationServicer
+from gateway.rpc.servicer import ID_PREFIX, MAX_MESSAGE_BYTES, SERVICE, GenerationServicer
 from outrider.errors import OutriderError, Reason
 from outrider.process import rpc
 from outrider.v1.generation_pb2 import GenerateTextRequest, GenerateTextResponse
@@ -59,9 +59,9 @@ _UNKNOWN_NAME = re.compile(r'has no field named "([^"]*)" at "GenerateTextReques
 """What protobuf's JSON parser says of a name that a message does not have, and where."""
 
 
-def route(servicer: GenerationServicer, max_request_bytes: int) -> Route:
-    """The route under which browsers call GenerateText. `max_request_bytes` bounds a message."""
-    application = _Application(servicer, max_request_bytes)
+def route(servicer: GenerationServicer) -> Route:
+    """The route under which browsers call GenerateText."""
+    application = _Application(servicer)
     return _Route(PATH, application, methods=["POST"], include_in_schema=False)
 
 
@@ -78,7 +78,7 @@ class _Application(ConnectASGIApplication[GenerationServicer]):
 
     path = f"/{SERVICE}"
 
-    def __init__(self, servicer: GenerationServicer, max_request_bytes: int) -> None:
+    def __init__(self, servicer: GenerationServicer) -> None:
         codecs = [
             _Reporting(google_protobuf_binary_codec()),
             _Reporting(google_protobuf_json_codec(ignore_unknown_fields=False)),
@@ -87,10 +87,10 @@ class _Application(ConnectASGIApplication[GenerationServicer]):
         super().__init__(
             service=servicer,
             endpoints=_endpoints,
-            read_max_bytes=max_request_bytes,
+            read_max_bytes=MAX_MESSAGE_BYTES,
             compressions=(),
             codecs=codecs,
-            interceptors=[_Details(max_request_bytes)],
+            interceptors=[_Details()],
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -150,22 +150,20 @@ def _connect_error(error: OutriderError) -> ConnectError:
 class _Details(MetadataInterceptor[None]):
     """Gives the library's own errors a reason, as every error of the service has one."""
 
-    def __init__(self, max_request_bytes: int) -> None:
-        self._max_bytes = max_request_bytes
-
     async def on_start(self, ctx: _Context) -> None:
         """Nothing to do."""
 
     async def on_end(self, token: None, ctx: _Context, error: Exception | None, /) -> None:
         """Raise the error that takes the place of one without details."""
         if isinstance(error, ConnectError) and not error.details:
-            raise _connect_error(self._explained(error)) from error
+            raise _connect_error(_explained(error)) from error
 
-    def _explained(self, error: ConnectError) -> OutriderError:
-        if error.code is Code.RESOURCE_EXHAUSTED:
-            message = f"the message is larger than {self._max_bytes} bytes"
-            return OutriderError(Reason.REQUEST_TOO_LARGE, message)
-        return OutriderError(_BY_CODE.get(error.code, Reason.MALFORMED_REQUEST), error.message)
+
+def _explained(error: ConnectError) -> OutriderError:
+    if error.code is Code.RESOURCE_EXHAUSTED:
+        message = f"the message is larger than {MAX_MESSAGE_BYTES} bytes"
+        return OutriderError(Reason.REQUEST_TOO_LARGE, message)
+    return OutriderError(_BY_CODE.get(error.code, Reason.MALFORMED_REQUEST), error.message)
 
 
 class _Reporting:

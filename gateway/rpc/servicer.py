@@ -38,6 +38,9 @@ from outrider.protocol.wire.settings import proto_enum
 from outrider.v1 import generation_pb2, generation_pb2_grpc
 
 ID_PREFIX = "text"
+MAX_MESSAGE_BYTES = 2 * 1024 * 1024
+"""Largest request. Bytes of a message cost more time than those of a JSON body, so these are half
+as many."""
 SERVICE = "outrider.v1.GenerationService"
 _ROLES = ("system", "user", "assistant")
 

@@ -77,8 +77,7 @@ def _service_arguments(settings: ServeSettings) -> list[str]:
     """Flags that every process takes."""
     arguments = _flags({"log_level": settings.log_level})
     if settings.otlp_endpoint:
-        names = ("otlp_endpoint", "trace_sample_ratio")
-        arguments += _flags({name: getattr(settings, name) for name in names})
+        arguments += _flags({"otlp_endpoint": settings.otlp_endpoint})
     return arguments
 
 

@@ -106,10 +106,8 @@ class ServiceSettings(Settings):
     """Least severe messages that are logged."""
 
     otlp_endpoint: str = ""
-    """OTLP gRPC endpoint to which spans are sent; empty turns tracing off."""
-
-    trace_sample_ratio: float = Field(1.0, ge=0, le=1)
-    """Share of the requests that are traced, unless the caller's traceparent decides."""
+    """OTLP gRPC endpoint to which spans are sent; empty turns tracing off. OpenTelemetry's own
+    OTEL_TRACES_SAMPLER in the environment says which requests are traced; all unless set."""
 
 
 class ScrapedSettings(ServiceSettings):

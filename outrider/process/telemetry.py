@@ -20,7 +20,6 @@ from opentelemetry import trace
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
-from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from outrider import __version__
@@ -120,11 +119,11 @@ def setup(
     processor: SpanProcessor | None = None,
     *,
     endpoint: str = "",
-    sample_ratio: float = 1.0,
 ) -> None:
     """Turn tracing on if spans have a destination.
 
-    It is an OTLP gRPC `endpoint`, or a `processor` in tests.
+    It is an OTLP gRPC `endpoint`, or a `processor` in tests. The SDK reads the sampler from the
+    environment.
     """
     global _tracer, _provider
     if processor is None and not endpoint:
@@ -137,9 +136,7 @@ def setup(
             endpoint, insecure=not endpoint.startswith("https"), timeout=LAST_SEND_S
         )
         processor = BatchSpanProcessor(exporter)
-    _provider = TracerProvider(
-        ParentBased(TraceIdRatioBased(sample_ratio)), resource(service), shutdown_on_exit=False
-    )
+    _provider = TracerProvider(resource=resource(service), shutdown_on_exit=False)
     _provider.add_span_processor(processor)
     _tracer = _provider.get_tracer("outrider")
 

@@ -26,10 +26,11 @@ async def shared_rig(prompts: Prompts) -> AsyncIterator[Rig]:
     with pytest.MonkeyPatch.context() as patch:
         # Tests should not wait a second until the gateway sees a change.
         patch.setattr(routing, "_POLL_READY_S", 0.05)
-        async with serving(script) as address:
-            chosen = settings(address, max_body_bytes=65536, max_sequences=8)
-            async with running_rig(chosen, script, prompts) as rig:
-                yield rig
+        async with (
+            serving(script) as address,
+            running_rig(settings(address), script, prompts) as rig,
+        ):
+            yield rig
 
 
 @pytest_asyncio.fixture(loop_scope="session")

@@ -16,8 +16,10 @@ from google.protobuf import json_format
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from scripted_verifier import plain
 
+from gateway.http.request_body import MAX_BODY_BYTES
 from gateway.rpc import connect
 from gateway.rpc.connect import PATH
+from gateway.rpc.servicer import MAX_MESSAGE_BYTES
 from outrider.errors import OutriderError, Reason, Retry
 from outrider.process import rpc
 from outrider.v1.common_pb2 import SamplingParams
@@ -201,13 +203,14 @@ async def test_http_headers_become_the_calls_metadata(
 
 @every_encoding
 async def test_a_request_larger_than_a_grpc_message_is_refused(rig: Rig, encoding: str) -> None:
-    for size in (40_000, 70_000):
+    for size in (MAX_MESSAGE_BYTES + 1, MAX_BODY_BYTES + 1):
         request = GenerateTextRequest(prompt="x" * size)
         _, status = await post(rig, encoding, envelope(encoding, request))
         assert (status.code, rig.script.requests) == (code_pb2.RESOURCE_EXHAUSTED, [])
         assert (reason(status), retry_class(status)) == (Reason.REQUEST_TOO_LARGE, "never")
+    request = GenerateTextRequest(prompt="x" * MAX_MESSAGE_BYTES)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        _ = [_ async for _ in rig.generation.GenerateText(GenerateTextRequest(prompt="x" * 40_000))]
+        _ = [_ async for _ in rig.generation.GenerateText(request)]
     error = rpc.error_of(caught.value)
     assert (error.reason, error.retry) == (Reason.REQUEST_TOO_LARGE, Retry.NEVER)
 

@@ -12,6 +12,7 @@ import pytest
 import pytest_asyncio
 from gateway_rig import settings
 
+from gateway import server
 from gateway.http.connections import MAX_HEADER_BYTES, MAX_HEADERS, BoundedProtocol
 from gateway.metrics import Metrics
 from gateway.server import Gateway, running
@@ -27,8 +28,9 @@ POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: appli
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def gateway() -> AsyncIterator[Gateway]:
     """A gateway without a verifier, and with short timeouts."""
-    chosen = settings("127.0.0.1:9", keep_alive_seconds=1.2, drain_seconds=0)
+    chosen = settings("127.0.0.1:9", drain_seconds=0)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(server, "KEEP_ALIVE_S", 1.2)
         patch.setattr(BoundedProtocol, "header_seconds", 0.3)
         patch.setattr(BoundedProtocol, "body_seconds", 0.3)
         async with running(chosen, Metrics()) as gateway:

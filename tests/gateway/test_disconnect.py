@@ -15,6 +15,7 @@ import pytest
 from gateway_rig import Rig, until
 from scripted_verifier import last, plain
 
+from gateway.generation import generate
 from outrider.process.read_ahead import MOST_UNREAD
 from outrider.protocol.messages import FinishReason
 from outrider.v1 import generation_pb2
@@ -117,7 +118,7 @@ async def test_an_unread_answer_stops_at_the_verifier_alone_and_goes_on_when_it_
 async def test_an_answer_that_is_never_read_ends_with_an_error(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rig.gateway.generation, "unread_seconds", 0.5)
+    monkeypatch.setattr(generate, "_UNREAD_S", 0.5)
     rig.script.answer = lambda _: [each for _ in range(20_000) for each in (plain([5] * 50), 0.0)]
     connection = await asks_and_reads_nothing(rig)
     await until(lambda: rig.script.running == 1)

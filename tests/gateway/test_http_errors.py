@@ -10,6 +10,7 @@ import pytest
 from gateway_rig import Rig, until
 from scripted_verifier import plain
 
+from gateway.http.request_body import MAX_BODY_BYTES
 from outrider.errors import OutriderError, Reason
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -43,8 +44,8 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str, str, str]] = [
     ),
     ({"repetition_penalty": 1e-38}, "repetition_penalty", "invalid_value", "[0.01, 10], not 1e-38"),
     ({"prompt": [5] * 2048}, "prompt", "context_length_exceeded", "2048 tokens"),
-    ({"prompt": ["x"] * 3, "n": 3}, "n", "invalid_value", "at most 8"),
-    ({"n": 10**30}, "n", "invalid_value", "[1, 8]"),
+    ({"prompt": ["x"] * 9, "n": 8}, "n", "invalid_value", "at most 64"),
+    ({"n": 10**30}, "n", "invalid_value", "[1, 64]"),
     ({"max_tokens": 0}, "max_tokens", "invalid_value", "at least 1, not 0"),
     (
         {"max_tokens": 10**30},
@@ -180,13 +181,13 @@ async def test_numbers_that_are_not_finite_are_refused(rig: Rig) -> None:
 
 async def test_a_body_over_the_limit_is_refused_with_or_without_a_length(rig: Rig) -> None:
     async def parts() -> Any:
-        for _ in range(70):
-            yield b"x" * 1000
+        for _ in range(5):
+            yield b"x" * 1_000_000
 
-    for content in (b"x" * 65537, parts()):
+    for content in (b"x" * (MAX_BODY_BYTES + 1), parts()):
         response = await rig.http.post("/v1/completions", content=content, headers=JSON)
         assert response.status_code == 413
-        assert error_of(response)["message"] == "the body is larger than 65536 bytes"
+        assert error_of(response)["message"] == f"the body is larger than {MAX_BODY_BYTES} bytes"
 
 
 async def test_errors_for_unknown_routes_and_methods_have_openais_shape(rig: Rig) -> None:

@@ -11,11 +11,11 @@ import httpx
 import pytest
 from gateway_rig import Rig
 
+from gateway.http.request_body import MAX_BODY_BYTES
+
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 BODY = json.dumps({"prompt": "one two", "max_tokens": 16}).encode()
-# Of the rig's gateway.
-LIMIT = 65536
 
 
 async def post(rig: Rig, content: Any, encoding: str) -> httpx.Response:
@@ -53,10 +53,10 @@ async def test_a_compressed_body_is_answered_like_a_plain_one(
 
 async def test_the_limit_holds_for_the_decompressed_body(rig: Rig) -> None:
     bomb = gzip.compress(b'{"prompt": "' + b" " * 50_000_000, mtime=0)
-    assert len(bomb) < LIMIT
+    assert len(bomb) < MAX_BODY_BYTES
     status, code, message = problem(await post(rig, bomb, "gzip"))
     assert (status, code) == (413, "request_too_large")
-    assert message == f"the body is larger than {LIMIT} bytes"
+    assert message == f"the body is larger than {MAX_BODY_BYTES} bytes"
 
 
 @pytest.mark.parametrize(
