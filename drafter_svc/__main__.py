@@ -173,7 +173,7 @@ def main() -> None:
         metrics = Metrics(own_id(name, settings.tls), family)
         # Apply the placement before torch is imported: torch sizes its thread pools by the cores
         # that it sees, and memory stays on the NUMA node that first touched it.
-        place = plan(settings.placement, settings.cores, settings.numa_node, settings.threads)
+        place = plan(settings.cores, settings.numa_node, settings.threads)
         place.apply()
         uvloop.run(serve(settings, place, metrics))
     except OutriderError as error:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
-from typing import Literal, Self, cast
+from typing import Self, cast
 
 from pydantic import Field, create_model, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
@@ -15,7 +15,7 @@ from pydantic_settings import SettingsConfigDict
 from drafter_svc.families.base import FamilySettings
 from drafter_svc.families.registry import find_family
 from drafter_svc.pools.redis_server import RedisServer
-from outrider.process.config import ScrapedSettings, Settings
+from outrider.process.config import FileSettings, ScrapedSettings
 from outrider.process.tls import TlsSettings
 
 
@@ -28,15 +28,12 @@ class RedisSettings(FamilySettings):
     redis+sentinel://user@host:26379,host:26379/service. Cluster:
     redis+cluster://user@host:6379,host:6379. With TLS: rediss, rediss+sentinel, rediss+cluster.
     Options after a ?: sentinel_auth=true (the Sentinels ask for the same user and password), and
-    with TLS ssl_certfile=PATH, ssl_keyfile=PATH, ssl_check_hostname=false. With TLS, the drafter
-    shows the certificate of tls-cert, unless the URL names another."""
+    with TLS ssl_ca_certs=PATH, ssl_certfile=PATH, ssl_keyfile=PATH, ssl_check_hostname=false.
+    With TLS, the drafter shows the certificate of tls-cert and trusts the authorities of tls-ca,
+    unless the URL names other files."""
 
     redis_password_file: Path | None = None
     """File with the password of the URL's user; it is read again for each connection."""
-
-    redis_ca_file: Path | None = None
-    """PEM file of the authorities that sign the servers' certificates. Unless set, those of tls-ca,
-    and without that the system's."""
 
     pool_secret_file: Path | None = None
     """File with the secret from which keys in Redis are made: at least 16 bytes, the same for all
@@ -54,17 +51,17 @@ class RedisSettings(FamilySettings):
             return None
         # A process's schema adds the files of TLS to these settings.
         tls = self.tls if isinstance(self, TlsSettings) else None
-        return RedisServer.parse(self.redis, self.redis_password_file, self.redis_ca_file, tls)
+        return RedisServer.parse(self.redis, self.redis_password_file, tls)
 
 
-class EraseSettings(RedisSettings, TlsSettings, Settings):
+class EraseSettings(RedisSettings, TlsSettings, FileSettings):
     """The settings of `python -m drafter_svc erase`."""
 
     # The environment may name a drafter's file, which has settings that erase does not know.
     model_config = SettingsConfigDict(env_prefix="OUTRIDER_DRAFTER_", extra="ignore")
 
     tenant: str | None = None
-    """Tenant whose n-grams are erased, in all namespaces and of all tokenizers. Give
+    """Tenant whose n-grams are erased, of all tokenizers. Give
     is-public-pool instead to erase the public pool."""
 
 
@@ -93,18 +90,12 @@ class DrafterSettings(TlsSettings, ScrapedSettings):
     """Seconds between two pushes of the metrics to otlp-endpoint, for a drafter that no Prometheus
     reaches, as behind NAT; 0 pushes none."""
 
-    listen: str = "127.0.0.1:0"
-    """host:port of the health service; port 0 takes any free port."""
-
-    placement: Literal["local", "cpu", "grace"] = "local"
-    """local lets the system place the process; cpu pins it to cores and numa-node; grace finds the
-    cores and memory of a Grace CPU."""
-
     cores: str | None = None
-    """Cores to run on, such as 0-71 or 0,2,4-7."""
+    """Cores to run on, such as 0-71 or 0,2,4-7; grace for the cores and the memory of a Grace CPU.
+    Unless cores or numa-node is set, the system places the process."""
 
     numa_node: int | None = Field(None, ge=0)
-    """NUMA node to take memory from."""
+    """NUMA node to take memory from, and without cores its cores too."""
 
     threads: int | None = Field(None, ge=1)
     """Number of computing threads; unless set, one for each pinned core, or torch's choice if the
@@ -129,7 +120,7 @@ class DrafterSettings(TlsSettings, ScrapedSettings):
         return self
 
 
-class FamilyChoice(Settings):
+class FamilyChoice(FileSettings):
     """The family alone. It is read before the other settings, which depend on it."""
 
     model_config = SettingsConfigDict(env_prefix="OUTRIDER_DRAFTER_", extra="ignore")

@@ -18,6 +18,8 @@ from outrider.errors import invalid
 from outrider.process.cores import format_cores, parse_cores
 from outrider.protocol.model_info import Placement
 
+GRACE = "grace"
+"""Instead of cores: those of a Grace CPU."""
 _MPOL_BIND = 2
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
 # Implementer (bits 31-24) and part (bits 15-4) in Arm's main id register: Arm Ltd. and Neoverse V2,
@@ -47,7 +49,7 @@ class Topology:
         online = _read(system / "cpu/online")
         if not online:
             path = system / "cpu/online"
-            raise invalid("placement", f"needs the list of cores in {path}, which is missing")
+            raise invalid("cores", f"needs the list of cores in {path}, which is missing")
         nodes = {
             int(path.name.removeprefix("node")): parse_cores(_read(path / "cpulist"))
             for path in sorted(system.glob("node/node[0-9]*"))
@@ -135,7 +137,6 @@ def _bind_memory(node: int) -> None:
 
 
 def plan(
-    kind: str,
     cores: str | None,
     numa_node: int | None,
     threads: int | None,
@@ -143,19 +144,19 @@ def plan(
 ) -> PlacementPlan:
     """Check the settings of a placement against the topology.
 
-    `local` leaves the process where the system puts it. `cpu` takes the cores named, else all cores
-    of the node, else all of the machine. `grace` takes a Grace CPU's own cores and memory. Raises
-    OutriderError(INVALID_VALUE) that names the setting at fault and the possible values.
+    Without cores and node, the system places the process (`local`). Else it runs on the cores
+    named, or on all cores of the node (`cpu`). The cores `grace` are those of the node of a Grace
+    CPU, by default of the first. Raises OutriderError(INVALID_VALUE) that names the setting at
+    fault and the possible values.
     """
-    if kind == "local":
-        for name, value in (("cores", cores), ("numa_node", numa_node)):
-            if value is not None:
-                raise invalid(name, "goes with placement cpu or grace, not local")
-        return PlacementPlan(kind, (), None, threads)
+    if cores is None and numa_node is None:
+        return PlacementPlan("local", (), None, threads)
     topology = Topology.read(sys_root)
-    if kind == "grace":
+    kind = "cpu"
+    if cores == GRACE:
         if topology.not_grace is not None:
-            raise invalid("placement", f"cannot be grace: {topology.not_grace}")
+            raise invalid("cores", f"cannot be grace: {topology.not_grace}")
+        kind, cores = GRACE, None
         if numa_node is None:
             numa_node = min(node for node, its_cores in topology.nodes.items() if its_cores)
     available = _available(topology, numa_node)

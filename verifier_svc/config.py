@@ -35,16 +35,6 @@ class TargetSettings(BaseModel):
     all that connect. Other drafters then propose their likeliest tokens for these requests. Where
     this is off, drafters draw with the verifier's noise if they can."""
 
-    always_draft: bool = False
-    """Wait for every draft, at most a second per step, and pause no drafter, even where that is
-    slower: to measure drafters, not to serve."""
-
-    prefix_caching: bool = True
-    """Share pages of the KV cache between prompts of a tenant that begin alike."""
-
-    sampled_rule: SampledRule = "block"
-    """Acceptance rule for drafts that a trusted drafter sampled."""
-
 
 class VerifierSettings(TargetSettings, TlsSettings, ScrapedSettings):
     """The settings of `python -m verifier_svc`."""
@@ -56,6 +46,16 @@ class VerifierSettings(TargetSettings, TlsSettings, ScrapedSettings):
 
     model_name: str = ""
     """Name of the model in requests; by default the value of `target`."""
+
+    always_draft: bool = False
+    """Wait for every draft, at most a second per step, and pause no drafter, even where that is
+    slower: to measure drafters, not to serve."""
+
+    prefix_caching: bool = True
+    """Share pages of the KV cache between prompts of a tenant that begin alike."""
+
+    sampled_rule: SampledRule = "block"
+    """Acceptance rule for drafts that a trusted drafter sampled."""
 
     draft_trees: bool = True
     """Verify trees of draft tokens, at most 64 of a sequence, where they are faster than chains.
@@ -90,11 +90,8 @@ class VerifierSettings(TargetSettings, TlsSettings, ScrapedSettings):
     """Sequences in one batch."""
 
     max_drafters: int = Field(64, ge=1)
-    """Connected drafters before the verifier refuses more."""
-
-    max_drafters_per_holder: int = Field(16, ge=1)
-    """Connected drafters with certificates of one name before the verifier refuses more of them;
-    without TLS, drafters that connect from one address. So nobody takes all places."""
+    """Connected drafters before the verifier refuses more. At most a quarter of them may have
+    certificates of one name, or without TLS connect from one address."""
 
     page_count: int | None = Field(None, ge=1)
     """Pages of the KV cache; by default as many as the free memory allows."""

@@ -183,7 +183,6 @@ def _config(settings: VerifierSettings, policy: DraftTokensPolicy) -> EngineConf
         settings.max_batch_tokens,
         settings.max_sequences,
         max_drafters=settings.max_drafters,
-        max_drafters_per_holder=settings.max_drafters_per_holder,
         # A synthetic rate knows main guesses alone.
         draft_trees=settings.draft_trees and settings.synthetic_acceptance_rate is None,
     )

@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 _GRAPHED_SEQUENCES = 64
 # Most tokens in one forward. A draft model reads prompts in chunks of this size between its drafts.
 _MAX_BATCH_TOKENS = 512
+# Branches that are prepared beside a draft while it is verified, where the verifier lets drafters
+# run ahead. Each of them takes a row of every forward, so only the likeliest few are worth it.
+_BRANCHES = 4
 # Part of a GPU's free memory that the KV cache takes. A target on the same GPU needs most of it.
 _CACHE_SHARE = 0.1
 
@@ -54,13 +57,6 @@ class ModelSettings(FamilySettings):
     page_count: int | None = Field(None, ge=1)
     """Pages of the KV cache; sized by the free memory unless set."""
 
-    mask_drafts: bool = True
-    """Keep drafts within the request's grammar, so that no token is drafted that it forbids."""
-
-    branches: int = Field(4, ge=0, le=64)
-    """Branches that are prepared beside a draft while it is verified, where the verifier lets
-    drafters run ahead."""
-
     trust_remote_code: bool = False
     """Run model code that comes with the checkpoint."""
 
@@ -76,7 +72,9 @@ class ModelFamily(Family):
     settings = ModelSettings
     distributions = frozenset(DraftDistribution)
 
-    def __init__(self, model: DraftModel, vocab_size: int, *, branch_count: int = 4) -> None:
+    def __init__(
+        self, model: DraftModel, vocab_size: int, *, branch_count: int = _BRANCHES
+    ) -> None:
         """`vocab_size` is the target's: ids from it on are never proposed.
 
         `branch_count` branches at most are prepared while a draft is verified.
@@ -104,16 +102,14 @@ class ModelFamily(Family):
         runner = await asyncio.get_running_loop().run_in_executor(
             thread, _load_runner, settings, place
         )
-        grammars = None
-        if settings.mask_drafts:
-            # Its verifier has checked them.
-            grammars = GrammarCompiler(
-                settings.model, runner.vocab_size, runner.eos_token_ids, trusted=True
-            )
+        # Its verifier has checked them.
+        grammars = GrammarCompiler(
+            settings.model, runner.vocab_size, runner.eos_token_ids, trusted=True
+        )
         model = DraftModel(runner, thread, max_batch_tokens=_MAX_BATCH_TOKENS, grammars=grammars)
 
         def make(info: ModelInfo) -> ModelFamily:
-            return cls(model, info.vocab_size, branch_count=settings.branches)
+            return cls(model, info.vocab_size)
 
         return Loaded(make, fingerprint(load_tokenizer(settings.model)))
 

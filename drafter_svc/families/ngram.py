@@ -44,9 +44,6 @@ class NgramSettings(RedisSettings):
     """Most n-grams of a pool; in Redis, of each tenant. The least recently used are dropped first,
     in Redis the oldest."""
 
-    namespace: str = Field("default", pattern=r"^[A-Za-z0-9_.-]{1,64}$")
-    """Separates pools in one Redis. Letters, digits, _, . and -."""
-
     pool_ttl_seconds: int = Field(86_400, ge=1)
     """Age in seconds at which Redis drops an n-gram that was not written again."""
 
@@ -274,9 +271,7 @@ def _redis_pool(
     server = settings.redis_server()
     if server is None:
         return lambda info: None
-    keys = PoolKeys(
-        read_secret(settings.pool_secret_file), settings.namespace, public=settings.is_public_pool
-    )
+    keys = PoolKeys(read_secret(settings.pool_secret_file), public=settings.is_public_pool)
     options = RedisOptions(settings.pool_entries, settings.pool_ttl_seconds)
     # All connections share the counters.
     counters = RedisCounters()

@@ -43,7 +43,7 @@ def read_secret(path: Path | None) -> bytes:
 
 
 class TenantKeys:
-    """Makes the keys of one tenant's n-grams, for one tokenizer and one namespace."""
+    """Makes the keys of one tenant's n-grams, for one tokenizer."""
 
     def __init__(self, prefix: bytes, begun: hashlib.blake2b) -> None:
         """`begun` is the keyed hash so far, to which only the n-gram must be added."""
@@ -68,10 +68,9 @@ class TenantKeys:
 class PoolKeys:
     """Makes the keys of all tenants. With `public`, they all share the keys of the public pool."""
 
-    def __init__(self, secret: bytes, namespace: str = "default", *, public: bool = False) -> None:
+    def __init__(self, secret: bytes, *, public: bool = False) -> None:
         # BLAKE2b takes keys of at most 64 bytes.
         self._secret = hashlib.sha256(secret).digest()
-        self._namespace = namespace.encode()
         self._public = public
 
     def tenant(self, name: str, fingerprint: str) -> TenantKeys:
@@ -82,11 +81,11 @@ class PoolKeys:
         begun = hashlib.blake2b(
             scope, digest_size=DIGEST_BYTES, key=self._secret, person=b"outrider ngram"
         )
-        return TenantKeys(b"outrider:%s:%s" % (self._namespace, self._tag(owner)), begun)
+        return TenantKeys(b"outrider:%s" % self._tag(owner), begun)
 
     def pattern(self, name: str) -> bytes:
-        """The glob for SCAN that matches all keys of a tenant, of every namespace and tokenizer."""
-        return b"outrider:*:%s*" % self._tag(self._owner(name))
+        """The glob for SCAN that matches all keys of a tenant, of every tokenizer."""
+        return b"outrider:%s*" % self._tag(self._owner(name))
 
     def _owner(self, name: str) -> bytes:
         """A name for the owner of the keys; the public pool's differs from every tenant's."""

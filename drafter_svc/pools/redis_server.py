@@ -22,7 +22,7 @@ _FORMS = (
     "or redis+cluster://HOST:PORT,HOST:PORT, or rediss for TLS"
 )
 # The options of redis-py that a URL may have after the ?, all of TLS.
-_OPTIONS = ("ssl_certfile", "ssl_keyfile", "ssl_check_hostname")
+_OPTIONS = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_check_hostname")
 
 Topology = Literal["standalone", "sentinel", "cluster"]
 _TOPOLOGIES: dict[str, Topology] = {"": "standalone", "sentinel": "sentinel", "cluster": "cluster"}
@@ -61,7 +61,6 @@ class RedisServer:
         cls,
         url: str,
         password_file: Path | None = None,
-        ca_file: Path | None = None,
         tls: Tls | None = None,
     ) -> RedisServer:
         """Check a URL and the files that go with it. `tls` has this process's certificate.
@@ -101,7 +100,8 @@ class RedisServer:
         if wrong := next((name for name in own if not use_tls or name not in _OPTIONS), None):
             names = f"sentinel_auth, and with rediss {', '.join(_OPTIONS)}"
             raise invalid("redis", f"does not take {wrong!r} here; after the ? it takes {names}")
-        options = _tls(use_tls, ca_file, tls) | own | login_options
+        options = _tls(use_tls, tls) | own | login_options
+        _check_authorities(options.get("ssl_ca_certs"))
         return cls(topology, addresses, database, service, sentinel_auth == "true", options)
 
 
@@ -122,24 +122,26 @@ def _path(path: str, topology: str) -> tuple[str, int]:
     return service, database
 
 
-def _tls(use_tls: bool, ca_file: Path | None, tls: Tls | None) -> dict[str, Any]:
-    """redis-py's arguments for TLS; none without it."""
+def _tls(use_tls: bool, tls: Tls | None) -> dict[str, Any]:
+    """redis-py's arguments for TLS with this process's files; none without TLS."""
     if not use_tls:
-        if ca_file is not None:
-            raise invalid("redis-ca-file", "goes with a URL whose scheme begins with rediss")
         return {}
     own: dict[str, Any] = {"ssl": True}
     if tls is not None:
         own |= {"ssl_certfile": str(tls.cert), "ssl_keyfile": str(tls.key)}
         own |= {"ssl_ca_certs": str(tls.ca)}
-    if ca_file is not None:
-        try:
-            ssl.create_default_context(cafile=str(ca_file))
-        except OSError as cause:
-            message = f"{ca_file} is no file of PEM certificates: {cause.strerror or cause}"
-            raise invalid("redis-ca-file", message) from cause
-        own["ssl_ca_certs"] = str(ca_file)
     return own
+
+
+def _check_authorities(file: str | None) -> None:
+    """Read the file of authorities, so that a wrong one is an error at the start."""
+    if file is None:
+        return
+    try:
+        ssl.create_default_context(cafile=file)
+    except OSError as cause:
+        message = f"ssl_ca_certs: {file} is no file of PEM certificates: {cause.strerror or cause}"
+        raise invalid("redis", message) from cause
 
 
 def _credentials(user: str, password: str, password_file: Path | None) -> dict[str, Any]:

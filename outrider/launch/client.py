@@ -22,8 +22,8 @@ async def until_ready(
 ) -> None:
     """Wait until the gateway takes requests and `drafters` drafters are connected.
 
-    Calls `show` with each new state of the start. `ca` has the authority of the gateway's
-    certificate.
+    A gateway with keys does not show its drafters, so they are not waited for. Calls `show` with
+    each new state of the start. `ca` has the authority of the gateway's certificate.
     """
     shown = ""
     verify = True if ca is None else ssl.create_default_context(cafile=str(ca))
@@ -53,6 +53,8 @@ async def _state(client: httpx.AsyncClient, drafters: int) -> tuple[str, bool]:
         return "; ".join(f"loading {v['model']}: {v['stage_detail']}" for v in loading), False
     if status not in ("ready", "degraded"):
         return f"{status}: {body['detail']}", False
+    if not body["verifiers"]:
+        return "", True
     connected = sum(d["connected"] for v in body["verifiers"] for d in v["drafters"])
     return f"waiting for {drafters - connected} of {drafters} drafters", connected >= drafters
 

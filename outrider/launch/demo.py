@@ -139,7 +139,7 @@ def _run_part(part: Part, draft: Path, console: Console) -> int:
         {
             "target": str(part.target),
             "dtype": part.dtype,
-            "drafter": ["ngram", model, f"{model},id=model-pinned,placement=cpu,cores={last_core}"],
+            "drafter": ["ngram", model, f"{model},id=model-pinned,cores={last_core}"],
             "http_port": 0,
             "grpc_port": 0,
             "verifier_port": 0,

@@ -18,13 +18,10 @@ from outrider.process.roles import Role
 from outrider.process.tls import Tls
 from verifier_svc.config import TargetSettings
 
-REDIS_SETTINGS = ("redis", "redis_password_file", "redis_ca_file", "pool_secret_file")
-"""Settings of this command that go to drafters that can use a Redis."""
-
 
 @dataclass(frozen=True, slots=True)
 class DrafterSpec:
-    """`FAMILY[=VALUE][,key=value...]`, as in `model=PATH,placement=cpu,cores=0,2,4-7`.
+    """`FAMILY[=VALUE][,key=value...]`, as in `model=PATH,cores=0,2,4-7`.
 
     VALUE is the family's required setting. The keys are the drafter's own settings; their values
     may have commas.
@@ -99,7 +96,7 @@ class ServeSettings(TargetSettings, ServiceSettings):
 
     drafter: list[str] = Field(default_factory=list)
     """ngram, suffix, model=PATH, or another family by its name or package.module:Class; its own
-    settings follow after commas: model=PATH,placement=cpu,cores=0-3. Repeat it for more
+    settings follow after commas: model=PATH,cores=0-3. Repeat it for more
     drafters."""
 
     dtype: Dtype = "auto"
@@ -117,49 +114,18 @@ class ServeSettings(TargetSettings, ServiceSettings):
     keys_file: Path | None = None
     """File with the hashes of the gateway's API keys; `outrider keys` writes it."""
 
-    keys: str = ""
-    """The same as text, for the environment."""
-
     open: bool = False
     """Let everybody use the gateway without a key, on addresses beyond the loopback interface."""
-
-    allowed_hosts: list[str] = Field(default_factory=list)
-    """Names under which clients reach the gateway, such as llm.example.com or *.example.com, beside
-    addresses and localhost; * allows all names."""
-
-    allowed_origins: list[str] = Field(default_factory=list)
-    """Origins of other websites whose scripts may call the gateway (CORS), such as
-    http://localhost:*; * allows all."""
 
     verifier_host: str = "127.0.0.1"
     """Address that the verifier listens on, for drafters that are started by hand; 0.0.0.0 lets
     other machines in."""
 
-    verifier_open: bool = False
-    """Let everybody use the verifier without TLS, on addresses beyond the loopback interface."""
-
     verifier_port: int = Field(50051, ge=0, le=65535)
     """Port of the verifier; 0 takes a free one."""
 
-    metrics_port: int = Field(0, ge=0, le=65535)
-    """Port of the verifier's /metrics on the loopback interface; 0 is off."""
-
     threads: int | None = Field(None, ge=1)
     """Threads of the target on a CPU; unset leaves a core to each draft model."""
-
-    redis: str | None = None
-    """URL of a Redis in which n-gram drafters share each tenant's n-grams, in any form that a
-    drafter's `--redis` takes. `--drafter ngram,is_public_pool=true` shares one pool among all
-    tenants."""
-
-    redis_password_file: Path | None = None
-    """File with the password of the Redis user."""
-
-    redis_ca_file: Path | None = None
-    """PEM file with the authorities that may sign the Redis servers' certificates."""
-
-    pool_secret_file: Path | None = None
-    """File with the secret from which keys in Redis are made; redis needs it."""
 
     certs: Path | None = None
     """Directory of `outrider certs`: all processes then use mutual TLS, and the gateway's ports
@@ -168,7 +134,7 @@ class ServeSettings(TargetSettings, ServiceSettings):
     @property
     def has_keys(self) -> bool:
         """Whether callers of the gateway need a key."""
-        return self.keys_file is not None or bool(self.keys)
+        return self.keys_file is not None
 
     @model_validator(mode="after")
     def _check_exposure(self) -> Self:
@@ -176,8 +142,8 @@ class ServeSettings(TargetSettings, ServiceSettings):
         check_verifier_exposure(
             self.verifier_host,
             has_tls=self.certs is not None,
-            is_open=self.verifier_open,
-            remedy="give --certs DIR (`outrider certs DIR` makes them), or --verifier-open",
+            is_open=False,
+            remedy="give --certs DIR (`outrider certs DIR` makes them)",
         )
         return self
 
@@ -204,19 +170,6 @@ class ServeSettings(TargetSettings, ServiceSettings):
             except OutriderError as error:
                 remedy = f"`outrider certs {self.certs}` makes the files"
                 raise ValueError(f"certs: {error.message}; {remedy}") from error
-        return self
-
-    @model_validator(mode="after")
-    def _check_redis(self) -> Self:
-        if self.redis is None:
-            given = [
-                name.replace("_", "-") for name in REDIS_SETTINGS if getattr(self, name) is not None
-            ]
-            if given:
-                raise ValueError(f"{given[0]} has no meaning without --redis URL")
-            return self
-        if not any(DrafterSpec.parse(text).shares_redis for text in self.drafter):
-            raise ValueError("redis is for n-gram drafters, and there is none; add --drafter ngram")
         return self
 
     @field_validator("drafter")

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from drafter_svc.families.registry import find_family
+from drafter_svc.placement import GRACE
 from outrider.errors import OutriderError, Reason, invalid
-from outrider.launch.serve_settings import REDIS_SETTINGS, DrafterSpec, ServeSettings
+from outrider.launch.serve_settings import DrafterSpec, ServeSettings
 from outrider.launch.supervisor import Child
 from outrider.process.config import ScrapedSettings, load
 from outrider.process.cores import parse_cores
@@ -47,13 +48,7 @@ def plan_stack(settings: ServeSettings, socket_directory: Path) -> Stack:
     children = [
         Child("verifier", "verifier_svc", _verifier_arguments(settings, specs, listen, uds)),
         *_drafters(settings, specs, verifier, uds),
-        Child(
-            "gateway",
-            "gateway",
-            _gateway_arguments(settings, verifier, http_port, grpc_port),
-            # Every user of the machine can read a command line.
-            {"OUTRIDER_GATEWAY_KEYS": settings.keys} if settings.keys else {},
-        ),
+        Child("gateway", "gateway", _gateway_arguments(settings, verifier, http_port, grpc_port)),
     ]
     for child in children:
         child.arguments += _service_arguments(settings)
@@ -89,9 +84,7 @@ def _verifier_arguments(
         "dtype": settings.dtype,
         "threads": settings.threads or _free_cores(specs),
         "listen": address,
-        "open": settings.verifier_open,
         "uds": uds,
-        "metrics_port": settings.metrics_port,
     }
     options |= {name: getattr(settings, name) for name in TargetSettings.model_fields}
     return _flags(options | settings.files(Role.VERIFIER.value))
@@ -105,7 +98,8 @@ def _free_cores(specs: list[DrafterSpec]) -> int:
     # In a container these can be fewer than the machine has.
     available = os.sched_getaffinity(0)
     models = [spec for spec in specs if spec.runs_model]
-    pinned = [set(parse_cores(spec.options["cores"])) for spec in models if "cores" in spec.options]
+    given = [spec.options["cores"] for spec in models if "cores" in spec.options]
+    pinned = [set(parse_cores(cores)) for cores in given if cores != GRACE]
     return max(1, len(available.difference(*pinned)) - (len(models) - len(pinned)))
 
 
@@ -132,11 +126,8 @@ def _common_options(settings: ServeSettings, spec: DrafterSpec) -> dict[str, str
     if spec.runs_model:
         options["dtype"] = settings.dtype
         # A model with cores of its own runs one thread on each.
-        if "cores" not in spec.options and spec.options.get("placement") != "grace":
+        if "cores" not in spec.options:
             options["threads"] = "1"
-    if settings.redis is not None and spec.shares_redis:
-        values = {name: getattr(settings, name) for name in REDIS_SETTINGS}
-        options |= {name: str(value) for name, value in values.items() if value is not None}
     return options
 
 
@@ -187,8 +178,6 @@ def _gateway_arguments(
             "http_port": http_port,
             "keys_file": [] if settings.keys_file is None else [settings.keys_file],
             "open": settings.open,
-            "allowed_hosts": settings.allowed_hosts,
-            "allowed_origins": settings.allowed_origins,
             "grpc_listen": f"{settings.host}:{grpc_port}",
         }
         | files

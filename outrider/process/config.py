@@ -59,7 +59,7 @@ _METAVARS = {int: "INTEGER", float: "NUMBER", Path: "PATH"}
 class Settings(BaseSettings):
     """Base of each command's settings.
 
-    Precedence: flags, environment, the YAML file of `--config`, defaults.
+    Precedence: flags, environment, the YAML file of `--config` (see `FileSettings`), defaults.
     """
 
     model_config = SettingsConfigDict(
@@ -68,9 +68,6 @@ class Settings(BaseSettings):
 
     argument: ClassVar[str | None] = None
     """Name of the setting that may also be given without its flag."""
-
-    config: Path | None = None
-    """YAML file with any of these settings, named with underscores."""
 
     @classmethod
     def settings_customise_sources(
@@ -99,7 +96,14 @@ class Settings(BaseSettings):
         return [item for text in texts for item in _items(text, is_text=is_text)]
 
 
-class ServiceSettings(Settings):
+class FileSettings(Settings):
+    """Base of settings that may also stand in a file."""
+
+    config: Path | None = None
+    """YAML file with any of these settings, named with underscores."""
+
+
+class ServiceSettings(FileSettings):
     """Base of the settings of a process that runs until it is stopped."""
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"
@@ -113,11 +117,11 @@ class ServiceSettings(Settings):
 class ScrapedSettings(ServiceSettings):
     """Base of the settings of a process whose only HTTP server is that of its metrics."""
 
-    metrics_host: str = "127.0.0.1"
-    """Address that Prometheus' /metrics listens on."""
+    listen: str = "127.0.0.1:0"
+    """host:port to serve gRPC on; port 0 takes any free port."""
 
     metrics_port: int = Field(0, ge=0, le=65535)
-    """Port of Prometheus' /metrics; 0 is off."""
+    """Port of Prometheus' /metrics, on the host of `listen`; 0 is off."""
 
 
 def parse(schema: type[_Settings], program: str, arguments: list[str]) -> _Settings:
@@ -190,8 +194,10 @@ def load(schema: type[_Settings], given: Mapping[str, Any]) -> _Settings:
 
     Raises ValueError with one line per problem.
     """
-    named = os.environ.get(f"{schema.model_config.get('env_prefix')}CONFIG")
-    path = given.get("config", named and Path(named))
+    path = None
+    if issubclass(schema, FileSettings):
+        named = os.environ.get(f"{schema.model_config.get('env_prefix')}CONFIG")
+        path = given.get("config", named and Path(named))
     if path and not Path(path).is_file():
         raise ValueError(f"config: {path} is not a file")
 

@@ -24,6 +24,7 @@ from prometheus_client import (
 
 from outrider.errors import invalid
 from outrider.process.config import ScrapedSettings
+from outrider.process.exposure import host_of
 from outrider.process.telemetry import LAST_SEND_S, resource
 from outrider.process.tls import Tls, http_context
 
@@ -48,7 +49,7 @@ def serve_metrics(
     """
     if not settings.metrics_port:
         return
-    host, port = settings.metrics_host, settings.metrics_port
+    host, port = host_of(settings.listen), settings.metrics_port
     files: dict[str, Any] = {}
     if tls is not None:
         files = {"certfile": str(tls.cert), "keyfile": str(tls.key), "client_cafile": str(tls.ca)}

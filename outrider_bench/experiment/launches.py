@@ -72,7 +72,6 @@ def verifier_launch(target: Target, model: Path, endpoint: Endpoint, otlp_endpoi
         "open": True,
         "uds": _path(endpoint.uds),
         "threads": threads,
-        "metrics_host": endpoint.bind,
         "metrics_port": endpoint.metrics_port,
         # Every repetition has the same prompts.
         "prefix_caching": False,
@@ -147,7 +146,7 @@ def _drafter_options(
         "threads": drafter.threads,
     }
     if drafter.cores is not None:
-        options |= {"placement": "cpu", "cores": drafter.cores, "numa_node": drafter.numa_node}
+        options |= {"cores": drafter.cores, "numa_node": drafter.numa_node}
     if "model" in schema.model_fields:
         options["model"] = str(drafter.model or DRAFT_MODEL)
     if "dtype" in schema.model_fields:

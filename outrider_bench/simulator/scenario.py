@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
-from outrider.process.config import Settings
+from outrider.process.config import FileSettings
 from outrider.protocol.draft_tokens_policy import DraftTokensSetting
 from outrider_bench.simulator import costs
 
@@ -150,7 +150,7 @@ class Event(_Part):
         return self
 
 
-class Scenario(Settings):
+class Scenario(FileSettings):
     """Run the verifier's engine, its planner and the drafters' stream logic in virtual time.
 
     A cost table and the scenario give the times of forwards, drafting and links; the scenario gives

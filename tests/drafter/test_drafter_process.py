@@ -113,7 +113,6 @@ async def test_it_registers_drafts_and_leaves_with_status_0(
         ("--family ngram --branches 2", "there is no setting --branches"),
         ("--family suffix --max-draft-len 2", "there is no setting --max-draft-len"),
         ("--family ngram --max-draft-len 65", "max-draft-len: must be less than or equal to 64"),
-        ("--family ngram --namespace {a}", "namespace: String should match pattern"),
         (
             "--family ngram --verifier a:1 --verifier b:1 --uds /tmp/a",
             "uds: must name one socket for each verifier",

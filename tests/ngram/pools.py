@@ -25,11 +25,7 @@ async def pool(server: RedisServer, **options: Any) -> AsyncIterator[RedisPool]:
 
     `options` are parameters of PoolKeys, RedisPool and RedisOptions.
     """
-    keys = PoolKeys(
-        options.pop("secret", SECRET),
-        options.pop("namespace", "default"),
-        public=options.pop("public", False),
-    )
+    keys = PoolKeys(options.pop("secret", SECRET), public=options.pop("public", False))
     fingerprint = options.pop("fingerprint", FINGERPRINT)
     observe = options.pop("observe", lambda seconds: None)
     redis_options = RedisOptions(**{"budget_s": 2.0, **options})

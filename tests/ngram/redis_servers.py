@@ -139,6 +139,7 @@ class Deployment:
     """A Redis of one topology. `data` has the servers that take writes at first."""
 
     kind = ""
+    path = ""
 
     def __init__(self, directory: Path, tls: Certificates | None = None) -> None:
         self.tls = tls
@@ -161,7 +162,12 @@ class Deployment:
     def url(self) -> str:
         addresses = ",".join(f"127.0.0.1:{process.port}" for process in self.in_url())
         scheme = "rediss" if self.tls else "redis"
-        return f"{scheme}{self.kind}://outrider@{addresses}"
+        options = "&".join(self.options())
+        return f"{scheme}{self.kind}://outrider@{addresses}{self.path}{options and '?'}{options}"
+
+    def options(self) -> list[str]:
+        """The options of the URL."""
+        return [f"ssl_ca_certs={self.tls.ca}"] if self.tls else []
 
     @property
     def ca(self) -> Path | None:
@@ -169,14 +175,11 @@ class Deployment:
 
     @property
     def server(self) -> RedisServer:
-        return RedisServer.parse(self.url, self.password_file, self.ca)
+        return RedisServer.parse(self.url, self.password_file)
 
     def flags(self) -> list[str]:
         """The flags with which a process connects as `server` does."""
-        flags = ["--redis", self.url, "--redis-password-file", str(self.password_file)]
-        if self.ca is not None:
-            flags += ["--redis-ca-file", str(self.ca)]
-        return flags
+        return ["--redis", self.url, "--redis-password-file", str(self.password_file)]
 
     def each(self, *command: str) -> list[Any]:
         """Run a command as the default user on each server of `data`; returns their replies."""
@@ -210,6 +213,7 @@ class Sentinels(Deployment):
     """A master, a replica and one sentinel, which has a quorum of 1 and the same password."""
 
     kind = "+sentinel"
+    path = f"/{SERVICE}"
 
     def __init__(self, directory: Path, tls: Certificates | None = None) -> None:
         super().__init__(directory, tls)
@@ -231,9 +235,9 @@ class Sentinels(Deployment):
     def in_url(self) -> Iterable[RedisProcess]:
         return [self.sentinel]
 
-    @property
-    def url(self) -> str:
-        return f"{super().url}/{SERVICE}?sentinel_auth=true"
+    def options(self) -> list[str]:
+        """The options of the URL."""
+        return [*super().options(), "sentinel_auth=true"]
 
 
 class Cluster(Deployment):

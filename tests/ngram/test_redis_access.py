@@ -88,7 +88,7 @@ async def test_a_wrong_password_costs_guesses_and_one_warning(
     """Lookups return at once, beyond the first backoff."""
     wrong = tmp_path / "wrong"
     wrong.write_text("wrong")
-    server = RedisServer.parse(deployment.url, wrong, deployment.ca)
+    server = RedisServer.parse(deployment.url, wrong)
     with caplog.at_level(logging.INFO, "drafter_svc.pools.redis"):
         async with pool(server) as made:
             for _ in range(2):

@@ -33,7 +33,7 @@ def certificates_of(server: Standalone) -> Certificates:
 
 
 def reached_with(server: Standalone, tls: Tls | None) -> RedisServer:
-    return RedisServer.parse(server.url, server.password_file, server.ca, tls)
+    return RedisServer.parse(server.url, server.password_file, tls)
 
 
 STRANGERS = {

@@ -26,7 +26,7 @@ async def test_replicas_find_each_others_n_grams_longest_first(
         assert (other.counters.found, other.counters.missed, other.counters.lookups) == (2, 1, 1)
 
 
-async def test_pools_are_separated_by_tenant_namespace_tokenizer_secret(
+async def test_pools_are_separated_by_tenant_tokenizer_secret(
     deployment: Deployment,
 ) -> None:
     async with pool(deployment.server) as made:
@@ -34,7 +34,6 @@ async def test_pools_are_separated_by_tenant_namespace_tokenizer_secret(
         for tenant in ("", "other", "public"):
             assert await found(made, [[1]], tenant=tenant) == [[]]
         others: list[dict[str, Any]] = [
-            {"namespace": "other"},
             {"fingerprint": "f" * 20},
             {"secret": b"b" * 20},
             {"public": True},

@@ -77,24 +77,18 @@ def test_a_bad_file_is_refused_and_the_setting_named(
     missing, empty, rubbish = (tmp_path / name for name in ("missing", "empty", "rubbish"))
     empty.write_text("\n")
     rubbish.write_text("not a certificate")
-    for url, password, ca, message in (
+    for url, password, message in (
         (
             "redis://u@host",
             missing,
-            None,
             "redis-password-file .*missing cannot be read: No such file",
         ),
-        ("redis://u@host", tmp_path, None, "redis-password-file .* cannot be read: Is a directory"),
-        ("redis://u@host", empty, None, "redis-password-file .*empty is empty"),
-        ("redis://u:p@host", rubbish, None, "redis-password-file must not be given"),
-        ("rediss://host", None, missing, "redis-ca-file .*missing is no file of PEM certificates"),
-        ("rediss://host", None, rubbish, "redis-ca-file .*rubbish is no file of PEM certificates"),
-        (
-            "redis://host",
-            None,
-            certificates.ca,
-            "redis-ca-file goes with a URL whose scheme begins with rediss",
-        ),
+        ("redis://u@host", tmp_path, "redis-password-file .* cannot be read: Is a directory"),
+        ("redis://u@host", empty, "redis-password-file .*empty is empty"),
+        ("redis://u:p@host", rubbish, "redis-password-file must not be given"),
+        (f"rediss://host?ssl_ca_certs={missing}", None, "missing is no file of PEM certificates"),
+        (f"rediss://host?ssl_ca_certs={rubbish}", None, "rubbish is no file of PEM certificates"),
+        (f"redis://host?ssl_ca_certs={certificates.ca}", None, "does not take 'ssl_ca_certs'"),
     ):
         with pytest.raises(OutriderError, match=message):
-            RedisServer.parse(url, password, ca)
+            RedisServer.parse(url, password)

@@ -59,13 +59,13 @@ def test_an_invalid_list_of_cores_is_refused(text: str) -> None:
 
 
 def test_grace_defaults_to_the_first_cpus_cores_and_memory(tmp_path: Path) -> None:
-    chosen = plan("grace", None, None, None, gb200(tmp_path))
+    chosen = plan("grace", None, None, gb200(tmp_path))
     assert (chosen.cores, chosen.numa_node, chosen.threads) == (tuple(range(72)), 0, 72)
 
 
-def test_grace_accepts_a_socket_and_cores(tmp_path: Path) -> None:
-    chosen = plan("grace", "72-79", 1, 4, gb200(tmp_path))
-    assert (chosen.cores, chosen.numa_node, chosen.threads) == (tuple(range(72, 80)), 1, 4)
+def test_grace_accepts_a_socket_and_threads(tmp_path: Path) -> None:
+    chosen = plan("grace", 1, 4, gb200(tmp_path))
+    assert (chosen.cores, chosen.numa_node, chosen.threads) == (tuple(range(72, 144)), 1, 4)
 
 
 @pytest.mark.parametrize(
@@ -80,15 +80,14 @@ def test_grace_is_refused_with_the_reason_on_other_machines(
     tmp_path: Path, midr: str, vendor: str, reason: str
 ) -> None:
     with pytest.raises(OutriderError, match=reason) as caught:
-        plan("grace", None, None, None, tree(tmp_path, "0-63", {0: "0-63"}, midr, vendor))
-    assert caught.value.field == "placement"
+        plan("grace", None, None, tree(tmp_path, "0-63", {0: "0-63"}, midr, vendor))
+    assert caught.value.field == "cores"
 
 
-def test_cpu_takes_the_cores_of_a_node_or_of_the_whole_machine(tmp_path: Path) -> None:
+def test_a_node_stands_for_its_cores_and_cores_for_themselves(tmp_path: Path) -> None:
     root = two_sockets(tmp_path)
-    assert plan("cpu", None, 1, None, root).cores == (*range(8, 16), *range(24, 32))
-    assert plan("cpu", None, None, None, root).cores == tuple(range(32))
-    assert plan("cpu", "3,5", None, None, root).threads == 2
+    assert plan(None, 1, None, root).cores == (*range(8, 16), *range(24, 32))
+    assert plan("3,5", None, None, root).threads == 2
 
 
 @pytest.mark.parametrize(
@@ -109,22 +108,18 @@ def test_absent_cores_and_nodes_are_refused_with_the_present_ones(
     message: str,
 ) -> None:
     with pytest.raises(OutriderError, match=message) as caught:
-        plan("cpu", cores, node, threads, two_sockets(tmp_path))
+        plan(cores, node, threads, two_sockets(tmp_path))
     assert caught.value.field == field
 
 
 def test_a_numa_node_without_cores_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OutriderError, match=r"numa_node 2 has no cores.*nodes with cores: 0, 1"):
-        plan("cpu", None, 2, None, gb200(tmp_path))
+        plan(None, 2, None, gb200(tmp_path))
 
 
-@pytest.mark.parametrize(("cores", "node"), [("0", None), (None, 0)])
-def test_local_pins_nothing_and_refuses_cores_and_nodes(
-    cores: str | None, node: int | None
-) -> None:
-    assert plan("local", None, None, 2).cores == ()
-    with pytest.raises(OutriderError, match="goes with placement cpu or grace, not local"):
-        plan("local", cores, node, None)
+def test_without_cores_and_node_nothing_is_pinned() -> None:
+    chosen = plan(None, None, 2)
+    assert (chosen.kind, chosen.cores, chosen.threads) == ("local", (), 2)
 
 
 def test_a_process_is_pinned_before_torch_is_imported() -> None:
@@ -132,7 +127,7 @@ def test_a_process_is_pinned_before_torch_is_imported() -> None:
     program = f"""
 import json, os, sys
 from drafter_svc.placement import plan
-chosen = plan("cpu", "{core}", None, None)
+chosen = plan("{core}", None, None)
 chosen.apply()
 early = "torch" in sys.modules
 import torch

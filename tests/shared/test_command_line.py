@@ -39,11 +39,6 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[ServeSettings]:
             "threads: must be a valid integer, unable to parse string as an integer, not 'two'",
         ),
         ("--target other", "target is given twice"),
-        (
-            "--redis redis://a",
-            "redis is for n-gram drafters, and there is none; add --drafter ngram",
-        ),
-        ("--redis-ca-file a --drafter ngram", "redis-ca-file has no meaning without --redis URL"),
         ("--config /nowhere", "config: /nowhere is not a file"),
         (
             "--host 0.0.0.0",
@@ -92,8 +87,8 @@ def test_the_target_needs_no_flag(arguments: str, served: list[ServeSettings]) -
             "drafter ngram: max-draft-len: must be less than or equal to 64, not '1000'",
         ),
         (
-            "model=m,placement=gpu",
-            "drafter model: placement: must be 'local', 'cpu' or 'grace', not 'gpu'",
+            "model=m,threads=0",
+            "drafter model: threads: must be greater than or equal to 1, not '0'",
         ),
         ("ngram,redis=redis://a", "redis needs --pool-secret-file FILE"),
     ],

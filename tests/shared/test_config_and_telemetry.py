@@ -87,7 +87,7 @@ def test_the_verifier_leaves_draft_models_their_cores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)))
-    drafters = ["model=m,placement=cpu", "model=m,placement=cpu,cores=0-3,8", "ngram"]
+    drafters = ["model=m", "model=m,cores=0-3,8", "ngram"]
     children = planned(tmp_path, *(word for drafter in drafters for word in ("--drafter", drafter)))
     assert children["model-1"]["--threads"] == "1"
     assert "--threads" not in children["model-2"]
@@ -99,54 +99,6 @@ def test_a_gateways_keys_go_to_the_gateway_alone(tmp_path: Path) -> None:
     assert children["gateway"]["--keys-file"] == "keys.yaml"
     assert "--keys-file" not in children["verifier"]
     assert "--no-open" in children["gateway"]
-
-
-def test_keys_given_as_text_are_on_no_command_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OUTRIDER_KEYS", "{keys: []}")
-    ports = ["--http-port", "0", "--grpc-port", "0", "--verifier-port", "0"]
-    settings = parse(ServeSettings, "serve", ["--target", "t", *ports])
-    children = plan_stack(settings, tmp_path).children
-    assert not [child for child in children if "{keys: []}" in child.arguments]
-    given = {child.name: child.environment for child in children if child.environment}
-    assert given == {"gateway": {"OUTRIDER_GATEWAY_KEYS": "{keys: []}"}}
-
-
-def test_local_processes_dial_a_public_verifier_on_loopback(tmp_path: Path) -> None:
-    children = planned(
-        tmp_path, "--drafter", "ngram", "--verifier-host", "0.0.0.0", "--verifier-open"
-    )
-    host, _, port = children["verifier"]["--listen"].partition(":")
-    assert host == "0.0.0.0"
-    assert children["ngram-1"]["--verifier"] == f"127.0.0.1:{port}"
-    assert children["gateway"]["--verifier"] == f"127.0.0.1:{port}"
-
-
-def test_only_ngram_drafters_get_the_redis_settings(
-    tmp_path: Path,
-) -> None:
-    redis = [
-        "--redis",
-        "redis+sentinel://u@a,b/pool",
-        "--redis-password-file",
-        "password",
-        "--pool-secret-file",
-        "secret",
-    ]
-    drafters = [
-        "--drafter",
-        "ngram",
-        "--drafter",
-        "suffix",
-        "--drafter",
-        "ngram,is_public_pool=true",
-    ]
-    children = planned(tmp_path, *drafters, *redis)
-    for name in ("ngram-1", "ngram-2"):
-        assert dict(pairwise(redis)).items() <= children[name].items()
-        assert ("--is-public-pool" in children[name]) == (name == "ngram-2")
-    assert "--redis" not in children["suffix-1"]
 
 
 @pytest.fixture

@@ -89,7 +89,10 @@ def _processes(made: Served, folder: Path) -> Iterator[Process]:
     wire = f"127.0.0.1:{made.wires['verifier'].port}"
     for child in plan_stack(_settings(made, folder), folder).children:
         words = child.arguments
-        if child.name != "verifier":
+        if child.name == "verifier":
+            metrics = str(made.ports["verifier metrics"])
+            words = [*words, "--always-draft", "--metrics-port", metrics]
+        else:
             words = [wire if word == listen else word for word in words]
         if child.name == "gateway" and made.certificates is not None:
             words = [*words, "--public-tls-ca", str(made.certificates.ca)]
@@ -103,21 +106,19 @@ def _settings(made: Served, folder: Path) -> ServeSettings:
         "uds": folder / "none",
         "listen": f"127.0.0.1:{made.ports['drafter health']}",
         "metrics_port": made.ports["drafter metrics"],
+        "redis": made.redis.url.replace(str(made.ports["Redis"]), str(made.wires["Redis"].port)),
+        "redis_password_file": made.redis.password_file,
+        "pool_secret_file": folder / "secret",
     }
     given: dict[str, Any] = {
         # The smaller model starts sooner.
         "target": DRAFT,
         "dtype": "float32",
         "threads": 1,
-        "always_draft": True,
         "drafter": ["ngram," + ",".join(f"{name}={value}" for name, value in own.items())],
         "http_port": made.ports["gateway HTTP"],
         "grpc_port": made.ports["gateway gRPC"],
         "verifier_port": made.ports["verifier"],
-        "metrics_port": made.ports["verifier metrics"],
-        "redis": made.redis.url.replace(str(made.ports["Redis"]), str(made.wires["Redis"].port)),
-        "redis_password_file": made.redis.password_file,
-        "pool_secret_file": folder / "secret",
         "certs": None if made.certificates is None else made.certificates.directory,
     }
     return ServeSettings.model_validate(given)

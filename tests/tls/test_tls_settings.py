@@ -156,18 +156,19 @@ def test_a_verifier_beyond_loopback_needs_tls_or_open(site: Site, host: str) -> 
         VerifierSettings(target="x", published_on="0.0.0.0")
 
 
-def test_serve_exposes_its_verifier_only_with_certificates_or_on_purpose(
-    site: Site, tmp_path: Path
-) -> None:
+def test_serve_exposes_its_verifier_only_with_certificates(site: Site, tmp_path: Path) -> None:
     for kind in ("verifier", "gateway", "drafter"):
         site.issue(kind)
-    with pytest.raises(ValidationError, match=r"give --certs DIR .* or --verifier-open"):
+    with pytest.raises(ValidationError, match="give --certs DIR"):
         ServeSettings(target="x", verifier_host="0.0.0.0")
     ports: dict[str, Any] = {"http_port": 0, "grpc_port": 0, "verifier_port": 0}
-    for given in ({"certs": site.folder}, {"verifier_open": True}):
-        settings = ServeSettings(target="x", verifier_host="0.0.0.0", **ports, **given)
-        arguments = plan_stack(settings, tmp_path).children[0].arguments
-        assert parse(VerifierSettings, "verifier", arguments).listen.startswith("0.0.0.0:")
+    settings = ServeSettings(target="x", verifier_host="0.0.0.0", certs=site.folder, **ports)
+    verifier, gateway = plan_stack(settings, tmp_path).children
+    listen = parse(VerifierSettings, "verifier", verifier.arguments).listen
+    assert listen.startswith("0.0.0.0:")
+    # A certificate can name the loopback interface, but not all addresses.
+    dialled = f"127.0.0.1:{listen.rpartition(':')[2]}"
+    assert gateway.arguments[: gateway.arguments.index("--tokenizer")] == ["--verifier", dialled]
 
 
 def test_serve_says_how_to_make_missing_certificates(tmp_path: Path) -> None:

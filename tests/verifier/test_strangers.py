@@ -100,14 +100,14 @@ def test_a_drafter_that_only_skips_does_not_displace_a_good_one() -> None:
 
 
 def test_a_holder_of_too_many_drafters_is_refused_by_the_limits_name_and_others_join() -> None:
-    engine, _ = make_engine(config=EngineConfig(max_drafters_per_holder=2))
+    engine, _ = make_engine(config=EngineConfig(max_drafters=8))
 
     def join(name: str, source: str) -> None:
         engine.drafting.join(Hello(name, name, "f", 8), lambda message: None, source=source)
 
     join("a1", "a")
     join("a2", "a")
-    with pytest.raises(OutriderError, match=r"2 drafters of a .*drafters-per-holder") as caught:
+    with pytest.raises(OutriderError, match=r"2 drafters of a .*of --max-drafters") as caught:
         join("a3", "a")
     assert caught.value.reason is Reason.OVERLOADED
     join("b1", "b")

@@ -19,7 +19,8 @@ _MISSED_S = 600.0
 _FULL_S = 5.0
 _REMEMBERED = 256
 _MAX_DRAFTERS = 64
-_MAX_PER_HOLDER = 16
+# The part of all places that drafters of one source may take, so that nobody takes them all.
+_SOURCE_SHARE = 0.25
 # Most drafters of a sequence. They bound what drafters cost a step, however many are connected.
 PLACES = 4
 # Names in an error's message, which travels in the call's metadata.
@@ -29,13 +30,12 @@ _NAMED = 20
 class Roster:
     """The connected drafters, and those that left a short while ago.
 
-    At most `max_drafters` are connected, and `max_drafters_per_holder` of one source.
+    At most `max_drafters` are connected, and a quarter of them of one source.
     """
 
     def __init__(self, clock: Clock = monotonic) -> None:
         self._clock = clock
         self.max_drafters = _MAX_DRAFTERS
-        self.max_drafters_per_holder = _MAX_PER_HOLDER
         self.connected: dict[str, Drafter] = {}
         """By id."""
         # Drafters that left, by id, with the time (seconds), the longest gone first.
@@ -61,10 +61,10 @@ class Roster:
             message = f"a drafter with the id {drafter.id} is connected"
             raise OutriderError(Reason.DRAFTER_ID_TAKEN, message, "hello.drafter_id")
         own = [each for each in self.connected.values() if each.source == drafter.source]
-        if drafter.source and len(own) >= self.max_drafters_per_holder:
+        if drafter.source and len(own) >= max(1, int(_SOURCE_SHARE * self.max_drafters)):
             message = (
-                f"{len(own)} drafters of {drafter.source} are connected,"
-                " and --max-drafters-per-holder allows no more"
+                f"{len(own)} drafters of {drafter.source} are connected, a quarter of"
+                " --max-drafters, which is the most of one certificate's name or one address"
             )
             raise OutriderError(Reason.OVERLOADED, message, retry_after_s=_FULL_S)
         if len(self.connected) >= self.max_drafters:

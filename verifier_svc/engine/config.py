@@ -46,7 +46,6 @@ class EngineConfig:
     max_sequences: int = 64
     max_waiting: int = 1024
     max_drafters: int = 64
-    max_drafters_per_holder: int = 16
     scored_logits_bytes: int = 2**28
     draft_trees: bool = False
 

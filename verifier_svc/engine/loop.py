@@ -98,7 +98,6 @@ class Engine:
             clock=clock,
         )
         self.drafting.roster.max_drafters = config.max_drafters
-        self.drafting.roster.max_drafters_per_holder = config.max_drafters_per_holder
         self.outbox = Outbox(deliver, self.drafting)
         self._metrics = metrics
         self._draft_verifier = draft_verifier
