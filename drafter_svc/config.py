@@ -14,8 +14,8 @@ from pydantic_settings import SettingsConfigDict
 
 from drafter_svc.families.base import FamilySettings
 from drafter_svc.families.registry import find_family
-from drafter_svc.pools.redis_server import RedisServer
 from outrider.process.config import FileSettings, ScrapedSettings
+from outrider.process.redis_server import RedisServer
 from outrider.process.tls import TlsSettings
 
 

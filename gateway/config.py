@@ -54,13 +54,10 @@ class GatewaySettings(TlsSettings, ServiceSettings):
 
     limits_redis: str = ""
     """URL of a Redis in which several gateways count the use of each key together. Without one
-    each counts for itself. Schemes as for a drafter's --redis, without options after a `?`."""
+    each counts for itself. All forms of a drafter's --redis."""
 
     limits_redis_password_file: Path | None = None
     """File with the password of the Redis user."""
-
-    limits_redis_ca_file: Path | None = None
-    """PEM file with the authorities that may sign the Redis servers' certificates."""
 
     public_tls_cert: Path | None = None
     """PEM file with the certificate that clients see on the HTTP and gRPC ports, and those between

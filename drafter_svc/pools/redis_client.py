@@ -13,16 +13,12 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from hiredis import pack_command
-from redis.asyncio import Redis, RedisCluster
-from redis.asyncio.cluster import ClusterNode
+from redis.asyncio import RedisCluster
 from redis.asyncio.connection import AbstractConnection, ConnectionPool, DefaultParser
-from redis.asyncio.retry import Retry
-from redis.asyncio.sentinel import Sentinel
-from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import InvalidResponse, RedisClusterException, RedisError
 
-from drafter_svc.pools.redis_server import RedisServer
+from outrider.process.redis_server import Client, RedisServer, close
 
 # The exceptions of a Redis that is lost, slow or refuses a command.
 FAILURES = (RedisError, RedisClusterException, OSError)
@@ -88,62 +84,15 @@ class RedisClient:
     """
 
     def __init__(self, server: RedisServer) -> None:
-        # With RESP2 and no driver_info a connection begins with AUTH and SELECT alone, for which a
-        # user needs no permissions.
-        common: dict[str, Any] = {
-            "protocol": 2,
-            "driver_info": None,
-            "socket_timeout": _SOCKET_TIMEOUT_S,
-            "socket_connect_timeout": _SOCKET_TIMEOUT_S,
-            # Retry once on a new connection: a pooled one may lead to a server that is gone.
-            "retry": Retry(NoBackoff(), 1),
-        }
-        self._sentinel: Sentinel | None = None
-        # Lookups have connections of their own, without a socket timeout; `_ask` has a timeout
-        # instead. With a socket timeout and a Python before 3.12, redis-py makes a task for each
-        # command that it sends, which takes a third of a lookup's time.
-        self._client: Redis | RedisCluster
-        self._lookups: Redis | RedisCluster
-        if server.topology == "cluster":
-            self._open_cluster(server, common)
-        elif server.topology == "sentinel":
-            self._open_sentinel(server, common)
-        else:
-            [(host, port)] = server.addresses
-            alone = {"host": host, "port": port, "db": server.database, **common, **server.options}
-            self._client = Redis(**alone)
-            self._lookups = Redis(**alone | {"socket_timeout": None})
+        self._client = server.client(_SOCKET_TIMEOUT_S, _SOCKET_TIMEOUT_S)
+        self._lookups = self._client
+        if server.topology != "cluster":
+            # Lookups have connections of their own, without a socket timeout; `_ask` has a timeout
+            # instead. With a socket timeout and a Python before 3.12, redis-py makes a task for
+            # each command that it sends, which takes a third of a lookup's time.
+            self._lookups = server.client(_SOCKET_TIMEOUT_S, _SOCKET_TIMEOUT_S, socket_timeout=None)
         for client in (self._client, self._lookups):
-            if not isinstance(client, RedisCluster):
-                client.connection_pool.connection_kwargs["parser_class"] = BoundedParser
-
-    def _open_cluster(self, server: RedisServer, common: dict[str, Any]) -> None:
-        nodes = [ClusterNode(host, port) for host, port in server.addresses]
-        # Always ask the given addresses for the slots: they may be names that move to other hosts.
-        cluster = RedisCluster(
-            startup_nodes=nodes, dynamic_startup_nodes=False, **common, **server.options
-        )
-        manager = cluster.nodes_manager
-        manager.connection_kwargs["parser_class"] = BoundedParser
-        for node in manager.startup_nodes.values():
-            node.connection_kwargs["parser_class"] = BoundedParser
-        self._client = cluster
-        self._lookups = cluster
-
-    def _open_sentinel(self, server: RedisServer, common: dict[str, Any]) -> None:
-        options = dict(server.options)
-        if not server.sentinel_auth:
-            options.pop("credential_provider", None)
-        # redis-py's Sentinel has no types.
-        self._sentinel = Sentinel(server.addresses, sentinel_kwargs=common | options)  # type: ignore[no-untyped-call]
-        master = {
-            "service_name": server.service,
-            "db": server.database,
-            **common,
-            **server.options,
-        }
-        self._client = self._sentinel.master_for(**master)
-        self._lookups = self._sentinel.master_for(**master | {"socket_timeout": None})
+            _bound_replies(client)
 
     async def mget(self, keys: list[bytes]) -> list[Any]:
         """The values of the keys, in their order; None for a key that does not exist.
@@ -257,15 +206,15 @@ class RedisClient:
     async def aclose(self) -> None:
         """Close all connections, also if one fails; then raise the first failure."""
         # Of a cluster, both are one client.
-        closing = [client.aclose() for client in {self._client, self._lookups}]
-        if self._sentinel is not None:
-            closing += [sentinel.aclose() for sentinel in self._sentinel.sentinels]
-        failures = await asyncio.gather(*closing, return_exceptions=True)
-        if isinstance(self._client, RedisCluster):
-            # After a failure the client believes that it is closed, but its connections are open.
-            nodes = self._client.nodes_manager
-            more = (nodes.aclose(), nodes.aclose("startup_nodes"))
-            failures += await asyncio.gather(*more, return_exceptions=True)
-        for failure in failures:
-            if failure is not None:
-                raise failure
+        await close(*{self._client, self._lookups})
+
+
+def _bound_replies(client: Client) -> None:
+    """Have all connections of a client parse replies with the bounded parser."""
+    if not isinstance(client, RedisCluster):
+        client.connection_pool.connection_kwargs["parser_class"] = BoundedParser
+        return
+    nodes = client.nodes_manager
+    nodes.connection_kwargs["parser_class"] = BoundedParser
+    for node in nodes.startup_nodes.values():
+        node.connection_kwargs["parser_class"] = BoundedParser

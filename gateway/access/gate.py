@@ -59,9 +59,7 @@ class Gate:
             self.keys = KeyRing(settings.keys_file, settings.keys)
         self._asks_for_certificates = settings.public_tls_ca is not None
         redis = settings.limits_redis
-        self.limits = Limits(
-            windows(redis, settings.limits_redis_password_file, settings.limits_redis_ca_file)
-        )
+        self.limits = Limits(windows(redis, settings.limits_redis_password_file, settings.tls))
 
     def identify(self, headers: Mapping[str, str], peer: Peer | None = None) -> Identity:
         """The caller with these headers, whose names are in lower case, and this certificate.

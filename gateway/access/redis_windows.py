@@ -1,4 +1,4 @@
-"""Counts of each key's use in a Redis that several gateways share, by the `limits` library."""
+"""Counts of each key's use in a Redis that several gateways share."""
 
 from __future__ import annotations
 
@@ -6,18 +6,10 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit, urlunsplit
-
-from limits.aio.storage import RedisClusterStorage, RedisSentinelStorage, RedisStorage, Storage
-from limits.storage import storage_from_string
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 
 from gateway.access.windows import MINUTE_S, Count, Windows
-from outrider.errors import invalid
-from outrider.process.redis_credentials import Credentials
+from outrider.process.redis_server import RedisServer, close
 
 log = logging.getLogger(__name__)
 
@@ -34,12 +26,37 @@ _WARNING_INTERVAL_S = 60.0
 _MAX_RUNNING = 4
 
 
+_PREFIX = "outrider:limits:"
+_ADD = """
+local total = redis.call('INCRBY', KEYS[1], ARGV[1])
+redis.call('EXPIRE', KEYS[1], ARGV[2])
+return total
+"""
+
+
+class Counters:
+    """Counters in a Redis, which expire. Make and use them on a running event loop."""
+
+    def __init__(self, server: RedisServer) -> None:
+        self._client = server.client(_REDIS_TIMEOUT_S, _REDIS_CONNECT_S)
+
+    async def add(self, name: str, amount: int) -> int:
+        """Add to a counter and return its sum. Raises an error of redis-py if Redis fails."""
+        # redis-py has no type for a script's result.
+        client: Any = self._client
+        return int(await client.eval(_ADD, 1, f"{_PREFIX}{name}", amount, _KEPT_S))
+
+    async def close(self) -> None:
+        """Close all connections, also if one fails; then raise the first failure."""
+        await close(self._client)
+
+
 class RedisWindows(Windows):
     """Windows in Redis. While Redis fails, they are in memory."""
 
-    def __init__(self, storage: Storage, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, counters: Counters, clock: Callable[[], float] = time.time) -> None:
         super().__init__(clock)
-        self._storage = storage
+        self._counters = counters
         self._paused_until = 0.0
         self._warned_at = -_WARNING_INTERVAL_S
         self._commands: set[asyncio.Task[int | None]] = set()
@@ -79,7 +96,7 @@ class RedisWindows(Windows):
             if time.monotonic() < self._paused_until:
                 return None
             try:
-                return await self._storage.incr(f"{name}/{minute}", _KEPT_S, amount)
+                return await self._counters.add(f"{name}/{minute}", amount)
             # Neither a faulty server nor a bug in the client may end a request.
             except Exception as error:  # noqa: BLE001
                 self._pause(error)
@@ -100,19 +117,10 @@ class RedisWindows(Windows):
         """Let the commands end, and close all connections. Never raises."""
         while self._commands:
             await asyncio.wait(self._commands)
-        if not isinstance(self._storage, RedisStorage):
-            return
-        bridge: Any = self._storage.bridge
-        client = bridge.get_connection()
-        closing = [client.aclose()]
-        if isinstance(self._storage, RedisSentinelStorage):
-            closing.append(bridge.sentinel.aclose())
-        if isinstance(self._storage, RedisClusterStorage):
-            # After a failure the client believes that it is closed, but its connections are open.
-            nodes = client.nodes_manager
-            closing += [nodes.aclose(), nodes.aclose("startup_nodes")]
-        failures = filter(None, await asyncio.gather(*closing, return_exceptions=True))
-        if failure := next(failures, None):
+        try:
+            await self._counters.close()
+        # Neither a faulty server nor a bug in the client may keep the gateway from ending.
+        except Exception as failure:  # noqa: BLE001
             log.warning("a connection to Redis did not close properly: %s", failure)
 
     def _pause(self, error: Exception) -> None:
@@ -121,60 +129,3 @@ class RedisWindows(Windows):
         if now - self._warned_at >= _WARNING_INTERVAL_S:
             self._warned_at = now
             log.warning("limits are counted by this gateway alone, since Redis fails: %s", error)
-
-
-def _without_user(url: str) -> tuple[str, str]:
-    """The URL without its user, and the user. redis-py takes the user from one place alone.
-
-    Raises ValueError for a URL that has a password as well.
-    """
-    parts = urlsplit(url)
-    user, at, servers = parts.netloc.rpartition("@")
-    if ":" in user:
-        raise ValueError("the password is in limits-redis-password-file, so the URL must have none")
-    return urlunsplit(parts._replace(netloc=servers)) if at else url, unquote(user)
-
-
-def storage_of(url: str, password_file: Path | None, ca_file: Path | None) -> Storage:
-    """The storage of `limits` for the Redis of a URL.
-
-    Raises OutriderError(INVALID_VALUE) for a wrong URL and a file that cannot be read.
-    """
-    options: dict[str, Any] = {
-        "implementation": "redispy",
-        "key_prefix": "outrider:limits",
-        "socket_timeout": _REDIS_TIMEOUT_S,
-        "socket_connect_timeout": _REDIS_CONNECT_S,
-    }
-    try:
-        if password_file is not None:
-            url, user = _without_user(url)
-            login = Credentials(user, "", password_file)
-            # Without the file the gateway should not start.
-            login.get_credentials()
-            options["credential_provider"] = login
-        if ca_file is not None:
-            options["ssl_ca_certs"] = str(ca_file)
-        if url.startswith("rediss+"):
-            # `limits` knows TLS by the scheme of a single server alone.
-            url = url.replace("rediss+", "redis+", 1)
-            options["ssl"] = True
-        if url.startswith("redis+sentinel:"):
-            # `limits` adds user and password. Without the others, redis-py tries a Sentinel ten
-            # times, for 5 s each.
-            shared = ("socket", "ssl", "credential")
-            own = {k: v for k, v in options.items() if k.startswith(shared)}
-            options["sentinel_kwargs"] = {**own, "retry": Retry(NoBackoff(), 0)}
-        elif url.startswith("redis+cluster:"):
-            # Retry once and at once: a cluster's pooled connection may lead to a server that is
-            # gone. By default redis-py retries for seconds.
-            options["retry"] = Retry(NoBackoff(), 1)
-        storage = storage_from_string(f"async+{url}", **options)
-    except OSError as error:
-        raise invalid("limits-redis-password-file", f"cannot be read: {error}") from error
-    # The library raises various errors for a wrong URL.
-    except Exception as error:
-        raise invalid("limits-redis", f"cannot be used: {error}") from error
-    if not isinstance(storage, RedisStorage):
-        raise invalid("limits-redis", "must be the URL of a Redis")
-    return storage

@@ -7,6 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from outrider.errors import OutriderError
+from outrider.process.tls import Tls
+
 MINUTE_S = 60
 
 
@@ -54,14 +57,21 @@ class Windows:
         """Close all connections."""
 
 
-def windows(url: str, password_file: Path | None, ca_file: Path | None) -> Windows:
-    """Windows in memory, or in the Redis of a URL.
+def windows(url: str, password_file: Path | None = None, tls: Tls | None = None) -> Windows:
+    """Windows in memory, or in the Redis of a URL; `tls` has this process's certificate.
 
     Raises OutriderError(INVALID_VALUE) for a wrong URL and a file that cannot be read.
     """
     if not url:
         return Windows()
-    # It loads clients of Redis, which takes 0.1 s.
-    from gateway.access.redis_windows import RedisWindows, storage_of
+    # These load clients of Redis, which takes 0.1 s.
+    from gateway.access.redis_windows import Counters, RedisWindows
+    from outrider.process.redis_server import RedisServer
 
-    return RedisWindows(storage_of(url, password_file, ca_file))
+    try:
+        server = RedisServer.parse(url, password_file, tls)
+    except OutriderError as error:
+        # It names the settings of a drafter, which lack the prefix.
+        message = f"limits-{error.message}"
+        raise OutriderError(error.reason, message, f"limits-{error.field}") from error
+    return RedisWindows(Counters(server))

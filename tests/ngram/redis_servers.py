@@ -18,9 +18,9 @@ from typing import Any
 
 import redis
 
-from drafter_svc.pools.redis_server import RedisServer
 from outrider.process.certs import Authority
 from outrider.process.ports import free_port
+from outrider.process.redis_server import RedisServer
 from outrider.process.tls import Tls
 
 OPERATIONS = (Path(__file__).parents[2] / "docs/operations.md").read_text()
@@ -168,10 +168,6 @@ class Deployment:
     def options(self) -> list[str]:
         """The options of the URL."""
         return [f"ssl_ca_certs={self.tls.ca}"] if self.tls else []
-
-    @property
-    def ca(self) -> Path | None:
-        return self.tls.ca if self.tls else None
 
     @property
     def server(self) -> RedisServer:

@@ -34,7 +34,7 @@ def grant_rights(deployment: Deployment) -> str:
         for process in deployment.in_url():
             with process.admin() as client:
                 client.execute_command("ACL", "SETUSER", USER, *rights)
-    return deployment.url.replace("outrider@", f"{USER}@").partition("?")[0]
+    return deployment.url.replace("outrider@", f"{USER}@")
 
 
 def open_files() -> int:
@@ -42,7 +42,7 @@ def open_files() -> int:
 
 
 def shared(deployment: Deployment, url: str) -> Windows:
-    return windows(url, deployment.password_file, deployment.ca)
+    return windows(url, deployment.password_file)
 
 
 async def test_two_gateways_count_together(deployment: Deployment) -> None:

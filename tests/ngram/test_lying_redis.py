@@ -12,7 +12,7 @@ from redis.asyncio import RedisCluster
 from redis_servers import Standalone
 
 from drafter_svc.pools import redis_client
-from drafter_svc.pools.redis_server import RedisServer
+from outrider.process.redis_server import RedisServer
 
 
 class Liar:

@@ -8,7 +8,7 @@ from pools import found, pool, until, written
 from redis_servers import PASSWORD, Deployment, RedisProcess, Standalone, acl_line
 
 from drafter_svc.pools.redis_client import RedisClient
-from drafter_svc.pools.redis_server import RedisServer
+from outrider.process.redis_server import RedisServer
 
 # Needed for a database other than 0, and for a slot that is moving. Other tests use these rights.
 _SELDOM = {"select", "asking"}

@@ -13,8 +13,8 @@ from pools import found, pool, until, written
 from redis_servers import Certificates, Standalone
 
 from drafter_svc.config import EraseSettings, RedisSettings, settings_schema
-from drafter_svc.pools.redis_server import RedisServer
 from outrider.process.certs import Authority
+from outrider.process.redis_server import RedisServer
 from outrider.process.tls import Tls
 
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from redis_servers import Certificates
 
-from drafter_svc.pools.redis_server import RedisServer
 from outrider.errors import OutriderError
+from outrider.process.redis_server import RedisServer
 
 
 @pytest.mark.parametrize(

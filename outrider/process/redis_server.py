@@ -1,20 +1,27 @@
-"""Where a Redis is and how to log in: reads the URL, the password file and the file of authorities.
+"""Where a Redis is and how to log in, and redis-py's client of it.
 
-Everything is checked before a connection is made.
+URL, password file and file of authorities are checked before a connection is made.
 """
 
 from __future__ import annotations
 
+import asyncio
 import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import unquote
 
+from redis.asyncio import Redis, RedisCluster
+from redis.asyncio.cluster import ClusterNode
 from redis.asyncio.connection import parse_url
+from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool
+from redis.backoff import NoBackoff
+from redis.credentials import CredentialProvider
+from redis.exceptions import AuthenticationError
 
 from outrider.errors import invalid
-from outrider.process.redis_credentials import Credentials
 from outrider.process.tls import Tls, explain
 
 _FORMS = (
@@ -24,8 +31,36 @@ _FORMS = (
 # The options of redis-py that a URL may have after the ?, all of TLS.
 _OPTIONS = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_check_hostname")
 
+Client = Redis | RedisCluster
+
 Topology = Literal["standalone", "sentinel", "cluster"]
 _TOPOLOGIES: dict[str, Topology] = {"": "standalone", "sentinel": "sentinel", "cluster": "cluster"}
+
+
+class Credentials(CredentialProvider):
+    """User and password. The password's file is read for each connection, so it may change."""
+
+    def __init__(self, user: str, password: str, password_file: Path | None) -> None:
+        self._user = user
+        self._password = password
+        self._password_file = password_file
+
+    def get_credentials(self) -> tuple[str] | tuple[str, str]:
+        """The arguments of AUTH; raises OSError or UnicodeDecodeError if the file is unreadable."""
+        password = self._password
+        if self._password_file is not None:
+            password = self._password_file.read_text().rstrip("\r\n")
+        return (self._user, password) if self._user else (password,)
+
+    async def get_credentials_async(self) -> tuple[str] | tuple[str, str]:
+        """The same, but raises AuthenticationError if the file is unreadable.
+
+        After any other error redis-py would use the connection without AUTH.
+        """
+        try:
+            return self.get_credentials()
+        except (OSError, UnicodeDecodeError) as cause:
+            raise AuthenticationError(f"{self._password_file} cannot be read") from cause
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +90,39 @@ class RedisServer:
         names = ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs")
         cert, key, ca = (self.options.get(name) for name in names)
         return Tls(Path(cert), Path(key), ca and Path(ca)) if cert and key else None
+
+    def client(self, timeout_s: float, connect_s: float, **own: Any) -> Client:
+        """redis-py's client, which connects with its first command.
+
+        `timeout_s` bounds each command and `connect_s` each connection. `own` are redis-py's
+        arguments for connections to the servers, but not to Sentinels.
+        """
+        # With RESP2 and no driver_info a connection begins with AUTH and SELECT alone, for which a
+        # user needs no permissions.
+        common: dict[str, Any] = {
+            "protocol": 2,
+            "driver_info": None,
+            "socket_timeout": timeout_s,
+            "socket_connect_timeout": connect_s,
+            # Retry once on a new connection: a pooled one may lead to a server that is gone.
+            "retry": Retry(NoBackoff(), 1),
+        }
+        servers = {**common, **self.options, **own}
+        if self.topology == "cluster":
+            nodes = [ClusterNode(host, port) for host, port in self.addresses]
+            # Always ask the given addresses for the slots: they may be names that move to other
+            # hosts.
+            return RedisCluster(startup_nodes=nodes, dynamic_startup_nodes=False, **servers)
+        if self.topology == "standalone":
+            [(host, port)] = self.addresses
+            return Redis(host=host, port=port, db=self.database, **servers)
+        login = dict(self.options)
+        if not self.sentinel_auth:
+            login.pop("credential_provider", None)
+        # redis-py's Sentinel has no types.
+        sentinel = Sentinel(self.addresses, sentinel_kwargs=common | login)  # type: ignore[no-untyped-call]
+        master: Redis = sentinel.master_for(self.service, db=self.database, **servers)
+        return master
 
     @classmethod
     def parse(
@@ -157,3 +225,24 @@ def _credentials(user: str, password: str, password_file: Path | None) -> dict[s
     if password_file is not None and not provider.get_credentials()[-1]:
         raise invalid("redis-password-file", f"{password_file} is empty")
     return {"credential_provider": provider} if given else {}
+
+
+async def close(*clients: Client) -> None:
+    """Close all connections of the clients, also if one fails; then raise the first failure."""
+    closing = [client.aclose() for client in clients]
+    for client in clients:
+        if isinstance(client, RedisCluster):
+            continue
+        pool = client.connection_pool
+        if isinstance(pool, SentinelConnectionPool):
+            closing += [sentinel.aclose() for sentinel in pool.sentinel_manager.sentinels]
+    failures = await asyncio.gather(*closing, return_exceptions=True)
+    for client in clients:
+        if isinstance(client, RedisCluster):
+            # After a failure the client believes that it is closed, but its connections are open.
+            nodes = client.nodes_manager
+            more = (nodes.aclose(), nodes.aclose("startup_nodes"))
+            failures += await asyncio.gather(*more, return_exceptions=True)
+    for failure in failures:
+        if failure is not None:
+            raise failure
