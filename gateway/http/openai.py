@@ -21,9 +21,15 @@ from gateway.http.json_body import JsonRoute
 from gateway.http.openapi import STREAMED, json_responses
 from gateway.http.parameters import answer_limit, gathers, text_requests
 from gateway.http.request_id import request_id
-from gateway.http.responses import ChatShape, CompletionShape, ResponseShape, attribution
+from gateway.http.responses import (
+    ChatShape,
+    ChunkMaker,
+    CompletionShape,
+    ResponseShape,
+    attribution,
+)
 from gateway.http.schema import LEAST_TIMEOUT_S, ChatBody, CompletionBody, StreamOptions
-from gateway.http.streaming import ChunkWriter, EventStream, sse, until_gone
+from gateway.http.streaming import EventStream, sse, until_gone
 from gateway.text.choices import WholeChoice, collect
 from gateway.text.request import Conversation, PromptInput, TextInputs, TextRequest
 from outrider.errors import OutriderError, invalid
@@ -202,14 +208,14 @@ async def _answer(
         # Await the first delta before the status line goes out, so that a refused request gets the
         # status of its error.
         first = await until_gone(call.request, anext(answer.events))
-        writer = ChunkWriter(
+        maker = ChunkMaker(
             shape,
             answer.totals,
             body.stream_options or StreamOptions(),
             answer.prompt_lengths,
             metrics=body.speculation.metrics,
         )
-        events = sse(first, answer.events, writer, answer.span)
+        events = sse(first, answer.events, maker, answer.span)
         return EventStream(events, stack.pop_all(), _headers(call, answer))
 
 

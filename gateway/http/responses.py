@@ -7,8 +7,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+from gateway.http.schema import StreamOptions
 from gateway.text.choices import UsageTotals
-from gateway.text.deltas import AttributedToken, FinishInfo, LogprobToken
+from gateway.text.deltas import AttributedToken, FinishInfo, LogprobToken, TextDelta
 from outrider import __version__
 from outrider.protocol.messages import FinishReason
 
@@ -210,3 +211,83 @@ class ChatShape(ResponseShape):
     def delta(self, text: str) -> Json:
         """The text as the content of a message's delta."""
         return {"delta": {"content": text}}
+
+
+class ChunkMaker:
+    """Makes the chunks of an endpoint's stream from a request's events.
+
+    `prompt_lengths` has each choice's number of prompt tokens, for vLLM's `continuous_usage_stats`.
+    """
+
+    def __init__(
+        self,
+        shape: ResponseShape,
+        totals: UsageTotals,
+        options: StreamOptions,
+        prompt_lengths: Sequence[int],
+        *,
+        metrics: bool,
+    ) -> None:
+        self._shape = shape
+        self._totals = totals
+        self._options = options
+        self._prompt_lengths = prompt_lengths
+        self._include_metrics = metrics
+        self._token_counts = [0] * len(totals.finishes)
+        self._opened: set[int] = set()
+        self._open_count = len(totals.finishes)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every choice has ended."""
+        return self._open_count == 0
+
+    def chunks(self, index: int, delta: TextDelta) -> list[Json]:
+        """The chunks for a delta; none if it has nothing to show.
+
+        A delta may have log probabilities without text, while the text is held back.
+        """
+        shape = self._shape
+        made: list[Json] = []
+        if index not in self._opened:
+            self._opened.add(index)
+            if shape.opening is not None:
+                made.append(shape.chunk(index, shape.opening) | self._usage(index))
+        self._token_counts[index] += len(delta.token_ids)
+        # In a stream a prompt is scored only for an echo, so its tokens belong to the output.
+        shown = [*delta.prompt, *delta.shown]
+        if delta.text or shown or delta.attributed:
+            content = shape.delta(delta.text) | attribution(delta.attributed)
+            chunk = shape.chunk(index, content, logprobs=shape.logprobs(shown))
+            made.append(chunk | self._usage(index))
+        if delta.finish is not None:
+            made += self._closing(index, delta.finish)
+        return made
+
+    def _usage(self, index: int) -> Json:
+        """The `usage` field of a chunk: vLLM's usage of the choice so far, or OpenAI's null."""
+        if not self._options.include_usage:
+            return {}
+        if not self._options.continuous_usage_stats:
+            return {"usage": None}
+        prompt = self._prompt_lengths[index]
+        completion = self._token_counts[index]
+        usage = {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+        }
+        return {"usage": usage}
+
+    def _closing(self, index: int, finish: FinishInfo) -> list[Json]:
+        """The chunks that end a choice, and after the last choice also the stream."""
+        closing = self._shape.chunk(index, self._shape.closing, finish) | self._usage(index)
+        self._open_count -= 1
+        if self._open_count:
+            return [closing]
+        extra = self._totals.speculation()
+        if self._include_metrics:
+            extra["metrics"] = self._totals.metrics()
+        if not self._options.include_usage:
+            return [closing | extra]
+        return [closing, self._shape.usage_chunk(self._totals.usage()) | extra]
