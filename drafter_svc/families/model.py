@@ -237,8 +237,12 @@ class ModelFamily(Family):
         for at, count in enumerate(fan_out(sequence.acceptance, places, budget)):
             if sequence.window.depth - at <= sequence.draft_tokens:
                 break
-            others = [one for one in draft.alternatives[at] if not sequence.has_behind(at, one[0])]
-            for token, share in others[:count]:
+            unknown = [
+                (token, share)
+                for token, share in draft.alternatives[at]
+                if not sequence.has_behind(at, token)
+            ]
+            for token, share in unknown[:count]:
                 draft.branches[at, token] = self._fork(draft, at, token, share)
         return True
 

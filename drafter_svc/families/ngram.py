@@ -190,7 +190,7 @@ class NgramFamily(Family):
             share, others = self._shares(sequence, [*text, *run[:i]], token)
             # The run may come from the prediction or from Redis, which have no counts.
             confidences.append(share or sequence.acceptance)
-            branches += [Branch(first + i, one.tokens, one.confidences) for one in others]
+            branches += [Branch(first + i, other.tokens, other.confidences) for other in others]
         sequence.extend(run, confidences=confidences)
         offer_likeliest(sequence, branches)
 

@@ -17,7 +17,7 @@ from starlette.websockets import WebSocketClose
 
 from gateway.access.keys import KeyRing
 from gateway.access.limits import Grant, Limits
-from gateway.access.windows import windows
+from gateway.access.rate_windows import rate_windows
 from gateway.api_errors import error_response
 from gateway.config import GatewaySettings
 from outrider.errors import OutriderError, Reason
@@ -59,7 +59,7 @@ class Gate:
             self.keys = KeyRing(settings.keys_file, settings.keys)
         self._asks_for_certificates = settings.public_tls_ca is not None
         redis = settings.limits_redis
-        self.limits = Limits(windows(redis, settings.limits_redis_password_file, settings.tls))
+        self.limits = Limits(rate_windows(redis, settings.limits_redis_password_file, settings.tls))
 
     def identify(self, headers: Mapping[str, str], peer: Peer | None = None) -> Identity:
         """The caller with these headers, whose names are in lower case, and this certificate.

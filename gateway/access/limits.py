@@ -10,7 +10,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from gateway.access.windows import Count, Windows
+from gateway.access.rate_windows import Count, RateWindows
 from outrider.errors import OutriderError, Reason, invalid
 from outrider.process.key_file import KeyEntry
 
@@ -31,7 +31,7 @@ _Event = TypeVar("_Event", bound=tuple[int, _Counted])
 class Limits:
     """Counts what each key uses. Without keys there are no limits."""
 
-    def __init__(self, windows: Windows) -> None:
+    def __init__(self, windows: RateWindows) -> None:
         self.windows = windows
         self.running: Counter[str] = Counter()
         """Sequences in progress, by the id of their key."""

@@ -65,9 +65,9 @@ class Admission:
         picks = self._router.ready_picks(model)
         load = total_load([pick.info.load for pick in picks])
         if load is not None:
-            others = sum(pick.replica.others for pick in picks)
+            foreign_count = sum(pick.replica.foreign_count for pick in picks)
             try:
-                check(load, counts, others, tenant, count, timeout)
+                check(load, counts, foreign_count, tenant, count, timeout)
             except OutriderError:
                 self._metrics.refused.labels(model).inc()
                 raise
@@ -144,31 +144,31 @@ def total_load(reported: Sequence[Load | None]) -> TotalLoad | None:
 def check(
     load: TotalLoad,
     counts: Mapping[str, int],
-    others: int,
+    foreign_count: int,
     tenant: str,
     count: int,
     timeout: ClientTimeout,
 ) -> None:
     """Raise OutriderError(OVERLOADED) if a tenant's `count` new sequences are too many.
 
-    `counts` are the sequences under way by tenant, and `others` those of other gateways.
+    `counts` are the sequences under way by tenant, and `foreign_count` those of other gateways.
     """
     own = counts.get(tenant, 0)
-    under_way = sum(counts.values()) + others
+    under_way = sum(counts.values()) + foreign_count
     # Nobody waits, however many choices the request wants. Its deadline ends it if it is late.
     if under_way == 0:
         return
     # A full queue drops a request of the tenant that uses most for one that uses less, so the
     # verifier must see it. For a tenant without requests here, another gateway may have the
     # largest tenant.
-    is_largest = own + count >= max(counts.values(), default=0) and (own > 0 or others == 0)
+    is_largest = own + count >= max(counts.values(), default=0) and (own > 0 or foreign_count == 0)
     if under_way + count > load.most and is_largest:
         waiting = max(0, under_way - load.places)
         late_s = load.wait_s(under_way + count, load.places)
         raise _refusal(f"{waiting} requests are waiting already", late_s)
-    # Nobody knows whose the others are, so they count as one tenant.
+    # Nobody knows whose the foreign sequences are, so they count as one tenant's.
     rivals = [each for name, each in counts.items() if name != tenant]
-    late_s = load.wait_s(own + count, fair_share(load.places, [*rivals, others]))
+    late_s = load.wait_s(own + count, fair_share(load.places, [*rivals, foreign_count]))
     answer_s = load.sequence_s or 0.0
     if late_s > 0.0 and not timeout.suffices(_MARGIN * late_s, _MARGIN * answer_s):
         message = f"the answer would be late: requests wait {late_s:.1f} s for their turn now"
@@ -179,7 +179,7 @@ def fair_share(places: int, rivals: Sequence[int]) -> float:
     """The places that a tenant gets if it wants as many as it can, beside rivals that want these.
 
     The verifier gives a place to the tenant with the fewest. So a rival that wants less than an
-    equal share gets what it wants, and the others share the rest.
+    equal share gets what it wants, and the other tenants share the rest.
     """
     left = float(places)
     sharing = 1 + len(rivals)

@@ -20,7 +20,7 @@ from gateway.text.request import TextRequest, check_ids
 from gateway.text.text_stream import TokenTable
 from gateway.upstream.chunk_checks import check_chunk
 from gateway.upstream.routing import RETRYABLE, Pick, Router
-from gateway.upstream.token_stream import late
+from gateway.upstream.verifier_stream import late
 from outrider.errors import OutriderError, Reason
 from outrider.protocol.messages import TokenChunk, TokenRequest
 from outrider.protocol.model_info import ModelInfo

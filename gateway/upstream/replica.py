@@ -10,7 +10,7 @@ from dataclasses import replace
 import grpc
 
 from gateway.upstream.chunk_checks import check_model
-from gateway.upstream.token_stream import TokenStream
+from gateway.upstream.verifier_stream import VerifierStream
 from outrider.errors import OutriderError, Reason
 from outrider.internal.v1 import token_streams_pb2_grpc
 from outrider.process import rpc
@@ -45,17 +45,17 @@ class Replica:
         )
         self.sequences: set[object] = set()
         """The sequences that run on this replica, or wait since it was lost for one to move to."""
-        self.others = 0
-        """Sequences that other callers had there at the last poll."""
+        self.foreign_count = 0
+        """Sequences of other gateways and callers there, at the last poll."""
         self.round_trip_s: float | None = None
         """How long the last poll took."""
         self.answered_at = time.monotonic()
         """When it last answered a poll (monotonic seconds)."""
-        self.suspect = asyncio.Event()
+        self.poll_now = asyncio.Event()
         """Set when the next poll should not wait: the verifier is lost, or says that it leaves."""
         self.full = False
         """Whether its queue has refused a sequence since the last poll."""
-        self._earlier: dict[asyncio.Task[None], TokenStream] = {}
+        self._earlier: dict[asyncio.Task[None], VerifierStream] = {}
         self._dial()
 
     def _credentials(self, files: Tls) -> ClientCredentials:
@@ -70,12 +70,12 @@ class Replica:
         def on_lost(error: OutriderError) -> OutriderError:
             # An earlier connection may end while the verifier is well.
             if channel is self._channel:
-                self.suspect.set()
+                self.poll_now.set()
                 self.mark_lost(error)
             return for_callers(unanswered(self.address, error, self._tls))
 
         stub = token_streams_pb2_grpc.TokenStreamServiceStub(channel)
-        self.tokens = TokenStream(stub, on_lost, self.suspect.set)
+        self.tokens = VerifierStream(stub, on_lost, self.poll_now.set)
 
     def redial(self) -> None:
         """Make a new connection, since the old one may be half open.
@@ -120,7 +120,7 @@ class Replica:
         self.round_trip_s = time.perf_counter() - asked
         self.info = info
         self.full = False
-        self.others = 0 if info.load is None else info.load.beside(len(self.sequences))
+        self.foreign_count = 0 if info.load is None else info.load.beside(len(self.sequences))
         self.problem = _problem(self.address, info, fingerprint)
 
     def _take_refusal(self, error: OutriderError) -> None:
@@ -135,7 +135,7 @@ class Replica:
         """Take no requests until the verifier answers again."""
         self.problem = unanswered(self.address, error, self._tls)
 
-    def mark_suspect(self, stream: TokenStream, error: OutriderError) -> None:
+    def mark_suspect(self, stream: VerifierStream, error: OutriderError) -> None:
         """Note that `error` ended a sequence of `stream`.
 
         A verifier with a full queue goes on to take new requests; another one gets none until it
@@ -146,7 +146,7 @@ class Replica:
             self.full = True
         elif stream is self.tokens:
             self.problem = self.problem or error
-            self.suspect.set()
+            self.poll_now.set()
 
     async def close(self) -> None:
         """End all sequences and connections."""
@@ -157,7 +157,7 @@ class Replica:
         await self._channel.close(None)
 
 
-async def _retire(channel: grpc.aio.Channel, tokens: TokenStream) -> None:
+async def _retire(channel: grpc.aio.Channel, tokens: VerifierStream) -> None:
     """Close a connection once its sequences have ended."""
     try:
         await tokens.finished()

@@ -52,7 +52,7 @@ class Pick(NamedTuple):
         load = self.info.load
         if load is None:
             return self.replica.full, own
-        count = own + self.replica.others
+        count = own + self.replica.foreign_count
         is_full = count >= load.max_running + load.max_waiting
         return self.replica.full or is_full, count / load.max_running
 
@@ -124,7 +124,7 @@ class Router:
         logged = str(replica.problem)
         log_after = time.monotonic() + _STARTUP_S
         while True:
-            replica.suspect.clear()
+            replica.poll_now.clear()
             await replica.refresh(self._fingerprint)
             if replica.problem is None:
                 log_after = 0.0
@@ -143,7 +143,7 @@ class Router:
             pause_s = _POLL_READY_S if replica.problem is None else _POLL_LOADING_S
             with suppress(TimeoutError):
                 async with asyncio.timeout(pause_s):
-                    await replica.suspect.wait()
+                    await replica.poll_now.wait()
 
     def _move(self, replica: Replica, problem: OutriderError) -> None:
         """Move sequences from a replica to another one that can continue them all, if one is ready.

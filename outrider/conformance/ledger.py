@@ -172,7 +172,7 @@ class Ledger:
         count = len(proposal.token_ids)
         given = list(proposal.distributions)
         if known.opened.distribution != drafts_pb2.DRAFT_DISTRIBUTION_SPARSE:
-            if any(one.token_ids for one in given):
+            if any(guess.token_ids for guess in given):
                 self._complain("valid-distributions", "distributions without a request for them")
             return
         if len(given) not in (0, count):

@@ -78,9 +78,9 @@ async def many(stage: Stage) -> None:
     link = await stage.link()
     asked = [opened([30 + i, *TEXT]) for i in range(24)]
     link.step(opened=asked)
-    known = [link.ledger.sequences[one.sequence_id] for one in asked]
-    for one in known:
-        await answered(link, one, rule)
+    known = [link.ledger.sequences[each.sequence_id] for each in asked]
+    for sequence in known:
+        await answered(link, sequence, rule)
     short = opened()
     follow = drafts_pb2.Verdict(
         sequence_id=short.sequence_id,
@@ -90,12 +90,12 @@ async def many(stage: Stage) -> None:
     )
     link.step(
         opened=[short],
-        verdicts=[follow, *(verdict(one, [40, 41]) for one in known)],
+        verdicts=[follow, *(verdict(sequence, [40, 41]) for sequence in known)],
         closed=[drafts_pb2.Closed(sequence_id=short.sequence_id)],
     )
-    for one in known:
-        await answered(link, one, rule)
-    link.step(closed=[drafts_pb2.Closed(sequence_id=one.sequence_id) for one in asked])
+    for sequence in known:
+        await answered(link, sequence, rule)
+    link.step(closed=[drafts_pb2.Closed(sequence_id=each.sequence_id) for each in asked])
     await still_there(link, rule)
     stage.passed(rule)
 

@@ -78,8 +78,8 @@ class Drafter:
                 self.texts[opened.sequence_id] = list(opened.token_ids)
             for verdict in step.verdicts:
                 self._commit(verdict)
-            asked = [one.sequence_id for one in step.opened]
-            for sequence_id in [*asked, *(one.sequence_id for one in step.verdicts)]:
+            asked = [opened.sequence_id for opened in step.opened]
+            for sequence_id in [*asked, *(verdict.sequence_id for verdict in step.verdicts)]:
                 for _ in range(repeats):
                     await self._answer(sequence_id, guess)
             if step.closed:

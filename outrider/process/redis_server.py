@@ -147,9 +147,9 @@ class RedisServer:
                 raise KeyError(scheme)
             # redis-py's URLs have one server each.
             urls = [f"{scheme}://{login}{at}{server}/?{query}" for server in servers.split(",")]
-            parsed: list[dict[str, Any]] = [dict(parse_url(one)) for one in urls]
+            parsed: list[dict[str, Any]] = [dict(parse_url(single)) for single in urls]
             default_port = 26379 if topology == "sentinel" else 6379
-            addresses = tuple((one["host"], one.get("port", default_port)) for one in parsed)
+            addresses = tuple((each["host"], each.get("port", default_port)) for each in parsed)
         except (KeyError, ValueError) as cause:
             raise invalid("redis", f"must look like {_FORMS}") from cause
         if topology == "standalone" and len(addresses) > 1:

@@ -42,7 +42,7 @@ async def rig(shared_rig: Rig) -> Rig:
     for field in fields(Script):
         setattr(script, field.name, getattr(fresh, field.name))
     # Another test may have changed the pause between polls just when this gateway began one.
-    shared_rig.gateway.router.replicas[0].suspect.set()
+    shared_rig.gateway.router.replicas[0].poll_now.set()
     await until(lambda: is_ready(shared_rig.http))
     await until(lambda: shared_rig.gateway.router.replicas[0].info == script.info)
     return shared_rig

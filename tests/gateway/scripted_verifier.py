@@ -25,7 +25,7 @@ from outrider.protocol.model_info import ModelInfo, Stage
 from outrider.protocol.wire import model as wire_model
 from outrider.protocol.wire import requests as wire_requests
 from outrider.v1 import verifier_pb2, verifier_pb2_grpc
-from verifier_svc.streams.token_streams import CallerStream
+from verifier_svc.streams.gateway_streams import GatewayStream
 
 Step = TokenChunk | OutriderError | float
 """A chunk to send, an error to end with, or seconds to wait."""
@@ -80,7 +80,7 @@ class ScriptedVerifier(
         self, request_iterator: AsyncIterator[token_streams_pb2.StreamTokensRequest], context: Any
     ) -> None:
         self.script.stream_count += 1
-        stream = CallerStream(self._generate, aiter(request_iterator), context)
+        stream = GatewayStream(self._generate, aiter(request_iterator), context)
         serving = asyncio.ensure_future(stream.run())
         hung_up = asyncio.ensure_future(self._hang_up(stream))
         try:
@@ -89,7 +89,7 @@ class ScriptedVerifier(
             serving.cancel()
             hung_up.cancel()
 
-    async def _hang_up(self, stream: CallerStream) -> None:
+    async def _hang_up(self, stream: GatewayStream) -> None:
         # Tests set plain flags, so there is no event to wait for.
         while not self.script.hangs_up:
             if self.script.leaves:

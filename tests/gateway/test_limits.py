@@ -14,14 +14,14 @@ from gateway_rig import Rig, echo, until
 from keyed_rig import ALICE, BOB, auth, entry, keyed_rig
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from gateway.access import redis_windows
+from gateway.access import redis_rate_windows
 from gateway.access.limits import Limits
-from gateway.access.redis_windows import Counters, RedisWindows
-from gateway.access.windows import Windows, windows
+from gateway.access.rate_windows import RateWindows, rate_windows
+from gateway.access.redis_rate_windows import Counters, RedisRateWindows
 from gateway.text.choices import Event
 from gateway.text.deltas import TextDelta
 from gateway.text.prompts import Prompts
-from gateway.upstream.token_stream import late
+from gateway.upstream.verifier_stream import late
 from outrider.errors import OutriderError, Reason
 from outrider.process import rpc
 from outrider.process.key_file import write_keys
@@ -58,7 +58,7 @@ async def limited(
             write_keys(folder / "keys.yaml", [entry(ALICE, "alice", **limits), entry(BOB, "bob")])
             assert rig.gateway.gate.keys is not None
             await rig.gateway.gate.keys.reload()
-            rig.gateway.gate.limits.windows = Windows(clock or Clock())
+            rig.gateway.gate.limits.windows = RateWindows(clock or Clock())
             rig.script.answer = echo
             return rig
 
@@ -164,7 +164,7 @@ def deltas(count: int) -> AsyncGenerator[Event, None]:
 
 
 async def test_tokens_beyond_a_reservation_are_charged_at_the_end() -> None:
-    limits = Limits(Windows(Clock()))
+    limits = Limits(RateWindows(Clock()))
     grant = await limits.admit(entry(ALICE, "alice", tokens_per_minute=10))
     events = grant.metered(deltas(30), prompt=5, answer=30, sequences=1, gathered=False)
     assert len([event async for event in events]) == 30
@@ -173,7 +173,7 @@ async def test_tokens_beyond_a_reservation_are_charged_at_the_end() -> None:
 
 async def test_a_leftover_of_an_earlier_minute_is_not_given_back() -> None:
     clock = Clock()
-    limits = Limits(Windows(clock))
+    limits = Limits(RateWindows(clock))
     grant = await limits.admit(entry(ALICE, "alice", tokens_per_minute=100))
     events = grant.metered(deltas(3), prompt=5, answer=80, sequences=1, gathered=False)
     await anext(events)
@@ -188,7 +188,7 @@ async def test_a_leftover_of_an_earlier_minute_is_not_given_back() -> None:
 async def test_a_client_that_leaves_pays_for_the_work(
     gathered: bool, taken: int, charged: int
 ) -> None:
-    limits = Limits(Windows(Clock()))
+    limits = Limits(RateWindows(Clock()))
     grant = await limits.admit(entry(ALICE, "alice", tokens_per_minute=100))
     begun, forever = asyncio.Event(), asyncio.Event()
 
@@ -213,7 +213,7 @@ async def test_a_client_that_leaves_pays_for_the_work(
 
 @pytest.mark.parametrize(("gathered", "charged"), [(False, 5), (True, 85)])
 async def test_an_answer_that_is_late_is_paid_for(gathered: bool, charged: int) -> None:
-    limits = Limits(Windows(Clock()))
+    limits = Limits(RateWindows(Clock()))
     grant = await limits.admit(entry(ALICE, "alice", tokens_per_minute=100))
 
     async def too_slow() -> AsyncGenerator[Event, None]:
@@ -228,7 +228,7 @@ async def test_an_answer_that_is_late_is_paid_for(gathered: bool, charged: int) 
 
 
 async def test_a_request_without_tokens_left_takes_no_sequences() -> None:
-    limits = Limits(Windows(Clock()))
+    limits = Limits(RateWindows(Clock()))
     key = entry(ALICE, "alice", tokens_per_minute=10, sequences_per_minute=5)
     await (await limits.admit(key)).take("tokens", 10, 6)
     grant = await limits.admit(key)
@@ -239,7 +239,7 @@ async def test_a_request_without_tokens_left_takes_no_sequences() -> None:
 
 
 async def test_a_late_count_of_an_earlier_minute_keeps_this_minutes_counts() -> None:
-    counts = Windows(Clock())
+    counts = RateWindows(Clock())
     this, _ = counts.now()
     await counts.add("a/tokens", 5, this)
     late = await counts.add("a/tokens", 2, this - 1)
@@ -272,7 +272,7 @@ class FakeCounters(Counters):
 
 async def test_while_redis_fails_limits_hold_in_memory() -> None:
     counters = FakeCounters(broken=True)
-    limits = Limits(RedisWindows(counters, Clock()))
+    limits = Limits(RedisRateWindows(counters, Clock()))
     key = entry(ALICE, "alice", requests_per_minute=2)
     for _ in range(2):
         await limits.admit(key)
@@ -284,7 +284,7 @@ async def test_while_redis_fails_limits_hold_in_memory() -> None:
 
 async def test_after_a_failure_waiting_commands_leave_redis_alone() -> None:
     counters = FakeCounters(broken=True)
-    shared = RedisWindows(counters, Clock())
+    shared = RedisRateWindows(counters, Clock())
     counters.open.clear()
     burst = [asyncio.create_task(shared.add("a", 1, 0)) for _ in range(200)]
     await until(lambda: counters.calls > 0)
@@ -297,9 +297,9 @@ async def test_after_a_failure_waiting_commands_leave_redis_alone() -> None:
 async def test_a_reservation_is_settled_where_it_was_counted(
     broken_at_first: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(redis_windows, "_REDIS_PAUSE_S", 0.0)
+    monkeypatch.setattr(redis_rate_windows, "_REDIS_PAUSE_S", 0.0)
     counters = FakeCounters(broken=broken_at_first)
-    limits = Limits(RedisWindows(counters, Clock()))
+    limits = Limits(RedisRateWindows(counters, Clock()))
     grant = await limits.admit(entry(ALICE, "alice", tokens_per_minute=100))
     events = grant.metered(deltas(1), prompt=5, answer=80, sequences=1, gathered=False)
     await anext(events)
@@ -313,7 +313,7 @@ async def test_a_reservation_is_settled_where_it_was_counted(
 
 async def test_a_client_that_leaves_during_its_reservation_takes_nothing() -> None:
     counters = FakeCounters()
-    limits = Limits(RedisWindows(counters, Clock()))
+    limits = Limits(RedisRateWindows(counters, Clock()))
     counters.open.clear()
     key = entry(ALICE, "alice", requests_per_minute=5)
     asking = asyncio.create_task(limits.admit(key))
@@ -330,12 +330,12 @@ async def test_a_client_that_leaves_during_its_reservation_takes_nothing() -> No
 @pytest.mark.parametrize("url", ["http://a", "redis", "redis+sentinel://", "memory://"])
 async def test_a_wrong_url_of_redis_is_refused(url: str) -> None:
     with pytest.raises(OutriderError, match="limits-redis must"):
-        windows(url)
+        rate_windows(url)
 
 
 async def test_tokens_beyond_a_reservation_count_in_the_minute_in_which_they_are_known() -> None:
     clock = Clock()
-    limits = Limits(Windows(clock))
+    limits = Limits(RateWindows(clock))
     grant = await limits.admit(entry(ALICE, "alice", tokens_per_minute=100))
     events = grant.metered(deltas(30), prompt=5, answer=10, sequences=1, gathered=False)
     await anext(events)

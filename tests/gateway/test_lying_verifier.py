@@ -157,7 +157,7 @@ class Rig:
     async def until_well(self) -> None:
         """Wait until the gateway uses the liar again, now that it tells the truth."""
         replica = self.liar_replica
-        replica.suspect.set()
+        replica.poll_now.set()
         await until(lambda: replica.problem is None and replica.info == self.liar.info)
         await until(lambda: not replica.sequences)
         # The first request may still meet a lie that was on its way.

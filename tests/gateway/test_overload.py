@@ -224,7 +224,7 @@ async def test_a_call_too_many_is_refused_with_the_time_to_wait(rig: Rig) -> Non
 async def test_other_gateways_sequences_take_room_too(rig: Rig) -> None:
     async with crowded(rig, 1):
         rig.script.info = replace(rig.script.info, load=Load(1, 1, 1, 1))
-        await until(lambda: rig.gateway.router.replicas[0].others == 1)
+        await until(lambda: rig.gateway.router.replicas[0].foreign_count == 1)
         assert (await rig.http.post("/v1/completions", json=BODY)).status_code == 429
 
 

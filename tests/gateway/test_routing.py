@@ -41,7 +41,7 @@ async def test_a_replica_with_room_is_picked_before_a_full_one(router: Router) -
     small, large, refusing = router.replicas
     small.info = ready("print", load=Load(4, 4, 4, 4))
     large.info = refusing.info = ready("print", load=Load(0, 0, 64, 1024))
-    small.others, refusing.full = 8, True
+    small.foreign_count, refusing.full = 8, True
     large.sequences |= set(range(40))
     assert router.pick(None).replica is large
 
@@ -51,7 +51,7 @@ async def test_replicas_are_compared_by_what_they_can_run(router: Router) -> Non
         replica.info = ready("print", load=Load(0, 0, places, 1024))
         replica.sequences |= set(range(count))
     assert router.pick(None).replica.address == "b:1"
-    router.replicas[1].others = 48
+    router.replicas[1].foreign_count = 48
     assert router.pick(None).replica.address == "a:1"
 
 

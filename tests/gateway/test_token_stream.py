@@ -51,7 +51,7 @@ async def test_after_a_stream_breaks_the_next_request_opens_another(
         assert failure.response.headers["retry-after"] == "1"
     await until(lambda: rig.script.running == 0 and stream_has_ended(rig))
     # A poll finds out that the verifier takes requests again.
-    rig.gateway.router.replicas[0].suspect.set()
+    rig.gateway.router.replicas[0].poll_now.set()
     await until(lambda: rig.gateway.router.replicas[0].problem is None)
     rig.script.answer = lambda _: [plain([5]), last([], FinishReason.LENGTH)]
     await ask(rig)

@@ -14,7 +14,7 @@ from gateway.text.prompts import Prompts
 from outrider.errors import OutriderError, Reason
 from outrider.internal.v1.token_streams_pb2 import TokensPart
 from outrider.protocol.messages import FinishReason, TokenRequest
-from verifier_svc.streams.token_streams import CallerStream
+from verifier_svc.streams.gateway_streams import GatewayStream
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -114,17 +114,17 @@ async def test_sequences_go_on_when_the_verifier_cuts_off_a_slow_gateway(
     slow = OutriderError(Reason.SLOW_READER, "67108864 bytes are unread")
     asked = await site.pauses(0.3, stream=True)
     site.writes(site.second)
-    send = CallerStream._send
-    cut: list[CallerStream] = []
+    send = GatewayStream._send
+    cut: list[GatewayStream] = []
 
-    def cut_off(stream: CallerStream, part: TokensPart) -> None:
+    def cut_off(stream: GatewayStream, part: TokensPart) -> None:
         if not cut:
             cut.append(stream)
             stream._ended.set_exception(slow)
         if stream is not cut[0]:
             send(stream, part)
 
-    monkeypatch.setattr(CallerStream, "_send", cut_off)
+    monkeypatch.setattr(GatewayStream, "_send", cut_off)
     assert text_of(await asked) == TEXT
 
 

@@ -19,7 +19,7 @@ from redis_servers import (
     until,
 )
 
-from gateway.access.windows import Count, Windows, windows
+from gateway.access.rate_windows import Count, RateWindows, rate_windows
 
 USER = "outrider-limits"
 
@@ -41,8 +41,8 @@ def open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def shared(deployment: Deployment, url: str) -> Windows:
-    return windows(url, deployment.password_file)
+def shared(deployment: Deployment, url: str) -> RateWindows:
+    return rate_windows(url, deployment.password_file)
 
 
 async def test_two_gateways_count_together(deployment: Deployment) -> None:

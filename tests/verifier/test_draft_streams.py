@@ -23,7 +23,7 @@ from outrider.protocol.wire import drafts as wire_drafts
 from outrider.protocol.wire import model as wire_model
 from outrider.v1 import verifier_pb2
 from verifier_svc.engine.engine_thread import EngineThread
-from verifier_svc.streams import draft_streams
+from verifier_svc.streams import drafter_streams
 
 
 def opened(sequence_id: int, token_count: int) -> Opened:
@@ -39,8 +39,8 @@ def test_long_prompts_are_split_over_messages_and_precede_verdicts() -> None:
         verdicts=[Verdict(3, 500_001, [5], 0, 4)],
         closed=[Closed(4)],
     )
-    parts = list(draft_streams._messages(wire_drafts.step_to_proto(step)))
-    assert all(part.ByteSize() <= draft_streams._MAX_MESSAGE_BYTES + 100 for part in parts)
+    parts = list(drafter_streams._messages(wire_drafts.step_to_proto(step)))
+    assert all(part.ByteSize() <= drafter_streams._MAX_MESSAGE_BYTES + 100 for part in parts)
     *before, last = [wire_drafts.step_from_proto(part, 200_000) for part in parts]
     assert [one.sequence_id for part in before for one in part.opened] == list(range(12))
     assert not any(part.verdicts or part.closed for part in before)
@@ -104,7 +104,7 @@ async def test_a_drafter_that_floods_waits_for_the_engine_and_loses_nothing() ->
     thread = EngineThread(lambda deliver: engine)
     await thread.built
     info = ModelInfo("fake", Stage.READY, "serving", "f", model.vocab_size, 64)
-    stream = draft_streams.DrafterStream(
+    stream = drafter_streams.DrafterStream(
         thread, flood.requests(), cast(Any, Listener()), wire_model.model_to_proto(info)
     )
     serving = asyncio.create_task(stream.run())
@@ -120,7 +120,7 @@ async def test_a_drafter_that_floods_waits_for_the_engine_and_loses_nothing() ->
         flood.go.set()
         await asyncio.sleep(0.5)
         message_bytes = flood.message.ByteSize()
-        most = draft_streams._MAX_UNTAKEN_BYTES // message_bytes + 2
+        most = drafter_streams._MAX_UNTAKEN_BYTES // message_bytes + 2
         assert 1 < flood.sent_count <= most < 100
         release.set()
         await flood.all_sent.wait()

@@ -19,8 +19,8 @@ from outrider.internal.v1.token_streams_pb2_grpc import (
 )
 from outrider.process import rpc
 from outrider.v1 import common_pb2, verifier_pb2
-from verifier_svc.streams import token_streams
-from verifier_svc.streams.token_streams import CallerStream
+from verifier_svc.streams import gateway_streams
+from verifier_svc.streams.gateway_streams import GatewayStream
 
 Request = token_streams_pb2.StreamTokensRequest
 Tokens = verifier_pb2.GenerateTokensResponse
@@ -37,14 +37,14 @@ class Verifier(TokenStreamServiceServicer):
         self.steps = steps
         self.running = 0
         self.traceparents: list[str] = []
-        self.stream: CallerStream | None = None
+        self.stream: GatewayStream | None = None
 
     # The stubs do not know that a handler may write through its context.
     @rpc.reports_errors
     async def StreamTokens(  # type: ignore[override]
         self, request_iterator: AsyncIterator[Request], context: Any
     ) -> None:
-        self.stream = CallerStream(self.generate, aiter(request_iterator), context)
+        self.stream = GatewayStream(self.generate, aiter(request_iterator), context)
         await self.stream.run()
 
     async def generate(
@@ -281,7 +281,7 @@ async def test_large_parts_are_divided_among_messages() -> None:
 async def test_a_caller_that_does_not_read_is_cut_off_before_memory_grows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(token_streams, "MOST_UNSENT_BYTES", 2**20)
+    monkeypatch.setattr(gateway_streams, "MOST_UNSENT_BYTES", 2**20)
     part = list(range(1_000_000, 1_010_000))
     verifier = Verifier(lambda prompt: [each for _ in range(1000) for each in (part, 0.0)])
     async with calling(verifier) as call:

@@ -31,8 +31,8 @@ from outrider.protocol.wire import requests as wire_requests
 from outrider.v1 import verifier_pb2, verifier_pb2_grpc
 from verifier_svc.engine.engine_thread import EngineThread
 from verifier_svc.state.sequence import Sequence
-from verifier_svc.streams.draft_streams import DrafterStream
-from verifier_svc.streams.token_streams import CallerStream
+from verifier_svc.streams.drafter_streams import DrafterStream
+from verifier_svc.streams.gateway_streams import GatewayStream
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class VerifierServicer(
         self._engine: EngineThread | None = None
         self._grammars: GrammarCompiler | None = None
         self._streams: set[DrafterStream] = set()
-        self._caller_streams: set[CallerStream] = set()
+        self._caller_streams: set[GatewayStream] = set()
         # A query that the engine has not answered yet, and the last answer.
         self._query: asyncio.Future[_Answer] | None = None
         self._query_began = 0.0
@@ -181,7 +181,7 @@ class VerifierServicer(
     ) -> None:
         """Stream the tokens of all sequences of one caller."""
         self._ready()
-        stream = CallerStream(self._generate, aiter(request_iterator), context)
+        stream = GatewayStream(self._generate, aiter(request_iterator), context)
         self._caller_streams.add(stream)
         try:
             await stream.run()

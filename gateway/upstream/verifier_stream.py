@@ -40,7 +40,7 @@ _LONGEST_S = 1e9
 _HUNG_UP = OutriderError(Reason.VERIFIER_UNAVAILABLE, "the gateway has hung up")
 
 
-class TokenStream:
+class VerifierStream:
     """The stream to one verifier. A request opens it if it is not open or has broken."""
 
     def __init__(

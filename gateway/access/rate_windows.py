@@ -21,7 +21,7 @@ class Count:
     is_shared: bool = False
 
 
-class Windows:
+class RateWindows:
     """Fixed windows that begin with each minute of the wall clock."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
@@ -57,15 +57,17 @@ class Windows:
         """Close all connections."""
 
 
-def windows(url: str, password_file: Path | None = None, tls: Tls | None = None) -> Windows:
-    """Windows in memory, or in the Redis of a URL; `tls` has this process's certificate.
+def rate_windows(
+    url: str, password_file: Path | None = None, tls: Tls | None = None
+) -> RateWindows:
+    """Rate windows in memory, or in the Redis of a URL; `tls` has this process's certificate.
 
     Raises OutriderError(INVALID_VALUE) for a wrong URL and a file that cannot be read.
     """
     if not url:
-        return Windows()
+        return RateWindows()
     # These load clients of Redis, which takes 0.1 s.
-    from gateway.access.redis_windows import Counters, RedisWindows
+    from gateway.access.redis_rate_windows import Counters, RedisRateWindows
     from outrider.process.redis_server import RedisServer
 
     try:
@@ -74,4 +76,4 @@ def windows(url: str, password_file: Path | None = None, tls: Tls | None = None)
         # It names the settings of a drafter, which lack the prefix.
         message = f"limits-{error.message}"
         raise OutriderError(error.reason, message, f"limits-{error.field}") from error
-    return RedisWindows(Counters(server))
+    return RedisRateWindows(Counters(server))

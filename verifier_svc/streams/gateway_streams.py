@@ -34,7 +34,7 @@ Generate = Callable[
 """Answers one request, given its traceparent; raises OutriderError."""
 
 
-class CallerStream:
+class GatewayStream:
     """One caller's stream: it runs the caller's calls and batches their responses."""
 
     def __init__(self, generate: Generate, requests: Requests, context: Context) -> None:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from gateway.access.windows import MINUTE_S, Count, Windows
+from gateway.access.rate_windows import MINUTE_S, Count, RateWindows
 from outrider.process.redis_server import RedisServer, close
 
 log = logging.getLogger(__name__)
@@ -51,8 +51,8 @@ class Counters:
         await close(self._client)
 
 
-class RedisWindows(Windows):
-    """Windows in Redis. While Redis fails, they are in memory."""
+class RedisRateWindows(RateWindows):
+    """Rate windows in Redis. While Redis fails, they are in memory."""
 
     def __init__(self, counters: Counters, clock: Callable[[], float] = time.time) -> None:
         super().__init__(clock)
