@@ -42,6 +42,8 @@ class _Wire:
     byte_count: int = 0
     held_until: float = 0.0
     """The loop's time at which an outage ends."""
+    recordings: list[bytearray] = field(default_factory=list)
+    """For each connection, what its sender has sent, if the link records."""
 
 
 @dataclass(eq=False)
@@ -53,6 +55,8 @@ class ShapedLink:
 
     shape: Link
     seed: int = 0
+    records: bool = False
+    """Whether `up` and `down` keep all bytes."""
     connection_count: int = 0
     lost_segment_count: int = 0
 
@@ -115,17 +119,16 @@ class ShapedLink:
         return max(_LEAST_QUEUE_BYTES, round(2 * product))
 
     @asynccontextmanager
-    async def forward(
-        self, listen: tuple[str, int], target: tuple[str, int]
-    ) -> AsyncIterator[None]:
+    async def forward(self, listen: tuple[str, int], target: tuple[str, int]) -> AsyncIterator[int]:
         """Forward connections from `listen` to `target` until the context ends.
 
-        May be called for several ports.
+        Yields the port on which it listens: a free port for 0. May be called for several ports.
         """
         loop = asyncio.get_running_loop()
         server = await loop.create_server(lambda: _End(self, target), *listen)
+        port: int = server.sockets[0].getsockname()[1]
         try:
-            yield
+            yield port
         finally:
             server.close()
             self.reset()
@@ -184,6 +187,7 @@ class _End(asyncio.Protocol):
         self._dialling: asyncio.Task[None] | None = None
         self._waiting_bytes = 0
         self._last = 0.0
+        self._recording = bytearray()
         self._wire = self.link.down
         if self.target is not None:
             self._wire = self.link.up
@@ -194,6 +198,8 @@ class _End(asyncio.Protocol):
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         self.link._ends.add(self)
+        if self.link.records:
+            self._wire.recordings.append(self._recording)
         if self.target is not None:
             self.link.connection_count += 1
             self.opens_at = max(self._loop.time(), self.link.held_until) + self.link.round_trip_s
@@ -215,6 +221,8 @@ class _End(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Put the bytes on the wire; stop reading when more than the link's queue waits."""
+        if self.link.records:
+            self._recording += data
         if self.has_vanished:
             return
         self._wire.byte_count += len(data)

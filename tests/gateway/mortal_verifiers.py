@@ -11,7 +11,6 @@ from typing import Any
 
 import httpx
 import pytest
-from chaos_proxy import ChaosProxy, chaos_proxy
 from gateway_rig import echo, settings, until
 from scripted_verifier import Script, ScriptedVerifier, Step, last, plain, ready, serve_verifier
 
@@ -30,6 +29,8 @@ from outrider.protocol.messages import (
     TokenRequest,
 )
 from outrider.protocol.model_info import Stage
+from outrider_bench.experiment.links import ShapedLink
+from outrider_bench.experiment.spec import Link
 
 TEXT = "def main():\n    return [1, 2, 3]\n\nclass Größe:\n    pass\n"
 FOREVER = 600.0
@@ -85,7 +86,7 @@ class Site:
         self.ids = prompts.tokenizer.encode(TEXT).ids
         self.first = Verifier(prompts)
         self.second = Verifier(prompts)
-        self.proxy: ChaosProxy
+        self.link = ShapedLink(Link())
         self.gateway: Gateway
         self.http: httpx.AsyncClient
 
@@ -162,11 +163,11 @@ class Site:
 
 @contextlib.asynccontextmanager
 async def running_site(
-    prompts: Prompts, *, poll_s: float = 0.05, through_proxy: bool = False, **given: Any
+    prompts: Prompts, *, poll_s: float = 0.05, through_link: bool = False, **given: Any
 ) -> AsyncIterator[Site]:
     """Run a gateway with these settings, which polls its verifiers so often.
 
-    It may reach `first` through a proxy only.
+    It may reach `first` through the site's link only.
     """
     site = Site(prompts)
     async with contextlib.AsyncExitStack() as stack:
@@ -180,9 +181,9 @@ async def running_site(
             stack.push_async_callback(verifier.kill)
             site.writes(verifier)
         first = site.first.address
-        if through_proxy:
-            site.proxy = await stack.enter_async_context(chaos_proxy(site.first.port))
-            first = f"127.0.0.1:{site.proxy.port}"
+        if through_link:
+            forward = site.link.forward(("127.0.0.1", 0), ("127.0.0.1", site.first.port))
+            first = f"127.0.0.1:{await stack.enter_async_context(forward)}"
         chosen = settings(first, site.second.address, **{"drain_seconds": 0} | given)
         site.gateway = await stack.enter_async_context(running(chosen, Metrics()))
         site.http = await stack.enter_async_context(

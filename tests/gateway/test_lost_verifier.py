@@ -29,9 +29,9 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def site(prompts: Prompts, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Site]:
-    """The gateway reaches the first verifier through a proxy."""
+    """The gateway reaches the first verifier through a link."""
     monkeypatch.setattr(replica, "_POLL_TIMEOUT_S", 0.5)
-    async with running_site(prompts, through_proxy=True) as made:
+    async with running_site(prompts, through_link=True) as made:
         yield made
 
 
@@ -40,7 +40,7 @@ async def test_waiting_sequences_leave_a_verifier_when_its_poll_fails(site: Site
     site.writes(site.first, 0)
     asked = site.ask(stream=True)
     await until(lambda: site.first.script.running == 1)
-    site.proxy.swallow()
+    site.link.vanish()
     assert text_of(await asked) == TEXT
     assert len(site.second.script.requests) == 1
 
@@ -81,7 +81,7 @@ async def test_a_half_open_connection_is_replaced_as_soon_as_a_poll_fails(site: 
     await site.only_first()
     replicas = site.gateway.router.replicas
     channel = replicas[0]._channel
-    site.proxy.swallow()
+    site.link.vanish()
     # gRPC itself would close the connection after 12 s.
     await until(lambda: replicas[0]._channel is not channel)
     await until(lambda: replicas[0].problem is None)

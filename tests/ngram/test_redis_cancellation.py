@@ -7,22 +7,30 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import uvloop
-from delaying_proxy import delaying_proxy
 from pools import TENANT, pool, until, written
 from redis_servers import Standalone
 
 from drafter_svc.pools import redis as redis_pool
 from drafter_svc.pools.redis import Query, RedisPool
+from outrider.process.ports import free_port
+from outrider_bench.experiment.link_process import LinkControl
+from outrider_bench.experiment.spec import Link
 
 _KEYS = 500
 _CALLERS = 40
+_LINK = """
+from outrider_bench.experiment import link_process, links
+links.SEGMENT_BYTES = 7
+link_process.main()
+"""
 Lookup = Callable[[int], Awaitable[int | None]]
 
 
@@ -35,12 +43,12 @@ class Tally:
     wrong: int = 0
 
 
-async def disturb(lookup: Lookup, cancellations: int, tally: Tally) -> None:
+async def disturb(lookup: Lookup, goes_on: Callable[[], bool], tally: Tally) -> None:
     """Look up keys with many callers at the same time, and cancel most lookups at random points."""
     rng = random.Random(1)
 
     async def call() -> None:
-        while tally.cancelled < cancellations:
+        while goes_on():
             wanted = rng.randrange(_KEYS)
             task = asyncio.ensure_future(lookup(wanted))
             # Let the lookup begin. Cancel seven of eight after a few steps, or after some time.
@@ -75,11 +83,33 @@ def through_pool(made: RedisPool) -> Lookup:
 
 
 @asynccontextmanager
-async def pool_behind_proxy(server: Standalone) -> AsyncIterator[RedisPool]:
-    async with delaying_proxy(server.data[0].port) as port, pool(server.server) as direct:
+async def delaying(port: int) -> AsyncIterator[int]:
+    """A link to a server, in a process of its own; yields the link's port.
+
+    Replies come in pieces: a lost segment holds back all bytes behind it.
+    """
+    near, control = free_port(), free_port()
+    words = ["--control", f"127.0.0.1:{control}", "--forward", f"127.0.0.1:{near}=127.0.0.1:{port}"]
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", _LINK, *words)
+    try:
+        link = LinkControl("127.0.0.1", control)
+        while True:
+            with suppress(ConnectionError):
+                await link.shape(Link(jitter_ms=1, loss=0.05, retransmit_ms=2))
+                break
+            await asyncio.sleep(0.02)
+        yield near
+    finally:
+        process.kill()
+        await process.wait()
+
+
+@asynccontextmanager
+async def pool_behind_link(server: Standalone) -> AsyncIterator[RedisPool]:
+    async with delaying(server.data[0].port) as port, pool(server.server) as direct:
         await written(direct, *(([i], [i]) for i in range(_KEYS)))
-        through_proxy = replace(server.server, addresses=(("127.0.0.1", port),))
-        async with pool(through_proxy, budget_s=0.004) as made:
+        through_link = replace(server.server, addresses=(("127.0.0.1", port),))
+        async with pool(through_link, budget_s=0.006) as made:
             yield made
             await until(lambda: not made._running)
 
@@ -101,15 +131,17 @@ def test_no_cancelled_lookup_hands_its_reply_to_another_caller(
     monkeypatch.setattr(redis_pool, "_LATE_IN_A_ROW", cancellations)
 
     async def run() -> None:
-        async with pool_behind_proxy(redis_server) as made:
+        async with pool_behind_link(redis_server) as made:
             tally = Tally()
-            await disturb(through_pool(made), cancellations, tally)
-            assert tally.cancelled >= cancellations
+
+            def goes_on() -> bool:
+                """On a busy machine lookups are skipped for a moment, or nearly all are late."""
+                done = min(tally.cancelled, made.counters.lookups, 50 * tally.right)
+                return done < cancellations
+
+            await disturb(through_pool(made), goes_on, tally)
             assert tally.wrong == 0
-            assert tally.right > cancellations / 50
             assert made.counters.late > cancellations / 100
-            # On a busy machine a timeout may stop lookups for a moment.
-            assert made.counters.lookups > 0.99 * cancellations
             assert made.counters.malformed == 0
             # On a busy machine a reply may come later than the socket's timeout.
             assert [error for error in errors if not isinstance(error, TimeoutError)] == []

@@ -7,7 +7,6 @@ from typing import Any
 
 import grpc
 import pytest
-from chaos_proxy import chaos_proxy  # lies in tests
 from google.protobuf.descriptor_database import DescriptorDatabase
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from google.protobuf.descriptor_pool import DescriptorPool
@@ -18,7 +17,10 @@ from grpc_reflection.v1alpha import reflection_pb2
 from outrider.errors import OutriderError, Reason, Retry
 from outrider.process import rpc
 from outrider.v1 import verifier_pb2, verifier_pb2_grpc
+from outrider_bench.experiment.links import ShapedLink
+from outrider_bench.experiment.spec import Link
 
+HOST = "127.0.0.1"
 ERROR = OutriderError(
     Reason.OVERLOADED, "too many tokens", "speculation.draft_tokens", 2.5, {"limit": "4"}
 )
@@ -62,10 +64,11 @@ async def serving(
 
 
 async def test_a_client_connects_over_a_round_trip_of_400_ms() -> None:
+    link = ShapedLink(Link(round_trip_ms=400))
     async with (
         serving() as (server, _),
-        chaos_proxy(server.ports[0], 0.2) as proxy,
-        rpc.dial(f"127.0.0.1:{proxy.port}") as channel,
+        link.forward((HOST, 0), (HOST, server.ports[0])) as port,
+        rpc.dial(f"{HOST}:{port}") as channel,
     ):
         await asyncio.wait_for(channel.channel_ready(), 10)
 
@@ -198,11 +201,12 @@ async def test_both_ends_notice_a_peer_that_vanishes(
     monkeypatch.setattr(rpc, "CHANNEL_OPTIONS", hastened(rpc.CHANNEL_OPTIONS))
     monkeypatch.setattr(rpc, "SERVER_OPTIONS", hastened(rpc.SERVER_OPTIONS))
     servicer = Failing()
-    # The channel to the proxy closes first.
+    link = ShapedLink(Link())
+    # The channel to the link closes first.
     async with (
         serving(servicer) as (server, _),
-        chaos_proxy(server.ports[0]) as proxy,
-        rpc.dial(f"127.0.0.1:{proxy.port}") as channel,
+        link.forward((HOST, 0), (HOST, server.ports[0])) as port,
+        rpc.dial(f"{HOST}:{port}") as channel,
     ):
         call: Any = verifier_pb2_grpc.VerifierServiceStub(channel).StreamDrafts()
 
@@ -215,7 +219,7 @@ async def test_both_ends_notice_a_peer_that_vanishes(
         await call.write(verifier_pb2.StreamDraftsRequest())
         await call.read()
         waiting = asyncio.ensure_future(talk() if busy else call.read())
-        proxy.swallow()
+        link.vanish()
         async with asyncio.timeout(20):
             with pytest.raises((grpc.aio.AioRpcError, asyncio.InvalidStateError)):
                 await waiting

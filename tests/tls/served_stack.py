@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from chaos_proxy import ChaosProxy, chaos_proxy
 from redis_servers import Certificates, Standalone
 from sites import trusting
 from stack import DRAFT, Process
@@ -20,7 +19,10 @@ from outrider.launch.stack import plan_stack
 from outrider.process.certs import NAMES
 from outrider.process.ports import free_port
 from outrider.process.tls import Tls
+from outrider_bench.experiment.links import ShapedLink
+from outrider_bench.experiment.spec import Link
 
+HOST = "127.0.0.1"
 PORTS = (
     "gateway HTTP",
     "gateway gRPC",
@@ -34,13 +36,14 @@ PORTS = (
 
 @dataclass
 class Served:
-    """A running stack: its ports by name, and the wire before each of them.
+    """A running stack: its ports by name, and before each of them a wire with a port of its own.
 
     The processes dial each other's wires. Without `certificates` nothing has TLS.
     """
 
     ports: dict[str, int]
-    wires: dict[str, ChaosProxy]
+    wires: dict[str, ShapedLink]
+    wire_ports: dict[str, int]
     redis: Standalone
     certificates: Certificates | None
 
@@ -71,10 +74,12 @@ async def served(folder: Path, *, encrypted: bool) -> AsyncIterator[Served]:
         redis = Standalone(folder / "redis", certificates)
         stack.callback(redis.close)
         ports = {name: free_port() for name in PORTS} | {"Redis": redis.data[0].port}
-        wires = {
-            name: await stack.enter_async_context(chaos_proxy(port)) for name, port in ports.items()
+        wires = {name: ShapedLink(Link(), records=True) for name in ports}
+        wire_ports = {
+            name: await stack.enter_async_context(wire.forward((HOST, 0), (HOST, ports[name])))
+            for name, wire in wires.items()
         }
-        made = Served(ports, wires, redis, certificates)
+        made = Served(ports, wires, wire_ports, redis, certificates)
         for process in _processes(made, folder):
             stack.callback(process.log.close)
             stack.push_async_callback(asyncio.to_thread, process.stop)
@@ -86,7 +91,7 @@ async def served(folder: Path, *, encrypted: bool) -> AsyncIterator[Served]:
 def _processes(made: Served, folder: Path) -> Iterator[Process]:
     """Start each process."""
     listen = f"127.0.0.1:{made.ports['verifier']}"
-    wire = f"127.0.0.1:{made.wires['verifier'].port}"
+    wire = f"127.0.0.1:{made.wire_ports['verifier']}"
     for child in plan_stack(_settings(made, folder), folder).children:
         words = child.arguments
         if child.name == "verifier":
@@ -106,7 +111,7 @@ def _settings(made: Served, folder: Path) -> ServeSettings:
         "uds": folder / "none",
         "listen": f"127.0.0.1:{made.ports['drafter health']}",
         "metrics_port": made.ports["drafter metrics"],
-        "redis": made.redis.url.replace(str(made.ports["Redis"]), str(made.wires["Redis"].port)),
+        "redis": made.redis.url.replace(str(made.ports["Redis"]), str(made.wire_ports["Redis"])),
         "redis_password_file": made.redis.password_file,
         "pool_secret_file": folder / "secret",
     }

@@ -9,7 +9,6 @@ from typing import Any
 
 import grpc
 import pytest
-from chaos_proxy import chaos_proxy
 from fake_model import VOCAB, exposition, make_engine
 
 from outrider.errors import OutriderError, Reason
@@ -18,6 +17,8 @@ from outrider.process import rpc
 from outrider.protocol.model_info import DrafterInfo, ModelInfo, Placement, Stage
 from outrider.protocol.wire import model as wire_model
 from outrider.v1 import common_pb2, drafts_pb2, verifier_pb2, verifier_pb2_grpc
+from outrider_bench.experiment.links import ShapedLink
+from outrider_bench.experiment.spec import Link
 from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.engine_thread import EngineThread
 from verifier_svc.engine.loop import Engine
@@ -196,17 +197,18 @@ async def test_the_id_of_a_drafter_that_vanished_is_soon_free_again(
     """A machine that dies leaves its connection open. All times are a tenth of the real ones."""
     monkeypatch.setattr(rpc, "CHANNEL_OPTIONS", hastened(rpc.CHANNEL_OPTIONS))
     monkeypatch.setattr(rpc, "SERVER_OPTIONS", hastened(rpc.SERVER_OPTIONS))
+    link = ShapedLink(Link())
     async with (
         verifier() as served,
-        chaos_proxy(served.port) as proxy,
-        rpc.dial(f"127.0.0.1:{proxy.port}") as old,
+        link.forward(("127.0.0.1", 0), ("127.0.0.1", served.port)) as port,
+        rpc.dial(f"127.0.0.1:{port}") as old,
         rpc.dial(f"127.0.0.1:{served.port}") as new,
     ):
         vanished = RawDrafter(old, "model-1")
         await vanished.welcomed()
         with pytest.raises(OutriderError, match="a drafter with the id model-1 is connected"):
             await RawDrafter(new, "model-1").welcomed()
-        proxy.swallow()
+        link.vanish()
         async with asyncio.timeout(20):
             successor = await until_free(new, "model-1")
         connected = served.engine.drafting.roster.connected.values()
