@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import signal
 import subprocess
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -12,8 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from stack import Client, Process, Stack, running  # lies in tests/e2e
-from test_greedy_equality import texts as prompt_texts  # lies in tests/e2e
+from stack import Client, Process, Stack, prompt_texts, running
 
 from outrider.conformance.kit import Kit
 from outrider.conformance.rules import Outcome
@@ -130,39 +128,6 @@ async def test_its_acceptance_rate_equals_the_built_in_drafters(
     assert own == built_in == expected
     assert built_in_rate > 0.1
     assert own_rate == pytest.approx(built_in_rate, abs=0.02)
-
-
-@pytest.mark.slow
-async def test_kills_pauses_and_restarts_do_not_change_the_texts(
-    stack: Stack, client: Client, prompts: list[list[int]], language: str
-) -> None:
-    prompts = prompts[:16]
-    options = SpeculationOptions(drafter_family=FAMILIES[language])
-    expected = {
-        sampling: (await written(client, prompts, sampling, PLAIN))[0]
-        for sampling in (GREEDY, SAMPLED)
-    }
-    one = example(stack, language)
-    other = example(stack, language)
-    try:
-        await connected(client, FAMILIES[language], 2)
-        for sampling in (GREEDY, SAMPLED):
-            writing = asyncio.create_task(written(client, prompts, sampling, options))
-            await asyncio.sleep(0.3)
-            one.kill()
-            other.popen.send_signal(signal.SIGSTOP)
-            await asyncio.sleep(0.5)
-            other.popen.send_signal(signal.SIGCONT)
-            one.start()
-            assert (await writing)[0] == expected[sampling]
-            await connected(client, FAMILIES[language], 2)
-            texts, rate = await written(client, prompts, sampling, options)
-            assert texts == expected[sampling]
-            assert rate > 0.1
-    finally:
-        for process in (one, other):
-            process.stop()
-            process.log.close()
 
 
 @pytest.mark.slow

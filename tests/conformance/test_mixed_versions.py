@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import pytest
 from other_versions import OtherDrafter
-from stack import Client, Stack, running  # lies in tests/e2e
+from stack import Client, Stack, running
 
 from outrider.protocol.messages import SamplingParams, SpeculationOptions, TokenRequest
 

@@ -115,10 +115,3 @@ async def running(drafter: Drafter) -> AsyncIterator[asyncio.Task[None]]:
     finally:
         drafter.stream.stop()
         await asyncio.wait_for(asyncio.gather(task, return_exceptions=True), 30)
-
-
-async def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.01)

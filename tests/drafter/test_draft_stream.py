@@ -6,10 +6,11 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-from counting_drafter import TRACEPARENT, Counting, Drafter, opened, running, until
+from counting_drafter import TRACEPARENT, Counting, Drafter, opened, running
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from scripted_drafts import FINGERPRINT, READY, ScriptedVerifier
+from waiting import until
 
 from outrider.drafter import stream as stream_module
 from outrider.errors import OutriderError, Reason

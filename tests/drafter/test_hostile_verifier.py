@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 import pytest
-from counting_drafter import Counting, Drafter, opened, running, until
+from counting_drafter import Counting, Drafter, opened, running
 from scripted_drafts import ScriptedVerifier
+from waiting import until
 
 from outrider.drafter import stream as stream_module
 from outrider.drafter.draft_sequence import DraftSequence

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "shared"))
 
-from stack import Stack, running  # lies beside this file
+from stack import Stack, running
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import grpc
-from stack import Client  # lies beside this file
+from stack import Client
 
 from outrider.errors import OutriderError
 from outrider.process import rpc

@@ -7,7 +7,7 @@ from typing import Any
 
 import grpc
 import pytest
-from stack import Client, Stack  # lies beside this file
+from stack import Client, Stack
 from test_same_seed import PLAIN, request
 
 from outrider import __version__

@@ -1,14 +1,11 @@
 """Greedy output in float32 equals transformers' `generate`, token for token, with any drafter."""
 
 import asyncio
-import inspect
-import json
-import textwrap
 import time
 
 import pytest
 import torch
-from stack import TARGET, Client, Stack
+from stack import TARGET, Client, Stack, prompt_texts
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from outrider.protocol.messages import SamplingParams, SpeculationOptions, TokenRequest
@@ -36,7 +33,7 @@ class Reference:
             TARGET, dtype=torch.float32
         )
         tokenizer = AutoTokenizer.from_pretrained(TARGET).backend_tokenizer
-        self.prompts = [encoding.ids for encoding in tokenizer.encode_batch(texts())]
+        self.prompts = [encoding.ids for encoding in tokenizer.encode_batch(prompt_texts())]
         ends = self.model.generation_config.eos_token_id
         self._ends = set(ends if isinstance(ends, list) else [ends])
         self._right: set[tuple[int, ...]] = set()
@@ -73,27 +70,6 @@ class Reference:
         self._right.add((index, *tokens))
 
 
-def texts() -> list[str]:
-    """40 prompts of the kinds that the bundled pair was trained on."""
-    modules = (textwrap, json, inspect, asyncio.queues, asyncio.locks)
-    sources = ["\n".join(inspect.getsource(module).splitlines()[20:]) for module in modules]
-    code = [source[i * 500 : i * 500 + 40 + 60 * i] for source in sources for i in range(4)]
-    rewrite = [
-        f"{source[1000:1400]}\n\n# The same again:\n{source[1000:1060]}" for source in sources
-    ]
-    people = [
-        f"Extract name, age, job and city as JSON: {name}, {30 + i}, works as a baker in Oslo."
-        for i, name in enumerate(("Ada", "Ben", "Chen", "Dora", "Eli"))
-    ]
-    orders = [
-        f"List the items as JSON: Order: {i} x lamp at 3.5, {i + 1} x rope at {i}."
-        for i in range(1, 6)
-    ]
-    chats = [f"<|user|>{text}<|end|><|assistant|>" for text in (*people, *orders)]
-    short = ["def ", "import os\n", "class A:\n    ", "    return ", "#"]
-    return [*code, *rewrite, *chats, *short]
-
-
 @pytest.fixture(scope="module")
 def reference() -> Reference:
     torch.set_num_threads(1)
@@ -119,7 +95,7 @@ def test_the_reference_accepts_exactly_the_texts_of_generate(reference: Referenc
         ("all at once", 8, 2),
         *(
             pytest.param(name, most, 1, marks=pytest.mark.slow)
-            for name, most in (("all at once", 1), ("no drafter", 8), ("ngram", 1), ("model", 8))
+            for name, most in (("all at once", 1), ("no drafter", 8))
         ),
     ],
 )

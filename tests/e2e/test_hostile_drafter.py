@@ -108,20 +108,6 @@ async def test_proposals_for_finished_sequences_or_old_prefixes_are_ignored(stac
         assert infos["late"].connected
 
 
-async def test_three_violations_quarantine_a_drafter_for_a_stated_time(stack: Stack) -> None:
-    async with Client(stack.address) as client:
-        for _ in range(3):
-            async with dialled(client, "offender") as drafter:
-                assert (await drafter.hear()).HasField("welcome")
-                await drafter.propose(sequence_id=1, base_length=1, token_ids=[99_999])
-                assert (await drafter.error()).reason is Reason.PROTOCOL_VIOLATION
-        async with dialled(client, "offender") as drafter:
-            error = await drafter.error()
-    assert error.reason is Reason.QUARANTINED
-    assert error.retry_after_s is not None
-    assert 20 < error.retry_after_s <= 30
-
-
 async def test_a_drafter_that_never_answers_does_not_block_requests(stack: Stack) -> None:
     async with Client(stack.address) as client, dialled(client, "mute") as drafter:
         assert (await drafter.hear()).HasField("welcome")

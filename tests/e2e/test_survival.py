@@ -144,7 +144,13 @@ async def disturbed(
         must_equal(answer, other)
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "stopped"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param(signal.SIGKILL, id="killed"),
+        pytest.param(signal.SIGTERM, id="stopped", marks=pytest.mark.slow),
+    ],
+)
 async def test_no_stream_notices_the_loss_of_its_verifier(
     site: Site, calm: Calm, how: signal.Signals
 ) -> None:

@@ -8,12 +8,11 @@ from typing import Any
 import grpc
 import pytest
 from raw_drafter import dialled  # lies beside this file
-from stack import Client, Process, Stack, running
+from stack import Client, Stack, running
 
 from outrider.errors import Reason
 from outrider.internal.v1.token_streams_pb2_grpc import TokenStreamServiceStub
 from outrider.process import rpc
-from outrider.process.ports import free_port
 from outrider.protocol.messages import SamplingParams, SpeculationOptions, TokenRequest
 from outrider.protocol.model_info import Stage
 from outrider.protocol.wire import requests as wire_requests
@@ -47,15 +46,6 @@ async def test_a_cancelled_request_frees_its_sequence_within_a_second(stack: Sta
         while any(info.sequence_count for info in (await client.model()).drafters):
             assert time.monotonic() < deadline
             await asyncio.sleep(0.02)
-
-
-@pytest.mark.slow
-async def test_a_verifier_without_a_tokenizer_file_ends_with_the_reason(tmp_path: Any) -> None:
-    address = f"127.0.0.1:{free_port()}"
-    process = Process("verifier_svc", "--target", str(tmp_path), "--listen", address)
-    assert process.popen.wait(60) == 1
-    assert f"{tmp_path} has no tokenizer.json" in process.output()
-    process.log.close()
 
 
 @pytest.mark.slow

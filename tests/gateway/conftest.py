@@ -7,9 +7,10 @@ from dataclasses import fields
 
 import pytest
 import pytest_asyncio
-from gateway_rig import TARGET, Rig, echo, is_ready, running_rig, settings, until
+from gateway_rig import TARGET, Rig, echo, is_ready, running_rig, settings
 from mortal_verifiers import Site, running_site
 from scripted_verifier import Script, ready, serving
+from waiting import until
 
 from gateway.text.prompts import Prompts
 from gateway.upstream import routing

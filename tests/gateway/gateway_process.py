@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
-from gateway_rig import TARGET, echo, is_ready, until
+from gateway_rig import TARGET, echo, is_ready
 from scripted_verifier import Script, ready, serving
+from waiting import until
 
 from gateway.text.prompts import Prompts
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,18 +79,6 @@ def echo_within_limit(request: TokenRequest) -> list[Step]:
 
 async def is_ready(http: httpx.AsyncClient) -> bool:
     return (await http.get("/readyz")).status_code == 200
-
-
-async def until(condition: Callable[[], bool | Awaitable[bool]], timeout_s: float = 30.0) -> None:
-    """Poll until the condition holds. Use it for states without an event, such as a peer's call."""
-
-    async def holds() -> bool:
-        met = condition()
-        return await met if isinstance(met, Awaitable) else met
-
-    async with asyncio.timeout(timeout_s):
-        while not await holds():  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
 
 
 @contextlib.asynccontextmanager

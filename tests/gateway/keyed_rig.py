@@ -7,8 +7,9 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from gateway_rig import Rig, echo, is_ready, running_rig, settings, until
+from gateway_rig import Rig, echo, is_ready, running_rig, settings
 from scripted_verifier import Script, ready, serving
+from waiting import until
 
 from gateway.text.prompts import Prompts
 from outrider.process.key_file import KeyEntry, key_digest, make_entry, new_key, write_keys

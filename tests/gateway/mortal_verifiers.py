@@ -11,8 +11,9 @@ from typing import Any
 
 import httpx
 import pytest
-from gateway_rig import echo, settings, until
+from gateway_rig import echo, settings
 from scripted_verifier import Script, ScriptedVerifier, Step, last, plain, ready, serve_verifier
+from waiting import until
 
 from gateway import server
 from gateway.metrics import Metrics

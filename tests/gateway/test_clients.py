@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gateway_rig import Rig, is_ready, model_with_template, running_rig, settings, until
+from gateway_rig import Rig, is_ready, model_with_template, running_rig, settings
 from scripted_verifier import last, plain
+from waiting import until
 
 from gateway.http.conversation import MAX_TEMPLATE_CHARACTERS, MAX_TEMPLATE_VARIABLES
 from outrider.protocol.messages import FinishReason, SpeculationStats, TokenChunk, TokenSource

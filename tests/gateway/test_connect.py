@@ -11,10 +11,11 @@ from collections.abc import AsyncIterator
 import grpc
 import httpx
 import pytest
-from gateway_rig import Rig, until
+from gateway_rig import Rig
 from google.protobuf import json_format
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from scripted_verifier import plain
+from waiting import until
 
 from gateway.http.request_body import MAX_BODY_BYTES
 from gateway.rpc import connect

@@ -8,7 +8,8 @@ from typing import Any
 
 import grpc
 import pytest
-from gateway_rig import Rig, until
+from gateway_rig import Rig
+from waiting import until
 
 from gateway.generation.admission import ClientTimeout
 from gateway.http.openai import client_timeout

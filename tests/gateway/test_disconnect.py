@@ -12,8 +12,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from gateway_rig import Rig, until
+from gateway_rig import Rig
 from scripted_verifier import last, plain
+from waiting import until
 
 from gateway.generation import generate
 from outrider.process.read_ahead import MOST_UNREAD

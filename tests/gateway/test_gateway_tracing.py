@@ -8,11 +8,12 @@ from collections.abc import Iterator
 
 import grpc
 import pytest
-from gateway_rig import Rig, until
+from gateway_rig import Rig
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 from scripted_verifier import plain
+from waiting import until
 
 from outrider.errors import OutriderError, Reason
 from outrider.process import telemetry

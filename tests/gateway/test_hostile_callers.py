@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator
 import grpc
 import pytest
 import pytest_asyncio
-from gateway_rig import Rig, echo_within_limit, until
+from gateway_rig import Rig, echo_within_limit
 from google.protobuf import json_format
 from google.rpc import code_pb2
 from hostile_messages import fuzzing, messages, wire
@@ -21,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from raw_calls import call_raw, methods
 from test_connect import JSON, PROTO, WEB, post, reason, retry_class
+from waiting import until
 
 from outrider.process import rpc
 from outrider.v1 import common_pb2

@@ -7,8 +7,9 @@ from typing import Any
 
 import httpx
 import pytest
-from gateway_rig import Rig, until
+from gateway_rig import Rig
 from scripted_verifier import plain
+from waiting import until
 
 from gateway.http.request_body import MAX_BODY_BYTES
 from outrider.errors import OutriderError, Reason

@@ -15,9 +15,10 @@ from unittest.mock import Mock
 import httpx
 import pytest
 import pytest_asyncio
-from gateway_rig import Rig, until
+from gateway_rig import Rig
 from keyed_rig import ALICE, BOB, EXPIRED, OPERATOR, auth, entry, keyed_rig
 from test_page_api import events
+from waiting import until
 
 from gateway.access import keys
 from gateway.access.gate import RequireKey, tenant_of

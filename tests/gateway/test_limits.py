@@ -10,9 +10,10 @@ from typing import Any
 import grpc
 import pytest
 import pytest_asyncio
-from gateway_rig import Rig, echo, until
+from gateway_rig import Rig, echo
 from keyed_rig import ALICE, BOB, auth, entry, keyed_rig
 from redis.exceptions import ConnectionError as RedisConnectionError
+from waiting import until
 
 from gateway.access import redis_rate_windows
 from gateway.access.limits import Limits

@@ -24,8 +24,8 @@ import httpx
 import pytest
 import pytest_asyncio
 from gateway_process import GatewayProcess, gateway_process
-from gateway_rig import until
 from scripted_verifier import last, plain
+from waiting import until
 
 from gateway.text.prompts import Prompts
 from outrider.process import rpc

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import grpc
 import pytest
-from gateway_rig import until
 from mortal_verifiers import FOREVER, TEXT, Site, Verifier, events, running_site, text_of
 from scripted_verifier import last, plain
+from waiting import until
 
 from gateway.text.prompts import Prompts
 from gateway.upstream import routing

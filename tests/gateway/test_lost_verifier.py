@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from gateway_rig import Rig, echo, until
+from gateway_rig import Rig, echo
 from mortal_verifiers import TEXT, Site, running_site, text_of
 from scripted_verifier import last, plain
+from waiting import until
 
 from gateway.text.prompts import Prompts
 from gateway.upstream import replica, routing

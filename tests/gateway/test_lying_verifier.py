@@ -15,7 +15,7 @@ import grpc
 import httpx
 import pytest
 import pytest_asyncio
-from gateway_rig import echo_within_limit, settings, until
+from gateway_rig import echo_within_limit, settings
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 from hostile_messages import fuzzing, wire
@@ -23,6 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from raw_calls import check_details
 from scripted_verifier import Script, ready, serving
+from waiting import until
 
 from gateway.metrics import Metrics
 from gateway.server import Gateway, running

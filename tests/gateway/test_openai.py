@@ -6,8 +6,9 @@ import json
 
 import httpx
 import pytest
-from gateway_rig import Rig, until
+from gateway_rig import Rig
 from scripted_verifier import last, plain
+from waiting import until
 
 from outrider.protocol.messages import FinishReason, SpeculationStats, TokenChunk, TokenSource
 

@@ -12,11 +12,12 @@ import httpx
 import pytest
 import requests
 import schemathesis
-from gateway_rig import Rig, echo_within_limit, until
+from gateway_rig import Rig, echo_within_limit
 from hostile_messages import fuzzing
 from hypothesis import given
 from hypothesis import strategies as st
 from test_access import settings, unused
+from waiting import until
 
 from gateway.app import create_app
 from outrider.errors import Reason

@@ -13,9 +13,10 @@ from typing import Any
 import grpc
 import httpx
 import pytest
-from gateway_rig import Rig, until
+from gateway_rig import Rig
 from hypothesis import given
 from hypothesis import strategies as st
+from waiting import until
 
 from gateway.generation.admission import (
     ClientTimeout,

@@ -6,9 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from gateway_rig import Rig, until
+from gateway_rig import Rig
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from scripted_verifier import last, plain
+from waiting import until
 
 from outrider.errors import Reason
 from outrider.process import rpc

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from gateway_rig import echo, until
+from gateway_rig import echo
 from mortal_verifiers import Site, running_site
 from scripted_verifier import Script
+from waiting import until
 
 from gateway.text.prompts import Prompts
 from gateway.upstream.routing import Pick

@@ -13,8 +13,8 @@ import grpc
 import httpx
 import pytest
 from gateway_process import GatewayProcess, gateway_process
-from gateway_rig import until
 from scripted_verifier import last, plain
+from waiting import until
 
 from gateway.text.prompts import Prompts
 from outrider.errors import Reason

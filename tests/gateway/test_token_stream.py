@@ -7,8 +7,9 @@ import gc
 
 import openai
 import pytest
-from gateway_rig import Rig, until
+from gateway_rig import Rig
 from scripted_verifier import last, plain
+from waiting import until
 
 from outrider.errors import OutriderError, Reason
 from outrider.protocol.messages import FinishReason, TokenRequest

@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from gateway_rig import until
 from mortal_verifiers import LOST, TEXT, Site, events, running_site, text_of
 from scripted_verifier import Step, last, plain
+from waiting import until
 
 from gateway.text.prompts import Prompts
 from outrider.errors import OutriderError, Reason

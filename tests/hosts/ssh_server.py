@@ -8,13 +8,13 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from getpass import getuser
 from pathlib import Path
 
-import waiting
+from waiting import until
 
 from outrider.process.ports import free_port
 from outrider_bench.experiment.hosts import Launch
@@ -94,10 +94,3 @@ def proxy(name: str = "proxy", **more: object) -> tuple[Launch, int]:
 def listens(port: int) -> bool:
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    async def asked() -> bool:
-        return holds()
-
-    await waiting.until(asked)

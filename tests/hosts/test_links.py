@@ -7,18 +7,19 @@ import socket
 import struct
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from statistics import median
 
 import pytest
+import pytest_asyncio
 from waiting import until
 
 from outrider.process.ports import free_port
 from outrider_bench.experiment.hosts import Launch, LocalHost
 from outrider_bench.experiment.link_process import LinkControl
-from outrider_bench.experiment.links import ShapedLink, _End
+from outrider_bench.experiment.links import SEGMENT_BYTES, ShapedLink, _End
 from outrider_bench.experiment.spec import Link
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 _HOST = "127.0.0.1"
 TRIES = 8
@@ -53,8 +54,8 @@ async def _echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
     writer.close()
 
 
-@asynccontextmanager
-async def _running() -> AsyncIterator[Rig]:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def link() -> AsyncIterator[Rig]:
     server = await asyncio.start_server(_echo, _HOST, 0)
     target = server.sockets[0].getsockname()[1]
     port, control_port = free_port(_HOST), free_port(_HOST)
@@ -81,6 +82,13 @@ async def _running() -> AsyncIterator[Rig]:
         await asyncio.sleep(0.05)  # the echoes see their ends
 
 
+@pytest_asyncio.fixture(loop_scope="module")
+async def rig(link: Rig) -> Rig:
+    """The link of all tests, which adds nothing until a test shapes it."""
+    await link.shape()
+    return link
+
+
 async def _round_trips_ms(rig: Rig, count: int) -> list[float]:
     reader, writer = await rig.connect()
     found = []
@@ -93,73 +101,77 @@ async def _round_trips_ms(rig: Rig, count: int) -> list[float]:
     return found
 
 
-async def test_a_link_lengthens_round_trips_to_within_a_millisecond() -> None:
-    async with _running() as rig:
-        bare = median(await _round_trips_ms(rig, 50))
-        for added in (1.0, 5.0, 20.0):
-            await rig.shape(round_trip_ms=added)
-            for _ in range(TRIES):
-                found = await _round_trips_ms(rig, 20)
-                assert added <= min(found)
-                if median(found) < added + bare + 1.0:
-                    break
-            else:
-                pytest.fail(f"{added} ms are {found}")
+async def test_a_link_lengthens_round_trips_to_within_a_millisecond(rig: Rig) -> None:
+    """The shortest trip is compared: other processes delay a link at times."""
+    bare = min(await _round_trips_ms(rig, 50))
+    for added in (1.0, 5.0, 20.0):
+        await rig.shape(round_trip_ms=added)
+        for _ in range(TRIES):
+            found = min(await _round_trips_ms(rig, 20))
+            assert added <= found
+            if found < added + bare + 1.0:
+                break
+        else:
+            pytest.fail(f"{added} ms are {found}")
 
 
-async def test_bandwidth_is_kept_within_five_percent() -> None:
-    async with _running() as rig:
-        reader, writer = await rig.connect()
-        await rig.shape(mbit_s=40.0)
-        count = 1_000_000
-        # Both directions carry it at the same time, one segment apart.
-        expected = count * 8 / 40e6
-        ratios: list[float] = []
-        while not ratios or (ratios[-1] >= 1.05 and len(ratios) < TRIES):
-            started = time.perf_counter()
-            writer.write(b"x" * count)
-            await reader.readexactly(count)
-            ratios.append((time.perf_counter() - started) / expected)
-            assert ratios[-1] > 0.99
-        assert ratios[-1] < 1.05, ratios
-        writer.close()
+async def test_bytes_arrive_by_the_bandwidth_one_behind_the_other() -> None:
+    link = ShapedLink(Link(mbit_s=40.0, round_trip_ms=10.0))
+    sent = b"x" * 1_000_000
+    # At 5 s all are sent; two connections share the wire.
+    first = list(link.schedule(link.up, sent, 5.0, 0.0))
+    second = list(link.schedule(link.up, sent, 5.0, 0.0))
+    assert b"".join(piece for _, piece in first) == sent
+    assert first[0][0] == pytest.approx(5.005 + SEGMENT_BYTES * 8 / 40e6)
+    assert first[-1][0] == pytest.approx(5.205)
+    assert second[-1][0] == pytest.approx(5.405)
+    other_direction = list(link.schedule(link.down, sent, 5.0, 0.0))
+    assert other_direction[-1][0] == pytest.approx(5.205)
 
 
-async def test_jitter_and_loss_keep_the_order_of_bytes_and_lose_none() -> None:
-    async with _running() as rig:
-        reader, writer = await rig.connect()
-        await rig.shape(round_trip_ms=2, jitter_ms=5, loss=0.05, retransmit_ms=10)
-        sent = b"".join(i.to_bytes(4, "big") for i in range(50_000))
-        for start in range(0, len(sent), 1_000):
-            writer.write(sent[start : start + 1_000])
-            await asyncio.sleep(0)
-        assert await reader.readexactly(len(sent)) == sent
-        assert (await rig.control.traffic()).lost_segment_count > 0
-        writer.close()
+async def test_no_byte_is_earlier_than_the_bandwidth_lets_it(rig: Rig) -> None:
+    reader, writer = await rig.connect()
+    await rig.shape(mbit_s=40.0)
+    count = 1_000_000
+    started = time.perf_counter()
+    writer.write(b"x" * count)
+    await reader.readexactly(count)
+    assert time.perf_counter() - started > 0.99 * count * 8 / 40e6
+    writer.close()
 
 
-async def test_a_lost_segment_comes_a_retransmission_later() -> None:
-    async with _running() as rig:
-        reader, writer = await rig.connect()
-        await rig.shape(loss=0.999, retransmit_ms=50)
-        started = time.perf_counter()
-        writer.write(b"x")
-        await reader.readexactly(1)
-        assert 0.099 < time.perf_counter() - started < 1.0  # lost once in each direction
-        writer.close()
+async def test_jitter_and_loss_keep_the_order_of_bytes_and_lose_none(rig: Rig) -> None:
+    reader, writer = await rig.connect()
+    await rig.shape(round_trip_ms=2, jitter_ms=5, loss=0.05, retransmit_ms=10)
+    sent = b"".join(i.to_bytes(4, "big") for i in range(50_000))
+    for start in range(0, len(sent), 1_000):
+        writer.write(sent[start : start + 1_000])
+        await asyncio.sleep(0)
+    assert await reader.readexactly(len(sent)) == sent
+    assert (await rig.control.traffic()).lost_segment_count > 0
+    writer.close()
 
 
-async def test_an_outage_holds_all_bytes_and_loses_none() -> None:
-    async with _running() as rig:
-        reader, writer = await rig.connect()
-        await rig.control.outage(0.4)
-        started = time.perf_counter()
-        writer.write(b"a" * 10_000)
-        await asyncio.sleep(0.2)
-        writer.write(b"b" * 10_000)
-        assert await reader.readexactly(20_000) == b"a" * 10_000 + b"b" * 10_000
-        assert 0.35 < time.perf_counter() - started < 5.0
-        writer.close()
+async def test_a_lost_segment_comes_a_retransmission_later(rig: Rig) -> None:
+    reader, writer = await rig.connect()
+    await rig.shape(loss=0.999, retransmit_ms=50)
+    started = time.perf_counter()
+    writer.write(b"x")
+    await reader.readexactly(1)
+    assert time.perf_counter() - started > 0.099  # lost once in each direction
+    writer.close()
+
+
+async def test_an_outage_holds_all_bytes_and_loses_none(rig: Rig) -> None:
+    reader, writer = await rig.connect()
+    await rig.control.outage(0.4)
+    started = time.perf_counter()
+    writer.write(b"a" * 10_000)
+    await asyncio.sleep(0.2)
+    writer.write(b"b" * 10_000)
+    assert await reader.readexactly(20_000) == b"a" * 10_000 + b"b" * 10_000
+    assert time.perf_counter() - started > 0.35
+    writer.close()
 
 
 async def test_an_outage_of_one_direction_leaves_the_other_alone() -> None:
@@ -172,7 +184,7 @@ async def test_an_outage_of_one_direction_leaves_the_other_alone() -> None:
         writer.close()
 
     server = await asyncio.start_server(connected, _HOST, 0)
-    link = ShapedLink(Link.model_validate({}))
+    link = ShapedLink(Link())
     here = (_HOST, free_port(_HOST))
     async with link.forward(here, server.sockets[0].getsockname()):
         reader, writer = await asyncio.open_connection(*here)
@@ -189,7 +201,7 @@ async def test_an_outage_of_one_direction_leaves_the_other_alone() -> None:
 
 async def test_a_connection_that_ended_in_both_directions_is_closed() -> None:
     server = await asyncio.start_server(_echo, _HOST, 0)
-    link = ShapedLink(Link.model_validate({}))
+    link = ShapedLink(Link())
     here = (_HOST, free_port(_HOST))
     async with link.forward(here, server.sockets[0].getsockname()):
         reader, writer = await asyncio.open_connection(*here)
@@ -205,53 +217,50 @@ async def test_a_connection_that_ended_in_both_directions_is_closed() -> None:
     server.close()
 
 
-async def test_a_vanished_connection_stays_open_and_new_ones_pass() -> None:
-    async with _running() as rig:
-        reader, writer = await rig.connect()
-        await rig.control.vanish()
-        writer.write(b"lost")
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(reader.read(1), 0.1)
-        writer.close()
-        assert len(await _round_trips_ms(rig, 1)) == 1
+async def test_a_vanished_connection_stays_open_and_new_ones_pass(rig: Rig) -> None:
+    reader, writer = await rig.connect()
+    await rig.control.vanish()
+    writer.write(b"lost")
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(reader.read(1), 0.1)
+    writer.close()
+    assert len(await _round_trips_ms(rig, 1)) == 1
 
 
-async def test_a_reset_cuts_both_sides_and_new_connections_pass() -> None:
-    async with _running() as rig:
-        reader, writer = await rig.connect()
-        await rig.control.reset()
-        with pytest.raises(ConnectionResetError):
-            await reader.readexactly(1)
-        writer.close()
-        assert len(await _round_trips_ms(rig, 1)) == 1
-        assert (await rig.control.traffic()).connection_count == 2
+async def test_a_reset_cuts_both_sides_and_new_connections_pass(rig: Rig) -> None:
+    before = await rig.control.traffic()
+    reader, writer = await rig.connect()
+    await rig.control.reset()
+    with pytest.raises(ConnectionResetError):
+        await reader.readexactly(1)
+    writer.close()
+    assert len(await _round_trips_ms(rig, 1)) == 1
+    assert (await rig.control.traffic()).connection_count == before.connection_count + 2
 
 
-async def test_bytes_are_counted_in_each_direction() -> None:
-    async with _running() as rig:
-        reader, writer = await rig.connect()
-        before = await rig.control.traffic()
-        writer.write(b"x" * 12_345)
-        await reader.readexactly(12_345)
-        after = await rig.control.traffic()
-        assert after.up_bytes - before.up_bytes == 12_345
-        assert after.down_bytes - before.down_bytes == 12_345
-        writer.close()
+async def test_bytes_are_counted_in_each_direction(rig: Rig) -> None:
+    reader, writer = await rig.connect()
+    before = await rig.control.traffic()
+    writer.write(b"x" * 12_345)
+    await reader.readexactly(12_345)
+    after = await rig.control.traffic()
+    assert after.up_bytes - before.up_bytes == 12_345
+    assert after.down_bytes - before.down_bytes == 12_345
+    writer.close()
 
 
-async def test_the_end_of_a_stream_comes_through_behind_its_bytes() -> None:
-    async with _running() as rig:
-        await rig.shape(round_trip_ms=10)
-        reader, writer = await rig.connect()
-        writer.write(b"last words")
-        writer.write_eof()
-        assert await reader.read() == b"last words"
-        writer.close()
+async def test_the_end_of_a_stream_comes_through_behind_its_bytes(rig: Rig) -> None:
+    await rig.shape(round_trip_ms=10)
+    reader, writer = await rig.connect()
+    writer.write(b"last words")
+    writer.write_eof()
+    assert await reader.read() == b"last words"
+    writer.close()
 
 
 async def test_an_end_of_stream_meets_a_connection_that_was_reset() -> None:
     loop = asyncio.get_running_loop()
-    link = ShapedLink(Link.model_validate({}))
+    link = ShapedLink(Link())
     with socket.create_server((_HOST, 0)) as listener:
         client = socket.create_connection(listener.getsockname())
         accepted, _ = listener.accept()
@@ -267,7 +276,6 @@ async def test_an_end_of_stream_meets_a_connection_that_was_reset() -> None:
             await asyncio.sleep(0)
 
 
-async def test_a_shape_out_of_range_is_refused_by_its_field() -> None:
-    async with _running() as rig:
-        with pytest.raises(ValueError, match="round_trip_ms"):
-            await rig.control._ask({"shape": {"round_trip_ms": -1}})
+async def test_a_shape_out_of_range_is_refused_by_its_field(rig: Rig) -> None:
+    with pytest.raises(ValueError, match="round_trip_ms"):
+        await rig.control._ask({"shape": {"round_trip_ms": -1}})

@@ -9,22 +9,11 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-import waiting
-from ssh_server import (
-    OUTRIDER,
-    PATIENCE_S,
-    ROOT,
-    SshServer,
-    held,
-    listens,
-    proxy,
-    ssh_server,
-    until,
-)
+from ssh_server import OUTRIDER, PATIENCE_S, ROOT, SshServer, held, listens, proxy, ssh_server
+from waiting import until
 
 from outrider.errors import OutriderError
 from outrider_bench.experiment.hosts import Launch
-from outrider_bench.experiment.machine import commit
 from outrider_bench.experiment.records import Folder, Measurement
 from outrider_bench.experiment.remote import (
     RemoteHandle,
@@ -44,8 +33,12 @@ async def near(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[SshSer
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def host(near: SshServer) -> AsyncIterator[RemoteHost]:
     """A connection that most tests share: to start its far end takes seconds."""
+    launch, port = proxy()
     async with held(near) as hosts:
+        await hosts.remote["near"].start(launch)
+        await until(lambda: listens(port))
         yield hosts.remote["near"]
+    assert not listens(port), "processes end when the experiment lets go"
 
 
 async def test_a_remote_process_is_started_watched_and_stopped(host: RemoteHost) -> None:
@@ -64,7 +57,7 @@ async def ended(handle: RemoteHandle) -> None:
     async def is_dead() -> bool:
         return not await handle.alive()
 
-    await waiting.until(is_dead)
+    await until(is_dead)
 
 
 async def test_a_remote_process_gets_its_files_and_environment(host: RemoteHost) -> None:
@@ -110,47 +103,19 @@ async def test_a_program_that_is_not_there_ends_with_its_name(host: RemoteHost) 
     assert "/no/such/program" in " ".join(await handle.tail())
 
 
-async def test_processes_end_when_the_experiment_lets_go(near: SshServer) -> None:
+async def test_a_lost_connection_is_an_error_that_names_the_host_and_ends_its_processes(
+    near: SshServer,
+) -> None:
     launch, port = proxy()
-    async with held(near) as hosts:
-        await hosts.remote["near"].start(launch)
-        await until(lambda: listens(port))
-    assert not listens(port)
-
-
-CONTROLLER = """
-import asyncio, sys
-from outrider_bench.experiment.hosts import Launch
-from outrider_bench.experiment.remote import remote_hosts
-async def main(target, ssh, commit, *arguments):
-    launch = Launch("proxy", "outrider_bench.experiment.link_process", arguments)
-    async with remote_hosts({"near": target}, ssh, commit) as hosts:
-        await hosts.remote["near"].start(launch)
-        await asyncio.Event().wait()
-asyncio.run(main(*sys.argv[1:]))
-"""
-
-
-async def test_processes_end_when_the_machine_that_measures_is_lost(near: SshServer) -> None:
-    launch, port = proxy()
-    words = [near.target, near.command, commit(ROOT), *launch.arguments]
-    controller = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", CONTROLLER, *words, cwd=ROOT
-    )
-    await until(lambda: listens(port))
-    controller.kill()
-    await controller.wait()
-    await until(lambda: not listens(port))
-
-
-async def test_a_lost_connection_is_an_error_that_names_the_host(near: SshServer) -> None:
     async with held(near) as hosts:
         host = hosts.remote["near"]
-        handle = await host.start(proxy()[0])
+        handle = await host.start(launch)
+        await until(lambda: listens(port))
         host._ssh.kill()
         await host._ssh.wait()
         with pytest.raises(ConnectionError, match="host near: "):
             await handle.alive()
+        await until(lambda: not listens(port))
 
 
 async def test_a_checkout_of_another_commit_is_refused(near: SshServer) -> None:

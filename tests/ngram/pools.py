@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
+
+from waiting import until
 
 from drafter_svc.pools.keys import PoolKeys
 from drafter_svc.pools.redis import Query, RedisOptions, RedisPool
@@ -34,13 +34,6 @@ async def pool(server: RedisServer, **options: Any) -> AsyncIterator[RedisPool]:
         yield made
     finally:
         await made.aclose()
-
-
-async def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.01)
 
 
 async def written(

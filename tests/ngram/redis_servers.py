@@ -10,13 +10,13 @@ import re
 import shutil
 import signal
 import subprocess
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import redis
+from waiting import wait_until
 
 from outrider.process.certs import Authority
 from outrider.process.ports import free_port
@@ -33,13 +33,6 @@ def acl_line(kind: str) -> str:
     lines: list[str] = re.findall(r"^user outrider .*$", OPERATIONS, re.MULTILINE)
     [line] = [line for line in lines if ("sentinel|" in line) == (kind == "sentinel")]
     return line
-
-
-def until(condition: Callable[[], Any], timeout_s: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 class Certificates:
@@ -107,7 +100,7 @@ class RedisProcess:
     def start(self) -> None:
         self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL)
         with self.admin() as client:
-            until(lambda: _answers(client))
+            wait_until(lambda: _answers(client))
 
     def admin(self) -> redis.Redis:
         """A client of the default user."""
@@ -217,7 +210,7 @@ class Sentinels(Deployment):
         self.data = [master]
         self.replica = self.run(directory / "replica", f"replicaof 127.0.0.1 {master.port}")
         with self.replica.admin() as client:
-            until(lambda: client.info("replication")["master_link_status"] == "up")
+            wait_until(lambda: client.info("replication")["master_link_status"] == "up")
         self.sentinel = self.run(
             directory / "sentinel",
             f"sentinel monitor {SERVICE} 127.0.0.1 {master.port} 1",
@@ -226,7 +219,7 @@ class Sentinels(Deployment):
             sentinel=True,
         )
         with self.sentinel.admin() as client:
-            until(lambda: client.info("sentinel")["master0"]["slaves"] == 1)
+            wait_until(lambda: client.info("sentinel")["master0"]["slaves"] == 1)
 
     def in_url(self) -> Iterable[RedisProcess]:
         return [self.sentinel]
@@ -255,7 +248,7 @@ class Cluster(Deployment):
                 client.execute_command("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
         for node in self.data[1:]:
             self._meet(node)
-        until(lambda: all(self.is_whole(node) for node in self.data))
+        wait_until(lambda: all(self.is_whole(node) for node in self.data))
 
     def _node(self) -> RedisProcess:
         number = len(self.processes)
@@ -276,8 +269,8 @@ class Cluster(Deployment):
         node = self._node()
         self._meet(node)
         self.data.append(node)
-        until(lambda: all(self.is_whole(each) for each in self.data))
-        until(lambda: all(self.knows(each) == len(self.data) for each in self.data))
+        wait_until(lambda: all(self.is_whole(each) for each in self.data))
+        wait_until(lambda: all(self.knows(each) == len(self.data) for each in self.data))
         return node
 
     def knows(self, node: RedisProcess) -> int:

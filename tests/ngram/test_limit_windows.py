@@ -16,8 +16,8 @@ from redis_servers import (
     Cluster,
     Deployment,
     Standalone,
-    until,
 )
+from waiting import wait_until
 
 from gateway.access.rate_windows import Count, RateWindows, rate_windows
 
@@ -98,7 +98,7 @@ async def test_a_lost_redis_delays_no_request_and_is_used_again(
     assert time.monotonic() - began < 5.0
     assert caplog.text.count("limits are counted by this gateway alone") == 1
     redis_server.start()
-    until(lambda: redis_server.each("PING") == [True])
+    wait_until(lambda: redis_server.each("PING") == [True])
     grant_rights(redis_server)
     monkeypatch.setattr(made, "_paused_until", 0.0)
     assert (await made.add("alice/tokens", 9, minute)).total == 9

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 from family_rig import Rig, opened_sequence
-from pools import pool, until
+from pools import pool
 from redis_servers import Standalone
+from waiting import until
 
 from drafter_svc.families.ngram import NgramFamily, NgramSettings
 from drafter_svc.metrics import Metrics

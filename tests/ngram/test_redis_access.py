@@ -4,8 +4,9 @@ import logging
 from pathlib import Path
 
 import pytest
-from pools import found, pool, until, written
+from pools import found, pool, written
 from redis_servers import PASSWORD, Deployment, RedisProcess, Standalone, acl_line
+from waiting import until
 
 from drafter_svc.pools.redis_client import RedisClient
 from outrider.process.redis_server import RedisServer

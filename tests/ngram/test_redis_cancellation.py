@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 import uvloop
-from pools import TENANT, pool, until, written
+from pools import TENANT, pool, written
 from redis_servers import Standalone
+from waiting import until
 
 from drafter_svc.pools import redis as redis_pool
 from drafter_svc.pools.redis import Query, RedisPool

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from pools import found, pool, until, written
+from pools import found, pool, written
 from redis_servers import Certificates, Standalone
+from waiting import until
 
 from drafter_svc.config import EraseSettings, RedisSettings, settings_schema
 from outrider.process.certs import Authority

@@ -8,8 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from pools import TENANT, found, pool, until, written
+from pools import TENANT, found, pool, written
 from redis_servers import Deployment, Standalone
+from waiting import until
 
 from drafter_svc.pools import redis_client
 from drafter_svc.pools.keys import is_index

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from pools import TENANT, found, pool, until, written
+from pools import TENANT, found, pool, written
 from redis.crc import key_slot
 from redis_servers import Cluster, Sentinels
-from redis_servers import until as wait_until
+from waiting import until, wait_until
 
 from drafter_svc.pools.redis import Query
 

@@ -4,12 +4,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from waiting import wait_until
 
 TALKS = """
 import os, pathlib
@@ -84,19 +84,12 @@ def small_file_system(directory: Path) -> Iterator[Path | None]:
             subprocess.run(["umount", "--lazy", directory], check=True)
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def assert_goes_on(rig: Rig, serving: subprocess.Popen[str]) -> None:
     """Assert that the child's pipe is read, and that a killed child is restarted."""
-    until(lambda: rig.progress[1] > MANY)
+    wait_until(lambda: rig.progress[1] > MANY)
     first = rig.progress[0]
     os.kill(first, signal.SIGKILL)
-    until(lambda: rig.progress[0] != first and rig.progress[1] > MANY)
+    wait_until(lambda: rig.progress[0] != first and rig.progress[1] > MANY)
     assert serving.poll() is None
 
 
@@ -122,7 +115,9 @@ def test_a_log_on_a_full_disk_blocks_nothing_and_resumes_with_space(
         if small:
             assert path.stat().st_size <= 64 * 1024
             (small / "filler").unlink()
-            until(lambda: "lines were dropped: the log could not be written" in path.read_text())
+            wait_until(
+                lambda: "lines were dropped: the log could not be written" in path.read_text()
+            )
             ends = ("xxx", "restarting it in 0.5 s", "written", "...")
             assert all(line.endswith(ends) for line in path.read_text().splitlines()[:-1])
         assert_stops(rig, serving)

@@ -5,11 +5,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from waiting import until, wait_until
 
 from outrider.launch.supervisor import Child, StartFailed, Supervisor
 
@@ -54,13 +54,6 @@ class Rig:
         self.supervisor.start(child)
         return child
 
-    async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait until the condition holds, for at most 10 s."""
-        async with asyncio.timeout(10):
-            # The conditions have no events.
-            while not condition():  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
-
 
 @pytest.fixture
 async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
@@ -79,11 +72,11 @@ def group_exists(group: int) -> bool:
 
 async def test_a_killed_child_is_restarted_after_a_delay(rig: Rig) -> None:
     child = rig.start("lives", LIVES)
-    await rig.until(lambda: ("lives", "up") in rig.lines)
+    await until(lambda: ("lives", "up") in rig.lines)
     first = child.pid
     assert first is not None
     os.kill(first, signal.SIGKILL)
-    await rig.until(lambda: rig.lines.count(("lives", "up")) == 2)
+    await until(lambda: rig.lines.count(("lives", "up")) == 2)
     assert child.pid != first
     assert ("outrider", "lives ended with status -9; restarting it in 0.5 s") in rig.lines
 
@@ -98,7 +91,7 @@ async def test_a_child_that_fails_while_the_stack_starts_ends_the_start(rig: Rig
 async def test_a_child_that_fails_after_the_start_is_restarted(rig: Rig) -> None:
     await rig.supervisor.settle(asyncio.sleep(0))
     child = rig.start("fails", FAILS)
-    await rig.until(lambda: child.restarts == 1)
+    await until(lambda: child.restarts == 1)
 
 
 def test_children_get_sigterm_when_their_supervisor_is_killed(tmp_path: Path) -> None:
@@ -111,35 +104,32 @@ def test_children_get_sigterm_when_their_supervisor_is_killed(tmp_path: Path) ->
         assert supervisor.stdout is not None
         assert supervisor.stdout.readline() == "waits: up\n"
         supervisor.kill()
-    deadline = time.monotonic() + 10
-    while not (tmp_path / "note").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until((tmp_path / "note").exists)
 
 
 async def test_stopping_ends_a_child_and_its_own_children(rig: Rig) -> None:
     child = rig.start("parent", WITH_CHILD)
-    await rig.until(lambda: ("parent", "up") in rig.lines)
+    await until(lambda: ("parent", "up") in rig.lines)
     group = child.pid
     assert group is not None
     await rig.supervisor.stop()
-    await rig.until(lambda: not group_exists(group))
+    await until(lambda: not group_exists(group))
     assert child.restarts == 0
 
 
 async def test_an_interrupted_stop_still_kills_a_child_that_ignores_sigterm(rig: Rig) -> None:
     child = rig.start("stubborn", STUBBORN)
-    await rig.until(lambda: ("stubborn", "up") in rig.lines)
+    await until(lambda: ("stubborn", "up") in rig.lines)
     stopping = asyncio.create_task(rig.supervisor.stop())
     await asyncio.sleep(0.1)
     stopping.cancel()
     await asyncio.gather(stopping, return_exceptions=True)
     group = child.pid
     assert group is not None
-    await rig.until(lambda: not group_exists(group))
+    await until(lambda: not group_exists(group))
 
 
 async def test_a_line_longer_than_any_buffer_does_not_end_the_output(rig: Rig) -> None:
     program = "print('x' * 300_000); print('after', flush=True); import time; time.sleep(60)"
     rig.start("loud", program)
-    await rig.until(lambda: any(line.endswith("after") for _, line in rig.lines))
+    await until(lambda: any(line.endswith("after") for _, line in rig.lines))

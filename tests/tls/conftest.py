@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "gateway"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "verifier"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "ngram"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -82,10 +82,3 @@ async def verifier(tls: Tls | None) -> AsyncIterator[tuple[str, Engine]]:
     finally:
         await server.stop(0)
         await thread.stop()
-
-
-async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
-    """Poll until the condition holds. Use it for states without an event."""
-    async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.02)

@@ -10,7 +10,8 @@ import httpx
 import pytest
 from gateway_rig import TARGET, echo, settings
 from scripted_verifier import Script, ready, serving
-from sites import Site, until
+from sites import Site
+from waiting import until
 
 from gateway.metrics import Metrics
 from gateway.server import Gateway, running

@@ -9,7 +9,8 @@ from typing import Any
 
 import grpc
 import pytest
-from sites import FINGERPRINT, Site, until, verifier
+from sites import FINGERPRINT, Site, verifier
+from waiting import until
 
 from gateway.upstream.replica import Replica
 from outrider.drafter.serve import own_id

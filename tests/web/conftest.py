@@ -11,7 +11,6 @@ import pytest
 import pytest_asyncio
 from playwright.async_api import Browser, ConsoleMessage, Page, Request, async_playwright
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "gateway"))
 
 from site_rig import EXAMPLE, Site, npm

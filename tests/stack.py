@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
+import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -24,9 +28,30 @@ from outrider.protocol.wire import model as wire_model
 from outrider.protocol.wire import requests as wire_requests
 from outrider.v1 import verifier_pb2, verifier_pb2_grpc
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 TARGET = str(ROOT / "models/target")
 DRAFT = str(ROOT / "models/draft")
+
+
+def prompt_texts() -> list[str]:
+    """40 prompts of the kinds that the bundled pair was trained on."""
+    modules = (textwrap, json, inspect, asyncio.queues, asyncio.locks)
+    sources = ["\n".join(inspect.getsource(module).splitlines()[20:]) for module in modules]
+    code = [source[i * 500 : i * 500 + 40 + 60 * i] for source in sources for i in range(4)]
+    rewrite = [
+        f"{source[1000:1400]}\n\n# The same again:\n{source[1000:1060]}" for source in sources
+    ]
+    people = [
+        f"Extract name, age, job and city as JSON: {name}, {30 + i}, works as a baker in Oslo."
+        for i, name in enumerate(("Ada", "Ben", "Chen", "Dora", "Eli"))
+    ]
+    orders = [
+        f"List the items as JSON: Order: {i} x lamp at 3.5, {i + 1} x rope at {i}."
+        for i in range(1, 6)
+    ]
+    chats = [f"<|user|>{text}<|end|><|assistant|>" for text in (*people, *orders)]
+    short = ["def ", "import os\n", "class A:\n    ", "    return ", "#"]
+    return [*code, *rewrite, *chats, *short]
 
 
 class Process:
