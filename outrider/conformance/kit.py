@@ -21,17 +21,15 @@ from outrider.conformance.rules import RULES, Outcome, Result
 from outrider.conformance.scenes import SCENES
 from outrider.conformance.scripted_verifier import (
     Broken,
+    KitsVerifier,
     Link,
-    ScriptedVerifier,
     reason_in,
     refused,
     refused_for_a_later_reason,
 )
 from outrider.errors import Reason, Retry
-from outrider.process import rpc
 from outrider.process.tls import Tls
 from outrider.v1 import verifier_pb2
-from outrider.v1.verifier_pb2_grpc import add_VerifierServiceServicer_to_server
 
 _START_S = 30.0
 _BACK_S = 8.0
@@ -59,7 +57,7 @@ class Kit:
             context_length=8192,
             max_draft_tokens=16,
         )
-        self.verifier = ScriptedVerifier(model, self._complain, self.remark, self._note)
+        self.verifier = KitsVerifier(model, self._complain, self.remark, self._note)
         self._link: Link | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._address = ""
@@ -110,10 +108,8 @@ class Kit:
 
     async def run(self) -> None:
         """Play everything; `results` and `transcript` have the outcome."""
-        server = rpc.Server("outrider.v1.VerifierService")
-        add_VerifierServiceServicer_to_server(self.verifier, server.grpc)
-        [port] = await server.start("127.0.0.1:0", tls=self._tls)
-        self._address = f"127.0.0.1:{port}"
+        await self.verifier.start(tls=self._tls)
+        self._address = f"127.0.0.1:{self.verifier.port}"
         try:
             if await self._arrives():
                 await self._play()
@@ -121,7 +117,7 @@ class Kit:
                 await self._gives_up()
         finally:
             self._kill()
-            await server.stop(0)
+            await self.verifier.stop()
 
     async def _arrives(self) -> bool:
         """Wait for the first stream, which must not come before READY; False if none comes."""
@@ -143,7 +139,7 @@ class Kit:
     async def _first_link(self, seconds: float) -> Link | None:
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                return await self.verifier.links.get()
+                return await self.verifier.link()
         return None
 
     async def _play(self) -> None:
@@ -157,8 +153,8 @@ class Kit:
                 # The next scene needs a stream in a clean state.
                 self._kill()
                 self._link = None
-                while not self.verifier.links.empty():
-                    self.verifier.links.get_nowait()
+                while not self.verifier.streams.empty():
+                    self.verifier.streams.get_nowait()
 
     def _cause(self, broken: Broken) -> tuple[str, str]:
         """The broken rule and the reason; a plain answer that a stream's end cut off is another."""

@@ -1,26 +1,24 @@
-"""A verifier without a model, over real gRPC: sends a scene's messages and records the answers."""
+"""The kit's verifier: sends a scene's messages, and records and checks the answers."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-import grpc
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 from google.rpc import code_pb2, error_details_pb2, status_pb2
-from grpc_status import rpc_status
 
 from outrider.conformance.ledger import Complain, Ledger
 from outrider.errors import DOMAIN, OutriderError, Reason, Retry
 from outrider.process import rpc
-from outrider.process.credentials import peer_of
 from outrider.process.roles import Peer
 from outrider.protocol.limits import MAX_DRAFT_TOKENS, MAX_FAMILY_LENGTH, MAX_NAME_LENGTH
-from outrider.v1 import drafts_pb2, verifier_pb2, verifier_pb2_grpc
+from outrider.testing import DraftStream, ScriptedVerifier
+from outrider.v1 import drafts_pb2, verifier_pb2
 
 Note = Callable[[str, dict[str, Any]], None]
 """Takes the sender's name and its message, for the transcript."""
@@ -36,19 +34,16 @@ class Broken(Exception):
         self.ended = ended
 
 
-class Link:
-    """One stream of the drafter, after its Hello."""
+class Link(DraftStream):
+    """One stream of the drafter, whose messages a ledger checks and the transcript has."""
 
     def __init__(self, hello: drafts_pb2.Hello, ledger: Ledger, note: Note) -> None:
-        self.hello = hello
+        super().__init__(hello)
         self.ledger = ledger
-        self.began_at = time.monotonic()
-        self.received_at = self.began_at
-        self.ended = False
+        self.received_at = time.monotonic()
         self.half_closed = asyncio.Event()
         self.draining = False
         self._note = note
-        self._outbox: asyncio.Queue[Message | None] = asyncio.Queue()
         self._changed = asyncio.Event()
 
     def step(self, **fields: Any) -> None:
@@ -57,15 +52,16 @@ class Link:
         self.ledger.sent(batch)
         self.send(verifier_pb2.StreamDraftsResponse(step=batch))
 
-    def send(self, message: Message) -> None:
+    def send(self, message: Message | bytes) -> None:
         """Send any message and record it in the transcript."""
-        self._note("verifier", MessageToDict(message, preserving_proto_field_name=True))
-        self._outbox.put_nowait(message)
+        if isinstance(message, Message):
+            self._note("verifier", MessageToDict(message, preserving_proto_field_name=True))
+        super().send(message)
 
     def end(self, status: status_pb2.Status | None) -> None:
         """End the stream with this status; with None, as if the process had died."""
         self._note("verifier", {"ends": reason_in(status) if status else "without a status"})
-        self._outbox.put_nowait(status)
+        super().end(status)
         self.close()
 
     async def until(self, condition: Callable[[], bool], seconds: float) -> bool:
@@ -77,34 +73,27 @@ class Link:
                     await self._changed.wait()
         return condition()
 
-    async def read(self, requests: AsyncIterator[verifier_pb2.StreamDraftsRequest]) -> None:
-        """Note and check each message until the drafter half-closes."""
-        async for request in requests:
-            self._note("drafter", MessageToDict(request, preserving_proto_field_name=True))
-            self.received_at = time.monotonic()
-            if request.HasField("drafts"):
-                self.ledger.received(request.drafts)
-            self.draining |= request.HasField("draining")
-            self._changed.set()
-        self._note("drafter", {"half_closes": True})
-        self.half_closed.set()
-
-    async def write(self, context: Any) -> None:
-        """Send queued messages until `end`, and end the call with the status that it was given."""
-        while (message := await self._outbox.get()) is not None:
-            if isinstance(message, status_pb2.Status):
-                await context.abort_with_status(rpc_status.to_status(message))
-            await context.write(message)
-        await context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
+    def heard(self, request: verifier_pb2.StreamDraftsRequest | None) -> None:
+        """Note and check a message of the drafter."""
+        if request is None:
+            self._note("drafter", {"half_closes": True})
+            self.half_closed.set()
+            return
+        self._note("drafter", MessageToDict(request, preserving_proto_field_name=True))
+        self.received_at = time.monotonic()
+        if request.HasField("drafts"):
+            self.ledger.received(request.drafts)
+        self.draining |= request.HasField("draining")
+        self._changed.set()
 
     def close(self) -> None:
         """Mark the stream as ended and wake `until`."""
-        self.ended = True
+        super().close()
         self._changed.set()
 
 
-class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
-    """GetModel returns `model`. While `refusal` is set, each new stream ends with it."""
+class KitsVerifier(ScriptedVerifier):
+    """Notes and checks all that a drafter says, its Hello included."""
 
     def __init__(
         self,
@@ -113,76 +102,30 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
         remark: Complain,
         note: Note,
     ) -> None:
-        self.model = model
-        self.refusal: status_pb2.Status | None = None
-        self.refuses_every_call = False
-        """Whether GetModel ends with the refusal too, as it does for a wrong certificate."""
-        self.attempts: list[float] = []
-        """Times at which streams were opened, and of calls that were refused."""
-        self.links: asyncio.Queue[Link] = asyncio.Queue()
+        super().__init__(model)
         self._complain = complain
         self._remark = remark
         self._note = note
 
-    @rpc.reports_errors
-    async def GetModel(
-        self, request: verifier_pb2.GetModelRequest, context: Any
-    ) -> verifier_pb2.GetModelResponse:
-        """The model that the kit pretends to serve; refused if the refusal covers every call."""
-        if self.refuses_every_call:
-            self.attempts.append(time.monotonic())
-            await self._refuse(context)
-        return self.model
+    def stream_of(self, hello: drafts_pb2.Hello) -> Link:
+        """A Link with a ledger of its own."""
+        ledger = Ledger(self.model.vocab_size, self._complain, self._remark)
+        return Link(hello, ledger, self._note)
 
-    @rpc.reports_errors
-    async def GenerateTokens(  # type: ignore[override]  # refuses through the context
-        self, request: verifier_pb2.GenerateTokensRequest, context: Any
-    ) -> verifier_pb2.GenerateTokensResponse:
-        """Refuse each request: raises OutriderError(UNSUPPORTED_PARAMETER)."""
-        raise OutriderError(Reason.UNSUPPORTED_PARAMETER, "the conformance kit has no model")
+    async def link(self) -> Link:
+        """The next drafter's stream."""
+        stream = await self.streams.get()
+        assert isinstance(stream, Link)
+        return stream
 
-    @rpc.reports_errors
-    async def StreamDrafts(  # type: ignore[override]  # the stubs do not know writes to the context
-        self, request_iterator: AsyncIterator[verifier_pb2.StreamDraftsRequest], context: Any
+    def check_first(
+        self, first: verifier_pb2.StreamDraftsRequest | None, peer: Peer | None
     ) -> None:
-        """Welcome a drafter and queue its Link; end with `refusal` instead while it is set."""
-        self.attempts.append(time.monotonic())
-        requests = aiter(request_iterator)
-        try:
-            async with asyncio.timeout(10):
-                first = await anext(requests)
-        except (TimeoutError, StopAsyncIteration):
+        """Complain about a first message that is no Hello, or has wrong fields; refuse nobody."""
+        if first is None:
             self._complain("hello", "no Hello came within 10 s")
             return
         self._note("drafter", MessageToDict(first, preserving_proto_field_name=True))
-        self._check_hello(first, peer_of(context))
-        await self._refuse(context)
-        ledger = Ledger(self.model.vocab_size, self._complain, self._remark)
-        link = Link(first.hello, ledger, self._note)
-        welcome = drafts_pb2.Welcome(
-            model_id=self.model.model_id,
-            vocab_size=self.model.vocab_size,
-            context_length=self.model.context_length,
-        )
-        link.send(verifier_pb2.StreamDraftsResponse(welcome=welcome))
-        tasks = [asyncio.create_task(link.read(requests)), asyncio.create_task(link.write(context))]
-        self.links.put_nowait(link)
-        try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                await task
-        finally:
-            for task in tasks:
-                task.cancel()
-            link.close()
-
-    async def _refuse(self, context: Any) -> None:
-        """End the call with the refusal, if one is set."""
-        if self.refusal is not None:
-            self._note("verifier", {"ends": reason_in(self.refusal)})
-            await context.abort_with_status(rpc_status.to_status(self.refusal))
-
-    def _check_hello(self, first: verifier_pb2.StreamDraftsRequest, peer: Peer | None) -> None:
         hello = first.hello
         if peer is not None:
             try:
@@ -199,6 +142,11 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
             self._complain("hello", f"drafter_id must have {lengths}")
         if not 1 <= hello.max_draft_tokens <= MAX_DRAFT_TOKENS:
             self._complain("hello", f"max_draft_tokens is {hello.max_draft_tokens}")
+
+    async def _refuse(self, context: Any) -> None:
+        if self.refusal is not None:
+            self._note("verifier", {"ends": reason_in(self.refusal)})
+        await super()._refuse(context)
 
 
 def refused(reason: Reason, retry_after_s: float | None = None) -> status_pb2.Status:

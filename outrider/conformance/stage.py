@@ -6,7 +6,7 @@ from itertools import count
 from typing import Any, Protocol
 
 from outrider.conformance.ledger import TrackedSequence
-from outrider.conformance.scripted_verifier import Broken, Link, ScriptedVerifier
+from outrider.conformance.scripted_verifier import Broken, KitsVerifier, Link
 from outrider.v1 import common_pb2, drafts_pb2
 
 ANSWER_S = 5.0
@@ -21,7 +21,7 @@ TEXT = [11, 12, 13, 14, 15, 16] * 4
 class Stage(Protocol):
     """The interface of the kit for scenes."""
 
-    verifier: ScriptedVerifier
+    verifier: KitsVerifier
 
     async def link(self) -> Link:
         """The drafter's stream; raises Broken when the drafter does not reconnect."""

@@ -15,9 +15,7 @@ from outrider.conformance.report import table
 from outrider.conformance.rules import RULES, Outcome, Result
 from outrider.conformance.stage import NO_ANSWER
 from outrider.conformance.verifier_side import VerifierCheck
-from outrider.process import rpc
 from outrider.tokenizer import fingerprint, load_tokenizer
-from outrider.v1.verifier_pb2_grpc import add_VerifierServiceServicer_to_server
 
 ROOT = Path(__file__).parents[2]
 FAULTY = [sys.executable, str(Path(__file__).with_name("faulty_drafter.py")), "{address}"]
@@ -142,13 +140,11 @@ def test_the_draft_model_passes() -> None:
 
 
 async def test_a_verifier_without_tokens_fails() -> None:
-    server = rpc.Server("outrider.v1.VerifierService")
-    silent = Kit(FAULTY, "f" * 64, 4096).verifier
-    add_VerifierServiceServicer_to_server(silent, server.grpc)
-    [port] = await server.start("127.0.0.1:0")
+    verifier = Kit(FAULTY, "f" * 64, 4096).verifier
+    await verifier.start()
     try:
-        check = VerifierCheck(f"127.0.0.1:{port}")
+        check = VerifierCheck(f"127.0.0.1:{verifier.port}")
         await check.run()
     finally:
-        await server.stop(0)
+        await verifier.stop()
     assert check.results["model"] is not None

@@ -32,7 +32,7 @@ async def test_it_says_hello_and_drafts_ahead_up_to_the_window(
     drafter = Drafter(verifier.port)
     async with running(drafter):
         stream = await verifier.accepted()
-        assert stream.hello == Hello("counting-1", "counting", FINGERPRINT, 8)
+        assert stream.said == Hello("counting-1", "counting", FINGERPRINT, 8)
         stream.send(StepBatch(opened=[opened()]))
         assert await stream.receive() == DraftBatch([Proposal(1, 2, [12, 13])])
         assert await stream.receive() == DraftBatch([Proposal(1, 2, [12, 13, 14, 15])])
@@ -57,11 +57,11 @@ async def test_a_verdict_that_arrives_during_a_draft_cuts_it_short(
 
 
 async def test_it_waits_while_the_verifier_loads(verifier: ScriptedVerifier) -> None:
-    verifier.info = replace(READY, stage=Stage.LOADING, stage_detail="reading weights")
+    verifier.serve(replace(READY, stage=Stage.LOADING, stage_detail="reading weights"))
     async with running(Drafter(verifier.port)):
         await asyncio.sleep(0.4)
         assert verifier.streams.empty()
-        verifier.info = READY
+        verifier.serve(READY)
         await verifier.accepted()
 
 
@@ -151,7 +151,7 @@ async def test_on_stop_it_sends_draining_and_half_closes(verifier: ScriptedVerif
 async def test_it_stops_within_two_seconds_whatever_the_verifier_does(state: str) -> None:
     verifier = ScriptedVerifier(silent=state == "silent", stops_reading=state == "stops_reading")
     if state == "loading":
-        verifier.info = replace(READY, stage=Stage.LOADING)
+        verifier.serve(replace(READY, stage=Stage.LOADING))
     await verifier.start()
     if state == "absent":
         await verifier.stop()

@@ -95,8 +95,8 @@ async def test_sequences_skipped_by_an_interruption_are_asked_again() -> None:
 
 async def test_the_example_drafts_and_says_goodbye(verifier: ScriptedVerifier) -> None:
     async with example(verifier) as process:
-        stream = await asyncio.wait_for(verifier.streams.get(), 60)
-        assert stream.hello.family == "example-ngram"
+        stream = await verifier.accepted()
+        assert stream.said.family == "example-ngram"
         stream.send(StepBatch(opened=[opened(1, [5, 6, 7, 8, 5, 6])]))
         assert [await proposed(stream), await proposed(stream)] == [(6, [7, 8]), (6, [7, 8, 5, 6])]
         stream.send(StepBatch(verdicts=[Verdict(1, 7, [9], 0, 2)]))
@@ -118,7 +118,7 @@ async def test_a_function_drafts_for_several_verifiers(verifier: ScriptedVerifie
     )
     try:
         for each in (verifier, other):
-            stream = await asyncio.wait_for(each.streams.get(), 60)
+            stream = await each.accepted()
             stream.send(StepBatch(opened=[opened(1, [5, 6])]))
             assert await proposed(stream) == (2, [9])
         process.send_signal(signal.SIGTERM)

@@ -13,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import scripted_drafts
 from counting_drafter import opened
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from scripted_drafts import READY, ScriptedVerifier
@@ -70,10 +69,9 @@ FAMILIES = [("ngram", []), pytest.param("model", DRAFT_MODEL, marks=pytest.mark.
 
 @pytest.mark.parametrize(("family", "flags"), FAMILIES)
 async def test_it_registers_drafts_and_leaves_with_status_0(
-    verifier: ScriptedVerifier, monkeypatch: pytest.MonkeyPatch, family: str, flags: list[str]
+    verifier: ScriptedVerifier, family: str, flags: list[str]
 ) -> None:
-    monkeypatch.setattr(scripted_drafts, "FINGERPRINT", fingerprint(load_tokenizer(DRAFT)))
-    verifier.info = replace(READY, tokenizer_fingerprint=scripted_drafts.FINGERPRINT)
+    verifier.serve(replace(READY, tokenizer_fingerprint=fingerprint(load_tokenizer(DRAFT))))
     address = f"127.0.0.1:{verifier.port}"
     port = free_port()
     places = ["--verifier", address, "--listen", f"127.0.0.1:{port}"]
@@ -82,9 +80,9 @@ async def test_it_registers_drafts_and_leaves_with_status_0(
         line = await asyncio.wait_for(process.stdout.readline(), 60)
         assert line.decode() == f"drafter d1 registered with {address}\n"
         stream = await verifier.accepted()
-        assert stream.hello.drafter_id == "d1"
-        assert stream.hello.family == find_family(family).name
-        assert stream.hello.placement.kind == "local"
+        assert stream.said.drafter_id == "d1"
+        assert stream.said.family == find_family(family).name
+        assert stream.said.placement.kind == "local"
         assert await health(port) == SERVING
         stream.send(StepBatch(opened=[opened(1, TEXT)]))
         drafts = await stream.receive()

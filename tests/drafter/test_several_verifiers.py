@@ -6,21 +6,20 @@ import asyncio
 import signal
 import time
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import pytest
 from counting_drafter import opened
 from prometheus_client.parser import text_string_to_metric_families
-from scripted_drafts import READY, ScriptedVerifier, Stream
+from scripted_drafts import ScriptedVerifier, Stream
 from test_drafter_process import NOT_SERVING, SERVING, drafter, health
+from waiting import until
 
 from outrider.errors import OutriderError, Reason
+from outrider.process import rpc
 from outrider.process.ports import free_port
 from outrider.protocol.draft_messages import DraftBatch, StepBatch
-
-STRANGE = replace(READY, tokenizer_fingerprint="0" * 64)
 
 
 @pytest.fixture
@@ -76,7 +75,7 @@ async def test_a_verifiers_restart_does_not_disturb_the_other(
     async with drafter(*flags(verifier, other)):
         first = await verifier.accepted()
         stays = await other.accepted()
-        assert first.hello.drafter_id == stays.hello.drafter_id == "d1"
+        assert first.said.drafter_id == stays.said.drafter_id == "d1"
         assert (await drafted(first, [5, 6, 7, 8, 5, 6]))[:2] == [7, 8]
         await verifier.stop()
         assert (await drafted(stays, [5, 6, 9, 10, 5, 6]))[:2] == [9, 10]
@@ -86,37 +85,37 @@ async def test_a_verifiers_restart_does_not_disturb_the_other(
         assert other.streams.empty()
 
 
-@pytest.mark.parametrize("silence", ["stops_reading", "silent"])
-async def test_a_hanging_verifier_does_not_disturb_the_other(
-    silence: str, other: ScriptedVerifier
-) -> None:
-    hanging = ScriptedVerifier(stops_reading=silence == "stops_reading", silent=silence == "silent")
-    await hanging.start()
+async def test_hanging_verifiers_do_not_disturb_another(other: ScriptedVerifier) -> None:
+    hanging = [ScriptedVerifier(stops_reading=True), ScriptedVerifier(silent=True)]
+    for each in hanging:
+        await each.start()
     try:
-        async with drafter(*flags(hanging, other)) as process:
-            unread = await hanging.accepted()
+        async with drafter(*flags(*hanging, other)) as process:
             stays = await other.accepted()
             sequences = [opened(i, [100 + i, 101 + i, 102 + i, 100 + i]) for i in range(300)]
-            unread.send(StepBatch(opened=sequences))
+            for each in hanging:
+                (await each.accepted()).send(StepBatch(opened=sequences))
             for i in range(20):
                 assert (await drafted(stays, [5, 6, 7, 8, 5, 6], i))[:2] == [7, 8]
             process.send_signal(signal.SIGTERM)
             assert await asyncio.wait_for(process.wait(), 30) == 0
     finally:
-        await hanging.stop()
+        for each in hanging:
+            await each.stop()
 
 
 async def test_it_drafts_on_after_a_refusal_and_ends_with_every_reason_once_all_refuse(
     verifier: ScriptedVerifier, other: ScriptedVerifier
 ) -> None:
-    verifier.info = STRANGE
+    strange = OutriderError(Reason.TOKENIZER_MISMATCH, "the drafter's tokenizer is another")
+    verifier.refusal = rpc.status_of(strange)
     async with drafter(*flags(verifier, other)) as process:
-        await verifier.accepted()
+        await until(lambda: verifier.attempts)
         last = await other.accepted()
         # A drafter that came back would do so within this time.
         await asyncio.sleep(0.5)
         assert (await drafted(last, [5, 6, 7, 8, 5, 6]))[:2] == [7, 8]
-        assert verifier.streams.empty()
+        assert len(verifier.attempts) == 1
         message = "hello.family must be another"
         last.send(OutriderError(Reason.INVALID_VALUE, message, "hello.family"))
         _, error = await asyncio.wait_for(process.communicate(), 30)
@@ -124,8 +123,7 @@ async def test_it_drafts_on_after_a_refusal_and_ends_with_every_reason_once_all_
         assert f"{address(verifier)} refuses this drafter for good" in error.decode()
         sentence = error.decode().splitlines()[-1]
         assert sentence.startswith("drafter: every verifier refuses this drafter: ")
-        theirs = STRANGE.tokenizer_fingerprint
-        assert f"{address(verifier)}: the drafter's tokenizer is {theirs}" in sentence
+        assert f"{address(verifier)}: {strange.message}" in sentence
         assert f"{address(other)}: hello.family must be another" in sentence
 
 
@@ -156,13 +154,13 @@ async def test_its_health_and_its_gauges_are_those_of_all_its_streams(
 
 async def test_each_verifiers_own_socket_is_dialled(tmp_path: Path) -> None:
     """Nothing listens at the addresses."""
-    one = ScriptedVerifier(uds=tmp_path / "one")
-    two = ScriptedVerifier(uds=tmp_path / "two")
-    await one.start()
-    await two.start()
+    one, two = ScriptedVerifier(), ScriptedVerifier()
+    sockets = [f"unix:{tmp_path}/{name}" for name in ("one", "two")]
+    await one.start(sockets[0])
+    await two.start(sockets[1])
     try:
-        sockets = [word for each in (one, two) for word in ("--uds", str(each.uds))]
-        async with drafter("--family", "ngram", "--verifier", "127.0.0.1:1,127.0.0.2:1", *sockets):
+        uds = [word for name in ("one", "two") for word in ("--uds", str(tmp_path / name))]
+        async with drafter("--family", "ngram", "--verifier", "127.0.0.1:1,127.0.0.2:1", *uds):
             assert (await drafted(await one.accepted(), [5, 6, 7, 8, 5, 6]))[:2] == [7, 8]
             assert (await drafted(await two.accepted(), [5, 6, 9, 10, 5, 6]))[:2] == [9, 10]
     finally:

@@ -11,8 +11,6 @@ from test_verifier_port import outcome, stream_drafts
 
 from outrider.conformance.kit import Kit
 from outrider.conformance.rules import Outcome
-from outrider.process import rpc
-from outrider.v1.verifier_pb2_grpc import add_VerifierServiceServicer_to_server
 
 
 @pytest.mark.slow
@@ -28,11 +26,9 @@ def test_a_drafter_with_a_certificate_passes(site: Site) -> None:
 @pytest.mark.parametrize(("name", "kept"), [("drafter/1", True), ("other", False)])
 async def test_an_id_of_another_certificate_breaks_hello(site: Site, name: str, kept: bool) -> None:
     kit = Kit([], FINGERPRINT, 4096)
-    server = rpc.Server("outrider.v1.VerifierService")
-    add_VerifierServiceServicer_to_server(kit.verifier, server.grpc)
-    [port] = await server.start("127.0.0.1:0", tls=site.issue("verifier"))
-    address = f"127.0.0.1:{port}"
+    await kit.verifier.start(tls=site.issue("verifier"))
+    address = f"127.0.0.1:{kit.verifier.port}"
     assert await outcome(address, site.issue("drafter"), stream_drafts(name)) is None
-    await server.stop(0)
+    await kit.verifier.stop()
     assert (kit.results["hello"].outcome is not Outcome.FAIL) is kept
     assert kept or kit.results["hello"].reason.startswith(f"drafter_id is '{name}', but")
