@@ -193,15 +193,6 @@ def test_a_branch_keeps_its_place_when_tokens_before_it_are_committed() -> None:
     assert drafted.guesses == [1, 1]
 
 
-def test_a_verdict_may_commit_several_tokens_of_a_branch() -> None:
-    """As after a pause, when one verdict has all tokens that were committed meanwhile."""
-    drafted = sequence(draft_tokens=2)
-    drafted.extend([1, 0])
-    drafted.branch(1, [2, 1, 0])
-    drafted.follow(verdict(6, 1, 2, 1))
-    assert drafted.guesses == [0]
-
-
 def sent_ids(proposal: Proposal | None) -> list[list[int] | None]:
     """The token ids of each distribution of a proposal; None where a token has none."""
     assert proposal is not None

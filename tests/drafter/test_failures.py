@@ -118,20 +118,6 @@ async def test_a_failing_sequence_loses_its_drafts_and_no_other_does(
     assert not rig.abandoned
 
 
-async def test_a_lost_device_abandons_no_sequence(
-    make_model: Callable[[], ModelFamily], runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def lost(*_: Any) -> Any:
-        raise torch.AcceleratorError("device lost")
-
-    rig = Rig(make_model())
-    rig.open(opened(1, REPEATING))
-    monkeypatch.setattr(runner, "forward", lost)
-    with pytest.raises(torch.AcceleratorError):
-        await rig.draft()
-    assert not rig.abandoned
-
-
 SAMPLED = SamplingParams(temperature=1.0)
 
 

@@ -59,18 +59,6 @@ def test_confidences_move_along_with_a_commit() -> None:
     assert (drafted.guesses, drafted.confidences) == ([5], [0.0625])
 
 
-def test_a_committed_branch_brings_the_branches_beside_it() -> None:
-    drafted = sequence()
-    drafted.extend([1, 2])
-    drafted.branch(0, [3, 4, 5])
-    drafted.branch(0, [3, 6])
-    drafted.follow(Verdict(1, 2, [3], 0, 4, tree_tokens=10))
-    assert drafted.guesses == [4, 5]
-    assert drafted.guessed_at(0) == {4, 6}
-    drafted.follow(Verdict(1, 3, [6], 0, 4, tree_tokens=10))
-    assert drafted.guesses == []
-
-
 def test_a_tree_has_as_many_tokens_as_the_verifier_asks_for() -> None:
     drafted = sequence()
     assert drafted.tree_room == 0

@@ -13,7 +13,7 @@ from waiting import until
 from outrider.drafter import stream as stream_module
 from outrider.drafter.draft_sequence import DraftSequence
 from outrider.errors import OutriderError, Reason
-from outrider.protocol.draft_messages import DraftBatch, Proposal, Skip, StepBatch
+from outrider.protocol.draft_messages import DraftBatch, Proposal, StepBatch
 from outrider.protocol.wire import drafts as wire_drafts
 from outrider.v1 import drafts_pb2, verifier_pb2
 
@@ -89,32 +89,6 @@ async def test_a_nonsensical_verifier_is_redialled_with_a_growing_delay(
         await verifier.accepted()
     assert delays[:8] == [0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0, 2.0]
     assert delays[8:12] == [0.1, 0.2, 0.4, 60.0]
-
-
-class Breaking(Counting):
-    """Fails for sequence 2."""
-
-    def opened(self, sequence: DraftSequence) -> None:
-        if sequence.id == 2:
-            raise ZeroDivisionError("planted")
-
-
-async def test_a_failing_sequence_is_skipped_counted_and_ends_no_stream(
-    verifier: ScriptedVerifier,
-) -> None:
-    drafter = Drafter(verifier.port, make=Breaking)
-    async with running(drafter):
-        stream = await verifier.accepted()
-        stream.send(StepBatch(opened=[opened(1), opened(2, (20, 21))]))
-        first = await stream.receive()
-        assert isinstance(first, DraftBatch)
-        assert Proposal(1, 2, [12, 13]) in first.proposals
-        assert first.skips == [Skip(2, 2)]
-        assert verifier.streams.empty()
-    failed = drafter.metrics.registry.get_sample_value(
-        "outrider:drafter_failed_sequences_total", {"drafter": "counting-1", "family": "counting"}
-    )
-    assert failed == 1.0
 
 
 async def test_a_family_that_cannot_be_made_is_retried_on_a_new_stream(

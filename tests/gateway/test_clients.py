@@ -85,14 +85,6 @@ async def test_guidellm_reads_the_usage_of_each_chunk(rig: Rig, path: str) -> No
     )
 
 
-async def test_chunks_have_no_usage_unless_both_options_ask_for_it(rig: Rig) -> None:
-    rig.says("if x")
-    for option, count in (("include_usage", 1), ("continuous_usage_stats", 0)):
-        body = {"prompt": "x", "stream": True, "stream_options": {option: True}}
-        response = await rig.http.post("/v1/completions", json=body)
-        assert len([chunk for chunk in chunks_of(response.text) if chunk.get("usage")]) == count
-
-
 def drafted(accepted: int, drafted_count: int) -> TokenChunk:
     """The chunk of a step that accepted some of its draft tokens."""
     own = TokenSource.BONUS if accepted == drafted_count else TokenSource.RECOVERED
@@ -216,18 +208,6 @@ async def test_a_history_of_answers_without_calls_is_accepted(
     response = await rig.http.post("/v1/chat/completions", json={"messages": history})
     assert response.status_code == 200
     assert (said["content"] or "") in rig.prompts.decode(rig.script.requests[0].prompt)
-
-
-async def test_the_error_for_tools_names_the_alternatives(rig: Rig) -> None:
-    response = await rig.http.post(
-        "/v1/chat/completions", json={"messages": CHAT, "tools": TOOLS, "tool_choice": "auto"}
-    )
-    error = response.json()["error"]
-    assert response.status_code == 400
-    assert error["param"] == "tools"
-    assert error["code"] == "unsupported_parameter"
-    assert 'tool_choice "none"' in error["message"]
-    assert "response_format" in error["message"]
 
 
 THINKING = (

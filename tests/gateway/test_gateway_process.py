@@ -7,7 +7,6 @@ import subprocess
 import sys
 
 import httpx
-import pytest
 from gateway_rig import TARGET
 
 COMMAND = [sys.executable, "-m", "gateway", "--verifier", "127.0.0.1:9"]
@@ -31,21 +30,9 @@ def test_the_gateway_prints_its_addresses_and_ends_on_a_signal() -> None:
         process.communicate()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "status", "words"),
-    [
-        (
-            ["--http-port", "70000"],
-            2,
-            "http-port: must be less than or equal to 65535, not '70000'",
-        ),
-        (["--open", "--grpc-listen", "256.0.0.1:1"], 1, "cannot listen on 256.0.0.1:1"),
-    ],
-)
-def test_the_error_for_a_bad_setting_names_it(
-    arguments: list[str], status: int, words: str
-) -> None:
-    result = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=20)
-    assert result.returncode == status
-    assert words in result.stderr
+def test_an_address_that_cannot_be_bound_ends_it_with_a_sentence() -> None:
+    command = [*COMMAND, "--open", "--grpc-listen", "256.0.0.1:1"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 1
+    assert "cannot listen on 256.0.0.1:1" in result.stderr
     assert "Traceback" not in result.stderr

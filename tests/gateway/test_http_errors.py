@@ -137,16 +137,39 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
         "messages[0].tool_calls",
     ),
     ({"messages": [{"role": "user", "content": "x" * 60_000}]}, "messages"),
-    ({"messages": CHAT, "max_completion_tokens": 4000}, "max_completion_tokens"),
-    ({"messages": CHAT, "max_completion_tokens": 4, "max_tokens": 4}, "max_tokens"),
+    ({"max_completion_tokens": 4000}, "max_completion_tokens"),
+    ({"max_completion_tokens": 4, "max_tokens": 4}, "max_tokens"),
+    ({"logit_bias": {"x": 1}}, "logit_bias"),
+    ({"logit_bias": {"4096": 1}}, "logit_bias"),
+    ({"logit_bias": {"5": 1, "05": 2}}, "logit_bias"),
+    ({"min_tokens": 9, "max_tokens": 5}, "min_tokens"),
+    ({"banned_token_ids": [4096]}, "banned_token_ids"),
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"logprobs": 3}, "logprobs"),
+    ({"prompt_logprobs": 0, "stream": True}, "prompt_logprobs"),
+    ({"prompt_logprobs": 0, "max_tokens": -1}, "max_tokens"),
+    ({"speculation": {"acceptance": "sloppy"}}, "speculation.acceptance"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    ({"response_format": {"type": "yaml"}}, "response_format.type"),
+    ({"structured_outputs": {"choice": ["a", ""]}}, "structured_outputs.choice"),
+    ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs.choice"),
+    (
+        {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
+        "structured_outputs.regex",
+    ),
+    ({"structured_outputs": {"yaml": "a"}}, "structured_outputs.yaml"),
+    ({"prediction": {"type": "content"}}, "prediction.content"),
+    ({"prediction": {"type": "diff", "content": "x"}}, "prediction.type"),
 ]
 
 
 @pytest.mark.parametrize(("body", "param"), BAD_CHATS, ids=lambda value: str(value)[:60])
 async def test_a_bad_chat_names_the_place(rig: Rig, body: dict[str, Any], param: str) -> None:
-    response = await rig.http.post("/v1/chat/completions", content=json.dumps(body), headers=JSON)
+    content = json.dumps({"messages": CHAT} | body)
+    response = await rig.http.post("/v1/chat/completions", content=content, headers=JSON)
     assert response.status_code == 400
     assert error_of(response)["param"] == param
+    assert rig.script.requests == []
 
 
 @pytest.mark.parametrize(

@@ -164,14 +164,6 @@ def deltas(count: int) -> AsyncGenerator[Event, None]:
     return made()
 
 
-async def test_tokens_beyond_a_reservation_are_charged_at_the_end() -> None:
-    limits = Limits(RateWindows(Clock()))
-    grant = await limits.admit(entry(ALICE, "alice", tokens_per_minute=10))
-    events = grant.metered(deltas(30), prompt=5, answer=30, sequences=1, gathered=False)
-    assert len([event async for event in events]) == 30
-    assert await counted(limits, "tokens") == 35
-
-
 async def test_a_leftover_of_an_earlier_minute_is_not_given_back() -> None:
     clock = Clock()
     limits = Limits(RateWindows(clock))
@@ -269,18 +261,6 @@ class FakeCounters(Counters):
 
     async def close(self) -> None:
         """There is no connection."""
-
-
-async def test_while_redis_fails_limits_hold_in_memory() -> None:
-    counters = FakeCounters(broken=True)
-    limits = Limits(RedisRateWindows(counters, Clock()))
-    key = entry(ALICE, "alice", requests_per_minute=2)
-    for _ in range(2):
-        await limits.admit(key)
-    with pytest.raises(OutriderError, match="has used up its 2 requests"):
-        await limits.admit(key)
-    # After the first failure Redis is left alone for a while.
-    assert counters.calls == 1
 
 
 async def test_after_a_failure_waiting_commands_leave_redis_alone() -> None:

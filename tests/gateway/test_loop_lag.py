@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import json
 import re
+import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,8 +24,9 @@ import grpc
 import httpx
 import pytest
 import pytest_asyncio
-from gateway_process import GatewayProcess, gateway_process
-from scripted_verifier import last, plain
+from gateway_process import gateway_process
+from scripted_verifier import Script, last, plain
+from stack import GatewayProcess
 from waiting import until
 
 from gateway.text.prompts import Prompts
@@ -48,8 +50,9 @@ _BUCKET = re.compile(
 class Target:
     """A gateway, and the means to attack it."""
 
-    def __init__(self, gateway: GatewayProcess, http: httpx.AsyncClient) -> None:
+    def __init__(self, gateway: GatewayProcess, script: Script, http: httpx.AsyncClient) -> None:
         self.gateway = gateway
+        self.script = script
         self.http = http
 
     async def post(self, path: str, body: bytes, *statuses: int) -> None:
@@ -74,7 +77,7 @@ class Target:
 
     async def say(self, data: bytes, times: int = 1) -> None:
         """Send data on a raw connection, until the gateway closes it."""
-        where = urlsplit(self.gateway.http_url)
+        where = urlsplit(self.gateway.url)
         reader, writer = await asyncio.open_connection(where.hostname, where.port)
         try:
             for _ in range(times):
@@ -89,7 +92,7 @@ class Target:
     def waited_s(self) -> float:
         """Seconds for which threads of the process were ready to run and had no processor."""
         waited_ns = 0
-        for thread in Path(f"/proc/{self.gateway.process.pid}/task").iterdir():
+        for thread in Path(f"/proc/{self.gateway.popen.pid}/task").iterdir():
             # The thread may have ended.
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
                 waited_ns += int((thread / "schedstat").read_text().split()[1])
@@ -114,36 +117,32 @@ class Target:
 
 
 @contextlib.asynccontextmanager
-async def _target(prompts: Prompts, log: Path) -> AsyncIterator[Target]:
+async def _target(prompts: Prompts) -> AsyncIterator[Target]:
     async with (
-        gateway_process(prompts, log, "--log-level", "warning") as gateway,
-        httpx.AsyncClient(base_url=gateway.http_url, timeout=120) as http,
+        gateway_process(prompts, "--log-level", "warning") as (gateway, script),
+        httpx.AsyncClient(base_url=gateway.url, timeout=120) as http,
     ):
-        gateway.script.info = replace(gateway.script.info, context_length=CONTEXT)
-        gateway.script.answer = lambda _: [last([5], FinishReason.LENGTH)]
+        script.info = replace(script.info, context_length=CONTEXT)
+        script.answer = lambda _: [last([5], FinishReason.LENGTH)]
 
         async def is_known() -> bool:
             listed = (await http.get("/v1/models")).json()["data"]
             return bool(listed) and listed[0]["max_model_len"] == CONTEXT
 
         await until(is_known, timeout_s=30)
-        yield Target(gateway, http)
+        yield Target(gateway, script, http)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def target(
-    prompts: Prompts, tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[Target]:
-    async with _target(prompts, tmp_path_factory.mktemp("target") / "log") as made:
+async def target(prompts: Prompts) -> AsyncIterator[Target]:
+    async with _target(prompts) as made:
         yield made
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def control(
-    prompts: Prompts, tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[Target]:
+async def control(prompts: Prompts) -> AsyncIterator[Target]:
     """A gateway without attacks. Its lag is the machine's."""
-    async with _target(prompts, tmp_path_factory.mktemp("control") / "log") as made:
+    async with _target(prompts) as made:
         yield made
 
 
@@ -224,14 +223,14 @@ async def test_no_request_blocks_the_event_loop(target: Target, control: Target,
 async def test_the_metric_sees_the_lag_of_a_blocked_loop(target: Target) -> None:
     """Stop the process for 0.3 s, which must show as a lag of at least 0.25 s."""
     before = await target.lags()
-    target.gateway.process.send_signal(19)
+    target.gateway.popen.send_signal(signal.SIGSTOP)
     await asyncio.sleep(0.3)
-    target.gateway.process.send_signal(18)
+    target.gateway.popen.send_signal(signal.SIGCONT)
     assert largest(before, await target.lags()) >= 0.25
 
 
 async def test_a_stream_goes_on_during_all_attacks_at_once(target: Target) -> None:
-    script = target.gateway.script
+    script = target.script
     answer = script.answer
     long_answer = [step for _ in range(300) for step in (plain([7]), 0.01)]
     long_answer.append(last([], FinishReason.LENGTH))

@@ -253,15 +253,6 @@ async def test_a_verifier_that_drains_hands_its_sequences_over(prompts: Prompts)
         assert await site.counted("draining") == 1
 
 
-async def test_without_another_one_a_draining_verifier_finishes_its_sequences(site: Site) -> None:
-    await site.only_first()
-    asked = await site.pauses(1.0, stream=True)
-    site.first.drain()
-    await site.known_lost(0)
-    assert text_of(await asked) == TEXT
-    assert len(site.first.script.requests) == 1
-
-
 async def test_a_sequence_goes_on_when_a_draining_verifier_has_restarted(site: Site) -> None:
     await site.only_first()
     asked = await site.begin(3, stream=True)

@@ -149,11 +149,6 @@ async def test_a_queue_at_one_verifier_leaves_the_places_of_another() -> None:
     check(total, {"a": 65}, 0, "a", 1, ClientTimeout(total_s=13.0))
 
 
-async def test_a_request_with_many_choices_is_not_late_behind_itself() -> None:
-    idle = Load(0, 0, 8, 1024, 60.0)
-    assert refusal(idle, {}, count=16, timeout=ClientTimeout(total_s=170.0)) is None
-
-
 @contextlib.asynccontextmanager
 async def crowded(rig: Rig, count: int, **load: Any) -> AsyncIterator[list[asyncio.Task[Any]]]:
     """`count` requests run at a verifier that takes two, one of them in its queue."""

@@ -12,6 +12,7 @@ import pytest
 from gateway_rig import TARGET, model_with_template
 from transformers import AutoTokenizer
 
+from gateway.text import templates
 from gateway.text.prompts import Prompts
 from outrider.errors import OutriderError, Reason
 
@@ -171,10 +172,11 @@ def said(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text}]
 
 
-@pytest.mark.parametrize(("text", "limit"), [("loop", "longer than 2 s"), ("pad", "256 MiB")])
+@pytest.mark.parametrize(("text", "limit"), [("loop", "longer than 0.5 s"), ("pad", "256 MiB")])
 async def test_a_template_that_hangs_ends_at_its_limit_and_delays_no_other(
-    tmp_path: Path, text: str, limit: str
+    tmp_path: Path, text: str, limit: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(templates, "_SECONDS", 0.5)
     model = model_with_template(tmp_path, HOSTILE)
     prompts = Prompts(model)
     hanging = [

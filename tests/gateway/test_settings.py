@@ -89,42 +89,6 @@ async def test_every_sampling_setting_reaches_the_verifier(rig: Rig) -> None:
     assert speculation.typical_epsilon == 0.2
 
 
-BAD: list[tuple[dict[str, Any], str]] = [
-    ({"logit_bias": {"x": 1}}, "logit_bias"),
-    ({"logit_bias": {"4096": 1}}, "logit_bias"),
-    ({"logit_bias": {"5": 1, "05": 2}}, "logit_bias"),
-    ({"min_tokens": 9, "max_tokens": 5}, "min_tokens"),
-    ({"banned_token_ids": [4096]}, "banned_token_ids"),
-    ({"top_logprobs": 2}, "top_logprobs"),
-    ({"logprobs": 3}, "logprobs"),
-    ({"prompt_logprobs": 0, "stream": True}, "prompt_logprobs"),
-    ({"prompt_logprobs": 0, "max_tokens": -1}, "max_tokens"),
-    ({"speculation": {"acceptance": "sloppy"}}, "speculation.acceptance"),
-    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
-    ({"response_format": {"type": "yaml"}}, "response_format.type"),
-    ({"structured_outputs": {"choice": ["a", ""]}}, "structured_outputs.choice"),
-    ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs.choice"),
-    (
-        {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
-        "structured_outputs.regex",
-    ),
-    ({"structured_outputs": {"yaml": "a"}}, "structured_outputs.yaml"),
-    ({"prediction": {"type": "content"}}, "prediction.content"),
-    ({"prediction": {"type": "diff", "content": "x"}}, "prediction.type"),
-]
-
-
-@pytest.mark.parametrize(("body", "param"), BAD, ids=lambda value: str(value)[:50])
-async def test_the_error_for_a_bad_parameter_has_its_name(
-    rig: Rig, body: dict[str, Any], param: str
-) -> None:
-    response = await rig.http.post("/v1/chat/completions", json={"messages": CHAT, **body})
-    error = response.json()["error"]
-    assert (response.status_code, error["param"]) == (400, param)
-    assert set(error) == {"message", "type", "param", "code"}
-    assert rig.script.requests == []
-
-
 GRAMMARS: list[tuple[dict[str, Any], Grammar]] = [
     ({"response_format": {"type": "json_object"}}, Grammar(GrammarKind.JSON_OBJECT)),
     (

@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import grpc
 import httpx
-import pytest
-from gateway_process import GatewayProcess, gateway_process
+from gateway_process import gateway_process
 from scripted_verifier import last, plain
+from stack import GatewayProcess
 from waiting import until
 
 from gateway.text.prompts import Prompts
@@ -45,23 +44,25 @@ async def asked_by_grpc(gateway: GatewayProcess, prompt: int) -> tuple[int, Any]
         return count, None
 
 
+async def ended(gateway: GatewayProcess) -> int:
+    """Its exit status."""
+    return await asyncio.to_thread(gateway.popen.wait, 60)
+
+
 def is_draining(answer: httpx.Response) -> bool:
     error = answer.json()["error"]
     retry_after = answer.headers["retry-after"]
     return (answer.status_code, error["code"], retry_after) == (503, "draining", "1")
 
 
-async def test_every_request_gets_an_error_when_the_gateway_stops(
-    prompts: Prompts, tmp_path: Path
-) -> None:
-    log = tmp_path / "log"
+async def test_every_request_gets_an_error_when_the_gateway_stops(prompts: Prompts) -> None:
     async with (
-        gateway_process(prompts, log, "--drain-seconds", "1") as gateway,
+        gateway_process(prompts, "--drain-seconds", "1") as (gateway, script),
         httpx.AsyncClient(
-            base_url=gateway.http_url, timeout=60, limits=httpx.Limits(max_connections=None)
+            base_url=gateway.url, timeout=60, limits=httpx.Limits(max_connections=None)
         ) as http,
     ):
-        gateway.script.answer = half_answered
+        script.answer = half_answered
 
         def ask(prompt: int, stream: bool) -> asyncio.Task[httpx.Response]:
             return asyncio.create_task(
@@ -73,8 +74,8 @@ async def test_every_request_gets_an_error_when_the_gateway_stops(
         by_grpc = [
             asyncio.create_task(asked_by_grpc(gateway, prompt)) for prompt in (BEGUN, BEGUN + 1)
         ]
-        await until(lambda: gateway.script.running == 3 * EACH + 2, timeout_s=30)
-        gateway.terminate()
+        await until(lambda: script.running == 3 * EACH + 2, timeout_s=30)
+        gateway.popen.terminate()
 
         async def is_stopping() -> bool:
             return (await http.get("/readyz")).json()["status"] == "draining"
@@ -95,47 +96,43 @@ async def test_every_request_gets_an_error_when_the_gateway_stops(
             assert received == count
             assert failure.reason is Reason.DRAINING
             assert failure.retry_after_s == 1.0
-        assert await gateway.ended() == 0
-    assert "Traceback" not in log.read_text()
-    assert "Exception" not in log.read_text()
+        assert await ended(gateway) == 0
+        assert "Traceback" not in gateway.output()
+        assert "Exception" not in gateway.output()
 
 
-async def test_a_request_that_ends_in_time_is_not_cut_off(prompts: Prompts, tmp_path: Path) -> None:
+async def test_a_request_that_ends_in_time_is_not_cut_off(prompts: Prompts) -> None:
     async with (
-        gateway_process(prompts, tmp_path / "log", "--drain-seconds", "60") as gateway,
-        httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as http,
+        gateway_process(prompts, "--drain-seconds", "60") as (gateway, script),
+        httpx.AsyncClient(base_url=gateway.url, timeout=60) as http,
     ):
-        gateway.script.answer = lambda _: [plain([5]), 1.0, last([5], FinishReason.LENGTH)]
+        script.answer = lambda _: [plain([5]), 1.0, last([5], FinishReason.LENGTH)]
         asked = asyncio.create_task(
             http.post("/v1/completions", json={"prompt": [5], "stream": True})
         )
-        await until(lambda: gateway.script.running == 1, timeout_s=30)
-        gateway.terminate()
+        await until(lambda: script.running == 1, timeout_s=30)
+        gateway.popen.terminate()
         assert (await asked).text.endswith("data: [DONE]\n\n")
-        assert await gateway.ended() == 0
+        assert await ended(gateway) == 0
 
 
-@pytest.mark.parametrize("client", ["reads nothing", "half a body"])
-async def test_an_idle_client_does_not_delay_the_stop(
-    prompts: Prompts, tmp_path: Path, client: str
-) -> None:
-    log = tmp_path / "log"
-    async with gateway_process(prompts, log, "--drain-seconds", "0.2") as gateway:
-        gateway.script.answer = lambda _: [*[plain([5] * 5)] * 400, 600.0]
-        where = urlsplit(gateway.http_url)
-        with socket.create_connection((where.hostname, where.port)) as connection:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+async def test_idle_clients_do_not_delay_the_stop(prompts: Prompts) -> None:
+    """A client reads nothing of its answer, another has sent half a body."""
+    async with gateway_process(prompts, "--drain-seconds", "0.2") as (gateway, script):
+        script.answer = lambda _: [*[plain([5] * 5)] * 400, 600.0]
+        where = urlsplit(gateway.url)
+        address = (where.hostname, where.port)
+        with socket.create_connection(address) as unread, socket.create_connection(address) as half:
+            unread.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
             asked = {"prompt": [5], "max_tokens": 2000, "stream": True}
             body = json.dumps(asked | {"speculation": {"tokens": True}})
             head = (
                 "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
                 f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
             )
-            if client == "half a body":
-                connection.sendall(f"{head}{{".encode())
-            else:
-                connection.sendall(f"{head}{body}".encode())
-                await until(lambda: gateway.script.running == 1, timeout_s=30)
-            gateway.terminate()
-            assert await gateway.ended() == 0
-    assert "Traceback" not in log.read_text()
+            half.sendall(f"{head}{{".encode())
+            unread.sendall(f"{head}{body}".encode())
+            await until(lambda: script.running == 1, timeout_s=30)
+            gateway.popen.terminate()
+            assert await ended(gateway) == 0
+        assert "Traceback" not in gateway.output()

@@ -61,10 +61,16 @@ async def test_a_sequence_does_not_go_on_where_it_cannot(
     assert site.second.script.requests == []
 
 
-async def test_a_draining_verifier_keeps_what_no_other_one_can_finish(site: Site) -> None:
+@pytest.mark.parametrize("trouble", ["drains", "hangs"])
+async def test_sequences_stay_where_no_other_verifier_can_finish_them(
+    site: Site, trouble: str
+) -> None:
     await change_second(site, context_length=500)
     asked = await site.pauses(0.5, stream=True)
-    site.first.drain()
+    if trouble == "drains":
+        site.first.drain()
+    else:
+        site.first.script.refusal = HANGS
     await site.known_lost(0)
     assert text_of(await asked) == TEXT
     assert site.second.script.requests == []
@@ -77,15 +83,6 @@ async def test_sequences_leave_a_verifier_whose_engine_hangs(site: Site) -> None
     assert text_of(await asked) == TEXT
     [goes_on] = site.second.script.requests
     assert goes_on.committed == site.ids[:3]
-
-
-async def test_without_another_verifier_sequences_stay_at_one_that_hangs(site: Site) -> None:
-    await change_second(site, context_length=500)
-    asked = await site.pauses(0.5, stream=True)
-    site.first.script.refusal = HANGS
-    await until(lambda: site.gateway.router.replicas[0].problem is not None)
-    assert text_of(await asked) == TEXT
-    assert site.second.script.requests == []
 
 
 def fills_up(site: Site, refusals: int) -> None:

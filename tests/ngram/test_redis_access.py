@@ -52,11 +52,6 @@ async def test_exactly_the_documented_rights_are_needed(
     assert documented <= set.union(*(used(process) for process in deployment.data))
 
 
-async def test_a_database_of_its_own_needs_select(redis_server: Standalone) -> None:
-    await use(RedisServer.parse(redis_server.url + "/3", redis_server.password_file))
-    assert "select" in used(redis_server.data[0])
-
-
 @pytest.mark.parametrize("kind", ["data", "sentinel"])
 def test_no_right_is_of_a_dangerous_category(kind: str, redis_server: Standalone) -> None:
     line = acl_line(kind)

@@ -17,7 +17,8 @@ from typing import Any
 import httpx
 import pytest
 import yaml
-from stack import ROOT, TARGET, Process, Stack
+from redis_servers import Standalone
+from stack import ROOT, GatewayProcess, Stack
 
 from outrider.process.ports import free_port
 
@@ -31,20 +32,6 @@ QUERIES = [
     for target in panel.get("targets", ())
 ]
 PROMPTS = ("x = [1, 2, 3]\n" * 4, "def read(path):\n    ", "import os\nimport sys\n")
-
-
-@contextmanager
-def redis_server(directory: Path) -> Iterator[int]:
-    """Run a Redis; yields its port."""
-    port = free_port()
-    arguments = ["--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(directory)]
-    binary = shutil.which("redis-server")
-    assert binary is not None
-    with Popen([binary, *arguments], stdout=DEVNULL) as process:
-        try:
-            yield port
-        finally:
-            process.terminate()
 
 
 @contextmanager
@@ -73,27 +60,29 @@ def prometheus(directory: Path, targets: dict[str, list[int]]) -> Iterator[str]:
 
 
 @contextmanager
-def observed_stack(directory: Path, redis_port: int) -> Iterator[tuple[str, dict[str, list[int]]]]:
-    """Run verifier, two drafters and a gateway; yields its URL and the metrics ports by job."""
-    gateway_port, verifier_port, *drafter_ports = (free_port() for _ in range(4))
+def observed_stack(directory: Path) -> Iterator[tuple[str, dict[str, list[int]]]]:
+    """Run verifier, two drafters, a Redis and a gateway.
+
+    Yields the gateway's URL, and the metrics ports by job.
+    """
+    verifier_port, *drafter_ports = (free_port() for _ in range(3))
     secret = directory / "secret"
     secret.write_text("s" * 32)
+    server = Standalone(directory / "redis")
     stack = Stack("--metrics-port", str(verifier_port))
-    redis = ("--redis", f"redis://127.0.0.1:{redis_port}/0", "--pool-secret-file", str(secret))
-    stack.add_drafter("ngram-1", "ngram", "--metrics-port", str(drafter_ports[0]), *redis)
+    pool = (*server.flags(), "--pool-secret-file", str(secret))
+    stack.add_drafter("ngram-1", "ngram", "--metrics-port", str(drafter_ports[0]), *pool)
     stack.add_drafter("model-1", "model", "--metrics-port", str(drafter_ports[1]))
-    listen = ("--http-port", str(gateway_port), "--grpc-listen", "127.0.0.1:0")
-    gateway = Process("gateway", "--verifier", stack.address, "--tokenizer", TARGET, *listen)
+    gateway = GatewayProcess(stack.address)
     try:
         stack.wait_ready()
-        yield (
-            f"http://127.0.0.1:{gateway_port}",
-            {"gateway": [gateway_port], "verifier": [verifier_port], "drafter": drafter_ports},
-        )
+        gateway.wait_ready()
+        ports = {"gateway": [gateway.port], "verifier": [verifier_port], "drafter": drafter_ports}
+        yield gateway.url, ports
     finally:
-        gateway.stop()
-        gateway.log.close()
+        gateway.close()
         stack.stop()
+        server.close()
 
 
 async def traffic(url: str) -> None:
@@ -102,10 +91,6 @@ async def traffic(url: str) -> None:
     They are completions and a chat, two that are refused, and a stream whose client leaves.
     """
     async with httpx.AsyncClient(base_url=url, timeout=60) as client:
-        deadline = time.monotonic() + 30
-        while (await client.get("/readyz")).status_code != 200:
-            assert time.monotonic() < deadline
-            await asyncio.sleep(0.1)
         for family in ("ngram", "model", ""):
             speculation = {"drafter_family": family}
             common = {"max_tokens": 40, "temperature": 0, "speculation": speculation}
@@ -127,8 +112,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """URL of a Prometheus that has scraped a stack before, during and after its traffic."""
     directory = tmp_path_factory.mktemp("observability")
     with (
-        redis_server(directory) as redis_port,
-        observed_stack(directory, redis_port) as (gateway, targets),
+        observed_stack(directory) as (gateway, targets),
         prometheus(directory, targets) as url,
     ):
         asyncio.run(all_scraped(url, sum(map(len, targets.values()))))

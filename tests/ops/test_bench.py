@@ -6,11 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-import transformers
 from rich.console import Console
 
-from outrider_bench import __main__ as bench
 from outrider_bench.raw_client import stream
 from outrider_bench.report import Cell, Results, tables, write
 from outrider_bench.sample import Sample
@@ -111,17 +108,3 @@ def test_tables_hold_rates_latencies_and_the_share_of_the_limit(tmp_path: Path) 
     cells = [cell.strip() for cell in step.split("│")]
     assert {"3.00", "0.75", "0.25"} <= set(cells)
     assert len(json.loads(path.read_text())["pairs"]) == 4
-
-
-def test_a_record_names_versions_and_the_gpu_even_without_git(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    libraries = f"torch {torch.__version__}, transformers {transformers.__version__}"
-    versions = f", {libraries}, commit unknown"
-    alone = bench._machine()
-    assert alone.endswith(versions)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
-    assert bench._machine() == alone.replace(versions, f", a GPU{versions}")

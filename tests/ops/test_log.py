@@ -123,13 +123,6 @@ def test_a_log_on_a_full_disk_blocks_nothing_and_resumes_with_space(
         assert_stops(rig, serving)
 
 
-@pytest.mark.slow
-def test_a_log_without_a_reader_blocks_nothing(rig: Rig) -> None:
-    serving = rig.start(subprocess.PIPE)
-    assert_goes_on(rig, serving)
-    assert_stops(rig, serving)
-
-
 def test_a_closed_pipe_ends_serve_without_a_traceback(rig: Rig) -> None:
     """As `outrider serve | head -3` does."""
     serving = rig.start(subprocess.PIPE)

@@ -9,7 +9,6 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "gateway"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "verifier"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "ngram"))
 
 from sites import Site
 

@@ -23,7 +23,7 @@ from outrider.process.ports import free_port
 from outrider.process.redis_server import RedisServer
 from outrider.process.tls import Tls
 
-OPERATIONS = (Path(__file__).parents[2] / "docs/operations.md").read_text()
+OPERATIONS = (Path(__file__).parents[1] / "docs/operations.md").read_text()
 PASSWORD = "correct horse"
 SERVICE = "pool"
 
