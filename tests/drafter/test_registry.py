@@ -7,7 +7,6 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
-from family_rig import Rig, opened_sequence
 
 from drafter_svc.__main__ import _parse_settings
 from drafter_svc.config import DrafterSettings, required_setting, settings_schema
@@ -18,7 +17,6 @@ from drafter_svc.families.registry import find_family, known_families
 from examples.repeat_drafter import RepeatFamily
 from outrider.errors import OutriderError
 from outrider.launch.serve_settings import DrafterSpec
-from outrider.protocol.draft_messages import Proposal, Skip, Window
 
 ROOT = Path(__file__).parents[2]
 REPEAT = "examples.repeat_drafter:RepeatFamily"
@@ -78,15 +76,6 @@ def test_help_shows_the_settings_of_the_chosen_family(
     assert flag in shown
     assert "--verifier" in shown
     assert others not in shown
-
-
-async def test_the_example_guesses_by_the_last_two_tokens() -> None:
-    rig = Rig(RepeatFamily(2))
-    rig.open(opened_sequence(1, [1, 2, 3, 4, 1, 2, 5, 1, 2], Window(8, 4), 2))
-    rig.open(opened_sequence(2, [1, 2, 3], Window(8, 4), 2))
-    drafts = await rig.drafts()
-    assert drafts.proposals == [Proposal(1, 9, [5, 1]), Proposal(1, 9, [5, 1, 2, 5])]
-    assert drafts.skips == [Skip(2, 3)]
 
 
 def test_a_class_in_the_working_directory_is_found(

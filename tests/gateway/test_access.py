@@ -89,13 +89,6 @@ async def test_a_request_with_a_foreign_origin_is_refused(rig: Rig, origin: str)
     assert rig.script.requests == []
 
 
-async def test_the_gateways_own_page_may_call_it(rig: Rig) -> None:
-    answer = await rig.http.post(
-        "/v1/completions", json=BODY, headers={"origin": rig.gateway.http_url}
-    )
-    assert answer.status_code == 200
-
-
 async def test_the_page_may_call_the_gateway_behind_a_tls_proxy() -> None:
     app = create_app(settings(allowed_hosts=["llm.example.com"]), *unused())
     headers = {"host": "llm.example.com", "origin": "https://llm.example.com"}

@@ -127,27 +127,6 @@ async def test_with_no_tokens_to_generate_only_the_prompt_is_scored(rig: Rig, st
         assert rig.script.requests[-1].prompt_logprobs == 0
 
 
-@pytest.mark.parametrize(("max_tokens", "stream"), [(0, False), (2, True)])
-async def test_each_choice_repeats_its_prompt_and_scores_it(
-    rig: Rig, stream: bool, max_tokens: int
-) -> None:
-    output = [50, 51][:max_tokens]
-    rig.script.answer = scoring(output)
-    prompts = ["once upon a time", "x"]
-    found = await ask(
-        rig, stream, prompt=prompts, echo=True, logprobs=1, n=3, max_tokens=max_tokens, seed=-1
-    )
-    choices = iter(found)
-    for prompt in prompts:
-        ids = [*rig.prompts.tokenizer.encode(prompt).ids, *output]
-        for text, logprobs in (next(choices) for _ in range(3)):
-            assert text == prompt + rig.prompts.decode(output)
-            assert logprobs["tokens"] == [rig.prompts.decode([token]) for token in ids]
-            scores = [pytest.approx(-token / 100) for token in ids[1:]]
-            assert logprobs["token_logprobs"] == [None, *scores]
-    assert len(found) == len(rig.script.requests) == 6
-
-
 async def test_of_several_tokens_with_one_text_the_likeliest_is_listed(rig: Rig) -> None:
     first, second = rig.prompts.tokenizer.encode("😀").ids[:2]
     assert rig.prompts.decode([first]) == rig.prompts.decode([second])

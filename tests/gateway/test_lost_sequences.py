@@ -50,16 +50,6 @@ async def test_a_stream_goes_on_without_a_break_when_its_verifier_dies(
     assert await site.counted("verifier_unavailable") == 1
 
 
-async def test_a_sequence_without_a_token_begins_elsewhere(site: Site) -> None:
-    site.writes(site.first, 0)
-    asked = site.ask(stream=True)
-    await until(lambda: site.first.script.running == 1)
-    await site.first.kill()
-    assert text_of(await asked) == TEXT
-    assert site.second.script.requests[0].committed == []
-    assert await site.counted("verifier_unavailable") == 0
-
-
 async def test_a_stop_string_may_begin_at_one_verifier_and_end_at_another(site: Site) -> None:
     at = TEXT.index("[1, 2")
     before = site.prompts.tokenizer.encode(TEXT[: at + 3]).ids

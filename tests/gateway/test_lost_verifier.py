@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 from gateway_rig import Rig, echo
 from mortal_verifiers import TEXT, Site, running_site, text_of
-from scripted_verifier import last, plain
+from scripted_verifier import last
 from waiting import until
 
 from gateway.text.prompts import Prompts
@@ -172,13 +172,3 @@ async def test_an_impossible_chunk_is_an_error(
     assert not rig.gateway.router.replicas[0].sequences
     rig.script.answer = echo
     assert (await rig.http.post("/v1/completions", json={"prompt": "x"})).status_code == 200
-
-
-async def test_tokens_beyond_the_limit_end_a_stream_with_an_error(rig: Rig) -> None:
-    rig.script.answer = lambda _: [plain([5, 5]), plain([5, 5, 5]), last([], FinishReason.LENGTH)]
-    response = await rig.http.post(
-        "/v1/completions", json={"prompt": "x", "max_tokens": 4, "stream": True}
-    )
-    assert '"code":"internal"' in response.text
-    assert "more tokens than it was asked for" in response.text
-    assert response.text.endswith("}\n\ndata: [DONE]\n\n")

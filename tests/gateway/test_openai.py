@@ -58,19 +58,6 @@ async def test_a_chat_is_rendered_by_the_template_and_answered(rig: Rig) -> None
     )
 
 
-async def test_an_answer_can_be_sent_back_unchanged(rig: Rig) -> None:
-    answer = await rig.client.chat.completions.create(model="models/target", messages=MESSAGES)
-    history = [
-        *MESSAGES,
-        answer.choices[0].message.model_dump(),
-        {"role": "user", "content": [{"type": "text", "text": "Thanks"}]},
-    ]
-    await rig.client.chat.completions.create(model="models/target", messages=history)
-    assert rig.prompts.decode(rig.script.requests[1].prompt).endswith(
-        "<|user|>Thanks<|end|><|assistant|>"
-    )
-
-
 async def test_a_chat_stream_has_the_role_first_and_the_usage_last(rig: Rig) -> None:
     ids = rig.says(TEXT, 3, reason=FinishReason.LENGTH)
     stream = await rig.client.chat.completions.create(

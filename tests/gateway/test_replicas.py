@@ -17,9 +17,6 @@ from waiting import until
 from gateway.text.prompts import Prompts
 from gateway.upstream.routing import Pick
 from outrider.errors import OutriderError, Reason
-from outrider.process import rpc
-from outrider.v1 import generation_pb2_grpc
-from outrider.v1.generation_pb2 import GenerateTextRequest
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -132,18 +129,6 @@ async def test_a_request_that_moves_is_checked_against_the_next_replica(site: Si
         assert (response.status_code, response.json()["error"]["param"]) == (400, field)
         assert "verifier" not in response.json()["error"]["message"]
     assert (len(site.first.script.requests), len(site.second.script.requests)) == (3, 1)
-
-
-async def test_a_grpc_request_that_moves_is_checked_against_the_next_replica(site: Site) -> None:
-    await set_limits(site, 1, context_length=64)
-    site.first.script.answer = lambda _: [LEAVES]
-    async with rpc.dial(site.gateway.grpc_address) as channel:
-        stub = generation_pb2_grpc.GenerationServiceStub(channel)
-        request = GenerateTextRequest(prompt="if x", prediction="x " * 100)
-        responses = [response async for response in stub.GenerateText(request)]
-    assert "".join(response.text for response in responses) == "if x"
-    [taken] = site.second.script.requests
-    assert (taken.max_tokens, len(taken.prediction)) == (64 - len(taken.prompt), 64)
 
 
 async def test_a_replica_lost_during_tokenising_gets_no_request(

@@ -104,7 +104,10 @@ def test_a_wrong_file_ends_with_status_2(
 
 
 def _start(out: Path) -> subprocess.Popen[str]:
-    command = [*OUTRIDER, "experiment", "run", str(_SMALL), "--out", str(out)]
+    """Run the small experiment with one repetition, which has four measurements."""
+    file = out / "small.yaml"
+    file.write_text(_SMALL.read_text().replace("repetitions: 2", "repetitions: 1"))
+    command = [*OUTRIDER, "experiment", "run", str(file), "--out", str(out)]
     return subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -124,7 +127,7 @@ def _saved(out: Path) -> dict[Path, int]:
 def test_an_interrupted_run_goes_on_and_all_texts_are_equal(tmp_path: Path) -> None:
     first = _start(tmp_path)
     deadline = time.monotonic() + 240
-    while len(_saved(tmp_path)) < 3 and first.poll() is None:
+    while not _saved(tmp_path) and first.poll() is None:
         assert time.monotonic() < deadline
         time.sleep(0.1)
     first.send_signal(signal.SIGINT)
@@ -132,13 +135,13 @@ def test_an_interrupted_run_goes_on_and_all_texts_are_equal(tmp_path: Path) -> N
     assert first.returncode == 130, said
     assert "to go on, run the same command again" in said
     before = _saved(tmp_path)
-    assert 3 <= len(before) < 8
+    assert 1 <= len(before) < 4
 
     second = _start(tmp_path)
     said, _ = second.communicate(timeout=300)
     assert second.returncode == 0, said
     after = _saved(tmp_path)
-    assert len(after) == 8
+    assert len(after) == 4
     assert {path: after[path] for path in before} == before
 
     [folder] = (tmp_path / "small").iterdir()

@@ -14,10 +14,6 @@ def opened(prediction: list[int]) -> Opened:
     return opened_sequence(1, [1, 2, 3], Window(24, 6), 4, prediction=prediction, prompt_length=3)
 
 
-def test_a_prediction_is_offered_from_its_first_token_on() -> None:
-    assert Prediction(FILE, 3).continuation([], 4) == FILE[:4]
-
-
 def test_an_output_that_follows_its_prediction_gets_all_of_it() -> None:
     prediction = Prediction(FILE, 3)
     for n, token in enumerate(FILE):
