@@ -34,14 +34,6 @@ class RawDrafter:
         """The verifier's next message, or EOF; waits for at most 10 s."""
         return await asyncio.wait_for(self.call.read(), 30)
 
-    async def opened(self) -> drafts_pb2.Opened:
-        """The first sequence of the next message that opens one."""
-        while True:
-            response = await self.hear()
-            assert response != grpc.aio.EOF, await self.error()
-            if response.step.opened:
-                return response.step.opened[0]
-
     async def insist(self, **fields: Any) -> OutriderError:
         """Answer verdicts with a proposal of these fields until the stream ends.
 

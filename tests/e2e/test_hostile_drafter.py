@@ -78,12 +78,6 @@ async def test_another_tokenizer_is_refused_with_both_fingerprints(stack: Stack)
         }
 
 
-async def test_an_id_in_use_is_refused(stack: Stack) -> None:
-    async with Client(stack.address) as client, dialled(client, "ngram-1") as drafter:
-        error = await drafter.error()
-        assert error.reason is Reason.DRAFTER_ID_TAKEN
-
-
 async def test_only_the_first_message_may_and_must_be_a_hello(stack: Stack) -> None:
     async with Client(stack.address) as client:
         drafter = RawDrafter(client.stub.StreamDrafts())
@@ -93,19 +87,6 @@ async def test_only_the_first_message_may_and_must_be_a_hello(stack: Stack) -> N
             assert (await polite.hear()).HasField("welcome")
             await polite.say(hello=drafts_pb2.Hello(drafter_id="twice"))
             assert (await polite.error()).reason is Reason.PROTOCOL_VIOLATION
-
-
-async def test_proposals_for_finished_sequences_or_old_prefixes_are_ignored(stack: Stack) -> None:
-    async with Client(stack.address) as client, dialled(client, "late") as drafter:
-        assert (await drafter.hear()).HasField("welcome")
-        async with a_request(client, "late"):
-            opened = await drafter.opened()
-            base = len(opened.token_ids)
-            proposal = {"sequence_id": opened.sequence_id, "base_length": base, "token_ids": [5]}
-            await drafter.propose(**proposal)
-        await drafter.propose(**proposal)
-        infos = {info.drafter_id: info for info in (await client.model()).drafters}
-        assert infos["late"].connected
 
 
 async def test_a_drafter_that_never_answers_does_not_block_requests(stack: Stack) -> None:

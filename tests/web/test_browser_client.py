@@ -15,9 +15,6 @@ import pytest
 import pytest_asyncio
 from playwright.async_api import Browser, Page, expect
 from site_rig import Site, npm
-from stack import GatewayProcess
-
-from outrider.process.ports import free_port
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.slow]
 
@@ -120,34 +117,3 @@ async def test_the_page_shows_reason_and_field_of_bad_input(example: Page, proto
     await expect(status).to_contain_text(
         "reason: INVALID_VALUE\nfield: max_tokens", use_inner_text=True
     )
-
-
-@every_protocol
-async def test_without_a_verifier_the_page_shows_when_to_try_again(
-    example: Page, protocol: str, lonely_gateway: str
-) -> None:
-    await run(example, protocol, gateway=lonely_gateway)
-    status = example.get_by_role("status")
-    await expect(status).to_contain_text("Unavailable: ")
-    await expect(status).to_contain_text(
-        "reason: VERIFIER_UNAVAILABLE\ntry again in 1000 ms", use_inner_text=True
-    )
-
-
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def lonely_gateway() -> AsyncIterator[str]:
-    """The address of a gateway without a verifier."""
-    origins = ("--allowed-origins", "http://127.0.0.1:*")
-    process = GatewayProcess(f"127.0.0.1:{free_port()}", flags=origins)
-    async with asyncio.timeout(30), httpx.AsyncClient(base_url=process.url) as http:
-        while not await _knows_its_verifier_is_missing(http):  # noqa: ASYNC110
-            await asyncio.sleep(0.1)
-    yield process.url
-    process.close()
-
-
-async def _knows_its_verifier_is_missing(http: httpx.AsyncClient) -> bool:
-    try:
-        return "verifier" in (await http.get("/readyz")).text
-    except httpx.TransportError:
-        return False
