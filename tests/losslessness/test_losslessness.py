@@ -68,7 +68,7 @@ WAYS: dict[str, tuple[frozenset[DraftDistribution], dict[str, Any]]] = {
     "coupled": (COUPLES, {"trust": False}),
     "one-hot": (frozenset({DraftDistribution.ONE_HOT}), {"trust": False}),
 }
-# The quick suite has the simplest and the richest setting, with the drafter that is rejected most.
+# The quick suite has the simplest and the richest setting.
 EXTREMES = ("plain", "everything")
 DRAFTERS = {
     "equal": equal_to_target,
@@ -95,19 +95,15 @@ def compared(way: str, setting: str, drafter: str, draws: int, **behaviour: Any)
     return against_enumeration(samples, SETTINGS[setting])
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_late_drafts_leave_no_trace(way: str) -> None:
-    compared(way, "plain", "flat", 5_800, late=2).must_agree(sees=0.065)
-
-
 @pytest.mark.parametrize("way", ["token-wise", "block"])
 def test_late_sampled_branches_leave_no_trace(way: str) -> None:
     comparison = compared(way, "plain", "flat", 5_800, late=3, sampled_branches=True)
     comparison.must_agree(sees=0.065)
 
 
-# All pairs of a way and a setting, a way and a drafter, and a setting and a drafter. Not all
-# triples: a drafter matters to a rule by what it claims, and test_exact_step.py has all claims.
+# All pairs of a sampled way and a setting, and of a sampled way and a drafter. Not all triples: a
+# drafter matters to a rule by what it claims, and test_exact_step.py has all claims. The other ways
+# give each request the very tokens of plain decoding, as a test below shows for all settings.
 PAIRS = [
     pytest.param(
         way,
@@ -115,22 +111,19 @@ PAIRS = [
         list(DRAFTERS)[(i + j) % len(DRAFTERS)],
         marks=[] if setting in EXTREMES else pytest.mark.slow,
     )
-    for i, way in enumerate(WAYS)
+    for i, way in enumerate(("token-wise", "block"))
     for j, setting in enumerate(SETTINGS)
 ]
 
 
 @pytest.mark.parametrize(("way", "setting", "drafter"), PAIRS)
-def test_output_follows_the_target_for_all_pairs_of_the_three(
-    way: str, setting: str, drafter: str
-) -> None:
+def test_output_follows_the_target_in_every_setting(way: str, setting: str, drafter: str) -> None:
     compared(way, setting, drafter, 8_000).must_agree(sees=0.061)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["token-wise", "block", "coupled"])
-def test_two_hundred_thousand_draws_show_no_bias(way: str) -> None:
-    compared(way, "plain", "reversed", 200_000).must_agree(sees=0.017)
+def test_two_hundred_thousand_draws_show_no_bias() -> None:
+    compared("block", "plain", "reversed", 200_000).must_agree(sees=0.017)
 
 
 def test_without_a_drafter_output_follows_the_target() -> None:
@@ -196,25 +189,24 @@ def liar(claim: str) -> Guesser:
 
 
 @pytest.mark.parametrize("claim", ["unlikely", "target"])
-@pytest.mark.parametrize("way", ["token-wise", "block"])
-def test_a_trusted_liar_forces_its_token(way: str, claim: str) -> None:
+def test_a_trusted_liar_forces_its_token(claim: str) -> None:
     sampling = SETTINGS["plain"]
-    samples = generate(sampling, 1_000, liar(claim), **WAYS[way][1])
+    samples = generate(sampling, 1_000, liar(claim))
     assert (samples[:, 0] == RARE).mean() > 20 * exact_probs(sampling)[()][RARE]
     assert against_enumeration(samples, sampling).p < LEAST_P
 
 
-@pytest.mark.parametrize("claim", ["unlikely", "target"])
-def test_an_untrusted_liar_leaves_no_trace(claim: str) -> None:
+def test_an_untrusted_liar_leaves_no_trace() -> None:
     sampling = SETTINGS["plain"]
-    samples = generate(sampling, 8_000, liar(claim), trust=False)
+    samples = generate(sampling, 8_000, liar("unlikely"), trust=False)
     against_enumeration(samples, sampling).must_agree(sees=0.056)
 
 
-def test_a_seed_gives_the_same_tokens_with_every_drafter_and_way() -> None:
-    plain = generate(SETTINGS["everything"], 100, seed=seed_of)
-    assert len({tuple(text) for text in plain.tolist()}) > 30
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_seed_gives_the_same_tokens_with_every_drafter_and_way(setting: str) -> None:
+    plain = generate(SETTINGS[setting], 100, seed=seed_of)
+    assert len({tuple(text) for text in plain.tolist()}) > 20
     for way in WAYS:
         for drafter in ("equal", "reversed"):
-            samples = generated(way, "everything", drafter, 100, seeded=True)
+            samples = generated(way, setting, drafter, 100, seeded=True)
             assert samples.tolist() == plain.tolist()

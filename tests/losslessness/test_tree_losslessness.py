@@ -151,15 +151,6 @@ def test_the_walk_stops_with_an_error_at_a_row_that_is_not_finite(
         assert broken == whole
 
 
-def test_a_synthetic_rate_accepts_first_children_alone() -> None:
-    tree = DraftTree([1, 2, 3, 4], [], [0, 1, 1, 0])
-    drafts = [draft_of(tree, AcceptanceRule.SYNTHETIC, seed) for seed in range(2_000)]
-    results = accept(torch.zeros(5 * len(drafts), WIDE), drafts, synthetic_rate=0.5)
-    shares = [np.mean([result.accepted_count == n for result in results]) for n in range(3)]
-    assert shares == pytest.approx([0.5, 0.25, 0.25], abs=0.04)
-    assert all(result.path is None for result in results)
-
-
 def test_a_sampled_draft_that_is_a_tree_is_refused() -> None:
     context = Context(SamplingParams(), [0], 1, [1, 2], parents=[0, 0])
     with pytest.raises(ValueError, match="chain"):
