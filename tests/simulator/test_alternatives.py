@@ -54,13 +54,3 @@ def test_alternatives_are_right_as_often_as_set() -> None:
     assert set(confidences) == {ACCEPTANCE}
     assert right[0] / COUNT == pytest.approx(0.25, abs=0.08)
     assert right[1] / COUNT == pytest.approx(0.1, abs=0.06)
-
-
-def test_one_seed_gives_the_same_alternatives() -> None:
-    assert [sent for _, sent in proposals(1)] == [sent for _, sent in proposals(1)]
-    assert [sent for _, sent in proposals(1)] != [sent for _, sent in proposals(2)]
-
-
-def test_without_trees_a_draft_stays_a_chain() -> None:
-    for _, proposal in proposals(1, tree_tokens=0):
-        assert (proposal.parents, proposal.confidences) == ([], [])

@@ -30,9 +30,17 @@ def speed_on_two_cores(drafter: dict[str, Any], batch: int, **more: Any) -> floa
     return speed(drafters, batch, 6.0, costs="epyc-2-cores", output_tokens=LENGTHS, **more)
 
 
-@pytest.mark.parametrize("batch", [1, 8, 32])
-@pytest.mark.parametrize("acceptance", [0.8, 0.5, 0.0])
-@pytest.mark.parametrize("noise", [0.0, 0.1])
+# Half of the combinations, which have every two values together.
+ON_TARGET_CORES = [
+    (noise, acceptance, batch)
+    for i, noise in enumerate((0.0, 0.1))
+    for j, acceptance in enumerate((0.8, 0.5, 0.0))
+    for k, batch in enumerate((1, 8, 32))
+    if (i + j + k) % 2 == 0
+]
+
+
+@pytest.mark.parametrize(("noise", "acceptance", "batch"), ON_TARGET_CORES)
 def test_a_slow_drafter_on_the_targets_cores_is_no_loss(
     noise: float, acceptance: float, batch: int
 ) -> None:
@@ -41,8 +49,7 @@ def test_a_slow_drafter_on_the_targets_cores_is_no_loss(
     assert speed_on_gpu(drafter, batch, noise=noise) >= FLOOR
 
 
-@pytest.mark.parametrize("batch", [1, 8, 32])
-@pytest.mark.parametrize("slowness", [1.0, 4.0])
+@pytest.mark.parametrize(("slowness", "batch"), [(1.0, 1), (4.0, 8), (1.0, 32), (4.0, 32)])
 def test_a_drafter_that_takes_all_its_time_from_the_target_is_no_loss(
     slowness: float, batch: int
 ) -> None:
@@ -72,15 +79,12 @@ def test_the_bundled_pair_on_two_cores_is_no_loss(
 
 
 @pytest.mark.parametrize(
-    ("batch", "interference", "unguarded"),
-    [(1, 0.44, 1.78), (8, 0.44, 1.30), (32, 0.44, 1.24)],
+    ("noise", "batch", "unguarded"),
+    [(0.1, 1, 1.78), (0.0, 8, 1.30), (0.1, 8, 1.30), (0.1, 32, 1.24)],
 )
-@pytest.mark.parametrize("noise", [0.0, 0.1])
-def test_a_disturbing_drafter_that_pays_is_used(
-    noise: float, batch: int, interference: float, unguarded: float
-) -> None:
+def test_a_disturbing_drafter_that_pays_is_used(noise: float, batch: int, unguarded: float) -> None:
     """`unguarded` is the speed without a budget. Measuring baseline steps costs part of it."""
-    drafter = {"acceptance": 0.8, "interference": interference}
+    drafter = {"acceptance": 0.8, "interference": 0.44}
     assert speed_on_gpu(drafter, batch, noise=noise) >= 0.96 * unguarded
 
 

@@ -111,17 +111,3 @@ def test_warm_up_requests_are_not_measured(tmp_path: Path) -> None:
     assert outcome.sample.counters["generation_tokens"] == 32
     [(first, last, _)] = outcome.sample.requests
     assert 0.0 < first < last == outcome.sample.seconds
-
-
-def test_the_schedule_begins_with_what_is_measured(tmp_path: Path) -> None:
-    requests = [text([1, *PHRASE * 3], PHRASE * 6), text([2, *PHRASE * 3], PHRASE * 12)]
-    schedule = [{"at": 0.0, "who": "ngram", "what": "leave"}]
-    outcome = outcome_of(tmp_path, requests, LOOKUP, warm_up=1, schedule=schedule)
-    assert outcome.sample.counters.get("spec_decode_num_accepted_tokens", 0.0) < 12
-
-
-def test_lost_segments_make_a_link_slower(tmp_path: Path) -> None:
-    requests = [text([1, *PHRASE * 3], PHRASE * 40)]
-    whole = outcome_of(tmp_path, requests, LOOKUP)
-    lossy = outcome_of(tmp_path, requests, {**LOOKUP, "loss": 0.2})
-    assert lossy.sample.seconds > whole.sample.seconds

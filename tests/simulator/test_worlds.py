@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +13,8 @@ from typing import Any
 import pytest
 
 from outrider.lm.runner import SequenceSlice
-from outrider.protocol.draft_messages import Proposal
 from outrider.protocol.messages import TokenRequest
 from outrider_bench.simulator.events import Events
-from outrider_bench.simulator.worlds import campaign
 from outrider_bench.simulator.worlds.campaign import (
     failure_of,
     run_campaign,
@@ -26,8 +23,7 @@ from outrider_bench.simulator.worlds.campaign import (
 )
 from outrider_bench.simulator.worlds.checked_verifier import CheckedVerifier
 from outrider_bench.simulator.worlds.client import Client
-from outrider_bench.simulator.worlds.invariants import contradicted
-from outrider_bench.simulator.worlds.plan import WorldPlan, draw_world
+from outrider_bench.simulator.worlds.plan import draw_world
 from outrider_bench.simulator.worlds.play import play
 from outrider_bench.simulator.worlds.requests import (
     REQUEST_COUNT,
@@ -39,7 +35,6 @@ from outrider_bench.simulator.worlds.target import PagedTarget
 
 ROOT = Path(__file__).parents[2]
 SEEDS = Path(__file__).with_name("world_seeds.txt")
-WORLDS = range(200)
 
 
 def found_seeds() -> list[int]:
@@ -48,11 +43,14 @@ def found_seeds() -> list[int]:
     return [int(line) for line in lines if line]
 
 
-def test_the_worlds_of_fixed_seeds_keep_every_invariant() -> None:
-    played = run_campaign(WORLDS)
+@pytest.mark.parametrize(
+    "worlds", [range(100), pytest.param(range(100, 200), marks=pytest.mark.slow)], ids=str
+)
+def test_the_worlds_of_fixed_seeds_keep_every_invariant(worlds: range) -> None:
+    played = run_campaign(worlds)
     assert played.failures == {}
-    assert played.counts["worlds"] == len(WORLDS)
-    assert played.message_count > 20_000
+    assert played.counts["worlds"] == len(worlds)
+    assert played.message_count > 10_000
     # Each kind of fault and each way to end was played.
     assert len([name for name in played.counts if name.startswith("fault: ")]) == 19
     for name in ("finished", "left", "failed", "resumed", "moved"):
@@ -66,24 +64,22 @@ def test_no_world_that_found_a_defect_finds_it_again() -> None:
     assert run_campaign(iter(found_seeds())).failures == {}
 
 
+def digests() -> list[str]:
+    """The digests of some worlds' histories."""
+    return [play(draw_world(seed)).digest for seed in range(8)]
+
+
 def test_a_world_is_a_pure_function_of_its_seed_in_any_process() -> None:
-    code = (
-        "from outrider_bench.simulator.worlds.play import play\n"
-        "from outrider_bench.simulator.worlds.plan import draw_world\n"
-        "print([play(draw_world(seed)).digest for seed in range(12)])\n"
+    here = digests()
+    assert len(set(here)) == len(here)
+    seed = "1" if os.environ.get("PYTHONHASHSEED") == "0" else "0"
+    code = "from test_worlds import digests; print(digests())"
+    paths = os.pathsep.join([str(ROOT), str(SEEDS.parent)])
+    environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": paths}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True
     )
-    printed = set()
-    for seed in ("0", "1"):
-        environment = {**os.environ, "PYTHONHASHSEED": seed}
-        done = subprocess.run(
-            [sys.executable, "-c", code], cwd=ROOT, env=environment, check=True, capture_output=True
-        )
-        printed.add(done.stdout)
-    assert len(printed) == 1
-
-
-def test_other_seeds_give_other_worlds() -> None:
-    assert len({play(draw_world(seed)).digest for seed in range(10)}) == 10
+    assert done.stdout == f"{here}\n"
 
 
 def test_greedy_answers_are_the_argmax_of_the_target() -> None:
@@ -106,15 +102,6 @@ def likeliest_tokens(prompt: list[int], count: int) -> list[int]:
         [logits] = target.forward([SequenceSlice(tokens, 0, [0], 1)])
         tokens.append(int(logits.argmax()))
     return tokens[len(prompt) :]
-
-
-def test_contradicted_tokens_are_counted_in_chains_and_trees() -> None:
-    committed = [1, 2, 3]
-    assert contradicted(Proposal(1, 1, [2, 3, 4]), committed) == 0
-    assert contradicted(Proposal(1, 1, [2, 4, 3]), committed) == 2
-    assert contradicted(Proposal(1, 3, [9, 9]), committed) == 0
-    tree = Proposal(1, 1, [2, 9, 3, 5, 4], [0, 0, 1, 1, 4])
-    assert contradicted(tree, committed) == 3
 
 
 # --- planted defects ---
@@ -166,8 +153,7 @@ def test_a_planted_defect_is_noticed(
     plant: Plant, noticed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(monkeypatch)
-    failures = run_campaign(range(150)).failures
-    assert any(noticed in failure for failure in failures.values())
+    assert any(noticed in failure_of(draw_world(seed))[0] for seed in range(150))
 
 
 def test_a_failing_world_shrinks_to_the_fault_that_breaks_it(
@@ -192,15 +178,3 @@ def test_a_failing_world_shrinks_to_the_fault_that_breaks_it(
     printed = capsys.readouterr().out
     assert f"outrider simulate --faults 1 --seed {seed}" in printed
     assert str(fault) in printed
-
-
-def test_shrinking_keeps_to_the_failure_it_began_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without any drafter the world would fail too, but in another way."""
-
-    def failing(plan: WorldPlan) -> tuple[str, Counter[str]]:
-        wrong = "Violation: the text is the target's own: [1], not [2]"
-        return wrong if plan.drafters else "IndexError: 0", Counter()
-
-    monkeypatch.setattr(campaign, "failure_of", failing)
-    seed = next(seed for seed in range(100) if len(draw_world(seed).drafters) > 1)
-    assert len(shrink(draw_world(seed)).drafters) == 1
