@@ -7,12 +7,6 @@ from hypothesis import strategies as st
 from verifier_svc.state.acceptance_rate import AcceptanceRate, Latency
 
 
-def test_expected_tokens_are_the_geometric_sum() -> None:
-    assert AcceptanceRate(0.5).expected_tokens(2) == pytest.approx(1 + 0.5 + 0.25)
-    assert AcceptanceRate(1.0).expected_tokens(3) == 4
-    assert AcceptanceRate(0.0).expected_tokens(5) == 1
-
-
 def test_acceptance_is_measured_by_position() -> None:
     rate = AcceptanceRate(0.6, 4)
     assert rate.by_position == pytest.approx([0.6] * 4)

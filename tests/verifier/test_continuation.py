@@ -191,16 +191,6 @@ def test_with_the_same_drafts_each_rule_goes_on_as_before(rule: AcceptanceRule) 
             must_equal_the_rest(rest, whole, cut)
 
 
-def test_a_long_continuation_is_computed_in_chunks() -> None:
-    request = replace(REQUEST, prompt=[1, 2, 3, 4, 5, 6] * 4, max_tokens=40, ignore_eos=True)
-    whole = answer(request, drafts=False)
-    engine, _ = make_engine(config=EngineConfig(max_batch_tokens=7), eos_bias=EOS_BIAS)
-    client = Client()
-    engine.submit(replace(request, committed=whole.tokens[:30]), client)
-    finish(engine)
-    assert client.tokens == whole.tokens[30:]
-
-
 def refused(request: TokenRequest, *, grammar: bool = False) -> OutriderError:
     engine, _ = make_engine(eos_bias=-99)
     with pytest.raises(OutriderError) as caught:

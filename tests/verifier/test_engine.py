@@ -24,20 +24,6 @@ def request(prompt: list[int], max_tokens: int = 20, **changes: object) -> Token
     return replace(TokenRequest(prompt, max_tokens, GREEDY), **changes)  # type: ignore[arg-type]
 
 
-def test_a_right_draft_is_committed_in_one_step_with_its_bonus_token() -> None:
-    engine, model = make_engine(eos_bias=-99)
-    drafter, client = ScriptedDrafter(engine), Client()
-    sequence = engine.submit(request([1, 2, 3], 10), client)
-    engine.drain_inbox()
-    truth = model.greedy([1, 2, 3], 10)
-    drafter.propose(sequence.id, truth[:3])
-    finish(engine)
-    assert client.chunks[0].token_ids == truth[:4]
-    assert client.chunks[0].sources == [TokenSource.ACCEPTED] * 3 + [TokenSource.BONUS]
-    assert client.chunks[0].drafter_id == "scripted"
-    assert client.tokens == truth
-
-
 def test_a_wrong_draft_costs_nothing_but_the_step() -> None:
     engine, model = make_engine(eos_bias=-99)
     drafter, client = ScriptedDrafter(engine), Client()

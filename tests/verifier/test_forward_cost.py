@@ -10,18 +10,6 @@ from verifier_svc.policy.forward_cost import ForwardCost
 from verifier_svc.policy.goodput import price_of_tokens
 
 
-def test_costs_are_interpolated_and_extrapolated() -> None:
-    cost = ForwardCost()
-    assert cost.estimate(1, 5) == 0.0
-    for batch in (1, 8):
-        for drafted in (0, 4):
-            seconds = 0.050 + 0.001 * batch + 0.002 * batch * drafted
-            cost.calibrate(batch, batch * (1 + drafted), seconds)
-    assert cost.estimate(4, 12) == pytest.approx(0.050 + 0.004 + 0.002 * 8, rel=0.05)
-    assert cost.estimate(1, 9) == pytest.approx(0.051 + 0.016)
-    assert cost.estimate(16, 16) == pytest.approx(0.066)
-
-
 def test_marginal_costs_rise_and_spread_a_jump_over_its_tokens() -> None:
     cost = ForwardCost()
     for drafted, seconds in ((0, 0.030), (1, 0.036), (3, 0.068), (6, 0.116)):
@@ -76,18 +64,6 @@ def test_steps_correct_the_cost_of_their_own_size_most() -> None:
     assert 0.1 < cost.estimate(32, 32) < own
 
 
-def test_steps_with_drafts_do_not_raise_the_cost_of_plain_steps() -> None:
-    cost = ForwardCost()
-    for batch in (1, 8, 64):
-        for tokens in (batch, 5 * batch, 9 * batch):
-            cost.calibrate(batch, tokens, 0.045 + 0.0006 * tokens)
-    for i in range(300):
-        tokens = 60 + 7 * i % 50
-        cost.observe(32, tokens, 0.045 + 0.0009 * tokens)
-    assert cost.estimate(32, 32) == pytest.approx(0.045 + 0.0009 * 32, rel=0.05)
-    assert cost.estimate(32, 96) == pytest.approx(0.045 + 0.0009 * 96, rel=0.03)
-
-
 @pytest.mark.parametrize(
     "token_s", [0.0, 1e-8, 0.02], ids=["never measured", "far too low", "far too high"]
 )
@@ -112,10 +88,3 @@ def test_a_prompts_fixed_cost_does_not_enter_its_token_cost() -> None:
         cost.observe(1, 1, 0.010)
         cost.observe(1, 1, 0.030 + 10 * 1e-5, 10)
     assert cost.prompt_token_s == pytest.approx(1e-5, rel=0.3)
-
-
-def test_one_step_that_was_held_up_changes_the_cost_little() -> None:
-    cost = ForwardCost()
-    cost.calibrate(1, 1, 0.01)
-    cost.observe(1, 1, 10.0)
-    assert cost.estimate(1, 1) < 0.013

@@ -1,11 +1,9 @@
 """The engine survives senseless drafts and a senseless clock."""
 
-import random
 from dataclasses import replace
 
 import pytest
 from fake_model import Client, ScriptedDrafter, make_engine
-from prometheus_client import generate_latest
 from virtual_time import VirtualClock
 
 from outrider.errors import OutriderError, Reason
@@ -61,42 +59,6 @@ def test_a_fault_in_processing_a_message_costs_its_sender_alone(
         engine.step()
     assert client.tokens == model.greedy([1, 2], 8)
     assert other.error is None
-
-
-def test_a_clock_that_jumps_ends_no_request() -> None:
-    """No real clock jumps like this, but a wrong time must not end the engine through a metric."""
-    rng = random.Random(1)
-    real = VirtualClock()
-    shift = 0.0
-
-    def stepping() -> float:
-        nonlocal shift
-        if rng.random() < 0.3:
-            shift = rng.choice([0.0, 0.0, 3600.0, -3600.0, 1e8, -1e8])
-        return real() + shift
-
-    engine, model = make_engine(
-        config=EngineConfig(DraftTokensPolicy("goodput", 4)), eos_bias=-99, clock=stepping
-    )
-    model.broken = lambda slices: real.sleep(0.001)
-    engine.warm_up()
-    drafters = [ScriptedDrafter(engine, name, name) for name in ("quick", "silent")]
-    for prompt in ([1, 2], [3, 4, 5], [6]):
-        clients = [Client(), Client()]
-        sequences = [
-            engine.submit(request([*prompt, number], 20), client)
-            for number, client in enumerate(clients)
-        ]
-        while engine.sequences:
-            engine.drain_inbox()
-            for sequence in sequences:
-                known = sequence.id in engine.sequences and sequence.id in drafters[0].length
-                if known and rng.random() < 0.7:
-                    drafters[0].propose(sequence.id, [rng.randrange(7)])
-            real.step(engine)
-        for number, client in enumerate(clients):
-            assert client.tokens == model.greedy([*prompt, number], 20)
-    assert b"outrider:decode_seconds_total" in generate_latest(engine._metrics.registry)
 
 
 def test_a_refusal_that_lists_drafters_fits_a_calls_metadata() -> None:

@@ -16,7 +16,7 @@ from outrider.internal.v1 import token_streams_pb2_grpc
 from outrider.process import rpc
 from outrider.protocol.model_info import DrafterInfo, ModelInfo, Placement, Stage
 from outrider.protocol.wire import model as wire_model
-from outrider.v1 import common_pb2, drafts_pb2, verifier_pb2, verifier_pb2_grpc
+from outrider.v1 import drafts_pb2, verifier_pb2, verifier_pb2_grpc
 from outrider_bench.experiment.links import ShapedLink
 from outrider_bench.experiment.spec import Link
 from verifier_svc.engine.config import EngineConfig
@@ -117,22 +117,6 @@ async def test_a_message_that_cannot_be_parsed_counts_against_the_drafter() -> N
         assert caught.value.reason is Reason.QUARANTINED
 
 
-async def test_a_message_of_an_unknown_kind_is_ignored_and_counted() -> None:
-    """A later member of a oneof looks like an unset oneof."""
-    async with verifier() as served, rpc.dial(f"127.0.0.1:{served.port}") as channel:
-        drafter = RawDrafter(channel, "newer")
-        await drafter.welcomed()
-        for data in (b"", *[b"\xfa\x3f\x02hi"] * 4):
-            await drafter.say(data)
-        line = 'outrider:ignored_messages_total{drafter="newer",model_name="fake",placement=""} 5.0'
-        async with asyncio.timeout(10):
-            # The engine's thread has no event to wait for.
-            while line not in await served.exposition():  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-        assert "newer" in served.engine.drafting.roster.connected
-        drafter.call.cancel()
-
-
 async def test_drafters_beyond_the_limit_are_refused() -> None:
     async with (
         verifier(EngineConfig(max_drafters=3)) as served,
@@ -167,23 +151,6 @@ async def test_get_models_answer_fits_a_message_with_any_number_of_drafters() ->
     listed = wire_model.model_from_proto(proto)
     assert 500 < len(listed.drafters) < 5000
     assert listed.drafters == drafters[: len(listed.drafters)]
-
-
-PLACES: list[tuple[dict[str, Any], str]] = [
-    ({"cores": [-1]}, r"placement.cores must hold numbers in \[0, 65535\], not -1"),
-    ({"cores": [3, 5, 3]}, "placement.cores must be distinct"),
-    ({"cores": [0] * 1025}, "placement.cores must hold at most 1024 cores, not 1025"),
-    ({"numa_node": -1}, r"placement.numa_node must be in \[0, 65535\], not -1"),
-]
-
-
-async def test_a_placement_that_no_machine_has_is_refused() -> None:
-    async with verifier() as served, rpc.dial(f"127.0.0.1:{served.port}") as channel:
-        for place, message in PLACES:
-            placement = common_pb2.Placement(**place)
-            with pytest.raises(OutriderError, match=message) as caught:
-                await RawDrafter(channel, "many", placement=placement).welcomed()
-            assert caught.value.reason is Reason.INVALID_VALUE
 
 
 def hastened(options: list[tuple[str, Any]]) -> list[tuple[str, Any]]:

@@ -175,25 +175,6 @@ def test_late_masks_change_no_token_of_sampled_drafts() -> None:
     assert accepted > 0
 
 
-def test_slow_masks_change_no_token() -> None:
-    texts = []
-    for seconds in (0.0, 0.019):
-        held, client = Held(), Client()
-        engine = engine_with(held)
-        engine.submit(request(SamplingParams(1.0, seed=3)), client, matcher=Alternating())
-        while engine.sequences:
-            engine.advance()
-            for work in [*held.begun, *held.slow]:
-                work.run()
-                spent(work, seconds)
-            held.begun.clear()
-            held.slow.clear()
-        engine.outbox.send_to_clients()
-        texts.append(client.tokens)
-    assert len(texts[0]) == LONG
-    assert texts[0] == texts[1]
-
-
 def test_others_go_on_while_masks_are_late() -> None:
     held = Held()
     engine = engine_with(held)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -22,8 +21,6 @@ from outrider.protocol.messages import (
 )
 from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine
-from verifier_svc.policy.pauses import pause_reason
-from verifier_svc.policy.plan import Plan
 
 GREEDY = SamplingParams(temperature=0.0)
 INSISTS = SpeculationOptions(always_draft=True)
@@ -134,40 +131,6 @@ def test_a_slow_drafter_is_named_with_both_times() -> None:
     assert pause.forward_s == pytest.approx(STEP_S, rel=0.2)
     assert pause.draft_s is not None
     assert pause.draft_s == pytest.approx(0.01)
-
-
-def test_the_reason_follows_the_plan() -> None:
-    stack = Stack()
-    stack.join(0.0)
-    stack.ask()
-    stack.engine.drain_inbox()
-    stack.engine.step()
-    [sequence] = stack.engine.sequences.values()
-    [assignment] = sequence.assignments.values()
-    drafter, plan = assignment.drafter, Plan(batch=1)
-    budget = stack.engine.planner.budget
-
-    def reason(plan: Plan) -> PauseReason:
-        return pause_reason(sequence, plan, budget)
-
-    assignment.asked = True
-    assert reason(plan) is PauseReason.NO_GUESS
-    assert reason(replace(plan, measuring=True)) is PauseReason.MEASURING
-    assignment.asked = False
-    assert reason(plan) is PauseReason.TOO_SLOW
-    assert reason(replace(plan, paying=frozenset([drafter]))) is PauseReason.LOW_ACCEPTANCE
-    while budget.allows(1, frozenset([drafter])):
-        for baseline in (True, False):
-            budget.observe(1, frozenset([drafter]), 0, STEP_S, baseline=baseline)
-    assert reason(plan) is PauseReason.BUDGET
-
-
-def test_a_quick_drafter_is_not_paused() -> None:
-    stack = Stack()
-    stack.join(0.0001)
-    client = settled(stack).get()
-    assert drafted(client) > MAX_TOKENS // 2
-    assert paused(client) is None
 
 
 def test_plain_decoding_by_request_is_no_pause() -> None:

@@ -19,20 +19,6 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 @pytest.mark.parametrize(
-    ("text", "policy"),
-    [
-        ("goodput", DraftTokensPolicy("goodput", 8)),
-        ("goodput:3", DraftTokensPolicy("goodput", 3)),
-        ("auto", DraftTokensPolicy("auto", 5)),
-        ("fixed:0", DraftTokensPolicy("fixed", 0)),
-        ("6", DraftTokensPolicy("fixed", 6)),
-    ],
-)
-def test_a_policy_is_named_with_its_limit(text: str, policy: DraftTokensPolicy) -> None:
-    assert DraftTokensPolicy.parse(text) == policy
-
-
-@pytest.mark.parametrize(
     "text", ["", "fast", "auto:3", "fixed", "fixed:x", "fixed:65", "goodput:-1"]
 )
 def test_an_unknown_policy_is_refused_by_name(text: str) -> None:
@@ -93,12 +79,6 @@ def test_a_free_draft_token_is_taken_and_an_expensive_one_is_not() -> None:
     assert draft_tokens(planned(0.0500, accepted=0)) == [0]
 
 
-def test_a_batch_that_fills_the_processor_drafts_less() -> None:
-    alone = planned(0.002, accepted=2, batch=1)
-    crowded = planned(0.002, accepted=2, batch=24)
-    assert max(draft_tokens(crowded)) < min(draft_tokens(alone))
-
-
 def kneed(rates: Mapping[str, Sequence[float]], max_draft_tokens: int = 64) -> Engine:
     """Eight sequences, and drafters by name with an acceptance probability for each sequence.
 
@@ -134,27 +114,10 @@ def is_asked(engine: Engine, sequence_id: int, drafter_id: str = "scripted") -> 
     return engine.sequences[sequence_id].assignments[drafter_id] in engine.drafting.plan.asks
 
 
-def test_like_sequences_share_the_cheap_tokens_from_any_start() -> None:
-    engine = kneed({"one": [0.5] * 8})
-    assert settle(engine) == [1] * 8
-    for sequence in engine.sequences.values():
-        sequence.assignments["one"].asked = False
-    assert settle(engine) == [1] * 8
-
-
 def test_places_go_to_the_likeliest_tokens_of_all_sequences() -> None:
     first, *_, last = settle(kneed({"one": [0.9, 0.9, 0.9, 0.8, 0.2, 0.2, 0.1, 0.1]}))
     assert first >= 2
     assert last == 0
-
-
-def test_the_better_of_two_drafters_is_kept_for_a_longer_draft() -> None:
-    engine = kneed({"good": [0.6] * 8, "poor": [0.3] * 8})
-    first, *others = engine.sequences.values()
-    for sequence in others:
-        sequence.assignments.clear()
-    settle(engine)
-    assert [assignment.asked for assignment in first.assignments.values()] == [True, False]
 
 
 def test_a_request_gets_the_draft_tokens_that_it_asks_for() -> None:
@@ -164,23 +127,6 @@ def test_a_request_gets_the_draft_tokens_that_it_asks_for() -> None:
     make_plan(engine)
     [assignment] = sequence.assignments.values()
     assert assignment.draft_tokens == 5
-
-
-def test_a_drafter_gets_the_new_number_of_draft_tokens() -> None:
-    engine, model = make_engine(eos_bias=-99, config=EngineConfig(DraftTokensPolicy()))
-    drafter = ScriptedDrafter(engine)
-    for drafted in (0, 8):
-        engine.cost.calibrate(1, 1 + drafted, 0.05 + 0.005 * drafted)
-    sequence = engine.submit(TokenRequest([1, 2], 40, GREEDY), Client())
-    engine.drain_inbox()
-    first = drafter.received[0].opened[0].draft_tokens
-    for _ in range(6):
-        truth = model.greedy(sequence.tokens, 2)
-        drafter.propose(sequence.id, [truth[0], (truth[1] + 1) % 7])
-        make_plan(engine)
-        engine.step()
-    asked = [verdict.draft_tokens for batch in drafter.received for verdict in batch.verdicts]
-    assert asked[-1] < first
 
 
 def test_a_drafter_on_the_targets_own_cores_does_not_run_ahead() -> None:
@@ -233,16 +179,6 @@ def mixed(good: int, poor: int) -> tuple[Engine, ScriptedDrafter]:
     return engine, drafter
 
 
-def test_one_good_sequence_is_not_drafted_if_all_others_must_wait() -> None:
-    def first_pays(good: int, poor: int) -> bool:
-        engine, _ = mixed(good, poor)
-        return is_asked(engine, 1)
-
-    assert first_pays(good=1, poor=0)
-    assert not first_pays(good=1, poor=7)
-    assert first_pays(good=4, poor=4)
-
-
 def test_a_paused_drafter_is_asked_once_drafting_pays_for_the_batch() -> None:
     engine, drafter = mixed(good=1, poor=7)
     good, *poor = engine.sequences.values()
@@ -259,27 +195,6 @@ def test_a_paused_drafter_is_asked_once_drafting_pays_for_the_batch() -> None:
     assert verdict.new_token_ids == good.tokens[missed_from:]
     assert len(verdict.new_token_ids) > 1
     assert verdict.committed_length == len(good.tokens)
-
-
-def test_a_slow_drafter_does_not_keep_a_quick_one_from_drafting() -> None:
-    engine, _ = make_engine(eos_bias=-99, config=EngineConfig(DraftTokensPolicy()))
-    engine.cost.calibrate(1, 1, 0.05)
-    engine.cost.calibrate(1, 9, 0.054)
-    quick = ScriptedDrafter(engine, "quick", "one")
-    slow = ScriptedDrafter(engine, "slow", "other")
-    sequence = engine.submit(TokenRequest([1, 2], 40, GREEDY), Client())
-    engine.drain_inbox()
-    engine.step()
-    quick.prove()
-    slow.prove()
-    for name, accepted in (("quick", 1), ("slow", 4)):
-        for _ in range(40):
-            sequence.assignments[name].rate.observe(8, accepted)
-    quick.handle.round_trip.observe(0.001)
-    slow.handle.round_trip.observe(0.3)
-    make_plan(engine, 4)
-    assert is_asked(engine, sequence.id, "quick")
-    assert not is_asked(engine, sequence.id, "slow")
 
 
 def test_a_slow_drafter_pays_on_cores_of_its_own_and_is_not_waited_for() -> None:

@@ -106,37 +106,6 @@ def test_a_probe_asks_for_one_token_and_brings_all_missed_tokens() -> None:
     assert sent == sequence.tokens[6 : 6 + len(sent)]
 
 
-def test_probes_of_many_sequences_share_a_step() -> None:
-    engine, drafter, _, clock = doubted(DraftTokensPolicy(), max_sequences=32)
-    for size in (8, 32):
-        engine.cost.calibrate(size, size, 0.06)
-        engine.cost.calibrate(size, 9 * size, 0.1)
-    for _ in range(7):
-        engine.submit(TokenRequest([1, 2], 400, GREEDY), Client())
-        drafter.send()
-        clock.step(engine)
-    clock.step(engine)
-    for _ in range(60):
-        before = len(drafter.received)
-        drafter.send()
-        clock.step(engine)
-        counts = [len(batch.verdicts) for batch in drafter.received[before:] if batch.verdicts]
-        assert counts in ([], [8])
-
-
-def test_a_drafter_whose_probes_are_right_is_asked_again() -> None:
-    engine, drafter, sequence, clock = doubted(DraftTokensPolicy())
-    assignment = sequence.assignments["scripted"]
-    for _ in range(150):
-        clock.step(engine)
-        if assignment.asked:
-            break
-        if drafter.length.get(sequence.id) == len(sequence.tokens):
-            truth = engine.model.greedy(sequence.tokens, 1)  # type: ignore[attr-defined]  # a TableModel
-            drafter.propose(sequence.id, truth, anew=True)
-    assert assignment.asked
-
-
 @pytest.mark.parametrize("right", [True, False])
 def test_a_late_answer_to_a_probe_counts(right: bool) -> None:
     engine, drafter, sequence, clock = doubted(DraftTokensPolicy())

@@ -55,38 +55,6 @@ def test_block_accepts_eleven_ninths_where_token_wise_accepts_ten() -> None:
     assert (block(drafts).accepted_B.numpy() * weights).sum() == pytest.approx(11 / 9)
 
 
-def test_the_last_accepted_position_decides_not_the_first_rejected() -> None:
-    # Tokens (0, 1): a block never ends behind the first here, but the pair is always accepted.
-    drafts, _ = toy(4)
-    pair = (drafts.target_BK[:, 0] < 0.5) & (drafts.target_BK[:, 1] > 0.5)
-    assert (block(drafts).accepted_B[pair] == 2).all()
-    assert (token_wise(drafts).accepted_B[pair] == 0).any()
-
-
-def test_block_verification_never_accepts_less() -> None:
-    rng = np.random.default_rng(0)
-    count = 20_000
-    length = 4
-    vocab = 6
-    target = rng.dirichlet(np.ones(vocab) * 0.6, (length,))
-    drafter = rng.dirichlet(np.ones(vocab) * 0.6, (length,))
-    tokens = np.stack([rng.choice(vocab, count, p=draft_probs) for draft_probs in drafter], 1)
-    at = np.arange(length)
-    lengths = rng.integers(0, length + 1, count)
-    real = at < lengths[:, None]
-    drafts = SparseDrafts(
-        torch.from_numpy(lengths),
-        torch.from_numpy(drafter[at, tokens] * real),
-        torch.from_numpy(target[at, tokens] * real),
-        torch.from_numpy(drafter * real[..., None]),
-        torch.from_numpy(target * real[..., None]),
-        torch.from_numpy(rng.random((count, length))),
-    )
-    kept = [rule(drafts).accepted_B.double() for rule in (token_wise, block)]
-    assert kept[1].mean() > kept[0].mean() - 0.01
-    assert (kept[1] <= drafts.lengths_B).all()
-
-
 def test_typical_acceptance_depends_on_the_targets_entropy() -> None:
     sure = [0.97, 0.01, 0.01, 0.01]
     unsure = [0.25] * 4
@@ -252,16 +220,6 @@ def test_the_table_of_rules(
     if asked is not SPARSE:
         return
     assert choose_distribution(request, offered, **setting, trusted=False) is ONE_HOT
-
-
-def test_roles_change_nothing_where_sampled_drafts_are_off() -> None:
-    for sampling, offered in itertools.product((GREEDY, SAMPLED, SEEDED), (SAMPLES, COUPLES, ALL)):
-        request = TokenRequest([1], 1, sampling)
-        asked = [
-            choose_distribution(request, offered, sampled_drafts=False, trusted=trusted)
-            for trusted in (False, True)
-        ]
-        assert asked[0] is asked[1] is not SPARSE
 
 
 def test_no_request_has_both_sampled_and_coupled_drafters() -> None:

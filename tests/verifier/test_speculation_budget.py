@@ -2,8 +2,6 @@
 
 from collections.abc import Callable
 
-import pytest
-
 from outrider.protocol.draft_messages import Hello
 from verifier_svc.policy.forward_cost import ForwardCost
 from verifier_svc.policy.speculation_budget import SpeculationBudget
@@ -130,28 +128,7 @@ def test_a_way_that_gained_may_lose_more_but_not_all_of_its_gains() -> None:
     assert steps.losses_until_refused() == 6 + 40 // 8 + 1
 
 
-def test_no_gain_allows_a_loss_of_more_than_32_steps() -> None:
-    steps = Steps()
-    for _ in range(10_000):
-        steps.gain(1.0)
-    assert steps.losses_until_refused() == 33
-
-
 # --- drafter sets that are refused ---
-
-
-def test_a_refused_way_is_allowed_again_at_one_and_a_half_steps() -> None:
-    steps = Steps()
-    steps.losses_until_refused()
-    # From one step below 0 to 1.5, at 0.5 % of the time.
-    assert steps.baseline_until_allowed() == pytest.approx(2.5 / 0.005, rel=0.01)
-
-
-def test_refused_ways_share_one_refill() -> None:
-    steps = Steps()
-    steps.losses_until_refused(DRAFTER_SET)
-    steps.losses_until_refused(OTHER_SET)
-    assert steps.baseline_until_allowed(DRAFTER_SET) == pytest.approx(2 * 2.5 / 0.005, rel=0.05)
 
 
 def test_in_the_long_run_speculation_loses_its_budgets_and_half_a_percent() -> None:
@@ -191,14 +168,6 @@ def test_a_refused_drafter_set_begins_anew_when_baseline_steps_are_slower() -> N
     )
 
 
-def test_a_few_steps_that_were_held_up_forgive_nothing() -> None:
-    steps = Steps()
-    steps.losses_until_refused()
-    for number in range(100):
-        steps.baseline(100.0 if number % 16 in (0, 8) else 1.0)
-    assert not steps.budget.allows(BATCH, DRAFTER_SET)
-
-
 def test_a_load_that_grows_again_and_again_forgives_no_more_than_six_steps() -> None:
     steps = Steps()
     steps.losses_until_refused()
@@ -218,22 +187,6 @@ def test_a_load_that_grows_again_and_again_forgives_no_more_than_six_steps() -> 
 # --- sizes of batches ---
 
 
-def test_batches_of_about_one_size_share_a_budget() -> None:
-    steps = Steps()
-    for batch in (7, 9, 11, 7, 9, 11, 8):
-        assert steps.budget.allows(8, DRAFTER_SET)
-        steps.lose(1.0, batch=batch)
-    assert not steps.budget.allows(8, DRAFTER_SET)
-
-
-def test_a_way_that_loses_in_large_batches_may_go_on_in_small_ones() -> None:
-    steps = Steps(batches=(1, 32))
-    steps.gain(0.0, batch=1)
-    steps.losses_until_refused(batch=32)
-    assert not steps.budget.allows(32, DRAFTER_SET)
-    assert steps.budget.allows(1, DRAFTER_SET)
-
-
 def test_a_new_size_begins_with_the_budget_of_the_nearest_one() -> None:
     steps = Steps(batches=(1, 16, 32, 64))
     steps.gain(0.0, batch=1)
@@ -245,13 +198,6 @@ def test_a_new_size_begins_with_the_budget_of_the_nearest_one() -> None:
     for _ in range(3):
         steps.lose(1.0, batch=2)
     assert steps.losses_until_refused(batch=1) == 7, "the copy has a balance of its own"
-
-
-def test_each_way_has_a_budget_of_its_own() -> None:
-    steps = Steps()
-    steps.losses_until_refused(DRAFTER_SET)
-    for drafters in (OTHER_SET, DRAFTER_SET | OTHER_SET, NOBODY):
-        assert steps.budget.allows(BATCH, drafters)
 
 
 def test_a_drafter_that_left_takes_its_ways_with_it() -> None:

@@ -113,10 +113,3 @@ def test_use_decays_and_is_forgotten() -> None:
     assert use.expects({"b"})
     use.charge({"b": 1}, 0.3, 5.0)
     assert not use.expects({"b"})
-
-
-def test_use_outlives_a_clock_that_runs_for_days_or_is_set_back() -> None:
-    use = TenantUse()
-    for now in (0.0, 1e5, 1e7, 50.0):
-        use.charge({"a": 1, "b": 9}, 1.0, now)
-        assert use.light({"a", "b"}) == {"a"}

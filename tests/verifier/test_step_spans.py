@@ -59,8 +59,8 @@ def test_queue_prompt_and_steps_are_consecutive_children_of_the_request(
     assert prefill.attributes == {"outrider.prompt_tokens": 3, "outrider.cached_tokens": 0}
     assert queue.end_time is not None
     assert prefill.start_time is not None
-    # A busy machine may delay the prefill by some milliseconds.
-    assert abs(prefill.start_time - queue.end_time) < 1e8
+    # A busy machine may delay the prefill by seconds.
+    assert abs(prefill.start_time - queue.end_time) < 5e9
     assert not named(exporter, "step"), "the sequence's own span tells all of its step"
 
 

@@ -82,23 +82,6 @@ def test_a_good_drafter_gets_its_chance_among_strangers(answers: bool) -> None:
     assert good.handle.accepted_count > 0
 
 
-def test_a_drafter_that_only_skips_does_not_displace_a_good_one() -> None:
-    clock = VirtualClock()
-    engine = make(clock)
-    skips = ScriptedDrafter(engine, "skips", "skips")
-    good = ScriptedDrafter(engine, "good", "good")
-    for drafter in (skips, good):
-        drafter.prove()
-    sequence = submit(engine)
-    for _ in range(200):
-        if sequence.id not in engine.sequences:
-            break
-        skips.skip(sequence.id)
-        good.propose(sequence.id, right(engine, sequence)[:3], anew=True)
-        clock.step(engine)
-    assert sequence.stats.forward_count <= STEPS / 3
-
-
 def test_a_holder_of_too_many_drafters_is_refused_by_the_limits_name_and_others_join() -> None:
     engine, _ = make_engine(config=EngineConfig(max_drafters=8))
 

@@ -165,17 +165,6 @@ async def test_a_cancelled_sequence_is_freed_and_no_other() -> None:
         await until(lambda: verifier.running == 1)
 
 
-async def test_a_sequence_that_is_cancelled_at_once_leaves_nothing_behind() -> None:
-    verifier = Verifier(lambda prompt: [[prompt], FOREVER])
-    async with calling(verifier) as call:
-        for number in range(50):
-            await call.write(begin(number, 1))
-            await call.write(cancel(number))
-        await call.done_writing()
-        await messages(call)
-    assert verifier.running == 0
-
-
 async def test_a_paused_sequence_stops_alone_and_loses_nothing() -> None:
     verifier = Verifier(lambda _: [*[each for i in range(20) for each in ([i], 0.01)], [99]])
     async with calling(verifier) as call:
@@ -250,19 +239,6 @@ async def test_a_verifier_that_ends_the_stream_sends_all_earlier_tokens() -> Non
         assert [list(part.tokens.token_ids) for part in parts[:-1]] == [[1], [8]]
         assert rpc.error_in(parts[-1].status).reason is Reason.DRAINING
         await until(lambda: verifier.running == 0)
-
-
-async def test_the_tokens_at_hand_come_with_the_word_that_the_verifier_leaves() -> None:
-    verifier = Verifier(lambda prompt: [[prompt], FOREVER])
-    async with calling(verifier) as call:
-        await call.write(begin(1, 1))
-        first = await call.read()
-        assert verifier.stream is not None
-        verifier.stream.say_draining()
-        verifier.stream._send(token_streams_pb2.TokensPart(call_id=1, tokens=Tokens(token_ids=[8])))
-        found = [first, await call.read()]
-    assert [list(part.tokens.token_ids) for each in found for part in each.parts] == [[1], [8]]
-    assert [message.draining for message in found] == [False, True]
 
 
 async def test_large_parts_are_divided_among_messages() -> None:

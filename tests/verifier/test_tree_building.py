@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from itertools import combinations, pairwise
 
 import numpy as np
@@ -18,7 +17,6 @@ from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
 from outrider.protocol.messages import (
     DraftDistribution,
     SamplingParams,
-    SpeculationOptions,
     TokenRequest,
 )
 from outrider.protocol.token_tree import MAX_TREE_TOKENS, path_to
@@ -205,30 +203,6 @@ def test_a_draft_has_no_more_tokens_than_a_word_has_bits() -> None:
     assert len(tree.token_ids) == MAX_TREE_TOKENS
 
 
-def test_a_fixed_number_of_tokens_is_kept_whatever_they_cost() -> None:
-    rig = Rig(0.6)
-    rig.propose(DraftTree([3, 4, 5, 6], [], [0, 1, 2, 0]))
-    [tree] = rig.grow(depth=2, prices=[(1000, 2.0)], fixed=True)
-    assert paths(tree) == [(3,), (3, 4)]
-    rig.sequences[0].request = replace(
-        rig.sequences[0].request, speculation=SpeculationOptions(draft_tokens=3)
-    )
-    rig.assignment().rate = AcceptanceRate(0.3, 8)
-    [tree] = rig.grow(depth=3, prices=[(1000, 2.0)])
-    assert paths(tree) == [(3,), (3, 4), (6,)]
-
-
-def test_chains_alone_are_left_to_the_plan() -> None:
-    rig = Rig(0.5, sequences=2)
-    for sequence in range(2):
-        rig.propose(DraftTree([3, 4, 5], []), sequence=sequence)
-    plan = Plan(draft_tokens={each.id: 3 for each in rig.sequences}, token_prices=ALL)
-    assert grow_trees(rig.sequences, plan, lambda: 99) == {}
-    rig.propose(DraftTree([6], []), sequence=1)
-    assert grow_trees(rig.sequences, replace(plan, token_prices=()), lambda: 99) == {}
-    assert len(grow_trees(rig.sequences, plan, lambda: 99)) == 2
-
-
 def confident(engine: Engine, drafter: ScriptedDrafter, sequence: Sequence, share: float) -> None:
     proposal = Proposal(sequence.id, len(sequence.tokens), [3, 4], [0, 0])
     proposal.confidences = [0.5, share]
@@ -265,24 +239,6 @@ def test_a_main_guess_is_rescued_by_an_own_guess_that_is_worth_its_price() -> No
         before = first.sibling_rates.rescued_share
         observe_siblings(rig.sequences[0], first, [4], price)
         assert (first.sibling_rates.rescued_share > before) == rescues
-
-
-def test_commits_measure_siblings_of_main_guesses() -> None:
-    """Also those that no step verified."""
-    rig = Rig(0.5)
-    engine = rig.engine
-    [sequence] = rig.sequences
-    before = rig.assignment().sibling_rates.estimate(0, 1, 0.25)
-    for _ in range(12):
-        base = len(sequence.tokens)
-        own = make_engine(eos_bias=-99)[1].greedy(sequence.tokens, 1)[0]
-        engine.drafting.plan = replace(engine.drafting.plan, token_prices=[(9, 1.0)])
-        other = (own + 1) % VOCAB
-        rig.drafters[0].send(Proposal(sequence.id, base, [other, own], [0, 0]))
-        engine.step()
-        assert len(sequence.tokens) > base
-    assert rig.assignment().sibling_rates.estimate(0, 1, 0.25) > before
-    assert rig.assignment().rate.by_position[0] < 0.3
 
 
 def test_sampled_chains_count_in_the_room_that_trees_share() -> None:

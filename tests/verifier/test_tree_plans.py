@@ -14,7 +14,6 @@ from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
 from outrider.protocol.messages import (
     DraftDistribution,
     SamplingParams,
-    SpeculationOptions,
     TokenRequest,
 )
 from outrider.protocol.token_tree import MAX_TREE_TOKENS
@@ -70,19 +69,6 @@ def test_a_second_drafter_is_not_asked_where_it_costs_or_adds_too_little() -> No
     drafter.on_target_cores = True
     drafter.token_time.observe(0.0001)
     assert asked(engine) == {"good"}
-
-
-def test_a_second_drafter_does_not_prolong_the_wait() -> None:
-    both, alone = planned(), planned(replace(TREES, draft_trees=False))
-    for engine in (both, alone):
-        make_plan(engine, 5)
-        for each in ("good", "quick"):
-            found = assignment(engine, each)
-            found.asked = found in engine.drafting.plan.asks
-            found.answered_length = 3
-    waits = [make_plan(engine) for engine in (both, alone)]
-    assert [each.drafter.id for _, each in waits[0].wait_for] == ["good"]
-    assert waits[0].wait_s == pytest.approx(waits[1].wait_s, rel=0.05)
 
 
 @pytest.mark.parametrize("on_target_cores", [False, True])
@@ -145,34 +131,6 @@ def test_a_drafter_without_right_guesses_beside_is_asked_for_chains() -> None:
     assert good in make_plan(engine, 5).tree_tokens
 
 
-def test_a_drafter_of_chains_is_asked_for_a_tree_once_in_a_while() -> None:
-    engine = planned()
-    good = assignment(engine, "good")
-    for _ in range(500):
-        good.sibling_rates.observe_wrong(False)
-    plan = make_plan(engine, 5)
-    asked_at = [
-        step
-        for step in range(1, 130)
-        if good in engine.planner.plan(engine.sequences.values(), plan, step, 0.0).tree_tokens
-    ]
-    assert asked_at == [32, 64, 96, 128]
-
-
-def test_a_remote_drafter_is_asked_for_more_tokens_of_a_tree_than_of_a_chain() -> None:
-    """Also where the chain has the tokens that are committed before it arrives."""
-    engine = planned(quick_s=10.0)
-    good = assignment(engine, "good")
-    for _ in range(50):
-        good.drafter.round_trip.observe(0.2)
-    good.rate = AcceptanceRate(0.97, 8)
-    plan = make_plan(engine, 5)
-    [sequence] = engine.sequences.values()
-    assert plan.asks[good] > plan.draft_tokens[sequence.id]
-    plan = engine.planner.plan([sequence], plan, 32, 0.0)
-    assert plan.tree_tokens[good] == min(3 * plan.asks[good], MAX_TREE_TOKENS)
-
-
 def test_drafting_time_is_that_of_the_new_tokens_one_behind_the_other() -> None:
     """A proposal repeats its chain, and branches are drafted side by side."""
     engine = planned()
@@ -199,16 +157,3 @@ def test_sampled_drafts_are_planned_and_measured_as_chains() -> None:
     sequence.tokens.append(5)
     engine.drafting.send_verdicts(sequence, [5], good, sequence.span)
     assert good.sibling_rates.rescued_share == before
-
-
-def test_trees_add_no_tokens_to_drafts_of_a_fixed_number() -> None:
-    """So the expected speed is that of chains."""
-    for options in ({}, {"draft_tokens": 4}):
-        policy = DraftTokensPolicy() if options else DraftTokensPolicy("fixed", 4)
-        speeds = []
-        for trees in (True, False):
-            engine = planned(EngineConfig(policy, draft_trees=trees))
-            [sequence] = engine.sequences.values()
-            sequence.request = replace(sequence.request, speculation=SpeculationOptions(**options))
-            speeds.append(make_plan(engine).speedup)
-        assert speeds[0] == speeds[1] > 1.0

@@ -84,13 +84,6 @@ def test_a_skip_ends_the_wait_until_the_next_commit() -> None:
     assert text.trie.ready(3)
 
 
-def test_a_commit_in_an_empty_trie_is_late_and_no_miss() -> None:
-    text = Text()
-    assert text.commit(5) == (0, "late", 0)
-    text.propose([6], base=4)
-    assert text.commit(6, 7) == (1, "late", 0)
-
-
 def test_distributions_stay_with_their_tokens() -> None:
     text = Text()
     text.propose([5, 6], distributions=[distribution(5), distribution(6)])
@@ -114,13 +107,6 @@ def test_a_one_hot_token_stays_one_hot_when_repeated() -> None:
     text.propose([5])
     text.propose([5, 6], distributions=[distribution(5), distribution(6)])
     assert text.trie.path(9).distributions == []
-
-
-def test_a_partly_sampled_path_counts_as_one_hot() -> None:
-    text = Text()
-    text.propose([5, 6], distributions=[distribution(5), None])
-    assert text.trie.path(9).distributions == []
-    assert len(text.trie.path(1).distributions) == 1
 
 
 @pytest.mark.parametrize("base", [2, 0, -1, 6, 2**31 - 1])

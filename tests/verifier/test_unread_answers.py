@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-from contextlib import aclosing
-from typing import Any
-
 import pytest
 from fake_model import Client, ScriptedDrafter, finish, make_engine
 
-from outrider.errors import OutriderError, Reason
-from outrider.process.read_ahead import MOST_UNREAD
+from outrider.errors import Reason
 from outrider.protocol.messages import SamplingParams, TokenRequest
-from outrider.protocol.model_info import ModelInfo, Stage
-from outrider.v1 import verifier_pb2
 from verifier_svc.engine.config import EngineConfig
-from verifier_svc.engine.engine_thread import EngineThread
 from verifier_svc.engine.loop import Engine
 from verifier_svc.state.sequence import Sequence
-from verifier_svc.streams.servicer import VerifierServicer
 
 GREEDY = SamplingParams(0.0)
 SEEDED = SamplingParams(seed=11)
@@ -158,56 +149,3 @@ def test_the_time_unread_is_no_time_in_the_batch() -> None:
     now = 99.0
     engine.cancel(sequence)
     assert engine.scheduler.load_meter.load().sequence_s == 0.0
-
-
-@pytest.fixture
-async def thread() -> Any:
-    made = EngineThread(lambda deliver: make_engine(deliver=deliver, eos_bias=-99)[0])
-    await made.built
-    yield made
-    await made.stop()
-
-
-REQUEST = verifier_pb2.GenerateTokensRequest(prompt_token_ids=[1, 2], max_tokens=190)
-
-
-def serving(thread: EngineThread) -> VerifierServicer:
-    servicer = VerifierServicer("fake")
-    servicer.serve(thread, ModelInfo("fake", Stage.READY, "serving", "f", 8, 200))
-    return servicer
-
-
-async def unread(engine: Engine) -> Sequence:
-    """Wait until a sequence is left out of steps."""
-    async with asyncio.timeout(20):
-        while not engine.scheduler.unread:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-    return next(iter(engine.scheduler.unread.values()))
-
-
-async def test_an_answer_of_the_verifier_waits_for_its_reader(thread: EngineThread) -> None:
-    answer: Any = serving(thread)._generate(REQUEST, "")
-    async with aclosing(answer):
-        found = list((await anext(answer)).token_ids)
-        length = len((await unread(thread.engine)).tokens)
-        await asyncio.sleep(0.1)
-        assert len((await unread(thread.engine)).tokens) == length < 2 + 4 * MOST_UNREAD
-        async for response in answer:
-            found += response.token_ids
-    assert len(found) == 190
-
-
-async def test_an_answer_of_which_nothing_is_read_ends_behind_its_first_chunks(
-    thread: EngineThread,
-) -> None:
-    answer: Any = serving(thread)._generate(REQUEST, "", 0.2)
-    await anext(answer)
-    async with asyncio.timeout(20):
-        while thread.engine.sequences:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-    for _ in range(MOST_UNREAD):
-        await anext(answer)
-    with pytest.raises(OutriderError, match=r"read for 0.2 s") as caught:
-        async for _ in answer:
-            pass
-    assert caught.value.reason is Reason.SLOW_READER

@@ -10,7 +10,7 @@ from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
 from outrider.protocol.messages import SamplingParams, TokenChunk, TokenRequest
 from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine
-from verifier_svc.policy.goodput import goodput, max_wait_s
+from verifier_svc.policy.goodput import goodput
 from verifier_svc.state.sequence import Assignment, Sequence
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -57,18 +57,6 @@ def worth_waiting_for(engine: Engine) -> tuple[tuple[Assignment, ...], float]:
     """The drafts that a new plan waits for, and its longest wait in seconds."""
     plan = make_plan(engine)
     return tuple([assignment for _, assignment in plan.wait_for]), plan.wait_s
-
-
-@pytest.mark.parametrize(("due_s", "steps"), [(0.02, 1), (0.13, 1), (0.17, 2)])
-def test_waiting_to_the_limit_is_as_fast_as_going_on_without(due_s: float, steps: int) -> None:
-    tokens = 3.0
-    forward_s = 0.12
-    decode_step_s = 0.1
-    accepted = 0.7
-    meanwhile_s = max(steps * decode_step_s, due_s)
-    rate = (accepted * tokens + steps) / (accepted * forward_s + meanwhile_s)
-    limit_s = max_wait_s((1.0, 9.0), due_s, rate, 1, decode_step_s, accepted)
-    assert tokens / (forward_s + limit_s) == pytest.approx(rate)
 
 
 def test_goodput_is_the_faster_of_waiting_and_going_on() -> None:
@@ -149,42 +137,6 @@ def test_a_draft_of_little_worth_does_not_hold_up_the_batch(clock: VirtualClock)
     assert waited_for(good) == []
 
 
-def test_a_drafter_that_mostly_has_no_draft_is_not_waited_for(clock: VirtualClock) -> None:
-    engine, _, drafter, sequence = after_one_step(clock, 90, 0.05)
-    assignment = sequence.assignments["scripted"]
-
-    def is_waited_for() -> bool:
-        for _ in range(7):
-            drafter.handle.round_trip.observe(0.008)
-        make_plan(engine, 3)
-        assignment.asked_at = {}
-        assignment.told_at = clock()
-        return bool(worth_waiting_for(engine)[0])
-
-    assert is_waited_for()
-    for _ in range(12):
-        drafter.skip(sequence.id)
-        engine.step()
-    assert assignment.answer_rate < 0.1
-    assert not is_waited_for()
-
-
-def test_other_messages_neither_end_a_wait_nor_make_the_drafter_seem_slow(
-    clock: VirtualClock,
-) -> None:
-    engine, model, drafter, sequence = after_one_step(clock, 20, 0.1)
-    truth = model.greedy([1], 20)
-    for _ in range(7):
-        drafter.handle.round_trip.observe(0.03)
-    for at_s in (0.005, 0.01, 0.015):
-        clock.after(at_s, lambda: engine.post(lambda: None))
-    clock.after(0.03, lambda: engine.post(lambda: drafter.propose(sequence.id, truth[2:6])))
-    make_plan(engine, 3)
-    clock.step(engine)
-    assert sequence.tokens == [1, *truth[:7]]
-    assert drafter.handle.round_trip.value < 0.06
-
-
 def test_a_drafter_that_is_not_waited_for_is_asked_for_more(clock: VirtualClock) -> None:
     engine, model = make_engine(eos_bias=-99, clock=clock)
     drafter = ScriptedDrafter(engine)
@@ -259,44 +211,3 @@ def test_a_prompt_answer_is_waited_for_and_used(clock: VirtualClock) -> None:
     assert client.tokens == truth
     assert client.chunks[-1].stats is not None
     assert client.chunks[-1].stats.forward_count < 25
-
-
-def test_an_always_wrong_drafter_is_paused_then_gets_all_it_missed(
-    clock: VirtualClock,
-) -> None:
-    engine, model = make_engine(eos_bias=-99, page_count=128, clock=clock)
-    model.broken = lambda slices: clock.sleep(sum(len(part.token_ids) for part in slices) * 0.0005)
-    engine.warm_up()
-    drafter = ScriptedDrafter(engine)
-    client = Client()
-    sequence = engine.submit(TokenRequest([1, 2], 200, GREEDY), client)
-    engine.drain_inbox()
-    asked = 0
-    for _ in range(400):
-        if sequence.id not in engine.sequences:
-            break
-        trie = sequence.assignments["scripted"].trie
-        if trie.node_count == 0 and drafter.length[sequence.id] == len(sequence.tokens):
-            wrong = [(token + 1) % 7 for token in model.greedy(sequence.tokens, 1)] * 3
-            drafter.propose(sequence.id, wrong, anew=True)
-            asked += 1
-        clock.step(engine)
-    assert client.tokens == model.greedy([1, 2], 200)
-    assert asked < 30
-    verdicts = [verdict for batch in drafter.received for verdict in batch.verdicts]
-    assert max(len(verdict.new_token_ids) for verdict in verdicts) > 16
-    received = [token for verdict in verdicts for token in verdict.new_token_ids]
-    assert received == client.tokens[: len(received)]
-
-
-def test_the_first_step_after_an_idle_time_has_a_new_plan_and_no_wait(
-    clock: VirtualClock,
-) -> None:
-    engine, model = make_engine(eos_bias=-99, clock=clock)
-    slow_forward(model, clock, 0.01)
-    assert engine.advance() is None
-    clock.sleep(5.0)
-    sequence = engine.submit(TokenRequest([1, 2], 2, GREEDY), Client())
-    assert engine.advance() == 0.0
-    assert sequence.kv.num_computed_tokens > 0
-    assert engine._step_clock.wait_s == 0.0
