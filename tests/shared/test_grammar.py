@@ -10,7 +10,7 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
-from grammar_texts import BACKENDS, ENDS, TOKENIZER, VOCAB, allowed, compiler, schema, takes, walk
+from grammar_texts import BACKENDS, ENDS, TOKENIZER, VOCAB, allowed, compiler, schema, walk
 from json_schemas import schemas
 
 from outrider.errors import OutriderError
@@ -196,18 +196,3 @@ def test_unknown_or_broken_structural_tags_are_refused() -> None:
         for text in (*map(json.dumps, tags), "["):
             with pytest.raises(OutriderError, match="structural_tag"):
                 compiler(backend).compile(Grammar(GrammarKind.STRUCTURAL_TAG, text))
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(
-    "bounds",
-    [{}, {"minimum": 1, "maximum": 10_000}, {"exclusiveMinimum": 0, "exclusiveMaximum": 10_001}],
-    ids=str,
-)
-def test_an_accepted_multiple_is_enforced(bounds: dict[str, int], backend: Backend) -> None:
-    for multiple in (7, 1024):
-        compiled = compiler(backend).compile(
-            schema({"type": "integer", "multipleOf": multiple, **bounds})
-        )
-        for number in range(multiple, 3000, 331):
-            assert takes(compiled, str(number)) == (number % multiple == 0), number

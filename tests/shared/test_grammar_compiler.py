@@ -13,8 +13,7 @@ import pytest
 from grammar_texts import BACKENDS, ENDS, TARGET, TOKENIZER, VOCAB, compiler
 
 from outrider.errors import OutriderError, Reason
-from outrider.grammar.backends import Compiled, Matcher
-from outrider.grammar.cache import GrammarCache
+from outrider.grammar.backends import Compiled
 from outrider.grammar.compiler import GrammarCompiler
 from outrider.grammar.kinds import Backend, Grammar, GrammarKind
 from outrider.grammar.worker import grammar_from
@@ -32,22 +31,6 @@ def test_the_cache_keeps_recent_grammars_within_its_bytes() -> None:
         assert own.compile(first) is compiled
         assert 0 < own.cache.size_bytes <= 1_000_000
     assert own.cache.get(second) is None
-
-
-def test_a_grammar_beyond_the_capacity_evicts_nothing() -> None:
-    class Large:
-        size_bytes = 2_000_000
-
-        def matcher(self) -> Matcher:
-            raise NotImplementedError
-
-    cache = GrammarCache(1_000_000)
-    small = compiler("xgrammar").compile(Grammar(GrammarKind.REGEX, "small"))
-    cache.add(Grammar(GrammarKind.REGEX, "small"), small)
-    large = Large()
-    assert cache.add(Grammar(GrammarKind.REGEX, "large"), large) is large
-    assert cache.get(Grammar(GrammarKind.REGEX, "large")) is None
-    assert cache.get(Grammar(GrammarKind.REGEX, "small")) is small
 
 
 async def test_concurrent_requests_compile_a_grammar_once(held: Held) -> None:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 from typing import Any
 
 import numpy as np
 import pytest
-from grammar_texts import BACKENDS, ENDS, TARGET, TOKENIZER, VOCAB, allowed, compiler, schema
+from grammar_texts import BACKENDS, TOKENIZER, VOCAB, allowed, compiler, schema
 
 from outrider.errors import OutriderError
-from outrider.grammar.compiler import GrammarCompiler
 from outrider.grammar.kinds import Backend, Grammar, GrammarKind
 from outrider.grammar.repetition import check_ebnf, check_pattern
 from outrider.protocol.limits import MAX_GRAMMAR_CHARACTERS
@@ -131,17 +129,6 @@ def test_an_ambiguous_grammar_with_slow_masks_is_refused() -> None:
         compiler("xgrammar").compile(grammar)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_large_grammars_with_quick_masks_compile(backend: Backend) -> None:
-    record = {
-        "type": "object",
-        "properties": {"id": {"type": "integer"}, "name": {"type": "string", "maxLength": 100}},
-    }
-    compiler(backend).compile(schema({"type": "array", "maxItems": 1000, "items": record}))
-    compiler(backend).compile(schema({"type": "string", "maxLength": 10_000}))
-    compiler(backend).compile(Grammar(GrammarKind.REGEX, "[a-z]{1,1000}"))
-
-
 def references(links: int) -> Grammar:
     """A JSON schema with a chain of references."""
     parts = {str(i): {"type": "array", "items": {"$ref": f"#/$defs/{i + 1}"}} for i in range(links)}
@@ -171,9 +158,3 @@ def test_the_longest_chain_of_rules_does_not_end_the_process(
     assert bracket in allowed(mask)
     assert matcher.accept(bracket)
     matcher.fill(mask, 0)
-
-
-def test_only_the_compiling_threads_have_the_large_stack() -> None:
-    before = threading.stack_size()
-    GrammarCompiler(TARGET, VOCAB, ENDS, trusted=True)
-    assert threading.stack_size() == before

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import pytest
 
@@ -48,10 +47,3 @@ async def test_the_error_names_a_dead_address_within_the_timeout(
     assert await ask("127.0.0.1:1", "--timeout", "0.5") == 1
     complaint = capsys.readouterr().err
     assert "127.0.0.1:1: UNAVAILABLE" in complaint or "127.0.0.1:1: DEADLINE_EXCEEDED" in complaint
-
-
-async def test_health_works_over_a_unix_socket(tmp_path: Path) -> None:
-    address = f"unix:{tmp_path / 'process.sock'}"
-    async with serving(address) as (server, _):
-        await server.set_serving(True)
-        assert await ask(address) == 0

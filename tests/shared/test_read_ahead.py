@@ -34,14 +34,6 @@ async def due() -> None:
         await asyncio.sleep(0)
 
 
-async def test_a_reader_that_keeps_up_is_never_noticed() -> None:
-    watched = Watched()
-    for _ in range(4):
-        watched.fill(MOST_UNREAD - 1)
-        await watched.read(MOST_UNREAD - 1)
-    assert watched.said == []
-
-
 async def test_a_producer_pauses_once_and_goes_on_when_most_is_read() -> None:
     watched = Watched()
     watched.fill(MOST_UNREAD + 5)

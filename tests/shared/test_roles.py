@@ -66,11 +66,6 @@ def test_a_role_may_call_what_it_needs_and_no_more(role: Role) -> None:
     assert allowed == WHO[role] | HEALTH
 
 
-def test_an_operator_may_call_all_but_the_processes_own_streams() -> None:
-    refused = {name for name, roles in CALLERS.items() if Role.OPERATOR not in roles}
-    assert {name.rpartition("/")[2] for name in refused} == {"StreamDrafts", "StreamTokens"}
-
-
 @pytest.mark.parametrize("method", ["/outrider.v1.VerifierService/New", "/x.Y/Z"])
 @pytest.mark.parametrize("role", Role)
 def test_nobody_may_call_a_method_that_is_not_in_the_table(method: str, role: Role) -> None:

@@ -11,7 +11,6 @@ from google.protobuf.descriptor_database import DescriptorDatabase
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from google.protobuf.descriptor_pool import DescriptorPool
 from google.rpc import error_details_pb2, status_pb2
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 
 from outrider.errors import OutriderError, Reason, Retry
@@ -71,16 +70,6 @@ async def test_a_client_connects_over_a_round_trip_of_400_ms() -> None:
         rpc.dial(f"{HOST}:{port}") as channel,
     ):
         await asyncio.wait_for(channel.channel_ready(), 10)
-
-
-async def test_an_error_travels_with_reason_field_and_retry() -> None:
-    async with serving() as (_, channel):
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await verifier_pb2_grpc.VerifierServiceStub(channel).GetModel(
-                verifier_pb2.GetModelRequest()
-            )
-    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert rpc.error_of(caught.value) == ERROR
 
 
 async def test_an_error_in_a_stream_follows_the_messages_sent_before() -> None:
@@ -144,20 +133,6 @@ def test_a_peers_error_is_cut_so_that_it_can_travel_on() -> None:
     assert error.field != "f" * 9000
     assert error.retry_after_s == 86_400
     assert rpc.status_of(error).ByteSize() < 4096
-
-
-async def test_health_is_not_serving_until_set_for_each_service() -> None:
-    async with serving() as (server, channel):
-        health = health_pb2_grpc.HealthStub(channel)
-
-        async def status(service: str) -> int:
-            return (await health.Check(health_pb2.HealthCheckRequest(service=service))).status
-
-        for service in ("", "outrider.v1.VerifierService"):
-            assert await status(service) == health_pb2.HealthCheckResponse.NOT_SERVING
-        await server.set_serving(True)
-        for service in ("", "outrider.v1.VerifierService"):
-            assert await status(service) == health_pb2.HealthCheckResponse.SERVING
 
 
 async def test_a_quiet_stream_outlives_many_pings(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,19 +284,6 @@ async def test_a_message_that_is_too_large_is_refused_for_good(
             error = rpc.error_of(caught.value)
             assert (error.reason, error.retry) == (Reason.REQUEST_TOO_LARGE, Retry.NEVER)
             assert error.message == f"the message has {size} bytes; at most 16777216 are allowed"
-
-
-async def test_the_largest_message_is_taken() -> None:
-    async with serving() as (_, channel):
-        request = verifier_pb2.GetModelRequest.FromString(b"")
-        call = channel.unary_unary("/outrider.v1.VerifierService/GetModel")
-        # Unknown field 15 as padding: tag and length have 5 bytes.
-        data = b"\x7a" + b"\xfb\xff\xff\x07" + bytes(rpc.MAX_MESSAGE_BYTES - 5)
-        assert len(data) == rpc.MAX_MESSAGE_BYTES
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await call(data)
-    assert request.ByteSize() == 0
-    assert rpc.error_of(caught.value) == ERROR
 
 
 async def test_an_unknown_method_is_refused_for_good() -> None:

@@ -105,29 +105,6 @@ def test_target_probabilities_equal_those_of_transformers(
     torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [SamplingParams(top_p=0.9), SamplingParams(typical_p=0.9)],
-    ids=["top-p", "typical-p"],
-)
-def test_truncation_by_candidates_equals_truncation_by_all_tokens(
-    sampling: SamplingParams, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    generator = torch.Generator().manual_seed(0)
-    peaked = torch.randn(4, 3000, generator=generator) * 8
-    flat = torch.randn(4, 3000, generator=generator) * 0.1
-    # Thousands of ties, also at the last candidate.
-    coarse = (torch.randn(4, 3000, generator=generator) * 2).round()
-    equal = torch.zeros(1, 3000)
-    banned = torch.full((1, 3000), -torch.inf)
-    banned[:, 2000:2010] = 1.0
-    logits = torch.cat([peaked, flat, coarse, equal, banned])
-    few = target_probs(logits, [sampling] * len(logits))
-    monkeypatch.setattr("outrider.sampling.sampler._CANDIDATES", 3000)
-    whole = target_probs(logits, [sampling] * len(logits))
-    torch.testing.assert_close(few, whole, atol=1e-9, rtol=1e-6)
-
-
 def test_each_row_has_its_own_settings() -> None:
     logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(1))
     samplings = [
@@ -146,11 +123,3 @@ def test_inverse_cdf_never_returns_a_token_without_weight() -> None:
     weights = torch.tensor([[0.0, 0.0, 0.4, 0.0, 0.6, 0.0, 0.0]]).repeat(4, 1)
     edges = torch.tensor([0.0, 0.4, 1 - 2**-53, 0.39999], dtype=torch.float64)
     assert inverse_cdf(weights, edges).tolist() == [2, 4, 4, 2]
-
-
-def test_inverse_cdf_follows_the_weights() -> None:
-    weights = torch.tensor([5.0, 0.0, 1.0, 3.0, 1.0])
-    numbers = uniforms(np.full(20_000, 3), np.arange(20_000), Purpose.COUPLED)
-    draws = inverse_cdf(weights.repeat(20_000, 1), torch.from_numpy(numbers))
-    observed = np.bincount(draws.numpy(), minlength=5)[[0, 2, 3, 4]]
-    assert stats.chisquare(observed, np.array([5, 1, 3, 1]) / 10 * 20_000).pvalue > 1e-4

@@ -22,22 +22,6 @@ async def test_a_task_that_raises_is_logged_and_reported_without_an_await(
     assert "the reason" in caplog.text
 
 
-async def test_a_task_that_returns_or_is_cancelled_is_not_reported(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    reported: list[BaseException] = []
-
-    async def work() -> int:
-        return 5
-
-    assert await watch(work(), "one", reported.append) == 5
-    cancelled = watch(asyncio.sleep(60), "another", reported.append)
-    cancelled.cancel()
-    await asyncio.gather(cancelled, return_exceptions=True)
-    assert not reported
-    assert not caplog.records
-
-
 async def test_failing_work_restarts_until_it_returns(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -90,12 +90,3 @@ def test_work_that_nobody_waits_for_does_not_begin(threads: TenantThreads) -> No
     record.let_go("a0", "a2")
     assert [first.result(60), last.result(60)] == ["a0", "a2"]
     assert record.begun == ["a0", "a2"]
-
-
-def test_an_exception_reaches_whoever_waits_and_the_thread_goes_on(threads: TenantThreads) -> None:
-    def fail() -> None:
-        raise ValueError("no")
-
-    with pytest.raises(ValueError, match="no"):
-        threads.submit("a", fail).result(60)
-    assert threads.submit("a", lambda: 3).result(60) == 3
