@@ -187,12 +187,6 @@ def test_a_greedy_continuation_equals_one_forward_a_token(limit: int, dtype: tor
     assert torch.equal(found[1], torch.stack(logits))
 
 
-def test_only_single_tokens_can_be_continued(dtype: torch.dtype) -> None:
-    runner = cpu_runner(SUPPORTED["llama"], dtype)
-    two_tokens = SequenceSlice(ids(2), 0, [0], 1)
-    assert runner.continue_greedily([two_tokens], 2, VOCAB_SIZE) is None
-
-
 @pytest.mark.parametrize("name", ["llama", "llama, large heads, one for all"])
 def test_pages_need_not_be_whole_tiles(name: str, dtype: torch.dtype, a_build: str) -> None:
     tokens = ids(150)
@@ -262,12 +256,6 @@ def test_a_trial_that_differs_leaves_the_model_its_own_forward(
 ) -> None:
     monkeypatch.setattr(CpuDecoder, "_difference", lambda *arguments: difference)
     assert cpu_runner(SUPPORTED["llama"], dtype).decoder is None
-
-
-def test_float16_models_run_their_own_forward() -> None:
-    model = build(SUPPORTED["llama"]).to(torch.float16)
-    optimize_for_cpu(model)
-    assert ModelRunner(model, page_size=16, page_count=8).decoder is None
 
 
 @pytest.mark.parametrize(("outs", "has_bias"), [(32, False), (40, True), (97, True), (8, False)])

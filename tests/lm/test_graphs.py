@@ -216,18 +216,6 @@ def test_every_batch_within_the_bounds_has_a_graph(capture: Capture) -> None:
             assert inputs.rows >= total
 
 
-def test_sequences_with_several_pages_find_them_all(capture: Capture) -> None:
-    runner, reference = pair("llama", page_size=16, page_count=12)
-    ids = text(3, 150)
-    pages = [9, 1, 3, 4, 11, 2, 7, 0, 5, 6]
-    runner.forward([SequenceSlice(ids[:147], 0, pages, 0)])
-    capture.replays = 0
-    batch = [SequenceSlice([7], 0, [8], 1), SequenceSlice(ids[147:], 147, pages, 3)]
-    logits = runner.forward(batch)
-    torch.testing.assert_close(logits, expected(reference, [[7], ids], [1, 3]), atol=1e-4, rtol=0)
-    assert capture.replays == 1
-
-
 def test_graphs_that_give_other_logits_are_dropped(
     capture: Capture, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

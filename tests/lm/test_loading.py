@@ -152,24 +152,6 @@ def test_quantised_weights_are_refused_by_name(tmp_path: Path, method: str) -> N
     assert error.value.reason is Reason.INVALID_VALUE
 
 
-@pytest.mark.parametrize(
-    ("changes", "cause"),
-    [
-        ({"hidden_act": "no-such-function"}, "KeyError"),
-        ({"num_attention_heads": 0}, "ZeroDivisionError"),
-    ],
-)
-def test_a_configuration_that_its_models_code_cannot_read_is_refused(
-    tmp_path: Path, changes: dict[str, Any], cause: str
-) -> None:
-    build(CONFIGS["llama"]).save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | changes))
-    with pytest.raises(OutriderError, match=rf"cannot be served: .*{cause}") as caught:
-        ModelRunner.load(str(tmp_path), dtype="float32", device="cpu", page_count=4)
-    assert "\n" not in caught.value.message
-
-
 def test_pickled_weights_are_never_opened(tmp_path: Path) -> None:
     model = build(CONFIGS["llama"])
     model.config.save_pretrained(tmp_path)

@@ -4,7 +4,6 @@ That holds for texts that are cut, packed, rewound and shared in any way.
 """
 
 import random
-import threading
 from typing import Any
 
 import pytest
@@ -137,27 +136,6 @@ def test_a_text_on_a_shared_prefix_continues_as_if_alone(pair: Pair) -> None:
     expected_second = pair.expected(second.token_ids)[40:]
     expected_first = pair.expected(first.token_ids)[50:]
     pair.check(logits, torch.cat([expected_second, expected_first]))
-
-
-def test_two_runners_in_two_threads_do_not_disturb_each_other() -> None:
-    pairs = [Pair("llama"), Pair("gemma3, alternating windows")]
-    failures: list[BaseException] = []
-
-    def run(pair: Pair) -> None:
-        try:
-            for _ in range(5):
-                test_prefill_decoding_and_verification_may_interleave(pair)
-                pair.pool = PagePool(PAGE_COUNT, PAGE_SIZE)
-        # The test's own thread fails on any of these.
-        except BaseException as failure:  # noqa: BLE001
-            failures.append(failure)
-
-    threads = [threading.Thread(target=run, args=(pair,)) for pair in pairs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -22,30 +22,6 @@ def computed(pool: PagePool, tokens: list[int], salt: str = "") -> KVSequence:
     return sequence
 
 
-def test_a_rewind_frees_exactly_the_pages_behind_it() -> None:
-    pool = PagePool(8, PAGE_SIZE)
-    sequence = KVSequence()
-    pool.reserve(sequence, 18)
-    sequence.num_computed_tokens = 15
-    first_pages = sequence.pages[:3]
-    pool.truncate(sequence, 9)
-    assert (sequence.pages, sequence.num_computed_tokens) == (first_pages, 9)
-    pool.truncate(sequence, 20)
-    assert (sequence.pages, sequence.num_computed_tokens) == (first_pages, 9), (
-        "a rewind never goes forward"
-    )
-
-
-def test_a_later_sequence_starts_on_the_cached_pages_of_its_prefix() -> None:
-    pool = PagePool(16, PAGE_SIZE)
-    first = computed(pool, TEXT)
-    second = KVSequence()
-    assert pool.match_prefix(second, [*TEXT[:9], 1, 2, 3, 4], "") == 8
-    assert second.pages == first.pages[:2]
-    assert second.num_computed_tokens == 8
-    pool.check_integrity([first, second])
-
-
 def test_the_beginning_of_a_prefix_is_evicted_last() -> None:
     pool = PagePool(5, PAGE_SIZE)
     pool.free(computed(pool, TEXT))

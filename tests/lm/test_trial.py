@@ -125,19 +125,9 @@ def test_a_forward_of_its_own_kind_is_refused_in_a_cache_of_any_size(
         assert DIFFERS in refusal(llama(kind), page_count=page_count)
 
 
-@pytest.mark.parametrize("kind", [Recurrent, CountsItsRow, OneTokenApart])
-def test_rounding_hides_no_forward_of_its_own_kind(kind: type[LlamaForCausalLM]) -> None:
-    assert DIFFERS in refusal(llama(kind).to(torch.bfloat16), page_count=8)
-
-
 class NeedsMask(LlamaForCausalLM):
     def forward(self, attention_mask: Any = None, logits_to_keep: Any = 0, **more: Any) -> Any:
         attention_mask[:, 0]
-
-
-class NeedsState(LlamaForCausalLM):
-    def forward(self, past_key_values: Any = None, logits_to_keep: Any = 0, **more: Any) -> Any:
-        past_key_values.get_seq_length()
 
 
 class NeedsPatience(LlamaForCausalLM):
@@ -149,7 +139,6 @@ class NeedsPatience(LlamaForCausalLM):
     ("kind", "reason"),
     [
         (NeedsMask, "its forward needs an attention mask (TypeError: 'NoneType' object is not"),
-        (NeedsState, "its forward failed with AttributeError: 'NoneType' object has no attribute"),
         (NeedsPatience, "its forward failed with AssertionError: line one and line two of many"),
     ],
 )
@@ -167,18 +156,6 @@ def test_logits_that_are_no_numbers_are_refused() -> None:
     with torch.no_grad():
         model.model.norm.weight[3] = torch.nan
     assert "some of its logits are not numbers in torch.float32" in refusal(model, page_count=4)
-
-
-def test_a_configuration_with_another_vocabulary_is_refused() -> None:
-    model = llama()
-    model.config.vocab_size = VOCAB_SIZE - 3
-    assert "it has 97 logits a token, its configuration says 94" in refusal(model)
-
-
-def test_a_configuration_that_cannot_be_read_is_refused() -> None:
-    model = llama()
-    model.config.rope_parameters = {"rope_type": "longrope"}
-    assert "reading its configuration failed with KeyError" in refusal(model)
 
 
 def test_a_long_window_must_be_the_configurations() -> None:

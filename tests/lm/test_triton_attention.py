@@ -24,7 +24,6 @@ from outrider.lm.gpu.move_tokens import TokenMover
 from outrider.lm.layout import BatchLayout, SequenceSlice
 from outrider.lm.runner import ModelRunner
 from outrider.protocol.token_tree import path_to
-from outrider.sampling.tensors import triton_works
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ROOT = Path(__file__).parents[2]
@@ -140,11 +139,6 @@ def test_parts_begin_anywhere_in_a_tree(before: int, how: dict[str, Any]) -> Non
     compare(batch([(1, before, 60)], pages=512), pages=512, max_seq_len=4096, **how)
 
 
-def test_no_sequence_has_more_than_sixteen_parts() -> None:
-    lengths = [triton_attention.part_length(most) for most in (1, 1024, 16384, 16385, 131072)]
-    assert lengths == [1024, 1024, 1024, 2048, 8192]
-
-
 @pytest.mark.parametrize(
     ("before", "how"), [(37, {}), (100, {"window": 30}), (1020, {"softcap": 0.5})], ids=str
 )
@@ -223,10 +217,6 @@ def test_moves_of_many_sequences_in_all_layers_equal_index_copies(sequences: int
         assert array.equal(wanted)
 
 
-def test_slots_of_an_odd_size_have_no_mover() -> None:
-    assert TokenMover.of([torch.zeros(8, 1, 3, device=DEVICE)]) is None
-
-
 @pytest.mark.parametrize(
     ("device", "size", "supported"),
     [("cuda", 100, True), ("cuda", 256, True), ("cuda", 512, False), ("cpu", 128, False)],
@@ -265,26 +255,3 @@ def test_the_kernels_compile_for_other_gpus_and_fit_the_smallest() -> None:
         "moves",
         "noise",
     }
-
-
-@pytest.mark.parametrize(
-    ("capability", "compiler", "lacking"),
-    [
-        ((9, 0), "/usr/bin/gcc", None),
-        ((7, 5), "/usr/bin/gcc", "no GPU of compute capability 8.0"),
-        ((9, 0), None, "no C compiler"),
-    ],
-)
-def test_a_log_line_says_why_kernels_cannot_run(
-    capability: tuple[int, int],
-    compiler: str | None,
-    lacking: str | None,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr("outrider.sampling.tensors.shutil.which", lambda name: compiler)
-    triton_works.cache_clear()
-    assert triton_works(torch.device("cuda", 0)) == (lacking is None)
-    triton_works.cache_clear()
-    assert lacking is None or lacking in caplog.text

@@ -96,13 +96,6 @@ def test_fused_layers_free_their_input_with_the_last_call() -> None:
     assert [ref() for ref in gone] == [None] * 4
 
 
-def test_layers_with_different_biases_are_not_fused() -> None:
-    attention = tiny(torch.float32).model.layers[0].self_attn
-    attention.k_proj = torch.nn.Linear(64, 32, bias=False)
-    optimize_for_cpu(attention)
-    assert not any(isinstance(module, FusedLinearPart) for module in attention.modules())
-
-
 def test_optimized_weights_are_copies_outside_the_mapped_file(tmp_path: Path) -> None:
     tiny(torch.float32).save_pretrained(tmp_path)
     model = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)

@@ -123,25 +123,6 @@ def test_help_needs_no_plotting_library() -> None:
         assert f"outrider experiment {command}" in done.stdout
 
 
-def secrets_of_the_pages() -> set[str]:
-    """Paths of keys, secrets and certificates that commands of the pages make or read."""
-    text = "\n".join(path.read_text() for path in PAGES)
-    found = {f"{path}/ca.key" for path in re.findall(r"^outrider certs (\w+)", text, re.MULTILINE)}
-    found |= set(re.findall(r"outrider keys add ([a-z]\S*)", text))
-    found |= set(re.findall(r"> (\S*secret\S*?)\)?(?:\s|$)", text))
-    found |= set(re.findall(r"--redis-password-file ([a-z][\w./-]*)", text))
-    return found | {f"{path}/x.key" for path in re.findall(r'-t "(\w+)/\$1"', text)}
-
-
-def test_git_ignores_the_secrets_that_the_pages_make() -> None:
-    made = secrets_of_the_pages()
-    assert len(made) >= 5
-    ignored = subprocess.run(
-        ["git", "check-ignore", *made], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert set(ignored.stdout.split()) == made
-
-
 def test_only_the_owner_can_read_a_secret_that_a_page_makes(tmp_path: Path) -> None:
     text = (ROOT / "docs/operations.md").read_text()
     [line] = re.findall(r"^.*openssl rand.*$", text, re.MULTILINE)

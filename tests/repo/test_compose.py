@@ -172,11 +172,3 @@ def test_a_verifier_makes_the_default_target_once(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
     )
     assert done.stdout.split() == started
-
-
-def test_the_grown_target_has_a_volume_that_its_user_may_write() -> None:
-    assert "grown:/grown" in SERVICES["verifier"]["volumes"]
-    # A new volume gets the owner of the image's directory.
-    made = re.search(r"install -d -o outrider[^&]*", (COMPOSE / "Dockerfile").read_text())
-    assert made is not None
-    assert "/grown" in made[0].split()
