@@ -200,22 +200,6 @@ def moves_of(traffic: Traffic) -> list[int]:
     return moves
 
 
-@pytest.mark.parametrize("page_size", [2, 3])
-def test_a_seed_gives_the_same_text_with_any_trees(page_size: int) -> None:
-    """With preemption inside trees, prompts in chunks, cached pages and drafters beside them."""
-    options = {**SMALL_POOL, "page_size": page_size, "page_count": 112 // page_size}
-    plain = Traffic(seed=seed_of, length=9).run(300)
-    texts = {seed_of(number): text.tolist() for number, text in enumerate(plain)}
-    # The options' values differ in type.
-    traffic = Traffic(seed=seed_of, **options)  # type: ignore[arg-type]
-    moves = with_trees(traffic, 1, texts)
-    drafter = Guesser("first", near(target_probs), COUPLED, late=1, branches=True)
-    assert traffic.run(300, drafter).tolist() == plain.tolist()
-    assert sum(moves) > 80
-    assert traffic.engine.scheduler.preemption_count > 5
-    assert traffic.engine.scheduler.cached_token_count > 100
-
-
 def two_guessers() -> tuple[Guesser, Guesser]:
     """Drafters with branches, one of which is better."""
     return (

@@ -115,6 +115,7 @@ for command in ("report", "predict"):
 """
 
 
+@pytest.mark.slow  # It imports the models' libraries in a process of its own.
 def test_help_needs_no_plotting_library() -> None:
     """`make demo` installs the models' libraries alone."""
     words = [sys.executable, "-c", WITHOUT_PLOTS]

@@ -8,7 +8,6 @@ import pytest
 from fake_model import Client, ScriptedDrafter, make_engine, make_plan
 from virtual_time import VirtualClock
 
-from outrider.lm.layout import SequenceSlice
 from outrider.protocol.draft_messages import DraftBatch, Proposal
 from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
 from outrider.protocol.messages import (
@@ -89,34 +88,6 @@ def test_verdicts_ask_for_a_tree_only_where_one_may_be_verified(on_target_cores:
         else:
             assert verdict.tree_tokens == 0
             assert good.window.token_count == good.window.depth or not on_target_cores
-
-
-def test_trial_forwards_of_the_sizes_of_trees_have_branches() -> None:
-    engine, model = make_engine(config=TREES, page_count=256)
-    model.cache[:] = 0
-    branched: dict[int, bool] = {}
-
-    def record(slices: list[SequenceSlice]) -> None:
-        branched[len(slices[0].token_ids)] = bool(slices[0].parents)
-
-    model.broken = record
-    engine.warm_up(4)
-    assert {size for size, found in branched.items() if found} == {16, 32, 1 + MAX_TREE_TOKENS}
-
-
-def test_a_late_tree_is_judged_by_its_main_path() -> None:
-    engine = planned()
-    [sequence] = engine.sequences.values()
-    good = assignment(engine, "good")
-    base = len(sequence.tokens)
-    sequence.tokens += [4, 5]
-    for each in sequence.assignments.values():
-        each.trie.advance([4, 5])
-    good.expect_answer(base)
-    before = good.rate.by_position[0]
-    proposal = Proposal(sequence.id, base, [3, 4, 5], [0, 0, 2])
-    engine.drafting.on_drafts(good.drafter, DraftBatch([proposal]))
-    assert good.rate.by_position[0] < before
 
 
 def test_a_drafter_without_right_guesses_beside_is_asked_for_chains() -> None:

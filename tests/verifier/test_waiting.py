@@ -137,26 +137,6 @@ def test_a_draft_of_little_worth_does_not_hold_up_the_batch(clock: VirtualClock)
     assert waited_for(good) == []
 
 
-def test_a_drafter_that_is_not_waited_for_is_asked_for_more(clock: VirtualClock) -> None:
-    engine, model = make_engine(eos_bias=-99, clock=clock)
-    drafter = ScriptedDrafter(engine)
-    drafter.prove()
-    slow_forward(model, clock, 0.01)
-    engine.submit(TokenRequest([1], 60, GREEDY), Client())
-    engine.drain_inbox()
-
-    def asked(round_trip_s: float) -> int:
-        for _ in range(7):
-            drafter.handle.round_trip.observe(round_trip_s)
-        for _ in range(4):
-            engine.step()
-        [assignment] = next(iter(engine.sequences.values())).assignments.values()
-        return assignment.draft_tokens
-
-    assert asked(0.0) == 4
-    assert asked(0.025) in (6, 7), "the draft must outlast two or three steps"
-
-
 def test_with_always_draft_a_missing_first_draft_costs_a_second_a_step(
     clock: VirtualClock,
 ) -> None:
