@@ -95,7 +95,7 @@ def compared(way: str, setting: str, drafter: str, draws: int, **behaviour: Any)
     return against_enumeration(samples, SETTINGS[setting])
 
 
-@pytest.mark.parametrize("way", ["token-wise", "block"])
+@pytest.mark.parametrize("way", [pytest.param("token-wise", marks=pytest.mark.slow), "block"])
 def test_late_sampled_branches_leave_no_trace(way: str) -> None:
     comparison = compared(way, "plain", "flat", 5_800, late=3, sampled_branches=True)
     comparison.must_agree(sees=0.065)
