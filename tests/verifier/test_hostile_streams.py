@@ -117,15 +117,15 @@ async def test_a_message_that_cannot_be_parsed_counts_against_the_drafter() -> N
         assert caught.value.reason is Reason.QUARANTINED
 
 
-async def test_drafters_beyond_the_limit_are_refused() -> None:
+async def test_drafters_beyond_the_limit_of_an_address_are_refused() -> None:
     async with (
-        verifier(EngineConfig(max_drafters=3)) as served,
+        verifier(EngineConfig(max_drafters=12)) as served,
         rpc.dial(f"127.0.0.1:{served.port}") as channel,
     ):
         drafters = [RawDrafter(channel, f"d{number}") for number in range(4)]
         for drafter in drafters[:3]:
             await drafter.welcomed()
-        message = "3 drafters are connected, and --max-drafters allows no more"
+        message = "3 drafters of ipv4:127.0.0.1 are connected, a quarter of --max-drafters"
         with pytest.raises(OutriderError, match=message) as caught:
             await drafters[3].welcomed()
         assert await drafters[3].call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
