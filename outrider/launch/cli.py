@@ -70,20 +70,14 @@ def serve() -> None:
     default="models",
     help="Directory of the bundled pair, target and draft.",
 )
-@click.option(
-    "--max-tokens",
-    type=click.IntRange(1, 1024),
-    default=128,
-    help="Most tokens of an answer.",
-)
-def demo(models: Path, max_tokens: int) -> int:
+def demo(models: Path) -> int:
     """Compare plain decoding with each drafter on the bundled pair.
 
     Exits with 0 only if all texts are identical.
     """
     from outrider.launch.demo import run
 
-    return run(models, max_tokens)
+    return run(models)
 
 
 @app.group()
@@ -213,22 +207,17 @@ def _conformance(
 @click.option(
     "--days", type=click.IntRange(1, 3650), default=365, help="Days until the certificates expire."
 )
-@click.option(
-    "--new-authority",
-    is_flag=True,
-    help="Replace the authority of DIR. Certificates of the earlier one stop working.",
-)
 def certs(
     directory: Path,
     host: tuple[str, ...],
     role: tuple[str, ...],
     name: str | None,
     days: int,
-    new_authority: bool,
 ) -> int:
     """Make a private authority in DIR, and a certificate for each role.
 
-    An authority that DIR has signs again, so the same command renews the certificates.
+    An authority that DIR has signs again, so the same command renews the certificates. Without its
+    files ca.pem and ca.key a new authority is made; certificates of the earlier one stop working.
     """
     from outrider.errors import OutriderError
     from outrider.process.certs import NAMES, run
@@ -236,7 +225,7 @@ def certs(
     if unknown := [kind for kind in role if kind not in NAMES]:
         raise click.UsageError(f"role: must be one of {', '.join(NAMES)}, not {unknown[0]!r}")
     try:
-        return run(directory, host, role, name, days, new_authority)
+        return run(directory, host, role, name, days)
     except OutriderError as error:
         raise click.UsageError(error.message) from error
 
@@ -247,9 +236,6 @@ def certs(
     "--service",
     default="",
     help="A gRPC service by its full name; without one, the process as a whole.",
-)
-@click.option(
-    "--timeout", type=click.FloatRange(min=0.1), default=3.0, help="Seconds to wait for an answer."
 )
 @_tls_option("cert", "the caller's certificate, of any role")
 @_tls_option("key", "its key")
@@ -263,7 +249,6 @@ def certs(
 def health(
     address: str,
     service: str,
-    timeout: float,
     tls_cert: Path | None,
     tls_key: Path | None,
     tls_ca: Path | None,
@@ -277,7 +262,7 @@ def health(
     from outrider.process.roles import Role
 
     server = None if role is None else Role(role)
-    why = problem(address, service, timeout, tls_cert, tls_key, tls_ca, server)
+    why = problem(address, service, tls_cert, tls_key, tls_ca, server)
     if why is not None:
         print(f"outrider health: {address}: {why}", file=sys.stderr)
     return int(why is not None)
@@ -289,7 +274,6 @@ def keys() -> None:
 
 
 _FILE = click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
-_LIMIT = click.IntRange(min=1)
 
 
 @keys.command("add")
@@ -303,18 +287,22 @@ _LIMIT = click.IntRange(min=1)
     help="An operator also sees metrics, processes, and sums over all tenants.",
 )
 @click.option("--days", type=click.FloatRange(min=0, min_open=True), help="Days until it expires.")
-@click.option("--requests-per-minute", type=_LIMIT, help="Most requests in a minute.")
-@click.option("--tokens-per-minute", type=_LIMIT, help="Most tokens, of prompts and answers.")
-@click.option("--sequences-per-minute", type=_LIMIT, help="Most sequences: prompts times n.")
-@click.option("--concurrent-sequences", type=_LIMIT, help="Most sequences at once.")
-def keys_add(file: Path, days: float | None, **fields: Any) -> int:
+@click.option(
+    "--limit",
+    multiple=True,
+    metavar="NAME=NUMBER",
+    help="The most of what NAME says: requests-per-minute, tokens-per-minute (of prompts and"
+    " answers), sequences-per-minute (prompts times n) or concurrent-sequences. Repeat it for"
+    " several.",
+)
+def keys_add(file: Path, days: float | None, limit: tuple[str, ...], **fields: Any) -> int:
     """Add a key to FILE, which is made if it is missing, and print the key.
 
     FILE holds only the key's hash, so the key cannot be shown again.
     """
     from outrider.launch.keys import add
 
-    return add(file, fields, days)
+    return add(file, fields, limit, days)
 
 
 @keys.command("list")

@@ -41,6 +41,10 @@ _COLUMNS = (
     "acceptance\nrate",
 )
 
+# Tokens of an answer in the first part; the second part has a larger model, and answers half as
+# long.
+_MAX_TOKENS = 128
+
 
 @dataclass
 class Row:
@@ -95,7 +99,7 @@ class Part:
     is_exact: bool
 
 
-def run(models: Path, max_tokens: int) -> int:
+def run(models: Path) -> int:
     """Run both parts, and return the exit status.
 
     It is 0 if every drafter's texts in float32 are those of plain decoding, 1 if not or if a
@@ -109,7 +113,7 @@ def run(models: Path, max_tokens: int) -> int:
                 "run the demo in the repository's folder, or name the models' with --models"
             )
             return 2
-    parts = _parts(models, max_tokens, console)
+    parts = _parts(models, console)
     try:
         statuses = [_run_part(part, models / "draft", console) for part in parts]
     except (KeyboardInterrupt, asyncio.CancelledError):
@@ -121,15 +125,14 @@ def run(models: Path, max_tokens: int) -> int:
     return max(statuses)
 
 
-def _parts(models: Path, max_tokens: int, console: Console) -> Iterator[Part]:
+def _parts(models: Path, console: Console) -> Iterator[Part]:
     small = models / "target"
-    yield Part("1. Exactness: 12 M parameters, float32", small, "float32", max_tokens, True)
+    yield Part("1. Exactness: 12 M parameters, float32", small, "float32", _MAX_TOKENS, True)
     # `make serve` serves the same checkpoint.
     large = models.parent / "grown/target-154m"
     with start_status(console, f"growing the target to 154 M parameters, in {large} ..."):
         modest_checkpoint(small, large)
-    fewer_tokens = max(1, max_tokens // 2)
-    yield Part("2. Speed: 154 M parameters, bfloat16", large, "bfloat16", fewer_tokens, False)
+    yield Part("2. Speed: 154 M parameters, bfloat16", large, "bfloat16", _MAX_TOKENS // 2, False)
 
 
 def _run_part(part: Part, draft: Path, console: Console) -> int:

@@ -11,11 +11,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from outrider.process.roles import Role
 from outrider.process.tls import SOCKET_NAME
 
+# Less than the containers' health checks wait.
+_TIMEOUT_S = 3.0
+
 
 def problem(
     address: str,
     service: str,
-    timeout_s: float,
     cert: Path | None = None,
     key: Path | None = None,
     ca: Path | None = None,
@@ -34,7 +36,7 @@ def problem(
     with channel:
         try:
             answer = health_pb2_grpc.HealthStub(channel).Check(
-                health_pb2.HealthCheckRequest(service=service), timeout=timeout_s
+                health_pb2.HealthCheckRequest(service=service), timeout=_TIMEOUT_S
             )
         except grpc.RpcError as error:
             return _reason(error, service)

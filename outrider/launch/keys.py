@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -30,8 +30,11 @@ LIMITS = (
 )
 
 
-def add(path: Path, fields: Mapping[str, Any], days: float | None) -> int:
-    """Add a key with these fields of its entry, and print it. It cannot be shown again."""
+def add(path: Path, fields: Mapping[str, Any], limits: Sequence[str], days: float | None) -> int:
+    """Add a key with these fields of its entry, and print it. It cannot be shown again.
+
+    `limits` are texts such as `requests-per-minute=60`.
+    """
 
     def work() -> None:
         key = new_key()
@@ -42,12 +45,25 @@ def add(path: Path, fields: Mapping[str, Any], days: float | None) -> int:
             if name in names:
                 raise invalid("id", f"{name} is a key of {path} already")
             made = {"id": name, "sha256": key_digest(key), "expires": _after(days)}
-            entry = make_entry({**fields, **made})
+            entry = make_entry({**fields, **_numbers(limits), **made})
             write_keys(file, [*entries, entry])
         print(f"{path} now has key {entry.id} of tenant {entry.tenant}:", file=sys.stderr)
         print(key)
 
     return _reporting(work)
+
+
+def _numbers(limits: Sequence[str]) -> dict[str, int]:
+    """The limits by their names in a key's entry. Raises OutriderError(INVALID_VALUE)."""
+    numbers = {}
+    for text in limits:
+        name, _, number = text.partition("=")
+        field = name.replace("-", "_")
+        if field not in LIMITS or not number.isdecimal():
+            known = ", ".join(LIMITS).replace("_", "-")
+            raise invalid("limit", f"must be NAME=NUMBER with one of {known}, not {text!r}")
+        numbers[field] = int(number)
+    return numbers
 
 
 def show(path: Path) -> int:

@@ -74,7 +74,7 @@ class Authority:
             key = serialization.load_pem_private_key(key_path.read_bytes(), None)
         except (OSError, ValueError, TypeError) as cause:
             problem = f"{cert_path} and {key_path} cannot be read as an authority: {cause}"
-            raise invalid("dir", f"{problem}; --new-authority makes another") from cause
+            raise invalid("dir", f"{problem}; without both files another is made") from cause
         if not isinstance(key, ec.EllipticCurvePrivateKey) or cert.public_key() != key.public_key():
             raise invalid("dir", f"{key_path} is not the key of {cert_path}")
         return cls(cert, key)
@@ -127,7 +127,6 @@ def run(
     roles: Sequence[str],
     name: str | None,
     days: int,
-    new_authority: bool,
 ) -> int:
     """Write the certificates and say where they are; returns the exit status.
 
@@ -141,7 +140,7 @@ def run(
         raise invalid("name", "takes letters, digits, dots and hyphens, for a single --role")
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        authority = _authority(directory, new_authority)
+        authority = _authority(directory)
         for kind in roles or NAMES:
             authority.write_issued(directory, kind, name or kind, names, timedelta(days=days))
     except OSError as cause:
@@ -152,10 +151,9 @@ def run(
     return 0
 
 
-def _authority(directory: Path, new: bool) -> Authority:
-    """The authority of the directory, a new one if there is none or `new` is set."""
-    exists = (directory / "ca.pem").exists() or (directory / "ca.key").exists()
-    if exists and not new:
+def _authority(directory: Path) -> Authority:
+    """The authority of the directory, a new one if there is none."""
+    if (directory / "ca.pem").exists() or (directory / "ca.key").exists():
         return Authority.load(directory)
     authority = Authority.new()
     authority.write(directory)

@@ -28,7 +28,7 @@ CLIENTS |= {"temperature", "tokenizer"}
 """Flags of `vllm bench serve` and `guidellm run` that the pages name."""
 DOCKERS = {"build", "detach", "force-recreate", "profile", "pull", "scale", "volumes"}
 """Flags of `docker compose` that the pages name."""
-CERTS = {"days", "name", "new-authority", "role"}
+CERTS = {"days", "name", "role"}
 """Flags of `outrider certs` that are not settings."""
 EXPERIMENTS = {"json", "validate"}
 """Flags of `outrider advise` and `outrider experiment predict` that are not settings."""
@@ -94,9 +94,8 @@ def test_every_flag_on_a_page_belongs_to_a_command(path: Path) -> None:
     others = {
         "days",
         "models",
-        "max-tokens",
+        "limit",
         "service",
-        "timeout",
         "version",
         "grpc",
         "ruby",

@@ -61,14 +61,18 @@ def test_only_the_owner_reads_the_keys(tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o700
 
 
-def test_the_command_renews_certificates_and_keeps_the_authority(tmp_path: Path) -> None:
+def test_the_command_renews_certificates_and_keeps_the_authority(
+    tmp_path: Path,
+) -> None:
     certs(tmp_path, "--days", "1")
     authority, old = (tmp_path / "ca.pem").read_bytes(), load(tmp_path / "drafter.pem")
     assert old.not_valid_after_utc < datetime.now(UTC) + timedelta(days=1, minutes=1)
     certs(tmp_path, "--role", "drafter", "--days", "30")
     assert (tmp_path / "ca.pem").read_bytes() == authority
     assert load(tmp_path / "drafter.pem").not_valid_after_utc > old.not_valid_after_utc
-    certs(tmp_path, "--new-authority")
+    for name in ("ca.pem", "ca.key"):
+        (tmp_path / name).unlink()
+    certs(tmp_path)
     assert (tmp_path / "ca.pem").read_bytes() != authority
 
 
@@ -101,7 +105,7 @@ def test_an_authority_without_its_key_is_not_replaced(
     before = (tmp_path / "ca.pem").read_bytes()
     with pytest.raises(SystemExit):
         certs(tmp_path)
-    assert "--new-authority makes another" in capsys.readouterr().err
+    assert "without both files another is made" in capsys.readouterr().err
     assert (tmp_path / "ca.pem").read_bytes() == before
 
 

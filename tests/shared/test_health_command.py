@@ -44,6 +44,6 @@ async def test_a_process_is_healthy_while_it_serves_as_a_whole_and_by_service(
 async def test_the_error_names_a_dead_address_within_the_timeout(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert await ask("127.0.0.1:1", "--timeout", "0.5") == 1
+    assert await ask("127.0.0.1:1") == 1
     complaint = capsys.readouterr().err
     assert "127.0.0.1:1: UNAVAILABLE" in complaint or "127.0.0.1:1: DEADLINE_EXCEEDED" in complaint

@@ -23,7 +23,7 @@ def test_add_prints_the_key_once_and_stores_its_hash(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "keys.yaml"
-    limits = ("--requests-per-minute", "60", "--concurrent-sequences", "4")
+    limits = ("--limit", "requests-per-minute=60", "--limit", "concurrent-sequences=4")
     assert keys("add", str(file), "--tenant", "alice", "--days", "30", *limits) == 0
     printed = capsys.readouterr()
     key = printed.out.strip()
@@ -59,6 +59,7 @@ def test_keys_are_listed_without_hashes_and_revoked_by_id(
         (["revoke", "{file}", "none"], "none is not a key of"),
         (["add", "{file}", "--tenant", "bob", "--id", "alice-1"], "alice-1 is a key of"),
         (["add", "{file}", "--tenant", "a b"], "the key cannot be made: "),
+        (["add", "{file}", "--tenant", "b", "--limit", "requests=6"], "must be NAME=NUMBER with"),
         (["list", "{file}.none"], "cannot be read: No such file"),
         (["add", "/nowhere/keys.yaml", "--tenant", "a"], "No such file"),
     ],
