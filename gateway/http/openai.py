@@ -19,7 +19,6 @@ from gateway.generation.serve_text import Demand, TextAnswer, TextCall, serve_te
 from gateway.http.entrance import arrival_of
 from gateway.http.json_body import JsonRoute
 from gateway.http.openapi import STREAMED, json_responses
-from gateway.http.parameters import answer_limit, gathers, text_requests
 from gateway.http.request_id import request_id
 from gateway.http.responses import (
     ChatShape,
@@ -30,6 +29,7 @@ from gateway.http.responses import (
 )
 from gateway.http.schema import LEAST_TIMEOUT_S, ChatBody, CompletionBody, StreamOptions
 from gateway.http.streaming import EventStream, sse, until_gone
+from gateway.http.to_requests import answer_limit, gathers, text_requests
 from gateway.text.choices import WholeChoice, collect
 from gateway.text.request import Conversation, PromptInput, TextInputs, TextRequest
 from outrider.errors import OutriderError, invalid

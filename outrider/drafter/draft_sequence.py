@@ -199,7 +199,7 @@ class DraftSequence:
         self._skipped = True
         return Skip(self.id, len(self.tokens))
 
-    def follow(self, verdict: Verdict) -> int:
+    def advance_or_rewind(self, verdict: Verdict) -> int:
         """Apply a verdict, and return how many of the tokens held before it are still valid.
 
         The tokens held are `tokens`, then `guesses`; a strategy truncates its caches to the result.

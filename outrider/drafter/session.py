@@ -61,7 +61,7 @@ class DraftSession:
         if sequence is None:
             return
         before = len(sequence.tokens)
-        num_valid_tokens = sequence.follow(verdict)
+        num_valid_tokens = sequence.advance_or_rewind(verdict)
         if len(sequence.tokens) > before and not sequence.abandoned:
             with self._abandoning(sequence):
                 self._strategy.committed(sequence, num_valid_tokens)

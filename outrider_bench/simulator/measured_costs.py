@@ -181,7 +181,7 @@ def _lookup_cost() -> DraftingCost:
     chain_s: list[float] = []
     branches_s: list[float] = []
     for i in range(_LOOKUPS):
-        sequence.follow(Verdict(1, _TEXT + i + 1, [draw.randrange(40)], 0, 4))
+        sequence.advance_or_rewind(Verdict(1, _TEXT + i + 1, [draw.randrange(40)], 0, 4))
         family.committed(sequence, 0)
         while sequence.remaining_window > 0:
             chain_s.append(_proposing_s(family, sequence))

@@ -125,7 +125,7 @@ class Pair:
         if start > end:
             return
         before = [*self.real.tokens, *self.real.guesses]
-        num_valid_tokens = self.real.follow(verdict(end, *self.committed[start:end]))
+        num_valid_tokens = self.real.advance_or_rewind(verdict(end, *self.committed[start:end]))
         after = [*self.real.tokens, *self.real.guesses]
         assert after[:num_valid_tokens] == before[:num_valid_tokens]
         assert (
@@ -178,7 +178,7 @@ def test_a_committed_branch_becomes_the_chain_and_is_not_sent_again() -> None:
     drafted.extend([1, 2, 0, 1])
     drafted.branch(2, [2, 1, 1])
     drafted.take_proposal()
-    assert drafted.follow(verdict(6, 1, 2, 2)) == len(PROMPT) + 2
+    assert drafted.advance_or_rewind(verdict(6, 1, 2, 2)) == len(PROMPT) + 2
     assert drafted.guesses == [1, 1]
     assert drafted.take_proposal() is None
 
@@ -187,9 +187,9 @@ def test_a_branch_keeps_its_place_when_tokens_before_it_are_committed() -> None:
     drafted = sequence()
     drafted.extend([1, 2, 0, 1])
     drafted.branch(2, [2, 1, 1])
-    drafted.follow(verdict(4, 1))
+    drafted.advance_or_rewind(verdict(4, 1))
     assert drafted.guessed_at(1) == {0, 2}
-    drafted.follow(verdict(6, 2, 2))
+    drafted.advance_or_rewind(verdict(6, 2, 2))
     assert drafted.guesses == [1, 1]
 
 
@@ -209,7 +209,7 @@ def test_a_distribution_is_sent_once_and_omitted_in_repeats() -> None:
     assert sent_ids(first) == [[0], [1], None, None]
     drafted.extend([2], [sure(2)])
     assert sent_ids(drafted.take_proposal()) == [None, None, [2]]
-    drafted.follow(verdict(4, 2))
+    drafted.advance_or_rewind(verdict(4, 2))
     drafted.extend([0], [sure(0)])
     third = drafted.take_proposal()
     assert third is not None
@@ -220,7 +220,7 @@ def test_a_distribution_is_sent_once_and_omitted_in_repeats() -> None:
 def test_a_committed_unsent_token_drops_its_distribution() -> None:
     drafted = sequence()
     drafted.extend([0, 1], [sure(0), sure(1)])
-    drafted.follow(verdict(4, 0))
+    drafted.advance_or_rewind(verdict(4, 0))
     assert sent_ids(drafted.take_proposal()) == [[1]]
 
 
@@ -232,7 +232,7 @@ def test_a_skip_is_sent_once_for_each_committed_length() -> None:
     assert drafted.remaining_window == 0
     assert drafted.take_skip() == Skip(1, 3)
     assert drafted.take_skip() is None
-    drafted.follow(verdict(4, 1, draft_tokens=2))
+    drafted.advance_or_rewind(verdict(4, 1, draft_tokens=2))
     assert drafted.remaining_window == WINDOW.depth
     drafted.extend([1, 2])
     drafted.give_up()
@@ -241,10 +241,10 @@ def test_a_skip_is_sent_once_for_each_committed_length() -> None:
 
 def test_a_repeated_verdict_changes_nothing() -> None:
     drafted = sequence(draft_tokens=2)
-    drafted.follow(verdict(4, 1, draft_tokens=2))
+    drafted.advance_or_rewind(verdict(4, 1, draft_tokens=2))
     drafted.give_up()
     assert drafted.take_skip() == Skip(1, 4)
-    drafted.follow(verdict(4, 1, draft_tokens=3, window=Window(9, 9)))
+    drafted.advance_or_rewind(verdict(4, 1, draft_tokens=3, window=Window(9, 9)))
     assert drafted.remaining_window == 0
     assert (drafted.draft_tokens, drafted.window) == (2, WINDOW)
     assert drafted.take_skip() is None
@@ -253,7 +253,7 @@ def test_a_repeated_verdict_changes_nothing() -> None:
 def test_guesses_stay_within_a_smaller_window_and_one_proposal() -> None:
     drafted = sequence()
     drafted.extend([1, 2, 0, 1])
-    drafted.follow(verdict(4, 1, draft_tokens=1, window=Window(2, 2)))
+    drafted.advance_or_rewind(verdict(4, 1, draft_tokens=1, window=Window(2, 2)))
     assert (drafted.remaining_window, drafted.branch_room, drafted.num_wanted) == (0, 0, 0)
     wide = sequence(window=Window(4096, 128))
     wide.extend([1] * 128)
@@ -289,10 +289,10 @@ def test_acceptance_is_learned_from_commits() -> None:
     drafted = sequence()
     before = drafted.acceptance
     drafted.extend([1, 2, 0])
-    drafted.follow(verdict(6, 1, 2, 0))
+    drafted.advance_or_rewind(verdict(6, 1, 2, 0))
     good = drafted.acceptance
     drafted.extend([1])
-    drafted.follow(verdict(7, 2))
+    drafted.advance_or_rewind(verdict(7, 2))
     assert good > before
     assert drafted.acceptance < good
 
@@ -302,6 +302,6 @@ def test_a_verdict_that_leaves_a_gap_is_a_protocol_violation(gap: Verdict) -> No
     drafted = sequence()
     drafted.extend([1, 2])
     with pytest.raises(OutriderError, match="leaves out") as caught:
-        drafted.follow(gap)
+        drafted.advance_or_rewind(gap)
     assert caught.value.reason is Reason.PROTOCOL_VIOLATION
     assert drafted.tokens == PROMPT

@@ -53,9 +53,9 @@ def test_confidences_move_along_with_a_commit() -> None:
     drafted = sequence()
     drafted.extend([1, 2, 3], confidences=[0.5, 0.25, 0.75])
     drafted.branch(1, [4, 5], [0.125, 0.0625])
-    drafted.follow(Verdict(1, 2, [1], 1, 4, tree_tokens=10))
+    drafted.advance_or_rewind(Verdict(1, 2, [1], 1, 4, tree_tokens=10))
     assert drafted.confidences == [0.25, 0.75]
-    drafted.follow(Verdict(1, 3, [4], 1, 4, tree_tokens=10))
+    drafted.advance_or_rewind(Verdict(1, 3, [4], 1, 4, tree_tokens=10))
     assert (drafted.guesses, drafted.confidences) == ([5], [0.0625])
 
 
@@ -87,7 +87,7 @@ def test_no_tree_unless_the_verifier_asks_for_one() -> None:
         assert drafted.branch_room == 0
     asked = sequence()
     asked.extend([1, 2, 3, 4])
-    asked.follow(Verdict(1, 2, [1], 1, 4))
+    asked.advance_or_rewind(Verdict(1, 2, [1], 1, 4))
     assert not asked.wants_tree
     assert asked.tree_room == 0
 
@@ -99,7 +99,7 @@ def test_a_committed_branch_is_sent_again_from_its_first_unsent_guess_on() -> No
     drafted.branch(0, [3, 4])
     assert drafted.take_proposal() is not None
     drafted.branch(0, [3, 4, 5])
-    drafted.follow(Verdict(1, 2, [3], 0, 4, tree_tokens=10))
+    drafted.advance_or_rewind(Verdict(1, 2, [3], 0, 4, tree_tokens=10))
     assert drafted.guesses == [4, 5]
     proposal = drafted.take_proposal()
     assert proposal is not None

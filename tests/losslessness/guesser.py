@@ -127,7 +127,7 @@ class Guesser:
         for opened in step.opened:
             self._sequences[opened.sequence_id] = DraftSequence(opened)
         for verdict in step.verdicts:
-            self._sequences[verdict.sequence_id].follow(verdict)
+            self._sequences[verdict.sequence_id].advance_or_rewind(verdict)
         for closed in step.closed:
             del self._sequences[closed.sequence_id]
 

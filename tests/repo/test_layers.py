@@ -34,7 +34,7 @@ WITHOUT_MODELS = [
 
 @pytest.mark.parametrize(
     ("modules", "without"),
-    [(["gateway.http.parameters"], ("google", "grpc")), (WITHOUT_MODELS, MODEL_LIBRARIES)],
+    [(["gateway.http.to_requests"], ("google", "grpc")), (WITHOUT_MODELS, MODEL_LIBRARIES)],
     ids=["http-validation", "processes-before-a-model"],
 )
 def test_modules_load_without_libraries_that_they_do_not_need(

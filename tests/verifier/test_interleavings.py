@@ -63,7 +63,7 @@ class LateMessages:
 
     def deliver_verdict(self) -> None:
         if self._verdicts:
-            self.sequence.follow(self._verdicts.popleft())
+            self.sequence.advance_or_rewind(self._verdicts.popleft())
 
     def deliver_all(self) -> None:
         while self._proposals:
