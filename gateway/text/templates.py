@@ -12,7 +12,7 @@ from typing import Any
 
 from gateway.text.template_worker import HANDLER
 from outrider.errors import invalid
-from outrider.process.turns import TenantThreads
+from outrider.process.tenant_threads import TenantThreads
 from outrider.process.workers import Worker, WorkerError, WorkerSource
 
 # The bundled template takes 0.1 ms, and 2 ms for 64 messages.

@@ -20,7 +20,7 @@ from outrider.grammar.cache import GrammarCache
 from outrider.grammar.dialect import translate
 from outrider.grammar.kinds import Backend, Grammar
 from outrider.grammar.trial import compile_only
-from outrider.process.turns import TenantThreads
+from outrider.process.tenant_threads import TenantThreads
 from outrider.process.worker_process import STACK_BYTES
 from outrider.process.workers import OutOfTime, Worker, WorkerError, WorkerSource
 

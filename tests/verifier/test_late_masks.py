@@ -13,7 +13,7 @@ from fake_model import VOCAB, Client, ScriptedDrafter, finish, make_engine
 from outrider.errors import OutriderError, Reason
 from outrider.grammar.backends import Mask
 from outrider.grammar.kinds import Grammar, GrammarKind
-from outrider.process.turns import TenantThreads
+from outrider.process.tenant_threads import TenantThreads
 from outrider.protocol.draft_messages import Proposal, SparseDistribution
 from outrider.protocol.messages import DraftDistribution, FinishReason, SamplingParams, TokenRequest
 from verifier_svc.engine.loop import Engine

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from outrider.process.turns import TenantThreads
+from outrider.process.tenant_threads import TenantThreads
 
 
 class Record:
