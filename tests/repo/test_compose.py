@@ -90,6 +90,14 @@ def test_compose_waits_longer_than_any_process_drains() -> None:
         assert float(service["stop_grace_period"].removesuffix("s")) > max(drains)
 
 
+def test_prometheus_reaches_the_metrics_of_every_image_that_has_a_port_for_them() -> None:
+    """Metrics are served on the host of the setting `listen`."""
+    text = (COMPOSE / "Dockerfile").read_text().replace("\\\n", " ")
+    lines = [line for line in text.splitlines() if "_METRICS_PORT=" in line]
+    assert len(lines) == 3
+    assert [line for line in lines if not re.search(r"_LISTEN=0\.0\.0\.0:\d+ ", line)] == []
+
+
 def test_ports_are_published_on_loopback_by_default() -> None:
     ports = [port for service in SERVICES.values() for port in service.get("ports", [])]
     assert len(ports) >= 3
