@@ -104,6 +104,8 @@ def test_commands_at_the_same_time_lose_no_change(
     monkeypatch.setattr(keys_command, "read_keys", slow)
     with ThreadPoolExecutor() as pool:
         done = [pool.submit(keys_command.revoke, file, "old-1")]
-        done += [pool.submit(keys_command.add, file, {"tenant": t}, None) for t in ("a", "b", "c")]
+        done += [
+            pool.submit(keys_command.add, file, {"tenant": t}, (), None) for t in ("a", "b", "c")
+        ]
     assert [each.result() for each in done] == [0] * 4
     assert sorted(entry.id for entry in read_keys(file)) == ["a-1", "b-1", "c-1"]
