@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import cache
 
 from gateway.generation.admission import Admission, Permit
-from gateway.generation.turns import AT_ONCE, Turns
+from gateway.generation.turns import AT_ONCE, OF_A_TENANT, Turns
 from gateway.metrics import Metrics, SequenceClock
 from gateway.text.choices import Event, merge
 from gateway.text.deltas import DeltaBuilder, TextDelta
@@ -62,7 +62,7 @@ class Generation:
         self.metrics = metrics
         self.resume_seconds = resume_seconds
         self.admission = Admission(router, metrics, patience_seconds)
-        self.turns = Turns(AT_ONCE)
+        self.turns = Turns(AT_ONCE, OF_A_TENANT)
         self.table = TokenTable(prompts.tokenizer)
 
     def echo(self, prompt: str | list[int], info: ModelInfo) -> str:

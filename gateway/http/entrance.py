@@ -48,7 +48,7 @@ class Arrival:
         self.counted()
         if self._has_turn:
             self._has_turn = False
-            self._turns.leave()
+            self._turns.leave(self._tenant)
 
     def __enter__(self) -> Arrival:
         return self

@@ -8,7 +8,7 @@ import grpc
 import pytest
 from gateway_rig import Rig
 
-from gateway.generation.turns import AT_ONCE, Turns
+from gateway.generation.turns import AT_ONCE, OF_A_TENANT, Turns
 from outrider.v1.generation_pb2 import GenerateTextRequest
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -18,25 +18,37 @@ async def in_turn(turns: Turns, tenant: str, order: list[str]) -> None:
     await turns.enter(tenant)
     order.append(tenant)
     await asyncio.sleep(0)
-    turns.leave()
+    turns.leave(tenant)
 
 
 async def test_tenants_come_in_turn() -> None:
-    turns = Turns(1)
+    turns = Turns(1, 1)
     order: list[str] = []
     await asyncio.gather(*(in_turn(turns, tenant, order) for tenant in "aaaabcb"))
     assert "".join(order) == "aabcaba"
 
 
+async def test_a_burst_of_one_tenant_leaves_turns_to_the_rest() -> None:
+    turns = Turns(8, 2)
+    order: list[str] = []
+    burst = [asyncio.create_task(in_turn(turns, "burst", order)) for _ in range(9)]
+    await asyncio.sleep(0)
+    assert order == ["burst", "burst"]
+    await in_turn(turns, "small", order)
+    assert order.index("small") <= 4
+    await asyncio.wait(burst)
+    assert order.count("burst") == 9
+
+
 async def test_a_request_that_leaves_while_it_waits_costs_no_turn() -> None:
-    turns = Turns(1)
+    turns = Turns(1, 1)
     order: list[str] = []
     await turns.enter("first")
     waiting = [asyncio.create_task(in_turn(turns, name, order)) for name in "abc"]
     await asyncio.sleep(0)
     waiting[0].cancel()
     await asyncio.sleep(0)
-    turns.leave()
+    turns.leave("first")
     waiting[1].cancel()  # in the moment in which it gets its turn
     await asyncio.wait(waiting)
     assert order == ["c"]
@@ -46,16 +58,17 @@ async def test_a_request_that_leaves_while_it_waits_costs_no_turn() -> None:
 async def test_a_call_over_grpc_waits_for_its_turn_and_a_refusal_does_not(rig: Rig) -> None:
     rig.says("yes")
     turns = rig.gateway.generation.turns
-    for _ in range(AT_ONCE):
-        await turns.enter("busy")
+    busy = [f"busy {i // OF_A_TENANT}" for i in range(AT_ONCE)]
+    for tenant in busy:
+        await turns.enter(tenant)
     before = len(rig.script.requests)
     waiting = asyncio.create_task(text_of(rig, GenerateTextRequest(prompt="x")))
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await text_of(rig, GenerateTextRequest(prompt="x", model="unknown"))
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
     assert len(rig.script.requests) == before
-    for _ in range(AT_ONCE):
-        turns.leave()
+    for tenant in busy:
+        turns.leave(tenant)
     assert await waiting == "yes"
 
 
