@@ -91,7 +91,7 @@ class Site:
             if name == "ngram" and redis:
                 dial = replace(dial, redis="", secret=secrets.token_hex(16))
                 drafter = drafter.model_copy(update={"settings": {"redis": redis}})
-            launch = drafter_launch(name, name, drafter, _TARGET, dial, "")
+            launch = drafter_launch(name, name, drafter, _TARGET, dial)
             await self._start(launch, Role.DRAFTER)
         await self.processes.until("the stack", self._is_ready)
 
@@ -115,14 +115,14 @@ class Site:
         address = f"{LOOPBACK}:{free_port()}"
         metrics_port = free_port()
         endpoint = Endpoint(name, str(_TARGET.model), 0, metrics_port, address)
-        launch = verifier_launch(_TARGET, _TARGET.model, endpoint, "")
+        launch = verifier_launch(_TARGET, _TARGET.model, endpoint)
         await self._start(launch, Role.VERIFIER)
         self._verifiers.append(endpoint)
 
     async def _start_gateway(self, name: str, verifiers: str) -> None:
         port, grpc_port = free_port(), free_port()
         endpoint = Endpoint(name, "", port, 0, verifiers)
-        launch = gateway_launch(endpoint, _TARGET.model, grpc_port, "")
+        launch = gateway_launch(endpoint, _TARGET.model, grpc_port)
         await self._start(launch, Role.GATEWAY)
         scheme = "http" if self._certificates is None else "https"
         self.gateways[name] = f"{scheme}://{LOOPBACK}:{port}"

@@ -156,12 +156,6 @@ async def containers() -> AsyncIterator[tuple[Path, dict[str, str]]]:
             await asyncio.shield(_down())
 
 
-async def bridge_address() -> str:
-    """The address of this machine that containers of all networks reach."""
-    # Docker 20 names no gateway until the engine was restarted once.
-    return await _inspect("bridge", "{{range .IPAM.Config}}{{.Gateway}}{{end}}") or "172.17.0.1"
-
-
 async def _down() -> None:
     """Remove the containers and networks of this run and of interrupted runs."""
     label = f"label=com.docker.compose.project={PROJECT}"

@@ -16,8 +16,6 @@ from verifier_svc.config import VerifierSettings
 
 DRAFT_MODEL = Path("models/draft")
 _OFFLINE = {"HF_HUB_OFFLINE": "1"}
-# Spans are read right after a measurement, but by default processes send them every 5 s.
-_PROMPT_SPANS = {"OTEL_BSP_SCHEDULE_DELAY": "200", "OTEL_BSP_MAX_QUEUE_SIZE": "65536"}
 _SECRET = "secret"
 _LOG_LEVEL: Setting = "warning"
 
@@ -58,7 +56,7 @@ class Dial:
     """The secret of the keys in Redis."""
 
 
-def verifier_launch(target: Target, model: Path, endpoint: Endpoint, otlp_endpoint: str) -> Launch:
+def verifier_launch(target: Target, model: Path, endpoint: Endpoint) -> Launch:
     """The command line of a verifier; raises OutriderError(INVALID_VALUE) for a wrong setting."""
     threads = target.threads
     if threads is None and target.cores:
@@ -75,7 +73,6 @@ def verifier_launch(target: Target, model: Path, endpoint: Endpoint, otlp_endpoi
         "metrics_port": endpoint.metrics_port,
         # Every repetition has the same prompts.
         "prefix_caching": False,
-        "otlp_endpoint": otlp_endpoint or None,
         "log_level": _LOG_LEVEL,
         **target.settings,
     }
@@ -84,13 +81,13 @@ def verifier_launch(target: Target, model: Path, endpoint: Endpoint, otlp_endpoi
         endpoint.name,
         "verifier_svc",
         _flags(options),
-        environment=_environment(otlp_endpoint),
+        environment=_OFFLINE,
         cores=target.cores,
         shares=(model, *_shares({"uds": options["uds"]})),
     )
 
 
-def gateway_launch(endpoint: Endpoint, model: Path, grpc_port: int, otlp_endpoint: str) -> Launch:
+def gateway_launch(endpoint: Endpoint, model: Path, grpc_port: int) -> Launch:
     """The command line of the gateway of one verifier."""
     options: dict[str, Setting | None] = {
         "verifier": endpoint.verifier,
@@ -100,37 +97,27 @@ def gateway_launch(endpoint: Endpoint, model: Path, grpc_port: int, otlp_endpoin
         "grpc_listen": f"{endpoint.bind}:{grpc_port}",
         # An experiment has no clients but its own.
         "open": True,
-        "otlp_endpoint": otlp_endpoint or None,
         "log_level": _LOG_LEVEL,
     }
     name = endpoint.name.replace("verifier", "gateway")
-    return Launch(
-        name, "gateway", _flags(options), environment=_environment(otlp_endpoint), shares=(model,)
-    )
+    return Launch(name, "gateway", _flags(options), environment=_OFFLINE, shares=(model,))
 
 
-def drafter_launch(
-    field: str, name: str, drafter: Drafter, target: Target, dial: Dial, otlp_endpoint: str
-) -> Launch:
+def drafter_launch(field: str, name: str, drafter: Drafter, target: Target, dial: Dial) -> Launch:
     """The command line of one process of a drafter; `field` names the drafter in the file.
 
     Raises OutriderError(INVALID_VALUE) for a wrong setting.
     """
     schema = _schema(field, drafter.family)
     options = _drafter_options(drafter, target, schema, dial)
-    options |= {
-        "id": name,
-        "otlp_endpoint": otlp_endpoint or None,
-        "log_level": _LOG_LEVEL,
-        **drafter.settings,
-    }
+    options |= {"id": name, "log_level": _LOG_LEVEL, **drafter.settings}
     _check(field, schema, {**options, "verifier": dial.verifiers[0]})
     verifiers = [word for address in dial.verifiers for word in ("--verifier", address)]
     return Launch(
         name,
         "drafter_svc",
         (*verifiers, *_flags(options)),
-        environment=_environment(otlp_endpoint),
+        environment=_OFFLINE,
         shares=tuple(_shares(options)),
         files={_SECRET: dial.secret} if dial.redis is not None else {},
     )
@@ -229,9 +216,3 @@ def _text(value: Setting | None) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return str(value)
-
-
-def _environment(otlp_endpoint: str) -> dict[str, str]:
-    if not otlp_endpoint:
-        return _OFFLINE
-    return {**_OFFLINE, **_PROMPT_SPANS}

@@ -12,7 +12,6 @@ from tokenizers import Tokenizer
 from outrider_bench.experiment.events import Events
 from outrider_bench.experiment.load import Asked, Played, digest, play, timeline
 from outrider_bench.experiment.records import DRAFTED, LinkTraffic, Measurement
-from outrider_bench.experiment.spans import Spans
 from outrider_bench.experiment.spec import Experiment
 from outrider_bench.experiment.stack import Backend, Drafting
 from outrider_bench.experiment.traffic import requests_of, warm_up_of
@@ -25,7 +24,6 @@ class Bench:
     backend: Backend
     drafting: Drafting | None
     tokenizer: Tokenizer
-    spans: Spans | None
 
     async def warm_up(self, experiment: Experiment, way: str) -> None:
         """Send requests that are not counted, so that the verifiers learn the costs of steps."""
@@ -47,8 +45,6 @@ class Bench:
         """Play the workload once; `tenant` must be new, so that no n-grams are known."""
         cpu_before = await self._cpu_s()
         traffic_before = await self._traffic()
-        if self.spans is not None:
-            self.spans.clear()
         events = Events(experiment, self.drafting if way == DRAFTED else None)
         asked = _asked(experiment, way, tenant)
         began = time.perf_counter()
@@ -64,7 +60,6 @@ class Bench:
             [each.sample for each in played],
             cpu_s=_grown(cpu_before, await self._cpu_s()),
             links=_carried(traffic_before, await self._traffic()),
-            step_split_s=await self.spans.split() if self.spans is not None else {},
             timeline=timeline(played),
             events=events.played,
             texts_sha256=digest(played),

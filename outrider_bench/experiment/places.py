@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.errors import invalid
-from outrider_bench.experiment.containers import ContainerHost, bridge_address, containers
+from outrider_bench.experiment.containers import ContainerHost, containers
 from outrider_bench.experiment.hosts import Host
 from outrider_bench.experiment.remote import Hosts, remote_hosts, used_hosts
 from outrider_bench.experiment.spec import Experiment
@@ -33,8 +33,6 @@ class Places:
     hosts: Hosts
     about: Mapping[str, str]
     """Fingerprints of other machines by name, and ids of images; empty if neither is used."""
-    here: str
-    """The IP address of this machine that all processes reach."""
     files: Path | None = None
     """The directory for files of containers; None where processes are no containers."""
 
@@ -75,11 +73,11 @@ async def places(
         )
         if where.compose:
             files, about = await stack.enter_async_context(containers())
-            yield Places(hosts, about, await bridge_address(), files)
+            yield Places(hosts, about, files)
             return
         about = {
             name: host.machine.fingerprint
             for name, host in hosts.remote.items()
             if host.machine is not None
         }
-        yield Places(hosts, about, hosts.here.address)
+        yield Places(hosts, about)

@@ -19,6 +19,7 @@ from outrider_bench.experiment.cell_scenarios import Load, check, load_of, scena
 from outrider_bench.experiment.profile_record import Profile
 from outrider_bench.experiment.recording import Recorder
 from outrider_bench.experiment.records import PLAIN, Folder, LinkTraffic, Measurement
+from outrider_bench.experiment.report.figures import measurement_figures
 from outrider_bench.experiment.schedule import ways_of
 from outrider_bench.experiment.spec import Cell, Experiment, Target, drafters_of, load
 from outrider_bench.experiment.unmeasured import profile_of
@@ -117,19 +118,10 @@ def predict(
         for way in ways_of(cell):
             found = predictor.measurement(cell, way)
             folder.save(cell.key, 0, found, predicted=True)
-            console.print(
-                f"{cell.key}, {way}: {_rate(cell, found):.1f} tokens/s",
-                markup=False,
-                highlight=False,
-            )
-
-
-def _rate(cell: Cell, found: Measurement) -> float:
-    if cell.experiment.workload.verifiers == "in-turn":
-        return sum(sample.tokens for sample in found.samples) / sum(
-            sample.seconds for sample in found.samples
-        )
-    return found.tokens_per_s
+            in_turn = cell.experiment.workload.verifiers == "in-turn"
+            rate = measurement_figures(found, in_turn=in_turn)["tokens_per_s"]
+            line = f"{cell.key}, {way}: {rate:.1f} tokens/s"
+            console.print(line, markup=False, highlight=False)
 
 
 @dataclass(slots=True)

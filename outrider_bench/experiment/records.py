@@ -69,8 +69,6 @@ class Measurement:
     cpu_s: dict[str, float] = field(default_factory=dict)
     """CPU seconds by process."""
     links: dict[str, LinkTraffic] = field(default_factory=dict)
-    step_split_s: dict[str, float] = field(default_factory=dict)
-    """Seconds by phase of a step, from spans; empty if none were recorded."""
     timeline: list[int] = field(default_factory=list)
     """Tokens in each tenth of a second since the first request."""
     events: list[dict[str, Any]] = field(default_factory=list)

@@ -8,12 +8,9 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from fnmatch import fnmatch
 from pathlib import Path
-from statistics import median
 from typing import ClassVar, Literal
 
-from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -24,7 +21,9 @@ from outrider.process.usage import refuse
 from outrider_bench.experiment import machine, stack
 from outrider_bench.experiment.places import Places, Where, places
 from outrider_bench.experiment.processes import StackFailed
-from outrider_bench.experiment.records import DRAFTED, PLAIN, Folder
+from outrider_bench.experiment.records import Folder
+from outrider_bench.experiment.report.answers import answers
+from outrider_bench.experiment.report.results import read
 from outrider_bench.experiment.schedule import Runner, ways_of
 from outrider_bench.experiment.spec import Cell, Experiment, Target, load
 
@@ -45,9 +44,6 @@ class RunSettings(Settings):
 
     file: Path
     """The experiment, a YAML file; docs/placement.md describes it."""
-
-    leave_out: list[str] = Field(default_factory=list)
-    """Cells to skip, by names or patterns such as *far; a later run may add them."""
 
     with_: Literal["processes", "compose"] = "processes"
     """Run all processes by themselves, or each in a container of compose/compose.yaml's images."""
@@ -70,7 +66,9 @@ def main(arguments: list[str]) -> int:
     console = Console()
     try:
         experiment = load(settings.file)
-        cells = chosen(experiment, settings.leave_out)
+        if experiment.costs is not None:
+            raise invalid("costs", "is for hardware that is not here; predict this file instead")
+        cells = experiment.cells()
         asyncio.run(run(settings, experiment, cells, console, command))
     except KeyboardInterrupt:
         console.print(f"stopped; to go on, run the same command again: {command}")
@@ -90,7 +88,7 @@ async def run(
     console: Console,
     command: str,
 ) -> None:
-    """Measure all missing repetitions, and print a summary.
+    """Measure all missing repetitions, and print the answer.
 
     Raises OutriderError(INVALID_VALUE) if this machine or the places do not fit the experiment, and
     OSError or StackFailed when a process, a machine or the engine fails.
@@ -104,26 +102,9 @@ async def run(
         for warning in machine.warnings():
             console.print(f"[yellow]warning:[/] {warning}")
         await measure(experiment, cells, folder, found, console)
-    for line in summary(cells, folder):
-        console.print(line, highlight=False)
-    console.print(f"results: {folder.path}")
-
-
-def chosen(experiment: Experiment, leave_out: Sequence[str]) -> list[Cell]:
-    """The cells that no pattern matches.
-
-    Raises OutriderError(INVALID_VALUE) for a pattern without a cell, and for an experiment on
-    hardware that is not here.
-    """
-    if experiment.costs is not None:
-        problem = "is for hardware that is not here; predict this file in place of running it"
-        raise invalid("costs", problem)
-    cells = experiment.cells()
-    for pattern in leave_out:
-        if not any(fnmatch(cell.key, pattern) for cell in cells):
-            problem = f"must match a cell, such as {cells[0].key}, which {pattern!r} does not"
-            raise invalid("leave-out", problem)
-    return [cell for cell in cells if not any(fnmatch(cell.key, pattern) for pattern in leave_out)]
+    for sentence in answers(read(folder)):
+        console.print(f"- {sentence}", markup=False, highlight=False)
+    console.print(f"results: {folder.path}; `outrider experiment report` makes tables and a plot")
 
 
 def open_folder(
@@ -204,32 +185,3 @@ def missing(
         for repetition in range(experiment.repetitions)
         if not folder.has(cell.key, way, repetition)
     ]
-
-
-def summary(cells: Sequence[Cell], folder: Folder) -> list[str]:
-    """A line for each cell: median tokens/s by way, and drafted over plain within repetitions."""
-    return [f"{cell.key}: {_cell_summary(folder, cell.key)}" for cell in cells]
-
-
-def _cell_summary(folder: Folder, key: str) -> str:
-    rates: dict[str, dict[int, float]] = {}
-    error_count = 0
-    for repetition, found in folder.measurements(key):
-        error_count += len(found.errors)
-        tokens = sum(sample.tokens for sample in found.samples)
-        seconds = max(sample.seconds for sample in found.samples)
-        rates.setdefault(found.way, {})[repetition] = tokens / seconds
-    words = [
-        f"{way} {median(rates[way].values()):.1f} tokens/s"
-        for way in (PLAIN, DRAFTED)
-        if way in rates
-    ]
-    plain = rates.get(PLAIN, {})
-    drafted = rates.get(DRAFTED, {})
-    pairs = [rate / plain[number] for number, rate in drafted.items() if number in plain]
-    if pairs:
-        spread = f"{min(pairs):.2f} to {max(pairs):.2f}"
-        words.append(f"drafted / plain {median(pairs):.2f} ({spread})")
-    if error_count:
-        words.append(f"[red]{error_count} errors[/]")
-    return ", ".join(words)

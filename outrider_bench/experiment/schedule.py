@@ -15,7 +15,6 @@ from outrider.tokenizer import load_tokenizer
 from outrider_bench.experiment.measuring import Bench
 from outrider_bench.experiment.places import Places
 from outrider_bench.experiment.records import DRAFTED, PLAIN, Folder
-from outrider_bench.experiment.spans import Spans, receiver
 from outrider_bench.experiment.spec import Cell, Experiment, Target
 from outrider_bench.experiment.stack import backend, drafting
 from outrider_bench.rounds import there_and_back
@@ -60,29 +59,22 @@ class Runner:
 
     async def run(self) -> None:
         """Measure; raises StackFailed when a process does not start, or ends too early."""
-        async with receiver(self._places.here) as spans:
-            for repetition in range(self._experiment.repetitions):
-                for stacks in there_and_back(self._groups, repetition):
-                    await self._with_target(stacks, repetition, spans)
+        for repetition in range(self._experiment.repetitions):
+            for stacks in there_and_back(self._groups, repetition):
+                await self._with_target(stacks, repetition)
 
-    async def _with_target(self, stacks: list[list[Cell]], repetition: int, found: Spans) -> None:
+    async def _with_target(self, stacks: list[list[Cell]], repetition: int) -> None:
         """Measure all cells of one target."""
         cells = [cell for stack in stacks for cell in stack]
         if not any(self._lacks(cell, way, repetition) for cell in cells for way in ways_of(cell)):
             return
         experiment = cells[0].experiment
-        spans = None
-        if experiment.trace:
-            spans = found
         model = self._target_model(experiment.target)
         tokenizer = load_tokenizer(str(model))
         self._tell(f"{repetition + 1}: starting verifiers", 0)
-        endpoint = ""
-        if spans is not None:
-            endpoint = spans.endpoint
-        async with backend(experiment.target, model, self._places, endpoint) as running:
+        async with backend(experiment.target, model, self._places) as running:
             for stack in there_and_back(stacks, repetition):
-                bench = Bench(running, None, tokenizer, spans)
+                bench = Bench(running, None, tokenizer)
                 await self._plain(stack, repetition, bench)
                 await self._drafted(stack, repetition, bench)
 

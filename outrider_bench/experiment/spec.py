@@ -141,9 +141,8 @@ class Workload(_Part):
     kinds: list[str] = Field(["code", "rewriting", "json", "chat"], min_length=1)
     """Kinds of prompts, in turn."""
 
-    arrivals: Literal["closed", "poisson", "recorded"] = "closed"
-    """closed keeps `batch` requests under way, poisson starts `rate` requests a second, recorded
-    takes times and lengths from `recording`."""
+    arrivals: Literal["closed", "poisson"] = "closed"
+    """closed keeps `batch` requests under way, poisson starts `rate` requests a second."""
 
     batch: int = Field(1, ge=1, le=256)
     """Requests under way at each verifier."""
@@ -155,11 +154,7 @@ class Workload(_Part):
     """New requests each second at each verifier."""
 
     seconds: float = Field(10.0, gt=0)
-    """Time in which new requests come; for poisson and recorded arrivals."""
-
-    recording: Path | None = None
-    """A file of the simulator's requests: a JSON object a line, with time, prompt_tokens,
-    output_tokens and maybe kind."""
+    """Time in which new requests come, with poisson arrivals."""
 
     output_tokens: int = Field(64, ge=1, le=4096)
     """Mean length of answers. Their lengths lie between half and one and a half times of it."""
@@ -176,8 +171,6 @@ class Workload(_Part):
         for kind in self.kinds:
             if kind not in KINDS:
                 raise ValueError(f"kinds must be of {', '.join(KINDS)}, not {kind!r}")
-        if (self.arrivals == "recorded") != (self.recording is not None):
-            raise ValueError("recording and arrivals: recorded go together")
         return self
 
     @property
@@ -242,9 +235,6 @@ class Experiment(_Part):
     skip: list[dict[str, Any]] = Field(default_factory=list)
     """Combinations of the sweep to leave out, each by some of its paths and values."""
 
-    baseline: dict[str, Any] = Field(default_factory=dict)
-    """Values of some of the sweep's paths that mean colocated drafting, to compare cells with."""
-
     events: list[Event] = Field(default_factory=list)
 
     scenes: dict[Name, list[Event]] = Field(default_factory=dict)
@@ -254,9 +244,6 @@ class Experiment(_Part):
     """The scene whose events are added to `events`."""
 
     repetitions: int = Field(3, ge=1, le=100)
-
-    trace: bool = False
-    """Record spans, which split the time of a step."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -276,11 +263,8 @@ class Experiment(_Part):
         for name in self.drafters:
             if name in _RESERVED:
                 raise ValueError(f"drafters.{name}: another process has this name")
-        for field, paths in (
-            ("baseline", self.baseline),
-            *(("skip", combination) for combination in self.skip),
-        ):
-            _refuse_unknown(field, list(paths), self.sweep)
+        for combination in self.skip:
+            _refuse_unknown("skip", list(combination), self.sweep)
         return self
 
     def _check_events(self, field: str, events: list[Event]) -> None:
@@ -298,17 +282,14 @@ class Experiment(_Part):
         for values in itertools.product(*self.sweep.values()):
             point = dict(zip(self.sweep, values, strict=True))
             if not any(_agrees(point, combination) for combination in self.skip):
-                found.append(Cell(point, self._at(point), self._is_baseline(point)))
+                found.append(Cell(point, self._at(point)))
         keys = [cell.key for cell in found]
         if twice := sorted({key for key in keys if keys.count(key) > 1}):
             raise ValueError(f"sweep: two cells would have the name {twice[0]!r}")
         return found
 
-    def _is_baseline(self, point: Mapping[str, Any]) -> bool:
-        return bool(self.baseline) and _agrees(point, self.baseline)
-
     def _at(self, point: Mapping[str, Any]) -> Experiment:
-        data = self.model_dump(mode="json", exclude={"sweep", "skip", "baseline"})
+        data = self.model_dump(mode="json", exclude={"sweep", "skip"})
         for path, value in point.items():
             *parents, last = path.split(".")
             place: Any = data
@@ -332,7 +313,6 @@ class Cell:
 
     point: dict[str, Any]
     experiment: Experiment
-    is_baseline: bool
 
     @property
     def key(self) -> str:
@@ -343,12 +323,12 @@ class Cell:
     @property
     def stack_key(self) -> str:
         """Equal for cells that one stack can serve; they differ in links' shapes and workloads."""
-        return self.experiment.model_dump_json(include={"target", "drafters", "use", "trace"})
+        return self.experiment.model_dump_json(include={"target", "drafters", "use"})
 
     @property
     def target_key(self) -> str:
         """Equal for cells that the same verifiers can serve."""
-        return self.experiment.model_dump_json(include={"target", "trace"})
+        return self.experiment.model_dump_json(include={"target"})
 
 
 def load(path: Path) -> Experiment:

@@ -46,7 +46,6 @@ class Backend:
     target: Target
     endpoints: list[Endpoint]
     processes: Processes
-    otlp_endpoint: str
 
     async def has_drafters(self, count: int) -> bool:
         """Whether every gateway is ready and `count` drafters are connected to its verifier."""
@@ -72,9 +71,7 @@ async def _is_ready(client: httpx.AsyncClient, url: str, count: int) -> bool:
 
 
 @asynccontextmanager
-async def backend(
-    target: Target, model: Path, places: Places, otlp_endpoint: str = ""
-) -> AsyncIterator[Backend]:
+async def backend(target: Target, model: Path, places: Places) -> AsyncIterator[Backend]:
     """Verifiers without drafters, until the context ends; raises StackFailed if one fails."""
     processes = Processes()
     with tempfile.TemporaryDirectory(prefix="outrider-experiment-") as sockets:
@@ -93,11 +90,11 @@ async def backend(
                     Path(sockets, f"{name}.sock") if target.host is None else None,
                     host.bind,
                 )
-                await processes.start(host, verifier_launch(target, model, endpoint, otlp_endpoint))
-                gateway = gateway_launch(endpoint, model, await front.free_port(), otlp_endpoint)
+                await processes.start(host, verifier_launch(target, model, endpoint))
+                gateway = gateway_launch(endpoint, model, await front.free_port())
                 await processes.start(front, gateway)
                 endpoints.append(replace(endpoint, gateway_at=front.here, verifier_at=host.here))
-            running = Backend(target, endpoints, processes, otlp_endpoint)
+            running = Backend(target, endpoints, processes)
             await processes.until("the verifiers", lambda: running.has_drafters(0))
             yield running
         finally:
@@ -238,9 +235,8 @@ class _Starter:
     async def _drafter(self, name: str, process: str, dial: Dial) -> None:
         drafter = self._experiment.drafters[name]
         target = self._running.backend.target
-        otlp = self._running.backend.otlp_endpoint
         host = self._places.host(process, drafter.host)
-        launch = drafter_launch(f"drafters.{name}", process, drafter, target, dial, otlp)
+        launch = drafter_launch(f"drafters.{name}", process, drafter, target, dial)
         await self._running.processes.start(host, launch)
 
 
@@ -274,7 +270,7 @@ def check(experiment: Experiment, places: Places) -> None:
         if not path.is_dir():
             raise invalid(name, f"must be a directory of a model, which {path} is not")
     places.host("verifier-1", experiment.target.host)
-    verifier_launch(experiment.target, experiment.target.model, endpoint, "")
+    verifier_launch(experiment.target, experiment.target.model, endpoint)
     for name, drafter in drafters_of(experiment):
         places.host(f"{name}-1", drafter.host)
         count = 1
@@ -284,7 +280,7 @@ def check(experiment: Experiment, places: Places) -> None:
         if drafter.pool == "redis":
             redis = f"{LOOPBACK}:4"
         dial = Dial((endpoint.verifier,) * count, uds, redis, "0" * 32)
-        drafter_launch(f"drafters.{name}", f"{name}-1", drafter, experiment.target, dial, "")
+        drafter_launch(f"drafters.{name}", f"{name}-1", drafter, experiment.target, dial)
         is_here = isinstance(places.host("redis", None), LocalHost)
         if redis is not None and is_here and shutil.which("redis-server") is None:
             problem = "redis needs the program redis-server on this machine"

@@ -9,8 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from outrider_bench.experiment.records import Folder
-from outrider_bench.experiment.report.labels import point_words
-from outrider_bench.experiment.report.results import read
+from outrider_bench.experiment.report.results import point_words, read
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Folders of runs for tests of the report. The simulator makes their figures.
 
-Bytes on links, CPU time and the split of a wait are made from the simulation's own counters.
+Bytes on links and CPU time are made from the simulation's own counters.
 """
 
 from __future__ import annotations
@@ -49,7 +49,6 @@ ROUND_TRIP: Settings = {
         "links.wire.mbit_s": [0, 1],
         "links.wire.round_trip_ms": [0, 5, 20, 100],
     },
-    "baseline": {"links.wire.round_trip_ms": 0, "links.wire.mbit_s": 0},
 }
 PLACEMENT: Settings = {
     "name": "placement",
@@ -75,8 +74,6 @@ PLACEMENT: Settings = {
             ["far"],
         ]
     },
-    "baseline": {"use": ["own-core"]},
-    "trace": True,
 }
 OUTAGE: Settings = {
     "name": "outage",
@@ -145,8 +142,6 @@ def measure(cell: Cell, way: str, *, seed: int, noise: float) -> Measurement:
         measured.cpu_s["drafter"] = 0.6 * seconds
         received = sum(sample.counters["draft_bytes"] for sample in samples)
         measured.links = {"wire": LinkTraffic(int(received), 20 * tokens, 1)}
-    if cell.experiment.trace:
-        measured.step_split_s = _split(samples[0], _round_trip_ms(cell))
     if cell.experiment.events:
         measured.timeline = simulations[0][1]
         measured.events = [event.model_dump() for event in cell.experiment.events]
@@ -210,17 +205,3 @@ def _round_trip_ms(cell: Cell) -> float:
     [name] = cell.experiment.use
     link = cell.experiment.drafters[name].link or ""
     return cell.experiment.links.get(link, NO_LINK).round_trip_ms
-
-
-def _split(sample: Sample, round_trip_ms: float) -> dict[str, float]:
-    """The verifier's phases. The wait is divided in the ratio of 2 ms to the round trip."""
-    prefix = "step_phase_seconds."
-    counters = sample.counters
-    phases = {name.removeprefix(prefix): s for name, s in counters.items() if prefix in name}
-    waited = phases.pop("wait")
-    computing = 2.0 / (2.4 + round_trip_ms)
-    return {
-        **phases,
-        "wait_compute": computing * waited,
-        "wait_network": (1.0 - computing) * waited,
-    }

@@ -66,6 +66,6 @@ def test_a_container_may_read_its_files_and_not_change_them() -> None:
 
 
 def test_containers_beside_other_machines_are_refused() -> None:
-    places = Places(Hosts(), {}, "172.17.0.1", Path("/nowhere"))
+    places = Places(Hosts(), {}, Path("/nowhere"))
     with pytest.raises(OutriderError, match="--with compose keeps all processes on this one"):
         places.host("near-1", "far")

@@ -92,4 +92,4 @@ def _cells(drafter: str, batch: int) -> list[Cell]:
     data = GRACE.model_dump(mode="json") | {
         "sweep": {path: [value] for path, value in point.items()}
     }
-    return Experiment.model_validate({**data, "baseline": {}}).cells()
+    return Experiment.model_validate(data).cells()

@@ -85,7 +85,7 @@ def test_every_ready_experiment_loads_and_is_named_after_its_file(path: Path) ->
             {"sweep": {"question": ["a?", "a!"]}},
             "sweep: two cells would have the name 'question=a-'",
         ),
-        ({"baseline": {"use": ["near"]}}, "baseline: must be one of"),
+        ({"skip": [{"use": ["near"]}]}, "skip: must be one of"),
     ],
 )
 def test_a_wrong_file_is_refused_with_its_field(
@@ -114,7 +114,7 @@ def test_wrong_settings_are_refused_before_any_process_starts(
 ) -> None:
     experiment = Experiment.model_validate(_experiment(**more))
     with pytest.raises(OutriderError, match=problem):
-        check(experiment, Places(Hosts(), {}, "127.0.0.1"))
+        check(experiment, Places(Hosts(), {}))
 
 
 def test_cells_that_differ_in_links_and_load_share_one_stack() -> None:
@@ -132,12 +132,6 @@ def test_a_cell_without_drafters_is_measured_plain_alone() -> None:
     plain, drafted = Experiment.model_validate(_experiment(sweep={"use": [[], ["far"]]})).cells()
     assert ways_of(plain) == ["plain"]
     assert ways_of(drafted) == ["plain", "drafted"]
-
-
-def test_the_cells_of_a_baseline_are_marked() -> None:
-    sweep = {"use": [["near"], ["far"]], "workload.batch": [1, 2]}
-    cells = Experiment.model_validate(_experiment(sweep=sweep, baseline={"use": ["near"]})).cells()
-    assert [cell.is_baseline for cell in cells] == [True, True, False, False]
 
 
 def test_a_sweep_over_scenes_adds_the_events_of_each_to_its_cell() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from statistics import mean
 
 import pytest
@@ -58,24 +57,3 @@ def test_poisson_arrivals_come_at_the_rate_and_repeat_with_the_seed(tokenizer: T
     assert 1800 < len(requests) < 2200
     assert all(request.at < 100.0 for request in requests)
     assert requests == requests_of(workload, tokenizer)
-
-
-def test_a_recording_gives_times_and_lengths(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    path = tmp_path / "trace.jsonl"
-    path.write_text('{"time": 0.5, "prompt_tokens": 700, "output_tokens": 3, "kind": "code"}\n')
-    [request] = requests_of(_workload(arrivals="recorded", recording=path), tokenizer)
-    assert (request.at, request.kind, len(request.prompt), request.output_tokens) == (
-        0.5,
-        "code",
-        700,
-        3,
-    )
-
-
-def test_a_recording_with_an_unknown_key_is_refused_by_its_line(
-    tokenizer: Tokenizer, tmp_path: Path
-) -> None:
-    path = tmp_path / "trace.jsonl"
-    path.write_text('{"prompt_tokens": 7, "output_tokens": 3, "color": 1}\n')
-    with pytest.raises(ValueError, match=r"workload\.recording: .*line 1"):
-        requests_of(_workload(arrivals="recorded", recording=path), tokenizer)

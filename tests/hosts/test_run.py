@@ -15,11 +15,10 @@ import pytest
 from rich.console import Console
 from ssh_server import OUTRIDER
 
-from outrider.errors import OutriderError
 from outrider_bench.experiment import machine, run
 from outrider_bench.experiment.measuring import _carried
 from outrider_bench.experiment.records import DRAFTED, PLAIN, Folder, LinkTraffic, Measurement
-from outrider_bench.experiment.run import chosen, main, missing, open_folder
+from outrider_bench.experiment.run import main, missing, open_folder
 from outrider_bench.experiment.spec import Experiment, load
 from outrider_bench.sample import Sample
 
@@ -36,7 +35,7 @@ def test_each_machine_commit_and_experiment_has_its_own_folder(tmp_path: Path) -
         Folder.of(tmp_path, experiment, here, "abc").path,
         Folder.of(tmp_path, experiment, here, "abc+dirty").path,
         Folder.of(tmp_path, experiment, dataclasses.replace(here, host="elsewhere"), "abc").path,
-        Folder.of(tmp_path, experiment.model_copy(update={"trace": False}), here, "abc").path,
+        Folder.of(tmp_path, experiment.model_copy(update={"repetitions": 5}), here, "abc").path,
     }
     assert len(folders) == 4
     assert Folder.of(tmp_path, experiment, here, "abc").path in folders
@@ -59,14 +58,15 @@ def test_a_run_records_its_command_line(
 
     monkeypatch.setattr(run, "measure", measure_nothing)
     monkeypatch.setattr(machine, "warnings", list[str])
-    monkeypatch.setattr(run, "summary", lambda *_: [])
-    arguments = ["--file", str(_SMALL), "--out", str(tmp_path), "--leave-out", "*far"]
+    monkeypatch.setattr(run, "read", lambda _: None)
+    monkeypatch.setattr(run, "answers", lambda _: [])
+    out = tmp_path / "a folder"
+    arguments = ["--file", str(_SMALL), "--out", str(out)]
     assert main(arguments) == 0
     capsys.readouterr()
-    [folder] = (tmp_path / "small").iterdir()
+    [folder] = (out / "small").iterdir()
     command = Folder(folder).about()["command"]
     assert shlex.split(command) == ["outrider", "experiment", "run", *arguments]
-    assert "'*far'" in command
 
 
 def test_saved_measurements_are_not_missing(tmp_path: Path) -> None:
@@ -77,12 +77,6 @@ def test_saved_measurements_are_not_missing(tmp_path: Path) -> None:
     folder.save(cells[0].key, 1, Measurement(DRAFTED, [Sample(1, 1.0)]))
     assert set(before) - set(missing(experiment, cells, folder)) == {(cells[0].key, DRAFTED, 1)}
     assert len(before) == 2 * 2 * 2
-
-
-def test_patterns_leave_cells_out_and_must_match_one() -> None:
-    assert [cell.key for cell in chosen(_experiment(), ["*far"])] == ["use=near"]
-    with pytest.raises(OutriderError, match=r"leave-out.*use=near.*'\*moon'"):
-        chosen(_experiment(), ["*moon"])
 
 
 def test_traffic_is_the_growth_of_a_links_counters() -> None:
@@ -147,14 +141,13 @@ def test_an_interrupted_run_goes_on_and_all_texts_are_equal(tmp_path: Path) -> N
     [folder] = (tmp_path / "small").iterdir()
     cells = [cell.key for cell in _experiment().cells()]
     found = {key: list(Folder(folder).measurements(key)) for key in cells}
-    assert all(cell in said for cell in cells)
+    assert "The fastest cell is " in said
     measurements = [measurement for pairs in found.values() for _, measurement in pairs]
     assert not [error for measurement in measurements for error in measurement.errors]
     assert len({measurement.texts_sha256 for measurement in measurements}) == 1
     for _, measurement in found["use=far"]:
         assert sum(measurement.timeline) == sum(sample.tokens for sample in measurement.samples)
         assert measurement.cpu_s["verifier-1"] > 0
-        assert measurement.step_split_s["forward"] > 0
         if measurement.way == PLAIN:
             assert measurement.links == {}
             continue

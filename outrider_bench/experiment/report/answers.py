@@ -1,18 +1,23 @@
-"""The answer to an experiment's question, in sentences made from figures."""
+"""The answer to an experiment's question, in sentences made from figures.
+
+A sweep of numbers is seen as lines along an axis, with the round trips at which they cross plain
+decoding's speed.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 from outrider_bench.experiment.records import DRAFTED
-from outrider_bench.experiment.report.labels import point_words
-from outrider_bench.experiment.report.results import Results, Source, Spread
-from outrider_bench.experiment.report.sweeps import axis_of, break_even_ms, lines_of
+from outrider_bench.experiment.report.results import SOURCES, Results, Source, Spread, point_words
 from outrider_bench.experiment.spec import Cell
 
 FLOOR = 0.97
 """Speculation should nowhere be slower than this share of plain decoding."""
 
+Points = list[tuple[float, Spread]]
+"""× plain decoding by the numbers of the swept path, in their order."""
 Rated = list[tuple[str, Spread]]
 """Drafted cells in words, with their speed over plain decoding."""
 
@@ -23,7 +28,6 @@ def answers(results: Results) -> list[str]:
     return [
         *_distances(results),
         *_extremes(rated),
-        *_baselines(results),
         *_texts(results),
         *_errors(results),
         *_unfinished(results),
@@ -74,22 +78,6 @@ def _extremes(rated: Rated) -> Iterator[str]:
         yield f"No cell of {len(rated)} is slower than {FLOOR} of plain decoding."
 
 
-def _baselines(results: Results) -> Iterator[str]:
-    """The best placement that is not the baseline itself."""
-    found = []
-    for cell, source in results.found():
-        base = results.baseline_of(cell)
-        spread = results.spread(cell, source, DRAFTED, "times_baseline")
-        if base is not None and base.key != cell.key and spread is not None:
-            found.append((spread, _label(cell, source), point_words(base.point)))
-    if found:
-        spread, label, base_words = max(found, key=lambda one: one[0].median)
-        yield (
-            f"Beside colocated drafting ({base_words}) the fastest placement is {label}: "
-            f"{spread.words()} × its speed."
-        )
-
-
 def _texts(results: Results) -> Iterator[str]:
     checked, differing = 0, []
     for cell in results.cells:
@@ -120,3 +108,41 @@ def _unfinished(results: Results) -> Iterator[str]:
     missing = len(results.cells) - len(results.found())
     if missing:
         yield f"{missing} of {len(results.cells)} cells have no result yet."
+
+
+def axis_of(results: Results) -> str | None:
+    """The path on the x axis of plots: a swept round trip, else another number, else None."""
+    sweep = results.experiment.sweep
+    numeric = [
+        path
+        for path, values in sweep.items()
+        if len(values) > 1 and {*map(type, values)} <= {int, float}
+    ]
+    trips = [path for path in numeric if path.endswith(".round_trip_ms")]
+    return next(iter([*trips, *numeric]), None)
+
+
+def lines_of(results: Results, path: str) -> list[tuple[str, Source, Points]]:
+    """× plain by the numbers of `path`, for each combination of the other paths and each source."""
+    groups: dict[str, list[tuple[float, Cell]]] = {}
+    for cell, _ in results.found():
+        others = {name: value for name, value in cell.point.items() if name != path}
+        key = point_words(others) if others else "drafted"
+        groups.setdefault(key, []).append((float(cell.point[path]), cell))
+    found = []
+    for name, cells in groups.items():
+        cells.sort(key=lambda pair: pair[0])
+        for source in SOURCES:
+            spreads = [(x, results.spread(c, source, DRAFTED, "times_plain")) for x, c in cells]
+            points = [(x, spread) for x, spread in spreads if spread is not None]
+            if points:
+                found.append((name, source, points))
+    return found
+
+
+def break_even_ms(points: Points) -> float | None:
+    """The first crossing of 1.0 from above, on straight lines between medians; None without one."""
+    for (x, here), (next_x, there) in pairwise(points):
+        if here.median >= 1.0 > there.median:
+            return x + (here.median - 1.0) / (here.median - there.median) * (next_x - x)
+    return None

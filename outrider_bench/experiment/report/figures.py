@@ -1,23 +1,29 @@
 """The figures of one measurement. Pure arithmetic: knows no cells, files or pictures.
 
+A timeline is a list of tokens by tenths of a second since the first request.
+
 A figure whose denominator is 0, or whose counters were not recorded, is absent.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from statistics import median, quantiles
+from typing import Any
 
 from outrider_bench.experiment.records import Measurement
-from outrider_bench.experiment.report.timeline import TENTHS_PER_S, timeline_figures
 from outrider_bench.sample import Sample
 
 PHASES = ("forward", "wait", "pack", "accept", "commit", "send")
 """The phases of a step that the verifier's counters tell apart."""
-WAITS = ("wait_compute", "wait_network")
-"""The parts of `wait` that spans tell apart."""
 LOOKUPS = ("chain", "branch", "late", "miss")
 """The results of looking up committed tokens in the next draft."""
+TENTHS_PER_S = 10
+BACK = 0.9
+"""The rate is back once it is this share of the rate before the event."""
+_BEFORE_TENTHS = 20
+_WINDOW_TENTHS = 10
 
 Figures = dict[str, float]
 """Numbers by name; units are in the names."""
@@ -40,9 +46,8 @@ def measurement_figures(measurement: Measurement, *, in_turn: bool) -> Figures:
         "tokens_per_s": rate,
         **_latencies(samples),
         **_drafts(counters),
-        **_step(counters, measurement.step_split_s),
-        **_links(measurement, tokens),
-        **_processors(measurement, tokens),
+        **_step(counters),
+        **_costs(measurement, tokens),
         **timeline_figures(_full(measurement), measurement.events),
     }
 
@@ -53,7 +58,7 @@ def sample_figures(sample: Sample) -> Figures:
         "tokens_per_s": sample.tokens_per_s,
         **_latencies([sample]),
         **_drafts(sample.counters),
-        **_step(sample.counters, {}),
+        **_step(sample.counters),
     }
 
 
@@ -118,36 +123,85 @@ def _drafts(counters: Mapping[str, float]) -> Figures:
     )
 
 
-def _step(counters: Mapping[str, float], split_s: Mapping[str, float]) -> Figures:
-    """Mean milliseconds of a step by phase, from the verifier's counters.
-
-    Counters have the wait for drafts only as a whole. Recorded spans divide it into computing and
-    network, in proportion to their times.
-    """
+def _step(counters: Mapping[str, float]) -> Figures:
+    """Mean milliseconds of a step by phase, from the verifier's counters."""
     steps = counters.get("step_seconds_count", 0.0)
     phases_s = {phase: counters.get(f"step_phase_seconds.{phase}", 0.0) for phase in PHASES}
     found = _quotients({f"step_{name}_ms": (1000 * s, steps) for name, s in phases_s.items()})
-    if not found:
-        return {}
-    waited_s = sum(split_s.get(part, 0.0) for part in WAITS)
-    shares = _quotients({part: (split_s.get(part, 0.0), waited_s) for part in WAITS})
-    parts = {f"step_{part}_ms": share * found["step_wait_ms"] for part, share in shares.items()}
-    return {**found, **parts, "step_ms": sum(found.values())}
+    return {**found, "step_ms": sum(found.values())} if found else {}
 
 
-def _links(measurement: Measurement, tokens: int) -> Figures:
-    """Bytes on each link, both ways, for each token of output."""
-    parts: dict[str, tuple[float, float]] = {}
+def _costs(measurement: Measurement, tokens: int) -> Figures:
+    """For each token: bytes on each link, both ways, and CPU milliseconds by process and in all."""
+    spent: Figures = {}
     for name, link in measurement.links.items():
-        parts[f"link_{name}_up_bytes_per_token"] = (link.up_bytes, tokens)
-        parts[f"link_{name}_down_bytes_per_token"] = (link.down_bytes, tokens)
-    return _quotients(parts)
+        spent[f"link_{name}_up_bytes"] = link.up_bytes
+        spent[f"link_{name}_down_bytes"] = link.down_bytes
+    for name, seconds in measurement.cpu_s.items():
+        spent[f"cpu_{name}_ms"] = 1000 * seconds
+        spent["cpu_ms"] = spent.get("cpu_ms", 0.0) + 1000 * seconds
+    return _quotients({f"{name}_per_token": (spent[name], tokens) for name in spent})
 
 
-def _processors(measurement: Measurement, tokens: int) -> Figures:
-    """CPU milliseconds for each token by process and in all."""
-    cpu_s = measurement.cpu_s
-    parts = {f"cpu_{name}_ms_per_token": (1000 * s, float(tokens)) for name, s in cpu_s.items()}
-    if cpu_s:
-        parts["cpu_ms_per_token"] = (1000 * sum(cpu_s.values()), tokens)
-    return _quotients(parts)
+def timeline_figures(
+    timeline: Sequence[int], events: Sequence[Mapping[str, Any]]
+) -> dict[str, float]:
+    """The longest gap, and for each event the rate before it and its recovery.
+
+    Events are numbered from 1 in order of time. `timeline` should end when requests run out, or the
+    end looks like a loss. `recovery_s` is absent if the rate did not come back within `watched_s`.
+    All three are absent for an event with no tokens before it.
+    """
+    found: dict[str, float] = {}
+    gap = longest_gap(timeline)
+    if gap is not None:
+        found["longest_gap_s"] = gap
+    for number, event in enumerate(sorted(events, key=lambda event: float(event["at"])), 1):
+        at = float(event["at"])
+        ends = [_end(other) for other in events if float(other["at"]) < at]
+        before = rate_before(timeline, at, max(ends, default=0.0))
+        if before:
+            found[f"event_{number}_before_tokens_per_s"] = before
+            watched_s = max(len(timeline) / TENTHS_PER_S - at, 0.0)
+            found[f"event_{number}_watched_s"] = watched_s
+            recovery = recovery_s(timeline, at, before)
+            if recovery is not None:
+                found[f"event_{number}_recovery_s"] = recovery
+    return found
+
+
+def longest_gap(timeline: Sequence[int]) -> float | None:
+    """Seconds of the longest stretch without a token between the first and the last.
+
+    None for a timeline without tokens. Its resolution is a tenth of a second.
+    """
+    places = [place for place, count in enumerate(timeline) if count]
+    if not places:
+        return None
+    gaps = [later - place - 1 for place, later in pairwise(places)]
+    return max(gaps, default=0) / TENTHS_PER_S
+
+
+def rate_before(timeline: Sequence[int], at_s: float, earliest_s: float = 0.0) -> float:
+    """Mean tokens/s of the last two seconds before `at_s`, but not before `earliest_s`."""
+    end = min(int(at_s * TENTHS_PER_S), len(timeline))
+    start = max(end - _BEFORE_TENTHS, round(earliest_s * TENTHS_PER_S), 0)
+    if end <= start:
+        return 0.0
+    return TENTHS_PER_S * sum(timeline[start:end]) / (end - start)
+
+
+def recovery_s(timeline: Sequence[int], at_s: float, before: float) -> float | None:
+    """Seconds from an event until a second begins with 90 % of the rate `before`, in tokens/s.
+
+    0 if the rate stayed above that; None if it never came back.
+    """
+    first = int(at_s * TENTHS_PER_S)
+    for start in range(first, len(timeline) - _WINDOW_TENTHS + 1):
+        if sum(timeline[start : start + _WINDOW_TENTHS]) >= BACK * before:
+            return max(start / TENTHS_PER_S - at_s, 0.0)
+    return None
+
+
+def _end(event: Mapping[str, Any]) -> float:
+    return float(event["at"]) + float(event.get("seconds", 0.0))

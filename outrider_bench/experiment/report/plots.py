@@ -1,33 +1,21 @@
-"""A report's plots: speed by cell or by a swept number, and where a step's time went."""
+"""A report's plot: speed by cell, or by a swept number."""
 
 from __future__ import annotations
 
 import io
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from outrider_bench.experiment.records import DRAFTED
-from outrider_bench.experiment.report.answers import rated_cells
-from outrider_bench.experiment.report.figures import PHASES
-from outrider_bench.experiment.report.labels import point_words
+from outrider_bench.experiment.report.answers import axis_of, lines_of, rated_cells
 from outrider_bench.experiment.report.results import Results
-from outrider_bench.experiment.report.sweeps import axis_of, lines_of
-
-_MOST = 40
 
 
-def plots(results: Results) -> dict[str, bytes]:
-    """All plots that the run has figures for, as PNG by name."""
+def speed_plot(results: Results) -> bytes | None:
+    """Speed over plain decoding as a PNG; None if no cell has it."""
     path = axis_of(results)
-    drawn = {
-        "speed": _bars(results) if path is None else _lines(results, path),
-        "step": _steps(results),
-    }
-    return {name: _png(figure) for name, figure in drawn.items() if figure is not None}
-
-
-def _png(figure: Figure) -> bytes:
+    figure = _bars(results) if path is None else _lines(results, path)
+    if figure is None:
+        return None
     buffer = io.BytesIO()
     figure.savefig(buffer, dpi=144, format="png")
     return buffer.getvalue()
@@ -70,37 +58,16 @@ def _lines(results: Results, path: str) -> Figure | None:
 
 def _bars(results: Results) -> Figure | None:
     """× plain by cell with its range, for sweeps without a numeric axis."""
-    rated = rated_cells(results)[:_MOST]
+    rated = rated_cells(results)
     if not rated:
         return None
-    figure, axes = _flat_axes([label for label, _ in rated])
+    figure = Figure(figsize=(8.0, 1.6 + 0.36 * len(rated)), layout="constrained")
+    axes = figure.subplots()
+    axes.set_yticks(range(len(rated)), [label for label, _ in rated])
+    axes.invert_yaxis()
     for place, (_, spread) in enumerate(rated):
         axes.barh(place, spread.median, color="C0" if spread.median >= 1.0 else "C1")
         axes.plot([spread.least, spread.most], [place, place], color="black")
     axes.axvline(1.0, color="grey")
     axes.set_xlabel("tokens/s, × plain decoding")
     return figure
-
-
-def _steps(results: Results) -> Figure | None:
-    """A step's milliseconds by phase, a bar for each drafted cell."""
-    found = results.found()[:_MOST]
-    figure, axes = _flat_axes([point_words(cell.point) for cell, _ in found])
-    left = [0.0] * len(found)
-    for phase in PHASES:
-        spreads = [results.spread(*pair, DRAFTED, f"step_{phase}_ms") for pair in found]
-        widths = [spread.median if spread is not None else 0.0 for spread in spreads]
-        axes.barh(range(len(found)), widths, left=left, label=phase)
-        left = [before + width for before, width in zip(left, widths, strict=True)]
-    axes.set_xlabel("milliseconds of a step, mean")
-    figure.legend(loc="outside lower center", ncols=6)
-    return figure if any(left) else None
-
-
-def _flat_axes(labels: list[str]) -> tuple[Figure, Axes]:
-    """Axes for a horizontal bar for each label, the first on top."""
-    figure = Figure(figsize=(8.0, 1.6 + 0.36 * len(labels)), layout="constrained")
-    axes: Axes = figure.subplots()
-    axes.set_yticks(range(len(labels)), labels)
-    axes.invert_yaxis()
-    return figure, axes

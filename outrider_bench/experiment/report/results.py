@@ -6,7 +6,7 @@ ratios across repetitions mean less.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -84,34 +84,17 @@ class Results:
         most = max(played, key=len, default=[])
         return sorted(most, key=lambda event: float(event["at"]))
 
-    def values(
-        self, cell: Cell, source: Source, way: str, figure: str, verifier: str = ALL
-    ) -> list[float]:
-        """A figure of each repetition that has it."""
-        wanted = (cell.key, source, way, verifier)
-        return [
-            row.figures[figure]
-            for row in self.rows
-            if (row.cell, row.source, row.way, row.verifier) == wanted and figure in row.figures
-        ]
-
     def spread(
         self, cell: Cell, source: Source, way: str, figure: str, verifier: str = ALL
     ) -> Spread | None:
         """A figure over the repetitions; None if no repetition has it."""
-        values = self.values(cell, source, way, figure, verifier)
+        wanted = (cell.key, source, way, verifier)
+        values = [
+            row.figures[figure]
+            for row in self.rows
+            if (row.cell, row.source, row.way, row.verifier) == wanted and figure in row.figures
+        ]
         return Spread(median(values), min(values), max(values), len(values)) if values else None
-
-    def baseline_of(self, cell: Cell) -> Cell | None:
-        """The baseline cell to compare `cell` with.
-
-        It agrees with `cell` on all paths that the baseline does not fix. Without such a cell it is
-        the only baseline cell, if there is one.
-        """
-        bases = [other for other in self.cells if other.is_baseline]
-        wanted = {**cell.point, **self.experiment.baseline}
-        alike = [base for base in bases if base.point == wanted]
-        return next(iter(alike or (bases if len(bases) == 1 else [])), None)
 
 
 def read(folder: Folder) -> Results:
@@ -159,30 +142,28 @@ def _rows(
 
 
 def _add_ratios(results: Results) -> None:
-    """Add `times_plain` and `times_baseline` to the rows."""
+    """Add `times_plain` to the rows of drafted decoding."""
     rows = {row: row.figures for row in results.rows}
-    loads: dict[str, list[str]] = {}
-    for cell in results.cells:
-        loads.setdefault(load_of(cell), []).append(cell.key)
-    for cell in results.cells:
-        base = results.baseline_of(cell)
-        for row in (row for row in results.rows if row.cell == cell.key and row.way != PLAIN):
-            # Links and drafters do not change plain decoding. A cell without a figure of it takes
-            # the median of the cells with the same target and workload.
-            own, *alike = [
-                rows.get(replace(row, way=PLAIN, cell=key), {}).get("tokens_per_s")
-                for key in (cell.key, *loads[load_of(cell)])
-            ]
-            known = [rate for rate in alike if rate]
-            plain = own or (median(known) if known else None)
-            if plain:
-                row.figures["times_plain"] = row.figures["tokens_per_s"] / plain
-            if base is not None and row.way == DRAFTED:
-                rate = rows.get(replace(row, cell=base.key), {}).get("tokens_per_s")
-                if rate:
-                    row.figures["times_baseline"] = row.figures["tokens_per_s"] / rate
+    for row in results.rows:
+        plain = rows.get(replace(row, way=PLAIN), {}).get("tokens_per_s")
+        if row.way == DRAFTED and plain:
+            row.figures["times_plain"] = row.figures["tokens_per_s"] / plain
 
 
-def load_of(cell: Cell) -> str:
-    """A key of target and workload, equal for cells with the same plain decoding."""
-    return cell.experiment.model_dump_json(include={"target", "workload"})
+def words(value: Any) -> str:
+    """A value of a sweep, as tables have it."""
+    return " + ".join(map(str, value)) or "none" if isinstance(value, list) else str(value)
+
+
+def point_words(point: Mapping[str, Any]) -> str:
+    """A cell by its values, such as `model, round_trip_ms 20, mbit_s 100`."""
+    shown = [
+        words(value) if path == "use" else f"{path.rpartition('.')[2]} {words(value)}"
+        for path, value in point.items()
+    ]
+    return ", ".join(shown) or "the experiment"
+
+
+def event_words(event: Mapping[str, Any]) -> str:
+    """An event in short, such as `stop of near at 2 s`."""
+    return f"{event['what']} of {event['who']} at {event['at']:.3g} s"

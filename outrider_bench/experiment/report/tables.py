@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from outrider_bench.experiment.records import DRAFTED, PLAIN
-from outrider_bench.experiment.report.figures import LOOKUPS, PHASES, WAITS
-from outrider_bench.experiment.report.labels import event_words, words
-from outrider_bench.experiment.report.results import ALL, Results, Source, load_of
+from outrider_bench.experiment.report.figures import LOOKUPS, PHASES
+from outrider_bench.experiment.report.results import ALL, Results, Source, event_words, words
 from outrider_bench.experiment.spec import Cell
 
 
@@ -54,7 +53,6 @@ _SPEED = [
     _Column("plain, tokens/s", "tokens_per_s", 1, PLAIN, ranged=True),
     _Column("drafted, tokens/s", "tokens_per_s", 1, DRAFTED, ranged=True),
     _Column("× plain", "times_plain", 2, DRAFTED, ranged=True),
-    _Column("× baseline", "times_baseline", 2, DRAFTED, ranged=True),
 ]
 _LATENCY = [
     _Column(f"{way}: {name.upper()} p{percentile}, ms", f"{name}_p{percentile}_ms", 1, way)
@@ -71,7 +69,7 @@ _DRAFTS = [
 ]
 _STEP = [
     _Column("step", "step_ms"),
-    *(_Column(phase.replace("_", ": "), f"step_{phase}_ms") for phase in (*PHASES, *WAITS)),
+    *(_Column(phase, f"step_{phase}_ms") for phase in PHASES),
 ]
 _EVENTS = [
     _Column("longest gap, s", "longest_gap_s", 1, DRAFTED),
@@ -87,13 +85,12 @@ _VERIFIERS = [
 ]
 _NOTES = {
     "Speed": "As in all tables, medians of the repetitions; here with their range. Ratios are "
-    "taken within each repetition. The baseline is the cell of colocated drafting.",
+    "taken within each repetition.",
     "Latency": "TPOT is the time per output token of a request, TTFT its time to the first token.",
     "Drafts": "Acceptance rate: accepted of verified draft tokens. Acceptance length: 1 + accepted "
     "tokens per draft. Then shares of commits by the next draft's state: on the chain, in a "
     "branch, late, or a miss. Wasted: draft tokens dropped for each output token.",
-    "Where the time of a step went, ms": "Means by phase, from the verifier's counters. Where "
-    "spans were recorded, their proportion divides the wait into computing and network.",
+    "Where the time of a step went, ms": "Means by phase, from the verifier's counters.",
     "What a token costs": "Bytes on each link (up is towards the verifier or Redis) and CPU time.",
     "Events": "For each event: tokens/s of the two seconds before it, seconds until a whole second "
     "begins at 90 % of that rate, and how many seconds the full traffic went on after it.",
@@ -103,8 +100,8 @@ _NOTES = {
 
 def tables(results: Results) -> Iterator[Table]:
     """All tables that the run has figures for."""
-    cells = [_Subject(_head(cell), cell, source) for cell, source in results.found()]
-    ways = list(_by_way(results))
+    cells = [_Subject("", cell, source) for cell, source in results.found()]
+    ways = [replace(subject, head=w, way=w) for subject in cells for w in (PLAIN, DRAFTED)]
     events = [
         _Subject(event_words(event), cell, source, event=number)
         for cell, source in results.found()
@@ -135,11 +132,14 @@ def _filled(
     for subject, texts in zip(subjects, grid, strict=True):
         if any(texts):
             point = [words(value) for value in subject.cell.point.values()]
-            shown = [texts[place] or "–" for place in kept]
-            lines.append([*point, subject.head, subject.source, *shown])
+            head = [subject.head] if subject.head else []
+            lines.append([*point, *head, subject.source, *(texts[place] or "–" for place in kept)])
     if lines:
-        heads = [*results.experiment.sweep, "", "source", *(columns[place].title for place in kept)]
-        yield Table(title, _NOTES[title], heads, lines)
+        head = ["of"] if subjects[0].head else []
+        shown = [columns[place].title for place in kept]
+        yield Table(
+            title, _NOTES[title], [*results.experiment.sweep, *head, "source", *shown], lines
+        )
 
 
 def _text(results: Results, subject: _Subject, column: _Column) -> str:
@@ -149,20 +149,6 @@ def _text(results: Results, subject: _Subject, column: _Column) -> str:
     if spread is None:
         return ""
     return spread.words(column.digits) if column.ranged else f"{spread.median:.{column.digits}f}"
-
-
-def _head(cell: Cell) -> str:
-    return "baseline" if cell.is_baseline else ""
-
-
-def _by_way(results: Results) -> Iterator[_Subject]:
-    """A line for each way of each cell, but one line of plain decoding for each load."""
-    loads = set()
-    for cell, source in results.found():
-        if load_of(cell) not in loads:
-            loads.add(load_of(cell))
-            yield _Subject(PLAIN, cell, source, PLAIN)
-        yield _Subject(DRAFTED, cell, source, DRAFTED)
 
 
 def _costs(results: Results) -> list[_Column]:
