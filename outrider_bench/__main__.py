@@ -11,10 +11,9 @@ import asyncio
 import fnmatch
 import math
 import os
-import subprocess
 import sys
 import time
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
@@ -32,6 +31,7 @@ from outrider.process.config import Settings, parse
 from outrider.tokenizer import load_tokenizer
 from outrider_bench import host_time
 from outrider_bench.console import console_for_output
+from outrider_bench.experiment.machine import commit
 from outrider_bench.processor import processor_name
 from outrider_bench.report import Cell, Results, tables, write
 from outrider_bench.rounds import there_and_back
@@ -99,9 +99,6 @@ class BenchSettings(Settings):
     grown_shape: list[int] = Field([1280, 24, 20, 4, 3456], min_length=5, max_length=5)
     """The grown target's hidden size, layers, heads, key/value heads and intermediate size."""
 
-    grown_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Weights of the grown target; the bundled pair is measured in float32."""
-
     out: Path = Path("bench/out")
     """Directory for the grown checkpoint and what is written."""
 
@@ -144,15 +141,13 @@ def _pairs(settings: BenchSettings, console: Console) -> list[Pair]:
         pairs.append(Pair(name, target, draft, "float32", draft_tokens, threads))
     if settings.only in ("", "grown"):
         console.print("growing the target, unless that was done before")
-        grown = grown_checkpoint(
-            target, settings.out, Shape(*settings.grown_shape), settings.grown_dtype
-        )
+        grown = grown_checkpoint(target, settings.out, Shape(*settings.grown_shape), "bfloat16")
         # A forward of the large target takes many times as long as one of the draft model, so the
         # target may use all cores.
         size = _parameter_count(grown)
-        name = f"grown, {size / 1e6:.0f} M, {settings.grown_dtype}"
+        name = f"grown, {size / 1e6:.0f} M, bfloat16"
         draft_tokens = settings.draft_tokens or 6
-        pairs.append(Pair(name, grown, draft, settings.grown_dtype, draft_tokens, cores))
+        pairs.append(Pair(name, grown, draft, "bfloat16", draft_tokens, cores))
     return pairs
 
 
@@ -170,17 +165,8 @@ def _machine() -> str:
     if torch.cuda.is_available():
         parts.append(torch.cuda.get_device_name())
     parts.append(f"torch {torch.__version__}, transformers {transformers.__version__}")
-    parts.append(f"commit {_commit() or 'unknown'}")
+    parts.append(f"commit {commit(Path(__file__).parents[1])}")
     return ", ".join(parts)
-
-
-def _commit() -> str:
-    """The short commit; empty without git or without a repository."""
-    with suppress(FileNotFoundError):
-        return subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-        ).stdout.strip()
-    return ""
 
 
 async def _measure_pair(pair: Pair, settings: BenchSettings, console: Console) -> Results:

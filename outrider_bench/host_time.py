@@ -36,8 +36,8 @@ def measure(console: Console) -> dict[str, Any]:
     # A verifier does this once it is loaded.
     gc.collect()
     gc.freeze()
-    host = {batch: _host_seconds(batch, drafts=False) for batch in _BATCHES}
-    drafted = {batch: _host_seconds(batch, drafts=True) for batch in _BATCHES}
+    host = {batch: median(step_seconds(batch, drafts=False)) for batch in _BATCHES}
+    drafted = {batch: median(step_seconds(batch, drafts=True)) for batch in _BATCHES}
     how = "not compiled"
     if _COMPILED:
         how = "compiled"
@@ -80,8 +80,8 @@ class _NullModel:
         """Do nothing: there is no cache."""
 
 
-def _host_seconds(batch: int, *, drafts: bool) -> float:
-    """Return the median seconds of a step of `batch` decoding sequences.
+def step_seconds(batch: int, *, drafts: bool) -> list[float]:
+    """Return the seconds of steps of `batch` decoding sequences, without the first ones.
 
     The step takes drafts and makes the messages to clients and drafters, but sends none.
     """
@@ -115,4 +115,4 @@ def _host_seconds(batch: int, *, drafts: bool) -> float:
         while (rest_s := engine.advance()) != 0.0:
             time.sleep(rest_s or 0.0)
         times.append(time.perf_counter() - started)
-    return median(times[5:])
+    return times[5:]

@@ -13,7 +13,7 @@ from redis.exceptions import RedisError
 from outrider_bench.chaos.clients import Clients
 from outrider_bench.chaos.faults import FAULTS, Scene
 from outrider_bench.chaos.history import History
-from outrider_bench.chaos.parts import unreachable
+from outrider_bench.chaos.parts import absent, unreachable
 from outrider_bench.chaos.schedule import Planned, round_of
 from outrider_bench.chaos.site import running_site
 from outrider_bench.chaos.spec import Campaign
@@ -31,7 +31,7 @@ async def play(
     Raises StackFailed if the stack does not start, does not answer without any fault, or does not
     recover from one.
     """
-    missing = campaign.absent()
+    missing = absent()
     async with (
         running_site(missing, tls=campaign.tls) as site,
         aclosing(Clients(site.gateways, site.trust, history)) as clients,

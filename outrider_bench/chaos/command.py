@@ -15,7 +15,8 @@ import click
 from outrider.process.usage import invoke
 from outrider_bench.chaos.campaign import play
 from outrider_bench.chaos.check import check
-from outrider_bench.chaos.history import Event, History, read, whole
+from outrider_bench.chaos.history import Event, History, whole
+from outrider_bench.chaos.parts import absent
 from outrider_bench.chaos.report import markdown
 from outrider_bench.chaos.spec import campaign_of, load
 from outrider_bench.experiment.processes import StackFailed
@@ -36,27 +37,19 @@ _HISTORY = Path("bench/out/chaos/history.jsonl")
     show_default=True,
     help="File for the events of the campaign, one line of JSON each. Its table is beside it.",
 )
-@click.option("--check", "is_over", is_flag=True, help="Check an earlier history, play nothing.")
 def command(
-    file: Path | None,
-    minutes: float | None,
-    seed: int | None,
-    only: int | None,
-    path: Path,
-    is_over: bool,
+    file: Path | None, minutes: float | None, seed: int | None, only: int | None, path: Path
 ) -> int:
     """Play the campaign of FILE, or all faults, and exit with 1 if anything was lost.
 
     docs/contribute.md describes the faults, what is checked, and the file.
     """
     try:
-        if is_over:
-            return 0 if _report(path, read(path)) else 1
         campaign = load(file) if file is not None else campaign_of({})
         given = {"minutes": minutes, "seed": seed}
         changes = {name: value for name, value in given.items() if value is not None}
         campaign = campaign_of({**campaign.model_dump(), **changes})
-        bag = campaign.bag(campaign.absent())
+        bag = campaign.bag(absent())
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     is_whole = False

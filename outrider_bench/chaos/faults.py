@@ -16,7 +16,6 @@ from outrider_bench.chaos.parts import (
     ALL_VERIFIERS,
     DRAFTERS,
     GATEWAYS,
-    REDIS_PAIR,
     VERIFIERS,
     touched,
 )
@@ -128,13 +127,6 @@ async def _cannot_save(scene: Scene, target: str, seconds: float) -> None:
         await client.config_set("save", "")
 
 
-def _fail_over(*, kill: bool) -> Play:
-    async def play(scene: Scene, target: str, seconds: float) -> None:
-        await scene.site.fail_over(seconds, kill=kill)
-
-    return play
-
-
 async def _flush(scene: Scene, target: str, seconds: float) -> None:
     async with scene.site.redis() as client:
         await client.flushall()
@@ -228,11 +220,7 @@ def _of_redis() -> dict[str, Fault]:
         "redis full": _redis({"maxmemory": "1mb"}, _LARGE),
         "redis evicts": _redis({"maxmemory": "1mb", "maxmemory-policy": "allkeys-random"}, _LARGE),
     }
-    found = {name: Fault(play, ("redis",)) for name, play in plays.items()}
-    for name, kill in {"killed": True, "frozen": False}.items():
-        kind = f"redis fails over, its master {name}"
-        found[kind] = Fault(_fail_over(kill=kill), (REDIS_PAIR,), seconds=(5.0, 8.0))
-    return found
+    return {name: Fault(play, ("redis",)) for name, play in plays.items()}
 
 
 def _of_strangers() -> dict[str, Fault]:

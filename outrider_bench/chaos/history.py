@@ -23,20 +23,6 @@ def whole(events: Sequence[Event]) -> list[Event]:
     return [event for event in events if event["round"] < last]
 
 
-def read(path: Path) -> list[Event]:
-    """The events of a file; raises ValueError that names the file and the problem.
-
-    A last line that was cut off is left out.
-    """
-    try:
-        lines = path.read_text().splitlines(keepends=True)
-        return [json.loads(line) for line in lines if line.endswith("\n")]
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}") from error
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
-
-
 class History:
     """Keeps events, and writes each at once. `round` is the number of the present round."""
 

@@ -15,18 +15,16 @@ DRAFTERS = {
     "suffix": Drafter.model_validate({"family": "suffix"}),
 }
 REDIS = ("redis", "link-redis")
-"""A Redis alone, and the link to it."""
-REDIS_PAIR = "redis-pair"
-"""A master, its replica, and a Sentinel."""
+"""The Redis of the n-gram pool, and the link to it."""
 ALL_VERIFIERS = "verifiers"
 """The target of faults that both verifiers have at once."""
 
 
-def absent(*, sentinel: bool) -> frozenset[str]:
-    """The parts of the other kind of Redis, and those whose program or package is missing here."""
-    found: set[str] = set(REDIS) if sentinel else {REDIS_PAIR}
+def absent() -> frozenset[str]:
+    """The parts whose program or package is missing here."""
+    found: set[str] = set()
     if shutil.which("redis-server") is None:
-        found.update((*REDIS, REDIS_PAIR))
+        found.update(REDIS)
     if find_spec("arctic_inference") is None:
         found.update(("suffix", "link-suffix"))
     return frozenset(found)

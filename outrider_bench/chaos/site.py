@@ -25,8 +25,7 @@ from outrider.process.ports import free_port
 from outrider.process.roles import Role
 from outrider_bench.chaos.certificates import Certificates
 from outrider_bench.chaos.observe import in_use, size_of, within
-from outrider_bench.chaos.parts import DRAFTERS, GATEWAYS, REDIS_PAIR, VERIFIERS
-from outrider_bench.chaos.redis_pair import RedisPair, server_launch
+from outrider_bench.chaos.parts import DRAFTERS, GATEWAYS, VERIFIERS
 from outrider_bench.experiment.hosts import LOOPBACK, Launch, LocalHandle, LocalHost
 from outrider_bench.experiment.launches import (
     Dial,
@@ -34,6 +33,7 @@ from outrider_bench.experiment.launches import (
     drafter_launch,
     gateway_launch,
     link_launch,
+    redis_launch,
     verifier_launch,
 )
 from outrider_bench.experiment.link_process import LinkControl
@@ -66,7 +66,6 @@ class Site:
         self._host = LocalHost()
         self._verifiers: list[Endpoint] = []
         self._redis_port = 0
-        self._pair: RedisPair | None = None
         self._http = httpx.AsyncClient(
             timeout=_ASK_S,
             limits=httpx.Limits(max_keepalive_connections=0),
@@ -97,17 +96,13 @@ class Site:
 
     async def _start_redis(self) -> str:
         """Start Redis; returns its URL for the n-gram drafter, or "" if it is absent."""
-        if REDIS_PAIR not in self._absent:
-            ports = {name: free_port() for name in ("redis-1", "redis-2")}
-            self._pair = RedisPair(ports, free_port())
-            for launch in self._pair.launches(self._directory):
-                await self._start(launch)
-            await self._pair.until_whole()
-            return self._pair.url
         if "redis" in self._absent:
             return ""
         self._redis_port = free_port()
-        await self._start(server_launch("redis", self._redis_port, self._directory))
+        launch = redis_launch(LOOPBACK, self._redis_port)
+        # Its file stays in the campaign's folder.
+        words = (*launch.arguments, "--dir", str(self._directory))
+        await self._start(replace(launch, arguments=words))
         [front] = await self._link("redis", [f"{LOOPBACK}:{self._redis_port}"])
         return f"redis://{front}/0"
 
@@ -175,18 +170,6 @@ class Site:
         with suppress(ProcessLookupError):
             resource.prlimit(pid, what, before)
 
-    async def fail_over(self, seconds: float, *, kill: bool) -> None:
-        """Kill or stop Redis' master for some seconds, until its replica is the master."""
-        pair = self._pair
-        # The fault is played only where the pair is.
-        assert pair is not None
-        master = await pair.master()
-        if kill:
-            await self.down([master], seconds, kill=True)
-        else:
-            await self.freeze([master], seconds)
-        await pair.until_whole(former=master)
-
     async def start_again_if_ended(self, name: str) -> None:
         """Start a process again that a fault may end."""
         if not await self.processes.handle(name).alive():
@@ -252,8 +235,6 @@ class Site:
 
     def _names(self) -> list[str]:
         redis = ["redis"] if self._redis_port else []
-        if self._pair is not None:
-            redis = [*self._pair.ports, "sentinel"]
         return [*VERIFIERS, *GATEWAYS, *self._drafters, *redis]
 
     async def quiet(self) -> dict[str, Any]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Self
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from outrider_bench.chaos.faults import FAULTS
-from outrider_bench.chaos.parts import absent
 
 
 class Campaign(BaseModel):
@@ -26,41 +25,31 @@ class Campaign(BaseModel):
     kinds: list[str] = []
     """Names of faults; all of them unless set."""
 
-    weights: dict[str, Annotated[int, Field(ge=1, le=100)]] = {}
-    """How often a fault comes for each time that others come."""
-
     overlap: float = Field(0.5, ge=0, le=1)
     """Share of rounds in which a second fault joins the first."""
 
     clients: int = Field(16, ge=1, le=64)
     """Streams under way at once."""
 
-    sentinel: bool = False
-    """The n-gram pool is in a Redis with a replica and a Sentinel, not in one alone."""
-
     tls: bool = False
     """Mutual TLS between all processes, and HTTPS."""
 
     @model_validator(mode="after")
     def _knows_the_kinds(self) -> Self:
-        unknown = {*self.kinds, *self.weights} - set(FAULTS)
+        unknown = set(self.kinds) - set(FAULTS)
         if unknown:
             known = ", ".join(FAULTS)
             raise ValueError(f"there is no fault {min(unknown)!r}; the faults are {known}")
         return self
 
-    def absent(self) -> frozenset[str]:
-        """The parts that this campaign's stack lacks on this machine."""
-        return absent(sentinel=self.sentinel)
-
     def bag(self, missing: frozenset[str]) -> list[str]:
-        """The faults of one turn, each as often as its weight, but for those of missing parts."""
+        """The faults of one turn, but for those of missing parts."""
         wanted = self.kinds or FAULTS
         chosen = [name for name in wanted if not missing.issuperset(FAULTS[name].targets)]
         if not chosen:
             parts = ", ".join(sorted(missing))
             raise ValueError(f"kinds: all of these faults need what the stack lacks: {parts}")
-        return [name for name in chosen for _ in range(self.weights.get(name, 1))]
+        return chosen
 
 
 def campaign_of(values: object) -> Campaign:

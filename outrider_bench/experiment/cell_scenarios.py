@@ -15,7 +15,12 @@ from tokenizers import Tokenizer
 from outrider.process.cores import parse_cores
 from outrider_bench.experiment.profile_record import Profile
 from outrider_bench.experiment.records import PLAIN
-from outrider_bench.experiment.serving import Serving, busy, with_messages
+from outrider_bench.experiment.serving import (
+    SLOWNESS_ON_TARGET_CORES,
+    Serving,
+    busy,
+    with_messages,
+)
 from outrider_bench.experiment.spec import Drafter, Event, Experiment, Link, Target, drafters_of
 from outrider_bench.experiment.traffic import requests_of, warm_up_of
 from outrider_bench.simulator.costs import Costs
@@ -180,11 +185,8 @@ def at_batch(servings: list[Serving], batch: int) -> Serving:
 def _costs(experiment: Experiment, profile: Profile, served: str) -> Costs:
     """The profile's table while it serves in this way."""
     own = profile.at(served)
-    pairs = zip(profile.at("plain"), own, strict=True)
-    low, high = (
-        plain.model_copy(update={"before_s": s.before_s, "after_s": s.after_s})
-        for plain, s in pairs
-    )
+    plains = profile.at("plain")
+    low, high = (plain.with_host_times(s) for plain, s in zip(plains, own, strict=True))
     message_s = at_batch(own, experiment.workload.under_way).message_s
     return with_messages(busy(profile.costs, low, high), message_s)
 
@@ -224,7 +226,7 @@ def _placed(experiment: Experiment, drafter: Drafter, profile: Profile) -> dict[
         "slowness": serving.slowness,
     }
     if fills and place <= own:
-        placed |= {"interference": 1.0, "slowness": profile.slowdown_on_target_cores}
+        placed |= {"interference": 1.0, "slowness": SLOWNESS_ON_TARGET_CORES}
     return placed
 
 

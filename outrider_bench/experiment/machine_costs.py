@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from outrider_bench.experiment.cell_scenarios import at_batch as between
 from outrider_bench.experiment.profile_record import Profile
-from outrider_bench.experiment.serving import Serving, busy
+from outrider_bench.experiment.serving import SLOWNESS_ON_TARGET_CORES, Serving, busy
 from outrider_bench.experiment.spec import first_problem
 from outrider_bench.simulator import costs
 from outrider_bench.simulator.costs import Costs
@@ -79,7 +79,7 @@ def at_batch(found: Profile | Costs, drafter: str, batch: int) -> MachineCosts:
         1000 * serving.jitter_s,
         serving.interference,
         serving.slowness,
-        found.slowdown_on_target_cores,
+        SLOWNESS_ON_TARGET_CORES,
         acceptance,
     )
 

@@ -19,11 +19,12 @@ from outrider_bench.experiment.cell_scenarios import Load, check, load_of, scena
 from outrider_bench.experiment.profile_record import Profile
 from outrider_bench.experiment.recording import Recorder
 from outrider_bench.experiment.records import PLAIN, Folder, LinkTraffic, Measurement
+from outrider_bench.experiment.report.answers import answers
 from outrider_bench.experiment.report.figures import measurement_figures
+from outrider_bench.experiment.report.results import read
 from outrider_bench.experiment.schedule import ways_of
 from outrider_bench.experiment.spec import Cell, Experiment, Target, drafters_of, load
 from outrider_bench.experiment.unmeasured import profile_of
-from outrider_bench.experiment.validation import validation, validation_table
 from outrider_bench.simulator.simulation import Simulation
 
 _PROGRAM = "outrider experiment predict"
@@ -50,7 +51,7 @@ def main(arguments: list[str]) -> int:
 @click.option(
     "--validate",
     type=click.Path(path_type=Path),
-    help="Folder of a run of FILE. Predictions are written there and printed beside measurements.",
+    help="Folder of a run of FILE: predictions are written there, and compared with it.",
 )
 @click.option(
     "--out",
@@ -71,7 +72,8 @@ def _command(file: Path, paths: tuple[Path, ...], validate: Path | None, out: Pa
         )
         predict(experiment.cells(), profiles, folder, console)
         if validate is not None:
-            console.print(validation_table(validation(folder)))
+            for sentence in answers(read(folder)):
+                console.print(f"- {sentence}", markup=False, highlight=False)
     except ValueError as error:
         refuse(_PROGRAM, str(error))
     print(f"written: {folder.path}")

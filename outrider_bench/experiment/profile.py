@@ -24,7 +24,6 @@ _HOW = {
     "costs.prompts": "forwards of prompts of 32 and 256 tokens, the fastest of up to 100",
     "costs.host": "the engine's own time for steps whose forward takes none, the fastest of 60",
     "costs.drafting": "forwards of the draft model by threads, and the median lookup of n-grams",
-    "slowdown_on_target_cores": "mean forwards of the draft model beside the target's, on its core",
     "served": "a fixed closed load through the gateway, three rounds after one that warms up",
     "acceptance": "share of the tokens of the load's greedy texts that a drafter guesses right",
     "serving": "the difference of the load and its simulation on costs; no experiment enters it",
@@ -81,7 +80,7 @@ def main(arguments: list[str]) -> int:
 
 def measure(settings: ProfileSettings) -> Profile:
     """Measure everything in turn; prints the progress."""
-    from outrider_bench.experiment import acceptance, calibration, probes, serving
+    from outrider_bench.experiment import acceptance, calibration, serving
     from outrider_bench.simulator import measured_costs
 
     cores = sorted(os.sched_getaffinity(0))
@@ -98,8 +97,6 @@ def measure(settings: ProfileSettings) -> Profile:
     costs = measured_costs.measure(
         target, draft, threads, settings.dtype, settings.draft_threads, _MOST_SEQUENCES
     )
-    print("drafting beside forwards", flush=True)
-    slowdown = probes.slowdown_on_target_cores(target, draft, settings.dtype, threads, cores)
     print("serving a fixed load", flush=True)
     served = calibration.calibrate(target, draft, settings.dtype, threads)
     print("fitting the costs of serving", flush=True)
@@ -120,7 +117,6 @@ def measure(settings: ProfileSettings) -> Profile:
         conditions=Conditions(
             load_averages=(load, os.getloadavg()[0]), spread=max(spread, machine.spread())
         ),
-        slowdown_on_target_cores=slowdown,
         served=served,
         serving=fitted,
         acceptance=guessed,

@@ -58,8 +58,6 @@ class Profile(BaseModel):
     costs: Costs
     conditions: Conditions | None = None
     """None in profiles of versions that did not record it."""
-    slowdown_on_target_cores: float = Field(gt=0)
-    """How many times longer the draft model's forwards take on a core of the target."""
     served: list[Served] = Field(default_factory=list)
     serving: list[Serving] = Field(default_factory=list)
     acceptance: dict[str, Share] = Field(default_factory=dict)

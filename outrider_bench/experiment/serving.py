@@ -23,6 +23,8 @@ from outrider_bench.simulator.simulation import Simulation
 from outrider_bench.simulator.verifier import VerifierActor
 
 _ITERATIONS = 5
+SLOWNESS_ON_TARGET_CORES = 2.0
+"""Time of drafting on the target's cores over that alone: the system shares a core in halves."""
 # Where the fit begins.
 _FIRST_MESSAGE_S, _FIRST_SHARE = 0.0001, 0.3
 

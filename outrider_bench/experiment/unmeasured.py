@@ -48,7 +48,6 @@ def profile_of(experiment: Experiment) -> Profile:
         threads=threads_of(target, cores),
         how={"costs": table.source},
         costs=table,
-        slowdown_on_target_cores=2.0,
         serving=[_serving(way, batch, round_trip_s) for way in _WAYS for batch in BATCHES],
     )
 

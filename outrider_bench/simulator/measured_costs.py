@@ -15,27 +15,18 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
-import torch
-
 from drafter_svc.families.cached_draft import CachedDraft
 from drafter_svc.families.forwards import Forwards
 from drafter_svc.families.ngram import NgramFamily
 from drafter_svc.families.shared_pages import SharedPagePool
 from drafter_svc.pools.memory import NgramOptions
 from outrider.drafter.draft_sequence import DraftSequence
-from outrider.lm.pages import PagePool
 from outrider.lm.runner import ModelRunner, SequenceSlice
 from outrider.protocol.draft_messages import Opened, Verdict, Window
-from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
-from outrider.protocol.messages import DraftDistribution, SamplingParams, TokenRequest
+from outrider.protocol.messages import DraftDistribution, SamplingParams
+from outrider_bench.host_time import step_seconds
 from outrider_bench.processor import processor_name
 from outrider_bench.simulator.costs import Costs, DraftingCost, Forward
-from outrider_bench.simulator.events import Events
-from outrider_bench.simulator.target import SimulatedVerifier
-from outrider_bench.simulator.world import Text, World
-from verifier_svc.engine.config import EngineConfig
-from verifier_svc.engine.loop import Engine
-from verifier_svc.metrics import Metrics
 
 _Point = TypeVar("_Point")
 
@@ -55,7 +46,6 @@ _TEXT = 200
 _LOOKUPS = 100
 # Forwards of more tokens take too long to measure, and no step has more.
 _MAX_TOKENS = 512
-_HOST_STEPS = 60
 
 
 def measure(
@@ -255,58 +245,7 @@ def _best_s(work: Callable[[], object]) -> float:
 
 
 def _host() -> tuple[float, float]:
-    """Seconds of the engine's own work for a step, and for each sequence in it.
-
-    It times plain steps whose forward takes no time.
-    """
-    one = _host_s(1)
-    many = _host_s(64)
+    """Seconds of the engine's own work for a step, and for each sequence in it: plain steps."""
+    one, many = (min(step_seconds(count, drafts=False)) for count in (1, 64))
     each = max(0.0, many - one) / 63
     return max(0.0, one - each), each
-
-
-def _host_s(sequences: int) -> float:
-    world = World(0)
-    config = EngineConfig(draft_tokens_policy=DraftTokensPolicy(), max_sequences=sequences)
-    pool = PagePool(64 * sequences, 16)
-    verifier = SimulatedVerifier(Events(), _free(), world)
-    engine = Engine(_FreeTarget(), pool, lambda messages: None, Metrics(""), config, verifier)
-    for number in range(sequences):
-        world.add(Text(number, "", 8, 1000))
-        engine.submit(
-            TokenRequest([number] * 8, 1000, SamplingParams(0.0, seed=0), ignore_eos=True),
-            lambda message: None,
-        )
-    times: list[float] = []
-    for _ in range(_HOST_STEPS):
-        started = time.perf_counter()
-        engine.advance()
-        times.append(time.perf_counter() - started)
-    return min(times)
-
-
-class _FreeTarget:
-    """A target whose forwards take no time."""
-
-    vocab_size = 256
-    eos_token_ids: tuple[int, ...] = ()
-
-    def forward(self, slices: object) -> torch.Tensor:
-        """Return one row of one logit at once."""
-        return torch.zeros(1, 1)
-
-    def move_tokens(self, sources: object, targets: object) -> None:
-        """Do nothing: there is no cache."""
-
-
-def _free() -> Costs:
-    """A cost table in which nothing takes time."""
-    return Costs(
-        source="nothing",
-        measured=False,
-        forwards=[Forward(sequences=1, tokens=1, seconds=1e-9)],
-        prompt_step_s=0.0,
-        prompt_token_s=0.0,
-        host_step_s=0.0,
-        host_sequence_s=0.0,
-    )

@@ -87,19 +87,6 @@ def test_an_interrupted_campaign_reports_its_whole_rounds_and_ends_with_one(
     table = (tmp_path / "history.md").read_text()
     assert "| all rounds | 1 |" in table
     assert "gateway killed" not in table
-    # The table can be made again, also of a file that was cut off.
-    (tmp_path / "history.md").unlink()
-    path.write_text(path.read_text() + '{"event": "req')
-    assert command.main(["--check", "--history", str(path)]) == 0
-    assert (tmp_path / "history.md").read_text() == table
-
-
-def test_a_history_that_does_not_exist_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        command.main(["--check", "--history", str(tmp_path / "none.jsonl")])
-    assert "none.jsonl: No such file" in capsys.readouterr().err
 
 
 def test_a_fault_that_does_not_exist_is_refused(

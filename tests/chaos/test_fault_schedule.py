@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -29,12 +28,10 @@ def test_a_round_does_not_depend_on_the_rounds_before_it() -> None:
     assert round_of(7, 100, BAG, 0.3) == rounds(7, BAG)[100]
 
 
-def test_each_turn_has_every_fault_as_often_as_its_weight() -> None:
-    campaign = Campaign(kinds=["verifier killed", "redis full"], weights={"redis full": 3})
-    bag = campaign.bag(frozenset())
-    turns = [[planned[0].fault for planned in rounds(1, bag)][at : at + 4] for at in (0, 4)]
-    for turn in turns:
-        assert Counter(turn) == {"redis full": 3, "verifier killed": 1}
+def test_each_turn_has_every_fault_once() -> None:
+    faults = [planned[0].fault for planned in rounds(1, BAG)]
+    for turn in (faults[: len(BAG)], faults[len(BAG) :]):
+        assert sorted(turn) == sorted(BAG)
 
 
 def test_two_faults_of_a_round_touch_different_processes() -> None:
@@ -61,7 +58,6 @@ def test_no_fault_is_played_at_a_part_that_is_absent() -> None:
     [
         ("kinds: [verifier kiled]", "there is no fault 'verifier kiled'; the faults are verifier"),
         ("minutes: 0", "minutes: Input should be greater than 0"),
-        ("weights: {redis full: 0}", r"weights.redis full: Input should be greater than or equal"),
         ("hours: 1", "hours: Extra inputs are not permitted"),
     ],
 )

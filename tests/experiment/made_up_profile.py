@@ -54,7 +54,6 @@ def made_up_profile(**more: Any) -> Profile:
         "threads": 1,
         "how": {},
         "costs": COSTS,
-        "slowdown_on_target_cores": 2.0,
         "serving": [
             *(_serving("plain", batch) for batch in (1, 8)),
             *(_serving("ngram", batch, **drafted) for batch in (1, 8)),

@@ -64,7 +64,7 @@ def test_a_way_of_drafting_that_the_table_lacks_is_named() -> None:
     with pytest.raises(
         ValueError, match=r"drafters\.gpu\.cost: must be one of model, model-on-target"
     ):
-        Predictor([profile_of(GRACE)]).measurement(Cell({}, experiment, False), DRAFTED)
+        Predictor([profile_of(GRACE)]).measurement(Cell({}, experiment), DRAFTED)
 
 
 def test_hardware_that_is_not_here_is_not_run(capsys: pytest.CaptureFixture[str]) -> None:

@@ -158,7 +158,7 @@ def test_predictions_are_written_beside_a_run_and_compared(
     assert main([str(file), "--profile", str(profile), "--validate", str(run.path)]) == 0
     [(_, written)] = run.measurements("only", predicted=True)
     assert written.samples[0].tokens == sample.tokens
-    assert "+10.0" in capsys.readouterr().out
+    assert "Predictions of 1 speeds are off by 10.0 %" in capsys.readouterr().out
 
 
 def test_a_run_of_another_experiment_is_refused(

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
+from statistics import median
 
-from outrider_bench.experiment.records import DRAFTED
+from outrider_bench.experiment.records import DRAFTED, PLAIN
 from outrider_bench.experiment.report.results import SOURCES, Results, Source, Spread, point_words
 from outrider_bench.experiment.spec import Cell
 
@@ -18,8 +19,6 @@ FLOOR = 0.97
 
 Points = list[tuple[float, Spread]]
 """× plain decoding by the numbers of the swept path, in their order."""
-Rated = list[tuple[str, Spread]]
-"""Drafted cells in words, with their speed over plain decoding."""
 
 
 def answers(results: Results) -> list[str]:
@@ -29,22 +28,19 @@ def answers(results: Results) -> list[str]:
         *_distances(results),
         *_extremes(rated),
         *_texts(results),
+        *_predictions(results),
         *_errors(results),
-        *_unfinished(results),
     ]
 
 
-def rated_cells(results: Results) -> Rated:
-    """The cells whose drafted speed over plain decoding is known."""
-    found = [
-        (_label(cell, source), results.spread(cell, source, DRAFTED, "times_plain"))
-        for cell, source in results.found()
-    ]
-    return [(label, spread) for label, spread in found if spread is not None]
-
-
-def _label(cell: Cell, source: Source) -> str:
-    return point_words(cell.point) + (" (predicted)" if source == "predicted" else "")
+def rated_cells(results: Results) -> list[tuple[str, Spread]]:
+    """Drafted cells in words, with their speed over plain decoding where it is known."""
+    found = []
+    for cell, source in results.found():
+        mark = " (predicted)" if source == "predicted" else ""
+        if spread := results.spread(cell, source, DRAFTED, "times_plain"):
+            found.append((point_words(cell.point) + mark, spread))
+    return found
 
 
 def _distances(results: Results) -> Iterator[str]:
@@ -65,7 +61,7 @@ def _distances(results: Results) -> Iterator[str]:
         yield f"{name}: {speeds}, × plain decoding; {words}{mark}."
 
 
-def _extremes(rated: Rated) -> Iterator[str]:
+def _extremes(rated: list[tuple[str, Spread]]) -> Iterator[str]:
     ordered = sorted(rated, key=lambda pair: -pair[1].median)
     named = zip(("fastest", "slowest"), ordered[:1] + ordered[1:][-1:], strict=False)
     for name, (label, spread) in named:
@@ -93,6 +89,20 @@ def _texts(results: Results) -> Iterator[str]:
         yield f"Greedy texts are equal across all ways and repetitions in all {checked} cells."
 
 
+def _predictions(results: Results) -> Iterator[str]:
+    """The errors of predicted tokens/s, as shares of the measured ones."""
+    errors = []
+    for cell in results.cells:
+        for way in (PLAIN, DRAFTED):
+            measured = results.spread(cell, "measured", way, "tokens_per_s")
+            predicted = results.spread(cell, "predicted", way, "tokens_per_s")
+            if measured and predicted:
+                errors.append(100 * abs(predicted.median / measured.median - 1.0))
+    if errors:
+        off = f"{median(errors):.1f} % in the median and {max(errors):.1f} % at worst"
+        yield f"Predictions of {len(errors)} speeds are off by {off}."
+
+
 def _errors(results: Results) -> Iterator[str]:
     errors = [
         f"{point_words(cell.point)}: {error}"
@@ -102,9 +112,6 @@ def _errors(results: Results) -> Iterator[str]:
     ]
     if errors:
         yield f"{len(errors)} errors were noted, the first in {errors[0]}."
-
-
-def _unfinished(results: Results) -> Iterator[str]:
     missing = len(results.cells) - len(results.found())
     if missing:
         yield f"{missing} of {len(results.cells)} cells have no result yet."

@@ -9,6 +9,7 @@ from typing import Any
 import click
 from jinja2 import Environment
 from rich.console import Console
+from rich.table import Column
 from rich.table import Table as RichTable
 from rich.text import Text
 
@@ -129,9 +130,8 @@ def figure_rows(results: Results) -> list[dict[str, Any]]:
 
 
 def _rich(table: Table) -> RichTable:
-    shown = RichTable(title=table.title, caption=table.note, title_justify="left")
-    for column in table.columns:
-        shown.add_column(column, overflow="fold")
+    columns = [Column(name, overflow="fold") for name in table.columns]
+    shown = RichTable(*columns, title=table.title, caption=table.note, title_justify="left")
     for line in table.lines:
         shown.add_row(*map(Text, line))
     return shown

@@ -149,8 +149,8 @@ def timeline_figures(
     """The longest gap, and for each event the rate before it and its recovery.
 
     Events are numbered from 1 in order of time. `timeline` should end when requests run out, or the
-    end looks like a loss. `recovery_s` is absent if the rate did not come back within `watched_s`.
-    All three are absent for an event with no tokens before it.
+    end looks like a loss. `recovery_s` is absent if the rate did not come back. Both are absent for
+    an event with no tokens before it.
     """
     found: dict[str, float] = {}
     gap = longest_gap(timeline)
@@ -162,8 +162,6 @@ def timeline_figures(
         before = rate_before(timeline, at, max(ends, default=0.0))
         if before:
             found[f"event_{number}_before_tokens_per_s"] = before
-            watched_s = max(len(timeline) / TENTHS_PER_S - at, 0.0)
-            found[f"event_{number}_watched_s"] = watched_s
             recovery = recovery_s(timeline, at, before)
             if recovery is not None:
                 found[f"event_{number}_recovery_s"] = recovery

@@ -15,11 +15,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from outrider_bench.experiment.records import DRAFTED, PLAIN, Folder, Measurement
-from outrider_bench.experiment.report.figures import (
-    Figures,
-    measurement_figures,
-    sample_figures,
-)
+from outrider_bench.experiment.report.figures import Figures, measurement_figures, sample_figures
 from outrider_bench.experiment.spec import Cell, Experiment, first_problem
 
 ALL = "all"
@@ -68,14 +64,9 @@ class Results:
     rows: list[Row] = field(default_factory=list)
 
     def found(self) -> list[tuple[Cell, Source]]:
-        """The cells that have results, with the source of each, see `source_of`."""
-        pairs = [(cell, self.source_of(cell)) for cell in self.cells]
-        return [(cell, source) for cell, source in pairs if source is not None]
-
-    def source_of(self, cell: Cell) -> Source | None:
-        """The source of a cell's figures in tables: measurement, else prediction, else None."""
-        known = [source for source in SOURCES if (cell.key, source) in self.measurements]
-        return next(iter(known), None)
+        """The cells that have results, each with its source in tables: measured, else predicted."""
+        known = [[s for s in SOURCES if (cell.key, s) in self.measurements] for cell in self.cells]
+        return [(cell, of[0]) for cell, of in zip(self.cells, known, strict=True) if of]
 
     def events(self, cell: Cell, source: Source) -> list[dict[str, Any]]:
         """The events during a cell's drafted decoding, in order of time."""

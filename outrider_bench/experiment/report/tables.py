@@ -35,6 +35,8 @@ class _Column:
     way: str = ""
     ranged: bool = False
     """Whether the least and most over the repetitions are shown as well."""
+    source: Source | None = None
+    """None is the source of the line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,7 @@ _SPEED = [
     _Column("plain, tokens/s", "tokens_per_s", 1, PLAIN, ranged=True),
     _Column("drafted, tokens/s", "tokens_per_s", 1, DRAFTED, ranged=True),
     _Column("× plain", "times_plain", 2, DRAFTED, ranged=True),
+    _Column("predicted", "times_plain", 2, DRAFTED, source="predicted"),
 ]
 _LATENCY = [
     _Column(f"{way}: {name.upper()} p{percentile}, ms", f"{name}_p{percentile}_ms", 1, way)
@@ -75,7 +78,6 @@ _EVENTS = [
     _Column("longest gap, s", "longest_gap_s", 1, DRAFTED),
     _Column("before, tokens/s", "event_{event}_before_tokens_per_s", 1, DRAFTED),
     _Column("back after, s", "event_{event}_recovery_s", 1, DRAFTED),
-    _Column("watched, s", "event_{event}_watched_s", 1, DRAFTED),
 ]
 _VERIFIERS = [
     _Column("drafted, tokens/s", "tokens_per_s", 1, DRAFTED),
@@ -92,8 +94,8 @@ _NOTES = {
     "branch, late, or a miss. Wasted: draft tokens dropped for each output token.",
     "Where the time of a step went, ms": "Means by phase, from the verifier's counters.",
     "What a token costs": "Bytes on each link (up is towards the verifier or Redis) and CPU time.",
-    "Events": "For each event: tokens/s of the two seconds before it, seconds until a whole second "
-    "begins at 90 % of that rate, and how many seconds the full traffic went on after it.",
+    "Events": "For each event: tokens/s of the two seconds before it, and seconds until a whole "
+    "second begins at 90 % of that rate.",
     "Verifiers": "Each verifier apart. Verifiers in turn get the same requests.",
 }
 
@@ -145,7 +147,8 @@ def _filled(
 def _text(results: Results, subject: _Subject, column: _Column) -> str:
     figure = column.figure.format(event=subject.event)
     way = column.way or subject.way
-    spread = results.spread(subject.cell, subject.source, way, figure, subject.verifier)
+    source = column.source or subject.source
+    spread = results.spread(subject.cell, source, way, figure, subject.verifier)
     if spread is None:
         return ""
     return spread.words(column.digits) if column.ranged else f"{spread.median:.{column.digits}f}"
