@@ -130,10 +130,8 @@ async def test_a_function_drafts_for_several_verifiers(verifier: ScriptedVerifie
         await other.stop()
 
 
-def test_the_example_is_shown_in_the_documentation_and_short() -> None:
-    source = EXAMPLE.read_text()
-    assert len(source.splitlines()) <= 40
-    assert source[source.index("import sys") :].strip() in (ROOT / "docs/drafters.md").read_text()
+def test_the_example_is_short() -> None:
+    assert len(EXAMPLE.read_text().splitlines()) <= 40
 
 
 @pytest.mark.parametrize("seed", [42, 2**64 - 1])

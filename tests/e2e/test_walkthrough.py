@@ -19,18 +19,12 @@ from outrider.process.ports import free_port
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/drafters.md").read_text()
 SECTION = PAGE.partition("## Your own, in any language\n")[2].partition("\n## ")[0]
-BLOCK = re.compile(r"```(sh|ruby)\n(.*?)```", re.DOTALL)
+BLOCK = re.compile(r"```sh\n(.*?)```", re.DOTALL)
 
 
 def script() -> str:
-    """All commands of the section; its Ruby block becomes the file that the section names."""
-    parts = ["set -euo pipefail"]
-    for language, text in BLOCK.findall(SECTION):
-        if language == "sh":
-            parts.append(text)
-        else:
-            parts.append(f"cat > my-drafter/drafter.rb <<'END'\n{text}END\n")
-    return "\n".join(parts)
+    """All commands of the section."""
+    return "\n".join(["set -euo pipefail", *BLOCK.findall(SECTION)])
 
 
 def with_ports(text: str) -> str:
@@ -46,7 +40,7 @@ def with_ports(text: str) -> str:
 
 def run_commands(commands: str, tmp_path: Path, timeout_s: float, **variables: str) -> str:
     """Run commands in a directory with the repository's layout; return their output."""
-    for name in ("protos", "models"):
+    for name in ("examples", "protos", "models"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / ".venv/bin").mkdir(parents=True)
     (tmp_path / ".venv/bin/outrider").write_text(
@@ -89,7 +83,7 @@ def test_the_placement_walkthrough_says_whether_to_move_a_drafter(tmp_path: Path
     page = (ROOT / "docs/placement.md").read_text()
     _, _, section = page.partition("## Is it worth moving my drafter to another host 2 ms away?\n")
     section, _, _ = section.partition("\n## ")
-    commands = "\n".join(["set -euo pipefail", *[text for _, text in BLOCK.findall(section)]])
+    commands = "\n".join(["set -euo pipefail", *BLOCK.findall(section)])
     printed = run_commands(commands, tmp_path, 600, OUTRIDER_PROFILE_TARGET="models/draft")
     answers = [line for line in printed.splitlines() if "2 ms away brings" in line]
     assert len(answers) == 1, printed

@@ -191,7 +191,7 @@ and `tests/lm/test_causal_types.py` holds it true.
 
 ## Refused
 
-| type | reason |
+| reason | types |
 | --- | --- |
 {reasons}
 
@@ -206,7 +206,9 @@ def page(verdicts: Mapping[str, Verdict]) -> str:
     by_kind: dict[str, list[str]] = {"equal": [], "refused": [], "not tried": [], "wrong": []}
     for name, verdict in verdicts.items():
         by_kind[verdict.kind].append(name)
-    reasons = [f"| {name} | {_cell(verdicts[name].why)} |" for name in by_kind["refused"]]
+    reasons: dict[str, list[str]] = {}
+    for name in by_kind["refused"]:
+        reasons.setdefault(_cell(verdicts[name].why), []).append(name)
     return _INTRODUCTION.format(
         count=len(verdicts),
         version=re.sub(r"\.\d+$", "", transformers.__version__),
@@ -214,7 +216,7 @@ def page(verdicts: Mapping[str, Verdict]) -> str:
         refused=len(by_kind["refused"]),
         untried=len(by_kind["not tried"]),
         served=", ".join(by_kind["equal"]),
-        reasons="\n".join(reasons),
+        reasons="\n".join(f"| {why} | {', '.join(of)} |" for why, of in reasons.items()),
         not_tried=", ".join(by_kind["not tried"]),
     )
 
@@ -222,6 +224,8 @@ def page(verdicts: Mapping[str, Verdict]) -> str:
 def _cell(reason: str) -> str:
     """Return a reason without the numbers of these tiny models, which mean nothing elsewhere."""
     reason = re.sub(r" by [\d.e-]+ standard deviations", "", reason)
+    reason = re.sub(r"^\d+ of \d+ layers", "some layers", reason)
+    reason = re.sub(r"^layer \d+", "a layer", reason)
     return reason.replace("|", "/")
 
 

@@ -15,7 +15,6 @@ NAMED = (
     "DECISIONS.md",
     "SECURITY.md",
     "bench/results/README.md",
-    "clients/browser/README.md",
     "compose/README.md",
     "models/README.md",
 )
@@ -32,7 +31,7 @@ CERTS = {"days", "name", "role"}
 """Flags of `outrider certs` that are not settings."""
 EXPERIMENTS = {"json", "validate"}
 """Flags of `outrider advise` and `outrider experiment predict` that are not settings."""
-CHAOS = {"check", "history", "minutes", "round", "seed"}
+CHAOS = {"history", "minutes", "round", "seed"}
 """Flags of `outrider chaos` that are not settings."""
 CURLS = {"cacert", "data-binary", "list-services", "protocol", "schema"}
 """Flags of `curl` and `buf curl` that the pages name."""
