@@ -19,6 +19,12 @@ COMPOSE = Path(__file__).parents[2] / "compose"
 TEXT = (COMPOSE / "compose.yaml").read_text()
 TLS_TEXT = (COMPOSE / "tls.yaml").read_text()
 SERVICES: dict[str, dict[str, Any]] = yaml.safe_load(TEXT)["services"]
+MORE: dict[str, dict[str, Any]] = {
+    **SERVICES,
+    **yaml.safe_load((COMPOSE / "two-verifiers.yaml").read_text())["services"],
+    "gateway": SERVICES["gateway"],
+}
+"""With the services that two-verifiers.yaml adds; it changes the gateway's environment alone."""
 SETTINGS: dict[str, list[type[Settings]]] = {
     "VERIFIER": [VerifierSettings],
     "DRAFTER": [settings_schema(family) for family in known_families()],
@@ -26,9 +32,9 @@ SETTINGS: dict[str, list[type[Settings]]] = {
 }
 
 
-@pytest.mark.parametrize("name", SERVICES)
+@pytest.mark.parametrize("name", MORE)
 def test_every_service_is_read_only_unprivileged_and_limited(name: str) -> None:
-    service = SERVICES[name]
+    service = MORE[name]
     assert service["read_only"] is True
     assert service["cap_drop"] == ["ALL"]
     assert service["security_opt"] == ["no-new-privileges:true"]
