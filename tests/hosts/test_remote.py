@@ -155,7 +155,6 @@ links: {wire: {round_trip_ms: 2}}
 workload: {kinds: [rewriting], output_tokens: 16}
 use: [far]
 repetitions: 1
-trace: true
 """
 
 
@@ -175,7 +174,6 @@ async def test_an_experiment_runs_with_verifier_and_drafter_on_two_machines(
     assert len({measurement.texts_sha256 for measurement in measured.values()}) == 1
     assert measured["drafted"].links["wire"].up_bytes > 0
     assert measured["drafted"].cpu_s["far-1"] > 0
-    assert measured["drafted"].step_split_s["forward"] > 0
     assert set(found.about()["places"]) == {"far", "near"}
 
 
