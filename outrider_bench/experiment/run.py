@@ -104,7 +104,8 @@ async def run(
         await measure(experiment, cells, folder, found, console)
     for sentence in answers(read(folder)):
         console.print(f"- {sentence}", markup=False, highlight=False)
-    console.print(f"results: {folder.path}; `outrider experiment report` makes tables and a plot")
+    console.print(f"results: {folder.path}", soft_wrap=True)
+    console.print(f"tables: outrider experiment report {folder.path}", soft_wrap=True)
 
 
 def open_folder(
