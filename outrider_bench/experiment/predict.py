@@ -115,6 +115,9 @@ def predict(
     cells: Sequence[Cell], profiles: Sequence[Profile], folder: Folder, console: Console
 ) -> None:
     """Write a prediction for each cell and way; raises ValueError if a cell cannot be predicted."""
+    for profile in profiles:
+        source = profile.costs.source.partition(". ")[0]
+        console.print(f"costs: {source}", markup=False, highlight=False)
     predictor = Predictor(profiles)
     for cell in cells:
         for way in ways_of(cell):

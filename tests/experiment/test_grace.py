@@ -28,7 +28,7 @@ def test_the_profile_has_the_cores_of_the_recorded_board(tmp_path: Path) -> None
 @pytest.mark.parametrize("name", ["grace", "other-host"])
 def test_drafters_on_grace_fit_the_recorded_board(name: str, tmp_path: Path) -> None:
     drafter = GRACE.drafters[name]
-    chosen = plan("grace", drafter.cores, drafter.numa_node, drafter.threads, gb200(tmp_path))
+    chosen = plan(drafter.cores, drafter.numa_node, drafter.threads, gb200(tmp_path))
     assert (len(chosen.cores), chosen.numa_node, chosen.threads) == (72, 0, 72)
 
 

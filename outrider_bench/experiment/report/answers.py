@@ -23,10 +23,11 @@ Points = list[tuple[float, Spread]]
 
 def answers(results: Results) -> list[str]:
     """Sentences, the most important first."""
-    rated = rated_cells(results)
+    costs = results.about["machine"]["processor"] if results.experiment.costs else ""
     return [
+        *([f"Costs: {costs.partition('. ')[0]}."] if costs else []),
         *_distances(results),
-        *_extremes(rated),
+        *_extremes(rated_cells(results)),
         *_texts(results),
         *_predictions(results),
         *_errors(results),

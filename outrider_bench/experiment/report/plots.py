@@ -48,7 +48,7 @@ def _lines(results: Results, path: str) -> Figure | None:
     ticks = sorted({x for _, _, points in lines for x, _ in points})
     least = next((x for x in ticks if x > 0), 1.0)
     axes.set_xscale("symlog", linthresh=least)
-    axes.set_xlim(left=-0.2 * least)
+    axes.set_xlim(left=-0.2 * least if 0 in ticks else 0.9 * least)
     axes.set_xticks(ticks, [f"{x:g}" for x in ticks])
     axes.set_xlabel(path)
     axes.set_ylabel("tokens/s, × plain decoding")

@@ -139,9 +139,8 @@ def _filled(
     if lines:
         head = ["of"] if subjects[0].head else []
         shown = [columns[place].title for place in kept]
-        yield Table(
-            title, _NOTES[title], [*results.experiment.sweep, *head, "source", *shown], lines
-        )
+        heads = [*results.experiment.sweep, *head, "source", *shown]
+        yield Table(title, _NOTES[title], heads, lines)
 
 
 def _text(results: Results, subject: _Subject, column: _Column) -> str:
@@ -149,7 +148,7 @@ def _text(results: Results, subject: _Subject, column: _Column) -> str:
     way = column.way or subject.way
     source = column.source or subject.source
     spread = results.spread(subject.cell, source, way, figure, subject.verifier)
-    if spread is None:
+    if spread is None or column.source == subject.source:
         return ""
     return spread.words(column.digits) if column.ranged else f"{spread.median:.{column.digits}f}"
 
