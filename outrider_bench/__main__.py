@@ -57,12 +57,7 @@ class BenchSettings(Settings):
     models: Path = Path("models")
     """Directory of the bundled pair, target and draft."""
 
-    only: Literal[
-        "bundled",
-        "grown",
-        "host",
-        "",
-    ] = ""
+    only: Literal["bundled", "grown", "host", ""] = ""
     """Measure only this. `bundled` and `grown` (418 M parameters) are the pairs of a whole run.
     host: the engine's own time for a step, with a model that costs nothing."""
 
