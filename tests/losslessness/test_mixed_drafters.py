@@ -18,7 +18,7 @@ from small import near, target_probs
 from traffic import Traffic
 
 from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
-from outrider.protocol.messages import DraftDistribution
+from outrider.protocol.messages import AcceptanceRule, DraftDistribution
 
 DRAWS = 10_000
 SEES = 0.06
@@ -44,10 +44,14 @@ def check(traffic: Traffic, *present: Guesser) -> None:
     compare(traffic.observed(texts), traffic.expected(DRAWS)).must_agree(SEES)
 
 
-def make_traffic() -> Traffic:
-    return Traffic(prompts=((1, 2),), policy=DraftTokensPolicy("fixed", 5))
+def make_traffic(rule: AcceptanceRule) -> Traffic:
+    return Traffic(prompts=((1, 2),), rule=rule, policy=DraftTokensPolicy("fixed", 5))
 
 
+RULES = [AcceptanceRule.BLOCK, pytest.param(AcceptanceRule.TOKEN_WISE, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize(
     "stops",
     [
@@ -56,14 +60,17 @@ def make_traffic() -> Traffic:
     ],
 )
 def test_a_coupled_drafter_decides_nothing_beside_a_sampling_one(
-    stops: Callable[[int, float], bool],
+    rule: AcceptanceRule, stops: Callable[[int, float], bool]
 ) -> None:
-    check(make_traffic(), *drafters(stops))
+    check(make_traffic(rule), *drafters(stops))
 
 
-@pytest.mark.parametrize("late", [pytest.param("sparse", marks=pytest.mark.slow), "coupled"])
-def test_a_coupled_drafter_decides_nothing_if_one_joins_mid_text(late: str) -> None:
-    traffic = make_traffic()
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("late", ["sparse", "coupled"])
+def test_a_coupled_drafter_decides_nothing_if_one_joins_mid_text(
+    rule: AcceptanceRule, late: str
+) -> None:
+    traffic = make_traffic(rule)
     present = drafters(STOPS["stops before unlikely tokens"], longest=2)
     [joins] = [drafter for drafter in present if drafter.name == late]
     # The first token is committed before the drafter joins.
@@ -81,10 +88,13 @@ def test_a_coupled_drafter_decides_nothing_if_one_joins_mid_text(late: str) -> N
     check(traffic, *present)
 
 
-def test_the_value_of_a_sampled_token_does_not_decide_which_path_is_verified() -> None:
+@pytest.mark.parametrize("rule", RULES)
+def test_the_value_of_a_sampled_token_does_not_decide_which_path_is_verified(
+    rule: AcceptanceRule,
+) -> None:
     always: Any = {"silent": 0.0, "shortest": 5}
     samples = {DraftDistribution.ONE_HOT, DraftDistribution.SPARSE}
     guess = near(target_probs)
     sparse = Guesser("sparse", guess, samples, ends=lambda token: token == 1, **always)
     likeliest = Guesser("likeliest", target_probs, {DraftDistribution.ONE_HOT}, **always)
-    check(make_traffic(), sparse, likeliest)
+    check(make_traffic(rule), sparse, likeliest)

@@ -19,29 +19,28 @@ from traffic import Traffic
 from outrider.drafter.draft_sequence import DraftSequence
 from outrider.protocol.draft_messages import Opened, StepBatch
 from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
-from outrider.protocol.messages import DraftDistribution
+from outrider.protocol.messages import AcceptanceRule, DraftDistribution
 
 DRAWS = 20_000
 SEES = 0.045
 HONEST = 500
 """Requests for which the untrusted drafter drafts honestly."""
 LONGEST = 4
-SPOKEN = 2
-"""The token at which the untrusted drafter speaks."""
 ONE_HOT = DraftDistribution.ONE_HOT
 SPARSE = DraftDistribution.SPARSE
 COUPLED = DraftDistribution.COUPLED
 
 
 class Speaking(Guesser):
-    """An untrusted drafter that soon speaks only where its first guess is `SPOKEN`."""
+    """An untrusted drafter that soon speaks only where its first guess is the token `spoken`."""
 
     trusted = False
 
-    def __init__(self) -> None:
+    def __init__(self, spoken: int) -> None:
         offers = {ONE_HOT, COUPLED}
         lengths = {"shortest": LONGEST, "longest": LONGEST}
         super().__init__("speaking", target_probs, offers, silent=0.0, **lengths)
+        self._spoken = spoken
         self.opened: list[Opened] = []
 
     def _read(self, step: StepBatch) -> None:
@@ -51,27 +50,32 @@ class Speaking(Guesser):
     def _grow_chain(self, sequence: DraftSequence, count: int, noise: Probs) -> None:
         if len(self.opened) > HONEST and not sequence.guesses:
             first = int((target_probs(tuple(sequence.tokens)) / noise[0]).argmax())
-            if first != SPOKEN:
+            if first != self._spoken:
                 return
         super()._grow_chain(sequence, count, noise)
 
 
-def drafters() -> tuple[Guesser, Speaking]:
+def drafters(spoken: int) -> tuple[Guesser, Speaking]:
     """A trusted drafter that samples, and an untrusted one that later speaks by token."""
     sampling = Guesser(
         "sampling", near(target_probs), {ONE_HOT, SPARSE}, silent=0.3, shortest=1, longest=LONGEST
     )
-    return sampling, Speaking()
+    return sampling, Speaking(spoken)
 
 
-def traffic() -> Traffic:
-    return Traffic(prompts=((1, 2),), policy=DraftTokensPolicy("fixed", LONGEST))
+def traffic(rule: AcceptanceRule, *, in_waves: bool = False) -> Traffic:
+    policy = DraftTokensPolicy("fixed", LONGEST)
+    return Traffic(prompts=((1, 2),), rule=rule, policy=policy, in_waves=in_waves)
 
 
-@pytest.mark.slow  # a minute: a bias of this size needs many draws
-def test_an_untrusted_drafter_that_speaks_by_token_changes_no_distribution() -> None:
-    sampling, speaking = drafters()
-    load = traffic()
+@pytest.mark.slow  # a minute each: a bias of this size needs many draws
+@pytest.mark.parametrize("rule", [AcceptanceRule.BLOCK, AcceptanceRule.TOKEN_WISE])
+@pytest.mark.parametrize("spoken", [2, 3])
+def test_an_untrusted_drafter_that_speaks_by_token_changes_no_distribution(
+    rule: AcceptanceRule, spoken: int
+) -> None:
+    sampling, speaking = drafters(spoken)
+    load = traffic(rule)
     texts = load.run(HONEST + DRAWS, sampling, speaking)[HONEST:]
     assert sampling.proposed[SPARSE] > DRAWS
     assert sum(speaking.proposed.values()) > 0
@@ -107,9 +111,9 @@ def test_an_untrusted_drafter_never_learns_the_noise_of_a_request_open_to_sample
     order: tuple[str, str], late: bool
 ) -> None:
     """If `late`, the second drafter joins while texts are under way, and the first one pauses."""
-    sampling, speaking = drafters()
+    sampling, speaking = drafters(2)
     first, second = sorted((sampling, speaking), key=lambda drafter: order.index(drafter.name))
-    load = traffic()
+    load = traffic(AcceptanceRule.BLOCK)
 
     def join_and_leave(tick: int) -> None:
         if tick == 0:
