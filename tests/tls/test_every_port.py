@@ -214,7 +214,7 @@ async def talk(made: Served) -> None:
     if operator is not None:
         files = (operator.cert, operator.key, operator.ca)
     address = f"127.0.0.1:{wires['drafter health']}"
-    assert await asyncio.to_thread(problem, address, "", 5.0, *files, Role.DRAFTER) is None
+    assert await asyncio.to_thread(problem, address, "", *files, Role.DRAFTER) is None
     async with asyncio.timeout(20):
         while not made.redis.all_keys():  # noqa: ASYNC110
             await asyncio.sleep(0.05)

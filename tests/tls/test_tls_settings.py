@@ -185,9 +185,9 @@ async def test_health_is_asked_over_tls_by_any_role(site: Site) -> None:
     await server.set_serving(True)
     mine = site.issue("drafter")
     for address in (f"127.0.0.1:{port}", socket):
-        ask = [address, "", 5.0, mine.cert, mine.key, site.ca]
+        ask = [address, "", mine.cert, mine.key, site.ca]
         assert await asyncio.to_thread(problem, *ask) is None
-        refused = await asyncio.to_thread(problem, address, "", 5.0)
+        refused = await asyncio.to_thread(problem, address, "")
         assert refused is not None
         assert "UNAVAILABLE" in refused
     await server.stop(0)
