@@ -19,7 +19,7 @@ from outrider.process.cores import format_cores, parse_cores
 from outrider.protocol.model_info import Placement
 
 GRACE = "grace"
-"""Instead of cores: those of a Grace CPU."""
+"""The value of `cores` that stands for the cores of a Grace CPU."""
 _MPOL_BIND = 2
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
 # Implementer (bits 31-24) and part (bits 15-4) in Arm's main id register: Arm Ltd. and Neoverse V2,
