@@ -20,7 +20,7 @@ from random import Random
 from typing import NamedTuple
 
 from outrider_bench.raw_client import asks, stream
-from outrider_bench.simulator.traffic import RecordedRequest, read_recording
+from outrider_bench.simulator.recorded import RecordedRequest, read_recording
 
 # Ids that every vocabulary has, and none that is special.
 IDS = range(300, 1000)

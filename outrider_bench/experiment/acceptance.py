@@ -8,7 +8,7 @@ from pathlib import Path
 from drafter_svc.pools.memory import MemoryPool, NgramOptions
 from outrider_bench.experiment.calibration import task_of
 from outrider_bench.experiment.recording import WRONG, Recorder
-from outrider_bench.simulator.traffic import RecordedRequest
+from outrider_bench.simulator.recorded import RecordedRequest
 from outrider_bench.simulator.world import NO_GUESS, RIGHT
 
 _POOL_ENTRIES = 1_000_000

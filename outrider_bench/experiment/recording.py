@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from outrider.lm.runner import ModelRunner, SequenceSlice
-from outrider_bench.simulator.traffic import RecordedRequest
+from outrider_bench.simulator.recorded import RecordedRequest
 from outrider_bench.simulator.world import RIGHT
 
 WRONG = "-"

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from pathlib import Path
-from typing import Annotated, Self
-
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
 from outrider.errors import OutriderError
 from outrider.protocol.messages import SamplingParams, SpeculationOptions, TokenChunk, TokenRequest
 from outrider_bench.simulator.events import Events
 from outrider_bench.simulator.gateway import GatewayActor
+from outrider_bench.simulator.recorded import RecordedRequest, read_recording
 from outrider_bench.simulator.scenario import Scenario
 from outrider_bench.simulator.verifier import VerifierActor
 from outrider_bench.simulator.world import FIRST_MARK, Text, World
@@ -26,49 +22,6 @@ UNREAD_CHUNKS = 400
 """Chunks of an answer that fit the buffers between its client and the verifier."""
 UNREAD_S = 60.0
 """How long the gateway waits for a client that does not read."""
-
-
-class RecordedRequest(BaseModel):
-    """A line of a recording."""
-
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
-
-    time: float = Field(0.0, ge=0)
-    """When the request comes, in seconds; closed arrivals ignore it."""
-    prompt_tokens: int = Field(ge=1)
-    output_tokens: int = Field(ge=1)
-    kind: str = ""
-    tenant: str = ""
-    count: Annotated[int, Field(ge=1)] = 1
-    """The line stands for so many equal requests, `every` seconds apart."""
-    every: Annotated[float, Field(ge=0)] = 0.0
-    choices: Annotated[int, Field(ge=1)] = 1
-    """The request's `n`: sequences with the same prompt."""
-    reads: bool = True
-    """Whether its client reads the answer."""
-    guesses: dict[str, Annotated[str, StringConstraints(pattern=r"^[+.1-9-]*$")]] = Field(
-        default_factory=dict
-    )
-    """By drafter, one character for each token of the output, given the tokens before it: + if the
-    drafter guesses the token, - if it guesses another one, 1 to 9 if the token is that alternative
-    to its guess (for `drafts_by: model`), and . if it has no guess. The scenario's acceptance of
-    such a drafter is ignored."""
-    prompt_ids: list[int] = Field(default_factory=list)
-    """The prompt's tokens. Drafters that look up need these and `output_ids`."""
-    output_ids: list[int] = Field(default_factory=list)
-    """The target's tokens behind the prompt. There may be more than `output_tokens`, for drafts
-    beyond the end."""
-
-    @model_validator(mode="after")
-    def _fits_together(self) -> Self:
-        wanted = self.prompt_tokens
-        found = len(self.prompt_ids)
-        if found and found != wanted:
-            raise ValueError(f"prompt_ids must be {wanted}, as prompt_tokens says, not {found}")
-        if found and len(self.output_ids) < self.output_tokens:
-            wanted = self.output_tokens
-            raise ValueError(f"output_ids must be at least {wanted}, as output_tokens says")
-        return self
 
 
 @dataclass(eq=False, slots=True)
@@ -348,19 +301,3 @@ class Traffic:
 
         # The submission may be under way; this arrives after it.
         self._events.after(self._latency_s, lambda: request.verifier.post(cancel))
-
-
-def read_recording(path: Path) -> Iterator[RecordedRequest]:
-    """Read the requests of a file, those of one line after the other.
-
-    Raises ValueError that names the line of an invalid one.
-    """
-    for number, line in enumerate(path.read_text().splitlines(), 1):
-        if line.strip():
-            try:
-                found = RecordedRequest.model_validate(json.loads(line))
-            except ValueError as error:
-                raise ValueError(f"recording: line {number} of {path}: {error}") from error
-            for i in range(found.count):
-                later = {"time": found.time + i * found.every, "count": 1}
-                yield found.model_copy(update=later)
