@@ -1,8 +1,9 @@
 """Replaces a model's linear layers with ones that cost less overhead on a CPU.
 
-Four things cost time beside the product itself:
+Five things cost time beside the product itself:
 - safetensors maps its file, and mapped pages read a third slower than ordinary memory. So weights
   are copied out of the file.
+- Small pages fill the processor's table of pages. So reordered weights lie in huge pages.
 - oneDNN reorders a bfloat16 weight for every product, unless it was reordered once beforehand.
 - Each product spends some 30 microseconds before it reads at full speed. So layers that share an
   input become one product.
@@ -13,7 +14,9 @@ Results change in their last bits at most.
 from __future__ import annotations
 
 import ctypes
+import mmap
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, cast
 
 import torch
@@ -124,7 +127,20 @@ def _tiles(weight: torch.Tensor, block: int, line: int) -> torch.Tensor:
     lines = _padded(weight, block).view(
         -1, block // line, line, weight.shape[1] // block, block // pair, pair
     )
-    return lines.permute(0, 3, 1, 4, 2, 5).contiguous()
+    tiles = lines.permute(0, 3, 1, 4, 2, 5)
+    return in_huge_pages(tiles.shape, weight.dtype).copy_(tiles)
+
+
+def in_huge_pages(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """Allocate a tensor in pages of 2 MiB, where the system has them.
+
+    With pages of 4 KiB a product took 1.06 to 1.09 times as long on an EPYC (Zen 3).
+    """
+    memory = mmap.mmap(-1, shape.numel() * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # A kernel without such pages refuses the advice, and other systems do not know it.
+    with suppress(OSError, AttributeError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 def _padded(tensor: torch.Tensor, block: int) -> torch.Tensor:

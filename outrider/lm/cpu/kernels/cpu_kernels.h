@@ -36,6 +36,13 @@ typedef uint16_t hvec __attribute__((vector_size(2 * LANES)));
 
 static const ivec lanes = NUMBERED;
 
+// The constraint of an assembler operand that is read and written in a vector register.
+#if defined(__x86_64__)
+#define IN_VECTOR(value) "+x"(value)
+#else
+#define IN_VECTOR(value) "+w"(value)
+#endif
+
 // The cache of one layer, [pages, page_size, kv_heads, head_size] each: bfloat16 if `is_bfloat16`,
 // else float. `heads` is the number of query heads.
 struct layer {
@@ -123,6 +130,9 @@ INLINE vec add_dots(vec sum, vec pairs, uint32_t pair) {
 #define HAS_DOTS 0
 INLINE vec add_dots(vec sum, vec pairs, uint32_t pair) {
   uvec both = pair - (uvec){0};
+  // Else the compiler would split the pair in ordinary registers and move both halves to vectors,
+  // which took a third more time than to split it there.
+  __asm__("" : IN_VECTOR(both));
   sum += (vec)(both << 16) * (vec)((uvec)pairs << 16);
   return sum + (vec)(both & 0xffff0000) * (vec)((uvec)pairs & 0xffff0000);
 }

@@ -1,7 +1,7 @@
 // The matrix product of one block of columns by vectors; see gemm_block.h.
 #pragma once
 
-// Rows whose accumulators fit the registers, and parts of a block's columns that are computed one
+// Rows whose accumulators fit the registers, and the parts of a block's columns that they cover one
 // after the other.
 #if LANES == 16
 #define ACC_ROWS 8
@@ -52,28 +52,41 @@ INLINE vec add_products(vec acc, vec weights, const element *x) {
 #endif
 }
 
-// Multiplies `n` rows by one part of the columns. Rows are `row_stride` elements apart, and their
-// parts of TILE_DEPTH elements are `step` elements apart. Each line of weights prefetches `bytes`
-// from `ahead` on.
+// Multiplies `n` rows by a block of columns. Rows are `row_stride` elements apart, and their parts
+// of TILE_DEPTH elements are `step` elements apart. Each line of weights prefetches `bytes` from
+// `ahead` on.
+//
+// If the sums of all columns do not fit the registers, each tile of weights is read in parts of its
+// columns. The tile is in the L1 cache by then, so memory is read strictly in order. When each part
+// walked over the whole block, one row took 1.76 times as long on an EPYC (Zen 3).
 INLINE void gemm_rows(const element *x, int64_t row_stride, int64_t step, int64_t in,
-                      const char *weights, int part, float (*acc)[BLOCK], int n, const char *ahead,
+                      const char *weights, float (*acc)[BLOCK], int n, const char *ahead,
                       int64_t bytes) {
-  vec total[ACC_ROWS][VECTORS];
+  const int parts = n * BLOCK / LANES <= ACC_ROWS * VECTORS ? 1 : COLUMN_PARTS;
+  const int vectors = BLOCK / LANES / parts;
+  vec total[ACC_ROWS][BLOCK / LANES];
   for (int i = 0; i < n; i++)
-    for (int v = 0; v < VECTORS; v++) total[i][v] = splat(0);
+    for (int v = 0; v < parts * vectors; v++) total[i][v] = splat(0);
   for (int64_t k = 0; k < in / TILE_DEPTH; k++, x += step, weights += DEPTH_BYTES)
-    for (int line = 0; line < LINES; line++, ahead += bytes) {
-      for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(ahead + i, 0, 2);
-      const float *columns = (const float *)weights + line * BLOCK + part * VECTORS * LANES;
-      for (int v = 0; v < VECTORS; v++) {
-        vec some = load_float(columns + v * LANES);
+    for (int part = 0; part < parts; part++) {
+      vec sums[ACC_ROWS][BLOCK / LANES];
+      for (int i = 0; i < n; i++)
+        for (int v = 0; v < vectors; v++) sums[i][v] = total[i][part * vectors + v];
+      for (int line = 0; line < LINES; line++) {
+        if (part == 0) {
+          for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(ahead + i, 0, 2);
+          ahead += bytes;
+        }
+        const float *columns = (const float *)weights + line * BLOCK + part * vectors * LANES;
         for (int i = 0; i < n; i++)
-          total[i][v] = add_products(total[i][v], some, x + i * row_stride + line * PAIR);
+          for (int v = 0; v < vectors; v++)
+            sums[i][v] = add_products(sums[i][v], load_float(columns + v * LANES),
+                                      x + i * row_stride + line * PAIR);
       }
+      for (int i = 0; i < n; i++)
+        for (int v = 0; v < vectors; v++) total[i][part * vectors + v] = sums[i][v];
     }
-  for (int i = 0; i < n; i++)
-    for (int v = 0; v < VECTORS; v++)
-      memcpy(acc[i] + part * VECTORS * LANES + v * LANES, &total[i][v], sizeof total[i][v]);
+  for (int i = 0; i < n; i++) memcpy(acc[i], total[i], sizeof total[i]);
 }
 
 // Multiplies up to ROWS rows by one block of columns: acc = x · weights.
@@ -89,33 +102,28 @@ INLINE void gemm_block(struct gemm_input input, int rows, const struct linear *l
     const char *ahead = weights + PREFETCH_DISTANCE;
     int64_t bytes = 0;
     if (prefetch.cold && row == 0) {
-      // A single row reads as fast without prefetching.
-      bytes = rows > 1 ? BLOCK * 4 : 0;
+      bytes = BLOCK * 4;
     } else if (prefetch.next) {
       ahead = weights + prefetch.next * size + size * row / rows;
       bytes = BLOCK * 4 * some / rows;
     }
     const element *x = input.tiled ? tiled_row((element *)input.data, row, in, input.tile_rows)
                                    : input.data + row * in;
-    for (int part = 0; part < COLUMN_PARTS; part++) {
-#define GEMM(n)                                                           \
-  gemm_rows(x, row_stride, step, in, weights, part, acc + row, n, ahead, \
-            part ? 0 : bytes)
-      switch (some) {
-        case 1: GEMM(1); break;
+#define GEMM(n) gemm_rows(x, row_stride, step, in, weights, acc + row, n, ahead, bytes)
+    switch (some) {
+      case 1: GEMM(1); break;
 #if ACC_ROWS > 2
-        case 2: GEMM(2); break;
-        case 3: GEMM(3); break;
+      case 2: GEMM(2); break;
+      case 3: GEMM(3); break;
 #endif
 #if ACC_ROWS > 4
-        case 4: GEMM(4); break;
-        case 5: GEMM(5); break;
-        case 6: GEMM(6); break;
-        case 7: GEMM(7); break;
+      case 4: GEMM(4); break;
+      case 5: GEMM(5); break;
+      case 6: GEMM(6); break;
+      case 7: GEMM(7); break;
 #endif
-        default: GEMM(ACC_ROWS);
-      }
-#undef GEMM
+      default: GEMM(ACC_ROWS);
     }
+#undef GEMM
   }
 }
