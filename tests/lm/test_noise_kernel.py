@@ -5,14 +5,19 @@ Runs on a GPU, or by Triton's interpreter on a CPU.
 
 from __future__ import annotations
 
+import logging
+import subprocess
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
-from outrider.sampling import noise_kernel
+from outrider.sampling import noise_kernel, tensors
 from outrider.sampling.noise import coupled_keys
 from outrider.sampling.sampler import coupled_sample
 
+kernel_problem = tensors.kernel_problem
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -53,3 +58,35 @@ def test_extreme_noise_never_draws_a_token_of_probability_0(key: int) -> None:
 def test_a_row_of_nans_gives_a_token_of_the_vocabulary() -> None:
     probs = torch.full((4, 1500), torch.nan, device=DEVICE)
     assert max(noise_kernel.coupled_sample(probs, torch.arange(4, device=DEVICE)).tolist()) < 1500
+
+
+def test_where_a_kernel_runs_triton_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert tensors.kernel_problem(torch.device(DEVICE)) is None
+    monkeypatch.setattr(noise_kernel, "coupled_sample", lambda probs, keys: keys + 1)
+    problem = tensors.kernel_problem(torch.device(DEVICE))
+    assert problem == "Triton kernels give wrong results (1 in place of 0)"
+
+
+def test_where_a_kernel_cannot_be_built_the_log_says_why(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def failing(probs: Any, keys: Any) -> Any:
+        raise subprocess.CalledProcessError(1, ["gcc", "main.c"])
+
+    monkeypatch.setattr(noise_kernel, "coupled_sample", failing)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(tensors, "kernel_problem", lambda _: kernel_problem(torch.device(DEVICE)))
+    with caplog.at_level(logging.WARNING):
+        assert not tensors.triton_works.__wrapped__(torch.device("cuda"))
+    assert "Triton kernels do not run (CalledProcessError: Command '['gcc'" in caplog.text
+
+
+def test_a_device_that_failed_is_not_taken_for_a_missing_compiler(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def failing(probs: Any, keys: Any) -> Any:
+        raise torch.AcceleratorError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(noise_kernel, "coupled_sample", failing)
+    with pytest.raises(torch.AcceleratorError):
+        tensors.kernel_problem(torch.device(DEVICE))
