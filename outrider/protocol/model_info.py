@@ -112,6 +112,10 @@ class ModelInfo:
     server_version: str = ""
     fingerprint: str = ""
     """Over the three before and `dtype`. Equal at verifiers that continue each other's answers."""
+    graph_count: int = 0
+    """CUDA graphs of the target's forward; 0 on a CPU."""
+    graph_memory_bytes: int = 0
+    """Device memory that the graphs took."""
 
 
 def with_fingerprint(info: ModelInfo) -> ModelInfo:

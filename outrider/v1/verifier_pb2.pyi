@@ -498,6 +498,8 @@ class GetModelResponse(_message.Message):
     ACCEPTANCE_SETTINGS_FIELD_NUMBER: _builtins.int
     SERVER_VERSION_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
+    GRAPH_COUNT_FIELD_NUMBER: _builtins.int
+    GRAPH_MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
     """Name that requests may use; the target's path or hub id unless configured."""
     stage: Global___ModelStage.ValueType
@@ -527,6 +529,12 @@ class GetModelResponse(_message.Message):
     """SHA-256 (hex) over weights_fingerprint, dtype, acceptance_settings and server_version. Only a
     verifier with the same one continues an answer as it would have gone on.
     """
+    graph_count: _builtins.int
+    """CUDA graphs of the target's forward, captured while the stage is WARMING_UP. 0 on a CPU, and
+    where the model cannot be captured; the verifier's log says why.
+    """
+    graph_memory_bytes: _builtins.int
+    """Device memory that these graphs took, by what was free before and after their capture."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Ids that end a sequence."""
@@ -564,10 +572,12 @@ class GetModelResponse(_message.Message):
         acceptance_settings: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         server_version: _builtins.str = ...,
         fingerprint: _builtins.str = ...,
+        graph_count: _builtins.int = ...,
+        graph_memory_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_settings", b"acceptance_settings", "context_length", b"context_length", "device", b"device", "drafters", b"drafters", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "load", b"load", "max_draft_tokens", b"max_draft_tokens", "model_id", b"model_id", "server_version", b"server_version", "stage", b"stage", "stage_detail", b"stage_detail", "tokenizer_fingerprint", b"tokenizer_fingerprint", "vocab_size", b"vocab_size", "weights_fingerprint", b"weights_fingerprint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_settings", b"acceptance_settings", "context_length", b"context_length", "device", b"device", "drafters", b"drafters", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "graph_count", b"graph_count", "graph_memory_bytes", b"graph_memory_bytes", "load", b"load", "max_draft_tokens", b"max_draft_tokens", "model_id", b"model_id", "server_version", b"server_version", "stage", b"stage", "stage_detail", b"stage_detail", "tokenizer_fingerprint", b"tokenizer_fingerprint", "vocab_size", b"vocab_size", "weights_fingerprint", b"weights_fingerprint"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -9,6 +9,7 @@ from fake_model import Client, ScriptedDrafter, make_engine
 from outrider.errors import OutriderError
 from outrider.protocol.messages import SamplingParams, TokenRequest
 from outrider.protocol.model_info import ModelInfo, Stage
+from outrider.protocol.wire.model import model_from_proto
 from outrider.v1 import verifier_pb2
 from verifier_svc.engine.engine_thread import EngineThread
 from verifier_svc.streams import servicer as servicer_module
@@ -51,3 +52,13 @@ async def test_get_model_answers_during_a_long_step_but_not_an_endless_one(
     monkeypatch.setattr(servicer_module, "_ANSWER_S", 0.0)
     assert await drafters() == ["known", "joined during the step"], "a late answer counts"
     await thread.stop()
+
+
+async def test_get_model_tells_the_number_and_memory_of_the_graphs() -> None:
+    info = ModelInfo("m", Stage.READY, graph_count=94, graph_memory_bytes=3 * 2**31)
+    servicer = VerifierServicer("m")
+    servicer.info = info
+    context: Any = None
+    response = await servicer.GetModel(verifier_pb2.GetModelRequest(), context)
+    assert (response.graph_count, response.graph_memory_bytes) == (94, 3 * 2**31)
+    assert model_from_proto(response) == info

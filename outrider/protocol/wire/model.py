@@ -33,6 +33,8 @@ def model_to_proto(info: ModelInfo) -> verifier_pb2.GetModelResponse:
         acceptance_settings=dict(info.acceptance_settings),
         server_version=info.server_version,
         fingerprint=info.fingerprint,
+        graph_count=info.graph_count,
+        graph_memory_bytes=info.graph_memory_bytes,
     )
     byte_count = 0
     for drafter in info.drafters:
@@ -104,6 +106,8 @@ def model_from_proto(proto: verifier_pb2.GetModelResponse) -> ModelInfo:
         acceptance_settings=tuple(sorted(proto.acceptance_settings.items())),
         server_version=proto.server_version,
         fingerprint=proto.fingerprint,
+        graph_count=proto.graph_count,
+        graph_memory_bytes=proto.graph_memory_bytes,
     )
 
 
