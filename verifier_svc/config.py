@@ -96,6 +96,10 @@ class VerifierSettings(TargetSettings, TlsSettings, ScrapedSettings):
     page_count: int | None = Field(None, ge=1)
     """Pages of the KV cache; by default as many as the free memory allows."""
 
+    gpu_memory_share: float = Field(0.9, gt=0, le=1)
+    """Share of a GPU's memory that this process takes at most: for the weights, the KV cache and
+    the largest step. Drafters on the same GPU need the rest. Unused with `page_count`."""
+
     synthetic_acceptance_rate: float | None = Field(None, ge=0, le=1)
     """For benchmarks only: accept draft tokens at this rate and ignore the target. Every response
     is marked."""

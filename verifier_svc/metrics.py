@@ -172,6 +172,10 @@ class Metrics:
             "step_seconds", "Time of one engine step.", _doubling(0.001, 14)
         )
         self._batch = histogram("step_sequences", "Sequences in one step.", _doubling(1.0, 11))
+        self._graphs = self._registry.gauge("cuda_graphs", "CUDA graphs of the target's forward.")
+        self._graph_memory = self._registry.gauge(
+            "cuda_graph_memory_bytes", "Device memory that the CUDA graphs took at start."
+        )
 
     def _register_requests(self) -> None:
         """Register the metrics of requests and of the KV cache."""
@@ -355,6 +359,11 @@ class Metrics:
         if isolated_forward_s > 0.0:
             self._decode_seconds.labels(self._model_name).inc(clock.wait_s + clock.step_s)
             self._isolated_seconds.labels(self._model_name).inc(isolated_forward_s)
+
+    def graphs(self, count: int, memory_bytes: int) -> None:
+        """Record the CUDA graphs that were captured at start."""
+        self._graphs.labels(self._model_name).set(count)
+        self._graph_memory.labels(self._model_name).set(memory_bytes)
 
     def paused(self, reason: PauseReason) -> None:
         """Count a sequence's step without a draft."""

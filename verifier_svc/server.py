@@ -7,6 +7,7 @@ import gc
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -116,7 +117,9 @@ class Loader:
         policy = DraftTokensPolicy.parse(settings.draft_tokens)
         tokenizer = load_tokenizer(settings.target)
         identity = fingerprint(tokenizer)
-        runner = self._load_model()
+        config = _config(settings, policy)
+        bounds = Bounds(settings.max_sequences, 1 + config.largest_draft, config.max_batch_tokens)
+        runner = self._load_model(bounds)
         pool = PagePool(runner.page_count, runner.page_size, prefix_caching=settings.prefix_caching)
         context_length = min(runner.context_length, pool.page_count * pool.page_size)
         known = ModelInfo(
@@ -140,7 +143,7 @@ class Loader:
             pool,
             deliver,
             self._metrics,
-            _config(settings, policy),
+            config,
             _draft_verifier(settings, tokenizer),
             sampled_drafts=settings.sampled_drafts,
             drafts=EVERY_DRAFT if settings.always_draft else PAYING_DRAFTS,
@@ -150,8 +153,13 @@ class Loader:
         )
         self.grammars = self._grammar_compiler(runner)
         self._report(Stage.WARMING_UP, "running trial forwards")
-        most = engine.config.largest_draft
-        runner.capture(Bounds(settings.max_sequences, 1 + most, settings.max_batch_tokens))
+        runner.capture(bounds)
+        self.info = replace(
+            self.info,
+            graph_count=runner.graph_count,
+            graph_memory_bytes=runner.graph_memory_bytes,
+        )
+        self._metrics.graphs(runner.graph_count, runner.graph_memory_bytes)
         engine.warm_up(min(_TRIAL_CONTEXT, context_length))
         self.grammars.start_workers()
         # The loaded objects live as long as the process. Without the freeze, each full collection
@@ -160,13 +168,15 @@ class Loader:
         gc.freeze()
         return engine
 
-    def _load_model(self) -> ModelRunner:
+    def _load_model(self, bounds: Bounds) -> ModelRunner:
         settings = self._settings
         return ModelRunner.load(
             settings.target,
             dtype=settings.dtype,
             device=settings.device,
             page_count=settings.page_count,
+            bounds=bounds,
+            memory_share=settings.gpu_memory_share,
             threads=settings.threads,
             trust_remote_code=settings.trust_remote_code,
             progress=lambda detail: self._report(Stage.LOADING, detail),

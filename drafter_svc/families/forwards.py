@@ -167,9 +167,9 @@ class Forwards:
             if not tokens:
                 break
             complete = draft.kv.num_computed_tokens + len(tokens) == draft.length
-            slices.append(
-                SequenceSlice(tokens, draft.kv.num_computed_tokens, draft.kv.pages, int(complete))
-            )
+            kv = draft.kv
+            start = kv.num_computed_tokens
+            slices.append(SequenceSlice(tokens, start, kv.pages, int(complete), kv=kv))
             fed.append(draft)
             if complete:
                 scored.append(draft)

@@ -38,8 +38,6 @@ _MAX_BATCH_TOKENS = 512
 # Branches that are prepared beside a draft while it is verified, where the verifier lets drafters
 # run ahead. Each of them takes a row of every forward, so only the likeliest few are worth it.
 _BRANCHES = 4
-# Part of a GPU's free memory that the KV cache takes. A target on the same GPU needs most of it.
-_CACHE_SHARE = 0.1
 
 
 class ModelSettings(FamilySettings):
@@ -56,6 +54,10 @@ class ModelSettings(FamilySettings):
 
     page_count: int | None = Field(None, ge=1)
     """Pages of the KV cache; sized by the free memory unless set."""
+
+    gpu_memory_share: float = Field(0.1, gt=0, le=1)
+    """Share of a GPU's memory that this process takes at most: for the weights, the KV cache and
+    the largest forward. Unused with `page_count`."""
 
     trust_remote_code: bool = False
     """Run model code that comes with the checkpoint."""
@@ -287,16 +289,18 @@ def _load_runner(settings: ModelSettings, place: PlacementPlan) -> ModelRunner:
     """Load the model and capture its CUDA graphs; called on the model's thread."""
     from outrider.lm.runner import Bounds, ModelRunner
 
+    # A sequence past its prompt lacks at most 2 tokens: the one that the verifier committed, and
+    # the last guess.
+    bounds = Bounds(_GRAPHED_SEQUENCES, 2, _MAX_BATCH_TOKENS)
     runner = ModelRunner.load(
         settings.model,
         dtype=settings.dtype,
         device="cpu" if place.kind != "local" else settings.device,
         page_count=settings.page_count,
-        cache_share=_CACHE_SHARE,
+        bounds=bounds,
+        memory_share=settings.gpu_memory_share,
         threads=place.threads,
         trust_remote_code=settings.trust_remote_code,
     )
-    # A sequence past its prompt lacks at most 2 tokens: the one that the verifier committed, and
-    # the last guess.
-    runner.capture(Bounds(_GRAPHED_SEQUENCES, 2, _MAX_BATCH_TOKENS))
+    runner.capture(bounds)
     return runner

@@ -13,6 +13,7 @@ from itertools import accumulate
 import torch
 
 from outrider.lm.cpu.attention import PagedBatch
+from outrider.lm.pages import KVSequence
 from outrider.protocol.token_tree import ancestor_words, depths
 
 # Slices of up to this many tokens (decoding, verification) share one padded attention call. Longer
@@ -31,6 +32,9 @@ class SequenceSlice:
     token before these. Token i is in the slot `start + i` of the sequence, and a token of the tree
     has the position behind its parent's. It attends to the text and to its ancestors. Without
     `parents`, each token follows the one before it, and slots and positions are the same.
+
+    `kv` is the sequence that holds the pages, if there is one from step to step. The block table on
+    a GPU then gets only its new pages.
     """
 
     token_ids: list[int]
@@ -38,6 +42,7 @@ class SequenceSlice:
     pages: list[int]
     logit_count: int
     parents: list[int] = field(default_factory=list)
+    kv: KVSequence | None = None
 
     @property
     def end(self) -> int:

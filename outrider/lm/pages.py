@@ -24,6 +24,8 @@ class KVSequence:
     num_computed_tokens: int = 0
     digests: list[bytes] = field(default_factory=list)
     """Block hashes of the leading pages that are cached for sharing. Nothing writes to these."""
+    sent_page_count: int = 0
+    """The leading pages that the sequence's row of a GPU's block table holds."""
 
 
 class PagePool:
@@ -103,6 +105,7 @@ class PagePool:
         # Backwards, so that the pool evicts the end of a cached prefix before its beginning.
         while len(sequence.pages) > keep:
             self._give_back(sequence.pages.pop())
+        sequence.sent_page_count = min(sequence.sent_page_count, keep)
 
     def free(self, sequence: KVSequence) -> None:
         """Free all pages of the sequence."""

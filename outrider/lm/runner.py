@@ -15,7 +15,9 @@ from outrider.errors import OutriderError, Reason, invalid
 from outrider.lm import attention, support, trial
 from outrider.lm.cpu.decoder import CpuDecoder
 from outrider.lm.cpu.weights import optimize_for_cpu
-from outrider.lm.gpu.graphs import Bounds, CacheShape, Graphs
+from outrider.lm.gpu import memory
+from outrider.lm.gpu.graphs import Bounds, Graphs, buckets
+from outrider.lm.gpu.inputs import CacheShape
 from outrider.lm.layout import BatchLayout, SequenceSlice, StaticLayout
 from outrider.lm.trial import OwnLogits, Texts
 from outrider.sampling.tensors import triton_works
@@ -31,6 +33,8 @@ log = logging.getLogger(__name__)
 _PAGE_SIZE = 16
 _CPU_CACHE_BYTES = 2**30
 _SEQUENCES_AT_FULL_CONTEXT = 64
+# Share of a GPU's free memory that is kept for the steps of a model without the kernel.
+_UNMEASURED_STEP = 0.15
 
 
 class ModelRunner:
@@ -43,12 +47,12 @@ class ModelRunner:
         *,
         page_size: int | None = None,
         page_count: int | None = None,
-        cache_share: float = 0.85,
+        bounds: Bounds | None = None,
+        memory_share: float = 0.9,
     ) -> None:
-        """Take over a loaded `transformers` model.
+        """Take over a loaded `transformers` model; `load` explains the parameters.
 
-        `page_size` is in tokens; by default `page_count` is as large as memory allows. Raises
-        OutriderError(INVALID_VALUE) for a model that cannot be served.
+        Raises OutriderError(INVALID_VALUE) for a model that cannot be served.
         """
         self.model_id = model_id
         self._name = model_id or type(model).__name__
@@ -60,11 +64,16 @@ class ModelRunner:
             self._name, self.vocab_size, self.context_length, self._layers, self.page_size
         )
         own = support.own_logits(self._model, self._name, self.vocab_size, texts)
-        self.page_count = page_count or self._default_page_count(cache_share)
+        self._graphs: Graphs | None = None
+        self.page_count = page_count or self._default_page_count(bounds, memory_share)
         # The texts of the trial may need more pages than a small cache has.
         pages = max(self.page_count, texts.page_count)
-        self._graphs = self._make_graphs(pages) if self._takes_graphs() else None
-        self._allocate(pages)
+        longest = min(self.context_length, pages * self.page_size)
+        if self._takes_graphs():
+            self._graphs = self._make_graphs(longest, spare_page=pages)
+            # The padding of a graph's batch goes to one more page behind the last.
+            pages += 1
+        self._allocate(pages, longest)
         self._token_mover = self._make_token_mover()
         self.decoder: CpuDecoder | None = None
         """Replaces the model's own forward on a CPU, where the C decoder supports the model."""
@@ -90,10 +99,7 @@ class ModelRunner:
             token for token in _eos_token_ids(self._model, config) if token < self.vocab_size
         )
 
-    def _allocate(self, pages: int) -> None:
-        max_seq_len = min(self.context_length, pages * self.page_size)
-        # The padding of a graph's batch goes to one more page behind the last.
-        pages += int(self._graphs is not None)
+    def _allocate(self, pages: int, max_seq_len: int) -> None:
         for layer in self._layers.values():
             layer.allocate(pages, self.page_size, max_seq_len, self.dtype, self.device)
 
@@ -113,7 +119,8 @@ class ModelRunner:
         device: str = "auto",
         page_size: int | None = None,
         page_count: int | None = None,
-        cache_share: float = 0.85,
+        bounds: Bounds | None = None,
+        memory_share: float = 0.9,
         threads: int | None = None,
         trust_remote_code: bool = False,
         progress: Callable[[str], None] | None = None,
@@ -121,11 +128,12 @@ class ModelRunner:
         """Load a model from a directory or by its hub id.
 
         Reads safetensors only and never opens a pickle. `dtype` is auto (the checkpoint's),
-        float32, bfloat16 or float16. `threads` is torch's number of threads on a CPU.
-        `cache_share` is the share of the GPU memory left beside the weights that the cache takes,
-        unless `page_count` is given. `progress` receives a line for each stage. Raises
-        OutriderError: MODEL_NOT_FOUND, or INVALID_VALUE for a model or setting that cannot be
-        served.
+        float32, bfloat16 or float16. `threads` is torch's number of threads on a CPU. `page_size`
+        is in tokens; by default `page_count` is as large as memory allows. On a GPU, the process
+        takes at most `memory_share` of the card's memory: for the weights, the cache, and the
+        largest step within `bounds`, which is measured; `capture` gets the same bounds. `progress`
+        receives a line for each stage. Raises OutriderError: MODEL_NOT_FOUND, or INVALID_VALUE for
+        a model or setting that cannot be served.
         """
         report = progress or (lambda detail: None)
         if threads is not None:
@@ -144,7 +152,8 @@ class ModelRunner:
             model,
             page_size=page_size,
             page_count=page_count,
-            cache_share=cache_share,
+            bounds=bounds,
+            memory_share=memory_share,
         )
 
     def warm_up(self) -> None:
@@ -165,7 +174,7 @@ class ModelRunner:
         """Warm up; then capture CUDA graphs for forwards within `bounds`.
 
         Captures nothing unless all layers use the GPU kernel. Graphs that give other logits than
-        the model are dropped, with a warning.
+        the model are dropped, with a warning. Raises torch.AcceleratorError if the device failed.
         """
         self.warm_up()
         if self._graphs is None:
@@ -179,6 +188,16 @@ class ModelRunner:
             log.warning("no CUDA graph is used: %s", cause.message)
             self._graphs = None
         self._trial = None
+
+    @property
+    def graph_count(self) -> int:
+        """Number of CUDA graphs."""
+        return self._graphs.count if self._graphs is not None else 0
+
+    @property
+    def graph_memory_bytes(self) -> int:
+        """Device memory that the CUDA graphs take."""
+        return self._graphs.memory_bytes if self._graphs is not None else 0
 
     @torch.inference_mode()
     def forward(self, slices: Sequence[SequenceSlice]) -> torch.Tensor:
@@ -250,14 +269,10 @@ class ModelRunner:
         """Return the keys and values of all layers, each as [slots, heads, size]."""
         return [array for layer in self._layers.values() for array in layer.arrays]
 
-    def _make_graphs(self, pages: int) -> Graphs:
-        pages_each = min(pages, -(-self.context_length // self.page_size))
-        return Graphs(
-            self._call,
-            CacheShape(self.page_size, pages_each, pages),
-            self.vocab_size,
-            self.device,
-        )
+    def _make_graphs(self, max_seq_len: int, spare_page: int) -> Graphs:
+        pages_each = -(-max_seq_len // self.page_size)
+        shape = CacheShape(self.page_size, pages_each, spare_page)
+        return Graphs(self._call, shape, self.vocab_size, self.device)
 
     def continue_greedily(
         self, slices: Sequence[SequenceSlice], count: int, limit: int
@@ -294,20 +309,49 @@ class ModelRunner:
     def _layout(self, slices: Sequence[SequenceSlice]) -> BatchLayout:
         return BatchLayout(slices, self.page_size, self.device)
 
-    def _default_page_count(self, cache_share: float) -> int:
+    def _default_page_count(self, bounds: Bounds | None, memory_share: float) -> int:
         """Return as many pages as memory affords, up to what full batches of long texts can use."""
         shapes = [layer.shape for layer in self._layers.values() if layer.shape is not None]
         numbers = sum(shape.heads * (shape.key_size + shape.value_size) for shape in shapes)
-        token_bytes = numbers * self.dtype.itemsize
+        page_bytes = numbers * self.dtype.itemsize * self.page_size
         if self.device.type == "cuda":
-            free_bytes, _ = torch.cuda.mem_get_info(self.device)
-            budget = int(free_bytes * cache_share)
+            budget = self._gpu_cache_bytes(bounds, memory_share, page_bytes)
         else:
             free_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
             budget = min(_CPU_CACHE_BYTES, free_bytes // 4)
-        affordable = budget // (token_bytes * self.page_size)
         useful = _SEQUENCES_AT_FULL_CONTEXT * -(-self.context_length // self.page_size)
-        return max(1, min(affordable, useful))
+        return max(1, min(budget // page_bytes, useful))
+
+    def _gpu_cache_bytes(self, bounds: Bounds | None, memory_share: float, page_bytes: int) -> int:
+        """Return the GPU memory for the cache; raises OutriderError(INVALID_VALUE) for no page."""
+        step = 0
+        if bounds is not None and self._takes_graphs():
+            step = self._largest_step_bytes(bounds)
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self.device)
+        own = torch.cuda.memory_reserved(self.device)
+        if not step:
+            # Without the kernel a step's memory depends on the texts, so it is not measured.
+            step = int(free * _UNMEASURED_STEP)
+        budget = memory.cache_bytes(total, free, own, step, memory_share)
+        if budget < page_bytes:
+            sizes = [f"{size / 2**30:.1f} GiB" for size in (total * memory_share, own, free, step)]
+            raise support.unsupported(
+                self._name,
+                "no memory is left for its KV cache: of its gpu_memory_share ({}) it has taken {}; "
+                "{} are free, and its largest step takes {}".format(*sizes),
+            )
+        return budget
+
+    def _largest_step_bytes(self, bounds: Bounds) -> int:
+        """Measure the memory of the largest step, over a cache of one page."""
+        self._allocate(1, self.context_length)
+        graphs = self._make_graphs(self.context_length, spare_page=0)
+        try:
+            return memory.largest_step_bytes(graphs.largest_forward(bounds), len(buckets(bounds)))
+        except torch.OutOfMemoryError as cause:
+            why = f"the GPU has no memory for a step of {bounds.tokens} tokens"
+            raise support.unsupported(self._name, why) from cause
 
 
 def _read_checkpoint(model: str, dtype: str, trust_remote_code: bool) -> torch.nn.Module:

@@ -29,11 +29,12 @@ def unsupported(model: str, why: str) -> OutriderError:
 def refusals(name: str, what: str = "its forward") -> Iterator[None]:
     """Turn any error within into OutriderError(INVALID_VALUE), which says that `what` failed.
 
-    A model's code and configuration are not ours, so an error there may be of any type.
+    A model's code and configuration are not ours, so an error there may be of any type. Only a
+    device that failed is no fault of the model.
     """
     try:
         yield
-    except OutriderError:
+    except (OutriderError, torch.AcceleratorError):
         raise
     except UnsupportedAttention as cause:
         raise unsupported(name, f"it uses {cause}, which the paged attention cannot do") from cause

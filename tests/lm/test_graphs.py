@@ -1,104 +1,29 @@
 """With CUDA graphs, a batch padded to its bucket gives the logits that it gives by itself.
 
-A recording of operators replaces the graph. Like a graph, it repeats the operators on the same
-memory with the numbers of the recording. So the tests fail if a forward takes anything from the
-present batch except through its inputs' memory.
+A recording of operators replaces the graph on a CPU, see recorded_graphs.py.
 """
 
 from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from reference_kernel import paged_attention
+from recorded_graphs import Capture, Recording, triton_kernel
+from reference_kernel import paged_attention as reference_attention
 from tiny_models import CONFIGS, VOCAB_SIZE, build
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from outrider.lm import attention
 from outrider.lm.gpu import graphs, triton_attention
+from outrider.lm.gpu.inputs import BlockTable, CacheShape
+from outrider.lm.pages import KVSequence, PagePool
 from outrider.lm.runner import Bounds, ModelRunner, SequenceSlice
-from outrider.protocol.token_tree import path_to
+from outrider.protocol.token_tree import MAX_TREE_TOKENS, path_to
 
 PAGE_COUNT = 6
 BOUNDS = Bounds(sequences=5, tokens_each=4, tokens=16)
 NAMES = ["llama", "gemma3, alternating windows", "gpt2, learned positions"]
-
-
-def _tensors(values: Any) -> list[torch.Tensor]:
-    return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
-_READS = {
-    torch.ops.aten._local_scalar_dense.default,
-    torch.ops.aten.item.default,
-    torch.ops.aten.is_nonzero.default,
-}
-"""Operators that wait for the device, which a graph cannot do."""
-
-
-class Recording(TorchDispatchMode):
-    """Records the operators of one run; `replay` repeats them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.operators: list[Callable[[], None]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in _READS:
-            raise RuntimeError("operation not permitted when stream is capturing")
-        out = func(*args, **kwargs)
-        held = {_memory(tensor) for tensor in _tensors((args, kwargs))}
-
-        def again() -> None:
-            # Views and results written in place are in their old memory already.
-            for made, new in zip(_tensors(out), _tensors(func(*args, **kwargs)), strict=True):
-                if _memory(made) not in held:
-                    made.copy_(new)
-
-        self.operators.append(again)
-        return out
-
-    def replay(self) -> None:
-        for operator in self.operators:
-            operator()
-
-
-class Capture:
-    """Replaces `graphs._CudaCapture`; counts recordings and replays."""
-
-    def __init__(self) -> None:
-        self.recordings: list[Recording] = []
-        self.replays = 0
-
-    def __call__(self, run: Callable[[], object]) -> Callable[[], object]:
-        with Recording() as recording:
-            run()
-        self.recordings.append(recording)
-
-        def replay() -> None:
-            self.replays += 1
-            recording.replay()
-
-        return replay
-
-
-@pytest.fixture
-def capture(monkeypatch: pytest.MonkeyPatch) -> Capture:
-    made = Capture()
-    monkeypatch.setattr(graphs, "_CudaCapture", lambda: made)
-    monkeypatch.setattr(attention.LayerCache, "supports_kernel", lambda self, device: True)
-    monkeypatch.setattr(triton_attention, "paged_attention", paged_attention)
-    return made
 
 
 def text(seed: int, length: int) -> list[int]:
@@ -192,28 +117,29 @@ def test_batches_beyond_the_bounds_run_without_a_graph(capture: Capture) -> None
     runner, _ = pair("llama")
     capture.replays = 0
     six_sequences = [SequenceSlice([1], 0, [page], 1) for page in range(6)]
-    five_tokens = [SequenceSlice([1] * 5, 0, [0], 5)]
+    seventeen_tokens = [SequenceSlice([1] * 17, 0, [0], 5)]
     twenty_in_all = [SequenceSlice([1] * 4, 0, [page], 4) for page in range(5)]
-    for batch in (six_sequences, five_tokens, twenty_in_all):
+    for batch in (six_sequences, seventeen_tokens, twenty_in_all):
         assert len(runner.forward(batch)) == sum(part.logit_count for part in batch)
     assert capture.replays == 0
 
 
-def test_every_batch_within_the_bounds_has_a_graph(capture: Capture) -> None:
-    bounds = Bounds(sequences=37, tokens_each=9, tokens=150)
-    made = graphs.Graphs(
-        lambda ids, *_: torch.zeros(len(ids), 4),
-        graphs.CacheShape(16, 2, 9),
-        4,
-        torch.device("cpu"),
-    )
-    made.capture(bounds)
+def test_every_batch_within_the_bounds_has_a_bucket_that_holds_it() -> None:
+    bounds = Bounds(sequences=37, tokens_each=9, tokens=300)
+    captured = set(graphs.buckets(bounds))
     for count in range(1, 38):
-        for total in range(count, min(9 * count, 150) + 1):
-            lengths = [total // count + (i < total % count) for i in range(count)]
-            inputs, _ = made._graphs[made._bucket(lengths)]
-            assert inputs.batch >= count
-            assert inputs.rows >= total
+        for total in range(count, bounds.tokens + 1):
+            even = [total // count + (i < total % count) for i in range(count)]
+            with_prompt = [1] * (count - 1) + [total - count + 1]
+            for lengths in (even, with_prompt):
+                bucket = graphs.bucket_of(lengths, bounds)
+                assert bucket is not None
+                assert bucket in captured
+                assert bucket.batch >= count
+                assert bucket.rows >= total
+                assert bucket.longest >= max(lengths)
+    assert graphs.bucket_of([1] * 38, bounds) is None
+    assert graphs.bucket_of([301], bounds) is None
 
 
 def test_graphs_that_give_other_logits_are_dropped(
@@ -243,25 +169,221 @@ def test_a_model_that_cannot_be_captured_runs_without_graphs(
     assert capture.replays == 0
 
 
-@pytest.mark.skipif(
+def poison(runner: ModelRunner, slices: list[SequenceSlice]) -> None:
+    """Make every page NaN that no slice has, the page for padding included."""
+    owned = {page for part in slices for page in part.pages}
+    for array in runner._cache_arrays():
+        pages = array.view(-1, runner.page_size, *array.shape[1:])
+        pages[[page for page in range(len(pages)) if page not in owned]] = torch.nan
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_prompt_runs_in_a_graph_beside_decoding_sequences(name: str, capture: Capture) -> None:
+    """Pages that belong to no slice hold NaN, which would spread if they were read."""
+    runner, reference = pair(name)
+    texts = [text(i, 30 + 7 * i) for i in range(4)]
+    decoding = [SequenceSlice(texts[i][:-1], 0, [i], 0) for i in range(2)]
+    for part in decoding:
+        runner.forward([part])
+    tree, parents = text(9, 3), [0, 1, 0]
+    paths = [texts[1] + [tree[at - 1] for at in path_to(row, parents)] for row in range(4)]
+    batches = [
+        # Two chunks of prompts, of which one sequence has logits and the other none.
+        [SequenceSlice(texts[2][:9], 0, [2], 0), SequenceSlice(texts[3][:7], 0, [3], 2)],
+        [
+            SequenceSlice(texts[0][-1:], 29, [0], 1),
+            SequenceSlice(texts[2][9:15], 9, [2], 1),
+            SequenceSlice([texts[1][-1], *tree], 36, [1], 4, parents),
+            SequenceSlice(texts[3][7:12], 7, [3], 0),
+        ],
+        [SequenceSlice(texts[2][15:31], 15, [2], 16)],
+    ]
+    wanted = [
+        expected(reference, [texts[3][:7]], [2]),
+        expected(reference, [texts[0], texts[2][:15], *paths], [1] * 6),
+        expected(reference, [texts[2][:31]], [16]),
+    ]
+    capture.replays = 0
+    for batch, logits in zip(batches, wanted, strict=True):
+        poison(runner, [*decoding, *batches[0]])
+        torch.testing.assert_close(runner.forward(batch), logits, atol=1e-4, rtol=0)
+    assert capture.replays == len(batches)
+
+
+def long_runner(monkeypatch: pytest.MonkeyPatch, kernel: Any, device: str = "cpu") -> ModelRunner:
+    """Return a runner with one layer, 4,096 tokens of context, and graphs of the given kernel.
+
+    The cache holds random numbers. A sequence of its length is split into several parts.
+    """
+    sizes = {"max_position_embeddings": 4096, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = CONFIGS["llama, one head for all"]
+    model = build(type(config)(**config.to_diff_dict() | sizes)).to(device)
+    runner = ModelRunner(model, page_count=600)
+    for array in runner._cache_arrays():
+        array.normal_()
+    # Few buckets, because Triton's interpreter is slow.
+    monkeypatch.setattr(graphs, "_MEANS", (1,))
+    monkeypatch.setattr(triton_attention, "paged_attention", kernel)
+    runner._trial = None
+    runner.capture(Bounds(sequences=2, tokens_each=1 + MAX_TREE_TOKENS, tokens=80))
+    return runner
+
+
+def long_batches() -> list[list[SequenceSlice]]:
+    """Return a tree of 64 tokens behind 3,900, beside a text of 2,000; the same beside a prompt."""
+    draw = random.Random(2)
+    parents = [draw.randrange(max(0, i - 6), i + 1) for i in range(MAX_TREE_TOKENS)]
+    pages = draw.sample(range(600), 400)
+    tree = SequenceSlice(text(1, 65), 3900, pages[:256], 65, parents)
+    beside = SequenceSlice(text(2, 1), 2000, pages[256:], 1)
+    return [
+        [tree, beside],
+        [beside, SequenceSlice(text(3, 70), 3000, pages[:256], 3)],
+        [beside],
+    ]
+
+
+def compare_long(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch, kernel: Any) -> None:
+    """Compare graphs over a poisoned cache with forwards by `kernel` over the same keys."""
+    for batch in long_batches():
+        poison(runner, batch)
+        made = runner.forward(batch).clone()
+        with monkeypatch.context() as eager:
+            eager.setattr(runner, "_graphs", None)
+            eager.setattr(triton_attention, "paged_attention", kernel)
+            wanted = runner.forward(batch)
+        torch.testing.assert_close(made, wanted, atol=1e-4, rtol=0)
+
+
+def test_trees_of_64_and_prompts_behind_thousands_of_tokens_run_in_graphs(
+    capture: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = long_runner(monkeypatch, triton_kernel)
+    capture.replays = 0
+    compare_long(runner, monkeypatch, reference_attention)
+    assert capture.replays == len(long_batches())
+
+
+def test_capture_goes_on_with_smaller_buckets_after_memory_ran_out(
+    capture: Capture, caplog: pytest.LogCaptureFixture
+) -> None:
+    runner = ModelRunner(build(CONFIGS["llama"]), page_size=256, page_count=PAGE_COUNT)
+    capture.failures = [torch.OutOfMemoryError("8 MiB wanted"), None, torch.OutOfMemoryError("9")]
+    with caplog.at_level(logging.WARNING):
+        runner.capture(BOUNDS)
+    assert "no CUDA graph for 5 sequences and 16 tokens: 8 MiB wanted" in caplog.text
+    assert runner.graph_count == len(graphs.buckets(BOUNDS)) - 2
+    capture.replays = 0
+    prompt = text(4, 14)
+    wanted = expected(build(CONFIGS["llama"]), [prompt], [3])
+    torch.testing.assert_close(
+        runner.forward([SequenceSlice(prompt, 0, [0], 3)]), wanted, atol=1e-4, rtol=0
+    )
+    assert capture.replays == 0
+    runner.forward([SequenceSlice([1], 14, [0], 1)])
+    assert capture.replays == 1
+
+
+@pytest.mark.parametrize("place", [0, 3])
+def test_the_error_of_a_device_that_failed_is_not_taken_for_a_missing_graph(
+    place: int, capture: Capture
+) -> None:
+    runner = ModelRunner(build(CONFIGS["llama"]), page_size=256, page_count=PAGE_COUNT)
+    capture.failures = [*[None] * place, torch.AcceleratorError("an illegal memory access")]
+    with pytest.raises(torch.AcceleratorError, match="illegal memory access"):
+        runner.capture(BOUNDS)
+
+
+def test_a_device_that_fails_in_a_graphs_trial_is_not_taken_for_a_graph_with_other_logits(
+    capture: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: Recording) -> None:
+        raise torch.AcceleratorError("an illegal memory access")
+
+    runner = ModelRunner(build(CONFIGS["llama"]), page_size=256, page_count=PAGE_COUNT)
+    monkeypatch.setattr(Recording, "replay", fail)
+    with pytest.raises(torch.AcceleratorError, match="illegal memory access"):
+        runner.capture(BOUNDS)
+
+
+def test_the_block_table_has_every_page_of_a_batch_and_gets_each_only_once() -> None:
+    """Sequences grow, are rewound, share pages, end and lose their rows to others."""
+    draw = random.Random(3)
+    pool = PagePool(200, 4)
+    table = BlockTable(3, CacheShape(4, 40, 200), torch.device("cpu"))
+    sent: list[int] = []
+    send = table._send
+
+    def spy(at: list[int], pages: list[int]) -> None:
+        sent.append(len(at))
+        send(at, pages)
+
+    table._send = spy  # type: ignore[method-assign]
+    sequences = [KVSequence() for _ in range(4)]
+    for _ in range(500):
+        running = draw.sample(sequences, draw.randint(1, 3))
+        for sequence in running:
+            held = len(sequence.pages) * 4
+            match draw.randrange(6):
+                case 0:
+                    pool.truncate(sequence, draw.randint(0, held))
+                case 1:
+                    sequence.num_computed_tokens = held
+                    at = sequences.index(sequence)
+                    sequences[at] = pool.fork(sequence, held)
+                    running[running.index(sequence)] = sequences[at]
+                    pool.free(sequence)
+        for sequence in running:
+            pool.reserve(sequence, min(160, len(sequence.pages) * 4 + draw.randint(1, 12)))
+        slices = [
+            SequenceSlice([0], len(sequence.pages) * 4 - draw.randint(1, 4), sequence.pages, 1)
+            for sequence in running
+        ]
+        for part, sequence in zip(slices, running, strict=True):
+            part.kv = sequence
+        rows = table.rows(slices)
+        assert len(set(rows)) == len(rows)
+        for part, row in zip(slices, rows, strict=True):
+            count = -(-part.end // 4)
+            assert table.pages_RP[row, :count].tolist() == part.pages[:count]
+        assert set(table.pages_RP[table.padding_row].tolist()) == {200}
+        sent.clear()
+        assert table.rows(slices) == rows
+        assert sent == [], "nothing is sent twice"
+
+
+needs_gpu = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="needs a GPU; the tests above use a recording"
 )
+
+
+@needs_gpu
 @pytest.mark.parametrize("name", NAMES)
 def test_on_a_gpu_graphs_give_the_logits_of_eager_forwards(name: str) -> None:
     eager, graphed = (
         ModelRunner(build(CONFIGS[name]).cuda().bfloat16(), page_count=64) for _ in range(2)
     )
     graphed.capture(BOUNDS)
-    assert graphed._graphs is not None
-    assert graphed._graphs._graphs
+    assert graphed.graph_count == len(graphs.buckets(BOUNDS))
+    assert graphed.graph_memory_bytes > 0
     texts = [text(i, 30 + 7 * i) for i in range(5)]
     for runner in (eager, graphed):
         for i, ids in enumerate(texts):
             runner.forward([SequenceSlice(ids, 0, list(range(8 * i, 8 * i + 8)), 0)])
-    for counts in ([1], [4], [1, 2, 3], [3, 3, 3, 3, 3], [1, 1, 1, 1, 1]):
+    for counts in ([1], [4], [1, 2, 3], [3, 3, 3, 3, 3], [1, 1, 1, 1, 1], [1, 12, 2], [16]):
         batch = [
             SequenceSlice(text(n, n), len(texts[i]), list(range(8 * i, 8 * i + 8)), n)
             for i, n in enumerate(counts)
         ]
+        poison(graphed, [SequenceSlice([], 0, list(range(40)), 0)])
         logits = graphed.forward(batch).clone()
         torch.testing.assert_close(logits, eager.forward(batch), atol=0.1, rtol=0.05)
+
+
+@needs_gpu
+def test_on_a_gpu_trees_and_prompts_behind_thousands_of_tokens_run_in_graphs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runner = long_runner(monkeypatch, triton_attention.paged_attention, "cuda")
+    assert runner.graph_count == len(graphs.buckets(Bounds(2, 1 + MAX_TREE_TOKENS, 80)))
+    compare_long(runner, monkeypatch, reference_attention)

@@ -369,5 +369,6 @@ def _nothing() -> None:
 def _slice(scheduled: ScheduledSequence) -> SequenceSlice:
     draft = scheduled.draft
     tokens = scheduled.token_ids + draft.token_ids
-    pages = scheduled.sequence.kv.pages
-    return SequenceSlice(tokens, scheduled.start, pages, scheduled.logit_count, draft.parents)
+    kv = scheduled.sequence.kv
+    count = scheduled.logit_count
+    return SequenceSlice(tokens, scheduled.start, kv.pages, count, draft.parents, kv)

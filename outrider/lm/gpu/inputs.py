@@ -1,0 +1,213 @@
+"""The inputs of captured forwards, at fixed addresses, and the block table that all graphs share.
+
+A step copies its inputs with one copy from pinned memory. The pages of a running sequence stay on
+the device: a step sends only the pages that are new.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+import torch
+
+from outrider.lm.layout import (
+    KernelArguments,
+    SequenceSlice,
+    StaticLayout,
+    ancestors_by_token,
+    logits_indices,
+    slot_mapping,
+)
+from outrider.lm.pages import KVSequence
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """Tokens a page, most pages a sequence, and the number of a page that no sequence uses."""
+
+    page_size: int
+    pages_each: int
+    spare_page: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """The size of a captured forward: sequences, tokens in all, and most tokens of a sequence."""
+
+    batch: int
+    rows: int
+    longest: int
+
+
+class BlockTable:
+    """The pages of the last `most` sequences that ran, a row each, and of a row for padding.
+
+    A sequence keeps its row until another one needs the room; then the sequence that ran longest
+    ago loses its row.
+    """
+
+    def __init__(self, most: int, shape: CacheShape, device: torch.device) -> None:
+        self.shape = shape
+        self.device = device
+        self.padding_row = most
+        size = (most + 1, shape.pages_each)
+        self.pages_RP = torch.full(size, shape.spare_page, dtype=torch.int32, device=device)
+        self._unused = list(range(most))
+        # In the order in which the sequences ran, the last one at the end. Holding them keeps their
+        # identities from being used again.
+        self._rows: dict[KVSequence, int] = {}
+        self._pinned = device.type == "cuda"
+        self._copied = torch.Event(device) if self._pinned else None
+
+    def host_and_device(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Create an int32 array of zeros on the host, pinned for a GPU, and one on the device."""
+        host = torch.zeros(size, dtype=torch.int32, pin_memory=self._pinned)
+        return host, torch.zeros_like(host, device=self.device)
+
+    def wait(self) -> None:
+        """Wait until the device has read the host arrays of the last step."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    def mark_copied(self) -> None:
+        """Note that the copies of this step's host arrays have been queued."""
+        if self._copied is not None:
+            self._copied.record()
+
+    def rows(self, slices: Sequence[SequenceSlice]) -> list[int]:
+        """Return each slice's row, after sending the pages that the rows lack.
+
+        A slice without a `kv` gets the row of a new sequence. At most `most` slices.
+        """
+        sequences = [part.kv or KVSequence(part.pages) for part in slices]
+        rows = self._rows_of(sequences)
+        width = self.shape.pages_each
+        at: list[int] = []
+        pages: list[int] = []
+        for part, sequence, row in zip(slices, sequences, rows, strict=True):
+            end = -(-part.end // self.shape.page_size)
+            begin = sequence.sent_page_count
+            if begin < end:
+                at += range(row * width + begin, row * width + end)
+                pages += part.pages[begin:end]
+                sequence.sent_page_count = end
+        if at:
+            self._send(at, pages)
+        return rows
+
+    def _rows_of(self, sequences: Sequence[KVSequence]) -> list[int]:
+        known = self._rows
+        for sequence in sequences:
+            row = known.pop(sequence, None)
+            if row is not None:
+                known[sequence] = row
+        # The sequences of this batch are now behind all others, so none of them loses its row.
+        for sequence in sequences:
+            if sequence not in known:
+                known[sequence] = self._take_row()
+                sequence.sent_page_count = 0
+        return [known[sequence] for sequence in sequences]
+
+    def _take_row(self) -> int:
+        if self._unused:
+            return self._unused.pop()
+        return self._rows.pop(next(iter(self._rows)))
+
+    def _send(self, at: list[int], pages: list[int]) -> None:
+        """Write page numbers at places of the flattened table: one copy and one kernel."""
+        words = np.concatenate([np.array(at).view(np.int32), np.array(pages, np.int32)])
+        host = torch.from_numpy(words)
+        if self._pinned:
+            # Torch reuses this memory only after the copy.
+            host = host.pin_memory()
+        sent = host.to(self.device, non_blocking=True)
+        places = sent[: 2 * len(at)].view(torch.int64)
+        self.pages_RP.view(-1).index_copy_(0, places, sent[2 * len(at) :])
+
+
+class Inputs:
+    """Inputs of one bucket's forwards at fixed addresses.
+
+    Padding tokens write to the spare page. Each is a one-token sequence while batch slots remain;
+    further padding rows hold arbitrary values. Nothing reads padding.
+    """
+
+    def __init__(self, bucket: Bucket, table: BlockTable) -> None:
+        self.bucket = bucket
+        self._table = table
+        rows = bucket.rows
+        by_token = ("token_ids", "positions", "slots", "slot_mapping", "logits_indices")
+        # First the 64-bit words, because their addresses must be multiples of 8.
+        sizes = {
+            "ancestors": 2 * rows,
+            **dict.fromkeys(by_token, rows),
+            "cu_seqlens_q": bucket.batch + 1,
+            **dict.fromkeys(("seq_lens", "tree_starts", "table_rows"), bucket.batch),
+        }
+        self._host, self._device = table.host_and_device(sum(sizes.values()))
+        self._numbers = dict(
+            zip(sizes, [t.numpy() for t in torch.split(self._host, [*sizes.values()])], strict=True)
+        )
+        self._words = self._numbers["ancestors"].view(np.uint64)
+        self._arrays = dict(zip(sizes, torch.split(self._device, [*sizes.values()]), strict=True))
+        self.token_ids = self._arrays["token_ids"]
+        self.positions = self._arrays["positions"]
+
+    def layout(self) -> StaticLayout:
+        """Return the layout for the layers.
+
+        Call it within the capture, because it converts the slot mapping to int64 and gathers the
+        batch's rows of the block table.
+        """
+        arrays = self._arrays
+        kernel = KernelArguments(
+            arrays["cu_seqlens_q"], self.bucket.longest, arrays["seq_lens"],
+            self._table.pages_RP.index_select(0, arrays["table_rows"]),
+            arrays["slots"], self.positions, arrays["tree_starts"],
+            # A tree is two tokens at least: graphs for single tokens need no code for them.
+            arrays["ancestors"].view(torch.int64), has_trees=self.bucket.longest > 1,
+        )  # fmt: skip
+        return StaticLayout(arrays["slot_mapping"].long(), kernel)
+
+    def write(self, slices: Sequence[SequenceSlice]) -> torch.Tensor | None:
+        """Write a batch and the padding behind it.
+
+        Returns the rows of `logits_indices(slices)` on the device, int32 [R]; None if they are the
+        first R rows.
+        """
+        batch, rows = self.bucket.batch, self.bucket.rows
+        self._table.wait()
+        shape = self._table.shape
+        padding = rows - sum(len(part.token_ids) for part in slices)
+        spare_slot = shape.spare_page * shape.page_size
+        self._by_token("token_ids", (token for part in slices for token in part.token_ids))
+        self._by_token("positions", (at for part in slices for at in part.positions))
+        self._by_token("slots", (slot for part in slices for slot in part.slots))
+        self._by_token("slot_mapping", slot_mapping(slices, shape.page_size), spare_slot)
+        wanted = logits_indices(slices)
+        is_prefix = wanted == list(range(len(wanted)))
+        if not is_prefix:
+            self._by_token("logits_indices", wanted)
+        unused = batch - len(slices)
+        singles = min(padding, unused)
+        lengths = [len(part.token_ids) for part in slices]
+        lengths += [1] * singles + [0] * (unused - singles)
+        numbers = self._numbers
+        numbers["cu_seqlens_q"][:] = [0, *accumulate(lengths)]
+        numbers["seq_lens"][:] = [part.end for part in slices] + [1] * unused
+        numbers["tree_starts"][:] = [part.tree_start for part in slices] + [1] * unused
+        numbers["table_rows"][:] = self._table.rows(slices) + [self._table.padding_row] * unused
+        if any(part.parents for part in slices):
+            words = ancestors_by_token(slices)
+            self._words[: len(words)] = words
+        self._device.copy_(self._host, non_blocking=True)
+        self._table.mark_copied()
+        return None if is_prefix else self._arrays["logits_indices"][: len(wanted)]
+
+    def _by_token(self, name: str, numbers: Iterable[int], padding: int = 0) -> None:
+        """Write a number for each token, and the padding behind them."""
+        written = [*numbers]
+        self._numbers[name][:] = written + [padding] * (self.bucket.rows - len(written))
