@@ -238,7 +238,7 @@ def long_batches() -> list[list[SequenceSlice]]:
     beside = SequenceSlice(text(2, 1), 2000, pages[256:], 1)
     return [
         [tree, beside],
-        [beside, SequenceSlice(text(3, 70), 3000, pages[:256], 3)],
+        [beside, SequenceSlice(text(3, 70), 1100, pages[:256], 3)],
         [beside],
     ]
 
