@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import queue
 import random
 from functools import cache
 from pathlib import Path
@@ -13,6 +14,7 @@ import numpy as np
 from outrider.grammar.backends import Compiled
 from outrider.grammar.compiler import GrammarCompiler
 from outrider.grammar.kinds import Backend, Grammar, GrammarKind
+from outrider.grammar.worker import checker
 from outrider.tokenizer import load_tokenizer
 
 TARGET = str(Path(__file__).parents[2] / "models/target")
@@ -23,13 +25,28 @@ BACKENDS: tuple[Backend, ...] = ("xgrammar", "llguidance")
 TOKENIZER = load_tokenizer(TARGET)
 
 
+class _Here:
+    """Checks grammars as a worker process does, in the tests' process, which has torch already."""
+
+    def __init__(self, backend: Backend | None) -> None:
+        self._check = checker(TARGET, VOCAB, list(ENDS), backend)
+
+    def call(self, request: bytes, seconds: float) -> bytes:
+        """As `Worker.call`, without the limit of time."""
+        return self._check(request)
+
+
 @cache
 def compiler(backend: Backend | None) -> GrammarCompiler:
     """A compiler that all tests share; with None as the product has it.
 
-    It may take long, because a loaded machine would reach the usual limit.
+    Each worker process would load torch for seconds. test_grammar_compiler.py and the longest
+    grammars of test_grammar_limits.py have real workers.
     """
-    return GrammarCompiler(TARGET, VOCAB, ENDS, backend=backend, compile_seconds=60.0)
+    made = GrammarCompiler(TARGET, VOCAB, ENDS, backend=backend, trusted=True)
+    made._workers = queue.SimpleQueue()
+    made._workers.put(_Here(backend))  # type: ignore[arg-type]
+    return made
 
 
 def allowed(mask: np.ndarray, row: int = 0) -> np.ndarray:
