@@ -199,6 +199,7 @@ class Metrics:
         )
         self._running = gauge("num_requests_running", "Sequences in the batch.")
         self._waiting = gauge("num_requests_waiting", "Sequences in the queue.")
+        self._unread = gauge("num_requests_unread", "Sequences that wait for their caller to read.")
         self._pages = gauge("kv_cache_usage_perc", "Share of the KV pages in use, 0 to 1.")
         self._queue_seconds = histogram(
             "request_queue_time_seconds",
@@ -374,6 +375,7 @@ class Metrics:
         name = self._model_name
         self._running.labels(name).set(now.running)
         self._waiting.labels(name).set(now.waiting)
+        self._unread.labels(name).set(now.unread)
         self._pages.labels(name).set(now.pages)
         before = self._exported
         self._prefix_queries.labels(name).inc(now.prompt_tokens - before.prompt_tokens)

@@ -15,6 +15,7 @@ _LOOK_S = 0.2
 _ZERO_WHEN_QUIET = (
     "outrider:num_requests_running",
     "outrider:num_requests_waiting",
+    "outrider:num_requests_unread",
     "outrider:kv_cache_usage_perc",
     "outrider:integrity_failures_total",
 )

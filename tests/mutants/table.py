@@ -175,8 +175,8 @@ MUTANTS = (
         "Q4",
         "the oldest sequence is preempted",
         SCHEDULER,
-        "(held[each.request.tenant], each.id))",
-        "(held[each.request.tenant], -each.id))",
+        "(held[each.request.tenant], each.arrival))",
+        "(held[each.request.tenant], -each.arrival))",
         (f"{ENGINES}::test_the_youngest_of_a_tenants_sequences_is_preempted",),
     ),
     Mutant(

@@ -1,9 +1,14 @@
-"""A sequence that nobody reads takes no steps, places or pages, and its text stays the same."""
+"""A sequence that nobody reads takes no steps, places, pages or drafters' slots.
+
+Its text stays the same.
+"""
 
 from __future__ import annotations
 
 import pytest
-from fake_model import Client, ScriptedDrafter, finish, make_engine
+from fake_model import Client, ScriptedDrafter, exposition, finish, make_engine
+from hypothesis import given
+from hypothesis import strategies as st
 
 from outrider.errors import Reason
 from outrider.protocol.messages import SamplingParams, TokenRequest
@@ -97,6 +102,80 @@ def test_unread_sequences_of_one_tenant_leave_all_places_to_another() -> None:
     for sequence in flood:
         engine.cancel(sequence)
     finish(engine)
+
+
+ACTS = st.sampled_from(["submit", "step", "leave", "read", "cancel", "join"])
+
+
+@given(st.lists(st.tuples(ACTS, st.integers(0, 5)), max_size=40))
+def test_unread_sequences_have_no_slots_at_drafters_and_are_counted(
+    acts: list[tuple[str, int]],
+) -> None:
+    now = 0.0
+    engine, _ = make_engine(eos_bias=-99, config=EngineConfig(max_sequences=3), clock=lambda: now)
+    drafters = [ScriptedDrafter(engine, max_sequence_count=2)]
+    sequences = [submit(engine)[0]]
+    engine.step()
+    for act, which in acts:
+        now += 1.0
+        sequence = sequences[which % len(sequences)]
+        if act == "submit":
+            sequences.append(submit(engine)[0])
+        elif act == "join":
+            drafters.append(ScriptedDrafter(engine, f"drafter {len(drafters)}"))
+        elif act == "step":
+            engine.advance()
+        else:
+            tell = {
+                "leave": engine.leave_unread,
+                "read": engine.read_again,
+                "cancel": engine.cancel,
+            }
+            tell[act](sequence)
+        engine.drain_inbox()
+        unread = engine.scheduler.unread
+        for drafter in drafters:
+            name = drafter.handle.id
+            slots = {each.id for each in engine.sequences.values() if name in each.assignments}
+            assert drafter.handle.sequence_ids == slots
+            assert slots.isdisjoint(unread)
+        count = f'outrider:num_requests_unread{{model_name="fake"}} {len(unread)}.0'
+        assert count in exposition(engine)
+    for drafter in drafters:
+        opened = [each.sequence_id for batch in drafter.received for each in batch.opened]
+        assert len(opened) == len(set(opened)), "an id is opened once on a stream"
+
+
+def test_a_drafter_with_one_slot_has_it_for_others_while_an_answer_is_unread() -> None:
+    engine, _ = make_engine(eos_bias=-99)
+    drafter = ScriptedDrafter(engine, max_sequence_count=1)
+    unread, client = submit(engine)
+    engine.step()
+    engine.leave_unread(unread)
+    other, _ = submit(engine)
+    assert drafter.handle.sequence_ids == {other.id}
+    engine.cancel(other)
+    engine.read_again(unread)
+    engine.step()
+    assert drafter.handle.sequence_ids == {unread.id}
+    drafter.propose(unread.id, [5], anew=True)
+    finish(engine)
+    assert drafter.error is None
+    assert client.tokens == text(GREEDY)
+
+
+def test_a_sequence_that_is_read_again_keeps_its_place_among_its_tenants() -> None:
+    engine, _ = make_engine(eos_bias=-99, config=EngineConfig(max_sequences=1))
+    first, _ = submit(engine)
+    engine.step()
+    engine.leave_unread(first)
+    second, third = submit(engine)[0], submit(engine)[0]
+    engine.step()
+    engine.read_again(first)
+    engine.cancel(second)
+    engine.advance()
+    assert list(engine.scheduler.running) == [first.id]
+    engine.cancel(third)
 
 
 @pytest.mark.parametrize("begun", [False, True], ids=["in the queue", "in the batch"])

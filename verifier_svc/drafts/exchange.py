@@ -83,7 +83,7 @@ class DraftExchange:
         drafter.on_target_cores = own_cores is not None and drafter.shares_cores(own_cores)
         self.roster.join(drafter)
         for sequence in self._sequences.values():
-            if sequence.admitted:
+            if sequence.admitted and sequence.unread_at is None:
                 self.assign(sequence)
         return drafter
 
@@ -140,7 +140,7 @@ class DraftExchange:
                 self._open(sequence, assignment, wanted)
 
     def close(self, sequence: Sequence) -> None:
-        """Tell its drafters that the sequence is over."""
+        """Tell its drafters that the sequence is over, at least under its present id."""
         for assignment in sequence.assignments.values():
             _tell_closed(sequence, assignment)
         sequence.assignments.clear()

@@ -32,8 +32,8 @@ class FairQueue:
     def put_back(self, sequence: Sequence) -> None:
         """Put a sequence that has run before the younger ones of its tenant."""
         own = self._by_tenant.setdefault(sequence.request.tenant, deque())
-        place = next((i for i, other in enumerate(own) if other.id > sequence.id), len(own))
-        own.insert(place, sequence)
+        younger = (i for i, other in enumerate(own) if other.arrival > sequence.arrival)
+        own.insert(next(younger, len(own)), sequence)
 
     def first(self, running: Mapping[str, int]) -> Sequence:
         """The sequence whose turn it is, given the number of running sequences by tenant.
@@ -44,7 +44,7 @@ class FairQueue:
         heads = [sequences[0] for sequences in self._by_tenant.values()]
         if len(heads) == 1:
             return heads[0]
-        return min(heads, key=lambda head: (running.get(head.request.tenant, 0), head.id))
+        return min(heads, key=lambda head: (running.get(head.request.tenant, 0), head.arrival))
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out. Does nothing if it is not in the queue."""

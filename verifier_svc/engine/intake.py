@@ -110,6 +110,11 @@ class Intake:
         for sequence in self._scheduler.admit():
             self._drafting.assign(sequence)
 
+    def new_id(self) -> int:
+        """An id that no sequence has had."""
+        self._last_id += 1
+        return self._last_id
+
     def _check(self, request: TokenRequest) -> None:
         needed = len(request.prompt) + request.max_tokens
         pool = self._scheduler.pool
@@ -156,7 +161,7 @@ class Intake:
         sink: Callable[[TokenChunk | OutriderError], None],
         span: Span,
     ) -> Sequence:
-        self._last_id += 1
+        number = self.new_id()
         depth = request.speculation.draft_tokens
         if depth is None:
             depth = self._config.draft_tokens_policy.max_draft_tokens
@@ -175,7 +180,8 @@ class Intake:
         if not request.ignore_eos:
             end_ids |= frozenset(self._model.eos_token_ids)
         return Sequence(
-            id=self._last_id,
+            id=number,
+            arrival=number,
             request=request,
             seed=seed,
             max_draft_tokens=depth,

@@ -159,13 +159,15 @@ class Engine:
     def leave_unread(self, sequence: Sequence) -> None:
         """Leave a sequence out of steps until `read_again`, because its caller does not read.
 
-        Its text does not depend on that. If more than `max_waiting` sequences are unread, the
-        longest unread of the tenant with the most of them ends with SLOW_READER.
+        Its drafters are told that it is over, so that they draft for others. Its text does not
+        depend on that. If more than `max_waiting` sequences are unread, the longest unread of the
+        tenant with the most of them ends with SLOW_READER.
         """
         scheduler = self.scheduler
         if sequence.id not in self.sequences or sequence.id in scheduler.unread:
             return
         scheduler.leave_unread(sequence)
+        self.drafting.close(sequence)
         sequence.unread_at = self.clock()
         if len(scheduler.unread) > self.config.max_waiting:
             message = f"more than {self.config.max_waiting} answers are unread"
@@ -174,13 +176,20 @@ class Engine:
         self._metrics.occupancy(scheduler.occupancy())
 
     def read_again(self, sequence: Sequence) -> None:
-        """Let a sequence wait for its next step after `leave_unread`."""
-        if sequence.unread_at is None:
+        """Let a sequence wait for its next step after `leave_unread`.
+
+        It gets a new id, because a drafter may be told of an id only once.
+        """
+        if sequence.unread_at is None or sequence.id not in self.scheduler.unread:
             return
         if sequence.scheduled_at is not None:
             sequence.scheduled_at += max(self.clock() - sequence.unread_at, 0.0)
         sequence.unread_at = None
         self.scheduler.read_again(sequence)
+        del self.sequences[sequence.id]
+        sequence.id = self._intake.new_id()
+        self.sequences[sequence.id] = sequence
+        self._metrics.occupancy(self.scheduler.occupancy())
 
     def stop_gathering(self) -> None:
         """Send clients all unsent tokens, and from now on the tokens of each step."""

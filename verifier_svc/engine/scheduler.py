@@ -95,9 +95,9 @@ class Scheduler:
         self.unread[sequence.id] = sequence
 
     def read_again(self, sequence: Sequence) -> None:
-        """Put an unread sequence back into the queue; does nothing for any other one."""
-        if self.unread.pop(sequence.id, None) is not None:
-            self.waiting.put_back(sequence)
+        """Put an unread sequence back into the queue."""
+        del self.unread[sequence.id]
+        self.waiting.put_back(sequence)
 
     def unread_longest(self) -> Sequence:
         """The sequence that is longest unread, of the tenant with the most unread ones."""
@@ -125,6 +125,7 @@ class Scheduler:
         return Occupancy(
             running=len(self.running),
             waiting=len(self.waiting),
+            unread=len(self.unread),
             pages=self.pool.used_count / self.pool.page_count,
             prompt_tokens=self.prompt_token_count,
             cached_tokens=self.cached_token_count,
@@ -303,7 +304,7 @@ class Scheduler:
         if count <= self.tenants[tenant] + 1:
             return False
         own = [each for each in self.running.values() if each.request.tenant == most]
-        self._preempt(max(own, key=_id))
+        self._preempt(max(own, key=_arrival))
         return True
 
     def _make_pages(self, sequence: Sequence) -> bool:
@@ -327,7 +328,7 @@ class Scheduler:
         missing = -(-len(sequence.tokens) // self.pool.page_size) - len(sequence.kv.pages)
         own = held.pop(sequence.request.tenant, 0) + len(sequence.kv.pages) + missing
         missing -= self.pool.free_count
-        youngest = sorted(self.running.values(), key=_id)
+        youngest = sorted(self.running.values(), key=_arrival)
         losers: list[Sequence] = []
         while missing > 0 and youngest:
             most = max(held, key=lambda tenant: held[tenant], default=None)
@@ -354,7 +355,7 @@ class Scheduler:
     def _holds_most(self, sequences: Iterable[Sequence]) -> Sequence:
         """The youngest of these sequences of the tenant that holds the most pages."""
         held = self._pages_held()
-        return max(sequences, key=lambda each: (held[each.request.tenant], each.id))
+        return max(sequences, key=lambda each: (held[each.request.tenant], each.arrival))
 
     def _preempt(self, victim: Sequence) -> None:
         """Free its pages and recompute it later; it keeps its tokens and its drafters' tries."""
@@ -364,8 +365,8 @@ class Scheduler:
         self.preemption_count += 1
 
 
-def _id(sequence: Sequence) -> int:
-    return sequence.id
+def _arrival(sequence: Sequence) -> int:
+    return sequence.arrival
 
 
 def _scorable(sequence: Sequence, pending: int, rows: int) -> int:

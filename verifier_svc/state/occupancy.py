@@ -14,6 +14,7 @@ class Occupancy:
 
     running: int = 0
     waiting: int = 0
+    unread: int = 0
     pages: float = 0.0
     prompt_tokens: int = 0
     cached_tokens: int = 0

@@ -179,6 +179,9 @@ class Sequence:
     """
 
     id: int
+    """Its name for drafters. It changes when the sequence goes on after it was unread."""
+    arrival: int
+    """Its place in the order of arrival."""
     request: TokenRequest
     seed: int
     max_draft_tokens: int
