@@ -160,6 +160,12 @@ class Metrics:
             _LABELS,
             registry=self.registry,
         )
+        self.unread = Gauge(
+            "outrider:num_requests_unread",
+            "Sequences in progress that wait for their client to read.",
+            _LABELS,
+            registry=self.registry,
+        )
 
     def _add_times(self) -> None:
         self.first_token_s = self._histogram(

@@ -97,8 +97,12 @@ class Permit:
             del self._counts[self._tenant]
 
     def release(self) -> None:
-        """Count a sequence that has ended no longer."""
+        """Count a sequence no longer that has ended, or that its client does not read."""
         self._add(-min(1, self._left))
+
+    def take_again(self) -> None:
+        """Count a sequence again that was released. It has begun, so it is not refused."""
+        self._add(1)
 
     def close(self) -> None:
         """Count none of the request's sequences any longer."""

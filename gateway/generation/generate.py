@@ -34,8 +34,9 @@ _MOST_LOST = 4
 _EARLY_S = 0.1
 
 # How long a client may leave an answer unread once the buffers are full. Meanwhile the answer has
-# no part in the verifier's steps; then it ends with slow_reader. A client that still reads now and
-# then loses nothing, and a client that is gone frees its buffers soon.
+# no part in the verifier's steps, and no place in the admission; then it ends with slow_reader. A
+# client that still reads now and then loses nothing, and a client that is gone frees its buffers
+# soon.
 _UNREAD_S = 60.0
 
 Build = Callable[[ModelInfo], Sequence[TextRequest]]
@@ -202,8 +203,9 @@ class _Sequence:
             replica = self._pick.replica
             stream = replica.tokens
             ends_at = self._permit.ends_at
+            answer = stream.generate(self._rest(), ends_at, _UNREAD_S, self._set_unread)
             try:
-                async with aclosing(stream.generate(self._rest(), ends_at, _UNREAD_S)) as chunks:
+                async with aclosing(answer) as chunks:
                     async for chunk in chunks:
                         left = self._request.tokens.max_tokens - len(self._committed)
                         check_chunk(chunk, info, left, replica.address)
@@ -216,6 +218,16 @@ class _Sequence:
                 if not self._moves(error.reason):
                     raise
                 await self._move(error)
+
+    def _set_unread(self, is_unread: bool) -> None:
+        """Give the place in the admission back while the client does not read."""
+        change = 1 if is_unread else -1
+        self._pick.replica.unread_count += change
+        self._generation.metrics.unread.labels(self._pick.model).inc(change)
+        if is_unread:
+            self._permit.release()
+        else:
+            self._permit.take_again()
 
     def _rest(self) -> TokenRequest:
         """The verifier's request for what is left to generate."""

@@ -1,4 +1,4 @@
-"""Bound HTTP connections: the size and number of headers, and the time a request may take."""
+"""Bound HTTP connections: the size and number of headers, and the time that a client may take."""
 
 from __future__ import annotations
 
@@ -26,6 +26,9 @@ class BoundedProtocol(HttpToolsProtocol):
     # So that a slow sender cannot hold a connection: an honest one is done far earlier.
     header_seconds = 10.0
     body_seconds = 60.0
+    # So that a client cannot hold an answer for ever that it does not read. It is longer than
+    # answers are kept for a slow reader, whose last chunks and error may wait in the connection.
+    unread_seconds = 120.0
     needs_certificate: bool
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -38,6 +41,7 @@ class BoundedProtocol(HttpToolsProtocol):
         # which the parser has not reported yet.
         self._pending_bytes = 0
         self._deadline: asyncio.TimerHandle | None = None
+        self._unread: asyncio.TimerHandle | None = None
 
     # uvicorn's own method overrides with the same narrower type.
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -64,9 +68,25 @@ class BoundedProtocol(HttpToolsProtocol):
         return None
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Remove the deadline of the connection."""
+        """Remove the deadlines of the connection."""
         self._expect(None)
+        self._stop_waiting()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """Give the client `unread_seconds` to read most of the bytes that wait."""
+        super().pause_writing()
+        self._unread = self.loop.call_later(self.unread_seconds, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """Remove the deadline, since the client has read."""
+        super().resume_writing()
+        self._stop_waiting()
+
+    def _stop_waiting(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
 
     def data_received(self, data: bytes) -> None:
         """Parse the bytes; refuse a header or trailer that grows beyond MAX_HEADER_BYTES."""

@@ -45,6 +45,8 @@ class Replica:
         )
         self.sequences: set[object] = set()
         """The sequences that run on this replica, or wait since it was lost for one to move to."""
+        self.unread_count = 0
+        """How many of them are paused there, because their clients do not read."""
         self.foreign_count = 0
         """Sequences of other gateways and callers there, at the last poll."""
         self.round_trip_s: float | None = None
@@ -88,6 +90,11 @@ class Replica:
         retired.add_done_callback(self._earlier.pop)
         self._dial()
 
+    @property
+    def own_count(self) -> int:
+        """The sequences of this gateway that have a place there, or wait for one."""
+        return len(self.sequences) - self.unread_count
+
     def fail_sequences(self, error: OutriderError, *, waiting_only: bool = False) -> None:
         """End all sequences with an error, or only those without a chunk yet."""
         for tokens in (*self._earlier.values(), self.tokens):
@@ -120,7 +127,7 @@ class Replica:
         self.round_trip_s = time.perf_counter() - asked
         self.info = info
         self.full = False
-        self.foreign_count = 0 if info.load is None else info.load.beside(len(self.sequences))
+        self.foreign_count = 0 if info.load is None else info.load.beside(self.own_count)
         self.problem = _problem(self.address, info, fingerprint)
 
     def _take_refusal(self, error: OutriderError) -> None:

@@ -48,7 +48,7 @@ class Pick(NamedTuple):
 
         Sequences of a verifier that does not report its load count alone.
         """
-        own = len(self.replica.sequences)
+        own = self.replica.own_count
         load = self.info.load
         if load is None:
             return self.replica.full, own

@@ -19,7 +19,7 @@ import grpc
 from outrider.errors import OutriderError, Reason
 from outrider.internal.v1 import token_streams_pb2
 from outrider.process import rpc
-from outrider.process.read_ahead import ReadAhead, unread_error
+from outrider.process.read_ahead import ReadAhead, ignore, unread_error
 from outrider.process.tasks import watch
 from outrider.protocol.messages import TokenChunk, TokenRequest
 from outrider.protocol.wire import requests as wire_requests
@@ -56,11 +56,16 @@ class VerifierStream:
         self._call: _StreamCall | None = None
 
     async def generate(
-        self, request: TokenRequest, ends_at: float = math.inf, unread_s: float = _LONGEST_S
+        self,
+        request: TokenRequest,
+        ends_at: float = math.inf,
+        unread_s: float = _LONGEST_S,
+        on_pause: Callable[[bool], object] = ignore,
     ) -> AsyncGenerator[TokenChunk, None]:
         """Yield the chunks of one sequence, up to the last or until the verifier hangs up.
 
-        While MOST_UNREAD chunks or more wait to be read, the sequence is paused at the verifier.
+        While MOST_UNREAD chunks or more wait to be read, the sequence is paused at the verifier;
+        `on_pause` is told so, see `ReadAhead`.
         Closing the iterator cancels it. Raises OutriderError: the verifier's own,
         VERIFIER_UNAVAILABLE if the stream breaks, REQUEST_TOO_LARGE, SLOW_READER if it is paused
         and nothing is read for `unread_s`, and DEADLINE_EXCEEDED at the monotonic time `ends_at`.
@@ -69,7 +74,7 @@ class VerifierStream:
             # An empty context: later log lines of the stream do not belong to this request's trace.
             self._call = Context().run(_StreamCall, self._stub, self._on_lost, self._on_draining)
         call = self._call
-        call_id, chunks = call.begin(request, ends_at, unread_s)
+        call_id, chunks = call.begin(request, ends_at, unread_s, on_pause)
         try:
             while (chunk := await chunks.get()) is not None:
                 if isinstance(chunk, OutriderError):
@@ -119,7 +124,13 @@ class _StreamCall:
         """Whether the call has ended, so that it can take no request."""
         return self._reading.done()
 
-    def begin(self, request: TokenRequest, ends_at: float, unread_s: float) -> tuple[int, _Chunks]:
+    def begin(
+        self,
+        request: TokenRequest,
+        ends_at: float,
+        unread_s: float,
+        on_pause: Callable[[bool], object],
+    ) -> tuple[int, _Chunks]:
         """Request a sequence, which fails at `ends_at`, or if it is unread for `unread_s`.
 
         Returns its call id and the queue of its chunks.
@@ -139,6 +150,7 @@ class _StreamCall:
             partial(self._set_reading, call_id),
             lambda: self._fail(call_id, unread_error(unread_s)),
             unread_s,
+            on_pause,
         )
         self._running[call_id] = chunks
         self._waiting.add(self._last_id)

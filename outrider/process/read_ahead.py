@@ -16,21 +16,31 @@ _FEW_UNREAD = 8
 _Item = TypeVar("_Item")
 
 
+def ignore(_: bool) -> None:
+    """Take no notice of a pause."""
+
+
 class ReadAhead(Generic[_Item]):
     """The items of one producer, for one reader on the same event loop.
 
     `set_reading(False)` asks the producer to pause, and `set_reading(True)` to go on. The producer
     may be late: `put` takes every item. `give_up` is called once nothing has been read for
-    `seconds` since the pause began.
+    `seconds` since the pause began. `on_pause` is told of each pause when it begins (True) and when
+    it ends (False), also by `close`.
     """
 
     def __init__(
-        self, set_reading: Callable[[bool], object], give_up: Callable[[], object], seconds: float
+        self,
+        set_reading: Callable[[bool], object],
+        give_up: Callable[[], object],
+        seconds: float,
+        on_pause: Callable[[bool], object] = ignore,
     ) -> None:
         self._items: asyncio.Queue[_Item] = asyncio.Queue()
         self._set_reading = set_reading
         self._give_up = give_up
         self._seconds = seconds
+        self._on_pause = on_pause
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
 
@@ -48,6 +58,7 @@ class ReadAhead(Generic[_Item]):
         if len(self) >= MOST_UNREAD and not self.paused and not self._closed:
             self._wait()
             self._set_reading(False)
+            self._on_pause(True)
 
     async def get(self) -> _Item:
         """Take the next item, and ask a paused producer to go on if few are left."""
@@ -57,6 +68,7 @@ class ReadAhead(Generic[_Item]):
             self._timer = None
             if len(self) <= _FEW_UNREAD:
                 self._set_reading(True)
+                self._on_pause(False)
             else:
                 self._wait()
         return item
@@ -70,6 +82,7 @@ class ReadAhead(Generic[_Item]):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+            self._on_pause(False)
 
     def _wait(self) -> None:
         loop = asyncio.get_running_loop()

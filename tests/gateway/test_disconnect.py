@@ -17,8 +17,10 @@ from scripted_verifier import last, plain
 from waiting import until
 
 from gateway.generation import generate
+from gateway.http.connections import BoundedProtocol
 from outrider.process.read_ahead import MOST_UNREAD
 from outrider.protocol.messages import FinishReason
+from outrider.protocol.model_info import Load
 from outrider.v1 import generation_pb2
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -34,12 +36,22 @@ async def freed(rig: Rig, count: int) -> None:
     assert rig.script.cancelled == count
 
 
+def unread_and_placed(rig: Rig) -> tuple[float, int]:
+    """How many answers are unread by the metric, and how many have a place in the admission."""
+    labels = {"model_name": "models/target"}
+    unread = rig.gateway.metrics.registry.get_sample_value("outrider:num_requests_unread", labels)
+    counts = rig.gateway.generation.admission.counts["models/target"]
+    assert rig.gateway.router.replicas[0].own_count == counts.total()
+    return unread or 0.0, counts.total()
+
+
 _ENDLESS = 2**22
 
 
 async def asks_and_reads_nothing(rig: Rig) -> socket.socket:
     """A connection that has requested a very long answer and does not read it."""
-    rig.script.info = replace(rig.script.info, context_length=2 * _ENDLESS)
+    load = Load(0, 0, max_running=1, max_waiting=0)
+    rig.script.info = replace(rig.script.info, context_length=2 * _ENDLESS, load=load)
     await until(lambda: rig.gateway.router.replicas[0].info == rig.script.info)
     where = urlsplit(rig.gateway.http_url)
     connection = socket.create_connection((where.hostname, where.port))
@@ -87,6 +99,7 @@ async def test_a_client_that_never_reads_and_hangs_up_frees_its_sequence(rig: Ri
 async def test_an_unread_answer_stops_at_the_verifier_alone_and_goes_on_when_it_is_read(
     rig: Rig,
 ) -> None:
+    """Meanwhile another request gets its place, the only one."""
     sent = 0
 
     def answer(_: object) -> Iterator[Any]:
@@ -104,6 +117,7 @@ async def test_an_unread_answer_stops_at_the_verifier_alone_and_goes_on_when_it_
         before = sent
         await asyncio.sleep(0.3)
     assert sent < 2_000, "buffers in the gateway are small"
+    assert unread_and_placed(rig) == (1, 0)
     rig.says("It goes on.")
     other = await rig.client.completions.create(model="models/target", prompt="x")
     assert other.choices[0].text == "It goes on."
@@ -111,9 +125,14 @@ async def test_an_unread_answer_stops_at_the_verifier_alone_and_goes_on_when_it_
     # With the small buffer the rest would take half a minute.
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**20)
     with connection, connection.makefile("rb") as lines:
-        events = await asyncio.to_thread(lambda: [line for line in lines if b"data: {" in line])
+        reading = asyncio.ensure_future(
+            asyncio.to_thread(lambda: [line for line in lines if b"data: {" in line])
+        )
+        await until(lambda: unread_and_placed(rig) == (0, 1))
+        events = await reading
     assert sent == 3_999
     assert len(events) == 4_001
+    await until(lambda: unread_and_placed(rig) == (0, 0))
 
 
 async def test_an_answer_that_is_never_read_ends_with_an_error(
@@ -134,6 +153,19 @@ async def test_an_answer_that_is_never_read_ends_with_an_error(
     assert all(chunk["choices"][0]["text"] for chunk in chunks)
     assert last_event["error"]["code"] == "slow_reader"
     assert "0.5 s" in last_event["error"]["message"]
+
+
+async def test_a_connection_that_is_never_read_ends(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(BoundedProtocol, "unread_seconds", 0.5)
+    # The verifier is done before the answer would be paused.
+    rig.script.answer = lambda _: [plain([5] * 200)] * 250 + [last([], FinishReason.LENGTH)]
+    with await asks_and_reads_nothing(rig):
+        [replica] = rig.gateway.router.replicas
+        await until(lambda: len(replica.sequences) == 1)
+        await until(lambda: not replica.sequences)
+    assert unread_and_placed(rig) == (0, 0)
 
 
 async def test_many_clients_that_hang_up_at_any_time_leave_nothing_behind(rig: Rig) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from outrider.process.read_ahead import MOST_UNREAD, ReadAhead
 
@@ -76,6 +78,24 @@ async def test_each_item_read_gives_a_slow_reader_more_time(
     passed += 1.1 * LONG
     await due()
     assert watched.said == [False, "given up"]
+
+
+@given(st.lists(st.integers(-2 * MOST_UNREAD, 2 * MOST_UNREAD), max_size=12))
+async def test_each_pause_is_told_when_it_begins_and_when_it_ends(
+    changes: list[int],
+) -> None:
+    """Positive numbers are items put, negative ones items read."""
+    told: list[bool] = []
+    items: ReadAhead[int] = ReadAhead(lambda _: None, lambda: None, LONG, told.append)
+    for change in changes:
+        for _ in range(change):
+            items.put(0)
+        for _ in range(min(-change, len(items))):
+            await items.get()
+        assert told == [True, False] * (len(told) // 2) + [True] * items.paused
+    items.close()
+    items.close()
+    assert told == [True, False] * (len(told) // 2)
 
 
 async def test_a_closed_queue_asks_nothing_of_its_producer() -> None:
