@@ -7,10 +7,22 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import ssl
 from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
 from typing import Any
+
+
+class FailedAnswer(RuntimeError):
+    """An answer that did not come to its end."""
+
+    def __init__(self, problem: str, last: bytes) -> None:
+        text = last.decode(errors="replace")
+        super().__init__(f"{problem}: {text}")
+        found = re.search(r'"code": ?"(\w+)"', text)
+        self.code = found[1] if found else "hung_up"
+        """The code of the gateway's error; `hung_up` if it gave none."""
 
 
 def asks(body: Mapping[str, Any], headers: Mapping[str, str]) -> bytes:
@@ -39,7 +51,7 @@ async def stream(
 ) -> AsyncIterator[bytes]:
     """Yield the answer of `POST /v1/completions` as it arrives, over TLS if it is given.
 
-    Raises RuntimeError if the connection closes before the end of the stream, or if the stream ends
+    Raises FailedAnswer if the connection closes before the end of the stream, or if the stream ends
     with an error.
     """
     reader, writer = await asyncio.open_connection(host, port, ssl=tls)
@@ -49,11 +61,11 @@ async def stream(
         while b"[DONE]" not in last:
             block = await reader.read(65_536)
             if not block:
-                raise RuntimeError(f"the gateway hung up: {last.decode(errors='replace')}")
+                raise FailedAnswer("the gateway hung up", last)
             yield block
             last = last[-500:] + block
         if b'data: {"error"' in last:
-            raise RuntimeError(f"the answer failed: {last.decode(errors='replace')}")
+            raise FailedAnswer("the answer failed", last)
     finally:
         writer.close()
         # The end of the body may arrive behind our close of TLS, which Python takes for an error.

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from outrider_bench.raw_client import stream
+from outrider_bench.raw_client import FailedAnswer, stream
 from outrider_bench.report import Cell, Results, tables, write
 from outrider_bench.sample import Sample
 from outrider_bench.ways import line_peer
@@ -26,13 +26,17 @@ async def test_a_peer_that_dies_raises_an_error_with_its_last_line() -> None:
 
 
 @pytest.mark.parametrize(
-    "blocks",
+    ("blocks", "code"),
     [
-        [b"data: 1\n\n", b"data: [DO", b"NE]\n\n"],
-        [b'HTTP/1.1 400 \r\n\r\n{"error": "no such model"}'],
+        ([b"data: 1\n\n", b"data: [DO", b"NE]\n\n"], None),
+        ([b"data: 1\n\n"], "hung_up"),
+        ([b'HTTP/1.1 429 \r\n\r\n{"error":{"code":"overloaded"}}'], "overloaded"),
+        ([b'data: {"error": {"code": "slow_reader"}}\n\n', b"data: [DONE]\n\n"], "slow_reader"),
     ],
 )
-async def test_a_stream_is_read_to_its_end_or_raises_the_servers_error(blocks: list[bytes]) -> None:
+async def test_a_stream_is_read_to_its_end_or_raises_the_servers_error(
+    blocks: list[bytes], code: str | None
+) -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         asked.append(await reader.readuntil(b"}"))
         for block in blocks:
@@ -47,9 +51,10 @@ async def test_a_stream_is_read_to_its_end_or_raises_the_servers_error(blocks: l
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     try:
-        if b"400" in blocks[0]:
-            with pytest.raises(RuntimeError, match="no such model"):
+        if code is not None:
+            with pytest.raises(FailedAnswer) as caught:
                 [block async for block in stream(port, {"model": "m"}, {"X-Way": "far"})]
+            assert caught.value.code == code
         else:
             got = [block async for block in stream(port, {"model": "m"}, {"X-Way": "far"})]
             assert b"".join(got) == b"".join(blocks)
