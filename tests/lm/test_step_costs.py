@@ -1,6 +1,7 @@
 """A step's launches and waits for the device: the inputs go up once, the tokens come back once.
 
-On a CPU nothing waits, so calls are counted that would wait for a GPU.
+On a CPU nothing waits, so calls are counted that would wait for a GPU. Acceptance may read a CPU's
+memory without any of them.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ SETTINGS = {
 
 @pytest.mark.parametrize("shape", ["chains", "trees"])
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_a_step_copies_its_inputs_up_once_and_waits_once(
+def test_a_step_copies_its_inputs_up_once_and_waits_at_most_once(
     setting: str, shape: str, capture: Capture
 ) -> None:
     sampling = SETTINGS[setting]
@@ -141,7 +142,7 @@ def test_a_step_copies_its_inputs_up_once_and_waits_once(
     logits_RV = forward(22)
     assert logits_RV.shape == (BATCH * ROWS, VOCAB_SIZE)
     drafts = draft(22)
-    assert counted(lambda: accept(logits_RV, drafts))["waits"] == 1
+    assert counted(lambda: accept(logits_RV, drafts))["waits"] <= 1
 
 
 def test_a_batch_with_a_prompt_waits_no_more_than_others(capture: Capture) -> None:
