@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +16,10 @@ import torch
 
 from outrider.protocol.messages import SamplingParams
 from outrider.protocol.token_tree import depths
-from outrider.sampling.tensors import on
+from outrider.sampling.penalties import Penalties, TokenCounts
+from outrider.sampling.tensors import Staged, Staging
+
+Mask = npt.NDArray[np.int32]
 
 
 @dataclass(slots=True)
@@ -34,7 +38,7 @@ class Context:
     prompt_length: int = 0
     drafted: Sequence[int] = ()
     end_ids: frozenset[int] = frozenset()
-    mask: npt.NDArray[np.int32] | None = None
+    mask: Mask | None = None
     parents: Sequence[int] = ()
 
     @property
@@ -62,39 +66,78 @@ class Context:
 
 
 def adjust(logits_RV: torch.Tensor, contexts: Sequence[Context]) -> torch.Tensor:
-    """Logits [R, V] after bias, penalties, bans (also of early end tokens) and grammar mask.
+    """Logits [R, V] after the settings and masks of `contexts`, the sequences of the rows in order.
 
-    `contexts` are the sequences of the rows, in order. Order and formulas follow transformers'
-    processors; presence and frequency penalty follow OpenAI. The given tensor is not changed, and
-    is returned itself if no row needs an adjustment. A row with no token left is -inf throughout.
+    As `Adjustments.apply`, for texts that are seen once.
     """
     if all(context.plain for context in contexts):
         return logits_RV
-    first_rows = np.cumsum([0] + [context.row_count for context in contexts])
-    logits_RV = logits_RV.clone()
-    for wants, apply in (
-        (lambda c: bool(c.sampling.logit_bias), _bias),
-        (lambda c: c.sampling.penalised, _penalise),
-        (lambda c: bool(c.sampling.banned_token_ids or c.sampling.min_tokens), _ban),
-        (lambda c: c.mask is not None, _mask),
-    ):
-        pairs = zip(first_rows, contexts, strict=False)
-        picked = [(int(row), context) for row, context in pairs if wants(context)]
-        if picked:
-            apply(logits_RV, picked)
-    return logits_RV
+    staging = Staging(logits_RV.device)
+    adjustments = Adjustments(contexts, staging, TokenCounts())
+    staging.send()
+    return adjustments.apply(logits_RV, [context.mask for context in contexts])
+
+
+class Adjustments:
+    """What bias, penalties and bans do to a batch's rows, laid out before its logits are there.
+
+    The masks of grammars come later, since they are computed during the forward.
+    """
+
+    def __init__(self, contexts: Sequence[Context], staging: Staging, counts: TokenCounts) -> None:
+        """`contexts` are the sequences of the rows, in order; `counts` are those of their texts."""
+        self._contexts = contexts
+        self._bias: tuple[Staged, Staged, Staged] | None = None
+        self._penalties: Penalties | None = None
+        self._bans: tuple[Staged, Staged] | None = None
+        if not any(context.sampling.adjusts for context in contexts):
+            return
+        pairs = list(zip(_first_rows(contexts), contexts, strict=True))
+        biased = [pair for pair in pairs if pair[1].sampling.logit_bias]
+        if biased:
+            self._bias = _lay_out_bias(biased, staging)
+        penalised = [pair for pair in pairs if pair[1].sampling.penalised]
+        if penalised:
+            self._penalties = Penalties(penalised, staging, counts)
+        self._bans = _lay_out_bans(pairs, staging)
+
+    def apply(self, logits_RV: torch.Tensor, masks: Sequence[Mask | None]) -> torch.Tensor:
+        """Logits [R, V] after bias, penalties, bans (also of early end tokens) and grammar masks.
+
+        `masks` has that of each sequence, as in `Context`. Order and formulas follow transformers'
+        processors; presence and frequency penalty follow OpenAI. The given tensor is not changed,
+        and is returned itself if no row needs an adjustment. A row with no token left is -inf
+        throughout.
+        """
+        is_masked = any(mask is not None for mask in masks)
+        if not (is_masked or self._bias or self._penalties or self._bans):
+            return logits_RV
+        logits_RV = logits_RV.clone()
+        if self._bias is not None:
+            rows, tokens, biases = self._bias
+            # No token of a row is biased twice.
+            at = rows.tensor, tokens.tensor
+            logits_RV[at] = logits_RV[at] + biases.tensor
+        if self._penalties is not None:
+            self._penalties.apply(logits_RV)
+        if self._bans is not None:
+            rows, tokens = self._bans
+            logits_RV[rows.tensor, tokens.tensor] = -torch.inf
+        if is_masked:
+            _mask(logits_RV, _first_rows(self._contexts), masks)
+        return logits_RV
 
 
 _Rows = Sequence[tuple[int, Context]]
-"""Pairs of a sequence's first row and its context, for the sequences with some setting."""
+"""Pairs of a sequence's first row and its context."""
 
 
-def _row_numbers(picked: _Rows) -> list[int]:
-    return [row for first, context in picked for row in range(first, first + context.row_count)]
+def _first_rows(contexts: Sequence[Context]) -> list[int]:
+    return [0, *accumulate(context.row_count for context in contexts)][:-1]
 
 
-def _bias(logits_RV: torch.Tensor, picked: _Rows) -> None:
-    """Add logit_bias."""
+def _lay_out_bias(picked: _Rows, staging: Staging) -> tuple[Staged, Staged, Staged]:
+    """The rows, tokens and values of logit_bias."""
     triples = [
         (row, token, value)
         for first, context in picked
@@ -102,92 +145,55 @@ def _bias(logits_RV: torch.Tensor, picked: _Rows) -> None:
         for token, value in context.sampling.logit_bias
     ]
     rows, tokens, values = zip(*triples, strict=True)
-    biases = on(logits_RV.device, values, logits_RV.dtype)
-    logits_RV.index_put_(_index(logits_RV, rows, tokens), biases, accumulate=True)
+    return (
+        staging.add(rows, np.int64),
+        staging.add(tokens, np.int64),
+        staging.add(values, np.float32),
+    )
 
 
-def _penalise(logits_RV: torch.Tensor, picked: _Rows) -> None:
-    """Apply the penalties.
-
-    Repetition penalty: Keskar et al., "CTRL", arXiv 1909.05858, over prompt and output. Presence
-    and frequency penalty: OpenAI's, over the output.
-    """
-    index = on(logits_RV.device, _row_numbers(picked))
-    samplings = [context.sampling for _, context in picked for _ in range(context.row_count)]
-    kept_PV = logits_RV[index]
-
-    def column(penalties: list[float]) -> torch.Tensor:
-        return on(kept_PV.device, penalties, kept_PV.dtype).unsqueeze(-1)
-
-    seen_PV, output_PV = _counts(kept_PV, [context for _, context in picked])
-    repetition = column([s.repetition_penalty for s in samplings])
-    repeated_PV = torch.where(kept_PV < 0, kept_PV * repetition, kept_PV / repetition)
-    kept_PV = torch.where(seen_PV, repeated_PV, kept_PV)
-    kept_PV -= output_PV * column([s.frequency_penalty for s in samplings])
-    kept_PV -= (output_PV > 0) * column([s.presence_penalty for s in samplings])
-    logits_RV.index_copy_(0, index, kept_PV)
-
-
-def _counts(
-    like_PV: torch.Tensor, contexts: Sequence[Context]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each row: whether each token occurs (bool [P, V]), and its count in the output [P, V].
-
-    Both include the drafted tokens before the row.
-    """
-    vocab_size, device = like_PV.shape[-1], like_PV.device
-    prompts = torch.zeros(len(contexts), vocab_size, dtype=torch.bool, device=device)
-    outputs = torch.zeros(len(contexts), vocab_size, device=device)
-    for i, context in enumerate(contexts):
-        prompts[i, on(device, context.tokens[: context.prompt_length], torch.long)] = True
-        output = on(device, context.tokens[context.prompt_length :], torch.long)
-        outputs[i].index_add_(0, output, torch.ones(len(output), device=device))
-    repeats = on(device, [context.row_count for context in contexts])
-    counts = outputs.repeat_interleave(repeats, dim=0, output_size=len(like_PV))
-    first = 0
-    drafted = []
-    for context in contexts:
-        drafted += [
-            (first + row, token)
-            for row, before in enumerate(context.drafted_before())
-            for token in before
-        ]
-        first += context.row_count
-    if drafted:
-        rows, tokens = zip(*drafted, strict=True)
-        ones = torch.ones(len(rows), device=device)
-        counts.index_put_(_index(like_PV, rows, tokens), ones, accumulate=True)
-    in_prompt = prompts.repeat_interleave(repeats, dim=0, output_size=len(like_PV))
-    return in_prompt | (counts > 0), counts
-
-
-def _ban(logits_RV: torch.Tensor, picked: _Rows) -> None:
-    """Set banned tokens, and end tokens before `min_tokens`, to -inf."""
-    pairs = []
-    for first, context in picked:
+def _lay_out_bans(pairs: _Rows, staging: Staging) -> tuple[Staged, Staged] | None:
+    """The rows and tokens of banned tokens, and of end tokens before `min_tokens`."""
+    rows: list[int] = []
+    tokens: list[int] = []
+    for first, context in pairs:
+        sampling = context.sampling
+        if not (sampling.banned_token_ids or sampling.min_tokens):
+            continue
         generated = len(context.tokens) - context.prompt_length
         for row, depth in enumerate(context.depths, first):
-            too_early = generated + depth < context.sampling.min_tokens
-            pairs += [(row, token) for token in context.sampling.banned_token_ids]
-            if too_early:
-                pairs += [(row, token) for token in context.end_ids]
-    if pairs:
-        rows, tokens = zip(*pairs, strict=True)
-        logits_RV[_index(logits_RV, rows, tokens)] = -torch.inf
+            banned = [*sampling.banned_token_ids]
+            if generated + depth < sampling.min_tokens:
+                banned += context.end_ids
+            rows += [row] * len(banned)
+            tokens += banned
+    if not rows:
+        return None
+    return staging.add(rows, np.int64), staging.add(tokens, np.int64)
 
 
-def _mask(logits_RV: torch.Tensor, picked: _Rows) -> None:
-    """Set tokens that the grammar forbids to -inf."""
-    device = logits_RV.device
-    masks = [context.mask for _, context in picked if context.mask is not None]
-    words = on(device, np.concatenate(masks)).unsqueeze(-1)
-    bits = (words >> torch.arange(32, dtype=torch.int32, device=device)) & 1
-    allowed = bits.flatten(1)[:, : logits_RV.shape[-1]].bool()
-    index = on(device, _row_numbers(picked))
-    logits_RV.index_copy_(0, index, logits_RV[index].masked_fill_(~allowed, -torch.inf))
+def _mask(logits_RV: torch.Tensor, firsts: Sequence[int], masks: Sequence[Mask | None]) -> None:
+    """Set tokens that grammars forbid to -inf, in place.
 
+    Raises RuntimeError for a mask that says nothing of some tokens.
+    """
+    # Imported here, because it takes long and few requests have a grammar.
+    import xgrammar
 
-def _index(
-    like: torch.Tensor, rows: Sequence[int], tokens: Sequence[int]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return on(like.device, rows), on(like.device, tokens)
+    row_count, vocab_size = logits_RV.shape
+    picked = [(first, mask) for first, mask in zip(firsts, masks, strict=True) if mask is not None]
+    staging = Staging(logits_RV.device)
+    words = staging.add(np.concatenate([mask for _, mask in picked]))
+    rows = staging.add(
+        np.concatenate([np.arange(first, first + len(mask)) for first, mask in picked])
+    )
+    staging.send()
+    words_RW = words.tensor
+    if 32 * words_RW.shape[1] < vocab_size:
+        covered = 32 * words_RW.shape[1]
+        raise RuntimeError(f"a mask covers {covered} tokens of a vocabulary of {vocab_size}")
+    if len(words_RW) < row_count:
+        # The kernel wants a mask for each row; -1 allows every token.
+        every = words_RW.new_full((row_count, words_RW.shape[1]), -1)
+        words_RW = every.index_copy_(0, rows.tensor, words_RW)
+    xgrammar.apply_token_bitmask_inplace(logits_RV, words_RW, vocab_size=vocab_size)

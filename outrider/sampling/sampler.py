@@ -9,12 +9,15 @@ noise for other languages.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Self
 
+import numpy as np
 import torch
 
 from outrider.protocol.messages import SamplingParams
-from outrider.sampling.tensors import on, triton_works
+from outrider.sampling.tensors import Staged, Staging, on, triton_works
 
 # SplitMix64's constants as signed integers, since torch has no full uint64 arithmetic.
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
@@ -88,89 +91,158 @@ def coupled_top(
 
 
 def target_probs(logits_RV: torch.Tensor, samplings: Sequence[SamplingParams]) -> torch.Tensor:
-    """Probabilities [R, V] after temperature, top-k, top-p, min-p and typical-p, in this order.
-
-    `samplings` has each row's settings. The order and the treatment of ties are those of
-    transformers' logits processors. A greedy row (temperature 0) returns its plain softmax; the
-    caller takes its token, the argmax, from the logits. Each step runs only for rows that use it.
-    """
-    temperatures = [s.temperature or 1.0 for s in samplings]
-    if any(t != 1.0 for t in temperatures):
-        logits_RV = logits_RV / on(logits_RV.device, temperatures, logits_RV.dtype).unsqueeze(-1)
-    logits_RV = _replaced(logits_RV, samplings, lambda s: s.top_k > 0, _top_k)
-    logits_RV = _replaced(logits_RV, samplings, lambda s: s.top_p < 1, _top_p)
-    logits_RV = _replaced(logits_RV, samplings, lambda s: s.min_p > 0, _min_p)
-    logits_RV = _replaced(logits_RV, samplings, lambda s: s.typical_p < 1, _typical)
-    return logits_RV.softmax(-1)
+    """Probabilities [R, V] of rows with these settings, as `TargetProbs` computes them."""
+    staging = Staging(logits_RV.device)
+    settings = TargetProbs(samplings, staging)
+    staging.send()
+    return settings.probs(logits_RV)[0]
 
 
-def _replaced(
-    logits_RV: torch.Tensor,
-    samplings: Sequence[SamplingParams],
-    wants: Callable[[SamplingParams], bool],
-    truncate: Callable[[torch.Tensor, Sequence[SamplingParams]], torch.Tensor],
-) -> torch.Tensor:
-    """A copy of the logits with the sampled rows that `wants` selects truncated."""
-    rows = [i for i, s in enumerate(samplings) if not s.greedy and wants(s)]
-    if not rows:
-        return logits_RV
-    if len(rows) == len(samplings):
-        return truncate(logits_RV, samplings)
-    index = on(logits_RV.device, rows)
-    return logits_RV.index_copy(0, index, truncate(logits_RV[index], [samplings[i] for i in rows]))
+class TargetProbs:
+    """The sampling settings of R rows, laid out before their logits are there."""
+
+    def __init__(self, samplings: Sequence[SamplingParams], staging: Staging) -> None:
+        """`samplings` has each row's settings."""
+        self._temperatures: Staged | None = None
+        temperatures = [s.temperature or 1.0 for s in samplings]
+        if any(t != 1.0 for t in temperatures):
+            self._temperatures = _column(temperatures, staging)
+        sampled = [(i, s) for i, s in enumerate(samplings) if not s.greedy]
+        numbers: list[tuple[_Truncate, list[tuple[int, float]]]] = [
+            (_top_k, [(i, s.top_k) for i, s in sampled if s.top_k > 0]),
+            (_top_p, [(i, s.top_p) for i, s in sampled if s.top_p < 1]),
+            (_min_p, [(i, s.min_p) for i, s in sampled if s.min_p > 0]),
+            (_typical, [(i, s.typical_p) for i, s in sampled if s.typical_p < 1]),
+        ]
+        self._steps = [
+            _Step.of(truncate, pairs, len(samplings), staging)
+            for truncate, pairs in numbers
+            if pairs
+        ]
+
+    def probs(
+        self, logits_RV: torch.Tensor, whole: Mapping[int, Sequence[int]] | None = None
+    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        """Probabilities [R, V] after temperature, top-k, top-p, min-p and typical-p, in this order.
+
+        The order and the treatment of ties are those of transformers' logits processors. A greedy
+        row (temperature 0) returns its plain softmax; the caller takes its token, the argmax, from
+        the logits. Each step runs only for rows that use it.
+
+        Truncation sorts few of a row's tokens, and all of them where these do not suffice. Without
+        `whole` it asks the device for these rows, which waits for it. With `whole`, it sorts those
+        rows whole, by the step's number, and also returns for each step whether the candidates of
+        each of its rows sufficed, bool. The result holds only if they did for all others.
+        """
+        if self._temperatures is not None:
+            logits_RV = logits_RV / self._temperatures.tensor
+        sufficed: dict[int, torch.Tensor] = {}
+        for number, step in enumerate(self._steps):
+            rows = None if whole is None else whole.get(number, ())
+            logits_RV, enough_R = step.apply(logits_RV, rows)
+            if whole is not None and enough_R is not None:
+                sufficed[number] = enough_R
+        return logits_RV.softmax(-1), sufficed
 
 
-def _top_k(logits_RV: torch.Tensor, samplings: Sequence[SamplingParams]) -> torch.Tensor:
+_Truncated = tuple[torch.Tensor, torch.Tensor | None]
+"""Truncated logits, and whether the candidates of each row sufficed; None if all were looked at."""
+_Truncate = Callable[["_Step", torch.Tensor, Sequence[int] | None], _Truncated]
+"""Truncates the logits of a step's rows; for the rows to sort whole see `TargetProbs.probs`."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A truncation of some rows."""
+
+    truncate: _Truncate
+    rows: Staged | None
+    """The rows; None for all."""
+    column: Staged
+    """The setting of each of these rows, as a column."""
+    largest: float
+
+    @classmethod
+    def of(
+        cls,
+        truncate: _Truncate,
+        settings: Sequence[tuple[int, float]],
+        row_count: int,
+        staging: Staging,
+    ) -> Self:
+        """The step for some of `row_count` rows; `settings` has each one's number and setting."""
+        rows, values = zip(*settings, strict=True)
+        staged = None
+        if len(rows) < row_count:
+            staged = staging.add(rows, np.int64)
+        return cls(truncate, staged, _column(values, staging), max(values))
+
+    def apply(self, logits_RV: torch.Tensor, whole: Sequence[int] | None) -> _Truncated:
+        """All rows' logits with those of the step truncated."""
+        if self.rows is None:
+            return self.truncate(self, logits_RV, whole)
+        index = self.rows.tensor
+        kept, enough = self.truncate(self, logits_RV[index], whole)
+        return logits_RV.index_copy(0, index, kept), enough
+
+
+def _column(values: Sequence[float], staging: Staging) -> Staged:
+    return staging.add(np.array(values, np.float32)[:, np.newaxis])
+
+
+def _top_k(step: _Step, logits_RV: torch.Tensor, _: Sequence[int] | None) -> _Truncated:
     """Keep the k likeliest tokens, and all that tie with the last of them."""
-    counts = [min(s.top_k, logits_RV.shape[-1]) for s in samplings]
-    kth = logits_RV.topk(max(counts)).values.gather(-1, _column(logits_RV, counts) - 1)
-    return logits_RV.masked_fill(logits_RV < kth, -torch.inf)
+    size = logits_RV.shape[-1]
+    counts_R1 = step.column.tensor.long().clamp(max=size)
+    kth = logits_RV.topk(min(int(step.largest), size)).values.gather(-1, counts_R1 - 1)
+    return logits_RV.masked_fill(logits_RV < kth, -torch.inf), None
 
 
-def _top_p(logits_RV: torch.Tensor, samplings: Sequence[SamplingParams]) -> torch.Tensor:
+def _top_p(step: _Step, logits_RV: torch.Tensor, whole: Sequence[int] | None) -> _Truncated:
     """Nucleus sampling (Holtzman et al., arXiv 1904.09751): keep the likeliest up to a mass.
 
     Of tokens that tie at the edge, those with the lowest ids stay.
     """
-    return _from_candidates(_nucleus, logits_RV, _column(logits_RV, [s.top_p for s in samplings]))
+    return _from_candidates(_nucleus, logits_RV, step.column.tensor, whole)
 
 
-def _min_p(logits_RV: torch.Tensor, samplings: Sequence[SamplingParams]) -> torch.Tensor:
+def _min_p(step: _Step, logits_RV: torch.Tensor, _: Sequence[int] | None) -> _Truncated:
     """Keep tokens with at least `min_p` times the likeliest token's probability."""
     probs = logits_RV.softmax(-1)
-    least = _column(logits_RV, [s.min_p for s in samplings]) * probs.amax(-1, keepdim=True)
-    return logits_RV.masked_fill(probs < least, -torch.inf)
+    least = step.column.tensor * probs.amax(-1, keepdim=True)
+    return logits_RV.masked_fill(probs < least, -torch.inf), None
 
 
-def _typical(logits_RV: torch.Tensor, samplings: Sequence[SamplingParams]) -> torch.Tensor:
+def _typical(step: _Step, logits_RV: torch.Tensor, whole: Sequence[int] | None) -> _Truncated:
     """Locally typical sampling (Meister et al., arXiv 2202.00666).
 
     Keeps the tokens whose surprise is closest to the entropy, up to a mass.
     """
-    mass_R1 = _column(logits_RV, [s.typical_p for s in samplings])
-    return _from_candidates(_typical_set, logits_RV, mass_R1)
-
-
-def _column(like: torch.Tensor, values: Sequence[float]) -> torch.Tensor:
-    return on(like.device, values).unsqueeze(-1)
+    return _from_candidates(_typical_set, logits_RV, step.column.tensor, whole)
 
 
 def _from_candidates(
     keep: Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]],
     logits_RV: torch.Tensor,
     mass_R1: torch.Tensor,
-) -> torch.Tensor:
+    whole: Sequence[int] | None,
+) -> _Truncated:
     """Apply `keep` to each row's first candidates, then to whole rows where these are too few."""
     size = logits_RV.shape[-1]
     if size <= _CANDIDATES:
-        return keep(logits_RV, mass_R1, size)[0]
+        return keep(logits_RV, mass_R1, size)[0], None
     kept_RV, enough_R = keep(logits_RV, mass_R1, _CANDIDATES)
-    # On a GPU this waits for the device once a batch. That is cheaper than sorting all rows, which
-    # hardly any needs.
-    rows = (~enough_R).nonzero().squeeze(-1)
+    if whole is None:
+        # On a GPU this waits for the device. That is cheaper than sorting all rows, which hardly
+        # any needs.
+        rows = (~enough_R).nonzero().squeeze(-1)
+    elif whole:
+        rows = on(logits_RV.device, whole, torch.long)
+    else:
+        return kept_RV, enough_R
     if len(rows):
         kept_RV[rows], _ = keep(logits_RV[rows], mass_R1[rows], size)
-    return kept_RV
+    return kept_RV, enough_R
 
 
 def _nucleus(

@@ -1,4 +1,4 @@
-"""Moves numbers to a device, and tells whether Triton kernels run on it."""
+"""Moves numbers to a device and back, and tells whether Triton kernels run on it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ import torch
 
 log = logging.getLogger(__name__)
 
+# Where each array of a block begins is a multiple of this; no number is larger.
+_ALIGNMENT = 16
+
 
 def on(
     device: torch.device,
@@ -24,6 +27,84 @@ def on(
     The copy does not wait for the device's queue, as a plain copy would.
     """
     return torch.as_tensor(numbers, dtype=dtype).to(device, non_blocking=True)
+
+
+class Staged:
+    """An array that `Staging.send` brings to the device."""
+
+    __slots__ = ("tensor",)
+
+    tensor: torch.Tensor
+    """The array on the device, of the same shape and type; only once it was sent."""
+
+
+class Staging:
+    """Gathers arrays on the host, and copies all of them to the device at once.
+
+    On a GPU they are copied from one block of pinned memory, so the copy waits for nothing. On a
+    CPU nothing is copied.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._parts: list[tuple[Staged, npt.NDArray[np.generic]]] = []
+
+    def add(self, numbers: npt.ArrayLike, dtype: npt.DTypeLike | None = None) -> Staged:
+        """Add an array, of `dtype` or the numbers' own type. It must not change afterwards."""
+        array = np.ascontiguousarray(numbers, dtype)
+        staged = Staged()
+        if self._device.type == "cpu":
+            staged.tensor = torch.from_numpy(array)
+        else:
+            self._parts.append((staged, array))
+        return staged
+
+    def send(self) -> None:
+        """Copy what was added since the last call."""
+        if not self._parts:
+            return
+        ends = np.cumsum([-(-array.nbytes // _ALIGNMENT) for _, array in self._parts]) * _ALIGNMENT
+        # Torch keeps the block until the device has read it.
+        block = torch.empty(
+            int(ends[-1]), dtype=torch.uint8, pin_memory=self._device.type == "cuda"
+        )
+        bytes_on_host = block.numpy()
+        firsts = [0, *ends[:-1].tolist()]
+        for (_, array), first in zip(self._parts, firsts, strict=True):
+            bytes_on_host[first : first + array.nbytes] = array.reshape(-1).view(np.uint8)
+        sent = block.to(self._device, non_blocking=True)
+        for (staged, array), first in zip(self._parts, firsts, strict=True):
+            dtype = torch.from_numpy(array.reshape(-1)[:0]).dtype
+            part = sent[first : first + array.nbytes]
+            staged.tensor = part.view(dtype).view(array.shape)
+        self._parts.clear()
+
+
+def fetch(tensors: Sequence[torch.Tensor]) -> list[npt.NDArray[np.generic]]:
+    """Bring tensors of one device to the host with one wait for the device.
+
+    They hold int64, bool or float numbers. From a GPU bool comes as int64, and float32 as float64.
+    """
+    if all(tensor.device.type == "cpu" for tensor in tensors):
+        return [tensor.numpy() for tensor in tensors]
+    words = [_as_words(tensor) for tensor in tensors]
+    together = (words[0] if len(words) == 1 else torch.cat(words)).cpu().numpy()
+    found: list[npt.NDArray[np.generic]] = []
+    first = 0
+    for tensor in tensors:
+        part = together[first : first + tensor.numel()]
+        if tensor.is_floating_point():
+            part = part.view(np.float64)
+        found.append(part.reshape(tuple(tensor.shape)))
+        first += tensor.numel()
+    return found
+
+
+def _as_words(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's numbers in 64 bits each, int64 [N]."""
+    if tensor.is_floating_point():
+        return tensor.double().view(torch.int64).reshape(-1)
+    return tensor.long().reshape(-1)
 
 
 @cache
