@@ -144,7 +144,7 @@ class Loader:
             deliver,
             self._metrics,
             config,
-            _draft_verifier(settings, tokenizer),
+            _draft_verifier(settings, tokenizer, runner.device),
             sampled_drafts=settings.sampled_drafts,
             drafts=EVERY_DRAFT if settings.always_draft else PAYING_DRAFTS,
             own_cores=_own_cores(runner.device),
@@ -198,10 +198,12 @@ def _config(settings: VerifierSettings, policy: DraftTokensPolicy) -> EngineConf
     )
 
 
-def _draft_verifier(settings: VerifierSettings, tokenizer: Tokenizer) -> DraftVerifier:
+def _draft_verifier(
+    settings: VerifierSettings, tokenizer: Tokenizer, device: torch.device
+) -> DraftVerifier:
     [rule] = [rule for rule in AcceptanceRule if rule.label == settings.sampled_rule]
     thinking_ids = _thinking_ids(tokenizer)
-    return DraftVerifier(rule, thinking_ids, settings.synthetic_acceptance_rate)
+    return DraftVerifier(rule, thinking_ids, settings.synthetic_acceptance_rate, device)
 
 
 def _own_cores(device: torch.device) -> frozenset[int] | None:

@@ -19,7 +19,7 @@ from outrider_bench.simulator.costs import Costs
 from outrider_bench.simulator.events import Events
 from outrider_bench.simulator.world import VOCAB, World
 from verifier_svc.state.scheduled_sequence import ScheduledSequence
-from verifier_svc.verification.batch import Verified
+from verifier_svc.verification.batch import Verified, Verify
 from verifier_svc.verification.draft import AcceptResult
 from verifier_svc.verification.tree_walk import walk
 
@@ -89,10 +89,13 @@ class SimulatedVerifier:
         self._costs = costs
         self._world = world
 
-    def verify(
+    def lay_out(self, batch: Sequence[ScheduledSequence]) -> Verify:
+        """As `DraftVerifier.lay_out`; the result ignores the logits."""
+        return self._verify_all
+
+    def _verify_all(
         self, logits_RV: torch.Tensor, batch: Sequence[ScheduledSequence]
     ) -> list[Verified | OutriderError]:
-        """As `DraftVerifier.verify`, but ignores the logits."""
         self._events.spend(self._costs.host_step_s + len(batch) * self._costs.host_sequence_s)
         return [self._verify(scheduled) if scheduled.samples else Verified() for scheduled in batch]
 

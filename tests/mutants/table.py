@@ -42,8 +42,8 @@ MUTANTS = (
         "A2",
         "the residual ignores block verification's scale",
         ACCEPTANCE,
-        "accepted_B[short], prefixes.scale_B[short])",
-        "accepted_B[short], torch.ones_like(prefixes.scale_B[short]))",
+        "self._residual(target_SV, cut_B, prefixes.scale_B)",
+        "self._residual(target_SV, cut_B, torch.ones_like(prefixes.scale_B))",
         EXACT,
     ),
     Mutant(

@@ -59,7 +59,7 @@ def test_a_forbidden_draft_token_is_rejected_and_not_drawn_anew(sampled: bool) -
             path = DraftTree([2 * (seed % 2), 1], [either, one])
         batch = masks.cut([ScheduledSequence(sequence, 0, [3], path, assignment, True)])
         logits = torch.zeros(1 + len(batch[0].draft.token_ids), model.vocab_size)
-        [verified] = draft_verifier.verify(logits, masks.masks(batch)())
+        [verified] = draft_verifier.lay_out(batch)(logits, masks.masks(batch)())
         assert isinstance(verified, Verified)
         assert verified.result is not None
         assert matcher.held == 0
@@ -78,7 +78,7 @@ def test_the_bonus_token_obeys_the_grammar() -> None:
     logits[0, 0] = logits[1, 1] = logits[2, 5] = 9.0
     masks = GrammarMasks()
     batch = masks.cut([ScheduledSequence(sequence, 0, [3], DraftTree([0, 1], []), None, True)])
-    [verified] = DraftVerifier().verify(logits, masks.masks(batch)())
+    [verified] = DraftVerifier().lay_out(batch)(logits, masks.masks(batch)())
     assert isinstance(verified, Verified)
     assert verified.result is not None
     assert verified.result.accepted_count == 2

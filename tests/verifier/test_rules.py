@@ -59,23 +59,21 @@ def test_typical_acceptance_depends_on_the_targets_entropy() -> None:
     sure = [0.97, 0.01, 0.01, 0.01]
     unsure = [0.25] * 4
     probs = torch.tensor([sure, sure, unsure])
-    options = [SpeculationOptions(typical_epsilon=0.09)] * 3
-    accepted = lossy.typical(probs, torch.tensor([0, 1, 3]), options)
+    accepted = lossy.typical(probs, torch.tensor([0, 1, 3]), torch.tensor([0.09] * 3))
     assert accepted.tolist() == [True, False, True]
 
 
 def test_relaxed_acceptance_takes_the_likeliest_few_within_delta() -> None:
     probs = torch.tensor([[0.5, 0.3, 0.15, 0.05]] * 4)
     tokens = torch.tensor([0, 1, 2, 2])
-    options = [SpeculationOptions(relaxed_topk=k, relaxed_delta=0.4) for k in (1, 2, 2, 3)]
-    accepted = lossy.relaxed(probs, tokens, options)
+    accepted = lossy.relaxed(probs, tokens, torch.tensor([1, 2, 2, 3]), torch.tensor([0.4] * 4))
     assert accepted.tolist() == [True, True, False, True]
-    narrow = [SpeculationOptions(relaxed_topk=4, relaxed_delta=0.1)] * 4
-    assert not lossy.relaxed(probs, tokens, narrow)[1:].any()
+    narrow = torch.tensor([4] * 4), torch.tensor([0.1] * 4)
+    assert not lossy.relaxed(probs, tokens, *narrow)[1:].any()
     # A token of probability 0 is banned, or cut off by top-k, even if `topk` has room for it.
     probs = torch.tensor([[0.5, 0.5, 0.0]] * 2)
-    wide = [SpeculationOptions(relaxed_topk=10, relaxed_delta=1.0)] * 2
-    accepted = lossy.relaxed(probs, torch.tensor([1, 2]), wide)
+    wide = torch.tensor([10, 10]), torch.tensor([1.0, 1.0])
+    accepted = lossy.relaxed(probs, torch.tensor([1, 2]), *wide)
     assert accepted.tolist() == [True, False]
 
 

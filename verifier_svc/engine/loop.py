@@ -46,7 +46,6 @@ from verifier_svc.verification.mask_lanes import Inline, MaskBudget, MaskLanes
 log = logging.getLogger(__name__)
 
 _CONFIG = EngineConfig()
-_EXACT = DraftVerifier()
 _INLINE = Inline()
 # How often the engine looks at masks that take long, while no sequence has a step (seconds).
 _MASK_POLL_S = 0.05
@@ -68,7 +67,7 @@ class Engine:
         deliver: Callable[[list[Delivery]], None],
         metrics: Metrics,
         config: EngineConfig = _CONFIG,
-        draft_verifier: Verification = _EXACT,
+        draft_verifier: Verification | None = None,
         *,
         sampled_drafts: bool = False,
         drafts: PayingDrafts = PAYING_DRAFTS,
@@ -100,7 +99,8 @@ class Engine:
         self.drafting.roster.max_drafters = config.max_drafters
         self.outbox = Outbox(deliver, self.drafting)
         self._metrics = metrics
-        self._draft_verifier = draft_verifier
+        verifier = draft_verifier or DraftVerifier()
+        self._draft_verifier = verifier
         self._spans = StepSpans(metrics, clock)
         self._step_clock = StepClock(clock)
         self._inbox = Inbox()
@@ -109,7 +109,7 @@ class Engine:
         shared = EngineContext(
             self.sequences, self.scheduler, self.drafting, self.outbox, metrics, clock
         )
-        self._intake = Intake(shared, model, config, draft_verifier.thinking_ids)
+        self._intake = Intake(shared, model, config, verifier.thinking_ids)
         self._wait = DraftWait(shared, self._intake, self.planner, self._step_clock)
         self._committer = Committer(shared, self._spans, model.eos_token_ids)
         self._left_out = False  # whether the step in progress has to be repeated for a sequence
@@ -298,13 +298,15 @@ class Engine:
         try:
             slices = [_slice(scheduled) for scheduled in batch]
             masked = self._grammar_masks.masks(batch)
+            verify = self._draft_verifier.lay_out(batch)
             clock.end("pack")
             logits_RV = self.model.forward(slices)
             clock.end("forward")
             ready = masked()
             if len(ready) < len(batch):
                 logits_RV = logits_RV[logits_rows(batch, ready)]
-            found = iter(self._draft_verifier.verify(logits_RV, ready))
+                verify = self._draft_verifier.lay_out(ready)
+            found = iter(verify(logits_RV, ready))
             clock.end("accept")
         except torch.AcceleratorError:
             raise  # this process cannot use the device again; its supervisor restarts the process

@@ -11,17 +11,18 @@ rules for sampled drafts of trusted drafters, and the lossy ones, are in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from outrider.protocol.messages import AcceptanceRule, SpeculationOptions
-from outrider.sampling.logits import adjust
+from outrider.sampling.logits import Adjustments, Mask
 from outrider.sampling.noise import Purpose
-from outrider.sampling.sampler import coupled_sample, inverse_cdf, target_probs
-from outrider.sampling.tensors import on
+from outrider.sampling.penalties import TokenCounts
+from outrider.sampling.sampler import TargetProbs, coupled_sample, inverse_cdf
+from outrider.sampling.tensors import Staged, Staging, fetch
 from verifier_svc.verification.draft import NO_TOKEN, NOT_FINITE, AcceptResult, Draft
 from verifier_svc.verification.rows import Rows, tree_result
 from verifier_svc.verification.rules.lossy import LOSSY_RULES
@@ -30,37 +31,158 @@ from verifier_svc.verification.rules.sampled import SAMPLED_RULES, SparseDrafts
 # Larger logits overflow float32 when divided by the lowest temperature that samples, 1e-5.
 _LARGEST_LOGIT = 1e33
 
+Beside = Callable[[torch.Tensor, Sequence[AcceptResult] | None], Sequence[torch.Tensor]]
+"""Takes the tokens that may be committed behind each row, int64 [R], and the results if they are
+known; gives tensors to fetch."""
+
 
 def accept(
     logits_RV: torch.Tensor, drafts: Sequence[Draft], synthetic_rate: float | None = None
 ) -> list[AcceptResult]:
-    """Accept or reject every draft of a batch in a few tensor operations and one copy back.
+    """Accept or reject every draft of a batch at once, as `Acceptance` does."""
+    staging = Staging(logits_RV.device)
+    acceptance = Acceptance(drafts, staging, TokenCounts(), synthetic_rate)
+    staging.send()
+    masks = [draft.context.mask for draft in drafts]
+    return acceptance.results(logits_RV, masks)[0]
 
-    `logits_RV` are the model's, float32, with R = sum of (draft length + 1), sequence by sequence.
-    With a `synthetic_rate`, draft tokens are accepted at that rate whatever the target says, which
-    only benchmarks need; of a tree, first children alone. Raises ValueError for a tree that was
-    sampled.
+
+class Acceptance:
+    """Accepts or rejects every draft of a batch; laid out on the host before the forward.
+
+    So the device gets one copy before its logits are there, and gives one copy back.
     """
-    if not drafts:
-        return []
-    raw_RV = logits_RV
-    logits_RV = adjust(raw_RV, [draft.context for draft in drafts])
-    tokens_R = logits_RV.argmax(-1)
-    # The argmax of a row that holds NaN is the NaN.
-    peaks_R = logits_RV.gather(-1, tokens_R.unsqueeze(-1)).squeeze(-1)
-    raw_peaks_R = peaks_R
-    if logits_RV is not raw_RV:
-        raw_peaks_R = raw_RV.amax(-1)
-    if synthetic_rate is None and not any(draft.needs_probs for draft in drafts):
-        return _greedy(_with_errors(tokens_R, peaks_R, raw_peaks_R).tolist(), drafts)
-    rows = Rows(drafts, logits_RV.device)
-    matches_R = _accept_rows(logits_RV, rows, tokens_R)
-    if synthetic_rate is not None:
-        matches_R = rows.tensor(rows.uniform(Purpose.ACCEPT) < synthetic_rate) & rows.drafted_R
-    tokens_R = _with_errors(tokens_R, peaks_R, raw_peaks_R)
-    matches_R &= tokens_R >= 0
-    tokens, matches = torch.stack([tokens_R, matches_R]).cpu().numpy()
-    return rows.results(tokens, matches, has_siblings=synthetic_rate is None)
+
+    def __init__(
+        self,
+        drafts: Sequence[Draft],
+        staging: Staging,
+        counts: TokenCounts,
+        synthetic_rate: float | None = None,
+    ) -> None:
+        """With a `synthetic_rate`, draft tokens are accepted at that rate whatever the target says.
+
+        Only benchmarks need that; of a tree, it accepts first children alone. `counts` are those
+        of the sequences' texts. Raises ValueError for a tree that was sampled.
+        """
+        self._drafts = drafts
+        self._is_synthetic = synthetic_rate is not None
+        self._adjustments = Adjustments([draft.context for draft in drafts], staging, counts)
+        self._rows: Rows | None = None
+        self._draws: _Draws | None = None
+        self._synthetic_R: Staged | None = None
+        if synthetic_rate is None and not any(draft.needs_probs for draft in drafts):
+            return  # the likeliest tokens are all that is needed
+        self._rows = Rows(drafts, staging)
+        if any(draft.needs_probs for draft in drafts):
+            self._draws = _Draws(self._rows, staging)
+        if synthetic_rate is not None:
+            self._synthetic_R = staging.add(self._rows.uniform(Purpose.ACCEPT) < synthetic_rate)
+
+    def results(
+        self,
+        logits_RV: torch.Tensor,
+        masks: Sequence[Mask | None],
+        beside: Beside | None = None,
+    ) -> tuple[list[AcceptResult], list[np.ndarray]]:
+        """The result of each draft, and the tensors of `beside`, with one wait for the device.
+
+        `logits_RV` are the model's, float32, with R = sum of (draft length + 1), sequence by
+        sequence; `masks` has that of each sequence, as in `Context`. If truncation has to sort
+        whole rows, there is another wait.
+        """
+        if not self._drafts:
+            no_tokens = torch.empty(0, dtype=torch.int64, device=logits_RV.device)
+            return [], fetch(beside(no_tokens, [])) if beside is not None else []
+        if logits_RV.device.type == "cpu":
+            decided = self._decide(logits_RV, masks, None)
+            results = self._read(fetch(decided.own))
+            if beside is None:
+                return results, []
+            return results, fetch(beside(decided.committed_R, results))
+        whole: dict[int, list[int]] = {}
+        while True:
+            decided = self._decide(logits_RV, masks, whole)
+            besides = beside(decided.committed_R, None) if beside is not None else ()
+            own = decided.own
+            found = fetch([*own, *decided.sufficed.values(), *besides])
+            sufficed = zip(decided.sufficed, found[len(own) :], strict=False)
+            if not _note_short(whole, sufficed):
+                return self._read(found), found[len(found) - len(besides) :]
+
+    def _read(self, found: Sequence[np.ndarray]) -> list[AcceptResult]:
+        """The results; `found` begins with what `_Decided.own` has."""
+        if self._rows is None:
+            return _greedy(found[0].tolist(), self._drafts)
+        return self._rows.results(found[0], found[1], has_siblings=not self._is_synthetic)
+
+    def _decide(
+        self,
+        logits_RV: torch.Tensor,
+        masks: Sequence[Mask | None],
+        whole: Mapping[int, Sequence[int]] | None,
+    ) -> _Decided:
+        raw_RV = logits_RV
+        logits_RV = self._adjustments.apply(raw_RV, masks)
+        tokens_R = logits_RV.argmax(-1)
+        # The argmax of a row that holds NaN is the NaN.
+        peaks_R = logits_RV.gather(-1, tokens_R.unsqueeze(-1)).squeeze(-1)
+        raw_peaks_R = peaks_R
+        if logits_RV is not raw_RV:
+            raw_peaks_R = raw_RV.amax(-1)
+        rows = self._rows
+        if rows is None:
+            return _Decided(_with_errors(tokens_R, peaks_R, raw_peaks_R))
+        sufficed: dict[int, torch.Tensor] = {}
+        if self._draws is None:
+            matches_R = tokens_R == rows.draft_R.tensor
+        else:
+            matches_R, sufficed = self._draws.accept(logits_RV, tokens_R, whole)
+        if self._synthetic_R is not None:
+            matches_R = self._synthetic_R.tensor & rows.drafted_R.tensor
+        tokens_R = _with_errors(tokens_R, peaks_R, raw_peaks_R)
+        matches_R &= tokens_R >= 0
+        return _Decided(tokens_R, matches_R, rows.draft_R.tensor, sufficed)
+
+
+@dataclass(frozen=True, slots=True)
+class _Decided:
+    """What the device has decided about R rows."""
+
+    tokens_R: torch.Tensor
+    """The target's own tokens; negative for a row that has none."""
+    matches_R: torch.Tensor | None = None
+    """Whether the draft token of a row is accepted; None if it is where it equals the own one."""
+    draft_R: torch.Tensor | None = None
+    sufficed: dict[int, torch.Tensor] = field(default_factory=dict)
+    """As of `TargetProbs.probs`."""
+
+    @property
+    def own(self) -> list[torch.Tensor]:
+        """What the results are read from."""
+        return [self.tokens_R] if self.matches_R is None else [self.tokens_R, self.matches_R]
+
+    @property
+    def committed_R(self) -> torch.Tensor:
+        """The token behind each row if the row is committed; 0 for a row that has none."""
+        if self.matches_R is None or self.draft_R is None:
+            return self.tokens_R.clamp(min=0)
+        return torch.where(self.matches_R, self.draft_R, self.tokens_R).clamp(min=0)
+
+
+def _note_short(whole: dict[int, list[int]], sufficed: Iterable[tuple[int, np.ndarray]]) -> bool:
+    """Add the rows whose candidates did not suffice to those to sort whole; whether some are new.
+
+    A row that was sorted whole may still be short of candidates.
+    """
+    are_new = False
+    for step, enough_R in sufficed:
+        short = np.flatnonzero(enough_R == 0).tolist()
+        known = whole.setdefault(step, [])
+        new = sorted(set(short).difference(known))
+        known += new
+        are_new = are_new or bool(new)
+    return are_new
 
 
 def _with_errors(
@@ -100,78 +222,67 @@ def _greedy(tokens: list[int], drafts: Sequence[Draft]) -> list[AcceptResult]:
     return results
 
 
-def _accept_rows(logits_RV: torch.Tensor, rows: Rows, tokens_R: torch.Tensor) -> torch.Tensor:
-    """Which rows' draft tokens are accepted, bool [R].
+class _Draws:
+    """Draws the target's own tokens, and applies the rules that look at probabilities."""
 
-    `tokens_R` comes in as the rows' argmax, and goes out as the target's own tokens.
-    """
-    needed = rows.where(lambda draft: draft.needs_probs)
-    if not needed:
-        return tokens_R == rows.draft_R
-    at_N = rows.tensor(np.array(needed))
-    settings = [rows.of_row[row].context.sampling for row in needed]
-    logits_NV = logits_RV
-    if len(needed) < len(logits_RV):
-        logits_NV = logits_RV[at_N]
-    probs_NV = target_probs(logits_NV, settings)
-    # NaN is in rows that `_with_errors` marks.
-    probs_NV = probs_NV.nan_to_num(0.0)
-    sampled_N = coupled_sample(probs_NV, rows.keys(needed))
-    greedy_N = rows.tensor(np.array([sampling.greedy for sampling in settings]))
-    tokens_R[at_N] = torch.where(greedy_N, tokens_R[at_N], sampled_N)
-    matches_R = tokens_R == rows.draft_R
-    probs = _Probs(probs_NV, {row: n for n, row in enumerate(needed)})
-    for rule in {draft.rule for draft in rows.drafts}:
-        if rule in SAMPLED_RULES:
-            _accept_sampled(rule, probs, rows, tokens_R, matches_R)
-        elif rule in LOSSY_RULES:
-            _accept_lossy(rule, probs, rows, matches_R)
-    return matches_R
+    def __init__(self, rows: Rows, staging: Staging) -> None:
+        needed = rows.where(lambda draft: draft.needs_probs)
+        settings = [rows.of_row[row].context.sampling for row in needed]
+        self._draft_R = rows.draft_R
+        self._at_N: Staged | None = None
+        if len(needed) < len(rows.of_row):
+            self._at_N = staging.add(needed, np.int64)
+        self._probs = TargetProbs(settings, staging)
+        self._keys_N = staging.add(rows.keys(needed))
+        self._greedy_N: Staged | None = None
+        if any(sampling.greedy for sampling in settings):
+            self._greedy_N = staging.add([sampling.greedy for sampling in settings])
+        places = {row: n for n, row in enumerate(needed)}
+        self._judges: list[_Sampled | _Lossy] = []
+        for rule in {draft.rule for draft in rows.drafts}:
+            if rule in SAMPLED_RULES:
+                picked = [
+                    (first, draft)
+                    for first, draft in rows
+                    if draft.rule is rule
+                    and draft.distributions
+                    and not draft.context.sampling.greedy
+                ]
+                if picked:
+                    self._judges.append(_Sampled(rule, picked, rows, places, staging))
+            elif rule in LOSSY_RULES:
+                judged = _judged(rule, rows)
+                if judged:
+                    self._judges.append(_Lossy(rule, judged, rows, places, staging))
 
+    def accept(
+        self,
+        logits_RV: torch.Tensor,
+        tokens_R: torch.Tensor,
+        whole: Mapping[int, Sequence[int]] | None,
+    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        """Which rows' draft tokens are accepted, bool [R]; and the second of `TargetProbs.probs`.
 
-@dataclass(frozen=True, slots=True)
-class _Probs:
-    """Target probabilities of some rows of the batch."""
-
-    values_NV: torch.Tensor
-    index: dict[int, int]
-    """The place n of each of these rows."""
-
-    def at(self, rows: Sequence[int]) -> torch.Tensor:
-        """Those of `rows`, [len(rows), V]."""
-        return self.values_NV[on(self.values_NV.device, [self.index[row] for row in rows])]
-
-
-def _accept_sampled(
-    rule: AcceptanceRule,
-    probs: _Probs,
-    rows: Rows,
-    tokens_R: torch.Tensor,
-    matches_R: torch.Tensor,
-) -> None:
-    """Overwrite the rows of sampled drafts.
-
-    If a draft is not accepted whole, draw the next token from the residual.
-    """
-    picked = [
-        (first, d)
-        for first, d in rows
-        if d.rule is rule and d.distributions and not d.context.sampling.greedy
-    ]
-    if not picked:
-        return
-    sampled = _Sampled(picked, probs, rows)
-    prefixes = SAMPLED_RULES[rule](sampled.drafts)
-    accepted_B = prefixes.accepted_B
-    lengths_B = sampled.drafts.lengths_B
-    of_draft_S, place_S = sampled.places
-    matches_R[sampled.rows_S] = place_S < accepted_B[of_draft_S]
-    # A draft that is accepted whole keeps the bonus token of its last row.
-    short = (accepted_B < lengths_B).nonzero().squeeze(-1)
-    if len(short):
-        end_R = sampled.first_B[short] + accepted_B[short]
-        residual = sampled.residual(short, accepted_B[short], prefixes.scale_B[short])
-        tokens_R[end_R] = inverse_cdf(residual, rows.tensor(rows.uniform(Purpose.RECOVER))[end_R])
+        `tokens_R` comes in as the rows' argmax, and goes out as the target's own tokens.
+        """
+        logits_NV = logits_RV
+        if self._at_N is not None:
+            logits_NV = logits_RV[self._at_N.tensor]
+        probs_NV, sufficed = self._probs.probs(logits_NV, whole)
+        # NaN is in rows that `_with_errors` marks.
+        probs_NV = probs_NV.nan_to_num(0.0)
+        drawn_N = coupled_sample(probs_NV, self._keys_N.tensor)
+        if self._greedy_N is not None:
+            likeliest_N = tokens_R if self._at_N is None else tokens_R[self._at_N.tensor]
+            drawn_N = torch.where(self._greedy_N.tensor, likeliest_N, drawn_N)
+        if self._at_N is None:
+            tokens_R.copy_(drawn_N)
+        else:
+            tokens_R[self._at_N.tensor] = drawn_N
+        matches_R = tokens_R == self._draft_R.tensor
+        for judge in self._judges:
+            judge.accept(probs_NV, tokens_R, matches_R)
+        return matches_R, sufficed
 
 
 class _Sampled:
@@ -180,69 +291,141 @@ class _Sampled:
     B drafts of at most K tokens, S tokens in all, each drawn from at most E alternatives.
     """
 
-    def __init__(self, picked: Sequence[tuple[int, Draft]], probs: _Probs, rows: Rows) -> None:
+    def __init__(
+        self,
+        rule: AcceptanceRule,
+        picked: Sequence[tuple[int, Draft]],
+        rows: Rows,
+        places: Mapping[int, int],
+        staging: Staging,
+    ) -> None:
+        """`picked` are the drafts with their first rows; `places` are those of rows in `probs_NV`.
+
+        Raises ValueError for a tree.
+        """
         if any(draft.context.parents for _, draft in picked):
             raise ValueError("a sampled draft must be a chain")
+        self._rule = SAMPLED_RULES[rule]
         lengths = [len(draft.context.drafted) for _, draft in picked]
         flat = [
             row
             for (first, _), n in zip(picked, lengths, strict=True)
             for row in range(first, first + n)
         ]
-        self.rows_S = rows.tensor(np.array(flat))
-        self.first_B = rows.tensor(np.array([first for first, _ in picked]))
+        self._draft_R = rows.draft_R
+        self._rows_S = staging.add(flat, np.int64)
+        self._at_S = staging.add([places[row] for row in flat], np.int64)
+        self._first_B = staging.add([first for first, _ in picked], np.int64)
+        self._lengths_B = staging.add(lengths, np.int64)
+        self._start_B = staging.add(np.cumsum([0, *lengths[:-1]]), np.int64)
         # Indices are computed on the host: those of a mask on the device would need a round trip.
         real_BK = np.arange(max(lengths)) < np.array(lengths)[:, None]
         self._shape = real_BK.shape
-        self.places = tuple(rows.tensor(index) for index in np.nonzero(real_BK))
-        self._start_B = rows.tensor(np.cumsum([0, *lengths[:-1]]))
-        self._target_SV = probs.at(flat).double()
+        self._places = [staging.add(index) for index in np.nonzero(real_BK)]
         self._ids_BKE, self._draft_BKE = rows.padded_distributions(
             [draft for _, draft in picked], max(lengths)
         )
-        own_S = rows.draft_R[self.rows_S].unsqueeze(-1)
-        ids_SE = self._ids_BKE[self.places]
-        draft_SE = self._draft_BKE[self.places]
+        self._coins_S = staging.add(rows.uniform(Purpose.ACCEPT)[flat])
+        self._uniform_R = staging.add(rows.uniform(Purpose.RECOVER))
+
+    def accept(
+        self, probs_NV: torch.Tensor, tokens_R: torch.Tensor, matches_R: torch.Tensor
+    ) -> None:
+        """Overwrite the rows of the drafts.
+
+        If a draft is not accepted whole, draw the next token from the residual.
+        """
+        target_SV = probs_NV[self._at_S.tensor].double()
+        drafts = self._sparse(target_SV)
+        prefixes = self._rule(drafts)
+        accepted_B = prefixes.accepted_B
+        of_draft_S, place_S = (place.tensor for place in self._places)
+        matches_R[self._rows_S.tensor] = place_S < accepted_B[of_draft_S]
+        # A draft that is accepted whole keeps the bonus token of its last row. Only the device
+        # knows which drafts these are, so a token is drawn for them too, at their last position.
+        cut_B = torch.minimum(accepted_B, drafts.lengths_B - 1)
+        end_B = self._first_B.tensor + accepted_B
+        left = self._residual(target_SV, cut_B, prefixes.scale_B)
+        recovered_B = inverse_cdf(left, self._uniform_R.tensor[end_B])
+        is_short_B = accepted_B < drafts.lengths_B
+        tokens_R[end_B] = torch.where(is_short_B, recovered_B, tokens_R[end_B])
+
+    def _sparse(self, target_SV: torch.Tensor) -> SparseDrafts:
+        places = tuple(place.tensor for place in self._places)
+        own_S = self._draft_R.tensor[self._rows_S.tensor].unsqueeze(-1)
+        ids_SE = self._ids_BKE.tensor[places]
+        draft_SE = self._draft_BKE.tensor[places]
         # Padding must have probability 0, although its id 0 may have some.
-        target_SE = self._target_SV.gather(-1, ids_SE) * (draft_SE > 0)
-        self.drafts = SparseDrafts(
-            lengths_B=rows.tensor(np.array(lengths)),
+        target_SE = target_SV.gather(-1, ids_SE) * (draft_SE > 0)
+        return SparseDrafts(
+            lengths_B=self._lengths_B.tensor,
             draft_BK=self._spread((draft_SE * (ids_SE == own_S)).sum(-1)),
-            target_BK=self._spread(self._target_SV.gather(-1, own_S).squeeze(-1)),
-            draft_BKE=self._draft_BKE,
+            target_BK=self._spread(target_SV.gather(-1, own_S).squeeze(-1)),
+            draft_BKE=self._draft_BKE.tensor,
             target_BKE=self._spread(target_SE),
-            uniform_BK=self._spread(rows.tensor(rows.uniform(Purpose.ACCEPT)[flat])),
+            uniform_BK=self._spread(self._coins_S.tensor),
         )
 
     def _spread(self, values_S: torch.Tensor) -> torch.Tensor:
         """The values [S, ...] as [B, K, ...], padded with zeros."""
         shape = (*self._shape, *values_S.shape[1:])
         out = torch.zeros(shape, dtype=values_S.dtype, device=values_S.device)
-        out[self.places] = values_S
+        out[tuple(place.tensor for place in self._places)] = values_S
         return out
 
-    def residual(self, which: torch.Tensor, cut: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """max(0, scale * target - draft) at position `cut` of drafts `which`, [len(which), V]."""
-        target = self._target_SV[self._start_B[which] + cut]
-        left = target * scale.unsqueeze(-1)
-        left.scatter_add_(-1, self._ids_BKE[which, cut], -self._draft_BKE[which, cut]).clamp_(min=0)
+    def _residual(
+        self, target_SV: torch.Tensor, cut_B: torch.Tensor, scale_B: torch.Tensor
+    ) -> torch.Tensor:
+        """max(0, scale * target - draft) at position `cut_B` of each draft, [B, V]."""
+        target_BV = target_SV[self._start_B.tensor + cut_B]
+        all_B = torch.arange(len(cut_B), device=cut_B.device)
+        ids_BE = self._ids_BKE.tensor[all_B, cut_B]
+        draft_BE = self._draft_BKE.tensor[all_B, cut_B]
+        left_BV = target_BV * scale_B.unsqueeze(-1)
+        left_BV.scatter_add_(-1, ids_BE, -draft_BE).clamp_(min=0)
         # Equal distributions leave no residual. Then only rounding can reject a token, and the
         # target itself is the right distribution.
-        return torch.where(left.sum(-1, keepdim=True) > 0, left, target)
+        return torch.where(left_BV.sum(-1, keepdim=True) > 0, left_BV, target_BV)
 
 
-def _accept_lossy(rule: AcceptanceRule, probs: _Probs, rows: Rows, matches_R: torch.Tensor) -> None:
-    """Accept the tokens that the lossy rule allows, besides those that the exact rule accepts."""
-    flat: list[int] = []
-    options: list[SpeculationOptions] = []
+class _Lossy:
+    """The tokens that a lossy rule judges."""
+
+    def __init__(
+        self,
+        rule: AcceptanceRule,
+        judged: Sequence[tuple[int, SpeculationOptions]],
+        rows: Rows,
+        places: Mapping[int, int],
+        staging: Staging,
+    ) -> None:
+        """`judged` has the tokens' rows and settings; `places` are those of rows in `probs_NV`."""
+        self._rule = LOSSY_RULES[rule]
+        self._draft_R = rows.draft_R
+        self._rows_J = staging.add([row for row, _ in judged], np.int64)
+        self._at_J = staging.add([places[row] for row, _ in judged], np.int64)
+        settings = [self._rule.settings(options) for _, options in judged]
+        self._settings = [staging.add(each, np.float32) for each in zip(*settings, strict=True)]
+
+    def accept(
+        self, probs_NV: torch.Tensor, tokens_R: torch.Tensor, matches_R: torch.Tensor
+    ) -> None:
+        """Accept the tokens that the rule allows, besides those that the exact rule accepts."""
+        at = self._rows_J.tensor
+        settings = [staged.tensor for staged in self._settings]
+        allowed_J = self._rule.judge(
+            probs_NV[self._at_J.tensor], self._draft_R.tensor[at], *settings
+        )
+        matches_R[at] = matches_R[at] | allowed_J
+
+
+def _judged(rule: AcceptanceRule, rows: Rows) -> list[tuple[int, SpeculationOptions]]:
+    """The rows whose draft tokens a lossy rule judges, with their requests' settings."""
+    found: list[tuple[int, SpeculationOptions]] = []
     for first, draft in rows:
         if draft.rule is rule:
             judged = draft.judged
             if draft.thinking:
                 judged = [(row, i) for row, i in judged if draft.thinking[i]]
-            flat += [first + row for row, _ in judged]
-            options += [draft.options] * len(judged)
-    if not flat:
-        return
-    at = rows.tensor(np.array(flat))
-    matches_R[at] |= LOSSY_RULES[rule](probs.at(flat), rows.draft_R[at], options)
+            found += [(first + row, draft.options) for row, _ in judged]
+    return found

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from math import isnan
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from outrider.errors import OutriderError, Reason
 from outrider.protocol.messages import AcceptanceRule, DraftDistribution, TokenLogprob
 from outrider.sampling.logits import Context
+from outrider.sampling.penalties import TokenCounts
+from outrider.sampling.tensors import Staged, Staging
 from verifier_svc.state.scheduled_sequence import ScheduledSequence
-from verifier_svc.verification.acceptance import accept
+from verifier_svc.verification.acceptance import Acceptance
 from verifier_svc.verification.draft import NO_TOKEN, NOT_FINITE, AcceptResult, Draft
-from verifier_svc.verification.logprobs import logprobs, split_scored
+from verifier_svc.verification.logprobs import Logprobs
 from verifier_svc.verification.rule_choice import acceptance_rule
 
+_CPU = torch.device("cpu")
 _NOT_FINITE = (
     "the target's logits are not finite (NaN or infinite), so there is no next token;"
     " float16 can overflow"
@@ -41,6 +47,12 @@ class Verified:
     """Those of the prompt tokens that were scheduled to be scored."""
 
 
+Verify = Callable[[torch.Tensor, SequenceOf[ScheduledSequence]], list[Verified | OutriderError]]
+"""Takes a batch's logits, with `logit_count` rows of each sequence one after the other, and the
+batch with the masks of its grammars. Gives for each sequence the tokens to commit, or the reason
+why it cannot go on."""
+
+
 class Verification(Protocol):
     """Verifies drafts: `DraftVerifier` by logits, the simulator's target by texts of its own."""
 
@@ -48,17 +60,13 @@ class Verification(Protocol):
     def thinking_ids(self) -> tuple[int, int] | None:
         """The tokens that begin and end the thinking phase; None if the model has none."""
 
-    def verify(
-        self,
-        logits_RV: torch.Tensor,
-        batch: SequenceOf[ScheduledSequence],
-    ) -> list[Verified | OutriderError]:
-        """For each sequence, the tokens to commit or the reason why it cannot go on."""
+    def lay_out(self, batch: SequenceOf[ScheduledSequence]) -> Verify:
+        """Do what verifying a batch needs before its forward."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftVerifier:
-    """Verifies the drafts of a batch by the target's logits."""
+    """Verifies the drafts of a batch by the target's logits. One engine uses it."""
 
     sampled_rule: AcceptanceRule = AcceptanceRule.BLOCK
     """The rule for drafts that a trusted drafter sampled."""
@@ -66,40 +74,28 @@ class DraftVerifier:
     """The tokens that begin and end the thinking phase; None if the model has none."""
     synthetic_rate: float | None = None
     """If set, draft tokens are accepted at this rate whatever the target says."""
+    device: torch.device = _CPU
+    """The device of the logits."""
+    counts: TokenCounts = field(default_factory=TokenCounts)
 
-    def verify(
-        self,
-        logits_RV: torch.Tensor,
-        batch: SequenceOf[ScheduledSequence],
-    ) -> list[Verified | OutriderError]:
-        """For each sequence, the tokens to commit or the reason why it cannot go on.
-
-        `logits_RV` has `logit_count` rows of each sequence, one after the other.
-        """
-        logits_RV, scores = split_scored(logits_RV, batch)
-        sampling = [scheduled for scheduled in batch if scheduled.samples]
-        accepted = self._accept(logits_RV, sampling)
-        verified = accepted
-        if len(sampling) < len(batch):
-            rest = iter(accepted)
-            verified = [next(rest) if scheduled.samples else Verified() for scheduled in batch]
-        for i, prompt_logprobs in scores.items():
-            verified[i].prompt_logprobs = prompt_logprobs
-        return [_error(each) or each for each in verified]
-
-    def _accept(
-        self,
-        logits_RV: torch.Tensor,
-        sampling: SequenceOf[ScheduledSequence],
-    ) -> list[Verified]:
-        """Verify the sequences for which a token is drawn; `logits_RV` has their rows alone."""
-        drafts = [self._draft(scheduled) for scheduled in sampling]
-        results = accept(logits_RV, drafts, self.synthetic_rate)
-        pairs = zip(results, drafts, strict=True)
-        verified = [Verified(result, draft.rule) for result, draft in pairs]
-        for i, found in _logprobs(logits_RV, sampling, results).items():
-            verified[i].logprobs = found
-        return verified
+    def lay_out(self, batch: SequenceOf[ScheduledSequence]) -> Verify:
+        """Lay a batch out on the host, and send the device what it needs, in one copy."""
+        staging = Staging(self.device)
+        drafts = [self._draft(scheduled) for scheduled in batch if scheduled.samples]
+        acceptance = Acceptance(drafts, staging, self.counts, self.synthetic_rate)
+        rules = [draft.rule for draft in drafts]
+        wanting = [
+            scheduled
+            for scheduled in batch
+            if scheduled.scored
+            or (scheduled.samples and scheduled.sequence.request.top_logprobs is not None)
+        ]
+        logprobs = Logprobs(batch, staging) if wanting else None
+        drawn = None
+        if any(scheduled.scored for scheduled in wanting):
+            drawn = staging.add(_drawn(batch), np.int64)
+        staging.send()
+        return _LaidOut(acceptance, rules, logprobs, drawn).verify
 
     def _draft(self, scheduled: ScheduledSequence) -> Draft:
         sequence = scheduled.sequence
@@ -121,8 +117,7 @@ class DraftVerifier:
             len(request.prompt),
             tree.token_ids,
             sequence.end_ids,
-            scheduled.mask,
-            tree.parents,
+            parents=tree.parents,
         )
         return Draft(
             context,
@@ -154,30 +149,50 @@ class DraftVerifier:
         return states
 
 
-def _logprobs(
-    logits_RV: torch.Tensor, batch: SequenceOf[ScheduledSequence], results: SequenceOf[AcceptResult]
-) -> dict[int, list[TokenLogprob]]:
-    """Log probabilities of the sequences that want them, by place in the batch."""
-    wanting = [each for each in batch if each.sequence.request.top_logprobs is not None]
-    if not wanting:
-        return {}
+@dataclass(frozen=True, slots=True)
+class _LaidOut:
+    """A batch that is ready to be verified once its logits are there."""
+
+    acceptance: Acceptance
+    """Of the sequences for which a token is drawn."""
+    rules: SequenceOf[AcceptanceRule]
+    """Theirs."""
+    logprobs: Logprobs | None
+    """Those that its requests want; None if they want none."""
+    drawn_R: Staged | None
+    """The rows to draw from; None for all."""
+
+    def verify(
+        self, logits_RV: torch.Tensor, batch: SequenceOf[ScheduledSequence]
+    ) -> list[Verified | OutriderError]:
+        """As `Verify`, with one wait for the device."""
+        drawn_RV = logits_RV if self.drawn_R is None else logits_RV[self.drawn_R.tensor]
+        masks = [scheduled.mask for scheduled in batch if scheduled.samples]
+        beside = None
+        if self.logprobs is not None:
+            beside = partial(self.logprobs.tensors, logits_RV)
+        results, found = self.acceptance.results(drawn_RV, masks, beside)
+        pairs = zip(results, self.rules, strict=True)
+        verified = [Verified(result, rule) for result, rule in pairs]
+        if len(verified) < len(batch):
+            rest = iter(verified)
+            verified = [next(rest) if scheduled.samples else Verified() for scheduled in batch]
+        if self.logprobs is not None:
+            for i, logprobs in self.logprobs.of_committed(found, results).items():
+                verified[i].logprobs = logprobs
+            for i, logprobs in self.logprobs.of_prompts(found).items():
+                verified[i].prompt_logprobs = logprobs
+        return [_error(each) or each for each in verified]
+
+
+def _drawn(batch: SequenceOf[ScheduledSequence]) -> list[int]:
+    """The logits rows to draw from."""
     rows: list[int] = []
-    tokens: list[int] = []
-    counts: list[int] = []
-    spans: dict[int, range] = {}
     first = 0
-    for i, (scheduled, result) in enumerate(zip(batch, results, strict=True)):
-        count = scheduled.sequence.request.top_logprobs
-        if count is not None:
-            path = result.rows
-            spans[i] = range(len(rows), len(rows) + len(path) + 1)
-            rows += [first, *[first + row for row in path]]
-            tokens += [scheduled.draft.token_ids[row - 1] for row in path]
-            tokens.append(max(0, result.next_token))
-            counts += [count] * (len(path) + 1)
-        first += len(scheduled.draft.token_ids) + 1
-    found = logprobs(logits_RV, rows, tokens, counts)
-    return {i: found[span.start : span.stop] for i, span in spans.items()}
+    for scheduled in batch:
+        rows += range(first + len(scheduled.scored), first + scheduled.logit_count)
+        first += scheduled.logit_count
+    return rows
 
 
 def _error(verified: Verified) -> OutriderError | None:

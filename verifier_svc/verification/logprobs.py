@@ -3,73 +3,119 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import islice
 
+import numpy as np
 import torch
 
 from outrider.protocol.messages import TokenLogprob
-from outrider.sampling.tensors import on
+from outrider.sampling.tensors import Staging
 from verifier_svc.state.scheduled_sequence import ScheduledSequence
+from verifier_svc.verification.draft import AcceptResult
 
 # Rows of one log-softmax: 40 MB with a vocabulary of 150,000.
 _ROWS_AT_ONCE = 64
 
 
-def logprobs(
-    logits_RV: torch.Tensor, rows: Sequence[int], tokens: Sequence[int], counts: Sequence[int]
-) -> list[TokenLogprob]:
-    """For each of `rows`, its token's log probability and rank, and its `count` likeliest tokens.
+class Logprobs:
+    """The log probabilities that a batch's requests want, at least one, laid out beforehand.
 
-    A vocabulary of fewer tokens gives all of them. `rows`, `tokens` and `counts` have one entry
-    each per result. One copy from the device.
+    On a GPU they are computed for all rows of a draft, since only the device knows which of these
+    will be committed. So they come with the same copy as the rest of the step's results.
     """
-    if not rows:
-        return []
-    device = logits_RV.device
-    values: list[torch.Tensor] = []
-    ids: list[torch.Tensor] = []
-    index_N = on(device, rows)
-    tokens_N = on(device, tokens)
-    for at in range(0, len(rows), _ROWS_AT_ONCE):
-        log_probs_NV = logits_RV[index_N[at : at + _ROWS_AT_ONCE]].log_softmax(-1)
-        own_N1 = log_probs_NV.gather(-1, tokens_N[at : at + _ROWS_AT_ONCE].unsqueeze(-1))
-        top = log_probs_NV.topk(min(max(counts), logits_RV.shape[-1]), dim=-1)
-        values.append(torch.cat([own_N1, top.values], -1))
-        ids.append(torch.cat([(log_probs_NV >= own_N1).sum(-1, keepdim=True), top.indices], -1))
-    found = zip(torch.cat(values).tolist(), torch.cat(ids).tolist(), counts, strict=True)
-    return [
-        TokenLogprob(row[0], tuple(best[1 : 1 + count]), tuple(row[1 : 1 + count]), best[0])
-        for row, best, count in found
-    ]
 
+    def __init__(self, batch: Sequence[ScheduledSequence], staging: Staging) -> None:
+        rows: list[int] = []
+        drawn_rows: list[int] = []
+        tokens: list[int] = []
+        drawn: list[int] = []
+        counts: list[int] = []
+        drawn_counts: list[int] = []
+        # By place in the batch, which of the results are its scored tokens', and where those of its
+        # drawn rows begin.
+        self._scored: dict[int, range] = {}
+        self._drawn: dict[int, int] = {}
+        self._sampling = [i for i, scheduled in enumerate(batch) if scheduled.samples]
+        first = drawn_first = 0
+        for i, scheduled in enumerate(batch):
+            request = scheduled.sequence.request
+            scored = scheduled.scored
+            if scored:
+                self._scored[i] = range(len(rows), len(rows) + len(scored))
+                rows += range(first, first + len(scored))
+                tokens += request.prompt[scored.start : scored.stop]
+                counts += [request.prompt_logprobs or 0] * len(scored)
+            row_count = scheduled.logit_count - len(scored)
+            if request.top_logprobs is not None and row_count:
+                self._drawn[i] = len(drawn)
+                begin = first + len(scored)
+                drawn_rows += range(begin, begin + row_count)
+                drawn += range(drawn_first, drawn_first + row_count)
+                drawn_counts += [request.top_logprobs] * row_count
+            first += scheduled.logit_count
+            drawn_first += row_count
+        self._counts = counts + drawn_counts
+        self._scored_count = len(rows)
+        # Where in what `tensors` gives each of these rows is.
+        self._at: Sequence[int] | dict[int, int] = range(len(self._counts))
+        self._rows_N = staging.add(rows + drawn_rows, np.int64)
+        self._tokens_S = staging.add(tokens, np.int64)
+        self._drawn_D = staging.add(drawn, np.int64)
 
-def split_scored(
-    logits_RV: torch.Tensor, batch: Sequence[ScheduledSequence]
-) -> tuple[torch.Tensor, dict[int, list[TokenLogprob]]]:
-    """Split a batch's logits into rows to draw from and rows that score prompt tokens.
+    def tensors(
+        self,
+        logits_RV: torch.Tensor,
+        committed_R: torch.Tensor,
+        results: Sequence[AcceptResult] | None,
+    ) -> list[torch.Tensor]:
+        """Log probabilities [N, 1 + K], and ranks and ids [N, 1 + K].
 
-    Returns the rows to draw from, and by place in the batch the log probabilities of the sequence's
-    `scored` tokens.
-    """
-    if not any(scheduled.scored for scheduled in batch):
-        return logits_RV, {}
-    drawn: list[int] = []
-    rows: list[int] = []
-    tokens: list[int] = []
-    counts: list[int] = []
-    first = 0
-    for scheduled in batch:
-        scored = scheduled.scored
-        request = scheduled.sequence.request
-        rows += range(first, first + len(scored))
-        drawn += range(first + len(scored), first + scheduled.logit_count)
-        tokens += request.prompt[scored.start : scored.stop]
-        counts += [request.prompt_logprobs or 0] * len(scored)
-        first += scheduled.logit_count
-    found = iter(logprobs(logits_RV, rows, tokens, counts))
-    scores = {
-        i: [*islice(found, len(scheduled.scored))]
-        for i, scheduled in enumerate(batch)
-        if scheduled.scored
-    }
-    return logits_RV[on(logits_RV.device, drawn, torch.long)], scores
+        `logits_RV` are all of the batch. `committed_R` has the token behind each row that is drawn
+        from, in case that the row is committed. With `results`, those of the sequences that are
+        drawn from, rows that these do not commit are left out.
+        """
+        index_N = self._rows_N.tensor
+        tokens_N = torch.cat([self._tokens_S.tensor, committed_R[self._drawn_D.tensor]])
+        if results is not None:
+            committed = self._committed(results).values()
+            kept = [*range(self._scored_count), *(row for rows in committed for row in rows)]
+            self._at = {row: i for i, row in enumerate(kept)}
+            index_N, tokens_N = index_N[kept], tokens_N[kept]
+        most = min(max(self._counts), logits_RV.shape[-1])
+        values: list[torch.Tensor] = []
+        ids: list[torch.Tensor] = []
+        for at in range(0, len(index_N), _ROWS_AT_ONCE):
+            log_probs_NV = logits_RV[index_N[at : at + _ROWS_AT_ONCE]].log_softmax(-1)
+            own_N1 = log_probs_NV.gather(-1, tokens_N[at : at + _ROWS_AT_ONCE].unsqueeze(-1))
+            top = log_probs_NV.topk(most, dim=-1)
+            values.append(torch.cat([own_N1, top.values], -1))
+            ids.append(torch.cat([(log_probs_NV >= own_N1).sum(-1, keepdim=True), top.indices], -1))
+        return [torch.cat(values), torch.cat(ids)]
+
+    def of_prompts(self, found: Sequence[np.ndarray]) -> dict[int, list[TokenLogprob]]:
+        """Those of scored prompt tokens, by place in the batch; `found` is what `tensors` gave."""
+        return {i: self._read(found, span) for i, span in self._scored.items()}
+
+    def of_committed(
+        self, found: Sequence[np.ndarray], results: Sequence[AcceptResult]
+    ) -> dict[int, list[TokenLogprob]]:
+        """Those of the accepted tokens and the next one, by place in the batch.
+
+        `results` are of the sequences that are drawn from.
+        """
+        return {i: self._read(found, rows) for i, rows in self._committed(results).items()}
+
+    def _committed(self, results: Sequence[AcceptResult]) -> dict[int, list[int]]:
+        """Which of the rows are committed, by place in the batch."""
+        by_place = dict(zip(self._sampling, results, strict=True))
+        return {
+            i: [self._scored_count + first + row for row in (0, *by_place[i].rows)]
+            for i, first in self._drawn.items()
+        }
+
+    def _read(self, found: Sequence[np.ndarray], rows: Sequence[int]) -> list[TokenLogprob]:
+        read: list[TokenLogprob] = []
+        for row in rows:
+            best, ranked = (each[self._at[row]].tolist() for each in found)
+            end = 1 + self._counts[row]
+            read.append(TokenLogprob(best[0], tuple(ranked[1:end]), tuple(best[1:end]), ranked[0]))
+        return read

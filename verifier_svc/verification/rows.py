@@ -1,4 +1,7 @@
-"""Lays out a batch of drafts as rows of logits, with their noise, and reads the results off."""
+"""Lays out a batch of drafts as rows of logits, with their noise, and reads the results off.
+
+All this happens on the host before the forward; `Staging` has what the device needs of it.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 
 import numpy as np
-import torch
 
 from outrider.sampling.logits import Context
 from outrider.sampling.noise import Purpose, coupled_keys, uniforms
-from outrider.sampling.tensors import on
+from outrider.sampling.tensors import Staged, Staging
 from verifier_svc.verification.draft import NO_TOKEN, AcceptResult, Draft
 from verifier_svc.verification.tree_walk import walk
 
@@ -39,9 +41,9 @@ class Rows:
     Iterates over (first row, draft).
     """
 
-    def __init__(self, drafts: Sequence[Draft], device: torch.device) -> None:
+    def __init__(self, drafts: Sequence[Draft], staging: Staging) -> None:
         self.drafts = drafts
-        self._device = device
+        self._staging = staging
         self._counts_B = np.array([draft.context.row_count for draft in drafts])
         self._first_B = np.cumsum(self._counts_B) - self._counts_B
         # The last row of each sequence has nothing to match.
@@ -54,8 +56,8 @@ class Rows:
             drafted[first : first + draft.context.row_count] = _NO_DRAFT
             for row, i in draft.judged:
                 drafted[first + row] = draft.context.drafted[i]
-        self.draft_R = self.tensor(drafted)
-        self.drafted_R = self.tensor(drafted != _NO_DRAFT)
+        self.draft_R = staging.add(drafted, np.int64)
+        self.drafted_R = staging.add(drafted != _NO_DRAFT)
 
     def __iter__(self) -> Iterator[tuple[int, Draft]]:
         return zip(self._first_B.tolist(), self.drafts, strict=True)
@@ -92,13 +94,12 @@ class Rows:
         steps: np.ndarray = np.repeat(lengths, self._counts_B)
         return uniforms(*self._seeds_and_positions, purpose, steps)
 
-    def keys(self, rows: Sequence[int]) -> torch.Tensor:
-        """The keys of the coupled noise of some rows."""
-        return self.tensor(coupled_keys(*self._seeds_and_positions)[rows])
+    def keys(self, rows: Sequence[int]) -> np.ndarray:
+        """The keys of the coupled noise of some rows, int64."""
+        keys: np.ndarray = coupled_keys(*self._seeds_and_positions)[rows]
+        return keys
 
-    def padded_distributions(
-        self, drafts: Sequence[Draft], longest: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def padded_distributions(self, drafts: Sequence[Draft], longest: int) -> tuple[Staged, Staged]:
         """Ids and probabilities [B, K, E] of sampled drafts, padded with (id 0, probability 0)."""
         width = max(each.token_ids.size for draft in drafts for each in draft.distributions)
         ids = np.zeros((len(drafts), longest, width), np.int64)
@@ -107,7 +108,7 @@ class Rows:
             for k, each in enumerate(draft.distributions):
                 ids[b, k, : each.token_ids.size] = each.token_ids
                 probs[b, k, : each.token_ids.size] = each.probabilities
-        return self.tensor(ids), self.tensor(probs)
+        return self._staging.add(ids), self._staging.add(probs)
 
     def results(
         self, tokens_R: np.ndarray, matches_R: np.ndarray, *, has_siblings: bool
@@ -132,7 +133,3 @@ class Rows:
                 own = [NO_TOKEN] * len(tokens)
             found[b] = tree_result(draft.context, tokens, own, matches)
         return found
-
-    def tensor(self, array: np.ndarray) -> torch.Tensor:
-        """The array as a tensor on the logits' device."""
-        return on(self._device, array)

@@ -6,47 +6,49 @@ settings.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
 from outrider.protocol.messages import AcceptanceRule, SpeculationOptions
-from outrider.sampling.tensors import on
 
 
-def typical(
-    probs_NV: torch.Tensor, draft_N: torch.Tensor, options: Sequence[SpeculationOptions]
-) -> torch.Tensor:
+def typical(probs_NV: torch.Tensor, draft_N: torch.Tensor, epsilon_N: torch.Tensor) -> torch.Tensor:
     """Typical acceptance, bool [N]: Cai et al., "Medusa", arXiv 2401.10774, section 3.3.1.
 
     Accepts a draft token if its probability is above min(epsilon, delta * exp(-entropy)), with the
     paper's delta = sqrt(epsilon). The less sure the target is, the more tokens it accepts.
     """
-    device = probs_NV.device
-    epsilon_N = on(device, [option.typical_epsilon for option in options], torch.float32)
     entropy_N = torch.special.entr(probs_NV).sum(-1)
     threshold_N = torch.minimum(epsilon_N, epsilon_N.sqrt() * torch.exp(-entropy_N))
     return probs_NV.gather(-1, draft_N.unsqueeze(-1)).squeeze(-1) > threshold_N
 
 
 def relaxed(
-    probs_NV: torch.Tensor, draft_N: torch.Tensor, options: Sequence[SpeculationOptions]
+    probs_NV: torch.Tensor, draft_N: torch.Tensor, topk_N: torch.Tensor, delta_N: torch.Tensor
 ) -> torch.Tensor:
     """TensorRT-LLM's relaxed acceptance, bool [N] (its blog on DeepSeek-R1 with MTP).
 
     Accepts a draft token if it is among the `topk` likeliest, at most `delta` less likely than the
     likeliest, and of a probability above 0. The caller passes only positions in the thinking phase.
     """
-    device = probs_NV.device
-    topk_N = on(device, [option.relaxed_topk for option in options])
-    delta_N = on(device, [option.relaxed_delta for option in options], torch.float32)
     prob_N = probs_NV.gather(-1, draft_N.unsqueeze(-1)).squeeze(-1)
     better_N = (probs_NV > prob_N.unsqueeze(-1)).sum(-1)
     return (better_N < topk_N) & (prob_N >= probs_NV.amax(-1) - delta_N) & (prob_N > 0)
 
 
-LossyRule = Callable[[torch.Tensor, torch.Tensor, Sequence[SpeculationOptions]], torch.Tensor]
-LOSSY_RULES: dict[AcceptanceRule, LossyRule] = {
-    AcceptanceRule.TYPICAL: typical,
-    AcceptanceRule.RELAXED: relaxed,
+@dataclass(frozen=True, slots=True)
+class LossyRule:
+    """A rule, and the settings of a request that it takes behind probabilities and tokens."""
+
+    judge: Callable[..., torch.Tensor]
+    settings: Callable[[SpeculationOptions], tuple[float, ...]]
+
+
+LOSSY_RULES = {
+    AcceptanceRule.TYPICAL: LossyRule(typical, lambda options: (options.typical_epsilon,)),
+    AcceptanceRule.RELAXED: LossyRule(
+        relaxed, lambda options: (options.relaxed_topk, options.relaxed_delta)
+    ),
 }

@@ -1,0 +1,184 @@
+"""A device that only pretends to compute by itself, and counts what the host does with it.
+
+Its tensors say that they are on a GPU and lie on the CPU. So code runs the branches for a GPU, and
+every operator, every copy and every wait for the device passes through here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, Self
+from unittest.mock import patch
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_any, tree_map_only
+
+DEVICE = torch.device("cuda", 0)
+
+_aten = torch.ops.aten
+# Operators whose result has a size, or a value, that the host has to know.
+_WAITS = {
+    _aten._local_scalar_dense.default,
+    _aten.nonzero.default,
+    _aten.masked_select.default,
+    _aten._unique2.default,
+}
+
+
+class Far(torch.Tensor):
+    """A tensor of the fake device."""
+
+    held: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, held: torch.Tensor) -> Far:
+        made: Far = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls,
+            held.size(),
+            strides=held.stride(),
+            storage_offset=held.storage_offset(),
+            dtype=held.dtype,
+            # Torch without CUDA has no operators for a GPU's tensors, but some for these.
+            device="meta",
+        )
+        made.held = held
+        return made
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """The fake device, whatever torch itself takes it for."""
+        return DEVICE
+
+    def tolist(self) -> Any:
+        """The numbers, after a copy to the host as torch makes it for a GPU."""
+        return self.cpu().tolist()
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError(f"{func} runs on the fake device, which is not active")
+
+
+class FakeDevice(TorchDispatchMode):
+    """Runs what is done within it; counts operators, copies to the device, and waits for it."""
+
+    def __init__(self, on_wait: Callable[[], object] = bool) -> None:
+        """`on_wait` is called at each wait."""
+        super().__init__()
+        self.operators = 0
+        """Operators on the device that are no views and no copies from or to the host."""
+        self.copies = 0
+        """Copies from the host."""
+        self.waits = 0
+        """Copies to the host, and operators that need a value there."""
+        self._on_wait = on_wait
+        self._patches = ExitStack()
+
+    def __enter__(self) -> Self:
+        for name, kernel in _KERNELS.items():
+            self._patches.enter_context(patch(name, self._kernel(kernel)))
+        for module in ("sampler", "penalties"):
+            self._patches.enter_context(
+                patch(f"outrider.sampling.{module}.triton_works", lambda device: True)
+            )
+        if not torch.cuda.is_available():
+            # To name a GPU as a destination starts CUDA, which is not there.
+            self._patches.enter_context(patch("torch.cuda._lazy_init"))
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._patches.close()
+
+    def put(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor on the device, not counted."""
+        return Far(tensor)
+
+    def _kernel(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """A kernel that stands for one operator."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.operators += 1
+            near_args, near_kwargs = tree_map_only(Far, lambda far: far.held, (args, kwargs))
+            return tree_map_only(torch.Tensor, Far, run(*near_args, **near_kwargs))
+
+        return call
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        was_far = tree_any(lambda value: isinstance(value, Far), (args, kwargs))
+        target = kwargs.get("device")
+        if target is not None and target.type != "cpu":
+            kwargs["device"] = torch.device("cpu")
+            becomes_far = True
+        else:
+            becomes_far = was_far and target is None
+        kwargs.pop("pin_memory", None)
+        self._count(func, args, was_far=was_far, becomes_far=becomes_far)
+        near_args, near_kwargs = tree_map_only(Far, lambda far: far.held, (args, kwargs))
+        out = func(*near_args, **near_kwargs)
+        if func is _aten._to_copy.default and was_far != becomes_far:
+            out = out.clone()
+        if not becomes_far:
+            return out
+        return tree_map_only(torch.Tensor, Far, out)
+
+    def _count(self, func: Any, args: Any, *, was_far: bool, becomes_far: bool) -> None:
+        indexes = func in (_aten.index.Tensor, _aten.index_put_.default)
+        needs_value = was_far and (func in _WAITS or (indexes and _has_mask(args[1])))
+        came, goes = was_far, becomes_far
+        if func is _aten.copy_.default:
+            came, goes = isinstance(args[1], Far), isinstance(args[0], Far)
+        copies = func in (_aten._to_copy.default, _aten.copy_.default)
+        if needs_value or (copies and came and not goes):
+            self._wait()
+        elif copies and goes and not came:
+            self.copies += 1
+        elif (was_far or becomes_far) and not func.is_view:
+            self.operators += 1
+
+    def _wait(self) -> None:
+        self.waits += 1
+        self._on_wait()
+
+
+def _has_mask(indices: Any) -> bool:
+    """Whether an index is a mask, of which the host has to know how many entries are true."""
+    return any(isinstance(index, Far) and index.dtype is torch.bool for index in indices)
+
+
+def _penalise(
+    logits: torch.Tensor, rows: torch.Tensor, counts: torch.Tensor, numbers: torch.Tensor
+) -> None:
+    """`penalty_kernel.penalise` by torch's operators; no other reference is as plain."""
+    repetition, frequency, presence = numbers.unsqueeze(-1)
+    kept = logits[rows]
+    kept = torch.where(
+        counts > 0, torch.where(kept < 0, kept * repetition, kept / repetition), kept
+    )
+    output = counts >> 1
+    logits[rows] = kept - output * frequency - (output > 0) * presence
+
+
+def _coupled_sample(probs: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    from outrider.sampling.sampler import coupled_exponentials
+
+    return (probs.double() / coupled_exponentials(keys, probs.shape[-1])).argmax(-1)
+
+
+def _mask(logits: torch.Tensor, words: torch.Tensor, *, vocab_size: int) -> None:
+    bits = words.unsqueeze(-1) >> torch.arange(32, dtype=torch.int32) & 1
+    allowed = bits.flatten(1)[:, :vocab_size].bool()
+    logits.masked_fill_(~allowed, -torch.inf)
+
+
+_KERNELS: dict[str, Callable[..., Any]] = {
+    "outrider.sampling.penalty_kernel.penalise": _penalise,
+    "outrider.sampling.noise_kernel.coupled_sample": _coupled_sample,
+    "xgrammar.apply_token_bitmask_inplace": _mask,
+}
+"""Kernels that only a GPU runs. Each is one operator."""
