@@ -145,6 +145,7 @@ class Loader:
             self._metrics,
             config,
             _draft_verifier(settings, tokenizer, runner.device),
+            launches=runner.device.type == "cuda",
             sampled_drafts=settings.sampled_drafts,
             drafts=EVERY_DRAFT if settings.always_draft else PAYING_DRAFTS,
             own_cores=_own_cores(runner.device),

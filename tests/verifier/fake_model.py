@@ -187,6 +187,7 @@ def make_engine(
     clock: Clock = monotonic,
     deliver: Callable[[list[Delivery]], None] | None = None,
     draft_verifier: DraftVerifier | None = None,
+    launches: bool = False,
 ) -> tuple[Engine, TableModel]:
     """An engine with a table model; without `deliver`, the caller's thread calls sinks at once."""
 
@@ -203,6 +204,7 @@ def make_engine(
         Metrics("fake"),
         config or EngineConfig(),
         draft_verifier or DraftVerifier(),
+        launches=launches,
         sampled_drafts=trust,
         drafts=EVERY_DRAFT if always_draft else PAYING_DRAFTS,
         clock=clock,

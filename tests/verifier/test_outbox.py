@@ -1,9 +1,16 @@
 """Verdicts leave after their step; chunks leave with the next forward, or at once without one."""
 
+from collections.abc import Sequence
+
 import pytest
+import torch
+from fake_device import DEVICE, FakeDevice
 from fake_model import Client, ScriptedDrafter, make_engine
 
-from outrider.protocol.messages import SamplingParams, TokenRequest
+from outrider.lm.runner import SequenceSlice
+from outrider.protocol.messages import SamplingParams, TokenChunk, TokenRequest
+from verifier_svc.engine.outbox import Delivery
+from verifier_svc.verification.batch import DraftVerifier
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -20,6 +27,48 @@ def test_verdicts_leave_at_once_and_chunks_with_the_next_forward() -> None:
     engine.step()
     engine.step()
     assert known_at_forward == [0, 1, 2]
+
+
+@pytest.mark.parametrize("launches", [True, False], ids=["GPU", "CPU"])
+def test_what_no_step_waits_for_is_done_while_a_gpu_computes(launches: bool) -> None:
+    events: list[str] = []
+
+    def deliver(deliveries: list[Delivery]) -> None:
+        for sink, message in deliveries:
+            events.append("chunk" if isinstance(message, TokenChunk) else "verdict")
+            sink(message)
+
+    verifier = DraftVerifier(device=DEVICE) if launches else DraftVerifier()
+    engine, model = make_engine(
+        eos_bias=-99, deliver=deliver, draft_verifier=verifier, launches=launches
+    )
+    ScriptedDrafter(engine)
+    compute = model.forward
+    flush = engine._metrics.flush
+
+    def forward(slices: Sequence[SequenceSlice]) -> torch.Tensor:
+        events.append("launch")
+        logits = compute(slices)
+        return device.put(logits) if launches else logits
+
+    model.forward = forward  # type: ignore[method-assign]
+    engine._metrics.flush = lambda: [events.append("metrics"), flush()]  # type: ignore[method-assign]
+    client = Client()
+    engine.submit(TokenRequest([1, 2], 4, GREEDY), client)
+    with FakeDevice(lambda: events.append("wait")) as device:
+        engine.advance()
+        events.clear()
+        engine.advance()
+        engine.advance()
+        two_steps = list(events)
+        engine.advance()
+    step = ["metrics", "chunk", "launch", "verdict"]
+    if launches:
+        step = ["launch", "chunk", "metrics", "wait", "verdict"]
+    assert two_steps == step * 2
+    # The last step has no forward behind it.
+    assert events[-2:] == ["metrics", "chunk"]
+    assert client.tokens == model.greedy([1, 2], 4)
 
 
 def test_without_a_next_forward_chunks_leave_at_once() -> None:

@@ -1,8 +1,9 @@
 """The engine: a step chooses a batch, verifies its drafts, and commits what the target agrees to.
 
 The engine runs on its own thread; other threads only `post` work to it. It sends messages through
-sinks: to drafters after each step, to clients when the next forward begins. It knows token ids and
-drafters; not text, protobuf or grpc.
+sinks: to drafters after each step, to clients when the next forward begins. A device that computes
+by itself gets the forward first, so that what no step waits for is done meanwhile. The engine knows
+token ids and drafters; not text, protobuf or grpc.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ _MASK_POLL_S = 0.05
 class Engine:
     """Owns every sequence. Other threads may call only `post` and `stop`.
 
-    For `own_cores` and `sampled_drafts` see `DraftExchange`. Masks are computed on `mask_lanes`,
+    With `launches`, the model's `forward` returns before the device has computed. For `own_cores`
+    and `sampled_drafts` see `DraftExchange`. Masks are computed on `mask_lanes`,
     with the budget `mask_seconds`, see `MaskBudget`. `traced_steps` is the share of traced steps
     that get spans. `drafts` says when the planner drafts. The engine and its parts read time from
     `clock` alone.
@@ -69,6 +71,7 @@ class Engine:
         config: EngineConfig = _CONFIG,
         draft_verifier: Verification | None = None,
         *,
+        launches: bool = False,
         sampled_drafts: bool = False,
         drafts: PayingDrafts = PAYING_DRAFTS,
         own_cores: frozenset[int] | None = None,
@@ -101,6 +104,7 @@ class Engine:
         self._metrics = metrics
         verifier = draft_verifier or DraftVerifier()
         self._draft_verifier = verifier
+        self._launches = launches
         self._spans = StepSpans(metrics, clock)
         self._step_clock = StepClock(clock)
         self._inbox = Inbox()
@@ -244,7 +248,8 @@ class Engine:
     def drain_inbox(self) -> None:
         """Run everything that was posted."""
         self._inbox.run_all()
-        self._metrics.flush()
+        if not (self._launches and self.scheduler.has_work):
+            self._metrics.flush()
         self.outbox.send_to_drafters()
 
     def _go_idle(self) -> None:
@@ -283,7 +288,8 @@ class Engine:
         trees = grow_trees(scheduler.in_turn(), plan, scheduler.draft_room)
         batch = self._grammar_masks.cut(scheduler.next(plan.draft_tokens, trees))
         self._step_clock.end("pack")
-        self.outbox.send_to_clients()
+        if not (self._launches and batch):
+            self.outbox.send_to_clients()
         self._step_clock.end("send")
         return batch
 
@@ -302,6 +308,10 @@ class Engine:
             clock.end("pack")
             logits_RV = self.model.forward(slices)
             clock.end("forward")
+            if self._launches:
+                self.outbox.send_to_clients()
+                self._metrics.flush()
+                clock.end("send")
             ready = masked()
             if len(ready) < len(batch):
                 logits_RV = logits_RV[logits_rows(batch, ready)]
