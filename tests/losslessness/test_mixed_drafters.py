@@ -65,7 +65,9 @@ def test_a_coupled_drafter_decides_nothing_beside_a_sampling_one(
     check(make_traffic(rule), *drafters(stops))
 
 
-@pytest.mark.parametrize("rule", RULES)
+# That no request has both sampled and coupled drafters is in the quick suite (test_rules.py).
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", [AcceptanceRule.BLOCK, AcceptanceRule.TOKEN_WISE])
 @pytest.mark.parametrize("late", ["sparse", "coupled"])
 def test_a_coupled_drafter_decides_nothing_if_one_joins_mid_text(
     rule: AcceptanceRule, late: str

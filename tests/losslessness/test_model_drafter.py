@@ -106,6 +106,7 @@ def compared(drafter: ModelDrafter) -> Comparison:
     return compare(traffic.observed(texts), traffic.expected(DRAWS))
 
 
+@pytest.mark.slow  # half a minute; tests/drafter/test_draft_sampling.py checks each draw
 def test_texts_follow_the_target_behind_the_real_draft_model(drafter: ModelDrafter) -> None:
     compared(drafter).must_agree(sees=0.066)
 

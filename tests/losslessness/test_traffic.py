@@ -139,8 +139,9 @@ def check(case: Case, way: str, draws: int, sees: float) -> None:
 
 
 # The quick suite has deaths of the verifier below, with a target that shows more of their coins.
-@pytest.mark.parametrize("name", [name for name in CASES if name != "deaths of the verifier"])
-def test_texts_follow_the_target_in_all_traffic(name: str) -> None:
+# The other kinds of traffic are in the slow test of many draws.
+@pytest.mark.parametrize("name", ["pauses", "preemption, chunks and cached prefixes"])
+def test_texts_follow_the_target_in_difficult_traffic(name: str) -> None:
     check(CASES[name], "block", 4_000, 0.081)
 
 
@@ -168,9 +169,14 @@ EVEN = fixed(0.5, 0.5, *[0.0] * (VOCAB - 2))
 HEADS = fixed(0.9, 0.1, *[0.0] * (VOCAB - 2))
 
 
-@pytest.mark.parametrize("dies", [False, True], ids=["lives", "dies at each step"])
 @pytest.mark.parametrize(
-    "rule", [AcceptanceRule.BLOCK, pytest.param(AcceptanceRule.TOKEN_WISE, marks=pytest.mark.slow)]
+    ("rule", "dies"),
+    [
+        (AcceptanceRule.BLOCK, True),
+        pytest.param(AcceptanceRule.BLOCK, False, marks=pytest.mark.slow),
+        pytest.param(AcceptanceRule.TOKEN_WISE, True, marks=pytest.mark.slow),
+        pytest.param(AcceptanceRule.TOKEN_WISE, False, marks=pytest.mark.slow),
+    ],
 )
 def test_the_engine_uses_no_coin_twice(rule: AcceptanceRule, dies: bool) -> None:
     """The target throws a fair coin, and the drafter takes it for a loaded one.
