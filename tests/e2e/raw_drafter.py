@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -26,31 +25,9 @@ class RawDrafter:
         """Send one message with these fields."""
         await self.call.write(verifier_pb2.StreamDraftsRequest(**message))
 
-    async def propose(self, **fields: Any) -> None:
-        """Send one proposal with these fields."""
-        await self.say(drafts=drafts_pb2.DraftBatch(proposals=[drafts_pb2.Proposal(**fields)]))
-
     async def hear(self) -> verifier_pb2.StreamDraftsResponse:
-        """The verifier's next message, or EOF; waits for at most 10 s."""
+        """The verifier's next message, or EOF; waits for at most 30 s."""
         return await asyncio.wait_for(self.call.read(), 30)
-
-    async def insist(self, **fields: Any) -> OutriderError:
-        """Answer verdicts with a proposal of these fields until the stream ends.
-
-        At most one in 0.2 s: grpc.aio loses the status of a call that ends during a write.
-        """
-        next_at = 0.0
-        with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            while (response := await self.hear()) != grpc.aio.EOF:
-                for verdict in response.step.verdicts:
-                    if time.monotonic() > next_at:
-                        place = {
-                            "sequence_id": verdict.sequence_id,
-                            "base_length": verdict.committed_length,
-                        }
-                        await self.propose(**place | fields)
-                        next_at = time.monotonic() + 0.2
-        return await self.error()
 
     async def error(self) -> OutriderError:
         """The error that ended the stream; the messages before it are read and dropped."""

@@ -20,6 +20,10 @@ from stack import GatewayProcess, Process, Stack
 from outrider_bench.chaos.requests import COUNT, Answer, body
 from outrider_bench.raw_client import stream
 
+# The quick suite loses verifiers before a real gateway (tests/gateway/test_lost_sequences.py), goes
+# on in a real engine (tests/verifier/test_continuation.py) and over gRPC (test_fingerprints.py).
+pytestmark = pytest.mark.slow
+
 STREAMS = COUNT
 # Good enough to see how far the streams are: a text may be cut in two.
 TEXT = re.compile(rb'"text":"([^"]*)')
@@ -144,13 +148,7 @@ async def disturbed(
         must_equal(answer, other)
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        pytest.param(signal.SIGKILL, id="killed"),
-        pytest.param(signal.SIGTERM, id="stopped", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "stopped"])
 async def test_no_stream_notices_the_loss_of_its_verifier(
     site: Site, calm: Calm, how: signal.Signals
 ) -> None:
@@ -172,7 +170,6 @@ async def test_no_stream_notices_the_loss_of_its_verifier(
     pytest.fail("in no round has a sequence gone on at the other verifier")
 
 
-@pytest.mark.slow
 async def test_streams_wait_for_the_only_verifier_to_restart(site: Site, calm: Calm) -> None:
     only = site.lost
 
