@@ -102,8 +102,8 @@ def make_run(
     path: Path,
     settings: Settings,
     *,
-    repetitions: int = 3,
-    sources: tuple[str, ...] = ("measured",),
+    repetitions: int,
+    sources: tuple[str, ...],
 ) -> Folder:
     """Simulate each cell with noise, each repetition with its seed; predictions have no noise."""
     experiment = Experiment.model_validate({**settings, "repetitions": repetitions})

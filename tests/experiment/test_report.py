@@ -51,14 +51,14 @@ class Page(HTMLParser):
 def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A run of each kind with its report, by the experiment's name."""
     found = {}
-    for settings, sources in (
-        (simulated_runs.ROUND_TRIP, ("measured", "predicted")),
-        (simulated_runs.PLACEMENT, ("measured",)),
-        (simulated_runs.OUTAGE, ("measured",)),
-        (simulated_runs.TURNS, ("predicted",)),
+    for settings, sources, repetitions in (
+        (simulated_runs.ROUND_TRIP, ("measured", "predicted"), 1),
+        (simulated_runs.PLACEMENT, ("measured",), 3),
+        (simulated_runs.OUTAGE, ("measured",), 1),
+        (simulated_runs.TURNS, ("predicted",), 1),
     ):
         path = tmp_path_factory.mktemp(settings["name"])
-        simulated_runs.make_run(path, settings, sources=sources)
+        simulated_runs.make_run(path, settings, repetitions=repetitions, sources=sources)
         assert main([str(path)]) == 0
         found[settings["name"]] = path / "report"
     return found

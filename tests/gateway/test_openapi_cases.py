@@ -22,7 +22,8 @@ from waiting import until
 from gateway.app import create_app
 from outrider.errors import Reason
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+# In the quick suite, test_document.py and test_hostile_callers.py send fewer kinds of requests.
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.slow]
 
 DOCUMENT: Any = create_app(settings(), *unused()).openapi()
 SCHEMA = schemathesis.openapi.from_dict(DOCUMENT)

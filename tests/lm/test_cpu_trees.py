@@ -240,6 +240,7 @@ def test_attention_to_a_tree_equals_plain_attention(
     torch.testing.assert_close(out.float(), expected, atol=tolerance, rtol=tolerance)
 
 
+@settings(max_examples=25)
 @given(moves=st.lists(st.tuples(st.integers(0, 79), st.integers(0, 79)), max_size=70), seed=SEEDS)
 def test_moves_read_all_sources_before_they_write_a_target(
     moves: list[tuple[int, int]], seed: int

@@ -22,7 +22,7 @@ def test_an_installation_has_no_other_top_level_packages() -> None:
 
 
 WITHOUT_MODELS = [
-    "gateway.server",
+    "gateway.__main__",
     "gateway.http.openai",
     "drafter_svc.__main__",
     "verifier_svc.__main__",

@@ -35,8 +35,8 @@ def test_two_runs_give_the_same_bytes_whatever_the_hash_seed(tmp_path: Path) -> 
     settings = tmp_path / "scenario.yaml"
     settings.write_text(
         "costs: assumed-gpu\n"
-        "seconds: 2\n"
-        "sequences: [1, 4]\n"
+        "seconds: 0.5\n"
+        "sequences: [4]\n"
         "noise: 0.05\n"
         "hard_share: 0.2\n"
         "drafters:\n"
@@ -82,8 +82,8 @@ def test_a_link_keeps_the_order_and_shares_its_bandwidth() -> None:
     assert 0.510 <= arrived[-1][1] <= 0.515
 
 
-@pytest.mark.parametrize("rate", [0.3, 0.7])
-def test_a_chain_is_accepted_as_often_as_the_scenario_says(rate: float) -> None:
+def test_a_chain_is_accepted_as_often_as_the_scenario_says() -> None:
+    rate = 0.7
     drafters = [{"name": "d", "acceptance": rate}]
     outcome = simulate(scenario(seconds=20.0, draft_tokens="fixed:1", drafters=drafters), 4)
     counts = outcome.drafters["d"]

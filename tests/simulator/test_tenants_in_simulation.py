@@ -28,7 +28,15 @@ def small_requests(name: str) -> tuple[float, float]:
     return whole[round(0.99 * (len(whole) - 1))], first
 
 
-@pytest.mark.parametrize("flood", ["burst", "prompts", "unread", "choices"])
+@pytest.mark.parametrize(
+    "flood",
+    [
+        "burst",
+        "prompts",
+        pytest.param("unread", marks=pytest.mark.slow),
+        pytest.param("choices", marks=pytest.mark.slow),
+    ],
+)
 def test_a_flood_of_one_tenant_slows_small_ones_by_less_than_half(flood: str) -> None:
     """The flood is 200 requests, 40 long prompts, 100 long answers, or 64 choices of 1,900."""
     alone, _ = small_requests("alone")

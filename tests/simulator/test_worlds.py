@@ -69,6 +69,7 @@ def digests() -> list[str]:
     return [play(draw_world(seed)).digest for seed in range(8)]
 
 
+@pytest.mark.slow  # a process that loads torch; test_simulator.py starts one in the quick suite
 def test_a_world_is_a_pure_function_of_its_seed_in_any_process() -> None:
     here = digests()
     assert len(set(here)) == len(here)
