@@ -7,7 +7,7 @@ models can live in one process, and threads share nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -25,6 +25,31 @@ _STATE = "outrider_layer_cache"
 
 class UnsupportedAttention(NotImplementedError):
     """A model's attention has a part, named by the message, that the paged attention lacks."""
+
+
+class PagedKernel(Protocol):
+    """Attention over the paged cache on a GPU. Each kernel is a module of `outrider.lm.gpu`."""
+
+    def __call__(
+        self,
+        query_THD: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        batch: KernelArguments,
+        *,
+        max_seq_len: int,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """Attend for a packed batch over caches [pages, page size, KV heads, size].
+
+        Return [T, H, value size]. Each token sees the text up to its own slot, and in a tree its
+        ancestors and itself; with a `window`, the last so many positions of these. No sequence has
+        more than `max_seq_len` keys. The call must not read the batch on the host: a CUDA graph
+        repeats it for batches of the same shapes.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +200,9 @@ class LayerCache:
         # Imported here, because not every machine has Triton.
         from outrider.lm.gpu import triton_attention
 
-        return triton_attention.paged_attention(
+        # A further kernel, say for batches without trees, is chosen here.
+        kernel: PagedKernel = triton_attention.paged_attention
+        return kernel(
             query_THD,
             store.keys,
             store.values,

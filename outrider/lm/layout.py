@@ -308,7 +308,6 @@ class BatchLayout:
             ancestors = words.view(torch.int64).to(self._device, non_blocking=True)
         return KernelArguments(
             cu_seqlens_q=self.tensor([0, *self._row_ends]).int(),
-            max_seqlen_q=max(len(part.token_ids) for part in self.slices),
             seq_lens=seq_lens,
             block_table=self.block_table(self.slices).int(),
             slots=slots,
@@ -329,10 +328,10 @@ class BatchLayout:
 class KernelArguments:
     """One batch of B slices with T tokens, as `outrider.lm.gpu.triton_attention` takes it.
 
-    `cu_seqlens_q` [B + 1]: cumulative token counts of the slices, from 0 on. `max_seqlen_q`: an
-    upper bound on the tokens of a slice. `seq_lens` [B]: keys of each sequence, including the
-    slice's own. `block_table` [B, P]: the pages of those keys. `slots` [T]: each token's place
-    among the keys of its sequence. `positions` [T]: the same but for a tree's tokens.
+    `cu_seqlens_q` [B + 1]: cumulative token counts of the slices, from 0 on. `seq_lens` [B]: keys
+    of each sequence, including the slice's own. `block_table` [B, P]: the pages of those keys.
+    `slots` [T]: each token's place among the keys of its sequence. `positions` [T]: the same but
+    for a tree's tokens.
     `tree_starts` [B]: the slot of a slice's first tree token; its `seq_lens` without a tree.
     `ancestors`: for each token of a tree a word with bit j set if draft token j is an ancestor or
     itself; [T], where the words of other tokens are not read, or [1] in a batch without trees.
@@ -341,7 +340,6 @@ class KernelArguments:
     """
 
     cu_seqlens_q: torch.Tensor
-    max_seqlen_q: int
     seq_lens: torch.Tensor
     block_table: torch.Tensor
     slots: torch.Tensor

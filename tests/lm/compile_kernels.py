@@ -1,16 +1,17 @@
-"""Compiles the GPU kernels for some architectures, without a GPU.
+"""Compiles the GPU kernels for four architectures, without a GPU: `compile_kernels.py FOLDER`.
 
-Prints one line of JSON for each kernel: its shared memory, its registers and bytes of stack of a
-thread, its instructions, and whether it uses tensor cores. Registers that do not suffice spill to
-the stack.
+Writes `kernels.csv`, the resources of each kernel, and `programs.csv`, how many programs of the
+attention kernel run for plain steps, drafts and a prompt's chunk.
 """
 
 from __future__ import annotations
 
-import json
+import csv
 import re
 import subprocess
+import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +20,29 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from outrider.lm.gpu import move_tokens, triton_attention
+from outrider.lm.gpu import move_tokens, tiles, triton_attention
 from outrider.sampling import noise_kernel
 
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+# The cards by architecture: A100, L4, H100, B200.
+CARDS = {
+    80: tiles.Card(163 * 1024, 108, 8),
+    89: tiles.Card(99 * 1024, 58, 8),
+    90: tiles.Card(227 * 1024, 132, 9),
+    100: tiles.Card(227 * 1024, 148, 10),
+}
+# Heads of a layer of Llama-3.1-8B, and the model's context.
+LLAMA = tiles.Heads(4, 8, 128, 128, torch.bfloat16)
+CONTEXT = 131072
 
 
 def compiled(
-    kernel: Any, architecture: int, types: dict[str, str], constants: dict[str, Any]
+    kernel: Any,
+    architecture: int,
+    types: dict[str, str],
+    constants: dict[str, Any],
+    **options: int,
 ) -> Any:
     names = kernel.arg_names
     aligned = {
@@ -42,51 +57,51 @@ def compiled(
         {(names.index(name),): value for name, value in constants.items()},
         aligned,
     )
-    return triton.compile(source, target=GPUTarget("cuda", architecture, 32))
+    return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
 
 
 def attend(
     architecture: int,
     dtype: torch.dtype,
     size: int,
-    max_seqlen_q: int,
+    tokens_each: int,
     *,
     windowed: bool = False,
     capped: bool = False,
     trees: bool = True,
-    single_part: bool = False,
+    split: bool = True,
 ) -> Any:
-    lanes = triton_attention.padded_lanes(size)
-    rows, keys = triton_attention.tile_shape(max_seqlen_q, 4, lanes, dtype)
+    heads = tiles.Heads(LLAMA.group, LLAMA.kv_heads, size, size, dtype)
+    shape = tiles.tiles(tokens_each, 1, heads, CARDS[architecture])
     data = "*" + TYPES[dtype]
     types = {
-        **dict.fromkeys(("query", "keys", "values"), data),
-        "out": data if single_part else "*fp32",
-        "log_totals": "*fp32",
+        **dict.fromkeys(("query", "keys", "values", "out"), data),
+        **dict.fromkeys(("parts", "log_totals"), "*fp32" if split else data),
         **dict.fromkeys(("cu_seqlens_q", "seq_lens", "block_table"), "*i32"),
         **dict.fromkeys(("positions", "tree_starts"), "*i32"),
         "ancestors": "*i64",
-        **dict.fromkeys(("width", "token_count", "window"), "i32"),
+        **dict.fromkeys(("width", "token_count", "sequence_count", "window"), "i32"),
         **dict.fromkeys(("scale", "softcap"), "fp32"),
     }
-    sizes = {"KEY_SIZE": size, "VALUE_SIZE": size, "KEY_LANES": lanes, "VALUE_LANES": lanes}
-    flags = {
+    constants = {
+        "GROUP": heads.group,
+        "KV_HEADS": heads.kv_heads,
+        "KEY_SIZE": size,
+        "VALUE_SIZE": size,
+        "KEY_LANES": heads.key_lanes,
+        "VALUE_LANES": heads.value_lanes,
+        "PAGE_SIZE": 16,
+        "ROWS": shape.rows,
+        "KEYS": shape.keys,
+        "SPLIT": split,
+        "DOUBLINGS": tiles.doubling_count(CONTEXT) if split else 0,
         "WINDOWED": windowed,
         "CAPPED": capped,
         "TREES": trees,
         "EXACT": dtype is torch.float32,
     }
-    constants = {
-        "GROUP": 4,
-        "KV_HEADS": 8,
-        "PAGE_SIZE": 16,
-        "ROWS": rows,
-        "KEYS": keys,
-        "PART": 1024,
-        **sizes,
-        **flags,
-    }
-    return compiled(triton_attention._attend, architecture, types, constants)
+    kernel = triton_attention._attend
+    return compiled(kernel, architecture, types, constants, num_stages=shape.stages)
 
 
 def join(architecture: int, dtype: torch.dtype, size: int, *, windowed: bool) -> Any:
@@ -102,8 +117,8 @@ def join(architecture: int, dtype: torch.dtype, size: int, *, windowed: bool) ->
     constants = {
         "HEADS": 32,
         "SIZE": size,
-        "LANES": triton_attention.padded_lanes(size),
-        "PART": 1024,
+        "LANES": size,
+        "DOUBLINGS": tiles.doubling_count(CONTEXT),
         "WINDOWED": windowed,
     }
     return compiled(triton_attention._join, architecture, types, constants)
@@ -115,8 +130,22 @@ def move(architecture: int) -> Any:
     return compiled(move_tokens._move, architecture, types, constants)
 
 
+def race(architecture: int) -> Any:
+    types = {
+        "probs": "*fp32",
+        "keys": "*i64",
+        "best": "*fp64",
+        "tokens": "*i64",
+        "vocab_size": "i32",
+    }
+    return compiled(noise_kernel._race, architecture, types, {"BLOCK": noise_kernel._BLOCK})
+
+
 def resources(kernel: Any) -> dict[str, int]:
-    """Return a thread's registers and bytes of stack, and the number of instructions."""
+    """Return a thread's registers and bytes of stack, and the number of instructions.
+
+    Registers that do not suffice spill to the stack.
+    """
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
@@ -131,52 +160,109 @@ def resources(kernel: Any) -> dict[str, int]:
     instructions = len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", code, re.MULTILINE))
     return {
         "registers": found["REG"],
-        "stack": found["STACK"],
+        "stack_bytes": found["STACK"],
         "instructions": instructions,
     }
 
 
-def race(architecture: int) -> Any:
-    types = {
-        "probs": "*fp32",
-        "keys": "*i64",
-        "best": "*fp64",
-        "tokens": "*i64",
-        "vocab_size": "i32",
+def products(kernel: Any) -> dict[str, object]:
+    """Return the instruction for products, and how the warps divide [rows, keys] for it."""
+    used = [word for word in ("mma.sync", "wgmma", "tcgen05.mma") if word in kernel.asm["ptx"]]
+    warps = set(re.findall(r"nvidia_mma<.*?warpsPerCTA = \[(\d+), (\d+)\]", kernel.asm["ttgir"]))
+    return {
+        "instruction": " ".join(used),
+        "warps": " ".join("x".join(pair) for pair in sorted(warps)),
     }
-    return compiled(noise_kernel._race, architecture, types, {"BLOCK": noise_kernel._BLOCK})
+
+
+def buffers(kernel: Any) -> int:
+    """Return the buffers of the loop's loads, keys and values alike; 0 without such a loop."""
+    pattern = r"ttg\.local_alloc : \(\) -> !ttg\.memdesc<(\d+)x\d+x\d+x\w+, .*mutable"
+    found = re.findall(pattern, kernel.asm["ttgir"])
+    return min(map(int, found), default=0)
+
+
+def attention_kernels(architecture: int) -> dict[str, Any]:
+    bf16 = torch.bfloat16
+    return {
+        "one token each, bfloat16": attend(architecture, bf16, 128, 1, trees=False),
+        "short sequences, bfloat16": attend(architecture, bf16, 128, 6, windowed=True, split=False),
+        "drafts, bfloat16": attend(architecture, bf16, 128, 6),
+        "prompts, bfloat16": attend(architecture, bf16, 128, 512, trees=False),
+        "prompts and trees, bfloat16": attend(architecture, bf16, 128, 512),
+        "large heads, bfloat16": attend(architecture, bf16, 256, 512, windowed=True, capped=True),
+        "heads of 80, float16": attend(architecture, torch.float16, 80, 6, capped=True),
+        "float32": attend(architecture, torch.float32, 128, 512),
+        "large heads, float32": attend(architecture, torch.float32, 256, 512),
+    }
+
+
+def other_kernels(architecture: int) -> dict[str, Any]:
+    return {
+        "parts": join(architecture, torch.bfloat16, 128, windowed=False),
+        "parts, window": join(architecture, torch.bfloat16, 128, windowed=True),
+        "moves": move(architecture),
+        "noise": race(architecture),
+    }
+
+
+def kernel_rows() -> Iterator[dict[str, object]]:
+    for architecture in CARDS:
+        kernels = attention_kernels(architecture) | other_kernels(architecture)
+        for name, kernel in kernels.items():
+            yield {
+                "architecture": architecture,
+                "kernel": name,
+                "shared_bytes": kernel.metadata.shared,
+                **resources(kernel),
+                "buffers": buffers(kernel),
+                **products(kernel),
+            }
+
+
+def program_rows() -> Iterator[dict[str, object]]:
+    """Programs on an H100 for a layer of Llama-3.1-8B: launched, and those that have work."""
+    steps = {"plain": [1], "drafts of 4": [5], "trees of 64": [65]}
+    for step, lengths in steps.items():
+        for batch in (1, 8, 64):
+            for keys in (1024, 8192, 32768):
+                yield programs(step, lengths * batch, keys)
+    for keys in (1024, 8192, 32768):
+        yield programs("plain and a prompt's chunk", [1] * 63 + [449], keys)
+
+
+def programs(step: str, lengths: list[int], keys: int) -> dict[str, object]:
+    card = CARDS[90]
+    total = sum(lengths)
+    shape = tiles.tiles(total, len(lengths), LLAMA, card)
+    row_tiles, sharing = tiles.grid(
+        total, len(lengths), tiles.part_count(CONTEXT), shape.rows, LLAMA, card
+    )
+    useful = 0
+    for length in lengths:
+        used = -(-length * LLAMA.group // shape.rows) * LLAMA.kv_heads
+        parts = tiles.part_count(keys) if length <= tiles.WHOLE else 1
+        useful += used * min(sharing, parts)
+    return {
+        "step": step,
+        "batch": len(lengths),
+        "keys": keys,
+        "rows": shape.rows,
+        "programs": row_tiles * sharing,
+        "with_work": useful,
+    }
+
+
+def write(path: Path, rows: Iterator[dict[str, object]]) -> None:
+    first = next(rows)
+    with path.open("w", newline="") as file:
+        table = csv.DictWriter(file, list(first), lineterminator="\n")
+        table.writeheader()
+        table.writerow(first)
+        table.writerows(rows)
 
 
 if __name__ == "__main__":
-    for architecture in (80, 90, 100):
-        kernels = {
-            "one token each, bfloat16": attend(architecture, torch.bfloat16, 128, 1, trees=False),
-            "short sequences, bfloat16": attend(
-                architecture, torch.bfloat16, 128, 6, windowed=True, single_part=True
-            ),
-            "drafts, bfloat16": attend(architecture, torch.bfloat16, 128, 6),
-            "prompts, bfloat16": attend(architecture, torch.bfloat16, 128, 512, trees=False),
-            "prompts and trees, bfloat16": attend(architecture, torch.bfloat16, 128, 512),
-            "large heads, bfloat16": attend(
-                architecture, torch.bfloat16, 256, 512, windowed=True, capped=True
-            ),
-            "heads of 80, float16": attend(architecture, torch.float16, 80, 6, capped=True),
-            "float32": attend(architecture, torch.float32, 128, 512),
-            "large heads, float32": attend(architecture, torch.float32, 256, 512),
-            "parts": join(architecture, torch.bfloat16, 128, windowed=False),
-            "parts, window": join(architecture, torch.bfloat16, 128, windowed=True),
-            "moves": move(architecture),
-            "noise": race(architecture),
-        }
-        for name, kernel in kernels.items():
-            uses_tensor_cores = any(
-                word in kernel.asm["ptx"] for word in ("mma.sync", "wgmma.", "tcgen05.mma")
-            )
-            line = {
-                "architecture": architecture,
-                "name": name,
-                "shared": kernel.metadata.shared,
-                **resources(kernel),
-                "mma": uses_tensor_cores,
-            }
-            print(json.dumps(line))
+    folder = Path(sys.argv[1])
+    write(folder / "kernels.csv", kernel_rows())
+    write(folder / "programs.csv", program_rows())

@@ -19,7 +19,6 @@ def _attend(
     positions: torch.Tensor,
     tree_starts: torch.Tensor,
     ancestors: torch.Tensor,
-    max_seqlen_q: int,
     max_seq_len: int,
     scale: float,
     window: int,
@@ -32,7 +31,6 @@ def _attend(
     out = query.new_full((*query.shape[:2], values.shape[-1]), torch.nan)
     for i, count in enumerate(seq_lens.tolist()):
         begin, end = cu_seqlens_q[i : i + 2].tolist()
-        assert end - begin <= max_seqlen_q
         assert count <= max_seq_len
         tree_start = int(tree_starts[i])
         assert slots[begin:end].tolist() == list(range(count - (end - begin), count))
@@ -99,7 +97,6 @@ def paged_attention(
         batch.positions,
         batch.tree_starts,
         batch.ancestors,
-        batch.max_seqlen_q,
         max_seq_len,
         scale,
         window or 0,

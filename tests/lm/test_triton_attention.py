@@ -5,23 +5,26 @@ Runs on a GPU, or by Triton's interpreter on a CPU.
 
 from __future__ import annotations
 
-import json
+import csv
 import os
 import random
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import compile_kernels
 import pytest
 import torch
 from reference_kernel import paged_attention as reference
 from tiny_models import CONFIGS, VOCAB_SIZE, build
 
 from outrider.lm import attention, runner
-from outrider.lm.gpu import triton_attention
+from outrider.lm.gpu import tiles, triton_attention
 from outrider.lm.gpu.move_tokens import TokenMover
-from outrider.lm.layout import BatchLayout, SequenceSlice
+from outrider.lm.layout import BatchLayout, KernelArguments, SequenceSlice
 from outrider.lm.runner import ModelRunner
 from outrider.protocol.token_tree import path_to
 
@@ -68,19 +71,20 @@ def attend(
     size: int = 16,
     value_size: int = 16,
     dtype: torch.dtype = torch.float32,
-    max_seq_len: int = 1024,
+    max_seq_len: int = 512,
+    change: Callable[[KernelArguments], KernelArguments] = lambda batch: batch,
     **how: Any,
 ) -> torch.Tensor:
     """Attend over numbers that depend on the shapes alone."""
     torch.manual_seed(1)
-    layout = BatchLayout(slices, page_size, DEVICE)
-    query = torch.randn(layout.positions.numel(), heads, size, dtype=dtype, device=DEVICE)
+    arguments = change(BatchLayout(slices, page_size, DEVICE).kernel)
+    query = torch.randn(arguments.positions.numel(), heads, size, dtype=dtype, device=DEVICE)
     keys, values = (
         torch.randn(pages, page_size, kv_heads, width, dtype=dtype, device=DEVICE)
         for width in (size, value_size)
     )
     out: torch.Tensor = kernel(
-        query, keys, values, layout.kernel, max_seq_len=max_seq_len, scale=0.25, **how
+        query, keys, values, arguments, max_seq_len=max_seq_len, scale=0.25, **how
     )
     return out
 
@@ -125,18 +129,103 @@ def test_trees_cross_borders_of_pages(page_size: int) -> None:
     compare(slices, page_size=page_size, pages=128)
 
 
-@pytest.mark.parametrize("how", [{}, {"window": 100}, {"window": 1500}], ids=str)
-def test_long_sequences_are_split_into_parts(how: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    "how", [{}, {"window": 100}, {"window": 700, "softcap": 2.0}, {"dtype": torch.float16}], ids=str
+)
+@pytest.mark.parametrize("page_size", [7, 16])
+def test_long_sequences_are_split_into_parts(page_size: int, how: dict[str, Any]) -> None:
     """Some tokens see one key of a part, others all keys of a part and none of the next."""
-    lengths = [(1, before, CHAIN) for before in (1023, 1024, 5)]
-    lengths += [(3, 2047, CHAIN), (2, 2700, CHAIN)]
+    lengths = [(1, before, CHAIN) for before in (511, 512, 5)]
+    lengths += [(3, 1023, CHAIN), (2, 1700, CHAIN)]
+    where = {"page_size": page_size, "pages": 1024}
+    compare(batch(lengths, **where), heads=2, kv_heads=1, max_seq_len=4096, **where, **how)
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"window": 900, "softcap": 2.0}, {"dtype": torch.float16}], ids=str
+)
+def test_parts_grow_with_the_slots(how: dict[str, Any]) -> None:
+    """The last parts of sequences of up to 20,000 keys are in the second doubling of the length."""
+    lengths = [(1, 19_999, CHAIN), (2, 8_191, CHAIN), (1, 16_380, 7)]
+    slices = batch(lengths, pages=4096)
+    compare(slices, heads=2, kv_heads=1, pages=4096, max_seq_len=20_000, **how)
+
+
+@pytest.mark.parametrize("multiprocessors", [0, 1])
+def test_the_number_of_programs_changes_no_bit(
+    multiprocessors: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without multiprocessors a program takes all parts of its rows, with one every second part."""
+    slices = batch([(1, 2600, CHAIN), (3, 1500, CHAIN)], pages=512)
+    where = {"heads": 2, "kv_heads": 1, "pages": 512, "max_seq_len": 4096}
+    expected = attend(slices, **where)
+    card = replace(tiles.card_of(DEVICE), multiprocessors=multiprocessors)
+    monkeypatch.setattr(tiles, "card_of", lambda device: card)
+    assert attend(slices, **where).equal(expected)
+
+
+@pytest.mark.parametrize("how", [{}, {"window": 100}, {"window": 700, "softcap": 2.0}], ids=str)
+def test_a_prompt_beside_chains_and_trees_is_not_split(how: dict[str, Any]) -> None:
+    """The slices of 128 and 129 tokens are the longest that is split and the shortest that is not.
+
+    All see several parts.
+    """
+    lengths = [(1, 900, CHAIN), (128, 390, CHAIN), (129, 390, CHAIN), (1, 500, 20)]
     slices = batch(lengths, pages=512)
-    compare(slices, heads=2, kv_heads=1, pages=512, max_seq_len=4096, **how)
+    compare(slices, heads=2, kv_heads=1, pages=512, max_seq_len=2048, **how)
 
 
-@pytest.mark.parametrize(("before", "how"), [(965, {}), (1022, {"window": 3}), (1023, {})], ids=str)
+def with_sequences_of_no_tokens(batch: KernelArguments) -> KernelArguments:
+    """Put a sequence of no tokens before, between and behind the others."""
+
+    def spread(numbers: torch.Tensor, padding: int) -> torch.Tensor:
+        count = 2 * len(numbers) + 1
+        out = numbers.new_full((count, *numbers.shape[1:]), padding)
+        out[1::2] = numbers
+        return out
+
+    return replace(
+        batch,
+        cu_seqlens_q=batch.cu_seqlens_q.repeat_interleave(2),
+        seq_lens=spread(batch.seq_lens, 1),
+        tree_starts=spread(batch.tree_starts, 1),
+        block_table=spread(batch.block_table, 0),
+    )
+
+
+def with_rows_of_no_sequence(batch: KernelArguments) -> KernelArguments:
+    """Put 40 rows behind the last sequence, as in a graph of a larger batch."""
+
+    def padded(numbers: torch.Tensor) -> torch.Tensor:
+        return torch.cat([numbers, numbers.new_zeros(40)])
+
+    return replace(
+        batch,
+        slots=padded(batch.slots),
+        positions=padded(batch.positions),
+        ancestors=padded(batch.ancestors),
+    )
+
+
+@pytest.mark.parametrize("max_seq_len", [512, 4096])
+@pytest.mark.parametrize("change", [with_sequences_of_no_tokens, with_rows_of_no_sequence])
+def test_padding_of_a_batch_changes_no_row(
+    change: Callable[[KernelArguments], KernelArguments], max_seq_len: int
+) -> None:
+    slices = batch(MIXED)
+    count = sum(len(part.token_ids) for part in slices)
+    expected = attend(slices, reference, change=change)[:count]
+    result = attend(slices, change=change, max_seq_len=max_seq_len)[:count]
+    torch.testing.assert_close(result, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("before", "how"),
+    [(965, {}), (450, {"dtype": torch.float16}), (1022, {"window": 3}), (1023, {})],
+    ids=str,
+)
 def test_parts_begin_anywhere_in_a_tree(before: int, how: dict[str, Any]) -> None:
-    compare(batch([(1, before, 60)], pages=512), pages=512, max_seq_len=4096, **how)
+    compare(batch([(1, before, 64)], pages=512), pages=512, max_seq_len=4096, **how)
 
 
 @pytest.mark.parametrize(
@@ -231,23 +320,37 @@ def test_a_layer_uses_the_kernel_only_where_it_is_supported(
     assert layer.supports_kernel(torch.device(device)) == supported
 
 
-@pytest.mark.slow
-def test_the_kernels_compile_for_other_gpus_and_fit_the_smallest() -> None:
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with the tables of `compile_kernels.py`."""
+    folder = tmp_path_factory.mktemp("kernels")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": str(ROOT), "TRITON_DEFAULT_FP_FUSION": "1"}
     script = Path(__file__).with_name("compile_kernels.py")
     done = subprocess.run(
-        [sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False
-    )
+        [sys.executable, str(script), str(folder)],
+        env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    kernels = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(kernels) == 39
-    # On the oldest architecture the two largest tiles spill a few registers.
-    spilling = {(kernel["architecture"], kernel["name"]) for kernel in kernels if kernel["stack"]}
-    assert spilling <= {(80, "large heads, bfloat16"), (80, "prompts and trees, bfloat16")}
-    assert max(kernel["stack"] for kernel in kernels) <= 136
-    assert max(kernel["shared"] for kernel in kernels) <= 99 * 1024
-    assert {kernel["name"] for kernel in kernels if not kernel["mma"]} == {
+    return folder
+
+
+def table(path: Path) -> list[dict[str, Any]]:
+    with path.open(newline="") as file:
+        return [
+            {name: int(value) if value.isdigit() else value for name, value in row.items()}
+            for row in csv.DictReader(file)
+        ]
+
+
+@pytest.mark.slow
+def test_the_kernels_compile_for_other_gpus_and_fit_their_shared_memory(compiled: Path) -> None:
+    kernels = table(compiled / "kernels.csv")
+    assert len(kernels) == 13 * len(compile_kernels.CARDS)
+    for kernel in kernels:
+        card = compile_kernels.CARDS[kernel["architecture"]]
+        assert kernel["shared_bytes"] <= card.shared_bytes, kernel
+    assert {kernel["kernel"] for kernel in kernels if not kernel["instruction"]} == {
         "float32",
         "large heads, float32",
         "parts",
@@ -255,3 +358,24 @@ def test_the_kernels_compile_for_other_gpus_and_fit_the_smallest() -> None:
         "moves",
         "noise",
     }
+
+
+@pytest.mark.slow
+def test_keys_and_values_have_two_buffers_on_every_card_and_three_on_large_cards(
+    compiled: Path,
+) -> None:
+    for kernel in table(compiled / "kernels.csv"):
+        if kernel["instruction"] and not kernel["kernel"].startswith("large heads"):
+            assert kernel["buffers"] >= (3 if kernel["architecture"] >= 90 else 2), kernel
+
+
+@pytest.mark.slow
+def test_tiles_of_plain_steps_and_of_drafts_divide_keys_alike(compiled: Path) -> None:
+    """So both add a row's keys in the same order, as `outrider.lm.gpu.tiles` says."""
+    kernels = {
+        (kernel["architecture"], kernel["kernel"]): (kernel["instruction"], kernel["warps"])
+        for kernel in table(compiled / "kernels.csv")
+    }
+    for architecture in compile_kernels.CARDS:
+        plain = kernels[architecture, "one token each, bfloat16"]
+        assert plain == kernels[architecture, "drafts, bfloat16"] == ("mma.sync", "1x4")

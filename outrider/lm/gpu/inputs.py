@@ -164,7 +164,7 @@ class Inputs:
         """
         arrays = self._arrays
         kernel = KernelArguments(
-            arrays["cu_seqlens_q"], self.bucket.longest, arrays["seq_lens"],
+            arrays["cu_seqlens_q"], arrays["seq_lens"],
             self._table.pages_RP.index_select(0, arrays["table_rows"]),
             arrays["slots"], self.positions, arrays["tree_starts"],
             # A tree is two tokens at least: graphs for single tokens need no code for them.

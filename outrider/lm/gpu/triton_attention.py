@@ -2,8 +2,9 @@
 
 The softmax takes one pass over the keys (FlashAttention-2, Dao, arXiv 2307.08691). The rows of a
 tile are a slice's tokens times the query heads that share a key/value head, so each key is read
-once for all of them. Long sequences are split over their keys, and a second kernel joins the parts
-(Flash-Decoding, Dao et al. 2023). The split depends on slots alone.
+once for all of them. The keys are split into parts, and a second kernel joins the parts
+(Flash-Decoding, Dao et al. 2023). The split depends on slots alone, so a row adds its keys in the
+same order in every batch. `outrider.lm.gpu.tiles` chooses the sizes of tiles and grid.
 
 A slot is a token's place among its sequence's keys. Tokens of a tree lie behind the text, so their
 slots are not their positions. Tiles of keys that end before the tree are computed as for a chain.
@@ -17,16 +18,16 @@ import torch
 import triton
 import triton.language as tl
 
+from outrider.lm.gpu import tiles
 from outrider.lm.layout import KernelArguments
 
-# Query rows of a tile; tensor cores need at least 16.
-_ROWS = (16, 32, 64)
-# Bytes of a tile of keys. Three such tiles in flight fit the 99 KiB of shared memory that a
-# multiprocessor of the Ada generation has.
-_TILE_BYTES = 2**14
-# Least keys of a part, and most parts of a sequence.
-_MIN_PART = 1024
-_MAX_PARTS = 16
+# Kernels read only constants of Triton's own type.
+_PART = tl.constexpr(tiles.PART)
+_PARTS = tl.constexpr(tiles.PARTS)
+_STEPS = tl.constexpr(tiles.STEPS)
+_WHOLE = tl.constexpr(tiles.WHOLE)
+# Parts that are joined at once.
+_JOINED = tl.constexpr(8)
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
@@ -137,15 +138,6 @@ def _sequence(cu_seqlens_q, seq_lens, tree_starts, number):  # type: ignore[no-u
     return first, count, tl.load(seq_lens + number) - count, tl.load(tree_starts + number)
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
-def _key_rows(  # type: ignore[no-untyped-def]  # the arguments are Triton pointers and tensors
-    pages, at, end, head, PAGE_SIZE: tl.constexpr, KV_HEADS: tl.constexpr
-):
-    """Return where the cache has a head's keys for the slots `at`, counted in heads."""
-    page = tl.load(pages + at // PAGE_SIZE, mask=at < end, other=0)
-    return (page.to(tl.int64) * PAGE_SIZE + at % PAGE_SIZE) * KV_HEADS + head
-
-
 @triton.jit
 def _is_text_or_ancestor(  # type: ignore[no-untyped-def]  # the arguments are Triton tensors
     at, tree_start, words
@@ -159,44 +151,116 @@ def _is_text_or_ancestor(  # type: ignore[no-untyped-def]  # the arguments are T
     return (at < tree_start)[None, :] | ((words[:, None] >> bit[None, :]) & 1 != 0)
 
 
+@triton.jit
+def _part_begin(part):  # type: ignore[no-untyped-def]  # the argument is a Triton number
+    """Return the first slot of a part."""
+    later = tl.maximum(part - _PARTS, 0)
+    base = tl.full((), _PARTS * _PART, tl.int32) << (later // _STEPS)
+    return tl.where(part < _PARTS, part * _PART, base + later % _STEPS * (base // _STEPS))
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
+def _part_of(slot, DOUBLINGS: tl.constexpr):  # type: ignore[no-untyped-def]  # the slots are a tensor
+    """Return the parts that slots are in, as `tiles.part_of` does."""
+    part = slot // _PART
+    for doubling in tl.static_range(DOUBLINGS):
+        base = _PARTS * _PART * 2**doubling
+        later = _PARTS + _STEPS * doubling + (slot - base) // (base // _STEPS)
+        part = tl.where(slot >= base, later, part)
+    return part
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
+def _tile_of(  # type: ignore[no-untyped-def]  # the arguments are Triton pointers and numbers
+    cu_seqlens_q, sequence_count, tile, GROUP: tl.constexpr, ROWS: tl.constexpr
+):
+    """Return the sequence of a tile of rows, and the tile's number within the sequence.
+
+    Sequence i has the tiles from cu_seqlens_q[i] * GROUP // ROWS + i on. Between two sequences this
+    leaves enough numbers for all rows, and at most one number too many.
+    """
+    low = 0
+    high = sequence_count
+    while high - low > 1:
+        middle = (low + high) // 2
+        begin = tl.load(cu_seqlens_q + middle) * GROUP // ROWS + middle
+        low = tl.where(begin <= tile, middle, low)
+        high = tl.where(begin <= tile, high, middle)
+    return low, tile - (tl.load(cu_seqlens_q + low) * GROUP // ROWS + low)
+
+
 @triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
 def _key_range(  # type: ignore[no-untyped-def]  # the arguments are Triton numbers
-    part, before, count, first_row, tree_start, window, GROUP: tl.constexpr, ROWS: tl.constexpr,
-    PART: tl.constexpr, KEYS: tl.constexpr, WINDOWED: tl.constexpr,
+    before, count, first_row, tree_start, window, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
-    """Return the slots of a part's keys that a tile of rows sees: begin, tree's tile, end.
+    """Return the slots of the keys that a tile of rows sees: begin, at a tile's border, and end.
 
-    The sequence's `count` tokens have the slots from `before` on. Keys from the second number on
-    are in tiles that overlap the tree. Without such tiles, the second number equals the end.
+    The sequence's `count` tokens have the slots from `before` on.
     """
-    first_token = first_row // GROUP
     last_token = tl.minimum((first_row + ROWS - 1) // GROUP, count - 1)
-    begin = part * PART
-    end = tl.minimum(before + last_token + 1, begin + PART)
+    begin = tl.full((), 0, tl.int32)
     if WINDOWED:
         # All positions of a tree are `tree_start` or later, in any order.
-        first_position = tl.minimum(before + first_token, tree_start)
-        begin = tl.maximum(begin, (first_position - window + 1) // KEYS * KEYS)
-    tree_tile = tl.maximum(begin, tree_start // KEYS * KEYS)
-    return begin, tl.where(tree_start < end, tree_tile, end), end
+        first_position = tl.minimum(before + first_row // GROUP, tree_start)
+        begin = tl.maximum(first_position - window + 1, 0) // KEYS * KEYS
+    return begin, before + last_token + 1
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
+def _attend_keys(  # type: ignore[no-untyped-def]  # the arguments are Triton tensors and numbers
+    q, keys, values, pages, begin, end, head, slot, position, tree_start, words,
+    scale, window, softcap,
+    KV_HEADS: tl.constexpr, KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr,
+    KEY_LANES: tl.constexpr, VALUE_LANES: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
+    TREES: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Attend for a tile of rows over the keys in the slots from `begin` to `end`, see `_fold`.
+
+    The pages of a tile of keys are read one tile ahead. So no address depends on a load of its own
+    turn of the loop, and Triton loads several tiles of keys and values ahead of their use.
+    """
+    key_lanes = tl.arange(0, KEY_LANES)
+    value_lanes = tl.arange(0, VALUE_LANES)
+    maximum = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    weighted = tl.zeros([ROWS, VALUE_LANES], tl.float32)
+    # Tiles from here on may overlap the tree.
+    tree_tile = tl.where(tree_start < end, tl.maximum(begin, tree_start // KEYS * KEYS), end)
+    at = begin + tl.arange(0, KEYS)
+    page = tl.load(pages + at // PAGE_SIZE, mask=at < end, other=0)
+    for start in range(begin, end, KEYS):
+        at = start + tl.arange(0, KEYS)
+        key_at = (page.to(tl.int64) * PAGE_SIZE + at % PAGE_SIZE) * KV_HEADS + head
+        next_at = at + KEYS
+        page = tl.load(pages + next_at // PAGE_SIZE, mask=next_at < end, other=0)
+        k = _load(keys, key_at[None, :], key_lanes[:, None], (at < end)[None, :], KEY_SIZE)
+        scores = _tile_scores(
+            q, k, start, at, slot, position, tree_tile, tree_start, words, scale, window, softcap,
+            WINDOWED, CAPPED, TREES, EXACT,
+        )  # fmt: skip
+        v = _load(values, key_at[:, None], value_lanes[None, :], (at < end)[:, None], VALUE_SIZE)
+        maximum, total, weighted = _fold(scores, v, maximum, total, weighted, EXACT)
+    # A row that sees no key has a total of 0; its maximum stays -inf.
+    total = tl.where(total == 0, 1.0, total)
+    return weighted / total[:, None], maximum + tl.log(total)
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
 def _store(  # type: ignore[no-untyped-def]  # the arguments are Triton pointers and tensors
-    out, log_totals, row_at, lanes, real, maximum, total, weighted, SIZE: tl.constexpr
+    out, row_at, result, real, SIZE: tl.constexpr, LANES: tl.constexpr
 ):
-    """Store the rows of a part, normalised by itself, and the logarithms of the divisors."""
-    # A row that sees no key of this part has a total of 0; its maximum stays -inf.
-    total = tl.where(total == 0, 1.0, total)
-    result = (weighted / total[:, None]).to(out.dtype.element_ty)
+    """Store rows of results."""
+    lanes = tl.arange(0, LANES)
     out_at = row_at[:, None] * SIZE + lanes[None, :]
-    tl.store(out + out_at, result, mask=real[:, None] & (lanes < SIZE)[None, :])
-    tl.store(log_totals + row_at, maximum + tl.log(total), mask=real)
+    mask = real[:, None] & (lanes < SIZE)[None, :]
+    tl.store(out + out_at, result.to(out.dtype.element_ty), mask=mask)
 
 
 # Arguments that vary from step to step must not cause a new compilation.
 @triton.jit(  # type: ignore[untyped-decorator]  # Triton has no types
-    do_not_specialize=["width", "token_count"],
+    do_not_specialize=["width", "token_count", "sequence_count"],
     do_not_specialize_on_alignment=[
         "cu_seqlens_q",
         "seq_lens",
@@ -207,21 +271,26 @@ def _store(  # type: ignore[no-untyped-def]  # the arguments are Triton pointers
     ],
 )
 def _attend(  # type: ignore[no-untyped-def]  # the arguments are Triton pointers and numbers
-    query, keys, values, out, log_totals, cu_seqlens_q, seq_lens, block_table,
-    positions, tree_starts, ancestors, width, token_count, scale, window, softcap,
+    query, keys, values, out, parts, log_totals, cu_seqlens_q, seq_lens, block_table,
+    positions, tree_starts, ancestors, width, token_count, sequence_count,
+    scale, window, softcap,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr,
     KEY_LANES: tl.constexpr, VALUE_LANES: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, PART: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr, DOUBLINGS: tl.constexpr,
     WINDOWED: tl.constexpr, CAPPED: tl.constexpr, TREES: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Attend for one tile of rows of one sequence and key/value head, over one part of the keys.
+    """Attend for one tile of rows of one key/value head, over every so many parts of the keys.
 
-    `out` is [parts, T, heads, value size], and `log_totals` [parts, T, heads], see `_store`.
+    Without SPLIT all keys are one part, and results go to `out`. Otherwise the result of a part,
+    normalised by itself, goes to `parts` [parts, T, heads, value size], and the logarithm of its
+    divisor to `log_totals` [parts, T, heads]. A long slice is not split: its results go to `out`,
+    and infinity as the last logarithm of a row says so.
     """
-    sequence = tl.program_id(0) // KV_HEADS
     head = tl.program_id(0) % KV_HEADS
-    first_row = tl.program_id(1) * ROWS
-    part = tl.program_id(2)
+    sequence, tile = _tile_of(
+        cu_seqlens_q, sequence_count, tl.program_id(0) // KV_HEADS, GROUP, ROWS
+    )
+    first_row = tile * ROWS
     first, count, before, tree_start = _sequence(cu_seqlens_q, seq_lens, tree_starts, sequence)
     if first_row >= count * GROUP:
         return
@@ -229,33 +298,44 @@ def _attend(  # type: ignore[no-untyped-def]  # the arguments are Triton pointer
     token = rows // GROUP
     real = token < count
     slot = before + token
-    begin, tree_tile, end = _key_range(
-        part, before, count, first_row, tree_start, window, GROUP, ROWS, PART, KEYS, WINDOWED
+    row_begin, row_end = _key_range(
+        before, count, first_row, tree_start, window, GROUP, ROWS, KEYS, WINDOWED
     )
-    if begin >= end:
+    split = (count <= _WHOLE) & SPLIT
+    first_part = tl.program_id(1)
+    end_part = 1
+    if split:
+        first_part += _part_of(row_begin, DOUBLINGS)
+        end_part = _part_of(row_end - 1, DOUBLINGS) + 1
+    if first_part >= end_part:
         return
-    key_lanes = tl.arange(0, KEY_LANES)
-    value_lanes = tl.arange(0, VALUE_LANES)
     row_at = (first + token).to(tl.int64) * (KV_HEADS * GROUP) + head * GROUP + rows % GROUP
+    part_rows = token_count.to(tl.int64) * (KV_HEADS * GROUP)
+    key_lanes = tl.arange(0, KEY_LANES)
     q = _load(query, row_at[:, None], key_lanes[None, :], real[:, None], KEY_SIZE)
-    maximum = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    weighted = tl.zeros([ROWS, VALUE_LANES], tl.float32)
     position, words = _ancestors(
         ancestors, positions, first + token, slot, real, tree_start, window, WINDOWED, TREES
     )
-    for start in range(begin, end, KEYS):
-        at = start + tl.arange(0, KEYS)
-        key_at = _key_rows(block_table + sequence * width, at, end, head, PAGE_SIZE, KV_HEADS)
-        k = _load(keys, key_at[None, :], key_lanes[:, None], (at < end)[None, :], KEY_SIZE)
-        scores = _tile_scores(
-            q, k, start, at, slot, position, tree_tile, tree_start, words, scale, window, softcap,
-            WINDOWED, CAPPED, TREES, EXACT,
+    for part in range(first_part, end_part, tl.num_programs(1)):
+        begin = row_begin
+        end = row_end
+        if split:
+            begin = tl.maximum(begin, _part_begin(part))
+            end = tl.minimum(end, _part_begin(part + 1))
+        result, log_total = _attend_keys(
+            q, keys, values, block_table + sequence * width, begin, end, head, slot, position,
+            tree_start, words, scale, window, softcap, KV_HEADS, KEY_SIZE, VALUE_SIZE, KEY_LANES,
+            VALUE_LANES, PAGE_SIZE, ROWS, KEYS, WINDOWED, CAPPED, TREES, EXACT,
         )  # fmt: skip
-        v = _load(values, key_at[:, None], value_lanes[None, :], (at < end)[:, None], VALUE_SIZE)
-        maximum, total, weighted = _fold(scores, v, maximum, total, weighted, EXACT)
-    row_at += part.to(tl.int64) * token_count * (KV_HEADS * GROUP)
-    _store(out, log_totals, row_at, value_lanes, real, maximum, total, weighted, VALUE_SIZE)
+        if split:
+            part_at = row_at + part * part_rows
+            _store(parts, part_at, result, real, VALUE_SIZE, VALUE_LANES)
+            tl.store(log_totals + part_at, log_total, mask=real)
+        else:
+            _store(out, row_at, result, real, VALUE_SIZE, VALUE_LANES)
+            if SPLIT:
+                last_at = row_at + _part_of(slot, DOUBLINGS) * part_rows
+                tl.store(log_totals + last_at, float("inf"), mask=real)
 
 
 # Arguments that vary from step to step must not cause a new compilation.
@@ -273,60 +353,40 @@ def _join(  # type: ignore[no-untyped-def]  # the arguments are Triton pointers 
     HEADS: tl.constexpr,
     SIZE: tl.constexpr,
     LANES: tl.constexpr,
-    PART: tl.constexpr,
+    DOUBLINGS: tl.constexpr,
     WINDOWED: tl.constexpr,
 ):
-    """Join the parts that one row sees into `out` [T, heads, value size].
+    """Join the parts that one row sees into `out` [T, heads, value size], several parts at once.
 
     Starts with the last part, in which the row sees at least its own key. So the maximum is finite
     before a part in which a token of a tree sees no key.
     """
     row = tl.program_id(0).to(tl.int64)
-    last = tl.load(slots + row // HEADS) // PART
+    last = _part_of(tl.load(slots + row // HEADS), DOUBLINGS)
+    # The row of a long slice has no parts, see `_attend`.
+    if tl.load(log_totals + last * row_count.to(tl.int64) + row) == float("inf"):
+        return
     first = 0
     if WINDOWED:
         position = tl.load(positions + row // HEADS)
-        first = tl.maximum(position - window + 1, 0) // PART
+        first = _part_of(tl.maximum(position - window + 1, 0), DOUBLINGS)
     lanes = tl.arange(0, LANES)
     maximum = tl.full((), float("-inf"), tl.float32)
     total = tl.full((), 0.0, tl.float32)
     weighted = tl.zeros([LANES], tl.float32)
-    for before in range(last + 1 - first):
-        at = (last - before) * row_count + row
-        log_total = tl.load(log_totals + at)
-        highest = tl.maximum(maximum, log_total)
+    for before in range(0, last + 1 - first, _JOINED):
+        part = last - before - tl.arange(0, _JOINED)
+        at = part * row_count.to(tl.int64) + row
+        log_total = tl.load(log_totals + at, mask=part >= first, other=float("-inf"))
+        values = _load(parts, at[:, None], lanes[None, :], (part >= first)[:, None], SIZE)
+        highest = tl.maximum(maximum, tl.max(log_total, 0))
         kept = tl.exp(maximum - highest)
-        weight = tl.exp(log_total - highest)
-        total = total * kept + weight
-        values = tl.load(parts + at * SIZE + lanes, mask=lanes < SIZE, other=0.0)
-        weighted = weighted * kept + weight * values
+        weights = tl.exp(log_total - highest)
+        total = total * kept + tl.sum(weights, 0)
+        weighted = weighted * kept + tl.sum(weights[:, None] * values, 0)
         maximum = highest
     result = weighted / total
     tl.store(out + row * SIZE + lanes, result.to(out.dtype.element_ty), mask=lanes < SIZE)
-
-
-def part_length(max_seq_len: int) -> int:
-    """Return the keys of a part, for sequences of up to `max_seq_len` tokens."""
-    length = _MIN_PART
-    while length * _MAX_PARTS < max_seq_len:
-        length *= 2
-    return length
-
-
-def tile_shape(max_seqlen_q: int, group: int, lanes: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Return the query rows and the keys of a tile.
-
-    `group` query heads share a key/value head; a head is padded to `lanes` numbers.
-    """
-    # float32 uses no tensor cores, and more rows would not fit the registers.
-    sizes = _ROWS[:1] if dtype is torch.float32 else _ROWS
-    rows = next((rows for rows in sizes if max_seqlen_q * group <= rows), sizes[-1])
-    return rows, max(16, min(64, _TILE_BYTES // (lanes * dtype.itemsize)))
-
-
-def padded_lanes(size: int) -> int:
-    """Return the power of two, at least 16, to which a head of `size` numbers is padded."""
-    return max(16, 1 << (size - 1).bit_length())
 
 
 def paged_attention(
@@ -340,42 +400,40 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """Attend for a packed batch over caches [pages, page size, KV heads, size].
+    """Attend for a packed batch, see `outrider.lm.attention.PagedKernel`.
 
-    Return [T, H, value size]. Each token sees the text up to its own slot, and in a tree its
-    ancestors and itself; with a `window`, the last so many positions of these. No sequence has more
-    than `max_seq_len` keys, which decides how keys are split.
+    The grid depends on the shapes alone: a captured launch serves any lengths of sequences.
     """
     query_THD = query_THD.contiguous()
-    tokens, heads, size = query_THD.shape
+    tokens, query_heads, size = query_THD.shape
     _, page_size, kv_heads, value_size = values.shape
-    group = heads // kv_heads
-    part = part_length(max_seq_len)
-    lanes = padded_lanes(max(size, value_size))
-    rows, tile_keys = tile_shape(batch.max_seqlen_q, group, lanes, query_THD.dtype)
-    single_part = max_seq_len <= part
+    heads = tiles.Heads(query_heads // kv_heads, kv_heads, size, value_size, query_THD.dtype)
+    card = tiles.card_of(query_THD.device)
+    sequences = len(batch.seq_lens)
+    shape = tiles.tiles(tokens, sequences, heads, card)
+    split = tiles.part_count(max_seq_len) > 1
     width = batch.block_table.shape[1]
-    part_count = 1 if single_part else -(-width * page_size // part)
-    out = query_THD.new_empty(tokens, heads, value_size)
-    parts = out
-    if not single_part:
-        parts = out.new_empty(part_count, tokens, heads, value_size, dtype=torch.float32)
-    log_totals = out.new_empty(part_count, tokens, heads, dtype=torch.float32)
-    row_tiles = -(-batch.max_seqlen_q * group // rows)
-    _attend[len(batch.seq_lens) * kv_heads, row_tiles, part_count](
-        query_THD, keys, values, parts, log_totals, batch.cu_seqlens_q, batch.seq_lens,
+    part_count = tiles.part_count(min(max_seq_len, width * page_size)) if split else 1
+    out = query_THD.new_empty(tokens, query_heads, value_size)
+    parts, log_totals = out, out
+    if split:
+        log_totals = out.new_empty(part_count, tokens, query_heads, dtype=torch.float32)
+        parts = out.new_empty(*log_totals.shape, value_size, dtype=torch.float32)
+    doublings = tiles.doubling_count(max_seq_len)
+    _attend[tiles.grid(tokens, sequences, part_count, shape.rows, heads, card)](
+        query_THD, keys, values, out, parts, log_totals, batch.cu_seqlens_q, batch.seq_lens,
         batch.block_table, batch.positions, batch.tree_starts, batch.ancestors,
-        width, tokens, scale, window or 0, softcap or 0.0,
-        GROUP=group, KV_HEADS=kv_heads, KEY_SIZE=size, VALUE_SIZE=value_size,
-        KEY_LANES=padded_lanes(size), VALUE_LANES=padded_lanes(value_size),
-        PAGE_SIZE=page_size, ROWS=rows, KEYS=tile_keys, PART=part,
+        width, tokens, sequences, scale, window or 0, softcap or 0.0,
+        GROUP=heads.group, KV_HEADS=kv_heads, KEY_SIZE=size, VALUE_SIZE=value_size,
+        KEY_LANES=heads.key_lanes, VALUE_LANES=heads.value_lanes, PAGE_SIZE=page_size,
+        ROWS=shape.rows, KEYS=shape.keys, SPLIT=split, DOUBLINGS=doublings,
         WINDOWED=window is not None, CAPPED=softcap is not None, TREES=batch.has_trees,
-        EXACT=query_THD.dtype is torch.float32,
+        EXACT=query_THD.dtype is torch.float32, num_stages=shape.stages,
     )  # fmt: skip
-    if not single_part:
-        _join[(tokens * heads,)](
-            parts, log_totals, out, batch.slots, batch.positions, tokens * heads, window or 0,
-            HEADS=heads, SIZE=value_size, LANES=padded_lanes(value_size), PART=part,
+    if split:
+        _join[(tokens * query_heads,)](
+            parts, log_totals, out, batch.slots, batch.positions, tokens * query_heads, window or 0,
+            HEADS=query_heads, SIZE=value_size, LANES=heads.value_lanes, DOUBLINGS=doublings,
             WINDOWED=window is not None,
         )  # fmt: skip
     return out

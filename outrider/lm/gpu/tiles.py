@@ -1,0 +1,149 @@
+"""How attention on a GPU is cut into tiles, parts and programs. No sequence's length changes it.
+
+The order in which a row adds its keys decides its last bits. Tiles of keys and parts begin at fixed
+slots, so the order depends on the query rows of its tile alone. On every card, tiles of 16 and of
+32 rows use the same instruction (mma.sync) and divide their keys alike among the warps. Tiles of 64
+rows divide them otherwise, and use wgmma on Hopper (9.x) and tcgen05 on Blackwell (10.x). So a
+plain and a drafted step attend alike where a sequence has at most 32 rows on average in both: eight
+tokens if four query heads share a key/value head. In float32 all tiles have 16 rows. Whole forwards
+promise less, because cuBLAS chooses its products by the number of rows too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+PART = 512
+"""Keys of each of the first `PARTS` parts."""
+PARTS = 16
+STEPS = 4
+"""Parts in each doubling of the length behind the first `PARTS`."""
+WHOLE = 128
+"""A slice of more tokens is not split: it has rows enough for many programs, and the results of
+its parts would be written and read again for each row."""
+
+# Query rows of a tile; tensor cores need at least 16.
+_ROWS = (16, 32, 64)
+# Bytes of a tile of keys.
+_TILE_BYTES = 2**14
+# Most tiles of keys and values in shared memory: one in use, the rest on their way.
+_MOST_BUFFERS = 3
+# Programs for each multiprocessor: enough for several to run on it at once, in a few turns.
+_PROGRAMS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """Bytes of shared memory that a program may use, multiprocessors, major compute capability."""
+
+    shared_bytes: int
+    multiprocessors: int
+    major: int
+
+
+@cache
+def card_of(device: torch.device) -> Card:
+    """Return what launches depend on; for a CPU, where Triton interprets, those of an L4."""
+    if device.type != "cuda":
+        return Card(99 * 1024, 58, 8)
+    # torch's types leave out the shared memory that a program may opt into.
+    found: Any = torch.cuda.get_device_properties(device)
+    return Card(found.shared_memory_per_block_optin, found.multi_processor_count, found.major)
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Query heads that share a key/value head, key/value heads, sizes of keys and values."""
+
+    group: int
+    kv_heads: int
+    key_size: int
+    value_size: int
+    dtype: torch.dtype
+
+    @property
+    def key_lanes(self) -> int:
+        """The power of two, at least 16, to which a key is padded."""
+        return _padded(self.key_size)
+
+    @property
+    def value_lanes(self) -> int:
+        """The power of two, at least 16, to which a value is padded."""
+        return _padded(self.value_size)
+
+
+def _padded(size: int) -> int:
+    return max(16, 1 << (size - 1).bit_length())
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Query rows and keys of a tile, and Triton's number of stages for the loop over keys."""
+
+    rows: int
+    keys: int
+    stages: int
+
+
+def tiles(tokens: int, sequences: int, heads: Heads, card: Card) -> Tiles:
+    """Return the tiles for a batch of so many tokens in so many sequences."""
+    mean_rows = -(-tokens // sequences) * heads.group
+    # float32 uses no tensor cores, and more rows would not fit the registers.
+    sizes = _ROWS[:1] if heads.dtype is torch.float32 else _ROWS
+    rows = next((rows for rows in sizes if mean_rows <= rows), sizes[-1])
+    widest = max(heads.key_lanes, heads.value_lanes) * heads.dtype.itemsize
+    keys = max(16, min(64, _TILE_BYTES // widest))
+    return Tiles(rows, keys, _stages(rows, keys, heads, card))
+
+
+def _stages(rows: int, keys: int, heads: Heads, card: Card) -> int:
+    """Return the stages with the most buffers that still let two programs share a multiprocessor.
+
+    Two buffers are worth more than a second program, because with a single buffer a tile's load
+    begins only after the tile before it is computed.
+    """
+    buffer_bytes = keys * (heads.key_lanes + heads.value_lanes) * heads.dtype.itemsize
+    # Groups of four warps (wgmma, tcgen05) keep the weights of their rows, and read their operands
+    # in shared memory: one tile more is in use. Other warps exchange the weights there.
+    warp_groups = rows == _ROWS[-1] and card.major in (9, 10)
+    other_bytes = rows * (heads.key_lanes + (0 if warp_groups else keys + 8)) * heads.dtype.itemsize
+    alone = (card.shared_bytes - other_bytes) // buffer_bytes
+    shared = (card.shared_bytes // 2 - other_bytes) // buffer_bytes
+    buffers = max(1, min(_MOST_BUFFERS, max(shared, min(alone, 2))))
+    return buffers if warp_groups else buffers + 1
+
+
+def grid(
+    tokens: int, sequences: int, parts: int, rows: int, heads: Heads, card: Card
+) -> tuple[int, int]:
+    """Return the tiles of query rows of all key/value heads, and the programs that share a tile.
+
+    The tiles are numbered over the batch, see `triton_attention._tile_of`; some are empty.
+    """
+    row_tiles = (tokens * heads.group // rows + sequences) * heads.kv_heads
+    wanted = card.multiprocessors * _PROGRAMS
+    return row_tiles, max(1, min(parts, wanted // row_tiles))
+
+
+def part_of(slot: int) -> int:
+    """Return the number of the part that a slot is in."""
+    even = PART * PARTS
+    if slot < even:
+        return slot // PART
+    doublings = doubling_count(slot + 1)
+    begin = even << (doublings - 1)
+    return PARTS + STEPS * (doublings - 1) + (slot - begin) // (begin // STEPS)
+
+
+def doubling_count(keys: int) -> int:
+    """Return how often the length of the first `PARTS` parts doubles before it holds `keys`."""
+    return ((keys - 1) // (PART * PARTS)).bit_length()
+
+
+def part_count(keys: int) -> int:
+    """Return the number of parts of so many keys."""
+    return part_of(keys - 1) + 1
