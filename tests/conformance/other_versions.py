@@ -1,24 +1,25 @@
-"""A drafter that speaks an older or a newer version of the contract, made from this one's."""
+"""A relay before a verifier, with which one side seems to speak another version of the contract."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any, Literal
 
 import grpc
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf import duration_pb2 as _duration
-from google.protobuf.descriptor_pb2 import (
-    DescriptorProto,
-    FieldDescriptorProto,
-    FileDescriptorProto,
-)
+from google.protobuf.descriptor_pb2 import FieldDescriptorProto, FileDescriptorProto
 
+from outrider.process import rpc
 from outrider.v1 import common_pb2, drafts_pb2, verifier_pb2
 
+Part = Literal["drafter", "gateway", "verifier"]
+Version = Literal["older", "newer"]
+
 _FILES = (_duration, common_pb2, drafts_pb2, verifier_pb2)
-_PACKAGE = "outrider.v1."
+_SERVICE = "outrider.v1.VerifierService"
 # What an older version lacks.
 _REMOVED = {
     "Hello": {"capabilities", "placement", "max_sequence_count"},
@@ -26,130 +27,114 @@ _REMOVED = {
     "Opened": {"grammar", "prediction_token_ids", "traceparent", "tree_tokens"},
     "Proposal": {"parents", "distributions", "confidences", "draft_duration"},
     "Verdict": {"window", "traceparent", "tree_tokens"},
+    "GenerateTokensRequest": {"committed_token_ids", "model_fingerprint", "prediction_token_ids"},
+    "GenerateTokensResponse": {"prompt_logprobs", "side_draft_token_count"},
+    "GetModelResponse": {"load", "server_version", "fingerprint"},
 }
 
 
-def _messages_of(file: FileDescriptorProto) -> dict[str, DescriptorProto]:
-    return {message.name: message for message in file.message_type}
-
-
-def older(file: FileDescriptorProto) -> None:
+def _make_older(file: FileDescriptorProto) -> None:
     """Remove what an older version lacks from a file of the protos."""
-    for name, message in _messages_of(file).items():
-        kept = [one for one in message.field if one.name not in _REMOVED.get(name, ())]
+    for message in file.message_type:
+        removed = _REMOVED.get(message.name, ())
+        kept = [field for field in message.field if field.name not in removed]
         del message.field[:]
         message.field.extend(kept)
 
 
-def newer(file: FileDescriptorProto) -> None:
-    """Add fields, enum values and a kind of message to a file of the protos."""
-    for name, message in _messages_of(file).items():
-        if name in ("Hello", "Proposal"):
-            field = message.field.add(name="later", number=2000)
-            field.type = FieldDescriptorProto.TYPE_STRING
-            field.label = FieldDescriptorProto.LABEL_OPTIONAL
-        if name == "StreamDraftsRequest":
-            kind = message.field.add(name="later", number=2047, oneof_index=0)
-            kind.type = FieldDescriptorProto.TYPE_MESSAGE
-            kind.type_name = f".{_PACKAGE}Skip"
-            kind.label = FieldDescriptorProto.LABEL_OPTIONAL
-    for enum in file.enum_type:
-        if enum.name in ("DraftDistribution", "Capability"):
-            enum.value.add(name=f"{enum.name}_LATER", number=99)
-
-
-def compiled(change: Callable[[FileDescriptorProto], None]) -> Callable[[str], Any]:
-    """The classes, by name, of the changed protos."""
-    pool = descriptor_pool.DescriptorPool()
-    for module in _FILES:
-        file = descriptor_pb2.FileDescriptorProto()
-        module.DESCRIPTOR.CopyToProto(file)
-        change(file)
-        pool.Add(file)  # type: ignore[no-untyped-call]  # only upb's pool lacks types
-    return lambda name: message_factory.GetMessageClass(pool.FindMessageTypeByName(_PACKAGE + name))
-
-
-class OtherDrafter:
-    """Guesses what followed the last two tokens before, in messages of another version."""
-
-    def __init__(self, address: str, name: str, fingerprint: str) -> None:
-        self.name = name
-        self.is_newer = name == "newer"
-        self._classes = compiled(newer if self.is_newer else older)
-        self._hello = self._classes("Hello")(
-            drafter_id=name, family=name, tokenizer_fingerprint=fingerprint, max_draft_tokens=8
+def _make_newer(file: FileDescriptorProto) -> None:
+    """Add a field to each message of a file of the protos, and a kind of message to each stream."""
+    for message in file.message_type if file.package == "outrider.v1" else ():
+        message.field.add(
+            name="later",
+            number=2000,
+            type=FieldDescriptorProto.TYPE_STRING,
+            label=FieldDescriptorProto.LABEL_OPTIONAL,
         )
-        self._address = address
-        self._outbox: asyncio.Queue[Any] = asyncio.Queue()
-        self._texts: dict[int, list[int]] = {}
-
-    async def run(self) -> None:
-        """Draft until the task is cancelled."""
-        request, response = (
-            self._classes(name) for name in ("StreamDraftsRequest", "StreamDraftsResponse")
-        )
-        if self.is_newer:
-            self._hello.later = "a field of a later version"
-            self._hello.distributions.append(99)
-            self._hello.capabilities.append(99)
-        self._outbox.put_nowait(request(hello=self._hello))
-        if self.is_newer:
-            self._outbox.put_nowait(request(later={"sequence_id": 1}))
-        async with grpc.aio.insecure_channel(self._address) as channel:
-            method = channel.stream_stream(
-                "/outrider.v1.VerifierService/StreamDrafts",
-                request_serializer=request.SerializeToString,
-                response_deserializer=response.FromString,
+        if message.name in ("StreamDraftsRequest", "StreamDraftsResponse"):
+            message.field.add(
+                name="later_kind",
+                number=2047,
+                type=FieldDescriptorProto.TYPE_MESSAGE,
+                type_name=".outrider.v1.Skip",
+                label=FieldDescriptorProto.LABEL_OPTIONAL,
+                oneof_index=0,
             )
-            async for message in method(self._requests()):
-                for asked in self._follow(message.step):
-                    self._outbox.put_nowait(request(drafts=self._answer(asked)))
 
-    async def _requests(self) -> AsyncIterator[Any]:
-        while True:
-            yield await self._outbox.get()
 
-    def _follow(self, step: Any) -> list[Any]:
-        """Apply a step; returns the messages to answer."""
-        for opened in step.opened:
-            self._texts[opened.sequence_id] = list(opened.token_ids)
-        for verdict in step.verdicts:
-            text = self._texts[verdict.sequence_id]
-            fresh = verdict.committed_length - len(text)
-            text += list(verdict.new_token_ids)[len(verdict.new_token_ids) - max(fresh, 0) :]
-        for closed in step.closed:
-            del self._texts[closed.sequence_id]
-        asked = [*step.opened, *step.verdicts]
-        return [one for one in asked if one.sequence_id in self._texts]
+def _grow(message: Any) -> None:
+    """Set the fields and the values that only a newer version knows."""
+    message.later = "a field of a later version"
+    if message.DESCRIPTOR.name == "Hello":
+        message.distributions.append(99)
+        message.capabilities.append(99)
+    for field, value in message.ListFields():
+        if field.message_type is not None and "later" in field.message_type.fields_by_name:
+            for each in value if field.is_repeated else [value]:
+                _grow(each)
 
-    def _answer(self, asked: Any) -> Any:
-        text = self._texts[asked.sequence_id]
-        place = {"sequence_id": asked.sequence_id, "base_length": len(text)}
-        batch = self._classes("DraftBatch")()
-        runs = self._continuations(text, asked.draft_tokens)
-        if runs:
-            proposal = batch.proposals.add(**place, token_ids=runs[0])
-            if self.is_newer:
-                self._grow(proposal, runs[1:2])
-        if not runs or len(runs[0]) < asked.draft_tokens:
-            batch.skips.add(**place)
-        return batch
 
-    def _grow(self, proposal: Any, branches: list[list[int]]) -> None:
-        """Add another continuation as a branch, confidences, and a field of a later version."""
-        proposal.later = "a field of a later version"
-        proposal.parents.extend(range(len(proposal.token_ids)))
-        for run in branches:
-            at = len(proposal.token_ids)
-            proposal.parents.extend([0, *range(at + 1, at + len(run))])
-            proposal.token_ids.extend(run)
-        proposal.confidences.extend([0.5] * len(proposal.token_ids))
+class _Relay(grpc.GenericRpcHandler):
+    """Passes calls on to a verifier: with what both versions know, or with what a newer one adds.
 
-    def _continuations(self, text: list[int], count: int) -> list[list[int]]:
-        """What followed the last two tokens at earlier places, the newest first."""
-        runs: dict[int, list[int]] = {}
-        for start in range(len(text) - 3, -1, -1):
-            if count and text[start : start + 2] == text[-2:]:
-                run = text[start + 2 : start + 2 + count]
-                runs.setdefault(run[0], run)
-        return list(runs.values())
+    The side of the verifier or of its callers is the newer one.
+    """
+
+    def __init__(self, channel: grpc.aio.Channel, version: Version, part: Part) -> None:
+        pool = descriptor_pool.DescriptorPool()
+        for module in _FILES:
+            file = descriptor_pb2.FileDescriptorProto()
+            module.DESCRIPTOR.CopyToProto(file)
+            (_make_older if version == "older" else _make_newer)(file)
+            pool.Add(file)  # type: ignore[no-untyped-call]  # only upb's pool lacks types
+        self._methods = pool.FindServiceByName(_SERVICE).methods_by_name
+        self._channel = channel
+        self._grows_requests = version == "newer" and part != "verifier"
+        self._grows_responses = version == "newer" and part == "verifier"
+
+    def service(self, handler_call_details: Any) -> Any:
+        """The handler of any method; messages are bytes."""
+        method: str = handler_call_details.method
+        return grpc.stream_stream_rpc_method_handler(partial(self._pass_on, method))
+
+    async def _pass_on(
+        self, path: str, requests: AsyncIterator[bytes], context: Any
+    ) -> AsyncIterator[bytes]:
+        method = self._methods[path.rpartition("/")[2]]
+        sent = _changed(requests, method.input_type, grows=self._grows_requests)
+        call: Any = self._channel.stream_stream(path)(sent)
+        try:
+            async for message in _changed(call, method.output_type, grows=self._grows_responses):
+                yield message
+        except grpc.aio.AioRpcError as error:
+            await context.abort(error.code(), error.details(), tuple(error.trailing_metadata()))
+        finally:
+            call.cancel()
+
+
+async def _changed(
+    messages: AsyncIterator[bytes], kind: Any, *, grows: bool
+) -> AsyncIterator[bytes]:
+    """The messages in the other version; a newer one sends a kind of its own behind each."""
+    made: Callable[..., Any] = message_factory.GetMessageClass(kind)
+    async for content in messages:
+        message = made()
+        message.ParseFromString(content)
+        message.DiscardUnknownFields()
+        if grows:
+            _grow(message)
+        yield message.SerializeToString()
+        if grows and "later_kind" in kind.fields_by_name:
+            yield made(later_kind={"sequence_id": 1}).SerializeToString()
+
+
+@asynccontextmanager
+async def relaying(verifier: str, version: Version, part: Part) -> AsyncIterator[str]:
+    """Run a relay to the verifier, where `part` speaks the other version; yields its address."""
+    async with rpc.dial(verifier) as channel:
+        server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
+        server.add_generic_rpc_handlers([_Relay(channel, version, part)])
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        yield f"127.0.0.1:{port}"
+        await server.stop(None)

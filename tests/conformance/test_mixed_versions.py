@@ -1,15 +1,18 @@
-"""A verifier of this version serves drafters of older and newer ones; texts stay as they are."""
+"""Drafters, gateways and verifiers of older and newer versions: texts stay as they are."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from contextlib import suppress
+from typing import get_args
 
+import grpc
 import pytest
-from other_versions import OtherDrafter
-from stack import Client, Stack, running
+from other_versions import Part, Version, relaying
+from stack import Client, Process, Stack, running
 
+from outrider.errors import Reason
+from outrider.process import rpc
 from outrider.protocol.messages import SamplingParams, SpeculationOptions, TokenRequest
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -25,10 +28,11 @@ def stack() -> Iterator[Stack]:
         yield stack
 
 
-async def connected(client: Client, family: str) -> None:
-    """Wait until a drafter of the family is connected."""
+async def connected(client: Client, drafter_id: str) -> None:
+    """Wait until the drafter is connected."""
     while True:
-        if any(one.family == family for one in (await client.model()).drafters):
+        drafters = (await client.model()).drafters
+        if any(one.connected and one.drafter_id == drafter_id for one in drafters):
             return
         await asyncio.sleep(0.05)
 
@@ -48,22 +52,31 @@ async def texts(client: Client, options: SpeculationOptions) -> tuple[list[list[
 
 
 @pytest.mark.slow  # It starts a verifier.
-@pytest.mark.parametrize("version", ["older", "newer"])
-async def test_a_drafter_of_another_version_changes_no_text(stack: Stack, version: str) -> None:
-    async with Client(stack.address) as client:
-        expected, _ = await texts(client, SpeculationOptions(enabled=False))
-        model = await client.model()
-        drafter = OtherDrafter(stack.address, version, model.tokenizer_fingerprint)
-        drafting = asyncio.create_task(drafter.run())
+@pytest.mark.parametrize("version", get_args(Version))
+@pytest.mark.parametrize("part", get_args(Part))
+async def test_a_part_of_another_version_changes_no_text(
+    stack: Stack, version: Version, part: Part
+) -> None:
+    """A newer gateway's field could change the output, so the verifier refuses the request."""
+    name = f"{version}-{part}"
+    async with Client(stack.address) as near, relaying(stack.address, version, part) as relay:
+        expected, _ = await texts(near, SpeculationOptions(enabled=False))
+        where = stack.address if part == "gateway" else relay
+        drafter = Process("drafter_svc", "--family", "ngram", "--verifier", where, "--id", name)
         try:
             async with asyncio.timeout(30):
-                await connected(client, version)
-            written, accepted = await texts(client, SpeculationOptions(drafter_family=version))
-            # A verifier that could not read a message would have ended the stream.
-            assert not drafting.done(), drafting.exception()
+                await connected(near, name)
+            async with Client(stack.address if part == "drafter" else relay) as caller:
+                if name == "newer-gateway":
+                    with pytest.raises(grpc.aio.AioRpcError) as caught:
+                        await texts(caller, SpeculationOptions())
+                    assert rpc.error_of(caught.value).reason is Reason.UNKNOWN_PARAMETER
+                    return
+                written, accepted = await texts(caller, SpeculationOptions(drafter_id=name))
         finally:
-            drafting.cancel()
-            with suppress(asyncio.CancelledError):
-                await drafting
+            drafter.stop()
+            drafter.log.close()
+        # The drafter was not dropped for a message that could not be read.
+        assert "PROTOCOL" not in stack.verifier.output()
     assert written == expected
     assert accepted > 20
