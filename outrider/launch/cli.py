@@ -19,8 +19,7 @@ from outrider.process.usage import invoke, refuse
 _EXTENSIONS = {
     "bench": "Measure tokens/s beside transformers' generate. `outrider bench --help` lists the"
     " options.",
-    "simulate": "Run engine, planner and drafters in virtual time. `outrider simulate --help` lists"
-    " the options.",
+    "simulate": "Run engine, planner and drafters in virtual time, as a scenario file says.",
     "experiment.run": "Measure what an experiment file describes.",
     "experiment.report": "Make tables, plots and a page of a run's measurements.",
     "experiment.predict": "Run an experiment file in the simulator.",
@@ -64,20 +63,14 @@ def serve() -> None:
 
 
 @app.command()
-@click.option(
-    "--models",
-    type=click.Path(path_type=Path),
-    default="models",
-    help="Directory of the bundled pair, target and draft.",
-)
-def demo(models: Path) -> int:
-    """Compare plain decoding with each drafter on the bundled pair.
+def demo() -> int:
+    """Compare plain decoding with each drafter on the bundled pair, in the folder of the sources.
 
     Exits with 0 only if all texts are identical.
     """
     from outrider.launch.demo import run
 
-    return run(models)
+    return run()
 
 
 @app.group()
@@ -216,8 +209,9 @@ def certs(
 ) -> int:
     """Make a private authority in DIR, and a certificate for each role.
 
-    An authority that DIR has signs again, so the same command renews the certificates. Without its
-    files ca.pem and ca.key a new authority is made; certificates of the earlier one stop working.
+    If DIR has an authority, that authority signs, so the same command renews the certificates.
+    Without its files ca.pem and ca.key a new authority is made; certificates of the earlier one
+    stop working.
     """
     from outrider.errors import OutriderError
     from outrider.process.certs import NAMES, run

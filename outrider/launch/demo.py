@@ -32,6 +32,10 @@ from outrider.launch.stack import Stack, plan_stack
 from outrider.launch.start_log import start_status
 from outrider.launch.supervisor import StartFailed, Supervisor
 
+# The bundled pair, and the grown target that `make serve` serves too: folders of the sources.
+_TARGET = Path("models/target")
+_DRAFT = Path("models/draft")
+_GROWN = Path("grown/target-154m")
 _LOADING_S = 180.0
 _COLUMNS = (
     "tokens/s",
@@ -84,7 +88,7 @@ class Row:
 
     @property
     def forward_count(self) -> int:
-        """Target forwards: each commits the tokens that it accepted and one of the target's own."""
+        """Target forwards: each commits its accepted tokens and a token of the target's own."""
         return self.token_count - self.total("num_accepted_draft_tokens")
 
 
@@ -99,23 +103,20 @@ class Part:
     is_exact: bool
 
 
-def run(models: Path) -> int:
+def run() -> int:
     """Run both parts, and return the exit status.
 
-    It is 0 if every drafter's texts in float32 are those of plain decoding, 1 if not or if a
-    process failed, 2 without the bundled models, 130 after Ctrl-C.
+    It is 0 if every drafter's texts in float32 are plain decoding's, 1 if not or if a process
+    failed, 2 without the bundled models, 130 after Ctrl-C.
     """
     console = Console(width=None if sys.stdout.isatty() else 110)
-    for name in ("target", "draft"):
-        if not (models / name / "config.json").is_file():
-            console.print(
-                f"outrider demo: {models / name} is not a model; "
-                "run the demo in the repository's folder, or name the models' with --models"
-            )
+    for model in (_TARGET, _DRAFT):
+        if not (model / "config.json").is_file():
+            hint = "run the demo in the folder of Outrider's sources"
+            console.print(f"outrider demo: {model} is not a model; {hint}")
             return 2
-    parts = _parts(models, console)
     try:
-        statuses = [_run_part(part, models / "draft", console) for part in parts]
+        statuses = [_run_part(part, console) for part in _parts(console)]
     except (KeyboardInterrupt, asyncio.CancelledError):
         console.print("interrupted; all processes are stopped")
         return 130
@@ -125,18 +126,15 @@ def run(models: Path) -> int:
     return max(statuses)
 
 
-def _parts(models: Path, console: Console) -> Iterator[Part]:
-    small = models / "target"
-    yield Part("1. Exactness: 12 M parameters, float32", small, "float32", _MAX_TOKENS, True)
-    # `make serve` serves the same checkpoint.
-    large = models.parent / "grown/target-154m"
-    with start_status(console, f"growing the target to 154 M parameters, in {large} ..."):
-        modest_checkpoint(small, large)
-    yield Part("2. Speed: 154 M parameters, bfloat16", large, "bfloat16", _MAX_TOKENS // 2, False)
+def _parts(console: Console) -> Iterator[Part]:
+    yield Part("1. Exactness: 12 M parameters, float32", _TARGET, "float32", _MAX_TOKENS, True)
+    with start_status(console, f"growing the target to 154 M parameters, in {_GROWN} ..."):
+        modest_checkpoint(_TARGET, _GROWN)
+    yield Part("2. Speed: 154 M parameters, bfloat16", _GROWN, "bfloat16", _MAX_TOKENS // 2, False)
 
 
-def _run_part(part: Part, draft: Path, console: Console) -> int:
-    model = f"model={draft}"
+def _run_part(part: Part, console: Console) -> int:
+    model = f"model={_DRAFT}"
     last_core = max(os.sched_getaffinity(0))
     settings = ServeSettings.model_validate(
         {

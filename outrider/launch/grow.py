@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import shutil
 import sys
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +29,17 @@ _NOISE_COUNT = 1_000_003
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of the grown model, each at least the small one's.
+    """Sizes of the grown model, each at least the small model's.
 
     A key/value head needs at least as many query heads as in the small model. `hidden` must be a
     multiple of `heads`.
     """
 
-    hidden: int = 1280
-    layers: int = 24
-    heads: int = 20
-    kv_heads: int = 4
-    intermediate: int = 3456
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    intermediate: int
 
 
 MODEST = Shape(hidden=896, layers=18, heads=14, kv_heads=2, intermediate=2432)
@@ -47,7 +47,7 @@ MODEST = Shape(hidden=896, layers=18, heads=14, kv_heads=2, intermediate=2432)
 
 
 def grown_config(old: Any, shape: Shape, dtype: torch.dtype) -> LlamaConfig:
-    """The grown model's configuration, from the small one's.
+    """The grown model's configuration, from the small model's.
 
     Raises ValueError for a shape that cannot hold the small model or that transformers refuses.
     """
@@ -74,10 +74,7 @@ def grown_config(old: Any, shape: Shape, dtype: torch.dtype) -> LlamaConfig:
 
 
 def grow(small: Any, shape: Shape, dtype: torch.dtype) -> Any:
-    """The grown model, with 418 M parameters at the default shape.
-
-    Raises ValueError for shapes that `grown_config` refuses.
-    """
+    """The grown model; raises ValueError for shapes that `grown_config` refuses."""
     old = small.config
     config = grown_config(old, shape, dtype)
     # The meta device allocates nothing, so each tensor exists only once, in its final form.
@@ -152,15 +149,6 @@ def _repeated(noise: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     return out
 
 
-def grown_checkpoint(small: Path, directory: Path, shape: Shape, dtype: str) -> Path:
-    """Path of the grown checkpoint with its tokenizer, in `directory`; it is made on first use."""
-    sizes = "x".join(map(str, astuple(shape)))
-    out = directory / f"{small.name}-{sizes}-{dtype}"
-    if not out.is_dir():
-        _make(small, out, shape, dtype)
-    return out
-
-
 def modest_checkpoint(small: Path, out: Path) -> None:
     """Make the checkpoint of shape MODEST in bfloat16 at `out`, unless it is there already.
 
@@ -169,10 +157,11 @@ def modest_checkpoint(small: Path, out: Path) -> None:
     weights = small / "model.safetensors"
     config = out / "config.json"
     if not config.is_file() or config.stat().st_mtime < weights.stat().st_mtime:
-        _make(small, out, MODEST, "bfloat16")
+        make_checkpoint(small, out, MODEST, "bfloat16")
 
 
-def _make(small: Path, out: Path, shape: Shape, dtype: str) -> None:
+def make_checkpoint(small: Path, out: Path, shape: Shape, dtype: str) -> None:
+    """Make the grown checkpoint with its tokenizer at `out`, in place of an earlier checkpoint."""
     # Renamed once it is complete: a killed process must not leave half a checkpoint.
     partial = out.with_name(f"{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)

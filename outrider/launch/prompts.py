@@ -1,4 +1,4 @@
-"""Prompts of the kinds that the bundled pair was trained on."""
+"""Prompts of the kinds that the bundled pair was trained on, for the demo and the benchmarks."""
 
 from __future__ import annotations
 
@@ -46,21 +46,11 @@ _CHATS = (
     "List the items as JSON: Order: 2 x guitar at 99, 4 x bottle at 3.5.",
 )
 
-_TALKS = (
-    "What is a list in Python, and how does it differ from a tuple?",
-    "Explain in a few sentences what a virtual environment is for.",
-    "How do I read a file line by line?",
-    "Write a short note that thanks a colleague for a review.",
-)
-
 CODE = tuple(("code", prompt) for prompt in _CODE)
 REWRITING = tuple(
     ("rewriting", f"{source}\n\n{source}\n\n{source.splitlines()[0]}\n") for source in _SOURCE
 )
 EXTRACTION = tuple(("JSON extraction", f"<|user|>{ask}<|end|><|assistant|>") for ask in _CHATS)
 
-CHAT = tuple(("chat", f"<|user|>{ask}<|end|><|assistant|>") for ask in _TALKS)
-
-KINDS = {"code": CODE, "rewriting": REWRITING, "json": EXTRACTION, "chat": CHAT}
 DEMO_PROMPTS = (*CODE, *REWRITING, *EXTRACTION)
 """14 pairs (kind, prompt); chats are rendered in the bundled pair's template."""

@@ -18,7 +18,7 @@ from outrider_bench.chaos.check import check
 from outrider_bench.chaos.history import Event, History, whole
 from outrider_bench.chaos.parts import absent
 from outrider_bench.chaos.report import markdown
-from outrider_bench.chaos.spec import campaign_of, load
+from outrider_bench.chaos.spec import load
 from outrider_bench.experiment.processes import StackFailed
 
 _HISTORY = Path("bench/out/chaos/history.jsonl")
@@ -45,10 +45,8 @@ def command(
     docs/contribute.md describes the faults, what is checked, and the file.
     """
     try:
-        campaign = load(file) if file is not None else campaign_of({})
         given = {"minutes": minutes, "seed": seed}
-        changes = {name: value for name, value in given.items() if value is not None}
-        campaign = campaign_of({**campaign.model_dump(), **changes})
+        campaign = load(file, **{name: x for name, x in given.items() if x is not None})
         bag = campaign.bag(absent())
     except ValueError as error:
         raise click.UsageError(str(error)) from error

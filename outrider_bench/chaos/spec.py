@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from outrider_bench.chaos.faults import FAULTS
+from outrider_bench.yaml_file import first_problem, read
 
 
 class Campaign(BaseModel):
@@ -23,7 +23,7 @@ class Campaign(BaseModel):
     """The same seed and kinds give the same schedule."""
 
     kinds: list[str] = []
-    """Names of faults; all of them unless set."""
+    """Names of the faults to play; all faults unless set."""
 
     overlap: float = Field(0.5, ge=0, le=1)
     """Share of rounds in which a second fault joins the first."""
@@ -43,7 +43,11 @@ class Campaign(BaseModel):
         return self
 
     def bag(self, missing: frozenset[str]) -> list[str]:
-        """The faults of one turn, but for those of missing parts."""
+        """Names of the faults that each turn plays.
+
+        These are `kinds` without the faults whose targets are all in `missing`, the parts that the
+        stack lacks. Raises ValueError if no fault is left.
+        """
         wanted = self.kinds or FAULTS
         chosen = [name for name in wanted if not missing.issuperset(FAULTS[name].targets)]
         if not chosen:
@@ -52,21 +56,15 @@ class Campaign(BaseModel):
         return chosen
 
 
-def campaign_of(values: object) -> Campaign:
-    """A campaign with these fields; raises ValueError that names the field and the problem."""
+def load(path: Path | None, **given: Any) -> Campaign:
+    """Read a campaign's file; without a file, the campaign has the default of each field.
+
+    `given` are values of fields that replace the file's. Raises ValueError that names the file, the
+    field and the problem.
+    """
+    if path is not None:
+        return read(path, Campaign, **given)
     try:
-        return Campaign.model_validate(values)
+        return Campaign.model_validate(given)
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"])
-        raise ValueError(f"{place or 'the campaign'}: {first['msg']}") from error
-
-
-def load(path: Path) -> Campaign:
-    """Read a campaign's file; raises ValueError that names the file, the field and the problem."""
-    try:
-        return campaign_of(yaml.safe_load(path.read_text()) or {})
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}") from error
-    except (yaml.YAMLError, ValueError) as error:
-        raise ValueError(f"{path}: {error}") from error
+        raise ValueError(first_problem(error)) from error

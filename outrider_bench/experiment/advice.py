@@ -38,7 +38,6 @@ class Place:
     """A name in the cost table's `drafting`."""
     round_trip_ms: float
     jitter_ms: float = 0.0
-    mbit_s: float = 0.0
     on_target_cores: bool = False
     interference: float = 0.0
     slowness: float = 1.0
@@ -165,9 +164,7 @@ def halved(simulator: Simulator, far: Place, acceptance: float) -> dict[str, flo
     Drafting takes half the time, the link is twice as good, half as many guesses are wrong, or
     verifying adds half as much to a plain step.
     """
-    nearer = replace(
-        far, round_trip_ms=far.round_trip_ms / 2, jitter_ms=far.jitter_ms / 2, mbit_s=2 * far.mbit_s
-    )
+    nearer = replace(far, round_trip_ms=far.round_trip_ms / 2, jitter_ms=far.jitter_ms / 2)
     speeds = [
         simulator.run(far, acceptance, slowness=0.5).speed,
         simulator.run(nearer, acceptance).speed,
@@ -237,7 +234,6 @@ class Simulator:
             "slowness": slowness * place.slowness,
             "round_trip_ms": place.round_trip_ms,
             "jitter_ms": place.jitter_ms,
-            "mbit_s": place.mbit_s,
             "on_target_cores": place.on_target_cores,
             "interference": place.interference,
         }

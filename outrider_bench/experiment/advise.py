@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Annotated
 
 import click
@@ -35,39 +34,27 @@ class Question(Settings):
 
     model_config = SettingsConfigDict(env_prefix="OUTRIDER_ADVISE_")
 
-    profile: Path | None = None
-    """File of `outrider profile`, or a cost table."""
-
-    costs: str | None = None
-    """Instead of a profile: a cost table of the simulator by its name, or a file of one."""
+    costs: str
+    """File of `outrider profile` or of a cost table, or the name of a cost table that comes with
+    Outrider, for hardware that is not here."""
 
     round_trip_ms: float = Field(ge=0, le=1000)
-    """Round trip of the link to the other host, as ping shows it, without the hosts' own time."""
-
-    mbit_s: float = Field(0.0, ge=0)
-    """Bandwidth of the link in each direction; 0 is no limit."""
-
-    jitter_ms: float = Field(0.0, ge=0, le=1000)
-    """The most that a message is late on the link, in each direction."""
+    """Round trip of the link to the other host, as ping shows it, without the hosts' own time. The
+    link has no jitter and no limit of bandwidth; `outrider experiment predict` takes both."""
 
     acceptance: float | None = Field(None, ge=0, le=MAX_ACCEPTANCE)
-    """Chance that a draft token is accepted if those before it are; unset takes the profile's."""
+    """Chance that a draft token is accepted if all draft tokens before it are; unset takes the
+    profile's. A cost table has none."""
 
     batch: list[Annotated[int, Field(ge=1, le=256)]] = Field([1, 8, 32], min_length=1, max_length=8)
-    """Requests under way; the first one is answered in words."""
+    """Numbers of requests under way; the first number is answered in words."""
 
     drafter: str = "model"
     """The cost table's entry for drafting on the target's cores, or on its GPU."""
 
-    host_drafter: str | None = None
-    """The entry for other cores of the host, such as a CPU beside a GPU; unset is as `drafter`."""
-
-    far_drafter: str | None = None
-    """The entry for the other host; unset is as `drafter`."""
-
-    host_round_trip_ms: float | None = Field(None, ge=0, le=1000)
-    """Round trip between two processes on one host over gRPC; unset takes the profile's, or 0.4 ms
-    with a cost table."""
+    cpu_drafter: str | None = None
+    """The entry for cores of a CPU beside the target, on its host and on the other host, such as
+    Grace beside a GPU; unset is as `drafter`."""
 
 
 def main(arguments: list[str]) -> int:
@@ -82,9 +69,9 @@ def main(arguments: list[str]) -> int:
 
 def situations_of(question: Question) -> list[Situation]:
     """The situation of each batch; raises ValueError that names the setting."""
-    found = machine_costs.load(question.profile, question.costs)
+    found = machine_costs.load(question.costs)
     table = found if isinstance(found, Costs) else found.costs
-    for name in ("drafter", "host_drafter", "far_drafter"):
+    for name in ("drafter", "cpu_drafter"):
         way = getattr(question, name)
         if way is not None and way not in table.drafting:
             known = ", ".join(sorted(table.drafting)) or "(none)"
@@ -106,14 +93,12 @@ def _situation(question: Question, batch: int, costs: MachineCosts) -> Situation
 
 
 def _places(question: Question, costs: MachineCosts) -> tuple[Place, Place, Place]:
-    round_trip_ms = question.host_round_trip_ms
-    if round_trip_ms is None:
-        round_trip_ms = costs.round_trip_ms
+    cpu_drafter = question.cpu_drafter or question.drafter
     host = Place(
         "host",
         "on other cores of the host",
-        question.host_drafter or question.drafter,
-        round_trip_ms,
+        cpu_drafter,
+        costs.round_trip_ms,
         costs.jitter_ms,
         interference=costs.interference,
         slowness=costs.slowness,
@@ -131,10 +116,8 @@ def _places(question: Question, costs: MachineCosts) -> tuple[Place, Place, Plac
         host,
         key="far",
         name=f"on another host, {question.round_trip_ms:g} ms away",
-        cost=elsewhere(costs.drafted, question.far_drafter or question.drafter),
+        cost=elsewhere(costs.drafted, cpu_drafter),
         round_trip_ms=host.round_trip_ms + question.round_trip_ms,
-        jitter_ms=host.jitter_ms + question.jitter_ms,
-        mbit_s=question.mbit_s,
         interference=0.0,
         slowness=1.0,
     )
@@ -150,8 +133,8 @@ def _run(question: Question) -> int:
     shown = progress.is_terminal
     asked = track(situations, "simulating", console=progress, transient=True, disable=not shown)
     found = [advise(situation) for situation in asked]
-    drafter = question.far_drafter or question.drafter
-    costs = machine_costs.load(question.profile, question.costs)
+    drafter = question.cpu_drafter or question.drafter
+    costs = machine_costs.load(question.costs)
     profile = None if isinstance(costs, Costs) else costs
     if click.get_current_context().meta["json"]:
         print(json.dumps(advice_text.as_json(drafter, found, profile), indent=1))

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from pathlib import Path
 
 from pydantic import ValidationError
 
 from outrider_bench.experiment.cell_scenarios import at_batch as between
 from outrider_bench.experiment.profile_record import Profile
 from outrider_bench.experiment.serving import SLOWNESS_ON_TARGET_CORES, Serving, busy
-from outrider_bench.experiment.spec import first_problem
 from outrider_bench.simulator import costs
 from outrider_bench.simulator.costs import Costs
+from outrider_bench.yaml_file import first_problem
 
 _ELSEWHERE = " elsewhere"
-# Between two processes of a host over gRPC, if there is no profile.
-_HOST_ROUND_TRIP_MS = 0.4
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,51 +23,43 @@ class MachineCosts:
 
     plain: Costs
     drafted: Costs
-    round_trip_ms: float = _HOST_ROUND_TRIP_MS
-    jitter_ms: float = 0.0
+    round_trip_ms: float
+    jitter_ms: float
     interference: float = 0.0
     slowness: float = 1.0
     slowness_on_target_cores: float = 1.0
     acceptance: float | None = None
 
 
-def load(path: Path | None, name: str | None) -> Profile | Costs:
-    """Read a profile or a cost table from a file, or a cost table by its name.
+def load(name: str) -> Profile | Costs:
+    """Read a profile or a cost table from a file, or a cost table that comes with the simulator.
 
     Raises ValueError that names the setting, and the wrong field of the file.
     """
-    if path is None and name is None:
-        raise ValueError("profile: give --profile FILE, or the name of a cost table with --costs")
-    if path is not None and name is not None:
-        raise ValueError("costs: give either --profile or --costs, not both")
-    try:
-        return _read(path) if path is not None else costs.load(str(name))
-    except ValidationError as error:
-        file = f"profile: {path}" if path is not None else f"costs: {name}"
-        raise ValueError(f"{file}: {first_problem(error)}") from error
-
-
-def _read(path: Path) -> Profile | Costs:
+    path = costs.path_of(name)
     try:
         data = json.loads(path.read_text())
     except OSError as error:
-        raise ValueError(f"profile: {path} cannot be read: {error.strerror}") from error
+        raise ValueError(f"costs: {path} cannot be read: {error.strerror}") from error
     except ValueError as error:
-        raise ValueError(f"profile: {path} is not JSON: {error}") from error
+        raise ValueError(f"costs: {path} is not JSON: {error}") from error
     # A cost table has forwards; a profile has them in its cost table.
     schema = Costs if isinstance(data, dict) and "forwards" in data else Profile
-    return schema.model_validate(data)
+    try:
+        return schema.model_validate(data)
+    except ValidationError as error:
+        raise ValueError(f"costs: {path}: {first_problem(error)}") from error
 
 
 def at_batch(found: Profile | Costs, drafter: str, batch: int) -> MachineCosts:
     """The costs with a drafter, a name in the table's `drafting`, and `batch` sequences."""
     if isinstance(found, Costs):
-        return MachineCosts(found, found)
+        return _without_serving(found, None)
     acceptance = found.acceptance.get(drafter.partition("-")[0])
     plains = found.at("plain")
     own = found.at(drafter)
     if not plains or len(plains) != len(own):
-        return MachineCosts(found.costs, found.costs, acceptance=acceptance)
+        return _without_serving(found.costs, acceptance)
     serving = between(own, batch)
     return MachineCosts(
         busy(found.costs, plains[0], plains[-1]),
@@ -82,6 +71,11 @@ def at_batch(found: Profile | Costs, drafter: str, batch: int) -> MachineCosts:
         SLOWNESS_ON_TARGET_CORES,
         acceptance,
     )
+
+
+def _without_serving(table: Costs, acceptance: float | None) -> MachineCosts:
+    link = table.host_link
+    return MachineCosts(table, table, link.round_trip_ms, link.jitter_ms, acceptance=acceptance)
 
 
 def elsewhere(table: Costs, cost: str) -> str:

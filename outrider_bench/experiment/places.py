@@ -17,16 +17,6 @@ from outrider_bench.experiment.spec import Experiment
 
 
 @dataclass(frozen=True, slots=True)
-class Where:
-    """The settings of the command line for places."""
-
-    ssh: str = "ssh"
-    """The command of ssh, with options if it has any."""
-    compose: bool = False
-    """Whether all processes are containers."""
-
-
-@dataclass(frozen=True, slots=True)
 class Places:
     """The hosts of an experiment's processes."""
 
@@ -60,18 +50,16 @@ class Places:
 
 @asynccontextmanager
 async def places(
-    experiments: Sequence[Experiment], where: Where, commit: str
+    experiments: Sequence[Experiment], commit: str, *, compose: bool = False
 ) -> AsyncIterator[Places]:
     """Hold the hosts of all cells' processes until the context ends.
 
-    Raises OutriderError(INVALID_VALUE) for places that do not fit the experiment, and OSError when
-    a machine or the engine does not answer.
+    With `compose` each process is a container. Raises OutriderError(INVALID_VALUE) for places that
+    do not fit the experiment, and OSError when a machine or the engine does not answer.
     """
     async with AsyncExitStack() as stack:
-        hosts = await stack.enter_async_context(
-            remote_hosts(used_hosts(experiments), where.ssh, commit)
-        )
-        if where.compose:
+        hosts = await stack.enter_async_context(remote_hosts(used_hosts(experiments), commit))
+        if compose:
             files, about = await stack.enter_async_context(containers())
             yield Places(hosts, about, files)
             return

@@ -18,7 +18,7 @@ from outrider.tokenizer import load_tokenizer
 from outrider_bench.experiment.cell_scenarios import Load, check, load_of, scenario_of
 from outrider_bench.experiment.profile_record import Profile
 from outrider_bench.experiment.recording import Recorder
-from outrider_bench.experiment.records import PLAIN, Folder, LinkTraffic, Measurement
+from outrider_bench.experiment.records import PLAIN, RUNS, Folder, LinkTraffic, Measurement
 from outrider_bench.experiment.report.answers import answers
 from outrider_bench.experiment.report.figures import measurement_figures
 from outrider_bench.experiment.report.results import read
@@ -29,7 +29,6 @@ from outrider_bench.simulator.simulation import Simulation
 
 _PROGRAM = "outrider experiment predict"
 _DRAFT_MODEL = Path("models/draft")
-_RUNS = Path("bench/out/experiments")
 
 
 def main(arguments: list[str]) -> int:
@@ -56,8 +55,8 @@ def main(arguments: list[str]) -> int:
 @click.option(
     "--out",
     type=click.Path(path_type=Path),
-    default=_RUNS,
-    help=f"Directory for predictions without a run to compare with; {_RUNS} unless given.",
+    default=RUNS,
+    help=f"Directory for predictions without a run to compare with; {RUNS} unless given.",
 )
 def _command(file: Path, paths: tuple[Path, ...], validate: Path | None, out: Path) -> int:
     """Simulate an experiment FILE on the costs of a profile, or on the cost table of FILE."""

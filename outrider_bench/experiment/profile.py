@@ -129,7 +129,8 @@ def _target(settings: ProfileSettings) -> Path:
         raise ValueError(f"target must be a directory of a model, which {path} is not")
     if not settings.grown:
         return path
-    from outrider.launch.grow import MODEST, grown_checkpoint
+    from outrider.launch.grow import MODEST
+    from outrider_bench.grown import grown_checkpoint
 
     if settings.dtype not in ("float32", "bfloat16"):
         raise ValueError(

@@ -11,9 +11,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from outrider_bench.experiment.calibration import Served
 from outrider_bench.experiment.records import Machine
 from outrider_bench.experiment.serving import Serving
-from outrider_bench.experiment.spec import first_problem
 from outrider_bench.simulator.costs import Costs
 from outrider_bench.simulator.scenario import Share
+from outrider_bench.yaml_file import first_problem
 
 
 class Conditions(BaseModel):

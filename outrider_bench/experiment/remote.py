@@ -229,17 +229,18 @@ def used_hosts(experiments: Iterable[Experiment]) -> dict[str, str]:
 
 
 @asynccontextmanager
-async def remote_hosts(targets: Mapping[str, str], ssh: str, commit: str) -> AsyncIterator[Hosts]:
+async def remote_hosts(targets: Mapping[str, str], commit: str) -> AsyncIterator[Hosts]:
     """Hold a connection to every machine until the context ends.
 
-    `ssh` is the command, with options if it has any. Raises OutriderError(INVALID_VALUE) for a
-    wrong target and for a checkout of another commit; OSError when a machine cannot be reached.
+    The system's ssh reaches them, so options such as a port stand in ~/.ssh/config. Raises
+    OutriderError(INVALID_VALUE) for a wrong target and for a checkout of another commit; OSError
+    when a machine cannot be reached.
     """
     places = {name: split_target(name, target) for name, target in targets.items()}
     async with AsyncExitStack() as stack:
         hosts: dict[str, RemoteHost] = {}
         for name, (destination, directory) in places.items():
-            host = RemoteHost(name, await _connect(ssh, destination, directory))
+            host = RemoteHost(name, await _connect(destination, directory))
             stack.push_async_callback(host.close)
             await host.open()
             if host.commit != commit:
@@ -249,10 +250,10 @@ async def remote_hosts(targets: Mapping[str, str], ssh: str, commit: str) -> Asy
         yield with_addresses(hosts)
 
 
-async def _connect(ssh: str, destination: str, directory: str) -> asyncio.subprocess.Process:
+async def _connect(destination: str, directory: str) -> asyncio.subprocess.Process:
     worker = "exec .venv/bin/python -m outrider_bench.experiment.remote_worker"
     return await asyncio.create_subprocess_exec(
-        *shlex.split(ssh),
+        "ssh",
         "-T",
         # Nobody answers a question for a password.
         "-oBatchMode=yes",

@@ -9,19 +9,17 @@ import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import ClassVar, Literal
 
-from pydantic_settings import SettingsConfigDict
+import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from outrider.errors import OutriderError, invalid
-from outrider.process.config import Settings, parse
-from outrider.process.usage import refuse
+from outrider.process.usage import invoke, refuse
 from outrider_bench.experiment import machine, stack
-from outrider_bench.experiment.places import Places, Where, places
+from outrider_bench.experiment.places import Places, places
 from outrider_bench.experiment.processes import StackFailed
-from outrider_bench.experiment.records import Folder
+from outrider_bench.experiment.records import RUNS, Folder
 from outrider_bench.experiment.report.answers import answers
 from outrider_bench.experiment.report.results import read
 from outrider_bench.experiment.schedule import Runner, ways_of
@@ -32,44 +30,46 @@ _INTERRUPTED = 130
 _ROOT = Path(__file__).parents[2]
 
 
-class RunSettings(Settings):
-    """Measure the cells of an experiment file. FILE is the same as --file.
-
-    A run that was interrupted goes on where it stopped when it is started again.
-    """
-
-    model_config = SettingsConfigDict(env_prefix="OUTRIDER_EXPERIMENT_")
-
-    argument: ClassVar = "file"
-
-    file: Path
-    """The experiment, a YAML file; docs/placement.md describes it."""
-
-    with_: Literal["processes", "compose"] = "processes"
-    """Run all processes by themselves, or each in a container of compose/compose.yaml's images."""
-
-    ssh: str = "ssh"
-    """The command that reaches the file's `hosts`, with options if it has any: ssh -p 2222."""
-
-    out: Path = Path("bench/out/experiments")
-    """Directory for the results: a folder for each experiment, machine and commit."""
-
-
 def main(arguments: list[str]) -> int:
     """Run the command and return its exit status.
 
     0 after the last measurement, 1 if a process failed, 2 for a wrong file or setting, 130 after
     Ctrl-C.
     """
-    settings = parse(RunSettings, PROGRAM, arguments)
-    command = f"{PROGRAM} {shlex.join(arguments)}"
+    status: int = invoke(_command, PROGRAM, arguments)
+    return status
+
+
+@click.command()
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option(
+    "--with",
+    "way",
+    type=click.Choice(["processes", "compose"]),
+    default="processes",
+    help="Run each process by itself, or in a container of compose/compose.yaml's images.",
+)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    default=RUNS,
+    help=f"Directory for the results: a folder for each experiment, machine and commit; {RUNS}"
+    " unless given.",
+)
+def _command(file: Path, way: str, out: Path) -> int:
+    """Measure the cells of an experiment FILE; docs/placement.md describes it.
+
+    A run that was interrupted goes on where it stopped when it is started again.
+    """
+    command = f"{PROGRAM} {shlex.join([str(file), '--with', way, '--out', str(out)])}"
     console = Console()
     try:
-        experiment = load(settings.file)
+        experiment = load(file)
         if experiment.costs is not None:
             raise invalid("costs", "is for hardware that is not here; predict this file instead")
         cells = experiment.cells()
-        asyncio.run(run(settings, experiment, cells, console, command))
+        running = run(experiment, cells, out, console, command, compose=way == "compose")
+        asyncio.run(running)
     except KeyboardInterrupt:
         console.print(f"stopped; to go on, run the same command again: {command}")
         return _INTERRUPTED
@@ -82,23 +82,25 @@ def main(arguments: list[str]) -> int:
 
 
 async def run(
-    settings: RunSettings,
     experiment: Experiment,
     cells: Sequence[Cell],
+    out: Path,
     console: Console,
     command: str,
+    *,
+    compose: bool,
 ) -> None:
     """Measure all missing repetitions, and print the answer.
 
     Raises OutriderError(INVALID_VALUE) if this machine or the places do not fit the experiment, and
     OSError or StackFailed when a process, a machine or the engine fails.
     """
-    where = Where(settings.ssh, settings.with_ == "compose")
-    async with places([cell.experiment for cell in cells], where, machine.commit(_ROOT)) as found:
+    experiments = [cell.experiment for cell in cells]
+    async with places(experiments, machine.commit(_ROOT), compose=compose) as found:
         for cell in cells:
             machine.check(cell.experiment)
             stack.check(cell.experiment, found)
-        folder = open_folder(settings.out, experiment, console, command, found)
+        folder = open_folder(out, experiment, console, command, found)
         for warning in machine.warnings():
             console.print(f"[yellow]warning:[/] {warning}")
         await measure(experiment, cells, folder, found, console)
@@ -147,7 +149,8 @@ def target_model(target: Target) -> Path:
     """The directory of the target's model. A grown model is made first."""
     if not target.grown:
         return target.model
-    from outrider.launch.grow import MODEST, grown_checkpoint
+    from outrider.launch.grow import MODEST
+    from outrider_bench.grown import grown_checkpoint
 
     dtype = target.dtype
     if target.dtype == "auto":

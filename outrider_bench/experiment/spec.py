@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from outrider.launch.prompts import KINDS
 from outrider.process.config import Dtype
+from outrider_bench.prompts import KINDS
+from outrider_bench.yaml_file import first_problem, read
 
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,31}$")]
 Setting = str | int | float | bool
@@ -333,15 +333,10 @@ class Cell:
 
 def load(path: Path) -> Experiment:
     """Read an experiment file; raises ValueError that names the file, the field and the problem."""
+    experiment = read(path, Experiment)
     try:
-        data = yaml.safe_load(path.read_text())
-        experiment = Experiment.model_validate(data)
         experiment.cells()
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}") from error
-    except ValidationError as error:
-        raise ValueError(f"{path}: {first_problem(error)}") from error
-    except (yaml.YAMLError, ValueError) as error:
+    except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     return experiment
 
@@ -361,16 +356,6 @@ def _refuse_unknown(field: str, names: list[str], known: Mapping[str, Any]) -> N
 
 def _agrees(point: Mapping[str, Any], values: Mapping[str, Any]) -> bool:
     return all(point[path] == value for path, value in values.items())
-
-
-def first_problem(error: ValidationError) -> str:
-    """The first problem that pydantic found, with the path of its field."""
-    details = error.errors()[0]
-    place = ".".join(map(str, details["loc"]))
-    message = str(details["msg"])
-    if place:
-        return f"{place}: {message}"
-    return message
 
 
 def _word(value: Any) -> str:

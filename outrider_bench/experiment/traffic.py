@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from tokenizers import Tokenizer
 
-from outrider.launch.prompts import KINDS
 from outrider_bench.experiment.spec import Workload
+from outrider_bench.prompts import KINDS
 
 _GOLDEN = 0.618034
 _FEWEST = 8

@@ -11,13 +11,10 @@ from outrider_bench.experiment.records import Machine
 from outrider_bench.experiment.serving import Serving
 from outrider_bench.experiment.spec import Experiment
 from outrider_bench.simulator import costs
-from outrider_bench.simulator.costs import LinkCost
 
 TOPOLOGIES: dict[str, dict[int, list[int]]] = {"gb200": {0: [*range(72)], 1: [*range(72, 144)]}}
 """Cores by NUMA node, by cost table: those of the two Grace CPUs of a GB200 board."""
 _ONE_NODE = {0: [*range(64)]}
-# Between two processes on a host, for a table without a link from drafter to verifier.
-_NO_LINK = LinkCost(round_trip_ms=0.4)
 _WAYS = ("plain", "ngram", "model")
 
 
@@ -34,8 +31,7 @@ def profile_of(experiment: Experiment) -> Profile:
         raise ValueError(f"costs: {error}") from error
     nodes = TOPOLOGIES.get(str(experiment.costs), _ONE_NODE)
     cores = [core for node in nodes.values() for core in node]
-    link = table.links.get("drafter", _NO_LINK)
-    round_trip_s = link.round_trip_ms / 1000
+    round_trip_s = table.host_link.round_trip_ms / 1000
     target = experiment.target
     return Profile(
         machine=_machine(str(experiment.costs), table.source, nodes),

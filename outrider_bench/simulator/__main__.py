@@ -3,28 +3,64 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
-from outrider.process.config import command
+import click
+
 from outrider.process.usage import invoke, refuse
 from outrider_bench.simulator.results import show
 from outrider_bench.simulator.scenario import Scenario
 from outrider_bench.simulator.worlds.campaign import show_campaign
+from outrider_bench.yaml_file import read
+
+_PROGRAM = "outrider simulate"
 
 
 def main(arguments: list[str]) -> int:
     """Run the command and return its exit status."""
-    name = "outrider simulate"
-    status: int = invoke(command(Scenario, name, _run), name, arguments)
+    status: int = invoke(_command, _PROGRAM, arguments)
     return status
 
 
-def _run(scenario: Scenario) -> int:
-    if scenario.faults is not None:
-        return show_campaign(scenario.seed, scenario.faults)
+@click.command()
+@click.argument("file", type=click.Path(path_type=Path), required=False)
+@click.option("--seed", type=int, help="Seed of all random draws, in place of the file's.")
+@click.option(
+    "--baseline/--no-baseline",
+    default=None,
+    help="Whether to simulate plain decoding too, and compare with it, whatever the file says.",
+)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    help="Directory for JSON; without one the results are only printed.",
+)
+@click.option(
+    "--faults",
+    type=click.IntRange(1),
+    metavar="N",
+    help="Play N random worlds with faults, of the seeds from --seed on, and check every invariant"
+    " in each. It needs no FILE.",
+)
+def _command(
+    file: Path | None, seed: int | None, baseline: bool | None, out: Path | None, faults: int | None
+) -> int:
+    """Run engine, planner and drafters' stream logic in virtual time, as the scenario FILE says.
+
+    outrider_bench/simulator/scenario.py documents the fields of FILE.
+    """
+    if faults is not None:
+        if file is not None:
+            raise click.UsageError("faults: takes no FILE, since each world is drawn from its seed")
+        return show_campaign(seed or 0, faults)
+    if file is None:
+        raise click.UsageError("FILE must be given, unless --faults is")
+    given = {"seed": seed, "baseline": baseline}
     try:
-        show(scenario)
+        scenario = read(file, Scenario, **{name: x for name, x in given.items() if x is not None})
+        show(scenario, out)
     except ValueError as error:
-        refuse("outrider simulate", str(error))
+        refuse(_PROGRAM, str(error))
     return 0
 
 

@@ -90,6 +90,11 @@ class Costs(_Table):
     _grid: dict[int, dict[int, float]] = PrivateAttr(default_factory=dict)
     _known: dict[tuple[int, int], float] = PrivateAttr(default_factory=dict)
 
+    @property
+    def host_link(self) -> LinkCost:
+        """The link between drafter and verifier on one host: the table's, else gRPC's on a CPU."""
+        return self.links.get("drafter", LinkCost(round_trip_ms=0.4))
+
     def forward_s(self, sequences: int, tokens: int, prompt_tokens: int = 0) -> float:
         """Seconds of a forward: `sequences` decode `tokens` tokens in all, plus prompt tokens."""
         key = (sequences, tokens)
@@ -129,9 +134,17 @@ def _interpolated(points: Mapping[int, float], x: float) -> float:
 
 @cache
 def load(name: str) -> Costs:
-    """Load a table that comes with the simulator, by its name, or another one, by its path.
+    """Load a table that comes with the simulator, by its name, or another table, by its path.
 
     Raises ValueError if there is no such file, or if it is not a cost table.
+    """
+    return Costs.model_validate_json(path_of(name).read_text())
+
+
+def path_of(name: str) -> Path:
+    """The file of a table that comes with the simulator, or the file that `name` is the path of.
+
+    Raises ValueError if there is no such file.
     """
     path = DIRECTORY / f"{name}.json"
     if not path.is_file():
@@ -139,4 +152,4 @@ def load(name: str) -> Costs:
     if not path.is_file():
         known = ", ".join(sorted(file.stem for file in DIRECTORY.glob("*.json")))
         raise ValueError(f"costs must be {known} or a file, not {name!r}")
-    return Costs.model_validate_json(path.read_text())
+    return path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from rich.table import Table
@@ -42,7 +43,7 @@ def record(scenario: Scenario, found: dict[tuple[int, str], Outcome]) -> dict[st
     """The JSON record: the bench's record, and the figures of each outcome."""
     return {
         "machine": f"simulated; costs: {costs.load(scenario.costs).source}",
-        "scenario": scenario.model_dump(mode="json", exclude={"config", "out", "faults"}),
+        "scenario": scenario.model_dump(mode="json"),
         "pairs": {scenario.name: _results(scenario, found).as_json()},
         "simulated": [
             {"batch": load, "way": way, **outcome.as_json()}
@@ -51,8 +52,8 @@ def record(scenario: Scenario, found: dict[tuple[int, str], Outcome]) -> dict[st
     }
 
 
-def show(scenario: Scenario) -> dict[str, Any]:
-    """Simulate, print tables, and write the files to the scenario's `out`; returns the record."""
+def show(scenario: Scenario, out: Path | None) -> None:
+    """Simulate, print tables, and write the files to the directory `out`, if there is one."""
     found = outcomes(scenario)
     results = _results(scenario, found)
     written = record(scenario, found)
@@ -65,9 +66,8 @@ def show(scenario: Scenario) -> dict[str, Any]:
             count = len(outcome.errors)
             message = f"{count} requests failed, the first one: {outcome.errors[0]}"
             console.print(message, markup=False)
-    if scenario.out is not None:
-        print(f"written: {write(scenario.out, scenario.name, written)}")
-    return written
+    if out is not None:
+        print(f"written: {write(out, scenario.name, written)}")
 
 
 def _results(scenario: Scenario, found: dict[tuple[int, str], Outcome]) -> Results:

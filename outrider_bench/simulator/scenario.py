@@ -1,15 +1,13 @@
-"""The schema of a scenario, read from YAML, flags and the environment; it refuses unknown keys."""
+"""The schema of a scenario's YAML file; it refuses unknown keys."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
-from pydantic_settings import SettingsConfigDict
 
-from outrider.process.config import FileSettings
 from outrider.protocol.draft_tokens_policy import DraftTokensSetting
 from outrider_bench.simulator import costs
 
@@ -150,15 +148,14 @@ class Event(_Part):
         return self
 
 
-class Scenario(FileSettings):
-    """Run the verifier's engine, its planner and the drafters' stream logic in virtual time.
+class Scenario(_Part):
+    """What `outrider simulate` runs in virtual time.
 
     A cost table and the scenario give the times of forwards, drafting and links; the scenario gives
     the drafters' acceptance. The same scenario always gives the same result, byte for byte.
     """
 
-    model_config = SettingsConfigDict(env_prefix="OUTRIDER_SIMULATE_")
-    argument: ClassVar[str | None] = "config"
+    model_config = ConfigDict(validate_default=True)
 
     name: str = "simulation"
     """Name of the scenario in the output."""
@@ -215,13 +212,13 @@ class Scenario(FileSettings):
     """Share of each text that is hard to guess."""
 
     drafters: list[DrafterSpec] = Field(default_factory=list)
-    """The drafters; as a flag a JSON list."""
+    """The simulated drafters."""
 
     verifiers: int = Field(1, ge=1)
     """Verifiers, verifier-1 and so on; a request goes to the one with the fewest requests."""
 
     schedule: list[Event] = Field(default_factory=list)
-    """Events at their times; as a flag a JSON list."""
+    """Events at their times."""
 
     draft_tokens: DraftTokensSetting = "goodput"
     """The verifier's setting."""
@@ -250,13 +247,6 @@ class Scenario(FileSettings):
 
     baseline: bool = True
     """Simulate plain decoding too, and compare with it."""
-
-    out: Path | None = None
-    """Directory for JSON; by default the results are only printed."""
-
-    faults: int | None = Field(None, ge=1)
-    """Play so many random worlds with faults, of the seeds from `seed` on, check every invariant
-    in each, and simulate nothing else."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

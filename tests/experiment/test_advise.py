@@ -174,21 +174,28 @@ def test_the_limit_is_the_one_whose_halving_brings_most() -> None:
 def test_a_cost_table_is_read_by_name_and_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "table.json"
     file.write_text(GPU.model_dump_json())
-    for found in (load(file, None), load(None, "assumed-gpu"), load(None, str(file))):
-        assert found.model_dump() == GPU.model_dump()
+    for name in ("assumed-gpu", str(file)):
+        assert load(name).model_dump() == GPU.model_dump()
+
+
+def test_a_cost_table_s_own_link_is_the_round_trip_on_its_host() -> None:
+    found = {
+        name: at_batch(load(name), "model", 1).round_trip_ms for name in ("gb200", "assumed-gpu")
+    }
+    assert found == {"gb200": 0.23, "assumed-gpu": 0.4}
 
 
 def test_a_profile_gives_the_costs_of_a_machine_that_serves(tmp_path: Path) -> None:
     file = tmp_path / "profile.json"
     made_up_profile(acceptance={"model": 0.75}).save(file)
-    one, many = (at_batch(load(file, None), "model", batch) for batch in (1, 8))
+    one, many = (at_batch(load(str(file)), "model", batch) for batch in (1, 8))
     # Forwards of eight sequences take 10 % longer while the machine serves.
     assert one.plain.forward_s(1, 1) == pytest.approx(0.004)
     assert many.plain.forward_s(8, 8) == pytest.approx(0.0066)
     assert (one.round_trip_ms, one.interference) == (pytest.approx(0.5), pytest.approx(0.2))
     assert one.slowness_on_target_cores == 2.0
     assert (one.acceptance, many.acceptance) == (0.75, 0.75)
-    assert at_batch(load(file, None), "ngram", 1).acceptance is None
+    assert at_batch(load(str(file)), "ngram", 1).acceptance is None
 
 
 def test_lookups_guess_from_the_text_before() -> None:
@@ -222,7 +229,7 @@ BASE = ["--costs", "assumed-gpu", "--round-trip-ms", "2", "--acceptance", "0.8"]
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (BASE[2:], "profile: give --profile FILE, or the name of a cost table with --costs"),
+        (BASE[2:], "costs: must be given"),
         (BASE[:2], "round-trip-ms: must be given"),
         (BASE[:4], "acceptance: give --acceptance, from 0 to 0.99"),
         ([*BASE, "--acceptance", "1.2"], "acceptance: must be less than or equal to 0.99"),
@@ -230,9 +237,9 @@ BASE = ["--costs", "assumed-gpu", "--round-trip-ms", "2", "--acceptance", "0.8"]
         ([*BASE, "--batch", "0"], "batch.0: must be greater than or equal to 1"),
         ([*BASE, "--batch", "512"], "batch.0: must be less than or equal to 256"),
         ([*BASE, "--costs", "h900"], "costs must be assumed-gpu, "),
-        ([*BASE, "--profile", "nowhere.json"], "costs: give either --profile or --costs, not both"),
+        ([*BASE, "--costs", "nowhere.json"], "costs must be assumed-gpu, "),
         ([*BASE, "--drafter", "eagle"], "drafter: must be one of model, ngram of the cost table"),
-        ([*BASE, "--far-drafter", "eagle"], "far-drafter: must be one of model, ngram"),
+        ([*BASE, "--cpu-drafter", "eagle"], "cpu-drafter: must be one of model, ngram"),
         ([*BASE, "--speed", "2"], "there is no setting --speed"),
     ],
 )
@@ -248,9 +255,9 @@ def test_wrong_input_is_named_with_its_limit(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "profile: {path} is not JSON"),
-        ('{"costs": {}}', "profile: {path}: machine: Field required"),
-        ('{"forwards": []}', "profile: {path}: source: Field required"),
+        ("{", "costs: {path} is not JSON"),
+        ('{"costs": {}}', "costs: {path}: machine: Field required"),
+        ('{"forwards": []}', "costs: {path}: source: Field required"),
     ],
 )
 def test_a_broken_profile_is_named_with_its_field(
@@ -259,7 +266,7 @@ def test_a_broken_profile_is_named_with_its_field(
     path = tmp_path / "profile.json"
     path.write_text(text)
     with pytest.raises(SystemExit) as caught:
-        main(["--profile", str(path), *BASE[2:]])
+        main(["--costs", str(path), *BASE[2:]])
     assert caught.value.code == 2
     assert message.format(path=path) in capsys.readouterr().err
 

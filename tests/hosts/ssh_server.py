@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shlex
 import shutil
 import socket
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from getpass import getuser
 from pathlib import Path
 
+import pytest
 from waiting import until
 
 from outrider.process.ports import free_port
@@ -29,10 +31,9 @@ _PRIVILEGE_SEPARATION = Path("/run/sshd")
 
 @dataclass
 class SshServer:
-    """A running server. `command` is the ssh that reaches it, `target` this checkout behind it."""
+    """A running server. `target` is this checkout behind it, for the system's ssh."""
 
     process: asyncio.subprocess.Process
-    command: str
     target: str
 
 
@@ -46,7 +47,10 @@ def _prepare(folder: Path) -> None:
 
 @asynccontextmanager
 async def ssh_server(folder: Path) -> AsyncIterator[SshServer]:
-    """Serve ssh on a free port of the loopback interface, for this user and one key."""
+    """Serve ssh on a free port of the loopback interface, for this user and one key.
+
+    Until the context ends, PATH begins with a directory whose `ssh` has the options for the server.
+    """
     await asyncio.to_thread(_prepare, folder)
     port = free_port("127.0.0.1")
     # The checkout of the tests need not be this process's home, so its modules are named here.
@@ -68,11 +72,19 @@ async def ssh_server(folder: Path) -> AsyncIterator[SshServer]:
     )
     options = ["-p", str(port), "-i", str(folder / "user"), "-oIdentitiesOnly=yes"]
     options += ["-oStrictHostKeyChecking=no", f"-oUserKnownHostsFile={folder / 'known'}"]
+    client = shutil.which("ssh")
+    assert client is not None, "tests/install-tools.sh installs openssh-client"
+    programs = folder / "programs"
+    programs.mkdir()
+    script = programs / "ssh"
+    command = shlex.join([client, "-F", "none", *options])
+    script.write_text(f'#!/bin/sh\nexec {command} "$@"\n')
+    script.chmod(0o755)
     try:
         await until(lambda: listens(port))
-        yield SshServer(
-            process, shlex.join(["ssh", "-F", "none", *options]), f"{getuser()}@127.0.0.1:{ROOT}"
-        )
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PATH", str(programs), prepend=os.pathsep)
+            yield SshServer(process, f"{getuser()}@127.0.0.1:{ROOT}")
     finally:
         process.kill()
         await process.wait()
@@ -80,7 +92,7 @@ async def ssh_server(folder: Path) -> AsyncIterator[SshServer]:
 
 def held(server: SshServer) -> AbstractAsyncContextManager[Hosts]:
     """The machine behind the server, as the host `near`."""
-    return remote_hosts({"near": server.target}, server.command, commit(ROOT))
+    return remote_hosts({"near": server.target}, commit(ROOT))
 
 
 def proxy(name: str = "proxy", **more: object) -> tuple[Launch, int]:

@@ -120,7 +120,7 @@ async def test_a_lost_connection_is_an_error_that_names_the_host_and_ends_its_pr
 
 async def test_a_checkout_of_another_commit_is_refused(near: SshServer) -> None:
     with pytest.raises(OutriderError, match=r"hosts.near has Outrider of commit .*, and this is x"):
-        async with remote_hosts({"near": near.target}, near.command, "x"):
+        async with remote_hosts({"near": near.target}, "x"):
             pass
 
 
@@ -135,14 +135,14 @@ async def test_a_machine_that_cannot_be_used_is_named_with_ssh_s_reason(
     near: SshServer, target: str, reason: str
 ) -> None:
     with pytest.raises(OSError, match=reason):
-        async with remote_hosts({"near": target}, near.command, "x"):
+        async with remote_hosts({"near": target}, "x"):
             pass
 
 
 @pytest.mark.parametrize("target", ["far", "far:", ":outrider", "-oProxyCommand=x:outrider"])
 async def test_a_target_that_is_none_is_refused_by_its_name(target: str) -> None:
     with pytest.raises(OutriderError, match=r"hosts.far must be an ssh destination and"):
-        async with remote_hosts({"far": target}, "ssh", "x"):
+        async with remote_hosts({"far": target}, "x"):
             pass
 
 
@@ -165,7 +165,7 @@ async def test_an_experiment_runs_with_verifier_and_drafter_on_two_machines(
     file = tmp_path / "apart.yaml"
     await asyncio.to_thread(file.write_text, EXPERIMENT.replace("TARGET", near.target))
     command = [*OUTRIDER, "experiment", "run", str(file), "--out", str(tmp_path)]
-    running = await asyncio.create_subprocess_exec(*command, "--ssh", near.command, cwd=ROOT)
+    running = await asyncio.create_subprocess_exec(*command, cwd=ROOT)
     async with asyncio.timeout(300):
         assert await running.wait() == 0
     found, measured = await asyncio.to_thread(results, tmp_path / "apart")

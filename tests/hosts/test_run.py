@@ -61,7 +61,7 @@ def test_a_run_records_its_command_line(
     monkeypatch.setattr(run, "read", lambda _: None)
     monkeypatch.setattr(run, "answers", lambda _: [])
     out = tmp_path / "a folder"
-    arguments = ["--file", str(_SMALL), "--out", str(out)]
+    arguments = [str(_SMALL), "--with", "processes", "--out", str(out)]
     assert main(arguments) == 0
     capsys.readouterr()
     [folder] = (out / "small").iterdir()

@@ -11,7 +11,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from outrider.launch.grow import MODEST, Shape, grow, grown_checkpoint, modest_checkpoint
+from outrider.launch.grow import MODEST, Shape, grow, modest_checkpoint
+from outrider_bench.grown import grown_checkpoint
 
 MODELS = Path(__file__).parents[2] / "models"
 

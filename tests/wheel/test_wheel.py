@@ -74,10 +74,10 @@ def test_a_wheel_has_the_compiled_step_which_passes_the_tests(tree: Path, tmp_pa
     pytest_here = [sys.executable, "-P", "-m", "pytest", "-c", str(ROOT / "pyproject.toml")]
     tests = [str(ROOT / "tests" / name) for name in TESTS]
     assert "passed" in run([*pytest_here, "-q", "-m", "not slow", *tests], installed)
-    simulate = [sys.executable, "-m", "outrider.launch.cli", "simulate"]
-    scenario = ["--seconds", "1", "--sequences", "2"]
-    drafters = ["--drafters", '[{"name": "d", "acceptance": 0.8}]']
-    assert "simulated, drafted" in run([*simulate, *scenario, *drafters], installed)
+    scenario = tmp_path / "scenario.yaml"
+    scenario.write_text("seconds: 1\nsequences: [2]\ndrafters: [{name: d, acceptance: 0.8}]\n")
+    simulate = [sys.executable, "-m", "outrider.launch.cli", "simulate", str(scenario)]
+    assert "simulated, drafted" in run(simulate, installed)
 
 
 @pytest.mark.slow

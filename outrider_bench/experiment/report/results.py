@@ -16,7 +16,8 @@ from pydantic import ValidationError
 
 from outrider_bench.experiment.records import DRAFTED, PLAIN, Folder, Measurement
 from outrider_bench.experiment.report.figures import Figures, measurement_figures, sample_figures
-from outrider_bench.experiment.spec import Cell, Experiment, first_problem
+from outrider_bench.experiment.spec import Cell, Experiment
+from outrider_bench.yaml_file import first_problem
 
 ALL = "all"
 """The verifier of a row of all verifiers together."""
