@@ -48,7 +48,7 @@ def children(parents: Sequence[int]) -> list[list[int]]:
 
 
 def main_path(parents: Sequence[int]) -> list[int]:
-    """The rows of the path of first children; in a depth-first order, the first ones."""
+    """The rows of the path of first children; in a depth-first order, these are the first rows."""
     found: list[int] = []
     row = 0
     for i, parent in enumerate(parents):
@@ -56,12 +56,3 @@ def main_path(parents: Sequence[int]) -> list[int]:
             row = i + 1
             found.append(row)
     return found
-
-
-def path_to(row: int, parents: Sequence[int]) -> list[int]:
-    """The rows from row 0's child to `row`, both included; empty for row 0."""
-    found: list[int] = []
-    while row > 0:
-        found.append(row)
-        row = parents[row - 1]
-    return found[::-1]

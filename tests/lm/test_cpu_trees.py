@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import VOCAB_SIZE, build
 from transformers import Gemma2Config, GPT2Config, LlamaConfig, MistralConfig, PreTrainedConfig
+from tree_paths import path_to
 from trees import Part, Sequences, batches, cached, near, parents, trees
 
 from outrider.lm.cpu.attention import PagedAttention
@@ -20,7 +21,7 @@ from outrider.lm.cpu.library import runnable_builds
 from outrider.lm.cpu.weights import optimize_for_cpu
 from outrider.lm.layout import BatchLayout, SequenceSlice
 from outrider.lm.runner import ModelRunner
-from outrider.protocol.token_tree import ancestor_words, depths, path_to
+from outrider.protocol.token_tree import ancestor_words, depths
 
 DTYPES = [torch.float32, torch.bfloat16]
 SEEDS = st.integers(0, 2**32)

@@ -14,12 +14,13 @@ import torch
 from recorded_graphs import Capture, Recording, triton_kernel
 from reference_kernel import paged_attention as reference_attention
 from tiny_models import CONFIGS, VOCAB_SIZE, build
+from tree_paths import path_to
 
 from outrider.lm.gpu import graphs, triton_attention
 from outrider.lm.gpu.inputs import BlockTable, CacheShape
 from outrider.lm.pages import KVSequence, PagePool
 from outrider.lm.runner import Bounds, ModelRunner, SequenceSlice
-from outrider.protocol.token_tree import MAX_TREE_TOKENS, path_to
+from outrider.protocol.token_tree import MAX_TREE_TOKENS
 
 PAGE_COUNT = 6
 BOUNDS = Bounds(sequences=5, tokens_each=4, tokens=16)

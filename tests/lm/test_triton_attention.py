@@ -20,13 +20,13 @@ import pytest
 import torch
 from reference_kernel import paged_attention as reference
 from tiny_models import CONFIGS, VOCAB_SIZE, build
+from tree_paths import path_to
 
 from outrider.lm import attention, runner
 from outrider.lm.gpu import tiles, triton_attention
 from outrider.lm.gpu.move_tokens import TokenMover
 from outrider.lm.layout import BatchLayout, KernelArguments, SequenceSlice
 from outrider.lm.runner import ModelRunner
-from outrider.protocol.token_tree import path_to
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ROOT = Path(__file__).parents[2]

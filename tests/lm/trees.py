@@ -10,10 +10,11 @@ import torch
 from hypothesis import strategies
 from hypothesis.strategies import DrawFn
 from tiny_models import VOCAB_SIZE
+from tree_paths import path_to
 
 from outrider.lm.layout import SequenceSlice
 from outrider.lm.runner import ModelRunner
-from outrider.protocol.token_tree import children, path_to
+from outrider.protocol.token_tree import children
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from random_trees import TreeGrafter, random_tree, shuffled
 from small import VOCAB, near, target_probs
 from traffic import Traffic, seed_of
+from tree_paths import path_to
 
 from outrider.protocol.draft_messages import SparseDistribution
 from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
@@ -25,7 +26,6 @@ from outrider.protocol.messages import (
     SamplingParams,
     SpeculationOptions,
 )
-from outrider.protocol.token_tree import path_to
 from outrider.sampling.logits import Context
 from verifier_svc.state.sequence import Sequence as Request
 from verifier_svc.state.trie import DraftTree

@@ -11,6 +11,7 @@ from fake_model import VOCAB, Client, ScriptedDrafter, make_engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_trees import random_tree
+from tree_paths import path_to
 
 from outrider.protocol.draft_messages import Proposal
 from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
@@ -19,7 +20,7 @@ from outrider.protocol.messages import (
     SamplingParams,
     TokenRequest,
 )
-from outrider.protocol.token_tree import MAX_TREE_TOKENS, path_to
+from outrider.protocol.token_tree import MAX_TREE_TOKENS
 from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine
 from verifier_svc.policy.draft_trees import best_chain, grow_trees

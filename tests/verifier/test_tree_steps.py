@@ -20,6 +20,7 @@ from fake_model import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_trees import TreeGrafter, random_tree
+from tree_paths import path_to
 
 from outrider.grammar.backends import Mask
 from outrider.protocol.messages import (
@@ -30,7 +31,6 @@ from outrider.protocol.messages import (
     TokenRequest,
     TokenSource,
 )
-from outrider.protocol.token_tree import path_to
 from verifier_svc.engine.loop import Engine
 from verifier_svc.state.scheduled_sequence import ScheduledSequence
 from verifier_svc.state.sequence import Sequence as Request
