@@ -93,8 +93,7 @@ async def serve(settings: DrafterSettings, place: PlacementPlan, metrics: Metric
         # that visited them again would delay a draft.
         gc.collect()
         gc.freeze()
-        push = (settings.otlp_endpoint, settings.otlp_metrics_seconds)
-        with pushing_metrics(metrics.registry, _SERVICE_NAME, *push):
+        with pushing_metrics(metrics.registry, _SERVICE_NAME):
             await streams.run()
     finally:
         await server.stop(0.2)
@@ -167,7 +166,7 @@ def main() -> None:
     settings = _parse_settings(sys.argv[1:])
     family = find_family(settings.family).name
     telemetry.setup_logging(settings.log_level)
-    telemetry.setup(_SERVICE_NAME, endpoint=settings.otlp_endpoint)
+    telemetry.setup(_SERVICE_NAME)
     name = settings.id or f"{family}-{platform.node()}-{os.getpid()}"
     try:
         metrics = Metrics(own_id(name, settings.tls), family)

@@ -80,15 +80,11 @@ class DrafterSettings(TlsSettings, ScrapedSettings):
 
     uds: list[Path] = Field(default_factory=list)
     """Unix socket of the verifier, used instead of the address if it exists on this host. For
-    several verifiers, one each, in the same order."""
+    several verifiers, give one socket for each, in the same order."""
 
     id: str = ""
-    """Name of this drafter at the verifier; made of family, host and process id unless set. With
-    TLS, the certificate's common name and a slash are put before it."""
-
-    otlp_metrics_seconds: float = Field(0.0, ge=0)
-    """Seconds between two pushes of the metrics to otlp-endpoint, for a drafter that no Prometheus
-    reaches, as behind NAT; 0 pushes none."""
+    """Name of this drafter in requests, metrics and logs; unless set, made of family, host and
+    process id. With TLS, the certificate's common name and a slash are put before it."""
 
     cores: str | None = None
     """Cores to run on, such as 0-71 or 0,2,4-7; grace for the cores and the memory of a Grace CPU.
@@ -98,8 +94,8 @@ class DrafterSettings(TlsSettings, ScrapedSettings):
     """NUMA node to take memory from, and without cores its cores too."""
 
     threads: int | None = Field(None, ge=1)
-    """Number of computing threads; unless set, one for each pinned core, or torch's choice if the
-    process is not pinned."""
+    """Number of computing threads; unless set, one thread for each pinned core, or torch's choice
+    if the process is not pinned."""
 
     @field_validator("verifier")
     @classmethod

@@ -23,7 +23,7 @@ def main(arguments: list[str]) -> None:
     """Read the settings and serve until SIGTERM or SIGINT."""
     settings = parse(GatewaySettings, "gateway", arguments)
     telemetry.setup_logging(settings.log_level)
-    telemetry.setup(_SERVICE_NAME, endpoint=settings.otlp_endpoint)
+    telemetry.setup(_SERVICE_NAME)
     metrics = Metrics()
     try:
         uvloop.run(serve(settings, metrics))

@@ -26,24 +26,22 @@ class GatewaySettings(TlsSettings, ServiceSettings):
     tokenizer: str
     """Model directory or hub id of the tokenizer and chat template. It must be the target's."""
 
-    model_name: str = ""
-    """Name that requests use for the model. Empty takes the verifier's name."""
-
     http_host: str = "127.0.0.1"
-    """Address the OpenAI API listens on."""
+    """Address the OpenAI API listens on; 0.0.0.0 lets other machines in."""
 
     http_port: int = Field(default=8000, ge=0, le=65535)
     """Port the OpenAI API listens on. 0 takes a free one."""
 
     grpc_listen: str = "127.0.0.1:8001"
-    """host:port or unix:/path that gRPC listens on."""
+    """host:port or unix:/path that gRPC listens on, for clients of GenerationService."""
 
     keys_file: Path | None = None
     """YAML or JSON file with the hashes of API keys; `outrider keys` writes it. It is read again
     when it changes."""
 
     keys: str = ""
-    """The same as text, for the environment; beside those of keys_file."""
+    """Keys in the form of that file, as text, for an environment that holds secrets; they count
+    beside those of the file."""
 
     open: bool = False
     """Let everybody in without a key, on addresses beyond the loopback interface too."""
@@ -53,23 +51,23 @@ class GatewaySettings(TlsSettings, ServiceSettings):
     listening addresses whether keys are needed."""
 
     limits_redis: str = ""
-    """URL of a Redis in which several gateways count the use of each key together. Without one
-    each counts for itself. All forms of a drafter's --redis."""
+    """URL of a Redis in which several gateways count the use of each key together. Without it each
+    gateway counts for itself. It takes all forms of a drafter's --redis."""
 
     limits_redis_password_file: Path | None = None
     """File with the password of the Redis user."""
 
     public_tls_cert: Path | None = None
-    """PEM file with the certificate that clients see on the HTTP and gRPC ports, and those between
-    it and its authority. With it and public-tls-key, both ports use TLS. Changed files are read
-    again without a restart."""
+    """PEM file with the certificate that clients see on the HTTP and gRPC ports, and the
+    certificates between it and its authority. With it and public-tls-key, both ports use TLS.
+    Changed files are read again without a restart."""
 
     public_tls_key: Path | None = None
     """PEM file with the certificate's key."""
 
     public_tls_ca: Path | None = None
     """PEM file with the authorities of clients' certificates. If it is given, every client must
-    show a certificate that one of them signed."""
+    show a certificate that one of these authorities signed."""
 
     allowed_hosts: list[str] = Field(default_factory=list)
     """Names under which clients reach the gateway, such as llm.example.com or *.example.com.
@@ -85,11 +83,13 @@ class GatewaySettings(TlsSettings, ServiceSettings):
     longer in the queue is refused at once with 429. 0 lets them wait for ever."""
 
     resume_seconds: float = Field(default=30.0, ge=0.0)
-    """How long a sequence that has begun and has lost its verifier waits for one that continues it:
-    another replica, or the same one after a restart."""
+    """How long a sequence that has begun and has lost its verifier waits for a verifier that
+    continues it: another replica, or the same replica after a restart. Models that load for longer
+    need more."""
 
     drain_seconds: float = Field(default=10.0, ge=0.0)
-    """After SIGTERM, how long running requests may take before the gateway cuts them off."""
+    """After SIGTERM, how long running requests may take before the gateway cuts them off. Whoever
+    sends SIGTERM must wait for longer before SIGKILL."""
 
     @model_validator(mode="after")
     def _check_exposure(self) -> Self:

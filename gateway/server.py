@@ -58,7 +58,7 @@ class Gateway:
         self._settings = settings
         prompts = Prompts(settings.tokenizer)
         tls = settings.tls
-        self.router = Router(settings.verifier, prompts.fingerprint, settings.model_name, tls)
+        self.router = Router(settings.verifier, prompts.fingerprint, tls)
         self._tls = settings.public_tls
         self.generation = Generation(
             self.router,

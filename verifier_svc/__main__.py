@@ -19,7 +19,7 @@ def main() -> None:
     """Run the verifier; exits with status 1 and one sentence if the target cannot be served."""
     settings = parse(VerifierSettings, "verifier", sys.argv[1:])
     telemetry.setup_logging(settings.log_level)
-    telemetry.setup(_SERVICE_NAME, endpoint=settings.otlp_endpoint)
+    telemetry.setup(_SERVICE_NAME)
     # The engine's thread and the event loop share the interpreter. At the default of 5 ms the loop
     # could delay the engine by a whole step.
     sys.setswitchinterval(0.0005)

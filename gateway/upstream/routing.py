@@ -79,13 +79,11 @@ class Router:
         self,
         addresses: Sequence[str],
         fingerprint: str,
-        model_name: str = "",
         tls: Tls | None = None,
     ) -> None:
         self.replicas = [Replica(address, tls) for address in addresses]
         self.draining = False
         self._fingerprint = fingerprint
-        self._model_name = model_name
         self._tasks: list[asyncio.Task[None]] = []
         self._reported_ready: bool | None = None
         # Set, and replaced, at each change of readiness. Who took the event before it read the
@@ -148,16 +146,16 @@ class Router:
     def _move(self, replica: Replica, problem: OutriderError) -> None:
         """Move sequences from a replica to another one that can continue them all, if one is ready.
 
-        All sequences leave a replica that says it drains or hangs. Only those without a chunk leave
-        one that does not answer polls, since it may just be slow; after `_SILENT_S` the others do
-        too. Without another replica that has room they stay.
+        All sequences leave a replica that says it drains or hangs. Only sequences without a chunk
+        leave a replica that does not answer polls, since it may just be slow; after `_SILENT_S` all
+        sequences leave it. Without another replica that has room, sequences stay.
         """
         is_silent = problem.reason is Reason.VERIFIER_UNAVAILABLE
         may_be_slow = is_silent and time.monotonic() - replica.answered_at < _SILENT_S
         info = replica.info
         if info is None:
             return
-        picks = [pick for pick in self.ready_picks(self._name(info)) if not pick.busyness()[0]]
+        picks = [pick for pick in self.ready_picks(info.model_id) if not pick.busyness()[0]]
         if any(pick.continues(info, info.context_length) for pick in picks):
             replica.fail_sequences(for_callers(problem), waiting_only=may_be_slow)
 
@@ -183,7 +181,7 @@ class Router:
     def models(self) -> dict[str, ModelInfo]:
         """The served models by the name that requests use."""
         infos = [replica.info for replica in self.replicas if replica.info is not None]
-        return {self._name(info): info for info in infos}
+        return {info.model_id: info for info in infos}
 
     @property
     def differing(self) -> dict[str, dict[str, list[str]]]:
@@ -192,9 +190,6 @@ class Router:
         for model, info, replica in self.ready_picks():
             found.setdefault(model, {}).setdefault(info.fingerprint, []).append(replica.address)
         return {model: groups for model, groups in found.items() if len(groups) > 1}
-
-    def _name(self, info: ModelInfo) -> str:
-        return self._model_name or info.model_id
 
     def lookup(self, model: str | None) -> tuple[str, ModelInfo]:
         """The name of a model, and the info of its replica with the longest context.
@@ -211,7 +206,7 @@ class Router:
         """The least busy ready replica that serves the model. None or "" stands for any model.
 
         Raises OutriderError: NOT_READY, DRAINING or VERIFIER_UNAVAILABLE if no replica is ready,
-        MODEL_NOT_FOUND if none serves the model.
+        MODEL_NOT_FOUND if no replica serves the model.
         """
         return min(self._picks(model), key=Pick.busyness)
 
@@ -220,10 +215,10 @@ class Router:
     ) -> Pick:
         """Pick a ready replica of the model after `lost` failed with `error`.
 
-        It may be the lost one, once a poll has found it ready again. A sequence that has begun
+        It may be the lost replica, once a poll has found it ready again. A sequence that has begun
         gives its `length`, see `Pick.continues`, and does not go to a full replica before the next
-        poll. Raises `error` if none is ready for `wait_s`, or MODEL_CHANGED if only replicas are
-        that would continue with another text. A gateway that shuts down does not wait.
+        poll. Raises `error` if no replica is ready for `wait_s`, or MODEL_CHANGED if all ready
+        replicas would continue with another text. A gateway that shuts down does not wait.
         """
         deadline = time.monotonic() + wait_s
         while not self._cut_off:
@@ -268,7 +263,7 @@ class Router:
     def ready_picks(self, model: str | None = None) -> list[Pick]:
         """The ready replicas, of one model or of any."""
         picks = [
-            Pick(self._name(replica.info), replica.info, replica)
+            Pick(replica.info.model_id, replica.info, replica)
             for replica in self.replicas
             if replica.problem is None and replica.info is not None
         ]

@@ -70,10 +70,7 @@ def _dialled(host: str) -> str:
 
 def _service_arguments(settings: ServeSettings) -> list[str]:
     """Flags that every process takes."""
-    arguments = _flags({"log_level": settings.log_level})
-    if settings.otlp_endpoint:
-        arguments += _flags({"otlp_endpoint": settings.otlp_endpoint})
-    return arguments
+    return _flags({"log_level": settings.log_level})
 
 
 def _verifier_arguments(
@@ -186,7 +183,7 @@ def _gateway_arguments(
 
 
 def _port(field: str, host: str, wanted: int) -> int:
-    """The port, or a free one for 0; raises OutriderError(INVALID_VALUE) if it is in use."""
+    """The port, or a free port for 0; raises OutriderError(INVALID_VALUE) if it is in use."""
     try:
         if wanted == 0:
             return free_port(host)

@@ -109,16 +109,12 @@ class ServiceSettings(FileSettings):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe messages that are logged."""
 
-    otlp_endpoint: str = ""
-    """OTLP gRPC endpoint to which spans are sent; empty turns tracing off. OpenTelemetry's own
-    OTEL_TRACES_SAMPLER in the environment says which requests are traced; all unless set."""
-
 
 class ScrapedSettings(ServiceSettings):
     """Base of the settings of a process whose only HTTP server is that of its metrics."""
 
     listen: str = "127.0.0.1:0"
-    """host:port to serve gRPC on; port 0 takes any free port."""
+    """host:port to serve gRPC on, a drafter its health alone; port 0 takes any free port."""
 
     metrics_port: int = Field(0, ge=0, le=65535)
     """Port of Prometheus' /metrics, on the host of `listen`; 0 is off."""
@@ -161,7 +157,7 @@ def command(schema: type[_Settings], name: str, run: Callable[[_Settings], Any])
 
 
 def _parameters(schema: type[Settings]) -> list[click.Parameter]:
-    """A flag per setting: the schema's own first, then those of its bases."""
+    """A flag per setting: the schema's own first, then the settings of its bases."""
     classes = [base.__annotations__ for base in schema.__mro__ if issubclass(base, BaseModel)]
     names = [name for annotations in classes for name in annotations if name in schema.model_fields]
     parameters = [_option(name, schema.model_fields[name]) for name in dict.fromkeys(names)]
@@ -175,7 +171,7 @@ def _parameters(schema: type[Settings]) -> list[click.Parameter]:
 def _given(
     schema: type[Settings], context: click.Context, values: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The settings on the command line; raises UsageError for one that is given twice."""
+    """The settings on the command line; raises UsageError for a setting that is given twice."""
     commandline = click.core.ParameterSource.COMMANDLINE
     given = {
         field: value
@@ -190,7 +186,7 @@ def _given(
 
 
 def load(schema: type[_Settings], given: Mapping[str, Any]) -> _Settings:
-    """Complete the given settings with those of environment and file.
+    """Complete the given settings from environment and file.
 
     Raises ValueError with one line per problem.
     """
@@ -259,15 +255,12 @@ def _option(field: str, info: FieldInfo) -> click.Parameter:
 
 
 def _flag(field: str) -> str:
-    """A setting's flag without its dashes.
-
-    A name that is a Python keyword ends with an underscore, which the flag leaves out.
-    """
-    return field.rstrip("_").replace("_", "-")
+    """A setting's flag without its dashes."""
+    return field.replace("_", "-")
 
 
 def _kinds(annotation: Any) -> list[Any]:
-    """The types of a setting's value without None; for a list, those of its items."""
+    """The types of a setting's value without None; for a list, the types of its items."""
     if get_origin(annotation) in (Union, types.UnionType, list):
         return [kind for kind in get_args(annotation) if kind is not types.NoneType]
     return [annotation]

@@ -1,4 +1,4 @@
-"""Lets Prometheus scrape a process's metrics, and pushes those of a drafter that it cannot reach.
+"""Lets Prometheus scrape a process's metrics, and pushes a drafter's that it cannot reach.
 
 One registry is the source of both. Over OTLP, the name of each series has a dot for the colon:
 `outrider.name` for `outrider:name`.
@@ -7,6 +7,7 @@ One registry is the source of both. Over OTLP, the name of each series has a dot
 from __future__ import annotations
 
 import logging
+import os
 import ssl
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -90,15 +91,14 @@ def _log_failure(request: Any, client_address: Any) -> None:
 
 
 @contextmanager
-def pushing_metrics(
-    registry: CollectorRegistry, service: str, endpoint: str, interval_s: float
-) -> Iterator[None]:
-    """Push the registry by OTLP every `interval_s` seconds and at the end of the block.
+def pushing_metrics(registry: CollectorRegistry, service: str) -> Iterator[None]:
+    """Push the registry by OTLP again and again, and at the end of the block.
 
-    It pushes the metrics that the registry has when the block begins; none if `endpoint` is "" or
-    `interval_s` is 0. The last push takes 3 s at most.
+    OpenTelemetry's environment variables say whether, how often and to which endpoint: it pushes if
+    OTEL_METRICS_EXPORTER is otlp. It pushes the metrics that the registry has when the block
+    begins. The last push takes 3 s at most.
     """
-    if not endpoint or not interval_s:
+    if os.environ.get("OTEL_METRICS_EXPORTER") != "otlp":
         yield
         return
     # Loaded only here, so that a process that pushes no metrics starts faster.
@@ -106,10 +106,7 @@ def pushing_metrics(
     from opentelemetry.sdk.metrics import MeterProvider
     from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
 
-    exporter = OTLPMetricExporter(
-        endpoint, insecure=not endpoint.startswith("https"), timeout=LAST_SEND_S
-    )
-    reader = PeriodicExportingMetricReader(exporter, 1000 * interval_s)
+    reader = PeriodicExportingMetricReader(OTLPMetricExporter(timeout=LAST_SEND_S))
     provider = MeterProvider([reader], resource(service), shutdown_on_exit=False)
     meter = provider.get_meter("outrider")
     # OpenTelemetry cannot observe a histogram that another library has counted, so its series are

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,8 +27,11 @@ from outrider import __version__
 from outrider.errors import OutriderError
 from outrider.process.runtime import exit_now
 
+# OpenTelemetry's names. No setting of ours repeats them, since collectors document these.
+_ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+
 LAST_SEND_S = 3.0
-"""Most seconds of one export to a collector, and of the last one when the process ends."""
+"""Most seconds of an export to a collector, and of the last export when the process ends."""
 
 Attribute = str | int | float | bool | Sequence[str]
 Kind = trace.SpanKind
@@ -114,28 +118,20 @@ def enabled() -> bool:
     return _tracer is not None
 
 
-def setup(
-    service: str,
-    processor: SpanProcessor | None = None,
-    *,
-    endpoint: str = "",
-) -> None:
+def setup(service: str, processor: SpanProcessor | None = None) -> None:
     """Turn tracing on if spans have a destination.
 
-    It is an OTLP gRPC `endpoint`, or a `processor` in tests. The SDK reads the sampler from the
-    environment.
+    It is the OTLP endpoint of OpenTelemetry's environment variables, or a `processor` in tests. The
+    SDK reads the sampler from the environment too.
     """
     global _tracer, _provider
-    if processor is None and not endpoint:
+    if processor is None and not any(os.environ.get(name) for name in _ENDPOINTS):
         return
     if processor is None:
         # Loaded only here, so that a process without tracing starts faster.
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 
-        exporter = OTLPSpanExporter(
-            endpoint, insecure=not endpoint.startswith("https"), timeout=LAST_SEND_S
-        )
-        processor = BatchSpanProcessor(exporter)
+        processor = BatchSpanProcessor(OTLPSpanExporter(timeout=LAST_SEND_S))
     _provider = TracerProvider(resource=resource(service), shutdown_on_exit=False)
     _provider.add_span_processor(processor)
     _tracer = _provider.get_tracer("outrider")
@@ -164,7 +160,7 @@ def leave() -> NoReturn:
 
 
 def start_root(name: str, headers: Mapping[str, str], **attributes: Attribute) -> Span:
-    """Start a server's span: in the trace of the `traceparent` header, or else in a new one."""
+    """Start a server's span: in the trace of the `traceparent` header, or else in a new trace."""
     if _tracer is None:
         return NO_SPAN
     carrier = {key.lower(): value for key, value in headers.items()}

@@ -82,15 +82,16 @@ async def hang_up(url: str) -> None:
         await anext(response.aiter_lines())
 
 
-async def traced_requests() -> list[tuple[str, Any]]:
+async def traced_requests(patch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
     """Every (service, span) of a stack that answered one request and lost a client."""
     async with collecting() as (collector, endpoint):
-        tracing = ("--otlp-endpoint", endpoint)
-        stack = Stack(*tracing, "--always-draft")
-        stack.add_drafter("ngram-traced", "ngram", *tracing)
-        stack.add_drafter("model-traced", "model", *tracing)
+        # The processes inherit it.
+        patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
+        stack = Stack("--always-draft")
+        stack.add_drafter("ngram-traced", "ngram")
+        stack.add_drafter("model-traced", "model")
         await asyncio.to_thread(stack.wait_ready)
-        gateway = GatewayProcess(stack.address, flags=tracing)
+        gateway = GatewayProcess(stack.address)
         await asyncio.to_thread(gateway.wait_ready)
         await complete(gateway.url)
         await hang_up(gateway.url)
@@ -132,8 +133,10 @@ def check_attributes(spans: list[tuple[str, Any]]) -> None:
 
 
 @pytest.mark.slow
-async def test_one_request_makes_one_connected_trace() -> None:
-    spans = await traced_requests()
+async def test_one_request_makes_one_connected_trace(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spans = await traced_requests(monkeypatch)
     states = {span.status.code for _, span in spans}
     assert states == {Status.STATUS_CODE_UNSET}, "a client that leaves is not an error"
     traces = {span.trace_id for _, span in spans if span.name == "generate_tokens"}

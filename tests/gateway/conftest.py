@@ -52,5 +52,5 @@ async def rig(shared_rig: Rig) -> Rig:
 @pytest_asyncio.fixture(loop_scope="session")
 async def site(prompts: Prompts) -> AsyncIterator[Site]:
     """A gateway that polls its two verifiers often. Both serve the model under one name."""
-    async with running_site(prompts, model_name="models/target") as made:
+    async with running_site(prompts) as made:
         yield made

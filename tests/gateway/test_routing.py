@@ -73,16 +73,6 @@ async def test_a_model_is_looked_up_at_the_replica_with_the_longest_context(rout
     assert router.lookup(None) == ("large", router.replicas[2].info)
 
 
-async def test_a_configured_name_replaces_the_verifiers() -> None:
-    router = Router(["a:1"], "print", "house-model")
-    router.replicas[0].info = ready("print")
-    router.replicas[0].problem = None
-    assert router.pick("house-model").model == "house-model"
-    with pytest.raises(OutriderError, match="not served"):
-        router.pick("models/target")
-    await router.close()
-
-
 async def test_a_lost_replica_is_not_picked(router: Router) -> None:
     for replica in router.replicas[:2]:
         replica.mark_lost(LOST)

@@ -75,11 +75,14 @@ def labels(point: Any) -> dict[str, str]:
 
 
 def test_the_collector_gets_the_scraped_series_and_a_last_push(
-    collector: tuple[Collector, str], registry: CollectorRegistry
+    collector: tuple[Collector, str], registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     servicer, endpoint = collector
     later = Gauge("outrider:later", "Set when it is almost over.", registry=registry)
-    with pushing_metrics(registry, "outrider-test", endpoint, 0.05):
+    monkeypatch.setenv("OTEL_METRICS_EXPORTER", "otlp")
+    monkeypatch.setenv("OTEL_METRIC_EXPORT_INTERVAL", "50")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
+    with pushing_metrics(registry, "outrider-test"):
         deadline = time.monotonic() + 30
         while "outrider-test" not in servicer.received:
             assert time.monotonic() < deadline
@@ -109,13 +112,18 @@ def test_the_collector_gets_the_scraped_series_and_a_last_push(
     assert (total.as_double, labels(total)) == (pytest.approx(8.15), {"model": "m"})
 
 
-def test_a_silent_collector_delays_the_end_by_seconds_at_most(registry: CollectorRegistry) -> None:
+def test_a_silent_collector_delays_the_end_by_seconds_at_most(
+    registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_METRICS_EXPORTER", "otlp")
+    monkeypatch.setenv("OTEL_METRIC_EXPORT_INTERVAL", "50")
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
         endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        telemetry.setup("outrider-test", endpoint=endpoint)
-        with pushing_metrics(registry, "outrider-test", endpoint, 0.05):
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
+        telemetry.setup("outrider-test")
+        with pushing_metrics(registry, "outrider-test"):
             for _ in range(2000):
                 telemetry.start_root("request", {}).end()
             started = time.monotonic()
