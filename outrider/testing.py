@@ -25,6 +25,7 @@ from outrider.errors import OutriderError, Reason
 from outrider.process import rpc
 from outrider.process.credentials import peer_of
 from outrider.process.roles import Peer
+from outrider.process.tasks import until_first_end
 from outrider.process.tls import Tls
 from outrider.v1 import drafts_pb2, verifier_pb2
 
@@ -72,7 +73,7 @@ class DraftStream:
 
 
 class ScriptedVerifier:
-    """GetModel returns `model`, and each drafter is welcomed; a test plays the rest.
+    """GetModel returns `model`, and each drafter gets a Welcome; a test sends all other messages.
 
     `silent` accepts streams and never sends Welcome. `stops_reading` reads nothing after a Hello.
     """
@@ -102,7 +103,7 @@ class ScriptedVerifier:
     async def start(self, *sockets: str, tls: Tls | None = None) -> None:
         """Listen on `port`, and on Unix sockets (`unix:/path`).
 
-        The port is a free one at first, and the same one again after `stop`.
+        The port is a free port at first, and the same port again after `stop`.
         """
         self._server = rpc.Server(SERVICE)
         self._server.grpc.add_generic_rpc_handlers((self._handler(),))
@@ -122,7 +123,7 @@ class ScriptedVerifier:
     def check_first(
         self, first: verifier_pb2.StreamDraftsRequest | None, peer: Peer | None
     ) -> None:
-        """Check a stream's first message; None if there is none. May raise OutriderError."""
+        """Check a stream's first message; None if no message came. May raise OutriderError."""
         if first is not None and first.hello.tokenizer_fingerprint != self._fingerprint:
             theirs = first.hello.tokenizer_fingerprint
             message = f"the drafter's tokenizer is {theirs}, not {self._fingerprint}"
@@ -177,16 +178,12 @@ class ScriptedVerifier:
         self.streams.put_nowait(stream)
         if self.silent:
             await asyncio.Event().wait()
-        tasks = [asyncio.create_task(stream._write(context))]
+        works = [stream._write(context)]
         if not self.stops_reading:
-            tasks.append(asyncio.create_task(stream._read(requests)))
+            works.append(stream._read(requests))
         try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                await task
+            await until_first_end(*works)
         finally:
-            for task in tasks:
-                task.cancel()
             stream.close()
 
     def _welcome(self) -> drafts_pb2.Welcome:

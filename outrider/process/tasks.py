@@ -41,6 +41,21 @@ def watch(
     return task
 
 
+async def until_first_end(*works: Awaitable[None]) -> None:
+    """Run all `works` at once until the first of them ends, then cancel the rest.
+
+    Raises what the ended work raised.
+    """
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            await task
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
 def keep_running(
     work: Callable[[], Awaitable[None]], name: str, backoff_s: tuple[float, float] = _BACKOFF_S
 ) -> asyncio.Task[None]:

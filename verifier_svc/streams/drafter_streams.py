@@ -15,6 +15,7 @@ import grpc
 
 from outrider.errors import OutriderError, Reason
 from outrider.process.roles import Peer, Role
+from outrider.process.tasks import until_first_end
 from outrider.protocol.draft_messages import Hello, StepBatch
 from outrider.protocol.wire import drafts as wire_drafts
 from outrider.v1 import drafts_pb2, verifier_pb2
@@ -80,7 +81,6 @@ class DrafterStream:
             for drafter in joined:
                 drafting.leave(drafter)
 
-        tasks: list[asyncio.Future[None]] = [self._failure]
         try:
             await self._engine.call(join)
             welcome = drafts_pb2.Welcome(
@@ -89,16 +89,9 @@ class DrafterStream:
                 context_length=self._model.context_length,
             )
             await self._context.write(verifier_pb2.StreamDraftsResponse(welcome=welcome))
-            tasks += [
-                asyncio.create_task(self._read(joined[0])),
-                asyncio.create_task(self._write()),
-            ]
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                await task
+            await until_first_end(self._failure, self._read(joined[0]), self._write())
         finally:
-            for task in tasks:
-                task.cancel()
+            self._failure.cancel()
             # `leave` runs behind `join`, so it also works for a call that was cancelled between.
             self._engine.post(leave)
 
