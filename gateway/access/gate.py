@@ -17,7 +17,7 @@ from starlette.websockets import WebSocketClose
 
 from gateway.access.keys import KeyRing
 from gateway.access.limits import Grant, Limits
-from gateway.access.rate_windows import rate_windows
+from gateway.access.rate_windows import RateWindows
 from gateway.api_errors import error_response
 from gateway.config import GatewaySettings
 from outrider.errors import OutriderError, Reason
@@ -45,12 +45,22 @@ class Identity:
 _STRANGER = Identity("", is_operator=False)
 
 
+def _rate_windows(settings: GatewaySettings) -> RateWindows:
+    if not settings.limits_redis:
+        return RateWindows()
+    # This loads clients of Redis, which takes 0.1 s.
+    from gateway.access.redis_rate_windows import RedisRateWindows
+
+    password_file = settings.limits_redis_password_file
+    return RedisRateWindows.of(settings.limits_redis, password_file, settings.tls)
+
+
 class Gate:
     """Identifies callers and holds them to their limits.
 
     Without keys there are no limits, and everybody is an operator. If clients need certificates,
-    only those with the role operator are. Raises OutriderError(INVALID_VALUE) for keys or a Redis
-    that cannot be used.
+    only clients with the role operator are operators. Raises OutriderError(INVALID_VALUE) for keys
+    or a Redis that cannot be used.
     """
 
     def __init__(self, settings: GatewaySettings) -> None:
@@ -58,13 +68,12 @@ class Gate:
         if settings.keys_file is not None or settings.keys:
             self.keys = KeyRing(settings.keys_file, settings.keys)
         self._asks_for_certificates = settings.public_tls_ca is not None
-        redis = settings.limits_redis
-        self.limits = Limits(rate_windows(redis, settings.limits_redis_password_file, settings.tls))
+        self.limits = Limits(_rate_windows(settings))
 
     def identify(self, headers: Mapping[str, str], peer: Peer | None = None) -> Identity:
         """The caller with these headers, whose names are in lower case, and this certificate.
 
-        Raises OutriderError(INVALID_API_KEY) if there are keys and the caller has no valid one.
+        Raises OutriderError(INVALID_API_KEY) if there are keys and the caller has no valid key.
         """
         if self.keys is None:
             is_operator = peer is not None and peer.role is Role.OPERATOR
@@ -85,7 +94,7 @@ class Gate:
         return self.identify(HTTPConnection(scope).headers, scope.get(PEER_KEY))
 
     async def admit(self, request: HTTPConnection) -> Grant:
-        """Count a request. Raises OutriderError(RATE_LIMIT_EXCEEDED) if it is one too many."""
+        """Count a request. Raises OutriderError(RATE_LIMIT_EXCEEDED) if that exceeds a limit."""
         return await self.limits.admit(identity_of(request).key)
 
 
@@ -122,7 +131,7 @@ def key_in(authorization: str) -> str:
 class RequireKey:
     """ASGI middleware that answers 401 to callers without a key, but for `OPEN_PATHS`.
 
-    Every other path needs one, so a new route is closed unless somebody opens it here.
+    Every other path needs a key, so a new route is closed unless somebody opens it here.
     """
 
     def __init__(self, app: ASGIApp, gate: Gate) -> None:
@@ -159,7 +168,7 @@ def identity_in(scope: Scope) -> Identity:
 
 
 def operators_only(request: HTTPConnection) -> None:
-    """A route's dependency. Raises OutriderError(INSUFFICIENT_PERMISSIONS) for others."""
+    """A route's dependency. Raises OutriderError(INSUFFICIENT_PERMISSIONS) without the role."""
     if not identity_of(request).is_operator:
         message = "this shows all tenants, so it needs a key with the role operator"
         raise OutriderError(Reason.INSUFFICIENT_PERMISSIONS, message)

@@ -1,14 +1,10 @@
-"""Counts of each key's use in the current minute, in memory or in a Redis that gateways share."""
+"""Counts of each key's use in the current minute, in memory."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-
-from outrider.errors import OutriderError
-from outrider.process.tls import Tls
 
 MINUTE_S = 60
 
@@ -40,7 +36,7 @@ class RateWindows:
 
     async def correct(self, name: str, amount: int, minute: int, counted: Count) -> None:
         """Add an amount, which may be negative, in the place where `counted` was counted."""
-        # Counts of an earlier minute are of no use in this one.
+        # To lower the count of an earlier minute would change nothing.
         if amount > 0 or minute >= self._minute:
             self._add(name, amount, minute)
 
@@ -55,25 +51,3 @@ class RateWindows:
 
     async def close(self) -> None:
         """Close all connections."""
-
-
-def rate_windows(
-    url: str, password_file: Path | None = None, tls: Tls | None = None
-) -> RateWindows:
-    """Rate windows in memory, or in the Redis of a URL; `tls` has this process's certificate.
-
-    Raises OutriderError(INVALID_VALUE) for a wrong URL and a file that cannot be read.
-    """
-    if not url:
-        return RateWindows()
-    # These load clients of Redis, which takes 0.1 s.
-    from gateway.access.redis_rate_windows import Counters, RedisRateWindows
-    from outrider.process.redis_server import RedisServer
-
-    try:
-        server = RedisServer.parse(url, password_file, tls)
-    except OutriderError as error:
-        # It names the settings of a drafter, which lack the prefix.
-        message = f"limits-{error.message}"
-        raise OutriderError(error.reason, message, f"limits-{error.field}") from error
-    return RedisRateWindows(Counters(server))

@@ -6,10 +6,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from gateway.access.rate_windows import MINUTE_S, Count, RateWindows
+from outrider.errors import OutriderError
 from outrider.process.redis_server import RedisServer, close
+from outrider.process.tls import Tls
 
 log = logging.getLogger(__name__)
 
@@ -112,6 +115,19 @@ class RedisRateWindows(RateWindows):
                 self._begin(name, -amount, minute)
 
         command.add_done_callback(ended)
+
+    @classmethod
+    def of(cls, url: str, password_file: Path | None, tls: Tls | None) -> RedisRateWindows:
+        """Rate windows in the Redis of a URL; `tls` has this process's certificate.
+
+        Raises OutriderError(INVALID_VALUE) for a wrong URL and a file that cannot be read.
+        """
+        try:
+            return cls(Counters(RedisServer.parse(url, password_file, tls)))
+        except OutriderError as error:
+            # It names the settings of a drafter, which lack the prefix.
+            message = f"limits-{error.message}"
+            raise OutriderError(error.reason, message, f"limits-{error.field}") from error
 
     async def close(self) -> None:
         """Let the commands end, and close all connections. Never raises."""

@@ -17,7 +17,7 @@ from waiting import until
 
 from gateway.access import redis_rate_windows
 from gateway.access.limits import Limits
-from gateway.access.rate_windows import RateWindows, rate_windows
+from gateway.access.rate_windows import RateWindows
 from gateway.access.redis_rate_windows import Counters, RedisRateWindows
 from gateway.text.choices import Event
 from gateway.text.deltas import TextDelta
@@ -311,7 +311,7 @@ async def test_a_client_that_leaves_during_its_reservation_takes_nothing() -> No
 @pytest.mark.parametrize("url", ["http://a", "redis", "redis+sentinel://", "memory://"])
 async def test_a_wrong_url_of_redis_is_refused(url: str) -> None:
     with pytest.raises(OutriderError, match="limits-redis must"):
-        rate_windows(url)
+        RedisRateWindows.of(url, None, None)
 
 
 async def test_tokens_beyond_a_reservation_count_in_the_minute_in_which_they_are_known() -> None:

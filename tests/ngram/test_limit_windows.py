@@ -19,7 +19,8 @@ from redis_servers import (
 )
 from waiting import wait_until
 
-from gateway.access.rate_windows import Count, RateWindows, rate_windows
+from gateway.access.rate_windows import Count, RateWindows
+from gateway.access.redis_rate_windows import RedisRateWindows
 
 USER = "outrider-limits"
 
@@ -42,7 +43,7 @@ def open_files() -> int:
 
 
 def shared(deployment: Deployment, url: str) -> RateWindows:
-    return rate_windows(url, deployment.password_file)
+    return RedisRateWindows.of(url, deployment.password_file, None)
 
 
 async def test_two_gateways_count_together(deployment: Deployment) -> None:
