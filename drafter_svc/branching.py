@@ -20,10 +20,10 @@ def fan_out(acceptance: float, depth: int, budget: int) -> list[int]:
     """Spread `budget` branches over the `depth` + 1 places of a draft of `depth` tokens.
 
     The result has one count for each place. Place j is behind the first j tokens of the draft.
-    `acceptance`, a, is the probability that a token is accepted if those before it are. So exactly
-    j tokens are accepted with probability a^j (1 - a), and all of them with a^depth. The hit rate
-    is highest when the count at place j is proportional to that probability to the power
-    1 / (1 + r), and so falls as a^(j / (1 + r)) (Saguaro, in SSD, arXiv 2603.03251). Counts are
+    `acceptance`, a, is the probability that a token is accepted if all tokens before it are. So
+    exactly j tokens are accepted with probability a^j (1 - a), and all of them with a^depth. The
+    hit rate is highest when the count at place j is proportional to that probability to the power 1
+    / (1 + r), and so falls as a^(j / (1 + r)) (Saguaro, in SSD, arXiv 2603.03251). Counts are
     rounded by largest remainders.
     """
     a = min(max(acceptance, 0.01), 0.99)
@@ -49,9 +49,10 @@ class Branch:
 def offer_likeliest(sequence: DraftSequence, branches: Sequence[Branch]) -> None:
     """Offer those tokens of the branches that are likeliest to be committed, the likeliest first.
 
-    As many as `sequence.tree_room`. A token is committed with its survival: the product of its own
-    confidence and those of all tokens before it. Survival falls along a path, so the likeliest
-    tokens form a tree: this is the rule of EAGLE-2 (arXiv 2406.16858).
+    At most `sequence.tree_room` tokens are offered. A token is committed with the probability of
+    its survival: the product of its own confidence and the confidences of all tokens before it.
+    Survival falls along a path, so the likeliest tokens form a tree: this is the rule of EAGLE-2
+    (arXiv 2406.16858).
     """
     room = sequence.tree_room
     if room == 0:

@@ -33,7 +33,7 @@ class GrammarState:
         """The bit mask, [1, mask_width], of the tokens that may follow `output`.
 
         None, so that nothing is masked, if the grammar forbids `output`, has ended, or allows no
-        token. Once it has forbidden an output, the state masks no later one either.
+        token. Once it has forbidden an output, the state masks no later output either.
         """
         began = self._cpu_clock()
         mask = self._mask(output)

@@ -71,7 +71,7 @@ class Metrics:
 
 
 class StreamMetrics:
-    """The part that the stream to one verifier has in a drafter's gauges and failures."""
+    """Counts the stream to one verifier in a drafter's gauges and failures."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics

@@ -113,7 +113,7 @@ class PlacementPlan:
             os.environ["OMP_NUM_THREADS"] = str(self.threads)
 
     def describe(self, device: str) -> Placement:
-        """The placement as the drafter's Hello carries it; `device` is the one that computes."""
+        """The placement as the drafter's Hello carries it; `device` is the device that computes."""
         return Placement(
             self.kind, platform.node(), device, self.cores, self.numa_node, platform.machine()
         )
@@ -145,8 +145,8 @@ def plan(
     """Check the settings of a placement against the topology.
 
     Without cores and node, the system places the process (`local`). Else it runs on the cores
-    named, or on all cores of the node (`cpu`). The cores `grace` are those of the node of a Grace
-    CPU, by default of the first. Raises OutriderError(INVALID_VALUE) that names the setting at
+    named, or on all cores of the node (`cpu`). `grace` stands for the cores of a Grace CPU's node,
+    by default of the first node. Raises OutriderError(INVALID_VALUE) that names the setting at
     fault and the possible values.
     """
     if cores is None and numa_node is None:

@@ -92,7 +92,7 @@ class Activity:
             self.chain_tokens += len(chunk.token_ids)
 
     def waited(self, token_count: int, seconds: float) -> None:
-        """Record that a sequence got `token_count` tokens `seconds` after its last ones."""
+        """Record that a sequence got `token_count` tokens `seconds` after its tokens before."""
         self.later_tokens += token_count
         self.later_token_seconds += seconds
 

@@ -52,23 +52,27 @@ class VerifierSettings(TargetSettings, TlsSettings, ScrapedSettings):
     slower: to measure drafters, not to serve."""
 
     prefix_caching: bool = True
-    """Share pages of the KV cache between prompts of a tenant that begin alike."""
+    """Share pages of the KV cache between prompts of a tenant that begin alike, so that a common
+    beginning is computed once. Turn it off where no cache may outlive its request."""
 
     sampled_rule: SampledRule = "block"
-    """Acceptance rule for drafts that a trusted drafter sampled."""
+    """Acceptance rule for drafts that a trusted drafter sampled. block accepts at least as many
+    tokens on average; token-wise is for comparisons with it."""
 
     draft_trees: bool = True
     """Verify trees of draft tokens, at most 64 of a sequence, where they are faster than chains.
-    Drafts that a trusted drafter sampled stay chains."""
+    Drafts that a trusted drafter sampled stay chains. Turn it off to compare with chains alone."""
 
     dtype: Dtype = "auto"
-    """Type of the weights; auto takes the checkpoint's."""
+    """Type of the weights and of the computation; auto takes the checkpoint's."""
 
     threads: int | None = Field(None, ge=1)
-    """Torch's threads on a CPU; by default torch chooses."""
+    """Torch's threads on a CPU, to leave cores to drafters on the same host; by default torch
+    chooses."""
 
     trust_remote_code: bool = False
-    """Run the model code of the checkpoint."""
+    """Run the checkpoint's own code, for architectures that transformers lacks. It may do all that
+    this process may."""
 
     listen: str = "127.0.0.1:50051"
     """host:port to serve on."""
@@ -84,17 +88,20 @@ class VerifierSettings(TargetSettings, TlsSettings, ScrapedSettings):
     """Unix socket to serve on too, for drafters on this host."""
 
     max_batch_tokens: int = Field(512, ge=1)
-    """Tokens in one forward; longer prompts are processed in chunks."""
+    """Tokens in one forward; longer prompts are processed in chunks. More tokens read prompts
+    faster, and delay the running sequences more."""
 
     max_sequences: int = Field(64, ge=1, le=4096)
-    """Sequences in one batch."""
+    """Sequences in one batch; further sequences wait. A larger batch raises throughput and slows
+    each sequence down."""
 
     max_drafters: int = Field(64, ge=1)
-    """Connected drafters before the verifier refuses more. At most a quarter of them may have
-    certificates of one name, or without TLS connect from one address."""
+    """Most connected drafters; the verifier refuses further drafters. At most a quarter of them may
+    have certificates of the same name, or without TLS connect from the same address."""
 
     page_count: int | None = Field(None, ge=1)
-    """Pages of the KV cache; by default as many as the free memory allows."""
+    """Pages of the KV cache; by default as many as the free memory allows. Set it where other
+    processes need memory later."""
 
     gpu_memory_share: float = Field(0.9, gt=0, le=1)
     """Share of a GPU's memory that this process takes at most: for the weights, the KV cache and
@@ -122,7 +129,7 @@ class VerifierSettings(TargetSettings, TlsSettings, ScrapedSettings):
     def acceptance_settings(self) -> dict[str, str]:
         """The settings that decide how drafts are drawn and tokens are chosen, by flag.
 
-        Only a verifier for which they are equal may continue this one's answers. For example, a
+        Only a verifier with equal settings may continue this verifier's answers. For example, a
         drafter may know the noise of an answer that began without sampled drafts.
         """
         names = (

@@ -21,7 +21,7 @@ _POSITIONS = [str(position) for position in range(MAX_DRAFT_TOKENS)]
 
 
 def _doubling(first: float, count: int) -> list[float]:
-    """Bucket bounds of a histogram, each twice the one before."""
+    """Bucket bounds of a histogram, each twice the bound before it."""
     return [first * 2**i for i in range(count)]
 
 
@@ -262,7 +262,7 @@ class Metrics:
         self._verified.clear()
 
     def _add_shape(self, shape: str, count: int, drafted: int, emitted: int) -> None:
-        """Add `count` drafts of a shape, each with so many tokens verified and emitted."""
+        """Add `count` drafts of a shape, each of `drafted` tokens with `emitted` committed."""
         labels = (self._model_name, shape)
         self._add(self._of_shapes.drafts, labels, count)
         self._add(self._of_shapes.draft_tokens, labels, count * drafted)
@@ -310,8 +310,8 @@ class Metrics:
     ) -> None:
         """Record a drafter's `drafted` tokens of a verified tree.
 
-        `places` are those of its accepted ones in the accepted path. The tree counts as a draft of
-        the drafter that `leads`, whose tokens begin its main path.
+        `places` are the places of its accepted tokens in the accepted path. The tree counts as a
+        draft of the drafter that `leads`, whose tokens begin its main path.
         """
         labels = self._labels(drafter)
         if leads:

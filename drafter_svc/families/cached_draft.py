@@ -21,9 +21,9 @@ class Guess:
     """A guessed token, the best tokens at its place, and the distribution to send with it.
 
     `best` are the tokens that the target is likeliest to commit there, the likeliest first; `token`
-    is the first of them unless it was sampled. `shares` are the draft model's estimates of their
-    probabilities, or None. `distribution` is None unless the token was sampled from one that is
-    sent.
+    is the first of `best` unless it was sampled. `shares` are the draft model's estimates of their
+    probabilities, or None. `distribution` is None unless the token was sampled from a distribution
+    that is sent.
     """
 
     token: int
@@ -33,7 +33,7 @@ class Guess:
 
     @property
     def share(self) -> float:
-        """The token's own share; 0 for none."""
+        """The token's own share; 0 if there is no estimate."""
         pairs = zip(self.best, self.shares or (), strict=False)
         return next((share for token, share in pairs if token == self.token), 0.0)
 
@@ -67,7 +67,8 @@ class CachedDraft:
     at: int | None = None
     run: list[int] = field(default_factory=list)
     run_shares: list[float] = field(default_factory=list)
-    """The draft model's estimates of the probability of each of `run`; 0 for none."""
+    """The draft model's estimates of the probability of each token of `run`; 0 without an
+    estimate."""
     kv: KVSequence = field(default_factory=KVSequence)
     grammar: GrammarState | None = None
     committed_count: int = 0
@@ -87,14 +88,14 @@ class CachedDraft:
 
     @property
     def guess_count(self) -> int:
-        """Tokens behind the committed ones."""
+        """Tokens behind the committed tokens."""
         if self.at is None:
             return len(self.sequence.guesses)
         return self.at + len(self.run)
 
     @property
     def guessed(self) -> list[int]:
-        """The tokens behind the committed ones."""
+        """The tokens behind the committed tokens."""
         guesses = self.sequence.guesses
         return guesses if self.at is None else [*guesses[: self.at], *self.run]
 

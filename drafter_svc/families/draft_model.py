@@ -121,7 +121,7 @@ class DraftModel:
         return rounds
 
     def _advance(self, rounds: list[_Round]) -> list[_Round]:
-        """Run one forward and end the rounds that need no other; returns those that go on."""
+        """Run one forward and end the rounds that are complete; returns the rounds that go on."""
         for each in rounds:
             each.wanting = self._forwards.wanting(each.drafts)
             if not each.wanting:
@@ -144,7 +144,7 @@ class DraftModel:
         return rounds[first:] + rounds[:first]
 
     def _forward(self, rounds: list[_Round]) -> None:
-        """Run one forward for all rounds. If it fails, run one for each, to find those at fault.
+        """Run one forward for all rounds. If it fails, run a forward for each, to find the fault.
 
         Within a round, drafts that lack fewer tokens go first.
         """

@@ -26,7 +26,7 @@ from outrider.sampling.tensors import on
 
 log = logging.getLogger(__name__)
 
-# Alternative tokens that are remembered for each guessed one, without and with trees.
+# Alternative tokens that are remembered for each guessed token, without and with trees.
 _ALTERNATIVES = 3
 _TREE_ALTERNATIVES = 7
 # Most unread tokens of a sequence that is past its prompt: the token that the verifier committed,
@@ -191,7 +191,8 @@ class Forwards:
     def _score(self, slices: list[SequenceSlice], scored: list[CachedDraft]) -> list[Guess | None]:
         """Run a forward; returns the guess for each draft of `scored`, as `_choose` does.
 
-        The slices of `scored` have one row of logits each, in the same order; others have none.
+        The slices of `scored` have one row of logits each, in the same order; other slices have no
+        rows.
         """
         logits_RV = self._runner.forward(slices)
         if not scored:
@@ -234,8 +235,8 @@ class Forwards:
         """Draw with the verifier's own noise, so that similar models draw the same tokens.
 
         Only ids cross the wire, so there are no distributions. The target draws with this noise as
-        well. So where it does not draw the same token, it draws one that comes soon after in the
-        order of the draw: where trees are verified, these are the alternatives.
+        well. If it draws another token, that token comes soon after in the order of this draw. So
+        where trees are verified, the next tokens of this order are the alternatives.
         """
         probs_RV = target_probs(logits_RV, [draft.sequence.opened.sampling for draft in drafts])
         keys = coupled_keys([draft.seed for draft in drafts], [draft.length for draft in drafts])

@@ -47,20 +47,22 @@ class ModelSettings(FamilySettings):
     """Directory or hub id of the draft model."""
 
     dtype: Dtype = "auto"
-    """Type of the weights; auto takes the checkpoint's."""
+    """Type of the weights and of the computation; auto takes the checkpoint's."""
 
     device: Device = "auto"
     """auto (CUDA when there is any), cpu, cuda or cuda:N."""
 
     page_count: int | None = Field(None, ge=1)
-    """Pages of the KV cache; sized by the free memory unless set."""
+    """Pages of the KV cache, by default a part of the free memory. Set it where the drafter has too
+    few pages for its sequences, or takes memory from others."""
 
     gpu_memory_share: float = Field(0.1, gt=0, le=1)
     """Share of a GPU's memory that this process takes at most: for the weights, the KV cache and
     the largest forward. Unused with `page_count`."""
 
     trust_remote_code: bool = False
-    """Run model code that comes with the checkpoint."""
+    """Run the checkpoint's own code, for architectures that transformers lacks. It may do all that
+    this process may."""
 
 
 class ModelFamily(Family):
@@ -224,9 +226,9 @@ class ModelFamily(Family):
     def _begin_branches(self, draft: CachedDraft) -> bool:
         """Begin branches with the likeliest alternative tokens, spread over places by `fan_out`.
 
-        Branches are made once for each verdict, and only while half of the KV cache is free. None
-        is made behind the last guess: the chain itself grows there, in the same forwards. Returns
-        False if no branch may be made now.
+        Branches are made once for each verdict, and only while half of the KV cache is free. No
+        branch is made behind the last guess: the chain itself grows there, in the same forwards.
+        Returns False if no branch may be made now.
         """
         sequence = draft.sequence
         if sequence.branch_room == 0 or self._pool.free_count < self._pool.page_count // 2:

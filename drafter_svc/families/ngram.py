@@ -25,8 +25,8 @@ from outrider.protocol.limits import MAX_DRAFT_TOKENS
 from outrider.protocol.model_info import ModelInfo
 
 # Branches of all sequences together between two verdicts, and the least that one sequence may have.
-# A sequence needs one at each place where its draft can end. Finding branches costs almost nothing,
-# but sending them does.
+# A sequence needs a branch at each place where its draft can end. Finding branches costs almost
+# nothing, but sending them does.
 _BRANCHES = 64
 _MIN_BRANCHES = 4
 
@@ -35,10 +35,11 @@ class NgramSettings(RedisSettings):
     """Settings of the family ngram."""
 
     max_draft_len: int = Field(8, ge=1, le=MAX_DRAFT_TOKENS)
-    """Most tokens proposed at once."""
+    """Most tokens proposed at once. More of them help with texts that repeat long parts."""
 
     max_matching_ngram_size: int = Field(3, ge=1, le=16)
-    """Tokens of the longest suffix that is looked up."""
+    """Tokens of the longest suffix that is looked up. Longer suffixes guess more surely, and make
+    pools larger."""
 
     pool_entries: int = Field(1_000_000, ge=1)
     """Most n-grams of a pool; in Redis, of each tenant. The least recently used are dropped first,
@@ -137,7 +138,7 @@ class NgramFamily(Family):
             if pool is not None:
                 pool.index(sequence.tokens, text.indexed_count)
         text.indexed_count = len(sequence.tokens)
-        # Offer an n-gram when its continuation is complete. `closed` offers the last ones.
+        # Offer an n-gram when its continuation is complete. `closed` offers the last n-grams.
         self._offer(sequence, text, len(sequence.tokens) - self._options.max_draft_len)
 
     def _offer(self, sequence: DraftSequence, text: _Text, end: int) -> None:
@@ -155,7 +156,7 @@ class NgramFamily(Family):
     async def propose(
         self, sequences: Sequence[DraftSequence], interrupted: Callable[[], bool]
     ) -> None:
-        """Extend every sequence that has room, and offer branches for the others.
+        """Extend every sequence that has room, and offer branches for the other sequences.
 
         One round trip to Redis serves all sequences for which this process has no continuation.
         """
@@ -175,8 +176,8 @@ class NgramFamily(Family):
     def _extend(self, sequence: DraftSequence, run: list[int]) -> None:
         """Extend the chain by `run`; where the verifier verifies trees, offer branches as well.
 
-        They are the other continuations that the request's own pool, else the public one, knows at
-        each place of `run`.
+        Branches are the other continuations that the request's own pool, else the public pool,
+        knows at each place of `run`.
         """
         if not sequence.wants_tree:
             sequence.extend(run)

@@ -1,4 +1,4 @@
-"""Drafting with suffix trees over the request's own text and earlier ones.
+"""Drafting with suffix trees over the request's own text and earlier texts.
 
 This is SuffixDecoding (Oliaro et al., arXiv 2411.04975). The trees find the longest suffix of the
 text that occurred before, and follow its likeliest continuations. A token's probability is
@@ -193,7 +193,7 @@ class SuffixFamily(Family):
 
 
 def _leaves(draft: Any, acceptance: float) -> list[tuple[list[int], list[float]]]:
-    """The tokens and confidences of each path of a draft that no other one continues.
+    """The tokens and confidences of each path of a draft that no other path continues.
 
     The trees' probabilities are products of frequencies. A frequency says how probable a token is
     if one of the tokens that followed before comes again; `acceptance` says how often that is so.

@@ -95,7 +95,7 @@ class MemoryPool:
         """Up to `count` continuations of `context` that begin with different tokens.
 
         None begins with a token of `known`, and each has at most `length` tokens. Continuations of
-        longer suffixes come first, then newer ones.
+        longer suffixes come first, then newer continuations.
         """
         length = min(length, self._options.max_draft_len)
         found: list[list[int]] = []

@@ -29,8 +29,8 @@ class Prediction:
         """At most `length` tokens that should follow the output so far.
 
         Empty if the output's last tokens are not in the prediction. If they are in several places,
-        take the one nearest to where the output should be by now: it follows its prediction in
-        order.
+        take the place nearest to where the output should be by now: the output follows its
+        prediction in order.
         """
         place = self._find(generated)
         if place is None:

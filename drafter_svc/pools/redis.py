@@ -33,9 +33,9 @@ _WRITE_BATCH = 256
 _WRITE_QUEUE = 16_384
 _MAX_TOKENS = 64
 # Most lookups that run at once, and so the most connections for them, which stay open. A connection
-# to a verifier makes one lookup at a time, so the others are late.
+# to a verifier waits for one lookup at a time, so the rest of these are late lookups.
 _MAX_RUNNING = 4
-# So many late lookups in a row count as a failure.
+# This many late lookups in a row count as a failure.
 _LATE_IN_A_ROW = 3
 # KEYS: a bucket's index, then n-grams of that bucket, whose keys begin with the index's key.
 # ARGV: the time now, seconds to live, most entries of the bucket, then one value for each n-gram.
@@ -71,8 +71,8 @@ class RedisOptions:
 class RedisCounters:
     """Counts of a pool's lookups and writes.
 
-    `found` and `missed` count queries, `written` and `dropped` n-grams, `malformed` values, and the
-    others commands.
+    `found` and `missed` count queries, `written` and `dropped` n-grams, `malformed` values, and all
+    other fields commands.
     """
 
     lookups: int = 0
@@ -290,7 +290,7 @@ class RedisPool:
             self._record_success(self._write_breaker)
 
     def _decode(self, value: object) -> list[int]:
-        """The token ids of a value; empty, and counted, if no pool like this one has written it."""
+        """The token ids of a value; empty, and counted, if the value is malformed."""
         if isinstance(value, bytes) and 0 < len(value) <= 4 * _MAX_TOKENS and len(value) % 4 == 0:
             ids = array("I", value).tolist()
             if max(ids) < self._vocab_size:

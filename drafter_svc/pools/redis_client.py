@@ -205,7 +205,7 @@ class RedisClient:
 
     async def aclose(self) -> None:
         """Close all connections, also if one fails; then raise the first failure."""
-        # Of a cluster, both are one client.
+        # For a cluster, both names stand for the same client.
         await close(*{self._client, self._lookups})
 
 

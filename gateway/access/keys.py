@@ -23,7 +23,7 @@ time of change also follows mode and owner.
 
 
 class KeyRing:
-    """The keys of a file and of a setting. Raises OutriderError(INVALID_VALUE) for bad ones."""
+    """The keys of a file and of a setting. Raises OutriderError(INVALID_VALUE) for bad keys."""
 
     def __init__(self, file: Path | None, text: str) -> None:
         """`text` holds entries as the file does; "" holds none."""
@@ -33,7 +33,7 @@ class KeyRing:
         self._by_digest = self._indexed(() if file is None else read_keys(file))
 
     def find(self, key: str) -> KeyEntry | None:
-        """The entry of a key; None if there is none.
+        """The entry of a key; None for an unknown key.
 
         The look-up's time depends on a hash of the key, which tells nothing of the key itself.
         """
@@ -51,7 +51,7 @@ class KeyRing:
                 await self.reload()
 
     def has_changed(self) -> bool:
-        """Whether the file differs from the one whose keys are in force."""
+        """Whether the file has changed since the keys in force were read."""
         return self._current_stamp() != self._stamp
 
     async def reload(self) -> None:

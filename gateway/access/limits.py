@@ -37,7 +37,7 @@ class Limits:
         """Sequences in progress, by the id of their key."""
 
     async def admit(self, key: KeyEntry | None) -> Grant:
-        """Count a request. Raises OutriderError(RATE_LIMIT_EXCEEDED) if it is one too many."""
+        """Count a request. Raises OutriderError(RATE_LIMIT_EXCEEDED) if that exceeds a limit."""
         grant = Grant(self, key)
         if key is not None:
             await grant.take("requests", key.requests_per_minute, 1)
@@ -165,11 +165,11 @@ class Grant:
             raise
 
     async def _correct(self, taken: _Taken, difference: int) -> None:
-        """Give back unused tokens, or count the tokens beyond the reserved ones."""
+        """Give back unused tokens, or count the tokens beyond the reservation."""
         if difference == 0:
             return
         windows = self._limits.windows
-        # Tokens beyond the reserved ones count now that their number is known.
+        # Tokens beyond the reservation count now that their number is known.
         minute = windows.now()[0] if difference > 0 else taken.minute
         await windows.correct(taken.name, difference, minute, taken.count)
 

@@ -125,15 +125,15 @@ class TotalLoad(NamedTuple):
     most: int
     """Sequences that run or wait at once."""
     sequence_s: float | None
-    """How long recent ones were in a batch, on average (seconds); None before the first."""
+    """How long recent sequences were in a batch, on average (seconds); None before the first."""
 
     def wait_s(self, count: int, places: float) -> float:
-        """Seconds until the last of `count` sequences gets one of these places."""
+        """Seconds until the last of `count` sequences gets one of `places` places."""
         return wait_s(count, places, self.sequence_s)
 
 
 def total_load(reported: Sequence[Load | None]) -> TotalLoad | None:
-    """The load of a model's verifiers together; None if one does not report its own."""
+    """The load of a model's verifiers together; None if a verifier does not report its load."""
     loads = [load for load in reported if load is not None]
     if not loads or len(loads) < len(reported):
         return None
@@ -155,7 +155,8 @@ def check(
 ) -> None:
     """Raise OutriderError(OVERLOADED) if a tenant's `count` new sequences are too many.
 
-    `counts` are the sequences under way by tenant, and `foreign_count` those of other gateways.
+    `counts` are the sequences under way by tenant; `foreign_count` is the number of sequences of
+    other gateways.
     """
     own = counts.get(tenant, 0)
     under_way = sum(counts.values()) + foreign_count
@@ -180,10 +181,10 @@ def check(
 
 
 def fair_share(places: int, rivals: Sequence[int]) -> float:
-    """The places that a tenant gets if it wants as many as it can, beside rivals that want these.
+    """The places that a tenant gets if it wants all, beside rivals that want `rivals` places.
 
-    The verifier gives a place to the tenant with the fewest. So a rival that wants less than an
-    equal share gets what it wants, and the other tenants share the rest.
+    The verifier gives a free place to the tenant with the fewest places. So a rival that wants less
+    than an equal share gets what it wants, and the other tenants share the rest.
     """
     left = float(places)
     sharing = 1 + len(rivals)

@@ -56,7 +56,7 @@ class Generation:
     ) -> None:
         """A sequence that has begun waits `resume_seconds` for a verifier to continue it.
 
-        `patience_seconds` is that of callers that name none, see `Admission`.
+        `patience_seconds` is the timeout of callers that name no timeout, see `Admission`.
         """
         self.router = router
         self.prompts = prompts
@@ -197,7 +197,7 @@ class _Sequence:
             self.leave()
 
     async def _chunks(self) -> AsyncGenerator[TokenChunk, None]:
-        """Yield the chunks of the replica, and of those that continue when it fails."""
+        """Yield the chunks of the replica, and of the replicas that continue when it fails."""
         while True:
             info = self._pick.info
             replica = self._pick.replica
@@ -255,7 +255,7 @@ class _Sequence:
         """Whether the sequence goes to another replica after an error.
 
         A full queue is a reason for a sequence that has begun, since it was accepted once, and for
-        one that another replica has room for.
+        a sequence that another replica has room for.
         """
         if reason is not Reason.OVERLOADED:
             return reason in RETRYABLE
@@ -265,8 +265,8 @@ class _Sequence:
     async def _move(self, error: OutriderError) -> None:
         """Go to another replica after `error`. Raises it if there is none.
 
-        A sequence that has a chunk waits for a replica. One without a chunk does not wait, since
-        its caller has received nothing and can ask again.
+        A sequence that has a chunk waits for a replica. A sequence without a chunk does not wait,
+        since its caller has received nothing and can ask again.
         """
         now = time.monotonic()
         if self._deadline is None:

@@ -133,7 +133,7 @@ async def serve_text(
         totals = UsageTotals(prompt_count, n)
 
         async def described() -> AsyncGenerator[Event, None]:
-            """The events. The last one's usage goes to the span and the log first."""
+            """Yield the events. Before the last event, its usage goes to the span and the log."""
             async with aclosing(metered):
                 async for index, delta in metered:
                     if delta.finish is not None:

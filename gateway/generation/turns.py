@@ -1,8 +1,9 @@
 """Tenants' turns for the work that a request costs before it is sent to a verifier.
 
 To parse, check and tokenise a request takes milliseconds of the event loop. In a burst, requests
-that are refused must not wait for that work on the others, nor one tenant's for another's. Answers
-under way must not wait for it either: each of their tokens passes through the loop several times.
+that are refused must not wait for that work on accepted requests, and a tenant's requests must not
+wait for another tenant's. Answers under way must not wait for it either: each of their tokens
+passes through the loop several times.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Turns:
         self._free = at_once
         self._of_a_tenant = of_a_tenant
         self._under_way: Counter[str] = Counter()
-        # By tenant; the one whose turn was longest ago is first.
+        # By tenant; the tenant whose turn was longest ago is first.
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
 
     async def enter(self, tenant: str) -> None:

@@ -23,7 +23,7 @@ UNSENT_BYTES = 16 * 1024
 class BoundedProtocol(HttpToolsProtocol):
     """uvicorn's protocol with bounds on headers and on the time in which bytes must arrive."""
 
-    # So that a slow sender cannot hold a connection: an honest one is done far earlier.
+    # So that a slow sender cannot hold a connection: an honest sender is done far earlier.
     header_seconds = 10.0
     body_seconds = 60.0
     # So that a client cannot hold an answer for ever that it does not read. It is longer than

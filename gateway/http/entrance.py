@@ -60,7 +60,7 @@ class Arrival:
 
 
 class _Route(NamedTuple):
-    """What the router would find for a path, for those that count responses by route."""
+    """A route as the router would find it, for metrics that count responses by route."""
 
     path: str
 

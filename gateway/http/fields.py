@@ -53,7 +53,7 @@ class Body(BaseModel):
 def check_unicode(text: str) -> str:
     """The text itself. Raises ValueError if it has half of a surrogate pair.
 
-    JSON can spell one with an escape, but no tokenizer takes it.
+    JSON can spell such a half with an escape, but no tokenizer takes it.
     """
     try:
         text.encode()

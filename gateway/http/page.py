@@ -59,7 +59,7 @@ def install(app: FastAPI, router: Router, metrics: Metrics, gate: Gate) -> None:
     async def events(request: Request) -> Response:
         """Stream the state twice a second, until the client leaves or the gateway drains.
 
-        Operators see the sums over all tenants and the processes, others their own sums. The
+        Operators see the sums over all tenants and the processes, other callers their own sums. The
         stream also ends once the caller's key is revoked or has expired.
         """
         unbuffered = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}

@@ -104,11 +104,11 @@ def _unsupported(encoding: str) -> ASGIApp:
 
 
 def _encoding(headers: _Headers) -> str:
-    """The encodings of the body in lower case, joined by commas; "" without one."""
+    """The encodings of the body in lower case, joined by commas; "" without a header."""
     values = [value for name, value in headers if name == b"content-encoding"]
     return b",".join(values).decode("latin-1").strip().lower()
 
 
 def _announced(headers: _Headers) -> int:
-    """The body's length by its header; 0 without one."""
+    """The body's length by its header; 0 without the header."""
     return next((int(value) for name, value in headers if name == b"content-length"), 0)

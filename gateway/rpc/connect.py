@@ -54,7 +54,7 @@ _BY_CODE = {
     Code.CANCELED: Reason.CLIENT_GONE,
     Code.UNKNOWN: Reason.INTERNAL,
 }
-"""The reasons of the library's own errors. All others are faults of the request's frames."""
+"""The reasons of the library's own errors. All other errors are faults of the request's frames."""
 _UNKNOWN_NAME = re.compile(r'has no field named "([^"]*)" at "GenerateTextRequest\.?([^"]*)"')
 """What protobuf's JSON parser says of a name that a message does not have, and where."""
 
@@ -154,7 +154,7 @@ class _Details(MetadataInterceptor[None]):
         """Nothing to do."""
 
     async def on_end(self, token: None, ctx: _Context, error: Exception | None, /) -> None:
-        """Raise the error that takes the place of one without details."""
+        """Raise the error that takes the place of an error without details."""
         if isinstance(error, ConnectError) and not error.details:
             raise _connect_error(_explained(error)) from error
 

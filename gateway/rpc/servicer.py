@@ -39,8 +39,8 @@ from outrider.v1 import generation_pb2, generation_pb2_grpc
 
 ID_PREFIX = "text"
 MAX_MESSAGE_BYTES = 2 * 1024 * 1024
-"""Largest request. Bytes of a message cost more time than those of a JSON body, so these are half
-as many."""
+"""Largest request, in bytes. It is half of the largest JSON body, since a byte of a message takes
+more time to parse and check than a byte of JSON."""
 SERVICE = "outrider.v1.GenerationService"
 _ROLES = ("system", "user", "assistant")
 

@@ -100,7 +100,7 @@ class UsageTotals:
         """The `speculation` field of an answer. Empty without speculation.
 
         It names the acceptance rules used, and says whether all are lossless. If most steps of a
-        choice verified no draft, it says why; of several choices, for the one with the most such
+        choice verified no draft, it says why; of several choices, for the choice with the most such
         steps.
         """
         stats = [finish.stats for finish in self.finishes if finish is not None]

@@ -167,7 +167,7 @@ class DeltaBuilder:
     def _add_text(self, chunk: TokenChunk, *, ended_by_token: bool) -> tuple[str, int]:
         """The text that the chunk adds, and how many of its tokens belong to the answer.
 
-        Tokens after the one that completes a stop string do not.
+        Tokens after the token that completes a stop string do not belong to it.
         """
         ids = chunk.token_ids
         before = self._text.token_count
@@ -182,7 +182,7 @@ class DeltaBuilder:
     def _show_prompt(self, chunk: TokenChunk) -> list[LogprobToken]:
         """The prompt's next tokens if the request asks for them.
 
-        The first token has no log probability; it is added to those of the first chunk.
+        The first token has no log probability, and is added to the first chunk with None.
         """
         if not self._request.shows_prompt:
             return []

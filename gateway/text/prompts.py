@@ -234,7 +234,7 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 def _template(model: str, config: Mapping[str, Any]) -> ChatTemplate | None:
     """The model's chat template: from its own file, else from tokenizer_config.json.
 
-    Of several templates, the one named "default". None if there is none.
+    Of several templates, the template named "default". None if the model has no template.
     """
     path = model_file(model, "chat_template.jinja")
     source = config.get("chat_template")

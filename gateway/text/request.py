@@ -61,9 +61,9 @@ class Prompt:
 class TextRequest:
     """One sequence, checked against one model: the verifier's request, and the gateway's part.
 
-    `asked_tokens` is the caller's own limit of tokens, None without one. The answer lists the
-    prompt's tokens with their log probabilities if `shows_prompt`, and each token's source if
-    `attributed`. `grammar_field` is the caller's name of the grammar, for errors.
+    `asked_tokens` is the caller's own limit of tokens; None if the caller sets no limit. The answer
+    lists the prompt's tokens with their log probabilities if `shows_prompt`, and each token's
+    source if `attributed`. `grammar_field` is the caller's name of the grammar, for errors.
     """
 
     tokens: TokenRequest

@@ -62,7 +62,7 @@ class TokenTable:
         return text, text.encode()
 
     def _raw_bytes(self, token_id: int, text: str) -> bytes:
-        """The bytes that a token's name spells, else those of its text."""
+        """The bytes that a token's name spells, else the bytes of its text."""
         name: str = self._tokenizer.id_to_token(token_id) or ""
         if _BYTE_TOKEN.fullmatch(name):
             return bytes([int(name[3:5], 16)])
@@ -89,7 +89,7 @@ class Detokenizer:
     def __init__(self, table: TokenTable) -> None:
         self._table = table
         self._tail: list[int] = []
-        # The first tokens of the tail have been returned. They are the context of the others.
+        # The first tokens of the tail have been returned. They are the context of the later tokens.
         self._context = 0
         # How many characters of the tail's text have been returned.
         self._sent = 0
@@ -165,7 +165,7 @@ class TokenOffsets:
 
 
 class StopScanner:
-    """Finds the first complete stop string; of those that end together, the longest.
+    """Finds the first complete stop string; of stop strings that end together, the longest.
 
     Hence the result does not depend on how the text is cut into chunks. Text that may begin a
     stop string is held back.
@@ -183,7 +183,7 @@ class StopScanner:
     def push(self, text: str, *, early: bool = False) -> str:
         """Add text, and return the text that no stop string can begin in.
 
-        No stop string ends in `early` text, but one that begins there may end in later text.
+        No stop string ends in `early` text, but a stop string that begins there may end later.
         """
         text = self._held + text
         hits = [] if early else self._hits(text)
@@ -236,7 +236,8 @@ class TextStream:
     def push(self, token_ids: Sequence[int]) -> str:
         """Add tokens, and return the new text.
 
-        With stop strings, tokens are decoded one by one to know which token completes one.
+        With stop strings, tokens are decoded one by one to know which token completes a stop
+        string.
         """
         if not self._by_token:
             self.token_count += len(token_ids)

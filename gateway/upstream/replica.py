@@ -44,7 +44,8 @@ class Replica:
             Reason.NOT_READY, f"verifier {address} has not answered yet"
         )
         self.sequences: set[object] = set()
-        """The sequences that run on this replica, or wait since it was lost for one to move to."""
+        """The sequences that run on this replica, or have waited for another replica since it was
+        lost."""
         self.unread_count = 0
         """How many of them are paused there, because their clients do not read."""
         self.foreign_count = 0
@@ -145,9 +146,9 @@ class Replica:
     def mark_suspect(self, stream: VerifierStream, error: OutriderError) -> None:
         """Note that `error` ended a sequence of `stream`.
 
-        A verifier with a full queue goes on to take new requests; another one gets none until it
-        has been polled, which is done at once. An earlier connection may end while the verifier is
-        well.
+        A verifier with a full queue goes on to take new requests. After any other error a verifier
+        gets no requests until it has been polled, which is done at once. An earlier connection may
+        end while the verifier is well.
         """
         if error.reason is Reason.OVERLOADED:
             self.full = True

@@ -46,7 +46,7 @@ class VerifierStream:
     def __init__(
         self, stub: TokenStreamServiceAsyncStub, on_lost: _OnLost, on_draining: Callable[[], None]
     ) -> None:
-        """If the verifier is lost, `on_lost` gets the error and returns the one for callers.
+        """If the verifier is lost, `on_lost` gets the error and returns the error for callers.
 
         `on_draining` is called when the verifier says that it will leave soon.
         """

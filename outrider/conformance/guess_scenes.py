@@ -44,7 +44,8 @@ def _check_trees(stage: Stage, known: TrackedSequence) -> None:
     """Compare each branch's parent with the token that comes before it in the text.
 
     Looks only at tokens that are not behind the token sent before them: a chain says nothing. A
-    model may guess anything, so tokens that are not in the text, and a few odd ones, are no fault.
+    model may guess anything, so tokens that are not in the text, and a few odd tokens, are no
+    fault.
     """
     right = 0
     odd: list[str] = []
@@ -78,7 +79,7 @@ def _misplaced(token: int, found: int, before: int) -> str:
 
 
 async def repeating(stage: Stage) -> None:
-    """Commit a text that repeats itself, whatever the drafter guesses; note if none was right."""
+    """Commit a text that repeats itself, whatever is guessed; note if no guess was right."""
     link = await stage.link()
     known = await begin(link, opened(), "answers-opened")
     guessed = right = 0

@@ -120,7 +120,7 @@ class Kit:
             await self.verifier.stop()
 
     async def _arrives(self) -> bool:
-        """Wait for the first stream, which must not come before READY; False if none comes."""
+        """Wait for the first stream, which must not come before READY; False if no stream comes."""
         self._start()
         early = await self._first_link(1.5)
         self.verifier.model.stage = verifier_pb2.MODEL_STAGE_READY
@@ -157,7 +157,7 @@ class Kit:
                     self.verifier.streams.get_nowait()
 
     def _cause(self, broken: Broken) -> tuple[str, str]:
-        """The broken rule and the reason; a plain answer that a stream's end cut off is another."""
+        """The broken rule and the reason; a plain answer that was cut off is another rule."""
         if not broken.ended or not broken.rule.startswith("answers-"):
             return broken.rule, broken.reason
         code = self._process.poll() if self._process else None

@@ -12,7 +12,7 @@ _ANSWERS = "answers-verdicts"
 
 
 def table(results: dict[str, Result], notes: dict[str, str]) -> Table:
-    """A table of the rules and notes, with reasons and hints for the broken ones."""
+    """A table of the rules and notes, with reasons and hints for the broken rules."""
     shown = Table("rule", "", "statement; reason of the failure; hint")
     for name, result in results.items():
         text = RULES[name].says

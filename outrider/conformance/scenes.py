@@ -1,4 +1,4 @@
-"""The scripted verifier's scenes. Each tests some rules and raises Broken when one is broken."""
+"""The scripted verifier's scenes. Each tests some rules and raises Broken when a rule is broken."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ async def unknown(stage: Stage) -> None:
 
 
 async def sizes(stage: Stage) -> None:
-    """Open a sequence of one token, one with the largest id, and one with a long prompt."""
+    """Open sequences of one token, with the largest id, and with a long prompt."""
     rule = "large-numbers"
     link = await stage.link()
     await begin(link, opened([7]), rule)

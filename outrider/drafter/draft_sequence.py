@@ -25,7 +25,7 @@ class DraftSequence:
         self.tokens = list(opened.token_ids)
         """Every committed token, prompt included. The list only grows, in place."""
         self.draft_tokens = opened.draft_tokens
-        """Guesses, one behind the other, that the verifier can use in its next step."""
+        """Length of the chain of guesses that the verifier can use in its next step."""
         self.tree_tokens = opened.tree_tokens
         """Guesses of all branches together that are worth sending for its next step."""
         self.window = opened.window
@@ -44,7 +44,7 @@ class DraftSequence:
 
     @property
     def confidences(self) -> list[float]:
-        """The confidence of each of `guesses`; 0 where none was given."""
+        """The confidence of each of `guesses`; 0 where the strategy gave no confidence."""
         return self._tree.confidences
 
     @property
@@ -104,7 +104,7 @@ class DraftSequence:
     def num_wanted(self) -> int:
         """How many tokens to guess now.
 
-        As many as the verifier's next step lacks, or, when it lacks none, as many as a step takes.
+        As many as the verifier's next step lacks; if it lacks no guess, as many as a step takes.
         """
         wanted = self.draft_tokens
         if self.urgent:
@@ -113,7 +113,7 @@ class DraftSequence:
 
     @property
     def acceptance(self) -> float:
-        """Estimated probability that a guess is committed if those before it are."""
+        """Estimated probability that a guess is committed if all guesses before it are."""
         return self._tree.acceptance
 
     def extend(
@@ -124,9 +124,9 @@ class DraftSequence:
     ) -> None:
         """Add the guesses of `run` to the chain; drops those beyond `remaining_window`.
 
-        `distributions` has the distribution that each was sampled from, or is empty. `confidences`
-        has the strategy's estimates of the probability that each is committed if the one before it
-        is, or is empty.
+        `distributions` has the distribution that each guess was sampled from, or is empty.
+        `confidences` has the strategy's estimates of the probability that each guess is committed
+        if the guess before it is, or is empty.
         """
         count = min(len(run), self.remaining_window)
         self._tree.extend(run[:count], distributions[:count], confidences[:count])
@@ -193,7 +193,7 @@ class DraftSequence:
         return self._tree.take(self.id, len(self.tokens))
 
     def take_skip(self) -> Skip | None:
-        """A skip if the chain has ended and the verifier may be waiting; one for each length."""
+        """A skip, once for each length, if the chain has ended and the verifier may be waiting."""
         if self._skipped or self.remaining_window > 0 or len(self.guesses) >= self.draft_tokens:
             return None
         self._skipped = True

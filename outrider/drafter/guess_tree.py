@@ -23,19 +23,20 @@ class _Guess:
     token: int
     confidence: float
     unsent: bool = True
-    """Whether no proposal has had this guess, or one behind it."""
+    """Whether no proposal has had this guess, or a guess behind it."""
     children: dict[int, _Guess] = field(default_factory=dict)
 
     def count(self) -> int:
-        """This guess and those behind it."""
+        """This guess and the guesses behind it."""
         return 1 + sum([child.count() for child in self.children.values()])
 
 
 class GuessTree:
     """Guesses in the form of a tree, in which equal prefixes merge.
 
-    The chain is the main path and a plain list, because most drafts are nothing else. A place
-    in it is a number of guesses before. A confidence of 0 means that none was given.
+    The chain is the main path and a plain list, because most drafts are nothing else. A place in it
+    is the number of guesses before the place. A confidence of 0 means that the strategy gave no
+    confidence.
     """
 
     def __init__(self) -> None:
@@ -43,19 +44,19 @@ class GuessTree:
         self.confidences: list[float] = []
         """The confidence of each guess of the chain."""
         self.unsent: list[SparseDistribution | None] = []
-        """The distributions of the chain's last guesses, those that no proposal has had."""
+        """The distributions of the chain's last guesses, which no proposal has had."""
         self.branch_count = 0
         """Guesses of all branches together."""
         # The first guesses of the branches by place, then by token.
         self._branches: dict[int, dict[int, _Guess]] = {}
         self._unsent_branches = False
-        # Decayed counts of the chain's guesses that were committed and of those that were not.
+        # Decayed counts of the chain's guesses that were committed and that were not.
         self._hits = 0.0
         self._misses = 0.0
 
     @property
     def acceptance(self) -> float:
-        """Estimated probability that a guess of the chain is committed if those before it are."""
+        """Estimated probability that a guess of the chain is committed if all before it are."""
         return (self._hits + 2.0) / (self._hits + self._misses + 3.0)
 
     @property
@@ -69,7 +70,7 @@ class GuessTree:
         distributions: Sequence[SparseDistribution],
         confidences: Sequence[float],
     ) -> None:
-        """Add the guesses of `run` to the chain, with as many distributions, or none."""
+        """Add the guesses of `run` to the chain, with all their distributions or none."""
         self.chain += run
         self.confidences += [_valid(given) for given in confidences] or [0.0] * len(run)
         self.unsent += distributions or [None] * len(run)
@@ -171,7 +172,7 @@ class GuessTree:
             guesses = main.children
         self.chain = [guess.token for guess in path]
         self.confidences = [guess.confidence for guess in path]
-        # A guess is unsent only if those behind it are.
+        # A guess is unsent only if all guesses behind it are.
         self.unsent = [None for guess in path if guess.unsent]
         self._set_branches(branches)
 
@@ -218,7 +219,7 @@ def _append(
     parents: list[int],
     confidences: list[float],
 ) -> None:
-    """Append the unsent guesses, and those before them, to the lists of a proposal."""
+    """Append the unsent guesses, and the guesses before them, to the lists of a proposal."""
     for guess in guesses.values():
         if guess.unsent:
             guess.unsent = False
@@ -229,7 +230,7 @@ def _append(
 
 
 def _filled(confidences: Sequence[float], parents: Sequence[int], acceptance: float) -> list[float]:
-    """The confidences of a proposal with estimates where none was given."""
+    """The confidences of a proposal, with estimates where the strategy gave no confidence."""
     found: list[float] = []
     known: set[int] = set()
     for given, parent in zip(confidences, parents or range(len(confidences)), strict=True):
@@ -240,5 +241,5 @@ def _filled(confidences: Sequence[float], parents: Sequence[int], acceptance: fl
 
 
 def _valid(confidence: float) -> float:
-    """The confidence within the wire's range; the least one for a NaN."""
+    """The confidence within the wire's range; the least confidence for a NaN."""
     return min(max(_LEAST_CONFIDENCE, confidence), 1.0)

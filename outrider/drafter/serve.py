@@ -32,7 +32,7 @@ def serve(
     tokenizer_fingerprint: str = "",
     tls: Tls | None = None,
 ) -> None:
-    """Draft for one or several verifiers until SIGTERM or SIGINT; reconnects when one restarts.
+    """Draft for one or several verifiers until SIGTERM or SIGINT; reconnects after restarts.
 
     `draft` is a function (text, count) → tokens, or a Strategy class; each connection makes an
     instance. `name` is the family's name in requests and metrics. `drafter_id` defaults to name,
@@ -84,7 +84,7 @@ async def _serve(
 
 
 class DraftStreams:
-    """Serves several verifiers and reconnects when one restarts; `stop` ends all streams."""
+    """Serves several verifiers and reconnects when a verifier restarts; `stop` ends all streams."""
 
     def __init__(self, streams: Sequence[tuple[str, DraftStream]]) -> None:
         """`streams` holds (verifier's name, stream) pairs; log lines and errors use the names."""

@@ -1,7 +1,7 @@
 """A drafter's side of one draft stream, without the stream: step batches in, draft batches out.
 
-Owns the sequences, and decides when to ask the strategy for guesses and for which of them. Knows no
-way of drafting, no sockets and no tasks.
+Owns the sequences, and decides when to ask the strategy for guesses, and for which sequences. Knows
+no way of drafting, no sockets and no tasks.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ class DraftSession:
     async def round(self, interrupted: Callable[[], bool]) -> DraftBatch:
         """Draft until there is something to send; an empty batch means to wait for a message.
 
-        Sequences that the verifier may be waiting for come first; the others run ahead only when
-        there are none. `interrupted` returns whether a message waits to be applied; then the round
-        ends with the guesses so far.
+        Sequences that the verifier may be waiting for come first; other sequences run ahead only
+        when there is no such sequence. `interrupted` returns whether a message waits to be applied;
+        then the round ends with the guesses so far.
         """
         started = self._clock()
         while asked := self._next():
@@ -139,7 +139,7 @@ class DraftSession:
             self._strategy.closed(sequence)
         except self._propagated:
             raise
-        # A family's fault in one sequence must not end the others.
+        # A family's fault in one sequence must not end the other sequences.
         except Exception:
             log.exception("the strategy failed to release its state of sequence %d", sequence.id)
 

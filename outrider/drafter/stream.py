@@ -49,7 +49,7 @@ _END: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # grpc-stubs lack it
 
 
 class Observer:
-    """Callbacks of a stream. They do nothing; override those that you need."""
+    """Callbacks of a stream. They do nothing; override the callbacks that you need."""
 
     async def registered(self, address: str) -> None:
         """A verifier registered this drafter."""
@@ -70,7 +70,7 @@ async def wait_until_ready(
     """Poll GetModel until the verifier is READY; returns its model.
 
     `tls` has the files that the channel was made with. Never times out. Raises OutriderError for an
-    answer that is invalid, or when the files change, since the channel keeps the old ones; and
+    answer that is invalid, or when the files change, since the channel keeps the old files; and
     AioRpcError when the verifier refuses the call for good.
     """
     stub = verifier_pb2_grpc.VerifierServiceStub(channel)

@@ -31,7 +31,7 @@ _LL_LIMITS = {
 _LL_JSON: Any = {
     # A space, or one line break with an indentation: a model that likes line breaks goes on.
     "whitespace_pattern": rf"\x20|\x0D?\x0A[\x20\x09]{{0,{_MAX_WHITESPACE}}}",
-    # Without \u: {"\u0061": 1} would pass as another property than "a".
+    # Without \u: {"\u0061": 1} would pass as a property other than "a".
     "json_allowed_escapes": 'nrbtf\\"',
 }
 

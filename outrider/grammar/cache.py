@@ -33,7 +33,7 @@ class GrammarCache:
     def add(self, grammar: Grammar, compiled: Compiled) -> Compiled:
         """Cache a compiled grammar unless it exceeds the whole capacity.
 
-        Returns it, or the one that another thread cached before.
+        Returns it, or the grammar that another thread cached before.
         """
         source_size = len(grammar.text) + sum(map(len, grammar.choices))
         size = compiled.size_bytes + _ENTRY_BYTES + source_size

@@ -145,7 +145,7 @@ class GrammarCompiler:
         return await asyncio.wrap_future(future)
 
     def _compile_once(self, grammar: Grammar) -> Compiled:
-        """Compile on one of the threads, unless another thread has compiled it."""
+        """Compile a grammar on a thread of the pool, unless another thread has compiled it."""
         cached = self.cache.get(grammar)
         if cached is not None:
             return cached

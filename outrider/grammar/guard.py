@@ -37,7 +37,7 @@ class Guard:
         self._walker = Walker(token_bytes, stop_token_ids)
 
     def check(self, compiled: Compiled, grammar: Grammar) -> None:
-        """Check a few random texts; raises OutriderError(INVALID_VALUE) for one that is wrong.
+        """Check a few random texts; raises OutriderError(INVALID_VALUE) for a wrong text.
 
         `grammar` is the request's. GBNF and structural tags have no independent check.
         """
@@ -85,7 +85,7 @@ class Walker:
     def text(
         self, compiled: Compiled, rng: random.Random, deadline: float = float("inf")
     ) -> bytes | None:
-        """A text up to its end; None for one that finds no end within tokens or deadline.
+        """A text up to its end; None if it finds no end within tokens or deadline.
 
         `deadline` is of the thread's CPU time, in seconds. Raises DeadEnd.
         """
@@ -126,7 +126,7 @@ class Walker:
         return int(tokens[rng.randrange(len(tokens))])
 
 
-# Kinds of tokens: by their first character, and those that end a text.
+# Kinds of tokens: by their first character, and tokens that end a text.
 _CLOSING, _LETTER, _DIGIT, _SPACE, _OTHER, _END = range(6)
 
 
@@ -146,7 +146,7 @@ def _shown(text: bytes) -> str:
 
 
 def check_of(grammar: Grammar) -> Callable[[bytes], bool] | None:
-    """Says whether a text is one of the grammar's; None for grammars without such a check."""
+    """Says whether the grammar allows a text; None for grammars without such a check."""
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:
             return _schema_check(json.loads(grammar.text))
@@ -176,5 +176,5 @@ def _schema_check(schema: Any) -> Callable[[bytes], bool]:
 
 
 def _decoded(text: bytes) -> str:
-    """The text; one that is no UTF-8 gives a lone surrogate, which no grammar allows."""
+    """The text; bytes that are no UTF-8 give a lone surrogate, which no grammar allows."""
     return text.decode(errors="surrogateescape")

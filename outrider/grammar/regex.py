@@ -66,8 +66,8 @@ def full_match(pattern: str, field: str) -> str:
 def schema_pattern(pattern: str, field: str, *, quoted: bool) -> str:
     """Translate a search within a string of a JSON schema; raises as above, naming the keyword.
 
-    The result matches the string's characters, or with `quoted` those of its JSON text between the
-    quotation marks.
+    The result matches the string's characters, or with `quoted` the characters of its JSON text
+    between the quotation marks.
     """
     found = next((m for m in _ECMASCRIPT_ONLY.finditer(pattern) if m[1] or m[2]), None)
     if found:

@@ -1,6 +1,6 @@
 """Bounds the repetition counts of regular expressions and grammars before they are compiled.
 
-Nested counts are multiplied, and neighbouring ones added. The count of a rule that another rule
+Nested counts are multiplied, and neighbouring counts added. The count of a rule that another rule
 repeats is not multiplied, because neither backend expands it.
 """
 

@@ -84,7 +84,7 @@ def unenforceable(field: str, problem: str) -> OutriderError:
 
 
 def types_of(schema: Mapping[str, Any]) -> set[str]:
-    """The schema's types, with number for integer; empty where it names none."""
+    """The schema's types, with number for integer; empty where it names no type."""
     kinds = schema.get("type", [])
     if isinstance(kinds, str):
         kinds = [kinds]
@@ -116,7 +116,7 @@ def _check_by_metaschema(schema: Mapping[str, Any], field: str) -> None:
 
 
 class _Translator:
-    """Translates one schema and those in it."""
+    """Translates one schema and the schemas in it."""
 
     def __init__(self, field: str, quoted: bool) -> None:
         self._field, self._quoted = field, quoted
@@ -224,7 +224,7 @@ class _Translator:
         return f"^(?:{schema_pattern(pattern, self._field, quoted=self._quoted)})$"
 
     def _check(self, schema: Mapping[str, Any], place: tuple[str, ...]) -> None:
-        """Check one schema's keywords, not those of the schemas in it."""
+        """Check one schema's keywords, not the keywords of the schemas in it."""
         refused = sorted(_UNENFORCED & schema.keys())
         if schema.get("uniqueItems"):
             refused.append("uniqueItems")

@@ -1,7 +1,7 @@
 """Refuses translated JSON schemas that XGrammar would not enforce in full.
 
-It serves the schemas within structural tags; LLGuidance serves all others. Found by compiling each
-keyword, alone and beside others.
+It serves the schemas within structural tags; LLGuidance serves all other schemas. Found by
+compiling each keyword, alone and beside others.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _OF_TYPE = {
     ),
     "array": _names("items prefixItems minItems maxItems"),
 }
-# The backend drops the keywords beside one of these.
+# The backend drops the keywords beside such a keyword.
 _ALONE = ("$ref", "anyOf", "allOf", "enum", "const")
 # Keywords that constrain nothing by themselves.
 _NOTES = _names(
@@ -44,7 +44,7 @@ _DECIMALS = 6
 
 
 def check_for_xgrammar(schema: Any, field: str) -> None:
-    """Check a translated schema and those in it; raises OutriderError(INVALID_VALUE)."""
+    """Check a translated schema and the schemas in it; raises OutriderError(INVALID_VALUE)."""
     if not isinstance(schema, Mapping):
         return
     _check_neighbours(schema, field)
@@ -105,7 +105,7 @@ def _check_objects(schema: Mapping[str, Any], field: str) -> None:
             raise unenforceable(field, f"has the property {name[:40]!r}, which needs an escape")
     opened = schema.get("additionalProperties", False) is not False
     if named and (opened or "patternProperties" in schema):
-        # A model may write a named property again, as one whose name is open.
+        # A model may write a named property again, as a property whose name is open.
         open_by = "additionalProperties" if opened else "patternProperties"
         raise unenforceable(field, f"has {open_by} beside named properties")
     if schema.get("minProperties", 0) or "maxProperties" in schema:

@@ -1,6 +1,6 @@
 """Translates, compiles and tries out a grammar.
 
-A worker process does so for those of requests.
+A worker process does so for the grammars of requests.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Trial:
         self._guard = Guard(libraries.token_bytes, stop_token_ids)
 
     def translated(self, grammar: Grammar) -> Grammar:
-        """Translate, compile and try out a grammar; returns the translated one.
+        """Translate, compile and try out a grammar; returns the translated grammar.
 
         Raises OutriderError(INVALID_VALUE) that names the field for a grammar that is invalid, that
         cannot be enforced, that allows no text, or whose masks take too long.
@@ -86,7 +86,7 @@ def _readable(cause: Exception) -> str:
 def _try_out(matcher: Matcher, field: str, vocab_size: int, stop_token_ids: Sequence[int]) -> None:
     """Write a short random text.
 
-    Raises OutriderError(INVALID_VALUE) if the grammar allows none or its masks take too long.
+    Raises OutriderError(INVALID_VALUE) if the grammar allows no text or its masks take too long.
     """
     mask = np.zeros((1, -(-vocab_size // 32)), np.int32)
     choose = np.random.default_rng(0)

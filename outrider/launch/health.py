@@ -27,7 +27,7 @@ def problem(
 
     `address` is `host:port` or `unix:/path`; an empty `service` means the whole process. With `ca`
     the call uses TLS, with the caller's certificate if there is one. The process's certificate must
-    have the role `server`, or for None the name or address that is dialled.
+    have the role `server`; if that is None, the name or address that is dialled.
     """
     try:
         channel = _channel(address, server, _content(cert), _content(key), _content(ca))

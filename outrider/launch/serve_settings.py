@@ -32,7 +32,7 @@ class DrafterSpec:
 
     @classmethod
     def parse(cls, text: str) -> DrafterSpec:
-        """Read one `--drafter`; raises OutriderError(INVALID_VALUE) that shows the right form."""
+        """Read a `--drafter`; raises OutriderError(INVALID_VALUE) that shows the right form."""
         head, *pairs = text.split(",")
         family, _, value = head.partition("=")
         options: dict[str, str] = {}
@@ -148,7 +148,7 @@ class ServeSettings(TargetSettings, ServiceSettings):
         return self
 
     def files(self, role: str) -> dict[str, Path]:
-        """Certificate, key and authorities of a role by the names of settings; none without TLS."""
+        """Certificate, key and authorities of a role by names of settings; empty without TLS."""
         if self.certs is None:
             return {}
         pair = {"tls_cert": self.certs / f"{role}.pem", "tls_key": self.certs / f"{role}.key"}

@@ -1,4 +1,4 @@
-"""Runs the stack's processes on this host: starts and stops them, and restarts those that die.
+"""Runs the stack's processes on this host: starts and stops them, and restarts processes that die.
 
 It passes on the lines that they print. It knows command lines and exit statuses, but no models,
 tokens or protocols.
@@ -91,7 +91,7 @@ class Supervisor:
             waiting.cancel()
 
     async def stop(self) -> None:
-        """Send SIGTERM to all, the gateway and drafters first, then SIGKILL to those that remain.
+        """Send SIGTERM to all, the gateway and drafters first, then SIGKILL to what remains.
 
         SIGKILL follows after 12 s, or at once if this call is cancelled.
         """

@@ -159,8 +159,8 @@ class AttentionGroup:
         """Return the attention mask [B, 1, Q * repeats, keys]: 0 for visible keys, else -inf.
 
         Each query occurs `repeats` times in a row. With a sliding window a query sees the last
-        `window` positions, including its own. None means that every query sees all keys. Masks
-        are cached, because most layers ask for the same one.
+        `window` positions, including its own. None means that every query sees all keys. Masks are
+        cached, because most layers ask for the same mask.
         """
         key = (window, repeats)
         if key not in self._masks:

@@ -92,8 +92,8 @@ class PagePool:
     def truncate(self, sequence: KVSequence, length: int) -> None:
         """Rewind the sequence to `length` tokens and free the pages behind them; copy nothing.
 
-        Other sequences may be reading a cached page. So a rewind into one goes back to the page's
-        beginning, and its tokens are computed again into a page of the sequence's own.
+        Other sequences may be reading a cached page. So a rewind into a cached page goes back to
+        the page's beginning, and its tokens are computed again into a page of the sequence's own.
         """
         cached = length // self.page_size
         if cached < len(sequence.digests):

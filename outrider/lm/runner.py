@@ -355,7 +355,7 @@ class ModelRunner:
 
 
 def _read_checkpoint(model: str, dtype: str, trust_remote_code: bool) -> torch.nn.Module:
-    """Load the model on the CPU; raise OutriderError for one that cannot be found or served."""
+    """Load the model on the CPU; raise OutriderError if it cannot be found or served."""
     try:
         config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
         if config.is_encoder_decoder:

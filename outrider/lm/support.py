@@ -16,7 +16,7 @@ from outrider.lm import attention, trial
 from outrider.lm.attention import LayerCache, UnsupportedAttention
 
 _SHAPE_TOKENS = 4
-# Characters of another library's error that a refusal repeats.
+# Most characters of another library's error that a refusal repeats.
 _CAUSE_CHARACTERS = 300
 
 

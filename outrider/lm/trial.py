@@ -26,12 +26,12 @@ FEWEST_TOKENS = 12
 """The fewest tokens of a text."""
 SPARE_TOKENS = 4
 """Tokens by which the first text's last slot is behind its last position."""
-# Longer than two pages of the usual size, and not a multiple of one.
+# Longer than two pages of the usual size, and not a multiple of the page size.
 _TOKENS = 43
 _BEHIND_WINDOW = 20
 # Tokens at the end of each text that the other text does not have.
 _BRANCH = SPARE_TOKENS
-# Logits of at most so many tokens at the end of a text are compared: a vocabulary is large.
+# Most tokens at the end of a text whose logits are compared: a vocabulary is large.
 _COMPARED = 48
 # Some models set the logits of tokens that they never give to the lowest number of their dtype.
 _NEVER = -1e30
@@ -112,7 +112,7 @@ class Texts:
         ]
 
     def own_row(self, position: int) -> int:
-        """Return the row of a position among those compared."""
+        """Return the row of a position among the compared positions."""
         return position - (self.count - self.compared)
 
     def _piece(self, text: int, start: int, end: int) -> _Piece:
@@ -147,7 +147,7 @@ def compute(model: Any, texts: Texts) -> torch.Tensor:
 
 
 def differences(expected: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """Return the difference of each token's logits [..., V] to those expected."""
+    """Return the difference of each token's logits [..., V] to the expected logits."""
     expected = expected.float()
     logits = logits.float()
     never = expected < _NEVER
@@ -185,7 +185,7 @@ def disagreement(
 
 
 def _for_count(typical: float, tokens: int) -> float:
-    """Return the tolerated median over so many tokens."""
+    """Return the tolerated median over `count` tokens."""
     if tokens >= _MANY_TOKENS:
         return typical
     return typical * _SEVERAL_FACTOR if tokens >= _SEVERAL_TOKENS else math.inf

@@ -1,7 +1,8 @@
 """A fingerprint of a checkpoint: equal for the same tensors, however they are divided into files.
 
 Reads samples of each tensor alone, so it takes seconds for hundreds of gigabytes. It tells
-checkpoints apart that somebody trained further or quantised, not ones made to look alike.
+checkpoints apart that somebody trained further or quantised, but not checkpoints made to look
+alike.
 """
 
 from __future__ import annotations

@@ -152,7 +152,7 @@ def run(
 
 
 def _authority(directory: Path) -> Authority:
-    """The authority of the directory, a new one if there is none."""
+    """The authority of the directory; a new authority if the directory has none."""
     if (directory / "ca.pem").exists() or (directory / "ca.key").exists():
         return Authority.load(directory)
     authority = Authority.new()
@@ -174,7 +174,7 @@ def _subject(name: str) -> x509.Name:
 
 
 def _general_name(host: str) -> x509.GeneralName:
-    """The alternative name of a host; raises OutriderError(INVALID_VALUE) if it is none."""
+    """The alternative name of a host; raises OutriderError(INVALID_VALUE) for any other text."""
     try:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:

@@ -61,7 +61,7 @@ class KeyEntry(BaseModel):
     """SHA-256 of the key, as hexadecimal digits."""
 
     tenant: _Name
-    """Requests of one tenant share caches and n-grams, and no others do."""
+    """Requests of the same tenant share caches and n-grams; requests of two tenants do not."""
 
     role: Role = "tenant"
     """An operator also sees metrics, processes, and sums over all tenants."""
@@ -119,7 +119,7 @@ def _place_of(error: yaml.YAMLError) -> str:
 
 
 def make_entry(fields: Mapping[str, Any]) -> KeyEntry:
-    """An entry with these fields. Raises OutriderError(INVALID_VALUE) for the first wrong one."""
+    """An entry with these fields. Raises OutriderError(INVALID_VALUE) for the first wrong field."""
     try:
         return KeyEntry.model_validate(fields)
     except ValidationError as error:
@@ -152,7 +152,7 @@ def changing_keys(path: Path) -> Iterator[Path]:
     Raises OSError.
     """
     path = Path(os.path.realpath(path))
-    # The file itself is replaced, and one beside it would have an owner and a mode of its own.
+    # The file itself is replaced, and a file beside it would have an owner and a mode of its own.
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         fcntl.flock(folder, fcntl.LOCK_EX)
@@ -164,8 +164,8 @@ def changing_keys(path: Path) -> Iterator[Path]:
 def write_keys(path: Path, entries: Sequence[KeyEntry]) -> None:
     """Replace a file at once, so that a gateway never reads half of it.
 
-    A new file is its owner's alone; an older one keeps its mode, owner and group, so that a gateway
-    can still read it after root has changed it. Raises OSError.
+    A new file is its owner's alone; an older file keeps its mode, owner and group, so that a
+    gateway can still read it after root has changed it. Raises OSError.
     """
     old = path.stat() if path.exists() else None
     mode = _NEW_FILE_MODE if old is None else old.st_mode & 0o777
@@ -184,7 +184,7 @@ def write_keys(path: Path, entries: Sequence[KeyEntry]) -> None:
 
 
 def _keep_owner(file: int, old: os.stat_result) -> None:
-    """Give an open file the owner and group of an older one, unless it has them."""
+    """Give an open file the owner and group of an older file, unless it has them."""
     new = os.fstat(file)
     if (new.st_uid, new.st_gid) != (old.st_uid, old.st_gid):
         os.fchown(file, old.st_uid, old.st_gid)

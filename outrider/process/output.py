@@ -19,7 +19,7 @@ class Output(io.TextIOBase):
     """A text file for `print` and rich, with a thread that writes to a file descriptor.
 
     While the descriptor takes nothing (a full disk, a stopped terminal), up to 1000 writes wait.
-    Later ones are dropped, and one line says how many.
+    Later writes are dropped, and a line says how many.
     """
 
     def __init__(self, descriptor: int, on_closed: Callable[[], None]) -> None:

@@ -8,8 +8,8 @@ from typing import Generic, TypeVar
 
 from outrider.errors import OutriderError, Reason
 
-# The producer pauses when so many items are unread, and goes on when so few are. A reader that
-# keeps up has one or two.
+# The producer pauses at the first number of unread items, and goes on at the second. A reader that
+# keeps up has one or two unread items.
 MOST_UNREAD = 32
 _FEW_UNREAD = 8
 

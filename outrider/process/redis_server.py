@@ -104,7 +104,7 @@ class RedisServer:
             "driver_info": None,
             "socket_timeout": timeout_s,
             "socket_connect_timeout": connect_s,
-            # Retry once on a new connection: a pooled one may lead to a server that is gone.
+            # Retry once on a new connection: a pooled connection may lead to a server that is gone.
             "retry": Retry(NoBackoff(), 1),
         }
         servers = {**common, **self.options, **own}
@@ -120,7 +120,8 @@ class RedisServer:
         if not self.sentinel_auth:
             login.pop("credential_provider", None)
         # redis-py's Sentinel has no types.
-        sentinel = Sentinel(self.addresses, sentinel_kwargs=common | login)  # type: ignore[no-untyped-call]
+        make_sentinel: Any = Sentinel
+        sentinel = make_sentinel(self.addresses, sentinel_kwargs=common | login)
         master: Redis = sentinel.master_for(self.service, db=self.database, **servers)
         return master
 
@@ -191,7 +192,7 @@ def _path(path: str, topology: str) -> tuple[str, int]:
 
 
 def _tls(use_tls: bool, tls: Tls | None) -> dict[str, Any]:
-    """redis-py's arguments for TLS with this process's files; none without TLS."""
+    """redis-py's arguments for TLS with this process's files; empty without TLS."""
     if not use_tls:
         return {}
     own: dict[str, Any] = {"ssl": True}
@@ -202,7 +203,11 @@ def _tls(use_tls: bool, tls: Tls | None) -> dict[str, Any]:
 
 
 def _check_authorities(file: str | None) -> None:
-    """Read the file of authorities, so that a wrong one is an error at the start."""
+    """Read the file of certificates that Redis's certificate must be signed by.
+
+    redis-py would read it only for the first connection. Raises OutriderError(INVALID_VALUE) that
+    names the file.
+    """
     if file is None:
         return
     try:
@@ -213,7 +218,7 @@ def _check_authorities(file: str | None) -> None:
 
 
 def _credentials(user: str, password: str, password_file: Path | None) -> dict[str, Any]:
-    """redis-py's argument for the URL's user and the password; none without either."""
+    """redis-py's argument for the URL's user and the password; empty without both."""
     if password_file is not None and password:
         raise invalid("redis-password-file", "must not be given where the URL has a password")
     provider = Credentials(user, password, password_file)

@@ -54,7 +54,7 @@ MAX_STREAMS = 4096
 
 # Both ends notice within 12 s that the other has vanished: after 4 s without data they send a ping,
 # and wait 8 s for its answer. gRPC also sends pings that measure the link. Their time-out is 60 s
-# by default, and no other ping is sent while one is in flight, so theirs must be as short. The
+# by default, and no other ping is sent while a ping is in flight, so theirs must be as short. The
 # server must allow such pings: by default it answers pings more frequent than every 5 minutes with
 # GOAWAY "too_many_pings".
 _COMMON_OPTIONS: list[tuple[str, Any]] = [
@@ -73,7 +73,7 @@ SERVER_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.so_reuseport", 0),
 ]
 # A lost peer is redialled quickly. The "min" is how long one attempt may take: a connection to
-# another region needs several round trips, so a short one would never succeed there.
+# another region needs several round trips, so a short attempt would never succeed there.
 CHANNEL_OPTIONS: list[tuple[str, Any]] = [
     *_COMMON_OPTIONS,
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -81,8 +81,8 @@ CHANNEL_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.min_reconnect_backoff_ms", 5_000),
     ("grpc.max_reconnect_backoff_ms", 2_000),
     ("grpc.enable_http_proxy", 0),
-    # Otherwise a new channel would reuse an older one's connection to the same address, which may
-    # be half open.
+    # Otherwise a new channel would reuse an older channel's connection to the same address, which
+    # may be half open.
     ("grpc.use_local_subchannel_pool", 1),
 ]
 

@@ -103,7 +103,7 @@ def _with_details(error: OutriderError, status: status_pb2.Status) -> OutriderEr
 
 
 def _describe(error: OutriderError, info: error_details_pb2.ErrorInfo) -> None:
-    """Give the error the reason; one that only a later version knows has its class of retries."""
+    """Give the error the reason; a reason that this version lacks has its class of retries."""
     metadata = dict(info.metadata)
     named = metadata.pop(_RETRY_KEY, "")
     if info.reason in Reason.__members__:

@@ -1,4 +1,4 @@
-"""Threads that serve tenants in turns, so that none can keep the others' work from beginning."""
+"""Threads that serve tenants in turns, so that no tenant can block another tenant's work."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class TenantThreads:
     """A fixed number of daemon threads, and a queue for each tenant.
 
     A free thread takes the work of the tenant with the fewest running pieces of work; among these,
-    of the tenant that was served longest ago. A tenant never has all threads, so that another one
-    need not wait for work that has begun; it has at most `each` of them, if given. Each thread has
-    a stack of `stack_bytes`, if given, and runs at the priority `nice`, where the system has
-    priorities of threads.
+    of the tenant that was served longest ago. A tenant never has all threads, so that another
+    tenant need not wait for work that has begun; it has at most `each` of them, if given. Each
+    thread has a stack of `stack_bytes`, if given, and runs at the priority `nice`, where the system
+    has priorities of threads.
     """
 
     def __init__(

@@ -62,7 +62,7 @@ class Tls:
 
     @classmethod
     def of(cls, cert: Path | None, key: Path | None, ca: Path | None) -> Tls | None:
-        """The three files; None if none is named.
+        """The three files; None if no file is named.
 
         Raises OutriderError(INVALID_VALUE) if only some are named, if one is not a file, or if the
         key does not belong to the certificate.
@@ -175,9 +175,9 @@ class TlsSettings(BaseModel):
     model_config = ConfigDict(use_attribute_docstrings=True)
 
     tls_cert: Path | None = None
-    """PEM file with this process's certificate, and those between it and the authority. With it,
-    tls-key and tls-ca, all connections between processes use mutual TLS. Changed files are read
-    again without a restart."""
+    """PEM file with this process's certificate, and the certificates between it and the authority.
+    With it, tls-key and tls-ca, all connections between processes use mutual TLS. Changed files are
+    read again without a restart."""
 
     tls_key: Path | None = None
     """PEM file with the certificate's key."""
@@ -244,8 +244,8 @@ def http_context(tls: Tls) -> ssl.SSLContext:
     """TLS of an HTTP server; each handshake takes the files as they are then.
 
     If the files have authorities, a client's certificate that none of them signed, or that has
-    expired, ends the handshake. Whether a client needs one is up to the server, which can say so in
-    an answer.
+    expired, ends the handshake. Whether a client needs a certificate is up to the server, which can
+    say so in an answer.
     """
     watched = WatchedTls(tls, _http_context)
     context = watched.current

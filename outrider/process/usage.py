@@ -29,7 +29,7 @@ def invoke(command: click.Command, program: str, arguments: Sequence[str]) -> An
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """Return " (did you mean NAME?)" with the most similar known name, or "" if none is similar."""
+    """Return " (did you mean NAME?)" with the most similar known name; "" if there is none."""
     alike = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
     return f" (did you mean {alike[0]}?)" if alike else ""
 

@@ -117,7 +117,8 @@ class WorkerSource:
     def kill(self, pid: int) -> int:
         """Kill a worker and wait for its end.
 
-        Returns the signal that ended it: an earlier one than SIGKILL, or 0 if none did.
+        Returns the signal that ended it: a signal before SIGKILL, or 0 if it ended without a
+        signal.
         """
         with self._lock:
             if self._control is None:
@@ -189,7 +190,7 @@ class Worker:
         raise WorkerError(answer[1:].decode(errors="replace"))
 
     def kill(self) -> int:
-        """End the process; the next call forks another one. Returns the signal that ended it."""
+        """End the process; the next call forks a new process. Returns the signal that ended it."""
         if self._forked is None:
             return 0
         pid, connection = self._forked

@@ -64,7 +64,7 @@ def check_speculation(options: SpeculationOptions) -> None:
 
 
 def _check_ranges(settings: object, ranges: Mapping[str, Range], prefix: str) -> None:
-    """Check the settings that have a range; one that is None takes its default."""
+    """Check the settings that have a range; a setting of None takes its default."""
     for name, allowed in ranges.items():
         value = getattr(settings, name)
         if value is not None and value not in allowed:

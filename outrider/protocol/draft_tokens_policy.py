@@ -22,7 +22,7 @@ class DraftTokensPolicy:
     """How many draft tokens of a sequence a step verifies.
 
     `goodput` takes the fastest number by measured acceptance and costs, from 0 to
-    `max_draft_tokens`. `auto` is TensorRT-LLM's heuristic: 5 up to a batch of 4, 3 up to 32, none
+    `max_draft_tokens`. `auto` is TensorRT-LLM's heuristic: 5 up to a batch of 4, 3 up to 32, 0
     above. `fixed` always takes `max_draft_tokens`.
     """
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """The numbers from `low` to `high`; without `low` itself if `low_is_open`. NaN is in none."""
+    """The numbers from `low` to `high`; without `low` itself if `low_is_open`; never NaN."""
 
     low: float
     high: float

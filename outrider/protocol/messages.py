@@ -188,9 +188,9 @@ class TokenRequest:
     """One sequence to generate.
 
     `top_logprobs` is the number of likeliest tokens to report with each generated token,
-    `prompt_logprobs` with each of the prompt; None asks for none. The output goes on behind
-    `committed`. `noise_seed` seeds the random numbers if `sampling` has no seed. A verifier of
-    another `model_fingerprint` refuses the request; empty takes any.
+    `prompt_logprobs` with each token of the prompt; None asks for no report. The output goes on
+    behind `committed`. `noise_seed` seeds the random numbers if `sampling` has no seed. A verifier
+    of another `model_fingerprint` refuses the request; empty takes any.
     """
 
     prompt: list[int]
@@ -217,8 +217,8 @@ class SpeculationPause:
     """Why most steps of a sequence verified no draft.
 
     `step_count` counts those steps, and `reason` is the commonest. `forward_s` are the seconds of a
-    step without drafts, `draft_s` those from a verdict to the quickest drafter's draft; None if
-    they were not measured.
+    step without drafts, `draft_s` the seconds from a verdict to the quickest drafter's draft; None
+    if they were not measured.
     """
 
     reason: PauseReason
@@ -260,9 +260,10 @@ class SpeculationStats:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Natural logarithms of the target's unprocessed softmax for a token and the likeliest ones.
+    """Natural logarithms of the target's unprocessed softmax for a token and the likeliest tokens.
 
-    The likeliest come first. `rank` counts the tokens at least as likely as this one, with it.
+    The likeliest come first. `rank` counts the tokens at least as likely as this token, itself
+    included.
     """
 
     logprob: float
@@ -275,8 +276,8 @@ class TokenLogprob:
 class TokenChunk:
     """The tokens that one engine step committed for one sequence.
 
-    `draft_token_count` is the number of draft tokens verified, `side_draft_token_count` that of
-    those beside the main path. The last chunk has a finish reason and statistics.
+    `draft_token_count` is the number of draft tokens verified, `side_draft_token_count` the number
+    of those that lie beside the main path. The last chunk has a finish reason and statistics.
     `prompt_logprobs` begin with the prompt's second token, and each chunk continues those of the
     chunk before.
     """

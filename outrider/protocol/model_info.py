@@ -43,7 +43,7 @@ class DrafterInfo:
     round_trip_s: float | None = None
     """From a verdict to its answer, without the time spent drafting; None before the first."""
     token_s: float | None = None
-    """Time to draft one token; None before the first."""
+    """Time to draft one token; None before the first draft."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,8 @@ class Load:
     def places(self) -> int:
         """Sequences that run at once.
 
-        Long ones may fill the cache before the batch is full: while some wait, no more run.
+        Long sequences may fill the cache before the batch is full: while sequences wait, no more
+        run.
         """
         return self.running if self.waiting and self.running else self.max_running
 
@@ -70,14 +71,14 @@ class Load:
         return max(0, self.running + self.waiting - own)
 
     def wait_s(self) -> float:
-        """Seconds until one sequence more gets a place; 0 if that is not known."""
+        """Seconds until a further sequence gets a place; 0 if that is not known."""
         return wait_s(self.running + self.waiting + 1, self.places, self.sequence_s)
 
 
 def wait_s(count: int, places: float, sequence_s: float | None) -> float:
-    """Seconds until the last of `count` sequences gets one of the `places` that these have.
+    """Seconds until the last of `count` sequences gets one of their `places` places.
 
-    `sequence_s` is how long each keeps its place. 0 if that is not known.
+    `sequence_s` is how long each sequence keeps its place. 0 if that is not known.
     """
     return max(0.0, count - places) * (sequence_s or 0.0) / places
 

@@ -71,11 +71,12 @@ def coupled_sample(probs_RV: torch.Tensor, keys_R: torch.Tensor) -> torch.Tensor
 def coupled_top(
     probs_RV: torch.Tensor, keys_R: torch.Tensor, count: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The token that `coupled_sample` draws and the next in its order, int64 [R, K], and shares.
+    """The first tokens in the order of `coupled_sample`, which draws the first, and their shares.
 
-    K is `count`, or V if that is less. A token's share, float64 [R, K], is its part of the sum of
-    probability / exponential over all tokens: the softmax of the perturbed logits. It estimates how
-    probably another party with these keys and similar probabilities draws the token.
+    Tokens are int64 [R, K], and shares float64 [R, K]. K is `count`, or V if that is less. A
+    token's share is its part of the sum of probability / exponential over all tokens: the softmax
+    of the perturbed logits. It estimates how probably another party with these keys and similar
+    probabilities draws the token.
     """
     size = probs_RV.shape[-1]
     tokens, shares = [], []

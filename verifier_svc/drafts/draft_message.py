@@ -116,9 +116,10 @@ class DraftMessage:
 
 
 def _new_depth(parents: list[int], merged: int) -> int:
-    """The most tokens one behind the other that a tree adds to its repeated main path.
+    """The depth of the part that a tree adds to its repeated main path, in tokens.
 
-    Its branches are drafted side by side. `merged` of its tokens were drafted before.
+    Branches are drafted side by side, so their tokens do not add up. `merged` tokens of the tree
+    were drafted before.
     """
     repeated = min(merged, len(main_path(parents)))
     behind = [0] * (1 + repeated)
@@ -155,7 +156,7 @@ def record_draft(
 ) -> None:
     """Count a verified draft, whose `rows` were accepted, in acceptance rates and metrics.
 
-    `assignment` is that of the main path. The step `emitted` so many tokens of the sequence.
+    `assignment` is the main path's. `emitted` is the number of tokens that the step committed.
     """
     if draft.parents or draft.drafter_ids or draft.main_length is not None:
         _record_tree(metrics, sequence, assignment, draft, rows, emitted)
@@ -199,7 +200,7 @@ def _record_tree(
 def main_path_outcome(draft: DraftTree, drafter_id: str, rows: SequenceOf[int]) -> tuple[int, int]:
     """The length of a drafter's own main path in a tree, and how much of it was accepted.
 
-    The path ends where another drafter's guess continues it. `rows` are the accepted ones.
+    The path ends where another drafter's guess continues it. `rows` are the accepted rows.
     """
     drafted = 0
     while drafted < len(draft.token_ids) and drafted != draft.main_length:
@@ -212,16 +213,16 @@ def main_path_outcome(draft: DraftTree, drafter_id: str, rows: SequenceOf[int]) 
 
 
 def main_path_count(rows: SequenceOf[int]) -> int:
-    """How many of the accepted rows are the main path's, which are a draft's first ones."""
+    """How many of the accepted rows are on the main path, which has a draft's first rows."""
     return sum([row == place for place, row in enumerate(rows, 1)])
 
 
 def outcomes_by_drafter(
     draft: DraftTree, drafter_id: str, rows: SequenceOf[int]
 ) -> dict[str, tuple[int, list[int]]]:
-    """Each drafter's number of tokens in a tree, and the places of its accepted ones in the path.
+    """Each drafter's number of tokens in a tree, and the places of its accepted tokens in the path.
 
-    `drafter_id` is that of all tokens if the tree names none.
+    If the tree names no drafters, all tokens are `drafter_id`'s.
     """
     found: dict[str, tuple[int, list[int]]] = {}
     owners = draft.drafter_ids or [drafter_id] * len(draft.token_ids)

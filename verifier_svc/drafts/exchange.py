@@ -44,7 +44,8 @@ class DraftExchange:
     ) -> None:
         """With `sampled_drafts`, trusted drafters may sample.
 
-        The target computes on `own_cores`; None if elsewhere, or if it leaves some cores to others.
+        `own_cores` are the cores that the target computes on; None if it computes on a GPU, or
+        leaves some cores of the process to drafters.
         """
         self.roster = Roster(clock)
         self.plan = Plan()
@@ -73,7 +74,7 @@ class DraftExchange:
         holder: str = "",
         source: str = "",
     ) -> Drafter:
-        """Register a drafter and assign it the admitted sequences that have none of its family.
+        """Register a drafter and assign it sequences without a drafter of its family.
 
         `trusted` says whether its distributions count where sampled drafts are accepted. For
         `holder` and `source` see `Drafter`. Raises as `Roster.join` does.
@@ -234,7 +235,7 @@ class DraftExchange:
     def count_messages(self) -> None:
         """Count the messages that are about to be sent, and look for drafters that fell silent.
 
-        Their sequences go to others as far as there are any.
+        Their sequences go to other drafters if there are any.
         """
         now = self._clock()
         for drafter in self.roster.connected.values():

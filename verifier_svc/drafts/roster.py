@@ -1,4 +1,4 @@
-"""The drafters: the connected, the lost and those in quarantine, and which ones a sequence gets."""
+"""Keeps the connected, lost and quarantined drafters, and chooses the drafters of a sequence."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _NAMED = 20
 class Roster:
     """The connected drafters, and those that left a short while ago.
 
-    At most `max_drafters` are connected, and a quarter of them of one source.
+    At most `max_drafters` are connected, and at most a quarter of `max_drafters` of one source.
     """
 
     def __init__(self, clock: Clock = monotonic) -> None:
@@ -100,7 +100,7 @@ class Roster:
         return forgotten
 
     def count_fault(self, drafter: Drafter) -> None:
-        """Count a protocol violation; repeated ones put the drafter in quarantine."""
+        """Count a protocol violation; repeated violations put the drafter in quarantine."""
         faults = [*self._faults.pop(drafter.blamed, []), self._clock()]
         self._faults[drafter.blamed] = faults[-_FAULTS_TO_QUARANTINE:]
         _drop_oldest(self._faults)
@@ -119,13 +119,14 @@ class Roster:
     def choose(
         self, options: SpeculationOptions, assigned: Iterable[str], past: Collection[str] = ()
     ) -> list[Drafter]:
-        """The drafters to assign a sequence to, besides those `assigned`, but none `past` (ids).
+        """The drafters to assign a sequence to besides `assigned`, without those in `past` (ids).
 
-        At most `PLACES` in all, of those that the request allows. Assigned ones that became
-        doubtful do not count: the caller takes the sequence from them if the places are needed.
-        First, of each family that has none yet, the proven drafter with the fewest sequences; of
-        more families, those with the most merit, and they leave a place to drafters on trial. Those
-        follow in turn, and last a single doubtful drafter that has no other sequence, unless the
+        The request allows each of them, and a sequence has at most `PLACES` drafters in all.
+        Assigned drafters that became doubtful do not count: the caller takes the sequence from them
+        if their places are needed. First comes the proven drafter with the fewest sequences of each
+        family that the sequence lacks. If there are more families than places, the drafters with
+        the most merit come first and leave a place to drafters on trial. Drafters on trial follow
+        in turn. A single doubtful drafter comes last, and only if it has no other sequence or the
         request names it.
         """
         if not options.enabled:
@@ -216,7 +217,7 @@ def _drop_oldest(names: dict[str, Any]) -> None:
 
 
 def _check_listed(field: str, name: str, names: set[str]) -> None:
-    """Raise DRAFTER_NOT_FOUND if the name is neither empty nor one of these."""
+    """Raise DRAFTER_NOT_FOUND if the name is neither empty nor in `names`."""
     if not name or name in names:
         return
     listed = ", ".join(sorted(names)[:_NAMED]) or "(no drafter is connected)"

@@ -69,7 +69,7 @@ def chunk_of(
     sources: list[TokenSource],
     finish_reason: FinishReason | None,
 ) -> TokenChunk:
-    """Build the chunk of the committed tokens `new`; the last one has the sequence's statistics."""
+    """Build the chunk of the committed tokens `new`; a sequence's last chunk has its statistics."""
     sequence = scheduled.sequence
     draft = scheduled.draft
     assignment = scheduled.assignment

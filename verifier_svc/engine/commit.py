@@ -89,7 +89,7 @@ class Committer:
         self.end_sequence(sequence)
 
     def stop_gathering(self) -> None:
-        """Add all unsent tokens to the outbox, and keep none from now on."""
+        """Add all unsent tokens to the outbox, and hold no tokens back from now on."""
         self._gathers = False
         for sequence in self._sequences.values():
             if sequence.unsent is not None:
@@ -108,7 +108,7 @@ class Committer:
     def _leave_out(self, scheduled: ScheduledSequence) -> None:
         """Undo a sequence's part of a step that has to be repeated.
 
-        A prompt's tokens stay in the cache but for the last one, whose logits are needed again.
+        A prompt's tokens stay in the cache except the last token, whose logits are needed again.
         """
         kv = scheduled.sequence.kv
         if not scheduled.scored:
@@ -183,7 +183,7 @@ class Committer:
     def _emit(self, sequence: Sequence, chunk: TokenChunk) -> None:
         """Send a chunk, or keep it until it has the request's `min_chunk_tokens`.
 
-        The first chunk and the last one are sent at once.
+        The first and the last chunk are sent at once.
         """
         if chunk.finish_reason is not None:
             sequence.stats.paused = pause_of(sequence, self._drafting.plan)

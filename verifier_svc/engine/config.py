@@ -35,8 +35,8 @@ class EngineConfig:
     """The configuration of one engine.
 
     `draft_tokens_policy` chooses how many draft tokens of a sequence a step verifies, unless the
-    request says it. With `draft_trees` a draft may be a tree. `scored_logits_bytes` bounds the
-    logits that a step computes to score prompts. The other fields are counts.
+    request names a number. With `draft_trees` a draft may be a tree. `scored_logits_bytes` bounds
+    the logits that a step computes to score prompts. The other fields are counts.
     """
 
     draft_tokens_policy: DraftTokensPolicy = field(
@@ -51,6 +51,6 @@ class EngineConfig:
 
     @property
     def largest_draft(self) -> int:
-        """Most draft tokens of a sequence in one step, unless its request says it."""
+        """Most draft tokens of a sequence in one step, unless its request names a number."""
         most = self.draft_tokens_policy.max_draft_tokens
         return max(most, MAX_TREE_TOKENS) if self.draft_trees else most

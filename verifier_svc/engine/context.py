@@ -14,7 +14,7 @@ from verifier_svc.state.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class EngineContext:
-    """For the engine's thread alone. `sequences` are those in the queue and the batch, by id."""
+    """For the engine's thread alone. `sequences` has the sequences of queue and batch, by id."""
 
     sequences: dict[int, Sequence]
     scheduler: Scheduler

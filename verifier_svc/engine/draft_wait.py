@@ -68,7 +68,7 @@ class DraftWait:
         return plan
 
     def _make_plan(self) -> Plan:
-        """Admit the sequences that fit, and plan for all admitted ones."""
+        """Admit the sequences that fit, and plan for all admitted sequences."""
         self._intake.admit()
         self._step += 1
         self._began = self._clock()

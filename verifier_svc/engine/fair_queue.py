@@ -30,7 +30,7 @@ class FairQueue:
         self._by_tenant.setdefault(sequence.request.tenant, deque()).append(sequence)
 
     def put_back(self, sequence: Sequence) -> None:
-        """Put a sequence that has run before the younger ones of its tenant."""
+        """Put a sequence that has run already ahead of its tenant's younger sequences."""
         own = self._by_tenant.setdefault(sequence.request.tenant, deque())
         younger = (i for i, other in enumerate(own) if other.arrival > sequence.arrival)
         own.insert(next(younger, len(own)), sequence)
@@ -56,11 +56,11 @@ class FairQueue:
                 del self._by_tenant[tenant]
 
     def to_displace(self, tenant: str) -> Sequence | None:
-        """The sequence that loses its place in a full queue to a sequence of `tenant`, if any does.
+        """The sequence that loses its place in a full queue to a sequence of `tenant`; else None.
 
-        It is the youngest of the tenant with the most waiting sequences, but none that has begun,
-        here or at another verifier. That tenant must keep at least as many sequences as `tenant`
-        then has, so the two cannot displace each other in turns.
+        It is the youngest sequence of the tenant with the most waiting sequences, and has not
+        begun, here or at another verifier. That tenant must keep at least as many sequences as
+        `tenant` then has, so the two cannot displace each other in turns.
         """
         longest = max(self._by_tenant.values(), key=len, default=deque())
         own = len(self._by_tenant.get(tenant, ()))

@@ -33,7 +33,7 @@ class LoadMeter:
         self._admitted_count = len(self._running)
 
     def ended(self, sequence: Sequence, now: float) -> None:
-        """Count the time that a sequence was in the batch, however it ended; none while unread."""
+        """Count the time that a sequence was in the batch, until its client stopped reading."""
         if sequence.scheduled_at is None:
             return
         if sequence.unread_at is not None:

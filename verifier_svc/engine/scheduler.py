@@ -82,7 +82,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a sequence runs or waits for a place. An unread one does neither."""
+        """Whether a sequence runs or waits for a place. An unread sequence does neither."""
         return bool(self.running) or len(self.waiting) > 0
 
     def leave_unread(self, sequence: Sequence) -> None:
@@ -100,7 +100,7 @@ class Scheduler:
         self.waiting.put_back(sequence)
 
     def unread_longest(self) -> Sequence:
-        """The sequence that is longest unread, of the tenant with the most unread ones."""
+        """Of the tenant with the most unread sequences, the sequence that is unread longest."""
         counts = Counter([each.request.tenant for each in self.unread.values()])
         return max(self.unread.values(), key=lambda each: counts[each.request.tenant])
 
@@ -141,7 +141,7 @@ class Scheduler:
         return [each for each in free if each.request.tenant in light]
 
     def ready(self) -> list[Sequence]:
-        """The running sequences that a step can have: none whose masks are still computed."""
+        """The running sequences that wait for no mask, and so can be in a step."""
         return [each for each in self.running.values() if not each.waits_for_mask]
 
     def next(
@@ -265,8 +265,8 @@ class Scheduler:
     def admit(self) -> list[Sequence]:
         """Admit waiting sequences while all their tokens fit, and return them.
 
-        A sequence with all its pages at hand does not preempt another one at once. One of a tenant
-        with few places or pages takes them from the tenant with the most.
+        A sequence with all its pages at hand does not preempt another sequence at once. A sequence
+        of a tenant with few places or pages takes them from the tenant with the most.
         """
         admitted: list[Sequence] = []
         while self.waiting:

@@ -1,6 +1,6 @@
 """Divides a step between tenants: whose sequences it decodes, and how much of whose prompts.
 
-A tenant that has used little goes first. What the others add to its step is bounded in time,
+A tenant that has used little goes first. The time that other tenants add to its step is bounded,
 because each of its tokens takes a step. With one tenant, a step takes all it can.
 """
 
@@ -51,7 +51,7 @@ class StepShares:
     def divide(
         self, running: List[Sequence], tenants: Mapping[str, int], drafted: Drafted
     ) -> list[Part]:
-        """The parts of the next step: first those that decode, then the prompts.
+        """The parts of the next step: first the decoding sequences, then the prompts.
 
         `tenants` has the number of running sequences by tenant.
         """
@@ -156,7 +156,7 @@ def _cut(reading: list[Part], most: int) -> list[Part]:
 
 
 def max_min(wanted: Mapping[str, int], total: int) -> dict[str, int]:
-    """Share `total` so that nobody can get more without somebody with less getting less still.
+    """Share `total` so that nobody can get more unless somebody with less loses (max-min).
 
     Whoever wants less than an equal share gets what it wants, and the others share the rest.
     """

@@ -43,9 +43,9 @@ def trials(
 ) -> Drafts:
     """One draft token from each drafter on trial that is not asked anyway.
 
-    These are drafters that have not answered yet, and those beside a proven drafter. Nobody waits
-    for the token, so it costs a message. A drafter on the target's cores would cost more, and is
-    only probed.
+    A drafter on trial is asked beside a proven drafter, or until it has answered. Nobody waits for
+    the token, so it costs a message. A drafter on the target's cores would cost more, and is only
+    probed.
     """
     beside_proven = any(drafter.proven for drafter in drafters)
     tried = {
@@ -104,8 +104,8 @@ def due_probes(
 ) -> frozenset[Assignment]:
     """The assignments to probe in this step.
 
-    All with the same interval are probed in common steps, since a drafter drafts many sequences at
-    once.
+    Assignments with the same interval are probed in the same step, since a drafter drafts many
+    sequences at once.
     """
     return frozenset(
         [

@@ -50,9 +50,9 @@ class PayingDrafts:
         return frozenset([d for d in known - paying if not budget.allows(batch, paying | {d})])
 
     def pick(self, offers: list[Offer]) -> list[Offer]:
-        """The drafts of one sequence: that of a proven drafter with the greatest gain.
+        """Keep a sequence's best offer: a proven drafter's first, then the greatest gain.
 
-        A stranger's first drafts are judged beside those of drafters that were right before.
+        A stranger's first drafts are judged beside the drafts of drafters that were right before.
         """
         return [max(offers, key=itemgetter(0, 1))] if len(offers) > 1 else offers
 
@@ -96,7 +96,7 @@ class EveryDraft(PayingDrafts):
         return offers
 
     def may_await(self, assignment: Assignment, beside_proven: bool) -> bool:
-        """Every draft, the first one too."""
+        """Always, also for a drafter's first draft."""
         return True
 
 

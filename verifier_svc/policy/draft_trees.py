@@ -2,8 +2,8 @@
 
 A step's tokens are taken over all its sequences from the likeliest down, as long as each is worth
 its price in the forward. No token is likelier than its parent, so the taken tokens form trees. No
-other choice of as many tokens promises more accepted ones. EAGLE-2 (arXiv 2406.16858) and OPT-Tree
-(2406.17276) choose nodes in this order, for one sequence and a fixed number.
+other choice of the same number of tokens promises more accepted tokens. EAGLE-2 (arXiv 2406.16858)
+and OPT-Tree (2406.17276) choose nodes in this order, for one sequence and a fixed number.
 
 Looks at the tries' shapes, at confidences and at measured rates; never at which tokens are guessed.
 """
@@ -66,7 +66,7 @@ def _is_planned(sequence: Sequence, plan: Plan) -> bool:
 
 
 def _best_path(sequence: Sequence, draft_tokens: int) -> Assignment | None:
-    """The assignment whose main path promises the most accepted tokens; None if none is ready.
+    """The assignment whose main path promises the most accepted tokens; None without any path.
 
     The expectation comes from the path's length and its drafter's acceptance rate. A sampled path
     counts as complete, see `Assignment.ready_tokens`.

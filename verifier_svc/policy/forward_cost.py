@@ -112,7 +112,7 @@ class ForwardCost:
         return bool(self._grid)
 
     def estimate(self, sequence_count: int, token_count: int) -> float:
-        """Seconds of such a forward, by lines through the measured ones; 0 before the first."""
+        """Seconds of a forward, interpolated between measured forwards; 0 before the first."""
         if not self._grid:
             return 0.0
         key = (sequence_count, token_count)

@@ -57,8 +57,8 @@ def price_of_tokens(accept_probs: list[float], token_prices: list[tuple[int, flo
     """The lowest probability of being committed at which a draft token still pays.
 
     Tokens are taken from the likeliest down, each at the next higher cost, until a token's
-    probability no longer covers its cost. `accept_probs` are those of all tokens that could be
-    drafted, in rising order. `token_prices` is as in `Prices`.
+    probability no longer covers its cost. `accept_probs` are the probabilities of all tokens that
+    could be drafted, in rising order. `token_prices` is as in `Prices`.
     """
     begin = 0
     price = 0.0

@@ -18,7 +18,7 @@ class Plan:
     """The decisions for one step, and the numbers behind them."""
 
     batch: int = 1
-    """Decoding sequences; if there are none, those of the last plan that had some."""
+    """Number of decoding sequences; if it is 0, the number of the last plan that had any."""
     decode_step_s: float = 0.0
     """Seconds of a step without drafts; 0 before anything was measured."""
     speedup: float = 1.0
@@ -42,7 +42,7 @@ class Plan:
     wait_for: tuple[tuple[Sequence, Assignment], ...] = ()
     """Pending drafts that are worth waiting for before the step."""
     wait_s: float = 0.0
-    """The longest such wait in seconds."""
+    """The longest wait for them, in seconds."""
     policy: PayingDrafts = PAYING_DRAFTS
     """The policy that made the plan, by which the engine waits for late drafts."""
     insisted: bool = False

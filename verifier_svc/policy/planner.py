@@ -154,7 +154,7 @@ class Planner:
         )
 
     def _plan_without_drafts(self, batch: int, planned: Collection[Sequence], last: Plan) -> Plan:
-        """A plan that asks no drafter, either for lack of one or to measure baseline steps.
+        """A plan that asks no drafter, because there is none or to measure baseline steps.
 
         Keeps the last plan's opinion of the drafters.
         """
@@ -198,8 +198,8 @@ class Planner:
     ) -> _Choice:
         """The set of drafters with the highest goodput, waits included.
 
-        Tries the quickest drafter alone, then the two quickest, and so on. The set is empty if none
-        beats plain steps by the margin.
+        Tries the quickest drafter alone, then the two quickest, and so on. The set is empty if no
+        set beats plain steps by the margin.
         """
         if self._drafts.takes_all or prices.decode_step_s == 0.0:
             return self._choice_of(decoding, drafters, prices)
@@ -330,7 +330,7 @@ class Planner:
 
 
 def _insist(running: Collection[Sequence]) -> bool:
-    """Whether all sequences insist on drafts, and are one tenant's, so that nobody else waits."""
+    """Whether all sequences insist on drafts and are one tenant's, so no other tenant waits."""
     tenant: str | None = None
     for sequence in running:
         request = sequence.request

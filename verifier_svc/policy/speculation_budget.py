@@ -226,14 +226,14 @@ class SpeculationBudget:
         return budget is None or budget.open
 
     def _nearest(self, size: int, drafters: frozenset[Drafter]) -> _Budget | None:
-        """The budget for batches of this size, or of the nearest size that has one."""
+        """The budget for batches of this size, or of the nearest size that has a budget."""
         sizes = self._budgets.get(drafters)
         if not sizes:
             return None
         return sizes.get(size) or sizes[min(sizes, key=lambda other: abs(other - size))]
 
     def _budget(self, size: int, drafters: frozenset[Drafter]) -> _Budget:
-        """The budget for this size. A new one begins as a copy of the nearest one."""
+        """The budget for this size. A new budget begins as a copy of the nearest size's."""
         sizes = self._budgets.setdefault(drafters, {})
         if size not in sizes:
             first = _FIRST_STEPS if drafters else _PROBE_STEPS

@@ -42,8 +42,9 @@ def drafts_to_wait_for(
 ) -> tuple[tuple[tuple[Sequence, Assignment], ...], float]:
     """The pending drafts that may still pay, and how many seconds of waiting they are worth.
 
-    `draft_tokens` are those that the step verifies, by sequence id. `rate` is the tokens a second
-    that the batch commits with the planned drafts. A policy may wait for every pending draft.
+    `draft_tokens` are the numbers of tokens that the step verifies, by sequence id. `rate` is the
+    tokens a second that the batch commits with the planned drafts. A policy may wait for every
+    pending draft.
     """
     late = _pending_drafts(decoding, draft_tokens, prices, rate, now_s, policy)
     if policy.takes_all:

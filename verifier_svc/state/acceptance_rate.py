@@ -23,7 +23,7 @@ _SHARE_DECAY = 0.99
 
 
 class AcceptanceRate:
-    """Probability that a draft token is accepted if those before it were, by position.
+    """By position, the probability that a draft token is accepted if all before it were.
 
     An estimate from decayed counts and a prior.
     """
@@ -44,7 +44,7 @@ class AcceptanceRate:
     def __init__(
         self, prior: AcceptanceRate | float, count: int = MAX_DRAFT_TOKENS, *, decay: float = _DECAY
     ) -> None:
-        """Keep `count` positions. The prior weighs 4 drafts, observed ones at most 1 / (1 - decay).
+        """Keep `count` positions. The prior weighs 4 drafts, observations at most 1 / (1 - decay).
 
         With another rate as the prior, each position follows that rate's position as it changes.
         With a number, or beyond the prior's positions, a position without data inherits the
@@ -137,7 +137,7 @@ class AcceptanceRate:
     def prob_all_accepted(self, count: int) -> float:
         """Probability that the first `count` draft tokens are all accepted.
 
-        Beyond the known positions, the probability for all the known ones.
+        Beyond the known positions, it is the probability for all known positions.
         """
         if count == 0:
             return 1.0
@@ -147,7 +147,7 @@ class AcceptanceRate:
     def tokens_worth(self, price: float, limit: int) -> int:
         """How many draft tokens, at most `limit`, are accepted with at least probability `price`.
 
-        The probability falls with each position, so these are the first ones.
+        The probability falls with each position, so these are the first draft tokens.
         """
         count = 0
         for survives in self.survival[:limit]:
@@ -176,7 +176,7 @@ class SiblingRates:
         """Share of wrong main guesses that a sibling rescued, if a tree was asked for."""
 
     def observe(self, depth: int, rank: int, claim: float, right: bool) -> None:
-        """Count a guess behind `depth` others whose parent was committed.
+        """Count a guess at `depth` whose parent was committed.
 
         `rank` is its place among the drafter's guesses behind that parent, from 0.
         """

@@ -24,7 +24,7 @@ class MergedGuess(NamedTuple):
 
     token: int
     assignment: Assignment
-    """The first one whose trie has it."""
+    """The first assignment whose trie has the token."""
     rank: int
     """Its place among that trie's guesses behind the prefix, from 0."""
     confidence: float

@@ -28,7 +28,7 @@ _LEAST_CHANCE = 0.1
 _SILENT_LATENCIES = 8.0
 # Weight of the newest answer in `answer_rate`.
 _RECENT = 0.2
-# Steps between two probes: after one that was right, at first, and at most.
+# Steps between two probes: after a probe that was right, at first, and at most.
 _EAGER_BACKOFF = 2
 FIRST_BACKOFF = 8
 _LONGEST_BACKOFF = 256
@@ -103,8 +103,8 @@ class Assignment:
         """Tokens of its ready path, at most `draft_tokens`, for every choice between drafts.
 
         A sampled path counts as complete. Its drafter may stop behind a token because of the
-        token's value, and that value must not decide whether a sampled path is verified, another
-        one, or one that is waited for.
+        token's value, and that value must not decide which path is verified: a sampled path,
+        another path, or a path that is still waited for.
         """
         length = self.trie.length(draft_tokens)
         if length and self.distribution is DraftDistribution.SPARSE:

@@ -44,7 +44,7 @@ class StepClock:
         self._phase_began = now
 
     def end_step(self) -> float:
-        """End the step; returns the seconds since the one before it ended.
+        """End the step; returns the seconds since the step before it ended.
 
         Infinity if the engine was idle between them.
         """

@@ -27,7 +27,8 @@ class DraftTree:
 
     token_ids: list[int]
     distributions: list[SparseDistribution]
-    """What each token was sampled from; empty for a one-hot draft. Only chains have them."""
+    """The distribution that each token was sampled from; empty for a one-hot draft. Only chains
+    have distributions."""
     parents: list[int] = field(default_factory=list)
     """Each token's parent, as in `protocol.token_tree`; empty for a chain."""
     drafter_ids: list[str] = field(default_factory=list)
@@ -71,7 +72,7 @@ class CommitWalk:
     matched: int
     """Committed tokens that the trie had."""
     on_main_path: int
-    """How many of those are the main path's first tokens."""
+    """Committed tokens that the trie had on its main path."""
     result: LookupResult
     wasted: int
     """Guesses that were dropped without being committed."""
@@ -88,7 +89,7 @@ class AddResult:
     passed: int = 0
     """Committed already, as guessed."""
     stale: int = 0
-    """Contradicted by the commit, or behind such a token."""
+    """Contradicted by the commit, or behind a contradicted token."""
     cut: int = 0
     """Beyond the window."""
 
@@ -107,7 +108,7 @@ class Node:
         return next(iter(self.children.values()), None)
 
     def count(self) -> int:
-        """Guesses below this one."""
+        """Number of guesses below this node."""
         found = 0
         pending = [self]
         while pending:
@@ -146,7 +147,7 @@ class Trie:
         added = AddResult()
         parents = proposal.parents
         # The parent of the next token: its depth below the root, at most 0 if it is committed, and
-        # its node, the root's for a committed one. `places` has them for each token of a tree.
+        # its node; a committed token has the root. `places` has both for each token of a tree.
         depth = proposal.base_length - len(committed)
         node = self._root
         places = [(depth, node)]
@@ -251,7 +252,7 @@ class Trie:
         return self.node_count == len(self._nodes())
 
     def is_contradicted(self, new_token_ids: list[int]) -> bool:
-        """Whether the main path has another token than these somewhere."""
+        """Whether the main path differs from `new_token_ids` at a place that both have."""
         for node, token in zip(self._nodes(), new_token_ids, strict=False):
             if node.token != token:
                 return True

@@ -144,7 +144,7 @@ class GatewayStream:
         self._send(token_streams_pb2.TokensPart(call_id=number, status=status))
 
     def _send(self, part: token_streams_pb2.TokensPart) -> None:
-        """Queue a part for the next message. Too many unread ones end the stream."""
+        """Queue a part for the next message. Too many unread parts end the stream."""
         if self._unsent_bytes > MOST_UNSENT_BYTES:
             self._unsent.clear()
             if not self._ended.done():
@@ -170,7 +170,7 @@ class GatewayStream:
                 )
 
     def _take_parts(self) -> list[token_streams_pb2.TokensPart]:
-        """Take the parts of the next message: as many as fit, at least one if there is one."""
+        """Take the parts of the next message: as many as fit, but at least the first part."""
         parts: list[token_streams_pb2.TokensPart] = []
         byte_count = 0
         for part in self._unsent:

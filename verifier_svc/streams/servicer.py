@@ -132,7 +132,7 @@ class VerifierServicer(
         return wire_model.model_to_proto(info)
 
     async def _ask(self, engine: EngineThread) -> _Answer:
-        """The engine's drafters and its load; those it last reported if its step takes long.
+        """The engine's drafters and load; during a long step, what the engine reported last.
 
         Raises OutriderError(NOT_READY) if the step takes more than `_MAX_STEP_S`: the engine hangs.
         """
@@ -248,7 +248,7 @@ class VerifierServicer(
         yield wire_requests.chunk_to_proto(chunk)
 
     async def _matcher(self, request: TokenRequest) -> Matcher | None:
-        """The state of the request's grammar behind its committed tokens; None without one."""
+        """The request's grammar after its committed tokens; None without a grammar."""
         grammar = request.grammar
         if grammar is None:
             return None

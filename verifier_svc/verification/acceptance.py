@@ -188,11 +188,12 @@ def _note_short(whole: dict[int, list[int]], sufficed: Iterable[tuple[int, np.nd
 def _with_errors(
     tokens_R: torch.Tensor, peaks_R: torch.Tensor, raw_peaks_R: torch.Tensor
 ) -> torch.Tensor:
-    """The tokens, with NOT_FINITE or NO_TOKEN for rows that have none.
+    """The tokens, with NOT_FINITE or NO_TOKEN for rows that have no token.
 
     `peaks_R` are the rows' largest logits after the request's settings are applied; `raw_peaks_R`
-    those before, the same tensor if no row changed. A row with a NaN or +inf has it as its largest
-    logit, and a row of nothing but -inf has -inf. Single -inf entries are legal.
+    are the largest logits before that, and the same tensor if no row changed. A row with a NaN or
+    +inf has it as its largest logit, and a row of nothing but -inf has -inf. Single -inf entries
+    are legal.
     """
     finite_R = raw_peaks_R.abs() < _LARGEST_LOGIT
     if raw_peaks_R is not peaks_R:

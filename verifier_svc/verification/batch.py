@@ -42,9 +42,9 @@ class Verified:
     rule: AcceptanceRule = AcceptanceRule.COUPLED
     """The rule that gave `result`."""
     logprobs: SequenceOf[TokenLogprob] = ()
-    """Those of the accepted tokens and the next one, if the request wants them."""
+    """Log probabilities of the accepted tokens and of the next token, if the request wants them."""
     prompt_logprobs: SequenceOf[TokenLogprob] = ()
-    """Those of the prompt tokens that were scheduled to be scored."""
+    """Log probabilities of the prompt tokens that were scheduled to be scored."""
 
 
 Verify = Callable[[torch.Tensor, SequenceOf[ScheduledSequence]], list[Verified | OutriderError]]

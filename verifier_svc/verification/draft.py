@@ -12,7 +12,7 @@ from verifier_svc.verification.rules.lossy import LOSSY_RULES
 from verifier_svc.verification.tree_walk import first_children
 
 NO_TOKEN = -1
-"""Instead of a token: the request's bans and grammar allow none."""
+"""Instead of a token: the request's bans and grammar allow no token."""
 NOT_FINITE = -2
 """Instead of a token: the model's logits hold NaN, +inf, or nothing but -inf."""
 
@@ -59,7 +59,8 @@ class AcceptResult:
     next_token: int
     """The recovered, bonus or plain token; NO_TOKEN or NOT_FINITE if there is none."""
     path: list[int] | None = None
-    """The rows of the accepted draft tokens of a tree, in order; None for the first ones."""
+    """The rows of the accepted draft tokens of a tree, in order; None if these are the first
+    rows."""
 
     @property
     def rows(self) -> Sequence[int]:

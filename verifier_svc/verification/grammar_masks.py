@@ -64,7 +64,7 @@ class GrammarMasks:
         found: list[ScheduledSequence] = []
         for scheduled in batch:
             matcher = scheduled.sequence.matcher
-            # Masks that were asked for before are those of this draft.
+            # Masks that were asked for in an earlier step belong to this draft.
             if matcher is not None and scheduled.sequence.mask_work is None:
                 scheduled = self._cut(scheduled, matcher)
             found.append(scheduled)
@@ -90,7 +90,7 @@ class GrammarMasks:
         if not masked:
             return lambda: list(batch)
         by_tenant: dict[str, list[MaskWork]] = {}
-        # Quick ones first: the others of their tenant wait for those that are slow.
+        # Quick masks come first: a tenant's other masks wait for its slow masks.
         for scheduled in sorted(masked, key=lambda each: each.sequence.mask_row_s):
             sequence = scheduled.sequence
             if sequence.mask_work is None:
@@ -147,7 +147,7 @@ def _work_of(sequence: SequenceState, draft: DraftTree, assignment: Assignment |
 
 
 def chosen_before(sequence: SequenceState, work: MaskWork) -> ChosenDraft:
-    """The draft that a sequence's masks were asked for; none if a drafter of it has left."""
+    """The draft that a sequence's masks were asked for; no draft if a drafter of it has left."""
     draft = work.draft
     if not draft.token_ids:
         return None, draft
@@ -185,7 +185,7 @@ def _walk(matcher: Matcher, draft: DraftTree) -> Iterator[bool]:
 
 
 def _subtree(draft: DraftTree, kept: Sequence[bool]) -> DraftTree:
-    """The tree of the tokens that are `kept`, whose parents are too; some are not."""
+    """Cut a tree to the tokens that `kept` marks: each with its parent, and not all tokens."""
     token_ids: list[int] = []
     parents: list[int] = []
     drafter_ids = list(compress(draft.drafter_ids, kept))

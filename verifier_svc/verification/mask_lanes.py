@@ -11,7 +11,8 @@ from outrider.process.tenant_threads import TenantThreads
 from verifier_svc.state.mask_work import MaskWork
 from verifier_svc.state.sequence import Sequence as SequenceState
 
-# A mask may take so much processor time (seconds). Usual ones take 0.05 to 0.5 ms.
+# Processor time that each mask may take free of the budget, in seconds. Usual masks take 0.05 to
+# 0.5 ms.
 _FREE_S = 0.02
 # The requests that a tenant can have computed to the end of their budgets at once, and how much of
 # the tenant's budget comes back in a second, as a part of a processor.
@@ -21,7 +22,8 @@ _REFILL = 0.1
 # forward keeps the processors.
 _SLOW_THREADS = 2
 _SLOW_NICE = 10
-# Tenants whose masks turn out slow at the same time, before those of another one have to wait.
+# If the masks of this many tenants turn out slow at the same time, the masks of the other tenants
+# have to wait.
 _FAST_THREADS = 8
 _FAST_NICE = 5
 
@@ -33,7 +35,7 @@ class MaskLanes(Protocol):
         """Have a tenant's masks for the step in progress computed, in this order."""
 
     def begin_slow(self, work: MaskWork, tenant: str) -> None:
-        """Have masks computed that take long; they delay no others but the tenant's slow ones."""
+        """Have masks computed that take long; they delay the tenant's other slow masks alone."""
 
     def wait(self, works: Sequence[MaskWork], seconds: float) -> None:
         """Wait until all are done, for at most `seconds`."""
@@ -76,7 +78,7 @@ class Threads:
         self._slow.submit(tenant, work.run)
 
     def wait(self, works: Sequence[MaskWork], seconds: float) -> None:
-        """Wait for one after the other."""
+        """Wait for the works in order, until the time is up."""
         until = monotonic() + seconds
         for work in works:
             if not work.done and not work.wait(max(0.0, until - monotonic())):

@@ -115,9 +115,9 @@ class Rows:
     ) -> list[AcceptResult]:
         """The results by sequence.
 
-        Accepted tokens end at a sequence's first row without a match. Its token is the next one. In
-        a tree, a row without a match goes on to another child that equals its token, if
-        `has_siblings`.
+        Accepted tokens end at a sequence's first row without a match. That row's token is the
+        sequence's next token. In a tree, a row without a match goes on to another child that equals
+        its token, if `has_siblings`.
         """
         misses = np.flatnonzero(matches_R == 0)
         end_B = misses[np.searchsorted(misses, self._first_B)]

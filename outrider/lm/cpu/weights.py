@@ -1,4 +1,4 @@
-"""Replaces a model's linear layers with ones that cost less overhead on a CPU.
+"""Replaces a model's linear layers with layers that cost less overhead on a CPU.
 
 Five things cost time beside the product itself:
 - safetensors maps its file, and mapped pages read a third slower than ordinary memory. So weights
@@ -24,7 +24,7 @@ from torch.nn.functional import linear
 
 from outrider.lm.cpu.library import library, prefix
 
-# Children of one module that models call one after the other with the same input.
+# Children of one module that models call in turn with the same input.
 _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
@@ -78,7 +78,7 @@ class TiledLinear(torch.nn.Module):
     """
 
     BLOCK = 32
-    """`in` must be a multiple of this; `out` is padded to one."""
+    """`in` must be a multiple of this; `out` is padded to a multiple."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()

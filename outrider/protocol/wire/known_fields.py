@@ -31,7 +31,8 @@ def check_known_fields(message: Message, path: str = "") -> None:
         field = f"{path}.{number}" if path else str(number)
         raise OutriderError(Reason.UNKNOWN_PARAMETER, text, field)
     for known, value in message.ListFields():
-        # Of a map no entry has further fields: protobuf keeps such an entry as an unknown field.
+        # No entry of a map has unknown fields: protobuf keeps such an entry as an unknown field of
+        # the message.
         if known.message_type is None or isinstance(value, Mapping):
             continue
         name = f"{path}.{known.name}" if path else known.name
