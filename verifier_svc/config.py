@@ -66,6 +66,10 @@ class VerifierSettings(TargetSettings, TlsSettings, ScrapedSettings):
     dtype: Dtype = "auto"
     """Type of the weights and of the computation; auto takes the checkpoint's."""
 
+    fused_layers: bool = False
+    """On a GPU, compute norms, rotary embeddings and gated products by Liger-Kernel's kernels (the
+    extra `fused`), for fewer launches. Not measured on a GPU."""
+
     threads: int | None = Field(None, ge=1)
     """Torch's threads on a CPU, to leave cores to drafters on the same host; by default torch
     chooses."""

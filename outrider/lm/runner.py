@@ -16,6 +16,7 @@ from outrider.lm import attention, support, trial
 from outrider.lm.cpu.decoder import CpuDecoder
 from outrider.lm.cpu.weights import optimize_for_cpu
 from outrider.lm.gpu import memory
+from outrider.lm.gpu.fused_layers import fuse
 from outrider.lm.gpu.graphs import Bounds, Graphs, buckets
 from outrider.lm.gpu.inputs import CacheShape
 from outrider.lm.layout import BatchLayout, SequenceSlice, StaticLayout
@@ -49,10 +50,12 @@ class ModelRunner:
         page_count: int | None = None,
         bounds: Bounds | None = None,
         memory_share: float = 0.9,
+        fused_layers: bool = False,
     ) -> None:
         """Take over a loaded `transformers` model; `load` explains the parameters.
 
-        Raises OutriderError(INVALID_VALUE) for a model that cannot be served.
+        Raises OutriderError(INVALID_VALUE) for a model that cannot be served, or whose layers
+        cannot be fused.
         """
         self.model_id = model_id
         self._name = model_id or type(model).__name__
@@ -64,6 +67,9 @@ class ModelRunner:
             self._name, self.vocab_size, self.context_length, self._layers, self.page_size
         )
         own = support.own_logits(self._model, self._name, self.vocab_size, texts)
+        if fused_layers:
+            # Behind the model's own logits, which the fused layers are compared with.
+            fuse(self._model, self.device)
         self._graphs: Graphs | None = None
         self.page_count = page_count or self._default_page_count(bounds, memory_share)
         # The texts of the trial may need more pages than a small cache has.
@@ -121,6 +127,7 @@ class ModelRunner:
         page_count: int | None = None,
         bounds: Bounds | None = None,
         memory_share: float = 0.9,
+        fused_layers: bool = False,
         threads: int | None = None,
         trust_remote_code: bool = False,
         progress: Callable[[str], None] | None = None,
@@ -131,9 +138,10 @@ class ModelRunner:
         float32, bfloat16 or float16. `threads` is torch's number of threads on a CPU. `page_size`
         is in tokens; by default `page_count` is as large as memory allows. On a GPU, the process
         takes at most `memory_share` of the card's memory: for the weights, the cache, and the
-        largest step within `bounds`, which is measured; `capture` gets the same bounds. `progress`
-        receives a line for each stage. Raises OutriderError: MODEL_NOT_FOUND, or INVALID_VALUE for
-        a model or setting that cannot be served.
+        largest step within `bounds`, which is measured; `capture` gets the same bounds.
+        `fused_layers` replaces small operators by Liger-Kernel's kernels there. `progress` receives
+        a line for each stage. Raises OutriderError: MODEL_NOT_FOUND, or INVALID_VALUE for a model
+        or setting that cannot be served.
         """
         report = progress or (lambda detail: None)
         if threads is not None:
@@ -154,6 +162,7 @@ class ModelRunner:
             page_count=page_count,
             bounds=bounds,
             memory_share=memory_share,
+            fused_layers=fused_layers,
         )
 
     def warm_up(self) -> None:

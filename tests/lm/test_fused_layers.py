@@ -1,0 +1,145 @@
+"""With Liger-Kernel's kernels, a model gives its own logits with fewer launches.
+
+Runs on a GPU, or by Triton's interpreter on a CPU.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import triton.language as tl
+from reference_kernel import paged_attention
+from tiny_models import CONFIGS, build
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedConfig
+
+from outrider.errors import OutriderError
+from outrider.lm import attention
+from outrider.lm.gpu import fused_layers, triton_attention
+from outrider.lm.runner import ModelRunner, SequenceSlice
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+BATCH = [SequenceSlice([5, 9, 11, 3], 0, [0], 4), SequenceSlice([7, 2], 0, [3], 2)]
+NAMES = [
+    "llama",
+    "qwen3",
+    "mistral, sliding window",
+    "phi3, fused projections",
+    "gemma",
+    "gemma2, soft cap and alternating windows",
+    "gemma3, alternating windows",
+]
+
+
+def complete_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give Triton's interpreter what Liger-Kernel needs of a GPU: float arguments, libdevice."""
+    interpreter = import_module("triton.runtime.interpreter")
+    convert = interpreter._implicit_cvt
+
+    def converted(argument: Any) -> Any:
+        if not isinstance(argument, float):
+            return convert(argument)
+        handle = interpreter.TensorHandle(np.array([argument], np.float32), tl.float32)
+        return tl.tensor(handle, tl.float32)
+
+    monkeypatch.setattr(interpreter, "_implicit_cvt", converted)
+    # Found when they are called, because the interpreter replaces what `tl` has.
+    ops = "liger_kernel.ops"
+    monkeypatch.setattr(import_module(f"{ops}.rms_norm"), "rsqrt", lambda x: tl.rsqrt(x))
+    monkeypatch.setattr(import_module(f"{ops}.geglu"), "tanh", lambda x: 2 * tl.sigmoid(2 * x) - 1)
+
+
+@pytest.fixture
+def liger(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take Liger-Kernel on any device, and its replacements back after the test."""
+    pytest.importorskip("liger_kernel")
+    monkeypatch.setattr(fused_layers, "triton_works", lambda device: True)
+    if DEVICE.type == "cpu":
+        complete_interpreter(monkeypatch)
+        # A start's comparison of 43 tokens takes the interpreter a minute.
+        monkeypatch.setattr(ModelRunner, "_compare", lambda self, texts, own: None)
+    for kind in {CONFIGS[name].model_type.removesuffix("_text") for name in NAMES}:
+        module = import_module(f"transformers.models.{kind}.modeling_{kind}")
+        for name, value in vars(module).copy().items():
+            if name == "apply_rotary_pos_emb" or name.endswith(("RMSNorm", "MLP")):
+                monkeypatch.setattr(module, name, value)
+
+
+def runner(config: PreTrainedConfig, *, fused: bool) -> ModelRunner:
+    made = ModelRunner(build(config).to(DEVICE), page_count=16, fused_layers=fused)
+    # On a CPU, it would replace the whole forward.
+    made.decoder = None
+    return made
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_fused_layers_give_the_models_own_logits(name: str, liger: None) -> None:
+    wanted = runner(CONFIGS[name], fused=False).forward(BATCH).clone()
+    logits = runner(CONFIGS[name], fused=True).forward(BATCH)
+    torch.testing.assert_close(logits, wanted, atol=1e-4, rtol=1e-4)
+
+
+NOT_LAUNCHED = {"_unsafe_view", "as_strided", "detach", "empty", "empty_like", "empty_strided"}
+NOT_LAUNCHED |= {"expand", "select", "slice", "split", "split_with_sizes", "t", "transpose"}
+NOT_LAUNCHED |= {"unsqueeze", "view", "_conj", "alias", "new_empty"}
+"""Operators that make views, or memory that nothing fills."""
+
+
+class Launches(TorchDispatchMode):
+    """Counts the operators that launch a kernel on a GPU, and Triton's kernels."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.count = 0
+        interpreter = import_module("triton.runtime.interpreter")
+        launch = interpreter.GridExecutor.__call__
+
+        def counted(executor: Any, *arguments: Any, **options: Any) -> Any:
+            self.count += 1
+            # The interpreter's own copies are none of a GPU's.
+            with torch.utils._python_dispatch._disable_current_modes():
+                return launch(executor, *arguments, **options)
+
+        monkeypatch.setattr(interpreter.GridExecutor, "__call__", counted)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.__name__.partition(".")[0] not in NOT_LAUNCHED
+        return func(*args, **(kwargs or {}))
+
+
+def launches_of_a_layer(name: str, monkeypatch: pytest.MonkeyPatch, *, fused: bool) -> int:
+    counts = []
+    config = CONFIGS[name]
+    for layers in (1, 2):
+        sized = config.to_diff_dict() | {"num_hidden_layers": layers, "layer_types": None}
+        made = runner(type(config)(**sized), fused=fused)
+        with monkeypatch.context() as here, Launches(here) as launches:
+            made.forward(BATCH)
+        counts.append(launches.count)
+    return counts[1] - counts[0]
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="counts the interpreter's kernels")
+@pytest.mark.parametrize(("name", "plain", "fused"), [("llama", 40, 17), ("qwen3", 56, 19)])
+def test_a_fused_layer_has_less_than_half_the_launches(
+    name: str, plain: int, fused: int, liger: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention.LayerCache, "supports_kernel", lambda self, device: True)
+    monkeypatch.setattr(ModelRunner, "_takes_graphs", lambda self: False)
+    monkeypatch.setattr(triton_attention, "paged_attention", paged_attention)
+    counts = [launches_of_a_layer(name, monkeypatch, fused=on) for on in (False, True)]
+    assert counts == [plain, fused]
+
+
+def test_fused_layers_are_refused_without_a_gpu() -> None:
+    with pytest.raises(OutriderError, match="fused_layers needs a GPU on which Triton works"):
+        fused_layers.fuse(build(CONFIGS["llama"]), torch.device("cpu"))
+
+
+def test_fused_layers_are_refused_for_a_type_without_kernels(liger: None) -> None:
+    with pytest.raises(OutriderError, match=r"fused_layers cannot be on for .* type gpt2"):
+        runner(CONFIGS["gpt2, learned positions"], fused=True)
