@@ -1,34 +1,105 @@
 #!/usr/bin/env bash
-# Runs the benchmark on a machine with a GPU and no network. Its python3 is 3.12 and has torch and
-# transformers.
+# Measures on a machine with a GPU and no network, in steps that take at most ten minutes each. Its
+# python3 is 3.12 and has torch, transformers, triton, pytest and hypothesis. Without a GPU, each
+# step runs in small on the CPU.
 #
-#   bench/gpu.sh wheels    on a machine with a network: download the other packages to bench/wheels,
-#                          which is copied to the GPU's machine with the tree
-#   bench/gpu.sh run       on the GPU's machine: grow a target to 8 B parameters and measure it;
-#                          arguments replace those of `outrider bench`
+#   bench/gpu.sh test      the tests of GPU code; arguments go to pytest
+#   bench/gpu.sh kernels   attention beside torch's, and acceptance, with their floors
+#   bench/gpu.sh steps     forwards of an 8 B target and a 1 B draft model with random weights
+#   bench/gpu.sh trees     forwards of trees and of chains
+#   bench/gpu.sh stack     the real stack: plain decoding, n-grams and a draft model; needs wheels
+#   bench/gpu.sh tables    a table of each step; runs after each step as well
+#   bench/gpu.sh wheels    with a network: download the packages that stack needs to bench/wheels
+#   bench/gpu.sh pack      print the size of what goes to the GPU's machine; fails above 63 MiB
 #
-# Packages and checkpoint stay in bench/out for the next run. If $OUT is set, tables and figures are
-# copied there.
+# Results are lines of JSON in $OUT/lines.jsonl (bench/out/gpu by default), each on the disk before
+# the next figure is measured; tables.md and figures.csv are made of them.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+OUT=${OUT:-bench/out/gpu}
+mkdir -p "$OUT" bench/out
+export PYTHONPATH=$PWD HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
 
-# The packages of the GPU's machine: torch, transformers, matplotlib and their dependencies. Our
-# copies would hide them, and transformers does not start with a newer huggingface-hub. grpcio and
-# protobuf are downloaded, because the generated code refuses versions older than its generator.
+# The packages of the GPU's machine: torch, transformers, matplotlib and others. Our copies would
+# hide them, and transformers does not start with a newer huggingface-hub. protobuf is downloaded,
+# because the generated code refuses versions older than its generator.
 there="torch transformers huggingface-hub safetensors tokenizers numpy packaging pyyaml regex tqdm
   filelock fsspec jinja2 markupsafe setuptools networkx sympy mpmath triton anyio certifi click h11
   httpcore httpx idna hf-xet typer rich pygments markdown-it-py mdurl shellingham annotated-doc
   matplotlib contourpy cycler fonttools kiwisolver pillow pyparsing python-dateutil six uvloop
-  prometheus-client"
+  prometheus-client psutil wrapt msgpack attrs typing-extensions typing-inspection"
 
-case "${1:-}" in
+step=${1:-}
+shift || true
+case "$step" in
+test)
+  echo "test: estimated 4 minutes on a GPU"
+  mapfile -t files < <(grep -l cuda tests/lm/test_*.py)
+  files+=(tests/shared/test_{sampling,logit_processing,coupling}.py)
+  # pytest-asyncio is not there, and its options in pyproject.toml would be errors.
+  python3 -m pytest -c /dev/null --rootdir=. -p no:cacheprovider -q -m "not slow" \
+    -o "markers=slow: left out" "${files[@]}" "$@" 2>&1 | tee "$OUT/tests.txt"
+  ;;
+kernels | steps | trees)
+  python3 -m outrider_bench.gpu "$step" "$OUT" "$@"
+  python3 -m outrider_bench.gpu tables "$OUT"
+  ;;
+stack)
+  echo "stack: estimated 9 minutes on a GPU, one of them to grow the models"
+  if compgen -G "bench/wheels/*.whl" > /dev/null; then
+    # This makes no virtual environment. If python3 belongs to one already, a second one would see
+    # the packages of the base interpreter, not those of the first.
+    site=$PWD/bench/out/site
+    python3 -m pip install --quiet --no-index --no-deps --upgrade --target "$site" bench/wheels/*.whl
+    export PYTHONPATH=$site:$PWD
+  fi
+  experiment=$OUT/gpu.yaml
+  cp bench/experiments/gpu.yaml "$experiment"
+  python3 - "$experiment" <<'PY'
+import sys
+from pathlib import Path
+import torch
+from outrider.launch.grow import Shape, grown_checkpoint
+
+file, out, models = Path(sys.argv[1]), Path("bench/out"), Path("models")
+text = file.read_text()
+paths = {"TARGET": models / "target", "DRAFT": models / "draft"}
+if torch.cuda.is_available():
+    # 8 B and 1 B parameters; both compute what the bundled models compute.
+    target, draft = Shape(4096, 36, 64, 16, 14336), Shape(2048, 16, 32, 8, 8192)
+    paths = {
+        "TARGET": grown_checkpoint(models / "target", out, target, "bfloat16"),
+        "DRAFT": grown_checkpoint(models / "draft", out, draft, "bfloat16"),
+    }
+else:
+    text = text.replace("[1, 8, 32, 64]", "[1]").replace("repetitions: 3", "repetitions: 1")
+for name, path in paths.items():
+    text = text.replace(name, str(path))
+file.write_text(text)
+PY
+  runs=$OUT/runs
+  mkdir -p "$runs"
+  keep() { tar -czf "$OUT/runs.part" -C "$runs" . && mv "$OUT/runs.part" "$OUT/runs.tgz"; }
+  # A killed step keeps all but its last ten seconds.
+  (while sleep 10; do keep; done) > /dev/null 2>&1 &
+  trap 'kill $!; keep' EXIT
+  begin='import sys; from outrider_bench.experiment'
+  timeout --signal=INT "${MOST_SECONDS:-480}" \
+    python3 -c "$begin.run import main; sys.exit(main(sys.argv[1:]))" \
+    --file "$experiment" --out "$runs" "$@" || echo "stack: ended with status $?"
+  run=$(find "$runs" -name run.json -printf '%T@ %h\n' | sort -n | tail -n 1 | cut -d ' ' -f 2)
+  python3 -c "$begin.report import main; sys.exit(main(sys.argv[1:]))" "$run" | tee "$OUT/stack.txt"
+  cp "$run/report/figures.csv" "$OUT/stack.csv"
+  ;;
+tables)
+  python3 -m outrider_bench.gpu tables "$OUT"
+  ;;
 wheels)
   # xgrammar depends on torch, so it is downloaded without its dependencies.
   lines=$(python3 - $there xgrammar <<'PY'
 import re, sys, tomllib
-described = tomllib.load(open("pyproject.toml", "rb"))
-project, build = described["project"], described["build-system"]["requires"]
-wanted = [*build, *project["dependencies"], *project["optional-dependencies"]["models"]]
+project = tomllib.load(open("pyproject.toml", "rb"))["project"]
+wanted = [*project["dependencies"], *project["optional-dependencies"]["models"]]
 print(*(line for line in wanted if re.match(r"[\w-]+", line)[0] not in sys.argv), sep="\n")
 PY
   )
@@ -41,44 +112,26 @@ PY
     --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64)
   rm -rf bench/wheels
   "${fetch[@]}" "${wanted[@]}"
-  "${fetch[@]}" --no-deps xgrammar apache-tvm-ffi
+  "${fetch[@]}" --no-deps xgrammar apache-tvm-ffi liger-kernel
   for name in $there; do
     rm -f bench/wheels/"${name//-/_}"-*.whl
   done
-  du --human-readable --apparent-size bench/wheels
+  exec "$0" pack
   ;;
-run)
-  shift
-  site=$PWD/bench/out/site
-  mkdir -p bench/out
-  touch bench/out/started
-  # This makes no virtual environment. If python3 belongs to one already, a second one would see the
-  # packages of the base interpreter, not those of the first.
-  python3 -m pip install --quiet --no-index --no-deps --upgrade --target "$site" bench/wheels/*.whl
-  # Do not wait for a network.
-  export PYTHONPATH=$site:$PWD HF_HUB_OFFLINE=1
-  # Build the CPU kernels and the compiled step; Triton needs a C compiler in any case. Remove the
-  # libraries of an earlier tree first.
-  rm -f ./*__mypyc*.so
-  find outrider verifier_svc -name '*.so' -delete
-  python3 setup.py --quiet build_ext --inplace --parallel 4 || echo "not compiled"
-  if [ $# = 0 ]; then
-    # A shape of 8 B parameters: hidden size, layers, heads, key/value heads, intermediate size. The
-    # run should take ten minutes: half a minute to grow the target and two to load it twice. A step
-    # takes about 30 ms in transformers and 10 ms in Outrider. A cell has 128 steps, or 256 at batch
-    # 1 with its four requests, so the ways of each take about a minute. transformers' speculation
-    # is measured at batch 1 alone.
-    set -- --grown-shape '[4096, 36, 64, 16, 14336]' --batches '[1, 8, 32]' --rounds 2 --tokens 64
-  fi
-  python3 -m outrider_bench --only grown --out bench/out "$@"
-  if [ -n "${OUT:-}" ]; then
-    mkdir -p "$OUT"
-    find bench/out -maxdepth 1 -name 'bench-*' -newer bench/out/started \
-      -exec cp --target-directory "$OUT" {} +
-  fi
+pack)
+  {
+    git ls-files -z --cached --others --exclude-standard
+    find bench -path 'bench/wheels/*.whl' -print0
+  } | xargs -0 du --apparent-size --block-size=1 | awk -F '[\t/]' '
+    { of = $2 == "bench" && $3 == "wheels" ? "bench/wheels" : $2; size[of] += $1; all += $1 }
+    END {
+      for (of in size) printf "%6.2f MiB %s\n", size[of] / 2^20, of
+      printf "%6.2f MiB in all, of 63\n", all / 2^20
+      exit all > 63 * 2^20
+    }' | sort -n | tail -n 12
   ;;
 *)
-  sed -n '2,11p' "$0"
+  sed -n '2,18p' "$0"
   exit 2
   ;;
 esac

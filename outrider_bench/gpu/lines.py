@@ -1,0 +1,116 @@
+"""Lines of results that outlive a killed process, and times of work on a device."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import yaml
+
+# Calls of one CUDA graph: between them the device does not wait for the host.
+_CALLS = 20
+
+
+class Lines:
+    """Appends JSON lines to a file. Each is on the disk before the next figure is measured."""
+
+    def __init__(self, path: Path, step: str, seconds: float) -> None:
+        """`check` raises TimeoutError once `seconds` are over."""
+        self._path = path
+        self._step = step
+        self._ends = time.monotonic() + seconds
+
+    def say(self, what: str, **figures: Any) -> None:
+        """Print a line and write it to the disk."""
+        text = json.dumps({"step": self._step, "what": what, **figures})
+        print(text, flush=True)
+        with self._path.open("a") as file:
+            file.write(text + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def check(self) -> None:
+        """Raise TimeoutError if no further figure may be begun."""
+        if time.monotonic() > self._ends:
+            raise TimeoutError
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What is measured on a kind of device; sizes.yaml has the values."""
+
+    models: dict[str, dict[str, Any]]
+    """Sizes of a `LlamaConfig` by name."""
+    batches: list[int]
+    contexts: list[int]
+    tokens: list[int]
+    """New tokens of each sequence: draft tokens, and the one before them."""
+    trees: list[int]
+    """Draft tokens of each tree."""
+    beside_prompt: list[int]
+    """Sequences that decode beside the chunk of a prompt."""
+    forward_tokens: int
+    """Most tokens in one forward."""
+    read_numbers: int
+    """Float32 numbers that are copied and summed to find the device's limit."""
+    repeats: int
+
+
+class Device:
+    """The first GPU, else the CPU. `limit` is the most bytes/s that a copy or a sum moves."""
+
+    def __init__(self) -> None:
+        self.is_gpu = torch.cuda.is_available()
+        self.device = torch.device("cuda", 0) if self.is_gpu else torch.device("cpu")
+        # Triton's interpreter cannot do bfloat16.
+        self.dtype = torch.bfloat16 if self.is_gpu else torch.float32
+        known = yaml.safe_load(Path(__file__).with_name("sizes.yaml").read_text())
+        self.sizes = Sizes(**known[self.device.type])
+        numbers = torch.ones(self.sizes.read_numbers, device=self.device)
+        copy_ms, _ = self.timed(lambda: numbers.clone())
+        sum_ms, _ = self.timed(lambda: numbers.sum())
+        self.limit = 1e3 * numbers.nbytes * max(2 / copy_ms, 1 / sum_ms)
+
+    def floor_ms(self, size: float) -> float:
+        """The milliseconds in which `size` bytes are moved at the limit."""
+        return 1e3 * size / self.limit
+
+    def timed(self, run: Callable[[], object]) -> tuple[float, float]:
+        """Median milliseconds of a call on the device, and until it returned to the host."""
+        times = [self._timed(run) for _ in range(1 + self.sizes.repeats)][1:]
+        return median([ms for ms, _ in times]), median([ms for _, ms in times])
+
+    def _timed(self, run: Callable[[], object]) -> tuple[float, float]:
+        if not self.is_gpu:
+            began = time.perf_counter()
+            run()
+            ms = 1e3 * (time.perf_counter() - began)
+            return ms, ms
+        torch.cuda.synchronize()
+        start, end = (torch.Event(self.device, enable_timing=True) for _ in range(2))
+        began = time.perf_counter()
+        start.record()
+        run()
+        end.record()
+        host_ms = 1e3 * (time.perf_counter() - began)
+        end.synchronize()
+        return start.elapsed_time(end), host_ms
+
+    def kernel_ms(self, run: Callable[[], object]) -> float:
+        """Milliseconds of a call within a CUDA graph of several, so without launches."""
+        if not self.is_gpu:
+            return self.timed(run)[0]
+        run()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(_CALLS):
+                run()
+        return self.timed(graph.replay)[0] / _CALLS

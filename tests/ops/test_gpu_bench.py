@@ -1,0 +1,119 @@
+"""Every step of `bench/gpu.sh` runs on a CPU, in small, and keeps its results when it is killed."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider_bench.gpu.lines import Lines
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "bench/gpu.sh"
+
+
+def run(step: str, out: Path, *arguments: str, script: Path = SCRIPT) -> str:
+    """What the step printed; raises CalledProcessError if it failed."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    # On busy cores, threads wait for each other.
+    environment = {**os.environ, "OUT": str(out), "PATH": path, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [str(script), step, *arguments], env=environment, capture_output=True, text=True, check=True
+    )
+    return done.stdout
+
+
+def lines_of(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "lines.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("step", "figures"),
+    [
+        ("kernels", {"attention": "of_torch", "acceptance, top-p": "share"}),
+        ("steps", {"target": "share", "draft model": "eager_ms"}),
+        ("trees", {"draft": "of_chain"}),
+    ],
+)
+def test_a_step_measures_and_prints_a_table(
+    step: str, figures: dict[str, str], tmp_path: Path
+) -> None:
+    printed = run(step, tmp_path)
+    assert f"{step}: estimated " in printed.splitlines()[0]
+    found = lines_of(tmp_path)
+    for what, figure in figures.items():
+        assert [line[figure] for line in found if line["what"] == what and figure in line]
+    table = (tmp_path / "tables.md").read_text()
+    assert table in printed
+    rows = list(csv.DictReader((tmp_path / "figures.csv").open()))
+    assert len(rows) == len(re.findall(r"^\| (?!what|---)", table, re.MULTILINE))
+
+
+@pytest.mark.slow
+def test_the_stack_step_measures_drafters_beside_plain_decoding(tmp_path: Path) -> None:
+    printed = run("stack", tmp_path)
+    assert printed.startswith("stack: estimated ")
+    assert (tmp_path / "stack.txt").read_text() in printed
+    rows = list(csv.DictReader((tmp_path / "stack.csv").open()))
+    drafted = {row["sweep.use"]: row for row in rows if row["way"] == "drafted"}
+    assert {name: float(row["times_plain"]) > 0 for name, row in drafted.items()} == dict.fromkeys(
+        ("ngram", "card", "host"), True
+    )
+    assert (tmp_path / "runs.tgz").stat().st_size > 0
+
+
+def test_the_test_step_runs_pytest_without_its_plug_ins(tmp_path: Path) -> None:
+    printed = run("test", tmp_path, "-p", "no:asyncio", "-k", "row_of_nans")
+    assert "1 passed" in printed
+    assert (tmp_path / "tests.txt").read_text() in printed
+
+
+def test_a_line_is_on_the_disk_before_the_next_figure(tmp_path: Path) -> None:
+    lines = Lines(tmp_path / "lines.jsonl", "steps", 0.0)
+    lines.say("target", ms=1.5)
+    assert lines_of(tmp_path) == [{"step": "steps", "what": "target", "ms": 1.5}]
+    with pytest.raises(TimeoutError):
+        lines.check()
+
+
+def test_figures_of_a_cell_are_joined_and_a_newer_one_counts(tmp_path: Path) -> None:
+    cell = {"batch": 1, "context": 8, "tokens": 5}
+    lines = Lines(tmp_path / "lines.jsonl", "steps", 9.0)
+    lines.say("target", **cell, eager_ms=9.0, graph_ms=3.0)
+    lines.say("target", **cell, graph_ms=2.0)
+    run("tables", tmp_path)
+    [*_, row] = (tmp_path / "tables.md").read_text().strip().splitlines()
+    assert row == "| target | 1 | 8 | 5 | 9 | 2 |"
+
+
+LACKING = {"connectrpc", "cryptography", "fastapi", "google.protobuf", "grpc", "httptools"}
+LACKING |= {"jsonschema", "llguidance", "opentelemetry", "pydantic", "redis", "uvicorn", "xgrammar"}
+"""Modules that the GPU's machine lacks, or has in versions that the project does not take."""
+
+
+def test_the_steps_need_no_package_that_the_gpus_machine_lacks() -> None:
+    code = (
+        f"import sys\nsys.modules.update(dict.fromkeys({LACKING}))\nimport outrider_bench.gpu.steps"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_pack_fails_above_63_mib(tmp_path: Path) -> None:
+    script = tmp_path / "bench/gpu.sh"
+    script.parent.mkdir()
+    shutil.copy(SCRIPT, script)
+    subprocess.run(["git", "init", "--quiet", str(tmp_path)], check=True)
+    assert "in all, of 63" in run("pack", tmp_path / "bench/out", script=script)
+    with (tmp_path / "weights").open("wb") as file:
+        file.truncate(64 * 2**20)
+    with pytest.raises(subprocess.CalledProcessError):
+        run("pack", tmp_path / "bench/out", script=script)
