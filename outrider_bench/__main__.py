@@ -44,6 +44,7 @@ _BASES = ("transformers", "outrider, plain")
 _ALONE = ("transformers, prompt lookup", "transformers, assisted")
 # The bundled pair. To measure other checkpoints, run `outrider serve` and a load generator.
 _MODELS = Path("models")
+_GROWN = Shape(hidden=1280, layers=24, heads=20, kv_heads=4, intermediate=3456)
 # Draft tokens that the peers verify in one step. A forward of the grown target costs much more than
 # a guess. Outrider chooses its own number.
 _BUNDLED_DRAFT_TOKENS = 4
@@ -129,7 +130,7 @@ def _pairs(settings: BenchSettings, console: Console) -> list[Pair]:
         pairs.append(Pair(name, target, draft, "float32", _BUNDLED_DRAFT_TOKENS, threads))
     if settings.only in ("", "grown"):
         console.print("growing the target, unless that was done before")
-        grown = grown_checkpoint(target, settings.out, Shape(), "bfloat16")
+        grown = grown_checkpoint(target, settings.out, _GROWN, "bfloat16")
         # A forward of the large target takes many times as long as one of the draft model, so the
         # target may use all cores.
         size = _parameter_count(grown)
