@@ -14,9 +14,6 @@ from typing import Any
 import torch
 import yaml
 
-# Calls of one CUDA graph: between them the device does not wait for the host.
-_CALLS = 20
-
 
 class Lines:
     """Appends JSON lines to a file. Each is on the disk before the next figure is measured."""
@@ -111,6 +108,6 @@ class Device:
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            for _ in range(_CALLS):
+            for _ in range(self.sizes.repeats):
                 run()
-        return self.timed(graph.replay)[0] / _CALLS
+        return self.timed(graph.replay)[0] / self.sizes.repeats

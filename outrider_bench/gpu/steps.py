@@ -135,12 +135,11 @@ class _Model:
 
     def capture(self, lines: Lines) -> None:
         """Capture graphs; says how long that took and what memory they hold."""
-        free = torch.cuda.mem_get_info()[0] if self._device.is_gpu else 0
         began = time.perf_counter()
         self.runner.capture(self._bounds)
         seconds = time.perf_counter() - began
-        held = free - torch.cuda.mem_get_info()[0] if self._device.is_gpu else 0
-        lines.say(f"{self.name}, capture", seconds=seconds, gib=held / 2**30)
+        held = {"graphs": self.runner.graph_count, "bytes": self.runner.graph_memory_bytes}
+        lines.say(f"{self.name}, capture", seconds=seconds, **held)
 
 
 def steps(lines: Lines, device: Device) -> None:
