@@ -216,7 +216,7 @@ def with_rows_of_no_sequence(batch: KernelArguments) -> KernelArguments:
 def test_padding_of_a_batch_changes_no_row(
     change: Callable[[KernelArguments], KernelArguments], max_seq_len: int
 ) -> None:
-    slices = batch(MIXED)
+    slices = batch([(1, 40, 9), (20, 12, CHAIN), (1, 3, CHAIN)])
     count = sum(len(part.token_ids) for part in slices)
     expected = attend(slices, reference, change=change)[:count]
     result = attend(slices, change=change, max_seq_len=max_seq_len)[:count]
@@ -369,8 +369,9 @@ def test_keys_and_values_have_two_buffers_on_every_card_and_three_on_large_cards
     compiled: Path,
 ) -> None:
     for kernel in table(compiled / "kernels.csv"):
-        if kernel["instruction"] and not kernel["kernel"].startswith("large heads"):
-            assert kernel["buffers"] >= (3 if kernel["architecture"] >= 90 else 2), kernel
+        if kernel["kernel"] in ("one token each, bfloat16", "drafts, bfloat16"):
+            assert kernel["buffers"] == (3 if kernel["architecture"] >= 90 else 2), kernel
+            assert kernel["stack_bytes"] == 0, kernel
 
 
 @pytest.mark.slow

@@ -1,12 +1,12 @@
 """How attention on a GPU is cut into tiles, parts and programs. No sequence's length changes it.
 
 The order in which a row adds its keys decides its last bits. Tiles of keys and parts begin at fixed
-slots, so the order depends on the query rows of its tile alone. On every card, tiles of 16 and of
-32 rows use the same instruction (mma.sync) and divide their keys alike among the warps. Tiles of 64
-rows divide them otherwise, and use wgmma on Hopper (9.x) and tcgen05 on Blackwell (10.x). So a
-plain and a drafted step attend alike where a sequence has at most 32 rows on average in both: eight
-tokens if four query heads share a key/value head. In float32 all tiles have 16 rows. Whole forwards
-promise less, because cuBLAS chooses its products by the number of rows too.
+slots, so the order depends on the query rows of its tile alone. Tiles of 16 and of 32 rows use the
+same instruction (mma.sync) and divide their keys alike among the warps. Tiles of 64 rows use wgmma
+on Hopper (9.x), which divides them otherwise. So a plain and a drafted step attend alike where a
+sequence has at most 32 rows on average in both: eight tokens if four query heads share a key/value
+head. In float32 all tiles have 16 rows. Whole forwards promise less, because cuBLAS chooses its
+products by the number of rows too. None of this was measured on a GPU.
 """
 
 from __future__ import annotations
@@ -92,11 +92,11 @@ class Tiles:
 def tiles(tokens: int, sequences: int, heads: Heads, card: Card) -> Tiles:
     """Return the tiles for a batch of so many tokens in so many sequences."""
     mean_rows = -(-tokens // sequences) * heads.group
-    # float32 uses no tensor cores, and more rows would not fit the registers.
-    sizes = _ROWS[:1] if heads.dtype is torch.float32 else _ROWS
+    lanes = max(heads.key_lanes, heads.value_lanes)
+    # More rows would not fit the registers: float32 uses no tensor cores.
+    sizes = _ROWS[:1] if heads.dtype is torch.float32 else _ROWS[:2] if lanes > 128 else _ROWS
     rows = next((rows for rows in sizes if mean_rows <= rows), sizes[-1])
-    widest = max(heads.key_lanes, heads.value_lanes) * heads.dtype.itemsize
-    keys = max(16, min(64, _TILE_BYTES // widest))
+    keys = max(16, min(64, _TILE_BYTES // (lanes * heads.dtype.itemsize)))
     return Tiles(rows, keys, _stages(rows, keys, heads, card))
 
 
