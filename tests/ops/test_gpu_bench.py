@@ -54,7 +54,7 @@ def test_a_step_measures_and_prints_a_table(
         assert [line[figure] for line in found if line["what"] == what and figure in line]
     table = (tmp_path / "tables.md").read_text()
     assert table in printed
-    rows = list(csv.DictReader((tmp_path / "figures.csv").open()))
+    rows = list(csv.DictReader((tmp_path / "figures.csv").read_text().splitlines()))
     assert len(rows) == len(re.findall(r"^\| (?!what|---)", table, re.MULTILINE))
 
 
@@ -63,7 +63,7 @@ def test_the_stack_step_measures_drafters_beside_plain_decoding(tmp_path: Path) 
     printed = run("stack", tmp_path)
     assert printed.startswith("stack: estimated ")
     assert (tmp_path / "stack.txt").read_text() in printed
-    rows = list(csv.DictReader((tmp_path / "stack.csv").open()))
+    rows = list(csv.DictReader((tmp_path / "stack.csv").read_text().splitlines()))
     drafted = {row["sweep.use"]: row for row in rows if row["way"] == "drafted"}
     assert {name: float(row["times_plain"]) > 0 for name, row in drafted.items()} == dict.fromkeys(
         ("ngram", "card", "host"), True
