@@ -59,7 +59,8 @@ stack)
 import sys
 from pathlib import Path
 import torch
-from outrider.launch.grow import Shape, grown_checkpoint
+from outrider.launch.grow import Shape
+from outrider_bench.grown import grown_checkpoint
 
 file, out, models = Path(sys.argv[1]), Path("bench/out"), Path("models")
 text = file.read_text()
@@ -83,12 +84,11 @@ PY
   # A killed step keeps all but its last ten seconds.
   (while sleep 10; do keep; done) > /dev/null 2>&1 &
   trap 'kill $!; keep' EXIT
-  begin='import sys; from outrider_bench.experiment'
   timeout --signal=INT "${MOST_SECONDS:-480}" \
-    python3 -c "$begin.run import main; sys.exit(main(sys.argv[1:]))" \
-    --file "$experiment" --out "$runs" "$@" || echo "stack: ended with status $?"
+    python3 -m outrider.launch.cli experiment run "$experiment" --out "$runs" "$@" ||
+    echo "stack: ended with status $?"
   run=$(find "$runs" -name run.json -printf '%T@ %h\n' | sort -n | tail -n 1 | cut -d ' ' -f 2)
-  python3 -c "$begin.report import main; sys.exit(main(sys.argv[1:]))" "$run" | tee "$OUT/stack.txt"
+  python3 -m outrider.launch.cli experiment report "$run" | tee "$OUT/stack.txt"
   cp "$run/report/figures.csv" "$OUT/stack.csv"
   ;;
 tables)
