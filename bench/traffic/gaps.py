@@ -3,9 +3,9 @@
     python bench/traffic/gaps.py --port 8000
 
 The floods are requests whose grammar makes masks expensive (from the 17th token on, each takes a
-quarter of a second of a core), and plain sequences for comparison. What the bombs delay beyond the
-plain sequences is what they cost others by their masks. As in play.py, a tenant is a bearer token,
-and the flood has a client process of its own.
+quarter of a second of a core), and plain sequences for comparison. If gaps beside the
+expensive masks are longer than gaps beside plain sequences, the masks delay other tenants. As in
+play.py, a tenant is a bearer token, and the flood has a client process of its own.
 """
 
 from __future__ import annotations

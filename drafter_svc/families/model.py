@@ -295,7 +295,7 @@ def _load_runner(settings: ModelSettings, place: PlacementPlan) -> ModelRunner:
     """Load the model and capture its CUDA graphs; called on the model's thread."""
     from outrider.lm.runner import Bounds, ModelRunner
 
-    # A sequence past its prompt lacks at most 2 tokens: the one that the verifier committed, and
+    # A sequence past its prompt lacks at most 2 tokens: the verifier's committed token and
     # the last guess.
     bounds = Bounds(_GRAPHED_SEQUENCES, 2, _MAX_BATCH_TOKENS)
     runner = ModelRunner.load(

@@ -79,13 +79,13 @@ def adjust(logits_RV: torch.Tensor, contexts: Sequence[Context]) -> torch.Tensor
 
 
 class Adjustments:
-    """What bias, penalties and bans do to a batch's rows, laid out before its logits are there.
+    """The bias, penalties and bans of a batch's rows, laid out before the logits are there.
 
     The masks of grammars come later, since they are computed during the forward.
     """
 
     def __init__(self, contexts: Sequence[Context], staging: Staging, counts: TokenCounts) -> None:
-        """`contexts` are the sequences of the rows, in order; `counts` are those of their texts."""
+        """`contexts` has the rows' sequences in order; `counts` keeps their token counts."""
         self._contexts = contexts
         self._bias: tuple[Staged, Staged, Staged] | None = None
         self._penalties: Penalties | None = None

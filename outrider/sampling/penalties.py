@@ -19,7 +19,7 @@ from outrider.sampling.tensors import Staged, Staging, triton_works
 if TYPE_CHECKING:
     from outrider.sampling.logits import Context
 
-# What a token adds to its count: the lowest bit says whether the prompt has the token.
+# A token of the prompt sets the lowest bit of its count; the other bits count the output.
 _IN_PROMPT = 1
 _IN_OUTPUT = 2
 
@@ -99,7 +99,7 @@ class TokenCounts:
         return found
 
     def _free_row(self, most: int) -> int:
-        """A row for a new text: a new one, or beyond `most` that of the text longest not used."""
+        """A free row for a new text; beyond `most` rows, the row of the least recent text."""
         if len(self._texts) < most:
             return len(self._texts)
         return self._texts.pop(next(iter(self._texts))).row

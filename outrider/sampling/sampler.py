@@ -179,7 +179,7 @@ class _Step:
         return cls(truncate, staged, _column(values, staging), max(values))
 
     def apply(self, logits_RV: torch.Tensor, whole: Sequence[int] | None) -> _Truncated:
-        """All rows' logits with those of the step truncated."""
+        """The logits of all rows; the step's rows are truncated."""
         if self.rows is None:
             return self.truncate(self, logits_RV, whole)
         index = self.rows.tensor

@@ -41,7 +41,7 @@ class Lines:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What is measured on a kind of device; sizes.yaml has the values."""
+    """The models, batches and lengths to measure on a kind of device; sizes.yaml has the values."""
 
     models: dict[str, dict[str, Any]]
     """Sizes of a `LlamaConfig` by name."""

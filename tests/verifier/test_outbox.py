@@ -44,7 +44,8 @@ def test_what_no_step_waits_for_is_done_while_a_gpu_computes(launches: bool) -> 
     )
     ScriptedDrafter(engine)
     compute = model.forward
-    flush = engine._metrics.flush
+    metrics = engine._metrics
+    flush = metrics.flush
 
     def forward(slices: Sequence[SequenceSlice]) -> torch.Tensor:
         events.append("launch")
@@ -52,7 +53,7 @@ def test_what_no_step_waits_for_is_done_while_a_gpu_computes(launches: bool) -> 
         return device.put(logits) if launches else logits
 
     model.forward = forward  # type: ignore[method-assign]
-    engine._metrics.flush = lambda: [events.append("metrics"), flush()]  # type: ignore[method-assign]
+    metrics.flush = lambda: [events.append("metrics"), flush()]  # type: ignore[method-assign]
     client = Client()
     engine.submit(TokenRequest([1, 2], 4, GREEDY), client)
     with FakeDevice(lambda: events.append("wait")) as device:

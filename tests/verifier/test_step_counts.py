@@ -1,4 +1,4 @@
-"""What a step's acceptance does on a GPU: operators, copies to the device, and waits for it.
+"""Counts the operators, copies to the device and waits of a step's acceptance.
 
 Run as a program, it prints a table. No GPU is needed: a fake device counts.
 """

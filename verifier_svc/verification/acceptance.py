@@ -147,7 +147,7 @@ class Acceptance:
 
 @dataclass(frozen=True, slots=True)
 class _Decided:
-    """What the device has decided about R rows."""
+    """The device's decisions about R rows."""
 
     tokens_R: torch.Tensor
     """The target's own tokens; negative for a row that has none."""
@@ -159,7 +159,7 @@ class _Decided:
 
     @property
     def own(self) -> list[torch.Tensor]:
-        """What the results are read from."""
+        """The tensors that hold the results."""
         return [self.tokens_R] if self.matches_R is None else [self.tokens_R, self.matches_R]
 
     @property

@@ -15,10 +15,10 @@ from outrider.protocol.token_tree import MAX_TREE_TOKENS
 from outrider.sampling.logits import Context, adjust
 from outrider.sampling.sampler import coupled_sample, target_probs
 
-# What a graph takes on the device besides its tensors. A guess, not measured on a GPU: about 1500
-# kernels, 8 KiB each.
+# Memory of a graph besides its tensors, as of about 1500 kernels of 8 KiB. A guess, not measured on
+# a GPU.
 _GRAPH_BYTES = 12 * 2**20
-# What CUDA takes for a process, besides what torch allocates. A guess, not measured on a GPU.
+# Memory of CUDA in a process besides torch's tensors. A guess, not measured on a GPU.
 _CONTEXT_BYTES = 2**29
 # The settings that take the most memory: penalties count tokens, and top-p sorts candidates.
 _SAMPLING = SamplingParams(0.7, top_k=50, top_p=0.9, repetition_penalty=1.1, presence_penalty=0.1)

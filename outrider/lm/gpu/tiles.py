@@ -47,7 +47,7 @@ class Card:
 
 @cache
 def card_of(device: torch.device) -> Card:
-    """Return what launches depend on; for a CPU, where Triton interprets, those of an L4."""
+    """Return the properties of a GPU. Triton's interpreter, on a CPU, gets those of an L4."""
     if device.type != "cuda":
         return Card(99 * 1024, 58, 8)
     # torch's types leave out the shared memory that a program may opt into.
@@ -90,7 +90,7 @@ class Tiles:
 
 
 def tiles(tokens: int, sequences: int, heads: Heads, card: Card) -> Tiles:
-    """Return the tiles for a batch of so many tokens in so many sequences."""
+    """Return the tiles for a batch of `sequences` sequences with `tokens` tokens in all."""
     mean_rows = -(-tokens // sequences) * heads.group
     lanes = max(heads.key_lanes, heads.value_lanes)
     # More rows would not fit the registers: float32 uses no tensor cores.
@@ -145,5 +145,5 @@ def doubling_count(keys: int) -> int:
 
 
 def part_count(keys: int) -> int:
-    """Return the number of parts of so many keys."""
+    """Return the number of parts that `keys` keys are split into."""
     return part_of(keys - 1) + 1

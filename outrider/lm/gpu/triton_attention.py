@@ -160,7 +160,7 @@ def _part_begin(part):  # type: ignore[no-untyped-def]  # the argument is a Trit
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
-def _part_of(slot, DOUBLINGS: tl.constexpr):  # type: ignore[no-untyped-def]  # the slots are a tensor
+def _part_of(slot, DOUBLINGS: tl.constexpr):  # type: ignore[no-untyped-def]  # slot: a tensor
     """Return the parts that slots are in, as `tiles.part_of` does."""
     part = slot // _PART
     for doubling in tl.static_range(DOUBLINGS):
@@ -279,7 +279,10 @@ def _attend(  # type: ignore[no-untyped-def]  # the arguments are Triton pointer
     ROWS: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr, DOUBLINGS: tl.constexpr,
     WINDOWED: tl.constexpr, CAPPED: tl.constexpr, TREES: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Attend for one tile of rows of one key/value head, over every so many parts of the keys.
+    """Attend for one tile of rows of one key/value head, over some parts of the keys.
+
+    The programs of a tile share its parts: program p takes part p and every n-th part behind it,
+    where n is the second size of the grid.
 
     Without SPLIT all keys are one part, and results go to `out`. Otherwise the result of a part,
     normalised by itself, goes to `parts` [parts, T, heads, value size], and the logarithm of its
