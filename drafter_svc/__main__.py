@@ -115,6 +115,7 @@ async def _streams(
             tokenizer_fingerprint=loaded.tokenizer_fingerprint or info.tokenizer_fingerprint,
             max_draft_tokens=family.max_draft_tokens,
             distributions=family.distributions,
+            feature_request=family.feature_request,
             placement=place.describe(family.device),
         )
 

@@ -151,6 +151,7 @@ class Loader:
             own_cores=_own_cores(runner.device),
             mask_lanes=Threads(),
             mask_seconds=_MASK_S,
+            features=runner,
         )
         self.grammars = self._grammar_compiler(runner)
         self._report(Stage.WARMING_UP, "running trial forwards")

@@ -13,7 +13,13 @@ from outrider.drafter.draft_sequence import DraftSequence
 from outrider.drafter.serve import serve
 from outrider.drafter.strategy import Guess, GuessStrategy, Strategy
 from outrider.drafter.stream import DraftStream, Observer
-from outrider.protocol.draft_messages import Opened, SparseDistribution
+from outrider.protocol.draft_messages import (
+    FeatureDtype,
+    FeatureRequest,
+    Opened,
+    SparseDistribution,
+    Welcome,
+)
 from outrider.protocol.messages import DraftDistribution
 from outrider.sampling.noise import coupled_draw
 
@@ -21,12 +27,15 @@ __all__ = [
     "DraftDistribution",
     "DraftSequence",
     "DraftStream",
+    "FeatureDtype",
+    "FeatureRequest",
     "Guess",
     "GuessStrategy",
     "Observer",
     "Opened",
     "SparseDistribution",
     "Strategy",
+    "Welcome",
     "coupled_draw",
     "serve",
 ]

@@ -67,6 +67,7 @@ async def _serve(
             tokenizer_fingerprint=fingerprint or info.tokenizer_fingerprint,
             max_draft_tokens=strategy.max_draft_tokens,
             distributions=strategy.distributions,
+            feature_request=strategy.feature_request,
             placement=Placement(
                 "local", platform.node(), strategy.device, architecture=platform.machine()
             ),

@@ -12,9 +12,16 @@ from contextlib import contextmanager
 
 from outrider.drafter.draft_sequence import DraftSequence
 from outrider.drafter.strategy import Strategy
-from outrider.errors import OutriderError
+from outrider.errors import OutriderError, Reason
 from outrider.process.clock import Clock, monotonic
-from outrider.protocol.draft_messages import DraftBatch, Opened, StepBatch, Verdict
+from outrider.protocol.draft_messages import (
+    DraftBatch,
+    Features,
+    Opened,
+    StepBatch,
+    Verdict,
+    Welcome,
+)
 
 log = logging.getLogger(__name__)
 
@@ -34,15 +41,29 @@ class DraftSession:
         """Sequences abandoned so far."""
         self._strategy = strategy
         self._clock = clock
+        # Size of a token's features; 0 if the verifier sends none.
+        self._feature_bytes = 0
         # Exceptions that no single sequence causes.
         self._propagated: tuple[type[Exception], ...] = (OutriderError, *strategy.fatal)
         # Failures in the log, by type, file and line.
         self._logged: set[tuple[type[Exception], str, int]] = set()
 
+    def welcome(self, welcome: Welcome) -> None:
+        """Take the verifier's answer to the Hello; raises an OutriderError of the strategy."""
+        request = self._strategy.feature_request
+        if request is not None:
+            self._feature_bytes = welcome.feature_width * request.dtype.size
+        self._strategy.welcomed(welcome)
+
     def apply(self, step: StepBatch) -> None:
-        """Apply a step batch; raises OutriderError(PROTOCOL_VIOLATION) for an invalid verdict."""
+        """Apply a step batch.
+
+        Raises OutriderError(PROTOCOL_VIOLATION) for an invalid verdict or features of a wrong size.
+        """
         for opened in step.opened:
             self._open(opened)
+        for features in step.features:
+            self._read(features)
         for verdict in step.verdicts:
             self._follow(verdict)
         for closed in step.closed:
@@ -55,6 +76,17 @@ class DraftSession:
             sequence = self.sequences[opened.sequence_id] = DraftSequence(opened)
             with self._abandoning(sequence):
                 self._strategy.opened(sequence)
+
+    def _read(self, features: Features) -> None:
+        size = len(features.rows)
+        if not self._feature_bytes or size % self._feature_bytes:
+            limit = f"a multiple of {self._feature_bytes}" if self._feature_bytes else "0"
+            message = f"features of {size} bytes came, where {limit} was agreed"
+            raise OutriderError(Reason.PROTOCOL_VIOLATION, message)
+        sequence = self.sequences.get(features.sequence_id)
+        if sequence is not None and not sequence.abandoned:
+            with self._abandoning(sequence):
+                self._strategy.features(sequence, features.first_position, features.rows)
 
     def _follow(self, verdict: Verdict) -> None:
         sequence = self.sequences.get(verdict.sequence_id)

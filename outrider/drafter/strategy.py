@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 from outrider.drafter.draft_sequence import DraftSequence
+from outrider.protocol.draft_messages import FeatureRequest, Welcome
 from outrider.protocol.limits import MAX_DRAFT_TOKENS
 from outrider.protocol.messages import DraftDistribution
 
@@ -24,7 +25,15 @@ class Strategy(ABC):
     max_draft_tokens = MAX_DRAFT_TOKENS
     """Longest chain of guesses that it ever offers for a step; at most 64."""
     device = "cpu"
+    feature_request: FeatureRequest | None = None
+    """The target's hidden states that it reads, if it reads any."""
     fatal: tuple[type[Exception], ...] = ()
+
+    def welcomed(self, welcome: Welcome) -> None:
+        """Take the verifier's answer to the Hello.
+
+        Raise an OutriderError if the strategy cannot draft without what the verifier did not grant.
+        """
 
     @abstractmethod
     async def propose(
@@ -39,7 +48,14 @@ class Strategy(ABC):
         """
 
     def opened(self, sequence: DraftSequence) -> None:
-        """Begin a sequence. This and the next two run between two drafts and should be quick."""
+        """Begin a sequence. This and the next three run between two drafts and should be quick."""
+
+    def features(self, sequence: DraftSequence, first_position: int, rows: bytes) -> None:
+        """Take the features of the tokens from `first_position` on, if some were requested.
+
+        They come before the call of `committed` for these tokens, and for a prompt in parts. `rows`
+        has the features of one token after the other, little endian, of the requested type.
+        """
 
     def committed(self, sequence: DraftSequence, num_valid_tokens: int) -> None:
         """Handle a verdict: the first `num_valid_tokens` of the tokens held before it stay valid.

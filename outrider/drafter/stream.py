@@ -259,8 +259,9 @@ class _Connection:
         if first is _END or rpc.readable(first).WhichOneof("message") != "welcome":
             message = "the verifier's first message must be a Welcome"
             raise OutriderError(Reason.PROTOCOL_VIOLATION, message)
-        welcome = first.welcome
-        return Welcome(welcome.model_id, welcome.vocab_size, welcome.context_length)
+        welcome = wire_drafts.welcome_from_proto(first.welcome)
+        self._session.welcome(welcome)
+        return welcome
 
     async def serve(self) -> None:
         """Receive and draft until the verifier ends the stream or `stopping` is set.

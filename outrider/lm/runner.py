@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -19,8 +19,10 @@ from outrider.lm.gpu import memory
 from outrider.lm.gpu.fused_layers import fuse
 from outrider.lm.gpu.graphs import Bounds, Graphs, buckets
 from outrider.lm.gpu.inputs import CacheShape
+from outrider.lm.hidden_states import HiddenStates
 from outrider.lm.layout import BatchLayout, SequenceSlice, StaticLayout
 from outrider.lm.trial import OwnLogits, Texts
+from outrider.protocol.draft_messages import FINAL_STATE
 from outrider.sampling.tensors import triton_works
 
 if TYPE_CHECKING:
@@ -67,6 +69,8 @@ class ModelRunner:
             self._name, self.vocab_size, self.context_length, self._layers, self.page_size
         )
         own = support.own_logits(self._model, self._name, self.vocab_size, texts)
+        self._states = _hidden_states(self._model)
+        self._kept: Mapping[int, torch.Tensor] = {}
         if fused_layers:
             # Behind the model's own logits, which the fused layers are compared with.
             fuse(self._model, self.device)
@@ -96,6 +100,8 @@ class ModelRunner:
         self.device: torch.device = parameter.device
         self.dtype: torch.dtype = parameter.dtype
         self.vocab_size: int = config.vocab_size
+        self.layer_count: int = config.num_hidden_layers
+        self.hidden_size: int = config.hidden_size
         self._model.set_attn_implementation(attention.NAME)
         self._layers = attention.install(self._model)
         support.find_shapes(self._model, self._name, config, self._layers)
@@ -208,6 +214,41 @@ class ModelRunner:
         """Device memory that the CUDA graphs take."""
         return self._graphs.memory_bytes if self._graphs is not None else 0
 
+    def can_watch(self, states: Collection[int]) -> bool:
+        """Whether forwards can keep these hidden states; see `outrider.lm.hidden_states`.
+
+        Behind `capture`, these are the states that were watched during it.
+        """
+        if self._states is None:
+            return False
+        if self._graphs is not None and self._graphs.count:
+            return set(states) <= set(self._graphs.states)
+        return set(states) <= {FINAL_STATE, *range(self.layer_count + 1)}
+
+    def watch(self, states: Collection[int]) -> None:
+        """Keep these hidden states of each forward from now on; `can_watch` must allow them."""
+        if self._states is not None:
+            self._states.watch(states)
+
+    def hidden_state(self, state: int) -> torch.Tensor:
+        """Return a watched state [T, H] of the last forward, for all tokens of its slices in order.
+
+        The next forward may overwrite it.
+        """
+        return self._kept[state]
+
+    def copy_states(self, states: Sequence[int], rows: Sequence[int], dtype: str) -> bytes:
+        """Copy the watched `states` of the last forward's `rows` to the host.
+
+        Returns, for one row after the other, the states in their order: numbers of `dtype`, little
+        endian. It waits for the device once.
+        """
+        kept = [self._kept[state] for state in states]
+        index = torch.tensor(rows, device=self.device)
+        numbers = torch.cat([state.index_select(0, index) for state in kept], dim=1)
+        wanted: torch.dtype = getattr(torch, dtype)
+        return numbers.to(wanted).cpu().view(torch.uint8).numpy().tobytes()
+
     @torch.inference_mode()
     def forward(self, slices: Sequence[SequenceSlice]) -> torch.Tensor:
         """Compute the slices and write their keys and values to the cache.
@@ -218,11 +259,18 @@ class ModelRunner:
         if self._graphs is not None:
             logits = self._graphs.forward(slices)
             if logits is not None:
+                self._kept = self._graphs.kept(sum(len(part.token_ids) for part in slices))
                 return logits
         layout = self._layout(slices)
+        states = self._states
         if self.decoder is not None:
-            return self.decoder.forward(layout)
+            watched = states.watched if states is not None else ()
+            logits, kept = self.decoder.forward(layout, watched)
+            self._kept = dict(zip(watched, kept, strict=True))
+            return logits
         logits = self._call(layout.token_ids, layout.positions, layout, layout.logits_indices)
+        if states is not None:
+            self._kept = states.take()
         return logits.float()
 
     @torch.inference_mode()
@@ -281,7 +329,7 @@ class ModelRunner:
     def _make_graphs(self, max_seq_len: int, spare_page: int) -> Graphs:
         pages_each = -(-max_seq_len // self.page_size)
         shape = CacheShape(self.page_size, pages_each, spare_page)
-        return Graphs(self._call, shape, self.vocab_size, self.device)
+        return Graphs(self._call, shape, self.vocab_size, self.device, self._states)
 
     def continue_greedily(
         self, slices: Sequence[SequenceSlice], count: int, limit: int
@@ -386,6 +434,15 @@ def _read_checkpoint(model: str, dtype: str, trust_remote_code: bool) -> torch.n
         why = f"{type(cause).__name__}: {' '.join(str(cause).split())}"
         raise support.unsupported(model, f"it cannot be loaded ({why})") from cause
     return cast(torch.nn.Module, loaded)
+
+
+def _hidden_states(model: Any) -> HiddenStates | None:
+    try:
+        return HiddenStates(model)
+    # A model's own code may lack what `HiddenStates` reads; it is served without features.
+    except (LookupError, AttributeError) as reason:
+        log.info("no drafter gets features of %s: %s", type(model).__name__, reason)
+        return None
 
 
 def _eos_token_ids(model: Any, config: Any) -> tuple[int, ...]:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +14,42 @@ import numpy.typing as npt
 from outrider.grammar.kinds import Grammar
 from outrider.protocol.messages import DraftDistribution, SamplingParams
 from outrider.protocol.model_info import Placement
+
+FINAL_STATE = -1
+"""In place of a boundary: the state behind the final norm, which the logits are made of."""
+
+
+class FeatureDtype(IntEnum):
+    """The type of a feature's numbers."""
+
+    BFLOAT16 = 1
+    FLOAT16 = 2
+    FLOAT32 = 3
+
+    @property
+    def size(self) -> int:
+        """Bytes of a number."""
+        return 4 if self is FeatureDtype.FLOAT32 else 2
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureRequest:
+    """The target's hidden states that are a token's feature, in a row.
+
+    First come the residual streams that enter the layers `boundaries`, then, with `final_state`,
+    the state behind the final norm. Of a prompt, the last `prompt_token_count` tokens need
+    features; 0 for all.
+    """
+
+    boundaries: tuple[int, ...] = ()
+    final_state: bool = False
+    dtype: FeatureDtype = FeatureDtype.BFLOAT16
+    prompt_token_count: int = 0
+
+    @property
+    def states(self) -> list[int]:
+        """The states in a feature's order: the boundaries, then FINAL_STATE if it is wanted."""
+        return [*self.boundaries, *([FINAL_STATE] if self.final_state else [])]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,15 +65,21 @@ class Hello:
     placement: Placement = field(default_factory=Placement)
     max_sequence_count: int = 0
     """Most sequences at a time; 0 for no limit."""
+    feature_request: FeatureRequest | None = None
+    """The features that it can use; None if it uses none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """The verifier's answer to a Hello."""
+    """The verifier's answer to a Hello.
+
+    `feature_width` is the numbers of a feature; 0 if the verifier sends no features.
+    """
 
     model_id: str
     vocab_size: int
     context_length: int
+    feature_width: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +170,18 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
+class Features:
+    """The features of consecutive tokens, from the token at `first_position` on.
+
+    `rows` has the numbers of each token's feature in turn: little endian, of the requested type.
+    """
+
+    sequence_id: int
+    first_position: int
+    rows: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Closed:
     """The sequence has ended for this drafter."""
 
@@ -146,8 +201,9 @@ class StepBatch:
     """An engine step's messages to one drafter; they apply in the order of the fields."""
 
     opened: list[Opened] = field(default_factory=list)
+    features: list[Features] = field(default_factory=list)
     verdicts: list[Verdict] = field(default_factory=list)
     closed: list[Closed] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.opened or self.verdicts or self.closed)
+        return bool(self.opened or self.features or self.verdicts or self.closed)

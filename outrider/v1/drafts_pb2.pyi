@@ -76,17 +76,49 @@ class _CapabilityEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Capability
     DESCRIPTOR: _descriptor.EnumDescriptor
     CAPABILITY_UNSPECIFIED: _Capability.ValueType  # 0
     """Never sent; ignored."""
+    CAPABILITY_FEATURES: _Capability.ValueType  # 1
+    """The target's hidden states, for a drafter with a head. Hello.feature_request says which."""
 
 class Capability(_Capability, metaclass=_CapabilityEnumTypeWrapper):
-    """Features beyond this contract's first release, and features that cost too much for everyone. The
-    first release has none. A drafter lists in Hello the features that it can use. The verifier
-    answers with the ones among them that it grants for this stream. Neither side uses any other
-    feature. So neither side receives a message or a field that it must understand but does not know.
+    """What this contract's first release lacks, and what costs too much for everyone. A drafter lists in
+    Hello the capabilities that it can use. The verifier answers with the ones among them that it
+    grants for this stream. Neither side uses any other capability. So neither side receives a
+    message or a field that it must understand but does not know.
     """
 
 CAPABILITY_UNSPECIFIED: Capability.ValueType  # 0
 """Never sent; ignored."""
+CAPABILITY_FEATURES: Capability.ValueType  # 1
+"""The target's hidden states, for a drafter with a head. Hello.feature_request says which."""
 Global___Capability: _TypeAlias = Capability  # noqa: Y015
+
+class _FeatureDtype:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _FeatureDtypeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FeatureDtype.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    FEATURE_DTYPE_UNSPECIFIED: _FeatureDtype.ValueType  # 0
+    """Taken as BFLOAT16."""
+    FEATURE_DTYPE_BFLOAT16: _FeatureDtype.ValueType  # 1
+    """2 bytes."""
+    FEATURE_DTYPE_FLOAT16: _FeatureDtype.ValueType  # 2
+    """2 bytes, IEEE 754."""
+    FEATURE_DTYPE_FLOAT32: _FeatureDtype.ValueType  # 3
+    """4 bytes, IEEE 754."""
+
+class FeatureDtype(_FeatureDtype, metaclass=_FeatureDtypeEnumTypeWrapper):
+    """The type of a feature's numbers. A verifier refuses an unknown value."""
+
+FEATURE_DTYPE_UNSPECIFIED: FeatureDtype.ValueType  # 0
+"""Taken as BFLOAT16."""
+FEATURE_DTYPE_BFLOAT16: FeatureDtype.ValueType  # 1
+"""2 bytes."""
+FEATURE_DTYPE_FLOAT16: FeatureDtype.ValueType  # 2
+"""2 bytes, IEEE 754."""
+FEATURE_DTYPE_FLOAT32: FeatureDtype.ValueType  # 3
+"""4 bytes, IEEE 754."""
+Global___FeatureDtype: _TypeAlias = FeatureDtype  # noqa: Y015
 
 class _CloseReason:
     ValueType = _typing.NewType("ValueType", _builtins.int)
@@ -109,6 +141,47 @@ CLOSE_REASON_ENDED: CloseReason.ValueType  # 1
 Global___CloseReason: _TypeAlias = CloseReason  # noqa: Y015
 
 @_typing.final
+class FeatureRequest(_message.Message):
+    """Which of the target's hidden states are a token's feature. At least one state. The feature is all
+    states in a row: those of the boundaries in the order of the list, then the final state.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BOUNDARIES_FIELD_NUMBER: _builtins.int
+    FINAL_STATE_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    final_state: _builtins.bool
+    """Whether the feature has the state behind the final norm, which the target's logits are made of."""
+    dtype: Global___FeatureDtype.ValueType
+    """The type of the numbers."""
+    prompt_token_count: _builtins.int
+    """How many of a prompt's last tokens need features; 0 means all. At least 0."""
+    @_builtins.property
+    def boundaries(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Distinct, and at most 16 of them. Boundary k is the residual stream that enters the target's
+        layer k. So 0 is the embedding, and the highest, the number of layers, is the last layer's
+        output.
+        """
+
+    def __init__(
+        self,
+        *,
+        boundaries: _abc.Iterable[_builtins.int] | None = ...,
+        final_state: _builtins.bool = ...,
+        dtype: Global___FeatureDtype.ValueType = ...,
+        prompt_token_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boundaries", b"boundaries", "dtype", b"dtype", "final_state", b"final_state", "prompt_token_count", b"prompt_token_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FeatureRequest: _TypeAlias = FeatureRequest  # noqa: Y015
+
+@_typing.final
 class Hello(_message.Message):
     """The drafter's first message: its identity and abilities."""
 
@@ -122,6 +195,7 @@ class Hello(_message.Message):
     PLACEMENT_FIELD_NUMBER: _builtins.int
     CAPABILITIES_FIELD_NUMBER: _builtins.int
     MAX_SEQUENCE_COUNT_FIELD_NUMBER: _builtins.int
+    FEATURE_REQUEST_FIELD_NUMBER: _builtins.int
     drafter_id: _builtins.str
     """Unique among connected drafters; 1 to 128 printable characters. With mutual TLS it is the
     common name of the drafter's certificate, or begins with that name and a slash.
@@ -148,7 +222,11 @@ class Hello(_message.Message):
 
     @_builtins.property
     def capabilities(self) -> _containers.RepeatedScalarFieldContainer[Global___Capability.ValueType]:
-        """The features that it can use. The verifier ignores an unknown value."""
+        """The capabilities that it can use. The verifier ignores an unknown value."""
+
+    @_builtins.property
+    def feature_request(self) -> Global___FeatureRequest:
+        """Required with CAPABILITY_FEATURES, and ignored without it."""
 
     def __init__(
         self,
@@ -161,10 +239,11 @@ class Hello(_message.Message):
         placement: _common_pb2.Placement | None = ...,
         capabilities: _abc.Iterable[Global___Capability.ValueType] | None = ...,
         max_sequence_count: _builtins.int = ...,
+        feature_request: Global___FeatureRequest | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["placement", b"placement"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["feature_request", b"feature_request", "placement", b"placement"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "distributions", b"distributions", "drafter_id", b"drafter_id", "family", b"family", "max_draft_tokens", b"max_draft_tokens", "max_sequence_count", b"max_sequence_count", "placement", b"placement", "tokenizer_fingerprint", b"tokenizer_fingerprint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "distributions", b"distributions", "drafter_id", b"drafter_id", "family", b"family", "feature_request", b"feature_request", "max_draft_tokens", b"max_draft_tokens", "max_sequence_count", b"max_sequence_count", "placement", b"placement", "tokenizer_fingerprint", b"tokenizer_fingerprint"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -180,12 +259,15 @@ class Welcome(_message.Message):
     VOCAB_SIZE_FIELD_NUMBER: _builtins.int
     CONTEXT_LENGTH_FIELD_NUMBER: _builtins.int
     CAPABILITIES_FIELD_NUMBER: _builtins.int
+    FEATURE_WIDTH_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
     """The target model's name."""
     vocab_size: _builtins.int
     """Ids the drafter may propose are in [0, vocab_size)."""
     context_length: _builtins.int
     """Longest sequence in tokens, prompt included."""
+    feature_width: _builtins.int
+    """Numbers of a feature, if CAPABILITY_FEATURES is granted: the requested states' sizes together."""
     @_builtins.property
     def capabilities(self) -> _containers.RepeatedScalarFieldContainer[Global___Capability.ValueType]:
         """The ones among Hello.capabilities that the verifier grants for this stream."""
@@ -197,10 +279,11 @@ class Welcome(_message.Message):
         vocab_size: _builtins.int = ...,
         context_length: _builtins.int = ...,
         capabilities: _abc.Iterable[Global___Capability.ValueType] | None = ...,
+        feature_width: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "context_length", b"context_length", "model_id", b"model_id", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "context_length", b"context_length", "feature_width", b"feature_width", "model_id", b"model_id", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -517,6 +600,43 @@ class Verdict(_message.Message):
 Global___Verdict: _TypeAlias = Verdict  # noqa: Y015
 
 @_typing.final
+class Features(_message.Message):
+    """The features of consecutive tokens of a sequence. They are sent once, while the target reads a
+    prompt and with each verdict: a token's feature exists once the target has computed the token. So
+    the last committed token has none yet. A verifier leaves features out if the target took the
+    tokens from its prefix cache, if the tokens were committed before this drafter joined, or if the
+    drafter reads too slowly. Such a gap shows in first_position. It costs guesses and nothing else.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_ID_FIELD_NUMBER: _builtins.int
+    FIRST_POSITION_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    sequence_id: _builtins.int
+    """From Opened."""
+    first_position: _builtins.int
+    """The place in the sequence of the first token, from 0. It is higher than the places of all
+    features that came before for this sequence.
+    """
+    rows: _builtins.bytes
+    """One row of Welcome.feature_width numbers for each token: little endian, of the requested type."""
+    def __init__(
+        self,
+        *,
+        sequence_id: _builtins.int = ...,
+        first_position: _builtins.int = ...,
+        rows: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_position", b"first_position", "rows", b"rows", "sequence_id", b"sequence_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Features: _TypeAlias = Features  # noqa: Y015
+
+@_typing.final
 class Closed(_message.Message):
     """The sequence has ended for this drafter, which can free all its state."""
 
@@ -574,11 +694,12 @@ Global___DraftBatch: _TypeAlias = DraftBatch  # noqa: Y015
 
 @_typing.final
 class StepBatch(_message.Message):
-    """An engine step's messages to one drafter."""
+    """An engine step's messages to one drafter, applied in the order of the fields."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     OPENED_FIELD_NUMBER: _builtins.int
+    FEATURES_FIELD_NUMBER: _builtins.int
     VERDICTS_FIELD_NUMBER: _builtins.int
     CLOSED_FIELD_NUMBER: _builtins.int
     @_builtins.property
@@ -586,23 +707,28 @@ class StepBatch(_message.Message):
         """New sequences."""
 
     @_builtins.property
+    def features(self) -> _containers.RepeatedCompositeFieldContainer[Global___Features]:
+        """Features of tokens that are committed now, or by the verdicts of this message or the next."""
+
+    @_builtins.property
     def verdicts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Verdict]:
         """The tokens that were committed."""
 
     @_builtins.property
     def closed(self) -> _containers.RepeatedCompositeFieldContainer[Global___Closed]:
-        """Sequences that have ended; applied last."""
+        """Sequences that have ended."""
 
     def __init__(
         self,
         *,
         opened: _abc.Iterable[Global___Opened] | None = ...,
+        features: _abc.Iterable[Global___Features] | None = ...,
         verdicts: _abc.Iterable[Global___Verdict] | None = ...,
         closed: _abc.Iterable[Global___Closed] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["closed", b"closed", "opened", b"opened", "verdicts", b"verdicts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["closed", b"closed", "features", b"features", "opened", b"opened", "verdicts", b"verdicts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -22,8 +22,9 @@ _FILES = (_duration, common_pb2, drafts_pb2, verifier_pb2)
 _SERVICE = "outrider.v1.VerifierService"
 # What an older version lacks.
 _REMOVED = {
-    "Hello": {"capabilities", "placement", "max_sequence_count"},
-    "Welcome": {"capabilities"},
+    "Hello": {"capabilities", "feature_request", "placement", "max_sequence_count"},
+    "Welcome": {"capabilities", "feature_width"},
+    "StepBatch": {"features"},
     "Opened": {"grammar", "prediction_token_ids", "traceparent", "tree_tokens"},
     "Proposal": {"parents", "distributions", "confidences", "draft_duration"},
     "Verdict": {"window", "traceparent", "tree_tokens"},

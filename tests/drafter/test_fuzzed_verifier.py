@@ -36,7 +36,10 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 Message = verifier_pb2.StreamDraftsResponse
 STEPS = [
     StepBatch([opened(1, (10, 11, 12))]),
-    StepBatch([opened(2)], [Verdict(1, 4, [13], 1, 2), Verdict(2, 3, [12], 0, 2, Window(8, 4))]),
+    StepBatch(
+        [opened(2)],
+        verdicts=[Verdict(1, 4, [13], 1, 2), Verdict(2, 3, [12], 0, 2, Window(8, 4))],
+    ),
     StepBatch(closed=[Closed(1), Closed(2)]),
 ]
 SAID = [Message(step=wire_drafts.step_to_proto(step)).SerializeToString() for step in STEPS] + [

@@ -15,11 +15,14 @@ from outrider.errors import OutriderError, Reason
 from outrider.protocol.draft_messages import (
     Closed,
     DraftBatch,
+    FeatureRequest,
+    Features,
     Opened,
     Proposal,
     Skip,
     StepBatch,
     Verdict,
+    Welcome,
     Window,
 )
 
@@ -269,3 +272,47 @@ def test_errors_that_are_no_sequences_fault_are_raised(place: str, kind: str) ->
     with pytest.raises(family.error):
         work()
     assert made.abandoned_count == 0
+
+
+class Reading(Counting):
+    """Notes the features that it reads."""
+
+    feature_request = FeatureRequest((1,))
+
+    def welcomed(self, welcome: Welcome) -> None:
+        if not welcome.feature_width:
+            raise OutriderError(Reason.INVALID_VALUE, "the verifier sends no features")
+
+    def features(self, sequence: DraftSequence, first_position: int, rows: bytes) -> None:
+        self.calls.append((f"features {rows.hex()}", first_position))
+
+
+def test_a_strategy_reads_features_before_the_verdict_of_their_tokens() -> None:
+    family = Reading()
+    made = session(family)
+    made.welcome(Welcome("m", 100, 100, feature_width=2))
+    made.apply(StepBatch(opened=[opened()], features=[Features(1, 0, b"abcd")]))
+    made.apply(StepBatch(features=[Features(1, 1, b"efghijkl")], verdicts=[verdict(1, 3, 12)]))
+    assert family.calls == [
+        ("opened", 1),
+        ("features 61626364", 0),
+        ("features 65666768696a6b6c", 1),
+        ("committed", 2),
+    ]
+    made.apply(StepBatch(features=[Features(7, 0, b"abcd")]))
+    assert len(family.calls) == 4
+
+
+def test_features_of_a_wrong_size_break_the_protocol() -> None:
+    made = session(Reading())
+    made.welcome(Welcome("m", 100, 100, feature_width=2))
+    with pytest.raises(OutriderError, match="features of 5 bytes came") as refused:
+        made.apply(StepBatch(opened=[opened()], features=[Features(1, 0, b"abcde")]))
+    assert refused.value.reason is Reason.PROTOCOL_VIOLATION
+    with pytest.raises(OutriderError, match="features of 4 bytes came"):
+        session().apply(StepBatch(opened=[opened()], features=[Features(1, 0, b"abcd")]))
+
+
+def test_a_strategy_that_needs_features_refuses_a_verifier_without_them() -> None:
+    with pytest.raises(OutriderError, match="the verifier sends no features"):
+        session(Reading()).welcome(Welcome("m", 100, 100))

@@ -27,6 +27,7 @@ from outrider.lm.cpu.decoder import CpuDecoder
 from outrider.lm.cpu.library import runnable_builds
 from outrider.lm.cpu.weights import TiledLinear, optimize_for_cpu
 from outrider.lm.runner import ModelRunner, SequenceSlice
+from outrider.protocol.draft_messages import FINAL_STATE
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -116,6 +117,30 @@ def test_it_is_as_near_to_exact_numbers_as_the_models_own_forward(
     found = torch.cat(chunks)
     assert (found - exact).abs().mean() < 1.2 * (own - exact).abs().mean()
     assert (found - exact).abs().max() < 2 * (own - exact).abs().max()
+
+
+def test_it_keeps_the_hidden_states_of_the_models_own_forward(dtype: torch.dtype) -> None:
+    config = SUPPORTED["llama"]
+    runner = cpu_runner(config, dtype)
+    model: Any = build(config).to(dtype)
+    tokens = ids(20)
+    with torch.inference_mode():
+        states = model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+    count = len(states) - 1
+    assert runner.decoder is not None
+    runner.watch([*range(count + 1), FINAL_STATE])
+    runner.forward([SequenceSlice(tokens[:13], 0, [5, 4], 0)])
+    runner.forward([SequenceSlice(ids(3, 1), 0, [7], 1), SequenceSlice(tokens[13:], 13, [5, 4], 1)])
+    tolerance = 1e-4 if dtype is torch.float32 else 0.05
+    for state in (*range(count), FINAL_STATE):
+        wanted = states[state][0, 13:]
+        difference = (runner.hidden_state(state)[3:] - wanted).float().square().mean().sqrt()
+        assert difference <= tolerance * wanted.float().std()
+    with torch.inference_mode():
+        normed = model.model.norm(runner.hidden_state(count))
+    torch.testing.assert_close(
+        runner.hidden_state(FINAL_STATE), normed, atol=tolerance, rtol=tolerance
+    )
 
 
 def test_any_number_of_other_sequences_gives_the_same_bits(dtype: torch.dtype) -> None:

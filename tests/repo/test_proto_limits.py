@@ -93,6 +93,11 @@ def hello(**fields: Any) -> object:
     return wire_drafts.hello_from_proto(drafts_pb2.Hello(**given))
 
 
+def features(**fields: Any) -> object:
+    wanted = drafts_pb2.FeatureRequest(**fields)
+    return hello(capabilities=[drafts_pb2.CAPABILITY_FEATURES], feature_request=wanted)
+
+
 def drafts(**fields: Any) -> object:
     return wire_drafts.drafts_from_proto(drafts_pb2.DraftBatch(**fields), VOCAB)
 
@@ -151,6 +156,7 @@ READERS: dict[str, Callable[[Any], object]] = {
     "Hello.drafter_id": lambda n: hello(drafter_id="d" * n),
     "Hello.family": lambda n: hello(family="f" * n),
     "Hello.max_draft_tokens": named(hello, "max_draft_tokens"),
+    "FeatureRequest.boundaries": lambda n: features(boundaries=range(n), final_state=True),
     "Window.token_count": lambda value: opened({"token_count": value}),
     "Window.depth": lambda value: opened({"depth": value}),
     "Opened.draft_tokens": lambda value: opened({"depth": DEPTH}, draft_tokens=value),

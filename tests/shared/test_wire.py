@@ -146,6 +146,7 @@ def test_a_step_survives_a_round_trip(
     opened = d.Opened(sequence_id, tokens, sampling, sparse, window, wanted, "tenant", "trace")
     step = d.StepBatch(
         [replace(opened, tree_tokens=tree)],
+        [d.Features(sequence_id, length, bytes(4 * len(tokens)))],
         [d.Verdict(sequence_id, length, tokens, accepted, wanted, window, "trace", tree)],
         [d.Closed(sequence_id)],
     )

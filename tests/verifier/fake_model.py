@@ -1,6 +1,6 @@
 """Fakes: a table model small enough to enumerate, a client, and a drafter that tests script."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +11,14 @@ from outrider.errors import OutriderError
 from outrider.lm.pages import PagePool
 from outrider.lm.runner import SequenceSlice
 from outrider.process.clock import Clock, monotonic
-from outrider.protocol.draft_messages import DraftBatch, Hello, Proposal, Skip, StepBatch
+from outrider.protocol.draft_messages import (
+    FINAL_STATE,
+    DraftBatch,
+    Hello,
+    Proposal,
+    Skip,
+    StepBatch,
+)
 from outrider.protocol.messages import FinishReason, TokenChunk
 from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine
@@ -35,6 +42,8 @@ class TableModel:
 
     vocab_size = VOCAB
     eos_token_ids = (EOS,)
+    layer_count = 2
+    hidden_size = 3
 
     def __init__(
         self, page_count: int, page_size: int, seed: int = 0, eos_bias: float = -1.0
@@ -47,12 +56,15 @@ class TableModel:
         self.forward_count = 0
         self.broken: Callable[[Sequence[SequenceSlice]], None] = lambda slices: None
         """Called at the beginning of each forward; tests replace it to fail, sleep or watch."""
+        self.watched: set[int] = set()
+        self._states: list[tuple[int, int, int]] = []
 
     def forward(self, slices: Sequence[SequenceSlice]) -> torch.Tensor:
         """Write the tokens to their pages; returns logits [R, V] as `LanguageModel.forward`."""
         self.forward_count += 1
         self.broken(slices)
         rows = []
+        self._states.clear()
         for part in slices:
             self.cache[self._slots(part, np.arange(part.start, part.end))] = part.token_ids
             for slot in range(part.end - part.logit_count, part.end):
@@ -60,7 +72,29 @@ class TableModel:
                 pair = self.cache[self._slots(part, np.array([before, slot]))]
                 assert min(pair) >= 0, "the pages of a slice lack its earlier tokens"
                 rows.append(self.table[pair[0], pair[1]])
+            if self.watched:
+                self._keep_states(part)
         return torch.stack(rows) if rows else torch.empty(0, VOCAB)
+
+    def _keep_states(self, part: SequenceSlice) -> None:
+        """A token's state is the token before it, the token itself, and its position."""
+        for slot, position in zip(part.slots, part.positions, strict=True):
+            pair = self.cache[self._slots(part, np.array([_slot_before(part, slot), slot]))]
+            self._states.append((*pair.tolist(), position))
+
+    def can_watch(self, states: Collection[int]) -> bool:
+        """Whether these are states of its layers; as `FeatureSource`."""
+        return set(states) <= {FINAL_STATE, *range(self.layer_count + 1)}
+
+    def watch(self, states: Collection[int]) -> None:
+        """Keep these states; as `FeatureSource`."""
+        self.watched = set(states)
+
+    def copy_states(self, states: Sequence[int], rows: Sequence[int], dtype: str) -> bytes:
+        """The states of rows, with 100 times the state's number added; as `FeatureSource`."""
+        assert set(states) <= self.watched
+        kept = [[n + 100 * k for k in states for n in self._states[row]] for row in rows]
+        return np.array(kept, np.dtype(dtype)).tobytes()
 
     def move_tokens(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy slots, as `LanguageModel.move_tokens`."""
@@ -205,6 +239,7 @@ def make_engine(
         config or EngineConfig(),
         draft_verifier or DraftVerifier(),
         launches=launches,
+        features=model,
         sampled_drafts=trust,
         drafts=EVERY_DRAFT if always_draft else PAYING_DRAFTS,
         clock=clock,

@@ -10,6 +10,7 @@ from fake_model import Client, make_engine
 from outrider.protocol.draft_messages import (
     Closed,
     DraftBatch,
+    Features,
     Hello,
     Opened,
     Proposal,
@@ -45,6 +46,40 @@ def test_long_prompts_are_split_over_messages_and_precede_verdicts() -> None:
     assert [one.sequence_id for part in before for one in part.opened] == list(range(12))
     assert not any(part.verdicts or part.closed for part in before)
     assert (last.opened, last.verdicts, last.closed) == ([], step.verdicts, step.closed)
+
+
+def test_features_are_split_over_messages_and_precede_their_verdicts() -> None:
+    row = bytes(2**20)
+    step = StepBatch(
+        opened=[opened(1, 10)],
+        features=[Features(1, at, row) for at in range(9)],
+        verdicts=[Verdict(1, 11, [5], 0, 4)],
+    )
+    parts = list(drafter_streams._messages(wire_drafts.step_to_proto(step)))
+    assert all(part.ByteSize() <= 4 * 2**20 for part in parts)
+    first, *between, last = [wire_drafts.step_from_proto(part, 200_000) for part in parts]
+    assert first == StepBatch(opened=step.opened)
+    assert [one for part in between for one in part.features] == step.features
+    assert last == StepBatch(verdicts=step.verdicts)
+
+
+async def test_a_drafter_that_does_not_read_loses_features_and_no_verdicts() -> None:
+    engine, model = make_engine()
+    info = ModelInfo("fake", Stage.READY, "serving", "f", model.vocab_size, 64)
+    thread = EngineThread(lambda deliver: engine)
+    await thread.built
+    stream = drafter_streams.DrafterStream(
+        thread, Flood().requests(), cast(Any, Listener()), wire_model.model_to_proto(info)
+    )
+    half = drafter_streams._MAX_UNSENT_FEATURE_BYTES // 2 + 1
+    for length in range(11, 16):
+        verdict = Verdict(1, length, [5], 0, 4)
+        stream._sink(StepBatch(features=[Features(1, length, bytes(half))], verdicts=[verdict]))
+    sent = [stream._unsent.get_nowait().step for _ in range(stream._unsent.qsize())]
+    read = [wire_drafts.step_from_proto(step, 200_000) for step in sent]
+    assert [one.first_position for step in read for one in step.features] == [11, 12]
+    assert [one.committed_length for step in read for one in step.verdicts] == [11, 12, 13, 14, 15]
+    await thread.stop()
 
 
 class Listener:

@@ -13,6 +13,7 @@ from outrider.protocol.draft_messages import Closed, DraftBatch, Hello, StepBatc
 from outrider.protocol.messages import PauseReason
 from verifier_svc.drafts.assignments import new_assignment, run_ahead_window
 from verifier_svc.drafts.draft_message import DraftMessage
+from verifier_svc.drafts.features import FeatureSender, FeatureSource, flush_features
 from verifier_svc.drafts.roster import PLACES, Roster
 from verifier_svc.metrics import Metrics
 from verifier_svc.policy.pauses import pause_reason
@@ -40,9 +41,10 @@ class DraftExchange:
         *,
         sampled_drafts: bool = False,
         own_cores: frozenset[int] | None = None,
+        features: FeatureSource | None = None,
         clock: Clock = monotonic,
     ) -> None:
-        """With `sampled_drafts`, trusted drafters may sample.
+        """With `sampled_drafts`, trusted drafters may sample. `features` is the target.
 
         `own_cores` are the cores that the target computes on; None if it computes on a GPU, or
         leaves some cores of the process to drafters.
@@ -51,6 +53,7 @@ class DraftExchange:
         self.plan = Plan()
         """The plan of the step in progress, or of the last one."""
         self.rejections: list[tuple[Drafter, OutriderError]] = []
+        self.features = FeatureSender(features)
         self._planner = planner
         self._sequences = sequences
         self._metrics = metrics
@@ -77,12 +80,14 @@ class DraftExchange:
         """Register a drafter and assign it sequences without a drafter of its family.
 
         `trusted` says whether its distributions count where sampled drafts are accepted. For
-        `holder` and `source` see `Drafter`. Raises as `Roster.join` does.
+        `holder` and `source` see `Drafter`. Raises as `Roster.join` and `FeatureSender.width` do.
         """
         drafter = Drafter(hello, sink, holder, source, trusted=trusted)
+        drafter.feature_width = self.features.width(hello.feature_request)
         own_cores = self._own_cores
         drafter.on_target_cores = own_cores is not None and drafter.shares_cores(own_cores)
         self.roster.join(drafter)
+        self.features.watch(self.roster.connected.values())
         for sequence in self._sequences.values():
             if sequence.admitted and sequence.unread_at is None:
                 self.assign(sequence)
@@ -92,6 +97,7 @@ class DraftExchange:
         """Remove a drafter whose stream is over, and assign its sequences to others."""
         orphans = [self._sequences[i] for i in drafter.sequence_ids if i in self._sequences]
         self.roster.leave(drafter)
+        self.features.watch(self.roster.connected.values())
         self._planner.budget.forget(drafter)
         for sequence in orphans:
             sequence.assignments.pop(drafter.id, None)
@@ -286,6 +292,7 @@ class DraftExchange:
             trees,
         )
         assignment.drafter.outbox.verdicts.append(verdict)
+        flush_features(assignment)
         # A drafter that is asked again after a silence has to read first, so its answer says little
         # about its speed. A probe's answer is timed all the same: probes are sent to measure.
         must_draft = assignment.answered_length > 0 and assignment.trie.node_count == 0

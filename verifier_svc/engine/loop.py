@@ -22,6 +22,7 @@ from outrider.process.clock import Clock, monotonic
 from outrider.process.telemetry import NO_SPAN, Span
 from outrider.protocol.messages import TokenChunk, TokenRequest
 from verifier_svc.drafts.exchange import DraftExchange
+from verifier_svc.drafts.features import FeatureSource
 from verifier_svc.engine.commit import Committer, moved_slots
 from verifier_svc.engine.config import EngineConfig, LanguageModel
 from verifier_svc.engine.context import EngineContext
@@ -55,8 +56,8 @@ _MASK_POLL_S = 0.05
 class Engine:
     """Owns every sequence. Other threads may call only `post` and `stop`.
 
-    With `launches`, the model's `forward` returns before the device has computed. For `own_cores`
-    and `sampled_drafts` see `DraftExchange`. Masks are computed on `mask_lanes`,
+    With `launches`, the model's `forward` returns before the device has computed. For `own_cores`,
+    `sampled_drafts` and `features` see `DraftExchange`. Masks are computed on `mask_lanes`,
     with the budget `mask_seconds`, see `MaskBudget`. `traced_steps` is the share of traced steps
     that get spans. `drafts` says when the planner drafts. The engine and its parts read time from
     `clock` alone.
@@ -77,6 +78,7 @@ class Engine:
         own_cores: frozenset[int] | None = None,
         mask_lanes: MaskLanes = _INLINE,
         mask_seconds: float = math.inf,
+        features: FeatureSource | None = None,
         clock: Clock = monotonic,
     ) -> None:
         self.model = model
@@ -97,6 +99,7 @@ class Engine:
             metrics,
             sampled_drafts=sampled_drafts,
             own_cores=own_cores,
+            features=features,
             clock=clock,
         )
         self.drafting.roster.max_drafters = config.max_drafters
@@ -338,6 +341,7 @@ class Engine:
         sources, targets = moved_slots(batch, found, self.pool.page_size)
         if sources:
             self.model.move_tokens(sources, targets)
+        self.drafting.features.take(batch, found)
         for scheduled, result, span in zip(batch, found, spans, strict=True):
             self._committer.commit(scheduled, result, span)
             if result is not None and scheduled.sequence.id in self.sequences:

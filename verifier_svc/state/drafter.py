@@ -53,6 +53,8 @@ class Drafter:
     sequence_ids: set[int] = field(default_factory=set)
     last_sequence_id: int = 0
     """The highest sequence id that was ever announced to it."""
+    feature_width: int = 0
+    """Numbers of a token's features that it gets; 0 for none."""
     trusted: bool = False
     """Whether the distributions that it claims count where sampled drafts are accepted."""
     on_target_cores: bool = False

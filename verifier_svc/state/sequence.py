@@ -9,7 +9,7 @@ from outrider.errors import OutriderError
 from outrider.grammar.backends import Matcher
 from outrider.lm.pages import KVSequence
 from outrider.process.telemetry import NO_SPAN, Span
-from outrider.protocol.draft_messages import Opened, Window
+from outrider.protocol.draft_messages import Features, Opened, Window
 from outrider.protocol.messages import (
     DraftDistribution,
     PauseReason,
@@ -83,8 +83,17 @@ class Assignment:
 
     An answer that is long overdue counts as a skip.
     """
+    feature_position: int = 0
+    """Its drafter has, or will get, no more features of tokens before this position."""
+    held_features: list[Features] = field(default_factory=list)
+    """Features that wait for the verdict of their tokens."""
     told_at: float = 0.0
     """When the last message to the drafter was written (seconds)."""
+
+    @property
+    def takes_features(self) -> bool:
+        """Whether its drafter gets features of the sequence."""
+        return self.opened and self.drafter.feature_width > 0
 
     def back_off(self) -> None:
         """Note a probe: the next one is twice as far away."""

@@ -7,16 +7,17 @@ interprets them.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
+from google.protobuf.message import Message
 
 from outrider.errors import OutriderError, Reason
 from outrider.process.roles import Peer, Role
 from outrider.process.tasks import until_first_end
-from outrider.protocol.draft_messages import Hello, StepBatch
+from outrider.protocol.draft_messages import Hello, StepBatch, Welcome
 from outrider.protocol.wire import drafts as wire_drafts
 from outrider.v1 import drafts_pb2, verifier_pb2
 from verifier_svc.engine.engine_thread import EngineThread
@@ -27,11 +28,14 @@ MAX_UNSENT = 1024
 _HELLO_S = 10.0
 # The largest message that opens several sequences: half of gRPC clients' default limit of 4 MiB.
 _MAX_MESSAGE_BYTES = 2 * 2**20
+# Beyond this, a drafter that does not read gets no more features.
+_MAX_UNSENT_FEATURE_BYTES = 16 * 2**20
 # Received bytes that the engine has not taken yet. As objects they need many times that memory, so
 # the stream stops reading beyond this, and further messages wait at the drafter.
 _MAX_UNTAKEN_BYTES = 2**20
 _POLL_S = 0.005
 
+_Entry = TypeVar("_Entry", bound=Message)
 Requests = AsyncIterator[verifier_pb2.StreamDraftsRequest]
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -54,6 +58,7 @@ class DrafterStream:
         self._model = model
         self._peer = peer
         self._unsent: asyncio.Queue[verifier_pb2.StreamDraftsResponse] = asyncio.Queue()
+        self._unsent_feature_bytes = 0
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def run(self) -> None:
@@ -83,12 +88,11 @@ class DrafterStream:
 
         try:
             await self._engine.call(join)
-            welcome = drafts_pb2.Welcome(
-                model_id=self._model.model_id,
-                vocab_size=self._model.vocab_size,
-                context_length=self._model.context_length,
-            )
-            await self._context.write(verifier_pb2.StreamDraftsResponse(welcome=welcome))
+            model = self._model
+            width = joined[0].feature_width
+            welcome = Welcome(model.model_id, model.vocab_size, model.context_length, width)
+            proto = wire_drafts.welcome_to_proto(welcome)
+            await self._context.write(verifier_pb2.StreamDraftsResponse(welcome=proto))
             await until_first_end(self._failure, self._read(joined[0]), self._write())
         finally:
             self._failure.cancel()
@@ -167,7 +171,9 @@ class DrafterStream:
 
     async def _write(self) -> None:
         while True:
-            await self._context.write(await self._unsent.get())
+            response = await self._unsent.get()
+            await self._context.write(response)
+            self._unsent_feature_bytes -= _feature_bytes(response.step)
 
     def _sink(self, message: StepBatch | OutriderError) -> None:
         """Queue the engine's message, on the event loop after an engine step."""
@@ -179,7 +185,12 @@ class DrafterStream:
             reason = f"{MAX_UNSENT} steps are unread; the stream is cut off"
             self._failure.set_exception(OutriderError(Reason.SLOW_READER, reason))
         else:
-            for step in _messages(wire_drafts.step_to_proto(message)):
+            proto = wire_drafts.step_to_proto(message)
+            if self._unsent_feature_bytes > _MAX_UNSENT_FEATURE_BYTES:
+                # The drafter sees the gap. Its guesses may be worse; nothing else is.
+                del proto.features[:]
+            self._unsent_feature_bytes += _feature_bytes(proto)
+            for step in _messages(proto):
                 self._unsent.put_nowait(verifier_pb2.StreamDraftsResponse(step=step))
 
 
@@ -188,26 +199,40 @@ def _address(peer: str) -> str:
     return peer.rpartition(":")[0] if peer.startswith("ip") else peer
 
 
-def _messages(step: drafts_pb2.StepBatch) -> Iterator[drafts_pb2.StepBatch]:
-    """Split a step whose prompts are too long for one message.
+def _feature_bytes(step: drafts_pb2.StepBatch) -> int:
+    return sum([len(features.rows) for features in step.features])
 
-    The parts open sequences; the last part has the verdicts and the closed sequences.
+
+def _messages(step: drafts_pb2.StepBatch) -> Iterator[drafts_pb2.StepBatch]:
+    """Split a step whose prompts or features are too long for one message.
+
+    The first parts open sequences, the next ones have features; the last part has the verdicts and
+    the closed sequences.
     """
     if step.ByteSize() <= _MAX_MESSAGE_BYTES:
         yield step
         return
-    part = drafts_pb2.StepBatch()
-    byte_count = 0
-    for opened in step.opened:
-        size = opened.ByteSize()
-        if part.opened and byte_count + size > _MAX_MESSAGE_BYTES:
-            yield part
-            part = drafts_pb2.StepBatch()
-            byte_count = 0
-        part.opened.append(opened)
-        byte_count += size
-    yield part
+    for opened in _parts(step.opened):
+        yield drafts_pb2.StepBatch(opened=opened)
+    for features in _parts(step.features):
+        yield drafts_pb2.StepBatch(features=features)
     yield drafts_pb2.StepBatch(verdicts=step.verdicts, closed=step.closed)
+
+
+def _parts(entries: Iterable[_Entry]) -> Iterator[list[_Entry]]:
+    """Divide entries into lists that each fit a message, or hold a single entry."""
+    part: list[_Entry] = []
+    byte_count = 0
+    for entry in entries:
+        size = entry.ByteSize()
+        if part and byte_count + size > _MAX_MESSAGE_BYTES:
+            yield part
+            part = []
+            byte_count = 0
+        part.append(entry)
+        byte_count += size
+    if part:
+        yield part
 
 
 def _violation(message: str) -> OutriderError:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -67,6 +67,9 @@ class _Step(ctypes.Structure):
         ("logits_count", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("scratch", "logits")),
         ("logits_stride", ctypes.c_int64),
+        ("states", ctypes.c_void_p),
+        ("state_count", ctypes.c_int64),
+        ("kept", ctypes.c_void_p),
     )
 
 
@@ -132,11 +135,22 @@ class CpuDecoder:
             return None
         return decoder
 
-    def forward(self, layout: BatchLayout) -> torch.Tensor:
-        """Return float32 logits [R, V] for the layout's `logits_indices`; write to the caches."""
+    def forward(
+        self, layout: BatchLayout, states: Sequence[int] = ()
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute the layout's tokens, and write to the caches.
+
+        Return float32 logits [R, V] for the layout's `logits_indices`, and the hidden states
+        [states, T, H] of all its tokens; `outrider.lm.hidden_states` explains `states`.
+        """
         logits = torch.empty(layout.logits_indices.numel(), self._vocab_size)
-        self._decode(self._decoder, layout.cpu_batch.pointer, self._step(layout, logits))
-        return logits
+        step = self._step(layout, logits)
+        shape = (len(states), layout.token_ids.numel(), self._decoder.hidden)
+        kept = torch.empty(shape, dtype=self._dtype)
+        wanted = torch.tensor(states, dtype=torch.int64)
+        step.states, step.state_count, step.kept = wanted.data_ptr(), len(states), kept.data_ptr()
+        self._decode(self._decoder, layout.cpu_batch.pointer, step)
+        return logits, kept
 
     def continue_greedily(
         self, layout: BatchLayout, count: int, limit: int, *, keep_logits: bool = False
@@ -190,7 +204,7 @@ class CpuDecoder:
             use_cache=False,
         )
         expected = output.logits[0].float()
-        difference = (self.forward(layout) - expected).square().mean().sqrt()
+        difference = (self.forward(layout)[0] - expected).square().mean().sqrt()
         return float(difference / expected.std().clamp(min=1e-6))
 
     def _layer(self, layer: Any, cache: LayerCache) -> _DecoderLayer:

@@ -11,13 +11,14 @@ import logging
 import time
 import warnings
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 
 from outrider.lm.gpu.inputs import BlockTable, Bucket, CacheShape, Inputs
+from outrider.lm.hidden_states import HiddenStates
 from outrider.lm.layout import SequenceSlice, StaticLayout
 
 log = logging.getLogger(__name__)
@@ -98,16 +99,20 @@ class Graphs:
         shape: CacheShape,
         vocab_size: int,
         device: torch.device,
+        states: HiddenStates | None = None,
     ) -> None:
         """Hold the graphs of `forward`, which `capture` makes.
 
         `forward` takes token ids [T], positions [T] and a layout, and returns logits [T, V]. It
-        must not read their values on the host.
+        must not read their values on the host. The graphs keep the hidden states that `states`
+        watches during the capture.
         """
         self._forward = forward
         self._shape = shape
         self._vocab_size = vocab_size
         self._device = device
+        self._states = states
+        self._kept: dict[int, torch.Tensor] = {}
         self._capture = _CudaCapture()
         self._bounds = Bounds(0, 0, 0)
         self._logits_RV = torch.empty(0)
@@ -119,6 +124,15 @@ class Graphs:
     def count(self) -> int:
         """Number of captured graphs."""
         return len(self._graphs)
+
+    @property
+    def states(self) -> Collection[int]:
+        """The hidden states that the graphs keep."""
+        return self._kept.keys()
+
+    def kept(self, token_count: int) -> dict[int, torch.Tensor]:
+        """Return the hidden states of the last forward, each [T, H], valid until the next call."""
+        return {state: rows[:token_count] for state, rows in self._kept.items()}
 
     def capture(self, bounds: Bounds) -> None:
         """Capture a graph for each bucket within `bounds`.
@@ -132,6 +146,10 @@ class Graphs:
         try:
             table = BlockTable(bounds.sequences, self._shape, self._device)
             self._logits_RV = torch.empty(bounds.tokens, self._vocab_size, device=self._device)
+            if self._states is not None:
+                self._kept = {
+                    state: self._states.empty(bounds.tokens) for state in self._states.watched
+                }
             for bucket in wanted:
                 self._capture_bucket(bucket, table)
         except torch.AcceleratorError:
@@ -156,6 +174,9 @@ class Graphs:
 
             def run() -> object:
                 logits = self._forward(inputs.token_ids, inputs.positions, inputs.layout())
+                if self._states is not None:
+                    for state, rows in self._states.take().items():
+                        self._kept[state][: bucket.rows].copy_(rows)
                 return self._logits_RV[: bucket.rows].copy_(logits)
 
             self._graphs[bucket] = inputs, self._capture(run)

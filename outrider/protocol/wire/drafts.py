@@ -19,6 +19,7 @@ from outrider.protocol.limits import (
     MAX_DRAFT_SECONDS,
     MAX_DRAFT_TOKENS,
     MAX_FAMILY_LENGTH,
+    MAX_FEATURE_BOUNDARIES,
     MAX_PROPOSAL_TOKENS,
     MAX_WINDOW_DEPTH,
     MAX_WINDOW_TOKENS,
@@ -57,12 +58,35 @@ def hello_from_proto(proto: drafts_pb2.Hello) -> d.Hello:
         distributions=frozenset([m.DraftDistribution.ONE_HOT, *distributions]),
         placement=placement_from_proto(proto.placement),
         max_sequence_count=proto.max_sequence_count,
+        feature_request=_feature_request_from_proto(proto),
     )
+
+
+def _feature_request_from_proto(hello: drafts_pb2.Hello) -> d.FeatureRequest | None:
+    """Check and convert a Hello's request; the number of the target's layers is not known here."""
+    if drafts_pb2.CAPABILITY_FEATURES not in hello.capabilities:
+        return None
+    proto = hello.feature_request
+    name = "hello.feature_request"
+    boundaries = tuple(proto.boundaries)
+    if not boundaries and not proto.final_state:
+        raise invalid(name, "must ask for a boundary or the final state")
+    if len(boundaries) > MAX_FEATURE_BOUNDARIES or len(set(boundaries)) < len(boundaries):
+        message = f"must hold at most {MAX_FEATURE_BOUNDARIES} distinct boundaries"
+        raise invalid(f"{name}.boundaries", message)
+    if proto.prompt_token_count < 0:
+        message = f"must be at least 0, not {proto.prompt_token_count}"
+        raise invalid(f"{name}.prompt_token_count", message)
+    number = int(proto.dtype or drafts_pb2.FEATURE_DTYPE_BFLOAT16)
+    dtypes = {int(dtype): dtype for dtype in d.FeatureDtype}
+    if number not in dtypes:
+        raise invalid(f"{name}.dtype", f"must be BFLOAT16, FLOAT16 or FLOAT32, not {number}")
+    return d.FeatureRequest(boundaries, proto.final_state, dtypes[number], proto.prompt_token_count)
 
 
 def hello_to_proto(hello: d.Hello) -> drafts_pb2.Hello:
     """Convert; inverse of `hello_from_proto`."""
-    return drafts_pb2.Hello(
+    proto = drafts_pb2.Hello(
         drafter_id=hello.drafter_id,
         family=hello.family,
         tokenizer_fingerprint=hello.tokenizer_fingerprint,
@@ -71,6 +95,36 @@ def hello_to_proto(hello: d.Hello) -> drafts_pb2.Hello:
         placement=placement_to_proto(hello.placement),
         max_sequence_count=hello.max_sequence_count,
     )
+    request = hello.feature_request
+    if request is not None:
+        proto.capabilities.append(drafts_pb2.CAPABILITY_FEATURES)
+        proto.feature_request.boundaries.extend(request.boundaries)
+        proto.feature_request.final_state = request.final_state
+        proto.feature_request.dtype = proto_enum(request.dtype)
+        proto.feature_request.prompt_token_count = request.prompt_token_count
+    return proto
+
+
+def welcome_to_proto(welcome: d.Welcome) -> drafts_pb2.Welcome:
+    """Convert; inverse of `welcome_from_proto`."""
+    granted = [drafts_pb2.CAPABILITY_FEATURES] if welcome.feature_width else []
+    return drafts_pb2.Welcome(
+        model_id=welcome.model_id,
+        vocab_size=welcome.vocab_size,
+        context_length=welcome.context_length,
+        capabilities=granted,
+        feature_width=welcome.feature_width,
+    )
+
+
+def welcome_from_proto(proto: drafts_pb2.Welcome) -> d.Welcome:
+    """Check and convert; raises OutriderError(PROTOCOL_VIOLATION)."""
+    width = 0
+    if drafts_pb2.CAPABILITY_FEATURES in proto.capabilities:
+        width = proto.feature_width
+        if width < 1:
+            raise _violation("welcome.feature_width", f"must be at least 1, not {width}")
+    return d.Welcome(proto.model_id, proto.vocab_size, proto.context_length, width)
 
 
 def drafts_from_proto(proto: drafts_pb2.DraftBatch, vocab_size: int) -> d.DraftBatch:
@@ -181,6 +235,14 @@ def step_to_proto(step: d.StepBatch) -> drafts_pb2.StepBatch:
     """Convert; inverse of `step_from_proto`."""
     return drafts_pb2.StepBatch(
         opened=[_opened_to_proto(opened) for opened in step.opened],
+        features=[
+            drafts_pb2.Features(
+                sequence_id=features.sequence_id,
+                first_position=features.first_position,
+                rows=features.rows,
+            )
+            for features in step.features
+        ],
         verdicts=[_verdict_to_proto(verdict) for verdict in step.verdicts],
         closed=[
             drafts_pb2.Closed(sequence_id=closed.sequence_id, reason=drafts_pb2.CLOSE_REASON_ENDED)
@@ -231,9 +293,18 @@ def step_from_proto(proto: drafts_pb2.StepBatch, vocab_size: int) -> d.StepBatch
     """
     return d.StepBatch(
         [_opened_from_proto(opened, vocab_size) for opened in proto.opened],
+        [_features_from_proto(features) for features in proto.features],
         [_verdict_from_proto(verdict, vocab_size) for verdict in proto.verdicts],
         [d.Closed(closed.sequence_id) for closed in proto.closed],
     )
+
+
+def _features_from_proto(proto: drafts_pb2.Features) -> d.Features:
+    """Check and convert. The session checks the size of the rows: it knows the width."""
+    if proto.first_position < 0:
+        message = f"must be at least 0, not {proto.first_position}"
+        raise _violation("features.first_position", message)
+    return d.Features(proto.sequence_id, proto.first_position, proto.rows)
 
 
 def _verdict_from_proto(proto: drafts_pb2.Verdict, vocab_size: int) -> d.Verdict:

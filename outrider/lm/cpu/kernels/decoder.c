@@ -36,14 +36,21 @@ struct decoder {
 
 // One forward of a `struct batch`: its tokens and positions, the rows that need logits, scratch
 // memory, and the output. NAME(continue) runs several forwards; the output of each begins
-// `logits_stride` floats behind the one before, 0 to overwrite it.
+// `logits_stride` floats behind the one before, 0 to overwrite it. `kept` [state_count, tokens,
+// hidden] gets the hidden states in `states`: k for the input of layer k, layer_count for the
+// output of the last layer, FINAL_STATE for the state behind the final norm.
 struct step {
   const int64_t *token_ids, *positions, *logits_indices;
   int64_t logits_count;
   void *scratch;
   float *logits;
   int64_t logits_stride;
+  const int64_t *states;
+  int64_t state_count;
+  element *kept;
 };
+
+#define FINAL_STATE -1
 
 const int64_t NAME(line) = LINE;
 
@@ -223,6 +230,25 @@ static void run_layer(const struct decoder *decoder, const struct decoder_layer 
   gemm(pool, gated, count, &layer->down, buffers->residual, ADD);
 }
 
+// Writes state `state` of all tokens to its places in `kept`. `residual` must hold it, or for
+// FINAL_STATE the output of the last layer. Nobody may change `residual` before the next barrier.
+static void keep_state(const struct decoder *decoder, const struct step *step, int64_t state,
+                       const element *residual, int64_t count) {
+  int64_t hidden = decoder->hidden;
+  for (int64_t place = 0; place < step->state_count; place++) {
+    if (step->states[place] != state) continue;
+    element *out = step->kept + place * count * hidden;
+#pragma omp for nowait
+    for (int64_t i = 0; i < count; i++) {
+      const element *row = residual + i * hidden;
+      if (state == FINAL_STATE)
+        normalize(row, decoder->norm, hidden, decoder->epsilon, out + i * hidden, TILE_DEPTH);
+      else
+        memcpy(out + i * hidden, row, (size_t)hidden * sizeof(element));
+    }
+  }
+}
+
 // Computes logits [logits_count, vocabulary] of a batch whose slices hold all its tokens, and
 // writes their keys and values to the caches.
 void NAME(decode)(const struct decoder *decoder, const struct batch *batch,
@@ -240,8 +266,12 @@ void NAME(decode)(const struct decoder *decoder, const struct batch *batch,
       compute_cos_sin(decoder, step->positions[i], buffers.cos_sin + i * 2 * decoder->pairs);
     }
     barrier_wait(&pool);
-    for (int64_t i = 0; i < decoder->layer_count; i++)
+    for (int64_t i = 0; i < decoder->layer_count; i++) {
+      keep_state(decoder, step, i, buffers.residual, batch->token_count);
       run_layer(decoder, decoder->layers + i, batch, &buffers, &pool);
+    }
+    keep_state(decoder, step, decoder->layer_count, buffers.residual, batch->token_count);
+    keep_state(decoder, step, FINAL_STATE, buffers.residual, batch->token_count);
 #pragma omp for nowait
     for (int64_t i = 0; i < step->logits_count; i++)
       normalize_tiled(buffers.residual + step->logits_indices[i] * hidden, decoder->norm, decoder,

@@ -1,0 +1,73 @@
+"""Keeps chosen hidden states of a `transformers` model's forward, for drafters with a head.
+
+A state is named by a number: k for the residual stream that enters layer k, the number of layers
+for the output of the last layer, and `FINAL_STATE` for the state behind the final norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+
+from outrider.protocol.draft_messages import FINAL_STATE
+
+
+class HiddenStates:
+    """Hooks on one model. Without watched states there are none, and forwards cost nothing."""
+
+    def __init__(self, model: Any) -> None:
+        """Find the decoder and its layers.
+
+        Raises LookupError for a model that does not have its layers in one list.
+        """
+        config = model.config.get_text_config(decoder=True)
+        self._size: int = config.hidden_size
+        self._decoder: torch.nn.Module = model.get_decoder()
+        lists = [each for each in self._decoder.modules() if isinstance(each, torch.nn.ModuleList)]
+        layers = [each for each in lists if len(each) == config.num_hidden_layers]
+        if not layers:
+            raise LookupError(f"no list has its {config.num_hidden_layers} layers")
+        self._layers = layers[0]
+        self._parameter: torch.Tensor = next(self._decoder.parameters())
+        self.watched: tuple[int, ...] = ()
+        """The states that forwards keep, in ascending order."""
+        self._handles: list[Any] = []
+        self._kept: dict[int, torch.Tensor] = {}
+
+    def watch(self, states: Collection[int]) -> None:
+        """Keep these states from now on, and no others."""
+        for handle in self._handles:
+            handle.remove()
+        self._kept.clear()
+        self.watched = tuple(sorted(set(states)))
+        self._handles = [self._hook(state) for state in self.watched]
+
+    def empty(self, token_count: int) -> torch.Tensor:
+        """Return memory for a state of so many tokens."""
+        return self._parameter.new_empty(token_count, self._size)
+
+    def take(self) -> Mapping[int, torch.Tensor]:
+        """Return the watched states of the last forward, each [T, H] for all its tokens."""
+        kept = self._kept
+        self._kept = {}
+        return kept
+
+    def _hook(self, state: int) -> Any:
+        def keep(output: Any) -> None:
+            hidden = output[0] if isinstance(output, tuple) else output
+            self._kept[state] = hidden.squeeze(0)
+
+        if state == FINAL_STATE:
+            return self._decoder.register_forward_hook(
+                lambda module, args, output: keep(output.last_hidden_state)
+            )
+        if state == 0:
+            return self._layers[0].register_forward_pre_hook(
+                lambda module, args, kwargs: keep(args[0] if args else kwargs["hidden_states"]),
+                with_kwargs=True,
+            )
+        return self._layers[state - 1].register_forward_hook(
+            lambda module, args, output: keep(output)
+        )

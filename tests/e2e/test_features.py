@@ -1,0 +1,86 @@
+"""Features of a real verifier are the target's hidden states, as `transformers` has them."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+import numpy as np
+import pytest
+import torch
+from raw_drafter import RawDrafter, dialled  # lies beside this file
+from stack import TARGET, Client, Stack
+from transformers import AutoModelForCausalLM
+
+from outrider.errors import Reason
+from outrider.protocol.messages import SamplingParams, SpeculationOptions, TokenRequest
+from outrider.v1 import drafts_pb2
+
+FEATURES = drafts_pb2.CAPABILITY_FEATURES
+STATES = [3, 1]
+HIDDEN = 384
+PROMPT = [100 + 17 * i % 389 for i in range(50)]
+
+
+async def features(drafter: RawDrafter) -> dict[int, np.ndarray]:
+    """The features until the sequence is closed, by position."""
+    found: dict[int, np.ndarray] = {}
+    while True:
+        step = (await drafter.hear()).step
+        for entry in step.features:
+            rows = np.frombuffer(entry.rows, np.float32).reshape(-1, 3 * HIDDEN)
+            found.update(enumerate(rows, entry.first_position))
+        if step.closed:
+            return found
+
+
+async def test_features_are_the_targets_hidden_states(stack: Stack) -> None:
+    wanted = drafts_pb2.FeatureRequest(
+        boundaries=STATES, final_state=True, dtype=drafts_pb2.FEATURE_DTYPE_FLOAT32
+    )
+    async with (
+        Client(stack.address) as client,
+        dialled(client, "head", capabilities=[FEATURES], feature_request=wanted) as drafter,
+    ):
+        welcome = (await drafter.hear()).welcome
+        assert list(welcome.capabilities) == [FEATURES]
+        assert welcome.feature_width == 3 * HIDDEN
+        options = SpeculationOptions(drafter_id="head", always_draft=True)
+        request = TokenRequest(
+            PROMPT, 12, SamplingParams(0.0), speculation=options, ignore_eos=True
+        )
+        chunks, found = await asyncio.gather(client.generate(request), features(drafter))
+    text = [*PROMPT, *(token for chunk in chunks for token in chunk.token_ids)]
+    assert len(found) > len(PROMPT)
+    assert sorted(found) == list(range(len(found)))
+    model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32)
+    with torch.inference_mode():
+        states = model(torch.tensor([text]), output_hidden_states=True).hidden_states
+    truth = torch.cat([states[k][0] for k in (*STATES, -1)], dim=1)[: len(found)]
+    difference = (torch.tensor(np.stack(list(found.values()))) - truth).square().mean().sqrt()
+    # The verifier computes in the checkpoint's bfloat16.
+    assert difference < 0.05 * truth.std()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "field"),
+    [
+        (drafts_pb2.FeatureRequest(), "hello.feature_request"),
+        (drafts_pb2.FeatureRequest(boundaries=[7]), "hello.feature_request.boundaries"),
+        (drafts_pb2.FeatureRequest(boundaries=[1, 1]), "hello.feature_request.boundaries"),
+        (
+            drafts_pb2.FeatureRequest(final_state=True, prompt_token_count=-1),
+            "hello.feature_request.prompt_token_count",
+        ),
+    ],
+)
+async def test_a_wrong_request_is_refused_by_its_field(
+    stack: Stack, wanted: drafts_pb2.FeatureRequest, field: str
+) -> None:
+    async with (
+        Client(stack.address) as client,
+        dialled(client, "wrong", capabilities=[FEATURES], feature_request=wanted) as drafter,
+    ):
+        error = await drafter.error()
+        assert await drafter.call.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert (error.reason, error.field) == (Reason.INVALID_VALUE, field)

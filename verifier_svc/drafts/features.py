@@ -1,0 +1,173 @@
+"""Sends drafters the features that they asked for: chosen hidden states of committed tokens.
+
+A token's features wait in its assignment until the drafter is told of the token. So a drafter that
+is not asked for drafts costs no messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from outrider.errors import OutriderError, invalid
+from outrider.protocol.draft_messages import FeatureRequest, Features
+from verifier_svc.state.drafter import Drafter
+from verifier_svc.state.scheduled_sequence import ScheduledSequence
+from verifier_svc.state.sequence import Assignment
+from verifier_svc.verification.batch import Verified
+
+# The largest entry of a message. A message with one entry has room for the rest of a step.
+_MAX_ENTRY_BYTES = 2**20
+# Most tokens whose features wait for a drafter that is not asked. Probes come less often.
+_MAX_HELD_TOKENS = 64
+
+
+class FeatureSource(Protocol):
+    """A model that keeps hidden states; `outrider.lm.runner.ModelRunner` is one."""
+
+    layer_count: int
+    hidden_size: int
+
+    def can_watch(self, states: Collection[int]) -> bool:
+        """Whether forwards can keep these hidden states."""
+
+    def watch(self, states: Collection[int]) -> None:
+        """Keep these hidden states of each forward from now on."""
+
+    def copy_states(self, states: Sequence[int], rows: Sequence[int], dtype: str) -> bytes:
+        """The watched `states` of the last forward's `rows`: each row's states, in order."""
+
+
+@dataclass(slots=True)
+class _Part:
+    """Committed tokens of a sequence, for one drafter: their rows in the forward, their place."""
+
+    sequence_id: int
+    assignment: Assignment
+    rows: Sequence[int]
+    first_position: int
+    waits: bool
+    """Whether the features wait for a verdict. A prompt's do not: the drafter knows its tokens."""
+
+
+class FeatureSender:
+    """Grants requests for features, and takes the features from each forward."""
+
+    def __init__(self, source: FeatureSource | None) -> None:
+        """Without a source, no request is granted."""
+        self._source = source
+
+    def width(self, request: FeatureRequest | None) -> int:
+        """Return how many numbers a feature has; 0 if these features cannot be had.
+
+        Raises OutriderError(INVALID_VALUE) for a layer that the model does not have.
+        """
+        source = self._source
+        if request is None or source is None:
+            return 0
+        for boundary in request.boundaries:
+            if not 0 <= boundary <= source.layer_count:
+                name = "hello.feature_request.boundaries"
+                raise invalid(name, f"must be in [0, {source.layer_count}], not {boundary}")
+        states = request.states
+        return len(states) * source.hidden_size if source.can_watch(states) else 0
+
+    def watch(self, drafters: Iterable[Drafter]) -> None:
+        """Keep what these drafters need of each forward from now on."""
+        if self._source is not None:
+            requests = [each.hello.feature_request for each in drafters if each.feature_width]
+            self._source.watch({state for each in requests if each for state in each.states})
+
+    def take(
+        self,
+        batch: Sequence[ScheduledSequence],
+        found: Sequence[Verified | OutriderError | None],
+    ) -> None:
+        """Take the features of the last forward, before its tokens are committed.
+
+        `found` has each sequence's result, as the commit gets it.
+        """
+        parts: dict[FeatureRequest, list[_Part]] = {}
+        first_row = 0
+        for scheduled, result in zip(batch, found, strict=True):
+            for assignment in scheduled.sequence.assignments.values():
+                request = assignment.drafter.hello.feature_request
+                if assignment.takes_features and request is not None:
+                    part = _part(scheduled, result, first_row, assignment, request)
+                    if part.rows:
+                        parts.setdefault(request, []).append(part)
+            first_row += len(scheduled.token_ids) + len(scheduled.draft.token_ids)
+        for request, wanted in parts.items():
+            self._copy(request, wanted)
+
+    def _copy(self, request: FeatureRequest, parts: list[_Part]) -> None:
+        """Copy the features of one kind from the device, for all sequences at once."""
+        assert self._source is not None
+        rows = [row for part in parts for row in part.rows]
+        data = self._source.copy_states(request.states, rows, request.dtype.name.lower())
+        size = len(data) // len(rows)
+        for part in parts:
+            end = len(part.rows) * size
+            _give(part, data[:end], size)
+            data = data[end:]
+
+
+def flush_features(assignment: Assignment) -> None:
+    """Send the drafter the features that waited, with the verdict of their tokens."""
+    if assignment.held_features:
+        assignment.drafter.outbox.features += assignment.held_features
+        assignment.held_features = []
+
+
+def _part(
+    scheduled: ScheduledSequence,
+    found: Verified | OutriderError | None,
+    first_row: int,
+    assignment: Assignment,
+    request: FeatureRequest,
+) -> _Part:
+    """The tokens of a step that are committed after it, and whose features the drafter lacks.
+
+    `first_row` is the row of the sequence's first token in the forward.
+    """
+    count = len(scheduled.token_ids)
+    rows = [*range(first_row, first_row + count)]
+    draws = False
+    if isinstance(found, OutriderError):
+        rows = []
+    elif found is None:
+        # The step is repeated: its last token is computed again.
+        rows = rows[:-1]
+    elif found.result is not None:
+        draws = True
+        rows += [first_row + count - 1 + row for row in found.result.rows]
+    first = assignment.feature_position
+    if request.prompt_token_count:
+        prompt_count = len(scheduled.sequence.request.prompt)
+        first = max(first, prompt_count - request.prompt_token_count)
+    known = max(0, first - scheduled.start)
+    sequence_id = scheduled.sequence.id
+    return _Part(sequence_id, assignment, rows[known:], scheduled.start + known, draws)
+
+
+def _give(part: _Part, data: bytes, size: int) -> None:
+    """Send or hold the features in `data`, `size` bytes for each token."""
+    assignment = part.assignment
+    assignment.feature_position = part.first_position + len(part.rows)
+    each = max(1, _MAX_ENTRY_BYTES // size)
+    entries = [
+        Features(
+            part.sequence_id,
+            part.first_position + at,
+            data[at * size : (at + each) * size],
+        )
+        for at in range(0, len(part.rows), each)
+    ]
+    if not part.waits:
+        assignment.drafter.outbox.features += entries
+        return
+    held = sum([len(entry.rows) for entry in assignment.held_features])
+    if held > _MAX_HELD_TOKENS * size:
+        assignment.held_features = []
+    assignment.held_features += entries
