@@ -78,8 +78,7 @@ class Gateway:
             server_header=False,
             http=protocol(settings),
             ws="none",
-            # uvicorn declares an int but takes fractions as well.
-            timeout_keep_alive=KEEP_ALIVE_S,  # type: ignore[arg-type]
+            timeout_keep_alive=KEEP_ALIVE_S,  # type: ignore[arg-type]  # it takes fractions as well
             # In whole seconds, so that a client does not take the connection for open too long.
             headers=[("keep-alive", f"timeout={int(KEEP_ALIVE_S)}")],
             timeout_graceful_shutdown=_CANCEL_S,

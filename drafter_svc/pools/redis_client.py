@@ -101,8 +101,7 @@ class RedisClient:
         are None as well.
         """
         if not isinstance(self._lookups, RedisCluster):
-            # hiredis' types allow only commands of one word.
-            command = pack_command(("MGET", *keys))  # type: ignore[arg-type]
+            command = pack_command(("MGET", *keys))  # type: ignore[arg-type]  # typed for one word
             return list(await self._ask(self._lookups.connection_pool, command))
         parts = await self._each_slot(self._lookups, "MGET", keys)
         values: dict[bytes, Any] = {}
@@ -126,8 +125,8 @@ class RedisClient:
 
         try:
             async with asyncio.timeout(_SOCKET_TIMEOUT_S):
-                # redis-py's pools have no types.
-                connection: AbstractConnection = await connections.get_connection()  # type: ignore[no-untyped-call]
+                taken = connections.get_connection()  # type: ignore[no-untyped-call]  # has no types
+                connection: AbstractConnection = await taken
                 try:
                     return await connection.retry.call_with_retry(
                         exchange, lambda error: connection.disconnect()

@@ -130,8 +130,7 @@ def _endpoints(servicer: GenerationServicer) -> Mapping[str, Any]:
                     yield response
         except OutriderError as error:
             raise _connect_error(error) from error
-        # `unexpected` logs any other failure and gives INTERNAL.
-        except Exception:  # noqa: BLE001
+        except Exception:  # noqa: BLE001  # `unexpected` logs any other failure, and gives INTERNAL
             raise _connect_error(rpc.unexpected("GenerateText")) from None
 
     return {PATH: Endpoint.server_stream(_METHOD, generate_text)}

@@ -130,8 +130,7 @@ class _Call(TextCall):
         except (GeneratorExit, asyncio.CancelledError):
             status = "CANCELLED"
             raise
-        # The span gets a status; the error goes on to the caller.
-        except Exception:
+        except Exception:  # the span gets a status; the error goes on to the caller
             status = "INTERNAL"
             raise
         finally:

@@ -245,8 +245,7 @@ class _StreamCall:
             # The caller of the gateway is not at fault.
             message = f"the verifier's stream is broken: {violation.message}"
             error = OutriderError(Reason.INTERNAL, message)
-        # `unexpected` logs any other failure and gives INTERNAL.
-        except Exception:  # noqa: BLE001
+        except Exception:  # noqa: BLE001  # `unexpected` logs any other failure, and gives INTERNAL
             error = rpc.unexpected("StreamTokens")
         finally:
             self._hang_up(error)
@@ -293,6 +292,5 @@ def _decode(part: token_streams_pb2.TokensPart) -> TokenChunk | OutriderError:
             # A verifier's metadata would become HTTP headers.
             return replace(rpc.error_in(part.status), metadata={})
         return wire_requests.chunk_from_proto(part.tokens)
-    # `unexpected` logs the failure and gives INTERNAL.
-    except Exception:  # noqa: BLE001
+    except Exception:  # noqa: BLE001  # `unexpected` logs the failure, and gives INTERNAL
         return rpc.unexpected("StreamTokens")

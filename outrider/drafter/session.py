@@ -138,8 +138,7 @@ class DraftSession:
             await self._strategy.propose(asked, interrupted)
         except self._propagated:
             raise
-        # The calls below raise it again for the sequences at fault.
-        except Exception:  # noqa: BLE001
+        except Exception:  # noqa: BLE001  # the calls below raise it for the sequences at fault
             for sequence in asked:
                 with self._abandoning(sequence):
                     await self._strategy.propose([sequence], interrupted)
@@ -151,8 +150,7 @@ class DraftSession:
             yield
         except self._propagated:
             raise
-        # `_abandon` logs it.
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:  # noqa: BLE001  # `_abandon` logs it
             self._abandon(sequence, error)
 
     def _abandon(self, sequence: DraftSequence, error: Exception) -> None:
@@ -171,8 +169,7 @@ class DraftSession:
             self._strategy.closed(sequence)
         except self._propagated:
             raise
-        # A family's fault in one sequence must not end the other sequences.
-        except Exception:
+        except Exception:  # a family's fault in one sequence must not end the other sequences
             log.exception("the strategy failed to release its state of sequence %d", sequence.id)
 
 

@@ -218,8 +218,7 @@ async def _close(strategy: Strategy) -> None:
     try:
         async with asyncio.timeout(_CLOSE_S):
             await strategy.aclose()
-    # It must not hide why the stream ended.
-    except Exception:
+    except Exception:  # it must not hide why the stream ended
         log.exception("closing the strategy %s failed", strategy.name)
 
 
