@@ -42,7 +42,7 @@ from verifier_svc.state.scheduled_sequence import ScheduledSequence
 from verifier_svc.state.sequence import Sequence
 from verifier_svc.state.step_clock import StepClock
 from verifier_svc.verification.batch import DraftVerifier, Verification, Verified
-from verifier_svc.verification.grammar_masks import GrammarMasks, logits_rows
+from verifier_svc.verification.grammar_masks import GrammarMasks, has_late_masks
 from verifier_svc.verification.mask_lanes import Inline, MaskBudget, MaskLanes
 
 log = logging.getLogger(__name__)
@@ -315,11 +315,7 @@ class Engine:
                 self.outbox.send_to_clients()
                 self._metrics.flush()
                 clock.end("send")
-            ready = masked()
-            if len(ready) < len(batch):
-                logits_RV = logits_RV[logits_rows(batch, ready)]
-                verify = self._draft_verifier.lay_out(ready)
-            found = iter(verify(logits_RV, ready))
+            found = verify(logits_RV, masked())
             clock.end("accept")
         except torch.AcceleratorError:
             raise  # this process cannot use the device again; its supervisor restarts the process
@@ -328,8 +324,8 @@ class Engine:
             if not isinstance(error, OutriderError):
                 error = OutriderError(Reason.INTERNAL, "the target's forward failed")
             return [error] * len(batch)
-        ids = {scheduled.sequence.id for scheduled in ready}
-        return [next(found) if scheduled.sequence.id in ids else None for scheduled in batch]
+        pairs = zip(batch, found, strict=True)
+        return [None if has_late_masks(scheduled) else each for scheduled, each in pairs]
 
     def _commit(
         self,

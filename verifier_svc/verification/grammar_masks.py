@@ -83,8 +83,8 @@ class GrammarMasks:
     def masks(self, batch: Sequence[ScheduledSequence]) -> Callable[[], list[ScheduledSequence]]:
         """Begin to compute the masks that are missing.
 
-        The result waits for them, but for at most 10 ms. It returns the masked batch without the
-        sequences whose masks are late; these have a `mask_work`.
+        The result waits for them, but for at most 10 ms. It returns the masked batch; sequences
+        with late masks (`has_late_masks`) have none.
         """
         masked = [each for each in batch if _is_masked(each)]
         if not masked:
@@ -122,16 +122,15 @@ class GrammarMasks:
         for scheduled in batch:
             sequence = scheduled.sequence
             work = sequence.mask_work
-            if work is None or not scheduled.samples:
-                found.append(scheduled)
-                continue
-            if work.done and work.mask is not None:
-                self._budget.charge(sequence, work)
-                sequence.mask_work = None
-                rows = len(scheduled.draft.token_ids) + 1
-                found.append(replace(scheduled, mask=work.mask[:rows]))
-            else:
-                work.wake_when_done(self._wake)
+            if work is not None and scheduled.samples:
+                if work.done and work.mask is not None:
+                    self._budget.charge(sequence, work)
+                    sequence.mask_work = None
+                    rows = len(scheduled.draft.token_ids) + 1
+                    scheduled = replace(scheduled, mask=work.mask[:rows])
+                else:
+                    work.wake_when_done(self._wake)
+            found.append(scheduled)
         return found
 
 
@@ -199,6 +198,11 @@ def _subtree(draft: DraftTree, kept: Sequence[bool]) -> DraftTree:
     return DraftTree(token_ids, [], without_chain(parents), drafter_ids, list(kept).index(False))
 
 
+def has_late_masks(scheduled: ScheduledSequence) -> bool:
+    """Whether the masks of a step were not there in time, so that the step must be repeated."""
+    return scheduled.samples and scheduled.sequence.mask_work is not None
+
+
 def has_slow_masks(sequence: SequenceState) -> bool:
     """Whether the sequence's masks take long. Then its grammar also takes long to advance."""
     return sequence.mask_row_s > _SLOW_ROW_S
@@ -218,15 +222,3 @@ def _mask(matcher: Matcher, late: Sequence[int], draft: DraftTree, width: int) -
         else:
             matcher.fill(mask, row)
     return mask
-
-
-def logits_rows(batch: Sequence[ScheduledSequence], some: Sequence[ScheduledSequence]) -> list[int]:
-    """The logits rows of some sequences of a batch."""
-    ids = {scheduled.sequence.id for scheduled in some}
-    rows: list[int] = []
-    first = 0
-    for scheduled in batch:
-        if scheduled.sequence.id in ids:
-            rows += range(first, first + scheduled.logit_count)
-        first += scheduled.logit_count
-    return rows
