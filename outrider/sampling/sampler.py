@@ -9,15 +9,16 @@ noise for other languages.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Self
 
 import numpy as np
 import torch
 
 from outrider.protocol.messages import SamplingParams
-from outrider.sampling.tensors import Staged, Staging, on, triton_works
+from outrider.sampling.tensors import Staged, Staging, argmax, fetch, on, triton_works
 
 # SplitMix64's constants as signed integers, since torch has no full uint64 arithmetic.
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
@@ -64,7 +65,7 @@ def coupled_sample(probs_RV: torch.Tensor, keys_R: torch.Tensor) -> torch.Tensor
     tokens = []
     for probs, keys in zip(blocks, torch.split(keys_R, row_count), strict=True):
         scores = probs.double() / coupled_exponentials(keys, vocab_size)
-        tokens.append(scores.argmax(-1))
+        tokens.append(argmax(scores))
     return torch.cat(tokens)
 
 
@@ -96,7 +97,11 @@ def target_probs(logits_RV: torch.Tensor, samplings: Sequence[SamplingParams]) -
     staging = Staging(logits_RV.device)
     settings = TargetProbs(samplings, staging)
     staging.send()
-    return settings.probs(logits_RV)[0]
+    whole: dict[int, list[int]] = {}
+    while True:
+        probs_RV, sufficed = settings.probs(logits_RV, whole)
+        if not note_short(whole, zip(sufficed, fetch(list(sufficed.values())), strict=True)):
+            return probs_RV
 
 
 class TargetProbs:
@@ -109,11 +114,13 @@ class TargetProbs:
         if any(t != 1.0 for t in temperatures):
             self._temperatures = _column(temperatures, staging)
         sampled = [(i, s) for i, s in enumerate(samplings) if not s.greedy]
-        numbers: list[tuple[_Truncate, list[tuple[int, float]]]] = [
-            (_top_k, [(i, s.top_k) for i, s in sampled if s.top_k > 0]),
-            (_top_p, [(i, s.top_p) for i, s in sampled if s.top_p < 1]),
+        counts = [(i, s.top_k) for i, s in sampled if s.top_k > 0]
+        top_k = partial(_top_k, max((count for _, count in counts), default=0))
+        numbers: list[tuple[_Truncate | _Candidates, Sequence[tuple[int, float]]]] = [
+            (top_k, counts),
+            (_Candidates(_nucleus), [(i, s.top_p) for i, s in sampled if s.top_p < 1]),
             (_min_p, [(i, s.min_p) for i, s in sampled if s.min_p > 0]),
-            (_typical, [(i, s.typical_p) for i, s in sampled if s.typical_p < 1]),
+            (_Candidates(_typical_set), [(i, s.typical_p) for i, s in sampled if s.typical_p < 1]),
         ]
         self._steps = [
             _Step.of(truncate, pairs, len(samplings), staging)
@@ -122,7 +129,7 @@ class TargetProbs:
         ]
 
     def probs(
-        self, logits_RV: torch.Tensor, whole: Mapping[int, Sequence[int]] | None = None
+        self, logits_RV: torch.Tensor, whole: Mapping[int, Sequence[int]]
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         """Probabilities [R, V] after temperature, top-k, top-p, min-p and typical-p, in this order.
 
@@ -130,43 +137,77 @@ class TargetProbs:
         row (temperature 0) returns its plain softmax; the caller takes its token, the argmax, from
         the logits. Each step runs only for rows that use it.
 
-        Truncation sorts few of a row's tokens, and all of them where these do not suffice. Without
-        `whole` it asks the device for these rows, which waits for it. With `whole`, it sorts those
-        rows whole, by the step's number, and also returns for each step whether the candidates of
-        each of its rows sufficed, bool. The result holds only if they did for all others.
+        Top-p and typical-p sort few of a row's tokens, and all of them in the rows of `whole`, by
+        the step's number. For each of these steps, this also returns whether the candidates of
+        each of its rows sufficed, bool. The result holds only if they did for all others, so the
+        caller calls again with those that `note_short` finds.
         """
         if self._temperatures is not None:
             logits_RV = logits_RV / self._temperatures.tensor
         sufficed: dict[int, torch.Tensor] = {}
         for number, step in enumerate(self._steps):
-            rows = None if whole is None else whole.get(number, ())
-            logits_RV, enough_R = step.apply(logits_RV, rows)
-            if whole is not None and enough_R is not None:
+            logits_RV, enough_R = step.apply(logits_RV, whole.get(number, ()))
+            if enough_R is not None:
                 sufficed[number] = enough_R
         return logits_RV.softmax(-1), sufficed
 
 
-_Truncated = tuple[torch.Tensor, torch.Tensor | None]
-"""Truncated logits, and whether the candidates of each row sufficed; None if all were looked at."""
-_Truncate = Callable[["_Step", torch.Tensor, Sequence[int] | None], _Truncated]
-"""Truncates the logits of a step's rows; for the rows to sort whole see `TargetProbs.probs`."""
+def note_short(whole: dict[int, list[int]], sufficed: Iterable[tuple[int, np.ndarray]]) -> bool:
+    """Add the rows whose candidates did not suffice to those to sort whole; whether some are new.
+
+    A row that was sorted whole may still be short of candidates.
+    """
+    are_new = False
+    for step, enough_R in sufficed:
+        short = np.flatnonzero(enough_R == 0).tolist()
+        known = whole.setdefault(step, [])
+        new = sorted(set(short).difference(known))
+        known += new
+        are_new = are_new or bool(new)
+    return are_new
+
+
+_Truncate = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Truncates logits [R, V] by each row's setting [R, 1]."""
+_Keep = Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
+"""Truncates logits by their settings, looking at a number of tokens in each row. Also returns
+whether these sufficed, bool [R]."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidates:
+    """A truncation that looks at each row's first candidates, and at all tokens of some rows."""
+
+    keep: _Keep
+
+    def truncate(
+        self, logits_RV: torch.Tensor, settings_R1: torch.Tensor, whole: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Truncated logits, and whether the candidates of each row sufficed; None if all were."""
+        size = logits_RV.shape[-1]
+        if size <= _CANDIDATES:
+            return self.keep(logits_RV, settings_R1, size)[0], None
+        kept_RV, enough_R = self.keep(logits_RV, settings_R1, _CANDIDATES)
+        if whole:
+            rows = on(logits_RV.device, whole, torch.long)
+            kept_RV[rows], _ = self.keep(logits_RV[rows], settings_R1[rows], size)
+        return kept_RV, enough_R
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
     """A truncation of some rows."""
 
-    truncate: _Truncate
+    truncate: _Truncate | _Candidates
     rows: Staged | None
     """The rows; None for all."""
     column: Staged
     """The setting of each of these rows, as a column."""
-    largest: float
 
     @classmethod
     def of(
         cls,
-        truncate: _Truncate,
+        truncate: _Truncate | _Candidates,
         settings: Sequence[tuple[int, float]],
         row_count: int,
         staging: Staging,
@@ -176,74 +217,40 @@ class _Step:
         staged = None
         if len(rows) < row_count:
             staged = staging.add(rows, np.int64)
-        return cls(truncate, staged, _column(values, staging), max(values))
+        return cls(truncate, staged, _column(values, staging))
 
-    def apply(self, logits_RV: torch.Tensor, whole: Sequence[int] | None) -> _Truncated:
-        """The logits of all rows; the step's rows are truncated."""
-        if self.rows is None:
-            return self.truncate(self, logits_RV, whole)
-        index = self.rows.tensor
-        kept, enough = self.truncate(self, logits_RV[index], whole)
-        return logits_RV.index_copy(0, index, kept), enough
+    def apply(
+        self, logits_RV: torch.Tensor, whole: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The logits of all rows, the step's rows truncated; and as `_Candidates.truncate`."""
+        rows = self.rows
+        some_RV = logits_RV if rows is None else logits_RV[rows.tensor]
+        enough_R: torch.Tensor | None = None
+        if isinstance(self.truncate, _Candidates):
+            some_RV, enough_R = self.truncate.truncate(some_RV, self.column.tensor, whole)
+        else:
+            some_RV = self.truncate(some_RV, self.column.tensor)
+        if rows is not None:
+            some_RV = logits_RV.index_copy(0, rows.tensor, some_RV)
+        return some_RV, enough_R
 
 
 def _column(values: Sequence[float], staging: Staging) -> Staged:
     return staging.add(np.array(values, np.float32)[:, np.newaxis])
 
 
-def _top_k(step: _Step, logits_RV: torch.Tensor, _: Sequence[int] | None) -> _Truncated:
-    """Keep the k likeliest tokens, and all that tie with the last of them."""
+def _top_k(most: int, logits_RV: torch.Tensor, counts_R1: torch.Tensor) -> torch.Tensor:
+    """Keep the k likeliest tokens, and all that tie with the last of them; `most` is the most k."""
     size = logits_RV.shape[-1]
-    counts_R1 = step.column.tensor.long().clamp(max=size)
-    kth = logits_RV.topk(min(int(step.largest), size)).values.gather(-1, counts_R1 - 1)
-    return logits_RV.masked_fill(logits_RV < kth, -torch.inf), None
+    counts_R1 = counts_R1.long().clamp(max=size)
+    kth = logits_RV.topk(min(most, size)).values.gather(-1, counts_R1 - 1)
+    return logits_RV.masked_fill(logits_RV < kth, -torch.inf)
 
 
-def _top_p(step: _Step, logits_RV: torch.Tensor, whole: Sequence[int] | None) -> _Truncated:
-    """Nucleus sampling (Holtzman et al., arXiv 1904.09751): keep the likeliest up to a mass.
-
-    Of tokens that tie at the edge, those with the lowest ids stay.
-    """
-    return _from_candidates(_nucleus, logits_RV, step.column.tensor, whole)
-
-
-def _min_p(step: _Step, logits_RV: torch.Tensor, _: Sequence[int] | None) -> _Truncated:
+def _min_p(logits_RV: torch.Tensor, shares_R1: torch.Tensor) -> torch.Tensor:
     """Keep tokens with at least `min_p` times the likeliest token's probability."""
     probs = logits_RV.softmax(-1)
-    least = step.column.tensor * probs.amax(-1, keepdim=True)
-    return logits_RV.masked_fill(probs < least, -torch.inf), None
-
-
-def _typical(step: _Step, logits_RV: torch.Tensor, whole: Sequence[int] | None) -> _Truncated:
-    """Locally typical sampling (Meister et al., arXiv 2202.00666).
-
-    Keeps the tokens whose surprise is closest to the entropy, up to a mass.
-    """
-    return _from_candidates(_typical_set, logits_RV, step.column.tensor, whole)
-
-
-def _from_candidates(
-    keep: Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]],
-    logits_RV: torch.Tensor,
-    mass_R1: torch.Tensor,
-    whole: Sequence[int] | None,
-) -> _Truncated:
-    """Apply `keep` to each row's first candidates, then to whole rows where these are too few."""
-    size = logits_RV.shape[-1]
-    if size <= _CANDIDATES:
-        return keep(logits_RV, mass_R1, size)[0], None
-    kept_RV, enough_R = keep(logits_RV, mass_R1, _CANDIDATES)
-    if whole is None:
-        # On a GPU this waits for the device. That is cheaper than sorting all rows, which hardly
-        # any needs.
-        rows = (~enough_R).nonzero().squeeze(-1)
-    elif whole:
-        rows = on(logits_RV.device, whole, torch.long)
-    else:
-        return kept_RV, enough_R
-    if len(rows):
-        kept_RV[rows], _ = keep(logits_RV[rows], mass_R1[rows], size)
-    return kept_RV, enough_R
+    return logits_RV.masked_fill(probs < shares_R1 * probs.amax(-1, keepdim=True), -torch.inf)
 
 
 def _nucleus(
@@ -251,7 +258,9 @@ def _nucleus(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits of the nucleus among the `count` likeliest tokens, else -inf, [R, V].
 
-    Also returns whether `count` tokens were enough, bool [R].
+    The nucleus has the likeliest tokens up to a mass (Holtzman et al., arXiv 1904.09751). Of tokens
+    that tie at its edge, those with the lowest ids stay. Also returns whether `count` tokens were
+    enough, bool [R].
     """
     ordered, ids = _likeliest(logits_RV, count)
     probs = logits_RV.softmax(-1).gather(-1, ids)
@@ -276,7 +285,10 @@ def _likeliest(logits_RV: torch.Tensor, count: int) -> tuple[torch.Tensor, torch
 def _typical_set(
     logits_RV: torch.Tensor, mass_R1: torch.Tensor, count: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `_nucleus`, for the tokens whose surprise is closest to the entropy; keeps all ties."""
+    """As `_nucleus`, for locally typical sampling (Meister et al., arXiv 2202.00666).
+
+    It takes the tokens whose surprise is closest to the entropy, and keeps all ties.
+    """
     log_probs = logits_RV.log_softmax(-1)
     probs = log_probs.exp()
     entropy = -(log_probs * probs).nansum(-1, keepdim=True)

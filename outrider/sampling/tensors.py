@@ -80,12 +80,20 @@ class Staging:
         self._parts.clear()
 
 
+def argmax(numbers_RN: torch.Tensor) -> torch.Tensor:
+    """The first place of each row's largest number, int64 [R]. NaN counts as the largest."""
+    if numbers_RN.device.type == "cpu":
+        # NumPy's takes a seventh of the time of torch's at 4,096 numbers a row, or less.
+        return torch.from_numpy(numbers_RN.numpy().argmax(-1))
+    return numbers_RN.argmax(-1)
+
+
 def fetch(tensors: Sequence[torch.Tensor]) -> list[npt.NDArray[np.generic]]:
     """Bring tensors of one device to the host with one wait for the device.
 
     They hold int64, bool or float numbers. From a GPU bool comes as int64, and float32 as float64.
     """
-    if all(tensor.device.type == "cpu" for tensor in tensors):
+    if not tensors or tensors[0].device.type == "cpu":
         return [tensor.numpy() for tensor in tensors]
     words = [_as_words(tensor) for tensor in tensors]
     together = (words[0] if len(words) == 1 else torch.cat(words)).cpu().numpy()

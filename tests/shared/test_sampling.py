@@ -16,6 +16,7 @@ from transformers import (
 from outrider.protocol.messages import SamplingParams
 from outrider.sampling.noise import Purpose, philox4x32, uniforms
 from outrider.sampling.sampler import inverse_cdf, target_probs
+from outrider.sampling.tensors import argmax
 
 
 def test_philox_matches_the_known_answers_of_random123() -> None:
@@ -123,3 +124,18 @@ def test_inverse_cdf_never_returns_a_token_without_weight() -> None:
     weights = torch.tensor([[0.0, 0.0, 0.4, 0.0, 0.6, 0.0, 0.0]]).repeat(4, 1)
     edges = torch.tensor([0.0, 0.4, 1 - 2**-53, 0.39999], dtype=torch.float64)
     assert inverse_cdf(weights, edges).tolist() == [2, 4, 4, 2]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_likeliest_token_is_torchs_and_of_equals_the_first(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    # Small whole numbers, so that most rows have ties.
+    rows = torch.randint(-3, 4, (50, 97), generator=generator).to(dtype)
+    rows[0] = -torch.inf
+    rows[1, 5:9] = torch.inf
+    rows[2, [7, 9]] = torch.nan
+    found = argmax(rows)
+    assert found.tolist() == rows.max(-1).indices.tolist()
+    assert found[:3].tolist() == [0, 5, 7]
+    assert found.dtype is torch.int64
+    assert argmax(rows[:0]).tolist() == []

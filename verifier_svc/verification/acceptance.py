@@ -11,7 +11,7 @@ rules for sampled drafts of trusted drafters, and the lossy ones, are in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,8 +21,8 @@ from outrider.protocol.messages import AcceptanceRule, SpeculationOptions
 from outrider.sampling.logits import Adjustments, Mask
 from outrider.sampling.noise import Purpose
 from outrider.sampling.penalties import TokenCounts
-from outrider.sampling.sampler import TargetProbs, coupled_sample, inverse_cdf
-from outrider.sampling.tensors import Staged, Staging, fetch
+from outrider.sampling.sampler import TargetProbs, coupled_sample, inverse_cdf, note_short
+from outrider.sampling.tensors import Staged, Staging, argmax, fetch
 from verifier_svc.verification.draft import NO_TOKEN, NOT_FINITE, AcceptResult, Draft
 from verifier_svc.verification.rows import Rows, tree_result
 from verifier_svc.verification.rules.lossy import LOSSY_RULES
@@ -31,9 +31,8 @@ from verifier_svc.verification.rules.sampled import SAMPLED_RULES, SparseDrafts
 # Larger logits overflow float32 when divided by the lowest temperature that samples, 1e-5.
 _LARGEST_LOGIT = 1e33
 
-Beside = Callable[[torch.Tensor, Sequence[AcceptResult] | None], Sequence[torch.Tensor]]
-"""Takes the tokens that may be committed behind each row, int64 [R], and the results if they are
-known; gives tensors to fetch."""
+Beside = Callable[[torch.Tensor], Sequence[torch.Tensor]]
+"""Takes the tokens that may be committed behind each row, int64 [R]; gives tensors to fetch."""
 
 
 def accept(
@@ -91,23 +90,16 @@ class Acceptance:
         sequence; `masks` has that of each sequence, as in `Context`. If truncation has to sort
         whole rows, there is another wait.
         """
-        if not self._drafts:
-            no_tokens = torch.empty(0, dtype=torch.int64, device=logits_RV.device)
-            return [], fetch(beside(no_tokens, [])) if beside is not None else []
-        if logits_RV.device.type == "cpu":
-            decided = self._decide(logits_RV, masks, None)
-            results = self._read(fetch(decided.own))
-            if beside is None:
-                return results, []
-            return results, fetch(beside(decided.committed_R, results))
+        if not self._drafts and beside is None:
+            return [], []
         whole: dict[int, list[int]] = {}
         while True:
             decided = self._decide(logits_RV, masks, whole)
-            besides = beside(decided.committed_R, None) if beside is not None else ()
             own = decided.own
+            besides = () if beside is None else beside(decided.committed_R)
             found = fetch([*own, *decided.sufficed.values(), *besides])
             sufficed = zip(decided.sufficed, found[len(own) :], strict=False)
-            if not _note_short(whole, sufficed):
+            if not note_short(whole, sufficed):
                 return self._read(found), found[len(found) - len(besides) :]
 
     def _read(self, found: Sequence[np.ndarray]) -> list[AcceptResult]:
@@ -120,11 +112,11 @@ class Acceptance:
         self,
         logits_RV: torch.Tensor,
         masks: Sequence[Mask | None],
-        whole: Mapping[int, Sequence[int]] | None,
+        whole: Mapping[int, Sequence[int]],
     ) -> _Decided:
         raw_RV = logits_RV
         logits_RV = self._adjustments.apply(raw_RV, masks)
-        tokens_R = logits_RV.argmax(-1)
+        tokens_R = argmax(logits_RV)
         # The argmax of a row that holds NaN is the NaN.
         peaks_R = logits_RV.gather(-1, tokens_R.unsqueeze(-1)).squeeze(-1)
         raw_peaks_R = peaks_R
@@ -168,21 +160,6 @@ class _Decided:
         if self.matches_R is None or self.draft_R is None:
             return self.tokens_R.clamp(min=0)
         return torch.where(self.matches_R, self.draft_R, self.tokens_R).clamp(min=0)
-
-
-def _note_short(whole: dict[int, list[int]], sufficed: Iterable[tuple[int, np.ndarray]]) -> bool:
-    """Add the rows whose candidates did not suffice to those to sort whole; whether some are new.
-
-    A row that was sorted whole may still be short of candidates.
-    """
-    are_new = False
-    for step, enough_R in sufficed:
-        short = np.flatnonzero(enough_R == 0).tolist()
-        known = whole.setdefault(step, [])
-        new = sorted(set(short).difference(known))
-        known += new
-        are_new = are_new or bool(new)
-    return are_new
 
 
 def _with_errors(
@@ -260,7 +237,7 @@ class _Draws:
         self,
         logits_RV: torch.Tensor,
         tokens_R: torch.Tensor,
-        whole: Mapping[int, Sequence[int]] | None,
+        whole: Mapping[int, Sequence[int]],
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         """Which rows' draft tokens are accepted, bool [R]; and the second of `TargetProbs.probs`.
 

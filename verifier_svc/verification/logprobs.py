@@ -19,8 +19,8 @@ _ROWS_AT_ONCE = 64
 class Logprobs:
     """The log probabilities that a batch's requests want, at least one, laid out beforehand.
 
-    On a GPU they are computed for all rows of a draft, since only the device knows which of these
-    will be committed. So they come with the same copy as the rest of the step's results.
+    They are computed for all rows of a draft, since only the device knows which of these will be
+    committed. So they come with the same copy as the rest of the step's results.
     """
 
     def __init__(self, batch: Sequence[ScheduledSequence], staging: Staging) -> None:
@@ -55,31 +55,18 @@ class Logprobs:
             drawn_first += row_count
         self._counts = counts + drawn_counts
         self._scored_count = len(rows)
-        # Where in what `tensors` gives each of these rows is.
-        self._at: Sequence[int] | dict[int, int] = range(len(self._counts))
         self._rows_N = staging.add(rows + drawn_rows, np.int64)
         self._tokens_S = staging.add(tokens, np.int64)
         self._drawn_D = staging.add(drawn, np.int64)
 
-    def tensors(
-        self,
-        logits_RV: torch.Tensor,
-        committed_R: torch.Tensor,
-        results: Sequence[AcceptResult] | None,
-    ) -> list[torch.Tensor]:
+    def tensors(self, logits_RV: torch.Tensor, committed_R: torch.Tensor) -> list[torch.Tensor]:
         """Log probabilities [N, 1 + K], and ranks and ids [N, 1 + K].
 
         `logits_RV` are all of the batch. `committed_R` has the token behind each row that is drawn
-        from, in case that the row is committed. With `results`, those of the sequences that are
-        drawn from, rows that these do not commit are left out.
+        from, in case that the row is committed.
         """
         index_N = self._rows_N.tensor
         tokens_N = torch.cat([self._tokens_S.tensor, committed_R[self._drawn_D.tensor]])
-        if results is not None:
-            committed = self._committed(results).values()
-            kept = [*range(self._scored_count), *(row for rows in committed for row in rows)]
-            self._at = {row: i for i, row in enumerate(kept)}
-            index_N, tokens_N = index_N[kept], tokens_N[kept]
         most = min(max(self._counts), logits_RV.shape[-1])
         values: list[torch.Tensor] = []
         ids: list[torch.Tensor] = []
@@ -102,20 +89,18 @@ class Logprobs:
 
         `results` are of the sequences that are drawn from.
         """
-        return {i: self._read(found, rows) for i, rows in self._committed(results).items()}
-
-    def _committed(self, results: Sequence[AcceptResult]) -> dict[int, list[int]]:
-        """Which of the rows are committed, by place in the batch."""
         by_place = dict(zip(self._sampling, results, strict=True))
         return {
-            i: [self._scored_count + first + row for row in (0, *by_place[i].rows)]
+            i: self._read(
+                found, [self._scored_count + first + row for row in (0, *by_place[i].rows)]
+            )
             for i, first in self._drawn.items()
         }
 
     def _read(self, found: Sequence[np.ndarray], rows: Sequence[int]) -> list[TokenLogprob]:
         read: list[TokenLogprob] = []
         for row in rows:
-            best, ranked = (each[self._at[row]].tolist() for each in found)
+            best, ranked = (each[row].tolist() for each in found)
             end = 1 + self._counts[row]
             read.append(TokenLogprob(best[0], tuple(ranked[1:end]), tuple(best[1:end]), ranked[0]))
         return read
