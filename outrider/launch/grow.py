@@ -40,6 +40,8 @@ class Shape:
     heads: int
     kv_heads: int
     intermediate: int
+    vocab_size: int = 0
+    """0 for the small model's. Added tokens have logit 0, so a greedy text never has them."""
 
 
 MODEST = Shape(hidden=896, layers=18, heads=14, kv_heads=2, intermediate=2432)
@@ -51,8 +53,9 @@ def grown_config(old: Any, shape: Shape, dtype: torch.dtype) -> LlamaConfig:
 
     Raises ValueError for a shape that cannot hold the small model or that transformers refuses.
     """
-    grown = (shape.hidden, shape.layers, shape.intermediate)
-    small = (old.hidden_size, old.num_hidden_layers, old.intermediate_size)
+    vocab_size = shape.vocab_size or old.vocab_size
+    grown = (shape.hidden, shape.layers, shape.intermediate, vocab_size)
+    small = (old.hidden_size, old.num_hidden_layers, old.intermediate_size, old.vocab_size)
     if any(size < least for size, least in zip(grown, small, strict=True)):
         raise ValueError("the grown model must be at least as large as the small one")
     if shape.kv_heads < old.num_key_value_heads or shape.heads // shape.kv_heads < _group(old):
@@ -67,6 +70,7 @@ def grown_config(old: Any, shape: Shape, dtype: torch.dtype) -> LlamaConfig:
             "num_attention_heads": shape.heads,
             "num_key_value_heads": shape.kv_heads,
             "intermediate_size": shape.intermediate,
+            "vocab_size": vocab_size,
             "rms_norm_eps": old.rms_norm_eps * old.hidden_size / shape.hidden,
             "dtype": str(dtype).removeprefix("torch."),
         }

@@ -51,6 +51,17 @@ def test_a_grown_model_is_larger_and_has_the_same_logits(small: Any) -> None:
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
+def test_added_tokens_change_no_logit_of_the_others_and_are_never_the_likeliest(small: Any) -> None:
+    large = grow(small, replace(GROWN, vocab_size=130), torch.float32)
+    ids = torch.arange(40).reshape(2, 20)
+    with torch.inference_mode():
+        expected = small(ids).logits
+        logits = large(ids).logits
+    torch.testing.assert_close(logits[..., :100], expected, rtol=1e-4, atol=1e-4)
+    assert torch.count_nonzero(logits[..., 100:]) == 0
+    assert torch.equal(logits.argmax(-1), expected.argmax(-1))
+
+
 def test_a_grown_model_has_one_dtype_and_no_meta_tensors(small: Any) -> None:
     large = grow(small, GROWN, torch.bfloat16)
     assert {weight.dtype for weight in large.parameters()} == {torch.bfloat16}
