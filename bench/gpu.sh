@@ -45,7 +45,7 @@ kernels | steps | trees)
   python3 -m outrider_bench.gpu tables "$OUT"
   ;;
 stack)
-  echo "stack: estimated 9 minutes on a GPU, one of them to grow the models"
+  echo "$step: estimated 9 minutes on a GPU, one of them to grow the models"
   if compgen -G "bench/wheels/*.whl" > /dev/null; then
     # This makes no virtual environment. If python3 belongs to one already, a second one would see
     # the packages of the base interpreter, not those of the first.
@@ -53,10 +53,11 @@ stack)
     python3 -m pip install --quiet --no-index --no-deps --upgrade --target "$site" bench/wheels/*.whl
     export PYTHONPATH=$site:$PWD
   fi
-  experiment=$OUT/gpu.yaml
-  cp bench/experiments/gpu.yaml "$experiment"
-  python3 - "$experiment" <<'PY'
-import sys
+  experiment=$OUT/$step.yaml
+  cp "bench/experiments/gpu-$step.yaml" "$experiment"
+  target=$(
+    python3 - "$experiment" <<'PY'
+import re, sys
 from pathlib import Path
 import torch
 from outrider.launch.grow import Shape
@@ -64,20 +65,23 @@ from outrider_bench.grown import grown_checkpoint
 
 file, out, models = Path(sys.argv[1]), Path("bench/out"), Path("models")
 text = file.read_text()
-paths = {"TARGET": models / "target", "DRAFT": models / "draft"}
 if torch.cuda.is_available():
-    # 8 B and 1 B parameters; both compute what the bundled models compute.
-    target, draft = Shape(4096, 36, 64, 16, 14336), Shape(2048, 16, 32, 8, 8192)
-    paths = {
-        "TARGET": grown_checkpoint(models / "target", out, target, "bfloat16"),
-        "DRAFT": grown_checkpoint(models / "draft", out, draft, "bfloat16"),
-    }
+    # As Llama-3.1-8B and Llama-3.2-1B; both compute what the bundled models compute.
+    shapes = Shape(4096, 32, 64, 16, 14336, 128256), Shape(2048, 16, 32, 8, 8192, 128256)
 else:
-    text = text.replace("[1, 8, 32, 64]", "[1]").replace("repetitions: 3", "repetitions: 1")
-for name, path in paths.items():
-    text = text.replace(name, str(path))
+    shapes = (Shape(384, 7, 6, 2, 1152, 8192),) * 2
+    text = re.sub(r"batch: .*", "batch: [1]", text)
+    text = re.sub(r"repetitions: .*", "repetitions: 1", text)
+for name, shape in zip(("target", "draft"), shapes, strict=True):
+    path = grown_checkpoint(models / name, out, shape, "bfloat16")
+    text = text.replace(name.upper(), str(path))
+    if name == "target":
+        print(path)
 file.write_text(text)
 PY
+  )
+  python3 -m outrider_bench.gpu texts "$OUT" --model "$target"
+  python3 -m outrider_bench.gpu tables "$OUT"
   runs=$OUT/runs
   mkdir -p "$runs"
   keep() { tar -czf "$OUT/runs.part" -C "$runs" . && mv "$OUT/runs.part" "$OUT/runs.tgz"; }
@@ -86,10 +90,10 @@ PY
   trap 'kill $!; keep' EXIT
   timeout --signal=INT "${MOST_SECONDS:-480}" \
     python3 -m outrider.launch.cli experiment run "$experiment" --out "$runs" "$@" ||
-    echo "stack: ended with status $?"
+    echo "$step: ended with status $?"
   run=$(find "$runs" -name run.json -printf '%T@ %h\n' | sort -n | tail -n 1 | cut -d ' ' -f 2)
-  python3 -m outrider.launch.cli experiment report "$run" | tee "$OUT/stack.txt"
-  cp "$run/report/figures.csv" "$OUT/stack.csv"
+  python3 -m outrider.launch.cli experiment report "$run" | tee "$OUT/$step.txt"
+  cp "$run/report/figures.csv" "$OUT/$step.csv"
   ;;
 tables)
   python3 -m outrider_bench.gpu tables "$OUT"
