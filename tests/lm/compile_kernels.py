@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from outrider.lm.gpu import move_tokens, tiles, triton_attention
-from outrider.sampling import noise_kernel
+from outrider.sampling import noise_kernel, penalty_kernel
 
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -42,7 +42,7 @@ def compiled(
     architecture: int,
     types: dict[str, str],
     constants: dict[str, Any],
-    **options: int,
+    **options: Any,
 ) -> Any:
     names = kernel.arg_names
     aligned = {
@@ -141,6 +141,20 @@ def race(architecture: int) -> Any:
     return compiled(noise_kernel._race, architecture, types, {"BLOCK": noise_kernel._BLOCK})
 
 
+def penalise(architecture: int) -> Any:
+    types = {
+        "logits": "*fp32",
+        "rows": "*i64",
+        "counts": "*i32",
+        "numbers": "*fp32",
+        "vocab_size": "i32",
+        "row_count": "i32",
+    }
+    constants = {"BLOCK": penalty_kernel._BLOCK}
+    kernel = penalty_kernel._penalise
+    return compiled(kernel, architecture, types, constants, enable_fp_fusion=False)
+
+
 def resources(kernel: Any) -> dict[str, int]:
     """Return a thread's registers and bytes of stack, and the number of instructions.
 
@@ -203,6 +217,7 @@ def other_kernels(architecture: int) -> dict[str, Any]:
         "parts, window": join(architecture, torch.bfloat16, 128, windowed=True),
         "moves": move(architecture),
         "noise": race(architecture),
+        "penalties": penalise(architecture),
     }
 
 
