@@ -1,0 +1,1 @@
+"""How published files say what a head computes: one module for each group of dialects."""

@@ -1,0 +1,243 @@
+"""The parts that all dialects share: decoder layers, vocabularies, and the target's layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from outrider.heads.files import BY_VLLM, Keys, Weights
+from outrider.heads.spec import Decoder, TargetShape, refusal
+
+# Rotary embeddings whose frequencies do not depend on the text's length, and their own numbers.
+_ROPE_KEYS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": (
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    ),
+    "yarn": (
+        "factor",
+        "original_max_position_embeddings",
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "truncate",
+    ),
+}
+_MODEL_TYPES = ("llama", "qwen2", "qwen3", "mimo", "mistral", "")
+
+
+def read_decoder(keys: Keys, weights: Weights, *, qwen3: bool = False) -> Decoder:
+    """Read the sizes of a head's layers, named "layers.{i}." in `weights`.
+
+    With `qwen3`, a head whose model_type is qwen3 must have its norms of queries and keys. Raises
+    OutriderError(INVALID_VALUE).
+    """
+    model_type = keys.text("model_type", "")
+    for name in weights.names:
+        if "kv_a_proj" in name or ".experts." in name:
+            why = f"{name} belongs to latent attention or to a mixture of experts; {BY_VLLM}"
+            raise refusal(weights.path, why)
+    hidden, heads = keys.integer("hidden_size"), keys.integer("num_attention_heads")
+    layers = keys.integer("num_hidden_layers", 1)
+    kv_heads = keys.integer("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise keys.wrong("num_key_value_heads", f"must divide the {heads} attention heads")
+    first = "layers.0.self_attn."
+    has_norms = f"{first}q_norm.weight" in weights or (qwen3 and model_type.startswith("qwen3"))
+    has_bias = f"{first}q_proj.bias" in weights or keys.flag("attention_bias", False)
+    return Decoder(
+        hidden_size=hidden,
+        intermediate_size=keys.integer("intermediate_size"),
+        layer_count=layers,
+        head_count=heads,
+        kv_head_count=kv_heads,
+        head_size=keys.integer("head_dim", hidden // heads),
+        norm_eps=keys.number("rms_norm_eps", 1e-6),
+        activation=keys.text("hidden_act", "silu"),
+        rope=_rope(keys),
+        windows=_windows(keys, layers),
+        projection_bias=has_bias,
+        output_bias=f"{first}o_proj.bias" in weights,
+        head_norms=has_norms,
+    )
+
+
+def _rope(keys: Keys) -> dict[str, Any]:
+    """The rotary embedding's numbers, from either of the two ways in which configs state them."""
+    if keys.number("partial_rotary_factor", 1.0) != 1.0:
+        raise keys.wrong("partial_rotary_factor", "other than 1 is not supported")
+    stated = keys.mapping("rope_parameters") or keys.mapping("rope_scaling")
+    kind = stated.get("rope_type", stated.get("type", "default"))
+    # Texts have one number a position, for which the multimodal sections change nothing.
+    kind = "default" if kind == "mrope" else kind
+    if kind not in _ROPE_KEYS:
+        raise keys.wrong("rope_parameters", f"has the type {kind!r}, which is not supported")
+    theta = stated.get("rope_theta", keys.number("rope_theta", 10000.0))
+    own = {name: stated[name] for name in _ROPE_KEYS[kind] if stated.get(name) is not None}
+    return {"rope_type": kind, "rope_theta": float(theta), **own}
+
+
+def _windows(keys: Keys, layers: int) -> tuple[int | None, ...]:
+    kinds = keys.names("layer_types") or ["full_attention"] * layers
+    if len(kinds) < layers or not set(kinds) <= {"full_attention", "sliding_attention"}:
+        raise keys.wrong("layer_types", "must name full_attention or sliding_attention by layer")
+    return tuple(
+        keys.integer("sliding_window") if kind == "sliding_attention" else None
+        for kind in kinds[:layers]
+    )
+
+
+def take_layers(
+    weights: Weights, decoder: Decoder, *, first_input: int, first_norm: bool = True
+) -> None:
+    """Take the weights of all layers.
+
+    The first layer's projections read `first_input` numbers; without `first_norm` it has no
+    input_layernorm.
+    """
+    hidden, size = decoder.hidden_size, decoder.head_size
+    for i in range(decoder.layer_count):
+        layer = f"layers.{i}."
+        width = first_input if i == 0 else hidden
+        if i > 0 or first_norm:
+            weights.take(f"{layer}input_layernorm.weight", hidden)
+        weights.take(f"{layer}post_attention_layernorm.weight", hidden)
+        for name, heads in (("q", decoder.head_count), ("k", decoder.kv_head_count)):
+            weights.take(f"{layer}self_attn.{name}_proj.weight", heads * size, width)
+            if decoder.projection_bias:
+                weights.take(f"{layer}self_attn.{name}_proj.bias", heads * size)
+            if decoder.head_norms:
+                weights.take(f"{layer}self_attn.{name}_norm.weight", size)
+        weights.take(f"{layer}self_attn.v_proj.weight", decoder.kv_head_count * size, width)
+        if decoder.projection_bias:
+            weights.take(f"{layer}self_attn.v_proj.bias", decoder.kv_head_count * size)
+        weights.take(f"{layer}self_attn.o_proj.weight", hidden, decoder.head_count * size)
+        if decoder.output_bias:
+            weights.take(f"{layer}self_attn.o_proj.bias", hidden)
+        for name in ("gate_proj", "up_proj"):
+            weights.take(f"{layer}mlp.{name}.weight", decoder.intermediate_size, hidden)
+        weights.take(f"{layer}mlp.down_proj.weight", hidden, decoder.intermediate_size)
+
+
+def take_vocabulary(
+    keys: Keys, weights: Weights, target: TargetShape, hidden: int, draft_size: int | None
+) -> tuple[int, torch.Tensor | None]:
+    """Take embeddings, lm_head and the vocabulary map; return draft vocabulary and target ids.
+
+    `keys` has the head's own vocab_size and tie_word_embeddings. `draft_size` is the draft
+    vocabulary that the config states, None for the whole vocabulary.
+    """
+    whole = keys.integer("vocab_size", target.vocab_size)
+    size = draft_size or whole
+    if whole < target.vocab_size:
+        raise keys.wrong("vocab_size", f"is {whole}, but the target has {target.vocab_size} tokens")
+    own = weights.take_if("embed_tokens.weight", whole, hidden)
+    if not own and (hidden != target.hidden_size or whole != target.vocab_size):
+        why = "the weights embed_tokens.weight are missing, and the target's have another shape"
+        raise refusal(weights.path, why)
+    ids = _target_ids(weights, size, target.vocab_size)
+    if ids is None and size != target.vocab_size:
+        why = f"d2t is missing, but its vocabulary of {size} is not the target's"
+        raise refusal(weights.path, why)
+    if not weights.take_if("lm_head.weight", size, hidden):
+        if own and keys.flag("tie_word_embeddings", False) and size == whole:
+            weights.taken["lm_head.weight"] = weights.taken["embed_tokens.weight"]
+        elif ids is not None or hidden != target.hidden_size:
+            why = "the weights lm_head.weight are missing, and the target's have another shape"
+            raise refusal(weights.path, why)
+    return size, ids
+
+
+def _target_ids(weights: Weights, size: int, vocab_size: int) -> torch.Tensor | None:
+    """Bring a vocabulary map to target ids; in the file it has offsets, id = i + d2t[i]."""
+    offsets = weights.ids("d2t", size)
+    members = weights.ids("t2d", vocab_size)
+    if offsets is None:
+        if members is not None and int(members.sum()) != vocab_size:
+            raise refusal(weights.path, "it has t2d, but d2t is missing")
+        return None
+    if offsets.dtype is torch.bool:
+        raise refusal(weights.path, "d2t is of the type bool")
+    ids = offsets.long() + torch.arange(size)
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= vocab_size:
+        why = f"d2t leads to the ids {low} to {high}, outside the target's 0 to {vocab_size - 1}"
+        raise refusal(weights.path, why)
+    distinct = len(set(ids.tolist()))
+    if distinct != size:
+        raise refusal(weights.path, f"d2t leads to {distinct} ids only, not to {size}")
+    if members is not None:
+        listed = members.bool().nonzero().flatten()
+        if not torch.equal(listed, ids.sort().values):
+            why = f"t2d lists {len(listed)} ids, which are not the {size} ids of d2t"
+            raise refusal(weights.path, why)
+    return ids
+
+
+def boundary_count(weights: Weights, target: TargetShape) -> int:
+    """How many of the target's boundaries fc reads. Raises OutriderError for a broken number."""
+    width = weights.width("fc.weight")
+    if width % target.hidden_size:
+        why = (
+            f"fc.weight reads {width} numbers a token, which is no multiple of the target's"
+            f" hidden size {target.hidden_size}"
+        )
+        raise refusal(weights.path, why)
+    return width // target.hidden_size
+
+
+def choose_boundaries(
+    keys: Keys,
+    count: int,
+    target: TargetShape,
+    candidates: Sequence[tuple[int, ...]],
+    chosen: tuple[int, ...] | None,
+) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
+    """Return the boundaries that a file most likely means, and what else it may mean.
+
+    `candidates` come in this order; `chosen` is the user's setting, which leaves no other. Raises
+    OutriderError if the first does not fit the target.
+    """
+    ordered = [chosen] if chosen is not None else list(dict.fromkeys(candidates))
+    for ids in ordered[:1]:
+        if len(ids) != count:
+            raise keys.wrong("layers", f"are {list(ids)}, but fc reads {count} of them")
+        if not all(0 <= i <= target.layer_count for i in ids):
+            why = f"are {list(ids)}, but the target has the boundaries 0 to {target.layer_count}"
+            raise keys.wrong("layers", why)
+    fitting = [
+        ids
+        for ids in ordered
+        if len(ids) == count and all(0 <= i <= target.layer_count for i in ids)
+    ]
+    return fitting[0], tuple(fitting[1:])
+
+
+def after(ids: tuple[int, ...]) -> tuple[int, ...]:
+    """The boundaries behind the layers `ids`."""
+    return tuple(i + 1 for i in ids)
+
+
+def check_target_size(keys: Keys, target: TargetShape) -> None:
+    """Raise OutriderError if the file states another hidden size of its target."""
+    size = keys.integer("target_hidden_size", target.hidden_size)
+    if size != target.hidden_size:
+        why = f"is {size}, but the target's hidden size is {target.hidden_size}"
+        raise keys.wrong("target_hidden_size", why)
+
+
+def mask_token(keys: Keys, *sections: Keys) -> int | None:
+    """The token in the place of unknown ones, under any of the names that dialects give it."""
+    for part in (*sections, keys):
+        for name in ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id"):
+            if name in part:
+                return part.integer(name, least=0)
+    return None

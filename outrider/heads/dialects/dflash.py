@@ -1,0 +1,184 @@
+"""DFlash and DSpark: z-lab, DeepSpec, SpecForge, ModelOpt and speculators."""
+
+from __future__ import annotations
+
+from outrider.heads.dialects.decoder import (
+    after,
+    boundary_count,
+    check_target_size,
+    choose_boundaries,
+    mask_token,
+    read_decoder,
+    take_layers,
+    take_vocabulary,
+)
+from outrider.heads.files import BY_VLLM, Keys, Weights
+from outrider.heads.spec import Confidence, Decoder, Head, HeadSpec, Markov, TargetShape
+
+_MARKOV: tuple[Markov, ...] = ("vanilla", "gated", "rnn")
+# ModelOpt's flat names of what the others keep under markov_head and confidence_head.
+_FLAT = {
+    "markov_w1.weight": "markov_head.markov_w1.weight",
+    "markov_w1": "markov_head.markov_w1.weight",
+    "markov_w2.weight": "markov_head.markov_w2.weight",
+    "gate_proj.weight": "markov_head.gate_proj.weight",
+    "gate_proj.bias": "markov_head.gate_proj.bias",
+    "joint_proj.weight": "markov_head.joint_proj.weight",
+    "joint_proj.bias": "markov_head.joint_proj.bias",
+    "confidence_proj.weight": "confidence_head.proj.weight",
+    "confidence_proj.bias": "confidence_head.proj.bias",
+}
+
+
+def read_dflash(
+    keys: Keys,
+    weights: Weights,
+    target: TargetShape,
+    layers: tuple[int, ...] | None,
+    *,
+    is_dspark: bool,
+) -> Head:
+    """Bring a DFlash or DSpark head to the normal form. Raises OutriderError(INVALID_VALUE)."""
+    by_speculators = "speculators_model_type" in keys
+    weights.rename(lambda name: _FLAT.get(name.removeprefix("model."), name.removeprefix("model.")))
+    weights.skip("verifier_norm.weight", "verifier_lm_head.weight")
+    own = keys.section("dflash_config")
+    _refuse_variants(keys, own)
+    check_target_size(keys, target)
+    layer_keys = keys.section("transformer_layer_config") if by_speculators else keys
+    decoder = read_decoder(layer_keys, weights, qwen3=True)
+    hidden = decoder.hidden_size
+    stated = keys.integer("draft_vocab_size") if "draft_vocab_size" in keys else None
+    size, ids = take_vocabulary(layer_keys, weights, target, hidden, stated)
+    token = mask_token(keys, own)
+    if token is None and not weights.take_if("mask_embedding", hidden):
+        raise keys.wrong("mask_token_id", "is missing, and so are the weights mask_embedding")
+    count = boundary_count(weights, target)
+    candidates = _candidates(keys, own, decoder, target)
+    boundaries, others = choose_boundaries(keys, count, target, candidates, layers)
+    weights.take("fc.weight", hidden, count * target.hidden_size)
+    weights.take("hidden_norm.weight", hidden)
+    weights.take("norm.weight", hidden)
+    take_layers(weights, decoder, first_input=hidden)
+    markov, rank = _take_markov(keys, own, weights, target, hidden, size, is_dspark)
+    confidence: Confidence = "none"
+    if is_dspark:
+        confidence = _take_confidence(keys, own, weights, hidden, rank)
+    # Files of DeepSpec and SpecForge are DSpark's own, where the anchor predicts; a speculators
+    # file says so.
+    anchor = is_dspark and not by_speculators
+    spec = HeadSpec(
+        kind="dspark" if is_dspark else "dflash",
+        target=target,
+        draft_vocab_size=size,
+        boundaries=boundaries,
+        final_state=False,
+        decoder=decoder,
+        other_boundaries=others,
+        mask_token_id=token,
+        block_size=keys.integer("block_size", least=2),
+        anchor_predicts=own.flag("sample_from_anchor", keys.flag("sample_from_anchor", anchor)),
+        causal_layers=_causal(keys, own, decoder, by_speculators),
+        markov=markov,
+        markov_rank=rank,
+        confidence=confidence,
+    )
+    return Head(spec, weights.finish(), ids)
+
+
+def _refuse_variants(keys: Keys, own: Keys) -> None:
+    """Raise OutriderError for corrections and attention that are not DFlash's or DSpark's."""
+    for part in (own, keys):
+        projector = part.text("projector_type", "dflash")
+        if projector not in ("dflash", "dspark"):
+            raise part.wrong("projector_type", f"{projector!r} is not supported; {BY_VLLM}")
+        for name in ("attention_sink_bias", "attention_value_scale", "conv_kernel_size"):
+            if part.is_set(name):
+                raise part.wrong(name, f"is not supported; {BY_VLLM}")
+
+
+def _candidates(
+    keys: Keys, own: Keys, decoder: Decoder, target: TargetShape
+) -> list[tuple[int, ...]]:
+    """The boundaries that the ids of a file may mean, the likeliest first."""
+    default = after(_even(target.layer_count, decoder.layer_count))
+    stated = keys.ids("aux_hidden_state_layer_ids") or own.ids("layer_ids")
+    if stated:
+        return [stated, after(stated), default]
+    of_layers = own.ids("target_layer_ids") or keys.ids("target_layer_ids")
+    if of_layers:
+        return [after(of_layers), of_layers, default]
+    return [default]
+
+
+def _even(target_layers: int, layers: int) -> tuple[int, ...]:
+    """The layers that a file without ids means: evenly spread over the target's."""
+    if layers == 1:
+        return (target_layers // 2,)
+    span = target_layers - 4
+    return tuple(round(1 + i * span / (layers - 1)) for i in range(layers))
+
+
+def _causal(keys: Keys, own: Keys, decoder: Decoder, by_speculators: bool) -> tuple[bool, ...]:
+    """For each layer, whether a block's rows see only the rows before them.
+
+    Speculators trains layers with a window causally unless the file says otherwise.
+    """
+    if own.flag("causal", False):
+        return (True,) * decoder.layer_count
+    causal = by_speculators and not keys.flag("sliding_window_non_causal", False)
+    return tuple(causal and window is not None for window in decoder.windows)
+
+
+def _take_markov(
+    keys: Keys,
+    own: Keys,
+    weights: Weights,
+    target: TargetShape,
+    hidden: int,
+    size: int,
+    is_dspark: bool,
+) -> tuple[Markov, int]:
+    """Take the correction by the token before; return its form and rank."""
+    if not is_dspark:
+        return "none", 0
+    part = own if "markov_rank" in own else keys
+    rank = part.integer("markov_rank", 0, least=0)
+    if not rank:
+        return "none", 0
+    name = part.text("markov_head_type", "vanilla")
+    form = next((known for known in _MARKOV if known == name), None)
+    if form is None:
+        raise part.wrong("markov_head_type", f"must be one of {', '.join(_MARKOV)}, not {name!r}")
+    head = "markov_head."
+    weights.take(f"{head}markov_w1.weight", target.vocab_size, rank)
+    weights.take(f"{head}markov_w2.weight", size, rank)
+    if form == "gated":
+        weights.take(f"{head}gate_proj.weight", rank, hidden + rank)
+        weights.take(f"{head}gate_proj.bias", rank)
+    if form == "rnn":
+        weights.take(f"{head}joint_proj.weight", 3 * rank, 2 * rank + hidden)
+        weights.take(f"{head}joint_proj.bias", 3 * rank)
+    return form, rank
+
+
+def _take_confidence(keys: Keys, own: Keys, weights: Weights, hidden: int, rank: int) -> Confidence:
+    """Take the estimate of acceptance; return what it is computed from."""
+    name = "confidence_head.proj."
+    # DeepSpec's files say so, ModelOpt's under another key; some have only the weights.
+    stated = [
+        part.flag(key, False)
+        for part in (own, keys)
+        for key in ("enable_confidence_head", "use_confidence_head")
+        if key in part
+    ]
+    wanted = any(stated) if stated else f"{name}weight" in weights
+    if not wanted:
+        return "none"
+    part = own if "confidence_head_with_markov" in own else keys
+    with_token = part.flag("confidence_head_with_markov", False)
+    if with_token and not rank:
+        raise part.wrong("confidence_head_with_markov", "needs a markov_rank above 0")
+    weights.take(f"{name}weight", 1, hidden + (rank if with_token else 0))
+    weights.take_if(f"{name}bias", 1)
+    return "state and token" if with_token else "state"

@@ -1,0 +1,134 @@
+"""EAGLE-3 and P-EAGLE: SafeAILab, SpecForge, AngelSlim, ModelOpt, speculators and DeepSpec."""
+
+from __future__ import annotations
+
+from outrider.heads.dialects.decoder import (
+    after,
+    boundary_count,
+    check_target_size,
+    choose_boundaries,
+    mask_token,
+    read_decoder,
+    take_layers,
+    take_vocabulary,
+)
+from outrider.heads.files import Keys, Weights
+from outrider.heads.spec import Decoder, Head, HeadSpec, TargetShape
+
+# Keys of ModelOpt's eagle_config that change the layer, with the values that are supported.
+_MODELOPT = {
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "use_mtp_layernorm": False,
+    "next_layer_regular": True,
+}
+
+
+def read_eagle3(
+    keys: Keys, weights: Weights, target: TargetShape, layers: tuple[int, ...] | None
+) -> Head:
+    """Bring an EAGLE-3 or P-EAGLE head to the normal form.
+
+    Raises OutriderError(INVALID_VALUE).
+    """
+    by_speculators = "speculators_model_type" in keys
+    is_midlayer = any(name.startswith("midlayer.") for name in weights.names)
+    weights.rename(lambda name: name.removeprefix("model.").replace("midlayer.", "layers.0."))
+    weights.skip("verifier_norm.weight", "verifier_lm_head.weight")
+    nested = keys.section("eagle_config")
+    _refuse_modelopt(nested)
+    check_target_size(keys, target)
+    layer_keys = keys.section("transformer_layer_config") if by_speculators else keys
+    decoder = read_decoder(layer_keys, weights)
+    stated = keys.integer("draft_vocab_size") if "draft_vocab_size" in keys else None
+    size, ids = take_vocabulary(layer_keys, weights, target, decoder.hidden_size, stated)
+    feature_norms = keys.flag("fc_norm", nested.flag("fc_norm", False))
+    row_norm = keys.flag("norm_before_fc", nested.flag("norm_before_fc", False))
+    if feature_norms and row_norm:
+        raise keys.wrong("fc_norm", "and norm_before_fc exclude each other")
+    is_parallel = "mask_hidden" in weights
+    token = mask_token(keys, keys.section("dflash_config")) if is_parallel else None
+    if is_parallel and token is None:
+        raise keys.wrong("mask_token_id", "is missing, which a head with mask_hidden needs")
+    boundaries, others = _boundaries(keys, nested, weights, target, layers)
+    if not boundaries and decoder.hidden_size != target.hidden_size:
+        why = f"is {decoder.hidden_size}; without fc it must be {target.hidden_size}"
+        raise keys.wrong("hidden_size", why)
+    spec = HeadSpec(
+        kind="peagle" if is_parallel else "eagle3",
+        target=target,
+        draft_vocab_size=size,
+        boundaries=boundaries,
+        final_state=not boundaries,
+        decoder=decoder,
+        other_boundaries=others,
+        feature_norms=feature_norms,
+        row_norm=row_norm,
+        # A speculators file without the key is an early EAGLE-3 head, and these norm it.
+        residual_normed=keys.flag("norm_before_residual", by_speculators and not is_parallel),
+        # SpecForge writes norm_output for the norm before lm_head, which every head has. Only
+        # EAGLE-3.1, which norms its features as well, recycles the normed output.
+        recycle_normed=keys.flag("norm_output", False) and (feature_norms or not is_midlayer),
+        join_bias="fc.bias" in weights,
+        mask_token_id=token,
+    )
+    _take(weights, spec, decoder)
+    return Head(spec, weights.finish(), ids)
+
+
+def _boundaries(
+    keys: Keys,
+    nested: Keys,
+    weights: Weights,
+    target: TargetShape,
+    layers: tuple[int, ...] | None,
+) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
+    """What fc reads, and what else the file may mean; nothing for a head without fc."""
+    if not nested.flag("use_aux_hidden_state", True):
+        return (), ()
+    count = boundary_count(weights, target)
+    return choose_boundaries(keys, count, target, _candidates(keys, nested, target), layers)
+
+
+def _refuse_modelopt(nested: Keys) -> None:
+    """Raise OutriderError for variants of ModelOpt's that no published head has."""
+    for name, supported in _MODELOPT.items():
+        if nested.flag(name, supported) is not supported:
+            raise nested.wrong(name, f"must be {str(supported).lower()}; the rest is unsupported")
+    if nested.integer("parallel_draft_step", 1) > 1:
+        raise nested.wrong("parallel_draft_step", "must be 1; more heads are not supported")
+
+
+def _candidates(keys: Keys, nested: Keys, target: TargetShape) -> list[tuple[int, ...]]:
+    """The boundaries that the ids of a file may mean, the likeliest first.
+
+    Top-level ids are boundaries, but heads that were converted to that form often kept the ids of
+    layers. Nested ids are those of layers, whose outputs are one boundary further.
+    """
+    count = target.layer_count
+    default = (2, count // 2, count - 3)
+    stated = keys.ids("eagle_aux_hidden_state_layer_ids") or nested.ids("layer_ids")
+    if stated:
+        return [stated, after(stated), default]
+    of_layers = nested.ids("eagle_aux_hidden_state_layer_ids") or keys.ids("target_layer_ids")
+    if of_layers:
+        return [after(of_layers), of_layers, default]
+    return [default]
+
+
+def _take(weights: Weights, spec: HeadSpec, decoder: Decoder) -> None:
+    hidden, width, count = decoder.hidden_size, spec.target.hidden_size, len(spec.boundaries)
+    if count:
+        weights.take("fc.weight", hidden, count * width)
+    if spec.join_bias:
+        weights.take("fc.bias", hidden)
+    if spec.feature_norms:
+        for i in range(count):
+            weights.take(f"fc_norm.{i}.weight", width)
+    if spec.row_norm:
+        weights.take("input_norm.weight", count * width)
+    if spec.kind == "peagle":
+        weights.take("mask_hidden", 1, 1, count * width)
+    weights.take("layers.0.hidden_norm.weight", hidden)
+    take_layers(weights, decoder, first_input=2 * hidden)
+    weights.take("norm.weight", hidden)

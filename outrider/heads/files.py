@@ -1,0 +1,230 @@
+"""Opens a head's folder: its config.json, and its weights, from safetensors only."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from outrider.heads.spec import refusal
+
+BY_VLLM = "serve the target with vLLM, whose own drafting may read such a head"
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_IDS = (torch.int64, torch.int32, torch.bool)
+
+
+class Keys:
+    """The keys of a config.json, or of a section in it. Every reader checks the value's type."""
+
+    def __init__(self, path: Path, keys: Mapping[str, Any], prefix: str = "") -> None:
+        self.path = path
+        self._keys = keys
+        self._prefix = prefix
+
+    def __contains__(self, name: str) -> bool:
+        """Whether the key is there and not null."""
+        return self._keys.get(name) is not None
+
+    def is_set(self, name: str) -> bool:
+        """Whether the key has a value that is neither null, false, 0 nor empty."""
+        return bool(self._keys.get(name))
+
+    def wrong(self, name: str, why: str) -> Exception:
+        """The error for a key; `why` continues the sentence that its name begins."""
+        return refusal(self.path, f"{self._prefix}{name} {why}")
+
+    def section(self, name: str) -> Keys:
+        """The keys of an object within; no keys if it is missing. Raises OutriderError."""
+        found = self._keys.get(name) or {}
+        if not isinstance(found, Mapping):
+            raise self.wrong(name, "must be an object")
+        return Keys(self.path, found, f"{self._prefix}{name}.")
+
+    def integer(self, name: str, default: int | None = None, least: int = 1) -> int:
+        """A whole number of at least `least`. Raises OutriderError, also if it is missing."""
+        value = self._keys.get(name)
+        value = default if value is None else value
+        if value is None:
+            raise self.wrong(name, "is missing")
+        if type(value) is not int or value < least:
+            raise self.wrong(name, f"must be a whole number from {least} on, not {value!r}")
+        return value
+
+    def number(self, name: str, default: float) -> float:
+        """A number. Raises OutriderError."""
+        value = self._keys.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.wrong(name, f"must be a number, not {value!r}")
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        """True or false. Raises OutriderError."""
+        value = self._keys.get(name)
+        value = default if value is None else value
+        if type(value) is not bool:
+            raise self.wrong(name, f"must be true or false, not {value!r}")
+        return value
+
+    def text(self, name: str, default: str) -> str:
+        """A text. Raises OutriderError."""
+        value = self._keys.get(name) or default
+        if not isinstance(value, str):
+            raise self.wrong(name, f"must be a text, not {value!r}")
+        return value
+
+    def ids(self, name: str) -> tuple[int, ...] | None:
+        """Whole numbers from 0 on; None if the key is missing. Raises OutriderError."""
+        value = self._keys.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, list) or any(type(i) is not int or i < 0 for i in value):
+            raise self.wrong(name, f"must be a list of whole numbers from 0 on, not {value!r}")
+        return tuple(value)
+
+    def names(self, name: str) -> list[str]:
+        """A list of texts; empty if the key is missing. Raises OutriderError."""
+        value = self._keys.get(name) or []
+        if not isinstance(value, list) or any(not isinstance(part, str) for part in value):
+            raise self.wrong(name, "must be a list of texts")
+        return value
+
+    def mapping(self, name: str) -> dict[str, Any]:
+        """An object as it stands; empty if the key is missing. Raises OutriderError."""
+        return dict(self.section(name)._keys)
+
+
+class Weights:
+    """The tensors of a head's files. `take` moves each to the normal form; none may stay behind."""
+
+    def __init__(self, path: Path, tensors: dict[str, torch.Tensor]) -> None:
+        self.path = path
+        self._left = tensors
+        self.taken: dict[str, torch.Tensor] = {}
+
+    def __contains__(self, name: str) -> bool:
+        """Whether the files have a tensor of this name that nothing has taken yet."""
+        return name in self._left
+
+    @property
+    def names(self) -> list[str]:
+        """The names that nothing has taken yet."""
+        return sorted(self._left)
+
+    def width(self, name: str) -> int:
+        """The last dimension of a tensor [rows, columns]. Raises OutriderError if it is missing."""
+        if name not in self._left:
+            raise refusal(self.path, f"the weights {name} are missing")
+        shape = self._left[name].shape
+        if len(shape) != 2:
+            raise refusal(self.path, f"{name} has the shape {list(shape)}, which is no matrix")
+        return shape[1]
+
+    def rename(self, change: Callable[[str], str]) -> None:
+        """Give every tensor the name that `change` returns for its name."""
+        self._left = {change(name): tensor for name, tensor in self._left.items()}
+
+    def take(self, name: str, *shape: int, to: str | None = None) -> None:
+        """Move a tensor of floats to the normal form under the name `to`, by default its own.
+
+        Raises OutriderError if it is missing or has another shape.
+        """
+        self.taken[to or name] = self._pop(name, shape, _FLOATS)
+
+    def take_if(self, name: str, *shape: int, to: str | None = None) -> bool:
+        """As `take` if the tensor is there; return whether it was."""
+        if name not in self._left:
+            return False
+        self.take(name, *shape, to=to)
+        return True
+
+    def ids(self, name: str, size: int) -> torch.Tensor | None:
+        """Remove and return a tensor [size] of ids or flags; None if it is missing."""
+        if name not in self._left:
+            return None
+        return self._pop(name, (size,), _IDS)
+
+    def skip(self, *names: str) -> None:
+        """Drop tensors that only training needs, if they are there."""
+        for name in names:
+            self._left.pop(name, None)
+
+    def finish(self) -> dict[str, torch.Tensor]:
+        """Return what was taken. Raises OutriderError if a tensor was not."""
+        if self._left:
+            some = ", ".join(self.names[:4])
+            more = "" if len(self._left) <= 4 else f" and {len(self._left) - 4} more"
+            raise refusal(self.path, f"nothing in it reads the weights {some}{more}")
+        return self.taken
+
+    def _pop(
+        self, name: str, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]
+    ) -> torch.Tensor:
+        tensor = self._left.pop(name, None)
+        if tensor is None:
+            raise refusal(self.path, f"the weights {name} are missing")
+        if tensor.dtype not in dtypes:
+            raise refusal(self.path, f"{name} is of the type {str(tensor.dtype)[6:]}")
+        if tuple(tensor.shape) != shape:
+            found, wanted = list(tensor.shape), list(shape)
+            raise refusal(self.path, f"{name} has the shape {found}, not {wanted}")
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            raise refusal(self.path, f"{name} has numbers that are not finite")
+        return tensor
+
+
+def open_config(folder: Path) -> Keys:
+    """Return the keys of a folder's config.json.
+
+    Raises OutriderError(INVALID_VALUE), also for an adapter beside the head and a quantised head.
+    """
+    path = folder / "config.json"
+    try:
+        keys = json.loads(path.read_text())
+    except (OSError, ValueError) as cause:
+        raise refusal(folder, f"its config.json cannot be read ({cause})") from cause
+    if not isinstance(keys, dict):
+        raise refusal(path, "it must be an object")
+    for name in ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"):
+        if (folder / name).exists():
+            why = f"{name} lies beside it, so it was trained for a target with that adapter"
+            raise refusal(folder, why)
+    for name in ("quantization_config", "compression_config"):
+        if keys.get(name):
+            raise refusal(path, f"{name} says that its weights are quantised; {BY_VLLM}")
+    if (folder / "hf_quant_config.json").exists():
+        raise refusal(folder, f"hf_quant_config.json says that it is quantised; {BY_VLLM}")
+    return Keys(path, keys)
+
+
+def open_weights(folder: Path, wanted: Callable[[str], bool] = lambda name: True) -> Weights:
+    """Read a folder's safetensors files, only the tensors that are `wanted` by name.
+
+    Raises OutriderError(INVALID_VALUE), also for pickled files, which are never opened here.
+    """
+    pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
+    if pickles:
+        why = f"{pickles[0]} is pickled; `outrider convert-head {folder} OUT` makes safetensors"
+        raise refusal(folder, why)
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise refusal(folder, "it has no file *.safetensors")
+    tensors: dict[str, torch.Tensor] = {}
+    for path in files:
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in filter(wanted, file.keys()):
+                    if name in tensors:
+                        raise refusal(folder, f"two of its files have the weights {name}")
+                    tensors[name] = file.get_tensor(name)
+        except (OSError, SafetensorError) as cause:
+            raise refusal(path, f"it cannot be read ({cause})") from cause
+    for name, tensor in tensors.items():
+        if tensor.dtype not in (*_FLOATS, *_IDS):
+            kind = str(tensor.dtype)[6:]
+            raise refusal(folder, f"{name} is quantised to {kind}; {BY_VLLM}")
+    return Weights(folder, tensors)

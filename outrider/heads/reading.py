@@ -1,0 +1,148 @@
+"""Reads a draft head's folder, whatever its dialect, into the normal form."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from outrider.heads.dialects.dflash import read_dflash
+from outrider.heads.dialects.eagle import read_eagle
+from outrider.heads.dialects.eagle3 import read_eagle3
+from outrider.heads.dialects.medusa import read_medusa
+from outrider.heads.dialects.mtp import COUNTS, is_mtp_weight, read_mtp, refuse_others
+from outrider.heads.files import BY_VLLM, Keys, Weights, open_config, open_weights
+from outrider.heads.spec import Head, TargetShape, refusal
+
+log = logging.getLogger(__name__)
+
+# Architectures of config.json, by the reader that understands their files.
+_EAGLE3 = {
+    "Eagle3Speculator",
+    "Eagle3DraftModel",
+    "Eagle3LlamaForCausalLM",
+    "Eagle3Qwen3ForCausalLM",
+    "Eagle3MiniMaxM2ForCausalLM",
+    "Eagle3Qwen2_5vlForCausalLM",
+    "Eagle3Qwen3vlForCausalLM",
+    "LlamaForCausalLMEagle3",
+    "PEagleDraftModel",
+    "PEagleSpeculator",
+    "PeagleLlamaForCausalLM",
+    "PeagleQwen3ForCausalLM",
+}
+_EAGLE = {"EagleLlamaForCausalLM", "LlamaForCausalLMEagle", "EagleQwen2ForCausalLM"}
+_DFLASH = {"DFlashDraftModel", "DFlashSpeculator"}
+_DSPARK = {"Qwen3DSparkModel", "DSparkDraftModel", "DSparkSpeculator"}
+_MEDUSA = {"MedusaModel", "MedusaForCausalLM"}
+# Heads that are known but not read: their layers or their choice of tokens are of another form.
+_BY_OTHERS = {
+    "Eagle3DeepseekV2ForCausalLM",
+    "Eagle3DeepseekV3ForCausalLM",
+    "DFlash2DraftModel",
+    "DFlash2BeamDraftModel",
+    "DFlash2Speculator",
+    "DFlashLagunaForCausalLM",
+    "DFlashMuseGlimmerAssistantModel",
+    "DFlashQwen3XPressModel",
+    "Qwen3XPressModel",
+    "XPressSpeculator",
+    "Gemma4DSparkModel",
+    "K3DSparkModel",
+    "DSparkMiniMaxDraftModel",
+    "Qwen3OmniDSparkModel",
+    "MuseSparkDSparkModel",
+}
+_SPECULATORS = {"eagle3": "eagle3", "peagle": "eagle3", "dflash": "dflash", "dspark": "dspark"}
+
+
+def read(path: str | Path, target_config: Any, layers: tuple[int, ...] | None = None) -> Head:
+    """Read the head in the folder `path` for the target of a `transformers` configuration.
+
+    `layers` are the boundaries that the head reads, where the file is known to be wrong about
+    them. Raises OutriderError(INVALID_VALUE) with a sentence that names the file, key or tensor at
+    fault: nothing of a head is guessed or left out.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise refusal(folder, "it is no folder")
+    target = TargetShape.of(target_config)
+    keys = open_config(folder)
+    stated = _stated_kind(keys)
+    if stated == "mtp":
+        refuse_others(keys)
+        return _told(folder, read_mtp(keys, open_weights(folder, is_mtp_weight), target))
+    weights = open_weights(folder)
+    kind = stated or _kind_by_weights(keys, weights)
+    if kind == "eagle3":
+        head = read_eagle3(keys, weights, target, layers)
+    elif kind == "eagle":
+        head = read_eagle(keys, weights, target)
+    elif kind == "medusa":
+        head = read_medusa(keys, weights, target)
+    else:
+        head = read_dflash(keys, weights, target, layers, is_dspark=kind == "dspark")
+    return _told(folder, head)
+
+
+def _told(folder: Path, head: Head) -> Head:
+    """Log what was decided; return the head."""
+    spec = head.spec
+    text = "head %s: %s on the target's boundaries %s%s, %d of %d tokens"
+    final = " and its final state" if spec.final_state else ""
+    log.info(
+        text,
+        folder,
+        spec.kind,
+        list(spec.boundaries),
+        final,
+        spec.draft_vocab_size,
+        spec.vocab_size,
+    )
+    return head
+
+
+def _stated_kind(keys: Keys) -> str | None:
+    """The reader that the config names; None if only the weights can tell.
+
+    Raises OutriderError for a head that no reader understands.
+    """
+    if "speculators_model_type" in keys:
+        name = keys.text("speculators_model_type", "")
+        if name not in _SPECULATORS:
+            known = ", ".join(_SPECULATORS)
+            why = f"is {name!r}; {known} are supported; {BY_VLLM}"
+            raise keys.wrong("speculators_model_type", why)
+        return _SPECULATORS[name]
+    architectures = set(keys.names("architectures"))
+    if strange := architectures & _BY_OTHERS:
+        raise keys.wrong("architectures", f"names {min(strange)}, which is not read; {BY_VLLM}")
+    if architectures & _DFLASH:
+        own = keys.section("dflash_config").text("projector_type", "dflash")
+        return "dspark" if own == "dspark" else "dflash"
+    groups = {"eagle3": _EAGLE3, "eagle": _EAGLE, "dspark": _DSPARK, "medusa": _MEDUSA}
+    for kind, names in groups.items():
+        if architectures & names:
+            return kind
+    if "medusa_num_heads" in keys:
+        return "medusa"
+    counts = [name for name in COUNTS if keys.is_set(name)]
+    return "mtp" if counts or keys.section("text_config").is_set(COUNTS[1]) else None
+
+
+def _kind_by_weights(keys: Keys, weights: Weights) -> str:
+    """Tell a head by its weights: SafeAILab's files say only LlamaForCausalLM."""
+    names = {name.removeprefix("model.") for name in weights.names}
+    if (
+        any(name.startswith("midlayer.") for name in names)
+        or "layers.0.hidden_norm.weight" in names
+    ):
+        return "eagle3"
+    if "hidden_norm.weight" in names and "fc.weight" in names:
+        is_dspark = any("markov_w1" in name for name in names)
+        return "dspark" if is_dspark else "dflash"
+    if "fc.weight" in names and "layers.0.input_layernorm.weight" not in names:
+        return "eagle"
+    if any(name.startswith(("0.0.linear.", "medusa_head.0.")) for name in names):
+        return "medusa"
+    raise keys.wrong("architectures", f"{keys.names('architectures')} and the weights name no head")

@@ -1,0 +1,144 @@
+"""The normal form of a draft head, to which every published dialect is brought.
+
+Boundary k of a target is the residual stream that enters its layer k: 0 are the embeddings, and the
+number of layers is the stream before the final norm. The final state is what the target's lm_head
+reads, behind that norm. A feature row of one token is the wanted boundaries, in the head's order,
+and then the final state if it is wanted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+
+from outrider.errors import OutriderError, Reason
+
+Kind = Literal["eagle3", "peagle", "eagle", "dflash", "dspark", "mtp", "medusa"]
+Confidence = Literal["none", "state", "state and token"]
+Markov = Literal["none", "vanilla", "gated", "rnn"]
+
+
+def refusal(where: object, why: str) -> OutriderError:
+    """The INVALID_VALUE error for a head that cannot be used; `where` is its folder or file."""
+    return OutriderError(Reason.INVALID_VALUE, f"{where} is no usable draft head: {why}", "head")
+
+
+@dataclass(frozen=True, slots=True)
+class TargetShape:
+    """What a head must fit: widths and layers of the target."""
+
+    hidden_size: int
+    layer_count: int
+    vocab_size: int
+    context_length: int
+
+    @classmethod
+    def of(cls, config: Any) -> TargetShape:
+        """Read a target's `transformers` configuration."""
+        text = config.get_text_config(decoder=True)
+        return cls(
+            text.hidden_size,
+            text.num_hidden_layers,
+            text.vocab_size,
+            text.max_position_embeddings,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """The decoder layers of a head, which are those of Llama, Qwen2 or Qwen3.
+
+    `rope` holds `rope_type`, `rope_theta` and a scaling's own numbers, as `transformers` names
+    them. `windows` has the sliding window of each layer in positions, None for full attention.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    layer_count: int
+    head_count: int
+    kv_head_count: int
+    head_size: int
+    norm_eps: float
+    activation: str
+    rope: Mapping[str, Any]
+    windows: tuple[int | None, ...]
+    projection_bias: bool = False
+    """Whether the projections to queries, keys and values have a bias."""
+    output_bias: bool = False
+    head_norms: bool = False
+    """Whether queries and keys are normed head by head, as in Qwen3."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadSpec:
+    """What a head computes. Each field after `final_state` serves the kinds that its text names."""
+
+    kind: Kind
+    target: TargetShape
+    draft_vocab_size: int
+    boundaries: tuple[int, ...]
+    final_state: bool
+    decoder: Decoder | None = None
+    """None for medusa, which has no attention."""
+    other_boundaries: tuple[tuple[int, ...], ...] = ()
+    """What the file may mean instead of `boundaries`; `layer_choice` compares them."""
+    feature_norms: bool = False
+    """eagle3, peagle: each boundary is normed by itself before `fc`."""
+    row_norm: bool = False
+    """eagle3, peagle: the whole feature row is normed before `fc`."""
+    residual_normed: bool = False
+    """eagle3, peagle: the residual is the feature behind `hidden_norm`, not the one before it."""
+    recycle_normed: bool = False
+    """eagle3: the next step's feature is this step's output behind the final norm."""
+    join_bias: bool = False
+    """eagle, eagle3: whether `fc` has a bias."""
+    state_first: bool = False
+    """mtp: the target's state comes before the embedding where the two are joined."""
+    mask_token_id: int | None = None
+    """peagle, dflash, dspark: the token in the place of an unknown one; None if the head has the
+    embedding `mask_embedding` instead."""
+    block_size: int = 0
+    """dflash, dspark: rows of a block, the anchor among them."""
+    anchor_predicts: bool = False
+    """dflash, dspark: row i guesses the token behind its own place, so a block has one more guess.
+    Otherwise row i guesses the token in its place, and the anchor's row guesses nothing."""
+    causal_layers: tuple[bool, ...] = ()
+    """dflash, dspark: for each layer, whether a block's rows see only rows before them."""
+    markov: Markov = "none"
+    """dspark: how the token before changes the scores of a row."""
+    markov_rank: int = 0
+    confidence: Confidence = "none"
+    """dspark: what the estimate of acceptance is computed from."""
+    block_counts: tuple[int, ...] = ()
+    """medusa: residual blocks of each of its heads."""
+
+    @property
+    def feature_width(self) -> int:
+        """Numbers in a token's feature row."""
+        return (len(self.boundaries) + self.final_state) * self.target.hidden_size
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of target ids."""
+        return self.target.vocab_size
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """A head in normal form.
+
+    `tensors` have the names of the kind's module. Without "embed_tokens.weight" or "lm_head.weight"
+    the target's own are used. `target_ids` int64 [draft_vocab_size] maps the head's ids to the
+    target's; None if they are the same.
+    """
+
+    spec: HeadSpec
+    tensors: Mapping[str, torch.Tensor] = field(repr=False)
+    target_ids: torch.Tensor | None = field(default=None, repr=False)
+
+    def with_boundaries(self, boundaries: tuple[int, ...]) -> Head:
+        """The same head on other boundaries of the target."""
+        return replace(self, spec=replace(self.spec, boundaries=boundaries))

@@ -1,0 +1,370 @@
+"""The loader brings every dialect of a head to one normal form, and refuses what it cannot read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import head_files
+import pytest
+import torch
+from head_files import DIALECTS, LAYERS, TARGET, VOCAB, Files, write
+from safetensors.torch import save_file
+
+from outrider.errors import OutriderError, Reason
+from outrider.heads.reading import read
+from outrider.heads.spec import Head
+
+SEVERAL = [(kind, dialect) for kind, dialects in DIALECTS.items() for dialect in list(dialects)[1:]]
+
+
+def same(one: Head, other: Head) -> bool:
+    """Whether two heads compute the same, whatever else their files may mean."""
+    specs = [replace(head.spec, other_boundaries=()) for head in (one, other)]
+    if specs[0] != specs[1] or one.tensors.keys() != other.tensors.keys():
+        return False
+    if (one.target_ids is None) != (other.target_ids is None):
+        return False
+    maps = [head.target_ids for head in (one, other) if head.target_ids is not None]
+    return all(torch.equal(one.tensors[name], other.tensors[name]) for name in one.tensors) and (
+        not maps or torch.equal(*maps)
+    )
+
+
+@pytest.mark.parametrize(("kind", "dialect"), SEVERAL)
+def test_dialects_of_a_head_have_one_normal_form(kind: str, dialect: str, tmp_path: Path) -> None:
+    first = next(iter(DIALECTS[kind].values()))
+    expected = read(write(tmp_path / "first", first()), TARGET)
+    found = read(write(tmp_path / "second", DIALECTS[kind][dialect]()), TARGET)
+    assert found.spec.kind == kind
+    assert same(found, expected)
+
+
+@pytest.mark.parametrize("kind", DIALECTS)
+def test_a_kind_is_told_by_its_files(kind: str, tmp_path: Path) -> None:
+    head = read(write(tmp_path, next(iter(DIALECTS[kind].values()))()), TARGET)
+    assert head.spec.kind == kind
+
+
+def test_the_vocabulary_map_is_of_target_ids(tmp_path: Path) -> None:
+    config, tensors = head_files.eagle3_speculators()
+    head = read(write(tmp_path, (config, tensors)), TARGET)
+    assert head.target_ids is not None
+    assert head.target_ids.tolist() == tensors["t2d"].nonzero().flatten().tolist()
+
+
+def test_a_short_trained_context_is_lifted_to_the_targets(tmp_path: Path) -> None:
+    head = read(write(tmp_path, head_files.eagle3_specforge()), TARGET)
+    assert head_files.TOP_LEVEL["max_position_embeddings"] < 64
+    assert head.spec.target.context_length == head_files.CONTEXT
+
+
+@pytest.mark.parametrize(
+    ("files", "first", "others"),
+    [
+        (head_files.eagle3_safeailab, (2, 5, 7), ()),
+        (head_files.eagle3_modelopt, (2, 5, 7), ((1, 4, 6),)),
+        (head_files.eagle3_speculators, (2, 5, 7), ((3, 6, 8),)),
+        (head_files.dflash_zlab, (2, 5, 7), ((1, 4, 6),)),
+        (head_files.dflash_speculators, (2, 5, 7), ((3, 6, 8),)),
+    ],
+)
+def test_what_layer_ids_may_mean_is_kept(
+    files: Callable[[], Files], first: Any, others: Any, tmp_path: Path
+) -> None:
+    spec = read(write(tmp_path, files()), TARGET).spec
+    assert (spec.boundaries, spec.other_boundaries) == (first, others)
+
+
+def test_layers_that_the_user_sets_leave_no_other(tmp_path: Path) -> None:
+    spec = read(write(tmp_path, head_files.eagle3_modelopt()), TARGET, (1, 5, 10)).spec
+    assert (spec.boundaries, spec.other_boundaries) == ((1, 5, 10), ())
+
+
+@pytest.mark.parametrize(
+    ("files", "value"),
+    [
+        (head_files.dspark_deepspec, True),
+        (head_files.dspark_specforge, True),
+        (head_files.dspark_speculators, False),
+        (head_files.dflash_zlab, False),
+        (head_files.dflash_speculators, False),
+    ],
+)
+def test_without_its_key_the_anchor_predicts_in_deepspecs_files_only(
+    files: Callable[[], Files], value: bool, tmp_path: Path
+) -> None:
+    config, tensors = files()
+    config.pop("sample_from_anchor", None)
+    assert read(write(tmp_path, (config, tensors)), TARGET).spec.anchor_predicts is value
+
+
+@pytest.mark.parametrize(("kind", "value"), [("eagle3", True), ("peagle", False)])
+def test_without_its_key_the_residual_is_normed_in_speculators_eagle3_only(
+    kind: str, value: bool, tmp_path: Path
+) -> None:
+    config, tensors = DIALECTS[kind]["speculators"]()
+    config.pop("norm_before_residual", None)
+    assert read(write(tmp_path, (config, tensors)), TARGET).spec.residual_normed is value
+
+
+def test_norm_output_recycles_in_files_of_eagle_3_1_only(tmp_path: Path) -> None:
+    config, tensors = head_files.eagle3_specforge()
+    assert config["norm_output"] is True
+    assert not read(write(tmp_path / "3", (config, tensors)), TARGET).spec.recycle_normed
+    norms = {f"fc_norm.{i}.weight": torch.ones(head_files.TARGET_HIDDEN) for i in range(3)}
+    newer = config | {"fc_norm": True}, tensors | norms
+    assert read(write(tmp_path / "3.1", newer), TARGET).spec.recycle_normed
+
+
+def test_a_head_without_fc_reads_the_final_state(tmp_path: Path) -> None:
+    config, tensors = head_files.eagle3_modelopt()
+    config["eagle_config"] = {"use_aux_hidden_state": False}
+    del tensors["fc.weight"]
+    spec = read(write(tmp_path, (config, tensors)), TARGET).spec
+    assert (spec.boundaries, spec.final_state, spec.feature_width) == ((), True, 16)
+
+
+def test_medusas_weights_tell_how_many_heads_there_are(tmp_path: Path) -> None:
+    config, tensors = head_files.medusa_official()
+    assert config["medusa_num_heads"] == 2
+    assert read(write(tmp_path, (config, tensors)), TARGET).spec.block_counts == (1, 1, 1)
+
+
+def test_a_mask_embedding_stands_for_a_mask_token(tmp_path: Path) -> None:
+    config, tensors = head_files.dflash_zlab()
+    del config["dflash_config"]["mask_token_id"]
+    folder = write(tmp_path, (config, tensors))
+    save_file({"mask_embedding": torch.randn(16)}, folder / "mask_embedding.safetensors")
+    head = read(folder, TARGET)
+    assert head.spec.mask_token_id is None
+    assert "mask_embedding" in head.tensors
+
+
+# What is done to a good head's folder, and words of the sentence that refuses it.
+BROKEN_FOLDERS: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no config": (
+        lambda f: (f / "config.json").unlink(),
+        r"config\.json cannot be read",
+    ),
+    "config is a list": (
+        lambda f: (f / "config.json").write_text("[]"),
+        "must be an object",
+    ),
+    "no weights": (
+        lambda f: (f / "model.safetensors").unlink(),
+        r"no file \*\.safetensors",
+    ),
+    "cut weights": (
+        lambda f: (f / "model.safetensors").write_bytes(b"\x10"),
+        r"model\.safetensors .* cannot be read",
+    ),
+    "pickled": (
+        lambda f: (f / "pytorch_model.bin").write_bytes(b""),
+        r"pytorch_model\.bin is pickled; `outrider convert-head",
+    ),
+    "an adapter": (
+        lambda f: (f / "adapter_model.safetensors").write_bytes(b""),
+        r"adapter_model\.safetensors lies beside it",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN_FOLDERS)
+def test_a_broken_folder_is_refused_with_the_reason(name: str, tmp_path: Path) -> None:
+    spoil, words = BROKEN_FOLDERS[name]
+    read(write(tmp_path, head_files.eagle3_speculators()), TARGET)
+    spoil(tmp_path)
+    assert_refused(tmp_path, words)
+
+
+# A good head, what is done to its config and tensors, and words of the sentence that refuses it.
+BROKEN: dict[str, tuple[Callable[[], Files], Callable[[Any, Any], Any], str]] = {
+    "quantised by its config": (
+        head_files.eagle3_modelopt,
+        lambda c, t: c.update(quantization_config={"quant_method": "modelopt"}),
+        "quantization_config says that its weights are quantised",
+    ),
+    "quantised weights": (
+        head_files.eagle3_modelopt,
+        lambda c, t: t.update({"norm.weight": torch.ones(16, dtype=torch.uint8)}),
+        "norm.weight is quantised to uint8",
+    ),
+    "unread weights": (
+        head_files.eagle3_speculators,
+        lambda c, t: t.update({"layers.0.self_attn.q_norm.bias": torch.ones(8)}),
+        r"nothing in it reads the weights layers\.0\.self_attn\.q_norm\.bias",
+    ),
+    "a norm without its key": (
+        head_files.eagle3_speculators,
+        lambda c, t: t.update({"input_norm.weight": torch.ones(48)}),
+        r"nothing in it reads the weights input_norm\.weight",
+    ),
+    "missing weights": (
+        head_files.eagle3_safeailab,
+        lambda c, t: t.pop("midlayer.hidden_norm.weight"),
+        r"layers\.0\.hidden_norm\.weight are missing",
+    ),
+    "missing norms of queries": (
+        head_files.dflash_zlab,
+        lambda c, t: [t.pop(k) for k in list(t) if "q_norm" in k],
+        r"layers\.0\.self_attn\.q_norm\.weight are missing",
+    ),
+    "fc of another target": (
+        head_files.eagle3_speculators,
+        lambda c, t: t.update({"fc.weight": torch.ones(16, 50)}),
+        "fc.weight reads 50 numbers a token, which is no multiple of the target's hidden size 16",
+    ),
+    "another count of layers": (
+        head_files.eagle3_speculators,
+        lambda c, t: c.update(eagle_aux_hidden_state_layer_ids=[1, 5]),
+        r"layers are \[1, 5\], but fc reads 3",
+    ),
+    "layers behind the target's": (
+        head_files.eagle3_speculators,
+        lambda c, t: c.update(eagle_aux_hidden_state_layer_ids=[1, 5, LAYERS + 1]),
+        r"layers are \[1, 5, 11\], but the target has the boundaries 0 to 10",
+    ),
+    "a wide layer": (
+        head_files.eagle3_speculators,
+        lambda c, t: t.update({"layers.0.self_attn.q_proj.weight": torch.ones(32, 16)}),
+        r"q_proj\.weight has the shape \[32, 16\], not \[32, 32\]",
+    ),
+    "not finite": (
+        head_files.eagle3_speculators,
+        lambda c, t: t["norm.weight"].fill_(torch.nan),
+        "norm.weight has numbers that are not finite",
+    ),
+    "another target's width": (
+        head_files.eagle3_angelslim,
+        lambda c, t: c.update(target_hidden_size=32),
+        "target_hidden_size is 32, but the target's hidden size is 16",
+    ),
+    "a smaller vocabulary than the target's": (
+        head_files.eagle3_safeailab,
+        lambda c, t: c.update(vocab_size=39),
+        "vocab_size is 39, but the target has 40 tokens",
+    ),
+    "ids out of range": (
+        head_files.eagle3_speculators,
+        lambda c, t: t["d2t"].__setitem__(-1, VOCAB),
+        "d2t leads to the ids .* outside the target's 0 to 39",
+    ),
+    "ids that repeat": (
+        head_files.eagle3_speculators,
+        lambda c, t: t["d2t"].__setitem__(1, int(t["d2t"][0]) - 1),
+        "d2t leads to 23 ids only, not to 24",
+    ),
+    "maps that contradict": (
+        head_files.eagle3_speculators,
+        lambda c, t: t["t2d"].logical_not_(),
+        "t2d lists 16 ids, which are not the 24 ids of d2t",
+    ),
+    "no map": (
+        head_files.eagle3_speculators,
+        lambda c, t: [t.pop("d2t"), t.pop("t2d")],
+        "d2t is missing, but its vocabulary of 24 is not the target's",
+    ),
+    "no lm_head of a reduced vocabulary": (
+        head_files.eagle3_speculators,
+        lambda c, t: t.pop("lm_head.weight"),
+        r"lm_head\.weight are missing",
+    ),
+    "both norms before fc": (
+        head_files.eagle3_speculators,
+        lambda c, t: c.update(fc_norm=True, norm_before_fc=True),
+        "fc_norm and norm_before_fc exclude each other",
+    ),
+    "an unknown turn": (
+        head_files.eagle3_safeailab,
+        lambda c, t: c.update(rope_scaling={"type": "dynamic", "factor": 2.0}),
+        "rope_parameters has the type 'dynamic'",
+    ),
+    "ModelOpt's variants": (
+        head_files.eagle3_modelopt,
+        lambda c, t: c["eagle_config"].update(use_mtp_layernorm=True),
+        r"eagle_config\.use_mtp_layernorm must be false",
+    ),
+    "no mask token": (
+        head_files.dflash_zlab,
+        lambda c, t: c["dflash_config"].pop("mask_token_id"),
+        "mask_token_id is missing",
+    ),
+    "a mask token that is a text": (
+        head_files.dflash_zlab,
+        lambda c, t: c["dflash_config"].update(mask_token_id="<mask>"),
+        r"dflash_config\.mask_token_id must be a whole number",
+    ),
+    "a projector of others": (
+        head_files.dflash_zlab,
+        lambda c, t: c["dflash_config"].update(projector_type="domino"),
+        "projector_type 'domino' is not supported",
+    ),
+    "an unknown markov head": (
+        head_files.dspark_deepspec,
+        lambda c, t: c.update(markov_head_type="lstm"),
+        "markov_head_type must be one of vanilla, gated, rnn",
+    ),
+    "an architecture of others": (
+        head_files.dflash_zlab,
+        lambda c, t: c.update(architectures=["DFlash2DraftModel"]),
+        "names DFlash2DraftModel, which is not read; serve the target with vLLM",
+    ),
+    "a type of others": (
+        head_files.eagle3_speculators,
+        lambda c, t: c.update(speculators_model_type="xpress"),
+        "speculators_model_type is 'xpress'",
+    ),
+    "MTP of others": (
+        head_files.mtp_mimo,
+        lambda c, t: c.update(model_type="deepseek_v3"),
+        "model_type is 'deepseek_v3', and only .* MiMo-7B .* vLLM",
+    ),
+    "several MTP layers": (
+        head_files.mtp_mimo,
+        lambda c, t: c.update(num_nextn_predict_layers=2),
+        "num_nextn_predict_layers must be 1, not 2",
+    ),
+    "latent attention": (
+        head_files.eagle3_modelopt,
+        lambda c, t: t.update({"layers.0.self_attn.kv_a_proj_with_mqa.weight": torch.ones(4)}),
+        "belongs to latent attention",
+    ),
+    "no bias in EAGLE": (
+        head_files.eagle_safeailab,
+        lambda c, t: t.pop("fc.bias"),
+        "fc.bias are missing",
+    ),
+    "no head at all": (
+        head_files.eagle_safeailab,
+        lambda c, t: t.pop("fc.weight"),
+        "the weights name no head",
+    ),
+    "a Medusa head less": (
+        head_files.medusa_official,
+        lambda c, t: t.pop("1.0.linear.bias"),
+        r"1\.0\.linear\.bias are missing",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_head_is_refused_with_the_reason(name: str, tmp_path: Path) -> None:
+    files, spoil, words = BROKEN[name]
+    config, tensors = files()
+    spoil(config, tensors)
+    assert_refused(write(tmp_path, (config, tensors)), words)
+
+
+def assert_refused(folder: Path, words: str) -> None:
+    with pytest.raises(OutriderError, match=words) as error:
+        read(folder, TARGET)
+    assert error.value.reason is Reason.INVALID_VALUE
+    assert str(folder) in error.value.message
+
+
+def test_a_folder_that_is_missing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(OutriderError, match="it is no folder"):
+        read(tmp_path / "none", TARGET)
