@@ -1,0 +1,1 @@
+"""The arithmetic of each kind of head, one file a kind."""

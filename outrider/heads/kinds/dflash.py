@@ -1,0 +1,110 @@
+"""DFlash: a block of masks behind the text, filled by one forward.
+
+Features become keys and values without any layer running over them: row i of the cache is that of
+feature i alone. A block has the last committed token, its anchor, and masks. Its rows see the whole
+text and each other, and nothing of a block stays in the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.nn import Linear, ModuleList, Parameter, RMSNorm
+
+from outrider.heads.model import HeadModel, HeadSequence, Picker, Proposal
+from outrider.heads.modules import Attention, Layer, Rows
+from outrider.heads.spec import Decoder, Head
+from outrider.lm.layout import SequenceSlice
+
+
+class DFlash(HeadModel):
+    """Its guesses do not see each other's choice: all are scored before the first is chosen."""
+
+    pairs = False
+
+    def __init__(self, head: Head) -> None:
+        super().__init__(head)
+        if head.spec.decoder is None:
+            raise ValueError("a head of the kind dflash has decoder layers")
+        decoder: Decoder = head.spec.decoder
+        hidden, eps = decoder.hidden_size, decoder.norm_eps
+        self.fc = Linear(head.spec.feature_width, hidden, bias=False)
+        self.hidden_norm = RMSNorm(hidden, eps=eps)
+        self.layers = ModuleList(Layer(decoder, i) for i in range(decoder.layer_count))
+        self.norm = RMSNorm(hidden, eps=eps)
+        if head.spec.mask_token_id is None:
+            self.mask_embedding = Parameter(torch.empty(hidden))
+
+    def read_rows(self, slices: list[SequenceSlice], features: torch.Tensor) -> torch.Tensor:
+        """As HeadModel.read_rows; the states only mark that rows were read."""
+        rows = self.rows(slices)
+        context: torch.Tensor = self.hidden_norm(self.fc(features))
+        for attention, arrays in self._attentions():
+            written = attention.keys_and_values(context, rows.cos, rows.sin)
+            for array, numbers in zip(arrays, written, strict=True):
+                array.index_copy_(0, rows.layout.slot_mapping, numbers)
+        return context[rows.layout.logits_indices]
+
+    def guess(self, sequences: Sequence[HeadSequence], count: int, pick: Picker) -> Proposal:
+        """As HeadModel.guess, at most as many guesses as a block has."""
+        states_BQC = self.block(sequences)[:, :count]
+        scores_BQV = self.scores(states_BQC)
+        for step in range(states_BQC.shape[1]):
+            pick(scores_BQV[:, step])
+        return pick.proposal()
+
+    def block(self, sequences: Sequence[HeadSequence]) -> torch.Tensor:
+        """Return the normed states [B, guesses, hidden size] of the rows that guess."""
+        size = self.spec.block_size
+        masks = [self.spec.mask_token_id or 0] * (size - 1)
+        slices = [
+            SequenceSlice([s.tokens[-1], *masks], s.kv.num_computed_tokens, s.kv.pages, 0)
+            for s in sequences
+        ]
+        rows = self.rows(slices)
+        x = self.embed(rows.layout.token_ids)
+        if self.spec.mask_token_id is None:
+            x.view(len(slices), size, -1)[:, 1:] = self.mask_embedding
+        lengths_B = torch.tensor([part.start for part in slices], device=self.device)
+        page_size = rows.layout.page_size
+        width = -(-max(part.end for part in slices) // page_size) * page_size
+        for i, layer in enumerate(self.layers):
+            assert isinstance(layer, Layer)
+            seen_BQK = self._seen(lengths_B, width, layer, self.spec.causal_layers[i])
+            x = self._run(layer, x, rows, seen_BQK)
+        states_BQC: torch.Tensor = self.norm(x).view(len(slices), size, -1)
+        return states_BQC if self.spec.anchor_predicts else states_BQC[:, 1:]
+
+    def _run(
+        self, layer: Layer, x: torch.Tensor, rows: Rows, seen_BQK: torch.Tensor
+    ) -> torch.Tensor:
+        assert self.cache is not None
+        cache = self.cache.layers[layer.index]
+        normed = layer.input_layernorm(x)
+        return layer.finish(x + layer.self_attn.attend_blocks(normed, rows, cache, seen_BQK))
+
+    def _seen(
+        self, lengths_B: torch.Tensor, width: int, layer: Layer, causal: bool
+    ) -> torch.Tensor:
+        """Which keys the rows of blocks see: `width` places of the text, then the block itself.
+
+        A window is counted from the anchor, for all rows alike.
+        """
+        size = self.spec.block_size
+        places = torch.arange(width, device=self.device)
+        text_BK = places < lengths_B[:, None]
+        if layer.self_attn.window is not None:
+            text_BK &= places >= lengths_B[:, None] - layer.self_attn.window
+        block_QQ = torch.ones(size, size, dtype=torch.bool, device=self.device)
+        block_QQ = block_QQ.tril() if causal else block_QQ
+        batch = len(lengths_B)
+        parts = text_BK[:, None].expand(batch, size, width), block_QQ.expand(batch, size, size)
+        return torch.cat(parts, dim=-1)
+
+    def _attentions(self) -> list[tuple[Attention, list[torch.Tensor]]]:
+        """Each layer's attention with the arrays of its keys and values."""
+        assert self.cache is not None
+        caches = self.cache.layers
+        modules = [layer.self_attn for layer in self.layers if isinstance(layer, Layer)]
+        return [(module, cache.arrays) for module, cache in zip(modules, caches, strict=True)]

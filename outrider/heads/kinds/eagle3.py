@@ -1,0 +1,85 @@
+"""EAGLE-3: one layer over the features of several of the target's layers, step by step."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import Identity, Linear, Module, ModuleList, RMSNorm
+
+from outrider.heads.kinds.pairs import PairModel
+from outrider.heads.modules import Layer, Rows
+from outrider.heads.spec import Decoder, Head
+from outrider.lm.attention import LayerCache
+
+
+class FirstLayer(Layer):
+    """EAGLE-3's first layer: attention over embedding and feature, the residual the feature's."""
+
+    def __init__(self, decoder: Decoder, *, residual_normed: bool) -> None:
+        super().__init__(decoder, 0, 2 * decoder.hidden_size)
+        self.hidden_norm = RMSNorm(decoder.hidden_size, eps=decoder.norm_eps)
+        self._residual_normed = residual_normed
+
+    def join(
+        self, embeddings: torch.Tensor, features: torch.Tensor, rows: Rows, cache: LayerCache
+    ) -> torch.Tensor:
+        """Return the residual stream behind the layer for pairs of embedding and feature."""
+        normed = self.hidden_norm(features)
+        both = torch.cat((self.input_layernorm(embeddings), normed), dim=-1)
+        residual = normed if self._residual_normed else features
+        return self.finish(residual + self.self_attn(both, rows, cache))
+
+
+class Eagle3(PairModel):
+    """Its state is the residual stream behind the last layer."""
+
+    def __init__(self, head: Head) -> None:
+        super().__init__(head)
+        spec, decoder = head.spec, self.decoder
+        width, count = spec.target.hidden_size, len(spec.boundaries)
+        self.fc: Module = Identity()
+        if count:
+            self.fc = Linear(count * width, decoder.hidden_size, bias=spec.join_bias)
+        if spec.feature_norms:
+            self.fc_norm = ModuleList(RMSNorm(width, eps=decoder.norm_eps) for _ in range(count))
+        if spec.row_norm:
+            self.input_norm = RMSNorm(count * width, eps=decoder.norm_eps)
+        first = FirstLayer(decoder, residual_normed=spec.residual_normed)
+        others = (Layer(decoder, i) for i in range(1, decoder.layer_count))
+        self.layers = ModuleList([first, *others])
+        self.norm = RMSNorm(decoder.hidden_size, eps=decoder.norm_eps)
+
+    @property
+    def first(self) -> FirstLayer:
+        """The layer that joins embeddings and features."""
+        layer = self.layers[0]
+        assert isinstance(layer, FirstLayer)
+        return layer
+
+    def project(self, features: torch.Tensor) -> torch.Tensor:
+        """Bring feature rows [T, feature_width] to the head's width."""
+        if self.spec.feature_norms:
+            parts = features.chunk(len(self.fc_norm), dim=-1)
+            norms = zip(self.fc_norm, parts, strict=True)
+            features = torch.cat([norm(part) for norm, part in norms], dim=-1)
+        if self.spec.row_norm:
+            features = self.input_norm(features)
+        projected: torch.Tensor = self.fc(features)
+        return projected
+
+    def run(self, tokens: torch.Tensor, features: torch.Tensor, rows: Rows) -> torch.Tensor:
+        """Run pairs of target ids [T] and projected features; return states [T, hidden size]."""
+        x = self.first.join(self.embed(tokens), features, rows, self.caches[0])
+        for layer, cache in zip(self.layers[1:], self.caches[1:], strict=True):
+            x = layer(x, rows, cache)
+        return x
+
+    def recycle(self, states: torch.Tensor) -> torch.Tensor:
+        """The features of the next step."""
+        if not self.spec.recycle_normed:
+            return states
+        normed: torch.Tensor = self.norm(states)
+        return normed
+
+    def state_scores(self, states: torch.Tensor) -> torch.Tensor:
+        """Scores of the draft vocabulary."""
+        return self.scores(self.norm(states))

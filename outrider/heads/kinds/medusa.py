@@ -1,0 +1,49 @@
+"""Medusa: independent heads on the target's final state of the last token but one.
+
+The target's own lm_head predicts the last committed token from that state, so the first head
+predicts the token behind it, without having seen it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.nn import Linear, ModuleList
+from torch.nn.functional import silu
+
+from outrider.heads.model import HeadModel, HeadSequence, Picker, Proposal
+from outrider.heads.spec import Head
+from outrider.lm.layout import SequenceSlice
+
+
+class Medusa(HeadModel):
+    """It keeps one state a sequence and no keys or values."""
+
+    def __init__(self, head: Head) -> None:
+        super().__init__(head)
+        hidden, counts = head.spec.target.hidden_size, head.spec.block_counts
+        self.heads = ModuleList(
+            ModuleList(Linear(hidden, hidden) for _ in range(count)) for count in counts
+        )
+        own = any(name.startswith("outputs.") for name in head.tensors)
+        size = head.spec.draft_vocab_size
+        matrices = (Linear(hidden, size, bias=False) for _ in counts if own)
+        self.outputs = ModuleList(matrices)
+
+    def read_rows(self, slices: list[SequenceSlice], features: torch.Tensor) -> torch.Tensor:
+        """As HeadModel.read_rows: the last feature of each slice."""
+        ends = torch.tensor([len(part.token_ids) for part in slices]).cumsum(0) - 1
+        return features[ends.to(features.device)]
+
+    def guess(self, sequences: Sequence[HeadSequence], count: int, pick: Picker) -> Proposal:
+        """As HeadModel.guess, at most one guess for each head."""
+        states = torch.stack([s.state for s in sequences if s.state is not None])
+        for i in range(min(count, len(self.heads))):
+            x = states
+            blocks = self.heads[i]
+            assert isinstance(blocks, ModuleList)
+            for block in blocks:
+                x = x + silu(block(x))
+            pick(self.outputs[i](x).float() if len(self.outputs) else self.scores(x))
+        return pick.proposal()

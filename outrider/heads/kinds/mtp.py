@@ -1,0 +1,44 @@
+"""Multi-token prediction: a decoder layer of the target's own files, behind its last layer."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import Linear, ModuleList, RMSNorm
+
+from outrider.heads.kinds.pairs import PairModel
+from outrider.heads.modules import Layer, Rows
+from outrider.heads.spec import Head
+
+
+class Mtp(PairModel):
+    """Its state is the layer's normed output, which lm_head reads and the next step recycles."""
+
+    def __init__(self, head: Head) -> None:
+        super().__init__(head)
+        hidden, eps = self.decoder.hidden_size, self.decoder.norm_eps
+        self.token_layernorm = RMSNorm(hidden, eps=eps)
+        self.hidden_layernorm = RMSNorm(hidden, eps=eps)
+        self.fc = Linear(2 * hidden, hidden, bias=False)
+        self.layers = ModuleList([Layer(self.decoder, 0)])
+        self.norm = RMSNorm(hidden, eps=eps)
+
+    def project(self, features: torch.Tensor) -> torch.Tensor:
+        """The features as they are."""
+        return features
+
+    def run(self, tokens: torch.Tensor, features: torch.Tensor, rows: Rows) -> torch.Tensor:
+        """Run pairs; return states [T, hidden size]."""
+        parts = [self.hidden_layernorm(features), self.token_layernorm(self.embed(tokens))]
+        if not self.spec.state_first:
+            parts.reverse()
+        x: torch.Tensor = self.fc(torch.cat(parts, dim=-1))
+        normed: torch.Tensor = self.norm(self.layers[0](x, rows, self.caches[0]))
+        return normed
+
+    def recycle(self, states: torch.Tensor) -> torch.Tensor:
+        """The states as they are."""
+        return states
+
+    def state_scores(self, states: torch.Tensor) -> torch.Tensor:
+        """Scores of the vocabulary."""
+        return self.scores(states)

@@ -1,0 +1,359 @@
+"""A loaded head: its sequences, their pages, and the two calls that a drafter makes.
+
+`extend` reads committed tokens with their features, `propose` guesses what follows. Both take
+several sequences at once. Nothing here knows gRPC.
+
+A head's row i belongs to the feature of the sequence's token i. In the kinds that pair the feature
+with the token behind it, row i holds (feature of token i, embedding of token i + 1) and predicts
+token i + 2. So the keys and values of a row depend on the text up to token i + 1, and a page is
+shared among texts that are equal that far: the page pool gets the text without its first token.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch.nn.functional import embedding, linear
+
+from outrider.heads.modules import HeadCache, Rows, fill
+from outrider.heads.spec import Head, HeadSpec
+from outrider.lm.layout import SequenceSlice
+from outrider.lm.pages import KVSequence, PagePool
+
+Choose = Callable[[int, torch.Tensor], torch.Tensor]
+"""Picks the next tokens: from the number of the guess and the scores [B, V] of all target ids, to
+target ids [B]. A drafter with the verifier's noise draws with it here."""
+
+
+# Rows behind the text, of guesses, for which a full context still has room.
+_ROWS_BEHIND = 64
+
+
+class NoPages(Exception):
+    """The head's cache has too few free pages; nothing has changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class TargetWeights:
+    """The two matrices [V, target hidden size] that a head may share with its target."""
+
+    embeddings: torch.Tensor
+    lm_head: torch.Tensor
+
+
+@dataclass(eq=False, slots=True)
+class HeadSequence:
+    """What a head keeps for one sequence.
+
+    `tokens` are all committed tokens. `origin` is the token of the head's first row: above 0 where
+    features before it never came. `salt` keeps pages from being shared with other tenants' texts;
+    None shares nothing.
+    """
+
+    tokens: list[int]
+    salt: str | None = None
+    origin: int = 0
+    kv: KVSequence = field(default_factory=KVSequence)
+    state: torch.Tensor | None = None
+    """What the kind keeps of the last row; None until a row was read."""
+
+    @property
+    def wanted(self) -> int:
+        """The position of the next feature that the head can use."""
+        return self.origin + self.kv.num_computed_tokens
+
+    @property
+    def ready(self) -> bool:
+        """Whether all features of the text but the last token's were read."""
+        return self.state is not None and self.wanted == len(self.tokens) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Extension:
+    """News of a sequence: tokens that were committed, and features of committed tokens.
+
+    `features` [m, feature_width] are those of the tokens from `first_position` on. A row whose
+    next token is not committed yet must not be among them.
+    """
+
+    sequence: HeadSequence
+    tokens: Sequence[int]
+    features: torch.Tensor
+    first_position: int
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """Guesses for B sequences, `count` each, as target ids.
+
+    `tokens` [B, count] are a chain: each was guessed behind the ones before it. `best` [B, count,
+    width] are the likeliest tokens in each place, the likeliest first, and `shares` their
+    probabilities by the head, of the same shape, float32. `confidences` [B, count] estimate that a
+    chain's token is accepted if those before it are.
+    """
+
+    tokens: torch.Tensor
+    best: torch.Tensor
+    shares: torch.Tensor
+    confidences: torch.Tensor
+
+
+class HeadModel(torch.nn.Module):
+    """A head on a device. Not thread-safe. A kind adds modules, `read_rows` and `guess`."""
+
+    pairs = True
+    """Whether a row holds the token behind its feature."""
+
+    def __init__(self, head: Head) -> None:
+        super().__init__()
+        self.spec: HeadSpec = head.spec
+
+    def load(
+        self,
+        head: Head,
+        target: TargetWeights,
+        *,
+        page_count: int,
+        page_size: int = 16,
+        batch_rows: int = 1024,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | None = None,
+    ) -> None:
+        """Take over the head's weights and make its cache of `page_count` pages.
+
+        A forward has at most `batch_rows` rows. The target's matrices are shared as they are if
+        they have this dtype and device.
+        """
+        device = device or torch.device("cpu")
+        tensors = {name: tensor.to(device, dtype) for name, tensor in head.tensors.items()}
+        embeddings = tensors.pop("embed_tokens.weight", target.embeddings)
+        self.embeddings = embeddings.to(device, dtype)
+        self.lm_head = tensors.pop("lm_head.weight", target.lm_head).to(device, dtype)
+        fill(self, tensors)
+        self.target_ids = None if head.target_ids is None else head.target_ids.to(device)
+        self.dtype, self.device = dtype, device
+        self._batch_rows = batch_rows
+        self.pool = PagePool(page_count, page_size)
+        self.cache: HeadCache | None = None
+        if self.spec.decoder is not None:
+            longest = self.spec.target.context_length + _ROWS_BEHIND
+            decoder = self.spec.decoder
+            self.cache = HeadCache(decoder, page_count, page_size, longest, dtype, device)
+
+    def open(self, tokens: Sequence[int], salt: str | None = None) -> HeadSequence:
+        """Begin a sequence with its committed tokens, on cached pages if there are any."""
+        sequence = HeadSequence(list(tokens), salt)
+        if salt is not None:
+            salt = self._page_salt(sequence)
+            self.pool.match_prefix(sequence.kv, self._page_ids(sequence), salt)
+        return sequence
+
+    def close(self, sequence: HeadSequence) -> None:
+        """Free the sequence's pages."""
+        self.pool.free(sequence.kv)
+        sequence.state = None
+
+    def rewind(self, sequence: HeadSequence, length: int) -> None:
+        """Cut the text to its first `length` tokens.
+
+        Afterwards the features from `sequence.wanted` on must come again: at least the last one.
+        """
+        del sequence.tokens[length:]
+        self.pool.truncate(sequence.kv, max(0, length - 2 - sequence.origin))
+        sequence.state = None
+
+    @torch.inference_mode()
+    def extend(self, batch: Sequence[Extension]) -> None:
+        """Commit tokens and read features; features that were read before are skipped.
+
+        After a gap the head begins anew with the features behind it. Raises NoPages, and
+        ValueError for rows of another width or behind the committed text.
+        """
+        self._check(batch)
+        self._reserve_rows(batch)
+        work = [_Work(extension.sequence, self._accept(extension)) for extension in batch]
+        while work:
+            self._read_some(work)
+            work = [part for part in work if len(part.features)]
+        for extension in batch:
+            sequence = extension.sequence
+            if sequence.salt is not None:
+                salt = self._page_salt(sequence)
+                self.pool.cache_pages(sequence.kv, self._page_ids(sequence), salt)
+
+    @torch.inference_mode()
+    def propose(
+        self,
+        sequences: Sequence[HeadSequence],
+        count: int,
+        width: int = 1,
+        choose: Choose | None = None,
+    ) -> Proposal:
+        """Guess `count` tokens for each sequence, and the `width` likeliest in each place.
+
+        Without `choose` each token is the likeliest. A kind with blocks may guess fewer. Raises
+        NoPages, and ValueError for a sequence whose features are not all read.
+        """
+        if not all(sequence.ready for sequence in sequences):
+            raise ValueError("a sequence is not ready: some of its features were not read")
+        if self.cache is not None:
+            rows = max(self.spec.block_size, count - 1)
+            self._reserve([(s, s.kv.num_computed_tokens + rows) for s in sequences])
+        return self.guess(sequences, count, Picker(self, width, choose))
+
+    @abstractmethod
+    def read_rows(self, slices: list[SequenceSlice], features: torch.Tensor) -> torch.Tensor:
+        """Read rows [T, feature_width] of the slices; return the last state of each slice [S, ·].
+
+        The slices have the tokens behind the features, or with `pairs` False the features' own.
+        """
+
+    @abstractmethod
+    def guess(self, sequences: Sequence[HeadSequence], count: int, pick: Picker) -> Proposal:
+        """Guess for sequences that are ready and have pages."""
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Embeddings of target ids."""
+        return embedding(tokens, self.embeddings)
+
+    def rows(self, slices: list[SequenceSlice]) -> Rows:
+        """Prepare a forward of these slices."""
+        if self.cache is None:
+            raise RuntimeError("this kind has no cache")
+        return self.cache.rows(slices)
+
+    def scores(self, states: torch.Tensor) -> torch.Tensor:
+        """Float32 scores of the draft vocabulary for states [..., hidden size]."""
+        return linear(states, self.lm_head).float()
+
+    def _page_ids(self, sequence: HeadSequence) -> list[int]:
+        """The ids that tell what is in the sequence's pages, one a row.
+
+        There is none for the last committed token, so that the row of the feature before it, on
+        which the guesses rest, is always read anew.
+        """
+        return sequence.tokens[1:] if self.pairs else sequence.tokens[:-1]
+
+    def _page_salt(self, sequence: HeadSequence) -> str:
+        """Tells apart what the ids do not: the first token, on which every row depends."""
+        return f"{sequence.salt}/{sequence.tokens[0]}"
+
+    def _check(self, batch: Sequence[Extension]) -> None:
+        for extension in batch:
+            rows, width = extension.features.shape
+            length = len(extension.sequence.tokens) + len(extension.tokens)
+            if width != self.spec.feature_width:
+                raise ValueError(f"features have {width} numbers, not {self.spec.feature_width}")
+            if extension.first_position + rows >= length:
+                raise ValueError("the last committed token, and those behind it, have no feature")
+
+    def _reserve_rows(self, batch: Sequence[Extension]) -> None:
+        """Give all sequences pages for their rows; raise NoPages before anything has changed."""
+        if self.cache is None:
+            return
+        lengths = []
+        for extension in batch:
+            sequence, end = extension.sequence, extension.first_position + len(extension.features)
+            is_gap = extension.first_position > sequence.wanted
+            origin = extension.first_position if is_gap else sequence.origin
+            lengths.append((sequence, end - origin))
+        self._reserve(lengths)
+
+    def _reserve(self, lengths: Sequence[tuple[HeadSequence, int]]) -> None:
+        for sequence, length in lengths:
+            if not self.pool.reserve(sequence.kv, length):
+                raise NoPages
+
+    def _accept(self, extension: Extension) -> torch.Tensor:
+        """Commit the tokens; return the features that the head has not read yet."""
+        sequence = extension.sequence
+        sequence.tokens += extension.tokens
+        if extension.first_position > sequence.wanted and len(extension.features):
+            pages = len(sequence.kv.pages)
+            self.pool.free(sequence.kv)
+            sequence.origin, sequence.salt, sequence.state = extension.first_position, None, None
+            self.pool.reserve(sequence.kv, pages * self.pool.page_size)
+        known = max(0, sequence.wanted - extension.first_position)
+        return extension.features[known:].to(self.device, self.dtype)
+
+    def _read_some(self, work: list[_Work]) -> None:
+        """Read as many rows as a forward may have."""
+        budget = self._batch_rows
+        slices, features, read = [], [], []
+        for part in work:
+            rows = min(budget, len(part.features))
+            if not rows:
+                continue
+            sequence = part.sequence
+            first = sequence.wanted + self.pairs
+            start = sequence.kv.num_computed_tokens
+            tokens = sequence.tokens[first : first + rows]
+            slices.append(SequenceSlice(tokens, start, sequence.kv.pages, 1, kv=sequence.kv))
+            features.append(part.features[:rows])
+            read.append((part, rows))
+            budget -= rows
+        if not slices:
+            return
+        states = self.read_rows(slices, torch.cat(features))
+        for (part, rows), state in zip(read, states, strict=True):
+            part.sequence.kv.num_computed_tokens += rows
+            part.sequence.state = state
+            part.features = part.features[rows:]
+
+
+@dataclass(slots=True)
+class _Work:
+    """Features of a sequence that are still to be read."""
+
+    sequence: HeadSequence
+    features: torch.Tensor
+
+
+class Picker:
+    """Turns scores of the draft vocabulary into tokens, and collects what a Proposal says."""
+
+    def __init__(self, model: HeadModel, width: int, choose: Choose | None) -> None:
+        self._ids = model.target_ids
+        self._vocab_size = model.spec.vocab_size
+        self._width = min(width, model.spec.draft_vocab_size)
+        self._choose = choose
+        self._tokens: list[torch.Tensor] = []
+        self._best: list[torch.Tensor] = []
+        self._shares: list[torch.Tensor] = []
+        self._confidences: list[torch.Tensor] = []
+
+    def __call__(
+        self, scores_BV: torch.Tensor, confidences_B: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Choose the next token of each sequence, as target ids [B].
+
+        Without `confidences_B` the confidence is the head's probability of the chosen token.
+        """
+        shares_BV = scores_BV.softmax(-1)
+        top = shares_BV.topk(self._width)
+        best = top.indices if self._ids is None else self._ids[top.indices]
+        tokens, chosen = best[:, 0], top.values[:, 0]
+        if self._choose is not None:
+            spread = self._spread(scores_BV, -torch.inf)
+            tokens = self._choose(len(self._tokens), spread)
+            chosen = self._spread(shares_BV, 0.0).gather(1, tokens.unsqueeze(1)).squeeze(1)
+        self._tokens.append(tokens)
+        self._best.append(best)
+        self._shares.append(top.values)
+        self._confidences.append(chosen if confidences_B is None else confidences_B)
+        return tokens
+
+    def _spread(self, numbers_BV: torch.Tensor, rest: float) -> torch.Tensor:
+        """Bring numbers of the draft vocabulary to target ids; all other ids get `rest`."""
+        if self._ids is None:
+            return numbers_BV
+        spread = numbers_BV.new_full((len(numbers_BV), self._vocab_size), rest)
+        return spread.index_copy_(1, self._ids, numbers_BV)
+
+    def proposal(self) -> Proposal:
+        """What was chosen."""
+        lists = (self._tokens, self._best, self._shares, self._confidences)
+        return Proposal(*(torch.stack(part, dim=1) for part in lists))

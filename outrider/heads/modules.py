@@ -1,0 +1,223 @@
+"""Decoder layers of heads, over our paged cache. Shapes: T rows, H heads, C channels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import Linear, Module, RMSNorm
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import LlamaConfig
+from transformers.activations import ACT2FN
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from outrider.heads.spec import Decoder
+from outrider.lm.attention import LayerCache, LayerShape
+from outrider.lm.layout import BatchLayout, SequenceSlice
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """T packed rows of a forward: where they are in the cache, and how their queries turn.
+
+    `cos` and `sin` are [T, 1, head size].
+    """
+
+    layout: BatchLayout
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
+class HeadCache:
+    """Keys and values of a head's layers, in pages of its own.
+
+    A head turns queries and keys by their place among its own rows, from 0 on. The distance of two
+    rows is that of their tokens, which is all that the rotary embedding shows.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        page_count: int,
+        page_size: int,
+        longest: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Make room for `page_count` pages; no sequence has more than `longest` rows."""
+        self.page_size = page_size
+        self.longest = longest
+        self._device = device
+        self._dtype = dtype
+        self.layers: list[LayerCache] = []
+        for _ in range(decoder.layer_count):
+            layer = LayerCache()
+            layer.shape = LayerShape(decoder.kv_head_count, decoder.head_size, decoder.head_size)
+            layer.allocate(page_count, page_size, longest, dtype, device)
+            self.layers.append(layer)
+        config = LlamaConfig(
+            hidden_size=decoder.hidden_size,
+            num_attention_heads=decoder.head_count,
+            head_dim=decoder.head_size,
+            rope_parameters=dict(decoder.rope),
+            # A head may have been trained on shorter texts than its target's.
+            max_position_embeddings=longest,
+        )
+        self._rotary = LlamaRotaryEmbedding(config).to(device)
+
+    def rows(self, slices: list[SequenceSlice]) -> Rows:
+        """Prepare a forward of these slices: every layer attends by them."""
+        layout = BatchLayout(slices, self.page_size, self._device)
+        for layer in self.layers:
+            layer.layout = layout
+        cos, sin = self.turns(layout.positions)
+        return Rows(layout, cos, sin)
+
+    def turns(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines [T, 1, head size] of positions [T]."""
+        like = torch.empty(0, dtype=self._dtype, device=self._device)
+        cos, sin = self._rotary(like, positions.unsqueeze(0))
+        return cos[0].unsqueeze(1), sin[0].unsqueeze(1)
+
+
+def _turn(x_THD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Apply the rotary embedding to queries or keys."""
+    first, second = x_THD.chunk(2, dim=-1)
+    return x_THD * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+class Attention(Module):
+    """The attention of one layer; `attend` and `attend_block` differ in what a row sees."""
+
+    def __init__(self, decoder: Decoder, input_size: int, window: int | None) -> None:
+        super().__init__()
+        self._size = decoder.head_size
+        self._scale = decoder.head_size**-0.5
+        self.window = window
+        queries, keys = (
+            count * decoder.head_size for count in (decoder.head_count, decoder.kv_head_count)
+        )
+        bias = decoder.projection_bias
+        self.q_proj = Linear(input_size, queries, bias=bias)
+        self.k_proj = Linear(input_size, keys, bias=bias)
+        self.v_proj = Linear(input_size, keys, bias=bias)
+        self.o_proj = Linear(queries, decoder.hidden_size, bias=decoder.output_bias)
+        if decoder.head_norms:
+            self.q_norm: Module = RMSNorm(decoder.head_size, eps=decoder.norm_eps)
+            self.k_norm: Module = RMSNorm(decoder.head_size, eps=decoder.norm_eps)
+        else:
+            self.q_norm = self.k_norm = torch.nn.Identity()
+
+    def keys_and_values(
+        self, x_TC: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys, turned to their positions, and values [T, KV heads, D]."""
+        key = self.k_norm(self._by_head(self.k_proj(x_TC)))
+        return _turn(key, cos, sin), self._by_head(self.v_proj(x_TC))
+
+    def queries(self, x_TC: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Return queries, turned to their positions, [T, H, D]."""
+        return _turn(self.q_norm(self._by_head(self.q_proj(x_TC))), cos, sin)
+
+    def _by_head(self, x_TC: torch.Tensor) -> torch.Tensor:
+        return x_TC.view(len(x_TC), -1, self._size)
+
+    def forward(self, x_TC: torch.Tensor, rows: Rows, cache: LayerCache) -> torch.Tensor:
+        """Store the rows' keys and values; let each row see all rows up to its own."""
+        key, value = self.keys_and_values(x_TC, rows.cos, rows.sin)
+        query = self.queries(x_TC, rows.cos, rows.sin)
+        query, key, value = (part.transpose(0, 1).unsqueeze(0) for part in (query, key, value))
+        out = cache.attend(query, key, value, self._scale, self.window, None)
+        attended: torch.Tensor = self.o_proj(out[0].flatten(-2))
+        return attended
+
+    def attend_blocks(
+        self, x_TC: torch.Tensor, rows: Rows, cache: LayerCache, seen_BQK: torch.Tensor
+    ) -> torch.Tensor:
+        """Let Q rows of each of B sequences see their text in the cache, and each other.
+
+        Of the K keys the last Q are the rows' own, which are not stored; those before are the
+        places in the pages of each sequence. `seen_BQK` tells which keys a row sees.
+        """
+        batch, queries, _ = seen_BQK.shape
+        own = self.keys_and_values(x_TC, rows.cos, rows.sin)
+        query = self.queries(x_TC, rows.cos, rows.sin)
+        pages_BP = rows.layout.block_table(rows.layout.slices)
+        key, value = (
+            torch.cat(
+                (
+                    _gather(array, pages_BP, rows.layout.page_size),
+                    part.view(batch, queries, *part.shape[1:]),
+                ),
+                dim=1,
+            ).transpose(1, 2)
+            for array, part in zip(cache.arrays, own, strict=True)
+        )
+        out = scaled_dot_product_attention(
+            query.view(batch, queries, *query.shape[1:]).transpose(1, 2),
+            key,
+            value,
+            attn_mask=seen_BQK.unsqueeze(1),
+            scale=self._scale,
+            enable_gqa=True,
+        )
+        attended: torch.Tensor = self.o_proj(out.transpose(1, 2).flatten(-2).flatten(0, 1))
+        return attended
+
+
+def _gather(array: torch.Tensor, pages_BP: torch.Tensor, page_size: int) -> torch.Tensor:
+    """Copy pages out of a flattened cache, [B, P * page size, heads, D]."""
+    by_page = array.view(-1, page_size, *array.shape[1:])
+    return by_page[pages_BP].flatten(1, 2)
+
+
+class Mlp(Module):
+    """The gated feed-forward part of a layer."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        super().__init__()
+        self.gate_proj = Linear(decoder.hidden_size, decoder.intermediate_size, bias=False)
+        self.up_proj = Linear(decoder.hidden_size, decoder.intermediate_size, bias=False)
+        self.down_proj = Linear(decoder.intermediate_size, decoder.hidden_size, bias=False)
+        self._activation: Any = ACT2FN[decoder.activation]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the part's output."""
+        out: torch.Tensor = self.down_proj(self._activation(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+class Layer(Module):
+    """One decoder layer, whose attention reads `input_size` numbers a row.
+
+    The caller adds up the residual: `attention` and `finish` are its halves.
+    """
+
+    def __init__(
+        self, decoder: Decoder, index: int, input_size: int | None = None, *, norm: bool = True
+    ) -> None:
+        """Make layer `index`; without `norm` its input is used as it is."""
+        super().__init__()
+        hidden, eps = decoder.hidden_size, decoder.norm_eps
+        self.index = index
+        self.self_attn = Attention(decoder, input_size or hidden, decoder.windows[index])
+        self.mlp = Mlp(decoder)
+        self.input_layernorm: Module = RMSNorm(hidden, eps=eps) if norm else torch.nn.Identity()
+        self.post_attention_layernorm = RMSNorm(hidden, eps=eps)
+
+    def forward(self, x: torch.Tensor, rows: Rows, cache: LayerCache) -> torch.Tensor:
+        """Return the residual stream behind the layer."""
+        return self.finish(x + self.self_attn(self.input_layernorm(x), rows, cache))
+
+    def finish(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the residual stream behind the feed-forward part; `x` is that behind attention."""
+        out: torch.Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
+
+
+def fill(module: Module, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Give a module, made on the meta device, its weights. Raises RuntimeError if any is amiss."""
+    module.load_state_dict(dict(tensors), strict=True, assign=True)
+    module.requires_grad_(False)

@@ -1,0 +1,353 @@
+"""Records scores of independent code for small random heads, one file for each case.
+
+Run it once, with the packages speculators, eagle-llm and medusa-llm on PYTHONPATH; the tests need
+none of them. Each file has the head as that code saves it, a text, the text's features, and the
+scores of `steps` guesses behind the text's first n tokens, for each n of `lengths`. The text's own
+tokens are fed as guesses.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+FOLDER = Path(__file__).parent
+HIDDEN, VOCAB, DRAFT_VOCAB, LAYERS = 16, 40, 24, 6
+LENGTHS = [3, 9, 20]
+LENGTH = 28
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 24,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "pad_token_id": None,
+    "attn_implementation": "eager",
+}
+
+
+def noise(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape)
+
+
+def text() -> torch.Tensor:
+    return torch.randint(VOCAB, (LENGTH,))
+
+
+def randomise(model: torch.nn.Module) -> None:
+    """Weights of a size that makes every part of the model count; norms around 1."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1 and "norm" in name and "bias" not in name:
+                parameter.copy_(1 + 0.3 * noise(*parameter.shape))
+            else:
+                scale = 1.0 if "embed" in name or "mask_hidden" in name else HIDDEN**-0.5
+                parameter.copy_(scale * noise(*parameter.shape))
+    model.eval()
+
+
+def vocabulary_map() -> tuple[torch.Tensor, torch.Tensor]:
+    ids = torch.randperm(VOCAB)[:DRAFT_VOCAB].sort().values
+    members = torch.zeros(VOCAB, dtype=torch.bool)
+    members[ids] = True
+    return members, ids - torch.arange(DRAFT_VOCAB)
+
+
+def record(
+    name: str, config: dict[str, Any], tensors: dict[str, torch.Tensor], **case: Any
+) -> None:
+    """Write a case; `case` has tokens, features, scores and perhaps more tensors."""
+    lengths = torch.tensor(case.pop("lengths", LENGTHS))
+    floats = {key: value.contiguous() for key, value in case.items()}
+    head = {f"head/{key}": value.detach().clone().contiguous() for key, value in tensors.items()}
+    path = FOLDER / f"{name}.safetensors"
+    metadata = {"config": json.dumps(config)}
+    save_file({**head, **floats, "lengths": lengths}, path, metadata)
+    print(path.name, path.stat().st_size)
+
+
+def saved(model: Any) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """The config and tensors of a speculators model, as it would save them."""
+    ignored = set(model._keys_to_ignore_on_save)
+    tensors = {key: value for key, value in model.state_dict().items() if key not in ignored}
+    return json.loads(model.config.to_json_string(use_diff=False)), tensors
+
+
+def layer_config(kind: str = "llama", layers: int = 1, **more: Any) -> Any:
+    from transformers import LlamaConfig, Qwen3Config
+
+    classes: dict[str, Any] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
+    return classes[kind](**SIZES, num_hidden_layers=layers, **more)
+
+
+def eagle3(name: str, kind: str, layers: int, seed: int, **flags: Any) -> None:
+    from speculators.models.eagle3.config import Eagle3SpeculatorConfig
+    from speculators.models.eagle3.core import Eagle3DraftModel
+
+    torch.manual_seed(seed)
+    config = Eagle3SpeculatorConfig(
+        transformer_layer_config=layer_config(kind, layers),
+        draft_vocab_size=DRAFT_VOCAB,
+        eagle_aux_hidden_state_layer_ids=[1, 3, 5],
+        **flags,
+    )
+    model = Eagle3DraftModel(config)
+    randomise(model)
+    model.load_vocab_mappings(*vocabulary_map())
+    tokens, features = text(), noise(LENGTH, 3 * HIDDEN)
+    logits: list[torch.Tensor] = []
+    model.lm_head.register_forward_hook(lambda module, inputs, out: logits.append(out[0]))
+    steps = 3
+    with torch.no_grad():
+        model(
+            hidden_states=features[None, :-1],
+            input_ids=tokens[None, 1:],
+            document_ids=torch.zeros(1, LENGTH - 1, dtype=torch.long),
+            ttt_steps=steps,
+        )
+    scores = torch.stack([torch.stack([row[n - 2] for row in logits]) for n in LENGTHS])
+    record(name, *saved(model), tokens=tokens, features=features, scores=scores)
+
+
+def peagle(seed: int) -> None:
+    import speculators.models.peagle.core as core
+    from speculators.models.peagle.config import PEagleSpeculatorConfig
+
+    torch.manual_seed(seed)
+    config = PEagleSpeculatorConfig(
+        transformer_layer_config=layer_config("llama", 2),
+        draft_vocab_size=DRAFT_VOCAB,
+        eagle_aux_hidden_state_layer_ids=[1, 3, 5],
+        mask_token_id=7,
+    )
+    model = core.PEagleDraftModel(config)
+    randomise(model)
+    model.load_vocab_mappings(*vocabulary_map())
+    tokens, features, steps = text(), noise(LENGTH, 3 * HIDDEN), 4
+    logits: list[torch.Tensor] = []
+    model.lm_head.register_forward_hook(lambda module, inputs, out: logits.append(out[0]))
+    core.compute_metrics = lambda **unused: (None, None)
+    scores = []
+    for n in LENGTHS:
+        last = n - 2
+        anchors = torch.tensor([*range(last + 1), *[last] * (steps - 1)])
+        depths = torch.tensor([0] * (last + 1) + list(range(1, steps)))
+        core.generate_cod_sample_indices = lambda pair=(anchors, depths), **unused: pair
+        with torch.no_grad():
+            model(
+                hidden_states=features[None, :-1],
+                input_ids=tokens[None, 1:],
+                document_ids=torch.zeros(1, LENGTH - 1, dtype=torch.long),
+                verifier_last_hidden_states=noise(1, LENGTH - 1, HIDDEN),
+            )
+        scores.append(logits[-1][last:])
+    values = {"tokens": tokens, "features": features, "scores": torch.stack(scores)}
+    record("peagle", *saved(model), **values)
+
+
+def blocks(name: str, kind: str, seed: int, layers: Any, **flags: Any) -> None:
+    import speculators.models.dflash.core as dflash
+    import speculators.models.dspark.core as dspark
+    from speculators.models.dflash.config import DFlashSpeculatorConfig
+    from speculators.models.dspark.config import DSparkSpeculatorConfig
+
+    torch.manual_seed(seed)
+    module: Any = dflash if kind == "dflash" else dspark
+    config_class = DFlashSpeculatorConfig if kind == "dflash" else DSparkSpeculatorConfig
+    model_class = dflash.DFlashDraftModel if kind == "dflash" else dspark.DSparkDraftModel
+    config = config_class(
+        transformer_layer_config=layers,
+        draft_vocab_size=DRAFT_VOCAB,
+        aux_hidden_state_layer_ids=[1, 3, 5],
+        mask_token_id=7,
+        block_size=5,
+        **flags,
+    )
+    model = model_class(config)
+    randomise(model)
+    model.load_vocab_mappings(*vocabulary_map())
+    tokens, features = text(), noise(LENGTH, 3 * HIDDEN)
+    anchors = torch.tensor(LENGTHS) - 1
+    valid = torch.ones(len(LENGTHS), dtype=torch.bool)
+    dflash.select_anchors = lambda *unused: (anchors, valid)
+    found: dict[str, torch.Tensor] = {}
+
+    def keep(logits: Any, targets: Any, *rest: Any, **unused: Any) -> tuple[None, None]:
+        found["scores"] = logits.view(len(LENGTHS), 5, -1)
+        if kind == "dspark" and rest[0] is not None:
+            found["confidences"] = rest[0].view(len(LENGTHS), 5).sigmoid()
+        return None, None
+
+    module.compute_metrics = keep
+    with torch.no_grad():
+        model(
+            hidden_states=features[None],
+            input_ids=tokens[None],
+            loss_mask=torch.ones(1, LENGTH),
+            verifier_last_hidden_states=noise(1, LENGTH, HIDDEN),
+            document_ids=torch.zeros(1, LENGTH, dtype=torch.long),
+            max_anchors=len(LENGTHS),
+        )
+    first = 0 if config.sample_from_anchor else 1
+    found = {key: value[:, first:] for key, value in found.items()}
+    settings, tensors = saved(model)
+    embeddings = {"embeddings": model.embed_tokens.weight.detach().clone()}
+    record(name, settings, tensors, tokens=tokens, features=features, **embeddings, **found)
+
+
+def mtp(seed: int) -> None:
+    """MiMo-7B's layer: Qwen2's of transformers in speculators' MTP layer.
+
+    That joins the embedding first; MiMo joins it last, so the columns of input_proj change places.
+    """
+    from speculators.models.mtp.model_definitions import _create_mtp_layer_class
+    from transformers import Qwen2Config
+    from transformers.models.qwen2.modeling_qwen2 import (
+        Qwen2DecoderLayer,
+        Qwen2RMSNorm,
+        Qwen2RotaryEmbedding,
+    )
+
+    torch.manual_seed(seed)
+    sizes = {key: value for key, value in SIZES.items() if key != "head_dim"}
+    config = Qwen2Config(**sizes | {"num_attention_heads": 2}, num_hidden_layers=LAYERS)
+    layer = _create_mtp_layer_class("Layer", Qwen2DecoderLayer, Qwen2RMSNorm)(config, 0)
+    randomise(layer)
+    rotary = Qwen2RotaryEmbedding(config)
+    tokens, features, steps = text(), noise(LENGTH, HIDDEN), 3
+    embeddings, lm_head = noise(VOCAB, HIDDEN), noise(VOCAB, HIDDEN) / 4
+    scores = []
+    for n in LENGTHS:
+        states = features[: n - 1]
+        row = []
+        for step in range(steps):
+            rows = n - 1 + step
+            mask = torch.full((rows, rows), -torch.inf).triu(1)[None, None]
+            positions = torch.arange(rows)[None]
+            with torch.no_grad():
+                out = layer(
+                    hidden_states=states[None],
+                    token_embeddings=embeddings[tokens[1 : rows + 1]][None],
+                    attention_mask=mask,
+                    position_ids=positions,
+                    position_embeddings=rotary(states, positions),
+                )[0]
+            row.append(out[-1] @ lm_head.T)
+            states = torch.cat((states, out[-1:]))
+        scores.append(torch.stack(row))
+    tensors = {f"model.mtp_layers.0.{key}": value for key, value in layer.state_dict().items()}
+    name = "model.mtp_layers.0.input_proj.weight"
+    tensors[name] = tensors[name].roll(HIDDEN, dims=1)
+    settings = config.to_dict() | {"model_type": "mimo", "num_nextn_predict_layers": 1}
+    values = {"tokens": tokens, "features": features, "scores": torch.stack(scores)}
+    record("mtp", settings, tensors, embeddings=embeddings, lm_head=lm_head, **values)
+
+
+def eagle(seed: int) -> None:
+    """EAGLE-1 by SafeAILab's own forward, called without a cache."""
+    from eagle.model.cnets import Model
+    from eagle.model.configs import EConfig
+
+    torch.manual_seed(seed)
+    sizes = SIZES | {"num_key_value_heads": 4, "pad_token_id": 0}
+    del sizes["attn_implementation"]
+    sizes["head_dim"] = HIDDEN // 4
+    config = EConfig(**sizes, num_hidden_layers=1, hidden_act="silu")
+    # This code is older than transformers, whose configs always state a scaling.
+    config.rope_scaling = None
+    model = Model(config, bias=True)
+    randomise(model)
+    tokens, features, steps = text(), noise(LENGTH, HIDDEN), 3
+    lm_head = noise(VOCAB, HIDDEN) / 4
+    scores = []
+    for n in LENGTHS:
+        states, row = features[: n - 1], []
+        for step in range(steps):
+            ids = tokens[1 : n + step][None]
+            with torch.no_grad():
+                out = model(states[None], input_ids=ids)[0]
+            row.append(out[-1] @ lm_head.T)
+            states = torch.cat((states, out[-1:]))
+        scores.append(torch.stack(row))
+    settings = sizes | {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1, "bias": True}
+    values = {"tokens": tokens, "features": features, "scores": torch.stack(scores)}
+    record("eagle", settings, dict(model.state_dict()), lm_head=lm_head, **values)
+
+
+def medusa(seed: int) -> None:
+    """Medusa's heads, of its own ResBlock."""
+    from medusa.model.medusa_model import ResBlock
+    from torch.nn import Linear, ModuleList, Sequential
+
+    torch.manual_seed(seed)
+    heads = ModuleList(
+        Sequential(ResBlock(HIDDEN), Linear(HIDDEN, VOCAB, bias=False)) for _ in range(3)
+    )
+    randomise(heads)
+    tokens, features = text(), noise(LENGTH, HIDDEN)
+    with torch.no_grad():
+        scores = torch.stack([torch.stack([h(features[n - 2]) for h in heads]) for n in LENGTHS])
+    settings = {"medusa_num_heads": 2, "medusa_num_layers": 1, "base_model_name_or_path": "x"}
+    values = {"tokens": tokens, "features": features, "scores": scores}
+    record("medusa", settings, heads.state_dict(), **values)
+
+
+def main() -> None:
+    cases: dict[str, Any] = {
+        "eagle3": lambda: eagle3("eagle3", "llama", 1, 1, norm_before_residual=True),
+        "eagle3-1": lambda: eagle3(
+            "eagle3-1", "qwen3", 2, 2, fc_norm=True, norm_output=True, norm_before_residual=False
+        ),
+        "eagle3-row-norm": lambda: eagle3("eagle3-row-norm", "llama", 1, 3, norm_before_fc=True),
+        "peagle": lambda: peagle(4),
+        "dflash": lambda: blocks("dflash", "dflash", 5, layer_config("qwen3", 2)),
+        "dflash-window": lambda: blocks(
+            "dflash-window",
+            "dflash",
+            6,
+            layer_config(
+                "qwen3",
+                2,
+                use_sliding_window=True,
+                sliding_window=6,
+                layer_types=["sliding_attention", "full_attention"],
+            ),
+        ),
+        "dspark": lambda: blocks("dspark", "dspark", 7, layer_config("qwen3", 1), markov_rank=4),
+        "dspark-gated": lambda: blocks(
+            "dspark-gated",
+            "dspark",
+            8,
+            layer_config("qwen3", 1),
+            markov_rank=4,
+            markov_head_type="gated",
+            sample_from_anchor=False,
+            confidence_head_with_markov=False,
+        ),
+        "dspark-rnn": lambda: blocks(
+            "dspark-rnn",
+            "dspark",
+            9,
+            layer_config("qwen3", 1),
+            markov_rank=4,
+            markov_head_type="rnn",
+            enable_confidence_head=False,
+        ),
+        "mtp": lambda: mtp(10),
+        "eagle": lambda: eagle(11),
+        "medusa": lambda: medusa(12),
+    }
+    for name in sys.argv[1:] or cases:
+        cases[name]()
+
+
+if __name__ == "__main__":
+    main()

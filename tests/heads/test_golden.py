@@ -1,0 +1,98 @@
+"""Our forwards give the scores that independent code gives. `golden/make.py` recorded these."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from outrider.heads.loading import load
+from outrider.heads.model import Extension, HeadModel, HeadSequence, TargetWeights
+from outrider.heads.reading import read
+
+FOLDER = Path(__file__).parent / "golden"
+HIDDEN, VOCAB, LAYERS = 16, 40, 6
+CASES = sorted(path.stem for path in FOLDER.glob("*.safetensors"))
+
+
+class Target(SimpleNamespace):
+    """The configuration of the target that the recorded heads belong to."""
+
+    def get_text_config(self, decoder: bool) -> "Target":
+        return self
+
+
+TARGET = Target(
+    hidden_size=HIDDEN, num_hidden_layers=LAYERS, vocab_size=VOCAB, max_position_embeddings=128
+)
+
+
+class Golden:
+    """One recorded case, and the head made of it."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        with safe_open(FOLDER / f"{name}.safetensors", framework="pt") as file:
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+            (folder / "config.json").write_text(file.metadata()["config"])
+        head = {key[5:]: value for key, value in tensors.items() if key.startswith("head/")}
+        save_file(head, folder / "model.safetensors")
+        self.folder = folder
+        self.tokens = tensors["tokens"].tolist()
+        self.features = tensors["features"]
+        self.scores = tensors["scores"]
+        self.confidences = tensors.get("confidences")
+        self.lengths = tensors["lengths"].tolist()
+        nothing = torch.zeros(VOCAB, HIDDEN)
+        self.weights = TargetWeights(
+            tensors.get("embeddings", nothing), tensors.get("lm_head", nothing)
+        )
+
+    def model(self, **settings: Any) -> HeadModel:
+        return load(read(self.folder, TARGET), self.weights, page_count=16, page_size=4, **settings)
+
+    def extension(self, sequence: HeadSequence) -> Extension:
+        """All features that the committed text of a new sequence has."""
+        return Extension(sequence, [], self.features[: len(sequence.tokens) - 1], 0)
+
+
+def scores_of(golden: Golden, model: HeadModel, lengths: list[int]) -> tuple[Any, Any]:
+    """Guess behind the first n tokens of the text, all n in one batch, and feed the text's own."""
+    sequences = [model.open(golden.tokens[:n]) for n in lengths]
+    model.extend([golden.extension(sequence) for sequence in sequences])
+    seen: list[torch.Tensor] = []
+
+    def choose(step: int, scores_BV: torch.Tensor) -> torch.Tensor:
+        seen.append(scores_BV)
+        return torch.tensor([golden.tokens[n + step] for n in lengths])
+
+    proposal = model.propose(sequences, golden.scores.shape[1], choose=choose)
+    spread = torch.stack(seen, dim=1)
+    if model.target_ids is not None:
+        assert spread.isinf().sum(-1).unique().tolist() == [VOCAB - len(model.target_ids)]
+        spread = spread[..., model.target_ids]
+    return spread, proposal.confidences
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_scores_are_those_of_independent_code(name: str, tmp_path: Path) -> None:
+    golden = Golden(name, tmp_path)
+    with torch.inference_mode():
+        scores, confidences = scores_of(golden, golden.model(), golden.lengths)
+    torch.testing.assert_close(scores, golden.scores, atol=1e-4, rtol=0)
+    # Heads with equal scores everywhere would agree with anything.
+    assert scores.std() > 0.3
+    if golden.confidences is not None:
+        torch.testing.assert_close(confidences, golden.confidences, atol=1e-4, rtol=0)
+
+
+def test_every_kind_has_a_recorded_case() -> None:
+    kinds = set()
+    for name in CASES:
+        with safe_open(FOLDER / f"{name}.safetensors", framework="pt") as file:
+            config = json.loads(file.metadata()["config"])
+        kinds.add(config.get("speculators_model_type") or name)
+    assert kinds == {"eagle3", "peagle", "dflash", "dspark", "mtp", "eagle", "medusa"}
