@@ -145,8 +145,9 @@ class HeadModel(torch.nn.Module):
 
     def open(self, tokens: Sequence[int], salt: str | None = None) -> HeadSequence:
         """Begin a sequence with its committed tokens, on cached pages if there are any."""
-        sequence = HeadSequence(list(tokens), salt)
-        if salt is not None:
+        # Without a cache there is nothing to share.
+        sequence = HeadSequence(list(tokens), None if self.cache is None else salt)
+        if sequence.salt is not None:
             salt = self._page_salt(sequence)
             self.pool.match_prefix(sequence.kv, self._page_ids(sequence), salt)
         return sequence

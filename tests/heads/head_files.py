@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 HIDDEN, TARGET_HIDDEN, VOCAB, DRAFT_VOCAB, LAYERS, CONTEXT = 16, 16, 40, 24, 10, 128
-HEADS, KV_HEADS, HEAD_SIZE, INTERMEDIATE = 4, 2, 8, 24
+# Heads of 16 channels are attended to by the C library where it is built.
+HEADS, KV_HEADS, HEAD_SIZE, INTERMEDIATE = 4, 2, 16, 24
 RANK, BLOCK, MASK = 4, 5, 7
 
 Config = dict[str, Any]

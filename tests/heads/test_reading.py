@@ -229,8 +229,8 @@ BROKEN: dict[str, tuple[Callable[[], Files], Callable[[Any, Any], Any], str]] = 
     ),
     "a wide layer": (
         head_files.eagle3_speculators,
-        lambda c, t: t.update({"layers.0.self_attn.q_proj.weight": torch.ones(32, 16)}),
-        r"q_proj\.weight has the shape \[32, 16\], not \[32, 32\]",
+        lambda c, t: t.update({"layers.0.self_attn.q_proj.weight": torch.ones(64, 16)}),
+        r"q_proj\.weight has the shape \[64, 16\], not \[64, 32\]",
     ),
     "not finite": (
         head_files.eagle3_speculators,
