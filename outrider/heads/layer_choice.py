@@ -1,0 +1,108 @@
+"""Finds out by a text which layers of its target a head was trained on.
+
+Files that look alike mean different layers: some dialects state layers, some the boundaries behind
+them, and heads that were converted from one to the other are often wrong by one. On the wrong
+layers a head still guesses, but much worse.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from outrider.heads.loading import load
+from outrider.heads.model import Extension, TargetWeights
+from outrider.heads.spec import Head
+
+log = logging.getLogger(__name__)
+
+# Another choice than the file's first must match this many times as often, and a few times more:
+# small numbers differ by chance.
+_RATIO = 1.3
+_MARGIN = 3
+_PAGE_SIZE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class LayerChoice:
+    """The boundaries that fit best, and how often each candidate's first guess was right.
+
+    `tried` guesses were made with each. Not `clear`: another candidate is about as good, so the
+    file's first was kept.
+    """
+
+    boundaries: tuple[int, ...]
+    matches: Mapping[tuple[int, ...], int]
+    tried: int
+    clear: bool
+
+
+def candidates(head: Head) -> list[tuple[int, ...]]:
+    """The boundaries that a head's file may mean, the likeliest first."""
+    return [head.spec.boundaries, *head.spec.other_boundaries]
+
+
+def choose_layers(
+    head: Head,
+    target: TargetWeights,
+    text: Sequence[int],
+    states: Mapping[int, torch.Tensor],
+    answers: Sequence[int],
+    *,
+    stride: int = 2,
+) -> LayerChoice:
+    """Compare a head's guesses with the target's likeliest tokens, with each candidate.
+
+    `states` has for every boundary of `candidates` the target's states [T, hidden size] of the T
+    tokens of `text`, some 256; `answers` [T] are the target's likeliest tokens behind each. A guess
+    is made behind every `stride`-th token. Logs the choice, as a warning unless it is clear.
+    """
+    options = candidates(head)
+    if len(options) == 1:
+        return LayerChoice(options[0], {}, 0, True)
+    features = [torch.cat([states[i] for i in ids], dim=-1) for ids in options]
+    rows = len(text) + max(head.spec.block_size, 1)
+    pages = len(options) * (-(-rows // _PAGE_SIZE) + 1)
+    device, dtype = features[0].device, features[0].dtype
+    model = load(head, target, page_count=pages, page_size=_PAGE_SIZE, dtype=dtype, device=device)
+    sequences = [model.open(text[:1]) for _ in options]
+    counts = [0] * len(options)
+    lengths = range(1 + stride, len(text) + 1, stride)
+    for length in lengths:
+        before = length - stride
+        added = text[before:length]
+        model.extend(
+            [
+                Extension(sequence, added, rows[before - 1 : length - 1], before - 1)
+                for sequence, rows in zip(sequences, features, strict=True)
+            ]
+        )
+        guesses = model.propose(sequences, 1).tokens[:, 0].tolist()
+        for i, guess in enumerate(guesses):
+            counts[i] += guess == answers[length - 1]
+    return _decide(options, counts, len(lengths))
+
+
+def _decide(options: list[tuple[int, ...]], counts: list[int], tried: int) -> LayerChoice:
+    ranked = sorted(range(len(options)), key=lambda i: -counts[i])
+    best, second = ranked[:2]
+    clear = _beats(counts[best], counts[second])
+    chosen = options[best] if _beats(counts[best], counts[0]) else options[0]
+    choice = LayerChoice(chosen, dict(zip(options, counts, strict=True)), tried, clear)
+    listed = ", ".join(f"{list(ids)} {count}" for ids, count in choice.matches.items())
+    text = "of %d first guesses the head was right, by the target's boundaries: %s; it reads %s"
+    log.log(
+        logging.INFO if clear else logging.WARNING,
+        text if clear else f"{text}, which is not clear: set its layers if you know them",
+        tried,
+        listed,
+        list(chosen),
+    )
+    return choice
+
+
+def _beats(one: int, other: int) -> bool:
+    return one > _RATIO * other and one - other > _MARGIN
