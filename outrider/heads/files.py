@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from outrider.heads.convert import PICKLES
 from outrider.heads.spec import refusal
 
 BY_VLLM = "serve the target with vLLM, whose own drafting may read such a head"
-PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _IDS = (torch.int64, torch.int32, torch.bool)
 

@@ -224,6 +224,24 @@ def certs(
         raise click.UsageError(error.message) from error
 
 
+@app.command("convert-head")
+@click.argument("source", metavar="IN", type=click.Path(path_type=Path, file_okay=False))
+@click.argument("target", metavar="OUT", type=click.Path(path_type=Path, file_okay=False))
+def convert_head(source: Path, target: Path) -> int:
+    """Write the draft head in folder IN to the new folder OUT, with safetensors for its pickles.
+
+    Published heads often come as pytorch_model.bin, medusa_lm_head.pt or mask_embedding.pt. These
+    are read by torch's weights-only reader, in a process with bounded memory and time.
+    """
+    from outrider.errors import OutriderError
+    from outrider.heads.convert import run
+
+    try:
+        return run(source, target)
+    except OutriderError as error:
+        raise click.UsageError(error.message) from error
+
+
 @app.command()
 @click.argument("address")
 @click.option(

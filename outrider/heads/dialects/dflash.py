@@ -50,8 +50,10 @@ def read_dflash(
     hidden = decoder.hidden_size
     stated = keys.integer("draft_vocab_size") if "draft_vocab_size" in keys else None
     size, ids = take_vocabulary(layer_keys, weights, target, hidden, stated)
-    token = mask_token(keys, own)
-    if token is None and not weights.take_if("mask_embedding", hidden):
+    # MiMo's mask has a row of its own in place of the target's embedding of its token.
+    has_row = weights.take_if("mask_embedding", hidden)
+    token = None if has_row else mask_token(keys, own)
+    if token is None and not has_row:
         raise keys.wrong("mask_token_id", "is missing, and so are the weights mask_embedding")
     count = boundary_count(weights, target)
     candidates = _candidates(keys, own, decoder, target)

@@ -1,0 +1,65 @@
+"""`outrider convert-head`: makes safetensors of a head's pickled files.
+
+A pickle can run code. torch's restricted reader refuses that, but it is large, so it works in a
+process of its own with bounded memory and time. This module does not load torch.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from outrider.errors import OutriderError, Reason
+
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+# What training leaves in a folder beside the weights.
+_OF_TRAINING = {"training_args.bin", "optimizer.pt", "scheduler.pt", "rng_state.pth"}
+_SECONDS = 600
+
+
+def run(source: Path, target: Path, *, seconds: float = _SECONDS) -> int:
+    """Write a head's folder anew with safetensors only; return the exit status 0.
+
+    The folder `target` must not exist yet. Raises OutriderError(INVALID_VALUE) that names the file
+    which cannot be read as tensors; then there is no `target`.
+    """
+    if not (source / "config.json").is_file():
+        raise _refusal(source, "it has no config.json")
+    if target.exists():
+        raise _refusal(target, "it exists already")
+    found = sorted(path for pattern in PICKLES for path in source.glob(pattern))
+    pickles = [path for path in found if path.name not in _OF_TRAINING]
+    if not pickles:
+        raise _refusal(source, f"it has none of the files {', '.join(PICKLES)}")
+    target.mkdir(parents=True)
+    try:
+        for path in pickles:
+            _convert(path, target / f"{path.stem}.safetensors", seconds)
+        for path in [*source.glob("config.json"), *source.glob("*.safetensors")]:
+            shutil.copyfile(path, target / path.name)
+    except BaseException:
+        shutil.rmtree(target)
+        raise
+    for path in sorted(target.iterdir()):
+        print(path)
+    return 0
+
+
+def _convert(path: Path, out: Path, seconds: float) -> None:
+    """Convert one file in a process of its own."""
+    command = [sys.executable, "-m", "outrider.heads.unpickle", str(path), str(out)]
+    try:
+        ended = subprocess.run(
+            command, capture_output=True, text=True, timeout=seconds, check=False
+        )
+    except subprocess.TimeoutExpired as cause:
+        raise _refusal(path, f"reading it took more than {seconds:g} s") from cause
+    if ended.returncode:
+        lines = ended.stderr.strip().splitlines() or [f"its reader ended with {ended.returncode}"]
+        raise _refusal(path, lines[-1])
+
+
+def _refusal(path: Path, why: str) -> OutriderError:
+    return OutriderError(Reason.INVALID_VALUE, f"{path} cannot be converted: {why}", "head")
