@@ -107,6 +107,9 @@ class HeadSpec:
     Otherwise row i guesses the token in its place, and the anchor's row guesses nothing."""
     causal_layers: tuple[bool, ...] = ()
     """dflash, dspark: for each layer, whether a block's rows see only rows before them."""
+    window_from_anchor: bool = False
+    """dflash, dspark: whether all rows of a block see as far back as speculators trains its anchor
+    to; otherwise each row has the window in positions, its own the last."""
     markov: Markov = "none"
     """dspark: how the token before changes the scores of a row."""
     markov_rank: int = 0

@@ -40,7 +40,7 @@ def read_dflash(
 ) -> Head:
     """Bring a DFlash or DSpark head to the normal form. Raises OutriderError(INVALID_VALUE)."""
     by_speculators = "speculators_model_type" in keys
-    weights.rename(lambda name: _FLAT.get(name.removeprefix("model."), name.removeprefix("model.")))
+    weights.rename(_plain_name)
     weights.skip("verifier_norm.weight", "verifier_lm_head.weight")
     own = keys.section("dflash_config")
     _refuse_variants(keys, own)
@@ -80,12 +80,19 @@ def read_dflash(
         mask_token_id=token,
         block_size=keys.integer("block_size", least=2),
         anchor_predicts=own.flag("sample_from_anchor", keys.flag("sample_from_anchor", anchor)),
-        causal_layers=_causal(keys, own, decoder, by_speculators),
+        causal_layers=_causal(keys, own, decoder),
+        window_from_anchor=by_speculators and any(decoder.windows),
         markov=markov,
         markov_rank=rank,
         confidence=confidence,
     )
     return Head(spec, weights.finish(), ids)
+
+
+def _plain_name(name: str) -> str:
+    """The name that most dialects have; SpecForge's early files put heads into a logit_head."""
+    name = name.removeprefix("model.").removeprefix("logit_head.")
+    return _FLAT.get(name, name)
 
 
 def _refuse_variants(keys: Keys, own: Keys) -> None:
@@ -94,7 +101,7 @@ def _refuse_variants(keys: Keys, own: Keys) -> None:
         projector = part.text("projector_type", "dflash")
         if projector not in ("dflash", "dspark"):
             raise part.wrong("projector_type", f"{projector!r} is not supported; {BY_VLLM}")
-        for name in ("attention_sink_bias", "attention_value_scale", "conv_kernel_size"):
+        for name in ("use_swa", "attention_sink_bias", "attention_value_scale", "conv_kernel_size"):
             if part.is_set(name):
                 raise part.wrong(name, f"is not supported; {BY_VLLM}")
 
@@ -121,14 +128,14 @@ def _even(target_layers: int, layers: int) -> tuple[int, ...]:
     return tuple(round(1 + i * span / (layers - 1)) for i in range(layers))
 
 
-def _causal(keys: Keys, own: Keys, decoder: Decoder, by_speculators: bool) -> tuple[bool, ...]:
+def _causal(keys: Keys, own: Keys, decoder: Decoder) -> tuple[bool, ...]:
     """For each layer, whether a block's rows see only the rows before them.
 
-    Speculators trains layers with a window causally unless the file says otherwise.
+    SpecForge and speculators train layers with a window so; speculators' key says otherwise.
     """
-    if own.flag("causal", False):
+    if own.flag("causal", False) and not any(decoder.windows):
         return (True,) * decoder.layer_count
-    causal = by_speculators and not keys.flag("sliding_window_non_causal", False)
+    causal = own.flag("causal", not keys.flag("sliding_window_non_causal", False))
     return tuple(causal and window is not None for window in decoder.windows)
 
 

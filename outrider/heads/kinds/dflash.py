@@ -87,20 +87,18 @@ class DFlash(HeadModel):
     def _seen(
         self, lengths_B: torch.Tensor, width: int, layer: Layer, causal: bool
     ) -> torch.Tensor:
-        """Which keys the rows of blocks see: `width` places of the text, then the block itself.
-
-        A window is counted from the anchor, for all rows alike.
-        """
-        size = self.spec.block_size
-        places = torch.arange(width, device=self.device)
-        text_BK = places < lengths_B[:, None]
-        if layer.self_attn.window is not None:
-            text_BK &= places >= lengths_B[:, None] - layer.self_attn.window
-        block_QQ = torch.ones(size, size, dtype=torch.bool, device=self.device)
-        block_QQ = block_QQ.tril() if causal else block_QQ
-        batch = len(lengths_B)
-        parts = text_BK[:, None].expand(batch, size, width), block_QQ.expand(batch, size, size)
-        return torch.cat(parts, dim=-1)
+        """Which keys the rows of blocks see: `width` places of the text, then the block itself."""
+        size, window = self.spec.block_size, layer.self_attn.window
+        places_K = torch.arange(width, device=self.device)
+        rows_Q = torch.arange(size, device=self.device)
+        lengths_B11 = lengths_B[:, None, None]
+        text_BQK = (places_K < lengths_B11).expand(-1, size, -1)
+        if window is not None:
+            # The anchor is in the place behind the text.
+            first_Q = -window + (0 * rows_Q if self.spec.window_from_anchor else rows_Q + 1)
+            text_BQK = text_BQK & (places_K >= lengths_B11 + first_Q[:, None])
+        block_QQ = rows_Q <= rows_Q[:, None] if causal else rows_Q < size
+        return torch.cat((text_BQK, block_QQ.expand(len(lengths_B), size, size)), dim=-1)
 
     def _attentions(self) -> list[tuple[Attention, list[torch.Tensor]]]:
         """Each layer's attention with the arrays of its keys and values."""

@@ -1,9 +1,9 @@
 """Records scores of independent code for small random heads, one file for each case.
 
-Run it once, with the packages speculators, eagle-llm and medusa-llm on PYTHONPATH; the tests need
-none of them. Each file has the head as that code saves it, a text, the text's features, and the
-scores of `steps` guesses behind the text's first n tokens, for each n of `lengths`. The text's own
-tokens are fed as guesses.
+Run it once, with the packages speculators, specforge, eagle-llm and medusa-llm on PYTHONPATH; the
+tests need none of them. Each file has the head as that code saves it, a text, the text's features,
+and the scores of a few guesses behind the text's first n tokens, for each n of `lengths`. The
+text's own tokens are fed as guesses.
 """
 
 from __future__ import annotations
@@ -88,13 +88,16 @@ def layer_config(kind: str = "llama", layers: int = 1, **more: Any) -> Any:
     return classes[kind](**SIZES, num_hidden_layers=layers, **more)
 
 
-def eagle3(name: str, kind: str, layers: int, seed: int, **flags: Any) -> None:
+def eagle3(
+    name: str, kind: str, layers: int, seed: int, window: dict[str, Any] | None = None, **flags: Any
+) -> None:
     from speculators.models.eagle3.config import Eagle3SpeculatorConfig
     from speculators.models.eagle3.core import Eagle3DraftModel
 
     torch.manual_seed(seed)
+    more = window | {"layer_types": ["sliding_attention"]} if window else {}
     config = Eagle3SpeculatorConfig(
-        transformer_layer_config=layer_config(kind, layers),
+        transformer_layer_config=layer_config(kind, layers, **more),
         draft_vocab_size=DRAFT_VOCAB,
         eagle_aux_hidden_state_layer_ids=[1, 3, 5],
         **flags,
@@ -105,7 +108,8 @@ def eagle3(name: str, kind: str, layers: int, seed: int, **flags: Any) -> None:
     tokens, features = text(), noise(LENGTH, 3 * HIDDEN)
     logits: list[torch.Tensor] = []
     model.lm_head.register_forward_hook(lambda module, inputs, out: logits.append(out[0]))
-    steps = 3
+    # In training a window does not move on with the guesses; in use it does.
+    steps = 1 if window else 3
     with torch.no_grad():
         model(
             hidden_states=features[None, :-1],
@@ -201,6 +205,83 @@ def blocks(name: str, kind: str, seed: int, layers: Any, **flags: Any) -> None:
     settings, tensors = saved(model)
     embeddings = {"embeddings": model.embed_tokens.weight.detach().clone()}
     record(name, settings, tensors, tokens=tokens, features=features, **embeddings, **found)
+
+
+def blocks_by_specforge(seed: int) -> None:
+    """DFlash with a window as SpecForge has it, in z-lab's dialect."""
+    from specforge.algorithms.common.dflash_family_model import create_dflash_sdpa_mask
+    from specforge.modeling.draft.dflash import DFlashDraftModel
+    from transformers import Qwen3Config
+
+    torch.manual_seed(seed)
+    size = 5
+    config = Qwen3Config(
+        **SIZES,
+        num_hidden_layers=2,
+        use_sliding_window=True,
+        sliding_window=6,
+        layer_types=["sliding_attention", "full_attention"],
+        block_size=size,
+        num_target_layers=LAYERS,
+        dflash_config={"mask_token_id": 7, "target_layer_ids": [0, 2, 4]},
+        architectures=["DFlashDraftModel"],
+    )
+    model = DFlashDraftModel(config)
+    randomise(model)
+    tokens, features = text(), noise(LENGTH, 3 * HIDDEN)
+    embeddings, lm_head = noise(VOCAB, HIDDEN), noise(VOCAB, HIDDEN) / 4
+    anchors = torch.tensor(LENGTHS) - 1
+    ids = torch.full((len(LENGTHS), size), 7)
+    ids[:, 0] = tokens[anchors]
+    places = anchors[:, None] + torch.arange(size)
+    valid = torch.ones(1, len(LENGTHS), dtype=torch.bool)
+    masks = {
+        kind: create_dflash_sdpa_mask(
+            anchors[None], valid, LENGTH, size, torch.device("cpu"), window
+        )
+        for kind, window in (("sliding_attention", 6), ("full_attention", None))
+    }
+    with torch.no_grad():
+        out = model(
+            position_ids=torch.cat((torch.arange(LENGTH), places.flatten()))[None],
+            attention_mask=masks,
+            noise_embedding=embeddings[ids.flatten()][None],
+            target_hidden=features[None],
+        )
+    scores = out[0].view(len(LENGTHS), size, -1)[:, 1:] @ lm_head.T
+    values = {"tokens": tokens, "features": features, "scores": scores}
+    settings = json.loads(config.to_json_string(use_diff=False))
+    tensors = dict(model.state_dict())
+    record("dflash-specforge", settings, tensors, embeddings=embeddings, lm_head=lm_head, **values)
+
+
+def eagle3_by_specforge(seed: int) -> None:
+    """The first guess of an EAGLE-3.1 head as SpecForge has it."""
+    from specforge.modeling.draft.llama3_eagle import LlamaForCausalLMEagle3
+    from transformers import LlamaConfig
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        **SIZES | {"pad_token_id": 0},
+        num_hidden_layers=1,
+        draft_vocab_size=DRAFT_VOCAB,
+        fc_norm=True,
+        architectures=["LlamaForCausalLMEagle3"],
+        eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 2, 4]},
+    )
+    model = LlamaForCausalLMEagle3(config)
+    randomise(model)
+    members, offsets = vocabulary_map()
+    model.t2d.copy_(members)
+    model.d2t.copy_(offsets)
+    tokens, features = text(), noise(LENGTH, 3 * HIDDEN)
+    with torch.no_grad():
+        embedded = model.embed_input_ids(tokens[None, 1:])
+        out = model(features[None, :-1], embedded)[0]
+        scores = torch.stack([model.lm_head(out[n - 2])[None] for n in LENGTHS])
+    settings = json.loads(config.to_json_string(use_diff=False))
+    values = {"tokens": tokens, "features": features, "scores": scores}
+    record("eagle3-specforge", settings, dict(model.state_dict()), **values)
 
 
 def mtp(seed: int) -> None:
@@ -340,6 +421,11 @@ def main() -> None:
             markov_rank=4,
             markov_head_type="rnn",
             enable_confidence_head=False,
+        ),
+        "dflash-specforge": lambda: blocks_by_specforge(13),
+        "eagle3-specforge": lambda: eagle3_by_specforge(14),
+        "eagle3-window": lambda: eagle3(
+            "eagle3-window", "qwen3", 1, 15, {"sliding_window": 6, "use_sliding_window": True}
         ),
         "mtp": lambda: mtp(10),
         "eagle": lambda: eagle(11),
