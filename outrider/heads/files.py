@@ -45,22 +45,28 @@ class Keys:
             raise self.wrong(name, "must be an object")
         return Keys(self.path, found, f"{self._prefix}{name}.")
 
-    def integer(self, name: str, default: int | None = None, least: int = 1) -> int:
-        """A whole number of at least `least`. Raises OutriderError, also if it is missing."""
+    def integer(
+        self, name: str, default: int | None = None, least: int = 1, most: int = 2**31 - 1
+    ) -> int:
+        """A whole number from `least` to `most`. Raises OutriderError, also if it is missing."""
         value = self._keys.get(name)
         value = default if value is None else value
         if value is None:
             raise self.wrong(name, "is missing")
-        if type(value) is not int or value < least:
-            raise self.wrong(name, f"must be a whole number from {least} on, not {value!r}")
+        if type(value) is not int or not least <= value <= most:
+            why = f"must be a whole number from {least} to {most}, not {value!r}"
+            raise self.wrong(name, why)
         return value
 
-    def number(self, name: str, default: float) -> float:
-        """A number. Raises OutriderError."""
-        value = self._keys.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.wrong(name, f"must be a number, not {value!r}")
-        return float(value)
+    def number(self, name: str, default: float | None = None) -> float:
+        """A number above 0, whole or not. Raises OutriderError, also if it is missing."""
+        value = self._keys.get(name)
+        value = default if value is None else value
+        if value is None:
+            raise self.wrong(name, "is missing")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
+            raise self.wrong(name, f"must be a number above 0, not {value!r}")
+        return value
 
     def flag(self, name: str, default: bool) -> bool:
         """True or false. Raises OutriderError."""
@@ -92,10 +98,6 @@ class Keys:
         if not isinstance(value, list) or any(not isinstance(part, str) for part in value):
             raise self.wrong(name, "must be a list of texts")
         return value
-
-    def mapping(self, name: str) -> dict[str, Any]:
-        """An object as it stands; empty if the key is missing. Raises OutriderError."""
-        return dict(self.section(name)._keys)
 
 
 class Weights:

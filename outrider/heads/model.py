@@ -128,11 +128,11 @@ class HeadModel(torch.nn.Module):
         they have this dtype and device.
         """
         device = device or torch.device("cpu")
-        tensors = {name: tensor.to(device, dtype) for name, tensor in head.tensors.items()}
-        embeddings = tensors.pop("embed_tokens.weight", target.embeddings)
-        self.embeddings = embeddings.to(device, dtype)
-        self.lm_head = tensors.pop("lm_head.weight", target.lm_head).to(device, dtype)
-        fill(self, tensors)
+        tensors = dict(head.tensors)
+        own = tensors.pop("embed_tokens.weight", None), tensors.pop("lm_head.weight", None)
+        self.embeddings = _shared(own[0], target.embeddings).to(device, dtype)
+        self.lm_head = _shared(own[1], target.lm_head).to(device, dtype)
+        fill(self, {name: tensor.to(device, dtype) for name, tensor in tensors.items()})
         self.target_ids = None if head.target_ids is None else head.target_ids.to(device)
         self.dtype, self.device = dtype, device
         self._batch_rows = batch_rows
@@ -311,6 +311,15 @@ class _Work:
 
     sequence: HeadSequence
     features: torch.Tensor
+
+
+def _shared(own: torch.Tensor | None, targets: torch.Tensor) -> torch.Tensor:
+    """The head's own matrix; the target's if there is none, or if the head's is a copy of it."""
+    if own is None:
+        return targets
+    if own.shape == targets.shape and torch.equal(own.to(targets), targets):
+        return targets
+    return own
 
 
 class Picker:

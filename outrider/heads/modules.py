@@ -17,6 +17,9 @@ from outrider.heads.spec import Decoder
 from outrider.lm.attention import LayerCache, LayerShape
 from outrider.lm.layout import BatchLayout, SequenceSlice
 
+# Positions whose turns are computed at first; more are when a text reaches them.
+_FIRST_TURNS = 1024
+
 
 @dataclass(frozen=True, slots=True)
 class Rows:
@@ -48,7 +51,6 @@ class HeadCache:
     ) -> None:
         """Make room for `page_count` pages; no sequence has more than `longest` rows."""
         self.page_size = page_size
-        self.longest = longest
         self._device = device
         self._dtype = dtype
         self.layers: list[LayerCache] = []
@@ -66,19 +68,25 @@ class HeadCache:
             max_position_embeddings=longest,
         )
         self._rotary = LlamaRotaryEmbedding(config).to(device)
+        self._cos, self._sin = self._turns(_FIRST_TURNS)
 
     def rows(self, slices: list[SequenceSlice]) -> Rows:
         """Prepare a forward of these slices: every layer attends by them."""
         layout = BatchLayout(slices, self.page_size, self._device)
         for layer in self.layers:
             layer.layout = layout
-        cos, sin = self.turns(layout.positions)
-        return Rows(layout, cos, sin)
+        end = max(part.end for part in slices)
+        if end > len(self._cos):
+            self._cos, self._sin = self._turns(max(end, 2 * len(self._cos)))
+        return Rows(layout, self._cos[layout.positions], self._sin[layout.positions])
 
-    def turns(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines [T, 1, head size] of positions [T]."""
+    def _turns(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines [count, 1, head size] of the positions from 0 on.
+
+        They are kept, because a forward of few rows would spend much of its time on them.
+        """
         like = torch.empty(0, dtype=self._dtype, device=self._device)
-        cos, sin = self._rotary(like, positions.unsqueeze(0))
+        cos, sin = self._rotary(like, torch.arange(count, device=self._device).unsqueeze(0))
         return cos[0].unsqueeze(1), sin[0].unsqueeze(1)
 
 

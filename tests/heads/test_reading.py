@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +16,8 @@ from head_files import DIALECTS, LAYERS, TARGET, VOCAB, Files, write
 from safetensors.torch import save_file
 
 from outrider.errors import OutriderError, Reason
+from outrider.heads.loading import load
+from outrider.heads.model import TargetWeights
 from outrider.heads.reading import read
 from outrider.heads.spec import Head
 
@@ -225,6 +229,11 @@ BROKEN: dict[str, tuple[Callable[[], Files], Callable[[Any, Any], Any], str]] = 
         lambda c, t: c.update(eagle_aux_hidden_state_layer_ids=[1, 5, LAYERS + 1]),
         r"layers are \[1, 5, 11\], but the target has the boundaries 0 to 10",
     ),
+    "layers that repeat": (
+        head_files.eagle3_speculators,
+        lambda c, t: c.update(eagle_aux_hidden_state_layer_ids=[1, 5, 5]),
+        r"layers are \[1, 5, 5\], which repeat",
+    ),
     "a wide layer": (
         head_files.eagle3_speculators,
         lambda c, t: t.update({"layers.0.self_attn.q_proj.weight": torch.ones(64, 16)}),
@@ -366,3 +375,35 @@ def assert_refused(folder: Path, words: str) -> None:
 def test_a_folder_that_is_missing_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OutriderError, match="it is no folder"):
         read(tmp_path / "none", TARGET)
+
+
+# Configs that are tried of each head.
+CONFIGS = 8
+JUNK: list[Any] = [None, -1, 0, 1.5, 10**12, "x", [], [1, "x"], {"x": 1}, True]
+
+
+def spoiled(config: Any) -> Any:
+    """Configs with one key, at any depth, set to one junk value."""
+    for key, value in config.items():
+        for junk in JUNK:
+            yield config | {key: junk}
+        if isinstance(value, dict):
+            yield from (config | {key: inner} for inner in spoiled(value))
+
+
+@pytest.mark.parametrize("part", range(2))
+@pytest.mark.parametrize("kind", DIALECTS)
+def test_any_value_of_a_key_is_read_or_refused(kind: str, part: int, tmp_path: Path) -> None:
+    """No value ends in an error of another type, here or when the head is loaded."""
+    config, tensors = list(DIALECTS[kind].values())[-part]()
+    folder = write(tmp_path, (config, tensors))
+    weights = TargetWeights(torch.zeros(VOCAB, 16), torch.zeros(VOCAB, 16))
+    configs = list(spoiled(config))
+    for spoilt in random.Random(part).sample(configs, min(CONFIGS, len(configs))):
+        (folder / "config.json").write_text(json.dumps(spoilt))
+        try:
+            head = read(folder, TARGET)
+        except OutriderError as error:
+            assert error.reason is Reason.INVALID_VALUE  # noqa: PT017
+            continue
+        load(head, weights, page_count=4)

@@ -6,32 +6,28 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from transformers.activations import ACT2FN
 
 from outrider.heads.files import BY_VLLM, Keys, Weights
 from outrider.heads.spec import Decoder, TargetShape, refusal
 
-# Rotary embeddings whose frequencies do not depend on the text's length, and their own numbers.
-_ROPE_KEYS = {
-    "default": (),
-    "linear": ("factor",),
+# Rotary embeddings whose frequencies do not depend on the text's length: the numbers that each
+# needs, and those that it may have.
+_ROPES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "default": ((), ()),
+    "linear": (("factor",), ()),
     "llama3": (
-        "factor",
-        "low_freq_factor",
-        "high_freq_factor",
-        "original_max_position_embeddings",
+        ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+        (),
     ),
     "yarn": (
-        "factor",
-        "original_max_position_embeddings",
-        "attention_factor",
-        "beta_fast",
-        "beta_slow",
-        "mscale",
-        "mscale_all_dim",
-        "truncate",
+        ("factor", "original_max_position_embeddings"),
+        ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
     ),
 }
-_MODEL_TYPES = ("llama", "qwen2", "qwen3", "mimo", "mistral", "")
+
+
+_MOST_LAYERS = 1000
 
 
 def read_decoder(keys: Keys, weights: Weights, *, qwen3: bool = False) -> Decoder:
@@ -46,10 +42,13 @@ def read_decoder(keys: Keys, weights: Weights, *, qwen3: bool = False) -> Decode
             why = f"{name} belongs to latent attention or to a mixture of experts; {BY_VLLM}"
             raise refusal(weights.path, why)
     hidden, heads = keys.integer("hidden_size"), keys.integer("num_attention_heads")
-    layers = keys.integer("num_hidden_layers", 1)
+    layers = keys.integer("num_hidden_layers", 1, most=_MOST_LAYERS)
     kv_heads = keys.integer("num_key_value_heads", heads)
     if heads % kv_heads:
         raise keys.wrong("num_key_value_heads", f"must divide the {heads} attention heads")
+    activation = keys.text("hidden_act", "silu")
+    if activation not in ACT2FN:
+        raise keys.wrong("hidden_act", f"is {activation!r}, which transformers does not have")
     first = "layers.0.self_attn."
     has_norms = f"{first}q_norm.weight" in weights or (qwen3 and model_type.startswith("qwen3"))
     has_bias = f"{first}q_proj.bias" in weights or keys.flag("attention_bias", False)
@@ -61,7 +60,7 @@ def read_decoder(keys: Keys, weights: Weights, *, qwen3: bool = False) -> Decode
         kv_head_count=kv_heads,
         head_size=keys.integer("head_dim", hidden // heads),
         norm_eps=keys.number("rms_norm_eps", 1e-6),
-        activation=keys.text("hidden_act", "silu"),
+        activation=activation,
         rope=_rope(keys),
         windows=_windows(keys, layers),
         projection_bias=has_bias,
@@ -74,15 +73,17 @@ def _rope(keys: Keys) -> dict[str, Any]:
     """The rotary embedding's numbers, from either of the two ways in which configs state them."""
     if keys.number("partial_rotary_factor", 1.0) != 1.0:
         raise keys.wrong("partial_rotary_factor", "other than 1 is not supported")
-    stated = keys.mapping("rope_parameters") or keys.mapping("rope_scaling")
-    kind = stated.get("rope_type", stated.get("type", "default"))
+    stated = keys.section("rope_parameters" if keys.is_set("rope_parameters") else "rope_scaling")
+    kind = stated.text("rope_type", stated.text("type", "default"))
     # Texts have one number a position, for which the multimodal sections change nothing.
     kind = "default" if kind == "mrope" else kind
-    if kind not in _ROPE_KEYS:
+    if kind not in _ROPES:
         raise keys.wrong("rope_parameters", f"has the type {kind!r}, which is not supported")
-    theta = stated.get("rope_theta", keys.number("rope_theta", 10000.0))
-    own = {name: stated[name] for name in _ROPE_KEYS[kind] if stated.get(name) is not None}
-    return {"rope_type": kind, "rope_theta": float(theta), **own}
+    needed, others = _ROPES[kind]
+    numbers = {name: stated.number(name) for name in needed}
+    numbers |= {name: stated.number(name) for name in others if name in stated}
+    theta = stated.number("rope_theta", keys.number("rope_theta", 10000.0))
+    return {"rope_type": kind, "rope_theta": theta, **numbers}
 
 
 def _windows(keys: Keys, layers: int) -> tuple[int | None, ...]:
@@ -210,13 +211,15 @@ def choose_boundaries(
     for ids in ordered[:1]:
         if len(ids) != count:
             raise keys.wrong("layers", f"are {list(ids)}, but fc reads {count} of them")
+        if len(set(ids)) != count:
+            raise keys.wrong("layers", f"are {list(ids)}, which repeat; set the layers it reads")
         if not all(0 <= i <= target.layer_count for i in ids):
             why = f"are {list(ids)}, but the target has the boundaries 0 to {target.layer_count}"
             raise keys.wrong("layers", why)
     fitting = [
         ids
         for ids in ordered
-        if len(ids) == count and all(0 <= i <= target.layer_count for i in ids)
+        if len(set(ids)) == len(ids) == count and all(0 <= i <= target.layer_count for i in ids)
     ]
     return fitting[0], tuple(fitting[1:])
 

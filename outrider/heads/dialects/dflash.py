@@ -16,6 +16,7 @@ from outrider.heads.files import BY_VLLM, Keys, Weights
 from outrider.heads.spec import Confidence, Decoder, Head, HeadSpec, Markov, TargetShape
 
 _MARKOV: tuple[Markov, ...] = ("vanilla", "gated", "rnn")
+_MOST_ROWS = 256
 # ModelOpt's flat names of what the others keep under markov_head and confidence_head.
 _FLAT = {
     "markov_w1.weight": "markov_head.markov_w1.weight",
@@ -78,7 +79,7 @@ def read_dflash(
         decoder=decoder,
         other_boundaries=others,
         mask_token_id=token,
-        block_size=keys.integer("block_size", least=2),
+        block_size=keys.integer("block_size", least=2, most=_MOST_ROWS),
         anchor_predicts=own.flag("sample_from_anchor", keys.flag("sample_from_anchor", anchor)),
         causal_layers=_causal(keys, own, decoder),
         window_from_anchor=by_speculators and any(decoder.windows),
