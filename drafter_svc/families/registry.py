@@ -20,6 +20,7 @@ _BUILT_IN = {
     "ngram": "drafter_svc.families.ngram:NgramFamily",
     "suffix": "drafter_svc.families.suffix:SuffixFamily",
     "model": "drafter_svc.families.model:ModelFamily",
+    "head": "drafter_svc.families.head:HeadFamily",
 }
 
 

@@ -95,9 +95,8 @@ class ServeSettings(TargetSettings, ServiceSettings):
     """Directory or hub id of the target model."""
 
     drafter: list[str] = Field(default_factory=list)
-    """ngram, suffix, model=PATH, or another family by its name or package.module:Class; its own
-    settings follow after commas: model=PATH,cores=0-3. Repeat it for more
-    drafters."""
+    """ngram, suffix, model=PATH, head=PATH, or another family by its name or package.module:Class;
+    its own settings follow after commas: model=PATH,cores=0-3. Repeat it for more drafters."""
 
     dtype: Dtype = "auto"
     """Type of the weights of target and draft models: auto is the checkpoint's."""

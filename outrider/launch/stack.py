@@ -120,6 +120,8 @@ def _common_options(settings: ServeSettings, spec: DrafterSpec) -> dict[str, str
     """Settings that a drafter takes over from the command, unless its own options replace them."""
     files = settings.files(settings.drafter_role)
     options = {name: str(path) for name, path in files.items()}
+    if "target" in spec.schema.model_fields:
+        options["target"] = settings.target
     if spec.runs_model:
         options["dtype"] = settings.dtype
         # A model with cores of its own runs one thread on each.

@@ -1,0 +1,180 @@
+"""Drafting with a head: a small network that reads the target's hidden states.
+
+This file runs on the event loop. It gathers what the verifier says about each sequence, and offers
+what the head guesses. head_worker.py runs the head on a thread of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+
+from drafter_svc.branching import Branch, offer_likeliest
+from drafter_svc.families.base import Family, FamilySettings, Loaded
+from drafter_svc.metrics import Metrics
+from drafter_svc.placement import PlacementPlan
+from outrider.drafter.draft_sequence import DraftSequence
+from outrider.errors import OutriderError, Reason
+from outrider.process.config import Device, Dtype, need_models
+from outrider.protocol.draft_messages import FeatureDtype, FeatureRequest, Welcome
+from outrider.protocol.messages import DraftDistribution
+from outrider.protocol.model_info import ModelInfo
+from outrider.tokenizer import fingerprint, load_tokenizer
+
+if TYPE_CHECKING:
+    from drafter_svc.families.head_worker import HeadDraft, HeadWorker, Offer
+
+
+class HeadSettings(FamilySettings):
+    """Settings of the family head."""
+
+    head: str = Field(min_length=1)
+    """Directory of the head: an EAGLE-3, P-EAGLE, EAGLE, DFlash, DSpark, MTP or Medusa checkpoint
+    with safetensors."""
+
+    target: str = Field(min_length=1)
+    """Directory of the target's checkpoint. The drafter reads its configuration and tokenizer, and
+    the embeddings and lm_head that the head shares with it."""
+
+    layers: list[int] = Field(default=[])
+    """The boundaries of the target's layers that the head reads, if its file is wrong about them:
+    k for the input of layer k, from 0 on, and the number of layers for the last layer's output."""
+
+    dtype: Dtype = "auto"
+    """Type of the computation; auto is float32 on a CPU, bfloat16 on a GPU."""
+
+    device: Device = "auto"
+    """auto (CUDA when there is any), cpu, cuda or cuda:N."""
+
+    page_count: int | None = Field(None, ge=1)
+    """Pages of 16 tokens of the head's KV cache, by default for 64 full contexts in at most 1 GiB.
+    Set it where the drafter has too few pages for its sequences, or takes memory from others."""
+
+
+class HeadFamily(Family):
+    """Drafts for the sequences of one connection with the process's shared head.
+
+    All methods run on the event loop, and the worker handles their calls in turn on its thread.
+    """
+
+    name = "head"
+    settings = HeadSettings
+    distributions = frozenset([DraftDistribution.ONE_HOT, DraftDistribution.COUPLED])
+
+    def __init__(self, worker: HeadWorker, vocab_size: int) -> None:
+        """`vocab_size` is the target's."""
+        spec = worker.spec
+        self.fatal = worker.fatal
+        self.device = str(worker.device)
+        self.feature_request = FeatureRequest(
+            spec.boundaries, spec.final_state, FeatureDtype[worker.dtype_name.upper()]
+        )
+        self._worker = worker
+        self._vocab_size = vocab_size
+        self._drafts: dict[int, HeadDraft] = {}
+
+    @classmethod
+    async def load(cls, settings: HeadSettings, place: PlacementPlan, metrics: Metrics) -> Loaded:
+        """Load the head on a new thread, which runs all its forwards later."""
+        need_models()
+        from drafter_svc.families.head_worker import HeadWorker
+
+        thread = ThreadPoolExecutor(1, thread_name_prefix="head")
+        device = "cpu" if place.kind != "local" else settings.device
+        worker = await asyncio.get_running_loop().run_in_executor(
+            thread,
+            lambda: HeadWorker.load(
+                thread,
+                head=settings.head,
+                target=settings.target,
+                layers=tuple(settings.layers),
+                dtype=settings.dtype,
+                device=device,
+                page_count=settings.page_count,
+                threads=place.threads,
+            ),
+        )
+
+        def make(info: ModelInfo) -> HeadFamily:
+            return cls(worker, info.vocab_size)
+
+        return Loaded(make, fingerprint(load_tokenizer(settings.target)))
+
+    def welcomed(self, welcome: Welcome) -> None:
+        """Refuse a verifier that sends no features, or features of another width."""
+        wanted = self._worker.spec.feature_width
+        if welcome.feature_width == 0:
+            message = "the verifier does not send the hidden states that the head reads"
+            raise OutriderError(Reason.INVALID_VALUE, message)
+        if welcome.feature_width != wanted:
+            message = (
+                f"the head reads features of {wanted} numbers, and the verifier's have"
+                f" {welcome.feature_width}: it was made for another target"
+            )
+            raise OutriderError(Reason.INVALID_VALUE, message)
+
+    def opened(self, sequence: DraftSequence) -> None:
+        """Begin a sequence; the head begins with it when its features come."""
+        seed = sequence.opened.sampling.seed
+        draft = self._worker.begin(sequence, secrets.randbits(64) if seed is None else seed)
+        self._drafts[sequence.id] = draft
+
+    def features(self, sequence: DraftSequence, first_position: int, rows: bytes) -> None:
+        """Keep features for the next draft; read a prompt's at once, while the target reads on."""
+        draft = self._drafts[sequence.id]
+        end = draft.keep(first_position, rows)
+        if end < len(sequence.tokens) - 1:
+            self._worker.read(draft, draft.take_news())
+
+    def closed(self, sequence: DraftSequence) -> None:
+        """Free a sequence's pages."""
+        if draft := self._drafts.pop(sequence.id, None):
+            self._worker.close(draft)
+
+    async def aclose(self) -> None:
+        """Free all pages."""
+        for draft in self._drafts.values():
+            self._worker.close(draft)
+        self._drafts.clear()
+
+    async def propose(
+        self, sequences: Sequence[DraftSequence], interrupted: Callable[[], bool]
+    ) -> None:
+        """Guess what the verifier's next step lacks.
+
+        A head that runs ahead of the target reads its own states in place of the target's, so it
+        guesses nothing for later steps.
+        """
+        asked = [sequence for sequence in sequences if sequence.urgent]
+        if not asked:
+            return
+        drafts = [self._drafts[sequence.id] for sequence in asked]
+        wanted = [len(sequence.guesses) + sequence.num_wanted for sequence in asked]
+        trees = any(sequence.wants_tree for sequence in asked)
+        offers = await asyncio.wrap_future(self._worker.draft(drafts, wanted, trees=trees))
+        for sequence, offer in zip(asked, offers, strict=True):
+            if offer is not None:
+                self._offer(sequence, offer)
+
+    def _offer(self, sequence: DraftSequence, offer: Offer) -> None:
+        """Extend the chain, and offer the likeliest tokens beside it where trees are verified."""
+        held = len(sequence.guesses)
+        if offer.tokens[:held] != sequence.guesses:
+            # Guesses that outlived the commit, which the verifier prefers to later ones.
+            return
+        known = [token for token in offer.tokens if token < self._vocab_size]
+        if len(known) < len(offer.tokens):
+            return
+        sequence.extend(offer.tokens[held:], confidences=offer.confidences[held:])
+        if sequence.tree_room > 0:
+            beside = [
+                Branch(at, [token], [share])
+                for at in range(held, len(sequence.guesses))
+                for token, share in offer.alternatives[at]
+            ]
+            offer_likeliest(sequence, beside)

@@ -1,0 +1,280 @@
+"""The head that all of a process's verifiers share, and the thread that it runs on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import takewhile
+
+import torch
+from transformers import AutoConfig
+
+from outrider.drafter.draft_sequence import DraftSequence
+from outrider.errors import invalid
+from outrider.heads.loading import load, target_weights
+from outrider.heads.model import Extension, HeadModel, HeadSequence, NoPages, Proposal
+from outrider.heads.reading import read
+from outrider.heads.spec import Decoder, HeadSpec
+from outrider.protocol.messages import DraftDistribution
+from outrider.sampling.logits import Context, adjust
+from outrider.sampling.noise import coupled_keys
+from outrider.sampling.sampler import coupled_sample, target_probs
+from outrider.sampling.tensors import on
+
+_PAGE_SIZE = 16
+_CACHE_BYTES = 2**30
+_FULL_CONTEXTS = 64
+# Tokens in each place of a draft that are offered where trees are verified.
+_TREE_WIDTH = 8
+# The lowest confidence that may be sent: it must be above 0.
+_LEAST_SHARE = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """What became known of a sequence: committed tokens, and features of consecutive tokens."""
+
+    tokens: list[int]
+    first_position: int
+    features: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """Guesses for one sequence, with the other likely tokens in the place of each guess."""
+
+    tokens: list[int]
+    confidences: list[float]
+    alternatives: list[list[tuple[int, float]]]
+
+
+@dataclass(eq=False, slots=True)
+class HeadDraft:
+    """A sequence and what the head has still to read of it. `read` belongs to the head's thread."""
+
+    sequence: DraftSequence
+    seed: int
+    width: int
+    dtype: torch.dtype
+    told: int = 0
+    """Committed tokens that the head's thread was told of."""
+    kept: list[tuple[int, torch.Tensor]] = field(default_factory=list)
+    """Features that the head's thread was not told of, by the position of the first."""
+    read: HeadSequence | None = None
+
+    def keep(self, first_position: int, rows: bytes) -> int:
+        """Keep features from the wire; return the position behind the last of them."""
+        numbers = torch.frombuffer(bytearray(rows), dtype=self.dtype).reshape(-1, self.width)
+        self.kept.append((first_position, numbers))
+        return first_position + len(numbers)
+
+    def take_news(self) -> News:
+        """Take the committed tokens, and the features of all of them but the last.
+
+        Features before a gap are of no use any more, and left out.
+        """
+        tokens = self.sequence.tokens
+        most = len(tokens) - 1
+        kept, self.kept = self.kept, []
+        first, parts = 0, [torch.empty(0, self.width, dtype=self.dtype)]
+        end = -1
+        for position, rows in kept:
+            fits = max(0, most - position)
+            if fits < len(rows):
+                self.kept.append((position + fits, rows[fits:]))
+            if fits == 0:
+                continue
+            if position != end:
+                first, parts = position, []
+            parts.append(rows[:fits])
+            end = position + min(fits, len(rows))
+        news = News(tokens[self.told :], first, torch.cat(parts))
+        self.told = len(tokens)
+        return news
+
+
+class HeadWorker:
+    """A loaded head. Its methods run on the event loop, and hand work to the head's thread."""
+
+    fatal = (torch.AcceleratorError,)
+
+    def __init__(self, model: HeadModel, thread: ThreadPoolExecutor) -> None:
+        self.spec: HeadSpec = model.spec
+        self.device = model.device
+        self.dtype_name = str(model.dtype).removeprefix("torch.")
+        self._model = model
+        self._thread = thread
+
+    @classmethod
+    def load(
+        cls,
+        thread: ThreadPoolExecutor,
+        *,
+        head: str,
+        target: str,
+        layers: tuple[int, ...],
+        dtype: str,
+        device: str,
+        page_count: int | None,
+        threads: int | None,
+    ) -> HeadWorker:
+        """Load the head, on `thread`. Raises OutriderError(INVALID_VALUE) that says what is wrong.
+
+        `dtype` auto is float32 on a CPU, where a head is small, and bfloat16 on a GPU.
+        """
+        if threads is not None:
+            torch.set_num_threads(threads)
+        place = _device(device)
+        try:
+            config = AutoConfig.from_pretrained(target)
+        except (OSError, ValueError) as cause:
+            raise invalid("target", f"cannot read {target}: {cause}") from cause
+        found = read(head, config, layers or None)
+        if dtype == "auto":
+            dtype = "float32" if place.type == "cpu" else "bfloat16"
+        numbers: torch.dtype = getattr(torch, dtype)
+        model = load(
+            found,
+            target_weights(target),
+            page_count=page_count or _page_count(found.spec, numbers),
+            page_size=_PAGE_SIZE,
+            dtype=numbers,
+            device=place,
+        )
+        return cls(model, thread)
+
+    def begin(self, sequence: DraftSequence, seed: int) -> HeadDraft:
+        """A draft of a sequence, of which the head has read nothing."""
+        return HeadDraft(sequence, seed, self.spec.feature_width, self._model.dtype)
+
+    def read(self, draft: HeadDraft, news: News) -> None:
+        """Have the head read features, as soon as its thread is free."""
+        self._thread.submit(self._extend, [(draft, news)])
+
+    def close(self, draft: HeadDraft) -> None:
+        """Free a draft's pages."""
+        self._thread.submit(self._close, draft)
+
+    def draft(
+        self, drafts: Sequence[HeadDraft], wanted: Sequence[int], *, trees: bool
+    ) -> Future[list[Offer | None]]:
+        """Read the news of these drafts, and guess `wanted` tokens for each.
+
+        The result is None for a draft whose features did not all come. Its future has the exception
+        of a forward that failed.
+        """
+        news = [(draft, draft.take_news()) for draft in drafts]
+        return self._thread.submit(self._draft, news, list(wanted), trees)
+
+    # --- on the head's thread ---
+
+    def _draft(
+        self, news: list[tuple[HeadDraft, News]], wanted: list[int], trees: bool
+    ) -> list[Offer | None]:
+        self._extend(news)
+        places = [i for i, (draft, _) in enumerate(news) if draft.read and draft.read.ready]
+        offers: list[Offer | None] = [None] * len(news)
+        if not places:
+            return offers
+        drafts = [news[i][0] for i in places]
+        reads = [draft.read for draft in drafts if draft.read]
+        count = max(wanted[i] for i in places)
+        try:
+            found = self._model.propose(reads, count, _TREE_WIDTH if trees else 1, _chooser(drafts))
+        except NoPages:
+            return offers
+        for row, place in enumerate(places):
+            offers[place] = _offer(found, row, wanted[place])
+        return offers
+
+    def _extend(self, news: list[tuple[HeadDraft, News]]) -> None:
+        """Read what is new of some drafts; those without pages begin anew with later features."""
+        batch = []
+        for draft, new in news:
+            if draft.read is None:
+                draft.read = self._model.open(new.tokens, draft.sequence.opened.tenant)
+                new = News([], new.first_position, new.features)
+            extension = Extension(draft.read, new.tokens, new.features, new.first_position)
+            batch.append((draft, extension))
+        try:
+            self._model.extend([extension for _, extension in batch])
+        except NoPages:
+            for draft, extension in batch:
+                self._extend_alone(draft, extension)
+
+    def _extend_alone(self, draft: HeadDraft, extension: Extension) -> None:
+        try:
+            self._model.extend([extension])
+        except NoPages:
+            tokens = [*extension.sequence.tokens, *extension.tokens]
+            self._model.close(extension.sequence)
+            draft.read = HeadSequence(tokens)
+
+    def _close(self, draft: HeadDraft) -> None:
+        if draft.read is not None:
+            self._model.close(draft.read)
+            draft.read = None
+
+
+def _chooser(drafts: list[HeadDraft]) -> Callable[[int, torch.Tensor], torch.Tensor] | None:
+    """How to choose the next token of each draft; None to take the likeliest."""
+    openings = [draft.sequence.opened for draft in drafts]
+    coupled = [
+        i
+        for i, opened in enumerate(openings)
+        if opened.distribution is DraftDistribution.COUPLED and not opened.sampling.greedy
+    ]
+    if not coupled and not any(opened.sampling.adjusts for opened in openings):
+        return None
+    texts = [list(draft.sequence.tokens) for draft in drafts]
+
+    def choose(number: int, scores_BV: torch.Tensor) -> torch.Tensor:
+        contexts = [
+            Context(opened.sampling, text, opened.prompt_length)
+            for opened, text in zip(openings, texts, strict=True)
+        ]
+        scores_BV = adjust(scores_BV, contexts)
+        tokens = scores_BV.argmax(-1)
+        if coupled:
+            probs = target_probs(scores_BV[coupled], [openings[i].sampling for i in coupled])
+            keys = coupled_keys([drafts[i].seed for i in coupled], [len(texts[i]) for i in coupled])
+            tokens[coupled] = coupled_sample(probs, on(probs.device, keys))
+        for text, token in zip(texts, tokens.tolist(), strict=True):
+            text.append(token)
+        return tokens
+
+    return choose
+
+
+def _offer(found: Proposal, row: int, wanted: int) -> Offer:
+    """A sequence's guesses, up to the first that the request forbids."""
+    pairs = zip(found.tokens[row].tolist(), found.confidences[row].tolist(), strict=True)
+    kept = [*takewhile(lambda pair: pair[1] >= _LEAST_SHARE, pairs)][:wanted]
+    tokens = [token for token, _ in kept]
+    best, shares = found.best[row].tolist(), found.shares[row].tolist()
+    alternatives = [
+        [
+            (other, share)
+            for other, share in zip(best[at], shares[at], strict=True)
+            if other != token and share >= _LEAST_SHARE
+        ]
+        for at, token in enumerate(tokens)
+    ]
+    return Offer(tokens, [min(share, 1.0) for _, share in kept], alternatives)
+
+
+def _page_count(spec: HeadSpec, dtype: torch.dtype) -> int:
+    """Pages for `_FULL_CONTEXTS` texts of full length, in at most `_CACHE_BYTES`."""
+    decoder: Decoder | None = spec.decoder
+    if decoder is None:
+        return 1
+    numbers = 2 * decoder.layer_count * decoder.kv_head_count * decoder.head_size * _PAGE_SIZE
+    useful = _FULL_CONTEXTS * -(-spec.target.context_length // _PAGE_SIZE)
+    return max(1, min(_CACHE_BYTES // (numbers * dtype.itemsize), useful))
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)

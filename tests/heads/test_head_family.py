@@ -1,0 +1,248 @@
+"""The family `head` offers what its head guesses, whenever and however its features come."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from family_rig import opened_sequence
+from head_files import DIALECTS, TARGET, VOCAB, write
+
+from drafter_svc.families.head import HeadFamily
+from drafter_svc.families.head_worker import HeadWorker
+from outrider.drafter.session import DraftSession
+from outrider.errors import OutriderError
+from outrider.heads.loading import load
+from outrider.heads.model import Extension, HeadModel, TargetWeights
+from outrider.heads.reading import read
+from outrider.protocol.draft_messages import (
+    Closed,
+    DraftBatch,
+    Features,
+    StepBatch,
+    Verdict,
+    Welcome,
+    Window,
+)
+from outrider.protocol.messages import DraftDistribution, SamplingParams
+from outrider.sampling.noise import coupled_draw
+
+WINDOW = Window(16, 4)
+WANTED = 3
+
+
+def never() -> bool:
+    return False
+
+
+class Site:
+    """A head's family with its session, and the features of texts."""
+
+    def __init__(self, kind: str, folder: Path, pages: int = 40) -> None:
+        self.head = read(write(folder, next(iter(DIALECTS[kind].values()))()), TARGET)
+        torch.manual_seed(9)
+        self.weights = TargetWeights(torch.randn(VOCAB, 16), torch.randn(VOCAB, 16) / 4)
+        self._by_token = torch.randn(VOCAB, self.head.spec.feature_width)
+        self._random = random.Random(9)
+        self.thread = ThreadPoolExecutor(1)
+        self.model = self.fresh(pages)
+        self.session = self.join()
+
+    def fresh(self, pages: int = 40) -> HeadModel:
+        return load(self.head, self.weights, page_count=pages, page_size=4)
+
+    def join(self) -> DraftSession:
+        """A session of another connection to the same head."""
+        family = HeadFamily(HeadWorker(self.model, self.thread), VOCAB)
+        session = DraftSession(family, lambda: 0.0)
+        session.welcome(Welcome("m", VOCAB, 128, self.head.spec.feature_width))
+        return session
+
+    def text(self, length: int) -> list[int]:
+        return [self._random.randrange(VOCAB) for _ in range(length)]
+
+    def rows(self, text: list[int]) -> torch.Tensor:
+        """Features of all tokens but the last; each depends on all tokens before it."""
+        rows = self._by_token[text[:-1]]
+        return rows.cumsum(0) / torch.arange(1, len(text))[:, None].sqrt()
+
+    def features(self, number: int, text: list[int], first: int, end: int) -> Features:
+        return Features(number, first, self.rows(text)[first:end].numpy().tobytes())
+
+    def guesses(self, text: list[int], first: int = 0) -> list[int]:
+        """What the head alone guesses behind a text, if it has the features from `first` on."""
+        model = self.fresh()
+        sequence = model.open(text[:1])
+        model.extend([Extension(sequence, text[1:], self.rows(text)[first:], first)])
+        tokens: list[int] = model.propose([sequence], WANTED).tokens[0].tolist()
+        return tokens
+
+
+@pytest.fixture(params=[*DIALECTS])
+def site(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Site]:
+    made = Site(request.param, tmp_path)
+    yield made
+    made.thread.shutdown()
+
+
+@pytest.fixture
+def eagle(tmp_path: Path) -> Iterator[Site]:
+    made = Site("eagle3", tmp_path)
+    yield made
+    made.thread.shutdown()
+
+
+def opening(number: int, text: list[int], **more: object) -> StepBatch:
+    return StepBatch(opened=[opened_sequence(number, text, WINDOW, WANTED, **more)])
+
+
+def verdict(number: int, length: int, new: list[int]) -> Verdict:
+    return Verdict(number, length, new, 0, WANTED)
+
+
+async def proposed(session: DraftSession) -> dict[int, list[int]]:
+    """The tokens of one round's proposals, by sequence."""
+    batch: DraftBatch = await session.round(never)
+    return {proposal.sequence_id: proposal.token_ids for proposal in batch.proposals}
+
+
+async def test_it_offers_what_the_head_guesses_behind_each_commit(site: Site) -> None:
+    text = site.text(30)
+    site.session.apply(opening(1, text[:9]))
+    assert await proposed(site.session) == {}
+    # A prompt's features come in parts while the target reads it, the rest with the first verdict.
+    for first, end in ((0, 4), (4, 8)):
+        site.session.apply(StepBatch(features=[site.features(1, text, first, end)]))
+    length = 9
+    for count in (1, 3, 1, 2):
+        news = site.features(1, text, length - 1, length - 1 + count)
+        site.session.apply(StepBatch(features=[news]))
+        commit = verdict(1, length + count, text[length : length + count])
+        site.session.apply(StepBatch(verdicts=[commit]))
+        length += count
+        assert await proposed(site.session) == {1: site.guesses(text[:length])}
+
+
+async def test_after_a_gap_it_drafts_from_the_features_behind_it(site: Site) -> None:
+    text = site.text(20)
+    site.session.apply(opening(1, text[:9]))
+    site.session.apply(StepBatch(features=[site.features(1, text, 0, 4)]))
+    news = site.features(1, text, 6, 11)
+    site.session.apply(StepBatch(features=[news], verdicts=[verdict(1, 12, text[9:12])]))
+    assert await proposed(site.session) == {1: site.guesses(text[:12], first=6)}
+
+
+async def test_it_skips_a_sequence_without_features_and_drafts_for_others(site: Site) -> None:
+    text = site.text(10)
+    site.session.apply(opening(1, text[:9]))
+    site.session.apply(opening(2, text[:9]))
+    site.session.apply(StepBatch(features=[site.features(2, text, 0, 9)]))
+    commits = [verdict(number, 10, text[9:]) for number in (1, 2)]
+    site.session.apply(StepBatch(verdicts=commits))
+    batch = await site.session.round(never)
+    assert [skip.sequence_id for skip in batch.skips] == [1]
+    assert [(each.sequence_id, each.token_ids) for each in batch.proposals] == [
+        (2, site.guesses(text))
+    ]
+
+
+async def test_a_cached_prefix_needs_no_features_again(site: Site) -> None:
+    text = site.text(14)
+    site.session.apply(opening(1, text[:13]))
+    news = site.features(1, text, 0, 13)
+    site.session.apply(StepBatch(features=[news], verdicts=[verdict(1, 14, text[13:])]))
+    alone = await proposed(site.session)
+    site.session.apply(StepBatch(closed=[Closed(1)]))
+    # The target's own cache had a part of the prompt, of which no features come.
+    known = 0 if site.head.spec.kind == "medusa" else 8
+    site.session.apply(opening(2, text[:13]))
+    news = site.features(2, text, known, 13)
+    site.session.apply(StepBatch(features=[news], verdicts=[verdict(2, 14, text[13:])]))
+    assert await proposed(site.session) == {2: alone[1]}
+
+
+async def test_another_tenants_pages_are_not_read(eagle: Site) -> None:
+    text = eagle.text(14)
+    news = eagle.features(1, text, 0, 13)
+    eagle.session.apply(opening(1, text[:13], tenant="one"))
+    eagle.session.apply(StepBatch(features=[news], verdicts=[verdict(1, 14, text[13:])]))
+    await proposed(eagle.session)
+    eagle.session.apply(opening(2, text[:13], tenant="two"))
+    news = eagle.features(2, text, 8, 13)
+    eagle.session.apply(StepBatch(features=[news], verdicts=[verdict(2, 14, text[13:])]))
+    assert await proposed(eagle.session) == {2: eagle.guesses(text, first=8)}
+
+
+async def test_sequences_of_several_connections_share_a_head(eagle: Site) -> None:
+    other = eagle.join()
+    texts = [eagle.text(10), eagle.text(12)]
+    for session, text in zip((eagle.session, other), texts, strict=True):
+        session.apply(opening(1, text[:-1]))
+        news = eagle.features(1, text, 0, len(text) - 1)
+        commit = verdict(1, len(text), text[-1:])
+        session.apply(StepBatch(features=[news], verdicts=[commit]))
+    assert await proposed(eagle.session) == {1: eagle.guesses(texts[0])}
+    assert await proposed(other) == {1: eagle.guesses(texts[1])}
+
+
+async def test_without_pages_it_skips_and_later_goes_on(tmp_path: Path) -> None:
+    site = Site("eagle3", tmp_path, pages=5)
+    text = site.text(16)
+    for number in (1, 2):
+        site.session.apply(opening(number, text[:13]))
+        news = site.features(number, text, 0, 13)
+        commit = verdict(number, 14, text[13:14])
+        site.session.apply(StepBatch(features=[news], verdicts=[commit]))
+    assert list(await proposed(site.session)) == [1]
+    site.session.apply(StepBatch(closed=[Closed(1)]))
+    news = site.features(2, text, 13, 15)
+    site.session.apply(StepBatch(features=[news], verdicts=[verdict(2, 16, text[14:])]))
+    assert await proposed(site.session) == {2: site.guesses(text, first=13)}
+    site.thread.shutdown()
+
+
+async def test_a_closed_sequence_frees_its_pages(eagle: Site) -> None:
+    text = eagle.text(14)
+    eagle.session.apply(opening(1, text[:13]))
+    news = eagle.features(1, text, 0, 13)
+    eagle.session.apply(StepBatch(features=[news], verdicts=[verdict(1, 14, text[13:])]))
+    await proposed(eagle.session)
+    assert eagle.model.pool.used_count > 0
+    eagle.session.apply(StepBatch(closed=[Closed(1)]))
+    eagle.thread.submit(never).result()
+    assert eagle.model.pool.used_count == 0
+
+
+async def test_coupled_guesses_are_drawn_with_the_verifiers_noise(eagle: Site) -> None:
+    text = eagle.text(14)
+    sampling = SamplingParams(0.7, seed=5)
+    coupled = DraftDistribution.COUPLED
+    eagle.session.apply(opening(1, text[:13], sampling=sampling, distribution=coupled))
+    news = eagle.features(1, text, 0, 13)
+    eagle.session.apply(StepBatch(features=[news], verdicts=[verdict(1, 14, text[13:])]))
+    found = (await proposed(eagle.session))[1]
+    model = eagle.fresh()
+    sequence = model.open(text[:1])
+    model.extend([Extension(sequence, text[1:], eagle.rows(text), 0)])
+    drawn: list[int] = []
+
+    def choose(number: int, scores: torch.Tensor) -> torch.Tensor:
+        probs = (scores[0].double() / 0.7).softmax(-1).numpy()
+        drawn.append(coupled_draw(probs, 5, 14 + number))
+        return torch.tensor(drawn[-1:])
+
+    model.propose([sequence], WANTED, choose=choose)
+    assert found == drawn
+
+
+def test_a_verifier_of_another_target_is_refused(eagle: Site) -> None:
+    width = eagle.head.spec.feature_width
+    family = HeadFamily(HeadWorker(eagle.model, eagle.thread), VOCAB)
+    with pytest.raises(OutriderError, match="does not send the hidden states"):
+        family.welcomed(Welcome("m", VOCAB, 128))
+    with pytest.raises(OutriderError, match=f"reads features of {width} numbers"):
+        family.welcomed(Welcome("m", VOCAB, 128, width + 1))
