@@ -70,6 +70,12 @@ class VerifierSettings(TargetSettings, TlsSettings, ScrapedSettings):
     """On a GPU, compute norms, rotary embeddings and gated products by Liger-Kernel's kernels (the
     extra `fused`), for fewer launches. Not measured on a GPU."""
 
+    feature_states: list[int] = Field(default=[])
+    """On a GPU, hidden states that drafters with a head may read, because CUDA graphs keep only
+    states that are named before their capture: k for the input of layer k, the number of layers for
+    the last layer's output, -1 for the state behind the final norm. On a CPU a drafter may read
+    any."""
+
     threads: int | None = Field(None, ge=1)
     """Torch's threads on a CPU, to leave cores to drafters on the same host; by default torch
     chooses."""

@@ -14,7 +14,7 @@ import torch
 from tokenizers import Tokenizer
 
 from outrider import __version__
-from outrider.errors import OutriderError, Reason
+from outrider.errors import OutriderError, Reason, invalid
 from outrider.grammar.compiler import GrammarCompiler
 from outrider.internal.v1.token_streams_pb2_grpc import add_TokenStreamServiceServicer_to_server
 from outrider.lm.pages import PagePool
@@ -155,6 +155,7 @@ class Loader:
         )
         self.grammars = self._grammar_compiler(runner)
         self._report(Stage.WARMING_UP, "running trial forwards")
+        self._watch(runner)
         runner.capture(bounds)
         self.info = replace(
             self.info,
@@ -184,6 +185,14 @@ class Loader:
             trust_remote_code=settings.trust_remote_code,
             progress=lambda detail: self._report(Stage.LOADING, detail),
         )
+
+    def _watch(self, runner: ModelRunner) -> None:
+        """Have the graphs keep the states of the settings; raises OutriderError(INVALID_VALUE)."""
+        states = self._settings.feature_states
+        if not runner.can_watch(states):
+            message = f"must be -1 or in [0, {runner.layer_count}], not {states}"
+            raise invalid("feature_states", message)
+        runner.watch(states)
 
     def _grammar_compiler(self, runner: ModelRunner) -> GrammarCompiler:
         settings = self._settings

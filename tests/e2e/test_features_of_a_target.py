@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from raw_drafter import RawDrafter, dialled  # lies beside this file
-from stack import TARGET, Client, Stack
+from stack import TARGET, Client, Process, Stack
 from transformers import AutoModelForCausalLM
 
 from outrider.errors import Reason
@@ -84,3 +84,14 @@ async def test_a_wrong_request_is_refused_by_its_field(
         error = await drafter.error()
         assert await drafter.call.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert (error.reason, error.field) == (Reason.INVALID_VALUE, field)
+
+
+@pytest.mark.slow  # It loads a verifier.
+def test_a_verifier_refuses_to_keep_a_state_that_its_target_lacks() -> None:
+    process = Process("verifier_svc", "--target", TARGET, "--feature-states", "1,7")
+    try:
+        assert process.popen.wait(120) == 1
+        assert "feature_states must be -1 or in [0, 6], not [1, 7]" in process.output()
+    finally:
+        process.kill()
+        process.log.close()
