@@ -23,6 +23,7 @@ from outrider.process.read_ahead import ReadAhead, ignore, unread_error
 from outrider.process.tasks import watch
 from outrider.protocol.messages import TokenChunk, TokenRequest
 from outrider.protocol.wire import requests as wire_requests
+from outrider.protocol.wire.batches import take_batch
 
 if TYPE_CHECKING:
     # Only the type stubs have this class.
@@ -115,7 +116,9 @@ class _StreamCall:
         self._waiting: set[int] = set()
         self._deadlines: dict[int, asyncio.TimerHandle] = {}
         self._empty = asyncio.Event()
-        self._unsent: asyncio.Queue[token_streams_pb2.StreamTokensRequest | None] = asyncio.Queue()
+        self._unsent: list[token_streams_pb2.SequenceRequest] = []
+        self._has_unsent = asyncio.Event()
+        self._hung_up = False
         self._call = stub.StreamTokens(self._requests())
         self._reading = watch(self._read(), "reading from a verifier")
 
@@ -137,14 +140,14 @@ class _StreamCall:
         """
         self._last_id += 1
         generate = wire_requests.request_to_proto(request)
-        begin = token_streams_pb2.StreamTokensRequest(
+        begin = token_streams_pb2.SequenceRequest(
             call_id=self._last_id, generate=generate, traceparent=request.traceparent
         )
         size = begin.ByteSize()
         if size > _MOST_BYTES:
             message = f"the request makes {size} bytes for the verifier, more than {_MOST_BYTES}"
             raise OutriderError(Reason.REQUEST_TOO_LARGE, message)
-        self._unsent.put_nowait(begin)
+        self._send(begin)
         call_id = self._last_id
         chunks = _Chunks(
             partial(self._set_reading, call_id),
@@ -166,18 +169,21 @@ class _StreamCall:
         """Forget a sequence. If it still runs, cancel it at the verifier."""
         if self._forget(call_id):
             cancel = token_streams_pb2.CancelTokens()
-            self._unsent.put_nowait(
-                token_streams_pb2.StreamTokensRequest(call_id=call_id, cancel=cancel)
-            )
+            self._send(token_streams_pb2.SequenceRequest(call_id=call_id, cancel=cancel))
 
     def _set_reading(self, call_id: int, reads: bool) -> None:
         """Tell the verifier whether a sequence's chunks are read."""
-        said = token_streams_pb2.StreamTokensRequest(call_id=call_id)
+        said = token_streams_pb2.SequenceRequest(call_id=call_id)
         if reads:
             said.resume.SetInParent()
         else:
             said.pause.SetInParent()
-        self._unsent.put_nowait(said)
+        self._send(said)
+
+    def _send(self, request: token_streams_pb2.SequenceRequest) -> None:
+        """Send a request soon, in one message with those that wait."""
+        self._unsent.append(request)
+        self._has_unsent.set()
 
     def _forget(self, call_id: int) -> bool:
         """Forget a sequence. Returns whether it was running."""
@@ -216,8 +222,14 @@ class _StreamCall:
         self._hang_up(_HUNG_UP)
 
     async def _requests(self) -> AsyncIterator[token_streams_pb2.StreamTokensRequest]:
-        while (request := await self._unsent.get()) is not None:
-            yield request
+        # A message takes rounds of the event loop. In a burst, requests that were sent one by one
+        # would fall behind, and another tenant's request would wait for the whole burst.
+        while not self._hung_up:
+            await self._has_unsent.wait()
+            self._has_unsent.clear()
+            while self._unsent:
+                batch, _ = take_batch(self._unsent)
+                yield token_streams_pb2.StreamTokensRequest(requests=batch)
 
     async def _read(self) -> None:
         error: OutriderError | None = _HUNG_UP
@@ -268,7 +280,8 @@ class _StreamCall:
         """End the call, and all sequences with an error or None."""
         self._call.cancel()
         # gRPC waits for requests even after a call has ended.
-        self._unsent.put_nowait(None)
+        self._hung_up = True
+        self._has_unsent.set()
         for chunks in self._running.values():
             chunks.close()
             chunks.put(error and replace(error))

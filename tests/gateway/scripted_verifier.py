@@ -48,6 +48,8 @@ class Script:
     leaves: bool = False
     """Whether to say on each stream that the verifier is about to stop."""
     stream_count: int = 0
+    message_count: int = 0
+    """Messages of gateways, each with one or more requests."""
 
 
 def serve_verifier(servicer: ScriptedVerifier, server: grpc.aio.Server) -> None:
@@ -80,7 +82,7 @@ class ScriptedVerifier(
         self, request_iterator: AsyncIterator[token_streams_pb2.StreamTokensRequest], context: Any
     ) -> None:
         self.script.stream_count += 1
-        stream = GatewayStream(self._generate, aiter(request_iterator), context)
+        stream = GatewayStream(self._generate, self._counted(request_iterator), context)
         serving = asyncio.ensure_future(stream.run())
         hung_up = asyncio.ensure_future(self._hang_up(stream))
         try:
@@ -88,6 +90,13 @@ class ScriptedVerifier(
         finally:
             serving.cancel()
             hung_up.cancel()
+
+    async def _counted(
+        self, requests: AsyncIterator[token_streams_pb2.StreamTokensRequest]
+    ) -> AsyncIterator[token_streams_pb2.StreamTokensRequest]:
+        async for message in requests:
+            self.script.message_count += 1
+            yield message
 
     async def _hang_up(self, stream: GatewayStream) -> None:
         # Tests set plain flags, so there is no event to wait for.

@@ -59,7 +59,7 @@ class Liar:
     async def stream_tokens(
         self, requests: AsyncIterator[token_streams_pb2.StreamTokensRequest], context: object
     ) -> AsyncIterator[bytes]:
-        async for request in requests:
+        async for request in (each async for message in requests for each in message.requests):
             if not request.HasField("generate"):
                 continue
             for lie in self.lies:

@@ -36,6 +36,19 @@ async def test_successive_and_simultaneous_requests_share_a_stream(rig: Rig) -> 
     assert rig.script.stream_count == before
 
 
+async def test_requests_that_wait_to_be_sent_share_messages(rig: Rig) -> None:
+    stream = rig.gateway.router.replicas[0].tokens
+    await ask(rig)
+    before = rig.script.message_count
+    running = [stream.generate(TokenRequest([5, number], 5)) for number in range(40)]
+    await asyncio.gather(*map(anext, running))
+    prompts = [request.prompt for request in rig.script.requests[-40:]]
+    assert prompts == [[5, number] for number in range(40)]
+    assert rig.script.message_count - before < 10
+    for each in running:
+        await each.aclose()
+
+
 async def test_after_a_stream_breaks_the_next_request_opens_another(
     rig: Rig,
 ) -> None:

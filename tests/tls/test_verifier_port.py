@@ -39,12 +39,13 @@ async def generate_tokens(channel: grpc.aio.Channel) -> Any:
 
 
 async def stream_tokens(channel: grpc.aio.Channel) -> Any:
-    request = token_streams_pb2.StreamTokensRequest(
+    request = token_streams_pb2.SequenceRequest(
         call_id=1,
         generate=verifier_pb2.GenerateTokensRequest(prompt_token_ids=[1], max_tokens=2),
     )
     stub: Any = token_streams_pb2_grpc.TokenStreamServiceStub(channel)
-    call = stub.StreamTokens(iter([request]), timeout=10)
+    message = token_streams_pb2.StreamTokensRequest(requests=[request])
+    call = stub.StreamTokens(iter([message]), timeout=10)
     return await call.read()
 
 

@@ -51,8 +51,10 @@ SAID_BY_DRAFTERS = [
 VALID: dict[str, list[bytes]] = {
     "GenerateTokens": [GENERATE.SerializeToString()],
     "StreamTokens": [
-        token_streams_pb2.StreamTokensRequest(call_id=1, generate=GENERATE).SerializeToString(),
-        token_streams_pb2.StreamTokensRequest(call_id=1, cancel=CANCEL).SerializeToString(),
+        token_streams_pb2.StreamTokensRequest(
+            requests=[token_streams_pb2.SequenceRequest(call_id=1, **kind)]
+        ).SerializeToString()
+        for kind in ({"generate": GENERATE}, {"cancel": CANCEL})
     ],
     "StreamDrafts": SAID_BY_DRAFTERS,
 }

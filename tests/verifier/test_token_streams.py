@@ -23,6 +23,7 @@ from verifier_svc.streams import gateway_streams
 from verifier_svc.streams.gateway_streams import GatewayStream
 
 Request = token_streams_pb2.StreamTokensRequest
+Sequence = token_streams_pb2.SequenceRequest
 Tokens = verifier_pb2.GenerateTokensResponse
 FOREVER = 60.0
 
@@ -79,22 +80,27 @@ async def calling(verifier: Verifier) -> AsyncIterator[Any]:
         await server.stop(0.0)
 
 
+def said(**request: Any) -> Request:
+    """A message with one request."""
+    return Request(requests=[Sequence(**request)])
+
+
 def begin(number: int, prompt: int, traceparent: str = "") -> Request:
     """A message that begins call `number`, with a prompt of one token."""
     generate = verifier_pb2.GenerateTokensRequest(prompt_token_ids=[prompt])
-    return Request(call_id=number, generate=generate, traceparent=traceparent)
+    return said(call_id=number, generate=generate, traceparent=traceparent)
 
 
 def cancel(number: int) -> Request:
     """A message that cancels call `number`."""
-    return Request(call_id=number, cancel=token_streams_pb2.CancelTokens())
+    return said(call_id=number, cancel=token_streams_pb2.CancelTokens())
 
 
 def reading(number: int, reads: bool) -> Request:
     """A message that pauses call `number`, or lets it go on."""
     if reads:
-        return Request(call_id=number, resume=token_streams_pb2.ResumeTokens())
-    return Request(call_id=number, pause=token_streams_pb2.PauseTokens())
+        return said(call_id=number, resume=token_streams_pb2.ResumeTokens())
+    return said(call_id=number, pause=token_streams_pb2.PauseTokens())
 
 
 async def messages(call: Any) -> list[list[tuple[int, list[int]]]]:
@@ -204,15 +210,15 @@ async def test_a_paused_sequence_is_freed_when_it_is_cancelled_or_the_caller_han
 
 
 @pytest.mark.parametrize(
-    ("messages_sent", "said"),
+    ("messages_sent", "complaint"),
     [
         ([begin(1, 1), begin(1, 2)], "call_id 1 is that of a sequence that goes on"),
-        ([Request(call_id=1)], "a message must be generate, cancel, pause or resume"),
+        ([said(call_id=1)], "a message must be generate, cancel, pause or resume"),
     ],
     ids=["a number twice", "no message"],
 )
 async def test_a_message_without_meaning_ends_the_stream_with_the_reason(
-    messages_sent: list[Request], said: str
+    messages_sent: list[Request], complaint: str
 ) -> None:
     verifier = Verifier(lambda prompt: [[prompt], FOREVER])
     async with calling(verifier) as call:
@@ -221,7 +227,7 @@ async def test_a_message_without_meaning_ends_the_stream_with_the_reason(
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await messages(call)
         error = rpc.error_of(caught.value)
-        assert (error.reason, error.message) == (Reason.PROTOCOL_VIOLATION, said)
+        assert (error.reason, error.message) == (Reason.PROTOCOL_VIOLATION, complaint)
         await until(lambda: verifier.running == 0)
 
 

@@ -18,10 +18,9 @@ import grpc
 from outrider.errors import OutriderError, Reason
 from outrider.internal.v1 import token_streams_pb2
 from outrider.process import rpc
+from outrider.protocol.wire.batches import take_batch
 from outrider.v1 import verifier_pb2
 
-# The largest message, unless a single part is larger.
-_MAX_MESSAGE_BYTES = 2**20
 # A caller that does not read cannot fill the verifier's memory. The parts of one step are far less.
 MOST_UNSENT_BYTES = 64 * 2**20
 
@@ -86,26 +85,34 @@ class GatewayStream:
 
     async def _read(self) -> None:
         """Begin, pause and cancel calls; after the last message, wait for the running calls."""
-        async for request in self._requests:
-            number = request.call_id
-            kind = request.WhichOneof("message")
-            if kind == "generate":
-                if number in self._calls:
-                    raise _violation(f"call_id {number} is that of a sequence that goes on")
-                serving = self._serve(number, request.generate, request.traceparent)
-                self._calls[number] = asyncio.create_task(serving)
-                self._calls[number].add_done_callback(partial(self._forget, number))
-            elif kind == "pause":
-                if number in self._calls:
-                    self._paused.setdefault(number, asyncio.Event())
-            elif kind == "resume":
-                self._go_on(number)
-            elif kind != "cancel":
-                raise _violation("a message must be generate, cancel, pause or resume")
-            elif call := self._calls.get(number):
-                call.cancel()
+        async for message in self._requests:
+            for request in message.requests:
+                self._take(request)
         while self._calls:
             await asyncio.wait(self._calls.values())
+
+    def _take(self, request: token_streams_pb2.SequenceRequest) -> None:
+        """Begin, pause, go on with or cancel a call.
+
+        Raises OutriderError(PROTOCOL_VIOLATION).
+        """
+        number = request.call_id
+        kind = request.WhichOneof("message")
+        if kind == "generate":
+            if number in self._calls:
+                raise _violation(f"call_id {number} is that of a sequence that goes on")
+            serving = self._serve(number, request.generate, request.traceparent)
+            self._calls[number] = asyncio.create_task(serving)
+            self._calls[number].add_done_callback(partial(self._forget, number))
+        elif kind == "pause":
+            if number in self._calls:
+                self._paused.setdefault(number, asyncio.Event())
+        elif kind == "resume":
+            self._go_on(number)
+        elif kind != "cancel":
+            raise _violation("a message must be generate, cancel, pause or resume")
+        elif call := self._calls.get(number):
+            call.cancel()
 
     def _forget(self, number: int, _: object) -> None:
         del self._calls[number]
@@ -164,24 +171,11 @@ class GatewayStream:
                 # The caller may cancel its calls when it hears of this, so it gets the parts too.
                 draining = self._draining
                 self._draining = False
-                parts = self._take_parts()
+                parts, byte_count = take_batch(self._unsent)
+                self._unsent_bytes -= byte_count
                 await self._context.write(
                     token_streams_pb2.StreamTokensResponse(parts=parts, draining=draining)
                 )
-
-    def _take_parts(self) -> list[token_streams_pb2.TokensPart]:
-        """Take the parts of the next message: as many as fit, but at least the first part."""
-        parts: list[token_streams_pb2.TokensPart] = []
-        byte_count = 0
-        for part in self._unsent:
-            size = part.ByteSize()
-            if parts and byte_count + size > _MAX_MESSAGE_BYTES:
-                break
-            byte_count += size
-            parts.append(part)
-        self._unsent = self._unsent[len(parts) :]
-        self._unsent_bytes -= byte_count
-        return parts
 
 
 async def _cancel(*tasks: asyncio.Task[None]) -> None:

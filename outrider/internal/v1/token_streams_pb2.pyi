@@ -23,6 +23,30 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class StreamTokensRequest(_message.Message):
+    """What the caller has to say about some sequences of the stream."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequenceRequest]:
+        """The verifier takes them in this order."""
+
+    def __init__(
+        self,
+        *,
+        requests: _abc.Iterable[Global___SequenceRequest] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["requests", b"requests"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StreamTokensRequest: _TypeAlias = StreamTokensRequest  # noqa: Y015
+
+@_typing.final
+class SequenceRequest(_message.Message):
     """Begins or ends a sequence of the stream, or says whether its tokens are read."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -73,7 +97,7 @@ class StreamTokensRequest(_message.Message):
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
-Global___StreamTokensRequest: _TypeAlias = StreamTokensRequest  # noqa: Y015
+Global___SequenceRequest: _TypeAlias = SequenceRequest  # noqa: Y015
 
 @_typing.final
 class CancelTokens(_message.Message):

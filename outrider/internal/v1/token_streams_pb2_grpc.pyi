@@ -37,8 +37,9 @@ class TokenStreamServiceStub:
     def __new__(cls, channel: _aio.Channel) -> TokenStreamServiceAsyncStub: ...
     StreamTokens: _grpc.StreamStreamMultiCallable[_token_streams_pb2.StreamTokensRequest, _token_streams_pb2.StreamTokensResponse]
     """Generates tokens for many sequences. All tokens that a step commits for the stream's sequences
-    come in one message, since a message costs more than its contents. The end of the stream frees
-    all its sequences.
+    come in one message, since a message costs more than its contents. For the same reason, the
+    caller sends what it has to say at once in one message. The end of the stream frees all its
+    sequences.
     """
 
 @_typing.type_check_only
@@ -48,8 +49,9 @@ class TokenStreamServiceAsyncStub(TokenStreamServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     StreamTokens: _aio.StreamStreamMultiCallable[_token_streams_pb2.StreamTokensRequest, _token_streams_pb2.StreamTokensResponse]  # type: ignore[assignment]
     """Generates tokens for many sequences. All tokens that a step commits for the stream's sequences
-    come in one message, since a message costs more than its contents. The end of the stream frees
-    all its sequences.
+    come in one message, since a message costs more than its contents. For the same reason, the
+    caller sends what it has to say at once in one message. The end of the stream frees all its
+    sequences.
     """
 
 class TokenStreamServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -62,8 +64,9 @@ class TokenStreamServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_token_streams_pb2.StreamTokensResponse], _abc.AsyncIterator[_token_streams_pb2.StreamTokensResponse]]:
         """Generates tokens for many sequences. All tokens that a step commits for the stream's sequences
-        come in one message, since a message costs more than its contents. The end of the stream frees
-        all its sequences.
+        come in one message, since a message costs more than its contents. For the same reason, the
+        caller sends what it has to say at once in one message. The end of the stream frees all its
+        sequences.
         """
 
 def add_TokenStreamServiceServicer_to_server(servicer: TokenStreamServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -1,0 +1,30 @@
+"""Put messages that wait to be sent together, as many as fit."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from google.protobuf.message import Message
+
+MAX_BATCH_BYTES = 2**20
+"""The largest batch, unless a single message is larger."""
+
+_Message = TypeVar("_Message", bound=Message)
+
+
+def take_batch(unsent: list[_Message]) -> tuple[list[_Message], int]:
+    """Take from the front of `unsent` as many as fit, but at least the first, if there is any.
+
+    Returns them and their bytes.
+    """
+    count = 0
+    byte_count = 0
+    for message in unsent:
+        size = message.ByteSize()
+        if count and byte_count + size > MAX_BATCH_BYTES:
+            break
+        byte_count += size
+        count += 1
+    batch = unsent[:count]
+    del unsent[:count]
+    return batch, byte_count
