@@ -4,6 +4,10 @@ To parse, check and tokenise a request takes milliseconds of the event loop. In 
 that are refused must not wait for that work on accepted requests, and a tenant's requests must not
 wait for another tenant's. Answers under way must not wait for it either: each of their tokens
 passes through the loop several times.
+
+uvloop accepts one connection in each round of the event loop, in order of arrival. So behind a
+tenant's burst, another tenant's connection would wait for the work on the whole burst. Turns are
+therefore given in a round in which no request has come in.
 """
 
 from __future__ import annotations
@@ -17,12 +21,17 @@ AT_ONCE = 8
 """Requests whose work is under way at once: some wait for another thread, or for Redis."""
 OF_A_TENANT = 2
 """Requests of a single tenant among them. Each adds its work to a round of the event loop."""
+# How long requests that come in, round after round, may hold turns back: enough to accept some
+# hundred connections. Turns are then given regardless for a while, since requests may never stop
+# coming in (seconds).
+_HOLD_S = 0.2
+_GIVE_S = 0.1
 
 
 class Turns:
     """Lets `at_once` requests do their work at once, of each tenant `of_a_tenant` at most.
 
-    Tenants come in turn (round-robin).
+    Tenants come in turn (round-robin), once no more requests come in.
     """
 
     def __init__(self, at_once: int, of_a_tenant: int) -> None:
@@ -31,14 +40,43 @@ class Turns:
         self._under_way: Counter[str] = Counter()
         # By tenant; the tenant whose turn was longest ago is first.
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+        # Whether a request has come in since the last look, and whether another look will follow.
+        self._has_come = False
+        self._looks = False
+        # Until when turns are held back at most, and until when they are given regardless (the
+        # loop's time).
+        self._held_until = 0.0
+        self._given_until = 0.0
+
+    def comes_in(self) -> None:
+        """Hold turns back for a round, since another request may come in behind this one."""
+        loop = asyncio.get_running_loop()
+        self._has_come = True
+        if not self._looks and loop.time() >= self._given_until:
+            self._looks = True
+            self._held_until = loop.time() + _HOLD_S
+            loop.call_soon(self._look)
+
+    def _look(self) -> None:
+        """Give turns if no request has come in since the last look; otherwise look again."""
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        if self._has_come and now < self._held_until:
+            self._has_come = False
+            loop.call_soon(self._look)
+            return
+        if self._has_come:
+            self._given_until = now + _GIVE_S
+        self._looks = False
+        self._give()
 
     async def enter(self, tenant: str) -> None:
         """Wait for a turn. Each turn needs a `leave`."""
-        if self._has_room(tenant):
-            self._begin(tenant)
-            return
+        self.comes_in()
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(tenant, deque()).append(turn)
+        if not self._looks:
+            self._give()
         try:
             await turn
         except asyncio.CancelledError:
@@ -62,26 +100,26 @@ class Turns:
         self._under_way[tenant] -= 1
         if not self._under_way[tenant]:
             del self._under_way[tenant]
+        if not self._looks:
+            self._give()
+
+    def _give(self) -> None:
+        """Give the free turns to requests that may have them."""
         while (waiting := next(filter(self._has_room, self._waiting), None)) is not None:
-            if self._pass_to(waiting):
-                return
+            self._pass_to(waiting)
 
     def _has_room(self, tenant: str) -> bool:
         return self._free > 0 and self._under_way[tenant] < self._of_a_tenant
 
-    def _begin(self, tenant: str) -> None:
-        self._free -= 1
-        self._under_way[tenant] += 1
-
-    def _pass_to(self, tenant: str) -> bool:
-        """Give the tenant's next request a turn; False if all its requests have gone away."""
+    def _pass_to(self, tenant: str) -> None:
+        """Give a turn to the tenant's next request that has not gone away, if there is any."""
         queue = self._waiting.pop(tenant)
         while queue:
             turn = queue.popleft()
             if not turn.done():
                 if queue:
                     self._waiting[tenant] = queue
-                self._begin(tenant)
+                self._free -= 1
+                self._under_way[tenant] += 1
                 turn.set_result(None)
-                return True
-        return False
+                return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from types import TracebackType
 from typing import NamedTuple
@@ -82,6 +81,7 @@ class Entrance:
         if scope["type"] != "http" or scope["path"] not in PATHS or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
+        self._turns.comes_in()
         tenant = identity_in(scope).tenant
         model = self._admission.only_model()
         permit = None
@@ -94,8 +94,6 @@ class Entrance:
                 return
         with Arrival(self._turns, tenant, permit) as arrival:
             scope[_SCOPE_KEY] = arrival
-            # The refusals of a burst leave before the work on the other requests.
-            await asyncio.sleep(0)
             await self._app(scope, receive, send)
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import grpc
 import pytest
 from gateway_rig import Rig
 
+from gateway.generation import turns as turns_module
 from gateway.generation.turns import AT_ONCE, OF_A_TENANT, Turns
 from outrider.v1.generation_pb2 import GenerateTextRequest
 
@@ -25,19 +27,53 @@ async def test_tenants_come_in_turn() -> None:
     turns = Turns(1, 1)
     order: list[str] = []
     await asyncio.gather(*(in_turn(turns, tenant, order) for tenant in "aaaabcb"))
-    assert "".join(order) == "aabcaba"
+    assert "".join(order) == "abcabaa"
 
 
 async def test_a_burst_of_one_tenant_leaves_turns_to_the_rest() -> None:
     turns = Turns(8, 2)
     order: list[str] = []
     burst = [asyncio.create_task(in_turn(turns, "burst", order)) for _ in range(9)]
-    await asyncio.sleep(0)
+    while not order:  # noqa: ASYNC110
+        await asyncio.sleep(0)
     assert order == ["burst", "burst"]
     await in_turn(turns, "small", order)
     assert order.index("small") <= 4
     await asyncio.wait(burst)
     assert order.count("burst") == 9
+
+
+async def coming_in(
+    turns: Turns, order: list[str], enough: Callable[[int], bool]
+) -> list[asyncio.Task[None]]:
+    """Requests of a burst, one in each round of the event loop, as uvloop accepts connections."""
+    burst: list[asyncio.Task[None]] = []
+    while not enough(len(burst)):
+        burst.append(asyncio.create_task(in_turn(turns, "burst", order)))
+        await asyncio.sleep(0)
+    return burst
+
+
+async def test_a_request_behind_a_burst_of_connections_waits_for_none_of_its_work() -> None:
+    turns = Turns(8, 2)
+    order: list[str] = []
+    burst = await coming_in(turns, order, lambda count: count == 50)
+    assert not order
+    await in_turn(turns, "small", order)
+    assert order.index("small") <= 2
+    await asyncio.wait(burst)
+    assert order.count("burst") == 50
+
+
+async def test_requests_that_never_stop_coming_in_get_turns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(turns_module, "_HOLD_S", 0.02)
+    turns = Turns(8, 2)
+    order: list[str] = []
+    async with asyncio.timeout(30.0):
+        burst = await coming_in(turns, order, lambda _: len(order) > 10)
+        await asyncio.wait(burst)
 
 
 async def test_a_request_that_leaves_while_it_waits_costs_no_turn() -> None:
