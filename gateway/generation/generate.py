@@ -133,6 +133,8 @@ class _Sequence:
         self._pick = pick
         self._permit = permit
         self._left = False
+        # Whether it has no place in the admission, because the verifier does nothing for it.
+        self._is_unread = False
         self._builder: DeltaBuilder | None = None
         # Every replica draws with it if the request has no seed.
         self._noise_seed = secrets.randbits(64)
@@ -163,7 +165,9 @@ class _Sequence:
         self._pick.replica.sequences.discard(self)
         if not self._left:
             self._left = True
-            self._permit.release()
+            if not self._is_unread:
+                self._permit.release()
+            self._count_unread(False)
 
     async def deltas(self) -> AsyncGenerator[TextDelta, None]:
         """Yield the sequence's deltas, and record its metrics."""
@@ -217,17 +221,28 @@ class _Sequence:
                     replica.mark_suspect(stream, error)
                 if not self._moves(error.reason):
                     raise
+                self._set_unread(False)
                 await self._move(error)
 
     def _set_unread(self, is_unread: bool) -> None:
-        """Give the place in the admission back while the client does not read."""
-        change = 1 if is_unread else -1
-        self._pick.replica.unread_count += change
-        self._generation.metrics.unread.labels(self._pick.model).inc(change)
+        """Give the place in the admission back while the verifier has nothing to do.
+
+        So it is while the client does not read, and once the verifier has ended its answer. A
+        client that reads none of it cannot keep the place.
+        """
+        if is_unread == self._is_unread:
+            return
         if is_unread:
             self._permit.release()
         else:
             self._permit.take_again()
+        self._count_unread(is_unread)
+
+    def _count_unread(self, is_unread: bool) -> None:
+        change = int(is_unread) - int(self._is_unread)
+        self._is_unread = is_unread
+        self._pick.replica.unread_count += change
+        self._generation.metrics.unread.labels(self._pick.model).inc(change)
 
     def _rest(self) -> TokenRequest:
         """The verifier's request for what is left to generate."""

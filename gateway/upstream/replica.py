@@ -47,7 +47,8 @@ class Replica:
         """The sequences that run on this replica, or have waited for another replica since it was
         lost."""
         self.unread_count = 0
-        """How many of them are paused there, because their clients do not read."""
+        """How many of them have no place there: they are paused or have ended, and their clients
+        have not read the rest yet."""
         self.foreign_count = 0
         """Sequences of other gateways and callers there, at the last poll."""
         self.round_trip_s: float | None = None

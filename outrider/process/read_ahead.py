@@ -26,7 +26,7 @@ class ReadAhead(Generic[_Item]):
     `set_reading(False)` asks the producer to pause, and `set_reading(True)` to go on. The producer
     may be late: `put` takes every item. `give_up` is called once nothing has been read for
     `seconds` since the pause began. `on_pause` is told of each pause when it begins (True) and when
-    it ends (False), also by `close`.
+    it ends (False). `close` begins a pause without an end.
     """
 
     def __init__(
@@ -78,11 +78,14 @@ class ReadAhead(Generic[_Item]):
 
         Unread items stay, and more may be put.
         """
+        if self._closed:
+            return
         self._closed = True
-        if self._timer is not None:
+        if self._timer is None:
+            self._on_pause(True)
+        else:
             self._timer.cancel()
             self._timer = None
-            self._on_pause(False)
 
     def _wait(self) -> None:
         loop = asyncio.get_running_loop()

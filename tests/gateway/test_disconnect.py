@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
+import grpc
 import pytest
 from gateway_rig import Rig
 from scripted_verifier import last, plain
@@ -18,10 +19,12 @@ from waiting import until
 
 from gateway.generation import generate
 from gateway.http.connections import BoundedProtocol
+from outrider.errors import Reason
+from outrider.process import rpc
 from outrider.process.read_ahead import MOST_UNREAD
 from outrider.protocol.messages import FinishReason
 from outrider.protocol.model_info import Load
-from outrider.v1 import generation_pb2
+from outrider.v1 import generation_pb2, generation_pb2_grpc
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -48,11 +51,16 @@ def unread_and_placed(rig: Rig) -> tuple[float, int]:
 _ENDLESS = 2**22
 
 
-async def asks_and_reads_nothing(rig: Rig) -> socket.socket:
-    """A connection that has requested a very long answer and does not read it."""
+async def long_answers_in_one_place(rig: Rig) -> None:
+    """Let the verifier have a very long context, and room for one sequence at once."""
     load = Load(0, 0, max_running=1, max_waiting=0)
     rig.script.info = replace(rig.script.info, context_length=2 * _ENDLESS, load=load)
     await until(lambda: rig.gateway.router.replicas[0].info == rig.script.info)
+
+
+async def asks_and_reads_nothing(rig: Rig) -> socket.socket:
+    """A connection that has requested a very long answer and does not read it."""
+    await long_answers_in_one_place(rig)
     where = urlsplit(rig.gateway.http_url)
     connection = socket.create_connection((where.hostname, where.port))
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -155,6 +163,32 @@ async def test_an_answer_that_is_never_read_ends_with_an_error(
     assert "0.5 s" in last_event["error"]["message"]
 
 
+async def test_a_call_over_grpc_that_is_never_read_keeps_no_place(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has no deadline. Another request gets its place, the only one, also after the time-out."""
+    monkeypatch.setattr(generate, "_UNREAD_S", 0.5)
+    await long_answers_in_one_place(rig)
+    rig.script.answer = lambda _: [each for _ in range(20_000) for each in (plain([5] * 50), 0.0)]
+    # Otherwise gRPC would widen its window to megabytes.
+    narrow = [("grpc.http2.bdp_probe", 0)]
+    async with grpc.aio.insecure_channel(rig.gateway.grpc_address, options=narrow) as channel:
+        stub: Any = generation_pb2_grpc.GenerationServiceStub(channel)
+        request = generation_pb2.GenerateTextRequest(prompt="x", max_tokens=_ENDLESS)
+        call = stub.GenerateText(request)
+        await until(lambda: rig.script.running == 1)
+        await until(lambda: rig.script.running == 0)
+        assert rig.script.cancelled == 1
+        assert unread_and_placed(rig) == (1, 0)
+        rig.says("It goes on.")
+        other = await rig.client.completions.create(model="models/target", prompt="x")
+        assert other.choices[0].text == "It goes on."
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            _ = [_ async for _ in call]
+    assert rpc.error_of(caught.value).reason is Reason.SLOW_READER
+    await until(lambda: unread_and_placed(rig) == (0, 0))
+
+
 async def test_a_connection_that_is_never_read_ends(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,6 +198,7 @@ async def test_a_connection_that_is_never_read_ends(
     with await asks_and_reads_nothing(rig):
         [replica] = rig.gateway.router.replicas
         await until(lambda: len(replica.sequences) == 1)
+        await until(lambda: unread_and_placed(rig) == (1, 0))
         await until(lambda: not replica.sequences)
     assert unread_and_placed(rig) == (0, 0)
 
