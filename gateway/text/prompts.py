@@ -140,7 +140,7 @@ class Prompts:
         if length > max_tokens * self._longest_token:
             raise _too_long(field, length, max_tokens)
         variables = self._variables(messages, **options)
-        text = await self._known_template().rendered(variables, "messages", tenant)
+        text = await self._known_template(field).rendered(variables, field, tenant)
         return _before_end_mark(text) if options.get("continue_final_message") else text
 
     def render(self, messages: Sequence[Mapping[str, str]], **options: Any) -> str:
@@ -149,13 +149,14 @@ class Prompts:
         The options are those of `_variables`. Raises OutriderError if there is no template, with
         the template's own message if it refuses the conversation, and if it exceeds a limit.
         """
-        text = self._known_template().render(self._variables(messages, **options), "messages")
+        template = self._known_template("messages")
+        text = template.render(self._variables(messages, **options), "messages")
         return _before_end_mark(text) if options.get("continue_final_message") else text
 
-    def _known_template(self) -> ChatTemplate:
+    def _known_template(self, field: str) -> ChatTemplate:
         if self._template is None:
-            message = "messages: the model has no chat template"
-            raise OutriderError(Reason.UNSUPPORTED_PARAMETER, message, "messages")
+            message = f"{field}: the model has no chat template"
+            raise OutriderError(Reason.UNSUPPORTED_PARAMETER, message, field)
         return self._template
 
     def _variables(
