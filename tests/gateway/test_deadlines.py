@@ -12,7 +12,7 @@ from gateway_rig import Rig
 from waiting import until
 
 from gateway.generation.admission import ClientTimeout
-from gateway.http.openai import client_timeout
+from gateway.http.calls import client_timeout
 from outrider.errors import OutriderError
 from outrider.protocol.messages import TokenRequest
 from outrider.v1 import generation_pb2

@@ -1,0 +1,158 @@
+"""A request of OpenAI's API as the gateway's request flow sees it, see `TextCall`."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Generic, TypeVar
+
+from fastapi import Request
+
+from gateway.access.gate import identity_of
+from gateway.generation.admission import ClientTimeout
+from gateway.generation.serve_text import Demand, TextCall
+from gateway.http.entrance import arrival_of
+from gateway.http.request_id import request_id
+from gateway.http.responses import ChatShape, CompletionShape, ResponseShape
+from gateway.http.schema import LEAST_TIMEOUT_S, ChatBody, CompletionBody
+from gateway.http.to_requests import answer_limit, gathers, text_requests
+from gateway.text.request import Conversation, PromptInput, TextInputs, TextRequest
+from outrider.errors import OutriderError, invalid
+from outrider.process.telemetry import Span
+from outrider.protocol.model_info import ModelInfo
+
+MAX_SEQUENCES = 64
+"""Most sequences of one request, prompts times n: the batch of a verifier with default settings."""
+# OpenAI's clients say here when they give up: in Python, and in all other languages.
+_CLIENT_HEADERS = ("x-stainless-read-timeout", "x-stainless-timeout")
+
+_Body = TypeVar("_Body", CompletionBody, ChatBody)
+
+
+class HttpCall(TextCall, Generic[_Body]):
+    """A request for text over HTTP."""
+
+    shape: type[ResponseShape]
+    has_turn = True
+
+    def __init__(self, body: _Body, request: Request) -> None:
+        self.body: _Body = body
+        self.request = request
+        self.identity = identity_of(request)
+        self.request_id = request_id(request.headers, self.shape.id_prefix)
+        self.headers = request.headers
+        self.model = body.model
+        self.operation = self.shape.operation
+        self.streams = bool(body.stream)
+        self.gathers = gathers(body)
+        self.limit = answer_limit(body)
+        self.prediction = "" if body.prediction is None else body.prediction.content
+
+    @property
+    @abstractmethod
+    def prompt_count(self) -> int:
+        """How many prompts the body has."""
+
+    def demand(self) -> Demand:
+        """The body's n and its timeout. Raises OutriderError(INVALID_VALUE).
+
+        The entrance has counted the request as one sequence. It ends that count here, since the
+        sequences of the demand count instead.
+        """
+        n = _choice_count(self.body.n, self.prompt_count)
+        timeout = client_timeout(self.body.timeout, self.headers, stream=self.streams)
+        arrival_of(self.request).counted()
+        return Demand(self.prompt_count, n, timeout)
+
+    @contextmanager
+    def responding(self, span: Span) -> Iterator[None]:
+        """Put HTTP's attributes on a span. The status is 200, or that of the block's error."""
+        path = self.request.url.path
+        span.set(
+            http__request__method=self.request.method,
+            http__route=getattr(self.request.scope.get("route"), "path", path),
+            url__path=path,
+            url__scheme=self.request.url.scheme,
+        )
+        status = 500
+        try:
+            yield
+            status = 200
+        except OutriderError as error:
+            status = error.reason.kind.http
+            raise
+        finally:
+            span.set(http__response__status_code=status)
+
+    def build(self, inputs: TextInputs, info: ModelInfo) -> Sequence[TextRequest]:
+        """The sequences for a replica's model. Raises OutriderError that names field and limit."""
+        return text_requests(self.body, inputs, info)
+
+
+class CompletionCall(HttpCall[CompletionBody]):
+    """POST /v1/completions."""
+
+    shape = CompletionShape
+
+    @property
+    def prompt_count(self) -> int:
+        """How many prompts the body has."""
+        return len(self.body.prompt)
+
+    def prompts(self) -> list[PromptInput]:
+        """The body's texts and lists of ids."""
+        echoes = bool(self.body.echo)
+        return [PromptInput(given, echoes=echoes) for given in self.body.prompt]
+
+
+class ChatCall(HttpCall[ChatBody]):
+    """POST /v1/chat/completions."""
+
+    shape = ChatShape
+    prompt_count = 1
+
+    def prompts(self) -> list[PromptInput]:
+        """The conversation. Raises OutriderError(INVALID_VALUE) for options that contradict."""
+        messages = [message.for_template() for message in self.body.messages]
+        return [PromptInput(Conversation(messages, self.body.rendering()), "messages")]
+
+
+def _choice_count(given: int | None, prompt_count: int) -> int:
+    """The body's n. Raises OutriderError(INVALID_VALUE) for too many sequences."""
+    n = 1 if given is None else given
+    if not 1 <= n <= MAX_SEQUENCES:
+        raise invalid("n", f"must be in [1, {MAX_SEQUENCES}], not {n}")
+    if prompt_count * n > MAX_SEQUENCES:
+        name = "prompt" if prompt_count > MAX_SEQUENCES else "n"
+        limit = f"at most {MAX_SEQUENCES} sequences go in one request"
+        raise invalid(name, f"asks for {prompt_count} prompts times n={n}; {limit}")
+    return n
+
+
+def client_timeout(
+    timeout: float | None, headers: Mapping[str, str], *, stream: bool | None
+) -> ClientTimeout:
+    """The timeout of a request with this `timeout` in its body and these headers.
+
+    OpenAI's clients wait for the first byte as long as their header says. Without `stream`, that is
+    the whole answer. Raises OutriderError(INVALID_VALUE) for a timeout below LEAST_TIMEOUT_S.
+    """
+    if timeout is not None and not timeout >= LEAST_TIMEOUT_S:
+        raise invalid("timeout", f"must be at least {LEAST_TIMEOUT_S} (seconds), not {timeout}")
+    named = [_seconds(headers[name]) for name in _CLIENT_HEADERS if name in headers]
+    client_s = min([seconds for seconds in named if seconds is not None], default=None)
+    if stream:
+        return ClientTimeout(timeout, client_s)
+    both = [seconds for seconds in (timeout, client_s) if seconds is not None]
+    return ClientTimeout(min(both, default=None))
+
+
+def _seconds(text: str) -> float | None:
+    """A header's positive number; None for anything else, since it is the client's own note."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        return None
+    return seconds if 0.0 < seconds < math.inf else None
