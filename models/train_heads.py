@@ -1,0 +1,964 @@
+"""Train a small head for the bundled target and write it to `heads/NAME` beside this file.
+
+A head reads the target's hidden states and drafts its next tokens. It learns the target's own
+distribution over several steps of its own drafting, on the training text of `train_pair.py` and, if
+wanted, on text that the target continued. The target's features are computed on the fly. The name
+`table` trains nothing; it measures the heads that are there beside the bundled draft model.
+
+EAGLE-3 learns from about 700 tokens in a second of one core. Where other processes use the cores,
+OMP_WAIT_POLICY=PASSIVE makes that three times cheaper.
+
+Usage: train_heads.py NAME SECONDS --stdlib DIR --docs DIR [--init] [--peak LR] [--work DIR]
+"""
+
+import argparse
+import functools
+import json
+import math
+import pathlib
+import random
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits, log_softmax, silu
+from train_pair import encode, make_chat, read_documents
+from transformers import DynamicCache, LlamaForCausalLM, PreTrainedTokenizerFast
+
+HERE = pathlib.Path(__file__).parent
+BOUNDARIES = [1, 3, 5]
+BATCH = 4
+CONTEXT = 256
+DEPTH = 4
+"""Steps of its own drafting that a head is trained on."""
+PROMPT = 64
+BLOCK = 7
+MASK = 128
+"""The token of a byte that no UTF-8 text has. It stands for what DSpark does not know yet."""
+EPSILON = 1e-6
+THETA = 10_000.0
+
+
+class Features:
+    """What a head may read of the target, for ids [B, T].
+
+    `states` [B, T, 3 * 384]: the residual stream at BOUNDARIES. `final` [B, T, 384]: the state
+    behind the final norm. `logits` [B, T, V].
+    """
+
+    def __init__(self, target: LlamaForCausalLM, ids: Tensor) -> None:
+        with torch.no_grad():
+            out = target.model(input_ids=ids, output_hidden_states=True)
+            self.ids = ids
+            self.states = torch.cat([out.hidden_states[k] for k in BOUNDARIES], dim=-1).float()
+            self.final = out.last_hidden_state.float()
+            self.logits = target.lm_head(out.last_hidden_state).float()
+
+
+class Norm(nn.Module):
+    """Root-mean-square norm over the last dimension."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.rms_norm(x, self.weight.shape, self.weight, EPSILON)
+
+
+def rotate(x: Tensor, positions: Tensor) -> Tensor:
+    """Return x [B, heads, N, D] with rotary position embeddings for positions [N] or [B, N]."""
+    half = x.shape[-1] // 2
+    frequencies = THETA ** (-torch.arange(half) / half)
+    angles = positions[..., None].float() * frequencies
+    if angles.ndim == 3:
+        angles = angles[:, None]
+    cos, sin = angles.cos(), angles.sin()
+    a, b = x[..., :half], x[..., half:]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+
+class Projections(nn.Module):
+    """The matrices of an attention with 6 query and 2 key heads of 64.
+
+    Qwen2's have biases, Qwen3's norms of the queries and keys.
+    """
+
+    def __init__(self, wide: int, hidden: int, *, bias: bool = False, norms: bool = False) -> None:
+        super().__init__()
+        self.size, self.groups = 64, 3
+        self.q_proj = nn.Linear(wide, 6 * 64, bias=bias)
+        self.k_proj = nn.Linear(wide, 2 * 64, bias=bias)
+        self.v_proj = nn.Linear(wide, 2 * 64, bias=bias)
+        self.o_proj = nn.Linear(6 * 64, hidden, bias=False)
+        if norms:
+            self.q_norm, self.k_norm = Norm(64), Norm(64)
+
+    def split(self, x: Tensor) -> Tensor:
+        """Return [B, N, heads, 64] of [B, N, heads * 64]."""
+        return x.unflatten(-1, (-1, self.size))
+
+    def query(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Return the queries [B, 6, N, 64], scaled."""
+        query = self.split(self.q_proj(x))
+        if hasattr(self, "q_norm"):
+            query = self.q_norm(query)
+        return rotate(query.transpose(1, 2), positions) * self.size**-0.5
+
+    def key_value(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the keys and values [B, 6, N, 64], each head of them three times."""
+        key = self.split(self.k_proj(x))
+        if hasattr(self, "k_norm"):
+            key = self.k_norm(key)
+        key = rotate(key.transpose(1, 2), positions)
+        value = self.split(self.v_proj(x)).transpose(1, 2)
+        return key.repeat_interleave(self.groups, 1), value.repeat_interleave(self.groups, 1)
+
+    def join(self, x: Tensor) -> Tensor:
+        """Return the output [B, N, hidden] for what the heads gathered, [B, 6, N, 64]."""
+        return self.o_proj(x.transpose(1, 2).flatten(2))
+
+    def copy_last(self, source: nn.Module) -> None:
+        """Take the weights of an attention for the last columns of the input; the rest is small."""
+        for name in ("q_proj", "k_proj", "v_proj"):
+            own, other = getattr(self, name), getattr(source, name)
+            nn.init.normal_(own.weight, std=0.02)
+            own.weight[:, -other.in_features :] += other.weight
+            if own.bias is not None:
+                nn.init.zeros_(own.bias)
+        self.o_proj.weight.copy_(source.o_proj.weight)
+
+
+class Gate(nn.Module):
+    """The gated feed-forward block of Llama."""
+
+    def __init__(self, hidden: int, inner: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden, inner, bias=False)
+        self.up_proj = nn.Linear(hidden, inner, bias=False)
+        self.down_proj = nn.Linear(inner, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))
+
+    def copy_widest(self, source: nn.Module) -> None:
+        """Take the inner columns of a wider block that weigh the most."""
+        norms = source.down_proj.weight.norm(dim=0) * source.up_proj.weight.norm(dim=1)
+        kept = norms.topk(self.gate_proj.out_features).indices.sort().values
+        self.gate_proj.weight.copy_(source.gate_proj.weight[kept])
+        self.up_proj.weight.copy_(source.up_proj.weight[kept])
+        self.down_proj.weight.copy_(source.down_proj.weight[:, kept])
+
+
+class Steps:
+    """Attention of drafts: each sees the true prefix of its anchor and its own earlier steps."""
+
+    def __init__(self) -> None:
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Return [B, heads, N, size] for step len(self.keys); each later step has fewer anchors."""
+        self.keys.append(key)
+        self.values.append(value)
+        count = query.shape[2]
+        scores = query @ self.keys[0][:, :, :count].transpose(-1, -2)
+        hidden = torch.ones(count, count, dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+        own = [(query * k[:, :, :count]).sum(-1, keepdim=True) for k in self.keys[1:]]
+        weights = torch.cat([scores, *own], dim=-1).softmax(-1)
+        out = weights[..., :count] @ self.values[0][:, :, :count]
+        for n, v in enumerate(self.values[1:]):
+            out = out + weights[..., count + n, None] * v[:, :, :count]
+        return out
+
+
+class Layer(nn.Module):
+    """A decoder layer. EAGLE-3's reads embedding and state side by side, each with its norm."""
+
+    def __init__(self, hidden: int, inner: int, *, eagle: bool = False, **kinds: bool) -> None:
+        super().__init__()
+        self.input_layernorm = Norm(hidden)
+        if eagle:
+            self.hidden_norm = Norm(hidden)
+        self.self_attn = Projections(hidden * (2 if eagle else 1), hidden, **kinds)
+        self.post_attention_layernorm = Norm(hidden)
+        self.mlp = Gate(hidden, inner)
+
+    def copy(self, source: nn.Module) -> None:
+        """Start from one of the target's layers."""
+        self.input_layernorm.weight.copy_(source.input_layernorm.weight)
+        self.self_attn.copy_last(source.self_attn)
+        self.post_attention_layernorm.weight.copy_(source.post_attention_layernorm.weight)
+        self.mlp.copy_widest(source.mlp)
+
+    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
+        """Return the layer's output for what its attention's heads gathered."""
+        x = residual + self.self_attn.join(attended)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Head(nn.Module):
+    """A head whose module names are the names of its dialect's tensors.
+
+    `start(target, frequencies)` sets its first weights, `loss(embed, features)` is what it learns
+    and `config(target)` gives the keys of `config.json`.
+    """
+
+    def ids(self) -> Tensor:
+        """Return the target's id of each draft id."""
+        return torch.arange(4096)
+
+    def known(self, best: Tensor) -> Tensor:
+        """Return whether the head can draft these ids of the target."""
+        return torch.ones_like(best, dtype=torch.bool)
+
+    def drafts(
+        self, embed: nn.Embedding, depth: int, features: Features, noise: Tensor | None
+    ) -> Tensor:
+        """Return the drafted ids [B, T, depth] behind each last committed token; -1 where none.
+
+        `noise` [B, T, V] is that of the draws of the text's tokens, None for greedy drafts.
+        """
+        raise NotImplementedError
+
+    def choose(self, logits: Tensor, noise: Tensor | None, first: int) -> Tensor:
+        """Return the ids [B, N] drafted for the tokens `first` … of the text."""
+        if noise is not None:
+            logits = log_softmax(logits, -1)
+            drawn = noise[:, first : first + logits.shape[1], self.ids()]
+            logits[:, : drawn.shape[1]] += drawn
+        return self.ids()[logits.argmax(-1)]
+
+
+class PairHead(Head):
+    """A head that pairs the feature of a token with the embedding of the next token."""
+
+    def first_state(self, features: Features) -> Tensor:
+        """Return the state [B, T, 384] that stands for the target's features."""
+        raise NotImplementedError
+
+    def join(self, token: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what the attention reads of a pair, and the residual stream."""
+        raise NotImplementedError
+
+    def layer(self) -> Layer:
+        """Return the head's layer."""
+        raise NotImplementedError
+
+    def end(self, state: Tensor) -> Tensor:
+        """Return what the next step reads in place of the target's feature."""
+        raise NotImplementedError
+
+    def scores(self, embed: nn.Embedding, state: Tensor) -> Tensor:
+        """Return the logits [B, N, draft vocabulary] of a step's state."""
+        raise NotImplementedError
+
+    def unroll(self, embed: nn.Embedding, features: Features, depth: int) -> Iterator[Tensor]:
+        """Yield per step s the logits [B, T - 1 - s, draft vocabulary] of token a + 2 + s.
+
+        Anchor a pairs the feature of token a with the embedding of token a + 1. Step 0 reads the
+        target's feature, each later step the output of the step before it and the true token.
+        """
+        embedded = embed(features.ids[:, 1:]).float()
+        state = self.first_state(features)[:, :-1]
+        layer, steps = self.layer(), Steps()
+        for step in range(depth):
+            count = embedded.shape[1] - step
+            x, residual = self.join(embedded[:, step:], state[:, :count])
+            positions = torch.arange(count) + 1 + step
+            query = layer.self_attn.query(x, positions)
+            key, value = layer.self_attn.key_value(x, positions)
+            state = self.end(layer.finish(residual, steps.attend(query, key, value)))
+            yield self.scores(embed, state)
+
+    def loss(self, embed: nn.Embedding, features: Features) -> Tensor:
+        """Return the cross-entropy against the target's softmax over the draft vocabulary."""
+        known = self.known(features.logits.argmax(-1)).float()
+        goal = features.logits[..., self.ids()].softmax(-1)
+        total = torch.zeros(())
+        for step, logits in enumerate(self.unroll(embed, features, DEPTH)):
+            rows = slice(1 + step, 1 + step + logits.shape[1])
+            each = -(goal[:, rows] * log_softmax(logits.float(), -1)).sum(-1)
+            weight = known[:, rows]
+            total = total + 0.8**step * (each * weight).sum() / weight.sum()
+        return total
+
+    @torch.no_grad()
+    def drafts(
+        self, embed: nn.Embedding, depth: int, features: Features, noise: Tensor | None
+    ) -> Tensor:
+        # A draft counts only where all before it are the text's, so the true tokens are its own.
+        drafted = torch.full((*features.ids.shape, depth), -1)
+        for step, logits in enumerate(self.unroll(embed, features, depth)):
+            drafted[:, 1 : 1 + logits.shape[1], step] = self.choose(logits, noise, 2 + step)
+        return drafted
+
+
+def shared_keys(target: LlamaForCausalLM) -> dict[str, object]:
+    """Return the keys of `config.json` that all heads with a decoder layer have."""
+    return {
+        "hidden_act": "silu",
+        "hidden_size": target.config.hidden_size,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "rms_norm_eps": EPSILON,
+        "rope_theta": THETA,
+        "rope_scaling": None,
+        "max_position_embeddings": target.config.max_position_embeddings,
+        "bos_token_id": target.config.bos_token_id,
+        "eos_token_id": target.config.eos_token_id,
+        "pad_token_id": target.config.pad_token_id,
+        "vocab_size": target.config.vocab_size,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+    }
+
+
+class Eagle3(PairHead):
+    """EAGLE-3 in SpecForge's dialect, with the 1,024 ids that the target draws most often."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(len(BOUNDARIES) * 384, 384, bias=False)
+        self.midlayer = Layer(384, 768, eagle=True)
+        self.norm = Norm(384)
+        self.lm_head = nn.Linear(384, 1024, bias=False)
+        self.register_buffer("d2t", torch.zeros(1024, dtype=torch.int64))
+        self.register_buffer("t2d", torch.zeros(4096, dtype=torch.bool))
+
+    @torch.no_grad()
+    def start(self, target: LlamaForCausalLM, frequencies: Tensor) -> None:
+        """Start from the target's last layer and the embeddings of its most frequent ids."""
+        kept = frequencies.topk(1024).indices.sort().values
+        self.d2t.copy_(kept - torch.arange(1024))
+        self.t2d[kept] = True
+        self.lm_head.weight.copy_(target.lm_head.weight[kept])
+        self.norm.weight.copy_(target.model.norm.weight)
+        nn.init.normal_(self.fc.weight, std=0.01)
+        self.fc.weight[:, -384:] += 0.25 * torch.eye(384)
+        first, last = target.model.layers[0], target.model.layers[-1]
+        self.midlayer.copy(last)
+        self.midlayer.hidden_norm.weight.copy_(last.input_layernorm.weight)
+        self.midlayer.input_layernorm.weight.copy_(first.input_layernorm.weight)
+
+    def ids(self) -> Tensor:
+        return self.d2t + torch.arange(1024)
+
+    def known(self, best: Tensor) -> Tensor:
+        return self.t2d[best]
+
+    def layer(self) -> Layer:
+        return self.midlayer
+
+    def first_state(self, features: Features) -> Tensor:
+        return self.fc(features.states)
+
+    def join(self, token: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        parts = [self.midlayer.input_layernorm(token), self.midlayer.hidden_norm(state)]
+        return torch.cat(parts, dim=-1), state
+
+    def end(self, state: Tensor) -> Tensor:
+        return state
+
+    def scores(self, embed: nn.Embedding, state: Tensor) -> Tensor:
+        return self.lm_head(self.norm(state))
+
+    def config(self, target: LlamaForCausalLM) -> dict[str, object]:
+        """Nested layer ids count layer outputs: boundary - 1."""
+        return shared_keys(target) | {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "model_type": "llama",
+            "target_hidden_size": target.config.hidden_size,
+            "intermediate_size": 768,
+            "num_hidden_layers": 1,
+            "attention_bias": False,
+            "draft_vocab_size": 1024,
+            "eagle_config": {
+                "use_aux_hidden_state": True,
+                "eagle_aux_hidden_state_layer_ids": [k - 1 for k in BOUNDARIES],
+            },
+        }
+
+
+class DSpark(Head):
+    """DSpark in DeepSpec's dialect: two layers draft a block of 7 in one forward.
+
+    The row of the anchor, the last committed token, drafts the token behind it, and so on. A bias
+    by the token before (the Markov head) makes the block coherent, left to right.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(len(BOUNDARIES) * 384, 384, bias=False)
+        self.hidden_norm = Norm(384)
+        self.layers = nn.ModuleList(Layer(384, 384, norms=True) for _ in range(2))
+        self.norm = Norm(384)
+        self.markov_head = nn.Module()
+        self.markov_head.markov_w1 = nn.Embedding(4096, 32)
+        self.markov_head.markov_w2 = nn.Linear(32, 4096, bias=False)
+        self.confidence_head = nn.Module()
+        self.confidence_head.proj = nn.Linear(384 + 32, 1)
+
+    @torch.no_grad()
+    def start(self, target: LlamaForCausalLM, frequencies: Tensor) -> None:
+        """Start from the target's last two layers, with no bias by the token before."""
+        nn.init.normal_(self.fc.weight, std=0.01)
+        self.fc.weight[:, -384:] += torch.eye(384)
+        for own, layer in zip(self.layers, target.model.layers[-2:], strict=True):
+            own.copy(layer)
+        self.hidden_norm.weight.copy_(target.model.layers[-1].input_layernorm.weight)
+        self.norm.weight.copy_(target.model.norm.weight)
+        nn.init.normal_(self.markov_head.markov_w1.weight, std=1.0)
+        nn.init.zeros_(self.markov_head.markov_w2.weight)
+
+    def block(self, embed: nn.Embedding, features: Features, anchors: Tensor) -> Tensor:
+        """Return the states [B, A, 7, 384] of the blocks whose anchors are at [B, A]."""
+        ids = features.ids
+        context = self.hidden_norm(self.fc(features.states))
+        masks = ids.new_full((*anchors.shape, BLOCK), MASK)
+        masks[..., 0] = ids.gather(1, anchors)
+        x = embed(masks.flatten(1)).float()
+        positions = (anchors[..., None] + torch.arange(BLOCK)).flatten(1)
+        places = torch.arange(ids.shape[1])
+        hidden = (places >= anchors.repeat_interleave(BLOCK, 1)[..., None])[:, None]
+        for layer in self.layers:
+            attention, normed = layer.self_attn, layer.input_layernorm(x)
+            query = attention.query(normed, positions)
+            key, value = attention.key_value(context, places)
+            own_key, own_value = (
+                part.unflatten(2, (-1, BLOCK)) for part in attention.key_value(normed, positions)
+            )
+            before = (query @ key.transpose(-1, -2)).masked_fill(hidden, -torch.inf)
+            inside = query.unflatten(2, (-1, BLOCK)) @ own_key.transpose(-1, -2)
+            weights = torch.cat([before, inside.flatten(2, 3)], dim=-1).softmax(-1)
+            own = weights[..., -BLOCK:].unflatten(2, (-1, BLOCK)) @ own_value
+            x = layer.finish(x, weights[..., :-BLOCK] @ value + own.flatten(2, 3))
+        return self.norm(x).unflatten(1, (-1, BLOCK))
+
+    def scores(self, embed: nn.Embedding, state: Tensor, before: Tensor) -> Tensor:
+        """Return the logits for a state whose token before is `before`."""
+        head = self.markov_head
+        return state @ embed.weight.T.float() + head.markov_w2(head.markov_w1(before))
+
+    def loss(self, embed: nn.Embedding, features: Features) -> Tensor:
+        """Return the loss of the blocks of a quarter of the places.
+
+        It is cross-entropy and total variation against the target's softmax, less at later places,
+        and the cross-entropy of the confidence against the share that would be accepted.
+        """
+        ids = features.ids
+        count = ids.shape[1]
+        picks = torch.rand(len(ids), count - BLOCK - 1).topk(count // 4).indices + 1
+        rows = picks[..., None] + torch.arange(BLOCK)
+        flat = rows.flatten(1)
+        state = self.block(embed, features, rows[..., 0])
+        before = ids.gather(1, flat).view_as(rows)
+        logits = log_softmax(self.scores(embed, state, before).float(), -1)
+        chosen = flat[..., None].expand(-1, -1, features.logits.shape[-1])
+        goal = features.logits.gather(1, chosen).softmax(-1).view_as(logits)
+        entropy = -(goal * logits).sum(-1)
+        variation = (goal - logits.exp()).abs().sum(-1) / 2
+        decay = torch.exp(-torch.arange(BLOCK) / 4)
+        learnt = ((entropy + variation) * decay).mean() / decay.mean()
+        seen = torch.cat([state, self.markov_head.markov_w1(before)], dim=-1).detach()
+        confidence = self.confidence_head.proj(seen).squeeze(-1)
+        accepted = 1 - variation.detach()
+        return learnt + binary_cross_entropy_with_logits(confidence, accepted)
+
+    @torch.no_grad()
+    def drafts(
+        self, embed: nn.Embedding, depth: int, features: Features, noise: Tensor | None
+    ) -> Tensor:
+        ids = features.ids
+        anchors = torch.arange(PROMPT - 1, ids.shape[1]).expand(len(ids), -1)
+        state = self.block(embed, features, anchors)
+        drafted = torch.full((*ids.shape, depth), -1)
+        before = ids[:, PROMPT - 1 :]
+        for n in range(min(depth, BLOCK)):
+            before = self.choose(self.scores(embed, state[:, :, n], before), noise, PROMPT + n)
+            drafted[:, PROMPT - 1 :, n] = before
+        return drafted
+
+    def config(self, target: LlamaForCausalLM) -> dict[str, object]:
+        """Layer ids count layer outputs: boundary - 1."""
+        return shared_keys(target) | {
+            "architectures": ["Qwen3DSparkModel"],
+            "model_type": "qwen3",
+            "intermediate_size": 384,
+            "num_hidden_layers": 2,
+            "num_target_layers": target.config.num_hidden_layers,
+            "layer_types": ["full_attention"] * 2,
+            "attention_bias": False,
+            "block_size": BLOCK,
+            "mask_token_id": MASK,
+            "target_layer_ids": [k - 1 for k in BOUNDARIES],
+            "num_anchors": CONTEXT // 4,
+            "markov_rank": 32,
+            "markov_head_type": "vanilla",
+            "enable_confidence_head": True,
+            "confidence_head_with_markov": True,
+        }
+
+
+class Medusa(Head):
+    """Four Medusa heads of one residual block each, which share the target's lm_head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for n in range(DEPTH):
+            block = nn.Module()
+            block.linear = nn.Linear(384, 384)
+            self.add_module(str(n), nn.ModuleList([block]))
+
+    @torch.no_grad()
+    def start(self, target: LlamaForCausalLM, frequencies: Tensor) -> None:
+        """Start from heads that repeat the target's own logits."""
+        for parameter in self.parameters():
+            nn.init.zeros_(parameter)
+
+    def scores(self, embed: nn.Embedding, features: Features, head: int) -> Tensor:
+        """Return the logits [B, T, V] of token p + 2 + head at each place p."""
+        x = features.final
+        block = self.get_submodule(f"{head}.0.linear")
+        return (x + silu(block(x))) @ embed.weight.T.float()
+
+    def loss(self, embed: nn.Embedding, features: Features) -> Tensor:
+        """Return the cross-entropy against the target's softmax, less for later heads."""
+        goal = features.logits.softmax(-1)
+        total = torch.zeros(())
+        for n in range(DEPTH):
+            logits = self.scores(embed, features, n)[:, : -1 - n]
+            each = -(goal[:, 1 + n :] * log_softmax(logits.float(), -1)).sum(-1)
+            total = total + 0.8**n * each.mean()
+        return total
+
+    @torch.no_grad()
+    def drafts(
+        self, embed: nn.Embedding, depth: int, features: Features, noise: Tensor | None
+    ) -> Tensor:
+        drafted = torch.full((*features.ids.shape, depth), -1)
+        for n in range(min(depth, DEPTH)):
+            chosen = self.choose(self.scores(embed, features, n), noise, 2 + n)
+            drafted[:, 1:, n] = chosen[:, :-1]
+        return drafted
+
+    def config(self, target: LlamaForCausalLM) -> dict[str, object]:
+        return {
+            "architectures": ["MedusaModel"],
+            "model_type": "medusa",
+            "hidden_size": target.config.hidden_size,
+            "vocab_size": target.config.vocab_size,
+            "medusa_num_heads": DEPTH,
+            "medusa_num_layers": 1,
+            "base_model_name_or_path": "models/target",
+            "torch_dtype": "bfloat16",
+        }
+
+
+class Mtp(PairHead):
+    """One layer of multi-token prediction in MiMo's dialect; it reads the final state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = Layer(384, 1152, bias=True)
+        layer.token_layernorm, layer.hidden_layernorm = Norm(384), Norm(384)
+        layer.input_proj = nn.Linear(2 * 384, 384, bias=False)
+        layer.final_layernorm = Norm(384)
+        self.model = nn.Module()
+        self.model.mtp_layers = nn.ModuleList([layer])
+
+    @torch.no_grad()
+    def start(self, target: LlamaForCausalLM, frequencies: Tensor) -> None:
+        """Start from the target's last layer."""
+        layer = self.layer()
+        layer.copy(target.model.layers[-1])
+        layer.final_layernorm.weight.copy_(target.model.norm.weight)
+        nn.init.normal_(layer.input_proj.weight, std=0.02)
+        layer.input_proj.weight += 0.25 * torch.eye(384).repeat(1, 2)
+
+    def layer(self) -> Layer:
+        return self.model.mtp_layers[0]
+
+    def first_state(self, features: Features) -> Tensor:
+        return features.final
+
+    def join(self, token: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        layer = self.layer()
+        parts = [layer.hidden_layernorm(state), layer.token_layernorm(token)]
+        x = layer.input_proj(torch.cat(parts, dim=-1))
+        return layer.input_layernorm(x), x
+
+    def end(self, state: Tensor) -> Tensor:
+        return self.layer().final_layernorm(state)
+
+    def scores(self, embed: nn.Embedding, state: Tensor) -> Tensor:
+        return state @ embed.weight.T.float()
+
+    def config(self, target: LlamaForCausalLM) -> dict[str, object]:
+        """The keys are those of the target that the layer's weights would lie beside."""
+        return shared_keys(target) | {
+            "architectures": ["MiMoForCausalLM"],
+            "model_type": "mimo",
+            "intermediate_size": 1152,
+            "num_hidden_layers": target.config.num_hidden_layers,
+            "num_nextn_predict_layers": 1,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        }
+
+
+Drafts = Callable[[Features, Tensor | None], Tensor]
+"""Features, and the noise of the draws [B, T, V] or None, to the drafts [B, T, 7]."""
+HEADS = {"eagle3": Eagle3, "dspark": DSpark, "medusa": Medusa, "mtp": Mtp}
+PEAK_LEARNING_RATE = 3e-3
+
+
+def gumbel(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Return Gumbel noise: the arg max of logits + noise is a draw of their softmax."""
+    return -torch.empty(shape).exponential_(generator=generator).log()
+
+
+@torch.no_grad()
+def continue_text(
+    target: LlamaForCausalLM, prompts: Tensor, length: int, noise: Tensor | None
+) -> Tensor:
+    """Return prompts [B, P] with `length` more tokens of the target, [B, P + length].
+
+    `noise` [B, P + length, V] is added to the logits of each token; None takes the likeliest.
+    """
+    cache = DynamicCache(config=target.config)
+    ids, new = prompts, prompts
+    for place in range(prompts.shape[1], prompts.shape[1] + length):
+        logits = target(input_ids=new, past_key_values=cache, logits_to_keep=1).logits[:, -1]
+        if noise is not None:
+            logits = logits.float() + noise[:, place]
+        new = logits.argmax(-1, keepdim=True)
+        ids = torch.cat([ids, new], dim=1)
+    return ids
+
+
+def text_prompts(data: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """Return prompts [count, PROMPT] from random places of the text."""
+    starts = torch.randint(len(data) - PROMPT, (count,), generator=generator)
+    return torch.stack([data[start : start + PROMPT].long() for start in starts])
+
+
+def chat_prompts(tokenizer: PreTrainedTokenizerFast, count: int, seed: int) -> Tensor:
+    """Return prompts [count, PROMPT]: the last tokens of some chats up to an answer's begin."""
+    rng = random.Random(seed)
+    rows = []
+    for _ in range(count):
+        text = "".join(make_chat(rng) for _ in range(8))
+        text += make_chat(rng).partition("<|assistant|>")[0] + "<|assistant|>"
+        rows.append(tokenizer.backend_tokenizer.encode(text).ids[-PROMPT:])
+    return torch.tensor(rows)
+
+
+def generate(
+    target: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, data: Tensor, batches: int
+) -> Tensor:
+    """Return rows [96 * batches, CONTEXT] that the target continued from prompts of 64 tokens."""
+    generator = torch.Generator().manual_seed(5)
+    rows = []
+    for n in range(batches):
+        prompts = text_prompts(data, 80, generator)
+        prompts = torch.cat([prompts, chat_prompts(tokenizer, 16, 100 + n)])
+        # Temperatures 0, 0.7 and 1 in turns: noise of that size.
+        noise = (0.0, 0.7, 1.0)[n % 3] * gumbel((96, CONTEXT, 4096), generator)
+        rows.append(continue_text(target, prompts, CONTEXT - PROMPT, noise))
+        print(f"generated batch {n + 1} of {batches}", flush=True)
+    return torch.cat(rows) if rows else torch.zeros(0, CONTEXT, dtype=torch.int64)
+
+
+class Batches:
+    """Batches [BATCH, CONTEXT] of ids: of the text and of what the target generated, in turns."""
+
+    def __init__(self, data: Tensor, generated: Tensor, seed: int) -> None:
+        self.data, self.generated = data, generated
+        self.generator = torch.Generator().manual_seed(seed)
+        self.count = 0
+
+    def text(self) -> Tensor:
+        starts = torch.randint(len(self.data) - CONTEXT, (BATCH,), generator=self.generator)
+        return torch.stack([self.data[start : start + CONTEXT].long() for start in starts])
+
+    def own(self) -> Tensor:
+        rows = torch.randint(len(self.generated), (BATCH,), generator=self.generator)
+        return self.generated[rows]
+
+    def next(self) -> Tensor:
+        self.count += 1
+        return self.own() if len(self.generated) and self.count % 2 else self.text()
+
+
+@torch.no_grad()
+def expected_frequencies(target: LlamaForCausalLM, batches: Batches) -> Tensor:
+    """Return how often the target would draw each id [V], over 24 batches."""
+    return sum(Features(target, batches.next()).logits.softmax(-1).sum((0, 1)) for _ in range(24))
+
+
+class Muon(torch.optim.Optimizer):
+    """Steps of one spectral norm for matrices, which learn faster than AdamW's on few tokens.
+
+    torch.optim.Muon computes in bfloat16, which CPUs without such units do fifty times slower.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__(parameters, {"lr": 0.0})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    state["momentum"] = torch.zeros_like(parameter)
+                momentum = state["momentum"].lerp_(parameter.grad, 0.05)
+                update = orthogonal(torch.lerp(parameter.grad, momentum, 0.95))
+                # The scale gives the elements the size of AdamW's steps.
+                scale = 0.2 * max(parameter.shape) ** 0.5
+                parameter.mul_(1 - 0.1 * group["lr"])
+                parameter.add_(update, alpha=-scale * group["lr"])
+
+
+def orthogonal(x: Tensor) -> Tensor:
+    """Return the matrix of the same singular vectors whose singular values are about 1."""
+    wide = x.shape[0] <= x.shape[1]
+    x = x if wide else x.T
+    x = x / (x.norm() + 1e-7)
+    for _ in range(5):
+        square = x @ x.T
+        x = 3.4445 * x + (2.0315 * square @ square - 4.775 * square) @ x
+    return x if wide else x.T
+
+
+def build_optimizers(head: Head) -> list[torch.optim.Optimizer]:
+    """Return Muon for the matrices between layers, AdamW for vocabularies, norms and biases."""
+    inner, rest = [], []
+    for name, parameter in head.named_parameters():
+        outer = name.startswith(("lm_head", "markov_head", "confidence_head"))
+        (rest if outer or parameter.ndim < 2 else inner).append(parameter)
+    return [Muon(inner), torch.optim.AdamW(rest, betas=(0.9, 0.95), weight_decay=0.0)]
+
+
+def train(
+    head: Head,
+    target: LlamaForCausalLM,
+    batches: Batches,
+    seconds: float,
+    peak: float,
+    save: Callable[[int], None],
+) -> int:
+    """Train for `seconds`, with warm-up and a cosine schedule; return the number of steps."""
+    optimizers = build_optimizers(head)
+    losses: list[float] = []
+    embed = target.model.embed_tokens
+    start = time.time()
+    step = 0
+    while (spent := time.time() - start) < seconds:
+        cosine = 0.5 * (1 + math.cos(math.pi * spent / seconds))
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = peak * min(1, (step + 1) / 20) * (0.05 + 0.95 * cosine)
+        loss = head.loss(embed, Features(target, batches.next()))
+        head.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+        step += 1
+        losses.append(loss.item())
+        if step % 10 == 0:
+            mean = sum(losses[-50:]) / len(losses[-50:])
+            print(f"step {step} {spent:.0f}s loss {losses[-1]:.3f} mean {mean:.3f}", flush=True)
+        if step % 50 == 0:
+            save(step)
+    return step
+
+
+def write(head: Head, target: LlamaForCausalLM, out: pathlib.Path, record: object) -> None:
+    """Write the head in bfloat16 with its configuration and training record."""
+    out.mkdir(parents=True, exist_ok=True)
+    tensors = {
+        name: (tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor).contiguous()
+        for name, tensor in head.state_dict().items()
+    }
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    (out / "config.json").write_text(json.dumps(head.config(target), indent=1) + "\n")
+    (out / "training.json").write_text(json.dumps(record, indent=1) + "\n")
+
+
+class Trial:
+    """Held-out text, and what the target makes of held-out prompts, with the noise of its draws.
+
+    `text` [16, 192]. `greedy` and `sampled` [32, 192]: 24 prompts of text, then 8 of chats, each of
+    64 tokens, and 128 tokens of the target. `noise` [32, 192, V]: that of the draws of `sampled`.
+    """
+
+    def __init__(self, target: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, data: Tensor):
+        generator = torch.Generator().manual_seed(7)
+        prompts = text_prompts(data, 24, generator)
+        prompts = torch.cat([prompts, chat_prompts(tokenizer, 8, 9)])
+        starts = torch.randint(len(data) - 192, (16,), generator=generator)
+        self.text = torch.stack([data[start : start + 192].long() for start in starts])
+        self.noise = gumbel((32, PROMPT + 128, target.config.vocab_size), generator)
+        self.greedy = continue_text(target, prompts, 128, None)
+        self.sampled = continue_text(target, prompts, 128, self.noise)
+
+
+def walk(hits: Tensor, depth: int) -> float:
+    """Return the tokens per forward when each forward verifies `depth` drafts.
+
+    `hits` [B, T, 7]: whether the draft of place d behind last committed token n is the text's,
+    given that those before it are. A walk begins at the prompt's last token.
+    """
+    tokens = forwards = 0
+    for row in hits[..., :depth].int().cumprod(-1).sum(-1).tolist():
+        n = PROMPT - 1
+        while n + depth + 1 < len(row):
+            n += row[n] + 1
+            forwards += 1
+        tokens += n - (PROMPT - 1)
+    return tokens / forwards
+
+
+def hits_of(drafted: Tensor, goal: Tensor) -> Tensor:
+    """Return whether draft d of each place n is goal[n + 1 + d], [B, T, depth]."""
+    depth = drafted.shape[-1]
+    padded = torch.cat([goal, goal.new_full((len(goal), depth), -2)], dim=1)
+    return torch.stack(
+        [drafted[..., d] == padded[:, 1 + d : 1 + d + goal.shape[1]] for d in range(depth)], dim=-1
+    )
+
+
+def by_place(hits: Tensor) -> str:
+    """Return the share of hits at each of the 7 places where all are drafted, in percent."""
+    rows = hits[:, PROMPT - 1 : hits.shape[1] - 8].float().mean((0, 1))
+    return " ".join(f"{100 * share:.0f}" for share in rows.tolist())
+
+
+def table_row(name: str, drafts: Drafts, target: LlamaForCausalLM, trial: Trial) -> str:
+    """Return one row of the table of `TITLES` for a drafter."""
+    features = Features(target, trial.text)
+    follow = features.logits.argmax(-1).roll(1, dims=1)
+    cells = [by_place(hits_of(drafts(features, None), follow))]
+    greedy = hits_of(drafts(Features(target, trial.greedy), None), trial.greedy)
+    cells.append(by_place(greedy.int().cumprod(-1)))
+    sampled = hits_of(drafts(Features(target, trial.sampled), trial.noise), trial.sampled)
+    for hits in (greedy[:24], greedy[24:], sampled):
+        cells.append(" / ".join(f"{walk(hits, depth):.2f}" for depth in (4, 7)))
+    return f"| {name} | " + " | ".join(cells) + " |"
+
+
+TITLES = (
+    "| drafter | held-out text | chain | greedy text | greedy chats | temperature 1 |\n"
+    "| --- | --- | --- | --- | --- | --- |"
+)
+
+
+def draft_model(features: Features, noise: Tensor | None) -> Tensor:
+    """Return the drafts [B, T, 7] of the bundled draft model."""
+    model = LlamaForCausalLM.from_pretrained(HERE / "draft", dtype=torch.float32).eval()
+    with torch.no_grad():
+        logits = log_softmax(model(input_ids=features.ids).logits, -1)
+    if noise is not None:
+        logits[:, :-1] += noise[:, 1:]
+    # The model sees ids alone, so its draft of a place is the same whoever drafted before it.
+    best = nn.functional.pad(logits.argmax(-1), (0, 6), value=-1)
+    return best.unfold(1, 7, 1)
+
+
+def table(target: LlamaForCausalLM, trial: Trial, heads: pathlib.Path) -> None:
+    """Print the table of the draft model and of the heads that are there."""
+    print(TITLES, table_row("draft model", draft_model, target, trial), sep="\n", flush=True)
+    for name in HEADS:
+        if (heads / name / "model.safetensors").exists():
+            head = read_head(name, heads)
+            drafts = functools.partial(head.drafts, target.model.embed_tokens, 7)
+            print(table_row(name, drafts, target, trial), flush=True)
+
+
+def read_head(name: str, heads: pathlib.Path) -> Head:
+    """Return the head that `write` wrote."""
+    head: Head = HEADS[name]()
+    head.load_state_dict(load_file(heads / name / "model.safetensors"))
+    return head
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description="Train a head for the bundled target.")
+    parser.add_argument("name", choices=[*HEADS, "table"])
+    parser.add_argument("seconds", type=float, nargs="?", default=0.0)
+    parser.add_argument("--stdlib", required=True)
+    parser.add_argument("--docs", required=True)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--init", action="store_true", help="continue from the head that is there")
+    parser.add_argument("--peak", type=float, default=PEAK_LEARNING_RATE)
+    parser.add_argument(
+        "--generated", type=int, default=0, help="batches of 96 rows of the target's own text"
+    )
+    parser.add_argument("--work", type=pathlib.Path, default=pathlib.Path("build/heads"))
+    parser.add_argument("--out", type=pathlib.Path, default=HERE / "heads")
+    return parser.parse_args()
+
+
+def load_text(
+    arguments: argparse.Namespace, target: LlamaForCausalLM
+) -> tuple[PreTrainedTokenizerFast, Tensor, Tensor, Tensor]:
+    """Return the tokenizer, the ids to train on, those held out and the target's own text.
+
+    The folder `work` keeps the ids for the next head.
+    """
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(HERE / "target")
+    kept = arguments.work / f"text-{arguments.generated}.safetensors"
+    if kept.exists():
+        ids = load_file(kept)
+        return tokenizer, ids["text"], ids["held_out"], ids["generated"].long()
+    texts, held_out = read_documents(arguments.stdlib, arguments.docs)
+    rng = random.Random(0)
+    chats = [make_chat(rng) for _ in range(24_000)]
+    texts += ["".join(chats[i : i + 8]) for i in range(0, len(chats), 8)]
+    random.Random(1).shuffle(texts)
+    ids = {"text": encode(tokenizer, texts), "held_out": encode(tokenizer, held_out)}
+    print(f"tokens: train {len(ids['text']):,} held out {len(ids['held_out']):,}", flush=True)
+    generated = generate(target, tokenizer, ids["text"], arguments.generated)
+    ids["generated"] = generated.int()
+    arguments.work.mkdir(parents=True, exist_ok=True)
+    save_file(ids, kept)
+    return tokenizer, ids["text"], ids["held_out"], generated
+
+
+def main() -> None:
+    """Train one head and write it."""
+    arguments = parse_arguments()
+    torch.set_num_threads(arguments.threads)
+    torch.manual_seed(0)
+    target = LlamaForCausalLM.from_pretrained(HERE / "target", dtype=torch.float32).eval()
+    tokenizer, data, held_out, generated = load_text(arguments, target)
+    if arguments.name == "table":
+        table(target, Trial(target, tokenizer, held_out), arguments.out)
+        return
+    out = arguments.out / arguments.name
+    if arguments.init:
+        head = read_head(arguments.name, arguments.out)
+        before = json.loads((out / "training.json").read_text())["steps"]
+        batches = Batches(data, generated, seed=before)
+    else:
+        head, before = HEADS[arguments.name](), 0
+        batches = Batches(data, generated, seed=2)
+        head.start(target, expected_frequencies(target, batches))
+
+    def save(steps: int) -> None:
+        done = before + steps
+        write(head, target, out, {"steps": done, "tokens": done * BATCH * CONTEXT})
+
+    save(train(head, target, batches, arguments.seconds, arguments.peak, save))
+
+
+if __name__ == "__main__":
+    main()
