@@ -216,14 +216,14 @@ def test_a_prompt_runs_in_a_graph_beside_decoding_sequences(name: str, capture: 
 
 
 def long_runner(monkeypatch: pytest.MonkeyPatch, kernel: Any, device: str = "cpu") -> ModelRunner:
-    """Return a runner with one layer, 4,096 tokens of context, and graphs of the given kernel.
+    """Return a runner with one layer, 2,048 tokens of context, and graphs of the given kernel.
 
     The cache holds random numbers. A sequence of its length is split into several parts.
     """
-    sizes = {"max_position_embeddings": 4096, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes = {"max_position_embeddings": 2048, "num_hidden_layers": 1, "num_attention_heads": 1}
     config = CONFIGS["llama, one head for all"]
     model = build(type(config)(**config.to_diff_dict() | sizes)).to(device)
-    runner = ModelRunner(model, page_count=600)
+    runner = ModelRunner(model, page_count=300)
     for array in runner._cache_arrays():
         array.normal_()
     # Few buckets, because Triton's interpreter is slow.
@@ -235,15 +235,15 @@ def long_runner(monkeypatch: pytest.MonkeyPatch, kernel: Any, device: str = "cpu
 
 
 def long_batches() -> list[list[SequenceSlice]]:
-    """Return a tree of 64 tokens behind 3,900, beside a text of 2,000; the same beside a prompt."""
+    """Return a tree of 64 tokens behind 1,900, beside a text of 1,000; the same beside a prompt."""
     draw = random.Random(2)
     parents = [draw.randrange(max(0, i - 6), i + 1) for i in range(MAX_TREE_TOKENS)]
-    pages = draw.sample(range(600), 400)
-    tree = SequenceSlice(text(1, 65), 3900, pages[:256], 65, parents)
-    beside = SequenceSlice(text(2, 1), 2000, pages[256:], 1)
+    pages = draw.sample(range(300), 200)
+    tree = SequenceSlice(text(1, 65), 1900, pages[:128], 65, parents)
+    beside = SequenceSlice(text(2, 1), 1000, pages[128:], 1)
     return [
         [tree, beside],
-        [beside, SequenceSlice(text(3, 70), 1100, pages[:256], 3)],
+        [beside, SequenceSlice(text(3, 70), 550, pages[:128], 3)],
         [beside],
     ]
 
@@ -260,7 +260,7 @@ def compare_long(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch, kernel: A
         torch.testing.assert_close(made, wanted, atol=1e-4, rtol=0)
 
 
-def test_trees_of_64_and_prompts_behind_thousands_of_tokens_run_in_graphs(
+def test_trees_of_64_and_prompts_behind_many_tokens_run_in_graphs(
     capture: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = long_runner(monkeypatch, triton_kernel)
@@ -386,7 +386,7 @@ def test_on_a_gpu_graphs_give_the_logits_of_eager_forwards(name: str) -> None:
 
 
 @needs_gpu
-def test_on_a_gpu_trees_and_prompts_behind_thousands_of_tokens_run_in_graphs(
+def test_on_a_gpu_trees_and_prompts_behind_many_tokens_run_in_graphs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     runner = long_runner(monkeypatch, triton_attention.paged_attention, "cuda")
