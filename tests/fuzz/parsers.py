@@ -4,6 +4,8 @@ Run it with a parser's name, a directory for the inputs that reach new code, and
 
     python tests/fuzz/parsers.py request /tmp/inputs -max_total_time=3600
 
+Several names, joined by commas, are fuzzed one after the other.
+
 A parser may refuse bytes. A message that it accepts must not change when it is written and read
 again. Anything else ends the run, and libFuzzer leaves the bytes in a file `crash-*` of the working
 directory. Given this file in place of the directory, the program reads it alone.
@@ -13,11 +15,12 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import atheris
 from google.protobuf.message import DecodeError
@@ -209,8 +212,22 @@ PARSERS: dict[str, tuple[Callable[[bytes], None], bytes]] = {
 
 
 def main() -> None:
-    """Fuzz the parser that the command line names; libFuzzer ends the process."""
-    name, place, *flags = sys.argv[1:]
+    """Fuzz the parsers that the command line names, until an input breaks one of them."""
+    names, place, *flags = sys.argv[1:]
+    # A refusal may be logged.
+    logging.disable()
+    for name in names.split(","):
+        # libFuzzer ends its process. The imports above take longer than a short run.
+        child = os.fork()
+        if child == 0:
+            fuzz(name, place, flags)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if status != 0:
+            sys.exit(f"parser {name} ended with {status}")
+
+
+def fuzz(name: str, place: str, flags: list[str]) -> NoReturn:
+    """Fuzz one parser. libFuzzer ends the process."""
     check, example = PARSERS[name]
 
     def run(data: bytes) -> None:
@@ -224,13 +241,12 @@ def main() -> None:
             if name != "model":
                 raise
 
-    # A refusal may be logged.
-    logging.disable()
     if not Path(place).is_file():
         Path(place).mkdir(parents=True, exist_ok=True)
-        (Path(place) / "example").write_bytes(example)
+        (Path(place) / f"example-{name}").write_bytes(example)
     atheris.Setup([sys.argv[0], place, *flags], run)
     atheris.Fuzz()
+    raise AssertionError("libFuzzer has ended the process")
 
 
 if __name__ == "__main__":
