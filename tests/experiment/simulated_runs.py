@@ -38,14 +38,11 @@ Settings = dict[str, Any]
 ROUND_TRIP: Settings = {
     "name": "round-trip",
     "question": "How far from the target may a drafter sit?",
-    "drafters": {
-        "ngram": {"family": "ngram", "link": "wire"},
-        "model": {"family": "model", "link": "wire"},
-    },
+    "drafters": {"model": {"family": "model", "link": "wire"}},
     "links": {"wire": {}},
     "workload": {"batch": 4, "output_tokens": 48, "waves": 2},
     "sweep": {
-        "use": [["ngram"], ["model"]],
+        "use": [["model"]],
         "links.wire.mbit_s": [0, 1],
         "links.wire.round_trip_ms": [0, 5, 20, 100],
     },

@@ -9,6 +9,7 @@ import pytest
 from outrider.tokenizer import load_tokenizer
 from outrider_bench.experiment.cell_scenarios import check, load_of, scenario_of
 from outrider_bench.experiment.predict import Predictor, main
+from outrider_bench.experiment.recording import Recorder
 from outrider_bench.experiment.records import DRAFTED, PLAIN, Folder, Measurement
 from outrider_bench.experiment.spec import Cell, Experiment
 from outrider_bench.simulator.costs import load as load_costs
@@ -22,6 +23,15 @@ DRAFTERS = {
     "socket": {"family": "ngram", "transport": "unix"},
     "pool": {"family": "ngram", "pool": "redis", "redis_link": "wire"},
 }
+
+
+RECORDERS: dict[str, Recorder] = {}
+"""The texts of the target and the draft model. Recording them takes seconds."""
+
+
+def predictor(**more: Any) -> Predictor:
+    """A predictor with a profile of its own, and the texts that were recorded before."""
+    return Predictor([made_up_profile(**more)], RECORDERS)
 
 
 def cell(**more: Any) -> Cell:
@@ -127,15 +137,15 @@ def test_a_field_that_a_profile_cannot_predict_is_named(
 
 def test_a_prediction_repeats_bit_for_bit() -> None:
     given = {"use": ["words", "near"], "links": {"wire": {"round_trip_ms": 1, "jitter_ms": 1}}}
-    first = Predictor([made_up_profile()]).measurement(cell(**given), DRAFTED)
-    assert Predictor([made_up_profile()]).measurement(cell(**given), DRAFTED) == first
+    first = predictor().measurement(cell(**given), DRAFTED)
+    assert predictor().measurement(cell(**given), DRAFTED) == first
     assert first.samples[0].counters["spec_decode_num_drafts"] > 0
     assert first.links["wire"].up_bytes > 0
 
 
 def test_plain_decoding_is_predicted_as_the_table_says() -> None:
     costs = {**COSTS, "forwards": [{"sequences": 1, "tokens": 1, "seconds": 0.004}]}
-    found = Predictor([made_up_profile(costs=costs)]).measurement(cell(), PLAIN)
+    found = predictor(costs=costs).measurement(cell(), PLAIN)
     [sample] = found.samples
     # On top of the forward a step takes 0.15 ms of the host.
     step_s = sample.counters["step_seconds_sum"] / sample.counters["step_seconds_count"]
@@ -151,7 +161,7 @@ def test_predictions_are_written_beside_a_run_and_compared(
     file.write_text(text)
     made_up_profile().save(profile)
     run.begin({"experiment": json.loads(text)})
-    predicted = Predictor([made_up_profile()]).measurement(cell(use=[]), PLAIN)
+    predicted = predictor().measurement(cell(use=[]), PLAIN)
     [sample] = predicted.samples
     sample.seconds *= 1.1
     run.save("only", 0, Measurement(PLAIN, [sample]))
