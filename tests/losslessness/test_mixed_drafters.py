@@ -48,24 +48,16 @@ def make_traffic(rule: AcceptanceRule) -> Traffic:
     return Traffic(prompts=((1, 2),), rule=rule, policy=DraftTokensPolicy("fixed", 5))
 
 
-RULES = [AcceptanceRule.BLOCK, pytest.param(AcceptanceRule.TOKEN_WISE, marks=pytest.mark.slow)]
-
-
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize(
-    "stops",
-    [
-        pytest.param(stops, id=name, marks=[pytest.mark.slow] * (i > 0))
-        for i, (name, stops) in enumerate(STOPS.items())
-    ],
-)
+# That no request has both sampled and coupled drafters is in the quick suite (test_rules.py).
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", [AcceptanceRule.BLOCK, AcceptanceRule.TOKEN_WISE])
+@pytest.mark.parametrize("stops", STOPS.values(), ids=STOPS)
 def test_a_coupled_drafter_decides_nothing_beside_a_sampling_one(
     rule: AcceptanceRule, stops: Callable[[int, float], bool]
 ) -> None:
     check(make_traffic(rule), *drafters(stops))
 
 
-# That no request has both sampled and coupled drafters is in the quick suite (test_rules.py).
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", [AcceptanceRule.BLOCK, AcceptanceRule.TOKEN_WISE])
 @pytest.mark.parametrize("late", ["sparse", "coupled"])
@@ -90,7 +82,9 @@ def test_a_coupled_drafter_decides_nothing_if_one_joins_mid_text(
     check(traffic, *present)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(
+    "rule", [AcceptanceRule.BLOCK, pytest.param(AcceptanceRule.TOKEN_WISE, marks=pytest.mark.slow)]
+)
 def test_the_value_of_a_sampled_token_does_not_decide_which_path_is_verified(
     rule: AcceptanceRule,
 ) -> None:

@@ -140,9 +140,8 @@ def check(case: Case, way: str, draws: int, sees: float) -> None:
 
 # The quick suite has deaths of the verifier below, with a target that shows more of their coins.
 # The other kinds of traffic are in the slow test of many draws.
-@pytest.mark.parametrize("name", ["pauses", "preemption, chunks and cached prefixes"])
-def test_texts_follow_the_target_in_difficult_traffic(name: str) -> None:
-    check(CASES[name], "block", 4_000, 0.081)
+def test_texts_follow_the_target_in_difficult_traffic() -> None:
+    check(CASES["preemption, chunks and cached prefixes"], "block", 4_000, 0.081)
 
 
 # Block and token-wise verification differ in a step's acceptance alone, which knows no traffic and
