@@ -43,14 +43,21 @@ def found_seeds() -> list[int]:
     return [int(line) for line in lines if line]
 
 
+# World 74 notices mutant X12; the first fifty do not.
 @pytest.mark.parametrize(
-    "worlds", [range(100), pytest.param(range(100, 200), marks=pytest.mark.slow)], ids=str
+    "worlds",
+    [
+        range(50, 100),
+        pytest.param(range(50), marks=pytest.mark.slow),
+        pytest.param(range(100, 200), marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_the_worlds_of_fixed_seeds_keep_every_invariant(worlds: range) -> None:
     played = run_campaign(worlds)
     assert played.failures == {}
     assert played.counts["worlds"] == len(worlds)
-    assert played.message_count > 10_000
+    assert played.message_count > 100 * len(worlds)
     # Each kind of fault and each way to end was played.
     assert len([name for name in played.counts if name.startswith("fault: ")]) == 19
     for name in ("finished", "left", "failed", "resumed", "moved"):
