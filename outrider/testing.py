@@ -120,6 +120,10 @@ class ScriptedVerifier:
         """Make the stream of a drafter that said this Hello."""
         return DraftStream(hello)
 
+    def feature_width(self, hello: drafts_pb2.Hello) -> int:
+        """The numbers of a feature that this drafter is granted; 0 grants none."""
+        return 0
+
     def check_first(
         self, first: verifier_pb2.StreamDraftsRequest | None, peer: Peer | None
     ) -> None:
@@ -174,7 +178,8 @@ class ScriptedVerifier:
         await self._refuse(context)
         stream = self.stream_of(first.hello)
         if not self.silent:
-            stream.send(verifier_pb2.StreamDraftsResponse(welcome=self._welcome()))
+            welcome = self._welcome(self.feature_width(first.hello))
+            stream.send(verifier_pb2.StreamDraftsResponse(welcome=welcome))
         self.streams.put_nowait(stream)
         if self.silent:
             await asyncio.Event().wait()
@@ -186,11 +191,13 @@ class ScriptedVerifier:
         finally:
             stream.close()
 
-    def _welcome(self) -> drafts_pb2.Welcome:
+    def _welcome(self, feature_width: int) -> drafts_pb2.Welcome:
         return drafts_pb2.Welcome(
             model_id=self.model.model_id,
             vocab_size=self.model.vocab_size,
             context_length=self.model.context_length,
+            capabilities=[drafts_pb2.CAPABILITY_FEATURES] if feature_width else [],
+            feature_width=feature_width,
         )
 
     async def _refuse(self, context: Any) -> None:

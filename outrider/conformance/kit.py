@@ -31,6 +31,8 @@ from outrider.errors import Reason, Retry
 from outrider.process.tls import Tls
 from outrider.v1 import verifier_pb2
 
+HIDDEN_SIZE = 16
+"""Numbers of a hidden state, unless the drafter's own target is named."""
 _START_S = 30.0
 _BACK_S = 8.0
 _EXIT_S = 5.0
@@ -40,7 +42,12 @@ class Kit:
     """One drafter under test, and the result of each rule."""
 
     def __init__(
-        self, command: Sequence[str], fingerprint: str, vocab_size: int, tls: Tls | None = None
+        self,
+        command: Sequence[str],
+        fingerprint: str,
+        vocab_size: int,
+        tls: Tls | None = None,
+        hidden_size: int = HIDDEN_SIZE,
     ) -> None:
         self.results = {name: Result() for name in RULES}
         self.notes: dict[str, str] = {}
@@ -57,7 +64,7 @@ class Kit:
             context_length=8192,
             max_draft_tokens=16,
         )
-        self.verifier = KitsVerifier(model, self._complain, self.remark, self._note)
+        self.verifier = KitsVerifier(model, self._complain, self.remark, self._note, hidden_size)
         self._link: Link | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._address = ""
@@ -247,6 +254,7 @@ def check_drafter(
     *,
     fingerprint: str = "f" * 64,
     vocab_size: int = 4096,
+    hidden_size: int = HIDDEN_SIZE,
     transcript: Path | None = None,
     certs: Path | None = None,
 ) -> int:
@@ -259,7 +267,7 @@ def check_drafter(
     tls = None
     if certs is not None:
         tls = Tls.of(certs / "verifier.pem", certs / "verifier.key", certs / "ca.pem")
-    kit = Kit(command, fingerprint, vocab_size, tls)
+    kit = Kit(command, fingerprint, vocab_size, tls, hidden_size)
     asyncio.run(kit.run())
     Console().print(table(kit.results, kit.notes))
     if transcript is not None:

@@ -121,6 +121,10 @@ RULES: dict[str, Rule] = {
         "Takes prediction_token_ids as a guess of the output from its first token.",
         "The output begins behind prompt_token_count tokens.",
     ),
+    "features": Rule(
+        "Takes features in parts, before the verdict of their tokens, and after a gap.",
+        "first_position says which token a row belongs to; missing features never come.",
+    ),
     "serves-while-draining": Rule(
         "Continues to guess after the verifier's Draining, until the stream ends.",
         "Ignore Draining; react to the end of the stream.",

@@ -196,6 +196,28 @@ async def predictions(stage: Stage) -> None:
     stage.passed(rule)
 
 
+async def features(stage: Stage) -> None:
+    """Send features with a gap, then one by one before the verdict of their tokens."""
+    rule = "features"
+    link = await stage.link()
+    if not link.feature_width:
+        return
+    known = await begin(link, opened(), rule)
+    number = known.opened.sequence_id
+    length = len(known.committed)
+    behind_a_gap = link.features(number, length + 2, length + 4)
+    link.step(verdicts=[verdict(known, TEXT[:5])], features=[behind_a_gap])
+    await answered(link, known, rule)
+    for at in range(length + 4, length + 7):
+        link.step(features=[link.features(number, at, at + 1)])
+    link.step(verdicts=[verdict(known, TEXT[5:8])], features=[])
+    await answered(link, known, rule)
+    await go_on(link, known, rule, TEXT[8:9])
+    link.step(closed=[drafts_pb2.Closed(sequence_id=number)])
+    await still_there(link, rule)
+    stage.passed(rule)
+
+
 async def sampled(stage: Stage) -> None:
     """Ask for each kind of sampled proposal that the drafter offers."""
     link = await stage.link()
@@ -262,6 +284,7 @@ SCENES: tuple[Scene, ...] = (
     sizes,
     windows,
     predictions,
+    features,
     trees,
     repeating,
     sampled,

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 from google.rpc import code_pb2, error_details_pb2, status_pb2
@@ -17,9 +18,12 @@ from outrider.errors import DOMAIN, OutriderError, Reason, Retry
 from outrider.process import rpc
 from outrider.process.roles import Peer
 from outrider.protocol.limits import MAX_DRAFT_TOKENS, MAX_FAMILY_LENGTH, MAX_NAME_LENGTH
+from outrider.protocol.wire import drafts as wire_drafts
 from outrider.testing import DraftStream, ScriptedVerifier
 from outrider.v1 import drafts_pb2, verifier_pb2
 
+# Only so many of a prompt's last tokens have features, so that a long prompt makes no long message.
+_PROMPT_FEATURES = 32
 Note = Callable[[str, dict[str, Any]], None]
 """Takes the sender's name and its message, for the transcript."""
 
@@ -37,9 +41,15 @@ class Broken(Exception):
 class Link(DraftStream):
     """One stream of the drafter, whose messages a ledger checks and the transcript has."""
 
-    def __init__(self, hello: drafts_pb2.Hello, ledger: Ledger, note: Note) -> None:
+    def __init__(
+        self, hello: drafts_pb2.Hello, ledger: Ledger, note: Note, feature_width: int
+    ) -> None:
         super().__init__(hello)
         self.ledger = ledger
+        self.feature_width = feature_width
+        # The position behind the last feature that was sent, by sequence.
+        self._featured: dict[int, int] = {}
+        self._random = np.random.default_rng(0)
         self.received_at = time.monotonic()
         self.half_closed = asyncio.Event()
         self.draining = False
@@ -47,10 +57,39 @@ class Link(DraftStream):
         self._changed = asyncio.Event()
 
     def step(self, **fields: Any) -> None:
-        """Send a StepBatch with these fields."""
+        """Send a StepBatch with these fields, and the features of its tokens, if not given."""
         batch = drafts_pb2.StepBatch(**fields)
+        if "features" not in fields:
+            for opened in batch.opened:
+                end = len(opened.token_ids) - 1
+                first = max(0, end - _PROMPT_FEATURES)
+                self._add_features(batch, opened.sequence_id, first, end)
+            for verdict in batch.verdicts:
+                first = self._featured.get(verdict.sequence_id, 0)
+                self._add_features(batch, verdict.sequence_id, first, verdict.committed_length - 1)
         self.ledger.sent(batch)
         self.send(verifier_pb2.StreamDraftsResponse(step=batch))
+
+    def _add_features(
+        self, batch: drafts_pb2.StepBatch, sequence_id: int, first: int, end: int
+    ) -> None:
+        if self.feature_width and first < end:
+            batch.features.append(self.features(sequence_id, first, end))
+
+    def features(self, sequence_id: int, first: int, end: int) -> drafts_pb2.Features:
+        """Random features of the tokens from position `first` to `end`."""
+        self._featured[sequence_id] = end
+        shape = (end - first, self.feature_width)
+        numbers = self._random.standard_normal(shape).astype("<f4")
+        dtype = self.hello.feature_request.dtype
+        if dtype == drafts_pb2.FEATURE_DTYPE_FLOAT16:
+            rows = numbers.astype("<f2").tobytes()
+        elif dtype == drafts_pb2.FEATURE_DTYPE_FLOAT32:
+            rows = numbers.tobytes()
+        else:
+            # The upper half of a float32 is a bfloat16.
+            rows = (numbers.view("<u4") >> 16).astype("<u2").tobytes()
+        return drafts_pb2.Features(sequence_id=sequence_id, first_position=first, rows=rows)
 
     def send(self, message: Message | bytes) -> None:
         """Send any message and record it in the transcript."""
@@ -101,8 +140,10 @@ class KitsVerifier(ScriptedVerifier):
         complain: Complain,
         remark: Complain,
         note: Note,
+        hidden_size: int,
     ) -> None:
         super().__init__(model)
+        self._hidden_size = hidden_size
         self._complain = complain
         self._remark = remark
         self._note = note
@@ -110,7 +151,14 @@ class KitsVerifier(ScriptedVerifier):
     def stream_of(self, hello: drafts_pb2.Hello) -> Link:
         """A Link with a ledger of its own."""
         ledger = Ledger(self.model.vocab_size, self._complain, self._remark)
-        return Link(hello, ledger, self._note)
+        return Link(hello, ledger, self._note, self.feature_width(hello))
+
+    def feature_width(self, hello: drafts_pb2.Hello) -> int:
+        """All features that a drafter asks for are granted."""
+        if drafts_pb2.CAPABILITY_FEATURES not in hello.capabilities:
+            return 0
+        request = hello.feature_request
+        return self._hidden_size * (len(request.boundaries) + request.final_state)
 
     async def link(self) -> Link:
         """The next drafter's stream."""
@@ -142,6 +190,10 @@ class KitsVerifier(ScriptedVerifier):
             self._complain("hello", f"drafter_id must have {lengths}")
         if not 1 <= hello.max_draft_tokens <= MAX_DRAFT_TOKENS:
             self._complain("hello", f"max_draft_tokens is {hello.max_draft_tokens}")
+        try:
+            wire_drafts.feature_request_from_proto(hello)
+        except OutriderError as error:
+            self._complain("hello", error.message)
 
     async def _refuse(self, context: Any) -> None:
         if self.refusal is not None:

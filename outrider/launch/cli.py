@@ -132,13 +132,22 @@ for _name, _text in _EXTENSIONS.items():
     help="File for the messages of both sides, one line of JSON each.",
 )
 @click.option(
+    "--hidden-size",
+    type=click.IntRange(min=1),
+    help="Hidden size of the target that a drafter's head was made for; 16 by default.",
+)
+@click.option(
     "--certs",
     type=click.Path(path_type=Path, file_okay=False),
     help="Folder that `outrider certs` made. A drafter then meets a verifier with mutual TLS, and a"
     " verifier is called with certificates that the folder's authority signs.",
 )
 def conformance(
-    command: tuple[str, ...], tokenizer: str | None, transcript: Path | None, certs: Path | None
+    command: tuple[str, ...],
+    tokenizer: str | None,
+    transcript: Path | None,
+    hidden_size: int | None,
+    certs: Path | None,
 ) -> int:
     """Check that a drafter, or a verifier, keeps the draft stream's contract.
 
@@ -148,32 +157,38 @@ def conformance(
     from outrider.errors import OutriderError
 
     try:
-        return _conformance(command, tokenizer, transcript, certs)
+        return _conformance(command, tokenizer, transcript, hidden_size, certs)
     except OutriderError as error:
         raise click.UsageError(error.message) from error
 
 
 def _conformance(
-    command: tuple[str, ...], tokenizer: str | None, transcript: Path | None, certs: Path | None
+    command: tuple[str, ...],
+    tokenizer: str | None,
+    transcript: Path | None,
+    hidden_size: int | None,
+    certs: Path | None,
 ) -> int:
     if len(command) == 2 and command[0] == "verifier":
         from outrider.conformance.verifier_side import check_verifier
 
         return check_verifier(command[1], certs)
-    from outrider.conformance.kit import check_drafter
+    from outrider.conformance.kit import HIDDEN_SIZE, check_drafter
     from outrider.tokenizer import fingerprint, load_tokenizer
 
     if not any("{address}" in part for part in command):
         raise click.UsageError(
             "COMMAND must hold {address}, which stands for the verifier's host:port"
         )
+    size = hidden_size or HIDDEN_SIZE
     if tokenizer is None:
-        return check_drafter(command, transcript=transcript, certs=certs)
+        return check_drafter(command, hidden_size=size, transcript=transcript, certs=certs)
     loaded = load_tokenizer(tokenizer)
     return check_drafter(
         command,
         fingerprint=fingerprint(loaded),
         vocab_size=loaded.get_vocab_size(),
+        hidden_size=size,
         transcript=transcript,
         certs=certs,
     )

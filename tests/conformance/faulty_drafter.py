@@ -54,11 +54,14 @@ class Stream:
     def __init__(self, stub: verifier_pb2_grpc.VerifierServiceStub, fingerprint: str) -> None:
         self.outbox: queue.Queue[verifier_pb2.StreamDraftsRequest | None] = queue.Queue()
         self.texts: dict[int, list[int]] = {}
+        self.features: dict[int, int] = {}
         hello = drafts_pb2.Hello(
             drafter_id="faulty",
             family="faulty",
             tokenizer_fingerprint="another" if FAULT == "wrong-fingerprint" else fingerprint,
             max_draft_tokens=8,
+            capabilities=[drafts_pb2.CAPABILITY_FEATURES],
+            feature_request={"final_state": FAULT != "asks-for-no-state"},
         )
         self.outbox.put(verifier_pb2.StreamDraftsRequest(hello=hello))
         self.call = stub.StreamDrafts(self._requests())
@@ -94,6 +97,12 @@ class Stream:
                 raise SystemExit("an unknown distribution")
             self.texts[opened.sequence_id] = list(opened.token_ids)
             corpus[:] = opened.prediction_token_ids
+        for features in step.features:
+            number, first = features.sequence_id, features.first_position
+            if FAULT == "dies-of-gaps" and self.features.get(number, first) != first:
+                raise SystemExit("a gap in the features")
+            # 16 numbers of two bytes.
+            self.features[number] = first + len(features.rows) // 32
         for verdict in step.verdicts:
             text = self.texts[verdict.sequence_id]
             fresh = verdict.committed_length - len(text)

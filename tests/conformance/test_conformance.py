@@ -48,6 +48,8 @@ FAULTS: dict[str, set[str]] = {
     "branches-too-deep": {"trees"},
     "negative-durations": {"valid-durations"},
     "drops-when-idle": {"keeps-the-stream"},
+    "asks-for-no-state": {"hello"},
+    "dies-of-gaps": {"features"},
 }
 # Faults that break no rule, each with the kit's note about it.
 USELESS: dict[str, set[str]] = {

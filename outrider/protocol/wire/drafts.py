@@ -58,12 +58,15 @@ def hello_from_proto(proto: drafts_pb2.Hello) -> d.Hello:
         distributions=frozenset([m.DraftDistribution.ONE_HOT, *distributions]),
         placement=placement_from_proto(proto.placement),
         max_sequence_count=proto.max_sequence_count,
-        feature_request=_feature_request_from_proto(proto),
+        feature_request=feature_request_from_proto(proto),
     )
 
 
-def _feature_request_from_proto(hello: drafts_pb2.Hello) -> d.FeatureRequest | None:
-    """Check and convert a Hello's request; the number of the target's layers is not known here."""
+def feature_request_from_proto(hello: drafts_pb2.Hello) -> d.FeatureRequest | None:
+    """Check and convert a Hello's request; None without one.
+
+    The number of the target's layers is not known here. Raises OutriderError(INVALID_VALUE).
+    """
     if drafts_pb2.CAPABILITY_FEATURES not in hello.capabilities:
         return None
     proto = hello.feature_request
