@@ -78,6 +78,10 @@ class GatewaySettings(TlsSettings, ServiceSettings):
     """Origins of other websites whose scripts may call the gateway (CORS), such as
     https://chat.example.com or http://localhost:*. * allows all."""
 
+    speculation_metrics: bool = False
+    """Put `metrics.speculative_decoding` into every answer over HTTP, for load generators that read
+    acceptance there (guidellm, aiperf). Without it a request asks by `speculation.metrics`."""
+
     patience_seconds: float = Field(default=60.0, ge=0.0)
     """How long callers that name no timeout wait for their first token. A request that might wait
     longer in the queue is refused at once with 429. 0 lets them wait for ever."""

@@ -24,26 +24,27 @@ from gateway.text.choices import WholeChoice, collect
 _ERRORS = (400, 401, 404, 408, 413, 415, 429, 500, 503, 504)
 
 
-def routes(generation: Generation, gate: Gate) -> APIRouter:
-    """The endpoints that generate text."""
+def routes(generation: Generation, gate: Gate, *, metrics: bool) -> APIRouter:
+    """The endpoints that generate text. With `metrics`, all answers have those of speculation."""
     router = APIRouter(route_class=JsonRoute)
 
     @router.post("/v1/completions", responses=json_responses(*_ERRORS, also=STREAMED))
     async def completions(body: CompletionBody, request: Request) -> Response:
         """Continue each prompt. `max_tokens` is 16 by default."""
         call = CompletionCall(body, request)
-        return await _answer(generation, gate.limits, call)
+        return await _answer(generation, gate.limits, call, metrics or body.speculation.metrics)
 
     @router.post("/v1/chat/completions", responses=json_responses(*_ERRORS, also=STREAMED))
     async def chat_completions(body: ChatBody, request: Request) -> Response:
         """Answer a conversation. `max_completion_tokens` is what the context leaves by default."""
-        return await _answer(generation, gate.limits, ChatCall(body, request))
+        call = ChatCall(body, request)
+        return await _answer(generation, gate.limits, call, metrics or body.speculation.metrics)
 
     return router
 
 
 async def _answer(
-    generation: Generation, limits: Limits, call: CompletionCall | ChatCall
+    generation: Generation, limits: Limits, call: CompletionCall | ChatCall, has_metrics: bool
 ) -> Response:
     """Answer with one JSON object, or with a stream that closes the generation when it ends."""
     body = call.body
@@ -55,6 +56,8 @@ async def _answer(
             collected = collect(answer.events, len(answer.totals.finishes))
             choices = await until_gone(call.request, collected)
             whole = _whole(body, shape, answer, choices)
+            if has_metrics:
+                whole["metrics"] = answer.totals.metrics()
             return JSONResponse(whole, headers=_headers(call, answer))
         # Await the first delta before the status line goes out, so that a refused request gets the
         # status of its error.
@@ -64,7 +67,7 @@ async def _answer(
             answer.totals,
             body.stream_options or StreamOptions(),
             answer.prompt_lengths,
-            metrics=body.speculation.metrics,
+            metrics=has_metrics,
         )
         events = sse(first, answer.events, maker, answer.span)
         return EventStream(events, stack.pop_all(), _headers(call, answer))
@@ -91,7 +94,4 @@ def _whole(
         shape.add_prompt_logprobs(answer, [choice.prompt for choice in choices])
     for written, choice in zip(answer["choices"], choices, strict=True):
         written |= attribution(choice.attributed)
-    answer |= totals.speculation()
-    if body.speculation.metrics:
-        answer["metrics"] = totals.metrics()
-    return answer
+    return answer | totals.speculation()

@@ -6,10 +6,11 @@ import json
 
 import httpx
 import pytest
-from gateway_rig import Rig
-from scripted_verifier import last, plain
+from gateway_rig import Rig, is_ready, running_rig, settings
+from scripted_verifier import Script, last, plain, ready, serving
 from waiting import until
 
+from gateway.text.prompts import Prompts
 from outrider.protocol.messages import FinishReason, SpeculationStats, TokenChunk, TokenSource
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -181,6 +182,20 @@ async def test_usage_and_metrics_have_the_statistics_of_the_speculation(rig: Rig
         "num_draft_tokens": 12,
         "num_spec_tokens": 3,
     }
+
+
+async def test_a_gateway_can_put_the_statistics_into_every_answer(prompts: Prompts) -> None:
+    script = Script(ready(prompts.fingerprint), lambda _: [last([5], FinishReason.LENGTH, STATS)])
+    async with (
+        serving(script) as address,
+        running_rig(settings(address, speculation_metrics=True), script, prompts) as rig,
+    ):
+        await until(lambda: is_ready(rig.http))
+        whole = await rig.http.post("/v1/completions", json={"prompt": "x"})
+        chat = {"messages": [{"role": "user", "content": "x"}], "stream": True}
+        streamed = await rig.http.post("/v1/chat/completions", json=chat)
+    assert whole.json()["metrics"]["speculative_decoding"]["num_draft_tokens"] == 12
+    assert '"num_draft_tokens":12' in streamed.text
 
 
 async def test_a_sequence_ended_by_a_stop_string_still_has_its_statistics(rig: Rig) -> None:
