@@ -15,7 +15,7 @@ from verifier_svc.state.step_clock import StepClock
 from verifier_svc.state.trie import CommitWalk, LookupResult
 
 _MODEL = ["model_name"]
-_LABELS = [*_MODEL, "drafter", "placement"]
+_LABELS = [*_MODEL, "drafter", "family", "placement"]
 _SHAPE = [*_MODEL, "shape"]
 _POSITIONS = [str(position) for position in range(MAX_DRAFT_TOKENS)]
 
@@ -30,7 +30,7 @@ class _Registry:
 
     def __init__(self) -> None:
         self.collectors = CollectorRegistry()
-        self.by_drafter: list[Counter | Histogram] = []
+        self.by_drafter: list[Counter | Gauge | Histogram] = []
 
     def counter(self, name: str, text: str, labels: list[str]) -> Counter:
         counter = Counter(f"outrider:{name}", text, labels, registry=self.collectors)
@@ -48,8 +48,11 @@ class _Registry:
             self.by_drafter.append(histogram)
         return histogram
 
-    def gauge(self, name: str, text: str) -> Gauge:
-        return Gauge(f"outrider:{name}", text, _MODEL, registry=self.collectors)
+    def gauge(self, name: str, text: str, labels: list[str] = _MODEL) -> Gauge:
+        gauge = Gauge(f"outrider:{name}", text, labels, registry=self.collectors)
+        if "drafter" in labels:
+            self.by_drafter.append(gauge)
+        return gauge
 
 
 class _DraftMetrics:
@@ -93,6 +96,11 @@ class _DraftMetrics:
         )
         self.wasted_tokens = counter(
             "wasted_tokens", "Draft tokens dropped without being committed.", _LABELS
+        )
+        self.acceptance_fell = registry.gauge(
+            "acceptance_fell",
+            "Whether the drafter's acceptance has fallen clearly below its first hour's.",
+            _LABELS,
         )
         self.draft_seconds = registry.histogram(
             "draft_latency_seconds",
@@ -212,8 +220,9 @@ class Metrics:
             _doubling(0.001, 16),
         )
 
-    def _labels(self, drafter: Drafter) -> tuple[str, str, str]:
-        return self._model_name, drafter.id, drafter.hello.placement.kind
+    def _labels(self, drafter: Drafter) -> tuple[str, str, str, str]:
+        hello = drafter.hello
+        return self._model_name, drafter.id, hello.family, hello.placement.kind
 
     def _add(self, counter: Counter, labels: tuple[str, ...], amount: float = 1.0) -> None:
         """Gather an increment until `flush`.
@@ -331,6 +340,10 @@ class Metrics:
         self._add_shape("tree" if branched else "chain", 1, drafted, emitted)
         self._add_branch("main", on_main_path)
         self._add_branch("side", accepted - on_main_path)
+
+    def acceptance_fell(self, drafter: Drafter, fell: bool) -> None:
+        """Export whether a drafter's acceptance has fallen."""
+        self._of_drafts.acceptance_fell.labels(*self._labels(drafter)).set(fell)
 
     def generated(self, token_count: int) -> None:
         """Record committed tokens."""

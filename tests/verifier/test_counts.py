@@ -26,7 +26,7 @@ def test_statistics_count_verified_tokens() -> None:
     assert stats.histogram == [0, 1, 1]
     assert stats.forward_count == 2 + (10 - 3 - 2)
     text = exposition(engine)
-    labels = 'drafter="scripted",model_name="fake",placement="local"'
+    labels = 'drafter="scripted",family="scripted",model_name="fake",placement="local"'
     name = "outrider:spec_decode_num_accepted_tokens"
     assert f"{name}_total{{{labels}}} 3.0" in text
     assert f'{name}_per_pos_total{{{labels},position="1"}} 1.0' in text

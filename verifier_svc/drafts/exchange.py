@@ -247,9 +247,24 @@ class DraftExchange:
         for drafter in self.roster.connected.values():
             if drafter.outbox.opened or drafter.outbox.verdicts:
                 drafter.tell(now, self.plan.decode_step_s)
+            self._watch_acceptance(drafter, now)
             if drafter.fell_silent(now):
                 for sequence_id in sorted(drafter.sequence_ids):
                     self.assign(self._sequences[sequence_id])
+
+    def _watch_acceptance(self, drafter: Drafter, now: float) -> None:
+        """Log and export that a drafter's acceptance fell, or recovered."""
+        watch = drafter.acceptance_watch
+        if not watch.look(drafter.verified_count, drafter.accepted_count, now):
+            return
+        self._metrics.acceptance_fell(drafter, watch.fell)
+        log.log(
+            logging.WARNING if watch.fell else logging.INFO,
+            "drafter %s: %.0f %% of its last tokens were accepted, after %.0f %% in its first hour",
+            drafter.id,
+            100 * watch.rate,
+            100 * (watch.first_rate or 0.0),
+        )
 
     def _ask(
         self,

@@ -11,6 +11,7 @@ from outrider.errors import OutriderError
 from outrider.protocol.draft_messages import Hello, StepBatch
 from outrider.protocol.model_info import DrafterInfo
 from verifier_svc.state.acceptance_rate import AcceptanceRate, Latency, SiblingRates
+from verifier_svc.state.acceptance_watch import AcceptanceWatch
 
 # Right guesses that a new drafter must make before it counts as much as the others.
 _TEST_GUESSES = 8
@@ -78,6 +79,7 @@ class Drafter:
     """Share of its answers that held a draft, as a running mean over all its sequences."""
     verified_count: int = 0
     accepted_count: int = 0
+    acceptance_watch: AcceptanceWatch = field(default_factory=AcceptanceWatch)
 
     @property
     def id(self) -> str:

@@ -1,0 +1,53 @@
+"""Notices that a drafter's guesses have become clearly worse than in its first hour."""
+
+from __future__ import annotations
+
+import math
+
+# The first hour is longer if fewer tokens than this were verified in it.
+_BLOCK_TOKENS = 2000
+_FIRST_S = 3600.0
+# A rate has fallen if it is lower by this share of the first, and by this many standard deviations
+# of a block. The tokens of one draft are alike, so a block counts as a quarter of its tokens.
+_LEAST_FALL = 0.2
+_DEVIATIONS = 4.0
+_ALIKE = 4
+
+
+class AcceptanceWatch:
+    """Compares the acceptance of each block of verified tokens with that of the first hour.
+
+    A change of the traffic changes acceptance too, so a fall is a reason to look and nothing more.
+    """
+
+    def __init__(self) -> None:
+        self.first_rate: float | None = None
+        """Share of accepted tokens in the first hour; None until it is over."""
+        self.rate = 0.0
+        """The same of the last block."""
+        self.fell = False
+        self._began_at: float | None = None
+        self._verified = 0
+        self._accepted = 0
+
+    def look(self, verified: int, accepted: int, now: float) -> bool:
+        """Take the drafter's counts so far, at `now` (seconds); returns whether `fell` changed."""
+        if self._began_at is None:
+            self._began_at = now
+        count = verified - self._verified
+        if count < _BLOCK_TOKENS:
+            return False
+        if self.first_rate is None and now - self._began_at < _FIRST_S:
+            return False
+        self.rate = (accepted - self._accepted) / count
+        self._verified, self._accepted = verified, accepted
+        if self.first_rate is None:
+            self.first_rate = self.rate
+            return False
+        before = self.fell
+        first = self.first_rate
+        deviation = math.sqrt(first * (1.0 - first) * _ALIKE / count)
+        margin = max(_LEAST_FALL * first, _DEVIATIONS * deviation)
+        # Halfway back it has recovered, so that a rate near the margin changes nothing.
+        self.fell = self.rate < first - (margin / 2 if before else margin)
+        return self.fell is not before
