@@ -7,6 +7,7 @@ as well.
 from __future__ import annotations
 
 import logging
+from itertools import islice, takewhile
 
 import numpy as np
 import torch
@@ -67,10 +68,12 @@ class Forwards:
     def grow(self, drafts: list[CachedDraft]) -> None:
         """Guess the next token of each draft, all of which `wanting` has returned.
 
-        Of a prompt, read the next chunk; prompts are read in the order of the drafts. If one call
-        of the compiled decoder can guess several tokens of every draft, it does. A forward that
-        raises has changed no draft.
+        Of a prompt, read the next chunk; prompts are read in the order of the drafts. If one
+        forward of a PARD model, or one call of the compiled decoder, can guess several tokens of
+        every draft, it does. A forward that raises has changed no draft.
         """
+        if self._guess_parallel(drafts):
+            return
         fewest = min(draft.goal - draft.guess_count for draft in drafts)
         if not self._guess_several(drafts, fewest):
             self._forward(drafts)
@@ -103,6 +106,46 @@ class Forwards:
             log.warning("sequence %d is drafted without its grammar: %s", draft.sequence.id, error)
             matcher = None
         draft.grammar = GrammarState(matcher, self._grammars.mask_width)
+
+    def _guess_parallel(self, drafts: list[CachedDraft]) -> bool:
+        """Guess all tokens that are wanted by one forward of a PARD model (arXiv 2504.18583).
+
+        Behind each text come tokens that stand for those not guessed yet; each of them predicts the
+        next. Their keys and values are not kept. False, with nothing guessed, if the model is no
+        PARD model, or a draft needs more: a guess whose choice depends on those before it, a prompt
+        that has to be read in chunks, pages or context.
+        """
+        unknown = self._runner.parallel_token_id
+        if unknown is None or not all(_is_independent(draft) for draft in drafts):
+            return False
+        counts = [draft.goal - draft.guess_count for draft in drafts]
+        lengths = [d.unread_count + n - 1 for d, n in zip(drafts, counts, strict=True)]
+        if sum(lengths) > self._max_batch_tokens:
+            return False
+        for draft, count in zip(drafts, counts, strict=True):
+            end = draft.length + count - 1
+            if end >= self._runner.context_length or not self._pool.reserve(draft.kv, end):
+                return False
+        slices = []
+        for draft, count in zip(drafts, counts, strict=True):
+            tokens = [*draft.unread(draft.unread_count), *[unknown] * (count - 1)]
+            kv = draft.kv
+            slices.append(SequenceSlice(tokens, kv.num_computed_tokens, kv.pages, count, kv=kv))
+        logits_RV = self._runner.forward(slices)
+        rows = [draft for draft, n in zip(drafts, counts, strict=True) for _ in range(n)]
+        places = [d.length + i for d, n in zip(drafts, counts, strict=True) for i in range(n)]
+        guesses = iter(self._choose(rows, _mask_unknown(rows, logits_RV), places))
+        for draft, count in zip(drafts, counts, strict=True):
+            draft.kv.num_computed_tokens = draft.length
+            some = islice(guesses, count)
+            found = [guess for guess in takewhile(bool, some) if guess is not None]
+            if len(found) < count:
+                draft.stuck = True
+                # Read the last token again when another guess is wanted.
+                draft.kv.num_computed_tokens -= not found
+            draft.extend(found)
+            self._cache_pages(draft)
+        return True
 
     def _guess_several(self, drafts: list[CachedDraft], count: int) -> bool:
         """Guess the next `count` tokens of all drafts by one call of the decoder.
@@ -197,15 +240,19 @@ class Forwards:
         logits_RV = self._runner.forward(slices)
         if not scored:
             return []
-        return self._choose(scored, _mask_unknown(scored, logits_RV))
+        places = [draft.length for draft in scored]
+        return self._choose(scored, _mask_unknown(scored, logits_RV), places)
 
     def _cache_pages(self, draft: CachedDraft) -> None:
         self._pool.cache_pages(draft.kv, draft.sequence.tokens, draft.sequence.opened.tenant)
 
-    def _choose(self, drafts: list[CachedDraft], logits_RV: torch.Tensor) -> list[Guess | None]:
-        """Choose each draft's next token from its row of logits; None where no token may follow.
+    def _choose(
+        self, drafts: list[CachedDraft], logits_RV: torch.Tensor, places: list[int]
+    ) -> list[Guess | None]:
+        """Choose a token of each draft from a row of logits; None where no token may follow.
 
-        Take the likeliest token, or draw one if the draft's `distribution` says so.
+        Take the likeliest token, or draw one if the draft's `distribution` says so. `places` are
+        the tokens' positions.
         """
         logits_RV = adjust(logits_RV, [_context(draft) for draft in drafts])
         top, shares = _best(logits_RV, trees=_want_trees(drafts))
@@ -224,13 +271,22 @@ class Forwards:
             rows = [i for i, d in enumerate(drafts) if d.distribution is kind and possible[i]]
             if not rows:
                 continue
-            drawn = sample([drafts[i] for i in rows], logits_RV[rows], [best[i] for i in rows])
+            drawn = sample(
+                [drafts[i] for i in rows],
+                logits_RV[rows],
+                [best[i] for i in rows],
+                [places[i] for i in rows],
+            )
             for i, guess in zip(rows, drawn, strict=True):
                 guesses[i] = guess
         return guesses
 
     def _sample_coupled(
-        self, drafts: list[CachedDraft], logits_RV: torch.Tensor, likeliest: list[list[int]]
+        self,
+        drafts: list[CachedDraft],
+        logits_RV: torch.Tensor,
+        likeliest: list[list[int]],
+        places: list[int],
     ) -> list[Guess]:
         """Draw with the verifier's own noise, so that similar models draw the same tokens.
 
@@ -239,7 +295,7 @@ class Forwards:
         where trees are verified, the next tokens of this order are the alternatives.
         """
         probs_RV = target_probs(logits_RV, [draft.sequence.opened.sampling for draft in drafts])
-        keys = coupled_keys([draft.seed for draft in drafts], [draft.length for draft in drafts])
+        keys = coupled_keys([draft.seed for draft in drafts], places)
         keys_R = on(probs_RV.device, keys)
         if _want_trees(drafts):
             ids_RK, shares_RK = coupled_top(probs_RV, keys_R, 1 + _TREE_ALTERNATIVES)
@@ -249,7 +305,11 @@ class Forwards:
         return [Guess(token, ids) for token, ids in zip(tokens, likeliest, strict=True)]
 
     def _sample(
-        self, drafts: list[CachedDraft], logits_RV: torch.Tensor, likeliest: list[list[int]]
+        self,
+        drafts: list[CachedDraft],
+        logits_RV: torch.Tensor,
+        likeliest: list[list[int]],
+        places: list[int],
     ) -> list[Guess]:
         """Draw from the `max_entries` likeliest tokens, with probabilities rounded to float32.
 
@@ -262,9 +322,8 @@ class Forwards:
         # Never draw twice with one random number: the fate of a rejected token has influenced which
         # tokens were committed since.
         seeds = [draft.seed for draft in drafts]
-        positions = [draft.length for draft in drafts]
         draws = [draft.draw_count for draft in drafts]
-        numbers = uniforms(seeds, positions, Purpose.DRAFT, draws)
+        numbers = uniforms(seeds, places, Purpose.DRAFT, draws)
         picks = inverse_cdf(top_RE, on(top_RE.device, numbers))
         tokens = ids_RE.gather(-1, picks.unsqueeze(-1)).squeeze(-1).tolist()
         ids = ids_RE.cpu().numpy()
@@ -305,6 +364,18 @@ def _mask_unknown(drafts: list[CachedDraft], logits_RV: torch.Tensor) -> torch.T
     for i in narrow:
         logits_RV[i, drafts[i].vocab_size :] = float("-inf")
     return logits_RV
+
+
+def _is_independent(draft: CachedDraft) -> bool:
+    """Whether each guess can be chosen without knowing the guesses before it.
+
+    Penalties and a grammar look at the text. What is sampled by itself, one token after the other,
+    has a count of draws.
+    """
+    sampling = draft.sequence.opened.sampling
+    if sampling.penalised or draft.grammar is not None:
+        return False
+    return draft.distribution is not DraftDistribution.SPARSE
 
 
 def _is_plain(draft: CachedDraft) -> bool:

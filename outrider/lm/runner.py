@@ -102,6 +102,8 @@ class ModelRunner:
         self.vocab_size: int = config.vocab_size
         self.layer_count: int = config.num_hidden_layers
         self.hidden_size: int = config.hidden_size
+        self.parallel_token_id = support.parallel_token_id(self._name, config)
+        """The token that stands for a token not guessed yet, if the model is a PARD model."""
         self._model.set_attn_implementation(attention.NAME)
         self._layers = attention.install(self._model)
         support.find_shapes(self._model, self._name, config, self._layers)

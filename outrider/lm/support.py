@@ -72,6 +72,20 @@ def context_length(name: str, config: Any) -> int:
     return min([length, *switches])
 
 
+def parallel_token_id(name: str, config: Any) -> int | None:
+    """Return the id by which a PARD model (arXiv 2504.18583) guesses several tokens at once.
+
+    None for other models. Raises OutriderError(INVALID_VALUE) for an id that is not in the
+    vocabulary.
+    """
+    token = getattr(config, "pard_token", None)
+    if token is None:
+        return None
+    if not isinstance(token, int) or not 0 <= token < config.vocab_size:
+        raise unsupported(name, f"its pard_token {token} is not in [0, {config.vocab_size})")
+    return token
+
+
 @torch.inference_mode()
 def find_shapes(model: Any, name: str, config: Any, layers: Mapping[int, LayerCache]) -> None:
     """Run a forward of a few tokens, in which each layer records its shape.

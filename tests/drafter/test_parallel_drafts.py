@@ -1,0 +1,107 @@
+"""A PARD model guesses all tokens of a draft in one forward, each as `transformers` would."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from draft_model_rig import guesses_of, opened
+from family_rig import Rig
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from outrider.errors import OutriderError
+from outrider.lm.runner import ModelRunner, SequenceSlice
+from outrider.protocol.messages import DraftDistribution, SamplingParams
+from outrider.sampling.noise import coupled_draw
+
+UNKNOWN = 77
+MODEL = "models/draft"
+
+
+@pytest.fixture(scope="module")
+def own() -> AutoModelForCausalLM:
+    return AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+
+
+@pytest.fixture
+def forwards(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Makes the draft model a PARD model; lists the number of slices of each forward."""
+    counts: list[int] = []
+    forward = runner.forward
+
+    def counted(slices: list[SequenceSlice]) -> torch.Tensor:
+        counts.append(len(slices))
+        return forward(slices)
+
+    monkeypatch.setattr(runner, "parallel_token_id", UNKNOWN)
+    monkeypatch.setattr(runner, "forward", counted)
+    return counts
+
+
+@torch.inference_mode()
+def logits(own: AutoModelForCausalLM, text: list[int], count: int) -> torch.Tensor:
+    """The logits of `count` guesses behind a text, from one forward over all of it."""
+    ids = torch.tensor([[*text, *[UNKNOWN] * (count - 1)]])
+    found: torch.Tensor = own(ids).logits[0, -count:]
+    return found
+
+
+async def test_guesses_are_those_of_one_forward_after_hits_and_misses(
+    make: Callable[..., Rig],
+    prompts: list[list[int]],
+    own: AutoModelForCausalLM,
+    forwards: list[int],
+) -> None:
+    rig = make(branch_count=0)
+    texts = [list(prompt) for prompt in prompts]
+    for i, text in enumerate(texts):
+        rig.open(opened(text, i, depth=4 + i % 2, window=4 + i % 2))
+    for _ in range(5):
+        forwards.clear()
+        guesses = await guesses_of(rig)
+        assert forwards == [len(texts)]
+        for i, text in enumerate(texts):
+            count = 4 + i % 2
+            assert guesses[i] == logits(own, text, count).argmax(-1).tolist()
+            right = guesses[i][: i % 5]
+            text += [*right, 7]
+            rig.commit(i, *right, 7)
+
+
+async def test_coupled_guesses_have_the_noise_of_their_positions(
+    make: Callable[..., Rig],
+    prompts: list[list[int]],
+    own: AutoModelForCausalLM,
+    forwards: list[int],
+) -> None:
+    rig = make(branch_count=0)
+    sampling = SamplingParams(0.8, seed=11)
+    coupled = DraftDistribution.COUPLED
+    text = prompts[0]
+    rig.open(opened(text, window=4, sampling=sampling, distribution=coupled))
+    found = (await guesses_of(rig))[1]
+    probs = (logits(own, text, 4).double() / 0.8).softmax(-1)
+    wanted = [coupled_draw(row.numpy(), 11, len(text) + i) for i, row in enumerate(probs)]
+    assert found == wanted
+    assert len(forwards) == 1
+
+
+async def test_guesses_that_depend_on_each_other_are_made_one_by_one(
+    make: Callable[..., Rig],
+    prompts: list[list[int]],
+    greedy: Callable[[list[int], int], list[int]],
+    forwards: list[int],
+) -> None:
+    rig = make(branch_count=0)
+    sampling = SamplingParams(0.0, presence_penalty=1e-9)
+    rig.open(opened(prompts[1], window=4, sampling=sampling))
+    assert (await guesses_of(rig))[1] == greedy(prompts[1], 4)
+    assert len(forwards) == 4
+
+
+def test_a_wrong_token_for_unknown_ones_is_refused() -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    config = LlamaConfig(vocab_size=50, num_attention_heads=2, pard_token=50, **sizes)
+    with pytest.raises(OutriderError, match=r"its pard_token 50 is not in \[0, 50\)"):
+        ModelRunner(LlamaForCausalLM(config), page_size=16, page_count=8)
