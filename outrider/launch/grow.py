@@ -12,6 +12,7 @@ identities.
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 import sys
@@ -20,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 # Noise is drawn once and repeated: drawing it for each of 8 B parameters takes minutes. The count
@@ -151,6 +154,25 @@ def _repeated(noise: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     flat[:whole].view(-1, count).copy_(noise)
     flat[whole:].copy_(noise[: flat.numel() - whole])
     return out
+
+
+def grow_head(head: Path, small: Path, large: Path, out: Path) -> None:
+    """Make of an EAGLE-3 head for the target `small` one for the target `large`, grown from it.
+
+    The head reads the first columns of each state, which are the small target's, and has the small
+    target's embeddings in its file. Raises KeyError for a head of another kind.
+    """
+    config = json.loads((head / "config.json").read_text())
+    width = json.loads((large / "config.json").read_text())["hidden_size"]
+    tensors = load_file(head / "model.safetensors")
+    parts = tensors["fc.weight"].split(config["target_hidden_size"], dim=1)
+    padded = [torch.nn.functional.pad(part, (0, width - part.shape[1])) for part in parts]
+    tensors["fc.weight"] = torch.cat(padded, dim=1)
+    with safe_open(small / "model.safetensors", framework="pt") as weights:
+        tensors["embed_tokens.weight"] = weights.get_tensor("model.embed_tokens.weight")
+    out.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, out / "model.safetensors")
+    (out / "config.json").write_text(json.dumps(config | {"target_hidden_size": width}, indent=1))
 
 
 def modest_checkpoint(small: Path, out: Path) -> None:
