@@ -32,8 +32,8 @@ test-all: test test-slow
 # Tests with clients, servers and time-outs run one by one, and mostly wait. Tests without a clock
 # run beside them at a lower priority; their output follows at the end. At the lowest priority they
 # would not run at all on a busy machine.
-TOGETHER := $(addprefix tests/, losslessness simulator lm experiment verifier shared grammar repo \
-  placement fuzz)
+TOGETHER := $(addprefix tests/, losslessness simulator lm heads experiment verifier shared grammar \
+  repo placement fuzz)
 APART = $(filter-out $(TOGETHER:%=%/),$(wildcard tests/*/))
 test-apart:
 	$(BIN)/python -m pytest -m "$(MARK)" $(APART)
