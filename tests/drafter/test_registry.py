@@ -53,7 +53,7 @@ def test_a_drafter_has_the_settings_of_its_family_and_no_others() -> None:
         assert set(schema.model_fields) == common | own
         assert not common & own
         assert schema.model_config["env_prefix"] == "OUTRIDER_DRAFTER_"
-        assert required_setting(schema) == ("model" if name == "model" else None)
+        assert required_setting(schema) == (name if name in ("model", "head") else None)
 
 
 def test_outrider_serve_takes_a_family_by_its_class_with_its_settings() -> None:
