@@ -97,6 +97,7 @@ def test_every_flag_on_a_page_belongs_to_a_command(path: Path) -> None:
         "service",
         "version",
         "grpc",
+        "hidden-size",
         "ruby",
         "transcript",
     }
