@@ -8,8 +8,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 MOST_BYTES = 2**20
-# The bundled pair of models, without which nothing runs.
-LARGE = {"models/target/model.safetensors", "models/draft/model.safetensors"}
+# The bundled pair of models, without which nothing runs, and the heads for it.
+LARGE = {
+    "models/target/model.safetensors",
+    "models/draft/model.safetensors",
+    "models/heads/eagle3/model.safetensors",
+}
 
 
 def test_only_the_bundled_models_are_large() -> None:
