@@ -25,7 +25,7 @@ from rich.table import Table
 
 from outrider.errors import OutriderError
 from outrider.launch.client import Answer, complete, until_ready
-from outrider.launch.grow import modest_checkpoint
+from outrider.launch.grow import grow_head, modest_checkpoint
 from outrider.launch.prompts import DEMO_PROMPTS
 from outrider.launch.serve_settings import ServeSettings
 from outrider.launch.stack import Stack, plan_stack
@@ -35,7 +35,9 @@ from outrider.launch.supervisor import StartFailed, Supervisor
 # The bundled pair, and the grown target that `make serve` serves too: folders of the sources.
 _TARGET = Path("models/target")
 _DRAFT = Path("models/draft")
+_HEAD = Path("models/heads/eagle3")
 _GROWN = Path("grown/target-154m")
+_GROWN_HEAD = Path("grown/eagle3-154m")
 _LOADING_S = 180.0
 _COLUMNS = (
     "tokens/s",
@@ -98,6 +100,7 @@ class Part:
 
     title: str
     target: Path
+    head: Path
     dtype: str
     max_tokens: int
     is_exact: bool
@@ -127,10 +130,16 @@ def run() -> int:
 
 
 def _parts(console: Console) -> Iterator[Part]:
-    yield Part("1. Exactness: 12 M parameters, float32", _TARGET, "float32", _MAX_TOKENS, True)
+    yield Part(
+        "1. Exactness: 12 M parameters, float32", _TARGET, _HEAD, "float32", _MAX_TOKENS, True
+    )
     with start_status(console, f"growing the target to 154 M parameters, in {_GROWN} ..."):
         modest_checkpoint(_TARGET, _GROWN)
-    yield Part("2. Speed: 154 M parameters, bfloat16", _GROWN, "bfloat16", _MAX_TOKENS // 2, False)
+        grow_head(_HEAD, _TARGET, _GROWN, _GROWN_HEAD)
+    tokens = _MAX_TOKENS // 2
+    yield Part(
+        "2. Speed: 154 M parameters, bfloat16", _GROWN, _GROWN_HEAD, "bfloat16", tokens, False
+    )
 
 
 def _run_part(part: Part, console: Console) -> int:
@@ -140,7 +149,12 @@ def _run_part(part: Part, console: Console) -> int:
         {
             "target": str(part.target),
             "dtype": part.dtype,
-            "drafter": ["ngram", model, f"{model},id=model-pinned,cores={last_core}"],
+            "drafter": [
+                "ngram",
+                model,
+                f"{model},id=model-pinned,cores={last_core}",
+                f"head={part.head},id=eagle3,dtype=float32",
+            ],
             "http_port": 0,
             "grpc_port": 0,
             "verifier_port": 0,
@@ -160,7 +174,7 @@ async def _demo(stack: Stack, settings: ServeSettings, part: Part, console: Cons
     rows = [Row("plain", {"enabled": False})]
     rows += [
         Row(name, {"drafter_id": name, "metrics": True})
-        for name in ("ngram-1", "model-1", "model-pinned")
+        for name in ("ngram-1", "model-1", "model-pinned", "eagle3")
     ]
     try:
         for child in stack.children:
