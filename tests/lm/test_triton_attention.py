@@ -388,6 +388,7 @@ def test_the_kernels_compile_for_other_gpus_and_fit_their_shared_memory(compiled
         "parts, window",
         "moves",
         "noise",
+        "penalties",
     }
 
 
