@@ -7,7 +7,7 @@ as well.
 from __future__ import annotations
 
 import logging
-from itertools import islice, takewhile
+from itertools import accumulate, takewhile
 
 import numpy as np
 import torch
@@ -134,11 +134,10 @@ class Forwards:
         logits_RV = self._runner.forward(slices)
         rows = [draft for draft, n in zip(drafts, counts, strict=True) for _ in range(n)]
         places = [d.length + i for d, n in zip(drafts, counts, strict=True) for i in range(n)]
-        guesses = iter(self._choose(rows, _mask_unknown(rows, logits_RV), places))
-        for draft, count in zip(drafts, counts, strict=True):
+        guesses = self._choose(rows, _mask_unknown(rows, logits_RV), places)
+        for draft, count, end in zip(drafts, counts, accumulate(counts), strict=True):
             draft.kv.num_computed_tokens = draft.length
-            some = islice(guesses, count)
-            found = [guess for guess in takewhile(bool, some) if guess is not None]
+            found = [each for each in takewhile(bool, guesses[end - count : end]) if each]
             if len(found) < count:
                 draft.stuck = True
                 # Read the last token again when another guess is wanted.
@@ -369,8 +368,7 @@ def _mask_unknown(drafts: list[CachedDraft], logits_RV: torch.Tensor) -> torch.T
 def _is_independent(draft: CachedDraft) -> bool:
     """Whether each guess can be chosen without knowing the guesses before it.
 
-    Penalties and a grammar look at the text. What is sampled by itself, one token after the other,
-    has a count of draws.
+    Penalties and a grammar read the guesses before. A SPARSE draft counts its draws one by one.
     """
     sampling = draft.sequence.opened.sampling
     if sampling.penalised or draft.grammar is not None:

@@ -62,6 +62,10 @@ class HeadDraft:
     kept: list[tuple[int, torch.Tensor]] = field(default_factory=list)
     """Features that the head's thread was not told of, by the position of the first."""
     read: HeadSequence | None = None
+    reading: Future[None] | None = None
+    """The work on the last features that were read before a draft needed them."""
+    failed: bool = False
+    """Whether a forward failed, so that the head has to be told of the whole text again."""
 
     def keep(self, first_position: int, rows: bytes) -> int:
         """Keep features from the wire; return the position behind the last of them."""
@@ -89,6 +93,8 @@ class HeadDraft:
                 first, parts = position, []
             parts.append(rows[:fits])
             end = position + min(fits, len(rows))
+        if self.failed:
+            self.failed, self.told = False, 0
         news = News(tokens[self.told :], first, torch.cat(parts))
         self.told = len(tokens)
         return news
@@ -149,8 +155,11 @@ class HeadWorker:
         return HeadDraft(sequence, seed, self.spec.feature_width, self._model.dtype)
 
     def read(self, draft: HeadDraft, news: News) -> None:
-        """Have the head read features, as soon as its thread is free."""
-        self._thread.submit(self._extend, [(draft, news)])
+        """Have the head read features, as soon as its thread is free.
+
+        The next draft of the sequence raises the exception of a forward that failed.
+        """
+        draft.reading = self._thread.submit(self._extend, [(draft, news)])
 
     def close(self, draft: HeadDraft) -> None:
         """Free a draft's pages."""
@@ -172,6 +181,11 @@ class HeadWorker:
     def _draft(
         self, news: list[tuple[HeadDraft, News]], wanted: list[int], trees: bool
     ) -> list[Offer | None]:
+        for draft, _ in news:
+            # The work before on this thread is done.
+            reading, draft.reading = draft.reading, None
+            if reading is not None:
+                reading.result()
         self._extend(news)
         places = [i for i, (draft, _) in enumerate(news) if draft.read and draft.read.ready]
         offers: list[Offer | None] = [None] * len(news)
@@ -202,6 +216,12 @@ class HeadWorker:
         except NoPages:
             for draft, extension in batch:
                 self._extend_alone(draft, extension)
+        except Exception:
+            # The head may have read a part. The caller gets the exception from its future.
+            for draft, _ in batch:
+                self._close(draft)
+                draft.failed = True
+            raise
 
     def _extend_alone(self, draft: HeadDraft, extension: Extension) -> None:
         try:

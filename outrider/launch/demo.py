@@ -113,7 +113,7 @@ def run() -> int:
     failed, 2 without the bundled models, 130 after Ctrl-C.
     """
     console = Console(width=None if sys.stdout.isatty() else 110)
-    for model in (_TARGET, _DRAFT):
+    for model in (_TARGET, _DRAFT, _HEAD):
         if not (model / "config.json").is_file():
             hint = "run the demo in the folder of Outrider's sources"
             console.print(f"outrider demo: {model} is not a model; {hint}")

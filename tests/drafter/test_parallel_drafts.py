@@ -100,6 +100,30 @@ async def test_guesses_that_depend_on_each_other_are_made_one_by_one(
     assert len(forwards) == 4
 
 
+async def test_a_text_that_nothing_may_follow_leaves_the_others_guesses_as_they_are(
+    make: Callable[..., Rig],
+    prompts: list[list[int]],
+    own: AutoModelForCausalLM,
+    runner: ModelRunner,
+    forwards: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    forward = runner.forward
+
+    def without_a_token(slices: list[SequenceSlice]) -> torch.Tensor:
+        found = forward(slices).clone()
+        found[1] = -torch.inf
+        return found
+
+    monkeypatch.setattr(runner, "forward", without_a_token)
+    rig = make(branch_count=0)
+    for i, text in enumerate(prompts[:2]):
+        rig.open(opened(text, i, window=4))
+    await rig.draft()
+    assert rig.guesses(0) == logits(own, prompts[0], 4).argmax(-1).tolist()[:1]
+    assert rig.guesses(1) == logits(own, prompts[1], 4).argmax(-1).tolist()
+
+
 def test_a_wrong_token_for_unknown_ones_is_refused() -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
     config = LlamaConfig(vocab_size=50, num_attention_heads=2, pard_token=50, **sizes)

@@ -239,6 +239,29 @@ async def test_coupled_guesses_are_drawn_with_the_verifiers_noise(eagle: Site) -
     assert found == drawn
 
 
+async def test_a_failed_forward_costs_one_draft_of_a_text_and_no_later_text(
+    eagle: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = eagle.text(20)
+    read_rows = eagle.model.read_rows
+
+    def fail(*_: object) -> torch.Tensor:
+        raise RuntimeError("planted")
+
+    # It fails while a part of the prompt is read, before any draft is asked for.
+    monkeypatch.setattr(eagle.model, "read_rows", fail)
+    eagle.session.apply(opening(1, text[:13]))
+    eagle.session.apply(StepBatch(features=[eagle.features(1, text, 0, 6)]))
+    news = eagle.features(1, text, 6, 13)
+    eagle.session.apply(StepBatch(features=[news], verdicts=[verdict(1, 14, text[13:14])]))
+    assert await proposed(eagle.session) == {}
+    monkeypatch.setattr(eagle.model, "read_rows", read_rows)
+    eagle.session.apply(opening(2, text[:13]))
+    news = eagle.features(2, text, 0, 13)
+    eagle.session.apply(StepBatch(features=[news], verdicts=[verdict(2, 14, text[13:14])]))
+    assert await proposed(eagle.session) == {2: eagle.guesses(text[:14])}
+
+
 def test_a_verifier_of_another_target_is_refused(eagle: Site) -> None:
     width = eagle.head.spec.feature_width
     family = HeadFamily(HeadWorker(eagle.model, eagle.thread), VOCAB)
