@@ -165,7 +165,7 @@ def grow_head(head: Path, small: Path, large: Path, out: Path) -> None:
     config = json.loads((head / "config.json").read_text())
     width = json.loads((large / "config.json").read_text())["hidden_size"]
     tensors = load_file(head / "model.safetensors")
-    parts = tensors["fc.weight"].split(config["target_hidden_size"], dim=1)
+    parts = torch.split(tensors["fc.weight"], config["target_hidden_size"], dim=1)
     padded = [torch.nn.functional.pad(part, (0, width - part.shape[1])) for part in parts]
     tensors["fc.weight"] = torch.cat(padded, dim=1)
     with safe_open(small / "model.safetensors", framework="pt") as weights:
