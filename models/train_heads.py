@@ -18,6 +18,7 @@ import math
 import pathlib
 import random
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 
 import torch
@@ -42,7 +43,7 @@ THETA = 10_000.0
 
 
 class Features:
-    """What a head may read of the target, for ids [B, T].
+    """The target's states and logits that a head may read, for ids [B, T].
 
     `states` [B, T, 3 * 384]: the residual stream at BOUNDARIES. `final` [B, T, 384]: the state
     behind the final norm. `logits` [B, T, V].
@@ -215,6 +216,7 @@ class Head(nn.Module):
         """Return whether the head can draft these ids of the target."""
         return torch.ones_like(best, dtype=torch.bool)
 
+    @abstractmethod
     def drafts(
         self, embed: nn.Embedding, depth: int, features: Features, noise: Tensor | None
     ) -> Tensor:
@@ -222,7 +224,6 @@ class Head(nn.Module):
 
         `noise` [B, T, V] is that of the draws of the text's tokens, None for greedy drafts.
         """
-        raise NotImplementedError
 
     def choose(self, logits: Tensor, noise: Tensor | None, first: int) -> Tensor:
         """Return the ids [B, N] drafted for the tokens `first` … of the text."""
@@ -236,25 +237,25 @@ class Head(nn.Module):
 class PairHead(Head):
     """A head that pairs the feature of a token with the embedding of the next token."""
 
+    @abstractmethod
     def first_state(self, features: Features) -> Tensor:
         """Return the state [B, T, 384] that stands for the target's features."""
-        raise NotImplementedError
 
+    @abstractmethod
     def join(self, token: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """Return what the attention reads of a pair, and the residual stream."""
-        raise NotImplementedError
 
+    @abstractmethod
     def layer(self) -> Layer:
         """Return the head's layer."""
-        raise NotImplementedError
 
+    @abstractmethod
     def end(self, state: Tensor) -> Tensor:
         """Return what the next step reads in place of the target's feature."""
-        raise NotImplementedError
 
+    @abstractmethod
     def scores(self, embed: nn.Embedding, state: Tensor) -> Tensor:
         """Return the logits [B, N, draft vocabulary] of a step's state."""
-        raise NotImplementedError
 
     def unroll(self, embed: nn.Embedding, features: Features, depth: int) -> Iterator[Tensor]:
         """Yield per step s the logits [B, T - 1 - s, draft vocabulary] of token a + 2 + s.
@@ -599,7 +600,7 @@ class Mtp(PairHead):
         return state @ embed.weight.T.float()
 
     def config(self, target: LlamaForCausalLM) -> dict[str, object]:
-        """The keys are those of the target that the layer's weights would lie beside."""
+        """Return the target's keys, beside whose weights the layer would lie."""
         return shared_keys(target) | {
             "architectures": ["MiMoForCausalLM"],
             "model_type": "mimo",

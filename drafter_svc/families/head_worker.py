@@ -16,6 +16,7 @@ from outrider.heads.loading import load, target_weights
 from outrider.heads.model import Extension, HeadModel, HeadSequence, NoPages, Proposal
 from outrider.heads.reading import read
 from outrider.heads.spec import Decoder, HeadSpec
+from outrider.lm.devices import find_device
 from outrider.protocol.messages import DraftDistribution
 from outrider.sampling.logits import Context, adjust
 from outrider.sampling.noise import coupled_keys
@@ -131,7 +132,7 @@ class HeadWorker:
         """
         if threads is not None:
             torch.set_num_threads(threads)
-        place = _device(device)
+        place = find_device(device)
         try:
             config = AutoConfig.from_pretrained(target)
         except (OSError, ValueError) as cause:
@@ -292,9 +293,3 @@ def _page_count(spec: HeadSpec, dtype: torch.dtype) -> int:
     numbers = 2 * decoder.layer_count * decoder.kv_head_count * decoder.head_size * _PAGE_SIZE
     useful = _FULL_CONTEXTS * -(-spec.target.context_length // _PAGE_SIZE)
     return max(1, min(_CACHE_BYTES // (numbers * dtype.itemsize), useful))
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)

@@ -125,7 +125,7 @@ class RedisClient:
 
         try:
             async with asyncio.timeout(_SOCKET_TIMEOUT_S):
-                taken = connections.get_connection()  # type: ignore[no-untyped-call]  # has no types
+                taken = connections.get_connection()  # type: ignore[no-untyped-call]  # untyped
                 connection: AbstractConnection = await taken
                 try:
                     return await connection.retry.call_with_retry(

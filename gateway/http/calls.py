@@ -68,7 +68,7 @@ class HttpCall(TextCall, Generic[_Body]):
 
     @contextmanager
     def responding(self, span: Span) -> Iterator[None]:
-        """Put HTTP's attributes on a span. The status is 200, or that of the block's error."""
+        """Put HTTP's attributes on a span: the status is 200, or the block's error's."""
         path = self.request.url.path
         span.set(
             http__request__method=self.request.method,

@@ -22,7 +22,7 @@ from outrider.protocol.wire import drafts as wire_drafts
 from outrider.testing import DraftStream, ScriptedVerifier
 from outrider.v1 import drafts_pb2, verifier_pb2
 
-# Only so many of a prompt's last tokens have features, so that a long prompt makes no long message.
+# A prompt's last tokens that have features. With more, a long prompt would make a long message.
 _PROMPT_FEATURES = 32
 Note = Callable[[str, dict[str, Any]], None]
 """Takes the sender's name and its message, for the transcript."""

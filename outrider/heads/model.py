@@ -46,7 +46,7 @@ class TargetWeights:
 
 @dataclass(eq=False, slots=True)
 class HeadSequence:
-    """What a head keeps for one sequence.
+    """The state that a head keeps for one sequence.
 
     `tokens` are all committed tokens. `origin` is the token of the head's first row: above 0 where
     features before it never came. `salt` keeps pages from being shared with other tenants' texts;
@@ -58,7 +58,7 @@ class HeadSequence:
     origin: int = 0
     kv: KVSequence = field(default_factory=KVSequence)
     state: torch.Tensor | None = None
-    """What the kind keeps of the last row; None until a row was read."""
+    """The last row's state, in the kind's own form; None until the head has read a row."""
 
     @property
     def wanted(self) -> int:
@@ -364,6 +364,6 @@ class Picker:
         return spread.index_copy_(1, self._ids, numbers_BV)
 
     def proposal(self) -> Proposal:
-        """What was chosen."""
+        """The tokens chosen so far, as a Proposal."""
         lists = (self._tokens, self._best, self._shares, self._confidences)
         return Proposal(*(torch.stack(part, dim=1) for part in lists))

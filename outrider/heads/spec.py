@@ -28,7 +28,7 @@ def refusal(where: object, why: str) -> OutriderError:
 
 @dataclass(frozen=True, slots=True)
 class TargetShape:
-    """What a head must fit: widths and layers of the target."""
+    """The target's widths and layers, which a head must fit."""
 
     hidden_size: int
     layer_count: int
@@ -49,7 +49,7 @@ class TargetShape:
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """The decoder layers of a head, which are those of Llama, Qwen2 or Qwen3.
+    """The decoder layers of a head, which are built like Llama's, Qwen2's or Qwen3's.
 
     `rope` holds `rope_type`, `rope_theta` and a scaling's own numbers, as `transformers` names
     them. `windows` has the sliding window of each layer in positions, None for full attention.
@@ -74,7 +74,7 @@ class Decoder:
 
 @dataclass(frozen=True, slots=True)
 class HeadSpec:
-    """What a head computes. Each field after `final_state` serves the kinds that its text names."""
+    """The computation of a head. The text of a field after `final_state` names its kinds."""
 
     kind: Kind
     target: TargetShape
@@ -84,7 +84,7 @@ class HeadSpec:
     decoder: Decoder | None = None
     """None for medusa, which has no attention."""
     other_boundaries: tuple[tuple[int, ...], ...] = ()
-    """What the file may mean instead of `boundaries`; `layer_choice` compares them."""
+    """Other boundaries that the file may mean; `layer_choice` compares them with `boundaries`."""
     feature_norms: bool = False
     """eagle3, peagle: each boundary is normed by itself before `fc`."""
     row_norm: bool = False

@@ -11,10 +11,11 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from outrider.errors import OutriderError, Reason, invalid
+from outrider.errors import OutriderError, Reason
 from outrider.lm import attention, support, trial
 from outrider.lm.cpu.decoder import CpuDecoder
 from outrider.lm.cpu.weights import optimize_for_cpu
+from outrider.lm.devices import find_device, find_dtype
 from outrider.lm.gpu import memory
 from outrider.lm.gpu.fused_layers import fuse
 from outrider.lm.gpu.graphs import Bounds, Graphs, buckets
@@ -154,7 +155,7 @@ class ModelRunner:
         report = progress or (lambda detail: None)
         if threads is not None:
             torch.set_num_threads(threads)
-        target_device = _device(device)
+        target_device = find_device(device)
         report(f"reading {model}")
         loaded = _read_checkpoint(model, dtype, trust_remote_code)
         report(f"moving the weights to {target_device}")
@@ -424,7 +425,10 @@ def _read_checkpoint(model: str, dtype: str, trust_remote_code: bool) -> torch.n
             method = dict(quantization).get("quant_method", "by an unnamed method")
             raise support.unsupported(model, f"its weights are quantised ({method})")
         loaded = AutoModelForCausalLM.from_pretrained(
-            model, dtype=_dtype(dtype), use_safetensors=True, trust_remote_code=trust_remote_code
+            model,
+            dtype=find_dtype(dtype),
+            use_safetensors=True,
+            trust_remote_code=trust_remote_code,
         )
     except (OSError, ValueError, SafetensorError) as cause:
         message = f"cannot load {model}: {' '.join(str(cause).split())}"
@@ -459,35 +463,3 @@ def _eos_token_ids(model: Any, config: Any) -> tuple[int, ...]:
     if ids is None:
         return ()
     return tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)
-
-
-def _device(name: str) -> torch.device:
-    """Return an existing device; a CUDA device always has its index, as some of torch requires.
-
-    Raises OutriderError(INVALID_VALUE) otherwise.
-    """
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError as cause:
-        raise invalid("device", f"must be auto, cpu or cuda:N, not {name}") from cause
-    if device.type != "cuda":
-        return device
-    index = device.index or 0
-    count = torch.cuda.device_count()
-    if index >= count:
-        raise invalid("device", f"is {name}, but torch finds {count} CUDA devices")
-    return torch.device("cuda", index)
-
-
-def _dtype(name: str) -> torch.dtype | str:
-    names: dict[str, torch.dtype | str] = {
-        "auto": "auto",
-        "float32": torch.float32,
-        "bfloat16": torch.bfloat16,
-        "float16": torch.float16,
-    }
-    if name not in names:
-        raise invalid("dtype", f"must be one of {', '.join(names)}, not {name}")
-    return names[name]

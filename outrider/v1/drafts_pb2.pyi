@@ -80,9 +80,9 @@ class _CapabilityEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Capability
     """The target's hidden states, for a drafter with a head. Hello.feature_request says which."""
 
 class Capability(_Capability, metaclass=_CapabilityEnumTypeWrapper):
-    """What this contract's first release lacks, and what costs too much for everyone. A drafter lists in
-    Hello the capabilities that it can use. The verifier answers with the ones among them that it
-    grants for this stream. Neither side uses any other capability. So neither side receives a
+    """Abilities that later versions add, and abilities that cost too much for everyone. A drafter lists
+    in Hello the capabilities that it can use. The verifier answers with those that it grants for
+    this stream. Neither side uses any other capability. So neither side receives a
     message or a field that it must understand but does not know.
     """
 

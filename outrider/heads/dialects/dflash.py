@@ -17,7 +17,8 @@ from outrider.heads.spec import Confidence, Decoder, Head, HeadSpec, Markov, Tar
 
 _MARKOV: tuple[Markov, ...] = ("vanilla", "gated", "rnn")
 _MOST_ROWS = 256
-# ModelOpt's flat names of what the others keep under markov_head and confidence_head.
+# ModelOpt's flat names for the tensors that other dialects put under markov_head and
+# confidence_head.
 _FLAT = {
     "markov_w1.weight": "markov_head.markov_w1.weight",
     "markov_w1": "markov_head.markov_w1.weight",

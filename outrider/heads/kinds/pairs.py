@@ -43,7 +43,7 @@ class PairModel(HeadModel):
 
     @abstractmethod
     def recycle(self, states: torch.Tensor) -> torch.Tensor:
-        """What takes the place of the next step's projected features."""
+        """Make the next step's projected features of this step's states."""
 
     @abstractmethod
     def state_scores(self, states: torch.Tensor) -> torch.Tensor:

@@ -47,7 +47,7 @@ class Card:
 
 @cache
 def card_of(device: torch.device) -> Card:
-    """Return the properties of a GPU. Triton's interpreter, on a CPU, gets those of an L4."""
+    """Return the properties of a GPU. On a CPU, Triton's interpreter gets an L4's properties."""
     if device.type != "cuda":
         return Card(99 * 1024, 58, 8)
     # torch's types leave out the shared memory that a program may opt into.

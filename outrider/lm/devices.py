@@ -1,0 +1,40 @@
+"""Devices and types of numbers by the names that settings have."""
+
+from __future__ import annotations
+
+import torch
+
+from outrider.errors import invalid
+
+
+def find_device(name: str) -> torch.device:
+    """Return an existing device; a CUDA device always has its index, as some of torch requires.
+
+    Raises OutriderError(INVALID_VALUE) otherwise.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as cause:
+        raise invalid("device", f"must be auto, cpu or cuda:N, not {name}") from cause
+    if device.type != "cuda":
+        return device
+    index = device.index or 0
+    count = torch.cuda.device_count()
+    if index >= count:
+        raise invalid("device", f"is {name}, but torch finds {count} CUDA devices")
+    return torch.device("cuda", index)
+
+
+def find_dtype(name: str) -> torch.dtype | str:
+    """Return torch's type, or "auto"; raises OutriderError(INVALID_VALUE) for another name."""
+    names: dict[str, torch.dtype | str] = {
+        "auto": "auto",
+        "float32": torch.float32,
+        "bfloat16": torch.bfloat16,
+        "float16": torch.float16,
+    }
+    if name not in names:
+        raise invalid("dtype", f"must be one of {', '.join(names)}, not {name}")
+    return names[name]
