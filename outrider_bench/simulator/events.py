@@ -67,9 +67,13 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Until:
-    """A simulated drafter's coroutine awaits this to sleep until `done`; messages do not end it."""
+    """A simulated drafter's coroutine awaits this to sleep until `done`; messages do not end it.
+
+    Raises the exception that `done` has.
+    """
 
     done: Future[None]
 
-    def __await__(self) -> Generator[Until, int, int]:
-        return (yield self)
+    def __await__(self) -> Generator[Until, int, None]:
+        yield self
+        self.done.result()

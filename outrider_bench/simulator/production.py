@@ -81,6 +81,9 @@ class SimulatedRedis:
 class SimulatedNgram(NgramFamily):
     """The production n-gram family, on the tokens of a recording."""
 
+    # A fault ends the simulation.
+    fatal = (Exception,)
+
     def __init__(
         self, spec: DrafterSpec, cost: DraftingCost, process: Process, redis: SimulatedRedis | None
     ) -> None:
@@ -122,6 +125,9 @@ class SimulatedModel(ModelFamily):
 
 class SimulatedDraftModel(DraftModel):
     """Runs the rounds of all connections; each forward takes the cost table's time."""
+
+    # A fault ends the simulation. In virtual time, a round that is tried again would never end.
+    fatal = (Exception,)
 
     def __init__(self, events: Events, spec: DrafterSpec, cost: DraftingCost, world: World) -> None:
         super().__init__(cast(ModelRunner, _Runner()), cast(ThreadPoolExecutor, None))
@@ -171,6 +177,7 @@ class _Runner:
     page_size = _PAGE_SIZE
     context_length = _CONTEXT
     decoder = "in C"
+    parallel_token_id = None
 
 
 class _RecordedForwards(Forwards):

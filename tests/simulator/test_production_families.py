@@ -4,6 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from outrider_bench.simulator.production import _RecordedForwards
 from outrider_bench.simulator.scenario import Scenario
 from outrider_bench.simulator.simulation import Outcome, Simulation, simulate
 
@@ -81,6 +84,17 @@ def test_a_draft_models_alternatives_are_branches_that_hit(tmp_path: Path) -> No
     assert wrong.sample.counters.get("draft_lookups.branch", 0.0) == 0.0
     assert second.sample.counters["draft_lookups.branch"] > 3
     assert second.sample.seconds < wrong.sample.seconds
+
+
+def test_a_forward_that_fails_ends_the_simulation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(_RecordedForwards, "_score", fail)
+    with pytest.raises(ZeroDivisionError):
+        outcome_of(tmp_path, [text([1, 2, 3], [1000, 1001], model="++")], MODEL)
 
 
 def test_connections_of_one_process_share_its_forwards(tmp_path: Path) -> None:
