@@ -117,7 +117,8 @@ PY
   rm -rf bench/wheels
   "${fetch[@]}" "${wanted[@]}"
   "${fetch[@]}" --no-deps xgrammar apache-tvm-ffi liger-kernel
-  for name in $there; do
+  # The stack runs without TLS, and calls no Connect service.
+  for name in $there cryptography pyqwest; do
     rm -f bench/wheels/"${name//-/_}"-*.whl
   done
   exec "$0" pack
