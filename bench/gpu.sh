@@ -7,7 +7,7 @@
 #   bench/gpu.sh kernels   attention beside torch's, and acceptance, with their floors
 #   bench/gpu.sh steps     forwards of an 8 B target and a 1 B draft model with random weights
 #   bench/gpu.sh trees     forwards of trees and of chains
-#   bench/gpu.sh stack     the real stack: plain decoding, n-grams and a draft model; needs wheels
+#   bench/gpu.sh stack     the real stack: plain, n-grams, a draft model, a head; needs wheels
 #   bench/gpu.sh tables    a table of each step; runs after each step as well
 #   bench/gpu.sh wheels    with a network: download the packages that stack needs to bench/wheels
 #   bench/gpu.sh pack      print the size of what goes to the GPU's machine; fails above 63 MiB
@@ -60,7 +60,7 @@ stack)
 import re, sys
 from pathlib import Path
 import torch
-from outrider.launch.grow import Shape
+from outrider.launch.grow import Shape, grow_head
 from outrider_bench.grown import grown_checkpoint
 
 file, out, models = Path(sys.argv[1]), Path("bench/out"), Path("models")
@@ -76,6 +76,9 @@ for name, shape in zip(("target", "draft"), shapes, strict=True):
     path = grown_checkpoint(models / name, out, shape, "bfloat16")
     text = text.replace(name.upper(), str(path))
     if name == "target":
+        head = out / "head"
+        grow_head(models / "heads/eagle3", models / "target", path, head)
+        text = text.replace("HEAD", str(head))
         print(path)
 file.write_text(text)
 PY

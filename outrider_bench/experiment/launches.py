@@ -15,6 +15,7 @@ from outrider_bench.experiment.spec import Drafter, Experiment, Setting, Target,
 from verifier_svc.config import VerifierSettings
 
 DRAFT_MODEL = Path("models/draft")
+HEAD = Path("models/heads/eagle3")
 _OFFLINE = {"HF_HUB_OFFLINE": "1"}
 _SECRET = "secret"
 _LOG_LEVEL: Setting = "warning"
@@ -136,16 +137,20 @@ def _drafter_options(
         options |= {"cores": drafter.cores, "numa_node": drafter.numa_node}
     if "model" in schema.model_fields:
         options["model"] = str(drafter.model or DRAFT_MODEL)
-    if "dtype" in schema.model_fields:
-        options |= {"dtype": target.dtype, "device": drafter.device}
+        options["dtype"] = target.dtype
+    if "head" in schema.model_fields:
+        options |= {"head": str(drafter.model or HEAD), "target": str(target.model)}
+    if "device" in schema.model_fields:
+        options["device"] = drafter.device
     if dial.redis is not None:
         options |= {"redis": f"redis://{dial.redis}/0", "pool_secret_file": f"{FILES}/{_SECRET}"}
     return options
 
 
 def _shares(options: Mapping[str, Setting | None]) -> Iterator[Path]:
-    if model := options.get("model"):
-        yield Path(str(model))
+    for name in ("model", "head", "target"):
+        if path := options.get(name):
+            yield Path(str(path))
     if uds := options.get("uds"):
         yield Path(str(uds)).parent
 

@@ -62,7 +62,7 @@ class Drafter(_Part):
     family: str = "ngram"
 
     model: Path | None = None
-    """Directory of a draft model; unset is the bundled one for the family model."""
+    """Directory of a draft model, or of a head; unset is the bundled one of the family."""
 
     count: int = Field(1, ge=1, le=64)
     """Processes for each verifier; for all verifiers together where `shared`."""
@@ -90,7 +90,7 @@ class Drafter(_Part):
     threads: int | None = Field(None, ge=1)
 
     device: str = "cpu"
-    """The device of a draft model: cpu, cuda or cuda:N."""
+    """The device of a draft model or head: cpu, cuda or cuda:N."""
 
     cost: str | None = None
     """For predictions, its name in the cost table's `drafting`; unset goes by family and

@@ -69,7 +69,7 @@ def test_the_stack_step_measures_drafters_beside_plain_decoding(tmp_path: Path) 
     rows = list(csv.DictReader((tmp_path / "stack.csv").read_text().splitlines()))
     drafted = {row["sweep.use"]: row for row in rows if row["way"] == "drafted"}
     assert {name: float(row["times_plain"]) > 0 for name, row in drafted.items()} == dict.fromkeys(
-        ("ngram", "card", "host"), True
+        ("ngram", "card", "host", "head"), True
     )
     assert (tmp_path / "runs.tgz").stat().st_size > 0
     # Texts may part where another order of sums decides between tokens that are all but tied.
