@@ -45,7 +45,7 @@ class DraftModel:
     run ahead of their verifiers.
     """
 
-    fatal = (DEVICE_LOST,)
+    fatal: tuple[type[Exception], ...] = (DEVICE_LOST,)
 
     def __init__(
         self,
