@@ -160,19 +160,24 @@ def grow_head(head: Path, small: Path, large: Path, out: Path) -> None:
     """Make of an EAGLE-3 head for the target `small` one for the target `large`, grown from it.
 
     The head reads the first columns of each state, which are the small target's, and has the small
-    target's embeddings in its file. Raises KeyError for a head of another kind.
+    target's embeddings in its file. It never guesses the tokens that the large target has in
+    addition. Raises KeyError for a head of another kind.
     """
     config = json.loads((head / "config.json").read_text())
-    width = json.loads((large / "config.json").read_text())["hidden_size"]
+    target = json.loads((large / "config.json").read_text())
+    width, more = target["hidden_size"], target["vocab_size"] - config["vocab_size"]
     tensors = load_file(head / "model.safetensors")
     parts = torch.split(tensors["fc.weight"], config["target_hidden_size"], dim=1)
     padded = [torch.nn.functional.pad(part, (0, width - part.shape[1])) for part in parts]
     tensors["fc.weight"] = torch.cat(padded, dim=1)
     with safe_open(small / "model.safetensors", framework="pt") as weights:
-        tensors["embed_tokens.weight"] = weights.get_tensor("model.embed_tokens.weight")
+        embeddings = weights.get_tensor("model.embed_tokens.weight")
+    tensors["embed_tokens.weight"] = torch.nn.functional.pad(embeddings, (0, 0, 0, more))
+    tensors["t2d"] = torch.nn.functional.pad(tensors["t2d"], (0, more))
+    config |= {"target_hidden_size": width, "vocab_size": target["vocab_size"]}
     out.mkdir(parents=True, exist_ok=True)
     save_file(tensors, out / "model.safetensors")
-    (out / "config.json").write_text(json.dumps(config | {"target_hidden_size": width}, indent=1))
+    (out / "config.json").write_text(json.dumps(config, indent=1))
 
 
 def modest_checkpoint(small: Path, out: Path) -> None:

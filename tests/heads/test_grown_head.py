@@ -16,7 +16,7 @@ from outrider.heads.reading import read
 from outrider.launch.grow import Shape, grow, grow_head
 
 H, V, DRAFTED = 32, 90, 40
-GROWN = Shape(hidden=96, layers=5, heads=6, kv_heads=2, intermediate=128)
+GROWN = Shape(hidden=96, layers=5, heads=6, kv_heads=2, intermediate=128, vocab_size=128)
 CONFIG = {
     "architectures": ["LlamaForCausalLMEagle3"],
     "model_type": "llama",
