@@ -112,6 +112,6 @@ def test_a_head_of_another_kind_is_not_grown(tmp_path: Path) -> None:
     write_head(tmp_path / "head")
     save_file({"0.0.linear.weight": torch.ones(2, 2)}, tmp_path / "head/model.safetensors")
     (tmp_path / "large").mkdir()
-    (tmp_path / "large/config.json").write_text('{"hidden_size": 96}')
+    (tmp_path / "large/config.json").write_text('{"hidden_size": 96, "vocab_size": 128}')
     with pytest.raises(KeyError, match=r"fc\.weight"):
         grow_head(tmp_path / "head", tmp_path, tmp_path / "large", tmp_path / "grown")
