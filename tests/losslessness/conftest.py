@@ -10,6 +10,8 @@ import torch
 
 torch.set_num_threads(1)
 sys.path.insert(0, str(Path(__file__).parent))
+# For `head_files`.
+sys.path.append(str(Path(__file__).parents[1] / "heads"))
 
 
 @pytest.fixture(autouse=True, scope="module")

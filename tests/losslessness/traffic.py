@@ -26,6 +26,7 @@ from small import (
 
 from outrider.errors import OutriderError
 from outrider.lm.pages import PagePool
+from outrider.lm.runner import ModelRunner
 from outrider.process.clock import Clock, monotonic
 from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
 from outrider.protocol.messages import (
@@ -61,6 +62,8 @@ class Traffic:
     """The target's distribution behind a text."""
     logits: NextLogits | None = None
     """The target's logits behind a text; by default the logarithms of `probs`."""
+    runner: ModelRunner | None = None
+    """A target with hidden states, in place of the small one."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
     stop_token: int | None = None
@@ -104,7 +107,7 @@ class Traffic:
         )
         config = replace(config, draft_trees=self.trees)
         self.engine = Engine(
-            self.model,
+            self.runner or self.model,
             PagePool(self.page_count, self.page_size),
             deliver,
             Metrics("small"),
@@ -112,6 +115,7 @@ class Traffic:
             DraftVerifier(self.rule),
             sampled_drafts=self.trust,
             drafts=EVERY_DRAFT if self.always else PAYING_DRAFTS,
+            features=self.runner,
             clock=self.clock,
         )
 
