@@ -13,8 +13,9 @@ tags=
 grep -q '^func NewClient(' "$gocode/src/google.golang.org/grpc/clientconn.go" || tags=grpc_before_1_63
 export GO111MODULE=off GOFLAGS=-tags=$tags GOPATH=$PWD/build:$gocode
 export GOCACHE=${GOCACHE:-$HOME/.cache/go-build}
-packages=(client drafter examples/ngram noise)
+packages=(client drafter examples/medusa examples/ngram noise)
 go vet "${packages[@]/#/outrider.dev/go/}"
 go test outrider.dev/go/drafter outrider.dev/go/noise
 go build -o build/ngram outrider.dev/go/examples/ngram
+go build -o build/medusa outrider.dev/go/examples/medusa
 go build -o build/client outrider.dev/go/client

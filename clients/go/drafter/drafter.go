@@ -28,6 +28,10 @@ type Config struct {
 	Family         string
 	MaxDraftTokens int // most guesses for one step; 16 unless given
 	Distributions  []pb.DraftDistribution
+	// Features are the target's hidden states that strategies read, if any: see FeatureReader. A
+	// verifier whose features have another number than FeatureWidth is refused.
+	Features     *pb.FeatureRequest
+	FeatureWidth int
 	// Open makes the strategy of a sequence. With several verifiers it must be safe for
 	// concurrent use.
 	Open        func(*pb.Opened) Strategy
@@ -122,9 +126,14 @@ func (c Config) once(ctx context.Context, verifier pb.VerifierServiceClient) err
 		return err
 	}
 	host, _ := os.Hostname()
+	var capabilities []pb.Capability
+	if c.Features != nil {
+		capabilities = append(capabilities, pb.Capability_CAPABILITY_FEATURES)
+	}
 	return c.stream(ctx, verifier, &pb.Hello{
 		DrafterId: c.ID, Family: c.Family, TokenizerFingerprint: model.TokenizerFingerprint,
 		MaxDraftTokens: int32(c.MaxDraftTokens), Distributions: c.Distributions,
+		Capabilities: capabilities, FeatureRequest: c.Features,
 		Placement: &pb.Placement{Kind: "local", Host: host, Device: "cpu", Architecture: runtime.GOARCH},
 	})
 }

@@ -22,8 +22,16 @@ var final = map[string]bool{
 	"TOKENIZER_MISMATCH": true, "UNSUPPORTED_PARAMETER": true,
 }
 
+// refusal is why the drafter itself ends a stream that a retry cannot cure.
+type refusal string
+
+func (r refusal) Error() string { return "drafter: " + string(r) }
+
 // explain returns the time to wait after an error, and whether a retry cannot cure it.
 func explain(err error, pause time.Duration) (time.Duration, bool) {
+	if _, ok := err.(refusal); ok {
+		return 0, true
+	}
 	wait := time.Duration(float64(pause) * (0.5 + rand.Float64()/2))
 	for _, detail := range status.Convert(err).Details() {
 		switch found := detail.(type) {

@@ -34,6 +34,14 @@ type Brancher interface {
 	Branch(committed, guesses []uint32, room int) []Branch
 }
 
+// FeatureReader is a strategy that reads the target's hidden states.
+type FeatureReader interface {
+	// Read gets the features of consecutive tokens from position first on, in the type that
+	// Config.Features names. The last committed token has no feature yet. Where first is higher than
+	// the end of the features before, those between never come.
+	Read(first int, rows []byte)
+}
+
 // GuessFunc is a function that is a strategy.
 type GuessFunc func(text []uint32, count int) []uint32
 

@@ -89,6 +89,10 @@ func (c Config) receive(
 		}
 		switch message := response.Message.(type) {
 		case *pb.StreamDraftsResponse_Welcome:
+			if width := int(message.Welcome.FeatureWidth); c.Features != nil && width != c.FeatureWidth {
+				ended <- refusal(fmt.Sprintf("the verifier's features have %d numbers, not %d", width, c.FeatureWidth))
+				return
+			}
 			c.Logf("drafting for %s", message.Welcome.ModelId)
 		case *pb.StreamDraftsResponse_Step:
 			steps <- message.Step
@@ -122,6 +126,13 @@ func (s *session) apply(step *pb.StepBatch) error {
 	for _, opened := range step.Opened {
 		s.sequences[opened.SequenceId] = open(opened, s.open(opened))
 		s.order = append(s.order, opened.SequenceId)
+	}
+	for _, features := range step.Features {
+		if known := s.sequences[features.SequenceId]; known != nil {
+			if reader, ok := known.strategy.(FeatureReader); ok {
+				reader.Read(int(features.FirstPosition), features.Rows)
+			}
+		}
 	}
 	for _, verdict := range step.Verdicts {
 		known := s.sequences[verdict.SequenceId]
