@@ -104,8 +104,10 @@ $(VENV)/installed: $(VENV)/bin/python pyproject.toml constraints.txt setup.py $(
 	$(PIP) -e '.[models]'
 	@touch $@
 
+# EXTRAS=dev,suffix brings the suffix family as well, which is built for minutes.
+EXTRAS ?= dev
 $(VENV)/installed-dev: $(VENV)/installed
-	$(PIP) -e '.[dev]'
+	$(PIP) -e '.[$(EXTRAS)]'
 	@touch $@
 
 $(VENV)/installed-bench: $(VENV)/installed

@@ -60,7 +60,9 @@ def family(request: pytest.FixtureRequest) -> Family:
         return made
     if request.param == "ngram":
         return NgramFamily(NgramOptions(), 1000)
-    pytest.importorskip("arctic_inference")
+    pytest.importorskip(
+        "arctic_inference", reason="the package is missing: make EXTRAS=dev,suffix test"
+    )
     return SuffixFamily(SuffixSettings())
 
 

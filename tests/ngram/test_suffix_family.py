@@ -8,6 +8,10 @@ from drafter_svc.families.suffix import SuffixFamily, SuffixSettings
 from outrider.drafter.draft_sequence import DraftSequence
 from outrider.protocol.draft_messages import Opened, Skip, Window
 
+pytest.importorskip(
+    "arctic_inference", reason="the suffix family's package is missing: make EXTRAS=dev,suffix test"
+)
+
 
 def opened(sequence_id: int, tokens: list[int], tenant: str = "", tree_tokens: int = 0) -> Opened:
     more = {"tenant": tenant, "prompt_length": len(tokens), "tree_tokens": tree_tokens}
