@@ -98,17 +98,18 @@ tools:
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
-KERNELS := $(wildcard outrider/lm/cpu/kernels/*.[ch])
-$(VENV)/installed: $(VENV)/bin/python pyproject.toml constraints.txt setup.py $(KERNELS)
+SOURCES := pyproject.toml constraints.txt setup.py $(wildcard outrider/lm/cpu/kernels/*.[ch])
+$(VENV)/installed: $(VENV)/bin/python $(SOURCES)
 	@echo "installing outrider into $(VENV); the first time takes a few minutes"
 	$(PIP) -e '.[models]'
 	@touch $@
 
 # EXTRAS=dev,suffix brings the suffix family as well, which is built for minutes.
 EXTRAS ?= dev
-$(VENV)/installed-dev: $(VENV)/installed
+$(VENV)/installed-dev: $(VENV)/bin/python $(SOURCES)
+	@echo "installing outrider and its tests' packages into $(VENV); this takes a few minutes"
 	$(PIP) -e '.[$(EXTRAS)]'
-	@touch $@
+	@touch $(VENV)/installed $@
 
 $(VENV)/installed-bench: $(VENV)/installed
 	$(PIP) -e '.[bench]'
