@@ -1,11 +1,11 @@
-"""Targets that are grown to any shape and kept for later runs."""
+"""Targets that are grown to any shape, and their heads, kept for later runs."""
 
 from __future__ import annotations
 
 from dataclasses import astuple
 from pathlib import Path
 
-from outrider.launch.grow import Shape, make_checkpoint
+from outrider.launch.grow import Shape, grow_head, make_checkpoint
 
 
 def grown_checkpoint(small: Path, directory: Path, shape: Shape, dtype: str) -> Path:
@@ -14,4 +14,11 @@ def grown_checkpoint(small: Path, directory: Path, shape: Shape, dtype: str) -> 
     out = directory / f"{small.name}-{sizes}-{dtype}"
     if not out.is_dir():
         make_checkpoint(small, out, shape, dtype)
+    return out
+
+
+def grown_head(head: Path, small: Path, large: Path) -> Path:
+    """Path of a head of the target `small`, grown for `large`; it is made beside `large`."""
+    out = large.with_name(f"{large.name}-{head.name}")
+    grow_head(head, small, large, out)
     return out

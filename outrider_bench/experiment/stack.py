@@ -20,6 +20,7 @@ import httpx
 from outrider.errors import invalid
 from outrider_bench.experiment.hosts import LOOPBACK, LocalHost
 from outrider_bench.experiment.launches import (
+    HEAD,
     Dial,
     Endpoint,
     drafter_launch,
@@ -44,6 +45,7 @@ class Backend:
     """Running verifiers and their gateways."""
 
     target: Target
+    """As it runs: its `model` is the grown checkpoint, if there is one."""
     endpoints: list[Endpoint]
     processes: Processes
 
@@ -94,7 +96,8 @@ async def backend(target: Target, model: Path, places: Places) -> AsyncIterator[
                 gateway = gateway_launch(endpoint, model, await front.free_port())
                 await processes.start(front, gateway)
                 endpoints.append(replace(endpoint, gateway_at=front.here, verifier_at=host.here))
-            running = Backend(target, endpoints, processes)
+            as_run = target.model_copy(update={"model": model})
+            running = Backend(as_run, endpoints, processes)
             await processes.until("the verifiers", lambda: running.has_drafters(0))
             yield running
         finally:
@@ -235,6 +238,12 @@ class _Starter:
     async def _drafter(self, name: str, process: str, dial: Dial) -> None:
         drafter = self._experiment.drafters[name]
         target = self._running.backend.target
+        if drafter.family == "head" and target.grown:
+            from outrider_bench.grown import grown_head
+
+            small = self._experiment.target.model
+            head = grown_head(drafter.model or HEAD, small, target.model)
+            drafter = drafter.model_copy(update={"model": head})
         host = self._places.host(process, drafter.host)
         launch = drafter_launch(f"drafters.{name}", process, drafter, target, dial)
         await self._running.processes.start(host, launch)
