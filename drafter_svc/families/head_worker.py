@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -13,14 +13,22 @@ from transformers import AutoConfig
 from outrider.drafter.draft_sequence import DraftSequence
 from outrider.errors import invalid
 from outrider.heads.loading import load, target_weights
-from outrider.heads.model import Extension, HeadModel, HeadSequence, NoPages, Proposal
+from outrider.heads.model import (
+    Extension,
+    HeadModel,
+    HeadSequence,
+    NoPages,
+    Place,
+    Proposal,
+    Rank,
+)
 from outrider.heads.reading import read
 from outrider.heads.spec import Decoder, HeadSpec
 from outrider.lm.devices import find_device
 from outrider.protocol.messages import DraftDistribution
 from outrider.sampling.logits import Context, adjust
 from outrider.sampling.noise import coupled_keys
-from outrider.sampling.sampler import coupled_sample, target_probs
+from outrider.sampling.sampler import coupled_top, target_probs
 from outrider.sampling.tensors import on
 
 _PAGE_SIZE = 16
@@ -196,7 +204,7 @@ class HeadWorker:
         reads = [draft.read for draft in drafts if draft.read]
         count = max(wanted[i] for i in places)
         try:
-            found = self._model.propose(reads, count, _TREE_WIDTH if trees else 1, _chooser(drafts))
+            found = self._model.propose(reads, count, _TREE_WIDTH if trees else 1, _ranker(drafts))
         except NoPages:
             return offers
         for row, place in enumerate(places):
@@ -238,34 +246,43 @@ class HeadWorker:
             draft.read = None
 
 
-def _chooser(drafts: list[HeadDraft]) -> Callable[[int, torch.Tensor], torch.Tensor] | None:
-    """How to choose the next token of each draft; None to take the likeliest."""
+def _ranker(drafts: list[HeadDraft]) -> Rank | None:
+    """How to rank the next tokens of each draft; None to take the likeliest.
+
+    Behind coupled noise the next-best tokens are those that the noise would draw next.
+    """
     openings = [draft.sequence.opened for draft in drafts]
-    coupled = [
+    coupled = {
         i
         for i, opened in enumerate(openings)
         if opened.distribution is DraftDistribution.COUPLED and not opened.sampling.greedy
-    ]
-    if not coupled and not any(opened.sampling.adjusts for opened in openings):
+    }
+    adjusts = any(opened.sampling.adjusts for opened in openings)
+    if not coupled and not adjusts:
         return None
-    texts = [list(draft.sequence.tokens) for draft in drafts]
+    texts = [draft.read.tokens for draft in drafts if draft.read]
 
-    def choose(number: int, scores_BV: torch.Tensor) -> torch.Tensor:
-        contexts = [
-            Context(opened.sampling, text, opened.prompt_length)
-            for opened, text in zip(openings, texts, strict=True)
-        ]
-        scores_BV = adjust(scores_BV, contexts)
-        tokens = scores_BV.argmax(-1)
-        if coupled:
-            probs = target_probs(scores_BV[coupled], [openings[i].sampling for i in coupled])
-            keys = coupled_keys([drafts[i].seed for i in coupled], [len(texts[i]) for i in coupled])
-            tokens[coupled] = coupled_sample(probs, on(probs.device, keys))
-        for text, token in zip(texts, tokens.tolist(), strict=True):
-            text.append(token)
-        return tokens
+    def rank(
+        places: Sequence[Place], scores_RV: torch.Tensor, width: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if adjusts:
+            contexts = [
+                Context(openings[i].sampling, [*texts[i], *run], openings[i].prompt_length)
+                for i, run in places
+            ]
+            scores_RV = adjust(scores_RV, contexts)
+        shares, tokens = scores_RV.softmax(-1).topk(width)
+        rows = [row for row, (i, _) in enumerate(places) if i in coupled]
+        if rows:
+            drawn = [places[row] for row in rows]
+            probs = target_probs(scores_RV[rows], [openings[i].sampling for i, _ in drawn])
+            seeds = [drafts[i].seed for i, _ in drawn]
+            keys = coupled_keys(seeds, [len(texts[i]) + len(run) for i, run in drawn])
+            tokens[rows], best = coupled_top(probs, on(probs.device, keys), width)
+            shares[rows] = best.to(shares.dtype)
+        return tokens, shares
 
-    return choose
+    return rank
 
 
 def _offer(found: Proposal, row: int, wanted: int) -> Offer:

@@ -23,9 +23,12 @@ from outrider.heads.spec import Head, HeadSpec
 from outrider.lm.layout import SequenceSlice
 from outrider.lm.pages import KVSequence, PagePool
 
-Choose = Callable[[int, torch.Tensor], torch.Tensor]
-"""Picks the next tokens: from the number of the guess and the scores [B, V] of all target ids, to
-target ids [B]. A drafter with the verifier's noise draws with it here."""
+Place = tuple[int, Sequence[int]]
+"""Where a token is guessed: behind these guesses of the sequence with this number in the batch."""
+Rank = Callable[[Sequence[Place], torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
+"""Ranks the next tokens: from R places, scores [R, V] of all target ids and a width, to the first
+`width` target ids of each place and their shares, [R, width]. The first is chosen. A drafter with
+the verifier's noise draws with it here."""
 
 
 # Rows behind the text, of guesses, for which a full context still has room.
@@ -90,8 +93,8 @@ class Proposal:
     """Guesses for B sequences, `count` each, as target ids.
 
     `tokens` [B, count] are a chain: each was guessed behind the ones before it. `best` [B, count,
-    width] are the likeliest tokens in each place, the likeliest first, and `shares` their
-    probabilities by the head, of the same shape, float32. `confidences` [B, count] estimate that a
+    width] are the first tokens in each place by their rank, and `shares` the head's estimates that
+    they are the next ones, of the same shape, float32. `confidences` [B, count] estimate that a
     chain's token is accepted if those before it are.
     """
 
@@ -191,11 +194,11 @@ class HeadModel(torch.nn.Module):
         sequences: Sequence[HeadSequence],
         count: int,
         width: int = 1,
-        choose: Choose | None = None,
+        rank: Rank | None = None,
     ) -> Proposal:
         """Guess `count` tokens for each sequence, and the `width` likeliest in each place.
 
-        Without `choose` each token is the likeliest. A kind with blocks may guess fewer. Raises
+        Without `rank` the likeliest tokens come first. A kind with blocks may guess fewer. Raises
         NoPages, and ValueError for a sequence whose features are not all read.
         """
         if not all(sequence.ready for sequence in sequences):
@@ -203,7 +206,7 @@ class HeadModel(torch.nn.Module):
         if self.cache is not None:
             rows = max(self.spec.block_size, count - 1)
             self._reserve([(s, s.kv.num_computed_tokens + rows) for s in sequences])
-        return self.guess(sequences, count, Picker(self, width, choose))
+        return self.guess(sequences, count, Picker(self, width, rank))
 
     @abstractmethod
     def read_rows(self, slices: list[SequenceSlice], features: torch.Tensor) -> torch.Tensor:
@@ -325,11 +328,11 @@ def _shared(own: torch.Tensor | None, targets: torch.Tensor) -> torch.Tensor:
 class Picker:
     """Turns scores of the draft vocabulary into tokens, and collects what a Proposal says."""
 
-    def __init__(self, model: HeadModel, width: int, choose: Choose | None) -> None:
+    def __init__(self, model: HeadModel, width: int, rank: Rank | None) -> None:
+        self.width = min(width, model.spec.draft_vocab_size)
         self._ids = model.target_ids
         self._vocab_size = model.spec.vocab_size
-        self._width = min(width, model.spec.draft_vocab_size)
-        self._choose = choose
+        self._rank = rank
         self._tokens: list[torch.Tensor] = []
         self._best: list[torch.Tensor] = []
         self._shares: list[torch.Tensor] = []
@@ -340,28 +343,34 @@ class Picker:
     ) -> torch.Tensor:
         """Choose the next token of each sequence, as target ids [B].
 
-        Without `confidences_B` the confidence is the head's probability of the chosen token.
+        Without `confidences_B` the confidence is the share of the chosen token.
         """
-        shares_BV = scores_BV.softmax(-1)
-        top = shares_BV.topk(self._width)
-        best = top.indices if self._ids is None else self._ids[top.indices]
-        tokens, chosen = best[:, 0], top.values[:, 0]
-        if self._choose is not None:
-            spread = self._spread(scores_BV, -torch.inf)
-            tokens = self._choose(len(self._tokens), spread)
-            chosen = self._spread(shares_BV, 0.0).gather(1, tokens.unsqueeze(1)).squeeze(1)
-        self._tokens.append(tokens)
+        places: list[Place] = []
+        if self._rank is not None:
+            chains = [tokens.tolist() for tokens in self._tokens]
+            places = [(i, [chain[i] for chain in chains]) for i in range(len(scores_BV))]
+        best, shares = self.ranked(places, scores_BV)
+        self._tokens.append(best[:, 0])
         self._best.append(best)
-        self._shares.append(top.values)
-        self._confidences.append(chosen if confidences_B is None else confidences_B)
-        return tokens
+        self._shares.append(shares)
+        self._confidences.append(shares[:, 0] if confidences_B is None else confidences_B)
+        return best[:, 0]
 
-    def _spread(self, numbers_BV: torch.Tensor, rest: float) -> torch.Tensor:
-        """Bring numbers of the draft vocabulary to target ids; all other ids get `rest`."""
+    def ranked(
+        self, places: Sequence[Place], scores_RV: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first target ids of each place by the scores of the draft vocabulary, and shares."""
+        if self._rank is not None:
+            return self._rank(places, self._spread(scores_RV), self.width)
+        top = scores_RV.softmax(-1).topk(self.width)
+        return top.indices if self._ids is None else self._ids[top.indices], top.values
+
+    def _spread(self, scores_RV: torch.Tensor) -> torch.Tensor:
+        """Bring scores of the draft vocabulary to target ids; all other ids get none."""
         if self._ids is None:
-            return numbers_BV
-        spread = numbers_BV.new_full((len(numbers_BV), self._vocab_size), rest)
-        return spread.index_copy_(1, self._ids, numbers_BV)
+            return scores_RV
+        spread = scores_RV.new_full((len(scores_RV), self._vocab_size), -torch.inf)
+        return spread.index_copy_(1, self._ids, scores_RV)
 
     def proposal(self) -> Proposal:
         """The tokens chosen so far, as a Proposal."""

@@ -1,6 +1,7 @@
 """Our forwards give the scores that independent code gives. `golden/make.py` recorded these."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from outrider.heads.loading import load
-from outrider.heads.model import Extension, HeadModel, HeadSequence, TargetWeights
+from outrider.heads.model import Extension, HeadModel, HeadSequence, Place, TargetWeights
 from outrider.heads.reading import read
 
 FOLDER = Path(__file__).parent / "golden"
@@ -65,11 +66,16 @@ def scores_of(golden: Golden, model: HeadModel, lengths: list[int]) -> tuple[Any
     model.extend([golden.extension(sequence) for sequence in sequences])
     seen: list[torch.Tensor] = []
 
-    def choose(step: int, scores_BV: torch.Tensor) -> torch.Tensor:
+    def rank(
+        places: Sequence[Place], scores_BV: torch.Tensor, width: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         seen.append(scores_BV)
-        return torch.tensor([golden.tokens[n + step] for n in lengths])
+        tokens = [
+            [golden.tokens[n + len(run)]] for n, (_, run) in zip(lengths, places, strict=True)
+        ]
+        return torch.tensor(tokens), torch.ones(len(lengths), 1)
 
-    proposal = model.propose(sequences, golden.scores.shape[1], choose=choose)
+    proposal = model.propose(sequences, golden.scores.shape[1], rank=rank)
     spread = torch.stack(seen, dim=1)
     if model.target_ids is not None:
         assert spread.isinf().sum(-1).unique().tolist() == [VOCAB - len(model.target_ids)]

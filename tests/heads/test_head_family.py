@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from drafter_svc.families.head_worker import HeadWorker
 from outrider.drafter.session import DraftSession
 from outrider.errors import OutriderError
 from outrider.heads.loading import load
-from outrider.heads.model import Extension, HeadModel, TargetWeights
+from outrider.heads.model import Extension, HeadModel, Place, TargetWeights
 from outrider.heads.reading import read
 from outrider.protocol.draft_messages import (
     Closed,
@@ -29,7 +30,8 @@ from outrider.protocol.draft_messages import (
     Window,
 )
 from outrider.protocol.messages import DraftDistribution, SamplingParams
-from outrider.sampling.noise import coupled_draw
+from outrider.sampling.noise import coupled_draw, coupled_keys
+from outrider.sampling.sampler import coupled_top
 
 WINDOW = Window(16, 4)
 WANTED = 3
@@ -230,12 +232,14 @@ async def test_coupled_guesses_are_drawn_with_the_verifiers_noise(eagle: Site) -
     model.extend([Extension(sequence, text[1:], eagle.rows(text), 0)])
     drawn: list[int] = []
 
-    def choose(number: int, scores: torch.Tensor) -> torch.Tensor:
+    def rank(
+        places: Sequence[Place], scores: torch.Tensor, width: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         probs = (scores[0].double() / 0.7).softmax(-1).numpy()
-        drawn.append(coupled_draw(probs, 5, 14 + number))
-        return torch.tensor(drawn[-1:])
+        drawn.append(coupled_draw(probs, 5, 14 + len(places[0][1])))
+        return torch.tensor([drawn[-1:]]), torch.ones(1, 1)
 
-    model.propose([sequence], WANTED, choose=choose)
+    model.propose([sequence], WANTED, rank=rank)
     assert found == drawn
 
 
@@ -269,3 +273,34 @@ def test_a_verifier_of_another_target_is_refused(eagle: Site) -> None:
         family.welcomed(Welcome("m", VOCAB, 128))
     with pytest.raises(OutriderError, match=f"reads features of {width} numbers"):
         family.welcomed(Welcome("m", VOCAB, 128, width + 1))
+
+
+async def test_beside_a_coupled_guess_are_those_that_the_noise_would_draw_next(eagle: Site) -> None:
+    text = eagle.text(14)
+    sampling = SamplingParams(0.7, seed=5)
+    coupled = DraftDistribution.COUPLED
+    opened = opening(1, text[:13], sampling=sampling, distribution=coupled)
+    eagle.session.apply(opened)
+    news = eagle.features(1, text, 0, 13)
+    commit = replace(verdict(1, 14, text[13:]), tree_tokens=9)
+    eagle.session.apply(StepBatch(features=[news], verdicts=[commit]))
+    [proposal] = (await eagle.session.round(never)).proposals
+    found = [
+        token for token, at in zip(proposal.token_ids, proposal.parents, strict=True) if not at
+    ]
+    model = eagle.fresh()
+    sequence = model.open(text[:1])
+    model.extend([Extension(sequence, text[1:], eagle.rows(text), 0)])
+    seen: list[torch.Tensor] = []
+
+    def rank(
+        places: Sequence[Place], scores: torch.Tensor, width: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        keys = torch.from_numpy(coupled_keys([5], [14]))
+        best, shares = coupled_top((scores.double() / 0.7).softmax(-1), keys, 8)
+        seen.append(best)
+        return best, shares
+
+    model.propose([sequence], 1, rank=rank)
+    assert len(found) > 2
+    assert found == seen[0][0, : len(found)].tolist()

@@ -7,7 +7,7 @@ with independent code.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from outrider.heads.model import (
     HeadModel,
     HeadSequence,
     NoPages,
+    Place,
     Proposal,
     TargetWeights,
 )
@@ -265,11 +266,20 @@ def test_a_drafter_chooses_among_all_target_ids(rig: Rig) -> None:
     sequence = model.open(text)
     model.extend([rig.extension(sequence, text)])
     plain = model.propose([sequence], COUNT, WIDTH)
-    likeliest = model.propose([sequence], COUNT, WIDTH, lambda step, scores: scores.argmax(-1))
-    assert_same(likeliest, 0, plain)
-    second = model.propose(
-        [sequence], COUNT, WIDTH, lambda step, scores: scores.topk(2).indices[:, 1]
-    )
+
+    def ranked_from(
+        first: int,
+    ) -> Callable[[Sequence[Place], torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]:
+        def rank(
+            places: Sequence[Place], scores: torch.Tensor, width: int
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            found = scores.softmax(-1).topk(first + width)
+            return found.indices[:, first:], found.values[:, first:]
+
+        return rank
+
+    assert_same(model.propose([sequence], COUNT, WIDTH, ranked_from(0)), 0, plain)
+    second = model.propose([sequence], COUNT, WIDTH, ranked_from(1))
     assert second.tokens[0, 0] == plain.best[0, 0, 1]
     if rig.head.spec.confidence == "none":
         torch.testing.assert_close(second.confidences[0, 0], plain.shares[0, 0, 1])
