@@ -23,6 +23,7 @@ from drafter_svc.config import DrafterSettings, FamilyChoice, settings_schema
 from drafter_svc.families.registry import find_family, known_families
 from drafter_svc.metrics import Metrics, StreamMetrics
 from drafter_svc.placement import PlacementPlan, choose_address, plan
+from outrider.drafter.dialled import Dialled
 from outrider.drafter.serve import DraftStreams, own_id
 from outrider.drafter.strategy import Strategy
 from outrider.drafter.stream import DraftStream, Observer
@@ -124,7 +125,7 @@ async def _streams(
     def stream(verifier: str, uds: Path | None) -> DraftStream:
         observer = _StreamObserver(server, metrics, registered)
         address = partial(choose_address, verifier, uds)
-        return DraftStream(address, loaded.make, hello, observer, tls=settings.tls)
+        return DraftStream(Dialled(address, settings.tls), loaded.make, hello, observer)
 
     pairs = itertools.zip_longest(settings.verifier, settings.uds)
     return DraftStreams([(verifier, stream(verifier, uds)) for verifier, uds in pairs])

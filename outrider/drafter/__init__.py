@@ -9,6 +9,7 @@ more: keep state for each sequence, offer branches, sample, draw with the verifi
 docs/drafters.md has both; docs/protocol.md has what goes over the wire.
 """
 
+from outrider.drafter.dialled import Dialled
 from outrider.drafter.draft_sequence import DraftSequence
 from outrider.drafter.serve import serve
 from outrider.drafter.strategy import Guess, GuessStrategy, Strategy
@@ -24,6 +25,7 @@ from outrider.protocol.messages import DraftDistribution
 from outrider.sampling.noise import coupled_draw
 
 __all__ = [
+    "Dialled",
     "DraftDistribution",
     "DraftSequence",
     "DraftStream",

@@ -12,6 +12,7 @@ import platform
 import signal
 from collections.abc import Sequence
 
+from outrider.drafter.dialled import Dialled
 from outrider.drafter.strategy import Guess, GuessStrategy, Strategy
 from outrider.drafter.stream import DraftStream, Observer
 from outrider.errors import OutriderError
@@ -75,7 +76,7 @@ async def _serve(
 
     def stream(verifier: str) -> DraftStream:
         return DraftStream(
-            lambda: verifier, lambda info: _strategy(draft, name), hello, Observer(), tls=tls
+            Dialled(lambda: verifier, tls), lambda info: _strategy(draft, name), hello, Observer()
         )
 
     streams = DraftStreams([(verifier, stream(verifier)) for verifier in verifiers])

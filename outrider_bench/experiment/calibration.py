@@ -12,7 +12,7 @@ from statistics import mean, median
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from outrider.drafter.stream import wait_until_ready
+from outrider.drafter.dialled import wait_until_ready
 from outrider.process import rpc
 from outrider.tokenizer import load_tokenizer
 from outrider_bench.experiment.report.figures import PHASES

@@ -12,6 +12,7 @@ from scripted_drafts import FINGERPRINT
 
 from drafter_svc.families.base import Family
 from drafter_svc.metrics import Metrics, StreamMetrics
+from outrider.drafter.dialled import Dialled
 from outrider.drafter.draft_sequence import DraftSequence
 from outrider.drafter.stream import DraftStream, Observer
 from outrider.protocol.draft_messages import DraftBatch, Hello, Opened, Window
@@ -96,7 +97,7 @@ class Drafter:
             return family
 
         self.stream = DraftStream(
-            lambda: f"127.0.0.1:{port}",
+            Dialled(lambda: f"127.0.0.1:{port}", clock=lambda: 0.0),
             make_family,
             lambda family, info: Hello(
                 "counting-1", family.name, fingerprint, family.max_draft_tokens

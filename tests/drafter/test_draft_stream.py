@@ -12,6 +12,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from scripted_drafts import FINGERPRINT, READY, ScriptedVerifier
 from waiting import until
 
+from outrider.drafter import dialled
 from outrider.drafter import stream as stream_module
 from outrider.errors import OutriderError, Reason
 from outrider.process import telemetry
@@ -200,6 +201,6 @@ def test_drafts_and_skips_are_one_message_where_they_fit() -> None:
     Skips in a message of their own would seem to be as long on their way.
     """
     batch = DraftBatch([Proposal(1, 2, [5])] * 300, [Skip(2, 2)] * 212)
-    assert list(stream_module._messages(batch)) == [batch]
-    parts = list(stream_module._messages(DraftBatch(batch.proposals, [*batch.skips, Skip(3, 2)])))
+    assert list(dialled._messages(batch)) == [batch]
+    parts = list(dialled._messages(DraftBatch(batch.proposals, [*batch.skips, Skip(3, 2)])))
     assert [len(part.proposals) + len(part.skips) for part in parts] == [300, 213]

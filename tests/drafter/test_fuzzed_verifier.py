@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripted_drafts import READY, ScriptedVerifier, Stream
 
-from outrider.drafter import stream as stream_module
+from outrider.drafter import dialled
 from outrider.protocol.draft_messages import (
     Closed,
     DraftBatch,
@@ -97,7 +97,7 @@ async def site() -> AsyncIterator[Site]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(drafter.stream, "_sleep", at_once)
-        patch.setattr(stream_module, "_POLL_LOADING_S", 0.0)
+        patch.setattr(dialled, "_POLL_LOADING_S", 0.0)
         async with running(drafter) as task:
             yield Site(drafter, verifier, await verifier.accepted())
             assert not task.done()

@@ -13,6 +13,7 @@ from sites import FINGERPRINT, Site, verifier
 from waiting import until
 
 from gateway.upstream.replica import Replica
+from outrider.drafter.dialled import Dialled
 from outrider.drafter.serve import own_id
 from outrider.drafter.strategy import GuessStrategy
 from outrider.drafter.stream import DraftStream, Observer
@@ -174,11 +175,10 @@ def drafter(address: str, tls: Tls | None, identity: str) -> DraftStream:
         return Hello(identity, "quiet", FINGERPRINT, 4, frozenset({DraftDistribution.SPARSE}))
 
     return DraftStream(
-        lambda: address,
+        Dialled(lambda: address, tls),
         lambda info: GuessStrategy(lambda text, count: [], "quiet"),
         hello,
         Observer(),
-        tls=tls,
     )
 
 

@@ -1,0 +1,53 @@
+"""What a DraftStream needs of a verifier: its model, and a line for messages as plain data."""
+
+from __future__ import annotations
+
+from contextlib import AbstractAsyncContextManager
+from typing import Protocol
+
+from outrider.errors import OutriderError
+from outrider.protocol.draft_messages import DraftBatch, Hello, StepBatch, Welcome
+from outrider.protocol.model_info import ModelInfo
+
+
+class StreamEnded(Exception):
+    """The verifier refused or ended the stream, for the reason `error`."""
+
+    def __init__(self, error: OutriderError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class Line(Protocol):
+    """One draft stream. All methods raise StreamEnded when the verifier has ended it.
+
+    `introduce` comes first; later, `read` may run beside the other methods.
+    """
+
+    address: str
+    """Where it leads to."""
+
+    async def introduce(self, hello: Hello) -> Welcome:
+        """Send Hello and wait for Welcome."""
+
+    async def read(self) -> StepBatch | None:
+        """Wait for the next step; None once the verifier has ended the stream without an error."""
+
+    async def write(self, batch: DraftBatch) -> None:
+        """Send drafts. The line may keep the batch, so the caller must not change it later."""
+
+    async def say_goodbye(self) -> None:
+        """Say that this drafter stops, and write nothing more."""
+
+
+class Verifier(Protocol):
+    """A verifier that a drafter can connect to, again and again."""
+
+    def address(self) -> str:
+        """Where the next connection leads to, for the log."""
+
+    async def model(self) -> ModelInfo:
+        """Wait until the verifier serves, and return its model; raises StreamEnded."""
+
+    def connect(self, info: ModelInfo) -> AbstractAsyncContextManager[Line]:
+        """Open a line to the verifier, which serves the model `info`; the block's end closes it."""
