@@ -21,7 +21,7 @@ from drafter_svc.placement import PlacementPlan
 from outrider.drafter.draft_sequence import DraftSequence
 from outrider.errors import OutriderError, Reason
 from outrider.process.config import Device, Dtype, need_models
-from outrider.protocol.draft_messages import FeatureDtype, FeatureRequest, Welcome
+from outrider.protocol.draft_messages import FeatureDtype, FeatureRequest, FeatureRows, Welcome
 from outrider.protocol.messages import DraftDistribution
 from outrider.protocol.model_info import ModelInfo
 from outrider.tokenizer import fingerprint, load_tokenizer
@@ -124,7 +124,7 @@ class HeadFamily(Family):
         draft = self._worker.begin(sequence, secrets.randbits(64) if seed is None else seed)
         self._drafts[sequence.id] = draft
 
-    def features(self, sequence: DraftSequence, first_position: int, rows: bytes) -> None:
+    def features(self, sequence: DraftSequence, first_position: int, rows: FeatureRows) -> None:
         """Keep features for the next draft; read a prompt's at once, while the target reads on."""
         draft = self._drafts[sequence.id]
         end = draft.keep(first_position, rows)

@@ -25,6 +25,7 @@ from outrider.heads.model import (
 from outrider.heads.reading import read
 from outrider.heads.spec import Decoder, HeadSpec
 from outrider.lm.devices import find_device
+from outrider.protocol.draft_messages import FeatureRows
 from outrider.protocol.messages import DraftDistribution
 from outrider.sampling.logits import Context, adjust
 from outrider.sampling.noise import coupled_keys
@@ -76,11 +77,12 @@ class HeadDraft:
     failed: bool = False
     """Whether a forward failed, so that the head has to be told of the whole text again."""
 
-    def keep(self, first_position: int, rows: bytes) -> int:
-        """Keep features from the wire; return the position behind the last of them."""
-        numbers = torch.frombuffer(bytearray(rows), dtype=self.dtype).reshape(-1, self.width)
-        self.kept.append((first_position, numbers))
-        return first_position + len(numbers)
+    def keep(self, first_position: int, rows: FeatureRows) -> int:
+        """Keep features; return the position behind the last of them."""
+        if isinstance(rows, bytes):
+            rows = torch.frombuffer(bytearray(rows), dtype=self.dtype).reshape(-1, self.width)
+        self.kept.append((first_position, rows))
+        return first_position + len(rows)
 
     def take_news(self) -> News:
         """Take the committed tokens, and the features of all of them but the last.

@@ -78,15 +78,18 @@ class DraftSession:
                 self._strategy.opened(sequence)
 
     def _read(self, features: Features) -> None:
-        size = len(features.rows)
-        if not self._feature_bytes or size % self._feature_bytes:
-            limit = f"a multiple of {self._feature_bytes}" if self._feature_bytes else "0"
-            message = f"features of {size} bytes came, where {limit} was agreed"
-            raise OutriderError(Reason.PROTOCOL_VIOLATION, message)
+        if isinstance(features.rows, bytes):
+            self._check_size(len(features.rows))
         sequence = self.sequences.get(features.sequence_id)
         if sequence is not None and not sequence.abandoned:
             with self._abandoning(sequence):
                 self._strategy.features(sequence, features.first_position, features.rows)
+
+    def _check_size(self, size: int) -> None:
+        if not self._feature_bytes or size % self._feature_bytes:
+            limit = f"a multiple of {self._feature_bytes}" if self._feature_bytes else "0"
+            message = f"features of {size} bytes came, where {limit} was agreed"
+            raise OutriderError(Reason.PROTOCOL_VIOLATION, message)
 
     def _follow(self, verdict: Verdict) -> None:
         sequence = self.sequences.get(verdict.sequence_id)

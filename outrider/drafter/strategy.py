@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 from outrider.drafter.draft_sequence import DraftSequence
-from outrider.protocol.draft_messages import FeatureRequest, Welcome
+from outrider.protocol.draft_messages import FeatureRequest, FeatureRows, Welcome
 from outrider.protocol.limits import MAX_DRAFT_TOKENS
 from outrider.protocol.messages import DraftDistribution
 
@@ -50,11 +50,12 @@ class Strategy(ABC):
     def opened(self, sequence: DraftSequence) -> None:
         """Begin a sequence. This and the next three run between two drafts and should be quick."""
 
-    def features(self, sequence: DraftSequence, first_position: int, rows: bytes) -> None:
+    def features(self, sequence: DraftSequence, first_position: int, rows: FeatureRows) -> None:
         """Take the features of the tokens from `first_position` on, if some were requested.
 
         They come before the call of `committed` for these tokens, and for a prompt in parts. `rows`
-        has the features of one token after the other, little endian, of the requested type.
+        has the features of one token after the other, little endian, of the requested type. Only a
+        strategy that runs in the verifier's process gets a tensor instead.
         """
 
     def committed(self, sequence: DraftSequence, num_valid_tokens: int) -> None:

@@ -240,17 +240,24 @@ class ModelRunner:
         """
         return self._kept[state]
 
-    def copy_states(self, states: Sequence[int], rows: Sequence[int], dtype: str) -> bytes:
-        """Copy the watched `states` of the last forward's `rows` to the host.
+    def pick_states(self, states: Sequence[int], rows: Sequence[int], dtype: str) -> torch.Tensor:
+        """Return the watched `states` of the last forward's `rows`, in memory of their own.
 
-        Returns, for one row after the other, the states in their order: numbers of `dtype`, little
-        endian. It waits for the device once.
+        A row [R, F] of `dtype` has the states in their order. It does not wait for the device.
         """
         kept = [self._kept[state] for state in states]
         index = torch.tensor(rows, device=self.device)
         numbers = torch.cat([state.index_select(0, index) for state in kept], dim=1)
         wanted: torch.dtype = getattr(torch, dtype)
-        return numbers.to(wanted).cpu().view(torch.uint8).numpy().tobytes()
+        return numbers.to(wanted)
+
+    def copy_states(self, states: Sequence[int], rows: Sequence[int], dtype: str) -> bytes:
+        """Copy what `pick_states` returns to the host: row after row, little endian.
+
+        It waits for the device once.
+        """
+        numbers = self.pick_states(states, rows, dtype)
+        return numbers.cpu().view(torch.uint8).numpy().tobytes()
 
     @torch.inference_mode()
     def forward(self, slices: Sequence[SequenceSlice]) -> torch.Tensor:

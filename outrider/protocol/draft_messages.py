@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,11 @@ from outrider.grammar.kinds import Grammar
 from outrider.protocol.messages import DraftDistribution, SamplingParams
 from outrider.protocol.model_info import Placement
 
+if TYPE_CHECKING:
+    import torch
+
+FeatureRows: TypeAlias = "bytes | torch.Tensor"
+"""Features of consecutive tokens, see `Features`."""
 FINAL_STATE = -1
 """In place of a boundary: the state behind the final norm, which the logits are made of."""
 
@@ -173,12 +179,13 @@ class Verdict:
 class Features:
     """The features of consecutive tokens, from the token at `first_position` on.
 
-    `rows` has the numbers of each token's feature in turn: little endian, of the requested type.
+    `rows` has the numbers of each token's feature in turn: little endian, of the requested type; or
+    in the verifier's own process a tensor [T, F] of that type, on the target's device.
     """
 
     sequence_id: int
     first_position: int
-    rows: bytes
+    rows: FeatureRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,3 +214,9 @@ class StepBatch:
 
     def __bool__(self) -> bool:
         return bool(self.opened or self.features or self.verdicts or self.closed)
+
+    @property
+    def feature_bytes(self) -> int:
+        """Bytes of all features."""
+        rows = [features.rows for features in self.features]
+        return sum([len(each) if isinstance(each, bytes) else each.nbytes for each in rows])

@@ -24,7 +24,7 @@ from outrider.protocol.wire import drafts as wire_drafts
 from outrider.protocol.wire import model as wire_model
 from outrider.v1 import verifier_pb2
 from verifier_svc.engine.engine_thread import EngineThread
-from verifier_svc.streams import drafter_streams
+from verifier_svc.streams import drafter_streams, unread_steps
 
 
 def opened(sequence_id: int, token_count: int) -> Opened:
@@ -64,22 +64,17 @@ def test_features_are_split_over_messages_and_precede_their_verdicts() -> None:
 
 
 async def test_a_drafter_that_does_not_read_loses_features_and_no_verdicts() -> None:
-    engine, model = make_engine()
-    info = ModelInfo("fake", Stage.READY, "serving", "f", model.vocab_size, 64)
-    thread = EngineThread(lambda deliver: engine)
-    await thread.built
-    stream = drafter_streams.DrafterStream(
-        thread, Flood().requests(), cast(Any, Listener()), wire_model.model_to_proto(info)
-    )
-    half = drafter_streams._MAX_UNSENT_FEATURE_BYTES // 2 + 1
+    unread = unread_steps.UnreadSteps()
+    half = unread_steps._MAX_FEATURE_BYTES // 2 + 1
     for length in range(11, 16):
         verdict = Verdict(1, length, [5], 0, 4)
-        stream._sink(StepBatch(features=[Features(1, length, bytes(half))], verdicts=[verdict]))
-    sent = [stream._unsent.get_nowait().step for _ in range(stream._unsent.qsize())]
-    read = [wire_drafts.step_from_proto(step, 200_000) for step in sent]
+        unread.put(StepBatch(features=[Features(1, length, bytes(half))], verdicts=[verdict]))
+    read = [step for _ in range(5) if (step := await unread.get())]
     assert [one.first_position for step in read for one in step.features] == [11, 12]
     assert [one.committed_length for step in read for one in step.verdicts] == [11, 12, 13, 14, 15]
-    await thread.stop()
+    unread.put(StepBatch(features=[Features(1, 16, bytes(8))]))
+    step = await unread.get()
+    assert step is not None and step.features
 
 
 class Listener:

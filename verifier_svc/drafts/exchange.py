@@ -74,15 +74,17 @@ class DraftExchange:
         sink: Callable[[StepBatch | OutriderError], None],
         *,
         trusted: bool = True,
+        is_local: bool = False,
         holder: str = "",
         source: str = "",
     ) -> Drafter:
         """Register a drafter and assign it sequences without a drafter of its family.
 
-        `trusted` says whether its distributions count where sampled drafts are accepted. For
-        `holder` and `source` see `Drafter`. Raises as `Roster.join` and `FeatureSender.width` do.
+        `trusted` says whether its distributions count where sampled drafts are accepted. With
+        `is_local`, its features are tensors. For `holder` and `source` see `Drafter`. Raises as
+        `Roster.join` and `FeatureSender.width` do.
         """
-        drafter = Drafter(hello, sink, holder, source, trusted=trusted)
+        drafter = Drafter(hello, sink, holder, source, is_local=is_local, trusted=trusted)
         drafter.feature_width = self.features.width(hello.feature_request)
         own_cores = self._own_cores
         drafter.on_target_cores = own_cores is not None and drafter.shares_cores(own_cores)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from outrider.errors import OutriderError, invalid
-from outrider.protocol.draft_messages import FeatureRequest, Features
+from outrider.protocol.draft_messages import FeatureRequest, FeatureRows, Features
 from verifier_svc.state.drafter import Drafter
 from verifier_svc.state.scheduled_sequence import ScheduledSequence
 from verifier_svc.state.sequence import Assignment
@@ -37,6 +37,9 @@ class FeatureSource(Protocol):
 
     def copy_states(self, states: Sequence[int], rows: Sequence[int], dtype: str) -> bytes:
         """The watched `states` of the last forward's `rows`: each row's states, in order."""
+
+    def pick_states(self, states: Sequence[int], rows: Sequence[int], dtype: str) -> FeatureRows:
+        """The same as a tensor on the target's device, with an entry for each row."""
 
 
 @dataclass(slots=True)
@@ -88,24 +91,30 @@ class FeatureSender:
 
         `found` has each sequence's result, as the commit gets it.
         """
-        parts: dict[FeatureRequest, list[_Part]] = {}
+        parts: dict[tuple[FeatureRequest, bool], list[_Part]] = {}
         first_row = 0
         for scheduled, result in zip(batch, found, strict=True):
             for assignment in scheduled.sequence.assignments.values():
-                request = assignment.drafter.hello.feature_request
+                drafter = assignment.drafter
+                request = drafter.hello.feature_request
                 if assignment.takes_features and request is not None:
                     part = _part(scheduled, result, first_row, assignment, request)
                     if part.rows:
-                        parts.setdefault(request, []).append(part)
+                        parts.setdefault((request, drafter.is_local), []).append(part)
             first_row += len(scheduled.token_ids) + len(scheduled.draft.token_ids)
-        for request, wanted in parts.items():
-            self._copy(request, wanted)
+        for (request, is_local), wanted in parts.items():
+            self._take(request, is_local, wanted)
 
-    def _copy(self, request: FeatureRequest, parts: list[_Part]) -> None:
-        """Copy the features of one kind from the device, for all sequences at once."""
+    def _take(self, request: FeatureRequest, is_local: bool, parts: list[_Part]) -> None:
+        """Take the features of one kind, for all sequences at once.
+
+        They stay on the device for a drafter of this process, and are copied for others.
+        """
         assert self._source is not None
         rows = [row for part in parts for row in part.rows]
-        data = self._source.copy_states(request.states, rows, request.dtype.name.lower())
+        take = self._source.pick_states if is_local else self._source.copy_states
+        data = take(request.states, rows, request.dtype.name.lower())
+        # A token has `size` bytes, or is an entry of a tensor.
         size = len(data) // len(rows)
         for part in parts:
             end = len(part.rows) * size
@@ -151,8 +160,8 @@ def _part(
     return _Part(sequence_id, assignment, rows[known:], scheduled.start + known, draws)
 
 
-def _give(part: _Part, data: bytes, size: int) -> None:
-    """Send or hold the features in `data`, `size` bytes for each token."""
+def _give(part: _Part, data: FeatureRows, size: int) -> None:
+    """Send or hold the features in `data`, of which each token has `size` bytes or entries."""
     assignment = part.assignment
     assignment.feature_position = part.first_position + len(part.rows)
     each = max(1, _MAX_ENTRY_BYTES // size)

@@ -56,6 +56,8 @@ class Drafter:
     """The highest sequence id that was ever announced to it."""
     feature_width: int = 0
     """Numbers of a token's features that it gets; 0 for none."""
+    is_local: bool = False
+    """Whether it runs in the verifier's process."""
     trusted: bool = False
     """Whether the distributions that it claims count where sampled drafts are accepted."""
     on_target_cores: bool = False

@@ -22,14 +22,11 @@ from outrider.protocol.wire import drafts as wire_drafts
 from outrider.v1 import drafts_pb2, verifier_pb2
 from verifier_svc.engine.engine_thread import EngineThread
 from verifier_svc.state.drafter import MESSAGE_BYTES, Drafter
+from verifier_svc.streams.unread_steps import UnreadSteps
 
-# A drafter that leaves this many engine steps unread is cut off, before memory grows.
-MAX_UNSENT = 1024
 _HELLO_S = 10.0
 # The largest message that opens several sequences: half of gRPC clients' default limit of 4 MiB.
 _MAX_MESSAGE_BYTES = 2 * 2**20
-# Beyond this, a drafter that does not read gets no more features.
-_MAX_UNSENT_FEATURE_BYTES = 16 * 2**20
 # Received bytes that the engine has not taken yet. As objects they need many times that memory, so
 # the stream stops reading beyond this, and further messages wait at the drafter.
 _MAX_UNTAKEN_BYTES = 2**20
@@ -57,9 +54,9 @@ class DrafterStream:
         self._context = context
         self._model = model
         self._peer = peer
-        self._unsent: asyncio.Queue[verifier_pb2.StreamDraftsResponse] = asyncio.Queue()
-        self._unsent_feature_bytes = 0
-        self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._unread = UnreadSteps()
+        self._failure = self._unread.failure
+        self._draining: drafts_pb2.Draining | None = None
 
     async def run(self) -> None:
         """Serve until the drafter leaves.
@@ -77,7 +74,7 @@ class DrafterStream:
         def join() -> None:
             """Register the drafter, on the engine's thread. Raises OutriderError."""
             drafter = drafting.join(
-                hello, self._sink, trusted=trusted, holder=holder, source=source
+                hello, self._unread.put, trusted=trusted, holder=holder, source=source
             )
             joined.append(drafter)
 
@@ -103,13 +100,12 @@ class DrafterStream:
         """Tell the drafter that the verifier stops, and that open sequences may run `grace_s`."""
         draining = drafts_pb2.Draining(reason=reason)
         draining.grace_duration.FromNanoseconds(int(grace_s * 1e9))
-        self._unsent.put_nowait(verifier_pb2.StreamDraftsResponse(draining=draining))
+        self._draining = draining
+        self._unread.put(StepBatch())
 
     def end(self) -> None:
         """End the stream, because the verifier stops."""
-        if not self._failure.done():
-            error = OutriderError(Reason.DRAINING, "the verifier is about to stop")
-            self._failure.set_exception(error)
+        self._unread.put(OutriderError(Reason.DRAINING, "the verifier is about to stop"))
 
     async def _receive_hello(self) -> Hello:
         try:
@@ -123,16 +119,7 @@ class DrafterStream:
         hello = wire_drafts.hello_from_proto(first.hello)
         if self._peer is not None:
             self._peer.check_id("hello.drafter_id", hello.drafter_id)
-        expected = self._model.tokenizer_fingerprint
-        if hello.tokenizer_fingerprint != expected:
-            field = "hello.tokenizer_fingerprint"
-            given = hello.tokenizer_fingerprint
-            raise OutriderError(
-                Reason.TOKENIZER_MISMATCH,
-                f"{field} is {given}, but the target's tokenizer is {expected}",
-                field,
-                metadata={"drafter": given, "target": expected},
-            )
+        check_tokenizer(hello, self._model.tokenizer_fingerprint)
         return hello
 
     async def _read(self, drafter: Drafter) -> None:
@@ -170,37 +157,31 @@ class DrafterStream:
                 raise _violation("Hello comes first and only once")
 
     async def _write(self) -> None:
-        while True:
-            response = await self._unsent.get()
-            await self._context.write(response)
-            self._unsent_feature_bytes -= _feature_bytes(response.step)
+        while (step := await self._unread.get()) is not None:
+            if self._draining is not None:
+                draining, self._draining = self._draining, None
+                await self._context.write(verifier_pb2.StreamDraftsResponse(draining=draining))
+            if step:
+                for part in _messages(wire_drafts.step_to_proto(step)):
+                    await self._context.write(verifier_pb2.StreamDraftsResponse(step=part))
 
-    def _sink(self, message: StepBatch | OutriderError) -> None:
-        """Queue the engine's message, on the event loop after an engine step."""
-        if self._failure.done():
-            return
-        if isinstance(message, OutriderError):
-            self._failure.set_exception(message)
-        elif self._unsent.qsize() >= MAX_UNSENT:
-            reason = f"{MAX_UNSENT} steps are unread; the stream is cut off"
-            self._failure.set_exception(OutriderError(Reason.SLOW_READER, reason))
-        else:
-            proto = wire_drafts.step_to_proto(message)
-            if self._unsent_feature_bytes > _MAX_UNSENT_FEATURE_BYTES:
-                # The drafter sees the gap. Its guesses may be worse; nothing else is.
-                del proto.features[:]
-            self._unsent_feature_bytes += _feature_bytes(proto)
-            for step in _messages(proto):
-                self._unsent.put_nowait(verifier_pb2.StreamDraftsResponse(step=step))
+
+def check_tokenizer(hello: Hello, expected: str) -> None:
+    """Raises OutriderError(TOKENIZER_MISMATCH) if the drafter has another tokenizer."""
+    given = hello.tokenizer_fingerprint
+    if given != expected:
+        field = "hello.tokenizer_fingerprint"
+        raise OutriderError(
+            Reason.TOKENIZER_MISMATCH,
+            f"{field} is {given}, but the target's tokenizer is {expected}",
+            field,
+            metadata={"drafter": given, "target": expected},
+        )
 
 
 def _address(peer: str) -> str:
     """The address of gRPC's name for a peer, such as ipv4:10.0.0.1:5000, without the port."""
     return peer.rpartition(":")[0] if peer.startswith("ip") else peer
-
-
-def _feature_bytes(step: drafts_pb2.StepBatch) -> int:
-    return sum([len(features.rows) for features in step.features])
 
 
 def _messages(step: drafts_pb2.StepBatch) -> Iterator[drafts_pb2.StepBatch]:

@@ -1,0 +1,59 @@
+"""The steps that a drafter has not read yet, within bounds."""
+
+from __future__ import annotations
+
+import asyncio
+
+from outrider.errors import OutriderError, Reason
+from outrider.protocol.draft_messages import StepBatch
+
+# A drafter that leaves this many engine steps unread is cut off, before memory grows.
+MAX_UNREAD = 1024
+# Beyond this, a drafter that does not read gets no more features.
+_MAX_FEATURE_BYTES = 16 * 2**20
+
+
+class UnreadSteps:
+    """A queue from the engine to one drafter. Its methods run on the event loop, and never wait."""
+
+    def __init__(self) -> None:
+        self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done when the stream is to end; raises why. Steps that are unread then stay unread."""
+        # None wakes the reader up at the end.
+        self._steps: asyncio.Queue[StepBatch | None] = asyncio.Queue()
+        self._feature_bytes = 0
+
+    def put(self, message: StepBatch | OutriderError) -> None:
+        """Queue the engine's message, after an engine step."""
+        if self.failure.done():
+            return
+        if isinstance(message, OutriderError):
+            self._fail(message)
+        elif self._steps.qsize() >= MAX_UNREAD:
+            reason = f"{MAX_UNREAD} steps are unread; the stream is cut off"
+            self._fail(OutriderError(Reason.SLOW_READER, reason))
+        else:
+            if self._feature_bytes > _MAX_FEATURE_BYTES:
+                # The drafter sees the gap. Its guesses may be worse; nothing else is.
+                message.features.clear()
+            self._feature_bytes += message.feature_bytes
+            self._steps.put_nowait(message)
+
+    def end(self) -> None:
+        """End the stream without an error."""
+        if not self.failure.done():
+            self.failure.set_result(None)
+            self._steps.put_nowait(None)
+
+    def _fail(self, error: OutriderError) -> None:
+        self.failure.set_exception(error)
+        self._steps.put_nowait(None)
+
+    async def get(self) -> StepBatch | None:
+        """Wait for the next step; None at the end. Raises the OutriderError that ended it."""
+        step = await self._steps.get()
+        if step is None or self.failure.done():
+            await self.failure
+            return None
+        self._feature_bytes -= step.feature_bytes
+        return step
