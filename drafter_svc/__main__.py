@@ -21,18 +21,19 @@ import uvloop
 
 from drafter_svc.config import DrafterSettings, FamilyChoice, settings_schema
 from drafter_svc.families.registry import find_family, known_families
-from drafter_svc.metrics import Metrics, StreamMetrics
+from drafter_svc.metrics import Metrics
+from drafter_svc.observer import CountingObserver
 from drafter_svc.placement import PlacementPlan, choose_address, plan
 from outrider.drafter.dialled import Dialled
 from outrider.drafter.serve import DraftStreams, own_id
 from outrider.drafter.strategy import Strategy
-from outrider.drafter.stream import DraftStream, Observer
+from outrider.drafter.stream import DraftStream
 from outrider.errors import OutriderError
 from outrider.process import rpc, telemetry
 from outrider.process.config import load, parse
 from outrider.process.metrics_export import pushing_metrics, serve_metrics
 from outrider.process.usage import refuse
-from outrider.protocol.draft_messages import DraftBatch, Hello
+from outrider.protocol.draft_messages import Hello
 from outrider.protocol.model_info import ModelInfo
 
 SERVICE = "outrider.v1.Drafter"
@@ -40,7 +41,7 @@ _PROGRAM = "drafter"
 _SERVICE_NAME = "outrider-drafter"
 
 
-class _StreamObserver(Observer):
+class _StreamObserver(CountingObserver):
     """Report the events of one verifier's stream to the metrics and the health service.
 
     The health service says SERVING while at least one verifier has registered this drafter.
@@ -50,31 +51,23 @@ class _StreamObserver(Observer):
         self, server: rpc.Server, metrics: Metrics, registered: set[_StreamObserver]
     ) -> None:
         """All streams share `registered`: the observers of the streams that are registered now."""
+        super().__init__(metrics)
         self._server = server
-        self._metrics = metrics
-        self._stream = StreamMetrics(metrics)
+        self._name = metrics.drafter_id
         self._registered = registered
 
     async def registered(self, address: str) -> None:
         """Say SERVING, and print the line that scripts wait for."""
         self._registered.add(self)
-        self._stream.registered()
+        await super().registered(address)
         await self._server.set_serving(True)
-        print(f"drafter {self._metrics.drafter_id} registered with {address}", flush=True)
+        print(f"drafter {self._name} registered with {address}", flush=True)
 
     async def lost(self) -> None:
         """Say NOT_SERVING unless another verifier has this drafter."""
         self._registered.discard(self)
-        self._stream.lost()
+        await super().lost()
         await self._server.set_serving(bool(self._registered))
-
-    def drafted(self, batch: DraftBatch, seconds: float) -> None:
-        """Count a batch and its duration."""
-        self._metrics.drafted(batch, seconds)
-
-    def following(self, sequence_count: int, abandoned_count: int) -> None:
-        """Set the stream's numbers of open and of abandoned sequences."""
-        self._stream.following(sequence_count, abandoned_count)
 
 
 async def serve(settings: DrafterSettings, place: PlacementPlan, metrics: Metrics) -> None:

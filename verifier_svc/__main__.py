@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
 import uvloop
 
@@ -12,12 +14,25 @@ from outrider.process.config import need_models, parse
 from verifier_svc.config import VerifierSettings
 from verifier_svc.metrics import Metrics
 
+_Settings = TypeVar("_Settings", bound=VerifierSettings)
 _SERVICE_NAME = "outrider-verifier"
 
 
-def main() -> None:
-    """Run the verifier; exits with status 1 and one sentence if the target cannot be served."""
-    settings = parse(VerifierSettings, "verifier", sys.argv[1:])
+async def _serve(settings: VerifierSettings, metrics: Metrics) -> None:
+    from verifier_svc.server import serve
+
+    await serve(settings, metrics)
+
+
+def main(
+    schema: type[_Settings] = VerifierSettings,  # type: ignore[assignment]  # the default's type
+    serve: Callable[[_Settings, Metrics], Coroutine[Any, Any, None]] = _serve,
+) -> None:
+    """Run the verifier; exits with status 1 and one sentence if the target cannot be served.
+
+    `serve` serves with settings of `schema`.
+    """
+    settings = parse(schema, "verifier", sys.argv[1:])
     telemetry.setup_logging(settings.log_level)
     telemetry.setup(_SERVICE_NAME)
     # The engine's thread and the event loop share the interpreter. At the default of 5 ms the loop
@@ -26,8 +41,6 @@ def main() -> None:
     metrics = Metrics(settings.served_name)
     try:
         need_models()
-        from verifier_svc.server import serve
-
         uvloop.run(serve(settings, metrics))
     except OutriderError as error:
         raise SystemExit(f"verifier: {error}") from error

@@ -6,7 +6,7 @@ import asyncio
 import gc
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -35,6 +35,7 @@ from verifier_svc.engine.loop import Engine
 from verifier_svc.engine.outbox import Delivery
 from verifier_svc.metrics import Metrics
 from verifier_svc.policy.draft_policy import EVERY_DRAFT, PAYING_DRAFTS
+from verifier_svc.streams.own_stream import OwnDrafter, OwnVerifier
 from verifier_svc.streams.servicer import VerifierServicer, report_health
 from verifier_svc.verification.batch import DraftVerifier
 from verifier_svc.verification.mask_lanes import Threads
@@ -49,7 +50,9 @@ _MASK_S = 2.0
 _THINKING = ("<think>", "</think>")
 
 
-async def serve(settings: VerifierSettings, metrics: Metrics) -> None:
+async def serve(
+    settings: VerifierSettings, metrics: Metrics, own_drafter: OwnDrafter | None = None
+) -> None:
     """Serve until SIGTERM or SIGINT.
 
     Raises OutriderError if the target cannot be served, or if the engine stopped with an error.
@@ -67,11 +70,13 @@ async def serve(settings: VerifierSettings, metrics: Metrics) -> None:
     ports = await server.start(settings.listen, *sockets, tls=settings.tls)
     print(f"verifier listening on {settings.listen.rpartition(':')[0]}:{ports[0]}", flush=True)
     serve_metrics(metrics.registry, settings, settings.tls)
-    loader = Loader(settings, servicer, metrics)
+    own_states = own_drafter.feature_states if own_drafter is not None else ()
+    loader = Loader(settings, servicer, metrics, own_states)
     thread = EngineThread(loader.build)
     stopped: asyncio.Future[Any] = asyncio.ensure_future(stop.wait())
     built: asyncio.Future[Any] = thread.built
     ended: asyncio.Future[Any] = thread.ended
+    drafting: asyncio.Task[None] | None = None
     try:
         await asyncio.wait([built, stopped], return_when=asyncio.FIRST_COMPLETED)
         if not built.done():
@@ -80,6 +85,9 @@ async def serve(settings: VerifierSettings, metrics: Metrics) -> None:
         servicer.serve(thread, loader.info, loader.grammars)
         health = watch(report_health(thread, server), "reporting whether the engine hangs")
         info = loader.info
+        if own_drafter is not None:
+            drafter = own_drafter.run(OwnVerifier(thread, info))
+            drafting = watch(drafter, "the drafter in this process")
         print(f"verifier ready: {info.model_id} in {info.dtype} on {info.device}", flush=True)
         await asyncio.wait([ended, stopped], return_when=asyncio.FIRST_COMPLETED)
         health.cancel()
@@ -91,6 +99,8 @@ async def serve(settings: VerifierSettings, metrics: Metrics) -> None:
         await thread.stop()
     finally:
         stopped.cancel()
+        if drafting is not None:
+            drafting.cancel()
         await server.stop(0.5)
         telemetry.shutdown()
 
@@ -99,8 +109,14 @@ class Loader:
     """Loads and warms up the target on the engine's thread; reports progress to the event loop."""
 
     def __init__(
-        self, settings: VerifierSettings, servicer: VerifierServicer, metrics: Metrics
+        self,
+        settings: VerifierSettings,
+        servicer: VerifierServicer,
+        metrics: Metrics,
+        own_states: Sequence[int] = (),
     ) -> None:
+        """`own_states` are the hidden states that a drafter in this process reads."""
+        self._own_states = own_states
         self._settings = settings
         self._servicer = servicer
         self._metrics = metrics
@@ -187,8 +203,11 @@ class Loader:
         )
 
     def _watch(self, runner: ModelRunner) -> None:
-        """Have the graphs keep the states of the settings; raises OutriderError(INVALID_VALUE)."""
-        states = self._settings.feature_states
+        """Have the graphs keep the states of the settings and of the process's own drafter.
+
+        Raises OutriderError(INVALID_VALUE).
+        """
+        states = sorted({*self._settings.feature_states, *self._own_states})
         if not runner.can_watch(states):
             message = f"must be -1 or in [0, {runner.layer_count}], not {states}"
             raise invalid("feature_states", message)

@@ -131,7 +131,7 @@ async def _announce(
     """Show how far the start is, then print the URLs; raises StartFailed."""
     loading = f"loading {' and '.join(_models(settings))} ..."
     with start_status(console, loading) as show:
-        drafters = len(settings.drafter)
+        drafters = len(settings.drafter) + (settings.head is not None)
         await supervisor.settle(until_ready(stack.http_url, show, drafters, stack.ca))
     log.ready()
     curl = "curl" if stack.ca is None else f"curl --cacert {stack.ca}"

@@ -98,6 +98,9 @@ class ServeSettings(TargetSettings, ServiceSettings):
     """ngram, suffix, model=PATH, head=PATH, or another family by its name or package.module:Class;
     its own settings follow after commas: model=PATH,cores=0-3. Repeat it for more drafters."""
 
+    head: str | None = Field(None, min_length=1)
+    """Directory of a head that drafts in the verifier's process, on the target's device."""
+
     dtype: Dtype = "auto"
     """Type of the weights of target and draft models: auto is the checkpoint's."""
 

@@ -46,7 +46,7 @@ def plan_stack(settings: ServeSettings, socket_directory: Path) -> Stack:
     specs = [DrafterSpec.parse(text) for text in settings.drafter]
     listen = f"{settings.verifier_host}:{verifier_port}"
     children = [
-        Child("verifier", "verifier_svc", _verifier_arguments(settings, specs, listen, uds)),
+        _verifier(settings, specs, listen, uds),
         *_drafters(settings, specs, verifier, uds),
         Child("gateway", "gateway", _gateway_arguments(settings, verifier, http_port, grpc_port)),
     ]
@@ -73,9 +73,7 @@ def _service_arguments(settings: ServeSettings) -> list[str]:
     return _flags({"log_level": settings.log_level})
 
 
-def _verifier_arguments(
-    settings: ServeSettings, specs: list[DrafterSpec], address: str, uds: Path
-) -> list[str]:
+def _verifier(settings: ServeSettings, specs: list[DrafterSpec], address: str, uds: Path) -> Child:
     options: dict[str, object] = {
         "target": settings.target,
         "dtype": settings.dtype,
@@ -84,7 +82,10 @@ def _verifier_arguments(
         "uds": uds,
     }
     options |= {name: getattr(settings, name) for name in TargetSettings.model_fields}
-    return _flags(options | settings.files(Role.VERIFIER.value))
+    options |= settings.files(Role.VERIFIER.value)
+    if settings.head is None:
+        return Child("verifier", "verifier_svc", _flags(options))
+    return Child("verifier", "outrider.launch.verifier", _flags(options | {"head": settings.head}))
 
 
 def _free_cores(specs: list[DrafterSpec]) -> int:

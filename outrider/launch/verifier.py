@@ -1,0 +1,83 @@
+"""`python -m outrider.launch.verifier`: a verifier with a head in its own process.
+
+The verifier and the family `head` know nothing of each other; this joins them. The drafter is the
+same as in a process of its own, but its messages do not pass through gRPC, and features are tensors
+on the target's device.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+
+from pydantic import Field
+
+from drafter_svc.families.head import HeadFamily, HeadSettings
+from drafter_svc.metrics import Metrics as DrafterMetrics
+from drafter_svc.observer import CountingObserver
+from drafter_svc.placement import PlacementPlan
+from outrider.drafter.strategy import Strategy
+from outrider.drafter.stream import DraftStream
+from outrider.protocol.draft_messages import Hello
+from outrider.protocol.model_info import ModelInfo, Stage
+from verifier_svc.__main__ import main
+from verifier_svc.config import VerifierSettings
+from verifier_svc.metrics import Metrics
+from verifier_svc.streams.own_stream import OwnDrafter, OwnVerifier
+
+# More would meet at barriers on the cores that the target's threads compute on.
+_PLACE = PlacementPlan("local", (), None, threads=1)
+
+
+class HeadVerifierSettings(VerifierSettings):
+    """The verifier's settings and the head."""
+
+    head: str = Field(min_length=1)
+    """Directory of a head that drafts in the verifier's process, on the target's device."""
+
+
+async def load_head(settings: HeadVerifierSettings, metrics: Metrics) -> OwnDrafter:
+    """Load the head, before the target takes the rest of a GPU's memory.
+
+    The head's metrics are added to the verifier's. Raises OutriderError(INVALID_VALUE) for a head
+    that does not fit the target.
+    """
+    import torch
+
+    name = f"{HeadFamily.name}-{platform.node()}-{os.getpid()}"
+    counts = DrafterMetrics(name, HeadFamily.name)
+    metrics.registry.register(counts.registry)
+    thread_count = torch.get_num_threads()
+    own = {name: getattr(settings, name) for name in ("head", "target", "device")}
+    loaded = await HeadFamily.load(HeadSettings.model_validate(own), _PLACE, counts)
+    # The head's thread has set the number for itself, and for all threads that have not computed
+    # yet. The engine's is one of them.
+    torch.set_num_threads(thread_count)
+
+    def hello(family: Strategy, info: ModelInfo) -> Hello:
+        return Hello(
+            name,
+            family.name,
+            loaded.tokenizer_fingerprint,
+            family.max_draft_tokens,
+            family.distributions,
+            _PLACE.describe(family.device),
+            feature_request=family.feature_request,
+        )
+
+    async def draft(verifier: OwnVerifier) -> None:
+        await DraftStream(verifier, loaded.make, hello, CountingObserver(counts)).run()
+
+    request = loaded.make(ModelInfo(settings.served_name, Stage.LOADING, "")).feature_request
+    return OwnDrafter(draft, request.states if request is not None else ())
+
+
+async def serve_with_head(settings: HeadVerifierSettings, metrics: Metrics) -> None:
+    """Load the head, then serve as `verifier_svc.server.serve` does."""
+    from verifier_svc.server import serve
+
+    await serve(settings, metrics, await load_head(settings, metrics))
+
+
+if __name__ == "__main__":
+    main(HeadVerifierSettings, serve_with_head)

@@ -1,0 +1,117 @@
+"""A drafter in the verifier's own process: the same messages, without gRPC and without copies.
+
+`OwnVerifier` is what `outrider.drafter.stream.DraftStream` connects to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from outrider.drafter.line import StreamEnded
+from outrider.errors import OutriderError
+from outrider.protocol.draft_messages import DraftBatch, Hello, StepBatch, Welcome
+from outrider.protocol.model_info import ModelInfo
+from verifier_svc.engine.engine_thread import EngineThread
+from verifier_svc.state.drafter import Drafter
+from verifier_svc.streams.drafter_streams import check_tokenizer
+from verifier_svc.streams.unread_steps import UnreadSteps
+
+
+class OwnVerifier:
+    """This process' verifier; as `outrider.drafter.line.Verifier`. Use it on its event loop."""
+
+    def __init__(self, engine: EngineThread, info: ModelInfo) -> None:
+        """`engine` runs, and serves the model `info`."""
+        self._engine = engine
+        self._info = info
+
+    def address(self) -> str:
+        """The place of its drafters."""
+        return _Own.address
+
+    async def model(self) -> ModelInfo:
+        """The model, at once."""
+        return self._info
+
+    @asynccontextmanager
+    async def connect(self, info: ModelInfo) -> AsyncIterator[_Own]:
+        """Open a line; the block's end removes the drafter."""
+        line = _Own(self._engine, info)
+        try:
+            yield line
+        finally:
+            line.close()
+
+
+@dataclass(frozen=True, slots=True)
+class OwnDrafter:
+    """A drafter that runs in this process, on the event loop and threads of its own.
+
+    `run` drafts for this verifier until it is cancelled. If it ends before, the verifier goes on
+    without it. `feature_states` are the hidden states that it reads.
+    """
+
+    run: Callable[[OwnVerifier], Coroutine[Any, Any, None]]
+    feature_states: Sequence[int] = ()
+
+
+class _Own:
+    """The way to the engine and back; as `outrider.drafter.line.Line`."""
+
+    address = "its own process"
+
+    def __init__(self, engine: EngineThread, info: ModelInfo) -> None:
+        self._engine = engine
+        self._info = info
+        self._unread = UnreadSteps()
+        self._joined: list[Drafter] = []
+
+    async def introduce(self, hello: Hello) -> Welcome:
+        """Join the exchange. The drafter is trusted as the verifier itself is."""
+        info = self._info
+
+        def join() -> Drafter:
+            drafter = self._engine.engine.drafting.join(hello, self._unread.put, is_local=True)
+            self._joined.append(drafter)
+            return drafter
+
+        try:
+            check_tokenizer(hello, info.tokenizer_fingerprint)
+            width = (await self._engine.call(join)).feature_width
+        except OutriderError as refusal:
+            raise StreamEnded(refusal) from refusal
+        return Welcome(info.model_id, info.vocab_size, info.context_length, width)
+
+    async def read(self) -> StepBatch | None:
+        """Wait for the next step; None behind the goodbye."""
+        try:
+            return await self._unread.get()
+        except OutriderError as reason:
+            raise StreamEnded(reason) from reason
+
+    async def write(self, batch: DraftBatch) -> None:
+        """Hand drafts to the engine, which takes them between two steps."""
+        engine = self._engine
+        take = engine.engine.drafting.on_drafts
+        arrived_at = engine.engine.clock()
+        for drafter in self._joined:
+            engine.post(partial(take, drafter, batch, 0, arrived_at))
+
+    async def say_goodbye(self) -> None:
+        """Get no more sequences, and end the reading."""
+        for drafter in self._joined:
+            self._engine.post(partial(self._engine.engine.drafting.drain, drafter, 0))
+        self._unread.end()
+
+    def close(self) -> None:
+        """Leave the exchange, behind a call of `introduce` that was cancelled as well."""
+
+        def leave() -> None:
+            for drafter in self._joined:
+                self._engine.engine.drafting.leave(drafter)
+
+        self._engine.post(leave)
