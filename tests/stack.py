@@ -132,12 +132,13 @@ class GatewayProcess(Process):
 class Stack:
     """A verifier with the bundled target in float32, and drafters by name."""
 
-    def __init__(self, *verifier_flags: str) -> None:
+    def __init__(self, *verifier_flags: str, module: str = "verifier_svc") -> None:
+        """`module` is the verifier's."""
         self.address = f"127.0.0.1:{free_port()}"
         # One thread: OpenMP's threads meet at barriers, which cost more than they gain on a machine
         # that is busy with tests.
         flags = ["--dtype", "float32", "--threads", "1", "--listen", self.address, *verifier_flags]
-        self.verifier = Process("verifier_svc", "--target", TARGET, *flags)
+        self.verifier = Process(module, "--target", TARGET, *flags)
         self.drafters: dict[str, Process] = {}
 
     def add_drafter(self, name: str, family: str, *flags: str) -> None:

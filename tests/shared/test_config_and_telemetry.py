@@ -94,6 +94,13 @@ def test_the_verifier_leaves_draft_models_their_cores(
     assert children["verifier"]["--threads"] == "10"
 
 
+def test_a_head_is_the_verifiers(tmp_path: Path) -> None:
+    children = planned(tmp_path, "--head", "h", "--drafter", "ngram")
+    assert list(children) == ["verifier", "ngram-1", "gateway"]
+    assert children["verifier"]["--head"] == "h"
+    assert "--head" not in planned(tmp_path, "--drafter", "ngram")["verifier"]
+
+
 def test_a_gateways_keys_go_to_the_gateway_alone(tmp_path: Path) -> None:
     children = planned(tmp_path, "--host", "127.0.0.1", "--keys-file", "keys.yaml")
     assert children["gateway"]["--keys-file"] == "keys.yaml"

@@ -74,7 +74,8 @@ async def test_a_drafter_that_does_not_read_loses_features_and_no_verdicts() -> 
     assert [one.committed_length for step in read for one in step.verdicts] == [11, 12, 13, 14, 15]
     unread.put(StepBatch(features=[Features(1, 16, bytes(8))]))
     step = await unread.get()
-    assert step is not None and step.features
+    assert step is not None
+    assert step.features
 
 
 class Listener:

@@ -1,0 +1,76 @@
+"""A verifier with a head in its process: a drafter like every other, to clients and operators."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from stack import ROOT, TARGET, Client, Process, Stack, prompt_texts, running
+
+from outrider.process.ports import free_port
+from outrider.protocol.messages import SamplingParams, SpeculationOptions, TokenRequest
+from outrider.tokenizer import load_tokenizer
+
+MODULE = "outrider.launch.verifier"
+HEAD = str(ROOT / "models/heads/eagle3")
+METRICS_PORT = free_port()
+PROMPTS = [each.ids for each in load_tokenizer(TARGET).encode_batch(prompt_texts()[::5])]
+PLAIN = SpeculationOptions(enabled=False)
+OPTIONS = {
+    "the head": SpeculationOptions(drafter_family="head", always_draft=True),
+    "the head and a drafter over gRPC": SpeculationOptions(always_draft=True),
+    "as it pays": SpeculationOptions(),
+}
+SETTINGS = {"greedy": SamplingParams(0.0), "seeded": SamplingParams(0.9, seed=7)}
+
+
+@pytest.fixture(scope="module")
+def stack() -> Iterator[Stack]:
+    stack = Stack("--head", HEAD, "--metrics-port", str(METRICS_PORT), module=MODULE)
+    stack.add_drafter("ngram-1", "ngram")
+    with running(stack):
+        yield stack
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+async def test_texts_equal_plain_ones(stack: Stack, setting: str) -> None:
+    async with Client(stack.address) as client:
+        for prompt in PROMPTS:
+            texts = [
+                await client.tokens(TokenRequest(prompt, 32, SETTINGS[setting], speculation=each))
+                for each in (PLAIN, *OPTIONS.values())
+            ]
+            assert texts == [texts[0]] * len(texts)
+
+
+async def test_operators_see_it_as_a_drafter(stack: Stack) -> None:
+    options = OPTIONS["the head"]
+    async with Client(stack.address) as client:
+        request = TokenRequest(
+            PROMPTS[0], 48, SETTINGS["greedy"], speculation=options, ignore_eos=True
+        )
+        await client.tokens(request)
+        [head] = [each for each in (await client.model()).drafters if each.family == "head"]
+    assert head.connected
+    assert head.acceptance_rate is not None
+    assert head.acceptance_rate > 0.1
+    assert head.token_s is not None
+    async with httpx.AsyncClient() as scraper:
+        page = (await scraper.get(f"http://127.0.0.1:{METRICS_PORT}/metrics")).text
+    for name in ("spec_decode_num_accepted_tokens_total", "drafter_proposed_tokens_total"):
+        rows = re.findall(rf"^outrider:{name}\{{(.*)\}} ([\d.e+]+)$", page, re.MULTILINE)
+        counts = [float(n) for labels, n in rows if f'drafter="{head.drafter_id}"' in labels]
+        assert sum(counts) > 5
+
+
+def test_a_bad_head_is_refused_at_the_start() -> None:
+    process = Process(MODULE, "--target", TARGET, "--head", TARGET)
+    try:
+        assert process.popen.wait(120) == 1
+        last = process.output().splitlines()[-1]
+        assert last.startswith(f"verifier: {TARGET}/config.json is no usable draft head")
+    finally:
+        process.kill()
+        process.log.close()

@@ -1,0 +1,271 @@
+"""A head in the verifier's process drafts what it drafts over gRPC, and its faults stay its own.
+
+The bundled target and EAGLE-3 head, on a real engine thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from waiting import until
+
+from drafter_svc.families.head import HeadFamily
+from drafter_svc.families.head_worker import HeadWorker
+from outrider.drafter.dialled import Dialled
+from outrider.drafter.line import Verifier
+from outrider.drafter.strategy import Strategy
+from outrider.drafter.stream import DraftStream, Observer
+from outrider.errors import OutriderError
+from outrider.lm.pages import PagePool
+from outrider.lm.runner import ModelRunner
+from outrider.process import rpc
+from outrider.protocol.draft_messages import DraftBatch, FeatureRows, Hello
+from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
+from outrider.protocol.messages import SamplingParams, SpeculationOptions, TokenChunk, TokenRequest
+from outrider.protocol.model_info import ModelInfo, Stage
+from outrider.tokenizer import fingerprint, load_tokenizer
+from outrider.v1.verifier_pb2_grpc import add_VerifierServiceServicer_to_server
+from verifier_svc.engine.config import EngineConfig
+from verifier_svc.engine.engine_thread import EngineThread
+from verifier_svc.engine.loop import Engine
+from verifier_svc.engine.outbox import Delivery
+from verifier_svc.metrics import Metrics
+from verifier_svc.streams.own_stream import OwnVerifier
+from verifier_svc.streams.servicer import VerifierServicer
+
+ROOT = Path(__file__).parents[2]
+TARGET = str(ROOT / "models/target")
+HEAD = str(ROOT / "models/heads/eagle3")
+TOKENIZER = load_tokenizer(TARGET)
+PROMPT = TOKENIZER.encode("def read(path):\n    with open(path) as file:\n        ").ids
+LENGTH = 40
+PLAIN = SpeculationOptions(enabled=False)
+ALWAYS = SpeculationOptions(drafter_family="head", always_draft=True)
+SETTINGS = {"greedy": SamplingParams(0.0), "seeded": SamplingParams(0.8, seed=2**63 + 5)}
+
+
+@pytest.fixture(scope="module")
+def runner() -> ModelRunner:
+    return ModelRunner.load(TARGET, dtype="float32", device="cpu", page_count=64, threads=1)
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[HeadWorker]:
+    """The head, on a thread of its own."""
+    with ThreadPoolExecutor(1) as thread:
+        loading = thread.submit(
+            lambda: HeadWorker.load(
+                thread,
+                head=HEAD,
+                target=TARGET,
+                layers=(),
+                dtype="float32",
+                device="cpu",
+                page_count=64,
+                threads=1,
+            )
+        )
+        yield loading.result()
+
+
+class Site(Observer):
+    """An engine on its thread, and what a head says to it."""
+
+    def __init__(self, runner: ModelRunner, worker: HeadWorker) -> None:
+        self.worker = worker
+        self.info = ModelInfo(
+            "target",
+            Stage.READY,
+            "serving",
+            fingerprint(TOKENIZER),
+            runner.vocab_size,
+            runner.context_length,
+        )
+        self._runner = runner
+        self.thread = EngineThread(self._build)
+        self.proposals: list[tuple[int, list[int], list[int], list[float]]] = []
+        self.kinds: set[type] = set()
+        """The types of the features that the head got."""
+
+    def _build(self, deliver: Callable[[list[Delivery]], None]) -> Engine:
+        pool = PagePool(self._runner.page_count, self._runner.page_size, prefix_caching=False)
+        policy = DraftTokensPolicy("fixed", 3)
+        config = EngineConfig(policy, max_batch_tokens=16, draft_trees=True)
+        runner = self._runner
+        return Engine(runner, pool, deliver, Metrics("target"), config, features=runner)
+
+    def drafted(self, batch: DraftBatch, seconds: float) -> None:
+        self.proposals += [
+            (each.base_length, each.token_ids, each.parents, each.confidences)
+            for each in batch.proposals
+        ]
+
+    def family(self, info: ModelInfo) -> HeadFamily:
+        site = self
+
+        class Watched(HeadFamily):
+            def features(self, sequence: object, first_position: int, rows: FeatureRows) -> None:
+                site.kinds.add(type(rows))
+                super().features(sequence, first_position, rows)  # type: ignore[arg-type]
+
+        return Watched(self.worker, info.vocab_size)
+
+    @asynccontextmanager
+    async def head(
+        self, verifier: Verifier, make: Callable[[ModelInfo], Strategy] | None = None
+    ) -> AsyncIterator[asyncio.Task[None]]:
+        """A head that drafts for the verifier."""
+
+        def hello(strategy: Strategy, info: ModelInfo) -> Hello:
+            return Hello(
+                "head-1",
+                strategy.name,
+                info.tokenizer_fingerprint,
+                strategy.max_draft_tokens,
+                strategy.distributions,
+                feature_request=strategy.feature_request,
+            )
+
+        stream = DraftStream(verifier, make or self.family, hello, self)
+        running = asyncio.create_task(stream.run())
+        await until(lambda: self.drafter_count == 1)
+        yield running
+        stream.stop()
+        await asyncio.wait_for(asyncio.gather(running, return_exceptions=True), 10)
+        await until(lambda: self.drafter_count == 0)
+
+    @property
+    def drafter_count(self) -> int:
+        return len(self.thread.engine.drafting.roster.connected)
+
+    @property
+    def own(self) -> OwnVerifier:
+        return OwnVerifier(self.thread, self.info)
+
+    async def text(
+        self, options: SpeculationOptions, sampling: SamplingParams = SETTINGS["greedy"]
+    ) -> list[int]:
+        """The text behind the prompt."""
+        chunks: asyncio.Queue[TokenChunk | OutriderError] = asyncio.Queue()
+        request = TokenRequest(PROMPT, LENGTH, sampling, speculation=options, ignore_eos=True)
+        await self.thread.call(lambda: self.thread.engine.submit(request, chunks.put_nowait))
+        tokens: list[int] = []
+        while True:
+            chunk = await asyncio.wait_for(chunks.get(), 60)
+            assert isinstance(chunk, TokenChunk), chunk
+            tokens += chunk.token_ids
+            if chunk.finish_reason is not None:
+                return tokens
+
+
+@pytest.fixture
+async def site(runner: ModelRunner, worker: HeadWorker) -> AsyncIterator[Site]:
+    made = Site(runner, worker)
+    await made.thread.built
+    yield made
+    await made.thread.stop()
+
+
+async def test_proposals_in_process_equal_those_by_stream(site: Site) -> None:
+    servicer = VerifierServicer("target")
+    servicer.serve(site.thread, site.info)
+    server = rpc.Server("outrider.v1.VerifierService")
+    add_VerifierServiceServicer_to_server(servicer, server.grpc)
+    [port] = await server.start("127.0.0.1:0")
+    async with site.head(Dialled(lambda: f"127.0.0.1:{port}")):
+        text = await site.text(ALWAYS)
+    await server.stop(0.1)
+    by_stream, site.proposals = site.proposals, []
+    async with site.head(site.own):
+        assert await site.text(ALWAYS) == text
+    assert len(site.proposals) > 5
+    assert site.proposals == by_stream
+    # The stream's are bytes.
+    assert site.kinds == {bytes, torch.Tensor}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+async def test_a_head_in_process_changes_no_text(site: Site, setting: str) -> None:
+    sampling = SETTINGS[setting]
+    plain = await site.text(PLAIN, sampling)
+    async with site.head(site.own):
+        drafter = site.thread.engine.drafting.roster.connected["head-1"]
+        assert await site.text(ALWAYS, sampling) == plain
+        assert drafter.accepted_count > 5
+    assert site.kinds == {torch.Tensor}
+
+
+class Faulty(HeadFamily):
+    """Fails at its third draft and at all later ones."""
+
+    asked = 0
+
+    async def propose(self, *arguments: Any) -> None:
+        self.asked += 1
+        if self.asked > 2:
+            raise ArithmeticError("planted")
+        await super().propose(*arguments)
+
+
+async def test_a_fault_in_one_draft_costs_its_sequence_the_drafts(
+    site: Site, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = await site.text(PLAIN)
+    async with site.head(site.own, lambda info: Faulty(site.worker, info.vocab_size)):
+        assert await site.text(ALWAYS) == plain
+        assert site.drafter_count == 1
+    assert "ArithmeticError: planted" in caplog.text
+    assert site.proposals
+
+
+async def test_a_fatal_fault_ends_the_head_and_no_text(site: Site) -> None:
+    plain = await site.text(PLAIN)
+
+    def make(info: ModelInfo) -> HeadFamily:
+        family = Faulty(site.worker, info.vocab_size)
+        family.fatal = (ArithmeticError,)  # type: ignore[assignment]
+        return family
+
+    async with site.head(site.own, make) as running:
+        assert await site.text(ALWAYS) == plain
+        await until(lambda: site.drafter_count == 0)
+        assert await site.text(SpeculationOptions()) == plain
+    with pytest.raises(ArithmeticError, match="planted"):
+        await running
+
+
+async def test_no_step_waits_for_a_head_that_hangs(site: Site) -> None:
+    plain = await site.text(PLAIN)
+    hangs = threading.Event()
+    async with site.head(site.own):
+        site.worker._thread.submit(hangs.wait)
+        try:
+            assert await site.text(SpeculationOptions()) == plain
+        finally:
+            hangs.set()
+        # It drafts again.
+        assert await site.text(ALWAYS) == plain
+        assert site.proposals
+
+
+async def test_the_heads_thread_leaves_the_targets_number_of_threads_alone() -> None:
+    from outrider.launch.verifier import HeadVerifierSettings, load_head
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        settings = HeadVerifierSettings(target=TARGET, head=HEAD, device="cpu")
+        own = await load_head(settings, Metrics("target"))
+        with ThreadPoolExecutor(1) as engine:
+            assert engine.submit(torch.get_num_threads).result() == 2
+        assert own.feature_states == [1, 3, 5]
+    finally:
+        torch.set_num_threads(before)
