@@ -38,6 +38,7 @@ from verifier_svc.engine.engine_thread import EngineThread
 from verifier_svc.engine.loop import Engine
 from verifier_svc.engine.outbox import Delivery
 from verifier_svc.metrics import Metrics
+from verifier_svc.policy.draft_policy import EVERY_DRAFT, PAYING_DRAFTS, PayingDrafts
 from verifier_svc.streams.own_stream import OwnVerifier
 from verifier_svc.streams.servicer import VerifierServicer
 
@@ -79,7 +80,7 @@ def worker() -> Iterator[HeadWorker]:
 class Site(Observer):
     """An engine on its thread, and what a head says to it."""
 
-    def __init__(self, runner: ModelRunner, worker: HeadWorker) -> None:
+    def __init__(self, runner: ModelRunner, worker: HeadWorker, drafts: PayingDrafts) -> None:
         self.worker = worker
         self.info = ModelInfo(
             "target",
@@ -90,8 +91,10 @@ class Site(Observer):
             runner.context_length,
         )
         self._runner = runner
+        self._drafts = drafts
         self.thread = EngineThread(self._build)
-        self.proposals: list[tuple[int, list[int], list[int], list[float]]] = []
+        self.proposals: dict[int, list[Any]] = {}
+        """By base length: tokens, parents and confidences."""
         self.kinds: set[type] = set()
         """The types of the features that the head got."""
 
@@ -100,13 +103,13 @@ class Site(Observer):
         policy = DraftTokensPolicy("fixed", 3)
         config = EngineConfig(policy, max_batch_tokens=16, draft_trees=True)
         runner = self._runner
-        return Engine(runner, pool, deliver, Metrics("target"), config, features=runner)
+        metrics = Metrics("target")
+        return Engine(runner, pool, deliver, metrics, config, features=runner, drafts=self._drafts)
 
     def drafted(self, batch: DraftBatch, seconds: float) -> None:
-        self.proposals += [
-            (each.base_length, each.token_ids, each.parents, each.confidences)
-            for each in batch.proposals
-        ]
+        for each in batch.proposals:
+            guesses = (each.token_ids, each.parents, each.confidences)
+            self.proposals.setdefault(each.base_length, []).append(guesses)
 
     def family(self, info: ModelInfo) -> HeadFamily:
         site = self
@@ -166,12 +169,21 @@ class Site(Observer):
                 return tokens
 
 
-@pytest.fixture
-async def site(runner: ModelRunner, worker: HeadWorker) -> AsyncIterator[Site]:
-    made = Site(runner, worker)
+@asynccontextmanager
+async def running_site(
+    runner: ModelRunner, worker: HeadWorker, drafts: PayingDrafts
+) -> AsyncIterator[Site]:
+    made = Site(runner, worker, drafts)
     await made.thread.built
     yield made
     await made.thread.stop()
+
+
+@pytest.fixture
+async def site(runner: ModelRunner, worker: HeadWorker) -> AsyncIterator[Site]:
+    """It waits for drafts, however busy the machine is."""
+    async with running_site(runner, worker, EVERY_DRAFT) as made:
+        yield made
 
 
 async def test_proposals_in_process_equal_those_by_stream(site: Site) -> None:
@@ -183,11 +195,13 @@ async def test_proposals_in_process_equal_those_by_stream(site: Site) -> None:
     async with site.head(Dialled(lambda: f"127.0.0.1:{port}")):
         text = await site.text(ALWAYS)
     await server.stop(0.1)
-    by_stream, site.proposals = site.proposals, []
+    by_stream, site.proposals = site.proposals, {}
     async with site.head(site.own):
         assert await site.text(ALWAYS) == text
-    assert len(site.proposals) > 5
-    assert site.proposals == by_stream
+    # On a busy machine a draft may be too late, and its length is passed over.
+    both = site.proposals.keys() & by_stream.keys()
+    assert len(both) > 5
+    assert all(site.proposals[length] == by_stream[length] for length in both)
     # The stream's are bytes.
     assert site.kinds == {bytes, torch.Tensor}
 
@@ -242,18 +256,18 @@ async def test_a_fatal_fault_ends_the_head_and_no_text(site: Site) -> None:
         await running
 
 
-async def test_no_step_waits_for_a_head_that_hangs(site: Site) -> None:
-    plain = await site.text(PLAIN)
+async def test_no_text_waits_for_a_head_that_hangs(runner: ModelRunner, worker: HeadWorker) -> None:
     hangs = threading.Event()
-    async with site.head(site.own):
-        site.worker._thread.submit(hangs.wait)
+    async with running_site(runner, worker, PAYING_DRAFTS) as site, site.head(site.own):
+        plain = await site.text(PLAIN)
+        worker._thread.submit(hangs.wait)
         try:
             assert await site.text(SpeculationOptions()) == plain
+            assert not site.proposals
         finally:
             hangs.set()
-        # It drafts again.
-        assert await site.text(ALWAYS) == plain
-        assert site.proposals
+        while not site.proposals:
+            assert await site.text(ALWAYS) == plain
 
 
 async def test_the_heads_thread_leaves_the_targets_number_of_threads_alone() -> None:

@@ -5,8 +5,10 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from typing import Any, cast
 
+import pytest
 from fake_model import Client, make_engine
 
+from outrider.errors import OutriderError
 from outrider.protocol.draft_messages import (
     Closed,
     DraftBatch,
@@ -76,6 +78,21 @@ async def test_a_drafter_that_does_not_read_loses_features_and_no_verdicts() -> 
     step = await unread.get()
     assert step is not None
     assert step.features
+
+
+async def test_a_reader_gets_the_error_before_the_steps_that_it_left_unread() -> None:
+    unread = unread_steps.UnreadSteps()
+    for length in range(unread_steps.MAX_UNREAD + 1):
+        unread.put(StepBatch(verdicts=[Verdict(1, length, [5], 0, 4)]))
+    with pytest.raises(OutriderError, match="1024 steps are unread"):
+        await unread.get()
+
+
+async def test_the_end_of_a_stream_is_read_as_none() -> None:
+    unread = unread_steps.UnreadSteps()
+    unread.end()
+    unread.put(StepBatch(closed=[Closed(1)]))
+    assert await unread.get() is None
 
 
 class Listener:
