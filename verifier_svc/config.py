@@ -76,6 +76,12 @@ class VerifierSettings(TargetSettings, TlsSettings, ScrapedSettings):
     the last layer's output, -1 for the state behind the final norm. On a CPU a drafter may read
     any."""
 
+    feature_projection: list[str] = Field(default=[])
+    """Directories of heads whose drafters this verifier saves bytes: it applies the head's first
+    matrix to the hidden states before it sends them, in a third to a fifth of the bytes. It costs
+    the target's device that product for each token. On a GPU, `feature_states` need not name the
+    states of these heads."""
+
     threads: int | None = Field(None, ge=1)
     """Torch's threads on a CPU, to leave cores to drafters on the same host; by default torch
     chooses."""

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 from outrider import __version__
 from outrider.errors import OutriderError, Reason, invalid
 from outrider.grammar.compiler import GrammarCompiler
+from outrider.heads.loading import load_projections
 from outrider.internal.v1.token_streams_pb2_grpc import add_TokenStreamServiceServicer_to_server
 from outrider.lm.pages import PagePool
 from outrider.lm.runner import Bounds, ModelRunner
@@ -207,9 +208,13 @@ class Loader:
 
         Raises OutriderError(INVALID_VALUE).
         """
-        states = sorted({*self._settings.feature_states, *self._own_states})
+        settings = self._settings
+        found = load_projections(settings.feature_projection, settings.target, runner.device)
+        runner.projections = found
+        projected = [each.states for each in found.values()]
+        states = {*settings.feature_states, *self._own_states}.union(*projected)
         if not runner.can_watch(states):
-            message = f"must be -1 or in [0, {runner.layer_count}], not {states}"
+            message = f"must be -1 or in [0, {runner.layer_count}], not {sorted(states)}"
             raise invalid("feature_states", message)
         runner.watch(states)
 

@@ -7,6 +7,7 @@ what the head guesses. head_worker.py runs the head on a thread of its own.
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +29,9 @@ from outrider.tokenizer import fingerprint, load_tokenizer
 
 if TYPE_CHECKING:
     from drafter_svc.families.head_worker import HeadDraft, HeadWorker, Offer
+
+
+log = logging.getLogger(__name__)
 
 
 class HeadSettings(FamilySettings):
@@ -72,8 +76,12 @@ class HeadFamily(Family):
         self.fatal = worker.fatal
         self.device = str(worker.device)
         self.feature_request = FeatureRequest(
-            spec.boundaries, spec.final_state, FeatureDtype[worker.dtype_name.upper()]
+            spec.boundaries,
+            spec.final_state,
+            FeatureDtype[worker.dtype_name.upper()],
+            projection=worker.projection,
         )
+        self._projected = False
         self._worker = worker
         self._vocab_size = vocab_size
         self._drafts: dict[int, HeadDraft] = {}
@@ -107,7 +115,8 @@ class HeadFamily(Family):
 
     def welcomed(self, welcome: Welcome) -> None:
         """Refuse a verifier that sends no features, or features of another width."""
-        wanted = self._worker.spec.feature_width
+        self._projected = welcome.projects_features
+        wanted = self._worker.width(projected=self._projected)
         if welcome.feature_width == 0:
             message = "the verifier does not send the hidden states that the head reads"
             raise OutriderError(Reason.INVALID_VALUE, message)
@@ -117,11 +126,14 @@ class HeadFamily(Family):
                 f" {welcome.feature_width}: it was made for another target"
             )
             raise OutriderError(Reason.INVALID_VALUE, message)
+        made = "projected by the verifier" if self._projected else "as the target has them"
+        log.info("features of %d numbers a token, %s", wanted, made)
 
     def opened(self, sequence: DraftSequence) -> None:
         """Begin a sequence; the head begins with it when its features come."""
         seed = sequence.opened.sampling.seed
-        draft = self._worker.begin(sequence, secrets.randbits(64) if seed is None else seed)
+        seed = secrets.randbits(64) if seed is None else seed
+        draft = self._worker.begin(sequence, seed, projected=self._projected)
         self._drafts[sequence.id] = draft
 
     def features(self, sequence: DraftSequence, first_position: int, rows: FeatureRows) -> None:

@@ -22,6 +22,7 @@ from outrider.heads.model import (
     Proposal,
     Rank,
 )
+from outrider.heads.projection import projection_name
 from outrider.heads.reading import read
 from outrider.heads.spec import Decoder, HeadSpec
 from outrider.lm.devices import find_device
@@ -67,6 +68,8 @@ class HeadDraft:
     seed: int
     width: int
     dtype: torch.dtype
+    projected: bool
+    """Whether the features are behind the head's projection."""
     told: int = 0
     """Committed tokens that the head's thread was told of."""
     kept: list[tuple[int, torch.Tensor]] = field(default_factory=list)
@@ -116,10 +119,12 @@ class HeadWorker:
 
     fatal = (torch.AcceleratorError,)
 
-    def __init__(self, model: HeadModel, thread: ThreadPoolExecutor) -> None:
+    def __init__(self, model: HeadModel, thread: ThreadPoolExecutor, projection: str = "") -> None:
         self.spec: HeadSpec = model.spec
         self.device = model.device
         self.dtype_name = str(model.dtype).removeprefix("torch.")
+        self.projection = projection
+        """The name of the head's projection; empty if it has none."""
         self._model = model
         self._thread = thread
 
@@ -159,11 +164,16 @@ class HeadWorker:
             dtype=numbers,
             device=place,
         )
-        return cls(model, thread)
+        return cls(model, thread, projection_name(found))
 
-    def begin(self, sequence: DraftSequence, seed: int) -> HeadDraft:
+    def width(self, *, projected: bool) -> int:
+        """Numbers in a feature, before or behind the head's projection."""
+        return self._model.projected_width if projected else self.spec.feature_width
+
+    def begin(self, sequence: DraftSequence, seed: int, *, projected: bool) -> HeadDraft:
         """A draft of a sequence, of which the head has read nothing."""
-        return HeadDraft(sequence, seed, self.spec.feature_width, self._model.dtype)
+        width = self.width(projected=projected)
+        return HeadDraft(sequence, seed, width, self._model.dtype, projected)
 
     def read(self, draft: HeadDraft, news: News) -> None:
         """Have the head read features, as soon as its thread is free.
@@ -220,7 +230,9 @@ class HeadWorker:
             if draft.read is None:
                 draft.read = self._model.open(new.tokens, draft.sequence.opened.tenant)
                 new = News([], new.first_position, new.features)
-            extension = Extension(draft.read, new.tokens, new.features, new.first_position)
+            extension = Extension(
+                draft.read, new.tokens, new.features, new.first_position, draft.projected
+            )
             batch.append((draft, extension))
         try:
             self._model.extend([extension for _, extension in batch])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig
 
 from outrider.heads.kinds.dflash import DFlash
 from outrider.heads.kinds.dspark import DSpark
@@ -15,6 +17,8 @@ from outrider.heads.kinds.medusa import Medusa
 from outrider.heads.kinds.mtp import Mtp
 from outrider.heads.kinds.peagle import PEagle
 from outrider.heads.model import HeadModel, TargetWeights
+from outrider.heads.projection import ServedProjection, projection_name
+from outrider.heads.reading import read
 from outrider.heads.spec import Head, Kind, refusal
 
 _KINDS: dict[Kind, type[HeadModel]] = {
@@ -52,6 +56,23 @@ def load(
         device=device,
     )
     return model.eval()
+
+
+def load_projections(
+    paths: Sequence[str], target: str, device: torch.device
+) -> dict[str, ServedProjection]:
+    """Read the projections of heads for a target, by name.
+
+    Raises OutriderError(INVALID_VALUE) for a folder that is no head of the target, or a head
+    without a projection.
+    """
+    found = {}
+    for path in paths:
+        head = read(path, AutoConfig.from_pretrained(target))
+        if not projection_name(head):
+            raise refusal(path, f"a head of the kind {head.spec.kind} has no projection")
+        found[projection_name(head)] = ServedProjection(head, device)
+    return found
 
 
 def target_weights(path: str | Path) -> TargetWeights:

@@ -19,6 +19,7 @@ import torch
 from torch.nn.functional import embedding, linear
 
 from outrider.heads.modules import HeadCache, Rows, fill
+from outrider.heads.projection import Projection, projection_tensors
 from outrider.heads.spec import Head, HeadSpec
 from outrider.lm.layout import SequenceSlice
 from outrider.lm.pages import KVSequence, PagePool
@@ -78,14 +79,16 @@ class HeadSequence:
 class Extension:
     """News of a sequence: tokens that were committed, and features of committed tokens.
 
-    `features` [m, feature_width] are those of the tokens from `first_position` on. A row whose
-    next token is not committed yet must not be among them.
+    `features` [m, feature_width] are those of the tokens from `first_position` on, and if
+    `projected` what the head's projection made of them, [m, projected_width]. A row whose next
+    token is not committed yet must not be among them.
     """
 
     sequence: HeadSequence
     tokens: Sequence[int]
     features: torch.Tensor
     first_position: int
+    projected: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +116,14 @@ class HeadModel(torch.nn.Module):
     def __init__(self, head: Head) -> None:
         super().__init__()
         self.spec: HeadSpec = head.spec
+        self.projection = Projection(head.spec) if projection_tensors(head) else None
+
+    @property
+    def projected_width(self) -> int:
+        """Numbers in a feature row behind the projection; as before it for a head without one."""
+        if self.projection is None:
+            return self.spec.feature_width
+        return self.projection.fc.out_features
 
     def load(
         self,
@@ -131,7 +142,11 @@ class HeadModel(torch.nn.Module):
         they have this dtype and device.
         """
         device = device or torch.device("cpu")
-        tensors = dict(head.tensors)
+        projection = projection_tensors(head)
+        tensors = {
+            f"projection.{name}" if name in projection else name: tensor
+            for name, tensor in head.tensors.items()
+        }
         own = tensors.pop("embed_tokens.weight", None), tensors.pop("lm_head.weight", None)
         self.embeddings = _shared(own[0], target.embeddings).to(device, dtype)
         self.lm_head = _shared(own[1], target.lm_head).to(device, dtype)
@@ -210,7 +225,7 @@ class HeadModel(torch.nn.Module):
 
     @abstractmethod
     def read_rows(self, slices: list[SequenceSlice], features: torch.Tensor) -> torch.Tensor:
-        """Read rows [T, feature_width] of the slices; return the last state of each slice [S, ·].
+        """Read rows [T, projected_width] of the slices; return each slice's last state [S, ·].
 
         The slices have the tokens behind the features, or with `pairs` False the features' own.
         """
@@ -218,6 +233,13 @@ class HeadModel(torch.nn.Module):
     @abstractmethod
     def guess(self, sequences: Sequence[HeadSequence], count: int, pick: Picker) -> Proposal:
         """Guess for sequences that are ready and have pages."""
+
+    def project(self, features: torch.Tensor) -> torch.Tensor:
+        """Bring feature rows [..., feature_width] to the head's own, [..., projected_width]."""
+        if self.projection is None:
+            return features
+        projected: torch.Tensor = self.projection(features)
+        return projected
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """Embeddings of target ids."""
@@ -249,8 +271,9 @@ class HeadModel(torch.nn.Module):
         for extension in batch:
             rows, width = extension.features.shape
             length = len(extension.sequence.tokens) + len(extension.tokens)
-            if width != self.spec.feature_width:
-                raise ValueError(f"features have {width} numbers, not {self.spec.feature_width}")
+            wanted = self.projected_width if extension.projected else self.spec.feature_width
+            if width != wanted:
+                raise ValueError(f"features have {width} numbers, not {wanted}")
             if extension.first_position + rows >= length:
                 raise ValueError("the last committed token, and those behind it, have no feature")
 
@@ -272,7 +295,7 @@ class HeadModel(torch.nn.Module):
                 raise NoPages
 
     def _accept(self, extension: Extension) -> torch.Tensor:
-        """Commit the tokens; return the features that the head has not read yet."""
+        """Commit the tokens; return the features, projected, that the head has not read yet."""
         sequence = extension.sequence
         sequence.tokens += extension.tokens
         if extension.first_position > sequence.wanted and len(extension.features):
@@ -281,7 +304,8 @@ class HeadModel(torch.nn.Module):
             sequence.origin, sequence.salt, sequence.state = extension.first_position, None, None
             self.pool.reserve(sequence.kv, pages * self.pool.page_size)
         known = max(0, sequence.wanted - extension.first_position)
-        return extension.features[known:].to(self.device, self.dtype)
+        features = extension.features[known:].to(self.device, self.dtype)
+        return features if extension.projected else self.project(features)
 
     def _read_some(self, work: list[_Work]) -> None:
         """Read as many rows as a forward may have."""

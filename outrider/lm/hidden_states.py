@@ -6,12 +6,27 @@ for the output of the last layer, and `FINAL_STATE` for the state behind the fin
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 
 from outrider.protocol.draft_messages import FINAL_STATE
+
+
+class FeatureProjection(Protocol):
+    """Makes fewer numbers of a token's states, as `outrider.heads.projection` does for a head."""
+
+    @property
+    def states(self) -> Sequence[int]:
+        """The states that it reads, in their order."""
+
+    @property
+    def projected_width(self) -> int:
+        """Numbers that it makes of them."""
+
+    def __call__(self, features: torch.Tensor, /) -> torch.Tensor:
+        """Project rows of the `states`, of any type; return [R, projected_width] of that type."""
 
 
 class HiddenStates:

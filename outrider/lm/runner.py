@@ -20,7 +20,7 @@ from outrider.lm.gpu import memory
 from outrider.lm.gpu.fused_layers import fuse
 from outrider.lm.gpu.graphs import Bounds, Graphs, buckets
 from outrider.lm.gpu.inputs import CacheShape
-from outrider.lm.hidden_states import HiddenStates
+from outrider.lm.hidden_states import FeatureProjection, HiddenStates
 from outrider.lm.layout import BatchLayout, SequenceSlice, StaticLayout
 from outrider.lm.trial import OwnLogits, Texts
 from outrider.protocol.draft_messages import FINAL_STATE
@@ -72,6 +72,8 @@ class ModelRunner:
         own = support.own_logits(self._model, self._name, self.vocab_size, texts)
         self._states = _hidden_states(self._model)
         self._kept: Mapping[int, torch.Tensor] = {}
+        self.projections: Mapping[str, FeatureProjection] = {}
+        """By name, what `copy_states` can make of the states."""
         if fused_layers:
             # Behind the model's own logits, which the fused layers are compared with.
             fuse(self._model, self.device)
@@ -240,23 +242,29 @@ class ModelRunner:
         """
         return self._kept[state]
 
-    def pick_states(self, states: Sequence[int], rows: Sequence[int], dtype: str) -> torch.Tensor:
+    @torch.inference_mode()
+    def pick_states(
+        self, states: Sequence[int], rows: Sequence[int], dtype: str, projection: str = ""
+    ) -> torch.Tensor:
         """Return the watched `states` of the last forward's `rows`, in memory of their own.
 
-        A row [R, F] of `dtype` has the states in their order. It does not wait for the device.
+        A row [R, F] of `dtype` has the states in their order, or what the projection of this name
+        makes of them. It does not wait for the device.
         """
         kept = [self._kept[state] for state in states]
         index = torch.tensor(rows, device=self.device)
         numbers = torch.cat([state.index_select(0, index) for state in kept], dim=1)
-        wanted: torch.dtype = getattr(torch, dtype)
-        return numbers.to(wanted)
+        numbers = numbers.to(getattr(torch, dtype))
+        return self.projections[projection](numbers) if projection else numbers
 
-    def copy_states(self, states: Sequence[int], rows: Sequence[int], dtype: str) -> bytes:
+    def copy_states(
+        self, states: Sequence[int], rows: Sequence[int], dtype: str, projection: str = ""
+    ) -> bytes:
         """Copy what `pick_states` returns to the host: row after row, little endian.
 
         It waits for the device once.
         """
-        numbers = self.pick_states(states, rows, dtype)
+        numbers = self.pick_states(states, rows, dtype, projection)
         return numbers.cpu().view(torch.uint8).numpy().tobytes()
 
     @torch.inference_mode()

@@ -44,13 +44,14 @@ class FeatureRequest:
 
     First come the residual streams that enter the layers `boundaries`, then, with `final_state`,
     the state behind the final norm. Of a prompt, the last `prompt_token_count` tokens need
-    features; 0 for all.
+    features; 0 for all. `projection` names what the verifier may make of the states.
     """
 
     boundaries: tuple[int, ...] = ()
     final_state: bool = False
     dtype: FeatureDtype = FeatureDtype.BFLOAT16
     prompt_token_count: int = 0
+    projection: str = ""
 
     @property
     def states(self) -> list[int]:
@@ -79,13 +80,15 @@ class Hello:
 class Welcome:
     """The verifier's answer to a Hello.
 
-    `feature_width` is the numbers of a feature; 0 if the verifier sends no features.
+    `feature_width` is the numbers of a feature; 0 if the verifier sends no features. Where it
+    `projects_features`, they are the result of the projection that was asked for.
     """
 
     model_id: str
     vocab_size: int
     context_length: int
     feature_width: int = 0
+    projects_features: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -152,12 +152,18 @@ class FeatureRequest(_message.Message):
     FINAL_STATE_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
     PROMPT_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    PROJECTION_FIELD_NUMBER: _builtins.int
     final_state: _builtins.bool
     """Whether the feature has the state behind the final norm, which the target's logits are made of."""
     dtype: Global___FeatureDtype.ValueType
     """The type of the numbers."""
     prompt_token_count: _builtins.int
     """How many of a prompt's last tokens need features; 0 means all. At least 0."""
+    projection: _builtins.str
+    """The name of a projection of these states, which makes fewer numbers of them; at most 128
+    printable characters. A verifier that knows the projection sends its result in place of the
+    states, and says so in Welcome. Outrider's names are the SHA-256 (hex) of what it computes.
+    """
     @_builtins.property
     def boundaries(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Distinct, and at most 16 of them. Boundary k is the residual stream that enters the target's
@@ -172,10 +178,11 @@ class FeatureRequest(_message.Message):
         final_state: _builtins.bool = ...,
         dtype: Global___FeatureDtype.ValueType = ...,
         prompt_token_count: _builtins.int = ...,
+        projection: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["boundaries", b"boundaries", "dtype", b"dtype", "final_state", b"final_state", "prompt_token_count", b"prompt_token_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boundaries", b"boundaries", "dtype", b"dtype", "final_state", b"final_state", "projection", b"projection", "prompt_token_count", b"prompt_token_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -260,6 +267,7 @@ class Welcome(_message.Message):
     CONTEXT_LENGTH_FIELD_NUMBER: _builtins.int
     CAPABILITIES_FIELD_NUMBER: _builtins.int
     FEATURE_WIDTH_FIELD_NUMBER: _builtins.int
+    PROJECTS_FEATURES_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
     """The target model's name."""
     vocab_size: _builtins.int
@@ -267,7 +275,11 @@ class Welcome(_message.Message):
     context_length: _builtins.int
     """Longest sequence in tokens, prompt included."""
     feature_width: _builtins.int
-    """Numbers of a feature, if CAPABILITY_FEATURES is granted: the requested states' sizes together."""
+    """Numbers of a feature, if CAPABILITY_FEATURES is granted: the requested states' sizes together,
+    or the width of the projection.
+    """
+    projects_features: _builtins.bool
+    """Whether features are the result of FeatureRequest.projection."""
     @_builtins.property
     def capabilities(self) -> _containers.RepeatedScalarFieldContainer[Global___Capability.ValueType]:
         """The ones among Hello.capabilities that the verifier grants for this stream."""
@@ -280,10 +292,11 @@ class Welcome(_message.Message):
         context_length: _builtins.int = ...,
         capabilities: _abc.Iterable[Global___Capability.ValueType] | None = ...,
         feature_width: _builtins.int = ...,
+        projects_features: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "context_length", b"context_length", "feature_width", b"feature_width", "model_id", b"model_id", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "context_length", b"context_length", "feature_width", b"feature_width", "model_id", b"model_id", "projects_features", b"projects_features", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

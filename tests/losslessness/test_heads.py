@@ -33,6 +33,7 @@ from outrider.drafter.session import DraftSession
 from outrider.errors import OutriderError
 from outrider.heads.loading import load
 from outrider.heads.model import TargetWeights
+from outrider.heads.projection import ServedProjection, projection_name
 from outrider.heads.reading import read
 from outrider.heads.spec import Head
 from outrider.lm.runner import ModelRunner
@@ -121,6 +122,7 @@ class HeadDrafter(Guesser):
         """All proposals behind each committed text."""
         self.empty_count = 0
         """The texts behind which it could propose nothing."""
+        self.feature_bytes = 0
 
     def join(self, engine: Engine) -> None:
         self._engine = engine
@@ -139,7 +141,9 @@ class HeadDrafter(Guesser):
         self._handle = engine.drafting.join(hello, self._on_message)
         self._lives.append(self._handle)
         self._session = DraftSession(self._family, lambda: 0.0)
-        self._session.welcome(Welcome("m", ALL, 128, self._handle.feature_width))
+        handle = self._handle
+        welcome = Welcome("m", ALL, 128, handle.feature_width, handle.projects_features)
+        self._session.welcome(welcome)
 
     def leave(self) -> None:
         self.marks.append(self.accepted_count)
@@ -149,6 +153,7 @@ class HeadDrafter(Guesser):
     def _on_message(self, message: StepBatch | OutriderError) -> None:
         assert isinstance(message, StepBatch), message
         step = wire.step_to_proto(message)
+        self.feature_bytes += sum([len(each.rows) for each in step.features])
         if step.features and self.dropped and self._rng.integers(self.dropped) == 0:
             del step.features[:]
             self.marks.append(self.accepted_count)
@@ -191,7 +196,8 @@ class Site:
         weights = target().state_dict()
         matrices = TargetWeights(weights["model.embed_tokens.weight"], weights["lm_head.weight"])
         model = load(self.head, matrices, page_count=PAGES, page_size=PAGE)
-        return HeadDrafter(HeadWorker(model, self.thread), self.loop, **behaviour)
+        worker = HeadWorker(model, self.thread, projection_name(self.head))
+        return HeadDrafter(worker, self.loop, **behaviour)
 
     def traffic(self, **settings: Any) -> Traffic:
         return traffic(self.runner, **settings)
@@ -331,6 +337,29 @@ def test_drafting_after_a_prefix_hit_equals_drafting_without_one(site: Site) -> 
     for without, behind in drafter.drafts.values():
         assert without.token_ids == behind.token_ids
         assert without.confidences == pytest.approx(behind.confidences, abs=1e-5)
+
+
+def test_a_verifier_that_projects_sends_fewer_bytes_for_the_same_drafts(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not projection_name(site.head):
+        pytest.skip("this kind reads a single state, which nothing narrows")
+    drafters = []
+    for projects in (False, True):
+        served = ServedProjection(site.head, site.runner.device)
+        names = {projection_name(site.head): served} if projects else {}
+        monkeypatch.setattr(site.runner, "projections", names)
+        drafters.append(site.drafter())
+        site.traffic(sampling=SETTINGS["greedy"], concurrent=1).run(COUNT, drafters[-1])
+    raw, projected = drafters
+    assert raw.drafts.keys() == projected.drafts.keys()
+    for text, found in raw.drafts.items():
+        tokens = [
+            [proposal.token_ids for proposal in each] for each in (found, projected.drafts[text])
+        ]
+        assert tokens[0] == tokens[1]
+    ratio = site.head.spec.feature_width / served.projected_width
+    assert raw.feature_bytes == ratio * projected.feature_bytes > 0
 
 
 def test_lost_features_cost_the_drafts_of_their_step_alone(site: Site) -> None:

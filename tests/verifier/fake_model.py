@@ -1,6 +1,7 @@
 """Fakes: a table model small enough to enumerate, a client, and a drafter that tests script."""
 
 from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -58,6 +59,7 @@ class TableModel:
         """Called at the beginning of each forward; tests replace it to fail, sleep or watch."""
         self.watched: set[int] = set()
         self._states: list[tuple[int, int, int]] = []
+        self.projections: dict[str, Any] = {}
 
     def forward(self, slices: Sequence[SequenceSlice]) -> torch.Tensor:
         """Write the tokens to their pages; returns logits [R, V] as `LanguageModel.forward`."""
@@ -90,11 +92,16 @@ class TableModel:
         """Keep these states; as `FeatureSource`."""
         self.watched = set(states)
 
-    def copy_states(self, states: Sequence[int], rows: Sequence[int], dtype: str) -> bytes:
+    def copy_states(
+        self, states: Sequence[int], rows: Sequence[int], dtype: str, projection: str = ""
+    ) -> bytes:
         """The states of rows, with 100 times the state's number added; as `FeatureSource`."""
         assert set(states) <= self.watched
         kept = [[n + 100 * k for k in states for n in self._states[row]] for row in rows]
-        return np.array(kept, np.dtype(dtype)).tobytes()
+        numbers = np.array(kept, np.dtype(dtype))
+        if projection:
+            numbers = self.projections[projection](numbers)
+        return numbers.tobytes()
 
     def move_tokens(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy slots, as `LanguageModel.move_tokens`."""

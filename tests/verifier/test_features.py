@@ -204,6 +204,39 @@ def test_long_entries_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
     np.testing.assert_array_equal(np.stack(list(found.values())), wanted(text)[: len(found)])
 
 
+class FirstTwo:
+    """A projection that keeps two of nine numbers."""
+
+    states, projected_width = REQUEST.states, 2
+
+    def __call__(self, features: np.ndarray) -> np.ndarray:
+        return np.ascontiguousarray(features[:, :2])
+
+
+def test_a_known_projection_is_applied_for_the_drafter_that_asks_for_it_alone() -> None:
+    engine, model = make_engine(eos_bias=-99, always_draft=True)
+    model.projections = {"first-two": FirstTwo()}
+    asking = replace(REQUEST, projection="first-two")
+    asks = ScriptedDrafter(engine, "asks", feature_request=asking)
+    other = ScriptedDrafter(engine, "other", family="b", feature_request=REQUEST)
+    narrow = replace(asking, boundaries=(0, 2))
+    unfit = ScriptedDrafter(engine, "unfit", family="c", feature_request=narrow)
+    unknown = replace(REQUEST, projection="another")
+    strange = ScriptedDrafter(engine, "strange", family="d", feature_request=unknown)
+    granted = [
+        (d.handle.feature_width, d.handle.projects_features) for d in (asks, other, unfit, strange)
+    ]
+    assert granted == [(2, True), (9, False), (9, False), (9, False)]
+    number, text = run(engine, asks, model, TokenRequest(PROMPT, 24, GREEDY), 3)
+    found, states = received(asks, number), received(other, number)
+    assert len(found) > len(PROMPT)
+    for at, row in found.items():
+        np.testing.assert_array_equal(row, wanted(text)[at, :2])
+    for at, row in states.items():
+        np.testing.assert_array_equal(row, wanted(text)[at])
+    assert len(states) > len(PROMPT) - 2
+
+
 def test_a_layer_that_the_target_lacks_is_refused_by_name() -> None:
     engine, _ = make_engine()
     with pytest.raises(OutriderError) as refused:

@@ -82,10 +82,10 @@ class DraftExchange:
 
         `trusted` says whether its distributions count where sampled drafts are accepted. With
         `is_local`, its features are tensors. For `holder` and `source` see `Drafter`. Raises as
-        `Roster.join` and `FeatureSender.width` do.
+        `Roster.join` and `FeatureSender.grant` do.
         """
         drafter = Drafter(hello, sink, holder, source, is_local=is_local, trusted=trusted)
-        drafter.feature_width = self.features.width(hello.feature_request)
+        self.features.grant(drafter)
         own_cores = self._own_cores
         drafter.on_target_cores = own_cores is not None and drafter.shares_cores(own_cores)
         self.roster.join(drafter)

@@ -6,11 +6,12 @@ is not asked for drafts costs no messages.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from outrider.errors import OutriderError, invalid
+from outrider.lm.hidden_states import FeatureProjection
 from outrider.protocol.draft_messages import FeatureRequest, FeatureRows, Features
 from verifier_svc.state.drafter import Drafter
 from verifier_svc.state.scheduled_sequence import ScheduledSequence
@@ -28,6 +29,8 @@ class FeatureSource(Protocol):
 
     layer_count: int
     hidden_size: int
+    projections: Mapping[str, FeatureProjection]
+    """By name, what can make fewer numbers of a token's states."""
 
     def can_watch(self, states: Collection[int]) -> bool:
         """Whether forwards can keep these hidden states."""
@@ -35,10 +38,17 @@ class FeatureSource(Protocol):
     def watch(self, states: Collection[int]) -> None:
         """Keep these hidden states of each forward from now on."""
 
-    def copy_states(self, states: Sequence[int], rows: Sequence[int], dtype: str) -> bytes:
-        """The watched `states` of the last forward's `rows`: each row's states, in order."""
+    def copy_states(
+        self, states: Sequence[int], rows: Sequence[int], dtype: str, projection: str = ""
+    ) -> bytes:
+        """The watched `states` of the last forward's `rows`: each row's states, in order.
 
-    def pick_states(self, states: Sequence[int], rows: Sequence[int], dtype: str) -> FeatureRows:
+        With the name of a projection, its result for each row.
+        """
+
+    def pick_states(
+        self, states: Sequence[int], rows: Sequence[int], dtype: str, projection: str = ""
+    ) -> FeatureRows:
         """The same as a tensor on the target's device, with an entry for each row."""
 
 
@@ -61,20 +71,26 @@ class FeatureSender:
         """Without a source, no request is granted."""
         self._source = source
 
-    def width(self, request: FeatureRequest | None) -> int:
-        """Return how many numbers a feature has; 0 if these features cannot be had.
+    def grant(self, drafter: Drafter) -> None:
+        """Set which features a drafter gets; none if those that it asks for cannot be had.
 
         Raises OutriderError(INVALID_VALUE) for a layer that the model does not have.
         """
-        source = self._source
+        request, source = drafter.hello.feature_request, self._source
         if request is None or source is None:
-            return 0
+            return
         for boundary in request.boundaries:
             if not 0 <= boundary <= source.layer_count:
                 name = "hello.feature_request.boundaries"
                 raise invalid(name, f"must be in [0, {source.layer_count}], not {boundary}")
-        states = request.states
-        return len(states) * source.hidden_size if source.can_watch(states) else 0
+        if not source.can_watch(request.states):
+            return
+        drafter.feature_width = len(request.states) * source.hidden_size
+        projection = source.projections.get(request.projection)
+        # A drafter may ask for other states than those that the projection is for.
+        if projection is not None and list(projection.states) == request.states:
+            drafter.feature_width = projection.projected_width
+            drafter.projects_features = True
 
     def watch(self, drafters: Iterable[Drafter]) -> None:
         """Keep what these drafters need of each forward from now on."""
@@ -91,7 +107,7 @@ class FeatureSender:
 
         `found` has each sequence's result, as the commit gets it.
         """
-        parts: dict[tuple[FeatureRequest, bool], list[_Part]] = {}
+        parts: dict[tuple[FeatureRequest, bool, bool], list[_Part]] = {}
         first_row = 0
         for scheduled, result in zip(batch, found, strict=True):
             for assignment in scheduled.sequence.assignments.values():
@@ -100,20 +116,24 @@ class FeatureSender:
                 if assignment.takes_features and request is not None:
                     part = _part(scheduled, result, first_row, assignment, request)
                     if part.rows:
-                        parts.setdefault((request, drafter.is_local), []).append(part)
+                        kind = request, drafter.projects_features, drafter.is_local
+                        parts.setdefault(kind, []).append(part)
             first_row += len(scheduled.token_ids) + len(scheduled.draft.token_ids)
-        for (request, is_local), wanted in parts.items():
-            self._take(request, is_local, wanted)
+        for (request, projects, is_local), wanted in parts.items():
+            self._take(request, wanted, projects=projects, is_local=is_local)
 
-    def _take(self, request: FeatureRequest, is_local: bool, parts: list[_Part]) -> None:
+    def _take(
+        self, request: FeatureRequest, parts: list[_Part], *, projects: bool, is_local: bool
+    ) -> None:
         """Take the features of one kind, for all sequences at once.
 
         They stay on the device for a drafter of this process, and are copied for others.
         """
         assert self._source is not None
         rows = [row for part in parts for row in part.rows]
+        name = request.projection if projects else ""
         take = self._source.pick_states if is_local else self._source.copy_states
-        data = take(request.states, rows, request.dtype.name.lower())
+        data = take(request.states, rows, request.dtype.name.lower(), name)
         # A token has `size` bytes, or is an entry of a tensor.
         size = len(data) // len(rows)
         for part in parts:

@@ -56,6 +56,8 @@ class Drafter:
     """The highest sequence id that was ever announced to it."""
     feature_width: int = 0
     """Numbers of a token's features that it gets; 0 for none."""
+    projects_features: bool = False
+    """Whether they are the result of the projection that it asked for."""
     is_local: bool = False
     """Whether it runs in the verifier's process."""
     trusted: bool = False

@@ -86,8 +86,13 @@ class DrafterStream:
         try:
             await self._engine.call(join)
             model = self._model
-            width = joined[0].feature_width
-            welcome = Welcome(model.model_id, model.vocab_size, model.context_length, width)
+            welcome = Welcome(
+                model.model_id,
+                model.vocab_size,
+                model.context_length,
+                joined[0].feature_width,
+                joined[0].projects_features,
+            )
             proto = wire_drafts.welcome_to_proto(welcome)
             await self._context.write(verifier_pb2.StreamDraftsResponse(welcome=proto))
             await until_first_end(self._failure, self._read(joined[0]), self._write())

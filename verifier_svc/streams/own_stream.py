@@ -81,10 +81,16 @@ class _Own:
 
         try:
             check_tokenizer(hello, info.tokenizer_fingerprint)
-            width = (await self._engine.call(join)).feature_width
+            drafter = await self._engine.call(join)
         except OutriderError as refusal:
             raise StreamEnded(refusal) from refusal
-        return Welcome(info.model_id, info.vocab_size, info.context_length, width)
+        return Welcome(
+            info.model_id,
+            info.vocab_size,
+            info.context_length,
+            drafter.feature_width,
+            drafter.projects_features,
+        )
 
     async def read(self) -> StepBatch | None:
         """Wait for the next step; None behind the goodbye."""

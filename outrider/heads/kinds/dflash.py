@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch.nn import Linear, ModuleList, Parameter, RMSNorm
+from torch.nn import ModuleList, Parameter, RMSNorm
 
 from outrider.heads.model import HeadModel, HeadSequence, Picker, Proposal
 from outrider.heads.modules import Attention, Layer, Rows
@@ -29,7 +29,6 @@ class DFlash(HeadModel):
             raise ValueError("a head of the kind dflash has decoder layers")
         decoder: Decoder = head.spec.decoder
         hidden, eps = decoder.hidden_size, decoder.norm_eps
-        self.fc = Linear(head.spec.feature_width, hidden, bias=False)
         self.hidden_norm = RMSNorm(hidden, eps=eps)
         self.layers = ModuleList(Layer(decoder, i) for i in range(decoder.layer_count))
         self.norm = RMSNorm(hidden, eps=eps)
@@ -39,7 +38,7 @@ class DFlash(HeadModel):
     def read_rows(self, slices: list[SequenceSlice], features: torch.Tensor) -> torch.Tensor:
         """As HeadModel.read_rows; the states only mark that rows were read."""
         rows = self.rows(slices)
-        context: torch.Tensor = self.hidden_norm(self.fc(features))
+        context: torch.Tensor = self.hidden_norm(features)
         for attention, arrays in self._attentions():
             written = attention.keys_and_values(context, rows.cos, rows.sin)
             for array, numbers in zip(arrays, written, strict=True):

@@ -24,10 +24,6 @@ class Eagle(PairModel):
         # The first layer was trained without a norm of its input.
         self.layers = ModuleList(Layer(self.decoder, i, norm=i > 0) for i in layers)
 
-    def project(self, features: torch.Tensor) -> torch.Tensor:
-        """The features as they are."""
-        return features
-
     def run(self, tokens: torch.Tensor, features: torch.Tensor, rows: Rows) -> torch.Tensor:
         """Run pairs; return states [T, hidden size]."""
         x: torch.Tensor = self.fc(torch.cat((self.embed(tokens), features), dim=-1))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch.nn import Identity, Linear, Module, ModuleList, RMSNorm
+from torch.nn import ModuleList, RMSNorm
 
 from outrider.heads.kinds.pairs import PairModel
 from outrider.heads.modules import Layer, Rows
@@ -35,14 +35,6 @@ class Eagle3(PairModel):
     def __init__(self, head: Head) -> None:
         super().__init__(head)
         spec, decoder = head.spec, self.decoder
-        width, count = spec.target.hidden_size, len(spec.boundaries)
-        self.fc: Module = Identity()
-        if count:
-            self.fc = Linear(count * width, decoder.hidden_size, bias=spec.join_bias)
-        if spec.feature_norms:
-            self.fc_norm = ModuleList(RMSNorm(width, eps=decoder.norm_eps) for _ in range(count))
-        if spec.row_norm:
-            self.input_norm = RMSNorm(count * width, eps=decoder.norm_eps)
         first = FirstLayer(decoder, residual_normed=spec.residual_normed)
         others = (Layer(decoder, i) for i in range(1, decoder.layer_count))
         self.layers = ModuleList([first, *others])
@@ -54,17 +46,6 @@ class Eagle3(PairModel):
         layer = self.layers[0]
         assert isinstance(layer, FirstLayer)
         return layer
-
-    def project(self, features: torch.Tensor) -> torch.Tensor:
-        """Bring feature rows [T, feature_width] to the head's width."""
-        if self.spec.feature_norms:
-            parts = features.chunk(len(self.fc_norm), dim=-1)
-            norms = zip(self.fc_norm, parts, strict=True)
-            features = torch.cat([norm(part) for norm, part in norms], dim=-1)
-        if self.spec.row_norm:
-            features = self.input_norm(features)
-        projected: torch.Tensor = self.fc(features)
-        return projected
 
     def run(self, tokens: torch.Tensor, features: torch.Tensor, rows: Rows) -> torch.Tensor:
         """Run pairs of target ids [T] and projected features; return states [T, hidden size]."""

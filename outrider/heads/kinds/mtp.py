@@ -22,10 +22,6 @@ class Mtp(PairModel):
         self.layers = ModuleList([Layer(self.decoder, 0)])
         self.norm = RMSNorm(hidden, eps=eps)
 
-    def project(self, features: torch.Tensor) -> torch.Tensor:
-        """The features as they are."""
-        return features
-
     def run(self, tokens: torch.Tensor, features: torch.Tensor, rows: Rows) -> torch.Tensor:
         """Run pairs; return states [T, hidden size]."""
         parts = [self.hidden_layernorm(features), self.token_layernorm(self.embed(tokens))]

@@ -20,7 +20,7 @@ from outrider.lm.layout import SequenceSlice
 
 
 class PairModel(HeadModel):
-    """A head whose rows are pairs; a kind says how a pair is projected, run and recycled."""
+    """A head whose rows are pairs; a kind says how a pair is run and recycled."""
 
     def __init__(self, head: Head) -> None:
         super().__init__(head)
@@ -32,10 +32,6 @@ class PairModel(HeadModel):
     def caches(self) -> list[LayerCache]:
         """The caches of the layers."""
         return [] if self.cache is None else self.cache.layers
-
-    @abstractmethod
-    def project(self, features: torch.Tensor) -> torch.Tensor:
-        """Bring feature rows [T, feature_width] to what `run` reads."""
 
     @abstractmethod
     def run(self, tokens: torch.Tensor, features: torch.Tensor, rows: Rows) -> torch.Tensor:
@@ -52,7 +48,7 @@ class PairModel(HeadModel):
     def read_rows(self, slices: list[SequenceSlice], features: torch.Tensor) -> torch.Tensor:
         """As HeadModel.read_rows."""
         rows = self.rows(slices)
-        states = self.run(rows.layout.token_ids, self.project(features), rows)
+        states = self.run(rows.layout.token_ids, features, rows)
         return states[rows.layout.logits_indices]
 
     def guess(self, sequences: Sequence[HeadSequence], count: int, pick: Picker) -> Proposal:

@@ -85,7 +85,14 @@ def feature_request_from_proto(hello: drafts_pb2.Hello) -> d.FeatureRequest | No
     dtypes = {int(dtype): dtype for dtype in d.FeatureDtype}
     if number not in dtypes:
         raise invalid(f"{name}.dtype", f"must be BFLOAT16, FLOAT16 or FLOAT32, not {number}")
-    return d.FeatureRequest(boundaries, proto.final_state, dtypes[number], proto.prompt_token_count)
+    check_name(f"{name}.projection", proto.projection, empty=True)
+    return d.FeatureRequest(
+        boundaries,
+        proto.final_state,
+        dtypes[number],
+        proto.prompt_token_count,
+        proto.projection,
+    )
 
 
 def hello_to_proto(hello: d.Hello) -> drafts_pb2.Hello:
@@ -106,6 +113,7 @@ def hello_to_proto(hello: d.Hello) -> drafts_pb2.Hello:
         proto.feature_request.final_state = request.final_state
         proto.feature_request.dtype = proto_enum(request.dtype)
         proto.feature_request.prompt_token_count = request.prompt_token_count
+        proto.feature_request.projection = request.projection
     return proto
 
 
@@ -118,6 +126,7 @@ def welcome_to_proto(welcome: d.Welcome) -> drafts_pb2.Welcome:
         context_length=welcome.context_length,
         capabilities=granted,
         feature_width=welcome.feature_width,
+        projects_features=welcome.projects_features,
     )
 
 
@@ -128,7 +137,9 @@ def welcome_from_proto(proto: drafts_pb2.Welcome) -> d.Welcome:
         width = proto.feature_width
         if width < 1:
             raise _violation("welcome.feature_width", f"must be at least 1, not {width}")
-    return d.Welcome(proto.model_id, proto.vocab_size, proto.context_length, width)
+    return d.Welcome(
+        proto.model_id, proto.vocab_size, proto.context_length, width, proto.projects_features
+    )
 
 
 def drafts_from_proto(proto: drafts_pb2.DraftBatch, vocab_size: int) -> d.DraftBatch:
