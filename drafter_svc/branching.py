@@ -39,11 +39,15 @@ def fan_out(acceptance: float, depth: int, budget: int) -> list[int]:
 
 @dataclass(slots=True)
 class Branch:
-    """The tokens `run` that may follow the first `at` guesses of a chain, with confidences."""
+    """The tokens `run` that may follow the first `at` guesses of a chain, with confidences.
+
+    The first `shared` of them are those of branches before this one.
+    """
 
     at: int
     run: Sequence[int]
     confidences: Sequence[float]
+    shared: int = 0
 
 
 def offer_likeliest(sequence: DraftSequence, branches: Sequence[Branch]) -> None:
@@ -68,16 +72,18 @@ def offer_likeliest(sequence: DraftSequence, branches: Sequence[Branch]) -> None
         if count == 0:
             break
         room -= count
+        count += branch.shared
         sequence.branch(branch.at, branch.run[:count], branch.confidences[:count])
 
 
 def _survivals(sequence: DraftSequence, branches: Sequence[Branch]) -> list[list[float]]:
-    """The survival of each token of each branch."""
+    """The survival of each token of each branch, except for those that it shares."""
     reached = [1.0]
     for confidence in sequence.confidences:
         reached.append(reached[-1] * (confidence or sequence.acceptance))
     found: list[list[float]] = []
     for branch in branches:
         survival = reached[branch.at]
-        found.append([survival := survival * confidence for confidence in branch.confidences])
+        run = [survival := survival * confidence for confidence in branch.confidences]
+        found.append(run[branch.shared :])
     return found

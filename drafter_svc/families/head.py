@@ -189,4 +189,9 @@ class HeadFamily(Family):
                 for at in range(held, len(sequence.guesses))
                 for token, share in offer.alternatives[at]
             ]
+            beside += [
+                Branch(deep.at, deep.run, deep.shares, shared=len(deep.run) - 1)
+                for deep in offer.deeper
+                if held <= deep.at and deep.at + len(deep.run) <= len(sequence.guesses)
+            ]
             offer_likeliest(sequence, beside)

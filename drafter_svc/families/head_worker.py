@@ -14,6 +14,7 @@ from outrider.drafter.draft_sequence import DraftSequence
 from outrider.errors import invalid
 from outrider.heads.loading import load, target_weights
 from outrider.heads.model import (
+    Branch,
     Extension,
     HeadModel,
     HeadSequence,
@@ -53,11 +54,15 @@ class News:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Guesses for one sequence, with the other likely tokens in the place of each guess."""
+    """Guesses for one sequence, with the other likely tokens in the place of each guess.
+
+    `deeper` has the runs that go on behind one of these.
+    """
 
     tokens: list[int]
     confidences: list[float]
     alternatives: list[list[tuple[int, float]]]
+    deeper: Sequence[Branch]
 
 
 @dataclass(eq=False, slots=True)
@@ -313,7 +318,9 @@ def _offer(found: Proposal, row: int, wanted: int) -> Offer:
         ]
         for at, token in enumerate(tokens)
     ]
-    return Offer(tokens, [min(share, 1.0) for _, share in kept], alternatives)
+    beside = found.deeper[row] if found.deeper else ()
+    deeper = [branch for branch in beside if min(branch.shares) >= _LEAST_SHARE]
+    return Offer(tokens, [min(share, 1.0) for _, share in kept], alternatives, deeper)
 
 
 def _page_count(spec: HeadSpec, dtype: torch.dtype) -> int:

@@ -105,6 +105,17 @@ class Proposal:
     best: torch.Tensor
     shares: torch.Tensor
     confidences: torch.Tensor
+    deeper: Sequence[Sequence[Branch]] = ()
+    """For each sequence, runs beside the chain that go on behind a token of `best`; or nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """A run of tokens behind the first `at` guesses of a chain, with the share of each."""
+
+    at: int
+    run: list[int]
+    shares: list[float]
 
 
 class HeadModel(torch.nn.Module):
@@ -220,8 +231,14 @@ class HeadModel(torch.nn.Module):
             raise ValueError("a sequence is not ready: some of its features were not read")
         if self.cache is not None:
             rows = max(self.spec.block_size, count - 1)
+            if width > 1:
+                rows = max(rows, self.tree_rows(count))
             self._reserve([(s, s.kv.num_computed_tokens + rows) for s in sequences])
         return self.guess(sequences, count, Picker(self, width, rank))
+
+    def tree_rows(self, count: int) -> int:
+        """The rows that `guess` may need for a tree of this depth, beside those of a chain."""
+        return 0
 
     @abstractmethod
     def read_rows(self, slices: list[SequenceSlice], features: torch.Tensor) -> torch.Tensor:
@@ -374,11 +391,20 @@ class Picker:
             chains = [tokens.tolist() for tokens in self._tokens]
             places = [(i, [chain[i] for chain in chains]) for i in range(len(scores_BV))]
         best, shares = self.ranked(places, scores_BV)
-        self._tokens.append(best[:, 0])
-        self._best.append(best)
-        self._shares.append(shares)
-        self._confidences.append(shares[:, 0] if confidences_B is None else confidences_B)
+        self.take(best, shares, confidences_B)
         return best[:, 0]
+
+    def take(
+        self,
+        best_BK: torch.Tensor,
+        shares_BK: torch.Tensor,
+        confidences_B: torch.Tensor | None = None,
+    ) -> None:
+        """Choose the first of ranked tokens."""
+        self._tokens.append(best_BK[:, 0])
+        self._best.append(best_BK)
+        self._shares.append(shares_BK)
+        self._confidences.append(shares_BK[:, 0] if confidences_B is None else confidences_B)
 
     def ranked(
         self, places: Sequence[Place], scores_RV: torch.Tensor
@@ -396,7 +422,8 @@ class Picker:
         spread = scores_RV.new_full((len(scores_RV), self._vocab_size), -torch.inf)
         return spread.index_copy_(1, self._ids, scores_RV)
 
-    def proposal(self) -> Proposal:
+    def proposal(self, deeper: Sequence[Sequence[Branch]] = ()) -> Proposal:
         """The tokens chosen so far, as a Proposal."""
         lists = (self._tokens, self._best, self._shares, self._confidences)
-        return Proposal(*(torch.stack(part, dim=1) for part in lists))
+        tokens, best, shares, confidences = (torch.stack(part, dim=1) for part in lists)
+        return Proposal(tokens, best, shares, confidences, deeper)

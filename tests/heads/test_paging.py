@@ -216,8 +216,8 @@ def test_after_a_gap_the_head_goes_on_with_the_text_behind_it(rig: Rig) -> None:
 
 
 def test_without_free_pages_nothing_changes(paged: Rig) -> None:
-    text = paged.text(18)
-    model = paged.model(pages=3)
+    text = paged.text(30)
+    model = paged.model(pages=5)
     sequence = model.open(text[:9])
     model.extend([paged.extension(sequence, text[:9])])
     with pytest.raises(NoPages):
@@ -227,7 +227,7 @@ def test_without_free_pages_nothing_changes(paged: Rig) -> None:
         assert_same(model.propose([sequence], COUNT, WIDTH), 0, paged.alone(text[:9]))
     model.close(sequence)
     model.pool.check_integrity()
-    assert model.pool.free_count == 3
+    assert model.pool.free_count == 5
 
 
 def test_rows_that_cannot_be_are_refused(rig: Rig) -> None:
@@ -283,6 +283,33 @@ def test_a_drafter_chooses_among_all_target_ids(rig: Rig) -> None:
     assert second.tokens[0, 0] == plain.best[0, 0, 1]
     if rig.head.spec.confidence == "none":
         torch.testing.assert_close(second.confidences[0, 0], plain.shares[0, 0, 1])
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "eagle", "mtp", "eagle3, a window"])
+def test_a_guess_beside_the_chain_has_the_share_that_it_has_as_a_chain(
+    kind: str, tmp_path: Path
+) -> None:
+    rig = Rig(kind, tmp_path)
+    model = rig.model()
+    sequences = [model.open(rig.text(length)) for length in (12, 9)]
+    model.extend([rig.extension(sequence, sequence.tokens) for sequence in sequences])
+    found = model.propose(sequences, COUNT, WIDTH)
+    for i, sequence in enumerate(sequences):
+        branches = found.deeper[i]
+        assert len({branch.at for branch in branches}) > 1
+        assert max(branch.at + len(branch.run) for branch in branches) == COUNT
+        for branch in branches:
+            path = [*found.tokens[i, : branch.at].tolist(), *branch.run]
+            assert branch.run[0] != found.tokens[i, branch.at]
+
+            def follow(
+                places: Sequence[Place], scores: torch.Tensor, width: int, path: list[int] = path
+            ) -> tuple[torch.Tensor, torch.Tensor]:
+                token = path[len(places[0][1])]
+                return torch.tensor([[token]]), scores.softmax(-1)[:, [token]]
+
+            alone = model.propose([sequence], len(path), 1, follow).shares[0, branch.at :, 0]
+            torch.testing.assert_close(alone, torch.tensor(branch.shares), atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "dspark", "medusa"])

@@ -2,21 +2,24 @@
 
 The first guess comes from the row of the last true feature. Each later step takes the state before
 it for the feature that the target has not computed. Its row is behind the text, where the next true
-row overwrites it.
+row overwrites it. Where trees are verified, each step follows several guesses.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 
+from outrider.heads.kinds.levels import WIDTH, Tree
 from outrider.heads.model import HeadModel, HeadSequence, Picker, Proposal
 from outrider.heads.modules import Rows
 from outrider.heads.spec import Decoder, Head
 from outrider.lm.attention import LayerCache
 from outrider.lm.layout import SequenceSlice
+from outrider.protocol.token_tree import MAX_TREE_TOKENS
 
 
 class PairModel(HeadModel):
@@ -51,8 +54,15 @@ class PairModel(HeadModel):
         states = self.run(rows.layout.token_ids, features, rows)
         return states[rows.layout.logits_indices]
 
+    def tree_rows(self, count: int) -> int:
+        """As HeadModel.tree_rows."""
+        rows = WIDTH * (count - 1)
+        return rows if rows <= MAX_TREE_TOKENS else 0
+
     def guess(self, sequences: Sequence[HeadSequence], count: int, pick: Picker) -> Proposal:
         """As HeadModel.guess."""
+        if pick.width > 1 and self.tree_rows(count):
+            return self._grow(sequences, count, pick)
         states = torch.stack([s.state for s in sequences if s.state is not None])
         tokens = pick(self.state_scores(states))
         for step in range(count - 1):
@@ -63,3 +73,31 @@ class PairModel(HeadModel):
             states = self.run(tokens, self.recycle(states), self.rows(slices))
             tokens = pick(self.state_scores(states))
         return pick.proposal()
+
+    def _grow(self, sequences: Sequence[HeadSequence], count: int, pick: Picker) -> Proposal:
+        """Guess trees, level by level."""
+        trees = [Tree(sequence) for sequence in sequences]
+        states = torch.stack([tree.states[0] for tree in trees])
+        best, shares = pick.ranked([(i, []) for i in range(len(trees))], self.state_scores(states))
+        pick.take(best, shares)
+        for tree, *ranked in zip(trees, best.tolist(), shares.tolist(), strict=True):
+            tree.add(0, *ranked)
+        for _ in range(count - 1):
+            new = [tree.follow() for tree in trees]
+            rows = self.rows(
+                [tree.slice(len(nodes)) for tree, nodes in zip(trees, new, strict=True)]
+            )
+            for tree, nodes in zip(trees, new, strict=True):
+                before = torch.stack([tree.states[node.parent] for node in nodes])
+                tree.features.append(self.recycle(before))
+            features = torch.cat([part for tree in trees for part in tree.features])
+            states = self.run(rows.layout.token_ids, features, rows)[rows.layout.logits_indices]
+            places = [(i, node.path) for i, nodes in enumerate(new) for node in nodes]
+            best, shares = pick.ranked(places, self.state_scores(states))
+            firsts = [0, *accumulate(len(nodes) for nodes in new[:-1])]
+            pick.take(best[firsts], shares[firsts])
+            lists = zip(places, states, best.tolist(), shares.tolist(), strict=True)
+            for (i, _), state, tokens, values in lists:
+                trees[i].states.append(state)
+                trees[i].add(len(trees[i].states) - 1, tokens, values)
+        return pick.proposal([tree.branches() for tree in trees])
