@@ -157,6 +157,7 @@ READERS: dict[str, Callable[[Any], object]] = {
     "Hello.family": lambda n: hello(family="f" * n),
     "Hello.max_draft_tokens": named(hello, "max_draft_tokens"),
     "FeatureRequest.boundaries": lambda n: features(boundaries=range(n), final_state=True),
+    "FeatureRequest.projection": lambda n: features(final_state=True, projection="p" * n),
     "Window.token_count": lambda value: opened({"token_count": value}),
     "Window.depth": lambda value: opened({"depth": value}),
     "Opened.draft_tokens": lambda value: opened({"depth": DEPTH}, draft_tokens=value),
