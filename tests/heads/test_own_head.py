@@ -93,23 +93,23 @@ class Site(Observer):
         self._runner = runner
         self._drafts = drafts
         self.thread = EngineThread(self._build)
-        self.proposals: dict[int, list[Any]] = {}
-        """By base length: tokens, parents and confidences."""
+        self.proposals: dict[int, list[tuple[int, float]]] = {}
+        """By base length: the first draft's tokens with their confidences."""
         self.kinds: set[type] = set()
         """The types of the features that the head got."""
 
     def _build(self, deliver: Callable[[list[Delivery]], None]) -> Engine:
         pool = PagePool(self._runner.page_count, self._runner.page_size, prefix_caching=False)
         policy = DraftTokensPolicy("fixed", 3)
-        config = EngineConfig(policy, max_batch_tokens=16, draft_trees=True)
+        config = EngineConfig(policy, max_batch_tokens=16)
         runner = self._runner
         metrics = Metrics("target")
         return Engine(runner, pool, deliver, metrics, config, features=runner, drafts=self._drafts)
 
     def drafted(self, batch: DraftBatch, seconds: float) -> None:
         for each in batch.proposals:
-            guesses = (each.token_ids, each.parents, each.confidences)
-            self.proposals.setdefault(each.base_length, []).append(guesses)
+            guesses = list(zip(each.token_ids, each.confidences, strict=True))
+            self.proposals.setdefault(each.base_length, guesses)
 
     def family(self, info: ModelInfo) -> HeadFamily:
         site = self
@@ -198,10 +198,14 @@ async def test_proposals_in_process_equal_those_by_stream(site: Site) -> None:
     by_stream, site.proposals = site.proposals, {}
     async with site.head(site.own):
         assert await site.text(ALWAYS) == text
-    # On a busy machine a draft may be too late, and its length is passed over.
-    both = site.proposals.keys() & by_stream.keys()
+    # On a busy machine a draft may be late, and its length is passed over; when the head reads how
+    # much of the prompt decides on the last digits.
+    both = sorted(site.proposals.keys() & by_stream.keys())
     assert len(both) > 5
-    assert all(site.proposals[length] == by_stream[length] for length in both)
+    for length in both:
+        for own, streamed in zip(site.proposals[length], by_stream[length], strict=False):
+            assert own[0] == streamed[0]
+            assert own[1] == pytest.approx(streamed[1], rel=1e-4)
     # The stream's are bytes.
     assert site.kinds == {bytes, torch.Tensor}
 
