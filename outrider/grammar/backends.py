@@ -102,6 +102,19 @@ class Libraries:
         return self._libraries[self.backend_of(grammar)].compile(grammar)
 
 
+def token_bytes(model: str) -> list[bytes]:
+    """The bytes that each token of a model's tokenizer stands for, by id; a special token's name.
+
+    `model` is a directory or a hub id. An id without a token has no bytes.
+    """
+    import xgrammar
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    decoded: list[bytes] = xgrammar.TokenizerInfo.from_huggingface(tokenizer).decoded_vocab
+    return decoded
+
+
 def _alternatives(choices: tuple[str, ...]) -> str:
     """The right side of a rule that matches one of these texts, escaped as in JSON."""
     return " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
