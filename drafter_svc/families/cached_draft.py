@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 
+from drafter_svc.families.vocabulary import OwnText, count_equal
 from drafter_svc.grammar_state import GrammarState
 from outrider.drafter.draft_sequence import DraftSequence
 from outrider.lm.pages import KVSequence
@@ -55,6 +56,10 @@ class CachedDraft:
     before the branch, and `run` has the branch's tokens: the first is the alternative token, and
     the draft model guesses the others. Ids from `vocab_size` on are unknown to the target.
 
+    `own_text` is the committed text in the draft model's tokens, if its vocabulary is not the
+    target's. Everything but the KV cache then counts and holds tokens of the target. Each guess is
+    one token of either.
+
     The event loop and the model's thread both use it, but never at the same time: the thread may
     touch it only between `DraftModel.grow` and the end of that round.
     """
@@ -62,6 +67,7 @@ class CachedDraft:
     sequence: DraftSequence
     seed: int
     vocab_size: int
+    own_text: OwnText | None = None
     has_unknown_ids: bool = False
     """Whether the text has ids that the draft model does not know."""
     at: int | None = None
@@ -100,9 +106,19 @@ class CachedDraft:
         return guesses if self.at is None else [*guesses[: self.at], *self.run]
 
     @property
-    def length(self) -> int:
-        """Committed and guessed tokens."""
+    def committed(self) -> list[int]:
+        """The committed text as the draft model reads it."""
+        return self.sequence.tokens if self.own_text is None else self.own_text.ids
+
+    @property
+    def place(self) -> int:
+        """The position of the next token in the target's text."""
         return len(self.sequence.tokens) + self.guess_count
+
+    @property
+    def length(self) -> int:
+        """Committed and guessed tokens of the draft model."""
+        return len(self.committed) + self.guess_count
 
     @property
     def unread_count(self) -> int:
@@ -127,6 +143,17 @@ class CachedDraft:
             return DraftDistribution.ONE_HOT
         return opened.distribution
 
+    def follow(self, before: int, held: list[int]) -> int:
+        """Take over a commit; returns how many of the draft model's tokens are still right.
+
+        The KV cache may hold the `before` tokens that were committed earlier, and `held` behind
+        them.
+        """
+        tokens, guesses = self.sequence.tokens, self.sequence.guesses
+        if self.own_text is not None:
+            return self.own_text.follow(tokens, held, guesses)
+        return before + count_equal(held, [*tokens[before:], *guesses])
+
     def begin(self) -> None:
         """Begin a round: set `goal` to the guesses that the verifier can use now.
 
@@ -141,12 +168,15 @@ class CachedDraft:
             self.goal = self.at + 1 + self.sequence.draft_tokens
 
     def unread(self, limit: int) -> list[int]:
-        """The first tokens, at most `limit`, that are not in the KV cache yet."""
+        """The draft model's first tokens, at most `limit`, that are not in the KV cache yet."""
         start = self.kv.num_computed_tokens
-        committed = self.sequence.tokens
+        committed = self.committed
+        guessed = self.guessed
+        if self.own_text is not None:
+            guessed = self.own_text.of_guesses(guessed)
         if start >= len(committed):
-            return self.guessed[start - len(committed) :][:limit]
-        return [*committed[start : start + limit], *self.guessed][:limit]
+            return guessed[start - len(committed) :][:limit]
+        return [*committed[start : start + limit], *guessed][:limit]
 
     def extend(self, guesses: Sequence[Guess]) -> None:
         """Guess more tokens. Either all or none of them carry distributions, and shares."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from drafter_svc.families.cached_draft import CachedDraft
 from drafter_svc.families.forwards import DEVICE_LOST, Forwards
 from drafter_svc.families.shared_pages import SharedPagePool
+from drafter_svc.families.vocabulary import Vocabulary
 from outrider.grammar.compiler import GrammarCompiler
 from outrider.lm.runner import ModelRunner
 
@@ -55,17 +56,21 @@ class DraftModel:
         max_batch_tokens: int = 512,
         max_entries: int = 32,
         grammars: GrammarCompiler | None = None,
+        vocabulary: Vocabulary | None = None,
     ) -> None:
         """`thread` is the one worker that `runner` was loaded on.
 
         `max_batch_tokens` bounds the tokens of one forward, `max_entries` the sparse distribution
         that goes with a sampled token. With `grammars`, tokens that a request's grammar forbids are
-        not proposed.
+        not proposed. `vocabulary` is needed if the target's tokenizer is not the draft model's.
         """
         self.runner = runner
+        self.vocabulary = vocabulary
         self.pool = SharedPagePool(runner.page_count, runner.page_size)
         self._thread = thread
-        self._forwards = Forwards(runner, self.pool, max_batch_tokens, max_entries, grammars)
+        self._forwards = Forwards(
+            runner, self.pool, max_batch_tokens, max_entries, grammars, vocabulary
+        )
         # The event loop appends to it, the model's thread takes from it.
         self._arriving: deque[_Round] = deque()
         self._turn = 0

@@ -14,6 +14,7 @@ import torch
 
 from drafter_svc.families.cached_draft import CachedDraft, Guess
 from drafter_svc.families.shared_pages import SharedPagePool
+from drafter_svc.families.vocabulary import Vocabulary
 from drafter_svc.grammar_state import GrammarState
 from outrider.errors import OutriderError
 from outrider.grammar.compiler import GrammarCompiler
@@ -48,8 +49,10 @@ class Forwards:
         max_batch_tokens: int,
         max_entries: int,
         grammars: GrammarCompiler | None,
+        vocabulary: Vocabulary | None = None,
     ) -> None:
         self._runner = runner
+        self._columns = None if vocabulary is None else Columns(vocabulary, runner.device)
         self._pool = pool
         self._max_batch_tokens = max_batch_tokens
         self._max_entries = max_entries
@@ -131,9 +134,9 @@ class Forwards:
             tokens = [*draft.unread(draft.unread_count), *[unknown] * (count - 1)]
             kv = draft.kv
             slices.append(SequenceSlice(tokens, kv.num_computed_tokens, kv.pages, count, kv=kv))
-        logits_RV = self._runner.forward(slices)
+        logits_RV = self._forward_logits(slices)
         rows = [draft for draft, n in zip(drafts, counts, strict=True) for _ in range(n)]
-        places = [d.length + i for d, n in zip(drafts, counts, strict=True) for i in range(n)]
+        places = [d.place + i for d, n in zip(drafts, counts, strict=True) for i in range(n)]
         guesses = self._choose(rows, _mask_unknown(rows, logits_RV), places)
         for draft, count, end in zip(drafts, counts, accumulate(counts), strict=True):
             draft.kv.num_computed_tokens = draft.length
@@ -166,36 +169,46 @@ class Forwards:
         rows = self._continue(drafts, count)
         if rows is None:
             return False
-        for draft, guesses in zip(drafts, zip(*rows, strict=True), strict=True):
-            draft.kv.num_computed_tokens += count
+        for draft, guesses in zip(drafts, rows, strict=True):
+            draft.kv.num_computed_tokens += len(guesses)
             draft.extend(guesses)
             self._cache_pages(draft)
         return True
 
     def _continue(self, drafts: list[CachedDraft], count: int) -> list[list[Guess]] | None:
-        """The next guesses, [count, len(drafts)]; None if the decoder cannot find them.
+        """The next guesses of each draft, at most `count`; None if the decoder cannot find them.
 
-        All drafts have the same `vocab_size` and lack one token in their KV cache.
+        All drafts have the same `vocab_size` and lack one token in their KV cache. A draft has
+        fewer guesses where the model goes on with a token that the target lacks.
         """
         slices = [
             SequenceSlice(draft.unread(1), draft.kv.num_computed_tokens, draft.kv.pages, 1)
             for draft in drafts
         ]
         limit = drafts[0].vocab_size
-        if not _want_trees(drafts):
+        trees = _want_trees(drafts)
+        if self._columns is None and not trees:
             rows = self._runner.continue_greedily(slices, count, limit)
             if rows is None:
                 return None
-            return [[Guess(token, []) for token in row] for row in rows]
-        found = self._runner.continue_with_logits(slices, count, limit)
+            return [[Guess(token, []) for token in tokens] for tokens in zip(*rows, strict=True)]
+        own_limit = limit if self._columns is None else self._runner.vocab_size
+        found = self._runner.continue_with_logits(slices, count, own_limit)
         if found is None:
             return None
         rows, logits = found
-        top, shares = _best(logits.flatten(0, 1)[:, :limit], trees=True)
+        top, shares = _best(self._of_target(logits.flatten(0, 1))[:, :limit], trees=trees)
         best = top.indices.tolist()
-        tokens = [token for row in rows for token in row]
-        guesses = [Guess(token, best[i], shares=shares[i]) for i, token in enumerate(tokens)]
-        return [guesses[i : i + len(drafts)] for i in range(0, len(guesses), len(drafts))]
+        own = [token for row in rows for token in row]
+        tokens = own if self._columns is None else [ids[0] for ids in best]
+        guesses = [
+            Guess(token, best[i], shares=shares[i] if trees else None)
+            for i, token in enumerate(tokens)
+        ]
+        number = len(drafts)
+        if self._columns is None:
+            return [guesses[i::number] for i in range(number)]
+        return [self._columns.agreed(guesses[i::number], own[i::number]) for i in range(number)]
 
     def _forward(self, drafts: list[CachedDraft]) -> None:
         """Guess the next token of each draft, or read a chunk of its prompt, in one forward."""
@@ -236,14 +249,21 @@ class Forwards:
         The slices of `scored` have one row of logits each, in the same order; other slices have no
         rows.
         """
-        logits_RV = self._runner.forward(slices)
+        logits_RV = self._forward_logits(slices)
         if not scored:
             return []
-        places = [draft.length for draft in scored]
+        places = [draft.place for draft in scored]
         return self._choose(scored, _mask_unknown(scored, logits_RV), places)
 
+    def _forward_logits(self, slices: list[SequenceSlice]) -> torch.Tensor:
+        return self._of_target(self._runner.forward(slices))
+
+    def _of_target(self, logits_RV: torch.Tensor) -> torch.Tensor:
+        """The logits [R, V] of the target's tokens: the model's, if they have one vocabulary."""
+        return logits_RV if self._columns is None else self._columns.pick(logits_RV)
+
     def _cache_pages(self, draft: CachedDraft) -> None:
-        self._pool.cache_pages(draft.kv, draft.sequence.tokens, draft.sequence.opened.tenant)
+        self._pool.cache_pages(draft.kv, draft.committed, draft.sequence.opened.tenant)
 
     def _choose(
         self, drafts: list[CachedDraft], logits_RV: torch.Tensor, places: list[int]
@@ -336,6 +356,26 @@ class Forwards:
             )
             for i in range(len(drafts))
         ]
+
+
+class Columns:
+    """The target's tokens among the columns of a draft model with another vocabulary."""
+
+    def __init__(self, vocabulary: Vocabulary, device: torch.device) -> None:
+        self._own_of = vocabulary.own_of
+        own = torch.from_numpy(vocabulary.own_of)
+        self._indices = own.clamp(min=0).to(device)
+        self._missing = (own < 0).to(device)
+
+    def pick(self, logits_RV: torch.Tensor) -> torch.Tensor:
+        """Logits [R, V] of the target's tokens; -inf for those that the draft model lacks."""
+        picked = logits_RV.index_select(-1, self._indices)
+        return picked.masked_fill_(self._missing, float("-inf"))
+
+    def agreed(self, guesses: list[Guess], own: list[int]) -> list[Guess]:
+        """The guesses up to the first that is not the token with which the model went on."""
+        goes_on = [self._own_of[guess.token] == i for guess, i in zip(guesses, own, strict=True)]
+        return guesses[: goes_on.index(False) + 1] if False in goes_on else guesses
 
 
 def _want_trees(drafts: list[CachedDraft]) -> bool:

@@ -1,4 +1,4 @@
-"""Drafting with a smaller model that has the target's tokenizer.
+"""Drafting with a smaller model.
 
 This file runs on the event loop. It keeps the KV caches in step with the verdicts and decides which
 guesses and branches the model makes; draft_model.py makes them on a thread of its own. Torch is
@@ -64,6 +64,10 @@ class ModelSettings(FamilySettings):
     """Share of a GPU's memory that this process takes at most: for the weights, the KV cache and
     the largest forward. Unused with `page_count`."""
 
+    target: str = ""
+    """Directory or hub id of the target, if its tokenizer is not the draft model's. The drafter
+    reads the target's tokenizer and configuration."""
+
     trust_remote_code: bool = False
     """Run the checkpoint's own code, for architectures that transformers lacks. It may do all that
     this process may."""
@@ -102,6 +106,7 @@ class ModelFamily(Family):
         """Load the model on a new thread, which runs all its forwards later."""
         need_models()
         from drafter_svc.families.draft_model import DraftModel
+        from drafter_svc.families.vocabulary import load_vocabulary
         from outrider.grammar.compiler import GrammarCompiler
 
         # Load on the thread that will compute. OpenMP keeps a team of workers for each thread that
@@ -110,16 +115,26 @@ class ModelFamily(Family):
         runner = await asyncio.get_running_loop().run_in_executor(
             thread, _load_runner, settings, place
         )
+        ids = settings.model, runner.vocab_size, runner.eos_token_ids
+        spoken = fingerprint(load_tokenizer(settings.target or settings.model))
+        vocabulary = None
+        if spoken != fingerprint(load_tokenizer(settings.model)):
+            vocabulary = load_vocabulary(*ids, settings.target)
+            ids = settings.target, vocabulary.vocab_size, vocabulary.end_ids
         # Its verifier has checked them.
-        grammars = GrammarCompiler(
-            settings.model, runner.vocab_size, runner.eos_token_ids, trusted=True
+        grammars = GrammarCompiler(*ids, trusted=True)
+        model = DraftModel(
+            runner,
+            thread,
+            max_batch_tokens=_MAX_BATCH_TOKENS,
+            grammars=grammars,
+            vocabulary=vocabulary,
         )
-        model = DraftModel(runner, thread, max_batch_tokens=_MAX_BATCH_TOKENS, grammars=grammars)
 
         def make(info: ModelInfo) -> ModelFamily:
             return cls(model, info.vocab_size)
 
-        return Loaded(make, fingerprint(load_tokenizer(settings.model)))
+        return Loaded(make, spoken)
 
     def opened(self, sequence: DraftSequence) -> None:
         """Give a sequence a KV cache, and share the pages of a known prefix."""
@@ -128,19 +143,24 @@ class ModelFamily(Family):
         draft = CachedDraft(sequence, seed, self._vocab_size)
         draft.committed_count = len(sequence.tokens)
         draft.has_unknown_ids = self._has_unknown_ids(sequence.tokens)
-        self._pool.match_prefix(draft.kv, sequence.tokens, opened.tenant)
+        if self._model.vocabulary is not None and not draft.has_unknown_ids:
+            draft.own_text = self._model.vocabulary.begin(sequence.tokens)
+        self._pool.match_prefix(draft.kv, draft.committed, opened.tenant)
         self._drafts[sequence.id] = draft
 
     def _has_unknown_ids(self, token_ids: Sequence[int]) -> bool:
-        return max(token_ids) >= self._model.runner.vocab_size
+        own = self._model.vocabulary or self._model.runner
+        return max(token_ids) >= own.vocab_size
 
     def committed(self, sequence: DraftSequence, num_valid_tokens: int) -> None:
-        """Cut the KV cache to `num_valid_tokens`, or take over the cache of a branch."""
+        """Cut the KV cache to what is still right, or take over the cache of a branch."""
         draft = self._drafts[sequence.id]
         new = sequence.tokens[draft.committed_count :]
+        before = draft.committed_count
         # How many tokens behind the earlier commit still stand: fewer than `new` if the chain was
         # wrong, else `new` and the guesses behind it.
-        kept = num_valid_tokens - draft.committed_count
+        kept = num_valid_tokens - before
+        held = [*new, *sequence.guesses][:kept]
         draft.committed_count = len(sequence.tokens)
         draft.has_unknown_ids |= self._has_unknown_ids(new)
         branch = None
@@ -154,8 +174,12 @@ class ModelFamily(Family):
         if branch is not None:
             # The branch was committed. Its cache goes on where the chain's would be rewound.
             draft.kv, branch.kv = branch.kv, draft.kv
-        elif num_valid_tokens < draft.kv.num_computed_tokens:
-            self._rewind(draft, num_valid_tokens)
+            held += branch.run
+        if not draft.has_unknown_ids:
+            # Read the last token again if the text became no longer for the draft model.
+            valid = max(0, min(draft.follow(before, held), draft.length - 1))
+            if valid < draft.kv.num_computed_tokens:
+                self._rewind(draft, valid)
         self._drop_branches(draft)
 
     def _rewind(self, draft: CachedDraft, length: int) -> None:
@@ -190,7 +214,7 @@ class ModelFamily(Family):
         growing = [
             draft
             for draft in drafts
-            if draft.sequence.num_wanted > 0 and draft.length < context_length
+            if draft.sequence.num_wanted > 0 and 0 < draft.length < context_length
         ]
         branching = [draft for draft in drafts if running_ahead and self._begin_branches(draft)]
         branches = [branch for draft in branching for branch in draft.branches.values()]
@@ -260,7 +284,8 @@ class ModelFamily(Family):
         branch = CachedDraft(sequence, draft.seed, self._vocab_size, at=at)
         branch.run, branch.run_shares = [token], [share]
         branch.grammar = draft.grammar
-        branch.kv = self._pool.fork(draft.kv, len(sequence.tokens) + at)
+        branch.own_text = draft.own_text
+        branch.kv = self._pool.fork(draft.kv, len(draft.committed) + at)
         return branch
 
     def _offer_branches(self, draft: CachedDraft) -> None:

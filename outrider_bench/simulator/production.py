@@ -202,8 +202,7 @@ class _RecordedForwards(Forwards):
     def _continue(self, drafts: list[CachedDraft], count: int) -> list[list[Guess]] | None:
         run_s = count * self._cost.of_run_token(len(drafts))
         self.forward_s = self._slowness * (self._cost.round_s + run_s)
-        runs = [self._run(draft, count) for draft in drafts]
-        return [list(row) for row in zip(*runs, strict=True)]
+        return [self._run(draft, count) for draft in drafts]
 
     def _run(self, draft: CachedDraft, count: int) -> list[Guess]:
         run: list[Guess] = []

@@ -178,7 +178,8 @@ def check_tokenizer(hello: Hello, expected: str) -> None:
         field = "hello.tokenizer_fingerprint"
         raise OutriderError(
             Reason.TOKENIZER_MISMATCH,
-            f"{field} is {given}, but the target's tokenizer is {expected}",
+            f"{field} is {given}, but the target's tokenizer is {expected}; a drafter of the"
+            " family model drafts for another tokenizer if its setting target names the target",
             field,
             metadata={"drafter": given, "target": expected},
         )

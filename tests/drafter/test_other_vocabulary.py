@@ -1,0 +1,237 @@
+"""A draft model with another vocabulary guesses the target's tokens, as many as it can."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from draft_model_rig import guesses_of, opened
+from family_rig import GREEDY, Rig
+from other_vocabularies import MODEL, order_of, save_llama_like, save_model
+from transformers import AutoModelForCausalLM
+
+from drafter_svc.families.draft_model import DraftModel
+from drafter_svc.families.model import ModelFamily
+from drafter_svc.families.vocabulary import Vocabulary, load_vocabulary
+from outrider.grammar.backends import token_bytes
+from outrider.grammar.compiler import GrammarCompiler
+from outrider.grammar.kinds import Grammar, GrammarKind
+from outrider.lm.runner import ModelRunner
+from outrider.protocol.draft_messages import DraftBatch
+from outrider.protocol.messages import DraftDistribution, SamplingParams
+from outrider.tokenizer import load_tokenizer
+
+SAMPLED = SamplingParams(0.8, seed=11)
+ORDERS = {"permuted": order_of(1), "smaller": order_of(2, 0.3)}
+Make = Callable[..., Rig]
+Folder = Callable[[str], str]
+BYTES = token_bytes(str(MODEL))
+LONG = (
+    "def add(first, second):\n    return first + second\n\n\nclass Node:\n    def __init__(self):\n"
+    * 3
+)
+TEXTS = [
+    LONG,
+    "The list is sorted in place, which means that the method returns None, as most of them do.",
+    '{"name": "outrider", "kind": "server", "port": 8000, "hosts": ["a", "b"], "tls": false}',
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
+    """The folder of a draft model by its name."""
+    root = tmp_path_factory.mktemp("models")
+    for name, order in ORDERS.items():
+        save_model(root / name, order)
+    return lambda name: str(root / name)
+
+
+@pytest.fixture(scope="module")
+def make_other(folder: Folder, thread: ThreadPoolExecutor) -> Make:
+    """Makes a rig of the draft model with the vocabulary of this name."""
+    runners: dict[str, tuple[ModelRunner, Vocabulary]] = {}
+    ends = (0, 3)
+    grammars = GrammarCompiler(str(MODEL), 4096, ends, trusted=True)
+
+    def load(name: str) -> tuple[ModelRunner, Vocabulary]:
+        runner = ModelRunner.load(
+            folder(name), dtype="float32", device="cpu", threads=1, page_count=512
+        )
+        return runner, load_vocabulary(
+            folder(name), runner.vocab_size, runner.eos_token_ids, str(MODEL)
+        )
+
+    def make(name: str, *, branch_count: int = 0) -> Rig:
+        if name not in runners:
+            runners[name] = thread.submit(load, name).result()
+        runner, vocabulary = runners[name]
+        model = DraftModel(runner, thread, grammars=grammars, vocabulary=vocabulary)
+        return Rig(ModelFamily(model, 4096, branch_count=branch_count))
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def make_bundled(runner: ModelRunner, thread: ThreadPoolExecutor) -> Make:
+    """Makes a rig of the bundled draft model, with grammars."""
+    grammars = GrammarCompiler(str(MODEL), 4096, (0, 3), trusted=True)
+
+    def make(*, branch_count: int = 0) -> Rig:
+        model = DraftModel(runner, thread, grammars=grammars)
+        return Rig(ModelFamily(model, 4096, branch_count=branch_count))
+
+    return make
+
+
+KINDS = {
+    "greedy": (GREEDY, DraftDistribution.ONE_HOT),
+    "coupled": (SAMPLED, DraftDistribution.COUPLED),
+    "sparse": (SAMPLED, DraftDistribution.SPARSE),
+    "penalised": (SamplingParams(0.0, repetition_penalty=1.3), DraftDistribution.ONE_HOT),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("branch_count", [0, 3])
+async def test_a_permuted_vocabulary_changes_no_guess(
+    make_bundled: Make, make_other: Make, kind: str, branch_count: int
+) -> None:
+    """Where the text is committed as its tokenizer divides it, so that both read the same."""
+    sampling, distribution = KINDS[kind]
+    rigs = (
+        make_bundled(branch_count=branch_count),
+        make_other("permuted", branch_count=branch_count),
+    )
+    texts = [divided(text) for text in TEXTS]
+    for rig in rigs:
+        for i, counts in enumerate(texts):
+            start = opened(counts[0], i, sampling=sampling, distribution=distribution)
+            rig.open(start)
+    right = 0
+    for step in range(1, 8):
+        expected, found = [await rig.drafts() for rig in rigs]
+        assert paths(found) == paths(expected)
+        for i, counts in enumerate(texts):
+            new = counts[step][len(counts[step - 1]) :]
+            right += rigs[0].guesses(i)[:1] == new[:1]
+            for rig in rigs:
+                rig.commit(i, *new)
+    assert right > 2
+
+
+def divided(text: str) -> list[list[int]]:
+    """A text's beginnings, a few tokens each, that its tokenizer divides as the whole text."""
+    tokenizer = load_tokenizer(str(MODEL))
+    ids = tokenizer.encode(3 * text).ids
+    source = random.Random(3)
+    found, count = [], 0
+    while len(found) < 8:
+        count += source.randint(1, 5)
+        while tokenizer.encode(tokenizer.decode(ids[:count])).ids != ids[:count]:
+            count += 1
+        assert count <= len(ids)
+        found.append(ids[:count])
+    return found
+
+
+def paths(batch: DraftBatch) -> list[tuple[int, list[int], list[int]]]:
+    return [(each.sequence_id, each.token_ids, each.parents) for each in batch.proposals]
+
+
+async def test_guesses_are_the_likeliest_that_both_vocabularies_have(
+    make_other: Make, folder: Folder
+) -> None:
+    """Behind hits, misses and parts of characters; the draft model reads its own encoding."""
+    name = "smaller"
+    model = AutoModelForCausalLM.from_pretrained(folder(name), dtype=torch.float32)
+    own = load_tokenizer(folder(name))
+    own_of = {old: new for new, old in enumerate(ORDERS[name])}
+    columns = torch.tensor(sorted(own_of))
+
+    @torch.inference_mode()
+    def likeliest(ids: list[int]) -> int:
+        logits = model(torch.tensor([ids])).logits[0, -1]
+        return int(columns[logits[[own_of[int(i)] for i in columns]].argmax()])
+
+    target = load_tokenizer(str(MODEL))
+    tokens = target.encode(
+        "The list — naïve, 🙂🙂 — is sorted in place.\n\n  for line in lines:"
+    ).ids
+    rig = make_other(name)
+    rig.open(opened(tokens[:2], window=4))
+    compared = 0
+    for count in range(2, len(tokens)):
+        await rig.drafts()
+        guesses = rig.guesses(1)
+        written = own_bytes(tokens[:count])
+        if written.decode(errors="ignore").encode() == written:
+            ids = own.encode(written.decode()).ids
+            for guess in guesses:
+                assert guess == likeliest(ids)
+                ids.append(own_of[guess])
+            compared += len(guesses)
+        rig.commit(1, tokens[count])
+    assert compared > 60
+    rig.close(1)
+
+
+def own_bytes(tokens: list[int]) -> bytes:
+    return b"".join(BYTES[token] for token in tokens)
+
+
+async def test_a_grammar_is_that_of_the_targets_tokens(make_other: Make) -> None:
+    rig = make_other("smaller")
+    tokens = load_tokenizer(str(MODEL)).encode("Number: ").ids
+    grammar = Grammar(GrammarKind.REGEX, "[0-9]{12}")
+    rig.open(replace(opened(tokens), grammar=grammar, prompt_length=len(tokens)))
+    await rig.drafts()
+    guesses = rig.guesses(1)
+    assert guesses
+    assert own_bytes(guesses).isdigit()
+
+
+async def test_sequences_share_the_pages_of_a_prefix(make_other: Make) -> None:
+    rig = make_other("smaller")
+    tokens = load_tokenizer(str(MODEL)).encode(LONG).ids
+    rig.open(opened(tokens, 1))
+    await rig.drafts()
+    rig.open(opened([*tokens, 7], 2))
+    family = rig.session._strategy
+    assert family._drafts[2].kv.num_computed_tokens > 32
+    assert (await guesses_of(rig))[2]
+
+
+async def test_a_text_with_ids_that_the_targets_tokenizer_lacks_is_not_drafted(
+    make_other: Make,
+) -> None:
+    rig = make_other("smaller")
+    rig.open(opened([5, 4096], 1))
+    rig.open(opened([5, 6], 2))
+    batch = await rig.drafts()
+    assert {proposal.sequence_id for proposal in batch.proposals} == {2}
+    rig.commit(2, 4097)
+    assert (await rig.drafts()).proposals == []
+    rig.commit(2, 8)
+    assert (await rig.drafts()).proposals == []
+    assert rig.abandoned == set()
+
+
+async def test_a_text_without_a_token_of_the_draft_model_is_not_drafted_yet(
+    runner: ModelRunner, thread: ThreadPoolExecutor, tmp_path: Path
+) -> None:
+    """As a text of a target like Llama that has nothing but <s>."""
+    save_llama_like(tmp_path / "llama", [LONG])
+    target = str(tmp_path / "llama")
+    vocabulary = load_vocabulary(str(MODEL), runner.vocab_size, runner.eos_token_ids, target)
+    model = DraftModel(runner, thread, vocabulary=vocabulary)
+    rig = Rig(ModelFamily(model, vocabulary.vocab_size, branch_count=0))
+    rig.open(opened([1]))
+    assert (await rig.drafts()).proposals == []
+    rig.commit(1, *load_tokenizer(target).encode("def add(").ids[1:])
+    assert (await guesses_of(rig))[1]
+    rig.close(1)
