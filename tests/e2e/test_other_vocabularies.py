@@ -12,6 +12,8 @@ from stack import ROOT, TARGET, Client, Stack, prompt_texts, running
 from outrider.protocol.messages import SamplingParams, SpeculationOptions, TokenRequest
 from outrider.tokenizer import load_tokenizer
 
+pytestmark = pytest.mark.slow  # It loads a target and three draft models.
+
 PROMPTS = [encoding.ids for encoding in load_tokenizer(TARGET).encode_batch(prompt_texts())][::4]
 PLAIN = SpeculationOptions(enabled=False)
 SAMPLINGS = {

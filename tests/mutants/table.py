@@ -279,8 +279,8 @@ MUTANTS = (
         "Q9",
         "the draft model's pages are cached for no tenant",
         FORWARDS,
-        "draft.sequence.tokens, draft.sequence.opened.tenant)",
-        'draft.sequence.tokens, "")',
+        "draft.committed, draft.sequence.opened.tenant)",
+        'draft.committed, "")',
         TENANTS_PAGES,
     ),
     Mutant(
