@@ -22,7 +22,10 @@ SPECIAL = 4
 
 
 def order_of(seed: int, removed_share: float = 0.0) -> list[int]:
-    """The bundled ids in another order, without a share of those of several bytes."""
+    """The bundled ids in another order.
+
+    `removed_share` of the tokens of several bytes are left out.
+    """
     source = random.Random(seed)
     tokens = sorted((i, token) for token, i in _tokenizer()["model"]["vocab"].items())
     ids = [
@@ -85,7 +88,7 @@ def _tokenizer() -> Any:
 
 
 def save_llama_like(folder: Path, texts: Sequence[str]) -> None:
-    """Write a tokenizer as that of Llama 2, trained on `texts`.
+    """Train a tokenizer on `texts` and write it. It is built like the tokenizer of Llama 2.
 
     It puts <s> and a blank before a text, does not split words, and has tokens for bytes.
     """

@@ -52,6 +52,7 @@ class Forwards:
         vocabulary: Vocabulary | None = None,
     ) -> None:
         self._runner = runner
+        self._vocabulary = vocabulary
         self._columns = None if vocabulary is None else Columns(vocabulary, runner.device)
         self._pool = pool
         self._max_batch_tokens = max_batch_tokens
@@ -62,6 +63,7 @@ class Forwards:
         """Begin a round for these drafts: set their goals, and compile grammars that are new."""
         for draft in drafts:
             draft.begin()
+            self._begin_text(draft)
             self._begin_grammar(draft)
 
     def wanting(self, drafts: list[CachedDraft]) -> list[CachedDraft]:
@@ -84,14 +86,24 @@ class Forwards:
     def fits(self, draft: CachedDraft) -> bool:
         """Reserve pages for all tokens of a draft; False if there are too few.
 
-        Also False if the model's context has no room for another token.
+        Also False if the model's context has no room for another token, or if the text has no token
+        of a draft model with another vocabulary.
         """
-        if draft.length >= self._runner.context_length:
+        if not 0 < draft.length < self._runner.context_length:
             return False
         return self._pool.reserve(draft.kv, draft.length)
 
     def _wants_more(self, draft: CachedDraft) -> bool:
         return not draft.stuck and draft.guess_count < draft.goal and self.fits(draft)
+
+    def _begin_text(self, draft: CachedDraft) -> None:
+        """Encode a sequence's text for another vocabulary, and share the pages of a known prefix.
+
+        On this thread, because a long prompt takes long: 10 µs a token.
+        """
+        if self._vocabulary is not None and draft.own_text is None:
+            draft.own_text = self._vocabulary.begin(draft.sequence.tokens)
+            self._pool.match_prefix(draft.kv, draft.committed, draft.sequence.opened.tenant)
 
     def _begin_grammar(self, draft: CachedDraft) -> None:
         """Compile a sequence's grammar, on this thread because it can take long.

@@ -23,7 +23,6 @@ from outrider.heads.model import (
     Proposal,
     Rank,
 )
-from outrider.heads.projection import projection_name
 from outrider.heads.reading import read
 from outrider.heads.spec import Decoder, HeadSpec
 from outrider.lm.devices import find_device
@@ -124,11 +123,11 @@ class HeadWorker:
 
     fatal = (torch.AcceleratorError,)
 
-    def __init__(self, model: HeadModel, thread: ThreadPoolExecutor, projection: str = "") -> None:
+    def __init__(self, model: HeadModel, thread: ThreadPoolExecutor) -> None:
         self.spec: HeadSpec = model.spec
         self.device = model.device
         self.dtype_name = str(model.dtype).removeprefix("torch.")
-        self.projection = projection
+        self.projection = model.projection_name
         """The name of the head's projection; empty if it has none."""
         self._model = model
         self._thread = thread
@@ -169,7 +168,7 @@ class HeadWorker:
             dtype=numbers,
             device=place,
         )
-        return cls(model, thread, projection_name(found))
+        return cls(model, thread)
 
     def width(self, *, projected: bool) -> int:
         """Numbers in a feature, before or behind the head's projection."""
@@ -244,8 +243,8 @@ class HeadWorker:
         except NoPages:
             for draft, extension in batch:
                 self._extend_alone(draft, extension)
-        except Exception:
-            # The head may have read a part. The caller gets the exception from its future.
+        except Exception:  # the caller gets it from its future
+            # The head may have read a part.
             for draft, _ in batch:
                 self._close(draft)
                 draft.failed = True

@@ -137,15 +137,17 @@ class ModelFamily(Family):
         return Loaded(make, spoken)
 
     def opened(self, sequence: DraftSequence) -> None:
-        """Give a sequence a KV cache, and share the pages of a known prefix."""
+        """Give a sequence a KV cache, and share the pages of a known prefix.
+
+        For another vocabulary, the first round shares them.
+        """
         opened = sequence.opened
         seed = opened.sampling.seed if opened.sampling.seed is not None else secrets.randbits(64)
         draft = CachedDraft(sequence, seed, self._vocab_size)
         draft.committed_count = len(sequence.tokens)
         draft.has_unknown_ids = self._has_unknown_ids(sequence.tokens)
-        if self._model.vocabulary is not None and not draft.has_unknown_ids:
-            draft.own_text = self._model.vocabulary.begin(sequence.tokens)
-        self._pool.match_prefix(draft.kv, draft.committed, opened.tenant)
+        if self._model.vocabulary is None:
+            self._pool.match_prefix(draft.kv, sequence.tokens, opened.tenant)
         self._drafts[sequence.id] = draft
 
     def _has_unknown_ids(self, token_ids: Sequence[int]) -> bool:
@@ -214,7 +216,7 @@ class ModelFamily(Family):
         growing = [
             draft
             for draft in drafts
-            if draft.sequence.num_wanted > 0 and 0 < draft.length < context_length
+            if draft.sequence.num_wanted > 0 and draft.length < context_length
         ]
         branching = [draft for draft in drafts if running_ahead and self._begin_branches(draft)]
         branches = [branch for draft in branching for branch in draft.branches.values()]

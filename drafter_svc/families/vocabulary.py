@@ -23,8 +23,8 @@ from outrider.tokenizer import load_tokenizer, model_file
 
 # Least share of the smaller vocabulary's tokens that both must have.
 _LEAST_SHARE = 0.05
-# A word's beginning stays where it is when more text follows, if so many words stand between. Word
-# patterns look ahead by a character, but blanks and the line ends behind them may join to one word.
+# Text that follows may move the beginnings of the last words, and of no word before these. A word
+# pattern looks ahead by a character, but blanks and the line ends behind them may join to one word.
 _SURE_WORDS = 4
 # The end of a text that is encoded again for each commit, in the target's tokens, if it has no
 # beginning of a word at which both tokenizers begin a token.
@@ -58,7 +58,7 @@ class _Encoding:
 
 
 class TokenTable:
-    """A tokenizer's tokens: those of texts by their bytes, special ones by their names."""
+    """A tokenizer's tokens: tokens of text by their bytes, special tokens by their names."""
 
     def __init__(
         self, tokenizer: Tokenizer, token_bytes: Sequence[bytes], end_ids: tuple[int, ...]
@@ -84,7 +84,7 @@ class TokenTable:
         plain = self._tokenizer.encode(_SAMPLE).ids
         whole = _copy(tokenizer).encode(_SAMPLE).ids
         self.prefix = whole[: whole.index(plain[0])]
-        """What the tokenizer puts before a text."""
+        """The ids that the tokenizer puts before a text, such as <s>."""
         self._puts_blank = b"".join(token_bytes[i] for i in plain) != _SAMPLE.encode()
 
     def encode(self, text: bytes, found: _Encoding, *, at_beginning: bool) -> None:
@@ -245,8 +245,8 @@ def _end_ids(model: str) -> tuple[int, ...]:
 class OwnText:
     """A sequence's committed text in the draft model's tokens: `ids`.
 
-    Up to a place where both tokenizers begin a token, `ids` stay as they are. What is behind that
-    place is encoded again when the text grows.
+    When the text grows, its end is encoded again. That end begins at a place where both tokenizers
+    begin a token, and `ids` before the place stay as they are.
     """
 
     def __init__(self, vocabulary: Vocabulary, prefix: Sequence[int], skipped: int) -> None:

@@ -30,7 +30,7 @@ _LOG_WAIT_AFTER_S = 30.0
 # take about 1 MB of the 16 MiB that a message may have.
 _MAX_MESSAGE_ENTRIES = 512
 _END: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # grpc-stubs lack it
-# What reads and writes of a call that is over raise.
+# A read or write raises these when its call is over.
 _CALL_OVER = (grpc.aio.AioRpcError, asyncio.InvalidStateError)
 
 

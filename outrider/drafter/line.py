@@ -1,4 +1,4 @@
-"""What a DraftStream needs of a verifier: its model, and a line for messages as plain data."""
+"""The interfaces between a DraftStream and its verifier. Messages cross them as plain data."""
 
 from __future__ import annotations
 

@@ -67,11 +67,13 @@ def load_projections(
     without a projection.
     """
     found = {}
+    config = AutoConfig.from_pretrained(target) if paths else None
     for path in paths:
-        head = read(path, AutoConfig.from_pretrained(target))
-        if not projection_name(head):
+        head = read(path, config)
+        name = projection_name(head)
+        if not name:
             raise refusal(path, f"a head of the kind {head.spec.kind} has no projection")
-        found[projection_name(head)] = ServedProjection(head, device)
+        found[name] = ServedProjection(head, device)
     return found
 
 

@@ -19,7 +19,7 @@ import torch
 from torch.nn.functional import embedding, linear
 
 from outrider.heads.modules import HeadCache, Rows, fill
-from outrider.heads.projection import Projection, projection_tensors
+from outrider.heads.projection import Projection, projection_name, projection_tensors
 from outrider.heads.spec import Head, HeadSpec
 from outrider.lm.layout import SequenceSlice
 from outrider.lm.pages import KVSequence, PagePool
@@ -128,6 +128,7 @@ class HeadModel(torch.nn.Module):
         super().__init__()
         self.spec: HeadSpec = head.spec
         self.projection = Projection(head.spec) if projection_tensors(head) else None
+        self.projection_name = projection_name(head)
 
     @property
     def projected_width(self) -> int:
@@ -237,7 +238,7 @@ class HeadModel(torch.nn.Module):
         return self.guess(sequences, count, Picker(self, width, rank))
 
     def tree_rows(self, count: int) -> int:
-        """The rows that `guess` may need for a tree of this depth, beside those of a chain."""
+        """Count the rows that `guess` reads for a tree of `count` levels; 0 if it grows none."""
         return 0
 
     @abstractmethod

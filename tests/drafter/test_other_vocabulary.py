@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -17,11 +18,11 @@ from transformers import AutoModelForCausalLM
 
 from drafter_svc.families.draft_model import DraftModel
 from drafter_svc.families.model import ModelFamily
-from drafter_svc.families.vocabulary import Vocabulary, load_vocabulary
+from drafter_svc.families.vocabulary import OwnText, Vocabulary, load_vocabulary
 from outrider.grammar.backends import token_bytes
 from outrider.grammar.compiler import GrammarCompiler
 from outrider.grammar.kinds import Grammar, GrammarKind
-from outrider.lm.runner import ModelRunner
+from outrider.lm.runner import ModelRunner, SequenceSlice
 from outrider.protocol.draft_messages import DraftBatch
 from outrider.protocol.messages import DraftDistribution, SamplingParams
 from outrider.tokenizer import load_tokenizer
@@ -195,15 +196,44 @@ async def test_a_grammar_is_that_of_the_targets_tokens(make_other: Make) -> None
     assert own_bytes(guesses).isdigit()
 
 
-async def test_sequences_share_the_pages_of_a_prefix(make_other: Make) -> None:
+async def test_sequences_share_the_pages_of_a_prefix(
+    make_other: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rig = make_other("smaller")
     tokens = load_tokenizer(str(MODEL)).encode(LONG).ids
     rig.open(opened(tokens, 1))
     await rig.drafts()
     rig.open(opened([*tokens, 7], 2))
-    family = rig.session._strategy
-    assert family._drafts[2].kv.num_computed_tokens > 32
+    runner = rig.session._strategy._model.runner
+    forward, starts = runner.forward, []
+
+    def watched(slices: Sequence[SequenceSlice]) -> torch.Tensor:
+        starts.extend(part.start for part in slices)
+        logits: torch.Tensor = forward(slices)
+        return logits
+
+    monkeypatch.setattr(runner, "forward", watched)
     assert (await guesses_of(rig))[2]
+    assert starts
+    assert starts[0] > 32
+
+
+async def test_a_prompt_is_encoded_off_the_event_loop(
+    make_other: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Encoding a long prompt takes long, and the event loop serves all other sequences."""
+    begin, threads = Vocabulary.begin, []
+
+    def watched(vocabulary: Vocabulary, tokens: Sequence[int]) -> OwnText:
+        threads.append(threading.current_thread())
+        return begin(vocabulary, tokens)
+
+    monkeypatch.setattr(Vocabulary, "begin", watched)
+    rig = make_other("smaller")
+    rig.open(opened(load_tokenizer(str(MODEL)).encode(LONG).ids, 1))
+    assert (await guesses_of(rig))[1]
+    assert len(threads) == 1
+    assert threads[0] is not threading.main_thread()
 
 
 async def test_a_text_with_ids_that_the_targets_tokenizer_lacks_is_not_drafted(

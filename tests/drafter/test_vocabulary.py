@@ -132,7 +132,7 @@ def test_a_commit_encodes_the_end_of_a_text_alone(
 
 @pytest.mark.parametrize("own", ["permuted", "smaller"])
 def test_a_commit_keeps_the_tokens_that_are_still_right(folder: Save, own: str) -> None:
-    """What the cache holds is followed through commits, right guesses and wrong ones."""
+    """The KV cache is simulated through commits, with right and with wrong guesses."""
     source = random.Random(7)
     vocabulary = vocabulary_of(folder(own), MODEL)
     tokens = load_tokenizer(str(MODEL)).encode(TEXT).ids

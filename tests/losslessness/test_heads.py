@@ -196,8 +196,7 @@ class Site:
         weights = target().state_dict()
         matrices = TargetWeights(weights["model.embed_tokens.weight"], weights["lm_head.weight"])
         model = load(self.head, matrices, page_count=PAGES, page_size=PAGE)
-        worker = HeadWorker(model, self.thread, projection_name(self.head))
-        return HeadDrafter(worker, self.loop, **behaviour)
+        return HeadDrafter(HeadWorker(model, self.thread), self.loop, **behaviour)
 
     def traffic(self, **settings: Any) -> Traffic:
         return traffic(self.runner, **settings)
@@ -236,7 +235,7 @@ def site(
 
 @dataclass
 class Case:
-    """What becomes of a head and of its messages."""
+    """Faults that a test plays on a head and on its messages."""
 
     behaviour: dict[str, int] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)

@@ -41,11 +41,12 @@ class Tree:
         assert sequence.state is not None
         self.rows: list[Node] = []
         self.states = [sequence.state]
-        """The state of the text, then that of each row."""
+        """The text's state, then a state for each row."""
         self.features: list[torch.Tensor] = []
         self._sequence = sequence
         self._last: list[Node] = []
-        self._branches: list[Branch] = []
+        self.branches: list[Branch] = []
+        """The guesses beside the chain that are deeper than one token."""
 
     def add(self, row: int, tokens: Sequence[int], shares: Sequence[float]) -> None:
         """Add the guesses behind a row, the first of them first."""
@@ -57,10 +58,10 @@ class Tree:
             if at == len(node.path) or share > 0.0:
                 self._last.append(node)
             if not on_chain:
-                self._branches.append(Branch(at, node.path[at:], node.shares[at:]))
+                self.branches.append(Branch(at, node.path[at:], node.shares[at:]))
 
     def follow(self) -> list[Node]:
-        """Make rows of the last level's best guesses, that of the chain first."""
+        """Make rows of the last level's best guesses. The chain's guess is the first row."""
         main, *others = self._last
         new = [main, *nlargest(WIDTH - 1, others, key=lambda node: prod(node.shares))]
         self.rows += new
@@ -73,7 +74,3 @@ class Tree:
         tokens = [node.path[-1] for node in self.rows]
         parents = [node.parent for node in self.rows]
         return SequenceSlice(tokens, kv.num_computed_tokens, kv.pages, new, parents)
-
-    def branches(self) -> list[Branch]:
-        """The guesses beside the chain that are deeper than one token."""
-        return self._branches

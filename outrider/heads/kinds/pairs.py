@@ -100,4 +100,4 @@ class PairModel(HeadModel):
             for (i, _), state, tokens, values in lists:
                 trees[i].states.append(state)
                 trees[i].add(len(trees[i].states) - 1, tokens, values)
-        return pick.proposal([tree.branches() for tree in trees])
+        return pick.proposal([tree.branches for tree in trees])
