@@ -196,7 +196,7 @@ async def test_a_grammar_is_that_of_the_targets_tokens(make_other: Make) -> None
     assert own_bytes(guesses).isdigit()
 
 
-async def test_sequences_share_the_pages_of_a_prefix(
+async def test_sequences_of_a_tenant_share_the_pages_of_a_prefix(
     make_other: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = make_other("smaller")
@@ -216,6 +216,11 @@ async def test_sequences_share_the_pages_of_a_prefix(
     assert (await guesses_of(rig))[2]
     assert starts
     assert starts[0] > 32
+    rig.close(2)
+    starts.clear()
+    rig.open(replace(opened([*tokens, 7], 3), tenant="another"))
+    assert (await guesses_of(rig))[3]
+    assert starts[0] == 0
 
 
 async def test_a_prompt_is_encoded_off_the_event_loop(

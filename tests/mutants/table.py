@@ -279,8 +279,8 @@ MUTANTS = (
         "Q9",
         "the draft model's pages are cached for no tenant",
         FORWARDS,
-        "draft.committed, draft.sequence.opened.tenant)",
-        'draft.committed, "")',
+        "cache_pages(draft.kv, draft.committed, draft.sequence.opened.tenant)",
+        'cache_pages(draft.kv, draft.committed, "")',
         TENANTS_PAGES,
     ),
     Mutant(
