@@ -7,7 +7,9 @@
 #   bench/gpu.sh kernels   attention beside torch's, and acceptance, with their floors
 #   bench/gpu.sh steps     forwards of an 8 B target and a 1 B draft model with random weights
 #   bench/gpu.sh trees     forwards of trees and of chains
+#   bench/gpu.sh grow      an 8 B target, a 1 B draft model and a head for stack, which else does it
 #   bench/gpu.sh stack     the real stack: plain, n-grams, a draft model, a head; needs wheels
+#   bench/gpu.sh tenants   small requests beside a tenant that floods, real stack; needs wheels
 #   bench/gpu.sh tables    a table of each step; runs after each step as well
 #   bench/gpu.sh wheels    with a network: download the packages that stack needs to bench/wheels
 #   bench/gpu.sh pack      print the size of what goes to the GPU's machine; fails above 63 MiB
@@ -31,7 +33,40 @@ there="torch transformers huggingface-hub safetensors tokenizers numpy packaging
 
 step=${1:-}
 shift || true
+
+# Installs the packages that this machine lacks, once.
+install_wheels() {
+  compgen -G "bench/wheels/*.whl" > /dev/null || return 0
+  # This makes no virtual environment. If python3 belongs to one already, a second one would see
+  # the packages of the base interpreter, not those of the first.
+  local site=$PWD/bench/out/site
+  [ -d "$site" ] || python3 -m pip install --quiet --no-index --no-deps --no-compile \
+    --target "$site" bench/wheels/*.whl
+  export PYTHONPATH=$site:$PWD
+}
+
+# Writes bench/out/grown/{target,draft,head} if they are missing. They are as Llama-3.1-8B and
+# Llama-3.2-1B in shape, and compute what the bundled models compute.
+grow() {
+  python3 - <<'PY'
+from pathlib import Path
+import torch
+from outrider.launch.grow import Shape, grow_head, make_checkpoint
+
+out, models = Path("bench/out/grown"), Path("models")
+if torch.cuda.is_available():
+    shapes = Shape(4096, 32, 64, 16, 14336, 128256), Shape(2048, 16, 32, 8, 8192, 128256)
+else:
+    shapes = (Shape(384, 7, 6, 2, 1152, 8192),) * 2
+for name, shape in zip(("target", "draft"), shapes, strict=True):
+    if not (out / name).is_dir():
+        make_checkpoint(models / name, out / name, shape, "bfloat16")
+grow_head(models / "heads/eagle3", models / "target", out / "target", out / "head")
+PY
+}
+
 case "$step" in
+test | kernels | steps | trees | stack | tenants) install_wheels ;;&
 test)
   echo "test: estimated 4 minutes on a GPU"
   mapfile -t files < <(grep -l cuda tests/lm/test_*.py)
@@ -46,44 +81,13 @@ kernels | steps | trees)
   ;;
 stack)
   echo "$step: estimated 9 minutes on a GPU, one of them to grow the models"
-  if compgen -G "bench/wheels/*.whl" > /dev/null; then
-    # This makes no virtual environment. If python3 belongs to one already, a second one would see
-    # the packages of the base interpreter, not those of the first.
-    site=$PWD/bench/out/site
-    python3 -m pip install --quiet --no-index --no-deps --upgrade --target "$site" bench/wheels/*.whl
-    export PYTHONPATH=$site:$PWD
-  fi
+  grow
   experiment=$OUT/$step.yaml
   cp "bench/experiments/gpu-$step.yaml" "$experiment"
-  target=$(
-    python3 - "$experiment" <<'PY'
-import re, sys
-from pathlib import Path
-import torch
-from outrider.launch.grow import Shape, grow_head
-from outrider_bench.grown import grown_checkpoint
-
-file, out, models = Path(sys.argv[1]), Path("bench/out"), Path("models")
-text = file.read_text()
-if torch.cuda.is_available():
-    # As Llama-3.1-8B and Llama-3.2-1B; both compute what the bundled models compute.
-    shapes = Shape(4096, 32, 64, 16, 14336, 128256), Shape(2048, 16, 32, 8, 8192, 128256)
-else:
-    shapes = (Shape(384, 7, 6, 2, 1152, 8192),) * 2
-    text = re.sub(r"batch: .*", "batch: [1]", text)
-    text = re.sub(r"repetitions: .*", "repetitions: 1", text)
-for name, shape in zip(("target", "draft"), shapes, strict=True):
-    path = grown_checkpoint(models / name, out, shape, "bfloat16")
-    text = text.replace(name.upper(), str(path))
-    if name == "target":
-        head = out / "head"
-        grow_head(models / "heads/eagle3", models / "target", path, head)
-        text = text.replace("HEAD", str(head))
-        print(path)
-file.write_text(text)
-PY
-  )
-  python3 -m outrider_bench.gpu texts "$OUT" --model "$target"
+  if ! python3 -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+    sed -i 's/batch: .*/batch: [1]/; s/repetitions: .*/repetitions: 1/' "$experiment"
+  fi
+  python3 -m outrider_bench.gpu texts "$OUT" --model bench/out/grown/target
   python3 -m outrider_bench.gpu tables "$OUT"
   runs=$OUT/runs
   mkdir -p "$runs"
@@ -97,6 +101,18 @@ PY
   run=$(find "$runs" -name run.json -printf '%T@ %h\n' | sort -n | tail -n 1 | cut -d ' ' -f 2)
   python3 -m outrider.launch.cli experiment report "$run" | tee "$OUT/$step.txt"
   cp "$run/report/figures.csv" "$OUT/$step.csv"
+  ;;
+grow)
+  grow
+  ;;
+tenants)
+  echo "$step: estimated 3 minutes"
+  log=$OUT/tenants.log
+  python3 -m outrider.launch.cli serve models/target --drafter ngram \
+    --drafter model=models/draft --http-port 8123 > "$log" 2>&1 &
+  trap 'kill %1; wait' EXIT
+  python3 bench/traffic/play.py --port 8123 bench/traffic/{alone,burst,prompts,unread,choices}.jsonl \
+    bench/traffic/alone.jsonl | tee "$OUT/tenants.txt" || tail -n 50 "$log"
   ;;
 tables)
   python3 -m outrider_bench.gpu tables "$OUT"
@@ -139,7 +155,7 @@ pack)
     }' | sort -n | tail -n 12
   ;;
 *)
-  sed -n '2,18p' "$0"
+  sed -n '2,20p' "$0"
   exit 2
   ;;
 esac

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
+from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.lm.gpu.triton_attention import paged_attention
@@ -26,6 +27,8 @@ from verifier_svc.verification.draft import Draft
 _PAGE_SIZE = 16
 # Keys of all sequences together that fit a card beside the weights.
 _MOST_KEYS = 300_000
+# Kernels of a forward that are listed.
+_LONGEST = 12
 _HOW = {
     "greedy": SamplingParams(0.0),
     "temperature 1": SamplingParams(1.0),
@@ -161,7 +164,8 @@ def _steps(
 ) -> None:
     """Measure each cell's forward eagerly and then as a graph; then chunks of prompts."""
     sizes = model._device.sizes
-    cells = [cell for cell in product(sizes.batches, contexts, tokens) if model.holds(*cell)]
+    batches = sizes.batches
+    cells = [cell for cell in product(batches, contexts, tokens) if model.holds(*cell)]
     for batch, context, count in cells:
         lines.check()
         ms, host_ms = model.timed(_slices(batch, context, count))
@@ -175,6 +179,8 @@ def _steps(
         cell = {"batch": batch, "context": context, "tokens": count}
         figures = {"graph_ms": ms, "host_ms": host_ms, "floor_ms": floor_ms}
         lines.say(model.name, **cell, **figures, share=floor_ms / ms)
+    for batch, count in {(batches[0], tokens[0]), (batches[-1], tokens[-1])}:
+        _longest_kernels(lines, model, batch, contexts[0], count)
     for others in beside:
         lines.check()
         # A prompt's chunk fills the forward.
@@ -184,6 +190,23 @@ def _steps(
         ms, host_ms = model.timed([*decoding, replace(slices[-1], logit_count=1)])
         cell = {"batch": others + 1, "context": contexts[0], "tokens": length}
         lines.say(f"{model.name}, a prompt beside others", **cell, ms=ms, host_ms=host_ms)
+
+
+def _longest_kernels(lines: Lines, model: _Model, batch: int, context: int, tokens: int) -> None:
+    """Say which kernels of a forward take most of its time."""
+    if not model._device.is_gpu or not model.holds(batch, context, tokens):
+        return
+    slices = _slices(batch, context, tokens)
+    model.runner.forward(slices)
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        model.runner.forward(slices)
+        torch.cuda.synchronize()
+    by_time = sorted(profiled.key_averages(), key=lambda event: -event.device_time_total)
+    cell = {"batch": batch, "context": context, "tokens": tokens}
+    for rank, event in enumerate(by_time[:_LONGEST]):
+        figures = {"kernel": event.key[:80], "us": event.device_time_total, "calls": event.count}
+        lines.say(f"{model.name}, kernel {rank + 1}", **cell, **figures)
 
 
 def trees(lines: Lines, device: Device) -> None:

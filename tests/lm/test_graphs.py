@@ -260,6 +260,7 @@ def compare_long(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch, kernel: A
         torch.testing.assert_close(made, wanted, atol=1e-4, rtol=0)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a test below does it on the GPU")
 def test_trees_of_64_and_prompts_behind_many_tokens_run_in_graphs(
     capture: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
