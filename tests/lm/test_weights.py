@@ -10,7 +10,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.lm.cpu import weights
-from outrider.lm.cpu.weights import FusedLinearPart, PackedLinear, TiledLinear, optimize_for_cpu
+from outrider.lm.cpu.weights import PackedLinear, TiledLinear, optimize_for_cpu
+from outrider.lm.fused_linear import FusedLinearPart
 
 needs_bfloat16 = pytest.mark.skipif(
     not torch.ops.mkldnn._is_mkldnn_bf16_supported(),

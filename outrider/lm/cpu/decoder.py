@@ -16,7 +16,8 @@ import torch
 from outrider.lm.attention import LayerCache
 from outrider.lm.cpu.attention import Batch, Layer
 from outrider.lm.cpu.library import library, prefix
-from outrider.lm.cpu.weights import FusedLinearPart, LinearStruct, TiledLinear
+from outrider.lm.cpu.weights import LinearStruct, TiledLinear
+from outrider.lm.fused_linear import FusedLinearPart
 from outrider.lm.layout import BatchLayout, SequenceSlice
 
 log = logging.getLogger(__name__)

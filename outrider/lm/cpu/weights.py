@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, cast
 
@@ -23,9 +22,7 @@ import torch
 from torch.nn.functional import linear
 
 from outrider.lm.cpu.library import library, prefix
-
-# Children of one module that models call in turn with the same input.
-_SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+from outrider.lm.fused_linear import FusedLinear, FusedLinearPart, fusible
 
 
 class LeanLinear(torch.nn.Module):
@@ -172,53 +169,13 @@ def _gemm_function(dtype: torch.dtype) -> Any:
 CpuLinear = LeanLinear | PackedLinear | TiledLinear
 
 
-class FusedLinear:
-    """Several layers that share an input, as one product.
-
-    The first call with an input computes all layers; the call of the last layer drops the outputs.
-    """
-
-    def __init__(self, layer: CpuLinear, sizes: Sequence[int]) -> None:
-        """`layer` computes all outputs; `sizes` are the layers' output features, in order."""
-        self.layer = layer
-        self._sizes = list(sizes)
-        self._input: torch.Tensor | None = None
-        self._outputs: Sequence[torch.Tensor] = ()
-
-    def part(self, index: int, x: torch.Tensor) -> torch.Tensor:
-        """Return the output of layer `index` for the input x [..., in]."""
-        if x is not self._input:
-            self._outputs = torch.split(self.layer(x), self._sizes, -1)
-            self._input = x
-        out = self._outputs[index]
-        if index == len(self._sizes) - 1:
-            self._input = None
-            self._outputs = ()
-        return out
-
-
-class FusedLinearPart(torch.nn.Module):
-    """One of the layers of a `FusedLinear`; x [..., in] to [..., out]."""
-
-    def __init__(self, fused: FusedLinear, index: int) -> None:
-        super().__init__()
-        self.fused = fused
-        self._index = index
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute what the replaced layer computes."""
-        return self.fused.part(self._index, x)
-
-    __call__ = forward
-
-
 def optimize_for_cpu(model: torch.nn.Module) -> None:
     """Copy the weights into ordinary memory and replace the linear layers, in place.
 
     A reordered weight is no longer tied to an embedding, which keeps its own copy. Subclasses of
     `torch.nn.Linear`, and weights that are not used through a layer, stay as they are.
     """
-    fused = {layer for module in model.modules() for layers in _fusible(module) for layer in layers}
+    fused = {layer for module in model.modules() for layers in fusible(module) for layer in layers}
     # Fusing and reordering copy a weight out of the file. A copy before that as well would double
     # the model's memory for a while, and the heap would stay that large.
     unfused = (module for module in model.modules() if module not in fused)
@@ -231,18 +188,6 @@ def optimize_for_cpu(model: torch.nn.Module) -> None:
             if id(parameter) in to_copy:
                 parameter.data = parameter.data.clone()
         _replace(model)
-
-
-def _fusible(module: torch.nn.Module) -> list[list[torch.nn.Linear]]:
-    """Return the groups of children that share their input, each in the order of its calls."""
-    found = []
-    for names in _SIBLINGS:
-        layers = [getattr(module, name, None) for name in names]
-        linears = [layer for layer in layers if type(layer) is torch.nn.Linear]
-        kinds = {(layer.in_features, layer.weight.dtype, layer.bias is None) for layer in linears}
-        if len(linears) == len(names) and len(kinds) == 1:
-            found.append(linears)
-    return found
 
 
 def _cpu_class(module: torch.nn.Module) -> type[CpuLinear] | None:
@@ -261,12 +206,8 @@ def _cpu_class(module: torch.nn.Module) -> type[CpuLinear] | None:
 def _replace(module: torch.nn.Module) -> None:
     """Replace all linear layers below `module`."""
     parts: dict[torch.nn.Module, FusedLinearPart] = {}
-    for layers in _fusible(module):
-        biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
-        weight = torch.cat([layer.weight.detach() for layer in layers])
-        bias = torch.cat(biases) if biases else None
-        sizes = [layer.out_features for layer in layers]
-        fused = FusedLinear(_replacement(layers[0], weight, bias), sizes)
+    for layers in fusible(module):
+        fused = FusedLinear(layers, _replacement)
         parts |= {layer: FusedLinearPart(fused, i) for i, layer in enumerate(layers)}
     for name, child in module.named_children():
         if child in parts:

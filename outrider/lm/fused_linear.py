@@ -1,0 +1,70 @@
+"""Layers that share an input, as one product."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+ATTENTION = ("q_proj", "k_proj", "v_proj")
+SIBLINGS = (ATTENTION, ("gate_proj", "up_proj"))
+"""Children of one module that models call in turn with the same input."""
+
+MakeLayer = Callable[[torch.nn.Linear, torch.Tensor, torch.Tensor | None], torch.nn.Module]
+"""Makes a layer that computes as the given one does, with this weight and bias."""
+
+
+class FusedLinear:
+    """Several layers that share an input, as one product.
+
+    The first call with an input computes all layers; the call of the last layer drops the outputs.
+    """
+
+    def __init__(self, layers: Sequence[torch.nn.Linear], make: MakeLayer) -> None:
+        """`make` gets a layer, and weight and bias of all `layers`, to compute their outputs."""
+        biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
+        weight = torch.cat([layer.weight.detach() for layer in layers])
+        self.layer = make(layers[0], weight, torch.cat(biases) if biases else None)
+        self._sizes = [layer.out_features for layer in layers]
+        self._input: torch.Tensor | None = None
+        self._outputs: Sequence[torch.Tensor] = ()
+
+    def part(self, index: int, x: torch.Tensor) -> torch.Tensor:
+        """Return the output of layer `index` for the input x [..., in]."""
+        if x is not self._input:
+            self._outputs = torch.split(self.layer(x), self._sizes, -1)
+            self._input = x
+        out = self._outputs[index]
+        if index == len(self._sizes) - 1:
+            self._input = None
+            self._outputs = ()
+        return out
+
+
+class FusedLinearPart(torch.nn.Module):
+    """One of the layers of a `FusedLinear`; x [..., in] to [..., out]."""
+
+    def __init__(self, fused: FusedLinear, index: int) -> None:
+        super().__init__()
+        self.fused = fused
+        self._index = index
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute what the replaced layer computes."""
+        return self.fused.part(self._index, x)
+
+    __call__ = forward
+
+
+def fusible(
+    module: torch.nn.Module, siblings: Sequence[Sequence[str]] = SIBLINGS
+) -> list[list[torch.nn.Linear]]:
+    """Return the groups of children that share their input, each in the order of its calls."""
+    found = []
+    for names in siblings:
+        layers = [getattr(module, name, None) for name in names]
+        linears = [layer for layer in layers if type(layer) is torch.nn.Linear]
+        kinds = {(layer.in_features, layer.weight.dtype, layer.bias is None) for layer in linears}
+        if len(linears) == len(names) and len(kinds) == 1:
+            found.append(linears)
+    return found
