@@ -29,7 +29,7 @@ there="torch transformers huggingface-hub safetensors tokenizers numpy packaging
   filelock fsspec jinja2 markupsafe setuptools networkx sympy mpmath triton anyio certifi click h11
   httpcore httpx idna hf-xet typer rich pygments markdown-it-py mdurl shellingham annotated-doc
   matplotlib contourpy cycler fonttools kiwisolver pillow pyparsing python-dateutil six uvloop
-  prometheus-client psutil wrapt msgpack attrs typing-extensions typing-inspection"
+  prometheus-client psutil wrapt msgpack attrs typing-extensions"
 
 step=${1:-}
 shift || true
@@ -65,6 +65,13 @@ grow_head(models / "heads/eagle3", models / "target", out / "target", out / "hea
 PY
 }
 
+# Runs or reports an experiment. The sources are not installed, so `outrider experiment` is missing.
+experiment() {
+  python3 -c 'import sys
+from importlib import import_module
+sys.exit(import_module(f"outrider_bench.experiment.{sys.argv[1]}").main(sys.argv[2:]))' "$@"
+}
+
 case "$step" in
 test | kernels | steps | trees | stack | tenants) install_wheels ;;&
 test)
@@ -82,10 +89,10 @@ kernels | steps | trees)
 stack)
   echo "$step: estimated 9 minutes on a GPU, one of them to grow the models"
   grow
-  experiment=$OUT/$step.yaml
-  cp "bench/experiments/gpu-$step.yaml" "$experiment"
+  file=$OUT/$step.yaml
+  cp "bench/experiments/gpu-$step.yaml" "$file"
   if ! python3 -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
-    sed -i 's/batch: .*/batch: [1]/; s/repetitions: .*/repetitions: 1/' "$experiment"
+    sed -i 's/batch: .*/batch: [1]/; s/repetitions: .*/repetitions: 1/' "$file"
   fi
   python3 -m outrider_bench.gpu texts "$OUT" --model bench/out/grown/target
   python3 -m outrider_bench.gpu tables "$OUT"
@@ -95,11 +102,11 @@ stack)
   # A killed step keeps all but its last ten seconds.
   (while sleep 10; do keep; done) > /dev/null 2>&1 &
   trap 'kill $!; keep' EXIT
-  timeout --signal=INT "${MOST_SECONDS:-480}" \
-    python3 -m outrider.launch.cli experiment run "$experiment" --out "$runs" "$@" ||
-    echo "$step: ended with status $?"
+  export -f experiment
+  timeout --signal=INT "${MOST_SECONDS:-480}" bash -c 'experiment "$@"' - \
+    run "$file" --out "$runs" "$@" || echo "$step: ended with status $?"
   run=$(find "$runs" -name run.json -printf '%T@ %h\n' | sort -n | tail -n 1 | cut -d ' ' -f 2)
-  python3 -m outrider.launch.cli experiment report "$run" | tee "$OUT/$step.txt"
+  experiment report "$run" | tee "$OUT/$step.txt"
   cp "$run/report/figures.csv" "$OUT/$step.csv"
   ;;
 grow)

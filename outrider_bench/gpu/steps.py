@@ -17,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.lm.gpu.triton_attention import paged_attention
 from outrider.lm.layout import BatchLayout
+from outrider.lm.pages import KVSequence
 from outrider.lm.runner import Bounds, ModelRunner, SequenceSlice
 from outrider.protocol.messages import AcceptanceRule, SamplingParams
 from outrider.sampling.logits import Context
@@ -54,9 +55,11 @@ def _slices(batch: int, context: int, tokens: int) -> list[SequenceSlice]:
     """Chains of `tokens` behind `context` tokens each, in pages scattered over a cache."""
     each = -(-(context + tokens) // _PAGE_SIZE)
     pages = Random(0).sample(range(batch * each), batch * each)
+    # As in a service, the device knows the pages of a running sequence after its first step.
+    sequences = [KVSequence(pages[i * each : (i + 1) * each]) for i in range(batch)]
     return [
-        SequenceSlice([1] * tokens, context, pages[i * each : (i + 1) * each], tokens)
-        for i in range(batch)
+        SequenceSlice([1] * tokens, context, sequence.pages, tokens, kv=sequence)
+        for sequence in sequences
     ]
 
 
@@ -164,8 +167,7 @@ def _steps(
 ) -> None:
     """Measure each cell's forward eagerly and then as a graph; then chunks of prompts."""
     sizes = model._device.sizes
-    batches = sizes.batches
-    cells = [cell for cell in product(batches, contexts, tokens) if model.holds(*cell)]
+    cells = [cell for cell in product(sizes.batches, contexts, tokens) if model.holds(*cell)]
     for batch, context, count in cells:
         lines.check()
         ms, host_ms = model.timed(_slices(batch, context, count))
@@ -179,8 +181,9 @@ def _steps(
         cell = {"batch": batch, "context": context, "tokens": count}
         figures = {"graph_ms": ms, "host_ms": host_ms, "floor_ms": floor_ms}
         lines.say(model.name, **cell, **figures, share=floor_ms / ms)
-    for batch, count in {(batches[0], tokens[0]), (batches[-1], tokens[-1])}:
-        _longest_kernels(lines, model, batch, contexts[0], count)
+    short = [cell for cell in cells if cell[1] == contexts[0]]
+    for cell in (short[0], short[-1]):
+        _longest_kernels(lines, model, *cell)
     for others in beside:
         lines.check()
         # A prompt's chunk fills the forward.
@@ -194,7 +197,7 @@ def _steps(
 
 def _longest_kernels(lines: Lines, model: _Model, batch: int, context: int, tokens: int) -> None:
     """Say which kernels of a forward take most of its time."""
-    if not model._device.is_gpu or not model.holds(batch, context, tokens):
+    if not model._device.is_gpu:
         return
     slices = _slices(batch, context, tokens)
     model.runner.forward(slices)
