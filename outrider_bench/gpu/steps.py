@@ -182,8 +182,8 @@ def _steps(
         figures = {"graph_ms": ms, "host_ms": host_ms, "floor_ms": floor_ms}
         lines.say(model.name, **cell, **figures, share=floor_ms / ms)
     short = [cell for cell in cells if cell[1] == contexts[0]]
-    for cell in (short[0], short[-1]):
-        _longest_kernels(lines, model, *cell)
+    for shape in (short[0], short[-1]):
+        _longest_kernels(lines, model, *shape)
     for others in beside:
         lines.check()
         # A prompt's chunk fills the forward.
