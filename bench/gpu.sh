@@ -45,6 +45,14 @@ install_wheels() {
   export PYTHONPATH=$site:$PWD
 }
 
+# Builds the kernels for the drafter on the host's CPU. The engine's step stays uncompiled: its
+# compiler does not fit what travels.
+build_kernels() {
+  compgen -G "outrider/lm/cpu/*.so" > /dev/null ||
+    python3 setup.py --quiet build -j 5 --build-base bench/out/build --build-lib bench/out/lib
+  [ ! -d bench/out/lib ] || cp bench/out/lib/outrider/lm/cpu/*.so outrider/lm/cpu/
+}
+
 # Writes bench/out/grown/{target,draft,head} if they are missing. They are as Llama-3.1-8B and
 # Llama-3.2-1B in shape, and compute what the bundled models compute.
 grow() {
@@ -88,6 +96,7 @@ kernels | steps | trees)
   ;;
 stack)
   echo "$step: estimated 9 minutes on a GPU, one of them to grow the models"
+  build_kernels
   grow
   file=$OUT/$step.yaml
   cp "bench/experiments/gpu-$step.yaml" "$file"
@@ -110,10 +119,12 @@ stack)
   cp "$run/report/figures.csv" "$OUT/$step.csv"
   ;;
 grow)
+  build_kernels
   grow
   ;;
 tenants)
   echo "$step: estimated 3 minutes"
+  build_kernels
   log=$OUT/tenants.log
   python3 -m outrider.launch.cli serve models/target --drafter ngram \
     --drafter model=models/draft --http-port 8123 > "$log" 2>&1 &
