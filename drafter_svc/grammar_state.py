@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import logging
+from typing import TYPE_CHECKING
+
 import numpy as np
 
+from outrider.drafter.draft_sequence import DraftSequence
+from outrider.errors import OutriderError
 from outrider.grammar.backends import Mask, Matcher
 from outrider.process.clock import Clock, thread_cpu
+
+if TYPE_CHECKING:
+    from outrider.grammar.compiler import GrammarCompiler
+
+log = logging.getLogger(__name__)
 
 # A mask may take so much processor time; what exceeds it, over all masks of a sequence, may be at
 # most the second time (seconds). Usual masks take 0.05 to 0.5 ms. Other sequences' drafts wait.
@@ -28,6 +38,22 @@ class GrammarState:
         self._matcher = matcher
         self._width = mask_width
         self._accepted: list[int] = []
+
+    @classmethod
+    def of(cls, sequence: DraftSequence, grammars: GrammarCompiler | None) -> GrammarState | None:
+        """Compile a sequence's grammar, which can take long; None without a grammar.
+
+        The verifier has compiled the same grammar, so a failure is logged and nothing is masked.
+        """
+        grammar = sequence.opened.grammar
+        if grammar is None or grammars is None:
+            return None
+        matcher = None
+        try:
+            matcher = grammars.compile(grammar).matcher()
+        except OutriderError as error:
+            log.warning("sequence %d is drafted without its grammar: %s", sequence.id, error)
+        return cls(matcher, grammars.mask_width)
 
     def mask(self, output: list[int]) -> Mask | None:
         """The bit mask, [1, mask_width], of the tokens that may follow `output`.

@@ -6,7 +6,6 @@ as well.
 
 from __future__ import annotations
 
-import logging
 from itertools import accumulate, takewhile
 
 import numpy as np
@@ -16,7 +15,6 @@ from drafter_svc.families.cached_draft import CachedDraft, Guess
 from drafter_svc.families.shared_pages import SharedPagePool
 from drafter_svc.families.vocabulary import Vocabulary
 from drafter_svc.grammar_state import GrammarState
-from outrider.errors import OutriderError
 from outrider.grammar.compiler import GrammarCompiler
 from outrider.lm.runner import ModelRunner, SequenceSlice
 from outrider.protocol.draft_messages import SparseDistribution
@@ -25,8 +23,6 @@ from outrider.sampling.logits import Context, adjust
 from outrider.sampling.noise import Purpose, coupled_keys, uniforms
 from outrider.sampling.sampler import coupled_sample, coupled_top, inverse_cdf, target_probs
 from outrider.sampling.tensors import on
-
-log = logging.getLogger(__name__)
 
 # Alternative tokens that are remembered for each guessed token, without and with trees.
 _ALTERNATIVES = 3
@@ -64,7 +60,8 @@ class Forwards:
         for draft in drafts:
             draft.begin()
             self._begin_text(draft)
-            self._begin_grammar(draft)
+            if draft.grammar is None and draft.at is None:
+                draft.grammar = GrammarState.of(draft.sequence, self._grammars)
 
     def wanting(self, drafts: list[CachedDraft]) -> list[CachedDraft]:
         """The drafts that have not reached their goal, after reserving pages for their tokens."""
@@ -104,23 +101,6 @@ class Forwards:
         if self._vocabulary is not None and draft.own_text is None:
             draft.own_text = self._vocabulary.begin(draft.sequence.tokens)
             self._pool.match_prefix(draft.kv, draft.committed, draft.sequence.opened.tenant)
-
-    def _begin_grammar(self, draft: CachedDraft) -> None:
-        """Compile a sequence's grammar, on this thread because it can take long.
-
-        The verifier has compiled the same grammar, so a failure is logged and the mask is left out.
-        """
-        grammar = draft.sequence.opened.grammar
-        if grammar is None or self._grammars is None:
-            return
-        if draft.grammar is not None or draft.at is not None:
-            return
-        try:
-            matcher = self._grammars.compile(grammar).matcher()
-        except OutriderError as error:
-            log.warning("sequence %d is drafted without its grammar: %s", draft.sequence.id, error)
-            matcher = None
-        draft.grammar = GrammarState(matcher, self._grammars.mask_width)
 
     def _guess_parallel(self, drafts: list[CachedDraft]) -> bool:
         """Guess all tokens that are wanted by one forward of a PARD model (arXiv 2504.18583).

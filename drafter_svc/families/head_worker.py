@@ -6,10 +6,13 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import takewhile
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import AutoConfig
 
+from drafter_svc.families.vocabulary import end_ids_of
+from drafter_svc.grammar_state import GrammarState
 from outrider.drafter.draft_sequence import DraftSequence
 from outrider.errors import invalid
 from outrider.heads.loading import load, target_weights
@@ -32,6 +35,9 @@ from outrider.sampling.logits import Context, adjust
 from outrider.sampling.noise import coupled_keys
 from outrider.sampling.sampler import coupled_top, target_probs
 from outrider.sampling.tensors import on
+
+if TYPE_CHECKING:
+    from outrider.grammar.compiler import GrammarCompiler
 
 _PAGE_SIZE = 16
 _CACHE_BYTES = 2**30
@@ -83,6 +89,8 @@ class HeadDraft:
     """The work on the last features that were read before a draft needed them."""
     failed: bool = False
     """Whether a forward failed, so that the head has to be told of the whole text again."""
+    grammar: GrammarState | None = None
+    """That of the request. It belongs to the head's thread, too."""
 
     def keep(self, first_position: int, rows: FeatureRows) -> int:
         """Keep features; return the position behind the last of them."""
@@ -123,7 +131,13 @@ class HeadWorker:
 
     fatal = (torch.AcceleratorError,)
 
-    def __init__(self, model: HeadModel, thread: ThreadPoolExecutor) -> None:
+    def __init__(
+        self,
+        model: HeadModel,
+        thread: ThreadPoolExecutor,
+        grammars: GrammarCompiler | None = None,
+    ) -> None:
+        """With `grammars`, the head guesses no token that a request's grammar forbids."""
         self.spec: HeadSpec = model.spec
         self.device = model.device
         self.dtype_name = str(model.dtype).removeprefix("torch.")
@@ -131,6 +145,7 @@ class HeadWorker:
         """The name of the head's projection; empty if it has none."""
         self._model = model
         self._thread = thread
+        self._grammars = grammars
 
     @classmethod
     def load(
@@ -149,6 +164,8 @@ class HeadWorker:
 
         `dtype` auto is float32 on a CPU, where a head is small, and bfloat16 on a GPU.
         """
+        from outrider.grammar.compiler import GrammarCompiler
+
         if threads is not None:
             torch.set_num_threads(threads)
         place = find_device(device)
@@ -168,7 +185,9 @@ class HeadWorker:
             dtype=numbers,
             device=place,
         )
-        return cls(model, thread)
+        # Its verifier has checked them.
+        grammars = GrammarCompiler(target, found.spec.vocab_size, end_ids_of(target), trusted=True)
+        return cls(model, thread, grammars)
 
     def width(self, *, projected: bool) -> int:
         """Numbers in a feature, before or behind the head's projection."""
@@ -232,6 +251,7 @@ class HeadWorker:
         batch = []
         for draft, new in news:
             if draft.read is None:
+                draft.grammar = draft.grammar or GrammarState.of(draft.sequence, self._grammars)
                 draft.read = self._model.open(new.tokens, draft.sequence.opened.tenant)
                 new = News([], new.first_position, new.features)
             extension = Extension(
@@ -275,20 +295,21 @@ def _ranker(drafts: list[HeadDraft]) -> Rank | None:
         for i, opened in enumerate(openings)
         if opened.distribution is DraftDistribution.COUPLED and not opened.sampling.greedy
     }
-    adjusts = any(opened.sampling.adjusts for opened in openings)
+    adjusts = any(draft.grammar or draft.sequence.opened.sampling.adjusts for draft in drafts)
     if not coupled and not adjusts:
         return None
     texts = [draft.read.tokens for draft in drafts if draft.read]
+
+    def context(i: int, run: Sequence[int]) -> Context:
+        opened, text, grammar = openings[i], [*texts[i], *run], drafts[i].grammar
+        mask = grammar.mask(text[opened.prompt_length :]) if grammar else None
+        return Context(opened.sampling, text, opened.prompt_length, mask=mask)
 
     def rank(
         places: Sequence[Place], scores_RV: torch.Tensor, width: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if adjusts:
-            contexts = [
-                Context(openings[i].sampling, [*texts[i], *run], openings[i].prompt_length)
-                for i, run in places
-            ]
-            scores_RV = adjust(scores_RV, contexts)
+            scores_RV = adjust(scores_RV, [context(i, run) for i, run in places])
         shares, tokens = scores_RV.softmax(-1).topk(width)
         rows = [row for row, (i, _) in enumerate(places) if i in coupled]
         if rows:
@@ -298,7 +319,8 @@ def _ranker(drafts: list[HeadDraft]) -> Rank | None:
             keys = coupled_keys(seeds, [len(texts[i]) + len(run) for i, run in drawn])
             tokens[rows], best = coupled_top(probs, on(probs.device, keys), width)
             shares[rows] = best.to(shares.dtype)
-        return tokens, shares
+        # A row whose every token is forbidden has no shares.
+        return tokens, shares.nan_to_num(0.0)
 
     return rank
 

@@ -228,11 +228,11 @@ def load_vocabulary(
 
     own = TokenTable(load_tokenizer(model), token_bytes(model)[:vocab_size], end_ids)
     return Vocabulary(
-        own, TokenTable(load_tokenizer(target), token_bytes(target), _end_ids(target))
+        own, TokenTable(load_tokenizer(target), token_bytes(target), end_ids_of(target))
     )
 
 
-def _end_ids(model: str) -> tuple[int, ...]:
+def end_ids_of(model: str) -> tuple[int, ...]:
     """The ids that end a text. The generation config comes first, as for a model that is loaded."""
     for name in ("generation_config.json", "config.json"):
         path = model_file(model, name)

@@ -51,7 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Save:
 @cache
 def vocabulary_of(own: Path, target: Path) -> Vocabulary:
     size = load_tokenizer(str(own)).get_vocab_size()
-    return load_vocabulary(str(own), size, module._end_ids(str(own)), str(target))
+    return load_vocabulary(str(own), size, module.end_ids_of(str(own)), str(target))
 
 
 PAIRS = [

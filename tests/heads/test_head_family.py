@@ -6,8 +6,11 @@ import random
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from family_rig import opened_sequence
@@ -17,6 +20,7 @@ from drafter_svc.families.head import HeadFamily
 from drafter_svc.families.head_worker import HeadWorker
 from outrider.drafter.session import DraftSession
 from outrider.errors import OutriderError
+from outrider.grammar.kinds import Grammar, GrammarKind
 from outrider.heads.loading import load
 from outrider.heads.model import Extension, HeadModel, Place, TargetWeights
 from outrider.heads.reading import read
@@ -57,9 +61,9 @@ class Site:
     def fresh(self, pages: int = 40) -> HeadModel:
         return load(self.head, self.weights, page_count=pages, page_size=4)
 
-    def join(self) -> DraftSession:
+    def join(self, grammars: Any = None) -> DraftSession:
         """A session of another connection to the same head."""
-        family = HeadFamily(HeadWorker(self.model, self.thread), VOCAB)
+        family = HeadFamily(HeadWorker(self.model, self.thread, grammars), VOCAB)
         session = DraftSession(family, lambda: 0.0)
         session.welcome(Welcome("m", VOCAB, 128, self.head.spec.feature_width))
         return session
@@ -273,6 +277,63 @@ def test_a_verifier_of_another_target_is_refused(eagle: Site) -> None:
         family.welcomed(Welcome("m", VOCAB, 128))
     with pytest.raises(OutriderError, match=f"reads features of {width} numbers"):
         family.welcomed(Welcome("m", VOCAB, 128, width + 1))
+
+
+class Rising:
+    """A grammar in which each token is 1 to 3 more than the one before it, from `first` on."""
+
+    mask_width = -(-VOCAB // 32)
+    ended = False
+
+    def __init__(self, first: int) -> None:
+        self.output = [first]
+
+    def compile(self, grammar: Grammar) -> Rising:
+        return self
+
+    def matcher(self) -> Rising:
+        return self
+
+    def allows(self, output: list[int]) -> bool:
+        return all(0 < token - before < 4 for before, token in pairwise([self.output[0], *output]))
+
+    def accept(self, token: int) -> bool:
+        self.output.append(token)
+        return self.allows(self.output[1:])
+
+    def rollback(self, count: int) -> None:
+        del self.output[len(self.output) - count :]
+
+    def fill(self, mask: np.ndarray, row: int) -> None:
+        for token in range(self.output[-1] + 1, min(self.output[-1] + 4, VOCAB)):
+            mask.view(np.uint32)[row, token // 32] |= np.uint32(1 << token % 32)
+
+
+@pytest.mark.parametrize("distribution", [DraftDistribution.ONE_HOT, DraftDistribution.COUPLED])
+@pytest.mark.parametrize("kind", ["eagle3", "medusa", "dflash"])
+async def test_all_guesses_obey_the_requests_grammar(
+    kind: str, distribution: DraftDistribution, tmp_path: Path
+) -> None:
+    site = Site(kind, tmp_path)
+    text = site.text(12)
+    grammar: Any = Rising(text[-1] // 4)
+    site.session = site.join(grammar)
+    text[-1] = grammar.output[0] + 2
+    sampling = SamplingParams(0.0 if distribution is DraftDistribution.ONE_HOT else 0.7, seed=5)
+    more = {"sampling": sampling, "distribution": distribution}
+    choice = Grammar(GrammarKind.CHOICE, choices=("any",))
+    site.session.apply(opening(1, text[:11], grammar=choice, prompt_length=11, **more))
+    commit = replace(verdict(1, 12, text[11:]), tree_tokens=12)
+    news = site.features(1, text, 0, 11)
+    site.session.apply(StepBatch(features=[news], verdicts=[commit]))
+    [proposal] = (await site.session.round(never)).proposals
+    parents = proposal.parents or range(len(proposal.token_ids))
+    paths = [[text[-1]]]
+    for token, parent in zip(proposal.token_ids, parents, strict=True):
+        paths.append([*paths[parent], token])
+    assert len(paths) > WANTED
+    assert all(grammar.allows(path) for path in paths)
+    site.thread.shutdown()
 
 
 async def test_beside_a_coupled_guess_are_those_that_the_noise_would_draw_next(eagle: Site) -> None:
