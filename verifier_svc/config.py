@@ -66,10 +66,6 @@ class VerifierSettings(TargetSettings, TlsSettings, ScrapedSettings):
     dtype: Dtype = "auto"
     """Type of the weights and of the computation; auto takes the checkpoint's."""
 
-    fused_layers: bool = False
-    """On a GPU, compute norms, rotary embeddings and gated products by Liger-Kernel's kernels (the
-    extra `fused`), for fewer launches. Not measured on a GPU."""
-
     feature_states: list[int] = Field(default=[])
     """On a GPU, hidden states that drafters with a head may read, because CUDA graphs keep only
     states that are named before their capture: k for the input of layer k, the number of layers for

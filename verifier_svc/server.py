@@ -197,7 +197,6 @@ class Loader:
             page_count=settings.page_count,
             bounds=bounds,
             memory_share=settings.gpu_memory_share,
-            fused_layers=settings.fused_layers,
             threads=settings.threads,
             trust_remote_code=settings.trust_remote_code,
             progress=lambda detail: self._report(Stage.LOADING, detail),

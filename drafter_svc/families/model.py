@@ -52,10 +52,6 @@ class ModelSettings(FamilySettings):
     device: Device = "auto"
     """auto (CUDA when there is any), cpu, cuda or cuda:N."""
 
-    fused_layers: bool = False
-    """On a GPU, compute norms, rotary embeddings and gated products by Liger-Kernel's kernels (the
-    extra `fused`), for fewer launches. Not measured on a GPU."""
-
     page_count: int | None = Field(None, ge=1)
     """Pages of the KV cache, by default a part of the free memory. Set it where the drafter has too
     few pages for its sequences, or takes memory from others."""
@@ -332,7 +328,6 @@ def _load_runner(settings: ModelSettings, place: PlacementPlan) -> ModelRunner:
         page_count=settings.page_count,
         bounds=bounds,
         memory_share=settings.gpu_memory_share,
-        fused_layers=settings.fused_layers,
         threads=place.threads,
         trust_remote_code=settings.trust_remote_code,
     )

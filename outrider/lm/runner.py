@@ -17,7 +17,7 @@ from outrider.lm.cpu.decoder import CpuDecoder
 from outrider.lm.cpu.weights import optimize_for_cpu
 from outrider.lm.devices import find_device, find_dtype
 from outrider.lm.gpu import memory
-from outrider.lm.gpu.fused_layers import fuse
+from outrider.lm.gpu.fused_layers import join_projections, use_kernels
 from outrider.lm.gpu.graphs import Bounds, Graphs, buckets
 from outrider.lm.gpu.inputs import CacheShape
 from outrider.lm.hidden_states import FeatureProjection, HiddenStates
@@ -53,12 +53,12 @@ class ModelRunner:
         page_count: int | None = None,
         bounds: Bounds | None = None,
         memory_share: float = 0.9,
-        fused_layers: bool = False,
+        fused_layers: bool = True,
     ) -> None:
         """Take over a loaded `transformers` model; `load` explains the parameters.
 
-        Raises OutriderError(INVALID_VALUE) for a model that cannot be served, or whose layers
-        cannot be fused.
+        `fused_layers` lets a GPU compute by fewer kernels, where that is possible. Raises
+        OutriderError(INVALID_VALUE) for a model that cannot be served.
         """
         self.model_id = model_id
         self._name = model_id or type(model).__name__
@@ -74,10 +74,12 @@ class ModelRunner:
         self._kept: Mapping[int, torch.Tensor] = {}
         self.projections: Mapping[str, FeatureProjection] = {}
         """By name, what `copy_states` can make of the states."""
-        if fused_layers:
-            # Behind the model's own logits, which the fused layers are compared with.
-            fuse(self._model, self.device)
         self._graphs: Graphs | None = None
+        self.decoder: CpuDecoder | None = None
+        """Replaces the model's own forward on a CPU, where the C decoder supports the model."""
+        if fused_layers:
+            # Before the memory of a step is measured.
+            self._fuse(texts, own)
         self.page_count = page_count or self._default_page_count(bounds, memory_share)
         # The texts of the trial may need more pages than a small cache has.
         pages = max(self.page_count, texts.page_count)
@@ -88,8 +90,6 @@ class ModelRunner:
             pages += 1
         self._allocate(pages, longest)
         self._token_mover = self._make_token_mover()
-        self.decoder: CpuDecoder | None = None
-        """Replaces the model's own forward on a CPU, where the C decoder supports the model."""
         if self.device.type == "cpu":
             self.decoder = CpuDecoder.of(self._model, self._layers, self.page_size)
         self._compare(texts, own)
@@ -120,6 +120,21 @@ class ModelRunner:
         for layer in self._layers.values():
             layer.allocate(pages, self.page_size, max_seq_len, self.dtype, self.device)
 
+    def _fuse(self, texts: Texts, own: OwnLogits) -> None:
+        """Have a GPU compute by fewer kernels, unless they give other logits than the model."""
+        undo = use_kernels(self._model, self._name, self.device)
+        if undo is None:
+            return
+        pages = texts.page_count
+        self._allocate(pages, min(self.context_length, pages * self.page_size))
+        try:
+            self._compare(texts, own)
+        except OutriderError as cause:
+            log.warning("no kernel of Liger-Kernel is used; with them, %s", cause.message)
+            undo()
+        else:
+            join_projections(self._model)
+
     def _compare(self, texts: Texts, own: OwnLogits) -> None:
         """Raise OutriderError(INVALID_VALUE) if `forward` gives other logits than the model."""
         with support.refusals(self._name):
@@ -138,7 +153,6 @@ class ModelRunner:
         page_count: int | None = None,
         bounds: Bounds | None = None,
         memory_share: float = 0.9,
-        fused_layers: bool = False,
         threads: int | None = None,
         trust_remote_code: bool = False,
         progress: Callable[[str], None] | None = None,
@@ -150,9 +164,8 @@ class ModelRunner:
         is in tokens; by default `page_count` is as large as memory allows. On a GPU, the process
         takes at most `memory_share` of the card's memory: for the weights, the cache, and the
         largest step within `bounds`, which is measured; `capture` gets the same bounds.
-        `fused_layers` replaces small operators by Liger-Kernel's kernels there. `progress` receives
-        a line for each stage. Raises OutriderError: MODEL_NOT_FOUND, or INVALID_VALUE for a model
-        or setting that cannot be served.
+        `progress` receives a line for each stage. Raises OutriderError: MODEL_NOT_FOUND, or
+        INVALID_VALUE for a model or setting that cannot be served.
         """
         report = progress or (lambda detail: None)
         if threads is not None:
@@ -173,7 +186,6 @@ class ModelRunner:
             page_count=page_count,
             bounds=bounds,
             memory_share=memory_share,
-            fused_layers=fused_layers,
         )
 
     def warm_up(self) -> None:

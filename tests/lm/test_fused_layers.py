@@ -5,6 +5,9 @@ Runs on a GPU, or by Triton's interpreter on a CPU.
 
 from __future__ import annotations
 
+import logging
+import sys
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
@@ -16,14 +19,16 @@ from reference_kernel import paged_attention
 from tiny_models import CONFIGS, build
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedConfig
+from transformers.models.llama import modeling_llama
 
-from outrider.errors import OutriderError
 from outrider.lm import attention
+from outrider.lm.fused_linear import FusedLinearPart
 from outrider.lm.gpu import fused_layers, triton_attention
 from outrider.lm.runner import ModelRunner, SequenceSlice
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BATCH = [SequenceSlice([5, 9, 11, 3], 0, [0], 4), SequenceSlice([7, 2], 0, [3], 2)]
+ROTARY = modeling_llama.apply_rotary_pos_emb
 NAMES = [
     "llama",
     "qwen3",
@@ -135,11 +140,99 @@ def test_a_fused_layer_has_less_than_half_the_launches(
     assert counts == [plain, fused]
 
 
-def test_fused_layers_are_refused_without_a_gpu() -> None:
-    with pytest.raises(OutriderError, match="fused_layers needs a GPU on which Triton works"):
-        fused_layers.fuse(build(CONFIGS["llama"]), torch.device("cpu"))
+def logits_of(made: ModelRunner) -> torch.Tensor:
+    return made.forward(BATCH).clone()
 
 
-def test_fused_layers_are_refused_for_a_type_without_kernels(liger: None) -> None:
-    with pytest.raises(OutriderError, match=r"fused_layers cannot be on for .* type gpt2"):
-        runner(CONFIGS["gpt2, learned positions"], fused=True)
+def own_code(made: ModelRunner) -> bool:
+    """Whether a Llama computes by `transformers` alone."""
+    changed = [name for name, module in made._model.named_modules() if "forward" in vars(module)]
+    joined = [m for m in made._model.modules() if isinstance(m, FusedLinearPart)]
+    return not changed and not joined and modeling_llama.apply_rotary_pos_emb is ROTARY
+
+
+def test_a_later_model_of_the_type_has_its_own_classes(liger: None) -> None:
+    assert not own_code(runner(CONFIGS["llama"], fused=True))
+    kinds = {type(module) for module in build(CONFIGS["llama"]).modules()}
+    assert {modeling_llama.LlamaRMSNorm, modeling_llama.LlamaMLP} <= kinds
+    assert modeling_llama.LlamaMLP.__module__ == modeling_llama.__name__
+
+
+def test_on_a_cpu_nothing_is_fused_or_said(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    made = ModelRunner(build(CONFIGS["llama"]), page_count=16)
+    assert own_code(made)
+    assert caplog.messages == []
+
+
+@pytest.fixture
+def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, but the models are small enough for the comparison of a start."""
+    pytest.importorskip("liger_kernel")
+    monkeypatch.setattr(fused_layers, "triton_works", lambda device: True)
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", ROTARY)
+
+
+def test_a_type_without_kernels_is_served_and_named(
+    without_kernels: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    runner(CONFIGS["gpt2, learned positions"], fused=True)
+    [record] = caplog.records
+    assert record.levelname == "INFO"
+    assert record.message.endswith("Liger-Kernel's kernels: it has none for the type gpt2")
+
+
+def test_without_the_package_a_model_is_served_and_the_log_says_how_to_install_it(
+    without_kernels: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", None)
+    assert own_code(runner(CONFIGS["llama"], fused=True))
+    [record] = caplog.records
+    assert record.levelname == "INFO"
+    assert "liger-kernel is missing" in record.message
+    assert "pip install '.[fused]'" in record.message
+
+
+def wrong_logits(model: Any, **options: bool) -> None:
+    """Replace what Liger-Kernel does, by what computes something else."""
+    modeling_llama.apply_rotary_pos_emb = lambda query, key, *_: (query, key)
+    for layer in model.model.layers:
+        layer.mlp.forward = lambda x: -x
+
+
+def no_logits(model: Any, **options: bool) -> None:
+    """Fail in the forward, as a kernel does that cannot be compiled."""
+    model.model.norm.forward = lambda x: x.no_such_attribute
+
+
+def wrong_type(model: Any, **options: bool) -> None:
+    """Fail half-way, as for a class that is not the type's."""
+    wrong_logits(model)
+    raise TypeError("Unsupported model")
+
+
+@pytest.mark.parametrize(
+    ("apply", "said"),
+    [
+        (wrong_logits, "its logits differ"),
+        (no_logits, "no_such_attribute"),
+        (wrong_type, "TypeError: Unsupported model"),
+    ],
+)
+def test_a_model_whose_kernels_disagree_is_served_without_them(
+    apply: Callable[..., None],
+    said: str,
+    without_kernels: None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    wanted = logits_of(runner(CONFIGS["llama"], fused=False))
+    monkeypatch.setattr("liger_kernel.transformers._apply_liger_kernel_to_instance", apply)
+    made = runner(CONFIGS["llama"], fused=True)
+    assert own_code(made)
+    torch.testing.assert_close(logits_of(made), wanted, atol=0, rtol=0)
+    [record] = caplog.records
+    assert record.levelname == "WARNING"
+    assert said in record.message

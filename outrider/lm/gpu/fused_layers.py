@@ -8,39 +8,80 @@ slower than a large one.
 
 from __future__ import annotations
 
+import logging
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from outrider.errors import invalid
 from outrider.lm.fused_linear import ATTENTION, FusedLinear, FusedLinearPart, fusible
 from outrider.sampling.tensors import triton_works
 
-_SETTING = "fused_layers"
+log = logging.getLogger(__name__)
+
+_UNFUSED = "%s is served without Liger-Kernel's kernels: %s"
+_MISSING = "the package liger-kernel is missing (in Outrider's sources, pip install '.[fused]')"
+_ABSENT = object()
+
+_Attributes = dict[str, Any]
 
 
-def fuse(model: Any, device: torch.device) -> None:
-    """Replace the operators of a loaded `transformers` model.
+def use_kernels(model: Any, name: str, device: torch.device) -> Callable[[], None] | None:
+    """Have a loaded `transformers` model compute by Liger-Kernel's kernels, where they are.
 
-    The rotary embedding is replaced for all models of its type in this process. Raises
-    OutriderError(INVALID_VALUE) where that is not possible.
+    Return what undoes it; None if nothing changed, with the reason in the log on a GPU. The rotary
+    embedding changes for all models of its type in this process.
     """
     if not triton_works(device):
-        raise invalid(_SETTING, f"needs a GPU on which Triton works, not {device}")
+        return None
     try:
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
         from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
-    except ImportError as cause:
-        raise invalid(_SETTING, "needs the package liger-kernel: pip install '.[fused]'") from cause
+    except ImportError:
+        log.info(_UNFUSED, name, _MISSING)
+        return None
     kind = model.config.model_type
     if kind not in MODEL_TYPE_TO_APPLY_LIGER_FN:
-        raise invalid(_SETTING, f"cannot be on for a model of the type {kind}")
-    _join_projections(model)
-    # The fused losses are for training, and would replace the forward.
-    _apply_liger_kernel_to_instance(model, cross_entropy=False, fused_linear_cross_entropy=False)
+        log.info(_UNFUSED, name, f"it has none for the type {kind}")
+        return None
+    code = {sys.modules[type(module).__module__] for module in model.modules()}
+    before = [(vars(each), vars(each).copy()) for each in (*model.modules(), *code)]
+    try:
+        # The fused losses are for training, and would replace the forward.
+        _apply_liger_kernel_to_instance(
+            model, cross_entropy=False, fused_linear_cross_entropy=False
+        )
+    except Exception as cause:  # noqa: BLE001
+        # It fails in its own ways at classes or a `transformers` that it does not know.
+        _restore(_changes(before))
+        log.warning(_UNFUSED, name, f"{type(cause).__name__}: {cause}")
+        return None
+    changes = _changes(before)
+    # It also replaces classes. Later models, and their own logits, are to be of the real ones.
+    _restore([change for change in changes if isinstance(change[2], type)])
+    return lambda: _restore(changes)
 
 
-def _join_projections(model: torch.nn.Module) -> None:
+def _changes(before: list[tuple[_Attributes, _Attributes]]) -> list[tuple[_Attributes, str, Any]]:
+    """Return the attributes that differ from their copy, each with its earlier value."""
+    return [
+        (attributes, name, copy.get(name, _ABSENT))
+        for attributes, copy in before
+        for name, value in attributes.items()
+        if copy.get(name, _ABSENT) is not value
+    ]
+
+
+def _restore(changes: list[tuple[_Attributes, str, Any]]) -> None:
+    for attributes, name, value in changes:
+        if value is _ABSENT:
+            del attributes[name]
+        else:
+            attributes[name] = value
+
+
+def join_projections(model: torch.nn.Module) -> None:
     """Join the projections of each attention.
 
     Those of the gated product stay as they are: they are large, and Liger-Kernel would copy the
