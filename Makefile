@@ -81,6 +81,10 @@ pinned: $(SUPPLY)/installed
 	awk '/^[^ ]/ {keep = !/^(torch|nvidia-|cuda-)/} keep' $(PINNED)/heavy.txt \
 	  >$(SUPPLY)/heavy.txt
 	mv $(SUPPLY)/heavy.txt $(PINNED)/heavy.txt
+	cp $(PINNED)/gpu.txt $(SUPPLY)/gpu.txt
+	$(PIN) pyproject.toml --extra models --extra fused --constraint constraints.txt \
+	  --constraint $(PINNED)/heavy.txt --output-file $(SUPPLY)/gpu.txt
+	awk '/^[^ ]/ {keep = /^liger-kernel/} keep' $(SUPPLY)/gpu.txt >$(PINNED)/gpu.txt
 	$(PYTHON) -c "import tomllib; \
 	system = tomllib.load(open('pyproject.toml', 'rb'))['build-system']; \
 	print(*system['requires'], sep='\n')" >$(SUPPLY)/build.in
@@ -89,7 +93,7 @@ pinned: $(SUPPLY)/installed
 # Asks a database of advisories about these versions.
 audit: $(SUPPLY)/installed
 	$(SUPPLY)/bin/python compose/audit.py $(SUPPLY)/bin/pip-audit $(PINNED)/heavy.txt \
-	  $(PINNED)/build.txt constraints.txt
+	  $(PINNED)/gpu.txt $(PINNED)/build.txt constraints.txt
 
 .PHONY: tools
 tools:

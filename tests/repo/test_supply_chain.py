@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT / "compose"))
 
 from audit import audit, pins, verdict  # noqa: E402
 
-FILES = ("light", "heavy", "build")
+FILES = ("light", "heavy", "gpu", "build")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 BASE = PROJECT["project"]["dependencies"]
 # Its build depends on the index.
@@ -26,6 +26,7 @@ WITHOUT_HASH = {"torch"}
 WANTED = {
     "light": BASE,
     "heavy": [*BASE, *PROJECT["project"]["optional-dependencies"]["models"]],
+    "gpu": PROJECT["project"]["optional-dependencies"]["fused"],
     "build": PROJECT["build-system"]["requires"],
 }
 
