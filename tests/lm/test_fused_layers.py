@@ -158,6 +158,18 @@ def test_a_later_model_of_the_type_has_its_own_classes(liger: None) -> None:
     assert modeling_llama.LlamaMLP.__module__ == modeling_llama.__name__
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_after_its_undo_a_model_gives_the_same_bits_as_before(name: str, liger: None) -> None:
+    made = runner(CONFIGS[name], fused=False)
+    wanted = logits_of(made)
+    undo = fused_layers.use_kernels(made._model, name, DEVICE)
+    assert undo is not None
+    assert [1 for module in made._model.modules() if "forward" in vars(module)]
+    undo()
+    assert not [1 for module in made._model.modules() if "forward" in vars(module)]
+    torch.testing.assert_close(logits_of(made), wanted, atol=0, rtol=0)
+
+
 def test_on_a_cpu_nothing_is_fused_or_said(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     made = ModelRunner(build(CONFIGS["llama"]), page_count=16)
