@@ -13,6 +13,7 @@ LARGE = {
     "models/target/model.safetensors",
     "models/draft/model.safetensors",
     "models/heads/eagle3/model.safetensors",
+    "models/heads/mtp/model.safetensors",
 }
 
 
