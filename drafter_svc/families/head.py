@@ -50,7 +50,7 @@ class HeadSettings(FamilySettings):
     k for the input of layer k, from 0 on, and the number of layers for the last layer's output."""
 
     dtype: Dtype = "auto"
-    """Type of the computation; auto is float32 on a CPU, bfloat16 on a GPU."""
+    """Type of the computation; auto is bfloat16, and float32 on a CPU without kernels for it."""
 
     device: Device = "auto"
     """auto (CUDA when there is any), cpu, cuda or cuda:N."""

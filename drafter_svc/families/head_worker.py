@@ -28,6 +28,7 @@ from outrider.heads.model import (
 )
 from outrider.heads.reading import read
 from outrider.heads.spec import Decoder, HeadSpec
+from outrider.lm.cpu.weights import fastest_dtype
 from outrider.lm.devices import find_device
 from outrider.protocol.draft_messages import FeatureRows
 from outrider.protocol.messages import DraftDistribution
@@ -162,7 +163,7 @@ class HeadWorker:
     ) -> HeadWorker:
         """Load the head, on `thread`. Raises OutriderError(INVALID_VALUE) that says what is wrong.
 
-        `dtype` auto is float32 on a CPU, where a head is small, and bfloat16 on a GPU.
+        `dtype` auto is bfloat16, and on a CPU without our kernels for it float32.
         """
         from outrider.grammar.compiler import GrammarCompiler
 
@@ -174,9 +175,11 @@ class HeadWorker:
         except (OSError, ValueError) as cause:
             raise invalid("target", f"cannot read {target}: {cause}") from cause
         found = read(head, config, layers or None)
+        numbers: torch.dtype
         if dtype == "auto":
-            dtype = "float32" if place.type == "cpu" else "bfloat16"
-        numbers: torch.dtype = getattr(torch, dtype)
+            numbers = fastest_dtype() if place.type == "cpu" else torch.bfloat16
+        else:
+            numbers = getattr(torch, dtype)
         model = load(
             found,
             target_weights(target),

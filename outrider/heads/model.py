@@ -16,11 +16,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch.nn.functional import embedding, linear
+from torch.nn.functional import embedding
 
 from outrider.heads.modules import HeadCache, Rows, fill
 from outrider.heads.projection import Projection, projection_name, projection_tensors
 from outrider.heads.spec import Head, HeadSpec
+from outrider.lm.cpu.weights import optimize_for_cpu
 from outrider.lm.layout import SequenceSlice
 from outrider.lm.pages import KVSequence, PagePool
 
@@ -151,7 +152,7 @@ class HeadModel(torch.nn.Module):
         """Take over the head's weights and make its cache of `page_count` pages.
 
         A forward has at most `batch_rows` rows. The target's matrices are shared as they are if
-        they have this dtype and device.
+        they have this dtype and device; on a CPU, lm_head is a copy in the kernels' order.
         """
         device = device or torch.device("cpu")
         projection = projection_tensors(head)
@@ -161,8 +162,13 @@ class HeadModel(torch.nn.Module):
         }
         own = tensors.pop("embed_tokens.weight", None), tensors.pop("lm_head.weight", None)
         self.embeddings = _shared(own[0], target.embeddings).to(device, dtype)
-        self.lm_head = _shared(own[1], target.lm_head).to(device, dtype)
+        matrix = _shared(own[1], target.lm_head).to(device, dtype)
         fill(self, {name: tensor.to(device, dtype) for name, tensor in tensors.items()})
+        size, hidden = matrix.shape
+        self.lm_head = torch.nn.Linear(hidden, size, bias=False, device="meta")
+        self.lm_head.weight = torch.nn.Parameter(matrix, requires_grad=False)
+        if device.type == "cpu":
+            optimize_for_cpu(self)
         self.target_ids = None if head.target_ids is None else head.target_ids.to(device)
         self.dtype, self.device = dtype, device
         self._batch_rows = batch_rows
@@ -271,7 +277,8 @@ class HeadModel(torch.nn.Module):
 
     def scores(self, states: torch.Tensor) -> torch.Tensor:
         """Float32 scores of the draft vocabulary for states [..., hidden size]."""
-        return linear(states, self.lm_head).float()
+        found: torch.Tensor = self.lm_head(states)
+        return found.float()
 
     def _page_ids(self, sequence: HeadSequence) -> list[int]:
         """The ids that tell what is in the sequence's pages, one a row.

@@ -134,8 +134,9 @@ class Attention(Module):
 
     def forward(self, x_TC: torch.Tensor, rows: Rows, cache: LayerCache) -> torch.Tensor:
         """Store the rows' keys and values; let each row see all rows up to its own."""
-        key, value = self.keys_and_values(x_TC, rows.cos, rows.sin)
+        # The queries first: on a CPU the three projections are one product, and v_proj ends it.
         query = self.queries(x_TC, rows.cos, rows.sin)
+        key, value = self.keys_and_values(x_TC, rows.cos, rows.sin)
         query, key, value = (part.transpose(0, 1).unsqueeze(0) for part in (query, key, value))
         out = cache.attend(query, key, value, self._scale, self.window, None)
         attended: torch.Tensor = self.o_proj(out[0].flatten(-2))
@@ -150,8 +151,8 @@ class Attention(Module):
         places in the pages of each sequence. `seen_BQK` tells which keys a row sees.
         """
         batch, queries, _ = seen_BQK.shape
-        own = self.keys_and_values(x_TC, rows.cos, rows.sin)
         query = self.queries(x_TC, rows.cos, rows.sin)
+        own = self.keys_and_values(x_TC, rows.cos, rows.sin)
         pages_BP = rows.layout.block_table(rows.layout.slices)
         key, value = (
             torch.cat(

@@ -169,6 +169,11 @@ def _gemm_function(dtype: torch.dtype) -> Any:
 CpuLinear = LeanLinear | PackedLinear | TiledLinear
 
 
+def fastest_dtype() -> torch.dtype:
+    """Return bfloat16 if the library multiplies it, else float32."""
+    return torch.float32 if _gemm_function(torch.bfloat16) is None else torch.bfloat16
+
+
 def optimize_for_cpu(model: torch.nn.Module) -> None:
     """Copy the weights into ordinary memory and replace the linear layers, in place.
 
