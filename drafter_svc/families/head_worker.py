@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -39,6 +40,8 @@ from outrider.sampling.tensors import on
 
 if TYPE_CHECKING:
     from outrider.grammar.compiler import GrammarCompiler
+
+log = logging.getLogger(__name__)
 
 _PAGE_SIZE = 16
 _CACHE_BYTES = 2**30
@@ -175,6 +178,9 @@ class HeadWorker:
         except (OSError, ValueError) as cause:
             raise invalid("target", f"cannot read {target}: {cause}") from cause
         found = read(head, config, layers or None)
+        if found.spec.other_boundaries:
+            read_first = "its file may mean other layers of the target than %s: try check-head"
+            log.info(read_first, list(found.spec.boundaries))
         numbers: torch.dtype
         if dtype == "auto":
             numbers = fastest_dtype() if place.type == "cpu" else torch.bfloat16

@@ -16,6 +16,7 @@ import torch
 from outrider.heads.loading import load
 from outrider.heads.model import Extension, TargetWeights
 from outrider.heads.spec import Head
+from outrider.protocol.draft_messages import FINAL_STATE
 
 log = logging.getLogger(__name__)
 
@@ -56,14 +57,14 @@ def choose_layers(
 ) -> LayerChoice:
     """Compare a head's guesses with the target's likeliest tokens, with each candidate.
 
-    `states` has for every boundary of `candidates` the target's states [T, hidden size] of the T
-    tokens of `text`, some 256; `answers` [T] are the target's likeliest tokens behind each. A guess
-    is made behind every `stride`-th token. Logs the choice, as a warning unless it is clear.
+    `states` has for every boundary of `candidates`, and for FINAL_STATE if the head reads it, the
+    target's states [T, hidden size] of the T tokens of `text`, some 256; `answers` [T] are the
+    target's likeliest tokens behind each. A guess is made behind every `stride`-th token. Logs the
+    choice, as a warning unless it is clear.
     """
     options = candidates(head)
-    if len(options) == 1:
-        return LayerChoice(options[0], {}, 0, True)
-    features = [torch.cat([states[i] for i in ids], dim=-1) for ids in options]
+    final = (FINAL_STATE,) if head.spec.final_state else ()
+    features = [torch.cat([states[i] for i in (*ids, *final)], dim=-1) for ids in options]
     rows = len(text) + max(head.spec.block_size, 1)
     pages = len(options) * (-(-rows // _PAGE_SIZE) + 1)
     device, dtype = features[0].device, features[0].dtype
@@ -88,8 +89,8 @@ def choose_layers(
 
 def _decide(options: list[tuple[int, ...]], counts: list[int], tried: int) -> LayerChoice:
     ranked = sorted(range(len(options)), key=lambda i: -counts[i])
-    best, second = ranked[:2]
-    clear = _beats(counts[best], counts[second])
+    best = ranked[0]
+    clear = all(_beats(counts[best], counts[other]) for other in ranked[1:2])
     chosen = options[best] if _beats(counts[best], counts[0]) else options[0]
     choice = LayerChoice(chosen, dict(zip(options, counts, strict=True)), tried, clear)
     listed = ", ".join(f"{list(ids)} {count}" for ids, count in choice.matches.items())

@@ -257,6 +257,26 @@ def convert_head(source: Path, target: Path) -> int:
         raise click.UsageError(error.message) from error
 
 
+@app.command("check-head")
+@click.argument("head", metavar="HEAD", type=click.Path(path_type=Path, file_okay=False))
+@click.argument("target", metavar="TARGET")
+@click.option("--dtype", default="auto", help="Type of the target's computation.")
+@click.option("--device", default="auto", help="auto (CUDA when there is any), cpu or cuda:N.")
+def check_head(head: Path, target: str, dtype: str, device: str) -> int:
+    """Say what the draft head in folder HEAD is, and how often it is right about TARGET.
+
+    Loads the target, a directory or hub id. Where the head's file may mean several of the target's
+    layers, says which fit. Ends with status 1 if the head was made for another target.
+    """
+    from outrider.errors import OutriderError
+    from outrider.launch.check_head import run
+
+    try:
+        return run(head, target, dtype, device)
+    except OutriderError as error:
+        raise click.UsageError(error.message) from error
+
+
 @app.command()
 @click.argument("address")
 @click.option(

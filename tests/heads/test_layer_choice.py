@@ -70,6 +70,8 @@ def test_a_choice_that_is_not_clear_keeps_the_files_and_warns(
 
 
 def test_layers_that_the_user_set_are_not_questioned(tmp_path: Path) -> None:
-    head = read(write(tmp_path, head_files.eagle3_modelopt()), TARGET, (1, 2, 3))
-    choice = choose_layers(head, Texts(head).weights, [], {}, [])
-    assert (choice.boundaries, choice.clear, choice.tried) == ((1, 2, 3), True, 0)
+    texts = Texts(read(write(tmp_path, head_files.eagle3_modelopt()), TARGET, (1, 2, 3)))
+    wrong = [0] * LENGTH
+    choice = choose_layers(texts.head, texts.weights, texts.text, texts.states, wrong)
+    assert (choice.boundaries, choice.clear) == ((1, 2, 3), True)
+    assert [*choice.matches] == [(1, 2, 3)]
