@@ -46,10 +46,10 @@ install_wheels() {
 }
 
 # Builds the kernels for the drafter on the host's CPU. The engine's step stays uncompiled: its
-# compiler does not fit what travels.
+# compiler does not fit what travels. The libraries are built in turn, because they share object files.
 build_kernels() {
   compgen -G "outrider/lm/cpu/*.so" > /dev/null ||
-    python3 setup.py --quiet build -j 5 --build-base bench/out/build --build-lib bench/out/lib
+    python3 setup.py --quiet build --build-base bench/out/build --build-lib bench/out/lib
   [ ! -d bench/out/lib ] || cp bench/out/lib/outrider/lm/cpu/*.so outrider/lm/cpu/
 }
 
