@@ -32,7 +32,9 @@ struct work {
   uint32_t query_pairs[QUERY_ROWS][MOST_HEAD_SIZE / 2], weight_pairs[QUERY_ROWS][LANES / 2];
   vec sums[QUERY_ROWS][MOST_HEAD_SIZE / LANES], weights[QUERY_ROWS], total[QUERY_ROWS];
   float queries[QUERY_ROWS][MOST_HEAD_SIZE], max_score[QUERY_ROWS];
-  // The slots that a query sees; within the tree, only the slots of its ancestors.
+  // The places that a query sees. A place is a slot; the places from `tree_start` on are those of
+  // the query's ancestors, which may be in any slots behind it. So a row of a tree adds its keys in
+  // the very blocks of the chain that its path is, and gets the same bits.
   int64_t first[QUERY_ROWS], last[QUERY_ROWS], tree_start;
   uint64_t ancestors[QUERY_ROWS];
 };
@@ -58,19 +60,10 @@ INLINE void score(struct work *work, int row, int n, int head_size) {
   }
 }
 
-// Returns which lanes of a block are ancestors or text. The block's first key is `offset` slots
-// behind the tree's first token, or up to LANES - 1 before it.
-INLINE ivec find_ancestors(uint64_t ancestors, int64_t offset) {
-  uint64_t text = offset < 0 ? (1 << -offset) - 1 : 0;
-  uint32_t bits = (uint32_t)(offset < 0 ? ancestors << -offset | text : ancestors >> offset);
-  return (((int32_t)bits & (1 << lanes)) != 0);
-}
-
 // Turns a row's scores into weights exp(score - max_score), and rescales its earlier sums if the
-// maximum has risen. The row sees only slots in `ancestors`.
-INLINE void update_softmax(struct work *work, int row, ivec slots, ivec ancestors, int head_size) {
-  ivec seen = (slots >= (int32_t)work->first[row]) & (slots <= (int32_t)work->last[row]);
-  seen &= ancestors;
+// maximum has risen.
+INLINE void update_softmax(struct work *work, int row, ivec places, int head_size) {
+  ivec seen = (places >= (int32_t)work->first[row]) & (places <= (int32_t)work->last[row]);
   vec scores = (vec)(((ivec)work->weights[row] & seen) | ((ivec)splat(-INFINITY) & ~seen));
   float highest = largest_lane(scores);
   if (highest > work->max_score[row]) {
@@ -122,16 +115,16 @@ INLINE void add_values(struct work *work, int row, int n, int count, int head_si
 
 #if HAS_DOTS
 // Loads the block's values and interleaves those of adjacent keys; zeros follow the last key.
-INLINE void pair_values(struct work *work, const uint16_t *values, int64_t stride, int count,
-                        int head_size) {
+INLINE void pair_values(struct work *work, const uint16_t *values, const int64_t at[LANES],
+                        int count, int head_size) {
   static const uint16_t order[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
                                      8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
   const __m512i first = _mm512_loadu_si512(order);
   const __m512i second = _mm512_add_epi16(first, _mm512_set1_epi16(16));
-  for (int j = 0; j < count; j += 2, values += 2 * stride)
+  for (int j = 0; j < count; j += 2)
     for (int d = 0; d < head_size; d += 2 * LANES) {
-      __m512i a = _mm512_loadu_si512(values + d), b = _mm512_setzero_si512();
-      if (j + 1 < count) b = _mm512_loadu_si512(values + stride + d);
+      __m512i a = _mm512_loadu_si512(values + at[j] + d), b = _mm512_setzero_si512();
+      if (j + 1 < count) b = _mm512_loadu_si512(values + at[j + 1] + d);
       work->values[j / 2][d / LANES] = (vec)_mm512_permutex2var_epi16(a, first, b);
       work->values[j / 2][d / LANES + 1] = (vec)_mm512_permutex2var_epi16(a, second, b);
     }
@@ -156,34 +149,32 @@ INLINE void prefetch_some(struct prefetch *prefetch, int64_t bytes) {
   prefetch->values += prefetch->stride;
 }
 
-// Loads LANES keys, with zeros for those after `count`, and transposes them. If `paired`, an
-// element is a pair of bfloat16. Each load prefetches as many bytes.
-INLINE void load_keys(const struct layer *layer, int64_t at, int64_t stride, int count, int paired,
-                      struct prefetch *prefetch, int is_bfloat16, vec block[LANES]) {
+// Loads LANES keys from dimension `d` on, with zeros for those after `count`, and transposes them.
+// If `paired`, an element is a pair of bfloat16. Each load prefetches as many bytes.
+INLINE void load_keys(const struct layer *layer, const int64_t at[LANES], int d, int count,
+                      int paired, struct prefetch *prefetch, int is_bfloat16, vec block[LANES]) {
   int bytes = (paired ? 2 * LANES : LANES) * (is_bfloat16 ? 2 : 4);
-  for (int j = 0; j < LANES; j++, at += stride) {
+  for (int j = 0; j < LANES; j++) {
     prefetch_some(prefetch, bytes);
     if (j >= count)
       block[j] = splat(0);
     else if (paired)
-      memcpy(&block[j], (const uint16_t *)layer->keys + at, sizeof block[j]);
+      memcpy(&block[j], (const uint16_t *)layer->keys + at[j] + d, sizeof block[j]);
     else
-      block[j] = load(layer->keys, at, is_bfloat16);
+      block[j] = load(layer->keys, at[j] + d, is_bfloat16);
   }
   transpose(block);
 }
 
-// Loads the block's keys, transposed, and its values.
-INLINE void load_block(struct work *work, const struct layer *layer, int64_t slot, int64_t kv_head,
+// Loads the block's keys, transposed, and its values; key and value of lane j begin at `at[j]`.
+INLINE void load_block(struct work *work, const struct layer *layer, const int64_t at[LANES],
                        int count, struct prefetch *prefetch, int is_bfloat16) {
   int head_size = (int)layer->head_size;
-  int64_t stride = layer->kv_heads * layer->head_size;
-  int64_t at = slot * stride + kv_head * layer->head_size;
   // Two bfloat16 numbers are transposed as one element if the head's size allows it.
   int paired = is_bfloat16 && head_size % (2 * LANES) == 0, step = paired ? 2 * LANES : LANES;
   for (int d = 0; d < head_size; d += step) {
     vec block[LANES];
-    load_keys(layer, at + d, stride, count, paired, prefetch, is_bfloat16, block);
+    load_keys(layer, at, d, count, paired, prefetch, is_bfloat16, block);
     for (int i = 0; i < LANES; i++) {
       if (work->by_dots) {
         work->keys[d / 2 + i] = block[i];
@@ -197,54 +188,100 @@ INLINE void load_block(struct work *work, const struct layer *layer, int64_t slo
   }
 #if HAS_DOTS
   if (work->by_dots) {
-    pair_values(work, (const uint16_t *)layer->values + at, stride, count, head_size);
+    pair_values(work, (const uint16_t *)layer->values, at, count, head_size);
     return;
   }
 #endif
   for (int j = 0; j < count; j++)
     for (int c = 0; c < head_size / LANES; c++)
-      work->values[j][c] = load(layer->values, at + j * stride + c * LANES, is_bfloat16);
+      work->values[j][c] = load(layer->values, at[j] + c * LANES, is_bfloat16);
 }
 
-// Attends for the rows of `heads` key/value heads from `kv_head` on, `rows` rows a head.
+// Returns the number of keys of the block that begins at a place: no block crosses a page's border.
+INLINE int block_keys(int64_t place, int64_t page_size, int64_t last) {
+  int64_t count = page_size - place % page_size;
+  if (count > LANES) count = LANES;
+  return (int)(count > last - place + 1 ? last - place + 1 : count);
+}
+
+// Adds a block of `count` keys from `place` on to the sums of `some` rows of each head, from row
+// `begin` of the head's `rows` on. `slots` are the keys' slots in the cache.
+INLINE void attend_block(const struct layer *layer, struct work *work, int rows, int begin,
+                         int some, int64_t kv_head, int64_t heads, int64_t place, int count,
+                         const int64_t slots[LANES], struct prefetch *prefetch, int is_bfloat16) {
+  int head_size = (int)layer->head_size;
+  // Lanes after the block get a place that no row sees.
+  ivec places = lanes + (int32_t)place;
+  places |= (lanes >= count) & INT32_MAX;
+  for (int head = 0; head < heads; head++) {
+    int first = head * rows + begin;
+    int64_t at[LANES];
+    for (int j = 0; j < count; j++)
+      at[j] = (slots[j] * layer->kv_heads + kv_head + head) * head_size;
+    load_block(work, layer, at, count, prefetch, is_bfloat16);
+    BY_ROWS(some, score(work, first + row, n, head_size))
+    for (int row = first; row < first + some; row++) update_softmax(work, row, places, head_size);
+    BY_ROWS(some, add_values(work, first + row, n, count, head_size))
+  }
+}
+
+// Attends for `some` rows of one token of a tree, from row `begin` on: over the keys from `place`
+// on, whose block reaches the tree.
+INLINE void attend_path(const struct layer *layer, const int64_t *pages, struct work *work,
+                        int rows, int begin, int some, int64_t kv_head, int64_t heads,
+                        int64_t place, int is_bfloat16) {
+  const int64_t page_size = layer->page_size, last = work->last[begin];
+  uint64_t left = work->ancestors[begin];
+  for (int64_t before = place - work->tree_start; before > 0; before--) left &= left - 1;
+  for (int count; place <= last; place += count) {
+    count = block_keys(place, page_size, last);
+    int64_t slots[LANES];
+    for (int j = 0; j < count; j++) {
+      int64_t slot = place + j;
+      if (slot >= work->tree_start) {
+        slot = work->tree_start + __builtin_ctzll(left);
+        left &= left - 1;
+      }
+      slots[j] = pages[slot / page_size] * page_size + slot % page_size;
+    }
+    if (place + count <= work->first[begin]) continue;
+    struct prefetch none = {layer->keys, layer->values, 0, 1, 0};
+    attend_block(layer, work, rows, begin, some, kv_head, heads, place, count, slots, &none,
+                 is_bfloat16);
+  }
+}
+
+// Attends for the rows of `heads` key/value heads from `kv_head` on: `rows` rows a head, of which
+// the first is row `first_row` of its slice. Blocks that reach a tree are read for each token.
 INLINE void attend_rows(const struct layer *layer, const int64_t *pages, struct work *work,
-                        int rows, int64_t kv_head, int64_t heads, int64_t first_key,
-                        int64_t last_key, int is_bfloat16) {
+                        int rows, int64_t first_row, int64_t kv_head, int64_t heads, int64_t place,
+                        int64_t last, int is_bfloat16) {
   int head_size = (int)layer->head_size;
   const int64_t page_size = layer->page_size, width = is_bfloat16 ? 2 : 4;
   const int64_t bytes = heads * head_size * width, stride = layer->kv_heads * head_size * width;
-  for (int64_t key = first_key, count; key <= last_key; key += count) {
-    int64_t within = key % page_size;
-    count = page_size - within;
-    if (count > LANES) count = LANES;
-    if (count > last_key - key + 1) count = last_key - key + 1;
+  // Blocks begin at fixed places, whatever the rows see.
+  place -= place % page_size % LANES;
+  for (int count; place <= last; place += count) {
+    count = block_keys(place, page_size, last);
+    if (place + count > work->tree_start) break;
     // During the last block, prefetch that block again: nothing follows it.
-    int64_t next = key + count <= last_key ? key + count : key;
-    int64_t slot = pages[key / page_size] * page_size + within;
+    int64_t next = place + count <= last ? place + count : place;
+    int64_t slots[LANES];
+    for (int j = 0; j < LANES; j++)
+      slots[j] = pages[place / page_size] * page_size + place % page_size + j;
     int64_t next_slot = pages[next / page_size] * page_size + next % page_size;
     int64_t at = next_slot * stride + kv_head * head_size * width;
     const char *keys = (const char *)layer->keys, *values = (const char *)layer->values;
     struct prefetch prefetch = {keys + at, values + at, 0, bytes, stride};
-    // Lanes after the block get a slot that no row sees.
-    ivec slots = lanes + (int32_t)key;
-    slots |= (lanes >= (int32_t)count) & INT32_MAX;
-    int64_t offset = key - work->tree_start;
-    for (int head = 0; head < heads; head++) {
-      int first = head * rows;
-      load_block(work, layer, slot, kv_head + head, (int)count, &prefetch, is_bfloat16);
-      BY_ROWS(rows, score(work, first + row, n, head_size))
-      if (offset <= -LANES) {
-        const ivec all = ~(ivec){0};
-        for (int row = first; row < first + rows; row++)
-          update_softmax(work, row, slots, all, head_size);
-      } else {
-        for (int row = first; row < first + rows; row++) {
-          ivec ancestors = find_ancestors(work->ancestors[row], offset);
-          update_softmax(work, row, slots, ancestors, head_size);
-        }
-      }
-      BY_ROWS(rows, add_values(work, first + row, n, (int)count, head_size))
-    }
+    attend_block(layer, work, rows, 0, rows, kv_head, heads, place, count, slots, &prefetch,
+                 is_bfloat16);
+  }
+  if (place > last) return;
+  int64_t group = layer->heads / layer->kv_heads;
+  for (int begin = 0, some; begin < rows; begin += some) {
+    some = (int)(group - (first_row + begin) % group);
+    if (some > rows - begin) some = rows - begin;
+    attend_path(layer, pages, work, rows, begin, some, kv_head, heads, place, is_bfloat16);
   }
 }
 
@@ -275,22 +312,17 @@ INLINE void load_query(struct work *work, int64_t i, const struct rows *query, i
   work->max_score[i] = -INFINITY;
 }
 
-// Finds what a query of a slice's token sees: the last `window` positions if `window` is above 0.
+// Finds what a query of a slice's token sees: the last `window` places if `window` is above 0.
 INLINE void find_view(struct work *work, int64_t i, const struct batch *batch, int64_t slice,
                       int64_t token, int64_t window) {
-  int64_t slot = batch->starts[slice] + token;
-  work->last[i] = slot;
-  work->first[i] = window > 0 && slot >= window ? slot - window + 1 : 0;
+  int64_t place = batch->starts[slice] + token;
   work->ancestors[i] = 0;
-  if (slot < work->tree_start) return;
-  uint64_t ancestors = batch->ancestors[batch->first_rows[slice] + token];
-  work->ancestors[i] = ancestors;
-  if (window <= 0) return;
-  int64_t depth = __builtin_popcountll(ancestors), text = window - depth;
-  for (; depth > window; depth--) ancestors &= ancestors - 1;  // drops the farthest ancestor
-  work->ancestors[i] = ancestors;
-  work->first[i] = work->tree_start > text ? work->tree_start - text : 0;
-  if (text <= 0) work->first[i] = work->tree_start + __builtin_ctzll(ancestors);
+  if (place >= work->tree_start) {
+    work->ancestors[i] = batch->ancestors[batch->first_rows[slice] + token];
+    place = work->tree_start + __builtin_popcountll(work->ancestors[i]) - 1;
+  }
+  work->last[i] = place;
+  work->first[i] = window > 0 && place >= window ? place - window + 1 : 0;
 }
 
 // Attends for up to QUERY_ROWS rows of an item: `rows` rows of each of its key/value heads, from
@@ -306,18 +338,18 @@ INLINE void attend_row_block(const struct layer *layer, const struct batch *batc
   int64_t group = layer->heads / layer->kv_heads, size = layer->head_size;
   int64_t first_token = batch->first_rows[item.slice];
   work.tree_start = find_tree_start(batch, item.slice);
-  int64_t first_key = INT32_MAX, last_key = 0, all = item.kv_heads * rows;
+  int64_t first_place = INT32_MAX, last_place = 0, all = item.kv_heads * rows;
   for (int64_t i = 0; i < all; i++) {
     struct query_row row = find_row(item, group, first_row, rows, i);
     int64_t at = row.head * query->head_stride + (first_token + row.token) * query->token_stride;
     load_query(&work, i, query, at, size, is_bfloat16);
     find_view(&work, i, batch, item.slice, row.token, window);
-    if (work.first[i] < first_key) first_key = work.first[i];
-    if (work.last[i] > last_key) last_key = work.last[i];
+    if (work.first[i] < first_place) first_place = work.first[i];
+    if (work.last[i] > last_place) last_place = work.last[i];
   }
   const int64_t *pages = batch->pages + batch->page_offsets[item.slice];
-  attend_rows(layer, pages, &work, rows, item.kv_head, item.kv_heads, first_key, last_key,
-              is_bfloat16);
+  attend_rows(layer, pages, &work, rows, first_row, item.kv_head, item.kv_heads, first_place,
+              last_place, is_bfloat16);
   for (int64_t i = 0; i < all; i++) {
     struct query_row row = find_row(item, group, first_row, rows, i);
     int64_t at = ((first_token + row.token) * layer->heads + row.head) * size;
