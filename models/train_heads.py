@@ -840,7 +840,7 @@ def write(head: Head, target: LlamaForCausalLM, out: pathlib.Path, record: objec
         name: (tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor).cpu()
         for name, tensor in head.state_dict().items()
     }
-    # Whoever ends the training while it writes keeps the file before.
+    # A process that is killed while it writes leaves the earlier file whole.
     fresh = out / "model.fresh"
     save_file(tensors, fresh, metadata={"format": "pt"})
     fresh.replace(out / "model.safetensors")

@@ -310,9 +310,11 @@ def _ranker(drafts: list[HeadDraft]) -> Rank | None:
     texts = [draft.read.tokens for draft in drafts if draft.read]
 
     def context(i: int, run: Sequence[int]) -> Context:
-        opened, text, grammar = openings[i], [*texts[i], *run], drafts[i].grammar
-        mask = grammar.mask(text[opened.prompt_length :]) if grammar else None
-        return Context(opened.sampling, text, opened.prompt_length, mask=mask)
+        opened, grammar, length = openings[i], drafts[i].grammar, openings[i].prompt_length
+        mask = grammar.mask([*texts[i][length:], *run]) if grammar else None
+        # Only bias and penalties read the whole text, which may be long.
+        text = [*texts[i], *run] if opened.sampling.adjusts else []
+        return Context(opened.sampling, text, length if text else 0, mask=mask)
 
     def rank(
         places: Sequence[Place], scores_RV: torch.Tensor, width: int

@@ -22,6 +22,7 @@ from outrider.heads.modules import HeadCache, Rows, fill
 from outrider.heads.projection import Projection, projection_name, projection_tensors
 from outrider.heads.spec import Head, HeadSpec
 from outrider.lm.cpu.weights import optimize_for_cpu
+from outrider.lm.fused_linear import linear_of
 from outrider.lm.layout import SequenceSlice
 from outrider.lm.pages import KVSequence, PagePool
 
@@ -164,9 +165,7 @@ class HeadModel(torch.nn.Module):
         self.embeddings = _shared(own[0], target.embeddings).to(device, dtype)
         matrix = _shared(own[1], target.lm_head).to(device, dtype)
         fill(self, {name: tensor.to(device, dtype) for name, tensor in tensors.items()})
-        size, hidden = matrix.shape
-        self.lm_head = torch.nn.Linear(hidden, size, bias=False, device="meta")
-        self.lm_head.weight = torch.nn.Parameter(matrix, requires_grad=False)
+        self.lm_head = linear_of(matrix)
         if device.type == "cpu":
             optimize_for_cpu(self)
         self.target_ids = None if head.target_ids is None else head.target_ids.to(device)

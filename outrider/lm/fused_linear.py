@@ -14,6 +14,16 @@ MakeLayer = Callable[[torch.nn.Linear, torch.Tensor, torch.Tensor | None], torch
 """Makes a layer that computes as the given one does, with this weight and bias."""
 
 
+def linear_of(weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.nn.Linear:
+    """Make a layer of this weight [out, in] and bias [out], which it shares."""
+    out_features, in_features = weight.shape
+    layer = torch.nn.Linear(in_features, out_features, bias is not None, device="meta")
+    layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        layer.bias = torch.nn.Parameter(bias, requires_grad=False)
+    return layer
+
+
 class FusedLinear:
     """Several layers that share an input, as one product.
 

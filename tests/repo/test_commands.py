@@ -94,7 +94,7 @@ def test_every_flag_on_a_page_belongs_to_a_command(path: Path) -> None:
     others = {
         "days",
         "limit",
-        # Those of models/train_heads.py.
+        # models/train_heads.py has these two.
         "peak",
         "until",
         "service",

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from outrider.lm.fused_linear import ATTENTION, FusedLinear, FusedLinearPart, fusible
+from outrider.lm.fused_linear import ATTENTION, FusedLinear, FusedLinearPart, fusible, linear_of
 from outrider.sampling.tensors import triton_works
 
 log = logging.getLogger(__name__)
@@ -84,25 +84,13 @@ def _restore(changes: list[tuple[_Attributes, str, Any]]) -> None:
 def join_projections(model: torch.nn.Module) -> None:
     """Join the projections of each attention.
 
-    Those of the gated product stay as they are: they are large, and Liger-Kernel would copy the
-    halves of a joined result.
+    The projections of the gated product are not joined: they are large, and Liger-Kernel would copy
+    the halves of a joined result.
     """
     for module in [*model.modules()]:
         for layers in fusible(module, [ATTENTION]):
-            fused = FusedLinear(layers, _linear)
+            fused = FusedLinear(layers, lambda _, weight, bias: linear_of(weight, bias))
             for index, name in enumerate(ATTENTION):
                 setattr(module, name, FusedLinearPart(fused, index))
             # Else the parts of two layers would be in memory that neither can use.
             torch.cuda.empty_cache()
-
-
-def _linear(
-    like: torch.nn.Linear, weight: torch.Tensor, bias: torch.Tensor | None
-) -> torch.nn.Linear:
-    out_features, in_features = weight.shape
-    # Without memory of its own.
-    layer = torch.nn.Linear(in_features, out_features, bias is not None, device="meta")
-    layer.weight = torch.nn.Parameter(weight, requires_grad=False)
-    if bias is not None:
-        layer.bias = torch.nn.Parameter(bias, requires_grad=False)
-    return layer
