@@ -25,6 +25,7 @@ def create_app(
 ) -> FastAPI:
     """The application around one Generation, for the callers that the gate lets in."""
     app = FastAPI(title="Outrider", version=__version__, docs_url=None, redoc_url=None)
+    app.state.ignores_unknown = settings.unknown_parameters == "ignore"
     app.include_router(openai.routes(generation, gate, metrics=settings.speculation_metrics))
     app.include_router(endpoints.routes(generation, metrics, gate))
     servicer = GenerationServicer(generation, gate)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
@@ -25,6 +25,11 @@ class GatewaySettings(TlsSettings, ServiceSettings):
 
     tokenizer: str
     """Model directory or hub id of the tokenizer and chat template. It must be the target's."""
+
+    tool_format: str = ""
+    """Format in which the model writes tool calls, such as hermes or qwen_3_coder; docs/api.md
+    lists them. Without it the gateway guesses it from the chat template, and says so at the start.
+    With none, calls can only be forced."""
 
     http_host: str = "127.0.0.1"
     """Address the OpenAI API listens on; 0.0.0.0 lets other machines in."""
@@ -81,6 +86,10 @@ class GatewaySettings(TlsSettings, ServiceSettings):
     speculation_metrics: bool = False
     """Put `metrics.speculative_decoding` into every answer over HTTP, for load generators that read
     acceptance there (guidellm, aiperf). Without it a request asks by `speculation.metrics`."""
+
+    unknown_parameters: Literal["refuse", "ignore"] = "refuse"
+    """What happens to a parameter that does not exist here. Refuse answers 400, so that no setting
+    is lost in silence. Ignore is for clients that send parameters of other servers."""
 
     patience_seconds: float = Field(default=60.0, ge=0.0)
     """How long callers that name no timeout wait for their first token. A request that might wait

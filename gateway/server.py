@@ -56,7 +56,7 @@ class Gateway:
 
     def __init__(self, settings: GatewaySettings, metrics: Metrics) -> None:
         self._settings = settings
-        prompts = Prompts(settings.tokenizer)
+        prompts = Prompts(settings.tokenizer, settings.tool_format)
         tls = settings.tls
         self.router = Router(settings.verifier, prompts.fingerprint, tls)
         self._tls = settings.public_tls

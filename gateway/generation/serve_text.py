@@ -26,6 +26,9 @@ from gateway.text.request import (
 from outrider.process.telemetry import Span
 from outrider.protocol.model_info import ModelInfo
 
+# More than the mark of a thought takes, with blanks behind it.
+_END_CHARACTERS = 128
+
 
 class Demand(NamedTuple):
     """How many sequences a request asks for, and how long its caller waits."""
@@ -115,7 +118,7 @@ async def serve_text(
         async with nullcontext() if call.has_turn else generation.turns.taken(tenant):
             prompts = await _encoded(generation, call, info)
         caller = Caller(call.request_id, span.traceparent, tenant)
-        inputs = TextInputs(prompts, n, call.limit, caller)
+        inputs = TextInputs(prompts, n, call.limit, caller, generation.prompts.answers)
 
         def build(info: ModelInfo) -> Sequence[TextRequest]:
             """The sequences for a replica's model. Raises OutriderError."""
@@ -155,14 +158,16 @@ async def _encoded(generation: Generation, call: TextCall, info: ModelInfo) -> l
     for given in call.prompts():
         content, name = given.content, given.field_name
         echo = None
+        end = ""
         if isinstance(content, Conversation):
             tenant = call.identity.tenant
             text = await prompts.rendered(content.messages, name, most, tenant, **content.rendering)
             ids = await prompts.encode(text, name, most, add_special_tokens=False)
+            end = text[-_END_CHARACTERS:]
         else:
             ids = content if isinstance(content, list) else []
             if isinstance(content, str):
                 ids = await prompts.encode(content, name, most)
             echo = generation.echo(content, info) if given.echoes else None
-        encoded.append(Prompt(ids, name, echo, prediction))
+        encoded.append(Prompt(ids, name, echo, prediction, end))
     return encoded

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, model_validator
 from pydantic_core import PydanticCustomError
@@ -25,14 +25,7 @@ _TEMPLATE_OWN = (
     "continue_final_message",
 )
 # An answer's message has these fields beside its text. Clients send them back in a history.
-_EMPTY_IN_MESSAGE = (
-    "annotations",
-    "audio",
-    "function_call",
-    "reasoning_content",
-    "refusal",
-    "tool_calls",
-)
+_EMPTY_IN_MESSAGE = ("annotations", "audio", "function_call", "refusal", "tool_calls")
 
 
 class TextPart(Body):
@@ -40,10 +33,19 @@ class TextPart(Body):
 
     type: Literal["text"]
     text: Text
+    cache_control: Any = Field(default=None, description="Ignored; prompts are always cached.")
 
 
-_PARTS = TypeAdapter(Listed[TextPart])
-Content = str | Annotated[list[TextPart], Field(min_length=1)]
+class RefusalPart(Body):
+    """The part of an assistant's message that says why it refused."""
+
+    type: Literal["refusal"]
+    refusal: Text
+
+
+ContentPart = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
+_PARTS = TypeAdapter(Listed[ContentPart])
+Content = str | Annotated[list[ContentPart], Field(min_length=1)]
 
 
 def joined(separator: str) -> Callable[[object], object]:
@@ -53,31 +55,86 @@ def joined(separator: str) -> Callable[[object], object]:
         """The text of a list of parts; any other value as it is. Raises ValidationError."""
         if not isinstance(value, list) or not value:
             return value
-        return separator.join(part.text for part in _PARTS.validate_python(value))
+        parts = _PARTS.validate_python(value)
+        texts = [part.text if isinstance(part, TextPart) else part.refusal for part in parts]
+        return separator.join(texts)
 
     return join
 
 
+def checked_json(value: Any) -> Any:
+    """The JSON value itself. Raises ValueError if it is nested too deeply or no Unicode text."""
+    try:
+        written = json.dumps(value, ensure_ascii=False)
+    except RecursionError as cause:
+        raise ValueError("is nested too deeply") from cause
+    check_unicode(written)
+    return value
+
+
+JsonObject = Annotated[dict[str, Any], AfterValidator(checked_json)]
+
+
 def _no_calls(value: object) -> object:
-    """Refuse calls in a message of the history. `Message` has dropped empty ones before."""
-    raise PydanticCustomError(
-        UNSUPPORTED, "is not supported: the history may hold no calls of tools and functions"
-    )
+    """Refuse a call in OpenAI's oldest form. `Message` has dropped an empty one before."""
+    raise PydanticCustomError(UNSUPPORTED, "is not supported: use tool_calls")
 
 
 _NoCalls = Annotated[None, BeforeValidator(_no_calls, json_schema_input_type=None)]
 
 
+def _arguments(text: str) -> dict[str, Any]:
+    """A call's arguments as an object. Raises ValueError if they are none."""
+    try:
+        parsed = checked_json(json.loads(text or "{}"))
+    except (ValueError, RecursionError):
+        parsed = None
+    if not isinstance(parsed, dict):
+        raise ValueError("must be a JSON object")
+    return parsed
+
+
+def _check_arguments(text: str) -> str:
+    _arguments(text)
+    return text
+
+
+class CalledFunction(Body):
+    """The function of a call, with its arguments as JSON."""
+
+    name: Text
+    arguments: Annotated[Text, AfterValidator(_check_arguments)] = ""
+
+    def for_template(self) -> dict[str, Any]:
+        """The call as chat templates expect it, with the arguments as an object."""
+        return {"name": self.name, "arguments": _arguments(self.arguments)}
+
+
+class ToolCall(Body):
+    """A call that an answer of the history made."""
+
+    id: Text
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = Field(default=None, description="Ignored; streams number their calls.")
+
+    def for_template(self) -> dict[str, Any]:
+        """The call as chat templates expect it."""
+        return {"id": self.id, "type": "function", "function": self.function.for_template()}
+
+
 class Message(Body):
     """One turn of a conversation. `developer` is OpenAI's newer name for `system`."""
 
-    # The calls come before the content: only the first complaint is reported, and beside a call
-    # the content is null.
-    role: Literal["system", "developer", "user", "assistant"]
-    tool_calls: _NoCalls = None
+    # Only the first complaint is reported, and beside a call the content is null.
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     function_call: _NoCalls = None
-    content: Annotated[Text, BeforeValidator(joined("\n"), json_schema_input_type=Content)]
+    tool_calls: Listed[ToolCall] | None = None
+    content: Annotated[Text | None, BeforeValidator(joined("\n"), json_schema_input_type=Content)]
     name: Text | None = None
+    tool_call_id: Text | None = Field(default=None, description="The call that a tool answers.")
+    reasoning_content: Text | None = Field(default=None, description="The answer's thought.")
+    cache_control: Any = Field(default=None, description="Ignored; prompts are always cached.")
 
     @model_validator(mode="before")
     @classmethod
@@ -89,17 +146,35 @@ class Message(Body):
             for key, value in values.items()
             if key not in _EMPTY_IN_MESSAGE or value not in (None, [])
         }
-        calls = kept.keys() & {"tool_calls", "function_call"}
-        if kept.get("role") == "assistant" and kept.get("content", ...) is None and not calls:
-            # Clients send back an answer of no tokens with null as its content.
-            kept["content"] = ""
+        if kept.get("role") == "assistant":
+            # Clients send back an answer without text with null as its content, or without one.
+            kept.setdefault("content", None)
+            # vLLM's name of reasoning_content.
+            if "reasoning" in kept:
+                kept.setdefault("reasoning_content", kept.pop("reasoning"))
         return kept
 
-    def for_template(self) -> dict[str, str]:
+    @model_validator(mode="after")
+    def _check_role(self) -> Self:
+        if self.content is None and self.role != "assistant":
+            raise ValueError(f"the role {self.role} needs content")
+        if self.tool_calls is not None and self.role != "assistant":
+            raise ValueError(f"the role {self.role} has no tool_calls")
+        if self.role == "tool" and self.tool_call_id is None:
+            raise ValueError("the role tool needs tool_call_id")
+        return self
+
+    def for_template(self) -> dict[str, Any]:
         """The message as chat templates expect it, with `developer` as `system`."""
-        message = {"role": self.role.replace("developer", "system"), "content": self.content}
-        if self.name is not None:
-            message["name"] = self.name
+        message: dict[str, Any] = {
+            "role": self.role.replace("developer", "system"),
+            "content": self.content or "",
+        }
+        if self.tool_calls:
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        for name in ("name", "tool_call_id", "reasoning_content"):
+            if (value := getattr(self, name)) is not None:
+                message[name] = value
         return message
 
 

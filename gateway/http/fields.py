@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from dataclasses import fields
 from typing import Annotated, Any, TypeVar, get_type_hints
 
@@ -22,6 +23,10 @@ from outrider.protocol.limits import MAX_LISTED_TOKENS, Range
 
 MAX_KEYS = 128
 """Most keys of an object with named fields. No body has as many fields."""
+
+
+ignores_unknown: ContextVar[bool] = ContextVar("ignores_unknown", default=False)
+"""Whether a request's unknown fields are dropped, and not refused."""
 
 
 class Body(BaseModel):
@@ -47,6 +52,9 @@ class Body(BaseModel):
             except ValueError as problem:
                 message = f"the key {ascii(key)[:60]} {problem}"
                 raise OutriderError(Reason.INVALID_VALUE, message) from problem
+        if ignores_unknown.get() and cls.model_config.get("extra") == "forbid":
+            known = {field.alias or name for name, field in cls.model_fields.items()}
+            return {key: value for key, value in values.items() if key in known}
         return values
 
 

@@ -14,6 +14,7 @@ from fastapi import Request, Response
 from fastapi.routing import APIRoute
 
 from gateway.http.entrance import arrival_in
+from gateway.http.fields import ignores_unknown
 from outrider.errors import OutriderError, Reason
 
 MAX_STRINGS = 32_768
@@ -33,6 +34,7 @@ class JsonRoute(APIRoute):
 
         async def bounded(request: Request) -> Response:
             """Answer the request. Its `json` raises OutriderError if the body is too large."""
+            ignores_unknown.set(request.app.state.ignores_unknown)
             return await handle(_JsonRequest(request.scope, request.receive))
 
         return bounded

@@ -89,7 +89,7 @@ def _whole(
     shown = [choice.shown for choice in choices]
     if isinstance(body, CompletionBody) and body.echo and body.logprobs is not None:
         shown = [choice.prompt + choice.shown for choice in choices]
-    answer = shape.whole([choice.text for choice in choices], totals, shown)
+    answer = shape.whole(choices, totals, shown)
     if body.prompt_logprobs is not None:
         shape.add_prompt_logprobs(answer, [choice.prompt for choice in choices])
     for written, choice in zip(answer["choices"], choices, strict=True):

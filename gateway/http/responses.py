@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from gateway.http.schema import StreamOptions
-from gateway.text.choices import UsageTotals
+from gateway.text.choices import UsageTotals, WholeChoice
 from gateway.text.deltas import AttributedToken, FinishInfo, LogprobToken, TextDelta
+from gateway.tools.reader import CallArguments, CallBegin, Content, Part, Reasoning
 from outrider import __version__
 from outrider.protocol.messages import FinishReason
 
@@ -69,7 +70,10 @@ def _finish(finish: FinishInfo | None) -> Json:
     if finish is None:
         return {"finish_reason": None}
     incomplete = {"grammar_incomplete": True} if finish.grammar_incomplete else {}
-    return {"finish_reason": _FINISH[finish.reason], **incomplete}
+    reason = _FINISH[finish.reason]
+    if reason == "stop" and finish.call_count:
+        reason = "tool_calls"
+    return {"finish_reason": reason, **incomplete}
 
 
 class ResponseShape(ABC):
@@ -101,17 +105,20 @@ class ResponseShape(ABC):
         }
 
     def whole(
-        self, texts: list[str], totals: UsageTotals, shown: Sequence[Sequence[LogprobToken]]
+        self,
+        answered: Sequence[WholeChoice],
+        totals: UsageTotals,
+        shown: Sequence[Sequence[LogprobToken]],
     ) -> Json:
         """The answer to a request that does not stream.
 
-        `texts` and `shown` have each choice's text and its tokens with log probabilities.
+        `shown` has each choice's tokens with log probabilities.
         """
         choices: list[Json] = []
-        for text, finish, tokens in zip(texts, totals.finishes, shown, strict=True):
+        for given, finish, tokens in zip(answered, totals.finishes, shown, strict=True):
             choice = {
                 "index": len(choices),
-                **self._whole_choice(text),
+                **self._whole_choice(given),
                 "logprobs": self.logprobs(tokens),
                 **_finish(finish),
             }
@@ -133,9 +140,9 @@ class ResponseShape(ABC):
         """The last chunk of a stream with usage."""
         return self._answer(self.chunk_object, []) | {"usage": usage}
 
-    def _whole_choice(self, text: str) -> Json:
+    @abstractmethod
+    def _whole_choice(self, given: WholeChoice) -> Json:
         """The content of a choice of a whole answer."""
-        return self.delta(text)
 
     @abstractmethod
     def add_prompt_logprobs(self, answer: Json, prompts: Sequence[Sequence[LogprobToken]]) -> None:
@@ -146,8 +153,8 @@ class ResponseShape(ABC):
         """OpenAI's `logprobs` object of tokens; None without tokens."""
 
     @abstractmethod
-    def delta(self, text: str) -> Json:
-        """The content of a chunk with text."""
+    def delta(self, part: Part) -> Json:
+        """The content of a chunk with a part of the answer."""
 
 
 class CompletionShape(ResponseShape):
@@ -174,9 +181,12 @@ class CompletionShape(ResponseShape):
             "text_offset": [token.offset for token in shown],
         }
 
-    def delta(self, text: str) -> Json:
+    def _whole_choice(self, given: WholeChoice) -> Json:
+        return {"text": given.text}
+
+    def delta(self, part: Part) -> Json:
         """The text itself."""
-        return {"text": text}
+        return {"text": part.text if isinstance(part, Content) else ""}
 
 
 class ChatShape(ResponseShape):
@@ -205,12 +215,42 @@ class ChatShape(ResponseShape):
         ]
         return {"content": content, "refusal": None}
 
-    def _whole_choice(self, text: str) -> Json:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+    def _whole_choice(self, given: WholeChoice) -> Json:
+        message: Json = {"role": "assistant", "content": given.text, "refusal": None}
+        thought = "".join([part.text for part in given.parts if isinstance(part, Reasoning)])
+        if thought:
+            message["reasoning_content"] = thought
+        if calls := _whole_calls(given.parts):
+            message["content"] = given.text or None
+            message["tool_calls"] = calls
+        return {"message": message}
 
-    def delta(self, text: str) -> Json:
-        """The text as the content of a message's delta."""
-        return {"delta": {"content": text}}
+    def delta(self, part: Part) -> Json:
+        """The part as the delta of a message."""
+        if isinstance(part, Content):
+            return {"delta": {"content": part.text}}
+        if isinstance(part, Reasoning):
+            return {"delta": {"reasoning_content": part.text}}
+        if isinstance(part, CallBegin):
+            call = {"index": part.index, **_call(part, "")}
+        else:
+            call = {"index": part.index, "function": {"arguments": part.text}}
+        return {"delta": {"tool_calls": [call]}}
+
+
+def _call(begin: CallBegin, arguments: str) -> Json:
+    function = {"name": begin.name, "arguments": arguments}
+    return {"id": begin.call_id, "type": "function", "function": function}
+
+
+def _whole_calls(parts: Sequence[Part]) -> list[Json]:
+    """The calls among the parts."""
+    begins = [part for part in parts if isinstance(part, CallBegin)]
+    pieces: dict[int, list[str]] = {begin.index: [] for begin in begins}
+    for part in parts:
+        if isinstance(part, CallArguments):
+            pieces[part.index].append(part.text)
+    return [_call(begin, "".join(pieces[begin.index])) for begin in begins]
 
 
 class ChunkMaker:
@@ -256,10 +296,17 @@ class ChunkMaker:
         self._token_counts[index] += len(delta.token_ids)
         # In a stream a prompt is scored only for an echo, so its tokens belong to the output.
         shown = [*delta.prompt, *delta.shown]
-        if delta.text or shown or delta.attributed:
-            content = shape.delta(delta.text) | attribution(delta.attributed)
-            chunk = shape.chunk(index, content, logprobs=shape.logprobs(shown))
-            made.append(chunk | self._usage(index))
+        parts = delta.all_parts
+        if not parts and (shown or delta.attributed):
+            parts = [Content("")]
+        for part in parts:
+            content = shape.delta(part)
+            logprobs = None
+            # What belongs to the delta's tokens goes with its first part.
+            if part is parts[0]:
+                content |= attribution(delta.attributed)
+                logprobs = shape.logprobs(shown)
+            made.append(shape.chunk(index, content, logprobs=logprobs) | self._usage(index))
         if delta.finish is not None:
             made += self._closing(index, delta.finish)
         return made

@@ -19,6 +19,7 @@ from gateway.http.fields import (
     limited,
     with_declared,
 )
+from gateway.http.tools import ToolBody, ToolChoiceField
 from gateway.text.request import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 from gateway.unsupported import document_neutral, drop_neutral
 from outrider.errors import invalid
@@ -90,7 +91,9 @@ class StreamOptions(Body):
         default=None,
         description="vLLM's extension. With include_usage, each chunk has its choice's usage.",
     )
-    include_obfuscation: Literal[False] | None = None
+    include_obfuscation: bool | None = Field(
+        default=None, description="Ignored; no padding is added."
+    )
 
 
 class JsonSchema(Body):
@@ -198,7 +201,6 @@ class GenerationBody(SamplingBody):
         default=None, description="vLLM's extension."
     )
     prediction: Prediction | None = None
-    reasoning_effort: Literal["none"] | None = None
     prompt_logprobs: int | None = limited(
         "vLLM's extension. How many alternatives to list with each token of the prompt. "
         "Not with stream: true.",
@@ -216,7 +218,7 @@ class GenerationBody(SamplingBody):
     @model_validator(mode="before")
     @classmethod
     def _refuse_unsupported(cls, values: Any) -> Any:
-        return drop_neutral(values)
+        return drop_neutral(values, cls.model_fields)
 
 
 def _prompts(value: object) -> list[str | list[int]]:
@@ -262,17 +264,46 @@ class ChatBody(GenerationBody, TemplateOptions):
     top_logprobs: int | None = limited(
         "With logprobs: true only.", minimum=0, maximum=MAX_TOP_LOGPROBS
     )
-    parallel_tool_calls: bool | None = None
+    tools: Listed[ToolBody] | None = Field(
+        default=None, description="Functions that the model may call."
+    )
+    tool_choice: ToolChoiceField = None
+    parallel_tool_calls: bool | None = Field(
+        default=None, description="Whether an answer may hold several calls. Default: true."
+    )
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
+        default=None, description="For the chat template; none asks it for no thought."
+    )
+    enable_thinking: bool | None = Field(
+        default=None, description="SGLang's extension. For the chat template."
+    )
+    separate_reasoning: bool | None = Field(
+        default=None,
+        description="SGLang's extension. false leaves the thought within the content.",
+    )
+    include_reasoning: bool | None = Field(
+        default=None, description="vLLM's extension. false leaves the thought out."
+    )
 
     def rendering(self) -> dict[str, Any]:
         """The keyword arguments of `Prompts.render`.
 
-        As in vLLM, reasoning_effort "none" sets enable_thinking to false, unless
-        chat_template_kwargs sets it.
+        reasoning_effort and enable_thinking become variables of the template, unless
+        chat_template_kwargs sets them. As in vLLM, the effort "none" asks for no thought.
         """
         options = super().rendering()
-        if self.reasoning_effort is not None:
-            options["variables"] = {"enable_thinking": False} | options["variables"]
+        thinks = self.enable_thinking
+        if thinks is None and self.reasoning_effort == "none":
+            thinks = False
+        # Templates call the same switch by either name.
+        given = {
+            "reasoning_effort": self.reasoning_effort,
+            "enable_thinking": thinks,
+            "thinking": thinks,
+        }
+        known = {name: value for name, value in given.items() if value is not None}
+        options["variables"] = known | options["variables"]
+        options["tools"] = [tool.for_template() for tool in self.tools or ()]
         return options
 
 

@@ -15,6 +15,7 @@ from gateway.http.schema import (
     SpeculationBody,
     StructuredOutputs,
 )
+from gateway.http.tool_answers import with_tools
 from gateway.text.request import AnswerLimit, TextInputs, TextRequest, check_stop
 from outrider.errors import invalid
 from outrider.grammar.kinds import Grammar, GrammarKind
@@ -62,7 +63,10 @@ def text_requests(
             tokens = replace(tokens, prompt_logprobs=0)
         for choice in range(inputs.n):
             of_choice = replace(tokens, sampling=_with_seed(sampling, choice))
-            requests.append(replace(template, tokens=of_choice, echo=prompt.echo))
+            request = replace(template, tokens=of_choice, echo=prompt.echo)
+            if isinstance(body, ChatBody):
+                request = with_tools(request, body, prompt, inputs.answers)
+            requests.append(request)
     return requests
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gateway.text.deltas import AttributedToken, FinishInfo, LogprobToken, TextDelta
+from gateway.tools.reader import Content, Part
 
 _QUEUED_DELTAS = 64
 
@@ -144,10 +145,15 @@ class UsageTotals:
 class WholeChoice:
     """The deltas of one choice, joined."""
 
-    text: str = ""
+    parts: list[Part] = field(default_factory=list)
     prompt: list[LogprobToken] = field(default_factory=list)
     shown: list[LogprobToken] = field(default_factory=list)
     attributed: list[AttributedToken] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """The content."""
+        return "".join([part.text for part in self.parts if isinstance(part, Content)])
 
 
 async def collect(events: AsyncGenerator[Event, None], count: int) -> list[WholeChoice]:
@@ -155,7 +161,7 @@ async def collect(events: AsyncGenerator[Event, None], count: int) -> list[Whole
     choices = [WholeChoice() for _ in range(count)]
     async for index, delta in events:
         choice = choices[index]
-        choice.text += delta.text
+        choice.parts += delta.all_parts
         choice.prompt += delta.prompt
         choice.shown += delta.shown
         choice.attributed += delta.attributed

@@ -8,6 +8,7 @@ from itertools import zip_longest
 
 from gateway.text.request import TextRequest
 from gateway.text.text_stream import Detokenizer, TextStream, TokenOffsets, TokenTable
+from gateway.tools.reader import Content, Part
 from outrider.protocol.messages import (
     AcceptanceRule,
     FinishReason,
@@ -35,6 +36,8 @@ class FinishInfo:
     """How often the sequence went on at another verifier."""
     grammar_incomplete: bool = False
     """Whether `max_tokens` ended the text before the token that ends its grammar."""
+    call_count: int = 0
+    """How many calls of tools the answer holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,8 @@ class AttributedToken:
 class TextDelta:
     """New text in whole characters, and its tokens. The last delta of a sequence has `finish`.
 
+    `text` is content. `parts` has the content in its place among thoughts and calls; it is empty if
+    the delta has content alone.
     `shown` and `logprobs` list the tokens' log probabilities, and `attributed` their sources, if
     the request asks for them. A token that ends the text is in `shown` only with an echo.
     `prompt` and `prompt_logprobs` list the prompt's next tokens if the request asks for them;
@@ -88,6 +93,12 @@ class TextDelta:
     attributed: Sequence[AttributedToken] = ()
     prompt: Sequence[LogprobToken] = ()
     prompt_logprobs: Sequence[TokenLogprob] = ()
+    parts: Sequence[Part] = ()
+
+    @property
+    def all_parts(self) -> Sequence[Part]:
+        """The parts, of which content alone is one."""
+        return self.parts or ([Content(self.text)] if self.text else [])
 
 
 class DeltaBuilder:
@@ -99,10 +110,12 @@ class DeltaBuilder:
         self._end_ids = tokens.stop_token_ids
         if not tokens.ignore_eos:
             self._end_ids |= frozenset(info.eos_token_ids)
-        self._text = TextStream(table, request.stop, tokens.sampling.min_tokens)
+        reading = request.reading
+        self._text = TextStream(table, request.stop, tokens.sampling.min_tokens, reading)
         self._table = table
         # Decodes token by token to find the text of each.
-        self._attribution = Detokenizer(table) if request.attributed else None
+        hidden = None if reading is None else table.hidden_ids(reading.literals)
+        self._attribution = Detokenizer(table, hidden) if request.attributed else None
         self._echo = request.echo or ""
         self._prompt_shown = 0
         self._prompt_offsets = TokenOffsets(table, text=self._echo)
@@ -133,7 +146,8 @@ class DeltaBuilder:
         ids = chunk.token_ids
         stops = chunk.finish_reason is FinishReason.STOP and bool(ids)
         by_token = stops and ids[-1] in self._end_ids
-        text, used = self._add_text(chunk, ended_by_token=by_token)
+        parts, used = self._add_text(chunk, ended_by_token=by_token)
+        text = "".join([part.text for part in parts if isinstance(part, Content)])
         sources = chunk.sources[:used]
         # Of several gathered steps, only the verifier's own statistics tell what each accepted.
         gathered = self._request.tokens.min_chunk_tokens > 1 and self._stats.forward_count > 0
@@ -162,22 +176,23 @@ class DeltaBuilder:
             attributed=self._attribute(chunk, ids[:visible], last=finish is not None),
             prompt=self._show_prompt(chunk),
             prompt_logprobs=chunk.prompt_logprobs,
+            parts=() if all(isinstance(part, Content) for part in parts) else parts,
         )
 
-    def _add_text(self, chunk: TokenChunk, *, ended_by_token: bool) -> tuple[str, int]:
-        """The text that the chunk adds, and how many of its tokens belong to the answer.
+    def _add_text(self, chunk: TokenChunk, *, ended_by_token: bool) -> tuple[list[Part], int]:
+        """The parts that the chunk adds, and how many of its tokens belong to the answer.
 
         Tokens after the token that completes a stop string do not belong to it.
         """
         ids = chunk.token_ids
         before = self._text.token_count
-        text = self._text.push(ids[:-1] if ended_by_token else ids)
+        parts = self._text.push(ids[:-1] if ended_by_token else ids)
         if chunk.finish_reason is not None and not self._text.stopped:
-            text += self._text.finish()
+            parts += self._text.finish()
         used = len(ids)
         if self._text.stopped:
             used = self._text.token_count - before
-        return text, used
+        return parts, used
 
     def _show_prompt(self, chunk: TokenChunk) -> list[LogprobToken]:
         """The prompt's next tokens if the request asks for them.
@@ -236,7 +251,8 @@ class DeltaBuilder:
         cached = self._cached_token_count
         incomplete = request.grammar is not None and reason is FinishReason.LENGTH
         resumed = self._resumed_count
-        return FinishInfo(reason, prompt_count, count, cached, stats, resumed, incomplete)
+        calls = self._text.call_count
+        return FinishInfo(reason, prompt_count, count, cached, stats, resumed, incomplete, calls)
 
 
 def total_stats(earlier: SpeculationStats, later: SpeculationStats) -> SpeculationStats:

@@ -14,6 +14,7 @@ from typing import Any
 from tokenizers import Encoding
 
 from gateway.text.templates import ChatTemplate
+from gateway.tools.formats import AnswerFormat, answer_format
 from outrider.errors import OutriderError, Reason, invalid
 from outrider.tokenizer import fingerprint, load_tokenizer, model_file
 
@@ -36,7 +37,8 @@ _END_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 class Prompts:
     """Renders and tokenises prompts for one model (a directory or a hub id)."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, tool_format: str = "") -> None:
+        """`tool_format` names the model's format of tool calls; "" guesses it from the template."""
         self.tokenizer = load_tokenizer(model)
         # Some tokenizer.json files turn on truncation or padding, which would change prompts.
         self.tokenizer.no_truncation()
@@ -45,6 +47,8 @@ class Prompts:
         config = _json_file(model, "tokenizer_config.json")
         self._special_tokens = _special_tokens(config)
         self._template = _template(model, config)
+        source = "" if self._template is None else self._template.source
+        self.answers: AnswerFormat = answer_format(source, tool_format)
         # The name of a byte token is longer than its text, so names bound texts from above.
         names = self.tokenizer.get_vocab(with_added_tokens=True)
         self._longest_token = max(map(len, names), default=1)
@@ -125,7 +129,7 @@ class Prompts:
 
     async def rendered(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Mapping[str, Any]],
         field: str,
         max_tokens: int,
         tenant: str,
@@ -136,14 +140,14 @@ class Prompts:
         Raises OutriderError(CONTEXT_LENGTH_EXCEEDED) that names `field` if the conversation
         cannot have as few as `max_tokens` tokens.
         """
-        length = sum(len(message["content"]) for message in messages)
+        length = sum(len(message["content"]) for message in messages if message["content"])
         if length > max_tokens * self._longest_token:
             raise _too_long(field, length, max_tokens)
         variables = self._variables(messages, **options)
         text = await self._known_template(field).rendered(variables, field, tenant)
         return _before_end_mark(text) if options.get("continue_final_message") else text
 
-    def render(self, messages: Sequence[Mapping[str, str]], **options: Any) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         """The conversation as one text.
 
         The options are those of `_variables`. Raises OutriderError if there is no template, with
@@ -161,16 +165,17 @@ class Prompts:
 
     def _variables(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
         """The template's variables.
 
-        `continue_final_message` ends the text with the last message's content. `variables` are
-        variables of the template itself, such as enable_thinking.
+        `continue_final_message` ends the text with the last message's content. `tools` are OpenAI's
+        objects. `variables` are variables of the template itself, such as enable_thinking.
         """
         shown = [dict(message) for message in messages]
         if continue_final_message:
@@ -179,7 +184,7 @@ class Prompts:
             **(variables or {}),
             **self._special_tokens,
             "messages": shown,
-            "tools": None,
+            "tools": tools or None,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }

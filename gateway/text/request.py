@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gateway.text.prompts import context_overflow
+from gateway.tools.formats import AnswerFormat
+from gateway.tools.reader import Reading
 from outrider.errors import invalid
 from outrider.protocol.messages import TokenRequest
 from outrider.protocol.model_info import ModelInfo
@@ -28,7 +30,7 @@ class Caller:
 class Conversation:
     """Messages for the chat template, and the options of `Prompts.render`."""
 
-    messages: Sequence[Mapping[str, str]]
+    messages: Sequence[Mapping[str, Any]]
     rendering: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -49,12 +51,14 @@ class Prompt:
     """A tokenised prompt. `field_name` is what the caller calls it, for errors.
 
     `echo` is its text if the answer repeats it; `prediction` has the tokens the caller expects.
+    `end` is the end of a conversation's text.
     """
 
     token_ids: list[int]
     field_name: str = "prompt"
     echo: str | None = None
     prediction: list[int] = field(default_factory=list)
+    end: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +68,7 @@ class TextRequest:
     `asked_tokens` is the caller's own limit of tokens; None if the caller sets no limit. The answer
     lists the prompt's tokens with their log probabilities if `shows_prompt`, and each token's
     source if `attributed`. `grammar_field` is the caller's name of the grammar, for errors.
+    `reading` says what the answer may hold beside content; None for nothing.
     """
 
     tokens: TokenRequest
@@ -73,6 +78,7 @@ class TextRequest:
     shows_prompt: bool = False
     attributed: bool = False
     grammar_field: str = "grammar"
+    reading: Reading | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,12 +133,16 @@ class AnswerLimit:
 
 @dataclass(frozen=True, slots=True)
 class TextInputs:
-    """What a request's sequences are built from, beside its settings: `n` for each prompt."""
+    """What a request's sequences are built from, beside its settings: `n` for each prompt.
+
+    `answers` says how the model writes calls and thoughts.
+    """
 
     prompts: Sequence[Prompt]
     n: int
     limit: AnswerLimit
     caller: Caller
+    answers: AnswerFormat
 
 
 def check_ids(name: str, token_ids: list[int], info: ModelInfo) -> None:

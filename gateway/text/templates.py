@@ -28,6 +28,7 @@ class ChatTemplate:
     def __init__(self, model: str, source: str) -> None:
         """Compile the template; raises OutriderError if it does not parse or exceeds a limit."""
         self._model = model
+        self.source = source
         source_of_workers = WorkerSource(HANDLER, {"source": source}, memory_bytes=_MEMORY_BYTES)
         self._workers: queue.SimpleQueue[Worker] = queue.SimpleQueue()
         for _ in range(_WORKER_COUNT):

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 
+from gateway.tools.reader import AnswerReader, Content, Part, Reading
+
 _REPLACEMENT = "\ufffd"
 # An unfinished UTF-8 character has at most 3 bytes. A decoder shows each of them as a
 # replacement character.
@@ -38,9 +40,14 @@ class TokenTable:
             index for index, token in tokenizer.get_added_tokens_decoder().items() if token.special
         )
 
-    def text_ids(self, token_ids: Sequence[int]) -> list[int]:
-        """The ids without those of special tokens."""
-        return [index for index in token_ids if index not in self._special]
+    def hidden_ids(self, shown: Sequence[str] = ()) -> frozenset[int]:
+        """The special tokens, which have no text, but for those within a text of `shown`."""
+        if not shown:
+            return self._special
+        names = {index: self.token_text(index) for index in self._special}
+        return frozenset(
+            index for index, name in names.items() if not any(name in text for text in shown)
+        )
 
     def is_special(self, token_id: int) -> bool:
         """Whether the token is special, such as an end-of-sequence token, and has no text."""
@@ -72,9 +79,9 @@ class TokenTable:
             return bytes(known)
         return text.encode()
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of the ids, without special tokens."""
-        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of the ids, without special tokens unless `skip_special_tokens` is false."""
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return text
 
 
@@ -86,8 +93,10 @@ class Detokenizer:
     UTF-8 and cannot return the text that it holds back.
     """
 
-    def __init__(self, table: TokenTable) -> None:
+    def __init__(self, table: TokenTable, hidden: frozenset[int] | None = None) -> None:
+        """`hidden` are the tokens without text; by default all special tokens."""
         self._table = table
+        self._hidden = table.hidden_ids() if hidden is None else hidden
         self._tail: list[int] = []
         # The first tokens of the tail have been returned. They are the context of the later tokens.
         self._context = 0
@@ -96,11 +105,11 @@ class Detokenizer:
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Add tokens, and return the new text. Part of a character is held back."""
-        added = self._table.text_ids(token_ids)
+        added = [index for index in token_ids if index not in self._hidden]
         if not added:
             return ""
         self._tail += added
-        text = self._table.decode(self._tail)
+        text = self._decode(self._tail)
         if not text.endswith(_REPLACEMENT):
             return self._release(text)
         if len(self._tail) - self._context <= _LONGEST_WAIT:
@@ -109,7 +118,11 @@ class Detokenizer:
 
     def finish(self) -> str:
         """The text that was held back."""
-        return self._table.decode(self._tail)[self._sent :]
+        return self._decode(self._tail)[self._sent :]
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        # The hidden tokens are left out already.
+        return self._table.decode(token_ids, skip_special_tokens=False)
 
     def _release(self, text: str) -> str:
         """Return the rest of the tail's text. Its newest tokens stay as context."""
@@ -117,7 +130,7 @@ class Detokenizer:
         if new:
             del self._tail[: self._context]
             self._context = len(self._tail)
-            self._sent = len(self._table.decode(self._tail))
+            self._sent = len(self._decode(self._tail))
         return new
 
     def _release_most(self, text: str) -> str:
@@ -126,9 +139,9 @@ class Detokenizer:
         new = text[self._sent : certain]
         self._sent = certain
         for cut in range(len(self._tail) - 1, len(self._tail) - _BORDER_SEARCH, -1):
-            head = self._table.decode(self._tail[:cut])
+            head = self._decode(self._tail[:cut])
             # If both parts decode to the same text, the cut splits no character.
-            if len(head) <= certain and head + self._table.decode(self._tail[cut:]) == text:
+            if len(head) <= certain and head + self._decode(self._tail[cut:]) == text:
                 del self._tail[:cut]
                 self._context = 0
                 self._sent = certain - len(head)
@@ -215,13 +228,22 @@ class StopScanner:
 
 
 class TextStream:
-    """The text of one sequence, decoded and cut before the first stop string.
+    """The answer of one sequence, decoded and cut before the first stop string of its content.
 
     As in vLLM, the first `min_tokens` tokens complete no stop string.
     """
 
-    def __init__(self, table: TokenTable, stops: Sequence[str], min_tokens: int = 0) -> None:
-        self._detokenizer = Detokenizer(table)
+    def __init__(
+        self,
+        table: TokenTable,
+        stops: Sequence[str],
+        min_tokens: int = 0,
+        reading: Reading | None = None,
+    ) -> None:
+        """`reading` says what the answer may hold beside content; None for nothing."""
+        hidden = None if reading is None else table.hidden_ids(reading.literals)
+        self._detokenizer = Detokenizer(table, hidden)
+        self._reader = None if reading is None else AnswerReader(reading)
         self._min_tokens = min_tokens
         self._scanner = StopScanner(stops)
         self._by_token = bool(stops)
@@ -230,30 +252,58 @@ class TextStream:
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string was found. Then no text follows."""
+        """Whether a stop string was found. Then nothing follows."""
         return self._scanner.stopped
 
-    def push(self, token_ids: Sequence[int]) -> str:
-        """Add tokens, and return the new text.
+    @property
+    def call_count(self) -> int:
+        """How many calls of tools have begun."""
+        return 0 if self._reader is None else self._reader.call_count
+
+    def push(self, token_ids: Sequence[int]) -> list[Part]:
+        """Add tokens, and return the new parts of the answer.
 
         With stop strings, tokens are decoded one by one to know which token completes a stop
         string.
         """
         if not self._by_token:
             self.token_count += len(token_ids)
-            return self._detokenizer.push(token_ids)
-        pieces = []
+            return self._split(self._detokenizer.push(token_ids))
+        parts: list[Part] = []
         for token_id in token_ids:
             self.token_count += 1
-            pieces.append(self._scan(self._detokenizer.push([token_id])))
+            parts += self._scan(self._split(self._detokenizer.push([token_id])))
             if self.stopped:
                 break
-        return "".join(pieces)
+        return parts
 
-    def finish(self) -> str:
-        """The text that was held back. Call it once, after the last token, unless `stopped`."""
-        text = self._scan(self._detokenizer.finish())
-        return text if self.stopped else text + self._scanner.finish()
+    def finish(self) -> list[Part]:
+        """The parts that were held back. Call it once, after the last token, unless `stopped`."""
+        parts = self._split(self._detokenizer.finish())
+        if self._reader is not None:
+            parts += self._reader.finish()
+        parts = self._scan(parts)
+        held = "" if self.stopped else self._scanner.finish()
+        return [*parts, Content(held)] if held else parts
 
-    def _scan(self, text: str) -> str:
-        return self._scanner.push(text, early=self.token_count <= self._min_tokens)
+    def _split(self, text: str) -> list[Part]:
+        if self._reader is not None:
+            return self._reader.push(text)
+        return [Content(text)] if text else []
+
+    def _scan(self, parts: Sequence[Part]) -> list[Part]:
+        """The parts before the first stop string. It ends in content, and no call precedes it."""
+        early = self.token_count <= self._min_tokens
+        scanned: list[Part] = []
+        for part in parts:
+            if isinstance(part, Content):
+                text = self._scanner.push(part.text, early=early)
+            else:
+                text = self._scanner.finish()
+            if text:
+                scanned.append(Content(text))
+            if self.stopped:
+                break
+            if not isinstance(part, Content):
+                scanned.append(part)
+        return scanned

@@ -176,7 +176,7 @@ async def running_site(
         patch.setattr(routing, "_POLL_READY_S", poll_s)
         patch.setattr(routing, "_POLL_LOADING_S", 0.05)
         # A gateway's own would start a process for templates, which takes half a second.
-        patch.setattr(server, "Prompts", lambda _: prompts)
+        patch.setattr(server, "Prompts", lambda *_: prompts)
         for verifier in (site.first, site.second):
             await verifier.start()
             stack.push_async_callback(verifier.kill)

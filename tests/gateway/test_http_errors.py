@@ -106,12 +106,8 @@ UNSUPPORTED = {
     "function_call": "auto",
     "functions": [{}],
     "modalities": ["audio"],
-    "reasoning_effort": "low",
-    "service_tier": "flex",
-    "store": True,
+    "skip_special_tokens": False,
     "suffix": "x",
-    "tool_choice": "required",
-    "tools": [{}],
     "web_search_options": {},
 }
 
@@ -125,16 +121,21 @@ async def test_an_unsupported_parameter_is_refused_not_ignored(rig: Rig) -> None
 
 BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages"),
-    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0]"),
+    ({"messages": [{"role": "user", "content": None}]}, "messages[0]"),
+    ({"tools": [{}]}, "tools[0].type"),
+    ({"tools": [{"type": "custom"}]}, "tools[0].type"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tool_choice": "always"}, "tool_choice"),
     ({"messages": [*CHAT, {"role": "user"}]}, "messages[1].content"),
     ({"messages": [{"role": "user", "content": "\udfff"}]}, "messages[0].content"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-        "messages[0].content[0].type",
+        "messages[0].content[0]",
     ),
     (
         {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]},
-        "messages[0].tool_calls",
+        "messages[0].tool_calls[0].id",
     ),
     ({"messages": [{"role": "user", "content": "x" * 60_000}]}, "messages"),
     ({"max_completion_tokens": 4000}, "max_completion_tokens"),

@@ -1,0 +1,218 @@
+"""Read a call's arguments from a growing text, and write them as JSON.
+
+A reader takes the text that belongs to the arguments and leaves the rest. JSON passes as the model
+writes it, piece by piece; other styles give a piece for each value.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gateway.tools.formats import Style
+
+_DSML = "｜DSML｜"
+
+
+class ArgumentReader(ABC):
+    """Reads the arguments of one call."""
+
+    is_complete = False
+    """Whether the arguments have ended."""
+
+    @abstractmethod
+    def read(self, text: str) -> tuple[str, str]:
+        """Take text of the arguments.
+
+        Returns the next piece of JSON and the text that is not yet taken, which begins the next
+        call's `text`.
+        """
+
+
+class _JsonReader(ArgumentReader):
+    """A JSON object as it is. A mark within one of its strings ends nothing."""
+
+    _MARK = re.compile(r'[\\"{}\[\]]')
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._in_string = False
+
+    def read(self, text: str) -> tuple[str, str]:
+        at = 0
+        while (mark := self._MARK.search(text, at)) is not None:
+            at = mark.end()
+            sign = mark[0]
+            if sign == "\\":
+                if at == len(text):
+                    # The escaped character is not here yet.
+                    return text[: at - 1], "\\"
+                at += 1
+            elif sign == '"':
+                self._in_string = not self._in_string
+            elif not self._in_string:
+                self._depth += 1 if sign in "{[" else -1
+                if self._depth == 0:
+                    self.is_complete = True
+                    return text[:at], text[at:]
+        return text, ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Tags:
+    """How an XML style writes a parameter.
+
+    `begin` has the group `key`, and `type` where the style names one: "true" and "string" stand for
+    a text.
+    """
+
+    begin: re.Pattern[str]
+    end: str
+    trims: bool = False
+    """Whether a line break next to a tag belongs to the layout."""
+
+
+_XML: dict[Style, _Tags] = {
+    "qwen_xml": _Tags(re.compile(r"<parameter=(?P<key>[^>]*)>"), "</parameter>", trims=True),
+    "minimax_xml": _Tags(re.compile(r'<parameter name="(?P<key>[^"]*)">'), "</parameter>"),
+    "glm_xml": _Tags(
+        re.compile(r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>", re.DOTALL), "</arg_value>"
+    ),
+    "deepseek_xml": _Tags(
+        re.compile(rf'<{_DSML}parameter name="(?P<key>[^"]*)" string="(?P<type>\w+)">'),
+        f"</{_DSML}parameter>",
+    ),
+    "deepseek_v4_1_xml": _Tags(
+        re.compile(rf'<{_DSML} parameter name="(?P<key>[^"]*)" string="(?P<type>\w+)">'),
+        f"</{_DSML} parameter>",
+    ),
+    "kimi_k3_xml": _Tags(
+        re.compile(r'<\|open\|>argument key="(?P<key>[^"]*)" type="(?P<type>\w+)"<\|sep\|>'),
+        "<|close|>argument<|sep|>",
+    ),
+}
+
+
+class _XmlReader(ArgumentReader):
+    """Parameters in tags. The tool's schema says which of them are texts.
+
+    `end` is the text behind the arguments.
+    """
+
+    def __init__(self, tags: _Tags, end: str, schema: Mapping[str, Any]) -> None:
+        self._tags = tags
+        self._end = end.lstrip()
+        self._schema = schema
+        self._written = "{"
+
+    def read(self, text: str) -> tuple[str, str]:
+        pieces = []
+        while not self.is_complete:
+            text = text.lstrip()
+            begin = self._tags.begin.match(text)
+            if begin is None:
+                if text.startswith(self._end):
+                    self.is_complete = True
+                    pieces.append("{}" if self._written == "{" else "}")
+                break
+            value, found, rest = text[begin.end() :].partition(self._tags.end)
+            if not found:
+                break
+            text = rest
+            named = begin.groupdict()
+            key = named["key"]
+            shown = json.dumps(self._value(key, named.get("type"), value), ensure_ascii=False)
+            pieces.append(f"{self._written}{json.dumps(key, ensure_ascii=False)}: {shown}")
+            self._written = ", "
+        return "".join(pieces), text
+
+    def _value(self, key: str, type_name: str | None, text: str) -> Any:
+        if self._tags.trims:
+            text = text.removeprefix("\n").removesuffix("\n")
+        if type_name is not None:
+            return text if type_name in ("true", "string") else _parsed(text, lambda _: True)
+        types = _types(self._schema.get("properties", {}).get(key, {}))
+        if types == {"string"}:
+            return text
+        return _parsed(text, lambda value: not types or _type_of(value) in types)
+
+
+def _parsed(text: str, accepts: Callable[[Any], bool]) -> Any:
+    """The JSON value that the text writes, if it is accepted, else the text."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return value if accepts(value) else text
+
+
+def _types(schema: Any) -> set[str]:
+    """The JSON types that a schema names, `integer` among them; empty for any."""
+    if not isinstance(schema, Mapping):
+        return set()
+    named = schema.get("type", [])
+    found = {named} if isinstance(named, str) else {name for name in named if isinstance(name, str)}
+    for option in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
+        found |= _types(option)
+    values = [*schema.get("enum", ()), *([schema["const"]] if "const" in schema else [])]
+    if not found:
+        found = {_type_of(value) for value in values}
+    # A number may be written without a fraction.
+    return found | ({"integer"} if "number" in found else set())
+
+
+def _type_of(value: Any) -> str:
+    if value is None:
+        return "null"
+    for kind, name in ((bool, "boolean"), (int, "integer"), (float, "number"), (str, "string")):
+        if isinstance(value, kind):
+            return name
+    return "array" if isinstance(value, list) else "object"
+
+
+class _GemmaReader(ArgumentReader):
+    """Gemma 4's object: keys without quotation marks, texts between `<|"|>`."""
+
+    _QUOTE = '<|"|>'
+    _PART = re.compile(r'<\|"\|>(?P<text>.*?)<\|"\|>|(?P<key>[A-Za-z_][\w.-]*)(?=:)', re.DOTALL)
+
+    def read(self, text: str) -> tuple[str, str]:
+        end = self._end(text)
+        if end is None:
+            return "", text
+        self.is_complete = True
+        return self._PART.sub(self._shown, text[:end]), text[end:]
+
+    def _end(self, text: str) -> int | None:
+        """Where the object ends; None if it goes on."""
+        depth = at = 0
+        while at < len(text):
+            if text.startswith(self._QUOTE, at):
+                closed = text.find(self._QUOTE, at + len(self._QUOTE))
+                if closed < 0:
+                    return None
+                at = closed + len(self._QUOTE)
+                continue
+            depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(text[at], 0)
+            at += 1
+            if depth == 0:
+                return at
+        return None
+
+    @staticmethod
+    def _shown(part: re.Match[str]) -> str:
+        text = part["key"] if part["text"] is None else part["text"]
+        return json.dumps(text, ensure_ascii=False)
+
+
+def argument_reader(style: Style, end: str, schema: Mapping[str, Any]) -> ArgumentReader:
+    """A reader of one call's arguments. `end` follows them; `schema` is the tool's."""
+    if style == "json":
+        return _JsonReader()
+    if style == "gemma":
+        return _GemmaReader()
+    return _XmlReader(_XML[style], end, schema)

@@ -1,0 +1,289 @@
+"""How models write tool calls and thoughts: one row a format.
+
+A row says the same as XGrammar's `get_model_structural_tag`, and a test compares the two. The
+gateway cannot call that function, since XGrammar imports torch. Mistral's, Hermes' and Gemma 4's
+formats are not among XGrammar's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from outrider.errors import invalid
+
+Style = Literal[
+    "json",
+    "qwen_xml",
+    "glm_xml",
+    "minimax_xml",
+    "deepseek_xml",
+    "deepseek_v4_1_xml",
+    "kimi_k3_xml",
+    "gemma",
+]
+"""How a call's arguments are written. All but "gemma" are XGrammar's styles."""
+
+
+@dataclass(frozen=True, slots=True)
+class Thought:
+    """The marks around a thought, and the text between the thought and the answer."""
+
+    begin: str = "<think>"
+    end: str = "</think>"
+    after: str = ""
+
+    def is_open(self, prompt: str) -> bool:
+        """Whether an answer to this prompt goes on with a thought that the prompt begins."""
+        return prompt.rstrip().endswith(self.begin)
+
+    def is_over(self, prompt: str) -> bool:
+        """Whether the prompt holds the answer's thought already, such as an empty one."""
+        return prompt.rstrip().endswith(self.end)
+
+
+@dataclass(frozen=True, slots=True)
+class CallMarks:
+    """The texts around a call's arguments. `begin` holds {name}, and {number} for digits."""
+
+    begin: str
+    end: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """A model family's way of writing calls."""
+
+    name: str
+    calls: tuple[CallMarks, ...]
+    """A model may write any of these. They begin alike."""
+    style: Style = "json"
+    sections: tuple[tuple[str, str], ...] = ()
+    """The texts around all calls together, any of these pairs; none for no such texts."""
+    separator: str = "\n"
+    """The text between two calls."""
+    thought: Thought | None = None
+    template_marks: tuple[str, ...] = ()
+    """A chat template with all of these texts belongs to this format."""
+    call_id: Literal["call", "nine", "function"] = "call"
+    """The form of a call's id, which some templates check: call_…, nine characters, f:0."""
+    marks: tuple[str, ...] = ()
+    """More texts of the format that may be special tokens."""
+
+    @property
+    def trigger(self) -> str:
+        """The text with which a call or a section begins, whatever the tool and the variant."""
+        if self.sections:
+            return _common_start([begin for begin, _ in self.sections])
+        return _common_start([marks.begin.partition("{name}")[0] for marks in self.calls])
+
+    @property
+    def literals(self) -> tuple[str, ...]:
+        """All texts of the format."""
+        of_calls = [text for marks in self.calls for text in (marks.begin, marks.end)]
+        of_sections = [text for pair in self.sections for text in pair]
+        return (*of_calls, *of_sections, *self.marks)
+
+
+def _common_start(texts: list[str]) -> str:
+    first, last = min(texts), max(texts)
+    length = 0
+    while length < min(len(first), len(last)) and first[length] == last[length]:
+        length += 1
+    return first[:length]
+
+
+_THINK = Thought()
+_THINK_APART = Thought(after="\n\n")
+_DSML = "｜DSML｜"
+_DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+
+_ROWS = (
+    ToolFormat(
+        "glm_4_7",
+        (CallMarks("<tool_call>{name}", "</tool_call>"),),
+        "glm_xml",
+        thought=_THINK,
+        template_marks=("<tool_call>", "<arg_key>"),
+    ),
+    ToolFormat(
+        "mimo",
+        (CallMarks("<tool_call><function={name}>", "</function></tool_call>"),),
+        "qwen_xml",
+        thought=_THINK,
+        template_marks=("<tool_call><function=",),
+    ),
+    ToolFormat(
+        "qwen_3_coder",
+        (CallMarks("<tool_call>\n<function={name}>\n", "\n</function>\n</tool_call>"),),
+        "qwen_xml",
+        thought=_THINK_APART,
+        template_marks=("<tool_call>", "<function="),
+    ),
+    ToolFormat(
+        "exaone",
+        (CallMarks('<tool_call>{"name": "{name}", "arguments": ', "}</tool_call>"),),
+        thought=_THINK_APART,
+        template_marks=("<tool_call>", "[|assistant|]"),
+    ),
+    ToolFormat(
+        "qwen_3",
+        (CallMarks('<tool_call>\n{"name": "{name}", "arguments": ', "}\n</tool_call>"),),
+        thought=_THINK_APART,
+        template_marks=("<tool_call>\\n{", "<|im_start|>"),
+    ),
+    ToolFormat(
+        "hermes",
+        (
+            CallMarks('<tool_call>\n{"name": "{name}", "arguments": ', "}\n</tool_call>"),
+            CallMarks('<tool_call>{"name": "{name}", "arguments": ', "}</tool_call>"),
+        ),
+        thought=_THINK,
+        template_marks=("<tool_call>",),
+    ),
+    ToolFormat(
+        "mistral",
+        (CallMarks("[TOOL_CALLS]{name}[ARGS]", ""),),
+        separator="",
+        thought=Thought("[THINK]", "[/THINK]"),
+        template_marks=("[TOOL_CALLS]", "[ARGS]"),
+        call_id="nine",
+    ),
+    ToolFormat(
+        "mistral_list",
+        (CallMarks('{"name": "{name}", "arguments": ', "}"),),
+        sections=(("[TOOL_CALLS] [", "]"), ("[TOOL_CALLS][", "]")),
+        separator=", ",
+        template_marks=("[TOOL_CALLS]",),
+        call_id="nine",
+    ),
+    ToolFormat(
+        "gemma_4",
+        (CallMarks("<|tool_call>call:{name}", "<tool_call|>"),),
+        "gemma",
+        separator="",
+        thought=Thought("<|channel>thought\n", "<channel|>"),
+        template_marks=("<|tool_call>call:",),
+        marks=('<|"|>',),
+    ),
+    ToolFormat(
+        "deepseek_r1",
+        (
+            CallMarks(
+                "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n",
+                "\n```<｜tool▁call▁end｜>",
+            ),
+        ),
+        sections=(_DEEPSEEK,),
+        thought=_THINK,
+        template_marks=("<｜tool▁calls▁begin｜>", "```json"),
+    ),
+    ToolFormat(
+        "deepseek_v3_1",
+        (CallMarks("<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),),
+        sections=(_DEEPSEEK,),
+        separator="",
+        thought=_THINK,
+        template_marks=("<｜tool▁calls▁begin｜>",),
+    ),
+    ToolFormat(
+        "deepseek_v4_1",
+        (CallMarks(f'<{_DSML} invoke name="{{name}}">\n', f"</{_DSML} invoke>\n"),),
+        "deepseek_v4_1_xml",
+        sections=((f"<{_DSML} calls>\n", f"</{_DSML} calls>"),),
+        separator="",
+        thought=_THINK,
+        template_marks=(f"{_DSML} calls",),
+    ),
+    ToolFormat(
+        "deepseek_v3_2",
+        (CallMarks(f'<{_DSML}invoke name="{{name}}">\n', f"</{_DSML}invoke>\n"),),
+        "deepseek_xml",
+        sections=((f"<{_DSML}function_calls>\n", f"</{_DSML}function_calls>"),),
+        separator="",
+        thought=_THINK,
+        template_marks=(f"{_DSML}function_calls",),
+    ),
+    ToolFormat(
+        "deepseek_v4",
+        (CallMarks(f'<{_DSML}invoke name="{{name}}">\n', f"</{_DSML}invoke>\n"),),
+        "deepseek_xml",
+        sections=((f"<{_DSML}tool_calls>\n", f"</{_DSML}tool_calls>"),),
+        separator="",
+        thought=_THINK,
+        template_marks=(_DSML,),
+    ),
+    ToolFormat(
+        "kimi",
+        (
+            CallMarks(
+                "<|tool_call_begin|>functions.{name}:{number}<|tool_call_argument_begin|>",
+                "<|tool_call_end|>",
+            ),
+        ),
+        sections=(("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),),
+        separator="",
+        thought=_THINK,
+        template_marks=("<|tool_calls_section_begin|>",),
+        call_id="function",
+    ),
+    ToolFormat(
+        "minimax",
+        (CallMarks('<invoke name="{name}">\n', "</invoke>\n"),),
+        "minimax_xml",
+        sections=(("<minimax:tool_call>\n", "</minimax:tool_call>"),),
+        separator="",
+        thought=_THINK_APART,
+        template_marks=("<minimax:tool_call>",),
+    ),
+    ToolFormat(
+        "llama",
+        (CallMarks('{"name": "{name}", "parameters": ', "}"),),
+        template_marks=("<|start_header_id|>", '"parameters": '),
+    ),
+)
+
+FORMATS = {row.name: row for row in _ROWS}
+"""All formats by name."""
+
+JSON_FORMAT = ToolFormat("json", (CallMarks('{"name": "{name}", "arguments": ', "}"),))
+"""For a forced call by a model of no known format."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerFormat:
+    """How a model writes what an answer may hold beside content; None for what it cannot write."""
+
+    calls: ToolFormat | None = None
+    thought: Thought | None = None
+
+    def __str__(self) -> str:
+        calls = "unknown" if self.calls is None else self.calls.name
+        thought = "none" if self.thought is None else self.thought.begin.strip()
+        return f"format of tool calls: {calls}; mark of thoughts: {thought}"
+
+
+_THOUGHTS = (
+    _THINK,
+    Thought("[THINK]", "[/THINK]"),
+    Thought("<seed:think>", "</seed:think>"),
+    Thought("<|START_THINKING|>", "<|END_THINKING|>"),
+)
+
+
+def answer_format(template: str, name: str = "") -> AnswerFormat:
+    """The format that a chat template shows, or the named one for calls.
+
+    The name "none" stands for no calls. Raises OutriderError(INVALID_VALUE) for an unknown name.
+    """
+    if name and name != "none" and name not in FORMATS:
+        raise invalid("tool-format", f"must be none or one of {', '.join(FORMATS)}, not {name!r}")
+    calls = FORMATS.get(name) if name else _shown_calls(template)
+    known = (calls.thought,) if calls is not None else ()
+    thoughts = [mark for mark in (*known, *_THOUGHTS) if mark is not None and mark.end in template]
+    return AnswerFormat(calls, thoughts[0] if thoughts else None)
+
+
+def _shown_calls(template: str) -> ToolFormat | None:
+    matching = [row for row in _ROWS if all(mark in template for mark in row.template_marks)]
+    return matching[0] if matching else None

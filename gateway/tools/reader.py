@@ -1,0 +1,325 @@
+"""Split a model's answer into content, thought and calls while it grows.
+
+The answer's grammar forces the texts around a call, so the reader walks those texts. It looks for
+none of them within a call's arguments or within a thought, and stop strings see content only.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import string
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from gateway.tools.arguments import ArgumentReader, argument_reader
+from gateway.tools.formats import CallMarks, Thought, ToolFormat
+
+_LETTERS = string.ascii_letters + string.digits
+# A text that begins as a call does, and goes on otherwise for so long, is content.
+_LONGEST_BEGIN = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """Text of the answer's content."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """Text of the answer's thought."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallBegin:
+    """A call of a tool begins. Calls of an answer are numbered from 0."""
+
+    index: int
+    call_id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallArguments:
+    """A piece of a call's arguments. All pieces together are a JSON object."""
+
+    index: int
+    text: str
+
+
+Part = Content | Reasoning | CallBegin | CallArguments
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What an answer may hold beside content."""
+
+    form: ToolFormat | None = None
+    """The format of its calls; None if it holds none."""
+    schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """The schema of each tool's arguments, by name."""
+    thought: Thought | None = None
+    """The marks of its thought; None if it holds none."""
+    begins_in_thought: bool = False
+    """Whether the prompt has begun the thought."""
+    shows_thought: bool = True
+    """Whether the thought is a part of the answer. It is left out otherwise."""
+    is_forced: bool = False
+    """Whether the answer holds nothing but calls, and perhaps a thought before them."""
+
+    @property
+    def literals(self) -> tuple[str, ...]:
+        """All texts that the reader looks for."""
+        of_thought = () if self.thought is None else (self.thought.begin, self.thought.end)
+        return (*of_thought, *(() if self.form is None else self.form.literals))
+
+
+class AnswerReader:
+    """Splits one answer into parts."""
+
+    def __init__(self, reading: Reading) -> None:
+        self._reading = reading
+        self._buffer = ""
+        self._blanks = ""
+        # Whether line breaks that follow belong to the layout, as behind a thought.
+        self._trims = reading.begins_in_thought
+        self._arguments: ArgumentReader | None = None
+        self._marks: CallMarks | None = None
+        self._section_end = ""
+        self._thought_may_begin = reading.thought is not None and not reading.begins_in_thought
+        self._call_count = 0
+        self._step: Callable[[list[Part]], bool] = self._content
+        if reading.begins_in_thought:
+            self._step = self._thought
+        form = reading.form
+        self._begins = [] if form is None else [(_pattern(m), m) for m in form.calls]
+
+    @property
+    def call_count(self) -> int:
+        """How many calls have begun."""
+        return self._call_count
+
+    def push(self, text: str) -> list[Part]:
+        """Add text, and return the parts that are certain."""
+        self._buffer += text
+        parts: list[Part] = []
+        while self._buffer and self._step(parts):
+            pass
+        return _joined(parts)
+
+    def finish(self) -> list[Part]:
+        """The text that was held back. Call it once, after the last text."""
+        parts: list[Part] = []
+        if self._step == self._thought:
+            self._add_reasoning(self._buffer.rstrip("\n"), parts)
+        elif self._step == self._content and not self._reading.is_forced:
+            self._add_content(self._buffer, parts)
+            # The blanks before and behind calls are layout; those of a plain answer are its own.
+            if self._blanks and not self._call_count:
+                parts.append(Content(self._blanks))
+        # What remains else was cut off within the texts around a call, and says nothing.
+        self._buffer = ""
+        return _joined(parts)
+
+    def _thought(self, parts: list[Part]) -> bool:
+        """Take the thought up to its end mark."""
+        assert self._reading.thought is not None
+        end = self._reading.thought.end
+        text, found, rest = self._buffer.partition(end)
+        if found:
+            self._add_reasoning(text.rstrip("\n"), parts)
+            self._buffer = rest
+            self._trims = True
+            self._step = self._content
+            return True
+        held = len(text) - _held_from(text, [end])
+        certain = text[: len(text) - held].rstrip("\n")
+        self._add_reasoning(certain, parts)
+        self._buffer = text[len(certain) :]
+        return False
+
+    def _add_reasoning(self, text: str, parts: list[Part]) -> None:
+        if self._trims:
+            text = text.lstrip("\n")
+        if text:
+            self._trims = False
+            if self._reading.shows_thought:
+                parts.append(Reasoning(text))
+
+    def _content(self, parts: list[Part]) -> bool:
+        """Take content up to the next thought, call or section."""
+        openers = self._openers()
+        found = [(at, text) for text in openers if (at := self._buffer.find(text)) >= 0]
+        if not found:
+            certain = _held_from(self._buffer, openers)
+            self._add_content(self._buffer[:certain], parts)
+            self._buffer = self._buffer[certain:]
+            return False
+        at, opener = min(found)
+        self._add_content(self._buffer[:at], parts)
+        self._buffer = self._buffer[at:]
+        thought = self._reading.thought
+        if thought is not None and opener == thought.begin:
+            self._thought_may_begin = False
+            self._buffer = self._buffer.removeprefix(opener)
+            self._blanks = ""
+            self._trims = True
+            self._step = self._thought
+        else:
+            self._step = self._section if self._form.sections else self._call
+        return True
+
+    def _openers(self) -> list[str]:
+        thought, form = self._reading.thought, self._reading.form
+        openers = [] if form is None else [form.trigger]
+        if thought is not None and self._thought_may_begin:
+            openers.append(thought.begin)
+        return openers
+
+    def _add_content(self, text: str, parts: list[Part]) -> None:
+        """Add content, but hold the blanks at its end: before a call they are layout."""
+        if self._trims:
+            text = text.lstrip("\n")
+        if not text:
+            return
+        self._trims = False
+        text = self._blanks + text
+        solid = text.rstrip()
+        if solid:
+            # A thought comes first or not at all.
+            self._thought_may_begin = False
+        if self._reading.form is None and not self._thought_may_begin:
+            solid = text
+        self._blanks = text[len(solid) :]
+        if solid:
+            parts.append(Content(solid))
+
+    @property
+    def _form(self) -> ToolFormat:
+        assert self._reading.form is not None
+        return self._reading.form
+
+    def _section(self, parts: list[Part]) -> bool:
+        """Take the text that begins a section."""
+        for begin, end in self._form.sections:
+            if self._buffer.startswith(begin):
+                self._buffer = self._buffer.removeprefix(begin)
+                self._section_end = end
+                self._step = self._call
+                return True
+        if any(begin.startswith(self._buffer) for begin, _ in self._form.sections):
+            return False
+        return self._no_call(parts)
+
+    def _call(self, parts: list[Part]) -> bool:
+        """Take the text that begins a call, or the text that ends the section."""
+        if self._section_end:
+            self._buffer = self._buffer.removeprefix(self._form.separator).lstrip()
+            if self._buffer.startswith(self._section_end.lstrip()):
+                self._buffer = self._buffer.removeprefix(self._section_end.lstrip())
+                self._end_calls()
+                return True
+        for pattern, marks in self._begins:
+            begin = pattern.match(self._buffer)
+            if begin is not None:
+                self._begin_call(begin, marks, parts)
+                return True
+        if len(self._buffer) > _LONGEST_BEGIN:
+            return self._no_call(parts)
+        return False
+
+    def _begin_call(self, begin: re.Match[str], marks: CallMarks, parts: list[Part]) -> None:
+        name = begin["name"]
+        index = self._call_count
+        self._call_count += 1
+        self._blanks = ""
+        self._buffer = self._buffer[begin.end() :]
+        self._marks = marks
+        schema = self._reading.schemas.get(name, {})
+        self._arguments = argument_reader(self._form.style, marks.end, schema)
+        self._step = self._read_arguments
+        parts.append(CallBegin(index, _call_id(self._form, name, index), name))
+
+    def _no_call(self, parts: list[Part]) -> bool:
+        """Take what looked like the beginning of a call as content."""
+        trigger = self._form.trigger
+        self._add_content(self._buffer[: len(trigger)], parts)
+        self._buffer = self._buffer[len(trigger) :]
+        self._end_calls()
+        return True
+
+    def _end_calls(self) -> None:
+        self._section_end = ""
+        self._trims = True
+        self._step = self._content
+
+    def _read_arguments(self, parts: list[Part]) -> bool:
+        assert self._arguments is not None
+        piece, self._buffer = self._arguments.read(self._buffer)
+        if piece:
+            parts.append(CallArguments(self._call_count - 1, piece))
+        if not self._arguments.is_complete:
+            return False
+        self._step = self._call_end
+        # A call may have no text behind its arguments.
+        return True
+
+    def _call_end(self, parts: list[Part]) -> bool:
+        """Take the text behind a call's arguments."""
+        assert self._marks is not None
+        end = self._marks.end.lstrip()
+        text = self._buffer.lstrip()
+        if not text.startswith(end):
+            return False
+        self._buffer = text.removeprefix(end)
+        if self._section_end:
+            self._step = self._call
+        else:
+            self._end_calls()
+        return True
+
+
+def _pattern(marks: CallMarks) -> re.Pattern[str]:
+    """A pattern of the text that begins a call, with the group `name`."""
+    before, _, after = marks.begin.partition("{name}")
+    # A name that nothing follows is complete once another character is there.
+    behind = r"(?=[^\w.-])" if not after else ""
+    numbered = r"\d+".join(re.escape(text) for text in after.split("{number}"))
+    return re.compile(rf"{re.escape(before)}(?P<name>[\w.-]+){behind}{numbered}", re.ASCII)
+
+
+def _held_from(text: str, marks: Sequence[str]) -> int:
+    """Where the end of the text begins that may begin a mark; the text's length for none."""
+    longest = max((len(mark) for mark in marks), default=1) - 1
+    for at in range(max(0, len(text) - longest), len(text)):
+        if any(mark.startswith(text[at:]) for mark in marks):
+            return at
+    return len(text)
+
+
+def _joined(parts: Sequence[Part]) -> list[Part]:
+    """The parts, with neighbours of one kind joined."""
+    joined: list[Part] = []
+    for part in parts:
+        last = joined[-1] if joined else None
+        if isinstance(part, Content) and isinstance(last, Content):
+            joined[-1] = Content(last.text + part.text)
+        elif isinstance(part, Reasoning) and isinstance(last, Reasoning):
+            joined[-1] = Reasoning(last.text + part.text)
+        elif isinstance(part, CallArguments) and isinstance(last, CallArguments):
+            joined[-1] = CallArguments(part.index, last.text + part.text)
+        else:
+            joined.append(part)
+    return joined
+
+
+def _call_id(form: ToolFormat, name: str, index: int) -> str:
+    if form.call_id == "function":
+        return f"functions.{name}:{index}"
+    length, start = (9, "") if form.call_id == "nine" else (24, "call_")
+    return start + "".join(secrets.choice(_LETTERS) for _ in range(length))
