@@ -12,11 +12,13 @@ from fastapi import Request
 
 from gateway.access.gate import identity_of
 from gateway.generation.admission import ClientTimeout
-from gateway.generation.serve_text import Demand, TextCall
+from gateway.generation.serve_text import Demand, TextAnswer, TextCall
 from gateway.http.entrance import arrival_of
+from gateway.http.openai_shapes import ChatShape, CompletionShape
+from gateway.http.openai_writer import OpenAIWriter
 from gateway.http.request_id import request_id
-from gateway.http.responses import ChatShape, CompletionShape, ResponseShape
 from gateway.http.schema import LEAST_TIMEOUT_S, ChatBody, CompletionBody
+from gateway.http.streaming import AnswerWriter
 from gateway.http.to_requests import answer_limit, gathers, text_requests
 from gateway.text.request import Conversation, PromptInput, TextInputs, TextRequest
 from outrider.errors import OutriderError, invalid
@@ -34,17 +36,19 @@ _Body = TypeVar("_Body", CompletionBody, ChatBody)
 class HttpCall(TextCall, Generic[_Body]):
     """A request for text over HTTP."""
 
-    shape: type[ResponseShape]
+    id_prefix: str
+    """How the answer's id begins."""
     has_turn = True
 
-    def __init__(self, body: _Body, request: Request) -> None:
+    def __init__(self, body: _Body, request: Request, *, metrics: bool = False) -> None:
+        """With `metrics`, the answer reports speculation even if the body does not ask for it."""
         self.body: _Body = body
         self.request = request
+        self.has_metrics = metrics or body.speculation.metrics
         self.identity = identity_of(request)
-        self.request_id = request_id(request.headers, self.shape.id_prefix)
+        self.request_id = request_id(request.headers, self.id_prefix)
         self.headers = request.headers
         self.model = body.model
-        self.operation = self.shape.operation
         self.streams = bool(body.stream)
         self.gathers = gathers(body)
         self.limit = answer_limit(body)
@@ -54,6 +58,10 @@ class HttpCall(TextCall, Generic[_Body]):
     @abstractmethod
     def prompt_count(self) -> int:
         """How many prompts the body has."""
+
+    @abstractmethod
+    def writer(self, answer: TextAnswer) -> AnswerWriter:
+        """What writes the answer in the endpoint's shape."""
 
     def demand(self) -> Demand:
         """The body's n and its timeout. Raises OutriderError(INVALID_VALUE).
@@ -94,7 +102,16 @@ class HttpCall(TextCall, Generic[_Body]):
 class CompletionCall(HttpCall[CompletionBody]):
     """POST /v1/completions."""
 
-    shape = CompletionShape
+    operation = "text_completion"
+    id_prefix = "cmpl"
+
+    def writer(self, answer: TextAnswer) -> AnswerWriter:
+        """OpenAI's answer. An echo's log probabilities are listed with the answer's."""
+        shape = CompletionShape(answer.model, self.request_id)
+        lists_prompt = bool(self.body.echo) and self.body.logprobs is not None
+        return OpenAIWriter(
+            shape, answer, self.body, metrics=self.has_metrics, lists_prompt=lists_prompt
+        )
 
     @property
     def prompt_count(self) -> int:
@@ -110,8 +127,14 @@ class CompletionCall(HttpCall[CompletionBody]):
 class ChatCall(HttpCall[ChatBody]):
     """POST /v1/chat/completions."""
 
-    shape = ChatShape
+    operation = "chat"
+    id_prefix = "chatcmpl"
     prompt_count = 1
+
+    def writer(self, answer: TextAnswer) -> AnswerWriter:
+        """OpenAI's answer."""
+        shape = ChatShape(answer.model, self.request_id)
+        return OpenAIWriter(shape, answer, self.body, metrics=self.has_metrics)
 
     def prompts(self) -> list[PromptInput]:
         """The conversation. Raises OutriderError(INVALID_VALUE) for options that contradict."""

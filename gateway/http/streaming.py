@@ -7,22 +7,21 @@ import json
 import logging
 from collections.abc import AsyncGenerator, Awaitable
 from contextlib import AsyncExitStack
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
 from fastapi import Request
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from gateway.api_errors import error_body, unexpected
-from gateway.http.responses import ChunkMaker, Json
-from gateway.text.choices import Event
+from gateway.api_errors import unexpected
+from gateway.text.choices import Event, WholeChoice
+from gateway.text.deltas import TextDelta
 from outrider.errors import OutriderError, Reason
 from outrider.process.telemetry import Span
 
 log = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
-DONE = b"data: [DONE]\n\n"
 # `json.dumps` with separators would make an encoder for each event.
 _ENCODER = json.JSONEncoder(separators=(",", ":"))
 
@@ -51,9 +50,30 @@ async def _hung_up(request: Request) -> None:
         pass
 
 
-def event(data: Json) -> bytes:
+def event(data: dict[str, Any], name: str = "") -> bytes:
     """One server-sent event in ASCII. Some clients end a line at U+2028 and similar characters."""
-    return b"data: " + _ENCODER.encode(data).encode() + b"\n\n"
+    named = f"event: {name}\n" if name else ""
+    return f"{named}data: {_ENCODER.encode(data)}\n\n".encode()
+
+
+class AnswerWriter(Protocol):
+    """Writes one answer in an API's shape."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the stream has all its events."""
+
+    def whole(self, choices: list[WholeChoice]) -> dict[str, Any]:
+        """The answer to a request that does not stream."""
+
+    def events(self, index: int, delta: TextDelta) -> bytes:
+        """The events of a choice's next delta; none if it has nothing to show.
+
+        The first delta's events begin the stream, and the last delta's events end it.
+        """
+
+    def failure(self, error: OutriderError) -> bytes:
+        """The events that end a stream which fails after its first event."""
 
 
 class EventStream(StreamingResponse):
@@ -78,29 +98,25 @@ class EventStream(StreamingResponse):
 
 
 async def sse(
-    first: Event, rest: AsyncGenerator[Event, None], maker: ChunkMaker, span: Span
+    first: Event, rest: AsyncGenerator[Event, None], writer: AnswerWriter, span: Span
 ) -> AsyncGenerator[bytes, None]:
-    """Yield the events of a stream. An error becomes its last event but `[DONE]`, as in vLLM.
-
-    Its shape is OpenAI's.
-    """
+    """Yield the events of a stream. An error becomes its last event."""
     try:
         item: Event | None = first
         while item is not None:
-            if chunks := maker.chunks(*item):
-                out = b"".join(map(event, chunks))
-                yield out + DONE if maker.complete else out
+            if out := writer.events(*item):
+                yield out
             item = await anext(rest, None)
     except (GeneratorExit, asyncio.CancelledError):
         # After the end of the answer, hanging up is no error.
-        if not maker.complete:
+        if not writer.is_complete:
             span.ended_by(_client_gone())
         raise
     except OutriderError as error:
         span.ended_by(error)
-        yield event(error_body(error)) + DONE
+        yield writer.failure(error)
     # The status line is out, so the error can only be an event.
     except Exception as error:
         log.exception("a stream failed")
         span.ended_by(error)
-        yield event(error_body(unexpected())) + DONE
+        yield writer.failure(unexpected())

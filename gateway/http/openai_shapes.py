@@ -79,9 +79,6 @@ def _finish(finish: FinishInfo | None) -> Json:
 class ResponseShape(ABC):
     """Writes the answers of one endpoint. Subclasses write its choices."""
 
-    operation: str
-    """OpenTelemetry's name of the endpoint's operation."""
-    id_prefix: str
     whole_object: str
     chunk_object: str
     opening: ClassVar[Json | None] = None
@@ -160,8 +157,6 @@ class ResponseShape(ABC):
 class CompletionShape(ResponseShape):
     """POST /v1/completions."""
 
-    operation = "text_completion"
-    id_prefix = "cmpl"
     whole_object = chunk_object = "text_completion"
     closing: ClassVar[Json] = {"text": ""}
 
@@ -192,8 +187,6 @@ class CompletionShape(ResponseShape):
 class ChatShape(ResponseShape):
     """POST /v1/chat/completions."""
 
-    operation = "chat"
-    id_prefix = "chatcmpl"
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
     opening: ClassVar[Json | None] = {

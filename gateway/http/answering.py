@@ -1,0 +1,38 @@
+"""Answer a request for text in an API's own shape, as one JSON object or as a stream of events."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+from typing import Any
+
+from fastapi.responses import JSONResponse, Response
+
+from gateway.access.limits import Limits
+from gateway.generation.generate import Generation
+from gateway.generation.serve_text import TextAnswer, serve_text
+from gateway.http.calls import HttpCall
+from gateway.http.entrance import arrival_of
+from gateway.http.streaming import EventStream, sse, until_gone
+from gateway.text.choices import collect
+
+
+async def answer_text(generation: Generation, limits: Limits, call: HttpCall[Any]) -> Response:
+    """Answer with one JSON object, or with a stream that closes the generation when it ends."""
+    async with AsyncExitStack() as stack:
+        answer = await stack.enter_async_context(serve_text(generation, limits, call))
+        arrival_of(call.request).done()
+        writer = call.writer(answer)
+        if not call.streams:
+            collected = collect(answer.events, len(answer.totals.finishes))
+            choices = await until_gone(call.request, collected)
+            return JSONResponse(writer.whole(choices), headers=_headers(call, answer))
+        # Await the first delta before the status line goes out, so that a refused request gets the
+        # status of its error.
+        first = await until_gone(call.request, anext(answer.events))
+        events = sse(first, answer.events, writer, answer.span)
+        return EventStream(events, stack.pop_all(), _headers(call, answer))
+
+
+def _headers(call: HttpCall[Any], answer: TextAnswer) -> dict[str, str]:
+    """The answer's id, and what is left of the caller's limits."""
+    return {"X-Request-Id": call.request_id, **answer.grant.headers}
