@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import logging
 import signal
 import socket
 import ssl
@@ -29,6 +30,8 @@ from outrider.process import rpc
 from outrider.process.tasks import keep_running, watch
 from outrider.process.tls import Tls, http_context
 from outrider.v1 import generation_pb2_grpc
+
+log = logging.getLogger(__name__)
 
 # How long a connection may stay idle after an answer, as in uvicorn and vLLM.
 KEEP_ALIVE_S = 5.0
@@ -59,6 +62,7 @@ class Gateway:
         prompts = Prompts(settings.tokenizer, settings.tool_format)
         tls = settings.tls
         self.router = Router(settings.verifier, prompts.fingerprint, tls)
+        log.info("%s", prompts.answers)
         self._tls = settings.public_tls
         self.generation = Generation(
             self.router,

@@ -104,6 +104,10 @@ class ServeSettings(TargetSettings, ServiceSettings):
     dtype: Dtype = "auto"
     """Type of the weights of target and draft models: auto is the checkpoint's."""
 
+    tool_format: str = ""
+    """Format in which the target writes tool calls, such as hermes; without it, the chat template
+    tells. docs/api.md lists the formats."""
+
     host: str = "127.0.0.1"
     """Address that the gateway listens on."""
 

@@ -178,6 +178,7 @@ def _gateway_arguments(
             "http_port": http_port,
             "keys_file": [] if settings.keys_file is None else [settings.keys_file],
             "open": settings.open,
+            "tool_format": settings.tool_format,
             "grpc_listen": f"{settings.host}:{grpc_port}",
         }
         | files
