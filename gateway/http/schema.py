@@ -21,6 +21,7 @@ from gateway.http.fields import (
 )
 from gateway.http.tools import ToolBody, ToolChoiceField
 from gateway.text.request import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
+from gateway.tools.definitions import MAX_TOOLS
 from gateway.unsupported import document_neutral, drop_neutral
 from outrider.errors import invalid
 from outrider.protocol.limits import (
@@ -265,7 +266,7 @@ class ChatBody(GenerationBody, TemplateOptions):
         "With logprobs: true only.", minimum=0, maximum=MAX_TOP_LOGPROBS
     )
     tools: Listed[ToolBody] | None = Field(
-        default=None, description="Functions that the model may call."
+        default=None, max_length=MAX_TOOLS, description="Functions that the model may call."
     )
     tool_choice: ToolChoiceField = None
     parallel_tool_calls: bool | None = Field(

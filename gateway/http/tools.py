@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
 from gateway.http.conversation import JsonObject
 from gateway.http.fields import Body, Listed, Text
-from gateway.tools.definitions import Tool, ToolChoice
+from gateway.tools.definitions import NAME_PATTERN, Tool, ToolChoice
 from outrider.errors import invalid
 
 _FORMS = (
@@ -20,7 +20,7 @@ _FORMS = (
 class FunctionBody(Body):
     """A function that the model may call."""
 
-    name: Text
+    name: Annotated[str, Field(pattern=NAME_PATTERN)]
     description: Text | None = None
     parameters: JsonObject | None = Field(
         default=None, description="A JSON schema of the arguments, which are an object."

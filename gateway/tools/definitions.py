@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -10,8 +9,8 @@ from typing import Any, Literal
 from outrider.errors import invalid
 
 MAX_TOOLS = 128
-MAX_NAME_CHARACTERS = 128
-_NAME = re.compile(r"[A-Za-z0-9_.-]+")
+NAME_PATTERN = r"^[A-Za-z0-9_.-]{1,128}$"
+"""The names that a tool may have: OpenAI's, longer ones, and dots."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +52,11 @@ def tool_use(tools: Sequence[Tool], choice: ToolChoice, *, is_parallel: bool) ->
 
     Raises OutriderError(INVALID_VALUE) that names `tools` or `tool_choice`.
     """
-    _check(tools)
-    known = {tool.name for tool in tools}
+    known: set[str] = set()
+    for index, tool in enumerate(tools):
+        if tool.name in known:
+            raise invalid(f"tools[{index}].function.name", f"is the name of two: {tool.name!r}")
+        known.add(tool.name)
     for name in sorted(choice.names or ()):
         if name not in known:
             raise invalid("tool_choice", f"names {name[:100]!r}, which is none of the tools")
@@ -65,18 +67,3 @@ def tool_use(tools: Sequence[Tool], choice: ToolChoice, *, is_parallel: bool) ->
     if choice.mode == "none" or not left:
         return None
     return ToolUse(left, choice.mode == "required", is_parallel and not choice.is_single)
-
-
-def _check(tools: Sequence[Tool]) -> None:
-    """Raise OutriderError(INVALID_VALUE) for too many tools, and for bad or equal names."""
-    if len(tools) > MAX_TOOLS:
-        raise invalid("tools", f"must hold at most {MAX_TOOLS} tools, not {len(tools)}")
-    seen = set()
-    for index, tool in enumerate(tools):
-        field = f"tools[{index}].function.name"
-        if len(tool.name) > MAX_NAME_CHARACTERS or not _NAME.fullmatch(tool.name):
-            allowed = f"1 to {MAX_NAME_CHARACTERS} letters, digits, _, - and dots"
-            raise invalid(field, f"must have {allowed}, not {tool.name[:60]!r}")
-        if tool.name in seen:
-            raise invalid(field, f"is the name of two tools: {tool.name[:60]!r}")
-        seen.add(tool.name)

@@ -175,10 +175,13 @@ class AnswerReader:
         return True
 
     def _openers(self) -> list[str]:
+        """The texts that end content. A thought comes first or not at all."""
         thought, form = self._reading.thought, self._reading.form
         openers = [] if form is None else [form.trigger]
         if thought is not None and self._thought_may_begin:
-            openers.append(thought.begin)
+            text = self._buffer.lstrip()
+            if text.startswith(thought.begin) or thought.begin.startswith(text):
+                openers.append(thought.begin)
         return openers
 
     def _add_content(self, text: str, parts: list[Part]) -> None:
@@ -191,7 +194,6 @@ class AnswerReader:
         text = self._blanks + text
         solid = text.rstrip()
         if solid:
-            # A thought comes first or not at all.
             self._thought_may_begin = False
         if self._reading.form is None and not self._thought_may_begin:
             solid = text

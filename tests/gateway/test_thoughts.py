@@ -1,0 +1,121 @@
+"""Thoughts are split off where the model marks them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from gateway_rig import Rig, echo, is_ready, model_with_template, running_rig, settings
+from scripted_verifier import Script, ready, serving
+from waiting import until
+
+from gateway.text.prompts import Prompts
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+TEMPLATE = (
+    "{% for m in messages %}<|user|>{{ m.content }}"
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}<|end|>"
+    "{% endfor %}{% if reasoning_effort %}effort {{ reasoning_effort }}{% endif %}"
+    "{% if add_generation_prompt %}<|assistant|>"
+    "{% if enable_thinking is defined %}"
+    "{% if enable_thinking %}<think>\n{% else %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+    "{% endif %}"
+)
+CHAT = [{"role": "user", "content": "Why?"}]
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def thinker(tmp_path: Path) -> AsyncIterator[Rig]:
+    """A gateway whose model's template marks thoughts."""
+    model = model_with_template(tmp_path, TEMPLATE)
+    prompts = Prompts(model)
+    script = Script(ready(prompts.fingerprint), echo)
+    async with (
+        serving(script) as address,
+        running_rig(settings(address, tokenizer=model), script, prompts) as rig,
+    ):
+        await until(lambda: is_ready(rig.http))
+        yield rig
+
+
+async def message_of(rig: Rig, **given: Any) -> dict[str, Any]:
+    response = await rig.http.post("/v1/chat/completions", json={"messages": CHAT} | given)
+    assert response.status_code == 200, response.text
+    message: dict[str, Any] = response.json()["choices"][0]["message"]
+    return message
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 1000])
+@pytest.mark.parametrize(
+    ("said", "thinking", "thought", "content"),
+    [
+        ("<think>\nbecause\n</think>\n\nIt is.", None, "because", "It is."),
+        ("because <b>\n</think>\n\nIt is.\n", True, "because <b>", "It is.\n"),
+        ("still thinking", True, "still thinking", ""),
+        ("<think>\n\n</think>\n\nIt is.", None, None, "It is."),
+        ("It is. <think> no", None, None, "It is. <think> no"),
+        ("\n It is.", None, None, "\n It is."),
+        ("It is.</think>", False, None, "It is.</think>"),
+    ],
+)
+async def test_the_thought_is_apart_from_the_content(
+    thinker: Rig, said: str, thinking: bool | None, thought: str | None, content: str, chunk: int
+) -> None:
+    thinker.says(said, chunk)
+    given = {} if thinking is None else {"enable_thinking": thinking}
+    message = await message_of(thinker, **given)
+    assert message.get("reasoning_content") == thought
+    assert message["content"] == content
+
+
+async def test_a_stream_has_the_same_thought(thinker: Rig) -> None:
+    thinker.says("<think>\nbe cause\n</think>\n\nIt is.")
+    stream = await thinker.client.chat.completions.create(model="", messages=CHAT, stream=True)
+    thought = content = ""
+    async for piece in stream:
+        delta = piece.choices[0].delta
+        thought += getattr(delta, "reasoning_content", None) or ""
+        content += delta.content or ""
+    assert (thought, content) == ("be cause", "It is.")
+
+
+async def test_the_effort_reaches_the_template(thinker: Rig) -> None:
+    thinker.says("x")
+    for given, shown in (
+        ({"reasoning_effort": "low"}, "effort low"),
+        ({"reasoning_effort": "none"}, "</think>"),
+        ({"enable_thinking": False}, "</think>"),
+        ({"chat_template_kwargs": {"enable_thinking": True}}, "<think>\n"),
+    ):
+        await message_of(thinker, **given)
+        assert shown in thinker.prompts.decode(thinker.script.requests[-1].prompt)
+
+
+async def test_a_thought_of_the_history_reaches_the_template(thinker: Rig) -> None:
+    thinker.says("x")
+    for name in ("reasoning_content", "reasoning"):
+        answer = {"role": "assistant", "content": "so", name: "a thought"}
+        await message_of(thinker, messages=[*CHAT, answer, *CHAT])
+        prompt = thinker.prompts.decode(thinker.script.requests[-1].prompt)
+        assert "<think>a thought</think>" in prompt
+
+
+async def test_a_caller_may_leave_the_thought_out_or_within(thinker: Rig) -> None:
+    said = "<think>\nbecause\n</think>\n\nIt is."
+    thinker.says(said)
+    hidden = await message_of(thinker, include_reasoning=False)
+    assert ("reasoning_content" in hidden, hidden["content"]) == (False, "It is.")
+    whole = await message_of(thinker, separate_reasoning=False)
+    assert ("reasoning_content" in whole, whole["content"]) == (False, said)
+
+
+async def test_the_answer_to_a_grammar_is_content(thinker: Rig) -> None:
+    thinker.says('{"a": 1}')
+    message = await message_of(
+        thinker, enable_thinking=True, response_format={"type": "json_object"}
+    )
+    assert message["content"] == '{"a": 1}'

@@ -1,0 +1,263 @@
+"""Chats with tools: what the verifier is asked for, and what the client reads."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from gateway_rig import Rig
+
+from outrider.grammar.kinds import GrammarKind
+from outrider.protocol.messages import FinishReason
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+CHAT = [{"role": "user", "content": "Is it cold?"}]
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+    "required": ["city"],
+}
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}
+CLOCK = {"type": "function", "function": {"name": "clock"}}
+ARGUMENTS = '{"city": "a </tool_call> \\" {[b", "days": 3}'
+CALL = f'<tool_call>\n{{"name": "weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
+CLOCK_CALL = '<tool_call>{"name": "clock", "arguments": {}}</tool_call>'
+
+
+async def answer_of(rig: Rig, **given: Any) -> dict[str, Any]:
+    body = {"messages": CHAT, "tools": [WEATHER, CLOCK]} | given
+    response = await rig.http.post("/v1/chat/completions", json=body)
+    assert response.status_code == 200, response.text
+    choice: dict[str, Any] = response.json()["choices"][0]
+    return choice
+
+
+def tag_of(rig: Rig) -> dict[str, Any]:
+    """The structural tag of the verifier's last request."""
+    grammar = rig.script.requests[-1].grammar
+    assert grammar is not None
+    assert grammar.kind is GrammarKind.STRUCTURAL_TAG
+    tag: dict[str, Any] = json.loads(grammar.text)["format"]
+    return tag
+
+
+def schemas(tag: Any) -> list[Any]:
+    """All schemas within a structural tag."""
+    if isinstance(tag, list):
+        return [found for part in tag for found in schemas(part)]
+    if not isinstance(tag, dict):
+        return []
+    own = [tag["json_schema"]] if "json_schema" in tag else []
+    return own + [
+        found for key, part in tag.items() if key != "json_schema" for found in schemas(part)
+    ]
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 1000])
+async def test_an_answer_is_split_into_content_and_calls(rig: Rig, chunk: int) -> None:
+    rig.says(f"Let me look.\n{CALL}\n{CLOCK_CALL}", chunk)
+    choice = await answer_of(rig)
+    message = choice["message"]
+    assert message["content"] == "Let me look."
+    called = [(call["type"], call["function"]) for call in message["tool_calls"]]
+    assert called == [
+        ("function", {"name": "weather", "arguments": ARGUMENTS}),
+        ("function", {"name": "clock", "arguments": "{}"}),
+    ]
+    assert len({call["id"] for call in message["tool_calls"]}) == 2
+    assert choice["finish_reason"] == "tool_calls"
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 1000])
+async def test_a_stream_has_the_same_parts_as_a_whole_answer(rig: Rig, chunk: int) -> None:
+    rig.says(f"Let me look.\n{CALL}\n{CLOCK_CALL}", chunk)
+    whole = (await answer_of(rig))["message"]
+    stream = await rig.client.chat.completions.create(
+        model="", messages=CHAT, tools=[WEATHER, CLOCK], stream=True
+    )
+    content = ""
+    calls: dict[int, dict[str, str]] = {}
+    async for piece in stream:
+        [choice] = piece.choices
+        content += choice.delta.content or ""
+        for call in choice.delta.tool_calls or ():
+            known = calls.setdefault(call.index, {"name": "", "arguments": ""})
+            known["name"] += call.function.name or ""
+            known["arguments"] += call.function.arguments or ""
+    assert content == whole["content"]
+    assert list(calls.values()) == [call["function"] for call in whole["tool_calls"]]
+    assert choice.finish_reason == "tool_calls"
+
+
+async def test_an_answer_without_a_call_is_content_to_the_last_blank(rig: Rig) -> None:
+    text = ' It is <tool_call, or {"name": not.\n\n'
+    rig.says(text)
+    choice = await answer_of(rig)
+    assert choice["message"]["content"] == text
+    assert "tool_calls" not in choice["message"]
+    assert choice["finish_reason"] == "stop"
+
+
+async def test_a_call_that_the_limit_cuts_off_keeps_the_arguments_so_far(rig: Rig) -> None:
+    for end in range(CALL.index(ARGUMENTS), CALL.index(ARGUMENTS) + len(ARGUMENTS) + 1):
+        rig.says(CALL[:end], 1000, FinishReason.LENGTH)
+        choice = await answer_of(rig)
+        [call] = choice["message"]["tool_calls"]
+        assert ARGUMENTS.startswith(call["function"]["arguments"])
+        assert len(call["function"]["arguments"]) >= end - CALL.index(ARGUMENTS) - 1
+        assert choice["finish_reason"] == "length"
+
+
+async def test_a_forced_call_cut_off_before_its_name_leaves_no_content(rig: Rig) -> None:
+    for end in range(CALL.index("weather")):
+        rig.says(CALL[:end], 1000, FinishReason.LENGTH)
+        choice = await answer_of(rig, tool_choice="required")
+        assert choice["message"]["content"] == ""
+        assert choice["finish_reason"] == "length"
+
+
+async def test_stop_strings_look_at_content_alone(rig: Rig) -> None:
+    rig.says(f"Wait. {CALL}\n done, Observation: x")
+    choice = await answer_of(rig, stop=["city", "tool_call", "Observation:"])
+    message = choice["message"]
+    assert message["content"] == "Wait. done, "
+    assert message["tool_calls"][0]["function"]["arguments"] == ARGUMENTS
+
+
+async def test_arguments_follow_the_schema_if_forced_or_strict(rig: Rig) -> None:
+    strict = {"type": "function", "function": WEATHER["function"] | {"strict": True}}
+    for tools, choice, held in (
+        ([WEATHER], "auto", False),
+        ([strict], "auto", True),
+        ([WEATHER], "required", True),
+        ([WEATHER], {"type": "function", "function": {"name": "weather"}}, True),
+    ):
+        rig.says(CALL)
+        await answer_of(rig, tools=tools, tool_choice=choice)
+        assert (SCHEMA in schemas(tag_of(rig))) is held
+
+
+async def test_only_the_tools_of_the_choice_may_be_called(rig: Rig) -> None:
+    only_clock: list[Any] = [
+        {"type": "function", "function": {"name": "clock"}},
+        {
+            "type": "allowed_tools",
+            "allowed_tools": {
+                "mode": "auto",
+                "tools": [{"type": "function", "function": {"name": "clock"}}],
+            },
+        },
+    ]
+    for choice in only_clock:
+        rig.says(CLOCK_CALL)
+        await answer_of(rig, tool_choice=choice)
+        text = json.dumps(tag_of(rig))
+        assert "clock" in text
+        assert "weather" not in text
+
+
+async def test_one_call_at_most_without_parallel_calls(rig: Rig) -> None:
+    for choice in ("auto", "required"):
+        for parallel in (True, False):
+            rig.says(CALL)
+            await answer_of(rig, tool_choice=choice, parallel_tool_calls=parallel)
+            assert tag_of(rig)["stop_after_first"] is not parallel
+
+
+async def test_with_the_choice_none_a_call_is_plain_text(rig: Rig) -> None:
+    rig.says(CALL)
+    choice = await answer_of(rig, tool_choice="none")
+    assert rig.script.requests[-1].grammar is None
+    assert choice["message"]["content"] == CALL
+    assert choice["finish_reason"] == "stop"
+
+
+async def test_an_answer_is_a_call_or_has_the_format_asked_for(rig: Rig) -> None:
+    schema = {"type": "object", "properties": {"answer": {"type": "string"}}}
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    rig.says('{"answer": "no"}')
+    choice = await answer_of(rig, response_format=wanted)
+    assert choice["message"]["content"] == '{"answer": "no"}'
+    assert tag_of(rig)["type"] == "or"
+    assert schema in schemas(tag_of(rig))
+
+
+async def test_the_template_sees_tools_calls_and_results(rig: Rig) -> None:
+    rig.says("5 degrees")
+    history = [
+        *CHAT,
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [
+                {
+                    "id": "call_1",
+                    "type": "function",
+                    "function": {"name": "weather", "arguments": '{"city":"Oslo"}'},
+                }
+            ],
+        },
+        {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "5"}]},
+    ]
+    await answer_of(rig, messages=history)
+    prompt = rig.prompts.decode(rig.script.requests[-1].prompt)
+    assert '"name": "clock"' in prompt
+    assert '{"name": "weather", "arguments": {"city": "Oslo"}}' in prompt
+    assert "<tool_response>\n5\n</tool_response>" in prompt
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        ({"tools": []}, "tool_choice"),
+        ({"tools": [WEATHER, WEATHER]}, "tools[1].function.name"),
+        ({"tools": [CLOCK] * 129}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ({"tool_choice": {"type": "function", "function": {"name": "no"}}}, "tool_choice"),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "assistant",
+                        "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "[1]"}}],
+                    }
+                ]
+            },
+            "messages[0].tool_calls[0].function.arguments",
+        ),
+        ({"messages": [{"role": "user", "content": "x", "tool_calls": []}]}, None),
+    ],
+)
+async def test_tools_that_cannot_be_called_are_refused(
+    rig: Rig, given: dict[str, Any], param: str | None
+) -> None:
+    rig.says("x")
+    body = {"messages": CHAT, "tools": [WEATHER], "tool_choice": "required"} | given
+    response = await rig.http.post("/v1/chat/completions", json=body)
+    if param is None:
+        assert response.status_code == 200
+    else:
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == param
+        assert not rig.script.requests
+
+
+async def test_an_unknown_schema_keyword_is_reported_as_the_tools(rig: Rig) -> None:
+    """The verifier refuses the grammar; the caller knows it as `tools`."""
+    from outrider.errors import OutriderError, Reason
+
+    def refuse(request: object) -> Any:
+        raise OutriderError(
+            Reason.INVALID_VALUE,
+            "grammar.structural_tag has oneOf",
+            "grammar.structural_tag",
+        )
+
+    rig.script.answer = refuse
+    body = {"messages": CHAT, "tools": [WEATHER], "tool_choice": "required"}
+    response = await rig.http.post("/v1/chat/completions", json=body)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "tools")
+    assert error["message"] == "tools has oneOf"
