@@ -1,0 +1,322 @@
+"""Each format's grammar and reader agree, and the formats are XGrammar's."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from gateway_rig import TARGET
+
+from gateway.tools.definitions import Tool, ToolChoice, ToolUse, tool_use
+from gateway.tools.formats import FORMATS, JSON_FORMAT, ToolFormat, answer_format
+from gateway.tools.grammar import calls_grammar
+from gateway.tools.reader import AnswerReader, CallArguments, CallBegin, Content, Part, Reading
+from outrider.errors import OutriderError
+from outrider.grammar.backends import Compiled, Libraries, Matcher
+from outrider.grammar.trial import Trial, compile_only
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "a": {"type": "string"},
+        "n": {"type": "integer", "minimum": 0, "maximum": 99},
+        "o": {
+            "type": "object",
+            "properties": {"x": {"type": "boolean"}},
+            "required": ["x"],
+            "additionalProperties": False,
+        },
+        "l": {"type": "array", "items": {"type": "integer", "maximum": 9}, "maxItems": 2},
+    },
+    "required": ["a", "n", "o", "l"],
+    "additionalProperties": False,
+}
+TOOLS = dict.fromkeys(("f", "f_2"), SCHEMA)
+ALL = [*FORMATS.values(), JSON_FORMAT]
+BY_NAME = pytest.mark.parametrize("form", ALL, ids=lambda form: form.name)
+EOS = 0
+TYPES = {"a": str, "n": int, "o": dict, "l": list}
+
+
+@pytest.fixture(scope="module")
+def libraries() -> Libraries:
+    return Libraries(TARGET, 4096, (EOS,))
+
+
+def use_of(form: ToolFormat, *, forced: bool = True) -> ToolUse:
+    strict = form.style != "gemma"
+    return ToolUse([Tool(name, SCHEMA, strict) for name in TOOLS], forced)
+
+
+def compiled_for(libraries: Libraries, form: ToolFormat, *, forced: bool = True) -> Compiled:
+    grammar = calls_grammar(form, use_of(form, forced=forced), form.thought, "possible")
+    trial = Trial(libraries, 4096, (EOS,))
+    return compile_only(libraries, trial.translated(grammar))
+
+
+def walk(libraries: Libraries, matcher: Matcher, seed: int, most: int = 160) -> tuple[str, bool]:
+    """A random text of the grammar, and whether it is complete.
+
+    Where many tokens are allowed, tokens that end something are likelier, so that texts end.
+    """
+    choose = random.Random(seed)
+    mask = np.zeros((1, 4096 // 32), np.int32)
+    text = b""
+    for _ in range(most):
+        matcher.fill(mask, 0)
+        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+        if EOS in allowed and (len(allowed) == 1 or choose.random() < 0.5):
+            return text.decode(errors="ignore"), True
+        others = [int(token) for token in allowed if token != EOS]
+        if len(others) > 40:
+            ends = [token for token in others if libraries.token_bytes[token] in (b'"', b"<", b"}")]
+            others = choose.sample(others, 5) + ends
+        token = choose.choice(others)
+        assert matcher.accept(token)
+        text += libraries.token_bytes[token]
+    return text.decode(errors="ignore"), False
+
+
+def parts_of(form: ToolFormat, text: str, *, forced: bool = True, step: int = 3) -> list[Part]:
+    reader = AnswerReader(Reading(form, TOOLS, form.thought, is_forced=forced))
+    parts = [part for at in range(0, len(text), step) for part in reader.push(text[at : at + step])]
+    return [*parts, *reader.finish()]
+
+
+def calls_of(parts: list[Part]) -> list[tuple[str, str]]:
+    """Name and arguments of each call."""
+    names = [part.name for part in parts if isinstance(part, CallBegin)]
+    pieces = [""] * len(names)
+    for part in parts:
+        if isinstance(part, CallArguments):
+            pieces[part.index] += part.text
+    return list(zip(names, pieces, strict=True))
+
+
+def check_walk(libraries: Libraries, form: ToolFormat, compiled: Compiled, seed: int) -> bool:
+    """Read a random text of forced calls back; whether it was complete."""
+    text, complete = walk(libraries, compiled.matcher(), seed)
+    parts = parts_of(form, text)
+    assert not any(isinstance(part, Content) for part in parts), text
+    calls = calls_of(parts)
+    for index, (name, arguments) in enumerate(calls):
+        assert name in TOOLS, text
+        if complete or index < len(calls) - 1:
+            value = json.loads(arguments)
+            assert isinstance(value, dict), text
+            if form.style != "gemma":
+                assert {key: type(found) for key, found in value.items()} == TYPES, text
+    assert calls or not complete, text
+    # However the text is cut, the calls before the cut are the same, and the last is a beginning.
+    for end in range(0, len(text), 7):
+        for (name, begun), (full_name, full) in zip(
+            calls_of(parts_of(form, text[:end], step=1000)), calls, strict=False
+        ):
+            assert name == full_name
+            assert full.startswith(begun)
+    return complete
+
+
+@BY_NAME
+def test_a_random_text_of_the_grammar_is_read_back(libraries: Libraries, form: ToolFormat) -> None:
+    compiled = compiled_for(libraries, form)
+    for seed in range(3):
+        check_walk(libraries, form, compiled, seed)
+
+
+@pytest.mark.slow
+@BY_NAME
+def test_many_random_texts_of_the_grammar_are_read_back(
+    libraries: Libraries, form: ToolFormat
+) -> None:
+    compiled = compiled_for(libraries, form)
+    assert sum(check_walk(libraries, form, compiled, seed) for seed in range(100)) >= 5
+
+
+NASTY = [
+    "plain",
+    "",
+    "two\nlines\n",
+    "  indented code\n",
+    'quotes " and \\ and {[',
+    "</tool_call> <tool_call> ```",
+    "42",
+    "true",
+    "null",
+    '{"json": 1}',
+    "日本 😀 e\u0301",
+]
+
+
+def written(form: ToolFormat, value: str) -> Iterator[str]:
+    """The arguments {"a": value, "n": 7, "o": {"x": true}, "l": [1, 2]} as models write them."""
+    others = {"n": "7", "o": '{"x": true}', "l": "[1, 2]"}
+    match form.style:
+        case "json":
+            yield json.dumps(
+                {"a": value, "n": 7, "o": {"x": True}, "l": [1, 2]}, ensure_ascii=False
+            )
+        case "gemma":
+            yield f'{{a:<|"|>{value}<|"|>,n:7,o:{{x:true}},l:[1,2]}}'
+        case "qwen_xml":
+            yield "\n".join(
+                f"<parameter={key}>\n{text}\n</parameter>"
+                for key, text in ({"a": value} | others).items()
+            )
+        case "minimax_xml":
+            yield "\n".join(
+                f'<parameter name="{key}">{text}</parameter>'
+                for key, text in ({"a": value} | others).items()
+            )
+        case "glm_xml":
+            yield "\n".join(
+                f"<arg_key>{key}</arg_key>\n<arg_value>{text}</arg_value>"
+                for key, text in ({"a": value} | others).items()
+            )
+        case style:
+            tag = "｜DSML｜ parameter" if "4_1" in style else "｜DSML｜parameter"
+            yield "\n".join(
+                f'<{tag} name="{key}" string="{str(key == "a").lower()}">{text}</{tag}>'
+                for key, text in ({"a": value} | others).items()
+            )
+
+
+def call_text(form: ToolFormat, name: str, arguments: str) -> str:
+    marks = form.calls[0]
+    begin = marks.begin.replace("{name}", name).replace("{number}", "0")
+    return f"{begin}{arguments}{marks.end}"
+
+
+def answer_text(form: ToolFormat, calls: list[str]) -> str:
+    begin, end = form.sections[0] if form.sections else ("", "")
+    return begin + form.separator.join(calls) + end
+
+
+@BY_NAME
+@pytest.mark.parametrize("value", NASTY)
+def test_a_text_comes_back_as_the_model_wrote_it(form: ToolFormat, value: str) -> None:
+    for arguments in written(form, value):
+        text = answer_text(form, [call_text(form, name, arguments) for name in TOOLS])
+        for step in (1, 3, 1000):
+            calls = calls_of(parts_of(form, text, step=step))
+            expected = {"a": value, "n": 7, "o": {"x": True}, "l": [1, 2]}
+            assert [(name, json.loads(found)) for name, found in calls] == [
+                (name, expected) for name in TOOLS
+            ]
+
+
+@BY_NAME
+def test_the_grammar_takes_a_call_as_the_model_writes_it(
+    libraries: Libraries, form: ToolFormat
+) -> None:
+    [arguments] = written(form, "plain")
+    text = answer_text(form, [call_text(form, name, arguments) for name in TOOLS])
+    for forced in (True, False):
+        matcher: Any = compiled_for(libraries, form, forced=forced).matcher()
+        assert matcher._matcher.accept_string(text)
+        mask = np.zeros((1, 4096 // 32), np.int32)
+        matcher.fill(mask, 0)
+        assert mask[0, 0] & 1 << EOS
+
+
+@BY_NAME
+def test_free_text_may_come_before_a_call_that_the_model_chooses(
+    libraries: Libraries, form: ToolFormat
+) -> None:
+    [arguments] = written(form, "plain")
+    text = "Let me see. " + answer_text(form, [call_text(form, "f", arguments)])
+    matcher: Any = compiled_for(libraries, form, forced=False).matcher()
+    assert matcher._matcher.accept_string(text)
+    parts = parts_of(form, text, forced=False)
+    assert "".join(part.text for part in parts if isinstance(part, Content)) == "Let me see."
+    assert [name for name, _ in calls_of(parts)] == ["f"]
+
+
+def literal(tag: Any) -> str:
+    """The text of one forced call in a structural tag; the arguments are their style."""
+    match tag["type"]:
+        case "const_string":
+            return str(tag["value"])
+        case "regex":
+            return "0"
+        case "json_schema":
+            return f"<{tag.get('style', 'json')}>"
+        case "tag":
+            return f"{tag['begin']}{literal(tag['content'])}{tag['end']}"
+        case "sequence":
+            return "".join(map(literal, tag["elements"]))
+        case "tags_with_separator" | "triggered_tags":
+            return literal(tag["tags"][0])
+        case other:
+            raise AssertionError(other)
+
+
+# XGrammar has these formats under other names, or not at all.
+OTHERS = {"hermes", "mistral", "mistral_list", "gemma_4", "json"}
+NOT_SERVED = {
+    "cohere": "its arguments nest tags",
+    "minimax_m3": "its arguments nest tags, and take no schema of open objects",
+    "kimi_k3": "every part of its answers stands in a section of its own",
+    "harmony": "every part of its answers stands in a channel of its own",
+    "qwen_3_5": "its calls are those of qwen_3_coder",
+}
+
+
+def test_the_formats_are_xgrammars() -> None:
+    from xgrammar import get_model_structural_tag
+    from xgrammar.builtin_structural_tag import _structural_tag_registry as known
+
+    assert set(known) == (FORMATS.keys() - OTHERS) | NOT_SERVED.keys()
+    tool: Any = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
+    choice = {"type": "function", "function": {"name": "f"}}
+    use = tool_use(
+        [Tool("f", SCHEMA)],
+        ToolChoice("required", frozenset("f"), is_single=True),
+        is_parallel=True,
+    )
+    assert use is not None
+    for name in FORMATS.keys() - OTHERS:
+        theirs = get_model_structural_tag(name, [tool], choice, reasoning="disabled")
+        ours = json.loads(calls_grammar(FORMATS[name], use, None, "over").text)
+        # Theirs may force blanks, or the end of a thought, before the section.
+        text = literal(ours["format"]).strip()
+        assert literal(json.loads(theirs.model_dump_json())["format"]).endswith(text), name
+
+
+@pytest.mark.parametrize(
+    ("template", "name", "thought"),
+    [
+        ("{{ '<tool_call>\\n{\"name\": ' }}<|im_start|></think>", "qwen_3", "<think>"),
+        ("<tool_call>\n<function=x>\n<parameter=", "qwen_3_coder", None),
+        ("<tool_call>...", "hermes", None),
+        ("[TOOL_CALLS] [ ... ]", "mistral_list", None),
+        ("[TOOL_CALLS]f[ARGS]{} [/THINK]", "mistral", "[THINK]"),
+        ("<｜tool▁calls▁begin｜>```json</think>", "deepseek_r1", "<think>"),
+        ('<|start_header_id|> "parameters": ', "llama", None),
+        ("plain", None, None),
+        ("plain </think>", None, "<think>"),
+    ],
+)
+def test_a_chat_template_tells_the_format(
+    template: str, name: str | None, thought: str | None
+) -> None:
+    answers = answer_format(template)
+    assert (answers.calls and answers.calls.name) == name
+    assert (answers.thought and answers.thought.begin) == thought
+
+
+def test_a_named_format_counts_more_than_the_template() -> None:
+    assert answer_format("<tool_call>", "llama").calls is FORMATS["llama"]
+    assert answer_format("<tool_call>", "none").calls is None
+    with pytest.raises(OutriderError, match="tool-format must be none or one of"):
+        answer_format("", "lama")
+
+
+def test_a_call_in_gemmas_format_cannot_be_strict() -> None:
+    use = ToolUse([Tool("f", SCHEMA, strict=True)], is_forced=False)
+    with pytest.raises(OutriderError, match="leave strict out"):
+        calls_grammar(FORMATS["gemma_4"], use, None, "over")
