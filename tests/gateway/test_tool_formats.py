@@ -134,7 +134,7 @@ def test_many_random_texts_of_the_grammar_are_read_back(
     libraries: Libraries, form: ToolFormat
 ) -> None:
     compiled = compiled_for(libraries, form)
-    assert sum(check_walk(libraries, form, compiled, seed) for seed in range(100)) >= 5
+    assert sum(check_walk(libraries, form, compiled, seed) for seed in range(25)) >= 2
 
 
 NASTY = [
