@@ -1,0 +1,92 @@
+"""What clients send along: ignored where it changes nothing, refused or ignored where unknown."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from gateway_rig import Rig, echo, is_ready, running_rig, settings
+from scripted_verifier import Script, ready, serving
+from waiting import until
+
+from gateway.text.prompts import Prompts
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+CHAT = [{"role": "user", "content": "hi"}]
+HARMLESS: dict[str, Any] = {
+    "user": "u",
+    "metadata": {"a": "b"},
+    "store": True,
+    "service_tier": "priority",
+    "verbosity": "high",
+    "prompt_cache_key": "k",
+    "prompt_cache_retention": "24h",
+    "safety_identifier": "s",
+    "skip_special_tokens": True,
+    "request_id": "r",
+    "priority": 0,
+    "guided_decoding_backend": "outlines",
+    "tools": [],
+    "tool_choice": "auto",
+    "parallel_tool_calls": True,
+    "modalities": ["text"],
+}
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def lenient(prompts: Prompts) -> AsyncIterator[Rig]:
+    """A gateway that ignores unknown parameters."""
+    script = Script(ready(prompts.fingerprint), echo)
+    async with (
+        serving(script) as address,
+        running_rig(settings(address, unknown_parameters="ignore"), script, prompts) as rig,
+    ):
+        await until(lambda: is_ready(rig.http))
+        yield rig
+
+
+async def test_harmless_parameters_change_nothing(rig: Rig) -> None:
+    body = {"messages": CHAT, "temperature": 0}
+    await rig.http.post("/v1/chat/completions", json=body)
+    response = await rig.http.post("/v1/chat/completions", json=body | HARMLESS)
+    assert response.status_code == 200, response.text
+    plain, decorated = rig.script.requests
+    assert plain.prompt == decorated.prompt
+    assert plain.sampling == decorated.sampling
+    assert decorated.grammar is None
+
+
+async def test_cached_parts_and_padded_streams_are_taken(rig: Rig) -> None:
+    part = {"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}
+    body = {
+        "messages": [{"role": "user", "content": [part]}],
+        "stream": True,
+        "stream_options": {"include_obfuscation": True},
+    }
+    assert (await rig.http.post("/v1/chat/completions", json=body)).status_code == 200
+
+
+STRANGE = {"top_a": 0.2, "stream_options": {"x": 1}, "stream": True}
+
+
+async def test_unknown_parameters_are_refused_by_default(rig: Rig) -> None:
+    response = await rig.http.post("/v1/chat/completions", json={"messages": CHAT} | STRANGE)
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] == "unknown_parameter"
+
+
+async def test_unknown_parameters_are_ignored_if_the_operator_says_so(lenient: Rig) -> None:
+    response = await lenient.http.post("/v1/chat/completions", json={"messages": CHAT} | STRANGE)
+    assert response.status_code == 200, response.text
+
+
+async def test_a_known_parameter_that_would_change_the_answer_is_still_refused(
+    lenient: Rig,
+) -> None:
+    for name, value in (("best_of", 2), ("skip_special_tokens", False), ("temperature", "hot")):
+        body = {"messages": CHAT, name: value}
+        response = await lenient.http.post("/v1/chat/completions", json=body)
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == name
