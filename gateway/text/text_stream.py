@@ -39,15 +39,19 @@ class TokenTable:
         self._special = frozenset(
             index for index, token in tokenizer.get_added_tokens_decoder().items() if token.special
         )
+        # By the texts of an answer's format, of which a gateway has a few.
+        self._hidden: dict[tuple[str, ...], frozenset[int]] = {}
 
     def hidden_ids(self, shown: Sequence[str] = ()) -> frozenset[int]:
         """The special tokens, which have no text, but for those within a text of `shown`."""
-        if not shown:
-            return self._special
-        names = {index: self.token_text(index) for index in self._special}
-        return frozenset(
-            index for index, name in names.items() if not any(name in text for text in shown)
-        )
+        known = self._hidden.get(tuple(shown))
+        if known is None:
+            names = {index: self.token_text(index) for index in self._special}
+            known = frozenset(
+                index for index, name in names.items() if not any(name in text for text in shown)
+            )
+            self._hidden[tuple(shown)] = known
+        return known
 
     def is_special(self, token_id: int) -> bool:
         """Whether the token is special, such as an end-of-sequence token, and has no text."""

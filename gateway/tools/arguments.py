@@ -178,30 +178,32 @@ class _GemmaReader(ArgumentReader):
     """Gemma 4's object: keys without quotation marks, texts between `<|"|>`."""
 
     _QUOTE = '<|"|>'
+    _MARK = re.compile(r'[{}\[\]]|<\|"\|>')
     _PART = re.compile(r'<\|"\|>(?P<text>.*?)<\|"\|>|(?P<key>[A-Za-z_][\w.-]*)(?=:)', re.DOTALL)
 
-    def read(self, text: str) -> tuple[str, str]:
-        end = self._end(text)
-        if end is None:
-            return "", text
-        self.is_complete = True
-        return self._PART.sub(self._shown, text[:end]), text[end:]
+    def __init__(self) -> None:
+        self._at = 0
+        self._depth = 0
 
-    def _end(self, text: str) -> int | None:
-        """Where the object ends; None if it goes on."""
-        depth = at = 0
-        while at < len(text):
-            if text.startswith(self._QUOTE, at):
-                closed = text.find(self._QUOTE, at + len(self._QUOTE))
+    def read(self, text: str) -> tuple[str, str]:
+        while (mark := self._MARK.search(text, self._at)) is not None:
+            end = mark.end()
+            if mark[0] == self._QUOTE:
+                closed = text.find(self._QUOTE, end)
                 if closed < 0:
-                    return None
-                at = closed + len(self._QUOTE)
-                continue
-            depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(text[at], 0)
-            at += 1
-            if depth == 0:
-                return at
-        return None
+                    # The text goes on. Its opening mark is looked for again.
+                    self._at = mark.start()
+                    return "", text
+                end = closed + len(self._QUOTE)
+            else:
+                self._depth += 1 if mark[0] in "{[" else -1
+            self._at = end
+            if self._depth == 0:
+                self.is_complete = True
+                return self._PART.sub(self._shown, text[:end]), text[end:]
+        # The end may begin a quotation mark.
+        self._at = max(self._at, len(text) - len(self._QUOTE) + 1)
+        return "", text
 
     @staticmethod
     def _shown(part: re.Match[str]) -> str:
