@@ -178,7 +178,7 @@ class Message(Body):
         return message
 
 
-def _template_variables(values: dict[str, Any]) -> dict[str, Any]:
+def template_variables(values: dict[str, Any]) -> dict[str, Any]:
     """Raise ValueError for too many, too long or reserved variables of a chat template."""
     if len(values) > MAX_TEMPLATE_VARIABLES:
         raise ValueError(f"must hold at most {MAX_TEMPLATE_VARIABLES} names")
@@ -210,7 +210,7 @@ class TemplateOptions(Body):
         default=None,
         description="vLLM's extension. Leave the last message open; the answer continues it.",
     )
-    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_template_variables)] | None = (
+    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(template_variables)] | None = (
         Field(
             default=None,
             description="vLLM's extension. Variables of the chat template, e.g. enable_thinking.",

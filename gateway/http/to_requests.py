@@ -15,8 +15,9 @@ from gateway.http.schema import (
     SpeculationBody,
     StructuredOutputs,
 )
-from gateway.http.tool_answers import with_tools
+from gateway.text.answers import AnswerOptions, with_parts
 from gateway.text.request import AnswerLimit, TextInputs, TextRequest, check_stop
+from gateway.tools.definitions import AUTO
 from outrider.errors import invalid
 from outrider.grammar.kinds import Grammar, GrammarKind
 from outrider.protocol import messages as m
@@ -65,9 +66,19 @@ def text_requests(
             of_choice = replace(tokens, sampling=_with_seed(sampling, choice))
             request = replace(template, tokens=of_choice, echo=prompt.echo)
             if isinstance(body, ChatBody):
-                request = with_tools(request, body, prompt, inputs.answers)
+                request = with_parts(request, _answer_options(body), prompt, inputs.answers)
             requests.append(request)
     return requests
+
+
+def _answer_options(body: ChatBody) -> AnswerOptions:
+    return AnswerOptions(
+        [tool.tool for tool in body.tools or ()],
+        body.tool_choice or AUTO,
+        is_parallel=body.parallel_tool_calls is not False,
+        splits_thought=body.separate_reasoning is not False,
+        shows_thought=body.include_reasoning is not False,
+    )
 
 
 def gathers(body: GenerationBody) -> bool:

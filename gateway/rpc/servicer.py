@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing, contextmanager
+from functools import cached_property
 from typing import Any, Literal
 
 import grpc
@@ -16,15 +17,17 @@ from gateway.generation.generate import Generation
 from gateway.generation.serve_text import Demand, TextCall, serve_text
 from gateway.http.json_body import MAX_VALUES
 from gateway.http.request_id import HEADER, request_id
+from gateway.rpc.chat_input import ChatInput, chat_input
+from gateway.text.answers import with_parts
 from gateway.text.deltas import TextDelta
 from gateway.text.request import (
     AnswerLimit,
-    Conversation,
     PromptInput,
     TextInputs,
     TextRequest,
     check_stop,
 )
+from gateway.tools.reader import CallArguments, CallBegin, Reasoning
 from outrider.errors import OutriderError, invalid
 from outrider.process import rpc
 from outrider.process.telemetry import Span
@@ -42,7 +45,6 @@ MAX_MESSAGE_BYTES = 2 * 1024 * 1024
 """Largest request, in bytes. It is half of the largest JSON body, since a byte of a message takes
 more time to parse and check than a byte of JSON."""
 SERVICE = "outrider.v1.GenerationService"
-_ROLES = ("system", "user", "assistant")
 
 
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
@@ -113,6 +115,10 @@ class _Call(TextCall):
         self.limit = AnswerLimit(_given(request, "max_tokens"), scores_prompt=scores_prompt)
         self.prediction = request.prediction
 
+    @cached_property
+    def _chat(self) -> ChatInput:
+        return chat_input(self._request.chat)
+
     def demand(self) -> Demand:
         """One sequence, until the call's deadline."""
         return Demand(1, 1, self._timeout)
@@ -145,7 +151,7 @@ class _Call(TextCall):
         if kind == "prompt":
             return [PromptInput(request.prompt)]
         if kind == "chat":
-            return [PromptInput(Conversation(_messages(request.chat)), "chat.messages")]
+            return [PromptInput(self._chat.conversation, "chat.messages")]
         count = len(request.tokens.token_ids)
         if count > MAX_VALUES:
             raise invalid("tokens.token_ids", f"must hold at most {MAX_VALUES} ids, not {count}")
@@ -177,19 +183,10 @@ class _Call(TextCall):
             prompt_logprobs=prompt_logprobs,
         )
         grammar_field = f"grammar.{request.grammar.WhichOneof('kind')}"
-        return [TextRequest(tokens, limit.asked, stop, grammar_field=grammar_field)]
-
-
-def _messages(chat: generation_pb2.Chat) -> list[dict[str, str]]:
-    """The messages for a chat template. Raises OutriderError(INVALID_VALUE)."""
-    if not chat.messages:
-        raise invalid("chat.messages", "must hold at least 1 message")
-    for index, message in enumerate(chat.messages):
-        if message.role not in _ROLES:
-            roles = ", ".join(_ROLES)
-            problem = f"must be one of {roles}, not {message.role[:40]!r}"
-            raise invalid(f"chat.messages[{index}].role", problem)
-    return [{"role": message.role, "content": message.content} for message in chat.messages]
+        built = TextRequest(tokens, limit.asked, stop, grammar_field=grammar_field)
+        if request.HasField("chat"):
+            built = with_parts(built, self._chat.options, prompt, inputs.answers)
+        return [built]
 
 
 _Counts = Literal["max_tokens", "top_logprob_count", "prompt_logprob_count"]
@@ -213,6 +210,13 @@ def _response(delta: TextDelta) -> generation_pb2.GenerateTextResponse:
         prompt_logprobs=map(wire_requests.logprob_to_proto, delta.prompt_logprobs),
     )
     finish = delta.finish
+    for part in delta.parts:
+        if isinstance(part, Reasoning):
+            response.reasoning += part.text
+        elif isinstance(part, CallBegin):
+            response.tool_calls.add(index=part.index, id=part.call_id, name=part.name)
+        elif isinstance(part, CallArguments):
+            response.tool_calls.add(index=part.index, arguments=part.text)
     if finish is not None:
         response.finish_reason = proto_enum(finish.reason)
         response.grammar_incomplete = finish.grammar_incomplete

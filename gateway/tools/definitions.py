@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from outrider.errors import invalid
-
 MAX_TOOLS = 128
 NAME_PATTERN = r"^[A-Za-z0-9_.-]{1,128}$"
 """The names that a tool may have: OpenAI's, longer ones, and dots."""
@@ -36,6 +34,10 @@ class ToolChoice:
     """Whether the answer is one call."""
 
 
+AUTO = ToolChoice("auto")
+"""The model chooses among all tools."""
+
+
 @dataclass(frozen=True, slots=True)
 class ToolUse:
     """The tools that the model may call in one answer."""
@@ -48,22 +50,8 @@ class ToolUse:
 
 
 def tool_use(tools: Sequence[Tool], choice: ToolChoice, *, is_parallel: bool) -> ToolUse | None:
-    """The tools that the choice leaves; None if the model may call none.
-
-    Raises OutriderError(INVALID_VALUE) that names `tools` or `tool_choice`.
-    """
-    known: set[str] = set()
-    for index, tool in enumerate(tools):
-        if tool.name in known:
-            raise invalid(f"tools[{index}].function.name", f"is the name of two: {tool.name!r}")
-        known.add(tool.name)
-    for name in sorted(choice.names or ()):
-        if name not in known:
-            raise invalid("tool_choice", f"names {name[:100]!r}, which is none of the tools")
-    if choice.mode == "required" and not tools:
-        raise invalid("tool_choice", "demands a call, so tools must hold at least 1 tool")
-    names = known if choice.names is None else choice.names
-    left = [tool for tool in tools if tool.name in names]
+    """The tools that the choice leaves; None if the model may call none."""
+    left = [tool for tool in tools if choice.names is None or tool.name in choice.names]
     if choice.mode == "none" or not left:
         return None
     return ToolUse(left, choice.mode == "required", is_parallel and not choice.is_single)

@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from outrider.v1 import common_pb2 as _common_pb2
 import builtins as _builtins
 import sys
@@ -19,6 +20,64 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _ToolMode:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ToolModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ToolMode.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    TOOL_MODE_UNSPECIFIED: _ToolMode.ValueType  # 0
+    """The same as AUTO."""
+    TOOL_MODE_AUTO: _ToolMode.ValueType  # 1
+    """The model chooses."""
+    TOOL_MODE_REQUIRED: _ToolMode.ValueType  # 2
+    """The answer has at least one call."""
+    TOOL_MODE_NONE: _ToolMode.ValueType  # 3
+    """The answer has no call. The model sees the tools nevertheless."""
+
+class ToolMode(_ToolMode, metaclass=_ToolModeEnumTypeWrapper):
+    """Whether an answer calls tools."""
+
+TOOL_MODE_UNSPECIFIED: ToolMode.ValueType  # 0
+"""The same as AUTO."""
+TOOL_MODE_AUTO: ToolMode.ValueType  # 1
+"""The model chooses."""
+TOOL_MODE_REQUIRED: ToolMode.ValueType  # 2
+"""The answer has at least one call."""
+TOOL_MODE_NONE: ToolMode.ValueType  # 3
+"""The answer has no call. The model sees the tools nevertheless."""
+Global___ToolMode: _TypeAlias = ToolMode  # noqa: Y015
+
+@_typing.final
+class ToolCall(_message.Message):
+    """A call of a tool that an answer made."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    ARGUMENTS_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    """Names the call, for the message with its result."""
+    name: _builtins.str
+    """The tool's name."""
+    arguments: _builtins.str
+    """The arguments, as a JSON object; empty stands for {}."""
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        arguments: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "id", b"id", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ToolCall: _TypeAlias = ToolCall  # noqa: Y015
+
 @_typing.final
 class ChatMessage(_message.Message):
     """One turn of a conversation."""
@@ -27,23 +86,73 @@ class ChatMessage(_message.Message):
 
     ROLE_FIELD_NUMBER: _builtins.int
     CONTENT_FIELD_NUMBER: _builtins.int
+    TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    TOOL_CALL_ID_FIELD_NUMBER: _builtins.int
+    REASONING_FIELD_NUMBER: _builtins.int
     role: _builtins.str
-    """"system", "user" or "assistant"."""
+    """"system", "user", "assistant" or "tool"."""
     content: _builtins.str
     """The text."""
+    tool_call_id: _builtins.str
+    """The id of the call whose result this is; for the role "tool"."""
+    reasoning: _builtins.str
+    """An assistant's thought, which some chat templates show."""
+    @_builtins.property
+    def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
+        """An assistant's calls."""
+
     def __init__(
         self,
         *,
         role: _builtins.str = ...,
         content: _builtins.str = ...,
+        tool_calls: _abc.Iterable[Global___ToolCall] | None = ...,
+        tool_call_id: _builtins.str = ...,
+        reasoning: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "reasoning", b"reasoning", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ChatMessage: _TypeAlias = ChatMessage  # noqa: Y015
+
+@_typing.final
+class Tool(_message.Message):
+    """A function that the model may call."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    DESCRIPTION_FIELD_NUMBER: _builtins.int
+    PARAMETERS_FIELD_NUMBER: _builtins.int
+    STRICT_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """1 to 128 letters, digits, underscores, dashes and dots; no two tools share one."""
+    description: _builtins.str
+    """For the model."""
+    parameters: _builtins.str
+    """A JSON schema of the arguments, which are an object; empty for any object."""
+    strict: _builtins.bool
+    """Whether the arguments follow the schema also where the model chooses to call. The arguments of
+    a required call always do.
+    """
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        description: _builtins.str = ...,
+        parameters: _builtins.str = ...,
+        strict: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "name", b"name", "parameters", b"parameters", "strict", b"strict"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Tool: _TypeAlias = Tool  # noqa: Y015
 
 @_typing.final
 class Chat(_message.Message):
@@ -52,18 +161,46 @@ class Chat(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     MESSAGES_FIELD_NUMBER: _builtins.int
+    TOOLS_FIELD_NUMBER: _builtins.int
+    TOOL_MODE_FIELD_NUMBER: _builtins.int
+    TOOL_NAMES_FIELD_NUMBER: _builtins.int
+    SINGLE_CALL_FIELD_NUMBER: _builtins.int
+    TEMPLATE_VARIABLES_FIELD_NUMBER: _builtins.int
+    tool_mode: Global___ToolMode.ValueType
+    """Whether the answer calls them. A request with an unknown value is refused."""
+    single_call: _builtins.bool
+    """Whether the answer has at most one call."""
+    template_variables: _builtins.str
+    """Variables for the chat template, as a JSON object, such as {"enable_thinking": false}; empty
+    for none.
+    """
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
         """1 or more turns."""
+
+    @_builtins.property
+    def tools(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tool]:
+        """At most 128. How the model writes calls is known from its chat template or the gateway's
+        setting tool-format; without either, only a required call is possible.
+        """
+
+    @_builtins.property
+    def tool_names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The tools that the answer may call; empty for all."""
 
     def __init__(
         self,
         *,
         messages: _abc.Iterable[Global___ChatMessage] | None = ...,
+        tools: _abc.Iterable[Global___Tool] | None = ...,
+        tool_mode: Global___ToolMode.ValueType = ...,
+        tool_names: _abc.Iterable[_builtins.str] | None = ...,
+        single_call: _builtins.bool = ...,
+        template_variables: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "single_call", b"single_call", "template_variables", b"template_variables", "tool_mode", b"tool_mode", "tool_names", b"tool_names", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -232,6 +369,40 @@ class Usage(_message.Message):
 Global___Usage: _TypeAlias = Usage  # noqa: Y015
 
 @_typing.final
+class ToolCallDelta(_message.Message):
+    """A piece of a call of a tool."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    ARGUMENTS_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """The call's number in the answer, from 0."""
+    id: _builtins.str
+    """Set on the call's first piece alone."""
+    name: _builtins.str
+    """The tool's name, on the call's first piece alone."""
+    arguments: _builtins.str
+    """More of the arguments. All pieces together are a JSON object, unless max_tokens cuts it off."""
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        arguments: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "id", b"id", "index", b"index", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ToolCallDelta: _TypeAlias = ToolCallDelta  # noqa: Y015
+
+@_typing.final
 class GenerateTextResponse(_message.Message):
     """A piece of text."""
 
@@ -247,6 +418,8 @@ class GenerateTextResponse(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     GRAMMAR_INCOMPLETE_FIELD_NUMBER: _builtins.int
+    REASONING_FIELD_NUMBER: _builtins.int
+    TOOL_CALLS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Whole characters only; may be empty."""
     drafter_id: _builtins.str
@@ -257,6 +430,8 @@ class GenerateTextResponse(_message.Message):
     """Whether max_tokens ended the text before the token that ends the request's grammar, so that the
     text may be an incomplete document. Set on the last message.
     """
+    reasoning: _builtins.str
+    """More of the answer's thought, where the model marks one. It precedes `text`."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The ids of the tokens whose text has not been sent before, a stop token included."""
@@ -283,6 +458,10 @@ class GenerateTextResponse(_message.Message):
         come before or with the first of token_ids, in as many messages as the prompt took steps.
         """
 
+    @_builtins.property
+    def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCallDelta]:
+        """Pieces of calls, behind `text` except where an answer goes on behind a call."""
+
     def __init__(
         self,
         *,
@@ -296,10 +475,12 @@ class GenerateTextResponse(_message.Message):
         logprobs: _abc.Iterable[_common_pb2.TokenLogprob] | None = ...,
         prompt_logprobs: _abc.Iterable[_common_pb2.TokenLogprob] | None = ...,
         grammar_incomplete: _builtins.bool = ...,
+        reasoning: _builtins.str = ...,
+        tool_calls: _abc.Iterable[Global___ToolCallDelta] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["stats", b"stats", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafter_id", b"drafter_id", "finish_reason", b"finish_reason", "grammar_incomplete", b"grammar_incomplete", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "sources", b"sources", "stats", b"stats", "text", b"text", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafter_id", b"drafter_id", "finish_reason", b"finish_reason", "grammar_incomplete", b"grammar_incomplete", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "reasoning", b"reasoning", "sources", b"sources", "stats", b"stats", "text", b"text", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

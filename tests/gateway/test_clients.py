@@ -17,7 +17,6 @@ from outrider.protocol.messages import FinishReason, SpeculationStats, TokenChun
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 CHAT: Any = [{"role": "user", "content": "hi"}]
-TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
 # The requests of guidellm 0.8.
 GUIDELLM: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "x y", "max_tokens": 64, "stop": None, "ignore_eos": True},
@@ -172,7 +171,6 @@ async def test_litellm_and_langchain_recognise_a_context_overflow(
 
 
 WITHOUT_EFFECT: list[dict[str, Any]] = [
-    {"tools": TOOLS, "tool_choice": "none"},
     {"functions": [{"name": "f"}], "function_call": "none"},
     {"tools": [], "logit_bias": {}, "logprobs": False, "stop": None},
     {"reasoning_effort": "none"},

@@ -70,7 +70,7 @@ async def test_the_three_forms_of_input_reach_the_verifier(rig: Rig) -> None:
         (GenerateTextRequest(prompt="x", grammar=common_pb2.Grammar()), "grammar"),
         (GenerateTextRequest(tokens=TokenPrompt(token_ids=[4096])), "tokens.token_ids"),
         (
-            GenerateTextRequest(chat=Chat(messages=[ChatMessage(role="tool")])),
+            GenerateTextRequest(chat=Chat(messages=[ChatMessage(role="function")])),
             "chat.messages[0].role",
         ),
         (

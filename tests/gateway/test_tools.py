@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import grpc
 import pytest
 from gateway_rig import Rig
 
 from outrider.grammar.kinds import GrammarKind
 from outrider.protocol.messages import FinishReason
+from outrider.v1 import generation_pb2
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -212,7 +214,7 @@ async def test_the_template_sees_tools_calls_and_results(rig: Rig) -> None:
     ("given", "param"),
     [
         ({"tools": []}, "tool_choice"),
-        ({"tools": [WEATHER, WEATHER]}, "tools[1].function.name"),
+        ({"tools": [WEATHER, WEATHER]}, "tools"),
         ({"tools": [CLOCK] * 129}, "tools"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
         ({"tool_choice": {"type": "function", "function": {"name": "no"}}}, "tool_choice"),
@@ -261,3 +263,82 @@ async def test_an_unknown_schema_keyword_is_reported_as_the_tools(rig: Rig) -> N
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (400, "tools")
     assert error["message"] == "tools has oneOf"
+
+
+GRPC_WEATHER = generation_pb2.Tool(name="weather", parameters=json.dumps(SCHEMA))
+GRPC_CLOCK = generation_pb2.Tool(name="clock", description="The time.")
+GRPC_CHAT = generation_pb2.Chat(
+    messages=[generation_pb2.ChatMessage(role="user", content="Is it cold?")],
+    tools=[GRPC_WEATHER, GRPC_CLOCK],
+)
+
+
+async def grpc_answer(rig: Rig, chat: generation_pb2.Chat) -> list[Any]:
+    request = generation_pb2.GenerateTextRequest(chat=chat)
+    return [response async for response in rig.generation.GenerateText(request)]
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 1000])
+async def test_grpc_gives_the_same_calls_as_http(rig: Rig, chunk: int) -> None:
+    rig.says(f"Let me look.\n{CALL}\n{CLOCK_CALL}", chunk)
+    message = (await answer_of(rig))["message"]
+    responses = await grpc_answer(rig, GRPC_CHAT)
+    http_tag, grpc_tag = [json.loads(request.grammar.text) for request in rig.script.requests]
+    assert http_tag == grpc_tag
+    assert "".join(response.text for response in responses) == message["content"]
+    pieces = [call for response in responses for call in response.tool_calls]
+    for index, call in enumerate(message["tool_calls"]):
+        of_call = [piece for piece in pieces if piece.index == index]
+        assert of_call[0].id.startswith("call_")
+        assert "".join(piece.name for piece in of_call) == call["function"]["name"]
+        assert "".join(piece.arguments for piece in of_call) == call["function"]["arguments"]
+
+
+async def test_grpc_takes_a_history_of_calls(rig: Rig) -> None:
+    rig.says("5 degrees")
+    call = generation_pb2.ToolCall(id="a", name="weather", arguments='{"city":"Oslo"}')
+    chat = generation_pb2.Chat()
+    chat.CopyFrom(GRPC_CHAT)
+    chat.messages.add(role="assistant", tool_calls=[call])
+    chat.messages.add(role="tool", content="5", tool_call_id="a")
+    await grpc_answer(rig, chat)
+    prompt = rig.prompts.decode(rig.script.requests[-1].prompt)
+    assert '{"name": "weather", "arguments": {"city": "Oslo"}}' in prompt
+    assert "<tool_response>\n5\n</tool_response>" in prompt
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        ({"tools": [generation_pb2.Tool(name="a b")]}, "chat.tools[0].name"),
+        ({"tools": [GRPC_CLOCK, GRPC_CLOCK]}, "chat.tools"),
+        ({"tools": [GRPC_CLOCK] * 129}, "chat.tools"),
+        ({"tools": [generation_pb2.Tool(name="a", parameters="[")]}, "chat.tools[0].parameters"),
+        ({"tool_mode": 9}, "chat.tool_mode"),
+        ({"tool_mode": generation_pb2.TOOL_MODE_REQUIRED}, "chat.tool_mode"),
+        ({"tools": [GRPC_CLOCK], "tool_names": ["none"]}, "chat.tool_names"),
+        ({"template_variables": '{"messages": 1}'}, "chat.template_variables"),
+        (
+            {
+                "messages": [
+                    generation_pb2.ChatMessage(
+                        role="assistant",
+                        tool_calls=[generation_pb2.ToolCall(id="a", name="f", arguments="1")],
+                    )
+                ]
+            },
+            "chat.messages[0].tool_calls[0].arguments",
+        ),
+        (
+            {"messages": [generation_pb2.ChatMessage(role="tool", content="x")]},
+            "chat.messages[0]",
+        ),
+    ],
+)
+async def test_a_bad_chat_over_grpc_names_the_field(
+    rig: Rig, given: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as failed:
+        await grpc_answer(rig, generation_pb2.Chat(**{"messages": GRPC_CHAT.messages} | given))
+    assert failed.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert field in (failed.value.details() or "")

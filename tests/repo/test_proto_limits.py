@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from gateway.rpc.chat_input import chat_input
 from gateway.text.request import check_stop
 from outrider.errors import OutriderError
 from outrider.protocol.checks import check_logprobs
@@ -18,7 +19,7 @@ from outrider.protocol.wire import drafts as wire_drafts
 from outrider.protocol.wire import requests as wire_requests
 from outrider.protocol.wire import settings as wire_settings
 from outrider.protocol.wire.model import placement_from_proto
-from outrider.v1 import common_pb2, drafts_pb2, verifier_pb2
+from outrider.v1 import common_pb2, drafts_pb2, generation_pb2, verifier_pb2
 
 ROOT = Path(__file__).parents[2]
 VOCAB = 5000
@@ -127,6 +128,12 @@ def grammar(**fields: Any) -> object:
     return wire_settings.grammar_from_proto(common_pb2.Grammar(**fields))
 
 
+def chat(tool_names: Sequence[str]) -> object:
+    message = generation_pb2.ChatMessage(role="user", content="x")
+    tools = [generation_pb2.Tool(name=name) for name in tool_names]
+    return chat_input(generation_pb2.Chat(messages=[message], tools=tools))
+
+
 def named(build: Callable[..., object], field: str) -> Callable[[Any], object]:
     return lambda value: build(**{field: value})
 
@@ -150,6 +157,8 @@ READERS: dict[str, Callable[[Any], object]] = {
     **{f"SpeculationOptions.{name}": named(speculation, name) for name in SPECULATION},
     "SpeculationOptions.drafter_id": lambda n: speculation(drafter_id="d" * n),
     "SpeculationOptions.drafter_family": lambda n: speculation(drafter_family="f" * n),
+    "Chat.tools": lambda n: chat([f"t{i}" for i in range(n)]),
+    "Tool.name": lambda n: chat(["a" * n]),
     "Choices.texts": lambda n: grammar(choice=common_pb2.Choices(texts=["a"] * n)),
     "Placement.cores": lambda n: placement_from_proto(common_pb2.Placement(cores=range(n))),
     "Placement.numa_node": lambda node: placement_from_proto(common_pb2.Placement(numa_node=node)),

@@ -1,0 +1,93 @@
+"""What an answer may hold beside content: its grammar, and how to read it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from gateway.text.request import Prompt, TextRequest
+from gateway.tools.definitions import AUTO, Tool, ToolChoice, ToolUse, tool_use
+from gateway.tools.formats import JSON_FORMAT, AnswerFormat, Thought, ToolFormat
+from gateway.tools.grammar import ThoughtState, calls_grammar
+from gateway.tools.reader import Reading
+from outrider.errors import OutriderError, Reason, invalid
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerOptions:
+    """What a chat says about its answer's calls and thought."""
+
+    tools: Sequence[Tool] = ()
+    choice: ToolChoice = AUTO
+    is_parallel: bool = True
+    """Whether the answer may hold several calls."""
+    splits_thought: bool = True
+    """Whether the thought is apart from the content."""
+    shows_thought: bool = True
+    """Whether a thought that is apart is a part of the answer."""
+    tools_field: str = "tools"
+    choice_field: str = "tool_choice"
+    """What the caller calls the tools and the choice, for errors."""
+
+
+def with_parts(
+    request: TextRequest, options: AnswerOptions, prompt: Prompt, answers: AnswerFormat
+) -> TextRequest:
+    """The request with the grammar of its calls, and with how to read its answer.
+
+    Raises OutriderError that names the tools or the choice: INVALID_VALUE if they contradict each
+    other, UNSUPPORTED_PARAMETER if nobody knows how the model writes calls.
+    """
+    thought = answers.thought if options.splits_thought else None
+    state = _state(thought, prompt.end)
+    use = _use(options)
+    grammar = request.tokens.grammar
+    if use is None and (state == "over" or grammar is not None):
+        # A grammar holds from the first token, so its text is content.
+        return request
+    form = None if use is None else _form(answers.calls, use, options.choice_field)
+    reading = Reading(
+        form,
+        {} if use is None else {tool.name: tool.parameters or {} for tool in use.tools},
+        None if state == "over" else thought,
+        begins_in_thought=state == "open",
+        shows_thought=options.shows_thought,
+        is_forced=use is not None and use.is_forced,
+    )
+    if form is None or use is None:
+        return replace(request, reading=reading)
+    tokens = replace(request.tokens, grammar=calls_grammar(form, use, thought, state, grammar))
+    return replace(request, tokens=tokens, reading=reading, grammar_field=options.tools_field)
+
+
+def _use(options: AnswerOptions) -> ToolUse | None:
+    """The tools that the answer may call; None for none. Raises OutriderError(INVALID_VALUE)."""
+    if options.choice.mode == "required" and not options.tools:
+        problem = f"demands a call, so {options.tools_field} must hold at least 1 tool"
+        raise invalid(options.choice_field, problem)
+    known = {tool.name for tool in options.tools}
+    if len(known) < len(options.tools):
+        raise invalid(options.tools_field, "must not hold two tools of one name")
+    for name in sorted(options.choice.names or ()):
+        if name not in known:
+            problem = f"names {name[:100]!r}, which is none of {options.tools_field}"
+            raise invalid(options.choice_field, problem)
+    return tool_use(options.tools, options.choice, is_parallel=options.is_parallel)
+
+
+def _state(thought: Thought | None, end: str) -> ThoughtState:
+    if thought is None or thought.is_over(end):
+        return "over"
+    return "open" if thought.is_open(end) else "possible"
+
+
+def _form(known: ToolFormat | None, use: ToolUse, field: str) -> ToolFormat:
+    if known is not None:
+        return known
+    if use.is_forced:
+        return JSON_FORMAT
+    message = (
+        f"{field} auto is not supported: the chat template shows no known format of calls; "
+        "start the gateway with --tool-format, or force a call with required"
+    )
+    raise OutriderError(Reason.UNSUPPORTED_PARAMETER, message, field)
