@@ -33,7 +33,7 @@ test-all: test test-slow
 # run beside them at a lower priority; their output follows at the end. At the lowest priority they
 # would not run at all on a busy machine.
 TOGETHER := $(addprefix tests/, losslessness simulator lm heads experiment verifier shared grammar \
-  repo placement fuzz)
+  repo placement)
 APART = $(filter-out $(TOGETHER:%=%/),$(wildcard tests/*/))
 test-apart:
 	$(BIN)/python -m pytest -m "$(MARK)" $(APART)
