@@ -34,7 +34,7 @@ from outrider_bench.console import console_for_output
 from outrider_bench.experiment.machine import commit
 from outrider_bench.grown import grown_checkpoint
 from outrider_bench.processor import processor_name
-from outrider_bench.report import Cell, Results, tables, write
+from outrider_bench.report import Results, tables, write
 from outrider_bench.rounds import there_and_back
 from outrider_bench.ways import Measure, Pair, Task, outrider_stack, transformers_ways, vllm_way
 
@@ -79,9 +79,6 @@ class BenchSettings(Settings):
     """Requests for each place of the batch; at least four requests in all. With more than two,
     requests have half to one and a half times `tokens`, so that they begin and end at different
     times, as those of users do. Requests of one length begin and end together in plain decoding."""
-
-    temperatures: list[float] = Field([0.0])
-    """Temperatures; at 0 decoding is greedy."""
 
     ways: list[str] = Field(["*"])
     """Patterns of the ways to measure, such as outrider*."""
@@ -158,42 +155,42 @@ def _machine() -> str:
 
 
 async def _measure_pair(pair: Pair, settings: BenchSettings, console: Console) -> Results:
-    """Measure every way in every cell, once a round, after a short round that is not kept."""
+    """Measure every way at every batch size in each round, after a short one that is not kept."""
     tokenizer = load_tokenizer(str(pair.target))
     prompts = [tokenizer.encode(prompt).ids for _, prompt in DEMO_PROMPTS]
-    cells = [Cell("mixed", t, batch) for t in settings.temperatures for batch in settings.batches]
     results = Results(pair.name)
     async with AsyncExitStack() as stack:
         ways = await _ways(stack, pair, settings, console)
+        count = (1 + settings.rounds) * len(ways) * len(settings.batches)
         with Progress(console=console) as progress:
-            bar = progress.add_task(pair.name, total=(1 + settings.rounds) * len(ways) * len(cells))
+            bar = progress.add_task(pair.name, total=count)
             for round_number in range(1 + settings.rounds):
                 order = list(there_and_back(list(ways.items()), round_number - 1))
-                for cell in cells:
+                for batch in settings.batches:
                     for name, measure in order:
                         progress.update(
-                            bar, description=f"{pair.name}: {name}, batch {cell.batch}", advance=1
+                            bar, description=f"{pair.name}: {name}, batch {batch}", advance=1
                         )
-                        if name in _ALONE and cell.batch > 1:
+                        if name in _ALONE and batch > 1:
                             continue
                         tokens = 8
                         if round_number:
                             tokens = settings.tokens
-                        task = _task(prompts, cell, settings.waves, tokens)
+                        task = _task(prompts, batch, settings.waves, tokens)
                         sample = await measure(task)
                         if round_number:
-                            results.add(cell, name, sample)
+                            results.add(batch, name, sample)
     return results
 
 
-def _task(prompts: list[list[int]], cell: Cell, waves: int, tokens: int) -> Task:
+def _task(prompts: list[list[int]], batch: int, waves: int, tokens: int) -> Task:
     """Choose prompts of all kinds, in the same order for every way."""
-    count = max(4, waves * cell.batch)
+    count = max(4, waves * batch)
     if count < len(prompts):
         picked = [prompts[i * len(prompts) // count] for i in range(count)]
     else:
         picked = [prompts[i % len(prompts)] for i in range(count)]
-    return Task(picked, cell.batch, tokens, cell.temperature, varied=waves > 2)
+    return Task(picked, batch, tokens, varied=waves > 2)
 
 
 async def _ways(

@@ -2,9 +2,10 @@
 
 It answers each JSON line with one.
 In: {"way": "plain" | "prompt_lookup" | "assisted", "prompts": [[ids]], "batch": n,
-"max_tokens": n, "temperature": t}.
+"max_tokens": n}.
 Out: {"tokens": n, "seconds": s}.
-A batch is decoded to its end before the next begins, since `generate` offers nothing else.
+Decoding is greedy. A batch is decoded to its end before the next begins, since `generate` offers
+nothing else.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def main() -> None:
         limits = {
             "max_new_tokens": task["max_tokens"],
             "min_new_tokens": task["max_tokens"],
-            **_sampling(task["temperature"]),
+            "do_sample": False,
         }
         how = {**limits, **ways[task["way"]]}
         waves = [prompts[i : i + batch] for i in range(0, len(prompts), batch)]
@@ -56,12 +57,6 @@ def main() -> None:
         if device == "cuda":
             torch.cuda.synchronize()
         print(json.dumps({"tokens": tokens, "seconds": time.perf_counter() - started}), flush=True)
-
-
-def _sampling(temperature: float) -> dict[str, Any]:
-    if temperature == 0:
-        return {"do_sample": False}
-    return {"do_sample": True, "temperature": temperature, "top_k": 0}
 
 
 def _generate(target: Any, prompts: list[list[int]], how: dict[str, Any], *, alone: bool) -> int:

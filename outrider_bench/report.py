@@ -41,41 +41,27 @@ _STEPS_NOTE = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """One condition of measurements: kind of prompts, temperature and batch size."""
-
-    kind: str
-    temperature: float
-    batch: int
-
-
 @dataclass(slots=True)
 class Results:
-    """Samples of one pair of models, one a round, by cell and way."""
+    """Samples of one pair of models, one a round, by batch size and way."""
 
     pair: str
-    samples: dict[Cell, dict[str, list[Sample]]] = field(default_factory=dict)
+    samples: dict[int, dict[str, list[Sample]]] = field(default_factory=dict)
 
-    def add(self, cell: Cell, way: str, sample: Sample) -> None:
-        """Append one round's sample of a way in a cell."""
-        self.samples.setdefault(cell, {}).setdefault(way, []).append(sample)
+    def add(self, batch: int, way: str, sample: Sample) -> None:
+        """Append one round's sample of a way at a batch size."""
+        self.samples.setdefault(batch, {}).setdefault(way, []).append(sample)
 
-    def groups(self) -> Iterator[tuple[str, list[Cell]]]:
-        """The cells of each table, with its title."""
-        groups: dict[str, list[Cell]] = {}
-        for cell in self.samples:
-            title = f"{self.pair}; prompts: {cell.kind}; temperature {cell.temperature:g}"
-            groups.setdefault(title, []).append(cell)
-        yield from groups.items()
+    @property
+    def ways(self) -> list[str]:
+        """The ways that were measured at any batch size, in the order of their first samples."""
+        return list(dict.fromkeys(way for ways in self.samples.values() for way in ways))
 
     def as_json(self) -> list[dict[str, Any]]:
-        """All samples, one object for each cell and way: rates in tokens/s, times in seconds."""
+        """All samples, one object for each batch size and way: tokens/s, and times in seconds."""
         return [
             {
-                "kind": cell.kind,
-                "temperature": cell.temperature,
-                "batch": cell.batch,
+                "batch": batch,
                 "way": way,
                 "tokens_per_s": [sample.tokens_per_s for sample in samples],
                 "full_tokens_per_s": [sample.full_tokens_per_s for sample in samples],
@@ -83,7 +69,7 @@ class Results:
                 "tpot_s": [value for sample in samples for value in sample.tpot],
                 "counters": [sample.counters for sample in samples],
             }
-            for cell, ways in self.samples.items()
+            for batch, ways in self.samples.items()
             for way, samples in ways.items()
         ]
 
@@ -93,53 +79,48 @@ def tables(results: Results, bases: Sequence[str]) -> Iterator[Table]:
 
     Rates are also shown over those of the first of `bases` that was measured.
     """
-    for title, cells in results.groups():
-        for rate, words in _RATES.items():
-            yield _rates(f"{title}\n{words}", cells, results, bases, rate)
-        yield _figures(f"{title}\nlatency, in tokens, not chunks", cells, results, _LATENCIES)
-        yield _figures(f"{title}\n{_STEPS_NOTE}", cells, results, _STEPS)
+    title = results.pair
+    for rate, words in _RATES.items():
+        yield _rates(f"{title}\n{words}", results, bases, rate)
+    yield _figures(f"{title}\nlatency, in tokens, not chunks", results, _LATENCIES)
+    yield _figures(f"{title}\n{_STEPS_NOTE}", results, _STEPS)
 
 
-def _ways(cells: list[Cell], results: Results) -> list[str]:
-    return list(dict.fromkeys(way for cell in cells for way in results.samples[cell]))
+def _rates(title: str, results: Results, bases: Sequence[str], rate: str) -> Table:
+    def rates(batch: int, way: str) -> list[float | None]:
+        return [getattr(sample, rate) for sample in results.samples[batch].get(way, [])]
 
-
-def _rates(
-    title: str, cells: list[Cell], results: Results, bases: Sequence[str], rate: str
-) -> Table:
-    def rates(cell: Cell, way: str) -> list[float | None]:
-        return [getattr(sample, rate) for sample in results.samples[cell].get(way, [])]
-
-    measured = [base for base in bases if any(any(rates(cell, base)) for cell in cells)]
+    batches = list(results.samples)
+    measured = [base for base in bases if any(any(rates(batch, base)) for batch in batches)]
     base = next(iter(measured), bases[0])
     table = Table(title=f"{title}; median of the rounds (range), and × {base} of the same round")
     table.add_column("way")
-    for cell in cells:
-        table.add_column(f"batch {cell.batch}", justify="right")
+    for batch in batches:
+        table.add_column(f"batch {batch}", justify="right")
         table.add_column("×", justify="right")
-    for way in _ways(cells, results):
+    for way in results.ways:
         row = []
-        for cell in cells:
-            own = rates(cell, way)
+        for batch in batches:
+            own = rates(batch, way)
             known = [value for value in own if value is not None]
             # The machine is faster in some rounds than in others.
-            ratios = [a / b for a, b in zip(own, rates(cell, base), strict=False) if a and b]
+            ratios = [a / b for a, b in zip(own, rates(batch, base), strict=False) if a and b]
             row.append(spread(known, 1) if known else "–")
             row.append(f"{median(ratios):.2f}" if ratios else "–")
         table.add_row(way, *row)
     return table
 
 
-def _figures(title: str, cells: list[Cell], results: Results, figures: Mapping[str, str]) -> Table:
+def _figures(title: str, results: Results, figures: Mapping[str, str]) -> Table:
     """A table of the rounds' medians."""
     table = table_of(title, ("way", "batch", *figures.values()))
-    for way in _ways(cells, results):
-        for cell in cells:
-            found = [sample_figures(sample) for sample in results.samples[cell].get(way, [])]
+    for way in results.ways:
+        for batch, ways in results.samples.items():
+            found = [sample_figures(sample) for sample in ways.get(way, [])]
             values = [[each[name] for each in found if name in each] for name in figures]
             if any(values):
                 shown = [f"{median(each):.2f}" if each else "–" for each in values]
-                table.add_row(way, str(cell.batch), *shown)
+                table.add_row(way, str(batch), *shown)
     return table
 
 

@@ -1,7 +1,7 @@
 """`python outrider_bench/vllm_peer.py`: vLLM in its own virtual environment and process.
 
 It answers each JSON line with one.
-In: {"prompts": [[ids]], "batch": n, "lengths": [n], "temperature": t}.
+In: {"prompts": [[ids]], "batch": n, "lengths": [n]}.
 Out: the fields of `outrider_bench.ways.Sample`.
 `batch` requests are kept under way, a new one for each that ends. Imports nothing of Outrider's.
 """
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def _run(vllm: Any, engine: Any, task: dict[str, Any]) -> dict[str, Any]:
-    how = {"temperature": task["temperature"], "ignore_eos": True, "detokenize": False}
+    how = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
     waiting = list(enumerate(task["prompts"]))
     begun: dict[str, float] = {}
     first: dict[str, float] = {}

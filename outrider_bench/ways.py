@@ -28,7 +28,7 @@ from outrider_bench.sample import Sample
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Prompts to decode, `batch` at once, `max_tokens` each; ends of text are ignored.
+    """Prompts to decode greedily, `batch` at once, `max_tokens` each; ends of text are ignored.
 
     If `varied`, requests have half to one and a half times as many tokens, with `max_tokens` as
     their mean, and so end at different times, as those of users do. Ways that cannot do that give
@@ -38,7 +38,6 @@ class Task:
     prompts: list[list[int]]
     batch: int
     max_tokens: int
-    temperature: float
     varied: bool = False
 
     @property
@@ -145,7 +144,6 @@ def _fields(task: Task) -> dict[str, Any]:
         "batch": task.batch,
         "max_tokens": task.max_tokens,
         "lengths": task.lengths,
-        "temperature": task.temperature,
     }
 
 
@@ -191,7 +189,7 @@ async def _played(task: Task, endpoint: Endpoint, speculation: Mapping[str, Any]
         for prompt, length in zip(task.prompts, task.lengths, strict=True)
     ]
     workload = Workload.model_validate({"batch": task.batch})
-    asked = Asked(speculation, task.temperature, "bench")
+    asked = Asked(speculation, 0.0, "bench")
     played = await play(requests, workload, endpoint, asked, time.perf_counter())
     if played.errors:
         raise RuntimeError(played.errors[0])

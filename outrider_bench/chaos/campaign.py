@@ -20,6 +20,8 @@ from outrider_bench.chaos.spec import Campaign
 from outrider_bench.experiment.processes import StackFailed
 
 _AT_ONCE = 8
+# Share of rounds in which a second fault joins the first.
+_OVERLAP = 0.5
 Tell = Callable[[str], None]
 
 
@@ -43,7 +45,7 @@ async def play(
         for number in itertools.count() if only is None else [only]:
             if time.monotonic() > until:
                 break
-            planned = round_of(campaign.seed, number, bag, campaign.overlap, missing)
+            planned = round_of(campaign.seed, number, bag, _OVERLAP, missing)
             history.round = number
             tell(f"round {number}: {', '.join(map(_text, planned))}")
             await _round(Scene(site, clients), planned, campaign.clients, history)

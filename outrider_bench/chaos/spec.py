@@ -25,9 +25,6 @@ class Campaign(BaseModel):
     kinds: list[str] = []
     """Names of the faults to play; all faults unless set."""
 
-    overlap: float = Field(0.5, ge=0, le=1)
-    """Share of rounds in which a second fault joins the first."""
-
     clients: int = Field(16, ge=1, le=64)
     """Streams under way at once."""
 

@@ -130,7 +130,7 @@ def task_of(target: Path, batch: int) -> Task:
         {"batch": batch, "output_tokens": _TOKENS, "waves": 8 if batch == 1 else 4}
     )
     requests = requests_of(workload, load_tokenizer(str(target)))
-    return Task([request.prompt for request in requests], batch, _TOKENS, 0.0, varied=True)
+    return Task([request.prompt for request in requests], batch, _TOKENS, varied=True)
 
 
 def _served(

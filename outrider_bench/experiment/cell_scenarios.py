@@ -29,7 +29,7 @@ from outrider_bench.simulator.scenario import Scenario
 _PREDICTED = ("ngram", "model")
 # Seconds until a drafter whose connection was cut dials again, about; see outrider.drafter.stream.
 _AGAIN_S = 0.1
-_SETTINGS = ("max_draft_len", "max_matching_ngram_size", "is_public_pool", "branches")
+_SETTINGS = ("max_draft_len", "max_matching_ngram_size", "is_public_pool")
 _VERIFIER_SETTINGS = (
     "draft_tokens",
     "max_batch_tokens",

@@ -114,7 +114,7 @@ class SimulatedModel(ModelFamily):
     """The production draft-model family, with its process's simulated draft model."""
 
     def __init__(self, spec: DrafterSpec, model: SimulatedDraftModel) -> None:
-        super().__init__(model, model.runner.vocab_size, branch_count=spec.branches)
+        super().__init__(model, model.runner.vocab_size)
         self.name = spec.family or spec.name
 
     async def _grow(

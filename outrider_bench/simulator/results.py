@@ -9,7 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from outrider_bench.console import console_for_output
-from outrider_bench.report import Cell, Results, tables, write
+from outrider_bench.report import Results, tables, write
 from outrider_bench.simulator import costs
 from outrider_bench.simulator.scenario import Scenario
 from outrider_bench.simulator.simulation import Outcome, simulate
@@ -72,9 +72,8 @@ def show(scenario: Scenario, out: Path | None) -> None:
 
 def _results(scenario: Scenario, found: dict[tuple[int, str], Outcome]) -> Results:
     results = Results(scenario.name)
-    kind = ", ".join(filter(None, scenario.kinds)) or "any"
     for (load, way), outcome in found.items():
-        results.add(Cell(kind, 0.0, load), way, outcome.sample)
+        results.add(load, way, outcome.sample)
     return results
 
 

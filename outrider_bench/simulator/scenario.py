@@ -80,9 +80,6 @@ class DrafterSpec(_Part):
     """Time of a lookup in the Redis that all drafters with this setting share; by default the pool
     is in memory."""
 
-    branches: int = Field(4, ge=0, le=64)
-    """The draft-model family's setting."""
-
     cost: str = "model"
     """Name of an entry in the cost table's `drafting`."""
 
@@ -113,9 +110,6 @@ class DrafterSpec(_Part):
 
     interference: float = Field(0.0, ge=0, le=1)
     """Share of its drafting time that forwards on the same machine lose."""
-
-    joins_at: float = Field(0.0, ge=0)
-    """When it joins without an event (seconds)."""
 
 
 class Event(_Part):

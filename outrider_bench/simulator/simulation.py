@@ -85,7 +85,7 @@ class Simulation:
         scenario = self._scenario
         events = self.events
         for spec in self._specs.values():
-            events.at(spec.joins_at, partial(self._join, spec))
+            events.at(0.0, partial(self._join, spec))
         self.traffic.on_measured = self._begin_measuring
         self.traffic.begin()
         events.run(scenario.seconds)

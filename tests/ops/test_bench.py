@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from outrider_bench.raw_client import FailedAnswer, stream
-from outrider_bench.report import Cell, Results, tables, write
+from outrider_bench.report import Results, tables, write
 from outrider_bench.sample import Sample
 from outrider_bench.ways import line_peer
 
@@ -83,12 +83,12 @@ def results() -> Results:
         "draft_lookups.miss": 1,
     }
     for batch in (1, 8):
-        found.add(Cell("code", 0.0, batch), "transformers", Sample(30, 3.0))
+        found.add(batch, "transformers", Sample(30, 3.0))
         # Two requests of 15 tokens. In the first second, with both under way, 15 tokens of one come
         # and 8 of the other.
         requests = [(0.0, 1.0, 15), (0.5, 1.5, 15)]
         found.add(
-            Cell("code", 0.0, batch),
+            batch,
             "outrider, ngram",
             Sample(30, 1.5, [0.2], [0.03], counters, requests, 1.0),
         )
