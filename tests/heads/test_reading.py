@@ -137,6 +137,12 @@ def test_medusas_weights_tell_how_many_heads_there_are(tmp_path: Path) -> None:
     assert read(write(tmp_path, (config, tensors)), TARGET).spec.block_counts == (1, 1, 1)
 
 
+def test_a_medusa_without_matrices_for_the_scores_shares_the_targets(tmp_path: Path) -> None:
+    head = read(write(tmp_path, head_files.medusa_sharing()), TARGET)
+    assert head.spec.kind == "medusa"
+    assert not [name for name in head.tensors if name.startswith("outputs.")]
+
+
 def test_a_mask_embedding_stands_for_a_mask_token(tmp_path: Path) -> None:
     folder = write(tmp_path, head_files.dflash_zlab())
     save_file({"mask_embedding": torch.randn(16)}, folder / "mask_embedding.safetensors")

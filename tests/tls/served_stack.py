@@ -1,4 +1,4 @@
-"""A stack as `outrider serve` plans it, with a Redis and an agent, and a wire before each port."""
+"""A stack as `outrider serve` plans it, with a Redis, and a wire before each port."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Served:
 
 @asynccontextmanager
 async def served(folder: Path, *, encrypted: bool) -> AsyncIterator[Served]:
-    """Run a verifier, an n-gram drafter, a gateway, a Redis and an agent."""
+    """Run a verifier, an n-gram drafter, a gateway and a Redis."""
     certificates = None
     if encrypted:
         certificates = Certificates(folder / "certs", clients=True)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from random_trees import TreeGrafter
 
 from outrider.errors import OutriderError, Reason
-from outrider.protocol.draft_messages import FeatureDtype, FeatureRequest, Opened
+from outrider.protocol.draft_messages import FeatureDtype, FeatureRequest
 from outrider.protocol.messages import SamplingParams, TokenRequest
 from verifier_svc.drafts import features
 from verifier_svc.engine.config import EngineConfig
@@ -44,10 +44,6 @@ def received(drafter: ScriptedDrafter, sequence_id: int) -> dict[int, np.ndarray
                 assert at > max(found, default=-1)
                 found[at] = row
     return found
-
-
-def opened_by(drafter: ScriptedDrafter) -> list[Opened]:
-    return [opened for message in drafter.received for opened in message.opened]
 
 
 def run(
