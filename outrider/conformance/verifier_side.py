@@ -122,7 +122,7 @@ class VerifierCheck:
 
     async def run(self) -> None:
         """Play all parts; stops early if the verifier generates no tokens."""
-        # By the rule that counts as broken when the call itself fails.
+        # Each part, keyed by the rule that counts as broken when its call fails.
         parts = {
             "tokens": self._client,
             "hello": self._hello,

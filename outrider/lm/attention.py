@@ -45,7 +45,7 @@ class PagedKernel(Protocol):
         """Attend for a packed batch over caches [pages, page size, KV heads, size].
 
         Return [T, H, value size]. Each token sees the text up to its own slot, and in a tree its
-        ancestors and itself; with a `window`, the last so many positions of these. No sequence has
+        ancestors and itself; with a `window`, the last `window` positions of these. No sequence has
         more than `max_seq_len` keys. The call must not read the batch on the host: a CUDA graph
         repeats it for batches of the same shapes.
         """

@@ -60,7 +60,7 @@ class HiddenStates:
         self._handles = [self._hook(state) for state in self.watched]
 
     def empty(self, token_count: int) -> torch.Tensor:
-        """Return memory for a state of so many tokens."""
+        """Return memory for a state of `token_count` tokens."""
         return self._parameter.new_empty(token_count, self._size)
 
     def take(self) -> Mapping[int, torch.Tensor]:

@@ -155,8 +155,9 @@ async def _say_half(scene: Scene, target: str, seconds: float) -> None:
     await scene.clients.half_requests(100, seconds)
 
 
-# Nobody can tell the clients of a gateway that died. One that stops, or lacks files, refuses some.
-# All other faults must cost no request: another verifier goes on, and drafters change no text.
+# Nobody can tell the clients of a gateway that died. A gateway that is stopping, or out of file
+# descriptors, may refuse requests. All other faults must cost no request: another verifier goes on,
+# and drafters change no text.
 _ANY_END = frozenset({"failed", "refused", "cut"})
 _NAMED_END = frozenset({"failed", "refused"})
 _NOTICED_S = (13.0, 16.0)

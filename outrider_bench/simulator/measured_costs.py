@@ -96,7 +96,7 @@ def _forwards(target: ModelRunner, sequences: list[int]) -> list[Forward]:
     best_s = _in_rounds(points, lambda point: _forward_s(target, *point))
 
     def least_s(count: int, tokens: int) -> float:
-        """The seconds of the fastest forward of at least so many sequences and tokens in all.
+        """The seconds of the fastest forward of at least these sequences and tokens in all.
 
         More work does not take less time. If it did, something disturbed the smaller forward.
         """

@@ -22,7 +22,7 @@ class RecordedRequest(BaseModel):
     kind: str = ""
     tenant: str = ""
     count: Annotated[int, Field(ge=1)] = 1
-    """The line stands for so many equal requests, `every` seconds apart."""
+    """Equal requests that the line stands for, `every` seconds apart."""
     every: Annotated[float, Field(ge=0)] = 0.0
     choices: Annotated[int, Field(ge=1)] = 1
     """The request's `n`: sequences with the same prompt."""

@@ -59,8 +59,9 @@ class DrafterSpec(_Part):
     """As `acceptance`, within hard stretches of a text; by default the same."""
 
     alternatives: list[Share] = Field(default_factory=list, max_length=16)
-    """Offer so many other tokens beside each guess, where the verifier verifies trees. Each number
-    is the probability that the token is right if the guess and the tokens before it are wrong."""
+    """Offer other tokens beside each guess, one for each number, where the verifier verifies trees.
+    A number is the probability that its token is right if the guess and the tokens before it are
+    wrong."""
 
     skips_hard: bool = False
     """Propose nothing within hard stretches, as a lookup that finds nothing."""

@@ -91,7 +91,7 @@ def reference() -> Callable[[list[int]], torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def greedy(reference: Callable[[list[int]], torch.Tensor]) -> Callable[[list[int], int], list[int]]:
-    """The model's greedy text, of so many tokens, behind a text."""
+    """The model's greedy continuation of a text, by its number of tokens."""
 
     def generate(text: list[int], count: int) -> list[int]:
         text = list(text)

@@ -80,7 +80,7 @@ class Trial:
     """By number of accepted tokens, up to which random number each next token is drawn, [V]."""
 
     def next_probs(self, accepted: int) -> Probs:
-        """The distribution of the token behind so many accepted ones."""
+        """The distribution of the token behind `accepted` draft tokens."""
         return np.diff(self.steps[accepted], prepend=0.0)
 
 

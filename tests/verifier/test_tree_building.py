@@ -110,7 +110,7 @@ def connected(known: Mapping[Path, float]) -> Iterator[tuple[Path, ...]]:
 
 
 def cost(count: int, prices: Prices) -> float:
-    """The tokens that a forward of so many draft tokens costs."""
+    """The tokens that a forward of `count` draft tokens costs."""
     total = 0.0
     for i in range(count):
         total += next((price for end, price in prices if i < end), prices[-1][1])

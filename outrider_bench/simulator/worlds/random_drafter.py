@@ -59,7 +59,7 @@ class RandomDrafter:
         self._dials = 0
 
     def dial(self, after_s: float) -> None:
-        """Connect after so many seconds, unless another dial follows."""
+        """Connect after `after_s` seconds, unless another dial follows."""
         self.connection = None
         self._dials += 1
         number = self._dials
