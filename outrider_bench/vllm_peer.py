@@ -2,7 +2,7 @@
 
 It answers each JSON line with one.
 In: {"prompts": [[ids]], "batch": n, "lengths": [n]}.
-Out: the fields of `outrider_bench.ways.Sample`.
+Out: the fields of `outrider_bench.sample.Sample`.
 `batch` requests are kept under way, a new one for each that ends. Imports nothing of Outrider's.
 """
 

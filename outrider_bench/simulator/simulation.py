@@ -233,7 +233,7 @@ def _sample(requests: list[Request], began: float, end: float, full_s: float) ->
 def _counters(verifier: VerifierActor) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
     """Return a verifier's counters and those of each drafter.
 
-    Keys are those of `outrider_bench.ways.counter_key`.
+    Keys are those of `outrider_bench.sample.counter_key`.
     """
     counters: dict[str, float] = {}
     drafters: dict[str, dict[str, float]] = {}
