@@ -38,6 +38,8 @@ class FinishInfo:
     """Whether `max_tokens` ended the text before the token that ends its grammar."""
     call_count: int = 0
     """How many calls of tools the answer holds."""
+    stop: str = ""
+    """The stop string that ended the answer, if one did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,8 +253,10 @@ class DeltaBuilder:
         cached = self._cached_token_count
         incomplete = request.grammar is not None and reason is FinishReason.LENGTH
         resumed = self._resumed_count
-        calls = self._text.call_count
-        return FinishInfo(reason, prompt_count, count, cached, stats, resumed, incomplete, calls)
+        calls, stop = self._text.call_count, self._text.stop
+        return FinishInfo(
+            reason, prompt_count, count, cached, stats, resumed, incomplete, calls, stop
+        )
 
 
 def total_stats(earlier: SpeculationStats, later: SpeculationStats) -> SpeculationStats:

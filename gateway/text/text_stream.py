@@ -195,7 +195,8 @@ class StopScanner:
         self._held = ""
         # How many of the held characters are too early for a stop string to end in.
         self._early = 0
-        self.stopped = False
+        self.found = ""
+        """The stop string that was found; "" before. Then nothing follows."""
 
     def push(self, text: str, *, early: bool = False) -> str:
         """Add text, and return the text that no stop string can begin in.
@@ -205,9 +206,10 @@ class StopScanner:
         text = self._held + text
         hits = [] if early else self._hits(text)
         if hits:
-            self.stopped = True
+            end, begin = min(hits)
+            self.found = text[begin:end]
             self._held = ""
-            return text[: min(hits)[1]]
+            return text[:begin]
         longest = min(self._longest_start, len(text))
         lengths = (n for n in range(longest, 0, -1) if text[-n:] in self._starts)
         certain = len(text) - next(lengths, 0)
@@ -255,9 +257,14 @@ class TextStream:
         """The number of tokens pushed, up to the one that completed a stop string."""
 
     @property
+    def stop(self) -> str:
+        """The stop string that was found; "" before."""
+        return self._scanner.found
+
+    @property
     def stopped(self) -> bool:
         """Whether a stop string was found. Then nothing follows."""
-        return self._scanner.stopped
+        return bool(self.stop)
 
     @property
     def call_count(self) -> int:

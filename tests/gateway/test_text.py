@@ -161,7 +161,7 @@ def test_stop_strings_cut_the_same_text_however_it_is_chunked(
     out = ""
     for start, end in pairwise([0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]):
         out += scanner.push(text[start:end])
-        if scanner.stopped:
+        if scanner.found:
             break
     assert out + scanner.finish() == cut_at_stop(text, stops)
 
