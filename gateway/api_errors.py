@@ -1,4 +1,6 @@
-"""Answer every error in OpenAI's shape: from validation, routing, the verifier or a bug of ours.
+"""Answer every error in the API's shape: from validation, routing, the verifier or a bug of ours.
+
+The shape is Anthropic's on the paths of its Messages API, and OpenAI's on all others.
 
 `outrider.errors.Reason` says which HTTP status each reason has, such as 400.
 """
@@ -8,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -16,6 +19,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from pydantic_core import ErrorDetails
 from starlette.exceptions import HTTPException
+from starlette.types import Scope
 
 from gateway.unsupported import UNSUPPORTED
 from outrider.errors import OutriderError, Reason
@@ -28,6 +32,20 @@ RATE_LIMIT_HEADERS = tuple(
     for kind in ("requests", "tokens")
 )
 """OpenAI's headers of rate limits."""
+REQUEST_ID = "outrider.request_id"
+"""Key of an ASGI scope whose value is the id that the request's spans and log lines have."""
+_MESSAGES = "/v1/messages"
+# Anthropic's types. Each other status has invalid_request_error.
+_MESSAGES_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 _PLAIN = re.compile(r"[0-9]+s?")
 _SHOWN_CHARACTERS = 60
 _BY_STATUS = {
@@ -47,6 +65,20 @@ def error_body(error: OutriderError) -> dict[str, object]:
     return {"error": shown}
 
 
+def messages_error(error: OutriderError, request_id: str) -> dict[str, object]:
+    """Anthropic's error: `{"type": "error", "error": {type, message}, "request_id"}`."""
+    kind = _MESSAGES_TYPES.get(error.reason.kind.http, "invalid_request_error")
+    shown = {"type": kind, "message": error.message}
+    return {"type": "error", "error": shown, "request_id": request_id}
+
+
+def body_for(path: str, error: OutriderError, request_id: str = "") -> dict[str, object]:
+    """The error in the shape of the path's API. Anthropic's needs an id, or gets a new one."""
+    if path != _MESSAGES and not path.startswith(f"{_MESSAGES}/"):
+        return error_body(error)
+    return messages_error(error, request_id or f"req-{secrets.token_hex(16)}")
+
+
 class _AsciiResponse(JSONResponse):
     """JSON in ASCII. An error may quote invalid Unicode, such as half of a surrogate pair."""
 
@@ -54,8 +86,11 @@ class _AsciiResponse(JSONResponse):
         return json.dumps(content).encode()
 
 
-def error_response(error: OutriderError) -> Response:
-    """The error with its HTTP status, its rate limits, and Retry-After in whole seconds."""
+def error_response(error: OutriderError, scope: Scope) -> Response:
+    """The error with its HTTP status, its rate limits, and Retry-After in whole seconds.
+
+    `scope` is the request's.
+    """
     headers: dict[str, str] = {}
     if error.reason is Reason.RATE_LIMIT_EXCEEDED:
         # The error may be a verifier's, which must not write other headers, or break their lines.
@@ -63,7 +98,10 @@ def error_response(error: OutriderError) -> Response:
         headers |= {name: value for name, value in known.items() if _PLAIN.fullmatch(value)}
     if error.retry_after_s is not None:
         headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
-    return _AsciiResponse(error_body(error), status_code=error.reason.kind.http, headers=headers)
+    body = body_for(scope["path"], error, scope.get(REQUEST_ID, ""))
+    if isinstance(request_id := body.get("request_id"), str):
+        headers["request-id"] = request_id
+    return _AsciiResponse(body, status_code=error.reason.kind.http, headers=headers)
 
 
 def unexpected() -> OutriderError:
@@ -75,7 +113,7 @@ def unexpected() -> OutriderError:
 
 
 def install(app: FastAPI) -> None:
-    """Register handlers that answer every error of the application in OpenAI's shape."""
+    """Register handlers that answer every error of the application in its API's shape."""
     handlers: dict[type[Exception], Callable[[Request, Any], Awaitable[Response]]] = {
         OutriderError: _outrider_error,
         RequestValidationError: _validation_error,
@@ -86,18 +124,18 @@ def install(app: FastAPI) -> None:
         app.add_exception_handler(kind, handler)
 
 
-async def _outrider_error(_request: Request, error: OutriderError) -> Response:
-    return error_response(error)
+async def _outrider_error(request: Request, error: OutriderError) -> Response:
+    return error_response(error, request.scope)
 
 
-async def _validation_error(_request: Request, error: RequestValidationError) -> Response:
-    return error_response(validation_error(error.errors()))
+async def _validation_error(request: Request, error: RequestValidationError) -> Response:
+    return error_response(validation_error(error.errors()), request.scope)
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
     if isinstance(error.__cause__, OutriderError):
         # FastAPI wraps an error that is raised while it reads the body.
-        return error_response(error.__cause__)
+        return error_response(error.__cause__, request.scope)
     reason = _BY_STATUS.get(error.status_code, Reason.MALFORMED_REQUEST)
     path = request.url.path[:200]
     cause = error.__cause__ or error.detail
@@ -106,20 +144,22 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
         Reason.ROUTE_NOT_FOUND: f"there is no {path} here{_instead(path)}",
         Reason.METHOD_NOT_ALLOWED: f"{path} does not take {request.method}",
     }
-    response = error_response(OutriderError(reason, messages.get(reason, str(error.detail))))
+    described = OutriderError(reason, messages.get(reason, str(error.detail)))
+    response = error_response(described, request.scope)
     response.headers.update(error.headers or {})
     return response
 
 
-async def _fault(_request: Request, _error: Exception) -> Response:
-    return error_response(unexpected())
+async def _fault(request: Request, _error: Exception) -> Response:
+    return error_response(unexpected(), request.scope)
 
 
 def _instead(path: str) -> str:
-    """A hint for callers of OpenAI's other endpoints, such as /v1/responses."""
+    """A hint for callers of OpenAI's and Anthropic's other endpoints, such as /v1/embeddings."""
     if not path.startswith("/v1/"):
         return ""
-    return "; POST /v1/chat/completions and POST /v1/completions generate text"
+    paths = ("/v1/chat/completions", "/v1/messages", "/v1/completions")
+    return f"; {' and '.join(f'POST {each}' for each in paths)} generate text"
 
 
 def validation_error(details: Sequence[ErrorDetails | dict[str, Any]]) -> OutriderError:

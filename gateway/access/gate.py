@@ -78,9 +78,10 @@ class Gate:
         if self.keys is None:
             is_operator = peer is not None and peer.role is Role.OPERATOR
             return Identity(tenant_of(headers), is_operator or not self._asks_for_certificates)
-        key = key_in(headers.get("authorization", ""))
+        key = key_in(headers.get("authorization", "")) or _plain_key(headers)
         if not key:
-            message = "an API key is needed, in the header `Authorization: Bearer KEY`"
+            named = "`Authorization: Bearer KEY` or `x-api-key: KEY`"
+            message = f"an API key is needed, in the header {named}"
             raise OutriderError(Reason.INVALID_API_KEY, message)
         entry = self.keys.find(key)
         if entry is None:
@@ -99,15 +100,21 @@ class Gate:
 
 
 def tenant_of(headers: Mapping[str, str]) -> str:
-    """The tenant of a request with `authorization: Bearer KEY`; empty (the default) without a key.
+    """The tenant of a request with `authorization: Bearer KEY`, else with `x-api-key: KEY`.
 
-    The name is `key-` and the first 32 hex digits of the key's SHA-256, so logs, traces and Redis
-    do not reveal keys. `headers` have lower-case names.
+    It is empty (the default) without a key. The name is `key-` and the first 32 hex digits of the
+    key's SHA-256, so logs, traces and Redis do not reveal keys. `headers` have lower-case names.
     """
     scheme, _, key = headers.get("authorization", "").partition(" ")
-    if scheme.lower() != "bearer" or not key.strip():
+    key = (key.strip() if scheme.lower() == "bearer" else "") or _plain_key(headers)
+    if not key:
         return ""
-    return f"key-{hashlib.sha256(key.strip().encode()).hexdigest()[:_TENANT_DIGITS]}"
+    return f"key-{hashlib.sha256(key.encode()).hexdigest()[:_TENANT_DIGITS]}"
+
+
+def _plain_key(headers: Mapping[str, str]) -> str:
+    """The key in the header of Anthropic's clients; "" if there is none."""
+    return headers.get("x-api-key", "").strip()
 
 
 def key_in(authorization: str) -> str:
@@ -147,7 +154,7 @@ class RequireKey:
             scope[_SCOPE_KEY] = self._gate.identify_http(scope)
         except OutriderError as error:
             if scope["path"] not in OPEN_PATHS:
-                response = error_response(error)
+                response = error_response(error, scope)
                 scheme = "Basic" if scope["path"] == _PAGE else "Bearer"
                 response.headers["WWW-Authenticate"] = f'{scheme} realm="Outrider"'
                 await response(scope, receive, send)

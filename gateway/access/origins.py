@@ -36,7 +36,7 @@ class CheckOrigin:
             try:
                 self._check(scope)
             except OutriderError as error:
-                await error_response(error)(scope, receive, send)
+                await error_response(error, scope)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from gateway.access.gate import PEER_KEY
-from gateway.api_errors import error_body
+from gateway.api_errors import body_for
 from gateway.config import GatewaySettings
 from outrider.errors import OutriderError, Reason
 from outrider.process.roles import Peer, check_http, peer_of_ssl
@@ -33,6 +33,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        # The parser may refuse bytes before uvicorn sets it.
+        self.url = b""
         self._refusal: OutriderError | None = None
         self._peer: Peer | None = None
         # Bytes of the request line and of complete headers.
@@ -148,7 +150,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer a request that the parser refused with an error in OpenAI's shape."""
+        """Answer a request that the parser refused with an error in its API's shape."""
         malformed = OutriderError(Reason.MALFORMED_REQUEST, f"this is not HTTP/1.1: {msg}")
         self._refuse(self._refusal or malformed)
 
@@ -169,11 +171,14 @@ class BoundedProtocol(HttpToolsProtocol):
             message = "the request did not arrive in time"
             self._refuse(OutriderError(Reason.REQUEST_TIMEOUT, message))
 
+    def _path(self) -> str:
+        return self.url.partition(b"?")[0].decode("latin-1")
+
     def _refuse(self, error: OutriderError) -> None:
         """Answer with the error unless a response has begun, and close the connection."""
         running = self.cycle is not None and not self.cycle.response_complete
         if not (running and self.cycle.response_started):
-            content = json.dumps(error_body(error)).encode()
+            content = json.dumps(body_for(self._path(), error)).encode()
             head = [
                 STATUS_LINE[error.reason.kind.http],
                 b"content-type: application/json\r\nconnection: close\r\n",

@@ -15,7 +15,7 @@ from gateway.generation.admission import Admission, ClientTimeout, Permit
 from gateway.generation.turns import Turns
 from outrider.errors import OutriderError
 
-PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
+PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/messages"})
 """Paths of requests for text."""
 
 _SCOPE_KEY = "outrider.arrival"
@@ -90,7 +90,7 @@ class Entrance:
                 permit = self._admission.enter(model, tenant, 1, _ENDLESS)
             except OutriderError as error:
                 scope["route"] = _Route(scope["path"])
-                await error_response(error)(scope, receive, send)
+                await error_response(error, scope)(scope, receive, send)
                 return
         with Arrival(self._turns, tenant, permit) as arrival:
             scope[_SCOPE_KEY] = arrival

@@ -11,7 +11,7 @@ Json = dict[str, Any]
 
 
 _ERROR: Json = {
-    "description": "The body of every error, in OpenAI's shape.",
+    "description": "The body of errors in OpenAI's shape.",
     "type": "object",
     "required": ["error"],
     "properties": {
@@ -25,6 +25,20 @@ _ERROR: Json = {
                 "code": {"type": "string"},
             },
         }
+    },
+}
+_MESSAGES_ERROR: Json = {
+    "description": "The body of errors in Anthropic's shape.",
+    "type": "object",
+    "required": ["type", "error", "request_id"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+        },
+        "request_id": {"type": "string"},
     },
 }
 _ERRORS = {
@@ -46,20 +60,25 @@ STREAMED: Json = {"text/event-stream": {"schema": {"type": "string"}}}
 """The media type of a streamed answer, for a route's 200."""
 
 
-def error_responses(*errors: int) -> dict[int | str, Json]:
-    """FastAPI's `responses` of a route: these error statuses, and 403 and 431 of every route."""
-    content = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+def error_responses(*errors: int, shape: str = "Error") -> dict[int | str, Json]:
+    """FastAPI's `responses` of a route: these error statuses, and 403 and 431 of every route.
+
+    `shape` is the schema of the errors: Error (OpenAI's) or MessagesError (Anthropic's).
+    """
+    content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{shape}"}}}
     return {
         status: {"description": _ERRORS[status], "content": content}
         for status in (*errors, 403, 431)
     }
 
 
-def json_responses(*errors: int, also: Json | None = None) -> dict[int | str, Json]:
+def json_responses(
+    *errors: int, also: Json | None = None, shape: str = "Error"
+) -> dict[int | str, Json]:
     """`error_responses`, and 200 with a JSON object or with a content of `also` (by media type)."""
     return {
         200: {"description": "The answer.", "content": JSON | (also or {})},
-        **error_responses(*errors),
+        **error_responses(*errors, shape=shape),
     }
 
 
@@ -74,7 +93,7 @@ def install(app: FastAPI) -> None:
                 for operation in operations.values():
                     operation["responses"].pop("422", None)
             schemas = found["components"]["schemas"]
-            schemas["Error"] = _ERROR
+            schemas |= {"Error": _ERROR, "MessagesError": _MESSAGES_ERROR}
             for unused in ("HTTPValidationError", "ValidationError"):
                 schemas.pop(unused, None)
             app.openapi_schema = found

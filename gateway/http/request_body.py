@@ -38,7 +38,7 @@ class BodyLimit:
             return
         encoding = _encoding(scope["headers"])
         if encoding not in _UNENCODED and encoding not in _WINDOW_BITS:
-            await _unsupported(encoding)(scope, receive, send)
+            await _unsupported(encoding, scope)(scope, receive, send)
             return
         decoder = None
         announced = _announced(scope["headers"])
@@ -96,9 +96,9 @@ class _Decoder:
         return OutriderError(Reason.MALFORMED_REQUEST, message)
 
 
-def _unsupported(encoding: str) -> ASGIApp:
+def _unsupported(encoding: str, scope: Scope) -> ASGIApp:
     message = f"Content-Encoding must be gzip or deflate, or left out, not {encoding[:60]!r}"
-    response = error_response(OutriderError(Reason.UNSUPPORTED_ENCODING, message))
+    response = error_response(OutriderError(Reason.UNSUPPORTED_ENCODING, message), scope)
     response.headers["Accept-Encoding"] = "gzip, deflate"
     return response
 

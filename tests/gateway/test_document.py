@@ -20,6 +20,8 @@ ENDPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "/v1/completions": ("CompletionBody", {"prompt": "x"}),
     "/v1/chat/completions": ("ChatBody", {"messages": CHAT}),
 }
+BODIES = {path: body for path, (_, body) in ENDPOINTS.items()}
+BODIES["/v1/messages"] = {"messages": CHAT, "max_tokens": 5}
 # Other parameters that a parameter needs.
 BESIDE: dict[str, dict[str, Any]] = {
     "top_logprobs": {"logprobs": True},
@@ -59,12 +61,12 @@ async def test_get_and_head_have_the_documented_media_type(
     assert (head.status_code, head.content) == (200, b"")
 
 
-@pytest.mark.parametrize(("path", "stream"), [*zip(ENDPOINTS, (True, False), strict=True)])
+@pytest.mark.parametrize(("path", "stream"), [*zip(BODIES, (True, False, True), strict=True)])
 async def test_each_error_that_occurs_is_documented(
     rig: Rig, document: Any, path: str, stream: bool
 ) -> None:
     documented = document["paths"][path]["post"]["responses"]
-    body = {**ENDPOINTS[path][1], "stream": stream}
+    body = {**BODIES[path], "stream": stream}
     for reason in (
         Reason.INVALID_VALUE,
         Reason.DRAFTER_NOT_FOUND,

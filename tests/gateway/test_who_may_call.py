@@ -55,6 +55,8 @@ ROUTES = {
     "GET /metrics": May.OPERATOR,
     "POST /v1/completions": May.TENANT,
     "POST /v1/chat/completions": May.TENANT,
+    "POST /v1/messages": May.TENANT,
+    "POST /v1/messages/count_tokens": May.TENANT,
     "POST /tokenize": May.TENANT,
     "POST /detokenize": May.TENANT,
     f"POST /{SERVICE}/GenerateText": May.TENANT,

@@ -1,0 +1,116 @@
+"""POST /v1/messages and its count_tokens: Anthropic's requests, answered as chats are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+from gateway.access.gate import Gate, identity_of
+from gateway.api_errors import REQUEST_ID
+from gateway.generation.generate import Generation
+from gateway.generation.serve_text import TextAnswer
+from gateway.http.answering import answer_text
+from gateway.http.calls import ChatCall
+from gateway.http.endpoints import MAX_TOKENIZED
+from gateway.http.json_body import JsonRoute
+from gateway.http.messages_body import CountTokensBody, MessagesBody
+from gateway.http.messages_writer import MessagesWriter
+from gateway.http.openapi import STREAMED, json_responses
+from gateway.http.request_id import request_id
+from gateway.http.schema import ChatBody
+from gateway.text.prompts import Prompts
+from gateway.text.request import AnswerLimit, TextInputs, TextRequest
+from outrider.errors import OutriderError, Reason, invalid
+from outrider.protocol.model_info import ModelInfo
+
+_ERRORS = (400, 401, 404, 408, 413, 415, 429, 500, 503)
+# Names of a chat's fields that are other ones here.
+_FIELDS = {"response_format": "output_config.format", "stop": "stop_sequences"}
+
+
+class MessagesCall(ChatCall):
+    """POST /v1/messages."""
+
+    id_prefix = "msg"
+
+    def __init__(self, body: MessagesBody, request: Request, *, metrics: bool) -> None:
+        """Raises OutriderError(INVALID_VALUE) for a conversation that is none."""
+        super().__init__(body.answered(), request, metrics=metrics)
+        self._max_tokens = body.max_tokens
+        # As at Anthropic, a limit beyond the context is no error. The context ends the answer.
+        self.limit = AnswerLimit(None, default=body.max_tokens)
+        request.scope[REQUEST_ID] = self.request_id
+
+    def writer(self, answer: TextAnswer) -> MessagesWriter:
+        """Anthropic's answer."""
+        return MessagesWriter(answer, self.request_id, self._max_tokens, metrics=self.has_metrics)
+
+    def build(self, inputs: TextInputs, info: ModelInfo) -> Sequence[TextRequest]:
+        """The sequence for a replica's model. Raises OutriderError with Anthropic's field."""
+        try:
+            requests = super().build(inputs, info)
+        except OutriderError as error:
+            raise _renamed(error) from error
+        return [
+            replace(request, grammar_field=_own_field(request.grammar_field))
+            for request in requests
+        ]
+
+
+def _own_field(field: str) -> str:
+    return _FIELDS.get(field, field.replace(".function", ""))
+
+
+def _renamed(error: OutriderError) -> OutriderError:
+    if error.field is None:
+        return error
+    own = _own_field(error.field)
+    return replace(error, message=error.message.replace(error.field, own, 1), field=own)
+
+
+def routes(generation: Generation, gate: Gate, *, metrics: bool) -> APIRouter:
+    """The endpoints of Anthropic's API. With `metrics`, all answers report speculation."""
+    router = APIRouter(route_class=JsonRoute)
+
+    @router.post(
+        "/v1/messages",
+        responses=json_responses(*_ERRORS, 504, also=STREAMED, shape="MessagesError"),
+    )
+    async def messages(body: MessagesBody, request: Request) -> Response:
+        """Answer a conversation in Anthropic's shape."""
+        call = MessagesCall(body, request, metrics=metrics)
+        response = await answer_text(generation, gate.limits, call)
+        response.headers["request-id"] = call.request_id
+        return response
+
+    @router.post(
+        "/v1/messages/count_tokens", responses=json_responses(*_ERRORS, shape="MessagesError")
+    )
+    async def count_tokens(body: CountTokensBody, request: Request) -> Response:
+        """The number of a prompt's tokens, as `usage` of an answer to it has them."""
+        request.scope[REQUEST_ID] = request_id(request.headers, MessagesCall.id_prefix)
+        grant = await gate.admit(request)
+        _, info = generation.router.lookup(body.model)
+        most = max(info.context_length, MAX_TOKENIZED)
+        tenant = identity_of(request).tenant
+        count = await _count(generation.prompts, body.chat(), most, tenant)
+        headers = {"request-id": request.scope[REQUEST_ID], **grant.headers}
+        return JSONResponse({"input_tokens": count}, headers=headers)
+
+    return router
+
+
+async def _count(prompts: Prompts, chat: ChatBody, most: int, tenant: str) -> int:
+    """How many tokens the prompt has, at most `most`. Raises OutriderError."""
+    messages = [message.for_template() for message in chat.messages]
+    try:
+        text = await prompts.rendered(messages, "messages", most, tenant, **chat.rendering())
+        return len(await prompts.encode(text, "messages", most, add_special_tokens=False))
+    except OutriderError as error:
+        if error.reason is not Reason.CONTEXT_LENGTH_EXCEEDED:
+            raise
+        # The error names the model's context, but the limit may be MAX_TOKENIZED.
+        raise invalid("messages", f"must have at most {most} tokens") from error

@@ -1,0 +1,303 @@
+"""The bodies of Anthropic's requests, and their translation to a chat's body."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from gateway.http.conversation import CalledFunction, JsonObject, Message, ToolCall
+from gateway.http.fields import Body, Listed, Text
+from gateway.http.schema import ChatBody, JsonSchema, ResponseFormat
+from gateway.http.tools import FunctionBody, ToolBody
+from gateway.text.request import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
+from outrider.errors import invalid
+from outrider.protocol.limits import MAX_MESSAGES
+
+_Stop = Annotated[Text, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+
+
+def _ignored(about: str = "Ignored.") -> Any:
+    return Field(default=None, description=about)
+
+
+class _Block(Body):
+    """A part of a message's content."""
+
+    cache_control: Any = _ignored("Ignored; prompts are always cached.")
+
+
+class TextBlock(_Block):
+    """Text."""
+
+    type: Literal["text"]
+    text: Text
+    citations: Any = _ignored()
+
+
+class ThinkingBlock(_Block):
+    """The thought of an answer of the history."""
+
+    type: Literal["thinking"]
+    thinking: Text
+    signature: Any = _ignored("Ignored; thoughts are not signed.")
+
+
+class RedactedThinkingBlock(_Block):
+    """A thought that only Anthropic can read. It is left out."""
+
+    type: Literal["redacted_thinking"]
+    data: Any = _ignored()
+
+
+class ToolUseBlock(_Block):
+    """A call that an answer of the history made."""
+
+    type: Literal["tool_use"]
+    id: Text
+    name: Text
+    input: JsonObject
+    caller: Any = _ignored()
+
+    @property
+    def call(self) -> ToolCall:
+        """The call in OpenAI's shape."""
+        arguments = json.dumps(self.input, ensure_ascii=False)
+        return ToolCall(id=self.id, function=CalledFunction(name=self.name, arguments=arguments))
+
+
+def _as_blocks(value: object) -> object:
+    """A string as one block of text; any other value as it is."""
+    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+
+
+Texts = Annotated[
+    Listed[TextBlock], BeforeValidator(_as_blocks, json_schema_input_type=str | list[TextBlock])
+]
+
+
+class ToolResultBlock(_Block):
+    """What a tool answered."""
+
+    type: Literal["tool_result"]
+    tool_use_id: Text
+    content: Texts = Field(default=[])
+    is_error: bool | None = _ignored("Ignored; chat templates show the content alone.")
+
+
+Block = Annotated[
+    TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock,
+    Field(discriminator="type"),
+]
+_BLOCKS: dict[str, tuple[type[_Block], ...]] = {
+    "system": (TextBlock,),
+    "user": (TextBlock, ToolResultBlock),
+    "assistant": (TextBlock, ThinkingBlock, RedactedThinkingBlock, ToolUseBlock),
+}
+
+
+class InputMessage(Body):
+    """One turn of a conversation."""
+
+    role: Literal["system", "user", "assistant"]
+    content: Annotated[
+        Listed[Block], BeforeValidator(_as_blocks, json_schema_input_type=str | list[Block])
+    ]
+
+    @model_validator(mode="after")
+    def _check_role(self) -> Self:
+        for block in self.content:
+            if not isinstance(block, _BLOCKS[self.role]):
+                raise ValueError(f"the role {self.role} has no {block.type}")
+        return self
+
+
+class ToolDefinition(Body):
+    """A tool that the caller runs. Anthropic's own tools are not supported."""
+
+    type: Literal["custom"] | None = None
+    name: Text
+    description: Text | None = None
+    input_schema: JsonObject
+    strict: bool | None = None
+    cache_control: Any = _ignored()
+    eager_input_streaming: Any = _ignored("Ignored; a call's input is always streamed.")
+    input_examples: Any = _ignored()
+
+
+class ToolChoiceBody(Body):
+    """Whether the model must call a tool: any, or the one with this name."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: Text | None = None
+    disable_parallel_tool_use: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_name(self) -> Self:
+        if (self.name is not None) is not (self.type == "tool"):
+            raise ValueError("the type tool, and no other, needs a name")
+        return self
+
+    @property
+    def of_chat(self) -> object:
+        """OpenAI's `tool_choice`."""
+        if self.type == "tool":
+            return {"type": "function", "function": {"name": self.name}}
+        return "required" if self.type == "any" else self.type
+
+
+class ThinkingBody(Body):
+    """Whether the model thinks before it answers."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = _ignored()
+    display: Literal["summarized", "omitted"] | None = Field(
+        default=None, description="omitted leaves the thought out; nothing summarizes it."
+    )
+
+
+class OutputFormat(Body):
+    """The format of the answer's text."""
+
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Body):
+    """How the answer is written."""
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = Field(
+        default=None, description="For the chat template; max is xhigh."
+    )
+    format: OutputFormat | None = None
+
+
+class CountTokensBody(Body):
+    """POST /v1/messages/count_tokens: what a prompt is made of."""
+
+    model: str | None = None
+    messages: Listed[InputMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
+    system: Texts | None = None
+    tools: Listed[ToolDefinition] | None = None
+    tool_choice: ToolChoiceBody | None = None
+    thinking: ThinkingBody | None = Field(
+        default=None, description="For the chat template, which decides where this is left out."
+    )
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = Field(
+        default=None, description="The older place of output_config.format."
+    )
+    cache_control: Any = _ignored("Ignored; prompts are always cached.")
+    context_management: Any = _ignored()
+    metadata: Any = _ignored()
+    service_tier: Any = _ignored()
+    speed: Any = _ignored()
+
+    def chat(self, **more: Any) -> ChatBody:
+        """The same request as a chat's body, with more of its fields.
+
+        Raises OutriderError(INVALID_VALUE) that names a field of Anthropic's request.
+        """
+        messages = self._messages()
+        choice = self.tool_choice or ToolChoiceBody(type="auto")
+        thinking = self.thinking
+        config = self.output_config or OutputConfig()
+        effort = config.effort
+        return ChatBody(
+            model=self.model,
+            messages=messages,
+            # As at Anthropic, the answer goes on with an answer that the conversation ends with.
+            continue_final_message=messages[-1].role == "assistant",
+            tools=[_tool(tool) for tool in self.tools or ()],
+            tool_choice=choice.of_chat,
+            parallel_tool_calls=not choice.disable_parallel_tool_use,
+            enable_thinking=None if thinking is None else thinking.type != "disabled",
+            include_reasoning=None if thinking is None else thinking.display != "omitted",
+            reasoning_effort="xhigh" if effort == "max" else effort,
+            response_format=_response_format(self.output_format or config.format),
+            **more,
+        )
+
+    def _messages(self) -> list[Message]:
+        """The conversation as a chat's messages, with neighbours of one role as one turn."""
+        messages = [Message(role="system", content=_text(self.system, "\n"))] if self.system else []
+        for role, turns in groupby(self.messages, lambda message: message.role):
+            blocks = [block for turn in turns for block in turn.content]
+            if role == "assistant":
+                messages.append(_assistant(blocks))
+            else:
+                messages += _asked(role, blocks)
+        if len(messages) > MAX_MESSAGES:
+            raise invalid("messages", f"hold more than {MAX_MESSAGES} turns and results of tools")
+        if messages[-1].tool_calls:
+            raise invalid("messages", "must not end with a tool_use: its tool_result is missing")
+        return messages
+
+
+class MessagesBody(CountTokensBody):
+    """POST /v1/messages."""
+
+    max_tokens: int = Field(ge=1, description="At most what the context leaves is generated.")
+    stop_sequences: Listed[_Stop] | None = Field(default=None, max_length=MAX_STOP_STRINGS)
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+
+    def answered(self) -> ChatBody:
+        """The same request as a chat's body."""
+        return self.chat(
+            stop=self.stop_sequences,
+            stream=self.stream,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+        )
+
+
+def _text(blocks: Sequence[object], separator: str) -> str:
+    return separator.join([block.text for block in blocks if isinstance(block, TextBlock)])
+
+
+def _assistant(blocks: Sequence[Block]) -> Message:
+    """An answer of the history. Its texts are one, as they are in a chat's answer."""
+    thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
+    return Message(
+        role="assistant",
+        content=_text(blocks, ""),
+        tool_calls=[block.call for block in blocks if isinstance(block, ToolUseBlock)] or None,
+        reasoning_content="".join(thoughts) if thoughts else None,
+    )
+
+
+def _asked(role: Literal["system", "user"], blocks: Sequence[Block]) -> Iterator[Message]:
+    """The messages of a user's turn: results of tools are messages of their own."""
+    if not blocks:
+        yield Message(role=role, content="")
+    for is_result, group in groupby(blocks, lambda block: isinstance(block, ToolResultBlock)):
+        if not is_result:
+            yield Message(role=role, content=_text(list(group), "\n"))
+            continue
+        for block in group:
+            assert isinstance(block, ToolResultBlock)
+            text = _text(block.content, "\n")
+            yield Message(role="tool", content=text, tool_call_id=block.tool_use_id)
+
+
+def _tool(tool: ToolDefinition) -> ToolBody:
+    function = FunctionBody(
+        name=tool.name,
+        description=tool.description,
+        parameters=tool.input_schema,
+        strict=tool.strict,
+    )
+    return ToolBody(type="function", function=function)
+
+
+def _response_format(wanted: OutputFormat | None) -> ResponseFormat | None:
+    if wanted is None:
+        return None
+    return ResponseFormat(type="json_schema", json_schema=JsonSchema(schema=wanted.schema_))

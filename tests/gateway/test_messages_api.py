@@ -1,0 +1,770 @@
+"""Anthropic's Messages: the same answers as chats have, in the shapes of Anthropic's own client."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import anthropic
+import pytest
+import pytest_asyncio
+from anthropic.types import Message, MessageTokensCount, RawMessageStreamEvent
+from anthropic.types.shared import ErrorResponse
+from gateway_rig import Rig, echo, is_ready, model_with_template, running_rig, settings
+from keyed_rig import ALICE, BOB, EXPIRED, auth, entry, keyed_rig
+from pydantic import TypeAdapter
+from scripted_verifier import Script, last, plain, ready, serving
+from waiting import until
+
+from gateway.access.gate import tenant_of
+from gateway.api_errors import RATE_LIMIT_HEADERS
+from gateway.http.request_body import MAX_BODY_BYTES
+from gateway.text.prompts import Prompts
+from outrider.errors import OutriderError, Reason
+from outrider.protocol.limits import MAX_MESSAGES
+from outrider.protocol.messages import FinishReason, TokenRequest
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+URL = "/v1/messages"
+COUNT = f"{URL}/count_tokens"
+ASK: Any = [{"role": "user", "content": "Is it cold?"}]
+SCHEMA: Any = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+    "required": ["city"],
+}
+WEATHER: Any = {"name": "weather", "description": "Looks.", "input_schema": SCHEMA}
+CLOCK: Any = {"name": "clock", "input_schema": {"type": "object"}, "strict": True}
+TOOLS = [WEATHER, CLOCK]
+CHAT_TOOLS: Any = [
+    {
+        "type": "function",
+        "function": {"name": "weather", "description": "Looks.", "parameters": SCHEMA},
+    },
+    {
+        "type": "function",
+        "function": {"name": "clock", "parameters": {"type": "object"}, "strict": True},
+    },
+]
+ARGUMENTS = '{"city": "a </tool_call> \\" {[b", "days": 3}'
+CALL = f'<tool_call>\n{{"name": "weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
+CLOCK_CALL = '<tool_call>{"name": "clock", "arguments": {}}</tool_call>'
+TEXT = "def add(a, b):\n    return a + b  # 😀"
+EVERYTHING = f"<think>\nlet me\n</think>\n\nLook. {CALL}\n{CLOCK_CALL}\nDone."
+# A model that thinks, and calls tools as Hermes does.
+TEMPLATE = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|{{ m.role }}|>"
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "{{ m.content }}{% for c in m.tool_calls %}<tool_call>{{ c | tojson }}</tool_call>{% endfor %}"
+    "{{ m.tool_call_id }}<|end|>{% endfor %}{{ reasoning_effort }}"
+    "{% if add_generation_prompt %}<|assistant|>{% if enable_thinking is defined %}"
+    "{% if enable_thinking %}<think>\n{% else %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+    "{% endif %}"
+)
+EVENT: TypeAdapter[RawMessageStreamEvent] = TypeAdapter(RawMessageStreamEvent)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def shared_thinker(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig]:
+    model = model_with_template(tmp_path_factory.mktemp("thinker"), TEMPLATE)
+    prompts = Prompts(model)
+    script = Script(ready(prompts.fingerprint), echo)
+    async with (
+        serving(script) as address,
+        running_rig(settings(address, tokenizer=model), script, prompts) as rig,
+    ):
+        await until(lambda: is_ready(rig.http))
+        yield rig
+
+
+@pytest.fixture
+def thinker(shared_thinker: Rig) -> Rig:
+    """A gateway whose model thinks and calls tools, with a verifier that has seen nothing."""
+    shared_thinker.script.requests.clear()
+    shared_thinker.script.answer = echo
+    return shared_thinker
+
+
+def client_of(rig: Rig, **given: Any) -> anthropic.AsyncAnthropic:
+    known = {"base_url": rig.gateway.http_url, "api_key": "any", "max_retries": 0}
+    return anthropic.AsyncAnthropic(**known | given)
+
+
+async def whole_of(rig: Rig, **given: Any) -> dict[str, Any]:
+    """The answer to a message. It is valid by Anthropic's type."""
+    body = {"messages": ASK, "max_tokens": 500} | given
+    response = await rig.http.post(URL, json=body)
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    Message.model_validate(answer)
+    assert response.headers["request-id"] == response.headers["x-request-id"] == answer["id"]
+    return answer
+
+
+async def events_of(rig: Rig, **given: Any) -> list[dict[str, Any]]:
+    """The events of a streamed answer but for ping, each valid by Anthropic's type."""
+    body = {"messages": ASK, "max_tokens": 500, "stream": True} | given
+    response = await rig.http.post(URL, json=body)
+    assert response.status_code == 200, response.text
+    assert response.text.isascii()
+    found = []
+    for lines in response.text.removesuffix("\n\n").split("\n\n"):
+        name, data = lines.split("\n")
+        event = json.loads(data.removeprefix("data: "))
+        assert name == f"event: {event['type']}"
+        if event != {"type": "ping"}:
+            EVENT.validate_python(event)
+            found.append(event)
+    assert response.headers["request-id"] == found[0]["message"]["id"]
+    return found
+
+
+async def chat_of(rig: Rig, **given: Any) -> dict[str, Any]:
+    body = {"messages": ASK, "max_tokens": 500} | given
+    response = await rig.http.post("/v1/chat/completions", json=body)
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+def unnamed(request: TokenRequest) -> TokenRequest:
+    """The verifier's request without what is drawn anew for each."""
+    return replace(request, request_id="", traceparent="", noise_seed=0)
+
+
+def as_chat(content: list[dict[str, Any]]) -> dict[str, Any]:
+    """A message's content as a chat's message has it."""
+    joined: dict[str, Any] = {"role": "assistant", "refusal": None}
+    texts = [block["text"] for block in content if block["type"] == "text"]
+    thoughts = [block["thinking"] for block in content if block["type"] == "thinking"]
+    calls = [(b["name"], b["input"]) for b in content if b["type"] == "tool_use"]
+    joined["content"] = "".join(texts)
+    if thoughts:
+        joined["reasoning_content"] = "".join(thoughts)
+    if calls:
+        joined["content"] = joined["content"] or None
+        joined["tool_calls"] = calls
+    return joined
+
+
+def read_calls(message: dict[str, Any]) -> dict[str, Any]:
+    """A chat's message with its calls as pairs of a name and an object."""
+    if "tool_calls" not in message:
+        return message
+    called = [call["function"] for call in message["tool_calls"]]
+    return message | {"tool_calls": [(f["name"], json.loads(f["arguments"])) for f in called]}
+
+
+def choice(kind: str, **more: Any) -> dict[str, Any]:
+    return {"tool_choice": {"type": kind, **more}}
+
+
+NAMED = {"type": "function", "function": {"name": "weather"}}
+FORMAT = {"type": "json_schema", "schema": SCHEMA}
+CHAT_FORMAT = {"type": "json_schema", "json_schema": {"schema": SCHEMA}}
+# What the model says; the request, and the same request as a chat's.
+PAIRS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    (TEXT, {}, {}),
+    (
+        TEXT,
+        {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "max_tokens": 60},
+        {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "max_tokens": 60},
+    ),
+    (TEXT, {"temperature": 0}, {"temperature": 0}),
+    (TEXT, {"stop_sequences": ["return"]}, {"stop": ["return"]}),
+    (
+        TEXT,
+        {"system": "Be brief."},
+        {"messages": [{"role": "system", "content": "Be brief."}, *ASK]},
+    ),
+    (
+        "because\n</think>\n\nYes.",
+        {"thinking": {"type": "enabled", "budget_tokens": 1024}},
+        {"enable_thinking": True},
+    ),
+    ("because\n</think>\n\nYes.", {"thinking": {"type": "adaptive"}}, {"enable_thinking": True}),
+    (
+        "because\n</think>\n\nYes.",
+        {"thinking": {"type": "adaptive", "display": "omitted"}},
+        {"enable_thinking": True, "include_reasoning": False},
+    ),
+    ("Yes.", {"thinking": {"type": "disabled"}}, {"enable_thinking": False}),
+    ("Yes.", {"output_config": {"effort": "low"}}, {"reasoning_effort": "low"}),
+    ("Yes.", {"output_config": {"effort": "max"}}, {"reasoning_effort": "xhigh"}),
+    (ARGUMENTS, {"output_config": {"format": FORMAT}}, {"response_format": CHAT_FORMAT}),
+    (ARGUMENTS, {"output_format": FORMAT}, {"response_format": CHAT_FORMAT}),
+    (EVERYTHING, {"tools": TOOLS}, {"tools": CHAT_TOOLS}),
+    (EVERYTHING, {"tools": TOOLS, **choice("auto")}, {"tools": CHAT_TOOLS, "tool_choice": "auto"}),
+    ("No.", {"tools": TOOLS, **choice("none")}, {"tools": CHAT_TOOLS, "tool_choice": "none"}),
+    (CALL, {"tools": TOOLS, **choice("any")}, {"tools": CHAT_TOOLS, "tool_choice": "required"}),
+    (
+        CALL,
+        {"tools": TOOLS, **choice("tool", name="weather")},
+        {"tools": CHAT_TOOLS, "tool_choice": NAMED},
+    ),
+    (
+        CALL,
+        {"tools": TOOLS, **choice("auto", disable_parallel_tool_use=True)},
+        {"tools": CHAT_TOOLS, "parallel_tool_calls": False},
+    ),
+]
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: json.dumps(pair[1])[:70])
+async def test_an_answer_is_that_of_the_same_chat(
+    thinker: Rig, pair: tuple[str, dict[str, Any], dict[str, Any]]
+) -> None:
+    said, given, chat_given = pair
+    thinker.says(said, 3)
+    answer = await whole_of(thinker, **given)
+    chat = await chat_of(thinker, **chat_given)
+    first, second = map(unnamed, thinker.script.requests)
+    assert first == second
+    assert as_chat(answer["content"]) == read_calls(chat["choices"][0]["message"])
+    usage = answer["usage"]
+    assert (usage["input_tokens"], usage["output_tokens"]) == (
+        chat["usage"]["prompt_tokens"],
+        chat["usage"]["completion_tokens"],
+    )
+    if "stop_sequences" not in given:
+        reasons = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+        assert answer["stop_reason"] == reasons[chat["choices"][0]["finish_reason"]]
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 1000])
+async def test_blocks_come_in_the_order_of_the_models_text(thinker: Rig, chunk: int) -> None:
+    thinker.says(EVERYTHING, chunk)
+    content = (await whole_of(thinker, tools=TOOLS))["content"]
+    for block in content:
+        block.pop("id", None)
+    assert content == [
+        {"type": "thinking", "thinking": "let me", "signature": "unsigned"},
+        {"type": "text", "text": "Look."},
+        {"type": "tool_use", "name": "weather", "input": json.loads(ARGUMENTS)},
+        {"type": "tool_use", "name": "clock", "input": {}},
+        {"type": "text", "text": "Done."},
+    ]
+
+
+async def final_message(rig: Rig, **given: Any) -> dict[str, Any]:
+    """What Anthropic's client makes of a stream."""
+    async with (
+        client_of(rig) as client,
+        client.messages.stream(model="", messages=ASK, max_tokens=500, **given) as stream,
+    ):
+        return (await stream.get_final_message()).to_dict(exclude_unset=True)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 1000])
+@pytest.mark.parametrize("said", [TEXT, EVERYTHING, CALL, "", "<think>on and on"])
+async def test_a_stream_adds_up_to_the_whole_answer(thinker: Rig, said: str, chunk: int) -> None:
+    thinker.says(said, chunk)
+    whole = await whole_of(thinker, tools=TOOLS)
+    streamed = await final_message(thinker, tools=TOOLS)
+    # The client sets it to null.
+    assert streamed.pop("stop_details") is None
+    for answer in (whole, streamed):
+        answer.pop("id")
+        for block in answer["content"]:
+            block.pop("id", None)
+    assert streamed == whole
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 1000])
+async def test_the_events_of_a_stream_are_in_anthropics_order(thinker: Rig, chunk: int) -> None:
+    thinker.says(EVERYTHING, chunk)
+    start, *inner, delta, stop = await events_of(thinker, tools=TOOLS)
+    assert (start["type"], delta["type"], stop["type"]) == (
+        "message_start",
+        "message_delta",
+        "message_stop",
+    )
+    prompt = len(thinker.script.requests[-1].prompt)
+    assert start["message"]["usage"]["input_tokens"] == prompt
+    assert (start["message"]["content"], start["message"]["stop_reason"]) == ([], None)
+    assert delta["usage"]["input_tokens"] == prompt
+    open_block = None
+    seen: list[list[str]] = []
+    for event in inner:
+        if event["type"] == "content_block_start":
+            assert open_block is None
+            open_block = event["index"]
+            assert open_block == len(seen)
+            seen.append([event["content_block"]["type"]])
+        assert event["index"] == open_block
+        if event["type"] == "content_block_delta":
+            seen[-1].append(event["delta"]["type"])
+        if event["type"] == "content_block_stop":
+            open_block = None
+    assert open_block is None
+    assert [(block[0], block[-1], set(block[1:])) for block in seen] == [
+        ("thinking", "signature_delta", {"thinking_delta", "signature_delta"}),
+        ("text", "text_delta", {"text_delta"}),
+        ("tool_use", "input_json_delta", {"input_json_delta"}),
+        ("tool_use", "input_json_delta", {"input_json_delta"}),
+        ("text", "text_delta", {"text_delta"}),
+    ]
+
+
+async def test_a_stream_pings_once_it_has_begun(rig: Rig) -> None:
+    rig.says("x")
+    body = {"messages": ASK, "max_tokens": 5, "stream": True}
+    text = (await rig.http.post(URL, json=body)).text
+    assert text.split("\n\n")[1] == 'event: ping\ndata: {"type":"ping"}'
+
+
+async def test_a_call_that_the_limit_cuts_off_has_the_input_so_far(thinker: Rig) -> None:
+    begin = CALL.index(ARGUMENTS)
+    for end in range(begin, begin + len(ARGUMENTS) + 1):
+        thinker.says(CALL[:end], 1000, FinishReason.LENGTH)
+        [block] = (await whole_of(thinker, tools=TOOLS))["content"]
+        streamed = await final_message(thinker, tools=TOOLS)
+        assert block["input"] == streamed["content"][0]["input"]
+        assert set(block["input"]) <= {"city", "days"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("said", "ended", "given", "expected"),
+    [
+        (TEXT, FinishReason.STOP, {}, ("end_turn", None)),
+        (TEXT, FinishReason.LENGTH, {"max_tokens": 0}, ("max_tokens", None)),
+        (TEXT, FinishReason.LENGTH, {"max_tokens": 9999}, ("model_context_window_exceeded", None)),
+        (
+            TEXT,
+            FinishReason.STOP,
+            {"stop_sequences": ["a +", "+ b", "x"]},
+            ("stop_sequence", "a +"),
+        ),
+        (TEXT, FinishReason.STOP, {"stop_sequences": ["+", "a +"]}, ("stop_sequence", "a +")),
+        (CALL, FinishReason.STOP, {"tools": TOOLS}, ("tool_use", None)),
+        (CALL[:-20], FinishReason.LENGTH, {"tools": TOOLS, "max_tokens": 0}, ("max_tokens", None)),
+    ],
+)
+async def test_the_reason_of_the_end_is_anthropics(
+    thinker: Rig,
+    said: str,
+    ended: FinishReason,
+    given: dict[str, Any],
+    expected: tuple[str, str | None],
+    stream: bool,
+) -> None:
+    ids = thinker.says(said, reason=ended)
+    # 0 stands for as many tokens as the answer has.
+    given = given | {"max_tokens": given.get("max_tokens", 500) or len(ids)}
+    if stream:
+        found = (await events_of(thinker, **given))[-2]["delta"]
+    else:
+        found = await whole_of(thinker, **given)
+    assert (found["stop_reason"], found["stop_sequence"]) == expected
+
+
+async def test_max_tokens_beyond_the_context_takes_what_is_left(rig: Rig) -> None:
+    rig.says("x")
+    await whole_of(rig, max_tokens=32_000)
+    [request] = rig.script.requests
+    assert request.max_tokens == 2048 - len(request.prompt)
+
+
+async def test_cached_tokens_are_counted_apart(rig: Rig) -> None:
+    rig.script.answer = lambda _: [last([5], FinishReason.STOP, cached=4)]
+    usage = (await whole_of(rig))["usage"]
+    delta = (await events_of(rig))[-2]["usage"]
+    prompt = len(rig.script.requests[0].prompt)
+    assert usage == delta
+    assert usage["cache_read_input_tokens"] == 4
+    assert usage["input_tokens"] + 4 == prompt
+    counted = (await rig.http.post(COUNT, json={"messages": ASK})).json()
+    assert counted == {"input_tokens": prompt}
+
+
+def text(words: str) -> dict[str, Any]:
+    return {"type": "text", "text": words, "cache_control": {"type": "ephemeral"}}
+
+
+USE = {"type": "tool_use", "id": "t1", "name": "weather", "input": {"city": "é"}}
+CHAT_USE = {"id": "t1", "function": {"name": "weather", "arguments": '{"city": "é"}'}}
+RESULT = {"type": "tool_result", "tool_use_id": "t1", "content": "cold", "is_error": False}
+THOUGHT = {"type": "thinking", "thinking": "hm", "signature": "s"}
+REDACTED = {"type": "redacted_thinking", "data": "x"}
+# A conversation, and the same one in a chat's shape.
+HISTORIES: list[tuple[list[Any], list[Any]]] = [
+    ([{"role": "user", "content": [text("a"), text("b")]}], [{"role": "user", "content": "a\nb"}]),
+    (
+        [{"role": "user", "content": "a"}, {"role": "user", "content": [text("b")]}],
+        [{"role": "user", "content": "a\nb"}],
+    ),
+    (
+        [*ASK, {"role": "system", "content": "Now."}, *ASK],
+        [*ASK, {"role": "system", "content": "Now."}, *ASK],
+    ),
+    (
+        [
+            *ASK,
+            {"role": "assistant", "content": [REDACTED, THOUGHT, text("I "), USE, text("look.")]},
+            {
+                "role": "user",
+                "content": [RESULT, {**RESULT, "content": [text("x"), text("y")]}, text("So?")],
+            },
+        ],
+        [
+            *ASK,
+            {
+                "role": "assistant",
+                "reasoning_content": "hm",
+                "content": "I look.",
+                "tool_calls": [CHAT_USE],
+            },
+            {"role": "tool", "tool_call_id": "t1", "content": "cold"},
+            {"role": "tool", "tool_call_id": "t1", "content": "x\ny"},
+            {"role": "user", "content": "So?"},
+        ],
+    ),
+    (
+        [
+            *ASK,
+            {"role": "assistant", "content": [USE]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1"}]},
+        ],
+        [
+            *ASK,
+            {"role": "assistant", "content": None, "tool_calls": [CHAT_USE]},
+            {"role": "tool", "tool_call_id": "t1", "content": ""},
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize("index", range(len(HISTORIES)))
+async def test_a_history_becomes_the_chats_prompt(thinker: Rig, index: int) -> None:
+    messages, chat = HISTORIES[index]
+    await whole_of(thinker, messages=messages, system=[text("Be"), text("brief.")])
+    system = {"role": "system", "content": "Be\nbrief."}
+    await chat_of(thinker, messages=[system, *chat])
+    first, second = thinker.script.requests
+    assert thinker.prompts.decode(first.prompt) == thinker.prompts.decode(second.prompt)
+
+
+async def test_an_answer_sent_back_is_the_chats_answer_sent_back(thinker: Rig) -> None:
+    thinker.says(EVERYTHING)
+    async with client_of(thinker) as client:
+        answer = await client.messages.create(model="", messages=ASK, max_tokens=500, tools=TOOLS)
+        messages = [*ASK, {"role": "assistant", "content": answer.content}]
+        results = [
+            {"type": "tool_result", "tool_use_id": block.id, "content": "ok"}
+            for block in answer.content
+            if block.type == "tool_use"
+        ]
+        messages.append({"role": "user", "content": results})
+        await client.messages.create(model="", messages=messages, max_tokens=500, tools=TOOLS)
+    chat = (await chat_of(thinker, tools=CHAT_TOOLS))["choices"][0]["message"]
+    for call, result in zip(chat["tool_calls"], results, strict=True):
+        call["id"] = result["tool_use_id"]
+    again = [{"role": "tool", "tool_call_id": r["tool_use_id"], "content": "ok"} for r in results]
+    await chat_of(thinker, tools=CHAT_TOOLS, messages=[*ASK, chat, *again])
+    prompts = [thinker.prompts.decode(request.prompt) for request in thinker.script.requests]
+    assert prompts[1] == prompts[3]
+
+
+async def test_an_answer_goes_on_with_the_answer_at_the_conversations_end(thinker: Rig) -> None:
+    await whole_of(thinker, messages=[*ASK, {"role": "assistant", "content": "It is"}])
+    prompt = thinker.prompts.decode(thinker.script.requests[0].prompt)
+    assert prompt.endswith("<|assistant|>It is")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"system": "Be brief.", "tools": TOOLS, **choice("any")},
+        {"thinking": {"type": "enabled", "budget_tokens": 1024}},
+        {"messages": HISTORIES[3][0]},
+        {"messages": [*ASK, {"role": "assistant", "content": "It is"}]},
+    ],
+)
+async def test_count_tokens_is_the_usage_of_the_answer(thinker: Rig, given: dict[str, Any]) -> None:
+    response = await thinker.http.post(COUNT, json={"messages": ASK} | given)
+    counted = MessageTokensCount.model_validate(response.json())
+    assert response.headers["request-id"]
+    assert thinker.script.requests == []
+    thinker.says(CALL)
+    assert counted.input_tokens == (await whole_of(thinker, **given))["usage"]["input_tokens"]
+
+
+async def test_count_tokens_counts_what_exceeds_the_context(rig: Rig) -> None:
+    long = [{"role": "user", "content": "x " * 5000}]
+    response = await rig.http.post(COUNT, json={"messages": long})
+    assert response.json()["input_tokens"] > 2048
+    refused = await rig.http.post(URL, json={"messages": long, "max_tokens": 5})
+    assert "maximum context length is 2048 tokens" in error_of(refused, 400)["message"]
+    for length in (200_000, 2_000_000):
+        longer = [{"role": "user", "content": "x " * length}]
+        error = error_of(await rig.http.post(COUNT, json={"messages": longer}), 400)
+        assert error["message"] == "messages must have at most 65536 tokens"
+
+
+async def test_anthropics_client_creates_streams_and_counts(thinker: Rig) -> None:
+    thinker.says(EVERYTHING, 2)
+    asked: dict[str, Any] = {"model": "models/target", "messages": ASK, "tools": TOOLS}
+    async with client_of(thinker) as client:
+        answer = await client.messages.create(**asked, max_tokens=500)
+        counted = await client.messages.count_tokens(**asked)
+        async with client.messages.stream(**asked, max_tokens=500) as stream:
+            texts = [text async for text in stream.text_stream]
+        raw = await client.messages.create(**asked, max_tokens=500, stream=True)
+        kinds = [event.type async for event in raw]
+    assert answer._request_id == answer.id
+    assert answer.model == "models/target"
+    assert counted.input_tokens == answer.usage.input_tokens
+    assert "".join(texts) == "Look.Done."
+    assert (kinds[0], kinds[-1]) == ("message_start", "message_stop")
+
+
+async def test_anthropics_blocking_client_reads_the_same(thinker: Rig) -> None:
+    thinker.says(TEXT, 2)
+
+    def ask() -> tuple[str, str, int]:
+        url = thinker.gateway.http_url
+        with anthropic.Anthropic(base_url=url, api_key="any", max_retries=0) as client:
+            asked: dict[str, Any] = {"model": "", "messages": ASK}
+            answer = client.messages.create(**asked, max_tokens=500)
+            with client.messages.stream(**asked, max_tokens=500) as stream:
+                streamed = stream.get_final_text()
+            counted = client.messages.count_tokens(**asked)
+        return answer.content[0].text, streamed, counted.input_tokens - answer.usage.input_tokens
+
+    assert await asyncio.to_thread(ask) == (TEXT, TEXT, 0)
+
+
+async def test_what_clients_send_along_is_ignored(rig: Rig) -> None:
+    rig.says("x")
+    ignored = {
+        "cache_control": {"type": "ephemeral"},
+        "context_management": {"edits": []},
+        "metadata": {"user_id": "u"},
+        "service_tier": "auto",
+        "speed": "standard",
+    }
+    tool = {**CLOCK, "type": "custom", "cache_control": None, "eager_input_streaming": True}
+    headers = {"anthropic-version": "2023-06-01", "anthropic-beta": "some-2025-01-01"}
+    body = {"messages": ASK, "max_tokens": 5, "tools": [tool]} | ignored
+    for path in (URL, COUNT):
+        sent = body if path == URL else {k: v for k, v in body.items() if k != "max_tokens"}
+        response = await rig.http.post(f"{path}?beta=true", json=sent, headers=headers)
+        assert response.status_code == 200, response.text
+
+
+def error_of(response: Any, status: int) -> dict[str, str]:
+    """The error of an answer, valid by Anthropic's type."""
+    assert response.status_code == status, response.text
+    body = response.json()
+    assert body.keys() == {"type", "error", "request_id"}
+    assert body["error"].keys() == {"type", "message"}
+    ErrorResponse.model_validate(body)
+    assert response.headers["request-id"] == body["request_id"] != ""
+    error: dict[str, str] = body["error"]
+    return error
+
+
+def said_by(role: str, *content: Any) -> dict[str, Any]:
+    return {"messages": [*ASK, {"role": role, "content": list(content)}]}
+
+
+# The body beside the messages, and the beginning of the message.
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"max_tokens": None}, "max_tokens: "),
+    ({"max_tokens": 0}, "max_tokens: "),
+    ({"messages": []}, "messages: "),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role: "),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content: "),
+    ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content[0].text.text: "),
+    (said_by("user", {"type": "image", "source": {}}), "messages[1].content[0]: "),
+    (said_by("user", {"type": "text"}), "messages[1].content[0].text.text is required"),
+    (said_by("user", USE), "messages[1]: the role user has no tool_use"),
+    (said_by("assistant", RESULT), "messages[1]: the role assistant has no tool_result"),
+    (said_by("assistant", USE), "messages must not end with a tool_use"),
+    (
+        {"messages": [{"role": "user", "content": [RESULT] * (MAX_MESSAGES + 1)}]},
+        "messages hold more",
+    ),
+    ({"system": [{"type": "thinking", "thinking": "x"}]}, "system[0].type: "),
+    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type: "),
+    ({"tools": [{"name": "f"}]}, "tools[0].input_schema is required"),
+    ({"tools": [{**CLOCK, "name": "a b"}]}, "tools[0].name must have 1 to 128 letters"),
+    ({"tools": [CLOCK, CLOCK]}, "tools[1].name is the name of two tools"),
+    (choice("any"), "tool_choice demands a call"),
+    (choice("tool"), "tool_choice: the type tool, and no other, needs a name"),
+    (choice("tool", name="x") | {"tools": TOOLS}, "tool_choice names 'x'"),
+    (choice("maybe"), "tool_choice.type: "),
+    ({"thinking": {"type": "maybe"}}, "thinking.type: "),
+    (
+        {"output_config": {"format": {"type": "json_schema"}}},
+        "output_config.format.schema is required",
+    ),
+    ({"stop_sequences": [""]}, "stop_sequences[0]: "),
+    ({"stop_sequences": ["a"] * 17}, "stop_sequences: "),
+    ({"temperature": 5}, "temperature must be in [0, 2]"),
+    ({"top_k": -5}, "top_k "),
+    ({"max_completion_tokens": 5}, "max_completion_tokens is not a parameter"),
+]
+
+
+@pytest.mark.parametrize(("body", "begins"), BAD, ids=lambda value: str(value)[:50])
+async def test_a_bad_parameter_is_named_as_anthropic_names_it(
+    rig: Rig, body: dict[str, Any], begins: str
+) -> None:
+    content = json.dumps({"messages": ASK, "max_tokens": 5} | body)
+    headers = {"content-type": "application/json"}
+    response = await rig.http.post(URL, content=content, headers=headers)
+    error = error_of(response, 400)
+    assert error["type"] == "invalid_request_error"
+    assert error["message"].startswith(begins)
+    assert rig.script.requests == []
+
+
+async def test_a_grammar_that_the_verifier_refuses_is_named_as_anthropic_names_it(rig: Rig) -> None:
+    field = "grammar.json_schema"
+    refusal = OutriderError(Reason.INVALID_VALUE, f"{field} is too large", field)
+    rig.script.answer = lambda _: [refusal]
+    body = {"messages": ASK, "max_tokens": 5, "output_config": {"format": FORMAT}}
+    error = error_of(await rig.http.post(URL, json=body), 400)
+    assert error["message"] == "output_config.format is too large"
+
+
+@pytest.mark.parametrize("path", [URL, COUNT])
+async def test_errors_around_the_body_have_anthropics_shape(rig: Rig, path: str) -> None:
+    good = {"messages": ASK} | ({"max_tokens": 5} if path == URL else {})
+    post = rig.http.post
+    json_type = {"content-type": "application/json"}
+    large = b"x" * (MAX_BODY_BYTES + 1)
+    unknown = await post(path, json=good | {"model": "claude"})
+    assert error_of(unknown, 404)["type"] == "not_found_error"
+    assert error_of(await post(path, content=b"{", headers=json_type), 400)
+    assert error_of(await post(path, content=large, headers=json_type), 413)
+    assert error_of(await post(path, json=good, headers={"content-encoding": "br"}), 415)
+    assert error_of(await rig.http.get(path), 405)
+    foreign = await post(path, json=good, headers={"host": "evil.example"})
+    assert error_of(foreign, 403)["type"] == "permission_error"
+    # The parser of HTTP writes this one, without the header.
+    headers = await post(path, json=good, headers={"x": "x" * 70_000})
+    assert (headers.status_code, headers.json()["type"]) == (431, "error")
+
+
+async def test_an_unknown_path_below_has_anthropics_shape(rig: Rig) -> None:
+    error = error_of(await rig.http.post(f"{URL}/batches", json={}), 404)
+    assert error["type"] == "not_found_error"
+    assert "POST /v1/messages" in error["message"]
+    assert "type" not in (await rig.http.get("/v1/messagesx")).json()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("reason", "status", "kind"),
+    [
+        (Reason.OVERLOADED, 429, "rate_limit_error"),
+        (Reason.INTERNAL, 500, "api_error"),
+        (Reason.VERIFIER_UNAVAILABLE, 503, "overloaded_error"),
+        (Reason.DEADLINE_EXCEEDED, 504, "timeout_error"),
+    ],
+)
+async def test_a_verifiers_errors_have_anthropics_types(
+    rig: Rig, reason: Reason, status: int, kind: str, stream: bool
+) -> None:
+    rig.script.answer = lambda _: [OutriderError(reason, "because", retry_after_s=3.0)]
+    body = {"messages": ASK, "max_tokens": 5, "stream": stream}
+    response = await rig.http.post(URL, json=body, headers={"x-request-id": "mine"})
+    assert error_of(response, status) == {"type": kind, "message": "because"}
+    assert response.headers["request-id"] == "mine"
+    assert response.headers["retry-after"] == "3"
+
+
+async def test_a_failure_in_mid_stream_is_the_last_event(rig: Rig) -> None:
+    rig.script.answer = lambda _: [plain([5]), OutriderError(Reason.INTERNAL, "broken")]
+    body = {"messages": ASK, "max_tokens": 5, "stream": True}
+    response = await rig.http.post(URL, json=body, headers={"x-request-id": "mine"})
+    *_, error, end = response.text.split("\n\n")
+    name, data = error.split("\n")
+    assert (name, end) == ("event: error", "")
+    assert json.loads(data.removeprefix("data: ")) == {
+        "type": "error",
+        "error": {"type": "api_error", "message": "broken"},
+        "request_id": "mine",
+    }
+    async with client_of(rig) as client:
+        with pytest.raises(anthropic.APIStatusError, match="broken"):
+            async with client.messages.stream(model="", messages=ASK, max_tokens=5) as stream:
+                await stream.get_final_message()
+
+
+async def test_a_fault_of_the_gateway_has_anthropics_shape(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.http.messages.MessagesCall.writer", None)
+    response = await rig.http.post(URL, json={"messages": ASK, "max_tokens": 5})
+    assert error_of(response, 500)["type"] == "api_error"
+
+
+async def test_a_full_gateway_refuses_a_message_unread(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OutriderError(Reason.OVERLOADED, "full")
+
+    monkeypatch.setattr(rig.gateway.generation.admission, "enter", full)
+    response = await rig.http.post(URL, content=b"never read")
+    assert error_of(response, 429) == {"type": "rate_limit_error", "message": "full"}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def keyed(prompts: Prompts, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig]:
+    entries = [entry(ALICE, "alice"), entry(BOB, "bob", requests_per_minute=1)]
+    async with keyed_rig(prompts, tmp_path_factory.mktemp("keys"), entries) as rig:
+        yield rig
+
+
+async def test_a_key_comes_in_either_header(keyed: Rig) -> None:
+    body = {"messages": ASK, "max_tokens": 50}
+    for headers in ({"x-api-key": ALICE}, auth(ALICE), auth(ALICE) | {"x-api-key": "wrong"}):
+        for path in (URL, "/v1/chat/completions"):
+            response = await keyed.http.post(path, json=body, headers=headers)
+            assert response.status_code == 200, response.text
+            assert keyed.script.requests[-1].tenant == "alice"
+    async with client_of(keyed, api_key=ALICE) as client:
+        await client.messages.create(model="", messages=ASK, max_tokens=50)
+    for headers in (
+        {},
+        {"x-api-key": ""},
+        {"x-api-key": EXPIRED},
+        auth("wrong") | {"x-api-key": ALICE},
+    ):
+        for path in (URL, COUNT):
+            refused = await keyed.http.post(path, json=body, headers=headers)
+            assert error_of(refused, 401)["type"] == "authentication_error"
+            assert ALICE not in refused.text
+    async with client_of(keyed, api_key="wrong") as client:
+        with pytest.raises(anthropic.AuthenticationError) as caught:
+            await client.messages.create(model="", messages=ASK, max_tokens=50)
+    assert caught.value.request_id
+    assert caught.value.type == "authentication_error"
+
+
+async def test_a_used_up_limit_has_anthropics_shape(keyed: Rig) -> None:
+    body = {"messages": ASK, "max_tokens": 50}
+    headers = {"x-api-key": BOB}
+    assert (await keyed.http.post(URL, json=body, headers=headers)).status_code == 200
+    for path, sent in ((URL, body), (COUNT, {"messages": ASK})):
+        refused = await keyed.http.post(path, json=sent, headers=headers)
+        assert error_of(refused, 429)["type"] == "rate_limit_error"
+        assert refused.headers[RATE_LIMIT_HEADERS[0]] == "1"
+        assert int(refused.headers["retry-after"]) > 0
+
+
+async def test_without_keys_either_header_names_the_same_tenant() -> None:
+    assert tenant_of({"x-api-key": "k"}) == tenant_of({"authorization": "Bearer k"}) != ""
+    both = {"x-api-key": "other", "authorization": "Bearer k"}
+    assert tenant_of(both) == tenant_of({"x-api-key": "k"})
+    assert tenant_of({"x-api-key": " "}) == ""
