@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -81,6 +82,8 @@ def routes(generation: Generation, gate: Gate, *, metrics: bool) -> APIRouter:
     )
     async def messages(body: MessagesBody, request: Request) -> Response:
         """Answer a conversation in Anthropic's shape."""
+        # Let other requests run between the check of a long conversation and its translation.
+        await asyncio.sleep(0)
         call = MessagesCall(body, request, metrics=metrics)
         response = await answer_text(generation, gate.limits, call)
         response.headers["request-id"] = call.request_id
@@ -92,6 +95,7 @@ def routes(generation: Generation, gate: Gate, *, metrics: bool) -> APIRouter:
     async def count_tokens(body: CountTokensBody, request: Request) -> Response:
         """The number of a prompt's tokens, as `usage` of an answer to it has them."""
         request.scope[REQUEST_ID] = request_id(request.headers, MessagesCall.id_prefix)
+        await asyncio.sleep(0)
         grant = await gate.admit(request)
         _, info = generation.router.lookup(body.model)
         most = max(info.context_length, MAX_TOKENIZED)

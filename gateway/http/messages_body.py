@@ -14,6 +14,7 @@ from gateway.http.fields import Body, Listed, Text
 from gateway.http.schema import ChatBody, JsonSchema, ResponseFormat
 from gateway.http.tools import FunctionBody, ToolBody
 from gateway.text.request import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
+from gateway.tools.definitions import MAX_TOOLS, NAME_PATTERN
 from outrider.errors import invalid
 from outrider.protocol.limits import MAX_MESSAGES
 
@@ -119,7 +120,7 @@ class ToolDefinition(Body):
     """A tool that the caller runs. Anthropic's own tools are not supported."""
 
     type: Literal["custom"] | None = None
-    name: Text
+    name: Annotated[str, Field(pattern=NAME_PATTERN)]
     description: Text | None = None
     input_schema: JsonObject
     strict: bool | None = None
@@ -181,7 +182,7 @@ class CountTokensBody(Body):
     model: str | None = None
     messages: Listed[InputMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
     system: Texts | None = None
-    tools: Listed[ToolDefinition] | None = None
+    tools: Listed[ToolDefinition] | None = Field(default=None, max_length=MAX_TOOLS)
     tool_choice: ToolChoiceBody | None = None
     thinking: ThinkingBody | None = Field(
         default=None, description="For the chat template, which decides where this is left out."
@@ -192,6 +193,7 @@ class CountTokensBody(Body):
     )
     cache_control: Any = _ignored("Ignored; prompts are always cached.")
     context_management: Any = _ignored()
+    diagnostics: Any = _ignored()
     metadata: Any = _ignored()
     service_tier: Any = _ignored()
     speed: Any = _ignored()

@@ -156,6 +156,14 @@ def _chat(count: int) -> bytes:
     ).encode()
 
 
+def _turns(count: int) -> bytes:
+    """Anthropic's messages: calls of a tool, and its results."""
+    call = {"type": "tool_use", "id": "t", "name": "f", "input": {"a": 1}}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": "x"}
+    turns = [{"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+    return json.dumps({"messages": turns * (count // 2), "max_tokens": 1}).encode()
+
+
 LONG_GUESS = generation_pb2.GenerateTextRequest(
     prompt="a", prediction="a " * (MIB - 50), max_tokens=1
 ).SerializeToString()
@@ -173,6 +181,7 @@ ATTACKS: dict[str, Callable[[Target], Awaitable[None]]] = {
     ),
     "messages": lambda t: t.post("/v1/chat/completions", _chat(90_000), 413),
     "as many messages as allowed": lambda t: t.post("/v1/chat/completions", _chat(2048), 200),
+    "as many calls and results as allowed": lambda t: t.post("/v1/messages", _turns(2048), 200),
     "a long logit_bias": lambda t: t.post(
         "/v1/completions", f'{{"prompt":"x","logit_bias":{{{_keys(300_000)}}}}}'.encode(), 413
     ),
