@@ -169,6 +169,10 @@ def validation_error(details: Sequence[ErrorDetails | dict[str, Any]]) -> Outrid
     detail = details[0]
     kind = detail["type"]
     message = detail["msg"].removeprefix("Value error, ")
+    if kind == "union_tag_invalid":
+        # Pydantic quotes all of it.
+        tag = detail["ctx"]["tag"]
+        message = message.replace(tag, _cut(tag))
     if kind == "json_invalid":
         cause = detail.get("ctx", {}).get("error", "")
         return OutriderError(Reason.MALFORMED_REQUEST, f"the body is not JSON: {message} ({cause})")

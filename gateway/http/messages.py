@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 from fastapi import APIRouter, Request
@@ -23,13 +24,12 @@ from gateway.http.openapi import STREAMED, json_responses
 from gateway.http.request_id import request_id
 from gateway.http.schema import ChatBody
 from gateway.text.prompts import Prompts
-from gateway.text.request import AnswerLimit, TextInputs, TextRequest
+from gateway.text.request import AnswerLimit
 from outrider.errors import OutriderError, Reason, invalid
-from outrider.protocol.model_info import ModelInfo
 
 _ERRORS = (400, 401, 404, 408, 413, 415, 429, 500, 503)
 # Names of a chat's fields that are other ones here.
-_FIELDS = {"response_format": "output_config.format", "stop": "stop_sequences"}
+_FIELDS = {"response_format": "output_config.format", "continue_final_message": "messages"}
 
 
 class MessagesCall(ChatCall):
@@ -49,27 +49,16 @@ class MessagesCall(ChatCall):
         """Anthropic's answer."""
         return MessagesWriter(answer, self.request_id, self._max_tokens, metrics=self.has_metrics)
 
-    def build(self, inputs: TextInputs, info: ModelInfo) -> Sequence[TextRequest]:
-        """The sequence for a replica's model. Raises OutriderError with Anthropic's field."""
-        try:
-            requests = super().build(inputs, info)
-        except OutriderError as error:
-            raise _renamed(error) from error
-        return [
-            replace(request, grammar_field=_own_field(request.grammar_field))
-            for request in requests
-        ]
 
-
-def _own_field(field: str) -> str:
-    return _FIELDS.get(field, field.replace(".function", ""))
-
-
-def _renamed(error: OutriderError) -> OutriderError:
-    if error.field is None:
-        return error
-    own = _own_field(error.field)
-    return replace(error, message=error.message.replace(error.field, own, 1), field=own)
+@contextmanager
+def _own_names() -> Iterator[None]:
+    """Errors of the block name Anthropic's fields, where a chat's fields have other names."""
+    try:
+        yield
+    except OutriderError as error:
+        field = error.field or ""
+        own = _FIELDS.get(field, field)
+        raise replace(error, message=error.message.replace(field, own, 1), field=own) from error
 
 
 def routes(generation: Generation, gate: Gate, *, metrics: bool) -> APIRouter:
@@ -85,7 +74,8 @@ def routes(generation: Generation, gate: Gate, *, metrics: bool) -> APIRouter:
         # Let other requests run between the check of a long conversation and its translation.
         await asyncio.sleep(0)
         call = MessagesCall(body, request, metrics=metrics)
-        response = await answer_text(generation, gate.limits, call)
+        with _own_names():
+            response = await answer_text(generation, gate.limits, call)
         response.headers["request-id"] = call.request_id
         return response
 
@@ -100,7 +90,8 @@ def routes(generation: Generation, gate: Gate, *, metrics: bool) -> APIRouter:
         _, info = generation.router.lookup(body.model)
         most = max(info.context_length, MAX_TOKENIZED)
         tenant = identity_of(request).tenant
-        count = await _count(generation.prompts, body.chat(), most, tenant)
+        with _own_names():
+            count = await _count(generation.prompts, body.chat(), most, tenant)
         headers = {"request-id": request.scope[REQUEST_ID], **grant.headers}
         return JSONResponse({"input_tokens": count}, headers=headers)
 

@@ -56,11 +56,12 @@ CALL = f'<tool_call>\n{{"name": "weather", "arguments": {ARGUMENTS}}}\n</tool_ca
 CLOCK_CALL = '<tool_call>{"name": "clock", "arguments": {}}</tool_call>'
 TEXT = "def add(a, b):\n    return a + b  # 😀"
 EVERYTHING = f"<think>\nlet me\n</think>\n\nLook. {CALL}\n{CLOCK_CALL}\nDone."
-# A model that thinks, and calls tools as Hermes does.
+# A model that thinks, and calls tools as Hermes does. Its template leaves some texts out.
 TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|{{ m.role }}|>"
     "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
-    "{{ m.content }}{% for c in m.tool_calls %}<tool_call>{{ c | tojson }}</tool_call>{% endfor %}"
+    "{% if 'hidden' not in m.content %}{{ m.content }}{% endif %}"
+    "{% for c in m.tool_calls %}<tool_call>{{ c | tojson }}</tool_call>{% endfor %}"
     "{{ m.tool_call_id }}<|end|>{% endfor %}{{ reasoning_effort }}"
     "{% if add_generation_prompt %}<|assistant|>{% if enable_thinking is defined %}"
     "{% if enable_thinking %}<think>\n{% else %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
@@ -616,7 +617,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"name": "f"}]}, "tools[0].input_schema is required"),
     ({"tools": [{**CLOCK, "name": "a b"}]}, "tools[0].name: "),
     ({"tools": [CLOCK] * (MAX_TOOLS + 1)}, "tools: "),
-    ({"tools": [CLOCK, CLOCK]}, "tools[1].name is the name of two"),
+    ({"tools": [CLOCK, CLOCK]}, "tools must not hold two tools of one name"),
     (choice("any"), "tool_choice demands a call"),
     (choice("tool"), "tool_choice: the type tool, and no other, needs a name"),
     (choice("tool", name="x") | {"tools": TOOLS}, "tool_choice names 'x'"),
@@ -645,6 +646,24 @@ async def test_a_bad_parameter_is_named_as_anthropic_names_it(
     assert error["type"] == "invalid_request_error"
     assert error["message"].startswith(begins)
     assert rig.script.requests == []
+
+
+async def test_an_unknown_type_is_quoted_in_part(rig: Rig) -> None:
+    content = [{"type": "x" * 100_000}]
+    for path in (URL, "/v1/chat/completions"):
+        body = {"messages": [{"role": "user", "content": content}], "max_tokens": 5}
+        message = (await rig.http.post(path, json=body)).json()["error"]["message"]
+        assert "xxx…' found using 'type' does not match" in message
+        assert len(message) < 500
+
+
+async def test_an_answer_that_the_template_cannot_continue_is_in_the_messages(
+    thinker: Rig,
+) -> None:
+    prefilled = [*ASK, {"role": "assistant", "content": "hidden"}]
+    for path, more in ((URL, {"max_tokens": 5}), (COUNT, {})):
+        refused = await thinker.http.post(path, json={"messages": prefilled, **more})
+        assert error_of(refused, 400)["message"].startswith("messages cannot be")
 
 
 async def test_a_grammar_that_the_verifier_refuses_is_named_as_anthropic_names_it(rig: Rig) -> None:
