@@ -19,6 +19,7 @@ GROUP = "outrider.drafters"
 _BUILT_IN = {
     "ngram": "drafter_svc.families.ngram:NgramFamily",
     "suffix": "drafter_svc.families.suffix:SuffixFamily",
+    "grammar": "drafter_svc.families.grammar:GrammarFamily",
     "model": "drafter_svc.families.model:ModelFamily",
     "head": "drafter_svc.families.head:HeadFamily",
 }

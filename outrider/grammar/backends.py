@@ -53,6 +53,25 @@ class Matcher(Protocol):
         """Whether an end token has closed the text."""
 
 
+class TextMatcher(Matcher, Protocol):
+    """A matcher that also tells which text must follow."""
+
+    def jump_forward(self) -> bytes:
+        """The bytes that must follow, as far as there is no choice; none once the text has ended.
+
+        They may be thousands, and may end within a character.
+        """
+
+    def fork(self) -> TextMatcher:
+        """A copy, which goes its own way."""
+
+    def accept_bytes(self, text: bytes) -> bool:
+        """Advance by `text`; where the grammar forbids it, returns False and advances by nothing.
+
+        `rollback` counts tokens, so it must not go back behind this.
+        """
+
+
 class Compiled(Protocol):
     """A compiled grammar."""
 
@@ -60,7 +79,7 @@ class Compiled(Protocol):
     def size_bytes(self) -> int:
         """Its memory, in bytes; an estimate with LLGuidance."""
 
-    def matcher(self) -> Matcher:
+    def matcher(self) -> TextMatcher:
         """A matcher at the start of a text."""
 
 
@@ -184,7 +203,7 @@ class _XCompiled:
     def size_bytes(self) -> int:
         return int(self._compiled.memory_size_bytes)
 
-    def matcher(self) -> Matcher:
+    def matcher(self) -> TextMatcher:
         return _XMatcher(self._library.GrammarMatcher(self._compiled), self._only)
 
 
@@ -210,6 +229,21 @@ class _XMatcher:
         self._matcher.fill_next_token_bitmask(mask_RW, row)
         if self._only is not None:
             mask_RW[row] &= self._only
+
+    def jump_forward(self) -> bytes:
+        if self.ended:
+            return b""
+        try:
+            return str(self._matcher.find_jump_forward_string()).encode()
+        # Within a character, the library cannot give the rest of it as a string.
+        except UnicodeDecodeError:
+            return b""
+
+    def fork(self) -> TextMatcher:
+        return _XMatcher(self._matcher.fork(), self._only)
+
+    def accept_bytes(self, text: bytes) -> bool:
+        return not self.ended and bool(self._matcher.accept_string(text))
 
     @property
     def ended(self) -> bool:
@@ -257,13 +291,15 @@ class _LLCompiled:
         self._library = library
         self._stops = stop_token_ids
         limits = library.LLParserLimits(**_LL_LIMITS)
+        self._tokenizer = tokenizer
         self._first = library.LLMatcher(tokenizer, text, limits=limits)
         if self._first.is_error():
             raise ValueError(self._first.get_error())
         self.size_bytes = _LL_BYTES + _LL_BYTES_PER_CHARACTER * len(text)
 
-    def matcher(self) -> Matcher:
-        return _LLMatcher(self._library, self._first.deep_copy(), self._stops)
+    def matcher(self) -> TextMatcher:
+        copy = self._first.deep_copy()
+        return _LLMatcher(self._library, self._tokenizer, copy, self._stops)
 
 
 class _LLMatcher:
@@ -272,8 +308,11 @@ class _LLMatcher:
     The library stops by itself where nothing can follow.
     """
 
-    def __init__(self, library: Any, matcher: Any, stop_token_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self, library: Any, tokenizer: Any, matcher: Any, stop_token_ids: tuple[int, ...]
+    ) -> None:
         self._library = library
+        self._tokenizer = tokenizer
         self._matcher = matcher
         self._stops = stop_token_ids
         self.ended = False
@@ -302,6 +341,24 @@ class _LLMatcher:
             count -= 1
         if count:
             self._matcher.rollback(count)
+
+    def jump_forward(self) -> bytes:
+        if self.ended or self._matcher.is_stopped():
+            return b""
+        return bytes(self._matcher.compute_ff_bytes())
+
+    def fork(self) -> TextMatcher:
+        copy = _LLMatcher(self._library, self._tokenizer, self._matcher.deep_copy(), self._stops)
+        copy.ended = self.ended
+        return copy
+
+    def accept_bytes(self, text: bytes) -> bool:
+        if self.ended or self._matcher.is_stopped():
+            return False
+        tokens = self._tokenizer.tokenize_bytes(text)
+        if self._matcher.validate_tokens(tokens) < len(tokens):
+            return False
+        return bool(self._matcher.consume_tokens(tokens))
 
     def fill(self, mask_RW: Mask, row: int) -> None:
         mask_RW[row] = 0

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from outrider.errors import OutriderError, Reason, invalid
 from outrider.grammar import worker
-from outrider.grammar.backends import Compiled, Libraries, Matcher
+from outrider.grammar.backends import Compiled, Libraries, TextMatcher
 from outrider.grammar.cache import GrammarCache
 from outrider.grammar.dialect import translate
 from outrider.grammar.kinds import Backend, Grammar
@@ -76,6 +76,8 @@ class GrammarCompiler:
             for _ in range(_THREAD_COUNT):
                 self._workers.put(Worker(source))
         self._libraries = Libraries(tokenizer_path, vocab_size, stop_token_ids, backend)
+        self.token_bytes: Sequence[bytes] = self._libraries.token_bytes
+        """The bytes that each token stands for, by id."""
         self._threads = TenantThreads(_THREAD_COUNT, "grammar", stack_bytes=STACK_BYTES)
         weakref.finalize(self, self._threads.close)
 
@@ -110,7 +112,7 @@ class GrammarCompiler:
 
     async def matcher_async(
         self, grammar: Grammar, committed: Sequence[int], tenant: str = ""
-    ) -> Matcher:
+    ) -> TextMatcher:
         """Compile a grammar as above, and advance a matcher behind these tokens of its text.
 
         Raises OutriderError as above, and INVALID_VALUE for a token that may not be there.
@@ -170,7 +172,7 @@ class GrammarCompiler:
             workers.put(own)
 
 
-def advanced(compiled: Compiled, committed: Sequence[int]) -> Matcher:
+def advanced(compiled: Compiled, committed: Sequence[int]) -> TextMatcher:
     """A matcher behind output that was committed before.
 
     Raises OutriderError(INVALID_VALUE) for a token that the grammar forbids or that ends the text.

@@ -1,0 +1,158 @@
+"""The text that a grammar forces behind a text, in the tokens that a model would write it in.
+
+Knows grammars, layouts and tokens; not sequences and streams.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from drafter_svc.families.layout import BLANKS, Layout, Place
+from outrider.grammar.backends import TextMatcher
+
+# Most ways in which a text may go on that are guessed: the values of an enum, the names of tools.
+_MOST_CHOICES = 8
+# Most paths, and most masks that are computed to find them.
+_MOST_PATHS = 8
+_MOST_STEPS = 48
+# A path less probable than this is not followed.
+_LEAST_CHANCE = 0.1
+
+
+@dataclass(eq=False, slots=True)
+class Path:
+    """A text that may follow.
+
+    `chances` has the probability of the byte at each offset where the grammar left a choice.
+    `ends` says that the text ends behind the path, and `is_cut` that it is forced to go on; else it
+    may go on in any way, so that the path's last token may become a longer one.
+    """
+
+    matcher: TextMatcher
+    text: bytes = b""
+    chances: tuple[tuple[int, float], ...] = ()
+    chance: float = 1.0
+    ends: bool = False
+    is_cut: bool = False
+
+    def chance_within(self, begin: int, end: int) -> float:
+        """The probability of the bytes from `begin` to `end`, given those before them."""
+        return math.prod([chance for at, chance in self.chances if begin <= at < end])
+
+    def forked(self, more: bytes, chance: float) -> Path | None:
+        """The path that goes on with `more`; None if the grammar forbids it."""
+        matcher = self.matcher.fork()
+        if not matcher.accept_bytes(more):
+            return None
+        chances = (*self.chances, (len(self.text), chance))
+        return Path(matcher, self.text + more, chances, self.chance * chance)
+
+    def ended(self, chance: float) -> Path:
+        """The path with the end of the text behind it."""
+        chances = (*self.chances, (len(self.text), chance))
+        total = self.chance * chance
+        return Path(self.matcher, self.text, chances, total, ends=True)
+
+
+class ForcedText:
+    """Finds what must follow, and what may follow where there are few ways to go on.
+
+    `stop_token_ids` end a text. Masks are `mask_width` words of int32 wide.
+    """
+
+    def __init__(
+        self, token_bytes: Sequence[bytes], stop_token_ids: Iterable[int], mask_width: int
+    ) -> None:
+        ids = {text: token for token, text in enumerate(token_bytes) if len(text) == 1}
+        self._bytes = bytes(text[0] for text in ids)
+        self._ids = np.array([*ids.values(), *stop_token_ids])
+        self._mask = np.zeros((1, mask_width), np.int32)
+
+    def paths(self, matcher: TextMatcher, layout: Layout, most_bytes: int) -> list[Path]:
+        """The texts that may follow, of up to about `most_bytes`, the likeliest first."""
+        waiting = [Path(matcher)]
+        found: list[Path] = []
+        for _ in range(_MOST_STEPS):
+            if not waiting:
+                break
+            path = waiting.pop(0)
+            more = [] if path.ends else self._grow(path, layout, most_bytes)
+            more = [other for other in more if other.chance >= _LEAST_CHANCE]
+            if not more:
+                found.append(path)
+            waiting = sorted([*waiting, *more], key=lambda other: -other.chance)
+            del waiting[_MOST_PATHS - len(found) :]
+        return sorted([*found, *waiting], key=lambda path: -path.chance)
+
+    def _grow(self, path: Path, layout: Layout, most_bytes: int) -> list[Path]:
+        """Add to a path what must follow; returns the paths that go on where there is a choice."""
+        forced = path.matcher.jump_forward()[: max(0, most_bytes - len(path.text))]
+        if forced:
+            path.matcher = path.matcher.fork()
+            if not path.matcher.accept_bytes(forced):
+                return []
+            path.text += forced
+        if len(path.text) >= most_bytes:
+            path.is_cut = True
+            return []
+        following, may_end = self._allowed(path.matcher)
+        solid = [byte for byte in following if byte not in BLANKS]
+        count = len(solid) + may_end
+        if not 0 < count <= _MOST_CHOICES:
+            return []
+        found = [path.ended(1 / count)] if may_end else []
+        place = Place.behind(layout.text + path.text)
+        for byte in solid:
+            blanks = [(b"", 1.0)]
+            if len(solid) < len(following) or place.blanks:
+                blanks = layout.guesses(place, byte)[: 1 if count > 1 else None]
+            more = [path.forked(text + bytes([byte]), chance / count) for text, chance in blanks]
+            found += [other for other in more if other is not None]
+        return found
+
+    def _allowed(self, matcher: TextMatcher) -> tuple[bytes, bool]:
+        """The bytes that may follow, and whether the text may end.
+
+        Tokens of one byte tell. A byte that has no such token counts as forbidden.
+        """
+        self._mask[0] = 0
+        matcher.fill(self._mask, 0)
+        bits = self._mask[0][self._ids // 32] >> self._ids % 32 & 1
+        count = len(self._bytes)
+        allowed = bytes(self._bytes[i] for i in np.flatnonzero(bits[:count]))
+        return allowed, bool(bits[count:].any())
+
+
+class Speller:
+    """Writes texts in tokens as a model would."""
+
+    def __init__(self, tokenizer: Tokenizer, token_bytes: Sequence[bytes]) -> None:
+        self._tokenizer = tokenizer
+        self.token_bytes = token_bytes
+
+    def spelled(self, context: bytes, text: bytes) -> list[int]:
+        """The tokens of `text` behind `context`; none if no tokens stand for these bytes.
+
+        A tokenizer may join the end of the context with the text. The context's own tokens are
+        there already, so then the text is spelled alone.
+        """
+        # A text may be cut within a character, and begins within one behind a part of it.
+        whole = text.decode(errors="ignore")
+        wanted = whole.encode()
+        if not text.startswith(wanted):
+            return []
+        for before in (context.decode(errors="ignore"), ""):
+            ids = self._tokenizer.encode(before + whole, add_special_tokens=False).ids
+            at = len(ids)
+            size = 0
+            while size < len(wanted) and at > 0:
+                at -= 1
+                size += len(self.token_bytes[ids[at]])
+            if b"".join([self.token_bytes[token] for token in ids[at:]]) == wanted:
+                return list(ids[at:])
+        return []

@@ -1,0 +1,143 @@
+"""The blanks between the words of a structured text, as far as they were seen.
+
+A grammar mostly allows blanks at each joint of a JSON text, and a model mostly writes the same ones
+each time. So a guess of them is learned from the text that is there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+BLANKS = b" \t\n\r"
+# Bytes that tell one joint from another. All others count as words.
+_MARKS = b"{}[],:"
+# As much of a text is kept as tells the indentation of its last line.
+_KEPT_BYTES = 1024
+# How far one outcome at a joint moves the trust in it, and the trust after the first outcome.
+_STEP = 0.5
+_FIRST_TRUST = 0.9
+
+_Joint = tuple[int, int]
+# Blanks of one line as they are; of a line break, how much further the next line is indented.
+_Shape = bytes | int
+
+
+def _spaced(last: int, following: int) -> _Shape:
+    return b" " if last in b",:" else b""
+
+
+def _compact(last: int, following: int) -> _Shape:
+    return b""
+
+
+def _indented(unit: int, last: int, following: int) -> _Shape:
+    if last in b"{[" and following in b"}]":
+        return b""
+    if last in b"{[":
+        return unit
+    if following in b"}]":
+        return -unit
+    return 0 if last == ord(",") else _spaced(last, following)
+
+
+# The layouts of json.dumps: as it is, without blanks, and with an indentation; the likeliest first.
+_STYLES = (
+    (_spaced, 0.6),
+    (_compact, 0.3),
+    (lambda last, following: _indented(2, last, following), 0.07),
+    (lambda last, following: _indented(4, last, following), 0.03),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a text ends: its last byte that is no blank, the blanks behind it, and the indent."""
+
+    last: int
+    blanks: bytes
+    indent: int
+
+    @classmethod
+    def behind(cls, text: bytes) -> Place:
+        """The place behind a text."""
+        solid = text.rstrip(BLANKS)
+        line = solid.rpartition(b"\n")[2]
+        indent = len(line) - len(line.lstrip(b" \t"))
+        return cls(solid[-1] if solid else 0, text[len(solid) :], indent)
+
+
+class Layout:
+    """Guesses the blanks before a byte, by those at earlier joints of the same kind.
+
+    At an unknown joint it guesses by the styles of `json.dumps` that agree with the text so far.
+    """
+
+    def __init__(self) -> None:
+        self.text = b""
+        """The end of the text."""
+        self._styles = list(_STYLES)
+        self._known: dict[_Joint, tuple[_Shape, float]] = {}
+        self._last = 0
+        self._quoted = self._escaped = False
+
+    def read(self, new: bytes) -> None:
+        """Append to the text, and learn from its joints."""
+        begin = len(self.text)
+        text = self.text + new
+        for at in range(begin, len(text)):
+            byte = text[at]
+            if self._quoted:
+                self._read_quoted(byte)
+            elif byte not in BLANKS:
+                if _joint(self._last, byte) != (0, 0):
+                    self._learn(Place.behind(text[max(0, at - _KEPT_BYTES) : at]), byte)
+                self._last = byte
+                self._quoted = byte == ord('"')
+        self.text = text[-_KEPT_BYTES:]
+
+    def _read_quoted(self, byte: int) -> None:
+        # JSON has no line break in a string: the quote stood in a text before the JSON.
+        ended = byte == ord("\n") or (byte == ord('"') and not self._escaped)
+        self._quoted = not ended
+        self._escaped = byte == ord("\\") and not self._escaped
+
+    def _learn(self, place: Place, byte: int) -> None:
+        joint = _joint(place.last, byte)
+        shape: _Shape = place.blanks
+        if b"\n" in place.blanks:
+            shape = len(place.blanks.rpartition(b"\n")[2]) - place.indent
+        known = self._known.get(joint)
+        trust = _FIRST_TRUST
+        if known is not None:
+            trust = known[1] + _STEP * ((known[0] == shape) - known[1])
+        self._known[joint] = shape, trust
+        self._styles = [style for style in self._styles if style[0](*joint) == shape]
+
+    def guesses(self, place: Place, byte: int) -> list[tuple[bytes, float]]:
+        """What may stand between `place` and `byte` as far as it lacks there, likeliest first.
+
+        Each with its probability. Nothing where the joint is unlike all that is known.
+        """
+        joint = _joint(place.last, byte)
+        known = self._known.get(joint)
+        weighted = [(style(*joint), weight) for style, weight in self._styles]
+        total = sum([weight for _, weight in weighted]) / _FIRST_TRUST
+        if known is not None:
+            weighted, total = [known], 1.0
+        found: dict[bytes, float] = {}
+        for shape, weight in weighted:
+            blanks = _blanks(shape, place.indent)
+            if blanks.startswith(place.blanks):
+                rest = blanks[len(place.blanks) :]
+                found[rest] = found.get(rest, 0.0) + weight / total
+        return sorted(found.items(), key=lambda pair: -pair[1])
+
+
+def _joint(last: int, following: int) -> _Joint:
+    return last if last in _MARKS else 0, following if following in _MARKS else 0
+
+
+def _blanks(shape: _Shape, indent: int) -> bytes:
+    if isinstance(shape, bytes):
+        return shape
+    return b"\n" + b" " * max(0, indent + shape)
