@@ -84,6 +84,20 @@ def load_tokenizer(model: str) -> Tokenizer:
     return Tokenizer.from_file(str(path))
 
 
+def end_token_ids(model: str) -> tuple[int, ...]:
+    """The tokens that end a text, by the configuration of a model directory or hub id.
+
+    Raises OutriderError(MODEL_NOT_FOUND) when there is no such model.
+    """
+    for name in ("generation_config.json", "config.json"):
+        if (path := model_file(model, name)) is not None:
+            config = json.loads(path.read_text())
+            ids = config.get("eos_token_id", config.get("text_config", {}).get("eos_token_id"))
+            if ids is not None:
+                return tuple(ids) if isinstance(ids, list) else (ids,)
+    return ()
+
+
 def fingerprint(tokenizer: Tokenizer) -> str:
     """SHA-256 (hex) over the id-to-token table, added tokens included.
 

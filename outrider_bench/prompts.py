@@ -1,6 +1,8 @@
-"""The prompts of an experiment by kind: those of the demo, and chats."""
+"""The prompts of an experiment by kind: those of the demo, chats, and answers with a grammar."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from outrider.launch.prompts import CODE, EXTRACTION, REWRITING
 
@@ -11,5 +13,65 @@ _CHATS = (
     "Write a short note that thanks a colleague for a review.",
 )
 CHAT = tuple(("chat", f"<|user|>{ask}<|end|><|assistant|>") for ask in _CHATS)
-KINDS = {"code": CODE, "rewriting": REWRITING, "json": EXTRACTION, "chat": CHAT}
+_PEOPLE = (
+    "Ada is a 36 year old pilot from Oslo.",
+    "In Lima lives Omar, a baker, aged 52.",
+    "Vera, 41, works as a chemist in Porto.",
+    "Chen is 29 and a teacher in Riga.",
+    "Jonas, a nurse of 47 years, lives in Graz.",
+)
+_ASK = "Extract name, age, job and city as JSON: "
+SCHEMA = tuple(("schema", f"<|user|>{_ASK}{who}<|end|><|assistant|>") for who in _PEOPLE)
+TOOLS = tuple(("tools", f"<|user|>{_ASK}{who}<|end|><|assistant|>") for who in _PEOPLE)
+KINDS = {
+    "code": CODE,
+    "rewriting": REWRITING,
+    "json": EXTRACTION,
+    "chat": CHAT,
+    "schema": SCHEMA,
+    "tools": TOOLS,
+}
 """Pairs (kind, prompt); chats are rendered in the bundled pair's template."""
+
+
+def _object(**properties: Any) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
+
+
+_TEXT = {"type": "string", "maxLength": 24}
+_PERSON = _object(
+    name=_TEXT, age={"type": "integer", "minimum": 0, "maximum": 120}, job=_TEXT, city=_TEXT
+)
+_FUNCTIONS = {
+    "save_person": _object(
+        **_PERSON["properties"],
+        state={"enum": ["working", "retired", "unknown"]},
+        notify={"type": "boolean"},
+    ),
+    "search_person": _object(name=_TEXT, city=_TEXT),
+}
+
+
+def _calls(functions: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The structural tag of a call of one of these functions, in the format of Qwen 3."""
+    tags = [
+        {
+            "type": "tag",
+            "begin": f'<tool_call>\n{{"name": "{name}", "arguments": ',
+            "content": {"type": "json_schema", "json_schema": parameters},
+            "end": "}\n</tool_call>",
+        }
+        for name, parameters in functions.items()
+    ]
+    calls = {"triggers": ["<tool_call>"], "tags": tags, "at_least_one": True}
+    one = {"type": "triggered_tags", **calls, "stop_after_first": True}
+    return {"type": "structural_tag", "format": one}
+
+
+GRAMMARS = {"schema": {"json": _PERSON}, "tools": {"structural_tag": _calls(_FUNCTIONS)}}
+"""`structured_outputs` of the kinds that have a grammar. Their answers end with the grammar's."""

@@ -69,7 +69,7 @@ class ForcedText:
         self, token_bytes: Sequence[bytes], stop_token_ids: Iterable[int], mask_width: int
     ) -> None:
         ids = {text: token for token, text in enumerate(token_bytes) if len(text) == 1}
-        self._bytes = bytes(text[0] for text in ids)
+        self._bytes = np.array([text[0] for text in ids], np.uint8)
         self._ids = np.array([*ids.values(), *stop_token_ids])
         self._mask = np.zeros((1, mask_width), np.int32)
 
@@ -122,10 +122,9 @@ class ForcedText:
         """
         self._mask[0] = 0
         matcher.fill(self._mask, 0)
-        bits = self._mask[0][self._ids // 32] >> self._ids % 32 & 1
+        bits = (self._mask[0][self._ids // 32] >> self._ids % 32 & 1).astype(bool)
         count = len(self._bytes)
-        allowed = bytes(self._bytes[i] for i in np.flatnonzero(bits[:count]))
-        return allowed, bool(bits[count:].any())
+        return self._bytes[bits[:count]].tobytes(), bool(bits[count:].any())
 
 
 class Speller:

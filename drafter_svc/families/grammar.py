@@ -11,9 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-
-from tokenizers import Tokenizer
+from dataclasses import dataclass, field, replace
 
 from drafter_svc.branching import Branch, offer_likeliest
 from drafter_svc.families.base import Family, FamilySettings, Loaded
@@ -25,11 +23,9 @@ from outrider.drafter.draft_sequence import DraftSequence
 from outrider.errors import OutriderError, invalid
 from outrider.grammar.backends import TextMatcher
 from outrider.grammar.compiler import GrammarCompiler
-from outrider.grammar.kinds import Grammar
 from outrider.process.clock import Clock, monotonic, thread_cpu
 from outrider.process.config import need_models
-from outrider.protocol.model_info import ModelInfo
-from outrider.tokenizer import fingerprint, load_tokenizer
+from outrider.tokenizer import end_token_ids, fingerprint, load_tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -39,12 +35,14 @@ _CONTEXT_TOKENS = 4
 _PROMPT_TOKENS = 1000
 # Bytes that are looked for per token of the window.
 _BYTES_PER_TOKEN = 6
-# Classes of guesses: within a forced text, and at its end, where a token may become a longer one.
-_INNER, _LAST = 0, 1
-# First confidences of both. Outcomes move them by a step. Below the least nothing is offered.
-_CONFIDENCES = (0.97, 0.7)
-_STEP = 0.2
-_LEAST = 0.3
+# Classes of guesses: within a forced text; at its end, where a token may become a longer one; and
+# where the grammar left a choice.
+_INNER, _LAST, _CHOSEN = 0, 1, 2
+# How often each is right at first; a choice, of those that its probability promises. Outcomes move
+# it by a step. What is right less often than the least is not offered, until it would be right.
+_RATES = (0.97, 0.7, 1.0)
+_STEP = 0.25
+_LEAST = 0.4
 # Without branches, a chain ends where the grammar leaves a choice and a token is less likely.
 _LEAST_IN_CHAIN = 0.4
 # A guess may take so much processor time (seconds). What exceeds it may be at most the second for a
@@ -66,12 +64,18 @@ class GrammarSettings(FamilySettings):
 class Grammars:
     """What all connections share: the compiled grammars and the target's tokenizer."""
 
-    def __init__(self, target: str, tokenizer: Tokenizer, info: ModelInfo) -> None:
-        """Load the libraries, which takes seconds. `info` is of the verifier's model."""
+    def __init__(self, target: str) -> None:
+        """Load the libraries and the tokenizer of a directory or hub id, which takes seconds.
+
+        Raises OutriderError(MODEL_NOT_FOUND) when there is no such model.
+        """
+        tokenizer = load_tokenizer(target)
+        vocab_size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
+        self.fingerprint = fingerprint(tokenizer)
+        self.stops = tuple(token for token in end_token_ids(target) if token < vocab_size)
         # The verifier has checked the grammars.
-        self.compiler = GrammarCompiler(target, info.vocab_size, info.eos_token_ids, trusted=True)
+        self.compiler = GrammarCompiler(target, vocab_size, self.stops, trusted=True)
         self.token_bytes = self.compiler.token_bytes
-        self.stops = info.eos_token_ids
         self.forced = ForcedText(self.token_bytes, self.stops, self.compiler.mask_width)
         self.speller = Speller(tokenizer, self.token_bytes)
 
@@ -85,40 +89,47 @@ class Grammars:
         return [*self.stops, *ends][-1] if ends else self.stops[0]
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(frozen=True, slots=True)
 class _Guess:
-    """Tokens that may follow, each with its confidence, and its class if it is forced."""
+    """A token that may follow; `chance` is its probability by the grammar alone, of class `of`."""
 
-    tokens: list[int] = field(default_factory=list)
-    confidences: list[float] = field(default_factory=list)
-    classes: list[int | None] = field(default_factory=list)
+    token: int
+    chance: float
+    of: int
 
 
 @dataclass(eq=False, slots=True)
 class _Text:
     """A sequence's text in its grammar.
 
-    `matcher` and `layout` have read the first `length` tokens. `guess` was made behind them.
+    `matcher` and `layout` have read the first `length` tokens. `guesses` were made behind them;
+    None before that.
     """
 
     compiling: asyncio.Task[TextMatcher]
     length: int
     matcher: TextMatcher | None = None
     layout: Layout = field(default_factory=Layout)
-    guess: _Guess | None = None
-    confidences: list[float] = field(default_factory=lambda: list(_CONFIDENCES))
+    guesses: list[_Guess] | None = None
+    rates: list[float] = field(default_factory=lambda: list(_RATES))
     excess_s: float = 0.0
 
     def judge(self, new: Sequence[int]) -> None:
         """Learn from committed tokens how often guesses of each class are right."""
-        if self.guess is None:
-            return
-        for token, right, of in zip(self.guess.tokens, new, self.guess.classes, strict=False):
-            if of is not None:
-                self.confidences[of] += _STEP * ((token == right) - self.confidences[of])
-            if token != right:
+        for guess, token in zip(self.guesses or (), new, strict=False):
+            is_right = guess.token == token
+            rate = self.rates[guess.of]
+            self.rates[guess.of] = min(1.0, rate + _STEP * (is_right - rate * guess.chance))
+            if not is_right:
                 break
-        self.guess = None
+        self.guesses = None
+
+    def branch(self, guesses: Sequence[_Guess], at: int) -> Branch:
+        """The guesses from `at` on as a branch there, as far as their classes are mostly right."""
+        end = next((i for i, each in enumerate(guesses) if self.rates[each.of] < _LEAST), None)
+        run = guesses[at:end]
+        confidences = [self.rates[each.of] * each.chance for each in run]
+        return Branch(at, [each.token for each in run], confidences)
 
 
 class _Budget:
@@ -152,10 +163,7 @@ class GrammarFamily(Family):
     settings = GrammarSettings
 
     def __init__(
-        self,
-        grammars: asyncio.Future[Grammars],
-        cpu_clock: Clock = thread_cpu,
-        clock: Clock = monotonic,
+        self, grammars: Grammars, cpu_clock: Clock = thread_cpu, clock: Clock = monotonic
     ) -> None:
         self._grammars = grammars
         self._cpu_clock = cpu_clock
@@ -166,21 +174,12 @@ class GrammarFamily(Family):
     async def load(
         cls, settings: GrammarSettings, place: PlacementPlan, metrics: Metrics
     ) -> Loaded:
-        """Load the tokenizer. The first connection to a model loads the libraries on a thread."""
+        """Load the libraries that know grammars, and the target's tokenizer."""
         need_models()
         if not settings.target:
             raise invalid("target", "must be given: the drafter reads the target's tokenizer")
-        tokenizer = load_tokenizer(settings.target)
-        shared: dict[tuple[int, tuple[int, ...]], asyncio.Future[Grammars]] = {}
-
-        def make(info: ModelInfo) -> GrammarFamily:
-            key = info.vocab_size, info.eos_token_ids
-            if key not in shared:
-                loading = asyncio.to_thread(Grammars, settings.target, tokenizer, info)
-                shared[key] = asyncio.ensure_future(loading)
-            return cls(shared[key])
-
-        return Loaded(make, fingerprint(tokenizer))
+        grammars = await asyncio.to_thread(Grammars, settings.target)
+        return Loaded(lambda info: cls(grammars), grammars.fingerprint)
 
     def opened(self, sequence: DraftSequence) -> None:
         """Begin to compile a sequence's grammar."""
@@ -188,13 +187,8 @@ class GrammarFamily(Family):
         if opened.grammar is None or self._budget.is_spent(opened.tenant):
             return
         output = sequence.tokens[opened.prompt_length :]
-        compiling = self._compile(opened.grammar, output, opened.tenant)
+        compiling = self._grammars.compiler.matcher_async(opened.grammar, output, opened.tenant)
         self._texts[sequence.id] = _Text(asyncio.ensure_future(compiling), len(sequence.tokens))
-
-    async def _compile(self, grammar: Grammar, output: list[int], tenant: str) -> TextMatcher:
-        # Without the shield, a sequence that ends would cancel the loading for all.
-        grammars = await asyncio.shield(self._grammars)
-        return await grammars.compiler.matcher_async(grammar, output, tenant)
 
     def committed(self, sequence: DraftSequence, num_valid_tokens: int) -> None:
         """Learn from the committed tokens; `propose` reads them."""
@@ -233,7 +227,7 @@ class GrammarFamily(Family):
 
     def _draft(self, sequence: DraftSequence, text: _Text) -> bool:
         """Read what was committed and guess behind it; False if there is nothing more to guess."""
-        grammars = self._grammars.result()
+        grammars = self._grammars
         if text.matcher is None:
             try:
                 text.matcher = text.compiling.result()
@@ -247,37 +241,39 @@ class GrammarFamily(Family):
         if not all(text.matcher.accept(token) for token in new) or text.matcher.ended:
             return False
         text.layout.read(grammars.bytes_of(new))
-        if text.guess is None:
-            self._offer(sequence, text, grammars)
+        if text.guesses is None:
+            self._offer(sequence, text)
         return True
 
-    def _offer(self, sequence: DraftSequence, text: _Text, grammars: Grammars) -> None:
+    def _offer(self, sequence: DraftSequence, text: _Text) -> None:
         """Extend the chain by the likeliest text, and offer the others as branches."""
         assert text.matcher is not None
         held = len(sequence.guesses)
         most_bytes = _BYTES_PER_TOKEN * (held + sequence.remaining_window)
-        paths = grammars.forced.paths(text.matcher, text.layout, most_bytes)
-        guesses = [self._spelled(sequence, text, grammars, path) for path in paths]
-        main = text.guess = guesses[0]
-        count = len(main.tokens)
-        if not sequence.wants_tree:
-            unlikely = [i for i in range(count) if main.confidences[i] < _LEAST_IN_CHAIN]
-            count = min([*unlikely, count])
-        if text.confidences[_INNER] < _LEAST or main.tokens[:held] != sequence.guesses:
+        paths = self._grammars.forced.paths(text.matcher, text.layout, most_bytes)
+        main, *others = [self._spelled(sequence, text, path) for path in paths]
+        text.guesses = main
+        if [each.token for each in main[:held]] != sequence.guesses:
+            # Guesses that outlived the commit, which the verifier prefers to later ones.
             return
-        sequence.extend(main.tokens[held:count], confidences=main.confidences[held:count])
-        branches = [branch for guess in guesses[1:] if (branch := _beside(sequence, guess))]
+        run = text.branch(main, held)
+        run = run if sequence.wants_tree else _likely(run, 0)
+        sequence.extend(run.run, confidences=run.confidences)
+        places = [(guesses, _common(sequence.guesses, guesses)) for guesses in others]
+        branches = [
+            text.branch(guesses, at) for guesses, at in places if at < len(sequence.guesses)
+        ]
+        branches = [branch for branch in branches if branch.run]
         if sequence.wants_tree:
             offer_likeliest(sequence, branches)
             return
-        for branch in branches:
+        for branch in map(_likely, branches):
             sequence.branch(branch.at, branch.run, branch.confidences)
 
-    def _spelled(
-        self, sequence: DraftSequence, text: _Text, grammars: Grammars, path: Path
-    ) -> _Guess:
+    def _spelled(self, sequence: DraftSequence, text: _Text, path: Path) -> list[_Guess]:
         """The tokens of a path, as far as the grammar allows them."""
         assert text.matcher is not None
+        grammars = self._grammars
         context = grammars.bytes_of(sequence.tokens[-_CONTEXT_TOKENS:])
         tokens = grammars.speller.spelled(context, path.text)
         # Where the text was cut, it may be within a token.
@@ -285,30 +281,30 @@ class GrammarFamily(Family):
         if path.ends:
             tokens.append(grammars.end_of(sequence.opened.token_ids))
         matcher = text.matcher.fork()
-        guess = _Guess()
-        at = 0
-        for i, token in enumerate(tokens):
+        guesses: list[_Guess] = []
+        begin = 0
+        for token in tokens:
             if not matcher.accept(token):
-                break
-            is_last = i == len(tokens) - 1 and not path.is_cut and not path.ends
-            of = _LAST if is_last else _INNER
-            end = at + max(1, len(grammars.token_bytes[token]))
-            chance = path.chance_within(at, end)
-            if is_last and text.confidences[_LAST] < _LEAST:
-                break
-            guess.tokens.append(token)
-            guess.confidences.append(text.confidences[of] * chance)
-            guess.classes.append(of if chance == 1.0 else None)
-            at = end
-        return guess
+                return guesses
+            end = begin + max(1, len(grammars.token_bytes[token]))
+            chance = path.chance_within(begin, end)
+            guesses.append(_Guess(token, chance, _INNER if chance == 1.0 else _CHOSEN))
+            begin = end
+        if guesses and not (path.is_cut or path.ends):
+            guesses[-1] = replace(guesses[-1], of=_LAST)
+        return guesses
 
 
-def _beside(sequence: DraftSequence, guess: _Guess) -> Branch | None:
-    """What a guess has beside the chain; None if it is a part of the chain or goes behind it."""
-    chain = sequence.guesses
+def _common(chain: Sequence[int], guesses: Sequence[_Guess]) -> int:
+    """How many tokens are the chain's."""
     at = 0
-    while at < min(len(chain), len(guess.tokens)) and chain[at] == guess.tokens[at]:
+    while at < min(len(chain), len(guesses)) and chain[at] == guesses[at].token:
         at += 1
-    if at == min(len(chain), len(guess.tokens)):
-        return None
-    return Branch(at, guess.tokens[at:], guess.confidences[at:])
+    return at
+
+
+def _likely(branch: Branch, first: int = 1) -> Branch:
+    """The branch up to its first unlikely token from `first` on, where it will be a chain."""
+    unlikely = (i for i, each in enumerate(branch.confidences) if each < _LEAST_IN_CHAIN)
+    end = next((i for i in unlikely if i >= first), len(branch.run))
+    return Branch(branch.at, branch.run[:end], branch.confidences[:end])

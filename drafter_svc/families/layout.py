@@ -120,16 +120,18 @@ class Layout:
         """
         joint = _joint(place.last, byte)
         known = self._known.get(joint)
-        weighted = [(style(*joint), weight) for style, weight in self._styles]
-        total = sum([weight for _, weight in weighted]) / _FIRST_TRUST
+        shapes: list[tuple[_Shape, float]] = [(style(*joint), part) for style, part in self._styles]
         if known is not None:
-            weighted, total = [known], 1.0
+            shapes = [known]
         found: dict[bytes, float] = {}
-        for shape, weight in weighted:
+        for shape, chance in shapes:
             blanks = _blanks(shape, place.indent)
             if blanks.startswith(place.blanks):
                 rest = blanks[len(place.blanks) :]
-                found[rest] = found.get(rest, 0.0) + weight / total
+                found[rest] = found.get(rest, 0.0) + chance
+        if known is None:
+            total = sum(found.values()) / _FIRST_TRUST
+            found = {rest: chance / total for rest, chance in found.items()}
         return sorted(found.items(), key=lambda pair: -pair[1])
 
 

@@ -138,8 +138,10 @@ def _drafter_options(
     if "model" in schema.model_fields:
         options["model"] = str(drafter.model or DRAFT_MODEL)
         options["dtype"] = target.dtype
+    if "target" in schema.model_fields:
+        options["target"] = str(target.model)
     if "head" in schema.model_fields:
-        options |= {"head": str(drafter.model or HEAD), "target": str(target.model)}
+        options["head"] = str(drafter.model or HEAD)
     if "device" in schema.model_fields:
         options["device"] = drafter.device
     if dial.redis is not None:

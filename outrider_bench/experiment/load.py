@@ -16,6 +16,7 @@ from typing import Any
 from outrider_bench.experiment.launches import Endpoint
 from outrider_bench.experiment.spec import Workload
 from outrider_bench.experiment.traffic import Request
+from outrider_bench.prompts import GRAMMARS
 from outrider_bench.raw_client import stream
 from outrider_bench.sample import Sample, counters
 
@@ -120,6 +121,8 @@ async def _ask(request: Request, endpoint: Endpoint, asked: Asked) -> _Answer:
         "ignore_eos": True,
         **({} if request.seed is None else {"seed": request.seed}),
     }
+    if grammar := GRAMMARS.get(request.kind):
+        body["structured_outputs"] = grammar
     answer = _Answer(time.perf_counter())
     headers = {"Authorization": f"Bearer {asked.tenant}"}
     try:
@@ -147,7 +150,8 @@ def _read(request: Request, answer: _Answer, started: float, began: float, playe
             last = at
             count = now
     played.texts.append(text)
-    if count != request.output_tokens:
+    ends_early = request.kind in GRAMMARS and 0 < count < request.output_tokens
+    if count != request.output_tokens and not ends_early:
         played.errors.append(f"an answer has {count} tokens, not {request.output_tokens}")
     if count == 0:
         return
