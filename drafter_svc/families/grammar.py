@@ -9,7 +9,9 @@ processor time; grammars are compiled on threads.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -43,8 +45,8 @@ _INNER, _LAST, _CHOSEN = 0, 1, 2
 _RATES = (0.97, 0.7, 1.0)
 _STEP = 0.25
 _LEAST = 0.4
-# Without branches, a chain ends where the grammar leaves a choice and a token is less likely.
-_LEAST_IN_CHAIN = 0.4
+# Where the verifier takes chains alone, they end where a token is less likely to be committed.
+_LEAST_IN_CHAIN = 0.3
 # A guess may take so much processor time (seconds). What exceeds it may be at most the second for a
 # sequence, and the third for a tenant, who gets a share of the time back. Usual guesses take 0.1 to
 # 0.3 ms.
@@ -304,7 +306,7 @@ def _common(chain: Sequence[int], guesses: Sequence[_Guess]) -> int:
 
 
 def _likely(branch: Branch, first: int = 1) -> Branch:
-    """The branch up to its first unlikely token from `first` on, where it will be a chain."""
-    unlikely = (i for i, each in enumerate(branch.confidences) if each < _LEAST_IN_CHAIN)
-    end = next((i for i in unlikely if i >= first), len(branch.run))
-    return Branch(branch.at, branch.run[:end], branch.confidences[:end])
+    """The branch without what will unlikely be committed, once its first tokens were."""
+    survivals = itertools.accumulate(branch.confidences[first:], operator.mul)
+    count = first + sum(survival >= _LEAST_IN_CHAIN for survival in survivals)
+    return Branch(branch.at, branch.run[:count], branch.confidences[:count])

@@ -141,6 +141,14 @@ def test_the_draft_model_passes() -> None:
     assert reasons(kit) == {}
 
 
+@pytest.mark.slow
+def test_the_drafter_of_grammars_passes() -> None:
+    command = [sys.executable, "-m", "drafter_svc", "--family", "grammar"]
+    command += ["--target", "models/target", "--verifier", "{address}"]
+    [kit] = played([command], "models/target")
+    assert reasons(kit) == {}
+
+
 async def test_a_verifier_without_tokens_fails() -> None:
     verifier = Kit(FAULTY, "f" * 64, 4096).verifier
     await verifier.start()

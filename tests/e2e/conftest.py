@@ -1,4 +1,4 @@
-"""A real stack for all end-to-end tests: a verifier and two drafters, each in its own process."""
+"""A real stack for all end-to-end tests: a verifier and three drafters, each a process."""
 
 import sys
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "shared"))
 
-from stack import Stack, running
+from stack import TARGET, Stack, running
 
 
 @pytest.fixture(scope="session")
@@ -17,5 +17,6 @@ def stack() -> Iterator[Stack]:
     stack = Stack()
     stack.add_drafter("ngram-1", "ngram")
     stack.add_drafter("model-1", "model")
+    stack.add_drafter("grammar-1", "grammar", "--target", TARGET)
     with running(stack):
         yield stack

@@ -21,6 +21,7 @@ from outrider.protocol.messages import (
     TokenRequest,
 )
 from outrider.tokenizer import load_tokenizer
+from outrider_bench.prompts import GRAMMARS, KINDS
 
 TOKENIZER = load_tokenizer(TARGET)
 PROMPT = TOKENIZER.encode("<|user|>Give an example as JSON.<|end|><|assistant|>").ids
@@ -28,6 +29,7 @@ DRAFTERS = {
     "none": SpeculationOptions(enabled=False),
     "ngram": SpeculationOptions(drafter_id="ngram-1", always_draft=True),
     "model": SpeculationOptions(drafter_id="model-1", always_draft=True),
+    "grammar": SpeculationOptions(drafter_id="grammar-1", always_draft=True),
     "all": SpeculationOptions(always_draft=True),
 }
 
@@ -79,6 +81,38 @@ async def test_a_seed_gives_the_same_guided_text_with_and_without_drafters(stack
                 await client.tokens(guided(value, options, i, 1.0)) for options in DRAFTERS.values()
             ]
             assert texts == [texts[0]] * len(texts)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("kind", ["schema", "tools"])
+async def test_the_grammars_drafter_leaves_the_text_as_it_is_and_saves_forwards(
+    stack: Stack, kind: str, temperature: float
+) -> None:
+    """Both with a seed: JSON by a schema, and the call of a tool."""
+    found = GRAMMARS[kind]
+    grammar = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(found.get("json")))
+    if "structural_tag" in found:
+        grammar = Grammar(GrammarKind.STRUCTURAL_TAG, json.dumps(found["structural_tag"]))
+    forwards = dict.fromkeys(("none", "grammar", "all"), 0)
+    async with Client(stack.address) as client:
+        for i, (_, prompt) in enumerate(KINDS[kind][:3]):
+            texts = set()
+            for name in forwards:
+                chunks = await client.generate(
+                    TokenRequest(
+                        TOKENIZER.encode(prompt).ids,
+                        60,
+                        SamplingParams(temperature, seed=i),
+                        speculation=DRAFTERS[name],
+                        grammar=grammar,
+                    )
+                )
+                texts.add(tuple(token for chunk in chunks for token in chunk.token_ids))
+                assert (stats := chunks[-1].stats) is not None
+                forwards[name] += stats.forward_count
+            assert len(texts) == 1
+    assert forwards["grammar"] < 0.9 * forwards["none"]
+    assert forwards["all"] < 0.9 * forwards["none"]
 
 
 async def test_an_invalid_grammar_is_refused_and_other_requests_go_on(
