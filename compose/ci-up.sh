@@ -248,7 +248,7 @@ wait_healthy() {
 
 profiles_are_valid() {
   local profile
-  for profile in cpu gpu grace redis-cluster observability; do
+  for profile in cpu gpu grace grammar redis-cluster observability; do
     COMPOSE_PROFILES=$profile compose config --quiet
     COMPOSE_PROFILES=$profile compose -f compose/tls.yaml config --quiet
   done

@@ -71,7 +71,7 @@ class DrafterSettings(TlsSettings, ScrapedSettings):
     model_config = SettingsConfigDict(env_prefix="OUTRIDER_DRAFTER_")
 
     family: str
-    """How to draft: ngram, suffix, model, head, a family of an installed package, or
+    """How to draft: ngram, suffix, grammar, model, head, a family of an installed package, or
     package.module:Class."""
 
     verifier: list[str] = Field(["127.0.0.1:50051"], min_length=1)

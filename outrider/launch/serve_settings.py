@@ -95,8 +95,9 @@ class ServeSettings(TargetSettings, ServiceSettings):
     """Directory or hub id of the target model."""
 
     drafter: list[str] = Field(default_factory=list)
-    """ngram, suffix, model=PATH, head=PATH, or another family by its name or package.module:Class;
-    its own settings follow after commas: model=PATH,cores=0-3. Repeat it for more drafters."""
+    """ngram, suffix, grammar, model=PATH, head=PATH, or another family by its name or
+    package.module:Class; its own settings follow after commas: model=PATH,cores=0-3. Repeat it for
+    more drafters."""
 
     head: str | None = Field(None, min_length=1)
     """Directory of a head that drafts in the verifier's process, on the target's device."""

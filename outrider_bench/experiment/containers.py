@@ -27,6 +27,7 @@ _SERVICES = {
     "gateway": "gateway",
     "drafter_svc ngram": "drafter-ngram",
     "drafter_svc model": "drafter-model",
+    "drafter_svc grammar": "drafter-grammar",
     "outrider_bench.experiment.link_process": "drafter-ngram",
     "redis-server": "redis",
 }

@@ -15,6 +15,7 @@ from drafter_svc.pools.memory import MemoryPool, NgramOptions
 from drafter_svc.pools.redis import RedisPool
 from outrider.protocol.draft_messages import Opened, Proposal, Window
 from outrider.protocol.model_info import ModelInfo, Stage
+from outrider.tokenizer import load_tokenizer
 
 
 def opened(sequence_id: int, tokens: list[int], depth: int = 6) -> Opened:
@@ -35,6 +36,31 @@ async def test_committed_tokens_are_learned_and_the_chain_is_kept_on_a_hit() -> 
     assert (await rig.drafts()).proposals[0].token_ids == [3, 4, 5]
     rig.commit(1, 3, 4)
     assert (await rig.drafts()).proposals == [Proposal(1, 9, [5, 1, 2])]
+
+
+@pytest.mark.parametrize(
+    "earlier",
+    [
+        pytest.param(
+            '<|assistant|><tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}'
+            "\n</tool_call><|end|>",
+            id="an earlier call",
+        ),
+        pytest.param(
+            '<tools>\n{"name": "get_weather", "arguments": {"city": "a town"}}\n</tools>',
+            id="an example among the definitions",
+        ),
+    ],
+)
+async def test_a_call_in_the_prompt_is_drafted_when_the_model_calls(earlier: str) -> None:
+    tokenizer = load_tokenizer("models/target")
+    prompt = tokenizer.encode(f"{earlier}<|user|>And in Oslo?<|end|><|assistant|>").ids
+    begun = tokenizer.encode('<tool_call>\n{"name').ids
+    rig = Rig(NgramFamily(NgramOptions(max_draft_len=16), 1000))
+    rig.open(opened_sequence(1, prompt, Window(64, 16), 16, prompt_length=len(prompt)))
+    rig.commit(1, *begun)
+    drafted = tokenizer.decode((await rig.draft()).proposals[0].token_ids)
+    assert drafted.startswith('": "get_weather", "arguments": {"city": "')
 
 
 async def test_another_continuation_is_a_branch_and_can_be_committed() -> None:
