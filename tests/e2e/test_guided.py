@@ -108,7 +108,8 @@ async def test_the_grammars_drafter_leaves_the_text_as_it_is_and_saves_forwards(
                     )
                 )
                 texts.add(tuple(token for chunk in chunks for token in chunk.token_ids))
-                assert (stats := chunks[-1].stats) is not None
+                stats = chunks[-1].stats
+                assert stats is not None
                 forwards[name] += stats.forward_count
             assert len(texts) == 1
     assert forwards["grammar"] < 0.9 * forwards["none"]
