@@ -17,6 +17,8 @@ from outrider.grammar.backends import TextMatcher
 
 # Most ways in which a text may go on that are guessed: the values of an enum, the names of tools.
 _MOST_CHOICES = 8
+# These are more. Where each may follow, no mask is needed, and masks of free text take longest.
+_PROBES = b"abcdefghi"
 # Most paths, and most masks that are computed to find them.
 _MOST_PATHS = 8
 _MOST_STEPS = 48
@@ -69,6 +71,7 @@ class ForcedText:
         self, token_bytes: Sequence[bytes], stop_token_ids: Iterable[int], mask_width: int
     ) -> None:
         ids = {text: token for token, text in enumerate(token_bytes) if len(text) == 1}
+        self._probes = [ids[bytes([byte])] for byte in _PROBES if bytes([byte]) in ids]
         self._bytes = np.array([text[0] for text in ids], np.uint8)
         self._ids = np.array([*ids.values(), *stop_token_ids])
         self._mask = np.zeros((1, mask_width), np.int32)
@@ -100,6 +103,8 @@ class ForcedText:
         if len(path.text) >= most_bytes:
             path.is_cut = True
             return []
+        if self._is_free(path.matcher):
+            return []
         following, may_end = self._allowed(path.matcher)
         solid = [byte for byte in following if byte not in BLANKS]
         count = len(solid) + may_end
@@ -114,6 +119,14 @@ class ForcedText:
             more = [path.forked(text + bytes([byte]), chance / count) for text, chance in blanks]
             found += [other for other in more if other is not None]
         return found
+
+    def _is_free(self, matcher: TextMatcher) -> bool:
+        """Whether there are too many ways to go on, as far as that is seen without a mask."""
+        for token in self._probes:
+            if not matcher.accept(token):
+                return False
+            matcher.rollback(1)
+        return len(self._probes) > _MOST_CHOICES
 
     def _allowed(self, matcher: TextMatcher) -> tuple[bytes, bool]:
         """The bytes that may follow, and whether the text may end.

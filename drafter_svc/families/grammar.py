@@ -25,6 +25,7 @@ from outrider.drafter.draft_sequence import DraftSequence
 from outrider.errors import OutriderError, invalid
 from outrider.grammar.backends import TextMatcher
 from outrider.grammar.compiler import GrammarCompiler
+from outrider.grammar.kinds import Grammar
 from outrider.process.clock import Clock, monotonic, thread_cpu
 from outrider.process.config import need_models
 from outrider.tokenizer import end_token_ids, fingerprint, load_tokenizer
@@ -35,8 +36,9 @@ log = logging.getLogger(__name__)
 # searched for the token that ends texts.
 _CONTEXT_TOKENS = 4
 _PROMPT_TOKENS = 1000
-# Bytes that are looked for per token of the window.
+# Bytes that are looked for: so many per token of the window, and more, since the last may be cut.
 _BYTES_PER_TOKEN = 6
+_MORE_BYTES = 24
 # Classes of guesses: within a forced text; at its end, where a token may become a longer one; and
 # where the grammar left a choice.
 _INNER, _LAST, _CHOSEN = 0, 1, 2
@@ -48,8 +50,7 @@ _LEAST = 0.4
 # Where the verifier takes chains alone, they end where a token is less likely to be committed.
 _LEAST_IN_CHAIN = 0.3
 # A guess may take so much processor time (seconds). What exceeds it may be at most the second for a
-# sequence, and the third for a tenant, who gets a share of the time back. Usual guesses take 0.1 to
-# 0.3 ms.
+# sequence, and the third for a tenant, who gets a share of it back. Usual guesses take 0.2 ms.
 _FREE_S = 0.005
 _MOST_S = 0.1
 _TENANTS_MOST_S = 0.5
@@ -88,7 +89,7 @@ class Grammars:
     def end_of(self, tokens: Sequence[int]) -> int:
         """The token that ends a text, if the prompt `tokens` has such ends of earlier texts."""
         ends = [token for token in tokens[-_PROMPT_TOKENS:] if token in self.stops]
-        return [*self.stops, *ends][-1] if ends else self.stops[0]
+        return ends[-1] if ends else self.stops[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,7 @@ class _Text:
     None before that.
     """
 
-    compiling: asyncio.Task[TextMatcher]
+    compiling: asyncio.Task[TextMatcher | None]
     length: int
     matcher: TextMatcher | None = None
     layout: Layout = field(default_factory=Layout)
@@ -134,30 +135,6 @@ class _Text:
         return Branch(at, [each.token for each in run], confidences)
 
 
-class _Budget:
-    """The processor time that the guesses of each tenant took beyond what is free."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        # Seconds used, and when that was noted.
-        self._used: dict[str, tuple[float, float]] = {}
-
-    def charge(self, tenant: str, seconds: float) -> None:
-        """Count time that a tenant used."""
-        self._used[tenant] = self._left(tenant) + seconds, self._clock()
-
-    def is_spent(self, tenant: str) -> bool:
-        """Whether a tenant has used too much and has not got it back."""
-        return tenant in self._used and self._left(tenant) > _TENANTS_MOST_S
-
-    def _left(self, tenant: str) -> float:
-        used_s, at = self._used.get(tenant, (0.0, 0.0))
-        left_s = max(0.0, used_s - _REFILL * (self._clock() - at))
-        if left_s == 0.0:
-            self._used.pop(tenant, None)
-        return left_s
-
-
 class GrammarFamily(Family):
     """Drafts for the sequences of one connection that have a grammar; skips all others."""
 
@@ -169,7 +146,9 @@ class GrammarFamily(Family):
     ) -> None:
         self._grammars = grammars
         self._cpu_clock = cpu_clock
-        self._budget = _Budget(clock)
+        self._clock = clock
+        # When each tenant has got back the time that its guesses took beyond what is free.
+        self._repaid: dict[str, float] = {}
         self._texts: dict[int, _Text] = {}
 
     @classmethod
@@ -186,11 +165,20 @@ class GrammarFamily(Family):
     def opened(self, sequence: DraftSequence) -> None:
         """Begin to compile a sequence's grammar."""
         opened = sequence.opened
-        if opened.grammar is None or self._budget.is_spent(opened.tenant):
-            return
-        output = sequence.tokens[opened.prompt_length :]
-        compiling = self._grammars.compiler.matcher_async(opened.grammar, output, opened.tenant)
-        self._texts[sequence.id] = _Text(asyncio.ensure_future(compiling), len(sequence.tokens))
+        debt_s = _REFILL * (self._repaid.get(opened.tenant, 0.0) - self._clock())
+        if opened.grammar is not None and debt_s <= _TENANTS_MOST_S:
+            compiling = asyncio.ensure_future(self._compile(sequence, opened.grammar))
+            self._texts[sequence.id] = _Text(compiling, len(sequence.tokens))
+
+    async def _compile(self, sequence: DraftSequence, grammar: Grammar) -> TextMatcher | None:
+        """A matcher behind the sequence's present text; None if the grammar cannot be compiled."""
+        output = sequence.tokens[sequence.opened.prompt_length :]
+        try:
+            compiler = self._grammars.compiler
+            return await compiler.matcher_async(grammar, output, sequence.opened.tenant)
+        except OutriderError as error:
+            log.warning("sequence %d is not drafted for: %s", sequence.id, error)
+            return None
 
     def committed(self, sequence: DraftSequence, num_valid_tokens: int) -> None:
         """Learn from the committed tokens; `propose` reads them."""
@@ -220,40 +208,44 @@ class GrammarFamily(Family):
                 continue
             began = self._cpu_clock()
             goes_on = self._draft(sequence, text)
-            excess_s = max(0.0, self._cpu_clock() - began - _FREE_S)
-            if excess_s > 0.0:
-                text.excess_s += excess_s
-                self._budget.charge(sequence.opened.tenant, excess_s)
+            self._charge(sequence, text, self._cpu_clock() - began)
             if not goes_on or text.excess_s > _MOST_S:
                 del self._texts[sequence.id]
 
+    def _charge(self, sequence: DraftSequence, text: _Text, seconds: float) -> None:
+        """Count the processor time of a guess, as far as it exceeds what is free."""
+        excess_s = seconds - _FREE_S
+        if excess_s > 0.0:
+            text.excess_s += excess_s
+            now = self._clock()
+            self._repaid = {tenant: at for tenant, at in self._repaid.items() if at > now}
+            tenant = sequence.opened.tenant
+            self._repaid[tenant] = self._repaid.get(tenant, now) + excess_s / _REFILL
+
     def _draft(self, sequence: DraftSequence, text: _Text) -> bool:
         """Read what was committed and guess behind it; False if there is nothing more to guess."""
-        grammars = self._grammars
+        bytes_of = self._grammars.bytes_of
         if text.matcher is None:
-            try:
-                text.matcher = text.compiling.result()
-            except OutriderError as error:
-                log.warning("sequence %d is not drafted for: %s", sequence.id, error)
+            text.matcher = text.compiling.result()
+            if text.matcher is None:
                 return False
-            first = sequence.opened.prompt_length
-            text.layout.read(grammars.bytes_of(sequence.tokens[first : text.length]))
+            output = sequence.tokens[sequence.opened.prompt_length : text.length]
+            text.layout.read(bytes_of(output))
         new = sequence.tokens[text.length :]
         text.length = len(sequence.tokens)
         if not all(text.matcher.accept(token) for token in new) or text.matcher.ended:
             return False
-        text.layout.read(grammars.bytes_of(new))
+        text.layout.read(bytes_of(new))
         if text.guesses is None:
-            self._offer(sequence, text)
+            self._offer(sequence, text, text.matcher)
         return True
 
-    def _offer(self, sequence: DraftSequence, text: _Text) -> None:
+    def _offer(self, sequence: DraftSequence, text: _Text, matcher: TextMatcher) -> None:
         """Extend the chain by the likeliest text, and offer the others as branches."""
-        assert text.matcher is not None
         held = len(sequence.guesses)
-        most_bytes = _BYTES_PER_TOKEN * (held + sequence.remaining_window)
-        paths = self._grammars.forced.paths(text.matcher, text.layout, most_bytes)
-        main, *others = [self._spelled(sequence, text, path) for path in paths]
+        most_bytes = _BYTES_PER_TOKEN * (held + sequence.remaining_window) + _MORE_BYTES
+        paths = self._grammars.forced.paths(matcher, text.layout, most_bytes)
+        main, *others = [self._spelled(sequence, path, matcher.fork()) for path in paths]
         text.guesses = main
         if [each.token for each in main[:held]] != sequence.guesses:
             # Guesses that outlived the commit, which the verifier prefers to later ones.
@@ -272,9 +264,8 @@ class GrammarFamily(Family):
         for branch in map(_likely, branches):
             sequence.branch(branch.at, branch.run, branch.confidences)
 
-    def _spelled(self, sequence: DraftSequence, text: _Text, path: Path) -> list[_Guess]:
+    def _spelled(self, sequence: DraftSequence, path: Path, matcher: TextMatcher) -> list[_Guess]:
         """The tokens of a path, as far as the grammar allows them."""
-        assert text.matcher is not None
         grammars = self._grammars
         context = grammars.bytes_of(sequence.tokens[-_CONTEXT_TOKENS:])
         tokens = grammars.speller.spelled(context, path.text)
@@ -282,7 +273,6 @@ class GrammarFamily(Family):
         tokens = tokens[:-1] if path.is_cut else tokens
         if path.ends:
             tokens.append(grammars.end_of(sequence.opened.token_ids))
-        matcher = text.matcher.fork()
         guesses: list[_Guess] = []
         begin = 0
         for token in tokens:
