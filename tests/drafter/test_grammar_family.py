@@ -12,7 +12,10 @@ import numpy as np
 import pytest
 from family_rig import Rig, opened_sequence
 
-from drafter_svc.families.grammar import GrammarFamily, Grammars
+from drafter_svc.families.grammar import GrammarFamily, Grammars, GrammarSettings
+from drafter_svc.metrics import Metrics
+from drafter_svc.placement import PlacementPlan
+from outrider.errors import OutriderError
 from outrider.grammar.kinds import Grammar, GrammarKind
 from outrider.protocol.draft_messages import Skip, Window
 
@@ -224,6 +227,13 @@ async def test_it_is_silent_about_joints_after_misses_and_comes_back(grammars: G
     assert said[0].startswith(' "k1')
     assert said[3:8] == [""] * 5
     assert all(text.startswith(' "k') for text in said[-5:])
+
+
+async def test_it_says_that_it_needs_the_target() -> None:
+    place = PlacementPlan("local", (), None, None)
+    with pytest.raises(OutriderError) as refused:
+        await GrammarFamily.load(GrammarSettings(), place, Metrics("d", "grammar"))
+    assert refused.value.field == "target"
 
 
 async def test_a_sequence_without_a_grammar_is_skipped(grammars: Grammars) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 import json
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider_bench.experiment.load import Played, _events, digest, timeline
+from outrider_bench.experiment.load import Played, _Answer, _events, _read, digest, timeline
+from outrider_bench.experiment.traffic import Request
 from outrider_bench.sample import Sample
 
 _EVENTS = [
@@ -48,3 +50,16 @@ def test_digests_differ_when_a_text_or_its_place_does() -> None:
         digest([_played([], ["a"]), _played([], ["b"])]),
     }
     assert len(digests) == 4
+
+
+@pytest.mark.parametrize(
+    ("kind", "wanted", "is_error"),
+    [("json", 5, False), ("json", 6, True), ("schema", 6, False), ("schema", 4, True)],
+)
+def test_only_an_answer_with_a_grammar_may_end_early(
+    kind: str, wanted: int, is_error: bool
+) -> None:
+    played = _played([], [])
+    answer = _Answer(0.0, [(1.0, _STREAM)])
+    _read(Request(0.0, kind, [1], wanted, None), answer, 0.0, 0.0, played)
+    assert bool(played.errors) is is_error

@@ -5,11 +5,13 @@ from __future__ import annotations
 from statistics import mean
 
 import pytest
+import xgrammar
 from tokenizers import Tokenizer
 
 from outrider.tokenizer import load_tokenizer
 from outrider_bench.experiment.spec import Workload
 from outrider_bench.experiment.traffic import requests_of, warm_up_of
+from outrider_bench.prompts import GRAMMARS
 
 
 @pytest.fixture(scope="module")
@@ -57,3 +59,26 @@ def test_poisson_arrivals_come_at_the_rate_and_repeat_with_the_seed(tokenizer: T
     assert 1800 < len(requests) < 2200
     assert all(request.at < 100.0 for request in requests)
     assert requests == requests_of(workload, tokenizer)
+
+
+def test_the_grammar_of_tools_is_that_of_qwen_3_in_xgrammar() -> None:
+    own = GRAMMARS["tools"]["structural_tag"]["format"]
+    tools = [
+        {
+            "type": "function",
+            "function": {
+                "name": tag["begin"].split('"')[3],
+                "parameters": tag["content"]["json_schema"],
+            },
+        }
+        for tag in own["tags"]
+    ]
+    found = xgrammar.get_model_structural_tag(
+        "qwen_3", tools, "required", reasoning="disabled", parallel_tool_calls=False
+    )
+    theirs = found.model_dump()["format"]
+    assert {name: theirs[name] for name in own if name != "tags"} == {
+        name: value for name, value in own.items() if name != "tags"
+    }
+    for tag, other in zip(own["tags"], theirs["tags"], strict=True):
+        assert (tag["begin"], tag["end"]) == (other["begin"], other["end"])

@@ -1,9 +1,9 @@
 """How much of a canonical text the drafter of grammars guesses, and how long a guess takes.
 
-`PYTHONPATH=.:tests python tests/grammar/canonical_texts.py [FOLDER]` plays a verifier that takes eight tokens a step,
-and commits a given text in the tokens of the tokenizer in FOLDER: the bundled one, unless given, or
-`large` for a made-up one of 128 thousand tokens. It prints tokens per forward, the share of the
-drafts that are right, and the processor time of a guess. No model runs.
+`PYTHONPATH=.:tests python tests/grammar/canonical_texts.py [FOLDER]` plays a verifier that takes
+eight tokens a step, and commits a given text in the tokens of the tokenizer in FOLDER: the bundled
+one, unless given, or `large` for a made-up one of 128 thousand tokens. It prints tokens per
+forward, the share of the drafts that are right, and the processor time of a guess. No model runs.
 """
 
 from __future__ import annotations

@@ -101,6 +101,12 @@ def test_a_head_is_the_verifiers(tmp_path: Path) -> None:
     assert "--head" not in planned(tmp_path, "--drafter", "ngram")["verifier"]
 
 
+def test_a_drafter_of_grammars_reads_the_target(tmp_path: Path) -> None:
+    children = planned(tmp_path, "--drafter", "grammar")
+    assert children["grammar-1"]["--target"] == "t"
+    assert "--threads" not in children["grammar-1"]
+
+
 def test_a_gateways_keys_go_to_the_gateway_alone(tmp_path: Path) -> None:
     children = planned(tmp_path, "--host", "127.0.0.1", "--keys-file", "keys.yaml")
     assert children["gateway"]["--keys-file"] == "keys.yaml"
