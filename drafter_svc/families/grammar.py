@@ -47,8 +47,8 @@ _INNER, _LAST, _CHOSEN = 0, 1, 2
 _RATES = (0.97, 0.7, 1.0)
 _STEP = 0.25
 _LEAST = 0.4
-# Where the verifier takes chains alone, they end where a token is less likely to be committed.
-_LEAST_IN_CHAIN = 0.3
+# A chain ends where a token is less likely to be committed.
+_LEAST_SURVIVAL = 0.3
 # A guess may take so much processor time (seconds). What exceeds it may be at most the second for a
 # sequence, and the third for a tenant, who gets a share of it back. Usual guesses take 0.2 ms.
 _FREE_S = 0.005
@@ -250,18 +250,18 @@ class GrammarFamily(Family):
         if [each.token for each in main[:held]] != sequence.guesses:
             # Guesses that outlived the commit, which the verifier prefers to later ones.
             return
-        run = text.branch(main, held)
-        run = run if sequence.wants_tree else _likely(run, 0)
+        run = _likely(text.branch(main, held), 0, more=sequence.wants_tree)
         sequence.extend(run.run, confidences=run.confidences)
         places = [(guesses, _common(sequence.guesses, guesses)) for guesses in others]
         branches = [
-            text.branch(guesses, at) for guesses, at in places if at < len(sequence.guesses)
+            _likely(text.branch(guesses, at), 1)
+            for guesses, at in places
+            if at < min(len(sequence.guesses), len(guesses))
         ]
-        branches = [branch for branch in branches if branch.run]
         if sequence.wants_tree:
-            offer_likeliest(sequence, branches)
+            offer_likeliest(sequence, [branch for branch in branches if branch.run])
             return
-        for branch in map(_likely, branches):
+        for branch in branches:
             sequence.branch(branch.at, branch.run, branch.confidences)
 
     def _spelled(self, sequence: DraftSequence, path: Path, matcher: TextMatcher) -> list[_Guess]:
@@ -295,8 +295,11 @@ def _common(chain: Sequence[int], guesses: Sequence[_Guess]) -> int:
     return at
 
 
-def _likely(branch: Branch, first: int = 1) -> Branch:
-    """The branch without what will unlikely be committed, once its first tokens were."""
+def _likely(branch: Branch, first: int, *, more: bool = False) -> Branch:
+    """The branch up to what will unlikely be committed once its `first` tokens were.
+
+    With `more`, one unlikely token stays, so that there are branches beside it.
+    """
     survivals = itertools.accumulate(branch.confidences[first:], operator.mul)
-    count = first + sum(survival >= _LEAST_IN_CHAIN for survival in survivals)
+    count = first + more + sum(survival >= _LEAST_SURVIVAL for survival in survivals)
     return Branch(branch.at, branch.run[:count], branch.confidences[:count])
