@@ -73,7 +73,7 @@ class ForcedText:
         ids = {text: token for token, text in enumerate(token_bytes) if len(text) == 1}
         self._probes = [ids[bytes([byte])] for byte in _PROBES if bytes([byte]) in ids]
         self._bytes = np.array([text[0] for text in ids], np.uint8)
-        self._ids = np.array([*ids.values(), *stop_token_ids])
+        self._ids = np.array([*ids.values(), *stop_token_ids], np.int64)
         self._mask = np.zeros((1, mask_width), np.int32)
 
     def paths(self, matcher: TextMatcher, layout: Layout, most_bytes: int) -> list[Path]:
