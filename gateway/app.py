@@ -11,7 +11,7 @@ from gateway.access.gate import Gate, RequireKey
 from gateway.access.origins import CheckOrigin, origin_pattern
 from gateway.config import GatewaySettings
 from gateway.generation.generate import Generation
-from gateway.http import endpoints, messages, openai, openapi, page
+from gateway.http import endpoints, messages, openai, openapi, page, responses
 from gateway.http.entrance import Entrance
 from gateway.http.request_body import BodyLimit
 from gateway.metrics import Metrics
@@ -28,6 +28,7 @@ def create_app(
     app.state.ignores_unknown = settings.unknown_parameters == "ignore"
     app.include_router(openai.routes(generation, gate, metrics=settings.speculation_metrics))
     app.include_router(messages.routes(generation, gate, metrics=settings.speculation_metrics))
+    app.include_router(responses.routes(generation, gate, metrics=settings.speculation_metrics))
     app.include_router(endpoints.routes(generation, metrics, gate))
     servicer = GenerationServicer(generation, gate)
     app.router.routes.append(connect.route(servicer))

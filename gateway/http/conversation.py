@@ -94,7 +94,8 @@ def _arguments(text: str) -> dict[str, Any]:
     return parsed
 
 
-def _check_arguments(text: str) -> str:
+def check_arguments(text: str) -> str:
+    """A call's arguments themselves. Raises ValueError if they are no JSON object."""
     _arguments(text)
     return text
 
@@ -103,7 +104,7 @@ class CalledFunction(Body):
     """The function of a call, with its arguments as JSON."""
 
     name: Text
-    arguments: Annotated[Text, AfterValidator(_check_arguments)] = ""
+    arguments: Annotated[Text, AfterValidator(check_arguments)] = ""
 
     def for_template(self) -> dict[str, Any]:
         """The call as chat templates expect it, with the arguments as an object."""

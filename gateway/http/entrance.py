@@ -15,7 +15,7 @@ from gateway.generation.admission import Admission, ClientTimeout, Permit
 from gateway.generation.turns import Turns
 from outrider.errors import OutriderError
 
-PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/messages"})
+PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"})
 """Paths of requests for text."""
 
 _SCOPE_KEY = "outrider.arrival"

@@ -1,0 +1,268 @@
+"""POST /v1/responses, OpenAI's Responses API: a chat, asked and answered in other shapes."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+from gateway.access.gate import Gate, identity_of
+from gateway.generation.generate import Generation
+from gateway.generation.serve_text import TextAnswer
+from gateway.http.answering import answer_text
+from gateway.http.calls import ChatCall
+from gateway.http.json_body import JsonRoute
+from gateway.http.openapi import STREAMED, json_responses
+from gateway.http.request_body import MAX_BODY_BYTES
+from gateway.http.responses_body import ResponsesBody, renamed
+from gateway.http.responses_items import Item, ItemReference, kept_item
+from gateway.http.responses_output import Json, OutputItems
+from gateway.http.responses_store import ResponseStore
+from gateway.http.streaming import AnswerWriter, event
+from gateway.text.choices import WholeChoice
+from gateway.text.deltas import TextDelta
+from outrider.errors import OutriderError, Reason, invalid
+from outrider.protocol.messages import FinishReason
+
+_ERRORS = (400, 401, 404, 408, 413, 415, 429, 500, 503, 504)
+
+
+class _Conversation(NamedTuple):
+    """The items of a conversation, and the same as JSON."""
+
+    items: list[Item]
+    kept: list[bytes]
+
+
+def _conversation(body: ResponsesBody, store: ResponseStore, tenant: str) -> _Conversation:
+    """The kept conversation that the body continues, and the items of its input.
+
+    Raises OutriderError(INVALID_VALUE) for what is not kept, and for more than a body could hold.
+    """
+    made = _Conversation([], [])
+    kept_bytes = 0
+
+    def add(kept: bytes, path: str) -> None:
+        """Add a kept item. References make a short body a long conversation, so count."""
+        nonlocal kept_bytes
+        kept_bytes += len(kept)
+        if kept_bytes > MAX_BODY_BYTES:
+            raise invalid(path, f"continues a conversation of more than {MAX_BODY_BYTES} bytes")
+        made.items.append(kept_item(json.loads(kept), path))
+        made.kept.append(kept)
+
+    previous = body.previous_response_id
+    if previous is not None:
+        known = store.conversation(tenant, previous)
+        if known is None:
+            raise invalid("previous_response_id", _not_kept("answer", previous))
+        for each in known:
+            add(each, "previous_response_id")
+    for index, item in enumerate(body.input):
+        if isinstance(item, ItemReference):
+            referred = store.item(tenant, item.id)
+            if referred is None:
+                raise invalid(f"input[{index}].id", _not_kept("item", item.id))
+            add(referred, f"input[{index}]")
+        else:
+            made.items.append(item)
+            made.kept.append(item.model_dump_json(exclude_none=True).encode())
+    return made
+
+
+def _not_kept(what: str, identifier: str) -> str:
+    return (
+        f"names no {what} that this gateway keeps for this caller: {identifier[:100]!r}; "
+        "send the conversation's items in input instead"
+    )
+
+
+class ResponseCall(ChatCall):
+    """POST /v1/responses."""
+
+    id_prefix = "resp"
+
+    def __init__(
+        self, body: ResponsesBody, request: Request, store: ResponseStore, *, metrics: bool
+    ) -> None:
+        """Raises OutriderError that names a parameter of the body, or as chats do."""
+        self._asked = body
+        self._store = store
+        self._conversation = _conversation(body, store, identity_of(request).tenant)
+        chat = body.chat(self._conversation.items)
+        super().__init__(chat, request, metrics=metrics)
+
+    def writer(self, answer: TextAnswer) -> AnswerWriter:
+        """The Responses API's answer, which is kept unless the body says `store: false`."""
+
+        def keep(response: Json) -> None:
+            """Keep a complete answer."""
+            if self._asked.keeps:
+                self._store.add(self.identity.tenant, response, self._conversation.kept)
+
+        return ResponseWriter(self, self._asked, answer, keep)
+
+
+class ResponseWriter:
+    """An `AnswerWriter` for the Responses API."""
+
+    def __init__(
+        self,
+        call: ResponseCall,
+        body: ResponsesBody,
+        answer: TextAnswer,
+        keep: Callable[[Json], None],
+    ) -> None:
+        """`keep` is called with the complete response before its caller gets it."""
+        self._body = body
+        self._totals = answer.totals
+        self._has_metrics = call.has_metrics
+        self._keep = keep
+        self._output = OutputItems(body.tools.namespaced)
+        self._sequence_number = 0
+        self._response: Json = {
+            "id": call.request_id,
+            "object": "response",
+            "created_at": int(time.time()),
+            "status": "in_progress",
+            "model": answer.model,
+            "error": None,
+            "incomplete_details": None,
+            "output": [],
+            "usage": None,
+            **body.shown(),
+        }
+        self.is_complete = False
+
+    def whole(self, choices: list[WholeChoice]) -> Json:
+        """The answer to a request that does not stream."""
+        for part in choices[0].parts:
+            self._output.add(part)
+        self._output.end_all(self._status())
+        return self._finished()
+
+    def events(self, index: int, delta: TextDelta) -> bytes:  # there is one choice
+        """The events of the answer's next delta."""
+        made: list[Json] = []
+        if self._sequence_number == 0:
+            made += [self._event(name) for name in ("created", "in_progress")]
+        for part in delta.all_parts:
+            made += self._output.add(part)
+        if delta.finish is not None:
+            status = self._status()
+            made += self._output.end_all(status)
+            self._finished()
+            self.is_complete = True
+            made.append(self._event(status))
+        return self._written(made)
+
+    def failure(self, error: OutriderError) -> bytes:
+        """An error event with our own code, and the response with the nearest of OpenAI's codes."""
+        error = renamed(error, self._body.tools.flat)
+        limited = error.reason.kind.http == 429
+        code = "rate_limit_exceeded" if limited else "server_error"
+        self._response |= {
+            "status": "failed",
+            "error": {"code": code, "message": error.message},
+            "output": self._output.items,
+        }
+        told = {
+            "type": "error",
+            "code": error.reason.name.lower(),
+            "message": error.message,
+            "param": error.field,
+        }
+        return self._written([told, self._event("failed")])
+
+    def _status(self) -> Any:
+        finish = self._totals.finishes[0]
+        cut = finish is not None and finish.reason is FinishReason.LENGTH
+        return "incomplete" if cut else "completed"
+
+    def _finished(self) -> Json:
+        """Complete the response with its output and usage."""
+        status = self._status()
+        details = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        self._response |= {
+            "status": status,
+            "completed_at": int(time.time()),
+            "incomplete_details": details,
+            "output": self._output.items,
+            "usage": _usage(self._totals.usage()),
+            **self._totals.speculation(),
+        }
+        if self._has_metrics:
+            self._response["metrics"] = self._totals.metrics()
+        self._keep(self._response)
+        return self._response
+
+    def _event(self, name: str) -> Json:
+        return {"type": f"response.{name}", "response": dict(self._response)}
+
+    def _written(self, events: Sequence[Json]) -> bytes:
+        out = []
+        for made in events:
+            numbered = {**made, "sequence_number": self._sequence_number}
+            out.append(event(numbered, made["type"]))
+            self._sequence_number += 1
+        return b"".join(out)
+
+
+def _usage(chats: Json) -> Json:
+    """A chat's usage in the Responses API's names. Tokens of a thought are not counted apart."""
+    return {
+        "input_tokens": chats["prompt_tokens"],
+        "input_tokens_details": {**chats["prompt_tokens_details"], "cache_write_tokens": 0},
+        "output_tokens": chats["completion_tokens"],
+        "output_tokens_details": {"reasoning_tokens": 0, **chats["completion_tokens_details"]},
+        "total_tokens": chats["total_tokens"],
+    }
+
+
+@contextmanager
+def _in_own_terms(body: ResponsesBody) -> Iterator[None]:
+    """Rename the parameters in errors of the block."""
+    try:
+        yield
+    except OutriderError as error:
+        raise renamed(error, body.tools.flat) from error
+
+
+def routes(generation: Generation, gate: Gate, *, metrics: bool) -> APIRouter:
+    """The endpoints of the Responses API. With `metrics`, all answers report speculation."""
+    router = APIRouter(route_class=JsonRoute)
+    store = ResponseStore()
+
+    @router.post("/v1/responses", responses=json_responses(*_ERRORS, also=STREAMED))
+    async def responses(body: ResponsesBody, request: Request) -> Response:
+        """Answer a conversation of items."""
+        with _in_own_terms(body):
+            call = ResponseCall(body, request, store, metrics=metrics)
+            return await answer_text(generation, gate.limits, call)
+
+    @router.get("/v1/responses/{response_id}", responses=json_responses(401, 404))
+    async def kept_response(response_id: str, request: Request) -> Response:
+        """A response that is still kept."""
+        found = store.response(identity_of(request).tenant, response_id)
+        if found is None:
+            raise _no_response(response_id)
+        return Response(found, media_type="application/json")
+
+    @router.delete("/v1/responses/{response_id}", responses=json_responses(401, 404))
+    async def delete_response(response_id: str, request: Request) -> Response:
+        """Keep a response no longer."""
+        if not store.remove(identity_of(request).tenant, response_id):
+            raise _no_response(response_id)
+        return JSONResponse({"id": response_id, "object": "response", "deleted": True})
+
+    return router
+
+
+def _no_response(response_id: str) -> OutriderError:
+    message = f"response_id {response_id[:100]!r} is no response that this gateway keeps"
+    return OutriderError(Reason.ROUTE_NOT_FOUND, message, "response_id")

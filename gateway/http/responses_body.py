@@ -1,0 +1,234 @@
+"""The body of POST /v1/responses, and the chat that it stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
+
+from gateway.api_errors import validation_error
+from gateway.http.fields import Body, Text, limited
+from gateway.http.responses_items import (
+    Ignored,
+    InputItem,
+    Item,
+    Json,
+    input_items,
+    messages_of,
+)
+from gateway.http.responses_tools import Flat, ToolChoiceField, Tools, ToolsField, chat_choice
+from gateway.http.schema import (
+    LEAST_TIMEOUT_S,
+    SEED_MAX,
+    SEED_MIN,
+    ChatBody,
+    SamplingBody,
+    SpeculationBody,
+)
+from outrider.errors import OutriderError, invalid
+from outrider.protocol.limits import MAX_MESSAGES, MAX_NAME_LENGTH
+
+# A chat's names of parameters, the longest first, and what the Responses API calls them.
+_NAMES = {
+    "response_format.json_schema": "text.format",
+    "max_completion_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning.effort",
+    "response_format": "text.format",
+    "messages": "input",
+}
+
+
+class TextFormat(Body):
+    """The format that the answer must have. It always follows a schema, whatever `strict` is."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: Annotated[Text, Field(max_length=MAX_NAME_LENGTH)] | None = None
+    description: Ignored = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+    def for_chat(self) -> Json:
+        """A chat's `response_format`. Raises OutriderError(INVALID_VALUE) without a schema."""
+        if self.type != "json_schema":
+            return {"type": self.type}
+        if self.schema_ is None:
+            raise invalid("text.format.schema", "is required with type json_schema")
+        return {"type": self.type, "json_schema": {"schema": self.schema_}}
+
+
+class TextOptions(Body):
+    """What the answer's text must be."""
+
+    format: TextFormat | None = None
+    verbosity: Ignored = None
+
+
+class Reasoning(Body):
+    """How much to think. The thought itself is in the answer, never a summary."""
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    summary: Ignored = None
+    generate_summary: Ignored = None
+    context: Ignored = None
+    mode: Ignored = None
+
+
+class StreamOptions(Body):
+    """Options of a streamed answer."""
+
+    include_obfuscation: Ignored = None
+
+
+def _include(values: list[str]) -> list[str]:
+    if "message.output_text.logprobs" in values:
+        raise ValueError("cannot have log probabilities; POST /v1/chat/completions gives them")
+    return values
+
+
+def _metadata(values: dict[str, str]) -> dict[str, str]:
+    """OpenAI's limits. The answer repeats the metadata."""
+    if len(values) > 16:
+        raise ValueError("must hold at most 16 entries")
+    if any(len(key) > 64 or len(value) > 512 for key, value in values.items()):
+        raise ValueError("must have keys of at most 64 and values of at most 512 characters")
+    return values
+
+
+class ResponsesBody(SamplingBody):
+    """POST /v1/responses."""
+
+    model: str | None = None
+    input: Annotated[
+        Any, BeforeValidator(input_items, json_schema_input_type=str | list[InputItem])
+    ] = Field(default=[])
+    instructions: Text | None = None
+    previous_response_id: Text | None = Field(
+        default=None, description="Continue the conversation of this answer, if it is still kept."
+    )
+    store: bool | None = Field(
+        default=None, description="false keeps nothing. Others are kept in memory for a while."
+    )
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_output_tokens: int | None = limited(minimum=1)
+    text: TextOptions | None = None
+    reasoning: Reasoning | None = None
+    tools: ToolsField = Tools()
+    tool_choice: ToolChoiceField = None
+    parallel_tool_calls: bool | None = None
+    include: Annotated[list[str], AfterValidator(_include)] | None = None
+    metadata: Annotated[dict[str, str], AfterValidator(_metadata)] | None = None
+    seed: int | None = limited("As in chats.", minimum=SEED_MIN, exclusiveMaximum=SEED_MAX + 1)
+    speculation: SpeculationBody = SpeculationBody()
+    timeout: float | None = limited("As in chats.", minimum=LEAST_TIMEOUT_S)
+    chat_template_kwargs: dict[str, Any] | None = Field(default=None, description="As in chats.")
+    # The gateway never drops items of a conversation that is too long.
+    truncation: Literal["auto", "disabled"] | None = None
+    background: Literal[False] | None = None
+    conversation: None = None
+    prompt: None = None
+    top_logprobs: Literal[0] | None = None
+    # OpenAI's labels for its own records and caches, and limits of tools that OpenAI runs.
+    client_metadata: Ignored = None
+    max_tool_calls: Ignored = None
+    moderation: Ignored = None
+    prompt_cache_key: Ignored = None
+    prompt_cache_options: Ignored = None
+    prompt_cache_retention: Ignored = None
+    safety_identifier: Ignored = None
+    service_tier: Ignored = None
+    user: Ignored = None
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the answer is kept."""
+        return self.store is not False
+
+    def chat(self, items: Sequence[Item]) -> ChatBody:
+        """The chat that asks the same, with the whole conversation's items.
+
+        Raises OutriderError that names a parameter as a chat does, see `renamed`.
+        """
+        messages = messages_of(items)
+        if self.instructions is not None:
+            messages.insert(0, {"role": "system", "content": self.instructions})
+        if not 1 <= len(messages) <= MAX_MESSAGES:
+            raise invalid("input", f"must hold 1 to {MAX_MESSAGES} items, not {len(messages)}")
+        same = [*SamplingBody.model_fields, *_SAME]
+        given: Json = {name: getattr(self, name) for name in same}
+        given |= {
+            "messages": messages,
+            "max_completion_tokens": self.max_output_tokens,
+            "tools": [tool.for_chat() for tool in self.tools.flat],
+            "tool_choice": chat_choice(self.tool_choice),
+        }
+        if self.text is not None and self.text.format is not None:
+            given["response_format"] = self.text.format.for_chat()
+        if self.reasoning is not None:
+            given["reasoning_effort"] = self.reasoning.effort
+        try:
+            return ChatBody.model_validate(given)
+        except ValidationError as cause:
+            raise validation_error(cause.errors(include_url=False)) from cause
+
+    def shown(self) -> Json:
+        """The parameters that an answer repeats, with their defaults."""
+        text = TextOptions() if self.text is None else self.text
+        form = TextFormat(type="text") if text.format is None else text.format
+        reasoning = Reasoning() if self.reasoning is None else self.reasoning
+        return {
+            "background": False,
+            "instructions": self.instructions,
+            "max_output_tokens": self.max_output_tokens,
+            "metadata": self.metadata or {},
+            "parallel_tool_calls": self.parallel_tool_calls is not False,
+            "previous_response_id": self.previous_response_id,
+            "reasoning": {"effort": reasoning.effort, "summary": None},
+            "service_tier": "default",
+            "store": self.keeps,
+            "temperature": 1.0 if self.temperature is None else self.temperature,
+            "text": {"format": form.model_dump(by_alias=True, exclude_none=True)},
+            "tool_choice": self.tool_choice or "auto",
+            "tools": self.tools.shown(),
+            "top_logprobs": 0,
+            "top_p": 1.0 if self.top_p is None else self.top_p,
+            "truncation": "disabled",
+        }
+
+
+_SAME = (
+    "model",
+    "stream",
+    "parallel_tool_calls",
+    "seed",
+    "speculation",
+    "timeout",
+    "chat_template_kwargs",
+)
+
+
+def renamed(error: OutriderError, tools: Sequence[Flat]) -> OutriderError:
+    """The error of a chat in the terms of the Responses API."""
+    old = error.field
+    if old is None:
+        return error
+    new = _field(old, tools)
+    message = error.message.replace(old, new)
+    for chats, ours in _NAMES.items():
+        # Other parameters are named in a message too; a plain word may mean something else.
+        if "_" in chats:
+            message = message.replace(chats, ours)
+    return replace(error, message=message, field=new)
+
+
+def _field(name: str, tools: Sequence[Flat]) -> str:
+    if name.startswith("tools["):
+        number, _, rest = name.removeprefix("tools[").partition("]")
+        path = tools[int(number)].path
+        return path + rest.removeprefix(".function")
+    for chats, ours in _NAMES.items():
+        if name == chats or name.startswith((f"{chats}.", f"{chats}[")):
+            return "input" if ours == "input" else ours + name.removeprefix(chats)
+    return name

@@ -1,0 +1,144 @@
+"""The output items of the Responses API's answers, and the events in which they grow."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from gateway.tools.reader import CallBegin, Content, Part, Reasoning
+
+Json = dict[str, Any]
+Status = Literal["in_progress", "completed", "incomplete"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """A kind of item: the start of its id, the name of its text's events, and its part's type."""
+
+    prefix: str
+    events: str
+    part: str = ""
+
+    @property
+    def text_name(self) -> str:
+        """What the event calls the whole text."""
+        return "text" if self.part else "arguments"
+
+
+_MESSAGE = _Kind("msg", "response.output_text", "output_text")
+_THOUGHT = _Kind("rs", "response.reasoning_text", "reasoning_text")
+_CALL = _Kind("fc", "response.function_call_arguments")
+
+
+class OutputItems:
+    """Turns the parts of an answer into items. Its methods return the events, in order.
+
+    `namespaced` has the namespace and the name of functions by the name that the model uses.
+    """
+
+    def __init__(self, namespaced: Mapping[str, tuple[str, str]]) -> None:
+        self.items: list[Json] = []
+        """The items that are complete."""
+        self._namespaced = namespaced
+        self._kind: _Kind | None = None
+        self._item: Json = {}
+        self._texts: list[str] = []
+
+    def add(self, part: Part) -> list[Json]:
+        """The events of the answer's next part."""
+        if isinstance(part, CallBegin):
+            return [*self.end("completed"), *self._begin(_CALL, self._call(part))]
+        if not part.text:
+            return []
+        made: list[Json] = []
+        if isinstance(part, Content | Reasoning):
+            kind = _MESSAGE if isinstance(part, Content) else _THOUGHT
+            if kind is not self._kind:
+                made = [*self.end("completed"), *self._begin(kind, _empty(kind))]
+        assert self._kind is not None
+        self._texts.append(part.text)
+        delta = self._event("delta", delta=part.text)
+        return [*made, delta]
+
+    def end(self, status: Status) -> list[Json]:
+        """The events that end the item under way, if any, with this status."""
+        if self._kind is None:
+            return []
+        kind, text = self._kind, "".join(self._texts)
+        done = self._event("done", **{kind.text_name: text})
+        made = [done]
+        if kind.part:
+            part = _part(kind, text)
+            made.append(self._part_event("done", part))
+            self._item = self._item | {"content": [part]}
+        else:
+            done["name"] = self._item["name"]
+            self._item = self._item | {"arguments": text}
+        self._item = self._item | {"status": status}
+        made.append(self._item_event("done"))
+        self.items.append(self._item)
+        self._kind = None
+        return made
+
+    def end_all(self, status: Status) -> list[Json]:
+        """The events that end the output.
+
+        A complete answer holds a message or a call, if only an empty message.
+        """
+        made = self.end(status)
+        if status == "completed" and all(item["type"] == "reasoning" for item in self.items):
+            made += self._begin(_MESSAGE, _empty(_MESSAGE))
+            made += self.end(status)
+        return made
+
+    def _begin(self, kind: _Kind, item: Json) -> list[Json]:
+        self._kind = kind
+        self._texts = []
+        self._item = {"id": f"{kind.prefix}_{secrets.token_hex(24)}", **item}
+        made = [self._item_event("added")]
+        if kind.part:
+            made.append(self._part_event("added", _part(kind, "")))
+        return made
+
+    def _call(self, begin: CallBegin) -> Json:
+        namespace, name = self._namespaced.get(begin.name, (None, begin.name))
+        call = {
+            "type": "function_call",
+            "status": "in_progress",
+            "call_id": begin.call_id,
+            "name": name,
+            "arguments": "",
+        }
+        return call if namespace is None else call | {"namespace": namespace}
+
+    def _event(self, name: str, **content: Any) -> Json:
+        """An event of the item's text."""
+        assert self._kind is not None
+        logprobs = {"logprobs": []} if self._kind is _MESSAGE else {}
+        return {"type": f"{self._kind.events}.{name}", **self._place(), **content, **logprobs}
+
+    def _part_event(self, name: str, part: Json) -> Json:
+        return {"type": f"response.content_part.{name}", **self._place(), "part": part}
+
+    def _item_event(self, name: str) -> Json:
+        place = {"output_index": len(self.items)}
+        return {"type": f"response.output_item.{name}", **place, "item": self._item}
+
+    def _place(self) -> Json:
+        assert self._kind is not None
+        place = {"item_id": self._item["id"], "output_index": len(self.items)}
+        return place | {"content_index": 0} if self._kind.part else place
+
+
+def _empty(kind: _Kind) -> Json:
+    if kind is _MESSAGE:
+        return {"type": "message", "status": "in_progress", "role": "assistant", "content": []}
+    return {"type": "reasoning", "status": "in_progress", "summary": [], "content": []}
+
+
+def _part(kind: _Kind, text: str) -> Json:
+    if kind is _MESSAGE:
+        return {"type": kind.part, "text": text, "annotations": [], "logprobs": []}
+    return {"type": kind.part, "text": text}

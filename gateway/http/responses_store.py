@@ -1,0 +1,176 @@
+"""Keep answers of the Responses API for a while, in memory, apart for each tenant.
+
+An answer is kept with its whole conversation. A piece of JSON that several answers of a tenant
+share is held once, so a long conversation costs its own length, not the sum over its answers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+MAX_TENANT_BYTES = 16 * 1024 * 1024
+MAX_TENANT_ANSWERS = 1024
+MAX_BYTES = 64 * 1024 * 1024
+MAX_ANSWERS = 8192
+# What Python's objects take beside the JSON: for each piece, each use of one, and each answer.
+_PIECE_BYTES = 200
+_USE_BYTES = 16
+_ANSWER_BYTES = 2000
+# Parameters that are often the same in the answers of a tenant.
+_APART = ("tools", "instructions")
+
+
+class _Kept(NamedTuple):
+    """A kept answer."""
+
+    members: Sequence[bytes]
+    """The members of the response as a JSON object, but for its output."""
+    before: Sequence[bytes]
+    """The items of the conversation before the answer."""
+    output: Sequence[bytes]
+    item_ids: Sequence[str]
+
+    @property
+    def pieces(self) -> list[bytes]:
+        """All pieces of JSON."""
+        return [*self.members, *self.before, *self.output]
+
+    @property
+    def own_bytes(self) -> int:
+        """The memory that it takes beside its pieces."""
+        return _ANSWER_BYTES + _USE_BYTES * (len(self.before) + len(self.output))
+
+
+class _Tenant:
+    """The answers of one tenant. The last one was used last."""
+
+    def __init__(self) -> None:
+        self.answers: OrderedDict[str, _Kept] = OrderedDict()
+        self.items: dict[str, tuple[str, bytes]] = {}
+        """By the id of an item of an answer: the answer's id, and the item."""
+        self.byte_count = 0
+        self._uses: Counter[bytes] = Counter()
+
+    def add(self, answer_id: str, kept: _Kept) -> None:
+        """Keep an answer whose id is new."""
+        self.answers[answer_id] = kept
+        for item_id, item in zip(kept.item_ids, kept.output, strict=True):
+            self.items[item_id] = (answer_id, item)
+        for piece in kept.pieces:
+            if self._uses[piece] == 0:
+                self.byte_count += len(piece) + _PIECE_BYTES
+            self._uses[piece] += 1
+        self.byte_count += kept.own_bytes
+
+    def remove(self, answer_id: str) -> None:
+        """Drop an answer, and the pieces that no other one uses."""
+        kept = self.answers.pop(answer_id)
+        for item_id in kept.item_ids:
+            del self.items[item_id]
+        for piece in kept.pieces:
+            self._uses[piece] -= 1
+            if self._uses[piece] == 0:
+                del self._uses[piece]
+                self.byte_count -= len(piece) + _PIECE_BYTES
+        self.byte_count -= kept.own_bytes
+
+
+class ResponseStore:
+    """The kept answers of all tenants. Those that were not used for longest make room for others.
+
+    One tenant cannot read another's answers, and has at most MAX_TENANT_BYTES and
+    MAX_TENANT_ANSWERS of them.
+    """
+
+    def __init__(self) -> None:
+        self._tenants: dict[str, _Tenant] = {}
+        # All answers by tenant and id. The last one was used last.
+        self._order: OrderedDict[tuple[str, str], None] = OrderedDict()
+        self.byte_count = 0
+        """About how much memory the answers take."""
+
+    def add(self, tenant: str, response: dict[str, Any], before: Sequence[bytes]) -> None:
+        """Keep a response with the items before it, unless it is larger than a tenant's share.
+
+        It takes the place of a response with the same id.
+        """
+        self.remove(tenant, response["id"])
+        others = {k: v for k, v in response.items() if k not in ("output", *_APART)}
+        members = [_members(others), *(_members({name: response[name]}) for name in _APART)]
+        output = [_json(item) for item in response["output"]]
+        kept = _Kept(members, before, output, [item["id"] for item in response["output"]])
+        alone = _Tenant()
+        alone.add(response["id"], kept)
+        if alone.byte_count > MAX_TENANT_BYTES:
+            return
+        of_tenant = self._tenants.setdefault(tenant, _Tenant())
+        self.byte_count -= of_tenant.byte_count
+        of_tenant.add(response["id"], kept)
+        self.byte_count += of_tenant.byte_count
+        self._order[tenant, response["id"]] = None
+        self._make_room(tenant)
+
+    def _make_room(self, tenant: str) -> None:
+        """Drop the oldest answers of a tenant, and of all, until they are within the limits."""
+        of_tenant = self._tenants[tenant]
+        answers = of_tenant.answers
+        while of_tenant.byte_count > MAX_TENANT_BYTES or len(answers) > MAX_TENANT_ANSWERS:
+            self.remove(tenant, next(iter(answers)))
+        while self.byte_count > MAX_BYTES or len(self._order) > MAX_ANSWERS:
+            self.remove(*next(iter(self._order)))
+
+    def remove(self, tenant: str, answer_id: str) -> bool:
+        """Drop an answer. False if it is not kept."""
+        if (tenant, answer_id) not in self._order:
+            return False
+        del self._order[tenant, answer_id]
+        of_tenant = self._tenants[tenant]
+        self.byte_count -= of_tenant.byte_count
+        of_tenant.remove(answer_id)
+        self.byte_count += of_tenant.byte_count
+        if not of_tenant.answers:
+            del self._tenants[tenant]
+        return True
+
+    def _used(self, tenant: str, answer_id: str) -> _Kept | None:
+        """A kept answer, which is now the one that was used last."""
+        if (tenant, answer_id) not in self._order:
+            return None
+        self._order.move_to_end((tenant, answer_id))
+        answers = self._tenants[tenant].answers
+        answers.move_to_end(answer_id)
+        return answers[answer_id]
+
+    def conversation(self, tenant: str, answer_id: str) -> Sequence[bytes] | None:
+        """The items of a conversation up to a kept answer, as JSON; None if it is not kept."""
+        kept = self._used(tenant, answer_id)
+        return None if kept is None else [*kept.before, *kept.output]
+
+    def item(self, tenant: str, item_id: str) -> bytes | None:
+        """An item of a kept answer as JSON; None if it is not kept."""
+        of_tenant = self._tenants.get(tenant)
+        if of_tenant is None or item_id not in of_tenant.items:
+            return None
+        answer_id, item = of_tenant.items[item_id]
+        self._used(tenant, answer_id)
+        return item
+
+    def response(self, tenant: str, answer_id: str) -> bytes | None:
+        """A kept response as JSON; None if it is not kept."""
+        kept = self._used(tenant, answer_id)
+        if kept is None:
+            return None
+        output = b'"output":[' + b",".join(kept.output) + b"]"
+        return b"{" + b",".join((*kept.members, output)) + b"}"
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
+def _members(values: dict[str, Any]) -> bytes:
+    """The object's members without its braces."""
+    return _json(values)[1:-1]
