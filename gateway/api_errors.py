@@ -158,7 +158,7 @@ def _instead(path: str) -> str:
     """A hint for callers of OpenAI's and Anthropic's other endpoints, such as /v1/embeddings."""
     if not path.startswith("/v1/"):
         return ""
-    paths = ("/v1/chat/completions", "/v1/messages", "/v1/completions")
+    paths = ("/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/completions")
     return f"; {' and '.join(f'POST {each}' for each in paths)} generate text"
 
 

@@ -253,6 +253,10 @@ def routes(generation: Generation, gate: Gate, *, metrics: bool) -> APIRouter:
             raise _no_response(response_id)
         return Response(found, media_type="application/json")
 
+    router.add_api_route(
+        "/v1/responses/{response_id}", kept_response, methods=["HEAD"], include_in_schema=False
+    )
+
     @router.delete("/v1/responses/{response_id}", responses=json_responses(401, 404))
     async def delete_response(response_id: str, request: Request) -> Response:
         """Keep a response no longer."""

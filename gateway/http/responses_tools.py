@@ -16,23 +16,10 @@ from outrider.errors import OutriderError, Reason, invalid
 log = logging.getLogger(__name__)
 
 # Tools that OpenAI runs itself, or that only its models can use.
-_HOSTED = frozenset(
-    {
-        "apply_patch",
-        "code_interpreter",
-        "computer",
-        "computer_use_preview",
-        "file_search",
-        "image_generation",
-        "local_shell",
-        "mcp",
-        "shell",
-        "tool_search",
-        "web_search",
-        "web_search_2025_08_26",
-        "web_search_preview",
-        "web_search_preview_2025_03_11",
-    }
+_HOSTED = (
+    *("apply_patch", "code_interpreter", "computer", "computer_use_preview", "file_search"),
+    *("image_generation", "local_shell", "mcp", "shell", "tool_search", "web_search"),
+    *("web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11"),
 )
 _warned: set[str] = set()
 
@@ -74,7 +61,7 @@ class NamespaceTool(Body):
 class HostedTool(Body, extra="allow"):
     """A tool that OpenAI runs itself. It is ignored."""
 
-    type: Literal[tuple(sorted(_HOSTED))]  # type: ignore[valid-type]  # the table's names
+    type: Annotated[str, Field(json_schema_extra={"enum": [*_HOSTED]})]
 
 
 class Flat(NamedTuple):
@@ -112,17 +99,17 @@ class Tools(NamedTuple):
         }
 
     def shown(self) -> list[Json]:
-        """The tools for the answer."""
+        """The tools for the answer, in which OpenAI's clients expect some fields even if empty."""
         return [
-            tool.model_dump(by_alias=True, exclude_none=True) | _nulls(tool) for tool in self.listed
+            {"parameters": None, "strict": None, **_dumped(tool)}
+            if isinstance(tool, FunctionTool)
+            else {"description": "", **_dumped(tool)}
+            for tool in self.listed
         ]
 
 
-def _nulls(tool: FunctionTool | NamespaceTool) -> Json:
-    """What a function's answer has even if it is null."""
-    if isinstance(tool, NamespaceTool):
-        return {}
-    return {"parameters": tool.parameters, "strict": tool.strict}
+def _dumped(tool: Body) -> Json:
+    return tool.model_dump(exclude_none=True)
 
 
 def _tools(value: object) -> Tools:

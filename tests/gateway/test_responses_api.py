@@ -1,0 +1,602 @@
+"""The Responses API answers as a chat does, in its own shapes, and keeps answers for a while."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import pytest_asyncio
+from gateway_rig import Rig, echo, is_ready, model_with_template, running_rig, settings
+from keyed_rig import ALICE, BOB, auth, entry, keyed_rig
+from openai.types import responses as types
+from pydantic import BaseModel, TypeAdapter
+from scripted_verifier import Script, plain, ready, serving
+from waiting import until
+
+from gateway.http import responses, responses_tools
+from gateway.text.prompts import Prompts
+from outrider.errors import OutriderError, Reason
+from outrider.protocol.messages import FinishReason, TokenRequest
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+Json = dict[str, Any]
+EVENT: TypeAdapter[Any] = TypeAdapter(types.ResponseStreamEvent)
+TEXT = "naïve: def add(a, b):\n    return a + b  # 😀"
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+WEATHER = {"type": "function", "name": "weather", "parameters": SCHEMA, "strict": True}
+CLOCK = {"type": "function", "name": "clock"}
+CALLS = (
+    'Let me look.\n<tool_call>\n{"name": "weather", "arguments": {"city": "a </b>"}}\n</tool_call>'
+    '\n<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
+)
+THINKING = """{% for m in messages %}<|user|>{{ m['role'] }}: {% if m.reasoning_content %}<think>
+{{ m.reasoning_content }}</think>{% endif %}{{ m['content'] }}{% for c in m.tool_calls or [] %}
+<tool_call>{{ c | tojson }}</tool_call>{% endfor %}<|end|>{% endfor %}<|assistant|><think>
+{% if reasoning_effort %}{{ reasoning_effort }}{% endif %}"""
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def thinker(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig]:
+    """A gateway of a model whose answers begin with a thought."""
+    folder = tmp_path_factory.mktemp("thinker")
+    prompts = Prompts(model_with_template(folder, THINKING), "hermes")
+    script = Script(ready(prompts.fingerprint), echo)
+    async with serving(script) as address:
+        chosen = settings(address, tokenizer=str(folder), tool_format="hermes")
+        async with running_rig(chosen, script, prompts) as made:
+            await until(lambda: is_ready(made.http))
+            yield made
+
+
+async def ask(rig: Rig, given: Any = "hi", **body: Any) -> Json:
+    """A whole answer, which has OpenAI's form."""
+    answer = await rig.http.post("/v1/responses", json={"input": given, **body})
+    assert answer.status_code == 200, answer.text
+    types.Response.model_validate(answer.json())
+    found: Json = answer.json()
+    assert found["id"] == answer.headers["x-request-id"]
+    return found
+
+
+def events_of(answer: httpx.Response) -> list[Json]:
+    """The events of a stream. Each has OpenAI's form, its type as its name, and the next number."""
+    events = []
+    for text in answer.text.split("\n\n")[:-1]:
+        name, data = text.split("\n")
+        event = json.loads(data.removeprefix("data: "))
+        assert name == f"event: {event['type']}"
+        assert EVENT.validate_python(event).type == event["type"]
+        events.append(event)
+    assert [event["sequence_number"] for event in events] == [*range(len(events))]
+    return events
+
+
+async def streamed(rig: Rig, given: Any = "hi", **body: Any) -> list[Json]:
+    answer = await rig.http.post("/v1/responses", json={"input": given, "stream": True, **body})
+    assert answer.status_code == 200, answer.text
+    return events_of(answer)
+
+
+async def refused(rig: Rig, body: Json, status: int = 400) -> Json:
+    """The error of a refused request."""
+    answer = await rig.http.post("/v1/responses", json={"input": "hi", **body})
+    assert answer.status_code == status, answer.text
+    error: Json = answer.json()["error"]
+    return error
+
+
+def chat_tools(tools: Sequence[Json]) -> list[Json]:
+    return [
+        {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
+        for tool in tools
+    ]
+
+
+def as_message(response: Json) -> Json:
+    """What a chat's message has of this answer."""
+    message: Json = {"content": None}
+    for item in response["output"]:
+        if item["type"] == "message":
+            message["content"] = "".join(part["text"] for part in item["content"])
+        elif item["type"] == "reasoning":
+            message["reasoning_content"] = item["content"][0]["text"]
+        else:
+            call = {"name": item["name"], "arguments": item["arguments"]}
+            message.setdefault("calls", []).append(call)
+    return message
+
+
+def of_chat(answer: Json) -> Json:
+    """The same of a chat's answer."""
+    message = answer["choices"][0]["message"]
+    found = {k: message[k] for k in ("content", "reasoning_content") if k in message}
+    if "tool_calls" in message:
+        found["calls"] = [call["function"] for call in message["tool_calls"]]
+    return found
+
+
+def asked_of(rig: Rig) -> TokenRequest:
+    """The verifier's last request, without what tells requests apart."""
+    return replace(rig.script.requests[-1], request_id="", traceparent="", noise_seed=0)
+
+
+SAME: list[tuple[str, Json, Json]] = [
+    (TEXT, {}, {}),
+    (
+        TEXT,
+        {"temperature": 0.5, "top_p": 0.9, "seed": 7},
+        {"temperature": 0.5, "top_p": 0.9, "seed": 7},
+    ),
+    (TEXT, {"max_output_tokens": 100, "top_k": 5}, {"max_completion_tokens": 100, "top_k": 5}),
+    (
+        '{"city": "Oslo"}',
+        {
+            "text": {
+                "format": {"type": "json_schema", "name": "x", "schema": SCHEMA, "strict": True}
+            }
+        },
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "x", "schema": SCHEMA},
+            }
+        },
+    ),
+    (
+        "{}",
+        {"text": {"format": {"type": "json_object"}}},
+        {"response_format": {"type": "json_object"}},
+    ),
+    (CALLS, {"tools": [WEATHER, CLOCK]}, {"tools": chat_tools([WEATHER, CLOCK])}),
+    (
+        CALLS,
+        {"tools": [WEATHER, CLOCK], "tool_choice": "required", "parallel_tool_calls": False},
+        {
+            "tools": chat_tools([WEATHER, CLOCK]),
+            "tool_choice": "required",
+            "parallel_tool_calls": False,
+        },
+    ),
+    (
+        CALLS,
+        {"tools": [WEATHER, CLOCK], "tool_choice": {"type": "function", "name": "clock"}},
+        {
+            "tools": chat_tools([WEATHER, CLOCK]),
+            "tool_choice": {"type": "function", "function": {"name": "clock"}},
+        },
+    ),
+    (
+        CALLS,
+        {
+            "tools": [WEATHER, CLOCK],
+            "tool_choice": {
+                "type": "allowed_tools",
+                "mode": "auto",
+                "tools": [{"type": "function", "name": "weather"}],
+            },
+        },
+        {
+            "tools": chat_tools([WEATHER, CLOCK]),
+            "tool_choice": {
+                "type": "allowed_tools",
+                "allowed_tools": {
+                    "mode": "auto",
+                    "tools": [{"type": "function", "function": {"name": "weather"}}],
+                },
+            },
+        },
+    ),
+    ("", {}, {}),
+    (TEXT, {"reasoning": {"effort": "low", "summary": "auto"}}, {"reasoning_effort": "low"}),
+]
+
+
+@pytest.mark.parametrize("thinks", [False, True])
+@pytest.mark.parametrize(("text", "ours", "chats"), SAME)
+async def test_an_answer_is_the_same_as_a_chats(
+    rig: Rig, thinker: Rig, thinks: bool, text: str, ours: Json, chats: Json
+) -> None:
+    rig = thinker if thinks else rig
+    rig.says(f"Hm. So?</think>{text}" if thinks else text, 3)
+    messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "hi"}]
+    answer = await rig.http.post("/v1/chat/completions", json={"messages": messages, **chats})
+    chat = answer.json()
+    wanted = asked_of(rig)
+    response = await ask(rig, instructions="Be kind.", **ours)
+    assert asked_of(rig) == wanted
+    assert as_message(response) == of_chat(chat)
+    assert response["status"] == "completed"
+    usage, of_chats = response["usage"], chat["usage"]
+    for name in ("prompt", "completion", "total"):
+        renamed = {"prompt": "input", "completion": "output"}.get(name, name)
+        assert usage[f"{renamed}_tokens"] == of_chats[f"{name}_tokens"]
+    events = await streamed(rig, instructions="Be kind.", **ours)
+    assert replace(asked_of(rig), min_chunk_tokens=wanted.min_chunk_tokens) == wanted
+    assert events[-1]["type"] == "response.completed"
+    assert as_message(events[-1]["response"]) == of_chat(chat)
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 1000])
+async def test_the_events_of_a_stream_add_up_to_its_answer(thinker: Rig, chunk: int) -> None:
+    thinker.says(f"Hm.\n\nSo?</think>{CALLS}\n Done.", chunk)
+    events = await streamed(thinker, tools=[WEATHER, CLOCK])
+    assert [event["type"] for event in events[:2]] == ["response.created", "response.in_progress"]
+    grown: dict[int, Json] = {}
+    texts: dict[int, str] = {}
+    for event in events[2:-1]:
+        kind, at = event["type"].removeprefix("response."), event["output_index"]
+        if kind == "output_item.added":
+            assert at == len(grown)
+            grown[at], texts[at] = event["item"], ""
+            assert event["item"]["status"] == "in_progress"
+        elif kind == "output_item.done":
+            assert event["item"]["id"] == grown[at]["id"]
+            grown[at] = event["item"]
+        else:
+            assert event["item_id"] == grown[at]["id"]
+        if kind.endswith(".delta"):
+            texts[at] += event["delta"]
+        elif kind.endswith(("_text.done", "arguments.done")):
+            assert event.get("text", event.get("arguments")) == texts[at]
+        elif kind == "content_part.done":
+            assert event["part"]["text"] == texts[at]
+    response = events[-1]["response"]
+    assert response["output"] == [*grown.values()]
+    assert [item["type"] for item in response["output"]] == [
+        "reasoning",
+        "message",
+        "function_call",
+        "function_call",
+        "message",
+    ]
+    assert len({item["id"] for item in response["output"]}) == 5
+    whole = await ask(thinker, tools=[WEATHER, CLOCK])
+    assert as_message(whole) == as_message(response)
+
+
+@pytest.mark.parametrize("text", [TEXT, CALLS[:-40], CALLS[:60]])
+async def test_an_answer_that_is_cut_off_is_incomplete_and_says_why(rig: Rig, text: str) -> None:
+    rig.says(text, 5, FinishReason.LENGTH)
+    response = await ask(rig, tools=[WEATHER, CLOCK])
+    events = await streamed(rig, tools=[WEATHER, CLOCK])
+    assert events[-1]["type"] == "response.incomplete"
+    for each in (response, events[-1]["response"]):
+        assert each["status"] == "incomplete"
+        assert each["incomplete_details"] == {"reason": "max_output_tokens"}
+        *earlier, last = each["output"]
+        assert last["status"] == "incomplete"
+        assert all(item["status"] == "completed" for item in earlier)
+
+
+async def test_a_call_that_was_cut_off_is_left_out_of_what_follows(rig: Rig) -> None:
+    rig.says(CALLS[:60], 5, FinishReason.LENGTH)
+    first = await ask(rig, tools=[WEATHER])
+    assert first["output"][-1]["type"] == "function_call"
+    rig.says("yes")
+    for given in ({"previous_response_id": first["id"]}, {}):
+        sent = [{"role": "user", "content": "and?"}]
+        if not given:
+            sent = [{"role": "user", "content": "hi"}, *first["output"], *sent]
+        await ask(rig, sent, **given)
+        assert "Let me look." in prompt_of(rig)
+        assert "weather" not in prompt_of(rig)
+
+
+async def test_a_stream_that_fails_ends_with_the_error_and_a_failed_response(rig: Rig) -> None:
+    [word] = rig.prompts.tokenizer.encode("if").ids
+    for reason, code in (
+        (Reason.INTERNAL, "server_error"),
+        (Reason.SLOW_READER, "rate_limit_exceeded"),
+    ):
+        steps = [plain([word, word]), OutriderError(reason, "it broke")]
+        rig.script.answer = lambda _, steps=steps: steps
+        *_, error, failed = await streamed(rig)
+        assert (error["type"], error["code"]) == ("error", reason.name.lower())
+        assert failed["type"] == "response.failed"
+        assert failed["response"]["error"] == {"code": code, "message": "it broke"}
+        known = await rig.http.get(f"/v1/responses/{failed['response']['id']}")
+        assert known.status_code == 404
+
+
+def prompt_of(rig: Rig) -> str:
+    return rig.prompts.decode(rig.script.requests[-1].prompt)
+
+
+HISTORY: list[Json] = [
+    {"role": "user", "content": "hi"},
+    {
+        "role": "assistant",
+        "content": "Let me look.",
+        "reasoning_content": "Hm.",
+        "tool_calls": [
+            {
+                "id": "c1",
+                "type": "function",
+                "function": {"name": "weather", "arguments": '{"city": "a </b>"}'},
+            },
+            {"id": "c2", "type": "function", "function": {"name": "clock", "arguments": "{}"}},
+        ],
+    },
+    {"role": "tool", "tool_call_id": "c1", "content": "5\ndegrees"},
+    {"role": "tool", "tool_call_id": "c2", "content": "noon"},
+]
+PARTS = [{"type": "input_text", "text": "5"}, {"type": "input_text", "text": "degrees"}]
+
+
+async def conversation(rig: Rig) -> tuple[Json, list[Json], str]:
+    """An answer with calls, what the tools say to it, and the prompt of the chat that follows."""
+    rig.says(f"Hm.</think>{CALLS}")
+    first = await ask(rig, tools=[WEATHER, CLOCK])
+    ids = [item["call_id"] for item in first["output"] if item["type"] == "function_call"]
+    outputs = [
+        {"type": "function_call_output", "call_id": call_id, "output": output}
+        for call_id, output in zip(ids, (PARTS, "noon"), strict=True)
+    ]
+    history = json.loads(
+        json.dumps(HISTORY).replace('"c1"', f'"{ids[0]}"').replace('"c2"', f'"{ids[1]}"')
+    )
+    rig.says("Cold.</think>So it is cold.")
+    body = {"messages": history, "tools": chat_tools([WEATHER, CLOCK])}
+    assert (await rig.http.post("/v1/chat/completions", json=body)).status_code == 200
+    return first, outputs, prompt_of(rig)
+
+
+async def test_a_conversation_goes_on_by_its_items_or_their_ids(thinker: Rig) -> None:
+    first, outputs, wanted = await conversation(thinker)
+    hi = {"role": "user", "content": "hi"}
+    references = [{"type": "item_reference", "id": item["id"]} for item in first["output"]]
+    for given, more in (
+        ([hi, *first["output"], *outputs], {}),
+        ([{"type": "message", **hi}, *references, *outputs], {}),
+        ([hi, *[{"id": each["id"]} for each in references], *outputs], {}),
+        (outputs, {"previous_response_id": first["id"]}),
+    ):
+        await ask(thinker, given, tools=[WEATHER, CLOCK], **more)
+        assert prompt_of(thinker) == wanted
+
+
+async def test_a_chain_of_answers_holds_the_whole_conversation(rig: Rig) -> None:
+    previous = None
+    messages: list[Json] = []
+    for turn in range(4):
+        rig.says(f"answer {turn}")
+        given = {} if previous is None else {"previous_response_id": previous["id"]}
+        previous = await ask(rig, f"turn {turn}", instructions=f"system {turn}", **given)
+        assert previous["previous_response_id"] == given.get("previous_response_id")
+        wanted = prompt_of(rig)
+        messages.append({"role": "user", "content": f"turn {turn}"})
+        chat = [{"role": "system", "content": f"system {turn}"}, *messages]
+        await rig.http.post("/v1/chat/completions", json={"messages": chat})
+        assert prompt_of(rig) == wanted
+        messages.append({"role": "assistant", "content": f"answer {turn}"})
+        # Earlier answers are not needed any more.
+        for old in given.values():
+            assert (await rig.http.delete(f"/v1/responses/{old}")).status_code == 200
+
+
+async def test_a_kept_answer_can_be_read_and_deleted(rig: Rig) -> None:
+    rig.says(CALLS)
+    whole = await ask(rig, tools=[WEATHER], instructions="Be kind.", metadata={"a": "b"})
+    last = (await streamed(rig, tools=[WEATHER]))[-1]["response"]
+    for response in (whole, last):
+        path = f"/v1/responses/{response['id']}"
+        assert (await rig.http.get(path)).json() == response
+        assert (await rig.http.head(path)).status_code == 200
+        found = await rig.client.responses.retrieve(response["id"])
+        assert found.output_text == "Let me look."
+        await rig.client.responses.delete(response["id"])
+        for gone in (await rig.http.get(path), await rig.http.delete(path)):
+            assert gone.status_code == 404
+            assert gone.json()["error"]["param"] == "response_id"
+        error = await refused(rig, {"previous_response_id": response["id"]})
+        assert error["param"] == "previous_response_id"
+        error = await refused(rig, {"input": [{"id": response["output"][0]["id"]}]})
+        assert error["param"] == "input[0].id"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_with_store_false_is_not_kept(rig: Rig, stream: bool) -> None:
+    rig.says(TEXT)
+    body = {"input": "hi", "store": False, "stream": stream}
+    answer = await rig.http.post("/v1/responses", json=body)
+    response = events_of(answer)[-1]["response"] if stream else answer.json()
+    assert response["store"] is False
+    assert (await rig.http.get(f"/v1/responses/{response['id']}")).status_code == 404
+    assert await refused(rig, {"input": [{"id": response["output"][0]["id"]}]})
+    assert await refused(rig, {"previous_response_id": response["id"]})
+
+
+async def test_no_tenant_reads_or_deletes_anothers_answers(
+    prompts: Prompts, tmp_path: Path
+) -> None:
+    entries = [entry(ALICE, "alice"), entry(BOB, "bob")]
+    async with keyed_rig(prompts, tmp_path, entries) as rig:
+        rig.says("secret")
+        # A caller may choose its answers' ids, so two tenants may have the same.
+        alices, bobs = [auth(key) | {"x-request-id": "resp-1"} for key in (ALICE, BOB)]
+
+        async def post(headers: dict[str, str], **body: Any) -> httpx.Response:
+            return await rig.http.post("/v1/responses", json=body, headers=headers)
+
+        kept = (await post(alices, input="hi")).json()
+        del alices["x-request-id"]
+        assert kept["id"] == "resp-1"
+        item = kept["output"][0]["id"]
+        assert (await rig.http.get("/v1/responses/resp-1", headers=bobs)).status_code == 404
+        assert (await rig.http.delete("/v1/responses/resp-1", headers=bobs)).status_code == 404
+        for body in ({"previous_response_id": "resp-1"}, {"input": [{"id": item}]}):
+            assert (await post(bobs, **body)).status_code == 400
+            assert (await post(alices, **body)).status_code == 200
+        rig.says("other")
+        await post(bobs, input="hi")
+        await rig.http.delete("/v1/responses/resp-1", headers=bobs)
+        assert (await rig.http.get("/v1/responses/resp-1", headers=alices)).status_code == 200
+
+
+async def test_a_short_body_cannot_become_an_endless_conversation(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig.says(TEXT)
+    monkeypatch.setattr(responses, "MAX_BODY_BYTES", 1000)
+    item = (await ask(rig))["output"][0]["id"]
+    error = await refused(rig, {"input": [{"id": item}] * 9})
+    assert error["param"].startswith("input[")
+    await ask(rig, [{"id": item}] * 2)
+
+
+async def test_openais_client_creates_streams_and_parses(rig: Rig) -> None:
+    class City(BaseModel):
+        city: str
+
+    client = rig.client.responses
+    rig.says(TEXT)
+    created = await client.create(model="models/target", input="hi")
+    assert created.output_text == TEXT
+    async with client.stream(model="models/target", input="hi") as stream:
+        deltas = [
+            event.delta async for event in stream if event.type == "response.output_text.delta"
+        ]
+        final = await stream.get_final_response()
+    assert "".join(deltas) == final.output_text == TEXT
+    rig.says('{"city": "Oslo"}')
+    parsed = await client.parse(model="models/target", input="hi", text_format=City)
+    assert parsed.output_parsed == City(city="Oslo")
+    rig.says(CALLS)
+    async with client.stream(
+        model="models/target",
+        input="hi",
+        tools=[openai.pydantic_function_tool(City, name="weather")],
+    ) as stream:
+        called = (await stream.get_final_response()).output[1]
+    assert (called.type, called.parsed_arguments) == ("function_call", City(city="a </b>"))
+
+
+NAMESPACE = {"type": "namespace", "name": "maps", "description": "x", "tools": [WEATHER, CLOCK]}
+
+
+async def test_the_model_sees_a_namespaces_functions_and_the_client_its_names(rig: Rig) -> None:
+    rig.says(CALLS.replace("weather", "maps__weather"))
+    tools = [{"type": "web_search"}, NAMESPACE, CLOCK]
+    response = await ask(rig, tools=tools)
+    assert '"maps__weather"' in prompt_of(rig)
+    found = [(i["name"], i.get("namespace")) for i in response["output"][1:]]
+    assert found == [("weather", "maps"), ("clock", None)]
+    assert response["tools"] == [NAMESPACE, {**CLOCK, "parameters": None, "strict": None}]
+    rig.says("x")
+    await ask(rig, "and?", previous_response_id=response["id"])
+    assert '{"name": "maps__weather", "arguments"' in prompt_of(rig)
+
+
+async def test_the_log_says_once_which_hosted_tools_are_ignored(
+    rig: Rig, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(responses_tools, "_warned", set())
+    for _ in range(2):
+        response = await ask(rig, tools=[{"type": "web_search", "filters": {"x": [1]}}])
+        assert response["tools"] == []
+    assert [record.message for record in caplog.records if "web_search" in record.message] == [
+        "tools of type web_search are ignored: the gateway runs no tools itself"
+    ]
+
+
+async def test_what_clients_send_along_changes_nothing(rig: Rig) -> None:
+    rig.says(TEXT)
+    await ask(rig)
+    wanted = asked_of(rig)
+    for body in (
+        {"include": ["reasoning.encrypted_content"], "metadata": {"a": "b"}, "store": True},
+        {"prompt_cache_key": "k", "client_metadata": {"x": {"y": 1}}, "service_tier": "flex"},
+        {"truncation": "auto", "user": "u", "safety_identifier": "s", "background": False},
+        {"text": {"verbosity": "low"}, "reasoning": {"summary": "auto", "effort": None}},
+        {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True, "top_logprobs": 0},
+        {"max_tool_calls": 3, "conversation": None, "prompt": None, "include": []},
+        {"instructions": None, "previous_response_id": None, "stream": False},
+    ):
+        await ask(rig, **body)
+        assert asked_of(rig) == wanted, body
+    await streamed(rig, stream_options={"include_obfuscation": True})
+
+
+def user(*parts: Json) -> list[Json]:
+    return [{"role": "user", "content": [{"type": "input_text", "text": "x"}, *parts]}]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"input": 3}, "input"),
+        ({"input": []}, "input"),
+        ({"input": [{"role": "user", "content": "x"}] * 2049}, "input"),
+        ({"input": ["x"]}, "input[0]"),
+        ({"input": user({"type": "input_image", "image_url": "x"})}, "input[0].content[1].type"),
+        ({"input": user({"type": "input_text"})}, "input[0].content[1].text"),
+        ({"input": user({"type": "input_text", "text": "\ud800"})}, "input[0].content[1].text"),
+        ({"input": user({"type": "input_text", "text": "x", "u": 1})}, "input[0].content[1].u"),
+        ({"input": [*user(), {"type": "web_search_call"}]}, "input[1].type"),
+        ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
+        (
+            {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "[1]"}]},
+            "input[0].arguments",
+        ),
+        ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
+        ({"input": "x " * 40_000}, "input"),
+        ({"max_output_tokens": 4000}, "max_output_tokens"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"min_tokens": 9, "max_output_tokens": 5}, "min_tokens"),
+        ({"temperature": 9}, "temperature"),
+        ({"tools": [{"type": "custom", "name": "f"}]}, "tools[0].type"),
+        ({"tools": [{"type": "web_search"}, {**CLOCK, "name": "a b"}]}, "tools[1].name"),
+        ({"tools": [{"type": "web_search"}, {**CLOCK, "parameters": 3}]}, "tools[1].parameters"),
+        ({"tools": [CLOCK, NAMESPACE, NAMESPACE]}, "tools[2].tools[0].name"),
+        ({"tools": [{**NAMESPACE, "tools": [{**CLOCK, "u": 1}]}]}, "tools[0].tools[0].u"),
+        ({"tools": [CLOCK] * 129}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [CLOCK], "tool_choice": {"type": "web_search"}}, "tool_choice"),
+        ({"tools": [CLOCK], "tool_choice": {"type": "function", "name": "no"}}, "tool_choice"),
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
+        ({"text": {"format": {"type": "regex"}}}, "text.format.type"),
+        ({"reasoning": {"effort": "huge"}}, "reasoning.effort"),
+        ({"background": True}, "background"),
+        ({"conversation": "conv_1"}, "conversation"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"include": ["message.output_text.logprobs"]}, "include"),
+        ({"metadata": {"a": "b" * 513}}, "metadata"),
+        ({"previous_response_id": "resp-none"}, "previous_response_id"),
+        ({"input": [{"type": "item_reference", "id": "msg_none"}]}, "input[0].id"),
+        ({"chat_template_kwargs": {"a b": 1}}, "chat_template_kwargs"),
+        ({"messages": []}, "messages"),
+        ({"n": 2}, "n"),
+    ],
+)
+async def test_an_error_names_the_callers_own_parameter(rig: Rig, body: Json, param: str) -> None:
+    content = json.dumps({"input": "hi", **body})
+    answer = await rig.http.post(
+        "/v1/responses", content=content, headers={"content-type": "application/json"}
+    )
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param)
+    if error["code"] != "context_length_exceeded":
+        assert error["message"].startswith(param)
+    assert param in error["message"]
+    for chats in ("messages", "max_completion_tokens", "response_format"):
+        assert chats == param or chats not in error["message"]
+    assert not rig.script.requests
+
+
+async def test_an_error_of_the_verifier_names_the_callers_own_parameter(rig: Rig) -> None:
+    def refuse(request: object) -> Any:
+        raise OutriderError(
+            Reason.INVALID_VALUE, "grammar.json_schema is deep", "grammar.json_schema"
+        )
+
+    rig.script.answer = refuse
+    form = {"type": "json_schema", "name": "x", "schema": SCHEMA}
+    error = await refused(rig, {"text": {"format": form}})
+    assert (error["param"], error["message"]) == ("text.format", "text.format is deep")
