@@ -116,7 +116,7 @@ class OutputItems:
     def _event(self, name: str, **content: Any) -> Json:
         """An event of the item's text."""
         assert self._kind is not None
-        logprobs = {"logprobs": []} if self._kind is _MESSAGE else {}
+        logprobs: Json = {"logprobs": []} if self._kind is _MESSAGE else {}
         return {"type": f"{self._kind.events}.{name}", **self._place(), **content, **logprobs}
 
     def _part_event(self, name: str, part: Json) -> Json:
