@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +28,7 @@ from gateway.http.streaming import AnswerWriter, event
 from gateway.text.choices import WholeChoice
 from gateway.text.deltas import TextDelta
 from outrider.errors import OutriderError, Reason, invalid
+from outrider.protocol.limits import MAX_MESSAGES
 from outrider.protocol.messages import FinishReason
 
 _ERRORS = (400, 401, 404, 408, 413, 415, 429, 500, 503, 504)
@@ -57,12 +59,14 @@ def _conversation(body: ResponsesBody, store: ResponseStore, tenant: str) -> _Co
         made.kept.append(kept)
 
     previous = body.previous_response_id
-    if previous is not None:
-        known = store.conversation(tenant, previous)
-        if known is None:
-            raise invalid("previous_response_id", _not_kept("answer", previous))
-        for each in known:
-            add(each, "previous_response_id")
+    known = () if previous is None else store.conversation(tenant, previous)
+    if known is None:
+        raise invalid("previous_response_id", _not_kept("answer", str(previous)))
+    count = len(known) + len(body.input)
+    if count > MAX_MESSAGES:
+        raise invalid("input", f"makes {count} items of the conversation, over {MAX_MESSAGES}")
+    for each in known:
+        add(each, "previous_response_id")
     for index, item in enumerate(body.input):
         if isinstance(item, ItemReference):
             referred = store.item(tenant, item.id)
@@ -88,14 +92,19 @@ class ResponseCall(ChatCall):
     id_prefix = "resp"
 
     def __init__(
-        self, body: ResponsesBody, request: Request, store: ResponseStore, *, metrics: bool
+        self,
+        body: ResponsesBody,
+        conversation: _Conversation,
+        request: Request,
+        store: ResponseStore,
+        *,
+        metrics: bool,
     ) -> None:
-        """Raises OutriderError that names a parameter of the body, or as chats do."""
+        """Raises OutriderError that names a parameter as a chat does."""
+        super().__init__(body.chat(conversation.items), request, metrics=metrics)
         self._asked = body
+        self._conversation = conversation
         self._store = store
-        self._conversation = _conversation(body, store, identity_of(request).tenant)
-        chat = body.chat(self._conversation.items)
-        super().__init__(chat, request, metrics=metrics)
 
     def writer(self, answer: TextAnswer) -> AnswerWriter:
         """The Responses API's answer, which is kept unless the body says `store: false`."""
@@ -242,7 +251,11 @@ def routes(generation: Generation, gate: Gate, *, metrics: bool) -> APIRouter:
     async def responses(body: ResponsesBody, request: Request) -> Response:
         """Answer a conversation of items."""
         with _in_own_terms(body):
-            call = ResponseCall(body, request, store, metrics=metrics)
+            # Let other requests run between the steps, which take long for many items.
+            await asyncio.sleep(0)
+            conversation = _conversation(body, store, identity_of(request).tenant)
+            await asyncio.sleep(0)
+            call = ResponseCall(body, conversation, request, store, metrics=metrics)
             return await answer_text(generation, gate.limits, call)
 
     @router.get("/v1/responses/{response_id}", responses=json_responses(401, 404))

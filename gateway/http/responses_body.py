@@ -178,6 +178,8 @@ class ResponsesBody(SamplingBody):
         text = TextOptions() if self.text is None else self.text
         form = TextFormat(type="text") if text.format is None else text.format
         reasoning = Reasoning() if self.reasoning is None else self.reasoning
+        given = self.model_dump(include={"temperature", "top_p"}, exclude_none=True)
+        sampling = {"temperature": 1.0, "top_p": 1.0} | given
         return {
             "background": False,
             "instructions": self.instructions,
@@ -188,12 +190,12 @@ class ResponsesBody(SamplingBody):
             "reasoning": {"effort": reasoning.effort, "summary": None},
             "service_tier": "default",
             "store": self.keeps,
-            "temperature": 1.0 if self.temperature is None else self.temperature,
+            "temperature": sampling["temperature"],
             "text": {"format": form.model_dump(by_alias=True, exclude_none=True)},
             "tool_choice": self.tool_choice or "auto",
             "tools": self.tools.shown(),
             "top_logprobs": 0,
-            "top_p": 1.0 if self.top_p is None else self.top_p,
+            "top_p": sampling["top_p"],
             "truncation": "disabled",
         }
 

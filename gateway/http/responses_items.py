@@ -11,6 +11,7 @@ from gateway.api_errors import validation_error
 from gateway.http.conversation import check_arguments
 from gateway.http.fields import Body, Text
 from outrider.errors import OutriderError, invalid
+from outrider.protocol.limits import MAX_MESSAGES
 
 Json = dict[str, Any]
 _Kind = TypeVar("_Kind", bound=Body)
@@ -171,6 +172,8 @@ def input_items(value: object) -> list[InputItem]:
         value = [{"role": "user", "content": value}]
     if not isinstance(value, list):
         raise invalid("input", "must be a string or a list of items")
+    if len(value) > MAX_MESSAGES:
+        raise invalid("input", f"must hold at most {MAX_MESSAGES} items, not {len(value)}")
     return [parsed(item, _INPUT_ITEMS, f"input[{index}]") for index, item in enumerate(value)]
 
 

@@ -169,6 +169,12 @@ LONG_GUESS = generation_pb2.GenerateTextRequest(
 ).SerializeToString()
 # A conversation of a million empty messages.
 EMPTY_MESSAGES = b"\x1a" + b"\xc0\xff\x7f" + b"\x0a\x00" * ((2 * MIB - 64) // 2)
+ITEMS = json.dumps(
+    {
+        "input": [{"role": "user", "content": [{"type": "input_text", "text": "x"}] * 3}] * 2048,
+        "max_output_tokens": 1,
+    }
+).encode()
 GET = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n"
 
 ATTACKS: dict[str, Callable[[Target], Awaitable[None]]] = {
@@ -182,6 +188,7 @@ ATTACKS: dict[str, Callable[[Target], Awaitable[None]]] = {
     "messages": lambda t: t.post("/v1/chat/completions", _chat(90_000), 413),
     "as many messages as allowed": lambda t: t.post("/v1/chat/completions", _chat(2048), 200),
     "as many calls and results as allowed": lambda t: t.post("/v1/messages", _turns(2048), 200),
+    "as many items as allowed": lambda t: t.post("/v1/responses", ITEMS, 200),
     "a long logit_bias": lambda t: t.post(
         "/v1/completions", f'{{"prompt":"x","logit_bias":{{{_keys(300_000)}}}}}'.encode(), 413
     ),
