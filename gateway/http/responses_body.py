@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 
 from gateway.api_errors import validation_error
+from gateway.http.conversation import template_variables
 from gateway.http.fields import Body, Text, limited
 from gateway.http.responses_items import (
     Ignored,
@@ -123,7 +124,9 @@ class ResponsesBody(SamplingBody):
     seed: int | None = limited("As in chats.", minimum=SEED_MIN, exclusiveMaximum=SEED_MAX + 1)
     speculation: SpeculationBody = SpeculationBody()
     timeout: float | None = limited("As in chats.", minimum=LEAST_TIMEOUT_S)
-    chat_template_kwargs: dict[str, Any] | None = Field(default=None, description="As in chats.")
+    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(template_variables)] | None = (
+        Field(default=None, description="As in chats.")
+    )
     # The gateway never drops items of a conversation that is too long.
     truncation: Literal["auto", "disabled"] | None = None
     background: Literal[False] | None = None

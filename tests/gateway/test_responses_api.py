@@ -556,7 +556,7 @@ def user(*parts: Json) -> list[Json]:
         ({"tools": [{"type": "custom", "name": "f"}]}, "tools[0].type"),
         ({"tools": [{"type": "web_search"}, {**CLOCK, "name": "a b"}]}, "tools[1].name"),
         ({"tools": [{"type": "web_search"}, {**CLOCK, "parameters": 3}]}, "tools[1].parameters"),
-        ({"tools": [CLOCK, NAMESPACE, NAMESPACE]}, "tools[2].tools[0].name"),
+        ({"tools": [CLOCK, NAMESPACE, NAMESPACE]}, "tools"),
         ({"tools": [{**NAMESPACE, "tools": [{**CLOCK, "u": 1}]}]}, "tools[0].tools[0].u"),
         ({"tools": [CLOCK] * 129}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
