@@ -62,7 +62,9 @@ async def test_get_and_head_have_the_documented_media_type(
     assert (head.status_code, head.content) == (200, b"")
 
 
-@pytest.mark.parametrize(("path", "stream"), [*zip(BODIES, (True, False, True, False), strict=True)])
+@pytest.mark.parametrize(
+    ("path", "stream"), [*zip(BODIES, (True, False, True, False), strict=True)]
+)
 async def test_each_error_that_occurs_is_documented(
     rig: Rig, document: Any, path: str, stream: bool
 ) -> None:
