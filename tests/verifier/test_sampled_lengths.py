@@ -40,7 +40,7 @@ def test_no_wait_depends_on_the_length_of_a_sampled_draft(waited_for: str) -> No
         return [assignment.drafter.id for _, assignment in plan.wait_for], plan.wait_s
 
     make_plan(engine, 3)
-    assert waits()[0] == [waited_for]
+    assert waited_for in waits()[0]
     found = []
     for length in (1, 2, 4):
         sequence.assignments["sampling"].trie.add(

@@ -55,13 +55,13 @@ def asked(engine: Engine) -> set[str]:
     return {each.drafter.id for each in make_plan(engine, 5).asks}
 
 
-def test_a_quick_drafter_is_asked_beside_the_chosen_one() -> None:
-    assert asked(planned()) == {"good", "quick"}
+@pytest.mark.parametrize("quick_s", [0.001, 0.006])
+def test_a_drafter_that_pays_is_asked_beside_the_chosen_one(quick_s: float) -> None:
+    assert asked(planned(quick_s=quick_s)) == {"good", "quick"}
 
 
 def test_a_second_drafter_is_not_asked_where_it_costs_or_adds_too_little() -> None:
     assert asked(planned(replace(TREES, draft_trees=False))) == {"good"}
-    assert asked(planned(quick_s=0.006)) == {"good"}
     assert asked(planned(quick_rate=0.001)) == {"good"}
     engine = planned()
     drafter = assignment(engine, "quick").drafter

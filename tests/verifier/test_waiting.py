@@ -1,5 +1,7 @@
 """The engine waits for a draft as long as that pays. All tests run in virtual time."""
 
+from functools import partial
+
 import pytest
 from fake_model import Client, ScriptedDrafter, TableModel, make_engine, make_plan
 from virtual_time import VirtualClock
@@ -11,6 +13,7 @@ from outrider.protocol.messages import SamplingParams, TokenChunk, TokenRequest
 from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine
 from verifier_svc.policy.goodput import goodput
+from verifier_svc.state.acceptance_rate import AcceptanceRate
 from verifier_svc.state.sequence import Assignment, Sequence
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -151,6 +154,44 @@ def test_with_always_draft_a_missing_first_draft_costs_a_second_a_step(
     arrived_s = [at - began_s for at in client.arrived_s]
     assert arrived_s == pytest.approx([0.055, 1.105, 2.15, 2.2], abs=0.01)
     assert drafter.handle.round_trip.value == 0.0
+
+
+@pytest.mark.parametrize("quick_rate", [0.3, 0.99])
+def test_with_always_draft_a_step_has_the_drafts_of_all_its_drafters(
+    clock: VirtualClock, quick_rate: float
+) -> None:
+    """The quick one offers one token, which comes long before the other one's four."""
+    config = EngineConfig(DraftTokensPolicy("fixed", 4), draft_trees=True)
+    engine, model = make_engine(eos_bias=-99, config=config, always_draft=True, clock=clock)
+    slow_forward(model, clock, 0.01)
+    quick, slow = (ScriptedDrafter(engine, name, name) for name in ("quick", "slow"))
+    truth = model.greedy([1, 2], 24)
+    deliver = engine.outbox._deliver
+
+    def answer(drafter: ScriptedDrafter, count: int) -> None:
+        done = len(sequence.tokens) - 2
+        if sequence.id in engine.sequences:
+            drafter.propose(sequence.id, truth[done : done + count], anew=True)
+            drafter.skip(sequence.id)
+
+    def answer_later(deliveries: list[object]) -> None:
+        deliver(deliveries)  # type: ignore[arg-type]
+        for sink, message in deliveries:  # type: ignore[misc]
+            if isinstance(message, StepBatch):
+                mine, seconds, count = (
+                    (quick, 0.001, 1) if sink == quick.handle.sink else (slow, 0.03, 4)
+                )
+                clock.after(seconds, partial(engine.post, partial(answer, mine, count)))
+
+    engine.outbox._deliver = answer_later  # type: ignore[assignment]
+    client = Client()
+    sequence = engine.submit(TokenRequest([1, 2], 24, GREEDY), client)
+    sequence.assignments["quick"].rate = AcceptanceRate(quick_rate, 4)
+    clock.finish(engine)
+    assert client.tokens == truth
+    assert client.chunks[-1].stats is not None
+    # A step of the prompt, and then five tokens a step.
+    assert client.chunks[-1].stats.forward_count <= 6
 
 
 def test_a_drafter_that_falls_silent_stops_being_waited_for(clock: VirtualClock) -> None:

@@ -7,7 +7,7 @@ import math
 from outrider.protocol.draft_messages import Window
 from outrider.protocol.limits import MAX_DRAFT_TOKENS
 from verifier_svc.state.acceptance_rate import AcceptanceRate, SiblingRates
-from verifier_svc.state.drafter import Drafter
+from verifier_svc.state.drafter import LONG_MEMORY, Drafter
 from verifier_svc.state.sequence import Assignment, Sequence
 from verifier_svc.state.trie import Trie
 from verifier_svc.verification.rule_choice import choose_distribution
@@ -18,9 +18,6 @@ _AHEAD = 2
 _TOKENS_PER_DEPTH = 6
 # Prior acceptance of a drafter. It is high, because a drafter that starts low is never tried.
 _OPTIMISM = 0.8
-# A drafter's own rate remembers a hundred drafts. With ten, the prior alone would give a drafter
-# that is always wrong a rate of 0.23 on each new sequence.
-_LONG_MEMORY = 0.99
 _KNOWN_POSITIONS = 16
 
 
@@ -42,7 +39,7 @@ def new_assignment(sequence: Sequence, drafter: Drafter, sampled_drafts: bool) -
     kind = _kind(sequence)
     drafter_rate = drafter.rates.get(kind)
     if drafter_rate is None:
-        drafter_rate = AcceptanceRate(_OPTIMISM, _KNOWN_POSITIONS, decay=_LONG_MEMORY)
+        drafter_rate = AcceptanceRate(_OPTIMISM, _KNOWN_POSITIONS, decay=LONG_MEMORY)
         drafter.rates[kind] = drafter_rate
     rate = AcceptanceRate(drafter_rate, limit)
     return Assignment(
@@ -55,6 +52,7 @@ def new_assignment(sequence: Sequence, drafter: Drafter, sampled_drafts: bool) -
         draft_tokens=1,
         sent_length=length,
         answer_rate=drafter.answer_rate,
+        lengths=AcceptanceRate(drafter.lengths, limit),
         sibling_rates=drafter.sibling_rates.setdefault(kind, SiblingRates()),
     )
 

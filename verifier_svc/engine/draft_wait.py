@@ -12,7 +12,7 @@ from verifier_svc.engine.context import EngineContext
 from verifier_svc.engine.intake import Intake
 from verifier_svc.policy.plan import Plan
 from verifier_svc.policy.planner import Planner
-from verifier_svc.policy.waits import pending_draft
+from verifier_svc.policy.waits import pending_drafts
 from verifier_svc.state.sequence import Assignment
 from verifier_svc.state.step_clock import StepClock
 
@@ -92,7 +92,7 @@ class DraftWait:
         return remaining_s
 
     def _late(self, plan: Plan) -> list[Assignment]:
-        """The drafts of `plan.wait_for` that are missing and still the best for their sequences."""
+        """The drafts of `plan.wait_for` that are missing and still better than those that came."""
         late: list[Assignment] = []
         if not plan.wait_for:
             return late
@@ -100,8 +100,8 @@ class DraftWait:
         for sequence, assignment in plan.wait_for:
             if sequence.id in in_turn:
                 wanted = plan.draft_tokens.get(sequence.id, 0)
-                pending = pending_draft(sequence, wanted, plan.policy)
-                if pending is not None and pending.assignment is assignment:
+                pending = pending_drafts(sequence, wanted, plan.policy)
+                if any(each is assignment for each, _ in pending.drafts):
                     late.append(assignment)
         return late
 

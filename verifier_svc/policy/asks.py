@@ -69,8 +69,8 @@ def trials(
 def companions(drafts: Drafts, paying: frozenset[Drafter], price: float) -> Drafts:
     """Drafts of companions: drafters whose guesses join the chosen drafter's in one tree.
 
-    Companions pay anyway, deliver sooner than the chosen drafter, and take no time of the
-    target's cores. So a companion costs a message. The engine waits for it only where the ready
+    They also stand in for a draft that does not come. Companions pay anyway, and take no time of
+    the target's cores. So a companion costs a message. The engine waits for it only where the ready
     drafts promise less.
     """
     found: Drafts = []
@@ -78,14 +78,12 @@ def companions(drafts: Drafts, paying: frozenset[Drafter], price: float) -> Draf
         return found
     chosen = {assignment for _, assignment, _ in drafts}
     for sequence, assignment, count in drafts:
-        latest_s = assignment.drafter.latency(count)
         for other in sequence.assignments.values():
             drafter = other.drafter
             if (
                 other not in chosen
                 and drafter in paying
                 and drafter.busy_s(count) == 0.0
-                and drafter.latency(count) <= latest_s
                 and _prob_beside(other, assignment) >= price
                 and not is_sampled(sequence)
             ):
@@ -94,9 +92,11 @@ def companions(drafts: Drafts, paying: frozenset[Drafter], price: float) -> Draf
 
 
 def _prob_beside(other: Assignment, chosen: Assignment) -> float:
-    """The probability that a drafter's first token is right where it differs from `chosen`."""
-    claim = (1.0 - chosen.rate.by_position[0]) * other.rate.by_position[0]
-    return other.sibling_rates.estimate(0, 0, claim)
+    """The probability that a drafter's first token is right where `chosen` has no right one."""
+    right = other.rate.by_position[0]
+    claim = (1.0 - chosen.rate.by_position[0]) * right
+    chance = chosen.chance
+    return (1.0 - chance) * right + chance * other.sibling_rates.estimate(0, 0, claim)
 
 
 def due_probes(

@@ -149,8 +149,12 @@ class TreeBuilder:
                 continue
             fixed = plan.fixed or sequence.request.speculation.draft_tokens is not None
             most = depth if fixed else MAX_TREE_TOKENS
+            nodes = roots(sequence, best)
+            if plan.policy.takes_all:
+                # Every drafter's tokens are verified, so that none displaces another's.
+                most = min(depth * len(nodes), MAX_TREE_TOKENS)
             tree = self._trees[sequence.id] = _Tree(best, depth, most, fixed)
-            self._offer(tree, 0, 0, 1.0, roots(sequence, best))
+            self._offer(tree, 0, 0, 1.0, nodes)
 
     def grow(self, room: int) -> dict[int, ChosenDraft]:
         """Take the guesses that are worth their price, and return the drafts by sequence id.

@@ -199,7 +199,8 @@ class Planner:
         """The set of drafters with the highest goodput, waits included.
 
         Tries the quickest drafter alone, then the two quickest, and so on. The set is empty if no
-        set beats plain steps by the margin.
+        set beats plain steps by the margin. A drafter that pays alone stays in the set if nothing
+        is lost by it: it is a companion.
         """
         if self._drafts.takes_all or prices.decode_step_s == 0.0:
             return self._choice_of(decoding, drafters, prices)
@@ -217,6 +218,10 @@ class Planner:
             if choice.rate > least:
                 best = choice
                 least = choice.rate
+            elif best.drafters and choice.rate >= least:
+                alone = self._choice_of(decoding, frozenset([drafter]), prices)
+                if alone.rate > _MARGIN * plain_rate:
+                    best = choice
         return best
 
     def _choice_of(
@@ -255,7 +260,8 @@ class Planner:
         for assignment in sequence.assignments.values():
             if assignment.drafter in choice.drafters:
                 count = self._tokens_worth(sequence, assignment, choice.price, prices)
-                gain = assignment.rate.expected_tokens(count) - 1.0 - count * choice.price
+                drafted, right = assignment.promise(count)
+                gain = right - drafted * choice.price
                 if count > 0 and gain > self._drafts.least_gain:
                     gain *= assignment.chance
                     offers.append((assignment.drafter.right_guesses, gain, assignment, count))
@@ -308,8 +314,9 @@ class Planner:
         total = 0.0
         for sequence, assignment, count in drafts:
             chance = assignment.chance
-            gained += chance * (assignment.rate.expected_tokens(count) - 1.0)
-            total += chance * count
+            drafted, right = assignment.promise(count)
+            gained += chance * right
+            total += chance * drafted
             # A fixed-length draft gets no tree tokens.
             fixed = self._by_limit or sequence.request.speculation.draft_tokens is not None
             if self._trees and not fixed and wants_tree(sequence, assignment, price):

@@ -21,15 +21,14 @@ _Late = list[tuple[float, float, Sequence, Assignment]]
 
 
 class Pending(NamedTuple):
-    """A draft in flight that is better than the drafts that have arrived."""
+    """A sequence's drafts in flight, beside the best of the drafts that have arrived."""
 
-    assignment: Assignment
     ready_tokens: int
-    """Draft tokens that have arrived. A sampled path counts as complete."""
+    """Draft tokens of the best draft that has arrived. A sampled path counts as complete."""
     expected_now: float
-    """Tokens that a step should commit with the draft tokens that have arrived."""
-    expected_with_it: float
-    """Tokens that a step should commit with the pending draft."""
+    """Tokens that a step should commit with that draft."""
+    drafts: list[tuple[Assignment, float]]
+    """The better drafts in flight, each with the tokens that a step should commit with it."""
 
 
 def drafts_to_wait_for(
@@ -76,48 +75,53 @@ def _pending_drafts(
     now_s: float,
     policy: PayingDrafts,
 ) -> _Late:
-    """The best pending draft of each sequence that has a pending draft."""
+    """The pending drafts of all sequences.
+
+    A draft is worth what it adds to the drafts of its sequence that are due before it.
+    """
     late: _Late = []
     for sequence in decoding:
-        wanted = draft_tokens.get(sequence.id, 0)
-        pending = pending_draft(sequence, wanted, policy)
-        if pending is not None:
-            assignment = pending.assignment
-            due_s = assignment.due_s(now_s)
+        pending = pending_drafts(sequence, draft_tokens.get(sequence.id, 0), policy)
+        before = pending.expected_now
+        for due_s, assignment, promised in sorted(
+            [(each.due_s(now_s), each, promised) for each, promised in pending.drafts],
+            key=itemgetter(0),
+        ):
+            gain = (before, max(before, promised))
             steps = steps_meanwhile(due_s, prices.decode_step_s)
             prob = assignment.prob_all_accepted(pending.ready_tokens + steps, 1)
-            gain = (pending.expected_now, pending.expected_with_it)
             seconds = max_wait_s(gain, due_s, rate, prices.batch, prices.decode_step_s, prob)
             late.append((due_s, assignment.answer_rate * seconds, sequence, assignment))
+            before += assignment.answer_rate * (gain[1] - before)
     return late
 
 
-def pending_draft(sequence: Sequence, draft_tokens: int, policy: PayingDrafts) -> Pending | None:
-    """The best draft in flight for a sequence that verifies at most `draft_tokens`.
+def pending_drafts(sequence: Sequence, draft_tokens: int, policy: PayingDrafts) -> Pending:
+    """The drafts in flight for a sequence that verifies at most `draft_tokens`.
 
-    Returns None if no draft in flight that the policy may await is better than the ready one.
+    Those that the policy may await and that promise more than each draft that has arrived; all that
+    it may await, if the policy takes all drafts.
     """
-    if draft_tokens == 0:
-        return None
-    best: Assignment | None = None
-    promised = 0.0
-    asked = [assignment for assignment in sequence.assignments.values() if assignment.asked]
-    beside_proven = any(assignment.drafter.proven for assignment in asked)
-    for assignment in asked:
-        if policy.may_await(assignment, beside_proven):
-            wanted = min(draft_tokens, assignment.drafter.hello.max_draft_tokens)
-            if not assignment.trie.ready(wanted) and assignment.ready_tokens(wanted) < wanted:
-                expected = assignment.rate.expected_tokens(wanted)
-                if expected > promised:
-                    best = assignment
-                    promised = expected
-    if best is None:
-        return None
     ready = 0
     now = 1.0
-    for assignment in sequence.assignments.values():
+    in_flight: list[tuple[Assignment, int]] = []
+    if draft_tokens == 0:
+        return Pending(ready, now, [])
+    assignments = sequence.assignments.values()
+    beside_proven = any(each.asked and each.drafter.proven for each in assignments)
+    for assignment in assignments:
         there = assignment.ready_tokens(draft_tokens)
         if (expected := assignment.rate.expected_tokens(there)) > now:
             ready = there
             now = expected
-    return Pending(best, ready, now, promised) if promised > now else None
+        if assignment.asked and policy.may_await(assignment, beside_proven):
+            wanted = min(draft_tokens, assignment.drafter.hello.max_draft_tokens)
+            if there < wanted and not assignment.trie.ready(wanted):
+                in_flight.append((assignment, wanted))
+    least = 0.0 if policy.takes_all else now
+    drafts = [
+        (assignment, promised)
+        for assignment, wanted in in_flight
+        if (promised := 1.0 + assignment.promise(wanted)[1]) > least
+    ]
+    return Pending(ready, now, drafts)

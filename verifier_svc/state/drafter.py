@@ -25,6 +25,9 @@ _SILENT_LATENCIES = 8
 _SILENT_S = 0.1
 # A wrong guess says as much as this many further steps.
 _WRONG_STEPS = 4
+# A drafter's own rates remember a hundred drafts. With ten, the prior alone would give a drafter
+# that is always wrong a rate of 0.23 on each new sequence.
+LONG_MEMORY = 0.99
 # Weight of the newest answer in a drafter's `answer_rate`.
 _RECENT_ANSWER = 0.05
 # Memory that a message takes besides its size on the wire.
@@ -47,6 +50,8 @@ class Drafter:
     """Time to draft one token."""
     rates: dict[tuple[bool, bool, bool], AcceptanceRate] = field(default_factory=dict)
     """Acceptance over all its sequences, by kind of traffic: the prior of a new sequence."""
+    lengths: AcceptanceRate = field(default_factory=lambda: AcceptanceRate(1.0, decay=LONG_MEMORY))
+    """How long its drafts are, as in `Assignment.lengths`: the prior of a new sequence."""
     sibling_rates: dict[tuple[bool, bool, bool], SiblingRates] = field(default_factory=dict)
     """Measurements of the siblings of its main guesses, by kind of traffic."""
     outbox: StepBatch = field(default_factory=StepBatch)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from operator import mul
 
 from outrider.errors import OutriderError
 from outrider.grammar.backends import Matcher
@@ -57,6 +58,8 @@ class Assignment:
     """The committed length in the last message to the drafter."""
     tree_tokens: int = 0
     """Draft tokens of all branches together that the last message asked for; 0 for a chain."""
+    lengths: AcceptanceRate = field(default_factory=lambda: AcceptanceRate(1.0))
+    """By position, how often its drafts have the token if they have all before it."""
     sibling_rates: SiblingRates = field(default_factory=SiblingRates)
     """Measurements of the siblings of its main guesses, for this kind of traffic."""
     opened: bool = False
@@ -107,6 +110,24 @@ class Assignment:
         if draft_tokens + count > self.trie.window.depth:
             return 0.0
         return self.rate.prob_all_accepted(count)
+
+    def promise(self, draft_tokens: int) -> tuple[float, float]:
+        """Tokens that a draft should have if it is asked for `draft_tokens`, and the right ones.
+
+        A drafter of few sure tokens promises no more than these, however sure they are.
+        """
+        lengths = self.lengths.survival[:draft_tokens]
+        return sum(lengths), sum(map(mul, lengths, self.rate.survival))
+
+    def observe_length(self, draft_tokens: int) -> None:
+        """Count how long the draft is that it was asked for, once it cannot grow any more.
+
+        The step verifies at most `draft_tokens`. An answer without a draft does not count here.
+        """
+        wanted = min(draft_tokens, self.draft_tokens) if self.asked else 0
+        if wanted and self.trie.ready(wanted) and (length := self.ready_tokens(wanted)):
+            self.lengths.observe(wanted, length)
+            self.drafter.lengths.observe(wanted, length)
 
     def ready_tokens(self, draft_tokens: int) -> int:
         """Tokens of its ready path, at most `draft_tokens`, for every choice between drafts.
