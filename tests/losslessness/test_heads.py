@@ -21,18 +21,16 @@ import pytest
 import torch
 from chi_square import compare
 from guesser import Guesser
-from head_files import DIALECTS, LAYERS, TARGET, TARGET_HIDDEN, write
+from head_files import DIALECTS, TARGET, write
 from head_files import VOCAB as ALL
+from random_target import BANNED, load_for_target, target
 from small import VOCAB, Probs, Text
 from traffic import Traffic, seed_of
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from drafter_svc.families.head import HeadFamily
 from drafter_svc.families.head_worker import HeadWorker
 from outrider.drafter.session import DraftSession
 from outrider.errors import OutriderError
-from outrider.heads.loading import load
-from outrider.heads.model import TargetWeights
 from outrider.heads.projection import ServedProjection, projection_name
 from outrider.heads.reading import read
 from outrider.heads.spec import Head
@@ -55,40 +53,10 @@ PROMPTS: list[Text] = [
     for number in range(1, COUNT + 1)
 ]
 """Prompts of several lengths; two of three begin alike for a page or two."""
-BANNED = tuple(range(VOCAB, ALL))
-"""Leaves the first tokens. So random heads are often right, and texts can be enumerated."""
 SETTINGS = {
     "greedy": SamplingParams(0.0, banned_token_ids=BANNED),
     "sampled": SamplingParams(frequency_penalty=0.2, banned_token_ids=BANNED),
 }
-
-
-@cache
-def target() -> LlamaForCausalLM:
-    """A target of the sizes that the heads are for, whose distributions have several likely tokens.
-
-    Its weights are larger than those of a new model, so that they depend on the text.
-    """
-    torch.manual_seed(4)
-    config = LlamaConfig(
-        vocab_size=ALL,
-        hidden_size=TARGET_HIDDEN,
-        intermediate_size=32,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=128,
-        tie_word_embeddings=False,
-        eos_token_id=None,
-        bos_token_id=None,
-    )
-    made = LlamaForCausalLM(config)
-    made.train(False)
-    with torch.no_grad():
-        for parameter in made.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(12.0)
-    return made
 
 
 @cache
@@ -193,9 +161,7 @@ class Site:
 
     def drafter(self, **behaviour: int) -> HeadDrafter:
         """A drafter with an empty cache."""
-        weights = target().state_dict()
-        matrices = TargetWeights(weights["model.embed_tokens.weight"], weights["lm_head.weight"])
-        model = load(self.head, matrices, page_count=PAGES, page_size=PAGE)
+        model = load_for_target(self.head, PAGES, PAGE)
         return HeadDrafter(HeadWorker(model, self.thread), self.loop, **behaviour)
 
     def traffic(self, **settings: Any) -> Traffic:
