@@ -15,6 +15,7 @@ from transformers import AutoConfig
 from drafter_svc.families.vocabulary import end_ids_of
 from drafter_svc.grammar_state import GrammarState
 from outrider.drafter.draft_sequence import DraftSequence
+from outrider.drafter.step_queue import MAX_FEATURE_BYTES
 from outrider.errors import invalid
 from outrider.heads.loading import load, target_weights
 from outrider.heads.model import (
@@ -150,6 +151,9 @@ class HeadWorker:
         self._model = model
         self._thread = thread
         self._grammars = grammars
+        # Bytes of features that the thread was given to read, and has read.
+        self._given_bytes = 0
+        self._read_bytes = 0
 
     @classmethod
     def load(
@@ -210,9 +214,13 @@ class HeadWorker:
     def read(self, draft: HeadDraft, news: News) -> None:
         """Have the head read features, as soon as its thread is free.
 
-        The next draft of the sequence raises the exception of a forward that failed.
+        The next draft of the sequence raises the exception of a forward that failed. A thread that
+        is far behind gets no features: the head then drafts from those behind the gap.
         """
-        draft.reading = self._thread.submit(self._extend, [(draft, news)])
+        if self._given_bytes - self._read_bytes > MAX_FEATURE_BYTES:
+            news = News(news.tokens, 0, news.features[:0])
+        self._given_bytes += news.features.nbytes
+        draft.reading = self._thread.submit(self._read, draft, news)
 
     def close(self, draft: HeadDraft) -> None:
         """Free a draft's pages."""
@@ -230,6 +238,10 @@ class HeadWorker:
         return self._thread.submit(self._draft, news, list(wanted), trees)
 
     # --- on the head's thread ---
+
+    def _read(self, draft: HeadDraft, news: News) -> None:
+        self._read_bytes += news.features.nbytes
+        self._extend([(draft, news)])
 
     def _draft(
         self, news: list[tuple[HeadDraft, News]], wanted: list[int], trees: bool

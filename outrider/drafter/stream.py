@@ -14,11 +14,12 @@ from typing import Any, TypeVar
 
 from outrider.drafter.line import Line, StreamEnded, Verifier
 from outrider.drafter.session import DraftSession
+from outrider.drafter.step_queue import StepQueue
 from outrider.drafter.strategy import Strategy
 from outrider.errors import OutriderError, Reason, Retry
 from outrider.process import telemetry
 from outrider.process.clock import Clock, monotonic
-from outrider.protocol.draft_messages import DraftBatch, Hello, StepBatch, Welcome
+from outrider.protocol.draft_messages import DraftBatch, Hello, Welcome
 from outrider.protocol.model_info import ModelInfo
 
 log = logging.getLogger(__name__)
@@ -184,7 +185,7 @@ class _Connection:
         self._clock = clock
         self._stopping = stopping
         self._observer = observer
-        self._inbox: asyncio.Queue[StepBatch] = asyncio.Queue(_MAX_UNREAD_STEPS)
+        self._inbox = StepQueue(_MAX_UNREAD_STEPS)
         self._wake = asyncio.Event()
 
     async def introduce(self, hello: Hello) -> Welcome:
@@ -224,7 +225,8 @@ class _Connection:
         while not self._stopping.is_set():
             self._wake.clear()
             while not self._inbox.empty():
-                session.apply(self._inbox.get_nowait())
+                if step := self._inbox.get_nowait():
+                    session.apply(step)
             started = self._clock()
             batch = await session.round(self._wake.is_set)
             self._observer.following(len(session.sequences), session.abandoned_count)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -16,6 +17,7 @@ import torch
 from family_rig import opened_sequence
 from head_files import DIALECTS, TARGET, VOCAB, write
 
+from drafter_svc.families import head_worker
 from drafter_svc.families.head import HeadFamily
 from drafter_svc.families.head_worker import HeadWorker
 from outrider.drafter.session import DraftSession
@@ -63,8 +65,8 @@ class Site:
 
     def join(self, grammars: Any = None) -> DraftSession:
         """A session of another connection to the same head."""
-        family = HeadFamily(HeadWorker(self.model, self.thread, grammars), VOCAB)
-        session = DraftSession(family, lambda: 0.0)
+        self.worker = HeadWorker(self.model, self.thread, grammars)
+        session = DraftSession(HeadFamily(self.worker, VOCAB), lambda: 0.0)
         session.welcome(Welcome("m", VOCAB, 128, self.head.spec.feature_width))
         return session
 
@@ -140,6 +142,27 @@ async def test_after_a_gap_it_drafts_from_the_features_behind_it(site: Site) -> 
     news = site.features(1, text, 6, 11)
     site.session.apply(StepBatch(features=[news], verdicts=[verdict(1, 12, text[9:12])]))
     assert await proposed(site.session) == {1: site.guesses(text[:12], first=6)}
+
+
+async def test_a_prompts_features_that_a_slow_head_has_not_read_are_bounded(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = site.text(60)
+    size = site.rows(text)[0].nbytes
+    monkeypatch.setattr(head_worker, "MAX_FEATURE_BYTES", 10 * size)
+    free = threading.Event()
+    site.thread.submit(free.wait)
+    site.session.apply(opening(1, text[:56]))
+    for first in range(0, 48, 4):
+        site.session.apply(StepBatch(features=[site.features(1, text, first, first + 4)]))
+    worker = site.worker
+    # The first 12 tokens' are more than ten.
+    assert worker._given_bytes - worker._read_bytes == 12 * size
+    free.set()
+    news = site.features(1, text, 48, 59)
+    site.session.apply(StepBatch(features=[news], verdicts=[verdict(1, 60, text[56:])]))
+    assert await proposed(site.session) == {1: site.guesses(text, first=48)}
+    assert worker._given_bytes == worker._read_bytes
 
 
 async def test_it_skips_a_sequence_without_features_and_drafts_for_others(site: Site) -> None:

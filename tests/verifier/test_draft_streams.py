@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 from fake_model import Client, make_engine
 
+from outrider.drafter.step_queue import MAX_FEATURE_BYTES
 from outrider.errors import OutriderError
 from outrider.protocol.draft_messages import (
     Closed,
@@ -67,7 +68,7 @@ def test_features_are_split_over_messages_and_precede_their_verdicts() -> None:
 
 async def test_a_drafter_that_does_not_read_loses_features_and_no_verdicts() -> None:
     unread = unread_steps.UnreadSteps()
-    half = unread_steps._MAX_FEATURE_BYTES // 2 + 1
+    half = MAX_FEATURE_BYTES // 2 + 1
     for length in range(11, 16):
         verdict = Verdict(1, length, [5], 0, 4)
         unread.put(StepBatch(features=[Features(1, length, bytes(half))], verdicts=[verdict]))

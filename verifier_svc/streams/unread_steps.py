@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
+from outrider.drafter.step_queue import StepQueue
 from outrider.errors import OutriderError, Reason
 from outrider.protocol.draft_messages import StepBatch
 
 # A drafter that leaves this many engine steps unread is cut off, before memory grows.
 MAX_UNREAD = 1024
-# Beyond this, a drafter that does not read gets no more features.
-_MAX_FEATURE_BYTES = 16 * 2**20
 
 
 class UnreadSteps:
@@ -19,9 +18,7 @@ class UnreadSteps:
     def __init__(self) -> None:
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when the stream is to end; raises why. Steps that are unread then stay unread."""
-        # None wakes the reader up at the end.
-        self._steps: asyncio.Queue[StepBatch | None] = asyncio.Queue()
-        self._feature_bytes = 0
+        self._steps = StepQueue()
 
     def put(self, message: StepBatch | OutriderError) -> None:
         """Queue the engine's message, after an engine step."""
@@ -33,10 +30,6 @@ class UnreadSteps:
             reason = f"{MAX_UNREAD} steps are unread; the stream is cut off"
             self._fail(OutriderError(Reason.SLOW_READER, reason))
         else:
-            if self._feature_bytes > _MAX_FEATURE_BYTES:
-                # The drafter sees the gap. Its guesses may be worse; nothing else is.
-                message.features.clear()
-            self._feature_bytes += message.feature_bytes
             self._steps.put_nowait(message)
 
     def end(self) -> None:
@@ -55,5 +48,4 @@ class UnreadSteps:
         if step is None or self.failure.done():
             await self.failure
             return None
-        self._feature_bytes -= step.feature_bytes
         return step

@@ -1,0 +1,33 @@
+"""A queue of the steps that a drafter has not read yet, with a bound on their features."""
+
+from __future__ import annotations
+
+import asyncio
+
+from outrider.protocol.draft_messages import StepBatch
+
+MAX_FEATURE_BYTES = 16 * 2**20
+"""Beyond this, further steps lose their features until some are read."""
+
+
+class StepQueue(asyncio.Queue[StepBatch | None]):
+    """Both sides of a draft stream have one, since either may be the slower one.
+
+    A drafter sees the gap in its features. Its guesses may be worse; nothing else is. None is no
+    step, but wakes the reader up.
+    """
+
+    _feature_bytes = 0
+
+    def _put(self, item: StepBatch | None) -> None:
+        if item is not None:
+            if self._feature_bytes > MAX_FEATURE_BYTES:
+                item.features.clear()
+            self._feature_bytes += item.feature_bytes
+        super()._put(item)
+
+    def _get(self) -> StepBatch | None:
+        item: StepBatch | None = super()._get()
+        if item is not None:
+            self._feature_bytes -= item.feature_bytes
+        return item
