@@ -14,6 +14,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch.nn.functional import embedding
@@ -22,7 +23,7 @@ from outrider.heads.modules import HeadCache, Rows, fill
 from outrider.heads.projection import Projection, projection_name, projection_tensors
 from outrider.heads.spec import Head, HeadSpec
 from outrider.lm.cpu.weights import optimize_for_cpu
-from outrider.lm.fused_linear import linear_of
+from outrider.lm.fused_linear import SIBLINGS, linear_of
 from outrider.lm.layout import SequenceSlice
 from outrider.lm.pages import KVSequence, PagePool
 
@@ -125,6 +126,8 @@ class HeadModel(torch.nn.Module):
 
     pairs = True
     """Whether a row holds the token behind its feature."""
+    siblings: ClassVar[Sequence[Sequence[str]]] = SIBLINGS
+    """The layers that a CPU computes as one product."""
 
     def __init__(self, head: Head) -> None:
         super().__init__()
@@ -167,7 +170,7 @@ class HeadModel(torch.nn.Module):
         fill(self, {name: tensor.to(device, dtype) for name, tensor in tensors.items()})
         self.lm_head = linear_of(matrix)
         if device.type == "cpu":
-            optimize_for_cpu(self)
+            optimize_for_cpu(self, self.siblings)
         self.target_ids = None if head.target_ids is None else head.target_ids.to(device)
         self.dtype, self.device = dtype, device
         self._batch_rows = batch_rows

@@ -15,6 +15,7 @@ from torch.nn import ModuleList, Parameter, RMSNorm
 from outrider.heads.model import HeadModel, HeadSequence, Picker, Proposal
 from outrider.heads.modules import Attention, Layer, Rows
 from outrider.heads.spec import Decoder, Head
+from outrider.lm.fused_linear import ATTENTION, SIBLINGS
 from outrider.lm.layout import SequenceSlice
 
 
@@ -22,6 +23,8 @@ class DFlash(HeadModel):
     """Its guesses do not see each other's choice: all are scored before the first is chosen."""
 
     pairs = False
+    # The rows of the text have no queries.
+    siblings = (ATTENTION[1:], *SIBLINGS[1:])
 
     def __init__(self, head: Head) -> None:
         super().__init__(head)

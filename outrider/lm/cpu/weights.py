@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, cast
 
@@ -22,7 +23,7 @@ import torch
 from torch.nn.functional import linear
 
 from outrider.lm.cpu.library import library, prefix
-from outrider.lm.fused_linear import FusedLinear, FusedLinearPart, fusible
+from outrider.lm.fused_linear import SIBLINGS, FusedLinear, FusedLinearPart, fusible
 
 
 class LeanLinear(torch.nn.Module):
@@ -174,13 +175,15 @@ def fastest_dtype() -> torch.dtype:
     return torch.float32 if _gemm_function(torch.bfloat16) is None else torch.bfloat16
 
 
-def optimize_for_cpu(model: torch.nn.Module) -> None:
+def optimize_for_cpu(model: torch.nn.Module, siblings: Sequence[Sequence[str]] = SIBLINGS) -> None:
     """Copy the weights into ordinary memory and replace the linear layers, in place.
 
+    `siblings` are the names of layers that become one product, where one module has them all.
     A reordered weight is no longer tied to an embedding, which keeps its own copy. Subclasses of
     `torch.nn.Linear`, and weights that are not used through a layer, stay as they are.
     """
-    fused = {layer for module in model.modules() for layers in fusible(module) for layer in layers}
+    groups = [layers for module in model.modules() for layers in fusible(module, siblings)]
+    fused = {layer for layers in groups for layer in layers}
     # Fusing and reordering copy a weight out of the file. A copy before that as well would double
     # the model's memory for a while, and the heap would stay that large.
     unfused = (module for module in model.modules() if module not in fused)
@@ -192,7 +195,7 @@ def optimize_for_cpu(model: torch.nn.Module) -> None:
         for parameter in model.parameters():
             if id(parameter) in to_copy:
                 parameter.data = parameter.data.clone()
-        _replace(model)
+        _replace(model, siblings)
 
 
 def _cpu_class(module: torch.nn.Module) -> type[CpuLinear] | None:
@@ -208,10 +211,10 @@ def _cpu_class(module: torch.nn.Module) -> type[CpuLinear] | None:
     return LeanLinear
 
 
-def _replace(module: torch.nn.Module) -> None:
+def _replace(module: torch.nn.Module, siblings: Sequence[Sequence[str]]) -> None:
     """Replace all linear layers below `module`."""
     parts: dict[torch.nn.Module, FusedLinearPart] = {}
-    for layers in fusible(module):
+    for layers in fusible(module, siblings):
         fused = FusedLinear(layers, _replacement)
         parts |= {layer: FusedLinearPart(fused, i) for i, layer in enumerate(layers)}
     for name, child in module.named_children():
@@ -220,7 +223,7 @@ def _replace(module: torch.nn.Module) -> None:
         elif type(child) is torch.nn.Linear:
             setattr(module, name, _replacement(child, child.weight, child.bias))
         else:
-            _replace(child)
+            _replace(child, siblings)
 
 
 def _replacement(
