@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from itertools import combinations, pairwise
 
 import numpy as np
@@ -23,6 +24,7 @@ from outrider.protocol.messages import (
 from outrider.protocol.token_tree import MAX_TREE_TOKENS
 from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine
+from verifier_svc.policy.draft_policy import EVERY_DRAFT
 from verifier_svc.policy.draft_trees import best_chain, grow_trees
 from verifier_svc.policy.plan import Plan
 from verifier_svc.state.acceptance_rate import AcceptanceRate, SiblingRates
@@ -253,3 +255,19 @@ def test_sampled_chains_count_in_the_room_that_trees_share() -> None:
     for room, taken in ((4, 2), (3, 1), (2, 0)):
         _, tree = rig.grow(depth=2, room=room)
         assert len(tree.token_ids) == taken
+
+
+@pytest.mark.parametrize(("draft_tokens", "most"), [(None, 8), (4, 4)])
+def test_with_always_draft_no_drafters_tokens_displace_anothers(
+    draft_tokens: int | None, most: int
+) -> None:
+    """Unless the request says how many tokens to verify."""
+    rig = Rig(0.5, 0.95)
+    [sequence] = rig.sequences
+    speculation = replace(sequence.request.speculation, draft_tokens=draft_tokens)
+    sequence.request = replace(sequence.request, speculation=speculation)
+    rig.propose(DraftTree([3, 4, 5, 6], []), 0)
+    rig.propose(DraftTree([7, 8, 9, 10], []), 1)
+    [tree] = rig.grow(depth=4, policy=EVERY_DRAFT)
+    assert len(tree.token_ids) == most
+    assert tree.token_ids[:4] == [7, 8, 9, 10]

@@ -87,7 +87,7 @@ def _best_path(sequence: Sequence, draft_tokens: int) -> Assignment | None:
 class _Tree:
     """The tree of one sequence while it grows. Its rows are in the order in which they were taken.
 
-    With `fixed`, the request or the policy sets the number of tokens, whatever they cost.
+    With `fixed`, it takes as many tokens as it may, whatever they cost.
     """
 
     assignment: Assignment
@@ -147,12 +147,16 @@ class TreeBuilder:
             if is_sampled(sequence):
                 self._taken += best.trie.length(depth)
                 continue
-            fixed = plan.fixed or sequence.request.speculation.draft_tokens is not None
-            most = depth if fixed else MAX_TREE_TOKENS
             nodes = roots(sequence, best)
-            if plan.policy.takes_all:
-                # Every drafter's tokens are verified, so that none displaces another's.
+            fixed = True
+            if plan.fixed or sequence.request.speculation.draft_tokens is not None:
+                most = depth
+            elif plan.policy.most_tokens:
+                # As many as each drafter alone would have, so that none displaces another's.
                 most = min(depth * len(nodes), MAX_TREE_TOKENS)
+            else:
+                most = MAX_TREE_TOKENS
+                fixed = False
             tree = self._trees[sequence.id] = _Tree(best, depth, most, fixed)
             self._offer(tree, 0, 0, 1.0, nodes)
 

@@ -32,7 +32,7 @@ class Plan:
     token_prices: SequenceOf[tuple[int, float]] = ()
     """The prices of the forward's draft tokens, as in `Prices`; empty if drafts stay chains."""
     fixed: bool = False
-    """Whether each draft has a fixed number of tokens, whatever their price."""
+    """Whether a setting fixes the number of a draft's tokens, whatever their price."""
     asks: Mapping[Assignment, int] = field(default_factory=dict)
     """Drafters to ask behind this step: draft tokens to ask for, by assignment."""
     tree_tokens: Mapping[Assignment, int] = field(default_factory=dict)

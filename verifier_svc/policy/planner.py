@@ -141,7 +141,7 @@ class Planner:
             planned_ids=frozenset([sequence.id for sequence in (*decoding, *reading)]),
             draft_tokens=draft_tokens,
             token_prices=prices.token_prices if self._trees else (),
-            fixed=self._by_limit,
+            fixed=self._policy.kind != "goodput",
             asks=tokens,
             tree_tokens=tree_tokens(asked, tokens, choice.price, step) if self._trees else {},
             probes=asks.due_probes(decoding, tokens, silent, step),
