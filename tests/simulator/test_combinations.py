@@ -15,6 +15,7 @@ import pytest
 from outrider_bench.simulator.scenario import DrafterSpec, Scenario
 from outrider_bench.simulator.simulation import Outcome, simulate
 
+TRAFFIC = Path(__file__).parents[2] / "bench/traffic"
 OUTPUT = 160
 TEXTS = 8
 # The quick ones answer in 0.6 ms. A draft of the model takes 2 ms and of the head 3 ms, in steps of
@@ -24,6 +25,7 @@ DRAFTERS = {
     "short": DrafterSpec(name="short", cost="ngram"),
     "model": DrafterSpec(name="model", slowness=0.1),
     "head": DrafterSpec(name="head", slowness=0.1, round_trip_ms=2.0),
+    "eagle3": DrafterSpec(name="eagle3", slowness=0.1, round_trip_ms=2.0),
 }
 SETS = ["ngram model", "ngram head", "short model", "short head", "ngram short model"]
 
@@ -105,6 +107,17 @@ def test_together_they_are_as_good_as_the_best_alone(
     together = outcome(recording, names, batch, always)
     for figure in (tokens_per_forward, tokens_per_s):
         assert figure(together) >= 0.98 * max(map(figure, alone))
+
+
+@pytest.mark.parametrize("always", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_on_real_texts_ngrams_add_a_fifth_to_an_eagle3_head(always: bool) -> None:
+    """Greedy texts of the demo, with the guesses of the bundled head and of n-grams."""
+    alone, together = (
+        outcome(TRAFFIC / "guesses-greedy.jsonl", names, 1, always)
+        for names in ("eagle3", "ngram eagle3")
+    )
+    for figure in (tokens_per_forward, tokens_per_s):
+        assert figure(together) >= 1.2 * figure(alone)
 
 
 def test_copied_stretches_add_a_tenth_to_a_head(recording: Path) -> None:

@@ -219,8 +219,9 @@ class DraftExchange:
             trie = assignment.trie
             guessed = 0 if assignment is verified else trie.length(len(new_token_ids))
             skipped = trie.node_count == 0 and trie.ready(1)
-            assignment.observe_length(self.plan.draft_tokens.get(sequence.id, 0))
+            offered = assignment.final_length(self.plan.draft_tokens.get(sequence.id, 0))
             walk = trie.advance(new_token_ids)
+            assignment.observe_length(*offered, walk.on_main_path)
             if assignment.asked and not skipped:
                 self._metrics.walked(drafter, walk)
                 if span.traceparent:

@@ -59,7 +59,7 @@ class Assignment:
     tree_tokens: int = 0
     """Draft tokens of all branches together that the last message asked for; 0 for a chain."""
     lengths: AcceptanceRate = field(default_factory=lambda: AcceptanceRate(1.0))
-    """By position, how often its drafts have the token if they have all before it."""
+    """By position, how often a draft has the token at all, if all before it were right."""
     sibling_rates: SiblingRates = field(default_factory=SiblingRates)
     """Measurements of the siblings of its main guesses, for this kind of traffic."""
     opened: bool = False
@@ -119,15 +119,24 @@ class Assignment:
         lengths = self.lengths.survival[:draft_tokens]
         return sum(lengths), sum(map(mul, lengths, self.rate.survival))
 
-    def observe_length(self, draft_tokens: int) -> None:
-        """Count how long the draft is that it was asked for, once it cannot grow any more.
+    def final_length(self, draft_tokens: int) -> tuple[int, int]:
+        """How many tokens it was asked for and has offered, if it offers no more before a verdict.
 
-        The step verifies at most `draft_tokens`. An answer without a draft does not count here.
+        The step verifies at most `draft_tokens`. 0 where there is no draft, or more may come.
         """
         wanted = min(draft_tokens, self.draft_tokens) if self.asked else 0
-        if wanted and self.trie.ready(wanted) and (length := self.ready_tokens(wanted)):
-            self.lengths.observe(wanted, length)
-            self.drafter.lengths.observe(wanted, length)
+        return (wanted, self.ready_tokens(wanted)) if self.trie.ready(wanted) else (wanted, 0)
+
+    def observe_length(self, wanted: int, length: int, right: int) -> None:
+        """Count the `final_length` of a draft whose first `right` tokens were committed.
+
+        Drafts that are right for long are longer than others, so a place behind a wrong token does
+        not count.
+        """
+        if length:
+            seen = min(wanted, right + 1)
+            self.lengths.observe(seen, min(length, seen))
+            self.drafter.lengths.observe(seen, min(length, seen))
 
     def ready_tokens(self, draft_tokens: int) -> int:
         """Tokens of its ready path, at most `draft_tokens`, for every choice between drafts.
