@@ -8,6 +8,7 @@ from pathlib import Path
 
 from drafter_svc.config import DrafterSettings, settings_schema
 from outrider.errors import OutriderError, invalid
+from outrider.launch.verifier import HeadVerifierSettings
 from outrider.process.config import Settings, load
 from outrider.process.cores import parse_cores
 from outrider_bench.experiment.hosts import FILES, LOOPBACK, Launch
@@ -57,8 +58,13 @@ class Dial:
     """The secret of the keys in Redis."""
 
 
-def verifier_launch(target: Target, model: Path, endpoint: Endpoint) -> Launch:
-    """The command line of a verifier; raises OutriderError(INVALID_VALUE) for a wrong setting."""
+def verifier_launch(
+    target: Target, model: Path, endpoint: Endpoint, head: Path | None = None
+) -> Launch:
+    """The command line of a verifier, with a `head` in its process if there is one.
+
+    Raises OutriderError(INVALID_VALUE) for a wrong setting.
+    """
     threads = target.threads
     if threads is None and target.cores:
         threads = len(parse_cores(target.cores, "target.cores"))
@@ -77,14 +83,19 @@ def verifier_launch(target: Target, model: Path, endpoint: Endpoint) -> Launch:
         "log_level": _LOG_LEVEL,
         **target.settings,
     }
-    _check("target.settings", VerifierSettings, options)
+    module = "verifier_svc"
+    schema: type[VerifierSettings] = VerifierSettings
+    if head is not None:
+        module, schema = "outrider.launch.verifier", HeadVerifierSettings
+        options["head"] = str(head)
+    _check("target.settings", schema, options)
     return Launch(
         endpoint.name,
-        "verifier_svc",
+        module,
         _flags(options),
         environment=_OFFLINE,
         cores=target.cores,
-        shares=(model, *_shares({"uds": options["uds"]})),
+        shares=(model, *_shares({"uds": options["uds"], "head": _path(head)})),
     )
 
 
@@ -172,8 +183,13 @@ def link_launch(name: str, control: str, forwards: Mapping[str, str]) -> Launch:
 
 
 def process_names(experiment: Experiment, name: str) -> list[str]:
-    """The processes of a drafter: the first verifier's, the second's and so on, or shared ones."""
+    """The processes of a drafter: the first verifier's, the second's and so on, or shared ones.
+
+    One in the verifier's process has none.
+    """
     drafter = experiment.drafters[name]
+    if drafter.in_process:
+        return []
     count = drafter.count
     if not drafter.shared:
         count *= experiment.target.count
@@ -181,7 +197,7 @@ def process_names(experiment: Experiment, name: str) -> list[str]:
 
 
 def drafters_at_each(experiment: Experiment) -> int:
-    """The number of drafter processes that connect to each verifier."""
+    """The number of drafters that each verifier has, one in its own process among them."""
     return sum(drafter.count for _, drafter in drafters_of(experiment))
 
 

@@ -16,7 +16,7 @@ from outrider_bench.experiment.measuring import Bench
 from outrider_bench.experiment.places import Places
 from outrider_bench.experiment.records import DRAFTED, PLAIN, Folder
 from outrider_bench.experiment.spec import Cell, Experiment, Target
-from outrider_bench.experiment.stack import backend, drafting
+from outrider_bench.experiment.stack import backend, drafting, own_head
 from outrider_bench.rounds import there_and_back
 
 _Item = TypeVar("_Item")
@@ -72,7 +72,8 @@ class Runner:
         model = self._target_model(experiment.target)
         tokenizer = load_tokenizer(str(model))
         self._tell(f"{repetition + 1}: starting verifiers", 0)
-        async with backend(experiment.target, model, self._places) as running:
+        head = own_head(experiment, model)
+        async with backend(experiment.target, model, self._places, head) as running:
             for stack in there_and_back(stacks, repetition):
                 bench = Bench(running, None, tokenizer)
                 await self._plain(stack, repetition, bench)

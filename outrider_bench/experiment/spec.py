@@ -70,8 +70,9 @@ class Drafter(_Part):
     shared: bool = False
     """Whether each process drafts for all verifiers."""
 
-    transport: Literal["tcp", "unix"] = "tcp"
-    """How it reaches the verifier; a Unix socket takes no link."""
+    transport: Literal["tcp", "unix", "in-process"] = "tcp"
+    """How it reaches the verifier; a Unix socket takes no link. in-process is a head in the
+    verifier's own process, as by `outrider serve --head`."""
 
     link: Name | None = None
     """The link to the verifier; unset is the loopback interface as it is."""
@@ -106,6 +107,8 @@ class Drafter(_Part):
     def _fits_together(self) -> Self:
         if self.transport == "unix" and (self.link or self.host or self.shared):
             raise ValueError("transport unix takes no link, no host and no shared drafter")
+        if self.in_process:
+            self._check_in_process()
         if self.redis_link and self.pool != "redis":
             raise ValueError("redis_link has no meaning without pool: redis")
         if self.pool == "redis" and self.family != "ngram":
@@ -113,6 +116,20 @@ class Drafter(_Part):
         if self.numa_node is not None and self.cores is None:
             raise ValueError("numa_node has no meaning without cores")
         return self
+
+    @property
+    def in_process(self) -> bool:
+        """Whether it is a head in the verifier's own process."""
+        return self.transport == "in-process"
+
+    def _check_in_process(self) -> None:
+        if self.family != "head":
+            raise ValueError(f"transport in-process is for the family head, not {self.family}")
+        if self.link or self.host or self.cores or self.threads or self.settings:
+            problem = "takes no link, host, cores, threads or settings: the process is the verifier"
+            raise ValueError(f"transport in-process {problem}")
+        if self.shared or self.count > 1:
+            raise ValueError("transport in-process is one drafter of one verifier")
 
 
 class Link(_Part):
@@ -260,6 +277,8 @@ class Experiment(_Part):
             self._check_events(field, events)
         if self.scene is not None:
             _refuse_unknown("scene", [self.scene], self.scenes)
+        if len([name for name, each in drafters_of(self) if each.in_process]) > 1:
+            raise ValueError("use: a verifier's process has one head at most")
         for name in self.drafters:
             if name in _RESERVED:
                 raise ValueError(f"drafters.{name}: another process has this name")
@@ -270,7 +289,8 @@ class Experiment(_Part):
     def _check_events(self, field: str, events: list[Event]) -> None:
         for place, event in enumerate(events):
             is_link = event.what in ("outage", "reset")
-            known: Mapping[str, Any] = self.links if is_link else self.drafters
+            processes = {name: each for name, each in self.drafters.items() if not each.in_process}
+            known: Mapping[str, Any] = self.links if is_link else processes
             _refuse_unknown(f"{field}.{place}.who, for {event.what}", [event.who], known)
 
     def cells(self) -> list[Cell]:
@@ -328,7 +348,8 @@ class Cell:
     @property
     def target_key(self) -> str:
         """Equal for cells that the same verifiers can serve."""
-        return self.experiment.model_dump_json(include={"target"})
+        own = {name: True for name, each in drafters_of(self.experiment) if each.in_process}
+        return self.experiment.model_dump_json(include={"target": True, "drafters": own})
 
 
 def load(path: Path) -> Experiment:

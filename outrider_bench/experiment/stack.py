@@ -48,6 +48,8 @@ class Backend:
     """As it runs: its `model` is the grown checkpoint, if there is one."""
     endpoints: list[Endpoint]
     processes: Processes
+    own_drafter_count: int = 0
+    """Drafters in each verifier's own process."""
 
     async def has_drafters(self, count: int) -> bool:
         """Whether every gateway is ready and `count` drafters are connected to its verifier."""
@@ -73,8 +75,13 @@ async def _is_ready(client: httpx.AsyncClient, url: str, count: int) -> bool:
 
 
 @asynccontextmanager
-async def backend(target: Target, model: Path, places: Places) -> AsyncIterator[Backend]:
-    """Verifiers without drafters, until the context ends; raises StackFailed if one fails."""
+async def backend(
+    target: Target, model: Path, places: Places, head: Path | None = None
+) -> AsyncIterator[Backend]:
+    """Verifiers without drafters, until the context ends; raises StackFailed if one fails.
+
+    With a `head`, each has this drafter in its process.
+    """
     processes = Processes()
     with tempfile.TemporaryDirectory(prefix="outrider-experiment-") as sockets:
         try:
@@ -92,13 +99,15 @@ async def backend(target: Target, model: Path, places: Places) -> AsyncIterator[
                     Path(sockets, f"{name}.sock") if target.host is None else None,
                     host.bind,
                 )
-                await processes.start(host, verifier_launch(target, model, endpoint))
+                await processes.start(host, verifier_launch(target, model, endpoint, head))
                 gateway = gateway_launch(endpoint, model, await front.free_port())
                 await processes.start(front, gateway)
                 endpoints.append(replace(endpoint, gateway_at=front.here, verifier_at=host.here))
             as_run = target.model_copy(update={"model": model})
-            running = Backend(as_run, endpoints, processes)
-            await processes.until("the verifiers", lambda: running.has_drafters(0))
+            running = Backend(as_run, endpoints, processes, int(head is not None))
+            await processes.until(
+                "the verifiers", lambda: running.has_drafters(running.own_drafter_count)
+            )
             yield running
         finally:
             await asyncio.shield(processes.stop())
@@ -162,7 +171,26 @@ async def drafting(
     finally:
         await asyncio.shield(processes.stop())
     # The next measurement has no drafters, so wait until the verifiers have lost them.
-    await backend.processes.until("the verifiers", lambda: backend.has_drafters(0))
+    own_count = backend.own_drafter_count
+    await backend.processes.until("the verifiers", lambda: backend.has_drafters(own_count))
+
+
+def own_head(experiment: Experiment, model: Path) -> Path | None:
+    """Directory of the head in the verifiers' process; None if there is none.
+
+    `model` is the target's as it runs. For a grown one, the head is made.
+    """
+    own = [drafter for _, drafter in drafters_of(experiment) if drafter.in_process]
+    return _head_of(own[0], experiment.target, model) if own else None
+
+
+def _head_of(drafter: Drafter, target: Target, model: Path) -> Path:
+    head = drafter.model or HEAD
+    if not target.grown:
+        return head
+    from outrider_bench.grown import grown_head
+
+    return grown_head(head, target.model, model)
 
 
 class _Starter:
@@ -238,11 +266,8 @@ class _Starter:
     async def _drafter(self, name: str, process: str, dial: Dial) -> None:
         drafter = self._experiment.drafters[name]
         target = self._running.backend.target
-        if drafter.family == "head" and target.grown:
-            from outrider_bench.grown import grown_head
-
-            small = self._experiment.target.model
-            head = grown_head(drafter.model or HEAD, small, target.model)
+        if drafter.family == "head":
+            head = _head_of(drafter, self._experiment.target, target.model)
             drafter = drafter.model_copy(update={"model": head})
         host = self._places.host(process, drafter.host)
         launch = drafter_launch(f"drafters.{name}", process, drafter, target, dial)
@@ -279,8 +304,11 @@ def check(experiment: Experiment, places: Places) -> None:
         if not path.is_dir():
             raise invalid(name, f"must be a directory of a model, which {path} is not")
     places.host("verifier-1", experiment.target.host)
-    verifier_launch(experiment.target, experiment.target.model, endpoint)
+    own = [drafter.model or HEAD for _, drafter in drafters_of(experiment) if drafter.in_process]
+    verifier_launch(experiment.target, experiment.target.model, endpoint, next(iter(own), None))
     for name, drafter in drafters_of(experiment):
+        if drafter.in_process:
+            continue
         places.host(f"{name}-1", drafter.host)
         count = 1
         if drafter.shared:

@@ -9,13 +9,21 @@ import pytest
 import yaml
 
 from outrider.errors import OutriderError
+from outrider_bench.experiment.launches import (
+    Endpoint,
+    drafters_at_each,
+    process_names,
+    verifier_launch,
+)
 from outrider_bench.experiment.places import Places
 from outrider_bench.experiment.remote import Hosts, used_hosts
 from outrider_bench.experiment.schedule import groups, ways_of
-from outrider_bench.experiment.spec import Experiment, load
+from outrider_bench.experiment.spec import Experiment, Target, load
 from outrider_bench.experiment.stack import check
 
 FILES = sorted((Path(__file__).parents[2] / "bench/experiments").glob("*.yaml"))
+
+INSIDE = {"family": "head", "transport": "in-process"}
 
 
 def _experiment(**more: Any) -> dict[str, Any]:
@@ -56,6 +64,29 @@ def test_every_ready_experiment_loads_and_is_named_after_its_file(path: Path) ->
         (
             {"drafters": {"near": {"transport": "unix", "link": "wire"}}, "use": ["near"]},
             "transport unix takes no link",
+        ),
+        (
+            {"drafters": {"near": {"transport": "in-process"}}, "use": ["near"]},
+            "transport in-process is for the family head, not ngram",
+        ),
+        (
+            {"drafters": {"near": {**INSIDE, "threads": 1}}, "use": ["near"]},
+            "transport in-process takes no link, host, cores, threads or settings",
+        ),
+        (
+            {"drafters": {"near": {**INSIDE, "count": 2}}, "use": ["near"]},
+            "transport in-process is one drafter of one verifier",
+        ),
+        (
+            {"drafters": {"near": INSIDE, "far": INSIDE}, "use": ["near", "far"]},
+            "use: a verifier's process has one head at most",
+        ),
+        (
+            {
+                "drafters": {"near": INSIDE, "far": {}},
+                "events": [{"at": 1, "who": "near", "what": "leave"}],
+            },
+            "events.0.who, for leave: must be one of far, not 'near'",
         ),
         (
             {"workload": {"kinds": ["poems"]}},
@@ -126,6 +157,28 @@ def test_cells_that_differ_in_links_and_load_share_one_stack() -> None:
     }
     found = groups(Experiment.model_validate(_experiment(sweep=sweep)).cells())
     assert [[len(cells) for cells in stacks] for stacks in found] == [[4, 4], [4, 4]]
+
+
+def test_a_head_in_the_verifiers_process_needs_a_verifier_of_its_own() -> None:
+    drafters = {"near": INSIDE, "far": {"family": "head"}, "words": {}}
+    sweep = {"use": [["near"], ["near", "words"], ["far"], ["words"], []]}
+    experiment = Experiment.model_validate(_experiment(drafters=drafters, sweep=sweep))
+    cells = experiment.cells()
+    assert [[len(each) for each in stacks] for stacks in groups(cells)] == [[1, 1], [1, 1, 1]]
+    assert [drafters_at_each(cell.experiment) for cell in cells] == [1, 2, 1, 1, 0]
+    assert process_names(experiment, "near") == []
+
+
+def test_a_verifier_is_started_with_the_head_in_its_process() -> None:
+    endpoint = Endpoint("verifier-1", "", 1, 2, "127.0.0.1:3")
+    launches = [
+        verifier_launch(Target(), Path("models/target"), endpoint, head)
+        for head in (None, Path("models/heads/mtp"))
+    ]
+    assert [each.module for each in launches] == ["verifier_svc", "outrider.launch.verifier"]
+    assert "--head" not in launches[0].arguments
+    assert launches[1].arguments[-2:] == ("--head", "models/heads/mtp")
+    assert Path("models/heads/mtp") in launches[1].shares
 
 
 def test_a_cell_without_drafters_is_measured_plain_alone() -> None:
