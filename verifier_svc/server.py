@@ -6,7 +6,7 @@ import asyncio
 import gc
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -71,8 +71,7 @@ async def serve(
     ports = await server.start(settings.listen, *sockets, tls=settings.tls)
     print(f"verifier listening on {settings.listen.rpartition(':')[0]}:{ports[0]}", flush=True)
     serve_metrics(metrics.registry, settings, settings.tls)
-    own_states = own_drafter.feature_states if own_drafter is not None else ()
-    loader = Loader(settings, servicer, metrics, own_states)
+    loader = Loader(settings, servicer, metrics, own_drafter)
     thread = EngineThread(loader.build)
     stopped: asyncio.Future[Any] = asyncio.ensure_future(stop.wait())
     built: asyncio.Future[Any] = thread.built
@@ -114,10 +113,9 @@ class Loader:
         settings: VerifierSettings,
         servicer: VerifierServicer,
         metrics: Metrics,
-        own_states: Sequence[int] = (),
+        own_drafter: OwnDrafter | None = None,
     ) -> None:
-        """`own_states` are the hidden states that a drafter in this process reads."""
-        self._own_states = own_states
+        self._own_drafter = own_drafter
         self._settings = settings
         self._servicer = servicer
         self._metrics = metrics
@@ -211,7 +209,8 @@ class Loader:
         found = load_projections(settings.feature_projection, settings.target, runner.device)
         runner.projections = found
         projected = [each.states for each in found.values()]
-        states = {*settings.feature_states, *self._own_states}.union(*projected)
+        own = self._own_drafter.meet(runner) if self._own_drafter is not None else ()
+        states = {*settings.feature_states, *own}.union(*projected)
         if not runner.can_watch(states):
             message = f"must be -1 or in [0, {runner.layer_count}], not {sorted(states)}"
             raise invalid("feature_states", message)

@@ -22,7 +22,7 @@ from drafter_svc.placement import PlacementPlan
 from outrider.drafter.draft_sequence import DraftSequence
 from outrider.errors import OutriderError, Reason
 from outrider.process.config import Device, Dtype, need_models
-from outrider.protocol.draft_messages import FeatureDtype, FeatureRequest, FeatureRows, Welcome
+from outrider.protocol.draft_messages import FeatureRows, Welcome
 from outrider.protocol.messages import DraftDistribution
 from outrider.protocol.model_info import ModelInfo
 from outrider.tokenizer import fingerprint, load_tokenizer
@@ -72,17 +72,12 @@ class HeadFamily(Family):
 
     def __init__(self, worker: HeadWorker, vocab_size: int) -> None:
         """`vocab_size` is the target's."""
-        spec = worker.spec
         self.fatal = worker.fatal
         self.device = str(worker.device)
-        self.feature_request = FeatureRequest(
-            spec.boundaries,
-            spec.final_state,
-            FeatureDtype[worker.dtype_name.upper()],
-            projection=worker.projection,
-        )
+        self.feature_request = worker.feature_request
+        self.worker = worker
+        """All connections share it."""
         self._projected = False
-        self._worker = worker
         self._vocab_size = vocab_size
         self._drafts: dict[int, HeadDraft] = {}
 
@@ -116,7 +111,7 @@ class HeadFamily(Family):
     def welcomed(self, welcome: Welcome) -> None:
         """Refuse a verifier that sends no features, or features of another width."""
         self._projected = welcome.projects_features
-        wanted = self._worker.width(projected=self._projected)
+        wanted = self.worker.width(projected=self._projected)
         if welcome.feature_width == 0:
             message = "the verifier does not send the hidden states that the head reads"
             raise OutriderError(Reason.INVALID_VALUE, message)
@@ -133,7 +128,7 @@ class HeadFamily(Family):
         """Begin a sequence; the head begins with it when its features come."""
         seed = sequence.opened.sampling.seed
         seed = secrets.randbits(64) if seed is None else seed
-        draft = self._worker.begin(sequence, seed, projected=self._projected)
+        draft = self.worker.begin(sequence, seed, projected=self._projected)
         self._drafts[sequence.id] = draft
 
     def features(self, sequence: DraftSequence, first_position: int, rows: FeatureRows) -> None:
@@ -141,17 +136,17 @@ class HeadFamily(Family):
         draft = self._drafts[sequence.id]
         end = draft.keep(first_position, rows)
         if end < len(sequence.tokens) - 1:
-            self._worker.read(draft, draft.take_news())
+            self.worker.read(draft, draft.take_news())
 
     def closed(self, sequence: DraftSequence) -> None:
         """Free a sequence's pages."""
         if draft := self._drafts.pop(sequence.id, None):
-            self._worker.close(draft)
+            self.worker.close(draft)
 
     async def aclose(self) -> None:
         """Free all pages."""
         for draft in self._drafts.values():
-            self._worker.close(draft)
+            self.worker.close(draft)
         self._drafts.clear()
 
     async def propose(
@@ -168,7 +163,7 @@ class HeadFamily(Family):
         drafts = [self._drafts[sequence.id] for sequence in asked]
         wanted = [len(sequence.guesses) + sequence.num_wanted for sequence in asked]
         trees = any(sequence.wants_tree for sequence in asked)
-        offers = await asyncio.wrap_future(self._worker.draft(drafts, wanted, trees=trees))
+        offers = await asyncio.wrap_future(self.worker.draft(drafts, wanted, trees=trees))
         for sequence, offer in zip(asked, offers, strict=True):
             if offer is not None:
                 self._offer(sequence, offer)

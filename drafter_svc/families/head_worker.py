@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -17,6 +17,7 @@ from drafter_svc.grammar_state import GrammarState
 from outrider.drafter.draft_sequence import DraftSequence
 from outrider.drafter.step_queue import MAX_FEATURE_BYTES
 from outrider.errors import invalid
+from outrider.heads.layer_choice import choose_layers
 from outrider.heads.loading import load, target_weights
 from outrider.heads.model import (
     Branch,
@@ -32,7 +33,7 @@ from outrider.heads.reading import read
 from outrider.heads.spec import Decoder, HeadSpec
 from outrider.lm.cpu.weights import fastest_dtype
 from outrider.lm.devices import find_device
-from outrider.protocol.draft_messages import FeatureRows
+from outrider.protocol.draft_messages import FeatureDtype, FeatureRequest, FeatureRows
 from outrider.protocol.messages import DraftDistribution
 from outrider.sampling.logits import Context, adjust
 from outrider.sampling.noise import coupled_keys
@@ -143,11 +144,7 @@ class HeadWorker:
         grammars: GrammarCompiler | None = None,
     ) -> None:
         """With `grammars`, the head guesses no token that a request's grammar forbids."""
-        self.spec: HeadSpec = model.spec
         self.device = model.device
-        self.dtype_name = str(model.dtype).removeprefix("torch.")
-        self.projection = model.projection_name
-        """The name of the head's projection; empty if it has none."""
         self._model = model
         self._thread = thread
         self._grammars = grammars
@@ -201,6 +198,32 @@ class HeadWorker:
         # Its verifier has checked them.
         grammars = GrammarCompiler(target, found.spec.vocab_size, end_ids_of(target), trusted=True)
         return cls(model, thread, grammars)
+
+    def choose_layers(
+        self, text: Sequence[int], states: Mapping[int, torch.Tensor], answers: Sequence[int]
+    ) -> None:
+        """Read the layers of the target with which the head guesses a text best, and log them.
+
+        For the arguments see `layer_choice`. Call it before the first sequence, on any thread; it
+        waits.
+        """
+        choice = self._thread.submit(choose_layers, self._model, text, states, answers).result()
+        self._model.read_layers(choice.boundaries)
+
+    @property
+    def spec(self) -> HeadSpec:
+        """The head's computation."""
+        return self._model.spec
+
+    @property
+    def feature_request(self) -> FeatureRequest:
+        """What the head wants of the target's states."""
+        model = self._model
+        dtype = FeatureDtype[str(model.dtype).removeprefix("torch.").upper()]
+        spec = model.spec
+        return FeatureRequest(
+            spec.boundaries, spec.final_state, dtype, projection=model.projection_name
+        )
 
     def width(self, *, projected: bool) -> int:
         """Numbers in a feature, before or behind the head's projection."""

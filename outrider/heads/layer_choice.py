@@ -13,9 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from outrider.heads.loading import load
-from outrider.heads.model import Extension, TargetWeights
-from outrider.heads.spec import Head
+from outrider.heads.model import Extension, HeadModel, HeadSequence
+from outrider.heads.spec import HeadSpec
 from outrider.protocol.draft_messages import FINAL_STATE
 
 log = logging.getLogger(__name__)
@@ -24,7 +23,6 @@ log = logging.getLogger(__name__)
 # small numbers differ by chance.
 _RATIO = 1.3
 _MARGIN = 3
-_PAGE_SIZE = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +39,19 @@ class LayerChoice:
     clear: bool
 
 
-def candidates(head: Head) -> list[tuple[int, ...]]:
+def candidates(spec: HeadSpec) -> list[tuple[int, ...]]:
     """The boundaries that a head's file may mean, the likeliest first."""
-    return [head.spec.boundaries, *head.spec.other_boundaries]
+    return [spec.boundaries, *spec.other_boundaries]
+
+
+def states_of(spec: HeadSpec) -> set[int]:
+    """The target's hidden states that `choose_layers` needs."""
+    final = {FINAL_STATE} if spec.final_state else set()
+    return final.union(*candidates(spec))
 
 
 def choose_layers(
-    head: Head,
-    target: TargetWeights,
+    model: HeadModel,
     text: Sequence[int],
     states: Mapping[int, torch.Tensor],
     answers: Sequence[int],
@@ -57,20 +60,34 @@ def choose_layers(
 ) -> LayerChoice:
     """Compare a head's guesses with the target's likeliest tokens, with each candidate.
 
-    `states` has for every boundary of `candidates`, and for FINAL_STATE if the head reads it, the
-    target's states [T, hidden size] of the T tokens of `text`, some 256; `answers` [T] are the
-    target's likeliest tokens behind each. A guess is made behind every `stride`-th token. Logs the
-    choice, as a warning unless it is clear.
+    `states` has for every state of `states_of` the target's rows [T, hidden size] for the T tokens
+    of `text`, some 256; `answers` [T] are the target's likeliest tokens behind each. A guess is
+    made behind every `stride`-th token. Logs the choice, as a warning unless it is clear. The model
+    needs pages for the text with each candidate, and has them all back afterwards; else it raises
+    NoPages.
     """
-    options = candidates(head)
-    final = (FINAL_STATE,) if head.spec.final_state else ()
+    options = candidates(model.spec)
+    final = (FINAL_STATE,) if model.spec.final_state else ()
     features = [torch.cat([states[i] for i in (*ids, *final)], dim=-1) for ids in options]
-    rows = len(text) + max(head.spec.block_size, 1)
-    pages = len(options) * (-(-rows // _PAGE_SIZE) + 1)
-    device, dtype = features[0].device, features[0].dtype
-    model = load(head, target, page_count=pages, page_size=_PAGE_SIZE, dtype=dtype, device=device)
     sequences = [model.open(text[:1]) for _ in options]
-    counts = [0] * len(options)
+    try:
+        counts, tried = _count(model, sequences, features, text, answers, stride)
+    finally:
+        for sequence in sequences:
+            model.close(sequence)
+    return _decide(options, counts, tried)
+
+
+def _count(
+    model: HeadModel,
+    sequences: Sequence[HeadSequence],
+    features: Sequence[torch.Tensor],
+    text: Sequence[int],
+    answers: Sequence[int],
+    stride: int,
+) -> tuple[list[int], int]:
+    """Count the right first guesses of each sequence, with its own features; and all of each."""
+    counts = [0] * len(sequences)
     lengths = range(1 + stride, len(text) + 1, stride)
     for length in lengths:
         before = length - stride
@@ -84,7 +101,7 @@ def choose_layers(
         guesses = model.propose(sequences, 1).tokens[:, 0].tolist()
         for i, guess in enumerate(guesses):
             counts[i] += guess == answers[length - 1]
-    return _decide(options, counts, len(lengths))
+    return counts, len(lengths)
 
 
 def _decide(options: list[tuple[int, ...]], counts: list[int], tried: int) -> LayerChoice:

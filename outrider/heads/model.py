@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
@@ -180,6 +180,15 @@ class HeadModel(torch.nn.Module):
             longest = self.spec.target.context_length + _ROWS_BEHIND
             decoder = self.spec.decoder
             self.cache = HeadCache(decoder, page_count, page_size, longest, dtype, device)
+
+    def read_layers(self, boundaries: tuple[int, ...]) -> None:
+        """Read other boundaries of the target from now on, as many as before.
+
+        A verifier's projection, which goes by the file's boundaries, is not asked for then.
+        """
+        if boundaries != self.spec.boundaries:
+            self.spec = replace(self.spec, boundaries=boundaries, other_boundaries=())
+            self.projection_name = ""
 
     def open(self, tokens: Sequence[int], salt: str | None = None) -> HeadSequence:
         """Begin a sequence with its committed tokens, on cached pages if there are any."""

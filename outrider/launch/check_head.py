@@ -1,7 +1,8 @@
 """`outrider check-head`: says what a draft head is, and how often its first guesses are right.
 
-It loads the target, which the drafter of a head does not. So it can tell which of the target's
-layers the head was trained on, where the head's file may mean several.
+It loads the target, which the process of a head does not. So it can tell which of the target's
+layers the head was trained on, where the head's file may mean several. A verifier with a head in
+its process finds out by the same text.
 """
 
 from __future__ import annotations
@@ -11,13 +12,12 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig
 
-from outrider.heads.layer_choice import LayerChoice, candidates, choose_layers
-from outrider.heads.loading import target_weights
+from outrider.heads.layer_choice import LayerChoice, candidates, choose_layers, states_of
+from outrider.heads.loading import load, target_weights
 from outrider.heads.reading import read
-from outrider.heads.spec import Head
+from outrider.heads.spec import Head, HeadSpec
 from outrider.launch.prompts import DEMO_PROMPTS
 from outrider.lm.runner import ModelRunner, SequenceSlice
-from outrider.protocol.draft_messages import FINAL_STATE
 from outrider.tokenizer import load_tokenizer
 
 _TOKENS = 256
@@ -52,14 +52,28 @@ def run(head: Path, target: str, dtype: str, device: str) -> int:
 
 def check(head: Head, target: str, dtype: str, device: str) -> LayerChoice:
     """Compare the head's first guesses with the target's likeliest tokens of a text."""
-    runner = ModelRunner.load(
-        target, dtype=dtype, device=device, page_count=2 * _TOKENS // _PAGE_SIZE
+    pages = 2 * _TOKENS // _PAGE_SIZE
+    runner = ModelRunner.load(target, dtype=dtype, device=device, page_count=pages)
+    model = load(
+        head,
+        target_weights(target),
+        page_count=pages * len(candidates(head.spec)),
+        page_size=_PAGE_SIZE,
     )
+    return choose_layers(model, *read_text(runner, target, head.spec))
+
+
+def read_text(
+    runner: ModelRunner, target: str, spec: HeadSpec
+) -> tuple[list[int], dict[int, torch.Tensor], list[int]]:
+    """Have the target read a text: its tokens, the states and the answers for `choose_layers`.
+
+    Overwrites the first pages of the runner's cache, and leaves the states watched.
+    """
     tokenizer = load_tokenizer(target)
-    text = [i for _, prompt in DEMO_PROMPTS for i in tokenizer.encode(prompt).ids][:_TOKENS]
-    wanted = {state for boundaries in candidates(head) for state in boundaries}
-    if head.spec.final_state:
-        wanted.add(FINAL_STATE)
+    most = min(_TOKENS, runner.context_length, runner.page_count * runner.page_size)
+    text = [i for _, prompt in DEMO_PROMPTS for i in tokenizer.encode(prompt).ids][:most]
+    wanted = states_of(spec)
     runner.watch(wanted)
     pages = [*range(-(-len(text) // runner.page_size))]
     with torch.inference_mode():
@@ -67,7 +81,7 @@ def check(head: Head, target: str, dtype: str, device: str) -> LayerChoice:
         answers = logits.argmax(-1).tolist()
         rows = range(len(text))
         states = {state: runner.pick_states([state], rows, "float32").cpu() for state in wanted}
-    return choose_layers(head, target_weights(target), text, states, answers)
+    return text, states, answers
 
 
 def _shown(boundaries: tuple[int, ...]) -> str:

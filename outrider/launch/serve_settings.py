@@ -102,6 +102,10 @@ class ServeSettings(TargetSettings, ServiceSettings):
     head: str | None = Field(None, min_length=1)
     """Directory of a head that drafts in the verifier's process, on the target's device."""
 
+    head_layers: list[int] = Field(default=[])
+    """The boundaries of the target's layers that this head reads, if its file is wrong about
+    them."""
+
     dtype: Dtype = "auto"
     """Type of the weights of target and draft models: auto is the checkpoint's."""
 

@@ -85,7 +85,8 @@ def _verifier(settings: ServeSettings, specs: list[DrafterSpec], address: str, u
     options |= settings.files(Role.VERIFIER.value)
     if settings.head is None:
         return Child("verifier", "verifier_svc", _flags(options))
-    return Child("verifier", "outrider.launch.verifier", _flags(options | {"head": settings.head}))
+    options |= {"head": settings.head, "head_layers": settings.head_layers}
+    return Child("verifier", "outrider.launch.verifier", _flags(options))
 
 
 def _free_cores(specs: list[DrafterSpec]) -> int:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from pydantic import Field
 
@@ -25,6 +27,9 @@ from verifier_svc.config import VerifierSettings
 from verifier_svc.metrics import Metrics
 from verifier_svc.streams.own_stream import OwnDrafter, OwnVerifier
 
+if TYPE_CHECKING:
+    from outrider.lm.runner import ModelRunner
+
 # More would meet at barriers on the cores that the target's threads compute on.
 _PLACE = PlacementPlan("local", (), None, threads=1)
 
@@ -35,10 +40,16 @@ class HeadVerifierSettings(VerifierSettings):
     head: str = Field(min_length=1)
     """Directory of a head that drafts in the verifier's process, on the target's device."""
 
+    head_layers: list[int] = Field(default=[])
+    """The boundaries of the target's layers that the head reads, if its file is wrong about them.
+    By default, where the file may mean several, the head reads those with which it guesses a text
+    best."""
+
 
 async def load_head(settings: HeadVerifierSettings, metrics: Metrics) -> OwnDrafter:
     """Load the head, before the target takes the rest of a GPU's memory.
 
+    Where its file may mean several layers of the target, it chooses when the target is loaded.
     The head's metrics are added to the verifier's. Raises OutriderError(INVALID_VALUE) for a head
     that does not fit the target.
     """
@@ -49,6 +60,7 @@ async def load_head(settings: HeadVerifierSettings, metrics: Metrics) -> OwnDraf
     metrics.registry.register(counts.registry)
     thread_count = torch.get_num_threads()
     own = {name: getattr(settings, name) for name in ("head", "target", "device")}
+    own["layers"] = settings.head_layers
     loaded = await HeadFamily.load(HeadSettings.model_validate(own), _PLACE, counts)
     # The head's thread has set the number for itself, and for all threads that have not computed
     # yet. The engine's is one of them.
@@ -68,8 +80,18 @@ async def load_head(settings: HeadVerifierSettings, metrics: Metrics) -> OwnDraf
     async def draft(verifier: OwnVerifier) -> None:
         await DraftStream(verifier, loaded.make, hello, CountingObserver(counts)).run()
 
-    request = loaded.make(ModelInfo(settings.served_name, Stage.LOADING, "")).feature_request
-    return OwnDrafter(draft, request.states if request is not None else ())
+    def meet(runner: ModelRunner) -> Sequence[int]:
+        from outrider.heads.layer_choice import states_of
+        from outrider.launch.check_head import read_text
+
+        family = loaded.make(ModelInfo(settings.served_name, Stage.LOADING, ""))
+        assert isinstance(family, HeadFamily)
+        spec = family.worker.spec
+        if spec.other_boundaries and runner.can_watch(states_of(spec)):
+            family.worker.choose_layers(*read_text(runner, settings.target, spec))
+        return family.worker.feature_request.states
+
+    return OwnDrafter(draft, meet)
 
 
 async def serve_with_head(settings: HeadVerifierSettings, metrics: Metrics) -> None:

@@ -10,7 +10,7 @@ from head_files import TARGET, VOCAB, write
 
 from outrider.heads.layer_choice import candidates, choose_layers
 from outrider.heads.loading import load
-from outrider.heads.model import Extension, TargetWeights
+from outrider.heads.model import Extension, HeadModel, TargetWeights
 from outrider.heads.reading import read
 from outrider.heads.spec import Head
 
@@ -27,9 +27,12 @@ class Texts:
         self.text = torch.randint(VOCAB, (LENGTH,)).tolist()
         self.states = {i: torch.randn(LENGTH, 16) for i in range(11)}
 
+    def model(self) -> HeadModel:
+        return load(self.head, self.weights, page_count=20)
+
     def answers(self, boundaries: tuple[int, ...]) -> list[int]:
         """What the target would say if the head, on these layers, were always right."""
-        model = load(self.head, self.weights, page_count=20)
+        model = self.model()
         features = torch.cat([self.states[i] for i in boundaries], dim=-1)
         sequence, answers = model.open(self.text[:1]), [0]
         for length in range(2, LENGTH + 1):
@@ -48,10 +51,10 @@ def texts(request: pytest.FixtureRequest, tmp_path: Path) -> Texts:
 
 @pytest.mark.parametrize("index", [0, 1])
 def test_the_layers_with_the_most_right_guesses_are_chosen(texts: Texts, index: int) -> None:
-    options = candidates(texts.head)
+    options = candidates(texts.head.spec)
     right = options[index]
     answers = texts.answers(right)
-    choice = choose_layers(texts.head, texts.weights, texts.text, texts.states, answers)
+    choice = choose_layers(texts.model(), texts.text, texts.states, answers)
     assert (choice.boundaries, choice.clear) == (right, True)
     assert choice.matches[right] == choice.tried == 39
     assert choice.matches[options[1 - index]] < 20
@@ -63,7 +66,7 @@ def test_a_choice_that_is_not_clear_keeps_the_files_and_warns(
 ) -> None:
     answers = torch.randint(VOCAB, (LENGTH,)).tolist()
     with caplog.at_level(logging.INFO):
-        choice = choose_layers(texts.head, texts.weights, texts.text, texts.states, answers)
+        choice = choose_layers(texts.model(), texts.text, texts.states, answers)
     assert (choice.boundaries, choice.clear) == (texts.head.spec.boundaries, False)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "set its layers" in caplog.text
@@ -72,6 +75,6 @@ def test_a_choice_that_is_not_clear_keeps_the_files_and_warns(
 def test_layers_that_the_user_set_are_not_questioned(tmp_path: Path) -> None:
     texts = Texts(read(write(tmp_path, head_files.eagle3_modelopt()), TARGET, (1, 2, 3)))
     wrong = [0] * LENGTH
-    choice = choose_layers(texts.head, texts.weights, texts.text, texts.states, wrong)
+    choice = choose_layers(texts.model(), texts.text, texts.states, wrong)
     assert (choice.boundaries, choice.clear) == ((1, 2, 3), True)
     assert [*choice.matches] == [(1, 2, 3)]

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import json
+import logging
+import shutil
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +31,10 @@ from outrider.drafter.line import Verifier
 from outrider.drafter.strategy import Strategy
 from outrider.drafter.stream import DraftStream, Observer
 from outrider.errors import OutriderError
+from outrider.heads import layer_choice
 from outrider.heads.reading import read
+from outrider.launch.check_head import read_text
+from outrider.launch.verifier import HeadVerifierSettings, load_head
 from outrider.lm.pages import PagePool
 from outrider.lm.runner import ModelRunner
 from outrider.process import rpc
@@ -277,9 +283,48 @@ async def test_no_text_waits_for_a_head_that_hangs(runner: ModelRunner, worker: 
             assert await site.text(ALWAYS) == plain
 
 
-async def test_the_heads_thread_leaves_the_targets_number_of_threads_alone() -> None:
-    from outrider.launch.verifier import HeadVerifierSettings, load_head
+def head_of_other_layers(folder: Path) -> str:
+    """The bundled head with a file that states boundaries one too low, [0, 2, 4]."""
+    shutil.copytree(HEAD, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["eagle_aux_hidden_state_layer_ids"] = [0, 2, 4]
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
 
+
+@pytest.mark.parametrize(("set_by_user", "read"), [([], [1, 3, 5]), ([0, 2, 4], [0, 2, 4])])
+async def test_a_head_chooses_its_layers_by_the_loaded_target_unless_they_are_set(
+    runner: ModelRunner,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    set_by_user: list[int],
+    read: list[int],
+) -> None:
+    # The bundled target is so small that its layers are much alike.
+    monkeypatch.setattr(layer_choice, "_RATIO", 1.1)
+    head = head_of_other_layers(tmp_path / "head")
+    settings = HeadVerifierSettings(target=TARGET, head=head, device="cpu", head_layers=set_by_user)
+    own = await load_head(settings, Metrics("target"))
+    with caplog.at_level(logging.INFO), ThreadPoolExecutor(1) as engine:
+        assert engine.submit(own.meet, runner).result() == read
+    assert ("it reads [1, 3, 5]" in caplog.text) == (not set_by_user)
+
+
+async def test_a_heads_pages_are_free_behind_its_choice_of_layers(
+    runner: ModelRunner, worker: HeadWorker
+) -> None:
+    before = worker.feature_request
+    worker.choose_layers(*read_text(runner, TARGET, worker.spec))
+    assert worker.feature_request == before
+    pool = worker._model.pool
+    assert pool.used_count == 0
+    pool.check_integrity()
+
+
+async def test_the_heads_thread_leaves_the_targets_number_of_threads_alone(
+    runner: ModelRunner,
+) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -287,6 +332,6 @@ async def test_the_heads_thread_leaves_the_targets_number_of_threads_alone() -> 
         own = await load_head(settings, Metrics("target"))
         with ThreadPoolExecutor(1) as engine:
             assert engine.submit(torch.get_num_threads).result() == 2
-        assert own.feature_states == [1, 3, 5]
+        assert own.meet(runner) == [1, 3, 5]
     finally:
         torch.set_num_threads(before)

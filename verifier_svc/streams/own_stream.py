@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from outrider.drafter.line import StreamEnded
 from outrider.errors import OutriderError
@@ -19,6 +19,9 @@ from verifier_svc.engine.engine_thread import EngineThread
 from verifier_svc.state.drafter import Drafter
 from verifier_svc.streams.drafter_streams import check_tokenizer
 from verifier_svc.streams.unread_steps import UnreadSteps
+
+if TYPE_CHECKING:
+    from outrider.lm.runner import ModelRunner
 
 
 class OwnVerifier:
@@ -52,11 +55,12 @@ class OwnDrafter:
     """A drafter that runs in this process, on the event loop and threads of its own.
 
     `run` drafts for this verifier until it is cancelled. If it ends before, the verifier goes on
-    without it. `feature_states` are the hidden states that it reads.
+    without it. `meet` is called on the engine's thread with the loaded target, before CUDA graphs
+    are captured, and returns the hidden states that the drafter reads. It may run forwards.
     """
 
     run: Callable[[OwnVerifier], Coroutine[Any, Any, None]]
-    feature_states: Sequence[int] = ()
+    meet: Callable[[ModelRunner], Sequence[int]]
 
 
 class _Own:
