@@ -55,7 +55,7 @@ Measure = Callable[[Task], Awaitable[Sample]]
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A target and its draft model.
+    """A target, its draft model, and a head if there is one.
 
     Peers verify `draft_tokens` in a step; Outrider chooses its own number. `shared_threads` are the
     verifier's threads when a draft model runs on the same cores.
@@ -67,6 +67,7 @@ class Pair:
     dtype: str
     draft_tokens: int
     shared_threads: int
+    head: Path | None = None
 
 
 @asynccontextmanager
@@ -164,7 +165,10 @@ async def outrider_stack(pair: Pair, families: Sequence[str], threads: int) -> A
 
     Raises StackFailed with the last lines of a process that does not start.
     """
-    own = {"model": {"model": pair.draft, "threads": 1}}
+    own: dict[str, dict[str, Any]] = {
+        "model": {"model": pair.draft, "threads": 1},
+        "head": {"model": pair.head, "threads": 1},
+    }
     experiment = Experiment.model_validate(
         {
             "name": "bench",

@@ -163,10 +163,16 @@ class HeadFamily(Family):
         drafts = [self._drafts[sequence.id] for sequence in asked]
         wanted = [len(sequence.guesses) + sequence.num_wanted for sequence in asked]
         trees = any(sequence.wants_tree for sequence in asked)
-        offers = await asyncio.wrap_future(self.worker.draft(drafts, wanted, trees=trees))
+        offers = await self._drafted(drafts, wanted, trees=trees)
         for sequence, offer in zip(asked, offers, strict=True):
             if offer is not None:
                 self._offer(sequence, offer)
+
+    async def _drafted(
+        self, drafts: Sequence[HeadDraft], wanted: Sequence[int], *, trees: bool
+    ) -> list[Offer | None]:
+        """Wait for the head's thread."""
+        return await asyncio.wrap_future(self.worker.draft(drafts, wanted, trees=trees))
 
     def _offer(self, sequence: DraftSequence, offer: Offer) -> None:
         """Extend the chain, and offer the likeliest tokens beside it where trees are verified."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 
+from drafter_svc.families.head_worker import Offer
 from drafter_svc.pools.memory import MemoryPool, NgramOptions
 from outrider_bench.experiment.calibration import task_of
 from outrider_bench.experiment.recording import WRONG, Recorder
@@ -14,7 +16,9 @@ from outrider_bench.simulator.world import NO_GUESS, RIGHT
 _POOL_ENTRIES = 1_000_000
 
 
-def acceptances(target: Path, draft: Path, dtype: str) -> dict[str, float]:
+def acceptances(
+    target: Path, draft: Path, dtype: str, head: Path | None = None
+) -> dict[str, float]:
     """The share of the calibration load's tokens that each family guesses right.
 
     A missing guess counts as wrong. N-grams are looked up in the request's own text alone, so a
@@ -24,11 +28,22 @@ def acceptances(target: Path, draft: Path, dtype: str) -> dict[str, float]:
     asked = [
         ("", prompt, length) for prompt, length in zip(task.prompts, task.lengths, strict=True)
     ]
-    requests = Recorder(target, dtype, {"model": draft}).record(asked)
-    return {
+    heads = {} if head is None else {"head": head}
+    recorder = Recorder(target, dtype, {"model": draft}, heads)
+    requests = recorder.record(asked)
+    found = {
         "model": share_of_right([each.guesses["model"][: each.output_tokens] for each in requests]),
         "ngram": share_of_right([_lookups(each) for each in requests]),
     }
+    if heads:
+        offers = recorder.offers
+        found["head"] = share_of_right(
+            [
+                drafts(offers[tuple(each.prompt_ids)]["head"], each.output_ids[:length])
+                for each, (_, _, length) in zip(requests, asked, strict=True)
+            ]
+        )
+    return found
 
 
 def share_of_right(guesses: Sequence[str]) -> float:
@@ -39,6 +54,20 @@ def share_of_right(guesses: Sequence[str]) -> float:
     """
     total = sum([len(each) for each in guesses])
     return sum([each.count(RIGHT) for each in guesses]) / max(total, 1)
+
+
+def drafts(offers: Sequence[Offer], output: Sequence[int]) -> str:
+    """Say for each token of `output` whether a head's chains guess it, as `lookups` does.
+
+    A new chain begins behind a wrong guess, and behind the end of the chain before.
+    """
+    found = ""
+    while len(found) < len(output):
+        chain = offers[len(found)].tokens
+        pairs = zip(chain, output[len(found) :], strict=False)
+        run = takewhile(lambda pair: pair[0] == pair[1], pairs)
+        found += RIGHT * len([*run]) + WRONG
+    return found[: len(output)]
 
 
 def _lookups(request: RecordedRequest) -> str:

@@ -1,7 +1,7 @@
 """Measures the costs of serving on top of forwards, with a fixed load on the whole stack.
 
-The load is the same for all predictions: closed, at batch 1 and 8, plain, with n-gram drafters and
-with a draft model.
+The load is the same for all predictions: closed, at batch 1 and 8, plain, with n-gram drafters,
+with a draft model, and with a head if there is one.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ WAYS: dict[str, dict[str, str | bool]] = {
     "plain": {"enabled": False},
     "ngram": {"drafter_family": "ngram"},
     "model": {"drafter_family": "model"},
+    "head": {"drafter_family": "head"},
 }
 _TOKENS = 64
 _ROUNDS = 3
@@ -81,17 +82,20 @@ class Served(BaseModel):
     step: Step
 
 
-def calibrate(target: Path, draft: Path, dtype: str, threads: int) -> list[Served]:
+def calibrate(
+    target: Path, draft: Path, dtype: str, threads: int, head: Path | None = None
+) -> list[Served]:
     """Serve the load; about a minute for the bundled pair."""
-    return asyncio.run(_serve(Pair("profile", target, draft, dtype, 4, threads)))
+    return asyncio.run(_serve(Pair("profile", target, draft, dtype, 4, threads, head)))
 
 
 async def _serve(pair: Pair) -> list[Served]:
     samples: dict[tuple[str, int], list[Sample]] = {}
     speeds: dict[tuple[str, int], list[tuple[float, float]]] = {}
     tasks = {batch: task_of(pair.target, batch) for batch in BATCHES}
-    async with outrider_stack(pair, ("ngram", "model"), pair.shared_threads) as stack:
-        ways = {name: stack.way(speculation) for name, speculation in WAYS.items()}
+    families = ["ngram", "model", *(["head"] if pair.head is not None else [])]
+    async with outrider_stack(pair, families, pair.shared_threads) as stack:
+        ways = {name: stack.way(WAYS[name]) for name in ("plain", *families)}
         # In the first round planner and drafters learn the costs; it does not count.
         for number in range(_ROUNDS + 1):
             for batch, task in tasks.items():

@@ -13,6 +13,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from outrider.process.cores import parse_cores
+from outrider_bench.experiment.launches import HEAD
 from outrider_bench.experiment.profile_record import Profile
 from outrider_bench.experiment.records import PLAIN
 from outrider_bench.experiment.serving import (
@@ -23,10 +24,10 @@ from outrider_bench.experiment.serving import (
 )
 from outrider_bench.experiment.spec import Drafter, Event, Experiment, Link, Target, drafters_of
 from outrider_bench.experiment.traffic import requests_of, warm_up_of
-from outrider_bench.simulator.costs import Costs
+from outrider_bench.simulator.costs import Costs, way_of
 from outrider_bench.simulator.scenario import Scenario
 
-_PREDICTED = ("ngram", "model")
+_PREDICTED = ("ngram", "model", "head")
 # Seconds until a drafter whose connection was cut dials again, about; see outrider.drafter.stream.
 _AGAIN_S = 0.1
 _SETTINGS = ("max_draft_len", "max_matching_ngram_size", "is_public_pool")
@@ -83,21 +84,37 @@ def check(experiment: Experiment, profile: Profile) -> None:
             "workload.verifiers: in-turn they can"
         )
     for name, drafter in drafters_of(experiment):
-        if drafter.family not in _PREDICTED:
+        _check_drafter(name, drafter, profile)
+
+
+def _check_drafter(name: str, drafter: Drafter, profile: Profile) -> None:
+    if drafter.family not in _PREDICTED:
+        raise ValueError(
+            f"drafters.{name}.family: must be one of {', '.join(_PREDICTED)} to be predicted, "
+            f"not {drafter.family}"
+        )
+    if drafter.family == "head":
+        _check_head(name, drafter, profile)
+    cost = cost_of(drafter, profile.cores)
+    if cost not in profile.costs.drafting:
+        if drafter.cost is not None:
+            known = ", ".join(sorted(profile.costs.drafting))
             raise ValueError(
-                f"drafters.{name}.family: must be one of {', '.join(_PREDICTED)} to be predicted, "
-                f"not {drafter.family}"
+                f"drafters.{name}.cost: must be one of {known} of the cost table, not {cost!r}"
             )
-        cost = cost_of(drafter, cores)
-        if cost not in profile.costs.drafting:
-            if drafter.cost is not None:
-                known = ", ".join(sorted(profile.costs.drafting))
-                raise ValueError(
-                    f"drafters.{name}.cost: must be one of {known} of the cost table, not {cost!r}"
-                )
-            raise ValueError(
-                f"drafters.{name}.threads: the profile has no {cost}; make it with --draft-threads"
-            )
+        raise ValueError(
+            f"drafters.{name}.threads: the profile has no {cost}; make it with --draft-threads"
+        )
+
+
+def _check_head(name: str, drafter: Drafter, profile: Profile) -> None:
+    """Raise ValueError unless the profile is of this head."""
+    if profile.head is None:
+        problem = "the profile has no head; make it with --head"
+        raise ValueError(f"drafters.{name}.family: {problem}")
+    if (drafter.model or HEAD) != Path(profile.head.path):
+        problem = f"the profile is of {profile.head.path}, not of {drafter.model or HEAD}"
+        raise ValueError(f"drafters.{name}.model: {problem}")
 
 
 def threads_of(target: Target, cores: list[int]) -> int:
@@ -109,10 +126,10 @@ def cost_of(drafter: Drafter, cores: list[int]) -> str:
     """The drafter's name in the profile's `drafting`."""
     if drafter.cost is not None:
         return drafter.cost
-    if drafter.family != "model":
+    if drafter.family not in ("model", "head"):
         return drafter.family
     threads = drafter.threads or len(_cores(drafter.cores, cores))
-    return "model" if threads == 1 else f"model-{threads}"
+    return way_of(drafter.family, 1 if drafter.in_process else threads)
 
 
 def _cores(text: str | None, all_cores: list[int]) -> list[int]:
@@ -157,13 +174,14 @@ def scenario_of(
             for spec in _specs(experiment, name, drafter, profile)
         ],
         "schedule": schedule,
+        "hidden_size": profile.head.hidden_size if profile.head is not None else 1,
     }
     return Scenario.model_validate(given)
 
 
 def _served(families: set[str]) -> str:
     """The profile's name for serving with these families of drafters."""
-    for family in ("model", "ngram"):
+    for family in ("model", "head", "ngram"):
         if family in families:
             return family
     return "plain"
@@ -199,11 +217,13 @@ def _specs(
     common = {
         "family": drafter.family,
         "cost": cost_of(drafter, profile.cores),
-        "drafts_by": "model" if drafter.family == "model" else "lookup",
+        "drafts_by": "lookup" if drafter.family == "ngram" else drafter.family,
         **_placed(experiment, drafter, profile),
         **_linked(experiment, drafter, link, profile),
         **{key: value for key, value in drafter.settings.items() if key in _SETTINGS},
     }
+    if drafter.family == "head" and profile.head is not None:
+        common |= {"states": profile.head.states, "in_process": drafter.in_process}
     for own in _processes(name, drafter):
         yield {**common, "name": own, "process": own}
 
@@ -238,6 +258,8 @@ def _linked(
     The calibration load went over TCP. A Unix socket, or a link's process, differs from it by less
     than what can be measured.
     """
+    if drafter.in_process:
+        return {"round_trip_ms": 0.0}
     serving = at_batch(profile.at(drafter.family), experiment.workload.under_way)
     own_ms = 1000 * serving.round_trip_s
     found = {"round_trip_ms": own_ms, "jitter_ms": 1000 * serving.jitter_s}

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 from outrider.process.usage import invoke, refuse
 from outrider.tokenizer import load_tokenizer
 from outrider_bench.experiment.cell_scenarios import Load, check, load_of, scenario_of
+from outrider_bench.experiment.launches import DRAFT_MODEL, HEAD
 from outrider_bench.experiment.profile_record import Profile
 from outrider_bench.experiment.recording import Recorder
 from outrider_bench.experiment.records import PLAIN, RUNS, Folder, LinkTraffic, Measurement
@@ -28,7 +29,6 @@ from outrider_bench.experiment.unmeasured import profile_of
 from outrider_bench.simulator.simulation import Simulation
 
 _PROGRAM = "outrider experiment predict"
-_DRAFT_MODEL = Path("models/draft")
 
 
 def main(arguments: list[str]) -> int:
@@ -168,7 +168,8 @@ class Predictor:
         load = load_of(experiment, self._tokenizer(target))
         with TemporaryDirectory() as directory:
             recording = Path(directory, "requests.jsonl")
-            recording.write_text(self._recorded(experiment, load))
+            recorder = self._recorder(experiment)
+            recording.write_text(_recorded(recorder, load))
             scenario = scenario_of(experiment, way, profile, load, Path(directory))
             turns = target.count if experiment.workload.verifiers == "in-turn" else 1
             samples, errors = [], list[str]()
@@ -179,35 +180,40 @@ class Predictor:
                     scenario, scenario.loads[0], drafting=bool(scenario.drafters)
                 )
                 simulation.redis_entries = redis
+                simulation.world.offers = recorder.offers
                 outcome = simulation.run()
                 samples += list(outcome.by_verifier.values())
                 errors += outcome.errors
                 _add_traffic(links, experiment, simulation)
         return Measurement(way, samples, links=links, errors=errors)
 
-    def _recorded(self, experiment: Experiment, load: Load) -> str:
-        drafts = {
-            drafter.family: drafter.model or _DRAFT_MODEL
-            for _, drafter in drafters_of(experiment)
-            if drafter.family == "model"
-        }
-        key = f"{experiment.target.model} {experiment.target.dtype} {drafts}"
-        # A grown target computes the same function.
-        recorder = self._recorders.setdefault(
-            key, Recorder(experiment.target.model, experiment.target.dtype, drafts)
+    def _recorder(self, experiment: Experiment) -> Recorder:
+        used = {drafter.family: drafter for _, drafter in drafters_of(experiment)}
+        drafts, heads = (
+            {family: used[family].model or default} if family in used else {}
+            for family, default in (("model", DRAFT_MODEL), ("head", HEAD))
         )
-        asked = [*load.warm_up, *load.measured]
-        recorded = recorder.record([(kind, prompt, length) for _, kind, prompt, length in asked])
-        timed = [
-            request.model_copy(update={"time": at})
-            for request, (at, *_) in zip(recorded, asked, strict=True)
-        ]
-        return "\n".join([request.model_dump_json() for request in timed])
+        key = f"{experiment.target.model} {experiment.target.dtype} {drafts} {heads}"
+        # A grown target computes the same function.
+        return self._recorders.setdefault(
+            key, Recorder(experiment.target.model, experiment.target.dtype, drafts, heads)
+        )
 
     def _tokenizer(self, target: Target) -> Tokenizer:
         if target.model not in self._tokenizers:
             self._tokenizers[target.model] = load_tokenizer(str(target.model))
         return self._tokenizers[target.model]
+
+
+def _recorded(recorder: Recorder, load: Load) -> str:
+    """The requests of a load, as a recording has them."""
+    asked = [*load.warm_up, *load.measured]
+    recorded = recorder.record([(kind, prompt, length) for _, kind, prompt, length in asked])
+    timed = [
+        request.model_copy(update={"time": at})
+        for request, (at, *_) in zip(recorded, asked, strict=True)
+    ]
+    return "\n".join([request.model_dump_json() for request in timed])
 
 
 def _add_traffic(

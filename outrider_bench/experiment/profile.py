@@ -15,6 +15,8 @@ from outrider.process.config import Settings, parse
 from outrider.process.usage import refuse
 from outrider_bench.experiment import machine
 from outrider_bench.experiment.profile_record import Conditions, Profile, described
+from outrider_bench.experiment.serving import ProfiledHead
+from outrider_bench.simulator.costs import way_of
 
 _PROGRAM = "outrider profile"
 _MOST_SEQUENCES = 32
@@ -23,7 +25,8 @@ _HOW = {
     "at most that of more tokens",
     "costs.prompts": "forwards of prompts of 32 and 256 tokens, the fastest of up to 100",
     "costs.host": "the engine's own time for steps whose forward takes none, the fastest of 60",
-    "costs.drafting": "forwards of the draft model by threads, and the median lookup of n-grams",
+    "costs.drafting": "forwards of the draft model by threads, the median lookup of n-grams, and "
+    "the fastest rounds of the head",
     "served": "a fixed closed load through the gateway, three rounds after one that warms up",
     "acceptance": "share of the tokens of the load's greedy texts that a drafter guesses right",
     "serving": "the difference of the load and its simulation on costs; no experiment enters it",
@@ -46,6 +49,9 @@ class ProfileSettings(Settings):
 
     draft: str = "models/draft"
     """Directory of the draft model."""
+
+    head: str = ""
+    """Directory of a head of the target to measure as well; unset measures none."""
 
     grown: bool = False
     """Profile the target grown to 154 M parameters, as in experiments."""
@@ -82,12 +88,14 @@ def measure(settings: ProfileSettings) -> Profile:
     """Measure everything in turn; prints the progress."""
     from outrider_bench.experiment import acceptance, calibration, serving
     from outrider_bench.simulator import measured_costs
+    from outrider_bench.simulator.head_costs import head_cost
 
     cores = sorted(os.sched_getaffinity(0))
     threads = settings.threads or max(1, len(cores) - 1)
     if threads > len(cores):
         raise ValueError(f"threads must be at most the {len(cores)} cores, not {threads}")
     target = _target(settings)
+    head = _head(settings, target)
     draft = Path(settings.draft)
     here = machine.this_machine()
     for warning in machine.warnings():
@@ -98,11 +106,21 @@ def measure(settings: ProfileSettings) -> Profile:
         target, draft, threads, settings.dtype, settings.draft_threads, _MOST_SEQUENCES
     )
     print("serving a fixed load", flush=True)
-    served = calibration.calibrate(target, draft, settings.dtype, threads)
+    if head is not None:
+        path, counts = Path(head.path), measured_costs.sequences_up_to(_MOST_SEQUENCES)
+        drafting = {
+            way_of("head", count): head_cost(path, target, count, counts)
+            for count in settings.draft_threads
+        }
+        costs = costs.model_copy(update={"drafting": costs.drafting | drafting})
+    served = calibration.calibrate(
+        target, draft, settings.dtype, threads, Path(head.path) if head is not None else None
+    )
     print("fitting the costs of serving", flush=True)
-    fitted = serving.fit(served, costs, target, draft, settings.dtype)
+    fitted = serving.fit(served, costs, target, draft, settings.dtype, head)
     print("comparing guesses with the target's texts", flush=True)
-    guessed = acceptance.acceptances(Path(settings.target), draft, settings.dtype)
+    small_head = Path(settings.head) if settings.head else None
+    guessed = acceptance.acceptances(Path(settings.target), draft, settings.dtype, small_head)
     return Profile(
         machine=described(here),
         fingerprint=here.fingerprint,
@@ -110,6 +128,7 @@ def measure(settings: ProfileSettings) -> Profile:
         measured_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         target=settings.target + (" grown" if settings.grown else ""),
         draft=settings.draft,
+        head=head.model_copy(update={"path": settings.head}) if head is not None else None,
         dtype=settings.dtype,
         threads=threads,
         how=_HOW,
@@ -137,3 +156,20 @@ def _target(settings: ProfileSettings) -> Path:
             f"dtype must be float32 or bfloat16 for a grown target, not {settings.dtype}"
         )
     return grown_checkpoint(path, Path("bench/out"), MODEST, settings.dtype)
+
+
+def _head(settings: ProfileSettings, target: Path) -> ProfiledHead | None:
+    """The head of the settings for the target in the folder `target`."""
+    if not settings.head:
+        return None
+    from transformers import AutoConfig
+
+    from outrider.heads.reading import read
+    from outrider_bench.grown import grown_head
+
+    path = Path(settings.head)
+    if settings.grown:
+        path = grown_head(path, Path(settings.target), target)
+    spec = read(path, AutoConfig.from_pretrained(target)).spec
+    states = len(spec.boundaries) + spec.final_state
+    return ProfiledHead(path=str(path), hidden_size=spec.target.hidden_size, states=states)

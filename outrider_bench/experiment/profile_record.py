@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from outrider_bench.experiment.calibration import Served
 from outrider_bench.experiment.records import Machine
-from outrider_bench.experiment.serving import Serving
+from outrider_bench.experiment.serving import ProfiledHead, Serving
 from outrider_bench.simulator.costs import Costs
 from outrider_bench.simulator.scenario import Share
 from outrider_bench.yaml_file import first_problem
@@ -50,6 +50,8 @@ class Profile(BaseModel):
     """In UTC."""
     target: str
     draft: str
+    head: ProfiledHead | None = None
+    """The head that was measured, if any; its costs are those of `head` in `drafting`."""
     dtype: str
     threads: int = Field(ge=1)
     """The target's."""

@@ -39,9 +39,11 @@ class DraftingCost(_Table):
     run_token_s: dict[int, float] = Field(default_factory=dict)
     """As `token_s`, for drafters that draft a whole run in one call, because they must not run
     ahead; empty if the times are the same."""
+    tree_token_s: dict[int, float] = Field(default_factory=dict)
+    """As `token_s`, for a head's drafts that are trees; empty if the times are the same."""
     prompt_token_s: NotNegative = 0.0
     sequence_s: NotNegative = 0.0
-    """Of a lookup, for each sequence."""
+    """Of a lookup, or of a head's round, for each sequence."""
     branches_s: NotNegative = 0.0
     """Of the lookup of a sequence's branches."""
     message_s: NotNegative = 0.0
@@ -54,6 +56,10 @@ class DraftingCost(_Table):
     def of_run_token(self, sequences: int) -> float:
         """As `of_token`, if one call drafts a whole run."""
         return _interpolated(self.run_token_s or self.token_s, sequences)
+
+    def of_tree_token(self, sequences: int) -> float:
+        """As `of_token`, if the drafts are trees of a head."""
+        return _interpolated(self.tree_token_s or self.token_s, sequences)
 
 
 class LinkCost(_Table):
@@ -130,6 +136,11 @@ def _interpolated(points: Mapping[int, float], x: float) -> float:
     high = xs[i]
     slope = max(points[high] - points[low], 0.0) / (high - low)
     return points[low] + slope * (x - low)
+
+
+def way_of(family: str, threads: int) -> str:
+    """The name in `drafting` of a family that computes on so many threads."""
+    return family if threads == 1 else f"{family}-{threads}"
 
 
 @cache

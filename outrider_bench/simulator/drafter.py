@@ -11,14 +11,16 @@ from bisect import bisect_left
 from collections import deque
 from functools import partial
 
+from drafter_svc.families.base import Family
 from outrider.drafter.session import DraftSession
 from outrider.errors import OutriderError
-from outrider.protocol.draft_messages import DraftBatch, Hello, StepBatch
+from outrider.protocol.draft_messages import DraftBatch, Hello, StepBatch, Welcome
 from outrider.protocol.limits import MAX_DRAFT_TOKENS
 from outrider.protocol.model_info import Placement
 from outrider_bench.simulator.costs import Costs
 from outrider_bench.simulator.events import Events, Until, Work
 from outrider_bench.simulator.family import SimulatedFamily
+from outrider_bench.simulator.heads import VOCAB, SimulatedHead, SimulatedHeadFamily
 from outrider_bench.simulator.links import Link, draft_bytes, step_bytes
 from outrider_bench.simulator.production import (
     Process,
@@ -132,13 +134,18 @@ class DrafterActor:
             "",
             MAX_DRAFT_TOKENS,
             placement=placement,
+            feature_request=self.family.feature_request,
         )
 
-        def join() -> None:
+        def enter() -> None:
             if not self._over:
-                self._handle = self._verifier.engine.drafting.join(hello, self._send_down)
+                join = self._verifier.engine.drafting.join
+                self._handle = join(hello, self._send_down, is_local=spec.in_process)
+                width = self._handle.feature_width
+                if width:
+                    self._session.welcome(Welcome("", VOCAB, VOCAB, width))
 
-        self._verifier.post(join)
+        self._verifier.post(enter)
 
     def _unregister(self) -> None:
         if self._handle is not None:
@@ -192,7 +199,8 @@ class DrafterActor:
         if self._message_count > self.spec.max_messages > 0:
             return
         byte_count = draft_bytes(batch)
-        self._verifier.target.share_cores(self._cost.message_s)
+        if not self.spec.in_process:
+            self._verifier.target.share_cores(self._cost.message_s)
         self._up.send(byte_count, lambda: self._take(batch, byte_count))
 
     def _resume_at(self, time: float, done: int) -> None:
@@ -231,9 +239,7 @@ class DrafterActor:
         self.computed_s += seconds
         self._verifier.target.share_cores(self._share * seconds)
 
-    def _make_family(
-        self, world: World, redis: SimulatedRedis | None
-    ) -> SimulatedFamily | SimulatedNgram | SimulatedModel:
+    def _make_family(self, world: World, redis: SimulatedRedis | None) -> Family:
         spec = self.spec
         cost = self._cost
         process = self._process
@@ -241,6 +247,12 @@ class DrafterActor:
             return SimulatedNgram(spec, cost, process, redis)
         if spec.drafts_by == "acceptance":
             return SimulatedFamily(spec, world, cost)
+        if spec.drafts_by == "head":
+            hidden_size = self._verifier.hidden_size
+            if process.head is None:
+                process.head = SimulatedHead(self._events, spec, cost, world, hidden_size)
+            process.head.observers.append(self._computes)
+            return SimulatedHeadFamily(spec, process.head)
         if process.model is None:
             process.model = SimulatedDraftModel(self._events, spec, cost, world)
         process.model.observers.append(self._computes)

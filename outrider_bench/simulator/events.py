@@ -12,6 +12,7 @@ from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from typing import Any
 
 
 class Events:
@@ -72,7 +73,7 @@ class Until:
     Raises the exception that `done` has.
     """
 
-    done: Future[None]
+    done: Future[Any]
 
     def __await__(self) -> Generator[Until, int, None]:
         yield self

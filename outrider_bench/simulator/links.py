@@ -83,4 +83,6 @@ def step_bytes(step: StepBatch) -> int:
     tokens = sum([len(opened.token_ids) for opened in step.opened])
     tokens += sum([len(verdict.new_token_ids) for verdict in step.verdicts])
     entries = len(step.opened) + len(step.verdicts) + len(step.closed)
-    return _MESSAGE_BYTES + _ENTRY_BYTES * entries + _TOKEN_BYTES * tokens
+    entries += len(step.features)
+    payload = _TOKEN_BYTES * tokens + step.feature_bytes
+    return _MESSAGE_BYTES + _ENTRY_BYTES * entries + payload

@@ -26,7 +26,7 @@ from outrider.protocol.draft_messages import Opened, Verdict, Window
 from outrider.protocol.messages import DraftDistribution, SamplingParams
 from outrider_bench.host_time import step_seconds
 from outrider_bench.processor import processor_name
-from outrider_bench.simulator.costs import Costs, DraftingCost, Forward
+from outrider_bench.simulator.costs import Costs, DraftingCost, Forward, way_of
 
 _Point = TypeVar("_Point")
 
@@ -62,7 +62,7 @@ def measure(
     `model` for one thread, `model-2` for two and so on. The bundled pair takes about a minute on
     two cores.
     """
-    sequences = [count for count in _SEQUENCES if count <= most_sequences]
+    sequences = sequences_up_to(most_sequences)
     target = ModelRunner.load(str(target_path), dtype=dtype, threads=threads)
     forwards = _forwards(target, sequences)
     step_s, token_s = _prompts(target, forwards[0].seconds)
@@ -72,8 +72,7 @@ def measure(
     del target
     drafting = {"ngram": _lookup_cost()}
     for count in draft_threads:
-        name = "model" if count == 1 else f"model-{count}"
-        drafting[name] = _draft_cost(draft_path, dtype, count, sequences)
+        drafting[way_of("model", count)] = _draft_cost(draft_path, dtype, count, sequences)
     return Costs(
         source=source,
         measured=True,
@@ -84,6 +83,11 @@ def measure(
         host_sequence_s=host_sequence_s,
         drafting=drafting,
     )
+
+
+def sequences_up_to(most: int) -> list[int]:
+    """The numbers of sequences that are measured, up to `most`."""
+    return [count for count in _SEQUENCES if count <= most]
 
 
 def _forwards(target: ModelRunner, sequences: list[int]) -> list[Forward]:

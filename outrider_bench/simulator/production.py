@@ -22,6 +22,7 @@ from outrider.drafter.draft_sequence import DraftSequence
 from outrider.lm.runner import ModelRunner, SequenceSlice
 from outrider_bench.simulator.costs import DraftingCost
 from outrider_bench.simulator.events import Events, Until, Work
+from outrider_bench.simulator.heads import SimulatedHead
 from outrider_bench.simulator.scenario import DrafterSpec
 from outrider_bench.simulator.world import RIGHT, World
 
@@ -45,6 +46,7 @@ class Process:
     """When its event loop has done all planned work."""
     pool: MemoryPool | None = None
     model: SimulatedDraftModel | None = None
+    head: SimulatedHead | None = None
 
 
 @dataclass(slots=True)

@@ -47,11 +47,12 @@ class DrafterSpec(_Part):
 
     verifier: str = "verifier-1"
 
-    drafts_by: Literal["acceptance", "lookup", "model"] = "acceptance"
+    drafts_by: Literal["acceptance", "lookup", "model", "head"] = "acceptance"
     """acceptance draws from `acceptance`, or takes a recording's guesses, and drafts a chain, with
     branches of one token only by `alternatives`. lookup runs the production n-gram family on the
     recording's tokens. model runs the production draft-model family, with branches, on the
-    recording's guesses."""
+    recording's guesses. head runs the production family of heads, whose offers only
+    `outrider experiment predict` records."""
 
     acceptance: Acceptance = Field(default_factory=lambda: {"": [0.0]})
 
@@ -80,6 +81,12 @@ class DrafterSpec(_Part):
     redis_ms: float | None = Field(None, ge=0)
     """Time of a lookup in the Redis that all drafters with this setting share; by default the pool
     is in memory."""
+
+    states: int = Field(0, ge=0)
+    """Hidden states of each token that a head reads. They cross the link."""
+
+    in_process: bool = False
+    """Whether it is a head in the verifier's process: its messages cost nothing."""
 
     cost: str = "model"
     """Name of an entry in the cost table's `drafting`."""
@@ -232,6 +239,9 @@ class Scenario(_Part):
 
     page_count: int = Field(8192, ge=1)
     """Pages of the verifier's KV cache, 16 tokens each."""
+
+    hidden_size: int = Field(1, ge=1)
+    """Numbers in a hidden state of the target, two bytes each."""
 
     prefix_caching: bool = True
     """The verifier's setting. Only recorded prompts with `prompt_ids` can be equal."""

@@ -7,6 +7,7 @@ from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
 from outrider_bench.simulator.costs import Costs
 from outrider_bench.simulator.engine_actor import EngineActor
 from outrider_bench.simulator.events import Events
+from outrider_bench.simulator.heads import SimulatedStates
 from outrider_bench.simulator.scenario import Scenario
 from outrider_bench.simulator.target import SimulatedTarget, SimulatedVerifier
 from outrider_bench.simulator.world import World
@@ -35,6 +36,7 @@ class VerifierActor(EngineActor):
     ) -> None:
         super().__init__(events)
         self.name = name
+        self.hidden_size = scenario.hidden_size
         self.metrics = Metrics(name)
         self.target = SimulatedTarget(events, costs, world.random("noise", name), scenario.noise)
         self.pool = PagePool(
@@ -56,6 +58,7 @@ class VerifierActor(EngineActor):
             drafts=EVERY_DRAFT if scenario.always_draft else PAYING_DRAFTS,
             own_cores=OWN_CORES,
             clock=events.clock,
+            features=SimulatedStates(scenario.hidden_size),
         )
         self._warm_up()
 

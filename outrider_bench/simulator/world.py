@@ -7,9 +7,13 @@ draws.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from drafter_svc.families.head_worker import Offer
 
 VOCAB = 256
 # Recorded prompts begin with a token from here on, which identifies the text. No model has it.
@@ -58,6 +62,9 @@ class World:
     """
 
     def __init__(self, seed: int, hard_share: float = 0.0) -> None:
+        self.offers: Mapping[tuple[int, ...], Mapping[str, Sequence[Offer]]] = {}
+        """By recorded prompt, the offers of heads by drafter: behind the prompt and behind each
+        token of the output."""
         self._seed = seed
         self._hard_share = hard_share
         self._texts: dict[int, Text] = {}

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from drafter_svc.families.head_worker import Offer
+from outrider_bench.experiment.acceptance import drafts, share_of_right
 from outrider_bench.experiment.calibration import Step
 from outrider_bench.experiment.profile import main
 from outrider_bench.experiment.profile_record import Profile
@@ -82,6 +84,15 @@ def test_a_mean_steps_forward_is_priced_with_its_drafts_and_prompts() -> None:
     assert expected_s(Step.model_validate(given), Costs.model_validate(COSTS)) == pytest.approx(
         0.005 + 10 * 0.00002
     )
+
+
+def test_a_heads_share_of_right_guesses_begins_anew_behind_each_wrong_one() -> None:
+    output = [5, 6, 7, 8, 9]
+    chains = [[5, 6, 1], [6, 2, 2], [7, 8, 9], [8, 1, 1], [9, 1, 1]]
+    offers = [Offer(chain, [0.5] * 3, [[]] * 3, []) for chain in chains]
+    # 5 and 6 are right, 7 is not; the chain behind it has 8 and then a wrong token.
+    assert drafts(offers, output) == "++-+-"
+    assert share_of_right([drafts(offers, output)]) == 0.6
 
 
 def test_a_directory_that_is_no_model_is_named(capsys: pytest.CaptureFixture[str]) -> None:
