@@ -36,7 +36,8 @@ _HOW = {
 class ProfileSettings(Settings):
     """Measure forwards, drafting and serving on this machine.
 
-    This takes about five minutes for the bundled pair.
+    This takes about five minutes for the bundled pair. `outrider profile head-round` measures a
+    head's round at the sizes of any target instead.
     """
 
     model_config = SettingsConfigDict(env_prefix="OUTRIDER_PROFILE_")
@@ -73,7 +74,11 @@ class ProfileSettings(Settings):
 
 
 def main(arguments: list[str]) -> int:
-    """The exit status."""
+    """The exit status. `head-round` as the first word measures a head's round of any size."""
+    if arguments[:1] == ["head-round"]:
+        from outrider_bench import head_round
+
+        return head_round.main(arguments[1:])
     settings = parse(ProfileSettings, _PROGRAM, arguments)
     try:
         profile = measure(settings)
