@@ -128,6 +128,8 @@ class HeadModel(torch.nn.Module):
     """Whether a row holds the token behind its feature."""
     siblings: ClassVar[Sequence[Sequence[str]]] = SIBLINGS
     """The layers that a CPU computes as one product."""
+    exact: tuple[str, ...] = ()
+    """Ends of the names of weights that are float32 in any type of computation."""
 
     def __init__(self, head: Head) -> None:
         super().__init__()
@@ -167,7 +169,8 @@ class HeadModel(torch.nn.Module):
         own = tensors.pop("embed_tokens.weight", None), tensors.pop("lm_head.weight", None)
         self.embeddings = _shared(own[0], target.embeddings).to(device, dtype)
         matrix = _shared(own[1], target.lm_head).to(device, dtype)
-        fill(self, {name: tensor.to(device, dtype) for name, tensor in tensors.items()})
+        types = {name: torch.float32 if name.endswith(self.exact) else dtype for name in tensors}
+        fill(self, {name: tensor.to(device, types[name]) for name, tensor in tensors.items()})
         self.lm_head = linear_of(matrix)
         if device.type == "cpu":
             optimize_for_cpu(self, self.siblings)

@@ -11,10 +11,11 @@ from torch.nn import Linear, Module, RMSNorm
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig
 from transformers.activations import ACT2FN
+from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeDecoderLayer
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from outrider.heads.spec import Decoder
-from outrider.lm.attention import LayerCache, LayerShape
+from outrider.lm.attention import NAME, LayerCache, LayerShape, attach
 from outrider.lm.layout import BatchLayout, SequenceSlice
 
 # Positions whose turns are computed at first; more are when a text reaches them.
@@ -62,7 +63,7 @@ class HeadCache:
         config = LlamaConfig(
             hidden_size=decoder.hidden_size,
             num_attention_heads=decoder.head_count,
-            head_dim=decoder.head_size,
+            head_dim=decoder.rotary_size or decoder.head_size,
             rope_parameters=dict(decoder.rope),
             # A head may have been trained on shorter texts than its target's.
             max_position_embeddings=longest,
@@ -224,6 +225,24 @@ class Layer(Module):
         """Return the residual stream behind the feed-forward part; `x` is that behind attention."""
         out: torch.Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
+
+
+class TargetsLayer(Module):
+    """A decoder layer of a target's own kind, by `transformers`, over our pages."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        config._attn_implementation = NAME
+        # A loop over the experts that the few rows of a draft choose.
+        config._experts_implementation = "eager"
+        self.block = Glm4MoeDecoderLayer(config, 0)
+
+    def forward(self, x: torch.Tensor, rows: Rows, cache: LayerCache) -> torch.Tensor:
+        """Return the residual stream behind the layer."""
+        attach(self.block, cache)
+        turns = rows.cos.transpose(0, 1), rows.sin.transpose(0, 1)
+        out: torch.Tensor = self.block(x.unsqueeze(0), position_embeddings=turns)
+        return out[0]
 
 
 def fill(module: Module, tensors: Mapping[str, torch.Tensor]) -> None:

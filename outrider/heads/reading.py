@@ -9,6 +9,7 @@ from typing import Any
 from outrider.heads.dialects.dflash import read_dflash
 from outrider.heads.dialects.eagle import read_eagle
 from outrider.heads.dialects.eagle3 import read_eagle3
+from outrider.heads.dialects.glm import MODEL_TYPE, read_glm
 from outrider.heads.dialects.medusa import read_medusa
 from outrider.heads.dialects.mtp import COUNTS, is_mtp_weight, read_mtp, refuse_others
 from outrider.heads.files import BY_VLLM, Keys, Weights, open_config, open_weights
@@ -69,6 +70,8 @@ def read(path: str | Path, target_config: Any, layers: tuple[int, ...] | None = 
     target = TargetShape.of(target_config)
     keys = open_config(folder)
     stated = _stated_kind(keys)
+    if stated == "mtp" and keys.text("model_type", "") == MODEL_TYPE:
+        return _told(folder, read_glm(keys, folder, target))
     if stated == "mtp":
         refuse_others(keys)
         return _told(folder, read_mtp(keys, open_weights(folder, is_mtp_weight), target))

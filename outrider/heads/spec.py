@@ -70,6 +70,8 @@ class Decoder:
     output_bias: bool = False
     head_norms: bool = False
     """Whether queries and keys are normed head by head, as in Qwen3."""
+    rotary_size: int | None = None
+    """The first channels of a head, which alone turn with the position; None for all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +117,9 @@ class HeadSpec:
     markov_rank: int = 0
     confidence: Confidence = "none"
     """dspark: what the estimate of acceptance is computed from."""
+    layer_config: Any | None = field(default=None, repr=False)
+    """mtp: the `transformers` configuration of its layer, if that is the target's own kind of
+    layer; None for one like Llama's."""
     block_counts: tuple[int, ...] = ()
     """medusa: residual blocks of each of its heads."""
 

@@ -309,8 +309,15 @@ def install(model: torch.nn.Module) -> dict[int, LayerCache]:
     for module in model.modules():
         index = getattr(module, "layer_idx", None)
         if isinstance(index, int):
-            object.__setattr__(module, _STATE, caches.setdefault(index, LayerCache()))
+            attach(module, caches.setdefault(index, LayerCache()))
     return caches
+
+
+def attach(layer: torch.nn.Module, cache: LayerCache) -> None:
+    """Have a layer, and what of it has its index, attend over this cache."""
+    for module in layer.modules():
+        if isinstance(getattr(module, "layer_idx", None), int):
+            object.__setattr__(module, _STATE, cache)
 
 
 def paged_attention(

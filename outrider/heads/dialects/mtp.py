@@ -19,12 +19,12 @@ def is_mtp_weight(name: str) -> bool:
 
 
 def refuse_others(keys: Keys) -> None:
-    """Raise OutriderError for MTP layers of another dialect than MiMo-7B's."""
+    """Raise OutriderError for MTP layers that neither this file nor glm.py reads."""
     if keys.text("model_type", "") == "mimo":
         return
     why = (
-        f"is {keys.text('model_type', '')!r}, and only the MTP layers of MiMo-7B (mimo) are read;"
-        f" those of DeepSeek, GLM, Qwen3-Next and others need latent attention, experts or linear"
+        f"is {keys.text('model_type', '')!r}, and only the MTP layers of MiMo-7B (mimo) and GLM-4.5"
+        f" (glm4_moe) are read; those of DeepSeek, Qwen3-Next and others need latent or linear"
         f" attention, which heads lack here; {BY_VLLM}"
     )
     raise keys.wrong("model_type", why)

@@ -6,12 +6,14 @@ import torch
 from torch.nn import Linear, ModuleList, RMSNorm
 
 from outrider.heads.kinds.pairs import PairModel
-from outrider.heads.modules import Layer, Rows
+from outrider.heads.modules import Layer, Rows, TargetsLayer
 from outrider.heads.spec import Head
 
 
 class Mtp(PairModel):
     """Its state is the layer's normed output, which lm_head reads and the next step recycles."""
+
+    exact = ("mlp.gate.weight", "mlp.gate.e_score_correction_bias")
 
     def __init__(self, head: Head) -> None:
         super().__init__(head)
@@ -19,7 +21,9 @@ class Mtp(PairModel):
         self.token_layernorm = RMSNorm(hidden, eps=eps)
         self.hidden_layernorm = RMSNorm(hidden, eps=eps)
         self.fc = Linear(2 * hidden, hidden, bias=False)
-        self.layers = ModuleList([Layer(self.decoder, 0)])
+        config = head.spec.layer_config
+        layer = Layer(self.decoder, 0) if config is None else TargetsLayer(config)
+        self.layers = ModuleList([layer])
         self.norm = RMSNorm(hidden, eps=eps)
 
     def run(self, tokens: torch.Tensor, features: torch.Tensor, rows: Rows) -> torch.Tensor:
