@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import grpc
 import torch
@@ -274,7 +274,9 @@ class _Bench:
     def _guess(self, rows: torch.Tensor | Sequence[FeatureRows]) -> None:
         """Commit, read the features and guess: one call of the head's thread."""
         committed = self._settings.committed
-        parts = rows.split(committed) if isinstance(rows, torch.Tensor) else rows
+        parts = rows
+        if isinstance(rows, torch.Tensor):
+            parts = [*torch.split(rows, committed)]
 
         def work() -> None:
             for draft, own in zip(self._drafts, parts, strict=True):
@@ -353,7 +355,9 @@ async def _stream(answer: bytes) -> AsyncIterator[Callable[[bytes], Awaitable[by
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=_UNBOUNDED) as channel:
-        call = channel.stream_stream(f"/{_SERVICE}/{_METHOD}")()
+        # grpc-stubs want serializers, which bytes need not.
+        method: Any = channel.stream_stream
+        call = method(f"/{_SERVICE}/{_METHOD}")()
 
         async def send(message: bytes) -> bytes:
             await call.write(message)
