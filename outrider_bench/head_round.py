@@ -166,7 +166,8 @@ def measure(settings: HeadRoundSettings, device: torch.device) -> list[Round]:
         for batch in settings.batch:
             for trees in (False, True):
                 for by_stream in (False, True):
-                    rounds.append(_Bench(rig, settings, device, batch, trees).run(by_stream))
+                    bench = _Bench(rig, settings, device, batch, trees=trees)
+                    rounds.append(bench.run(by_stream=by_stream))
     return rounds
 
 
@@ -222,6 +223,7 @@ class _Bench:
         settings: HeadRoundSettings,
         device: torch.device,
         batch: int,
+        *,
         trees: bool,
     ) -> None:
         self._rig, self._settings, self._device, self._trees = rig, settings, device, trees
@@ -232,7 +234,7 @@ class _Bench:
         self._drafts = [self._begun() for _ in range(batch)]
         self._best: dict[str, float] = {}
 
-    def run(self, by_stream: bool) -> Round:
+    def run(self, *, by_stream: bool) -> Round:
         """Measure rounds of one way, then free the sequences."""
         if by_stream:
             sent = asyncio.run(self._stream())

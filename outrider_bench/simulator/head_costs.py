@@ -33,8 +33,9 @@ def head_cost(head: Path, target: Path, threads: int, sequences: Sequence[int]) 
         best = dict.fromkeys(points, float("inf"))
         # All points are measured in each round, so that other work on the machine spoils none.
         for _ in range(_ROUNDS):
-            for point in points:
-                best[point] = min(best[point], _round_s(rig, *point))
+            for n, count, trees in points:
+                seconds = _round_s(rig, n, count, trees=trees)
+                best[n, count, trees] = min(best[n, count, trees], seconds)
         short, long = (min(_prompt_s(rig, n) for _ in range(_ROUNDS)) for n in _PROMPTS)
     first = {n: best[n, _COUNTS[0], False] for n in sequences}
     least, most = min(sequences), max(sequences)
@@ -52,7 +53,7 @@ def head_cost(head: Path, target: Path, threads: int, sequences: Sequence[int]) 
     )
 
 
-def _round_s(rig: HeadRig, sequences: int, count: int, trees: bool) -> float:
+def _round_s(rig: HeadRig, sequences: int, count: int, *, trees: bool) -> float:
     """Seconds of a round: features of the last commit, and `count` guesses of each sequence."""
     drafts = [_begun(rig, _CONTEXT) for _ in range(sequences)]
     rig.draft(drafts, count, trees=trees)
