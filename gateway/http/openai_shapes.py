@@ -58,11 +58,16 @@ def attribution(tokens: Sequence[AttributedToken]) -> Json:
     """The `speculation` field of a choice: its tokens with their sources. Empty without tokens."""
     if not tokens:
         return {}
-    listed = [
-        {"text": t.text, "source": t.source.name.lower(), "drafter": t.drafter_id or None}
-        for t in tokens
-    ]
-    return {"speculation": {"tokens": listed}}
+    return {"speculation": {"tokens": [_attributed(token) for token in tokens]}}
+
+
+def _attributed(token: AttributedToken) -> Json:
+    shown: Json = {
+        "text": token.text,
+        "source": token.source.name.lower(),
+        "drafter": token.drafter_id or None,
+    }
+    return shown if token.part == "" else shown | {"part": token.part}
 
 
 def _finish(finish: FinishInfo | None) -> Json:

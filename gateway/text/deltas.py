@@ -8,7 +8,7 @@ from itertools import zip_longest
 
 from gateway.text.request import TextRequest
 from gateway.text.text_stream import Detokenizer, TextStream, TokenOffsets, TokenTable
-from gateway.tools.reader import Content, Part
+from gateway.tools.reader import AnswerReader, Content, Part
 from outrider.protocol.messages import (
     AcceptanceRule,
     FinishReason,
@@ -64,12 +64,16 @@ class LogprobToken:
 class AttributedToken:
     """The text that a token adds, in whole characters, and the token's source.
 
-    `drafter_id` is empty if the step verified no draft.
+    `drafter_id` is empty if the step verified no draft. `part` is the field of the answer's message
+    that the token belongs to, such as tool_calls[0], with the marks around it; None within blanks
+    and beginnings of marks, which belong to the part of the next token that has one, else of the
+    last. It is empty where an answer can have content alone.
     """
 
     text: str
     source: TokenSource
     drafter_id: str
+    part: str | None = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +122,7 @@ class DeltaBuilder:
         # Decodes token by token to find the text of each.
         hidden = None if reading is None else table.hidden_ids(reading.literals)
         self._attribution = Detokenizer(table, hidden) if request.attributed else None
+        self._attribution_reader = None if reading is None else AnswerReader(reading)
         self._echo = request.echo or ""
         self._prompt_shown = 0
         self._prompt_offsets = TokenOffsets(table, text=self._echo)
@@ -219,9 +224,11 @@ class DeltaBuilder:
         texts = [self._attribution.push([token_id]) for token_id in ids]
         if last and texts:
             texts[-1] += self._attribution.finish()
+        reader = self._attribution_reader
+        parts = [""] * len(texts) if reader is None else map(reader.place, texts)
         return [
-            AttributedToken(text, source, chunk.drafter_id)
-            for text, source in zip(texts, chunk.sources, strict=False)
+            AttributedToken(text, source, chunk.drafter_id, part)
+            for text, source, part in zip(texts, chunk.sources, parts, strict=False)
         ]
 
     def _show(self, token: int, known: TokenLogprob | None, offsets: TokenOffsets) -> LogprobToken:

@@ -112,6 +112,33 @@ class AnswerReader:
             pass
         return _joined(parts)
 
+    def place(self, text: str) -> str | None:
+        """Add text, and return the field of the answer's message that it belongs to.
+
+        A call is tool_calls[0] and so on, with the marks around it. None for blanks and what may
+        be the beginning of a mark: that belongs to the place of the text behind it.
+        """
+        before = self._place
+        parts = self.push(text)
+        if before not in (None, "content"):
+            # What ends a thought or a call belongs to it.
+            return before
+        return self._place or ("content" if parts else None)
+
+    @property
+    def _place(self) -> str | None:
+        """The place of the next text; None while that is open."""
+        if self._step == self._thought:
+            return "reasoning_content"
+        if self._step == self._content:
+            is_open = self._buffer or self._blanks or self._trims
+            return None if is_open else "content"
+        if self._section_end and self._call_count and self._step == self._call:
+            # Another call may begin here, or the section end.
+            return None
+        is_behind = self._step in (self._read_arguments, self._call_end)
+        return f"tool_calls[{self._call_count - is_behind}]"
+
     def finish(self) -> list[Part]:
         """The text that was held back. Call it once, after the last text."""
         parts: list[Part] = []
@@ -269,6 +296,7 @@ class AnswerReader:
             return False
         self._step = self._call_end
         # A call may have no text behind its arguments.
+        self._call_end(parts)
         return True
 
     def _call_end(self, parts: list[Part]) -> bool:

@@ -108,3 +108,16 @@ def model_with_template(folder: Path, template: object, **config: object) -> str
         json.dumps(known | {"chat_template": template} | config)
     )
     return str(folder)
+
+
+def text_by_part(choice: dict[str, Any]) -> dict[str, str]:
+    """The text of each part of an answer, marks included, from its attributed tokens."""
+    texts: dict[str, str] = {}
+    open_text = ""
+    for token in choice["speculation"]["tokens"]:
+        open_text += token["text"]
+        if token["part"] is not None:
+            texts[token["part"]] = texts.get(token["part"], "") + open_text
+            open_text = ""
+    texts[list(texts)[-1]] += open_text
+    return texts

@@ -8,7 +8,7 @@ from itertools import zip_longest
 from typing import Any
 
 import pytest
-from gateway_rig import Rig
+from gateway_rig import Rig, text_by_part
 from scripted_verifier import last, plain
 
 from outrider.protocol.messages import (
@@ -70,6 +70,28 @@ async def test_tokens_with_their_sources_join_to_the_text(rig: Rig) -> None:
     assert {token["drafter"] for token in tokens} == {"ngram-1"}
     for chunk in await chunks(rig, {"prompt": "x"}):
         assert all("speculation" not in choice for choice in chunk["choices"])
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 1000])
+async def test_each_token_tells_its_part_of_the_answer(rig: Rig, chunk: int) -> None:
+    tools = [{"type": "function", "function": {"name": name}} for name in ("weather", "clock")]
+    weather = '<tool_call>\n{"name": "weather", "arguments": {"a": "</tool_call>"}}\n</tool_call>'
+    clock = '<tool_call>{"name": "clock", "arguments": {}}</tool_call>'
+    body = {"messages": [{"role": "user", "content": "x"}], "speculation": {"tokens": True}}
+    for said, parts in (
+        (f"Is 1 <t?\n{weather}\n{clock}\n", ["Is 1 <t?", weather, clock]),
+        (f"{clock}{weather}", ["", clock, weather]),
+        (" It is\n<tool_call, is it? ", ["It is\n<tool_call, is it?", "", ""]),
+    ):
+        rig.says(said, chunk)
+        answer = await rig.http.post("/v1/chat/completions", json=body | {"tools": tools})
+        texts = text_by_part(answer.json()["choices"][0])
+        names = ("content", "tool_calls[0]", "tool_calls[1]")
+        assert [texts.get(name, "").strip() for name in names] == parts
+        assert "".join(texts.values()) == said
+    rig.says(weather, chunk)
+    answer = await rig.http.post("/v1/chat/completions", json=body)
+    assert "part" not in answer.json()["choices"][0]["speculation"]["tokens"][0]
 
 
 async def test_sources_of_tokens_are_refused_with_stop_strings(rig: Rig) -> None:

@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from gateway_rig import Rig, echo, is_ready, model_with_template, running_rig, settings
+from gateway_rig import (
+    Rig,
+    echo,
+    is_ready,
+    model_with_template,
+    running_rig,
+    settings,
+    text_by_part,
+)
 from scripted_verifier import Script, ready, serving
 from waiting import until
 
@@ -70,6 +78,21 @@ async def test_the_thought_is_apart_from_the_content(
     message = await message_of(thinker, **given)
     assert message.get("reasoning_content") == thought
     assert message["content"] == content
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 1000])
+@pytest.mark.parametrize("thinking", [None, True])
+async def test_tokens_tell_the_thought_with_its_marks(
+    thinker: Rig, thinking: bool | None, chunk: int
+) -> None:
+    thought = "because\n</think>" if thinking else "<think>\nbecause\n</think>"
+    thinker.says(f"{thought}\n\nIt is.", chunk)
+    given = {} if thinking is None else {"enable_thinking": thinking}
+    body = {"messages": CHAT, "speculation": {"tokens": True}} | given
+    response = await thinker.http.post("/v1/chat/completions", json=body)
+    texts = text_by_part(response.json()["choices"][0])
+    stripped = {part: text.strip() for part, text in texts.items()}
+    assert stripped == {"reasoning_content": thought, "content": "It is."}
 
 
 async def test_a_stream_has_the_same_thought(thinker: Rig) -> None:

@@ -236,6 +236,37 @@ def test_free_text_may_come_before_a_call_that_the_model_chooses(
     assert [name for name, _ in calls_of(parts)] == ["f"]
 
 
+@BY_NAME
+def test_each_character_is_placed_in_its_part_of_the_answer(form: ToolFormat) -> None:
+    [arguments] = written(form, "<plain {")
+    calls = [call_text(form, name, arguments) for name in TOOLS]
+    begin, end = form.sections[0] if form.sections else ("", "")
+    thought = "" if form.thought is None else f"{form.thought.begin}so{form.thought.end}"
+    reader = AnswerReader(Reading(form, TOOLS, form.thought))
+    texts: dict[str | None, str] = {}
+    place = None
+    waiting = ""
+    for character in f"{thought}\n\nLet me see.\n{answer_text(form, calls)}":
+        waiting += character
+        found = reader.place(character)
+        if found is not None:
+            place = found
+            texts[place] = texts.get(place, "") + waiting
+            waiting = ""
+    texts[place] += waiting
+    expected = {
+        "reasoning_content": thought,
+        "content": "Let me see.",
+        "tool_calls[0]": begin + calls[0],
+        "tool_calls[1]": calls[1] + end,
+    }
+    # The text between two calls stands with the second.
+    texts["tool_calls[1]"] = texts["tool_calls[1]"].removeprefix(form.separator)
+    assert {key: text.strip() for key, text in texts.items()} == {
+        key: text.strip() for key, text in expected.items() if text
+    }
+
+
 def literal(tag: Any) -> str:
     """The text of one forced call in a structural tag; the arguments are their style."""
     match tag["type"]:
