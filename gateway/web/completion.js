@@ -1,9 +1,13 @@
-// One streamed completion over the OpenAI API: its tokens with their sources, and its statistics.
+// One streamed completion over the OpenAI API: its tokens with their sources, its calls of tools,
+// and its statistics.
+
+import { TOOLS } from "./tools.js";
 
 /**
  * @param {object} request endpoint ("completions" or "chat/completions"), model, prompt, maxTokens,
- *   temperature, seed, speculation
- * @param {(tokens: {text: string, source: string, drafter: string | null}[]) => void} onTokens
+ *   temperature, seed, speculation; toolChoice: whether a chat may call tools, as in the API
+ * @param {(tokens: {text: string, source: string, drafter: string | null, part?: string | null}[],
+ *   calls: object[]) => void} onTokens takes new tokens, and the new pieces of calls
  * @param {AbortSignal} signal
  * @returns {Promise<object>} tokens, totalMs, firstMs, tokenMs, tokensPerSecond; speculative:
  *   vLLM's speculative_decoding, or null if no draft was verified; paused: why most steps had no
@@ -21,12 +25,14 @@ export async function complete(request, onTokens, signal) {
   let first = 0, last = 0, final = null;
   for await (const event of events(response.body)) {
     if (event.error) throw new Error(event.error.message);
-    const tokens = event.choices[0]?.speculation?.tokens ?? [];
+    const choice = event.choices[0];
+    const tokens = choice?.speculation?.tokens ?? [];
     if (tokens.length) {
       last = performance.now();
       first ||= last;
-      onTokens(tokens);
     }
+    const calls = choice?.delta?.tool_calls ?? [];
+    if (tokens.length || calls.length) onTokens(tokens, calls);
     if (event.usage) final = event;
   }
   if (!final) throw new Error("The stream ended before the answer was complete.");
@@ -50,6 +56,7 @@ function bodyOf(request) {
     : { messages, max_completion_tokens: request.maxTokens };
   return {
     ...input,
+    ...toolsOf(request),
     model: request.model,
     temperature: request.temperature,
     seed: request.seed,
@@ -58,6 +65,12 @@ function bodyOf(request) {
     stream_options: { include_usage: true },
     speculation: { ...request.speculation, tokens: true, metrics: true },
   };
+}
+
+function toolsOf({ endpoint, toolChoice: choice }) {
+  if (endpoint === "completions" || choice === "none") return {};
+  // A model that knows no tools would go on calling them, so a forced call is the only one.
+  return { tools: TOOLS, tool_choice: choice, parallel_tool_calls: choice === "auto" };
 }
 
 async function reason(response) {

@@ -5,22 +5,34 @@ import { complete } from "./completion.js";
 import { Example } from "./examples.js";
 import { Output, figures } from "./output.js";
 import { Processes } from "./processes.js";
+import { TOOLS } from "./tools.js";
 
 const PRESETS = {
-  code: `class Queue:
+  code: {
+    prompt: `class Queue:
     def __init__(self, maxsize=0):
         self.maxsize = maxsize
 
     def put(self, item):
 `,
-  rewriting: repeat(`def visit_Name(self, node):
+  },
+  rewriting: {
+    prompt: repeat(`def visit_Name(self, node):
     if node.id in self.names:
         return self.names[node.id]
     self.names[node.id] = node
     return node
 `),
-  "JSON (chat)":
-    "List the items as JSON: Order: 3 x lamp at 12.5, 1 x desk at 80, 2 x rope at 7.25.",
+  },
+  "JSON (chat)": {
+    prompt: "List the items as JSON: Order: 3 x lamp at 12.5, 1 x desk at 80, 2 x rope at 7.25.",
+    endpoint: "chat/completions",
+  },
+  "tool call (chat)": {
+    prompt: "What is the weather in Oslo?",
+    endpoint: "chat/completions",
+    toolChoice: "required",
+  },
 };
 const MAX_SEED = 2 ** 31;
 const MOST_REASON = 160;
@@ -48,6 +60,7 @@ function request() {
     prompt: $("prompt").value,
     maxTokens: $("tokens").valueAsNumber,
     temperature: $("temperature").valueAsNumber,
+    toolChoice: $("tools").value,
     speculation: JSON.parse($("drafter").value || "{}"),
   };
 }
@@ -66,7 +79,7 @@ async function run(titles) {
   try {
     const jobs = titles.map(async ([, change], i) => {
       const asked = { ...request(), seed, ...change };
-      const take = (tokens) => outputs[i].add(tokens);
+      const take = (...added) => outputs[i].add(...added);
       const statistics = await complete(asked, take, stop.signal);
       outputs[i].show(figures(statistics, outputs[i].tokens), statistics.paused);
       return statistics;
@@ -141,17 +154,32 @@ function offerDrafters(readiness) {
   select.value = values.includes(chosen) ? chosen : "";
 }
 
-for (const [name, prompt] of Object.entries(PRESETS)) {
+/** Show the choice of tools for chats, and the tools if they may be called. */
+function showTools() {
+  const isChat = $("endpoint").value !== "completions";
+  $("tools").parentElement.hidden = !isChat;
+  $("offered").hidden = !isChat || $("tools").value === "none";
+}
+
+for (const [name, preset] of Object.entries(PRESETS)) {
   const button = document.createElement("button");
   button.type = "button";
   button.textContent = name;
   button.onclick = () => {
-    $("prompt").value = prompt;
-    $("endpoint").value = name.includes("chat") ? "chat/completions" : "completions";
+    $("prompt").value = preset.prompt;
+    $("endpoint").value = preset.endpoint ?? "completions";
+    $("tools").value = preset.toolChoice ?? "none";
+    showTools();
   };
   document.querySelector(".presets").append(button);
 }
-$("prompt").value = PRESETS.rewriting;
+$("prompt").value = PRESETS.rewriting.prompt;
+const signatures = TOOLS.map(({ function: { name, parameters } }) =>
+  `${name}(${parameters.required.join(", ")})`);
+$("offered").textContent = `The model may call ${signatures.join(" or ")}. Nobody runs the calls.`;
+$("endpoint").onchange = $("tools").onchange = showTools;
+// A browser may fill in the choices of an earlier visit.
+showTools();
 $("form").onsubmit = (event) => {
   event.preventDefault();
   run([SPECULATIVE, PLAIN]);

@@ -1,4 +1,5 @@
-// A pane of tokens, coloured by their source. The pointer and the arrow keys show the drafter.
+// An answer's tokens, coloured by their source: its thought, its content, and its calls of tools.
+// The pointer and the arrow keys show the drafter.
 
 const SOURCES = {
   accepted: "accepted: guessed by",
@@ -15,26 +16,33 @@ const PAUSES = {
   budget: "drafting made the steps slower",
   measuring: "steps without drafts were measured",
 };
+// How a part of the answer is shown; all others are calls.
+const PARTS = {
+  content: "<div><pre></pre></div>",
+  reasoning_content: `<details class="thought" open><summary>Thought</summary><pre></pre></details>`,
+};
+const CALL = `<div class="call"><code></code><pre></pre></div>`;
 const tip = document.getElementById("tip");
 
 export class Output {
   constructor(parent, title) {
     const article = document.createElement("article");
     article.className = "output";
-    article.innerHTML = `<h3></h3><pre tabindex="0" role="group"></pre><dl></dl>
+    article.innerHTML = `<h3></h3><div class="answer" tabindex="0" role="group"></div><dl></dl>
       <p class="paused" hidden></p>`;
     [this.heading, this.pane, this.list, this.paused] = article.children;
     this.heading.textContent = title;
     const help = "The left and right arrow keys show each token's source.";
     this.pane.setAttribute("aria-label", `${title}: text. ${help}`);
     this.tokens = [];
+    this.spans = [];
+    this.clear();
     this.current = -1;
     this.frame = 0;
-    this.end = 0;
     this.pane.addEventListener("pointerover", (event) => this.#point(event.target));
     this.pane.addEventListener("pointerleave", () => { tip.hidden = true; });
     this.pane.addEventListener("keydown", (event) => this.#key(event));
-    this.pane.addEventListener("blur", () => this.#select(-1));
+    this.pane.addEventListener("focusout", () => this.#select(-1));
     parent.append(article);
   }
 
@@ -42,19 +50,51 @@ export class Output {
     return this.tokens.map((token) => token.text).join("");
   }
 
-  add(tokens) {
-    const spans = new DocumentFragment();
+  /** Add tokens to their parts of the answer, and pieces of calls to the calls' headings. */
+  add(tokens, calls = []) {
     for (const token of tokens) {
-      this.tokens.push(token);
       const span = document.createElement("span");
       span.className = `token ${token.source}`;
       span.textContent = token.text;
-      span.dataset.index = this.tokens.length - 1;
-      spans.append(span);
+      span.dataset.index = this.tokens.length;
+      this.tokens.push(token);
+      this.spans.push(span);
+      this.#place(span, token.part);
     }
-    this.pane.append(spans);
+    for (const call of calls) {
+      const { heading } = this.#part(`tool_calls[${call.index}]`);
+      heading.dataset.name ??= call.function.name;
+      heading.dataset.arguments = (heading.dataset.arguments ?? "") + call.function.arguments;
+      heading.textContent = `${heading.dataset.name}(${heading.dataset.arguments})`;
+    }
     // Once a frame, since it makes the browser lay out the whole text.
     this.frame ||= requestAnimationFrame(() => this.#follow());
+  }
+
+  /** Show a token in its part of the answer. A null part is the next token's that has one. */
+  #place(span, part = "content") {
+    // Blanks between two parts are better seen at the end of the first.
+    const isBlank = !this.waiting.length && !span.textContent.trim();
+    if (part === null && isBlank && this.latest) {
+      this.latest.append(span);
+      return;
+    }
+    this.waiting.push(span);
+    if (part === null) return;
+    this.latest = this.#part(part).text;
+    this.latest.append(...this.waiting);
+    this.waiting = [];
+  }
+
+  /** The elements of a part of the answer: its text, and the heading of a call. */
+  #part(name) {
+    if (!this.parts.has(name)) {
+      this.pane.insertAdjacentHTML("beforeend", PARTS[name] ?? CALL);
+      const added = this.pane.lastElementChild;
+      const [heading, text] = [added.querySelector("code"), added.querySelector("pre")];
+      this.parts.set(name, { heading, text });
+    }
+    return this.parts.get(name);
   }
 
   /** Scroll to the end, unless the reader has scrolled back. */
@@ -67,12 +107,19 @@ export class Output {
 
   clear() {
     this.tokens.length = 0;
+    this.spans.length = 0;
     this.pane.replaceChildren();
+    this.parts = new Map();
+    // The text of the last token's part, and the tokens whose part is not known yet.
+    this.latest = null;
+    this.waiting = [];
     this.end = 0;
   }
 
   /** Show figures below the text, as [name, value] pairs, and why most steps had no draft. */
   show(figures, paused = null) {
+    if (this.waiting.length) (this.latest ?? this.#part("content").text).append(...this.waiting);
+    this.waiting = [];
     this.paused.textContent = paused ? explanation(paused) : "";
     this.paused.hidden = !paused;
     this.list.replaceChildren(...figures.map(([name, value]) => {
@@ -99,13 +146,14 @@ export class Output {
   }
 
   #select(index) {
-    this.pane.children[this.current]?.classList.remove("current");
+    this.spans[this.current]?.classList.remove("current");
     this.current = index;
     if (index < 0) {
       tip.hidden = true;
       return;
     }
-    const span = this.pane.children[index];
+    const span = this.spans[index];
+    span.closest("details")?.setAttribute("open", "");
     span.classList.add("current");
     span.scrollIntoView({ block: "nearest" });
     this.#name(index, span);

@@ -150,7 +150,7 @@ async def test_the_page_works_with_the_keyboard_alone(page: Page) -> None:
     await expect(page.get_by_role("button", name="Run beside plain decoding")).to_be_focused()
     await page.keyboard.press("Enter")
     await finished(page, 2)
-    await page.locator(".output pre").first.focus()
+    await page.locator(".answer").first.focus()
     await page.keyboard.press("ArrowRight")
     await expect(page.get_by_role("tooltip")).to_have_text(
         re.compile("plain|accepted|bonus|recovered")
