@@ -120,7 +120,8 @@ def _tag(form: ToolFormat, marks: CallMarks, tool: Tool, use: ToolUse) -> Json:
     if rest:
         parts: list[Json] = []
         for text in rest:
-            parts += [{"type": "regex", "pattern": r"\d+"}, _const(text)]
+            # In a pattern, \d would be the digits of all scripts, as in Python.
+            parts += [{"type": "regex", "pattern": "[0-9]+"}, _const(text)]
         content = {"type": "sequence", "elements": [*parts, content]}
     return {"type": "tag", "begin": begin, "content": content, "end": marks.end}
 

@@ -135,3 +135,17 @@ def test_a_drafter_on_trial_neither_displaces_a_proven_drafter_nor_is_waited_for
     assert sequence.stats.forward_count == 30
     assert clock() - began == pytest.approx(30 * 0.01)
     assert good.handle.accepted_count >= 100
+
+
+def test_a_drafter_that_failed_its_trial_is_told_of_a_sequence_once() -> None:
+    clock = VirtualClock()
+    engine = make(clock)
+    stranger = ScriptedDrafter(engine, "stranger", "stranger")
+    sequence = submit(engine)
+    while not stranger.handle.is_doubtful:
+        clock.step(engine)
+    assert not stranger.handle.silent
+    engine.cancel(sequence)
+    submit(engine)
+    opened = [each.sequence_id for batch in stranger.received for each in batch.opened]
+    assert len(opened) == len(set(opened)) == 2

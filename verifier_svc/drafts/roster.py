@@ -142,7 +142,7 @@ class Roster:
         ]
         awake = [each for each in present if not each.is_doubtful]
         proven = _by_family([each for each in found if each.proven and not each.silent], awake)
-        fresh = [each for each in found if not each.proven and not each.silent]
+        fresh = [each for each in found if each.on_trial]
         newcomers = _by_family(fresh, [each for each in present if each.on_trial])
         doubtful = [each for each in found if each.is_doubtful]
         named = options.drafter_id or options.drafter_family
