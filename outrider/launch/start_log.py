@@ -1,8 +1,9 @@
 """Output of `outrider serve` and `outrider demo` while their processes start.
 
 A start is one status: a line with a spinner on a terminal, elsewhere one plain line per change.
-Warnings, errors and tracebacks of the processes appear at once. Their INFO records and their own
-announcements do not: these only repeat the status, or say that one process waits for another.
+Warnings, errors and tracebacks of the processes appear at once, and what the gateway guessed of the
+model. Their other INFO records and their announcements do not: these only repeat the status, or say
+that one process waits for another.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from rich.markup import escape
 
 # A record as `telemetry.setup_logging` formats it (date, time, level), or an announcement.
 _PROGRESS = re.compile(
-    r"\S+ \S+ INFO |(gateway|verifier) listening on |verifier ready: |drafter \S+ registered with "
+    r"\S+ \S+ INFO (?!.*format of tool calls)|(gateway|verifier) listening on |verifier ready: |drafter \S+ registered with "
 )
 _MOST_HELD = 100
 

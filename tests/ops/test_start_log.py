@@ -15,7 +15,8 @@ PROGRESS = (
     "verifier ready: models/target in bfloat16 on cpu",
     "drafter ngram-1 registered with unix:/tmp/verifier.sock",
 )
-ERRORS = (WARNS, "Traceback (most recent call last):", "RuntimeError: INFO is missing")
+GUESS = "2026-11-25 02:00:00,000 INFO gateway.server: format of tool calls: hermes; mark of …"
+ERRORS = (WARNS, GUESS, "Traceback (most recent call last):", "RuntimeError: INFO is missing")
 
 
 @pytest.mark.parametrize("fails", [False, True])
