@@ -18,7 +18,8 @@ from rich.markup import escape
 
 # A record as `telemetry.setup_logging` formats it (date, time, level), or an announcement.
 _PROGRESS = re.compile(
-    r"\S+ \S+ INFO (?!.*format of tool calls)|(gateway|verifier) listening on |verifier ready: |drafter \S+ registered with "
+    r"\S+ \S+ INFO (?!.*format of tool calls)|"
+    r"(gateway|verifier) listening on |verifier ready: |drafter \S+ registered with "
 )
 _MOST_HELD = 100
 
