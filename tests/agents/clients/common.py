@@ -1,0 +1,56 @@
+"""What the scripts share: the gateways' addresses, a tool, a type for structured answers.
+
+A script gets two URLs: of a gateway with the bundled model, and of one whose model is scripted.
+"""
+
+import os
+import sys
+from typing import Literal
+
+from pydantic import BaseModel
+
+REAL, SCRIPTED = (f"{url}/v1" for url in sys.argv[1:3])
+REAL_ROOT, SCRIPTED_ROOT = sys.argv[1:3]
+MODEL = "outrider"
+KEY = "any"
+QUESTION = "What is the weather in Oslo?"
+ANSWER = "It is 21 degrees in Oslo."
+# The bundled model's answers have no natural end.
+FEW_TOKENS = 32
+
+# Several libraries make a client at import.
+os.environ["OPENAI_API_KEY"] = os.environ["ANTHROPIC_API_KEY"] = KEY
+
+
+class Weather(BaseModel):
+    """The weather in short. It has no free text, which the bundled model would never end."""
+
+    sky: Literal["clear", "cloudy"]
+    windy: bool
+
+
+_cities: list[str] = []
+
+
+def weather(city: str) -> str:
+    """Tell the weather in a city.
+
+    Args:
+        city: The city's name.
+    """
+    _cities.append(city)
+    return f"21 degrees in {city}"
+
+
+def check_loop(answer: object) -> None:
+    """The model called the tool once, and its last answer came back."""
+    print("loop:", answer)
+    assert _cities == ["Oslo"], _cities
+    assert str(answer).strip() == ANSWER, answer
+    _cities.clear()
+
+
+def check_weather(answered: object) -> None:
+    """The answer is of the demanded type."""
+    print("structured:", answered)
+    assert isinstance(answered, Weather), answered

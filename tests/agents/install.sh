@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+# Installs the clients that tests/agents runs: two Python environments, since their requirements
+# clash, and npm's packages, with a Node.js of their own. With --tools also command lines of agents,
+# which are large. What is there already is left alone.
+set -euo pipefail
+folder=$(dirname "$(realpath "$0")")
+cd "$folder/../.."
+into=build/agents
+mkdir -p "$into"
+
+# Packages that the listed ones need have the versions of this day.
+day=2026-11-27
+
+# uv installs them in seconds, and pip in minutes.
+[ -x "$into/uv/bin/uv" ] || {
+  "${PYTHON:-python3}" -m venv "$into/uv"
+  "$into/uv/bin/python" -m pip install --quiet --disable-pip-version-check uv==0.13.9
+}
+
+python_environment() {
+  local list=$folder/$1.txt to=$into/$1
+  cmp -s "$list" "$to/installed" && return
+  "$into/uv/bin/uv" venv --quiet --clear --python "${PYTHON:-python3}" "$to"
+  "$into/uv/bin/uv" pip install --quiet --exclude-newer "$day" --python "$to/bin/python" -r "$list"
+  cp "$list" "$to/installed"
+}
+
+npm_environment() {
+  local list=$folder/$1.json to=$into/$1
+  cmp -s "$list" "$to/installed" && return
+  rm -rf "$to"
+  mkdir -p "$to"
+  cp "$list" "$to/package.json"
+  npm install --silent --no-audit --no-fund --before="$day" --prefix "$to"
+  cp "$list" "$to/installed"
+}
+
+python_environment current
+python_environment older
+npm_environment npm
+[ "${1:-}" != --tools ] || npm_environment tools

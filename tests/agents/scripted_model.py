@@ -1,0 +1,98 @@
+"""A verifier whose model calls a tool as a good one would, and answers from the tool's result.
+
+The bundled model is too small to call a tool by itself. With this one an agent sees a call, sends
+the tool's result back, and ends with an answer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from gateway_rig import TARGET, Rig, running_rig, settings
+from scripted_verifier import Script, Step, last, plain, ready, serving
+
+from gateway.text.prompts import Prompts
+from outrider.protocol.messages import FinishReason, TokenRequest
+
+MODEL = "outrider"
+RESULT = "21 degrees"
+"""What the tools' results hold."""
+
+ANSWER = "It is 21 degrees in Oslo."
+# The prompts of some command lines have tens of thousands of tokens.
+_CONTEXT_LENGTH = 262144
+
+Calls = list[tuple[str, dict[str, Any]]]
+
+# By a piece of the prompt, the first one that is found: the calls that the model answers with.
+_FIRST: dict[str, Calls] = {
+    '"name": "weather"': [("weather", {"city": "Oslo"})],
+    # semantic-kernel puts the plugin's name before the function's.
+    '"name": "Weather-weather"': [("Weather-weather", {"city": "Oslo"})],
+    # The questions of `canitoolcall probe`.
+    "weather in Paris right now": [("get_weather", {"city": "Paris"})],
+    "in Paris and in Tokyo": [
+        ("get_weather", {"city": "Paris"}),
+        ("get_weather", {"city": "Tokyo"}),
+    ],
+    "titled 'Design review'": [
+        (
+            "create_event",
+            {
+                "title": "Design review",
+                "start": "2026-10-01T15:00:00Z",
+                "attendees": [
+                    {"name": "Ana", "email": "ana@example.com"},
+                    {"name": "Bo", "email": "bo@example.com"},
+                ],
+                "location": {"city": "Berlin", "room": "4.12"},
+            },
+        )
+    ],
+    "Save a note": [
+        ("save_note", {"title": "Grüße aus Zürich", "body": "Café ☕ in 東京 — naïve résumé 🚀"})
+    ],
+    "time is it on the server": [("get_server_time", {})],
+    "about Lisbon": [("get_weather", {"city": "Lisbon"})],
+    "9.11 or 9.9": [("record_answer", {"answer": "9.9"})],
+}
+# The same where the prompt holds a result: tools for a last answer.
+_THEN: dict[str, Calls] = {
+    '"name": "final_answer"': [("final_answer", {"answer": ANSWER})],
+    '"name": "final_result"': [("final_result", {"sky": "clear", "windy": False})],
+}
+
+
+def answer(prompt: str, has_tools: bool) -> str:
+    """What the model writes behind this prompt, in Hermes' format."""
+    if not has_tools:
+        return ANSWER
+    turns = _THEN if RESULT in prompt else _FIRST
+    calls = next((calls for piece, calls in turns.items() if piece in prompt), [])
+    written = [
+        json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
+        for name, arguments in calls
+    ]
+    return "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in written) or ANSWER
+
+
+@asynccontextmanager
+async def running_scripted() -> AsyncIterator[Rig]:
+    """A gateway in front of the scripted verifier."""
+    prompts = Prompts(TARGET)
+
+    def steps(request: TokenRequest) -> Iterator[Step]:
+        text = answer(prompts.decode(request.prompt), request.grammar is not None)
+        yield from (plain([token]) for token in prompts.tokenizer.encode(text).ids)
+        yield last([3], FinishReason.STOP)
+
+    info = ready(prompts.fingerprint, model_id=MODEL, context_length=_CONTEXT_LENGTH)
+    script = Script(info, steps)
+    async with (
+        serving(script) as address,
+        running_rig(settings(address), script, prompts) as rig,
+    ):
+        yield rig

@@ -1,0 +1,163 @@
+"""Released clients do what their users do, in their default mode. install.sh brings them.
+
+Each script of clients/ asks the bundled pair for answers of a demanded type, and a scripted model
+for calls that it chooses itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+INSTALLED = HERE.parents[1] / "build/agents"
+# Some libraries take half a minute to import on a busy machine.
+LIMIT_S = 240.0
+
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="session")]
+
+# Environment, script and its argument.
+CLIENTS = [
+    ("current", "openai_python", ""),
+    ("current", "openai_responses", ""),
+    ("current", "anthropic_python", ""),
+    ("current", "langchain_agent", ""),
+    ("current", "langchain_responses", ""),
+    ("current", "langchain_anthropic_agent", ""),
+    ("current", "pydantic_ai_chat", ""),
+    ("current", "pydantic_ai_responses", ""),
+    ("current", "pydantic_ai_anthropic", ""),
+    ("current", "openai_agents_chat", ""),
+    ("current", "openai_agents_responses", ""),
+    ("current", "litellm_tools", ""),
+    ("current", "litellm_responses", ""),
+    ("current", "haystack_agent", "chat"),
+    ("current", "haystack_agent", "responses"),
+    ("current", "haystack_agent", "messages"),
+    ("current", "smolagents_tools", ""),
+    ("current", "semantic_kernel_tools", ""),
+    ("current", "outlines_openai", ""),
+    ("older", "autogen_agent", ""),
+    ("older", "instructor_default", ""),
+    ("older", "llama_index_agent", ""),
+    ("older", "guidance_openai", ""),
+    ("older", "dspy_lm", "chat"),
+    ("older", "dspy_lm", "responses"),
+    ("npm", "openai_node", ""),
+    ("npm", "openai_node_responses", ""),
+    ("npm", "anthropic_node", ""),
+    ("npm", "openai_agents_node", "chat"),
+    ("npm", "openai_agents_node", "responses"),
+    ("npm", "ai_sdk", "compatible"),
+    ("npm", "ai_sdk", "chat"),
+    ("npm", "ai_sdk", "responses"),
+    ("npm", "ai_sdk", "messages"),
+]
+
+
+def program(environment: str, name: str) -> str:
+    """The path of a program in an environment. Skips the test where it is not installed."""
+    if not (INSTALLED / environment / "installed").exists():
+        pytest.skip("needs released clients, which tests/agents/install.sh installs")
+    folder = "node_modules/.bin" if environment in ("npm", "tools") else "bin"
+    return str(INSTALLED / environment / folder / name)
+
+
+async def run(*command: str, cwd: Path = HERE, **variables: str) -> tuple[int, str]:
+    """Run a program; returns its exit status and its output."""
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": "", **variables},
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    try:
+        async with asyncio.timeout(LIMIT_S):
+            output, _ = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+    assert process.returncode is not None
+    return process.returncode, output.decode(errors="replace")
+
+
+@pytest.mark.parametrize(
+    ("environment", "script", "argument"),
+    CLIENTS,
+    ids=["-".join(filter(None, (script, argument))) for _, script, argument in CLIENTS],
+)
+async def test_a_client_gets_what_it_asks_for(
+    environment: str, script: str, argument: str, real: str, scripted: str
+) -> None:
+    is_node = environment == "npm"
+    interpreter = program(environment, "node" if is_node else "python")
+    path = HERE / "clients" / f"{script}.{'mjs' if is_node else 'py'}"
+    if is_node:
+        path = linked(path)
+    status, output = await run(interpreter, str(path), real, scripted, argument)
+    assert status == 0, output
+
+
+def linked(script: Path) -> Path:
+    """The script beside the packages: Node.js looks for them in the script's own folders."""
+    folder = INSTALLED / "npm/clients"
+    folder.mkdir(exist_ok=True)
+    for source in HERE.glob("clients/*.mjs"):
+        (folder / source.name).write_text(source.read_text())
+    return folder / script.name
+
+
+async def probe(url: str, report: Path) -> tuple[str, list[tuple[str, str, str]]]:
+    """Run `canitoolcall probe`: its output, and the scenarios that it does not pass."""
+    _, output = await run(
+        *(program("current", "canitoolcall"), "probe", "--base-url", f"{url}/v1"),
+        *("--model", "outrider", "--timeout", "120", "--json", str(report)),
+    )
+    outcomes = json.loads(report.read_text())["outcomes"]
+    assert len(outcomes) == 27, output
+    return output, [
+        (outcome["scenario_id"], outcome["check"], outcome["status"])
+        for outcome in outcomes
+        if outcome["status"] != "pass"
+    ]
+
+
+async def test_a_probe_of_tool_calls_finds_nothing_wrong(scripted: str, tmp_path: Path) -> None:
+    output, failed = await probe(scripted, tmp_path / "report.json")
+    assert not failed, output
+
+
+# The bundled model calls no tool by itself.
+UNCALLED = {
+    "single-call",
+    "parallel-calls",
+    "nested-args",
+    "unicode-args",
+    "empty-args",
+    "reasoning-then-call",
+}
+
+
+async def test_a_probe_of_the_bundled_model_misses_only_its_own_calls(
+    real: str, tmp_path: Path
+) -> None:
+    output, failed = await probe(real, tmp_path / "report.json")
+    assert set(failed) == {(scenario, "scenario", "fail") for scenario in UNCALLED}, output
+
+
+async def test_langchains_tests_pass_but_for_those_that_need_a_larger_model(real: str) -> None:
+    status, output = await run(
+        *(program("current", "python"), "-m", "pytest", "-q", "-rfEX", "--tb=short"),
+        *("-p", "no:cacheprovider", "-c", os.devnull, "--noconftest", "--rootdir", "clients"),
+        # The model's client keeps connections, which belong to one event loop.
+        *("-o", "asyncio_mode=auto", "-o", "asyncio_default_test_loop_scope=session"),
+        "clients/langchain_suite.py",
+        OUTRIDER_URL=f"{real}/v1",
+    )
+    assert status == 0, output
