@@ -68,7 +68,10 @@ def error_body(error: OutriderError) -> dict[str, object]:
 def messages_error(error: OutriderError, request_id: str) -> dict[str, object]:
     """Anthropic's error: `{"type": "error", "error": {type, message}, "request_id"}`."""
     kind = _MESSAGES_TYPES.get(error.reason.kind.http, "invalid_request_error")
-    shown = {"type": kind, "message": error.message}
+    shown: dict[str, object] = {"type": kind, "message": error.message}
+    if error.reason is Reason.UNSUPPORTED_PARAMETER and error.field == "thread":
+        # Anthropic's tool runners then send the request again, and all others, without a thread.
+        shown["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
     return {"type": "error", "error": shown, "request_id": request_id}
 
 

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from gateway.http.conversation import CalledFunction, JsonObject, Message, ToolCall
 from gateway.http.fields import Body, Listed, Text
@@ -15,6 +16,7 @@ from gateway.http.schema import ChatBody, JsonSchema, ResponseFormat
 from gateway.http.tools import FunctionBody, ToolBody
 from gateway.text.request import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 from gateway.tools.definitions import MAX_TOOLS, NAME_PATTERN
+from gateway.unsupported import UNSUPPORTED
 from outrider.errors import invalid
 from outrider.protocol.limits import MAX_MESSAGES
 
@@ -239,6 +241,11 @@ class CountTokensBody(Body):
         return messages
 
 
+def _refuse_thread(value: object) -> None:
+    if value is not None:
+        raise PydanticCustomError(UNSUPPORTED, "is not supported: send all messages each time")
+
+
 class MessagesBody(CountTokensBody):
     """POST /v1/messages."""
 
@@ -248,6 +255,10 @@ class MessagesBody(CountTokensBody):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    # It is refused by name, since a request that continues a thread has only the newest messages.
+    thread: Annotated[Any, AfterValidator(_refuse_thread)] = Field(
+        default=None, description="Not supported: each request must have all messages."
+    )
 
     def answered(self) -> ChatBody:
         """The same request as a chat's body."""

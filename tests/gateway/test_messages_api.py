@@ -560,6 +560,27 @@ async def test_anthropics_client_parses_an_answer_by_its_schema(thinker: Rig) ->
     assert beta.content[0].text == ARGUMENTS
 
 
+async def test_anthropics_tool_runner_goes_on_without_a_thread(thinker: Rig) -> None:
+    @anthropic.beta_async_tool
+    async def clock() -> str:
+        """The time."""
+        return "noon"
+
+    async with client_of(thinker) as client:
+        runner = client.beta.messages.tool_runner(
+            model="", max_tokens=50, messages=ASK, tools=[clock]
+        )
+        thinker.says(CLOCK_CALL)
+        answer = await anext(runner)
+        assert answer.stop_reason == "tool_use"
+        thinker.says("It is noon.")
+        answer = await anext(runner)
+    assert answer.content[0].text == "It is noon."
+    prompt = thinker.prompts.decode(thinker.script.requests[-1].prompt)
+    assert "Is it cold?" in prompt
+    assert "noon" in prompt
+
+
 async def test_what_clients_send_along_is_ignored(rig: Rig) -> None:
     rig.says("x")
     ignored = {
