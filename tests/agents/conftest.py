@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-sys.path[:0] = [str(Path(__file__).parents[1] / "gateway")]
+sys.path.insert(0, str(Path(__file__).parents[1] / "gateway"))
 
 from scripted_model import MODEL, running_scripted
 from stack import GatewayProcess, Stack, running

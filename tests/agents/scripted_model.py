@@ -52,7 +52,7 @@ _FIRST: dict[str, Calls] = {
             },
         )
     ],
-    "Save a note": [
+    "Save a note titled": [
         ("save_note", {"title": "Grüße aus Zürich", "body": "Café ☕ in 東京 — naïve résumé 🚀"})
     ],
     "time is it on the server": [("get_server_time", {})],
