@@ -95,9 +95,13 @@ audit: $(SUPPLY)/installed
 	$(SUPPLY)/bin/python compose/audit.py $(SUPPLY)/bin/pip-audit $(PINNED)/heavy.txt \
 	  $(PINNED)/gpu.txt $(PINNED)/build.txt constraints.txt
 
-.PHONY: tools
+.PHONY: tools agents
 tools:
 	@tests/install-tools.sh
+
+# Released clients of agents. Their tests, which are slow, are skipped where these are missing.
+agents:
+	@PYTHON=$(PYTHON) tests/agents/install.sh
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

@@ -9,6 +9,7 @@ import pytest_asyncio
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "gateway"))
 
+from gateway_rig import Rig
 from scripted_model import MODEL, running_scripted
 from stack import GatewayProcess, Stack, running
 
@@ -29,7 +30,7 @@ def real() -> Iterator[str]:
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def scripted() -> AsyncIterator[str]:
-    """The URL of a gateway whose model calls tools."""
+async def scripted() -> AsyncIterator[Rig]:
+    """A gateway whose model calls tools."""
     async with running_scripted() as rig:
-        yield rig.gateway.http_url
+        yield rig

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs the clients that tests/agents runs: two Python environments, since their requirements
-# clash, and npm's packages, with a Node.js of their own. With --tools also command lines of agents,
-# which are large. What is there already is left alone.
+# clash, and npm's packages, with a Node.js of their own. What is there already is left alone. All of
+# it takes 2 GB.
 set -euo pipefail
 folder=$(dirname "$(realpath "$0")")
 cd "$folder/../.."
@@ -38,4 +38,4 @@ npm_environment() {
 python_environment current
 python_environment older
 npm_environment npm
-[ "${1:-}" != --tools ] || npm_environment tools
+npm_environment tools

@@ -32,6 +32,10 @@ _FIRST: dict[str, Calls] = {
     '"name": "weather"': [("weather", {"city": "Oslo"})],
     # semantic-kernel puts the plugin's name before the function's.
     '"name": "Weather-weather"': [("Weather-weather", {"city": "Oslo"})],
+    # Tools of command lines: Codex's, opencode's and Continue's.
+    '"name": "exec_command"': [("exec_command", {"cmd": "cat notes.txt"})],
+    '"name": "bash"': [("bash", {"command": "cat notes.txt", "description": "Read the notes"})],
+    '"name": "Bash"': [("Bash", {"command": "cat notes.txt"})],
     # The questions of `canitoolcall probe`.
     "weather in Paris right now": [("get_weather", {"city": "Paris"})],
     "in Paris and in Tokyo": [

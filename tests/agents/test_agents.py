@@ -12,6 +12,8 @@ import os
 from pathlib import Path
 
 import pytest
+from gateway_rig import Rig
+from scripted_model import ANSWER, RESULT
 
 HERE = Path(__file__).parent
 INSTALLED = HERE.parents[1] / "build/agents"
@@ -72,7 +74,7 @@ async def run(*command: str, cwd: Path = HERE, **variables: str) -> tuple[int, s
     process = await asyncio.create_subprocess_exec(
         *command,
         cwd=cwd,
-        env={**os.environ, "PYTHONPATH": "", **variables},
+        env={**os.environ, "PYTHONPATH": "", "PWD": str(cwd), **variables},
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
@@ -93,14 +95,14 @@ async def run(*command: str, cwd: Path = HERE, **variables: str) -> tuple[int, s
     ids=["-".join(filter(None, (script, argument))) for _, script, argument in CLIENTS],
 )
 async def test_a_client_gets_what_it_asks_for(
-    environment: str, script: str, argument: str, real: str, scripted: str
+    environment: str, script: str, argument: str, real: str, scripted: Rig
 ) -> None:
     is_node = environment == "npm"
     interpreter = program(environment, "node" if is_node else "python")
     path = HERE / "clients" / f"{script}.{'mjs' if is_node else 'py'}"
     if is_node:
         path = linked(path)
-    status, output = await run(interpreter, str(path), real, scripted, argument)
+    status, output = await run(interpreter, str(path), real, scripted.gateway.http_url, argument)
     assert status == 0, output
 
 
@@ -111,6 +113,70 @@ def linked(script: Path) -> Path:
     for source in HERE.glob("clients/*.mjs"):
         (folder / source.name).write_text(source.read_text())
     return folder / script.name
+
+
+# By program: its configuration, where that goes, and its command's words before the question.
+CODEX = """
+model = "outrider"
+model_provider = "outrider"
+[model_providers.outrider]
+name = "Outrider"
+base_url = "ADDRESS/v1"
+wire_api = "responses"
+"""
+OPENCODE = """{
+  "model": "outrider/outrider",
+  "provider": {
+    "outrider": {
+      "npm": "@ai-sdk/openai-compatible",
+      "options": {"baseURL": "ADDRESS/v1", "apiKey": "any"},
+      "models": {"outrider": {}}
+    }
+  }
+}"""
+CONTINUE = """
+name: local
+version: 1.0.0
+schema: v1
+models:
+  - name: outrider
+    provider: openai
+    model: outrider
+    apiBase: ADDRESS/v1
+    apiKey: any
+    roles: [chat]
+    capabilities: [tool_use]
+"""
+TOOLS = {
+    "codex": (CODEX, ".codex/config.toml", "exec --skip-git-repo-check"),
+    "opencode": (OPENCODE, "opencode.json", "run"),
+    "cn": (CONTINUE, "config.yaml", "--config config.yaml --auto -p"),
+}
+
+
+@pytest.mark.parametrize("name", TOOLS)
+async def test_a_command_line_reads_a_file_by_a_tool(
+    name: str, scripted: Rig, tmp_path: Path
+) -> None:
+    text, place, words = TOOLS[name]
+    config = tmp_path / place
+    config.parent.mkdir(exist_ok=True)
+    config.write_text(text.replace("ADDRESS", scripted.gateway.http_url))
+    (tmp_path / "notes.txt").write_text(f"It is {RESULT}.")
+    scripted.script.requests.clear()
+    status, output = await run(
+        *(program("tools", name), *words.split(), "What do my notes say of the weather?"),
+        cwd=tmp_path,
+        # Node.js of these packages' own, since a system's may be too old.
+        PATH=f"{INSTALLED}/npm/node_modules/.bin:{os.environ['PATH']}",
+        HOME=str(tmp_path),
+        CODEX_HOME=str(tmp_path / ".codex"),
+        XDG_DATA_HOME=str(tmp_path / ".local"),
+    )
+    assert status == 0, output
+    assert ANSWER in output
+    prompts = [scripted.prompts.decode(request.prompt) for request in scripted.script.requests]
+    assert any(RESULT in prompt for prompt in prompts), output
 
 
 async def probe(url: str) -> tuple[str, list[tuple[str, str, str]]]:
@@ -130,8 +196,8 @@ async def probe(url: str) -> tuple[str, list[tuple[str, str, str]]]:
     ]
 
 
-async def test_a_probe_of_tool_calls_finds_nothing_wrong(scripted: str) -> None:
-    output, failed = await probe(scripted)
+async def test_a_probe_of_tool_calls_finds_nothing_wrong(scripted: Rig) -> None:
+    output, failed = await probe(scripted.gateway.http_url)
     assert not failed, output
 
 
