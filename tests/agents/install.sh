@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs the clients that tests/agents runs: two Python environments, since their requirements
-# clash, and npm's packages, with a Node.js of their own. What is there already is left alone. All of
-# it takes 2 GB.
+# clash, and npm's packages, with a Node.js of their own. What is there already is left alone.
+# All of it takes 2 GB.
 set -euo pipefail
 folder=$(dirname "$(realpath "$0")")
 cd "$folder/../.."
