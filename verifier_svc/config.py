@@ -20,6 +20,9 @@ class TargetSettings(BaseModel):
 
     model_config = ConfigDict(use_attribute_docstrings=True)
 
+    model_name: str = ""
+    """Name of the model in requests; by default the value of `target`."""
+
     device: Device = "auto"
     """The target's device: auto (CUDA if there is any), cpu, cuda or cuda:N."""
 
@@ -43,9 +46,6 @@ class VerifierSettings(TargetSettings, TlsSettings, ScrapedSettings):
 
     target: str
     """Directory or hub id of the target model."""
-
-    model_name: str = ""
-    """Name of the model in requests; by default the value of `target`."""
 
     always_draft: bool = False
     """Wait for every draft, at most a second per step, and pause no drafter, even where that is

@@ -136,6 +136,7 @@ async def _announce(
     log.ready()
     curl = "curl" if stack.ca is None else f"curl --cacert {stack.ca}"
     key = " -H 'authorization: Bearer KEY'" if settings.has_keys else ""
+    model = settings.model_name or settings.target
     console.print(
         f"""
 Ready.
@@ -145,7 +146,7 @@ Ready.
   drafters     dial {stack.verifier_address}
 
   {curl} {stack.http_url}/v1/completions{key} -H 'content-type: application/json' \\
-    -d '{{"model": "{settings.target}", "prompt": "def main(", "max_tokens": 64, "temperature": 0}}'
+    -d '{{"model": "{model}", "prompt": "def main(", "max_tokens": 64, "temperature": 0}}'
 """,
         markup=False,
     )

@@ -21,6 +21,7 @@ def serving(log: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     """Start `outrider serve`; yields its process and URL once it is ready."""
     port = free_port("127.0.0.1")
     flags = ["--target", "models/target", "--drafter", "ngram", "--http-port", str(port)]
+    flags += ["--model-name", "small"]
     flags += ["--grpc-port", str(free_port("127.0.0.1")), "--verifier-port", "0"]
     with log.open("wb") as output:
         command = [sys.executable, "-m", "outrider.launch.cli", "serve", *flags]
@@ -48,7 +49,7 @@ def runs(pid: int) -> bool:
 @pytest.mark.slow  # It starts a stack of its own.
 def test_serve_answers_and_leaves_no_process_behind(tmp_path: Path) -> None:
     with serving(tmp_path / "log") as (process, url):
-        body = {"model": "models/target", "prompt": "def main(", "max_tokens": 8, "temperature": 0}
+        body = {"model": "small", "prompt": "def main(", "max_tokens": 8, "temperature": 0}
         answer = httpx.post(f"{url}/v1/completions", json=body, timeout=30)
         assert answer.json()["usage"]["completion_tokens"] == 8
         started = children(process.pid)
