@@ -1,4 +1,4 @@
-"""smolagents' ToolCallingAgent. Its prompt has more tokens than the bundled model's context."""
+"""smolagents' ToolCallingAgent, which demands a call at each step, the last answer included."""
 
 from common import ANSWER, KEY, MODEL, QUESTION, SCRIPTED, weather
 from smolagents import OpenAIModel, ToolCallingAgent, tool
