@@ -7,7 +7,7 @@ import os
 import sys
 from typing import Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 REAL, SCRIPTED = (f"{url}/v1" for url in sys.argv[1:3])
 REAL_ROOT, SCRIPTED_ROOT = sys.argv[1:3]
@@ -23,7 +23,12 @@ os.environ["OPENAI_API_KEY"] = os.environ["ANTHROPIC_API_KEY"] = KEY
 
 
 class Weather(BaseModel):
-    """The weather in short. It has no free text, which the bundled model would never end."""
+    """The weather in short.
+
+    It has no free text and no more fields, which the bundled model would never end.
+    """
+
+    model_config = ConfigDict(extra="forbid")
 
     sky: Literal["clear", "cloudy"]
     windy: bool
