@@ -145,7 +145,10 @@ async def containers() -> AsyncIterator[tuple[Path, dict[str, str]]]:
     if shutil.which("docker") is None:
         raise invalid("with", "compose needs the command docker, which is not installed")
     tag = os.environ.get("OUTRIDER_TAG") or "dev"
-    names = [f"outrider-{service}:{tag}" for service in {*_SERVICES.values()} - {"redis"}]
+    known = yaml.safe_load((_COMPOSE / "compose.yaml").read_text())["services"]
+    # Services may share an image.
+    images = {known[service]["image"].partition(":")[0] for service in _SERVICES.values()}
+    names = [f"{image}:{tag}" for image in images if image.startswith("outrider-")]
     await _down()
     ids = {name: await _inspect(name, "{{.Id}}") for name in sorted(names)}
     if missing := [name for name, image_id in ids.items() if not image_id]:
