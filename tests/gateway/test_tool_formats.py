@@ -112,7 +112,7 @@ def check_walk(libraries: Libraries, form: ToolFormat, compiled: Compiled, seed:
                 assert {key: type(found) for key, found in value.items()} == TYPES, text
     assert calls or not complete, text
     # However the text is cut, the calls before the cut are the same, and the last is a beginning.
-    for end in range(0, len(text), 7):
+    for end in range(len(text)):
         for (name, begun), (full_name, full) in zip(
             calls_of(parts_of(form, text[:end], step=1000)), calls, strict=False
         ):
