@@ -90,7 +90,7 @@ def test_every_ready_experiment_loads_and_is_named_after_its_file(path: Path) ->
         ),
         (
             {"workload": {"kinds": ["poems"]}},
-            "kinds must be of code, rewriting, json, chat, not 'poems'",
+            "kinds must be of code, rewriting, json, chat, schema, tools, not 'poems'",
         ),
         (
             {"events": [{"at": 1, "who": "near", "what": "reset"}]},

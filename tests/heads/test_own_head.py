@@ -86,6 +86,31 @@ def worker(
         yield HeadWorker(load_for_target(head, PAGES, PAGE), thread)
 
 
+@pytest.fixture(scope="module")
+def bundled_runner() -> ModelRunner:
+    """The bundled target, since a choice of layers needs a text that it knows."""
+    return ModelRunner.load(TARGET, dtype="float32", device="cpu", page_count=64, threads=1)
+
+
+@pytest.fixture(scope="module")
+def bundled_worker() -> Iterator[HeadWorker]:
+    """The bundled head, on a thread of its own."""
+    with ThreadPoolExecutor(1) as thread:
+        loading = thread.submit(
+            lambda: HeadWorker.load(
+                thread,
+                head=HEAD,
+                target=TARGET,
+                layers=(),
+                dtype="float32",
+                device="cpu",
+                page_count=64,
+                threads=1,
+            )
+        )
+        yield loading.result()
+
+
 class Site(Observer):
     """An engine on its thread, and what a head says to it."""
 
@@ -294,7 +319,7 @@ def head_of_other_layers(folder: Path) -> str:
 
 @pytest.mark.parametrize(("set_by_user", "read"), [([], [1, 3, 5]), ([0, 2, 4], [0, 2, 4])])
 async def test_a_head_chooses_its_layers_by_the_loaded_target_unless_they_are_set(
-    runner: ModelRunner,
+    bundled_runner: ModelRunner,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
@@ -307,23 +332,23 @@ async def test_a_head_chooses_its_layers_by_the_loaded_target_unless_they_are_se
     settings = HeadVerifierSettings(target=TARGET, head=head, device="cpu", head_layers=set_by_user)
     own = await load_head(settings, Metrics("target"))
     with caplog.at_level(logging.INFO), ThreadPoolExecutor(1) as engine:
-        assert engine.submit(own.meet, runner).result() == read
+        assert engine.submit(own.meet, bundled_runner).result() == read
     assert ("it reads [1, 3, 5]" in caplog.text) == (not set_by_user)
 
 
 async def test_a_heads_pages_are_free_behind_its_choice_of_layers(
-    runner: ModelRunner, worker: HeadWorker
+    bundled_runner: ModelRunner, bundled_worker: HeadWorker
 ) -> None:
-    before = worker.feature_request
-    worker.choose_layers(*read_text(runner, TARGET, worker.spec))
-    assert worker.feature_request == before
-    pool = worker._model.pool
+    before = bundled_worker.feature_request
+    bundled_worker.choose_layers(*read_text(bundled_runner, TARGET, bundled_worker.spec))
+    assert bundled_worker.feature_request == before
+    pool = bundled_worker._model.pool
     assert pool.used_count == 0
     pool.check_integrity()
 
 
 async def test_the_heads_thread_leaves_the_targets_number_of_threads_alone(
-    runner: ModelRunner,
+    bundled_runner: ModelRunner,
 ) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
@@ -332,6 +357,6 @@ async def test_the_heads_thread_leaves_the_targets_number_of_threads_alone(
         own = await load_head(settings, Metrics("target"))
         with ThreadPoolExecutor(1) as engine:
             assert engine.submit(torch.get_num_threads).result() == 2
-        assert own.meet(runner) == [1, 3, 5]
+        assert own.meet(bundled_runner) == [1, 3, 5]
     finally:
         torch.set_num_threads(before)

@@ -95,6 +95,8 @@ CASES = {
     "two drafters": Case(
         two,
         lambda traffic, drafters: all(sum(drafter.proposed.values()) > 500 for drafter in drafters),
+        # On a busy machine's clock, the second drafter may be too slow to be asked.
+        timed=True,
     ),
     "two drafters, policy auto": Case(
         two, settings={"policy": DraftTokensPolicy("auto", 5), "concurrent": 24}
