@@ -82,8 +82,8 @@ def body_for(path: str, error: OutriderError, request_id: str = "") -> dict[str,
     return messages_error(error, request_id or f"req-{secrets.token_hex(16)}")
 
 
-class _AsciiResponse(JSONResponse):
-    """JSON in ASCII. An error may quote invalid Unicode, such as half of a surrogate pair."""
+class AsciiResponse(JSONResponse):
+    """JSON in ASCII. It may quote invalid Unicode, such as half of a surrogate pair."""
 
     def render(self, content: object) -> bytes:
         return json.dumps(content).encode()
@@ -104,7 +104,7 @@ def error_response(error: OutriderError, scope: Scope) -> Response:
     body = body_for(scope["path"], error, scope.get(REQUEST_ID, ""))
     if isinstance(request_id := body.get("request_id"), str):
         headers["request-id"] = request_id
-    return _AsciiResponse(body, status_code=error.reason.kind.http, headers=headers)
+    return AsciiResponse(body, status_code=error.reason.kind.http, headers=headers)
 
 
 def unexpected() -> OutriderError:

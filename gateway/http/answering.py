@@ -5,9 +5,10 @@ from __future__ import annotations
 from contextlib import AsyncExitStack
 from typing import Any
 
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
 from gateway.access.limits import Limits
+from gateway.api_errors import AsciiResponse
 from gateway.generation.generate import Generation
 from gateway.generation.serve_text import TextAnswer, serve_text
 from gateway.http.calls import HttpCall
@@ -25,7 +26,7 @@ async def answer_text(generation: Generation, limits: Limits, call: HttpCall[Any
         if not call.streams:
             collected = collect(answer.events, len(answer.totals.finishes))
             choices = await until_gone(call.request, collected)
-            return JSONResponse(writer.whole(choices), headers=_headers(call, answer))
+            return AsciiResponse(writer.whole(choices), headers=_headers(call, answer))
         # Await the first delta before the status line goes out, so that a refused request gets the
         # status of its error.
         first = await until_gone(call.request, anext(answer.events))

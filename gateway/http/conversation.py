@@ -10,6 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, model_
 from pydantic_core import PydanticCustomError
 
 from gateway.http.fields import Body, Listed, Text, check_unicode
+from gateway.http.json_size import check_size
 from gateway.unsupported import UNSUPPORTED
 from outrider.errors import invalid
 
@@ -62,12 +63,30 @@ def joined(separator: str) -> Callable[[object], object]:
     return join
 
 
+MAX_DEPTH = 128
+"""Most objects and lists around a value of a schema or of a call's arguments."""
+
+
 def checked_json(value: Any) -> Any:
-    """The JSON value itself. Raises ValueError if it is nested too deeply or no Unicode text."""
+    """The JSON value itself.
+
+    Raises ValueError if it is nested more than MAX_DEPTH deep, has an infinite number, or is no
+    Unicode text.
+    """
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        inner = [each for each in level if isinstance(each, dict | list)]
+        level = [
+            part for each in inner for part in (each.values() if isinstance(each, dict) else each)
+        ]
+        if not level:
+            break
+    else:
+        raise ValueError(f"is nested more than {MAX_DEPTH} deep")
     try:
-        written = json.dumps(value, ensure_ascii=False)
-    except RecursionError as cause:
-        raise ValueError("is nested too deeply") from cause
+        written = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except ValueError as cause:
+        raise ValueError("has a number that JSON cannot hold") from cause
     check_unicode(written)
     return value
 
@@ -86,6 +105,7 @@ _NoCalls = Annotated[None, BeforeValidator(_no_calls, json_schema_input_type=Non
 def _arguments(text: str) -> dict[str, Any]:
     """A call's arguments as an object. Raises ValueError if they are none."""
     try:
+        check_size(text.encode())
         parsed = checked_json(json.loads(text or "{}"))
     except (ValueError, RecursionError):
         parsed = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from typing import Any
 
@@ -163,8 +164,10 @@ def _input(text: str) -> Json:
     """The arguments as an object."""
     try:
         given = from_json(text or "{}", allow_partial=True)
-    # It is nested too deeply, holds half of a surrogate pair, or a verifier left its grammar.
-    except ValueError:
+        json.dumps(given, allow_nan=False)
+    # It has an infinite number, is nested too deeply, holds half of a surrogate pair, or a verifier
+    # left its grammar.
+    except (ValueError, RecursionError):
         given = None
     return given if isinstance(given, dict) else {}
 

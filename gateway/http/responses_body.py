@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 
 from gateway.api_errors import validation_error
-from gateway.http.conversation import template_variables
+from gateway.http.conversation import JsonObject, template_variables
 from gateway.http.fields import Body, Text, limited
 from gateway.http.responses_items import (
     Ignored,
@@ -35,6 +35,7 @@ from outrider.protocol.limits import MAX_MESSAGES, MAX_NAME_LENGTH
 _NAMES = {
     "response_format.json_schema": "text.format",
     "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
     "reasoning_effort": "reasoning.effort",
     "response_format": "text.format",
     "messages": "input",
@@ -47,7 +48,7 @@ class TextFormat(Body):
     type: Literal["text", "json_object", "json_schema"]
     name: Annotated[Text, Field(max_length=MAX_NAME_LENGTH)] | None = None
     description: Ignored = None
-    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    schema_: JsonObject | None = Field(default=None, alias="schema")
     strict: bool | None = None
 
     def for_chat(self) -> Json:
@@ -120,7 +121,7 @@ class ResponsesBody(SamplingBody):
     tool_choice: ToolChoiceField = None
     parallel_tool_calls: bool | None = None
     include: Annotated[list[str], AfterValidator(_include)] | None = None
-    metadata: Annotated[dict[str, str], AfterValidator(_metadata)] | None = None
+    metadata: Annotated[dict[Text, Text], AfterValidator(_metadata)] | None = None
     seed: int | None = limited("As in chats.", minimum=SEED_MIN, exclusiveMaximum=SEED_MAX + 1)
     speculation: SpeculationBody = SpeculationBody()
     timeout: float | None = limited("As in chats.", minimum=LEAST_TIMEOUT_S)

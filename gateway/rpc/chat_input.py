@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from gateway.api_errors import validation_error
 from gateway.http.conversation import Message, template_variables
 from gateway.http.fields import Body
+from gateway.http.json_size import check_size
 from gateway.http.tools import ToolBody
 from gateway.text.answers import AnswerOptions
 from gateway.text.request import Conversation
@@ -117,6 +118,7 @@ def _variables(text: str) -> Mapping[str, Any]:
 
 def _object(text: str, field: str) -> dict[str, Any]:
     """The JSON object of a text. Raises OutriderError(INVALID_VALUE)."""
+    check_size(text.encode())
     try:
         parsed = json.loads(text)
     except (ValueError, RecursionError) as cause:

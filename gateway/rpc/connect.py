@@ -21,7 +21,7 @@ from protobuf.wkt import Any as PackedDetail
 from starlette.routing import Match, Route
 from starlette.types import Message, Receive, Scope, Send
 
-from gateway.http.json_body import check_size
+from gateway.http.json_size import check_size
 from gateway.http.request_id import HEADER, request_id
 from gateway.rpc.servicer import ID_PREFIX, MAX_MESSAGE_BYTES, SERVICE, GenerationServicer
 from outrider.errors import OutriderError, Reason

@@ -15,7 +15,7 @@ from gateway.access.interceptor import text_metadata
 from gateway.generation.admission import ClientTimeout
 from gateway.generation.generate import Generation
 from gateway.generation.serve_text import Demand, TextCall, serve_text
-from gateway.http.json_body import MAX_VALUES
+from gateway.http.json_size import MAX_VALUES
 from gateway.http.request_id import HEADER, request_id
 from gateway.rpc.chat_input import ChatInput, chat_input
 from gateway.text.answers import with_parts

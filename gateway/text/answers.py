@@ -52,6 +52,7 @@ def with_parts(
         None if state == "over" else thought,
         begins_in_thought=state == "open",
         shows_thought=options.shows_thought,
+        is_either=use is not None and not use.is_forced and grammar is not None,
         is_forced=use is not None and use.is_forced,
     )
     if form is None or use is None:

@@ -16,6 +16,7 @@ from typing import Any
 from gateway.tools.formats import Style
 
 _DSML = "｜DSML｜"
+_BLANKS = re.compile(r"\s*")
 
 
 class ArgumentReader(ABC):
@@ -80,7 +81,7 @@ _XML: dict[Style, _Tags] = {
     "qwen_xml": _Tags(re.compile(r"<parameter=(?P<key>[^>]*)>"), "</parameter>", trims=True),
     "minimax_xml": _Tags(re.compile(r'<parameter name="(?P<key>[^"]*)">'), "</parameter>"),
     "glm_xml": _Tags(
-        re.compile(r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>", re.DOTALL), "</arg_value>"
+        re.compile(r"<arg_key>(?P<key>[^<]*)</arg_key>\s*<arg_value>"), "</arg_value>"
     ),
     "deepseek_xml": _Tags(
         re.compile(rf'<{_DSML}parameter name="(?P<key>[^"]*)" string="(?P<type>\w+)">'),
@@ -108,34 +109,47 @@ class _XmlReader(ArgumentReader):
         self._end = end.lstrip()
         self._schema = schema
         self._written = "{"
+        # The parameter whose value is under way, and how much of the value was searched.
+        self._named: dict[str, str] | None = None
+        self._searched = 0
 
     def read(self, text: str) -> tuple[str, str]:
-        pieces = []
+        pieces: list[str] = []
+        at = 0
         while not self.is_complete:
-            text = text.lstrip()
-            begin = self._tags.begin.match(text)
-            if begin is None:
-                if text.startswith(self._end):
-                    self.is_complete = True
-                    pieces.append("{}" if self._written == "{" else "}")
+            if self._named is None:
+                at = _BLANKS.match(text, at).end()  # type: ignore[union-attr]  # it always matches
+                begin = self._tags.begin.match(text, at)
+                if begin is None:
+                    if text.startswith(self._end, at):
+                        self.is_complete = True
+                        pieces.append("{}" if self._written == "{" else "}")
+                    break
+                self._named = begin.groupdict()
+                self._searched = 0
+                at = begin.end()
+            closed = text.find(self._tags.end, at + self._searched)
+            if closed < 0:
+                self._searched = max(0, len(text) - at - len(self._tags.end) + 1)
                 break
-            value, found, rest = text[begin.end() :].partition(self._tags.end)
-            if not found:
-                break
-            text = rest
-            named = begin.groupdict()
-            key = named["key"]
-            shown = json.dumps(self._value(key, named.get("type"), value), ensure_ascii=False)
-            pieces.append(f"{self._written}{json.dumps(key, ensure_ascii=False)}: {shown}")
-            self._written = ", "
-        return "".join(pieces), text
+            pieces.append(self._parameter(self._named, text[at:closed]))
+            self._named = None
+            at = closed + len(self._tags.end)
+        return "".join(pieces), text[at:]
+
+    def _parameter(self, named: Mapping[str, str], text: str) -> str:
+        key = named["key"]
+        shown = _json_text(self._value(key, named.get("type"), text))
+        before, self._written = self._written, ", "
+        return f"{before}{_json_text(key)}: {shown}"
 
     def _value(self, key: str, type_name: str | None, text: str) -> Any:
         if self._tags.trims:
             text = text.removeprefix("\n").removesuffix("\n")
         if type_name is not None:
             return text if type_name in ("true", "string") else _parsed(text, lambda _: True)
-        types = _types(self._schema.get("properties", {}).get(key, {}))
+        properties = self._schema.get("properties")
+        types = _types(properties.get(key) if isinstance(properties, Mapping) else None)
         if types == {"string"}:
             return text
         return _parsed(text, lambda value: not types or _type_of(value) in types)
@@ -145,24 +159,42 @@ def _parsed(text: str, accepts: Callable[[Any], bool]) -> Any:
     """The JSON value that the text writes, if it is accepted, else the text."""
     try:
         value = json.loads(text)
+        # Python reads infinite numbers, which JSON has not.
+        json.dumps(value, allow_nan=False)
     except (ValueError, RecursionError):
         return text
     return value if accepts(value) else text
+
+
+def _json_text(value: Any) -> str:
+    """The value as JSON; with escapes only if it holds half of a surrogate pair."""
+    shown = json.dumps(value, ensure_ascii=False)
+    try:
+        shown.encode()
+    except UnicodeEncodeError:
+        return json.dumps(value)
+    return shown
 
 
 def _types(schema: Any) -> set[str]:
     """The JSON types that a schema names, `integer` among them; empty for any."""
     if not isinstance(schema, Mapping):
         return set()
-    named = schema.get("type", [])
-    found = {named} if isinstance(named, str) else {name for name in named if isinstance(name, str)}
-    for option in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
+    named = schema.get("type")
+    found = {named} if isinstance(named, str) else set()
+    found |= {name for name in _listed(named) if isinstance(name, str)}
+    for option in (*_listed(schema.get("anyOf")), *_listed(schema.get("oneOf"))):
         found |= _types(option)
-    values = [*schema.get("enum", ()), *([schema["const"]] if "const" in schema else [])]
+    values = [*_listed(schema.get("enum")), *([schema["const"]] if "const" in schema else [])]
     if not found:
         found = {_type_of(value) for value in values}
     # A number may be written without a fraction.
     return found | ({"integer"} if "number" in found else set())
+
+
+def _listed(value: object) -> list[Any]:
+    """The value if it is a list: a schema that nobody has checked may hold anything."""
+    return value if isinstance(value, list) else []
 
 
 def _type_of(value: Any) -> str:
@@ -184,15 +216,18 @@ class _GemmaReader(ArgumentReader):
     def __init__(self) -> None:
         self._at = 0
         self._depth = 0
+        # Up to where the end of a text was searched.
+        self._searched = 0
 
     def read(self, text: str) -> tuple[str, str]:
         while (mark := self._MARK.search(text, self._at)) is not None:
             end = mark.end()
             if mark[0] == self._QUOTE:
-                closed = text.find(self._QUOTE, end)
+                closed = text.find(self._QUOTE, max(end, self._searched))
                 if closed < 0:
                     # The text goes on. Its opening mark is looked for again.
                     self._at = mark.start()
+                    self._searched = len(text) - len(self._QUOTE) + 1
                     return "", text
                 end = closed + len(self._QUOTE)
             else:

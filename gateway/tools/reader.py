@@ -69,6 +69,8 @@ class Reading:
     """Whether the prompt has begun the thought."""
     shows_thought: bool = True
     """Whether the thought is a part of the answer. It is left out otherwise."""
+    is_either: bool = False
+    """Whether the answer is calls alone or content alone."""
     is_forced: bool = False
     """Whether the answer holds nothing but calls, and perhaps a thought before them."""
 
@@ -144,7 +146,7 @@ class AnswerReader:
         parts: list[Part] = []
         if self._step == self._thought:
             self._add_reasoning(self._buffer.rstrip("\n"), parts)
-        elif self._step == self._content and not self._reading.is_forced:
+        elif self._step in (self._content, self._plain) and not self._reading.is_forced:
             self._add_content(self._buffer, parts)
             # The blanks before and behind calls are layout; those of a plain answer are its own.
             if self._blanks and not self._call_count:
@@ -180,6 +182,11 @@ class AnswerReader:
 
     def _content(self, parts: list[Part]) -> bool:
         """Take content up to the next thought, call or section."""
+        if self._reading.is_either and not self._call_count:
+            text = self._buffer.lstrip()
+            if not any(each.startswith(text) or text.startswith(each) for each in self._openers()):
+                self._step = self._plain
+                return True
         openers = self._openers()
         found = [(at, text) for text in openers if (at := self._buffer.find(text)) >= 0]
         if not found:
@@ -200,6 +207,12 @@ class AnswerReader:
         else:
             self._step = self._section if self._form.sections else self._call
         return True
+
+    def _plain(self, parts: list[Part]) -> bool:
+        """Take content in which nothing is looked for."""
+        self._add_content(self._buffer, parts)
+        self._buffer = ""
+        return False
 
     def _openers(self) -> list[str]:
         """The texts that end content. A thought comes first or not at all."""
@@ -258,8 +271,22 @@ class AnswerReader:
             if begin is not None:
                 self._begin_call(begin, marks, parts)
                 return True
-        if len(self._buffer) > _LONGEST_BEGIN:
+        # Elsewhere the grammar allows nothing but a call behind the trigger.
+        is_other = self._reading.is_either and not self._may_begin()
+        if is_other or len(self._buffer) > _LONGEST_BEGIN:
             return self._no_call(parts)
+        return False
+
+    def _may_begin(self) -> bool:
+        """Whether the text may become the beginning of a call of a known tool."""
+        if not self._buffer or self._section_end:
+            return True
+        for marks in self._form.calls:
+            fixed = marks.begin.partition("{number}")[0]
+            for name in self._reading.schemas:
+                begin = fixed.replace("{name}", name)
+                if begin.startswith(self._buffer[: len(begin)]):
+                    return True
         return False
 
     def _begin_call(self, begin: re.Match[str], marks: CallMarks, parts: list[Part]) -> None:
@@ -279,7 +306,8 @@ class AnswerReader:
         trigger = self._form.trigger
         self._add_content(self._buffer[: len(trigger)], parts)
         self._buffer = self._buffer[len(trigger) :]
-        self._end_calls()
+        self._section_end = ""
+        self._step = self._plain if self._reading.is_either else self._content
         return True
 
     def _end_calls(self) -> None:

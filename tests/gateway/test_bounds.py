@@ -12,7 +12,7 @@ import pytest
 from gateway_rig import Rig
 
 from gateway.http.fields import MAX_KEYS
-from gateway.http.json_body import MAX_STRINGS, MAX_VALUES, check_size
+from gateway.http.json_size import MAX_STRINGS, MAX_VALUES, check_size
 from gateway.http.schema import MAX_PROMPTS
 from gateway.text.prompts import Prompts
 from outrider.errors import OutriderError, Reason

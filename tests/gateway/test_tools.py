@@ -28,6 +28,13 @@ CALL = f'<tool_call>\n{{"name": "weather", "arguments": {ARGUMENTS}}}\n</tool_ca
 CLOCK_CALL = '<tool_call>{"name": "clock", "arguments": {}}</tool_call>'
 
 
+def nested(depth: int) -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    for _ in range(depth):
+        value = {"a": value}
+    return value
+
+
 async def answer_of(rig: Rig, **given: Any) -> dict[str, Any]:
     body = {"messages": CHAT, "tools": [WEATHER, CLOCK]} | given
     response = await rig.http.post("/v1/chat/completions", json=body)
@@ -342,3 +349,35 @@ async def test_a_bad_chat_over_grpc_names_the_field(
         await grpc_answer(rig, generation_pb2.Chat(**{"messages": GRPC_CHAT.messages} | given))
     assert failed.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert field in (failed.value.details() or "")
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 1000])
+async def test_an_answer_in_the_format_asked_for_may_hold_marks_of_calls(
+    rig: Rig, chunk: int
+) -> None:
+    text = '{"answer": "use <tool_call> tags, or <tool_call>\\n{"}'
+    rig.says(text, chunk)
+    choice = await answer_of(rig, response_format={"type": "json_object"})
+    assert choice["message"]["content"] == text
+    rig.says(CALL, chunk)
+    choice = await answer_of(rig, response_format={"type": "json_object"})
+    assert choice["message"]["tool_calls"][0]["function"]["arguments"] == ARGUMENTS
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [{"default": float("inf")}, {"a": "\ud800"}, {"a": [[[0]] * 2] * 2} | nested(200)],
+    ids=["infinite", "surrogate", "deep"],
+)
+async def test_a_schema_that_json_cannot_hold_is_refused(
+    rig: Rig, parameters: dict[str, Any]
+) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    body = json.dumps({"messages": CHAT, "tools": [tool], "tool_choice": "required"})
+    response = await rig.http.post(
+        "/v1/chat/completions",
+        content=body.replace("Infinity", "1e999"),
+        headers={"content-type": "application/json"},
+    )
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "tools[0].function.parameters"
