@@ -105,8 +105,10 @@ def test_together_they_are_as_good_as_the_best_alone(
 ) -> None:
     alone = [outcome(recording, name, batch, always) for name in names.split()]
     together = outcome(recording, names, batch, always)
-    for figure in (tokens_per_forward, tokens_per_s):
-        assert figure(together) >= 0.98 * max(map(figure, alone))
+    assert tokens_per_s(together) >= 0.95 * max(map(tokens_per_s, alone))
+    # A batch whose drafts must pay may draft less and be as fast.
+    if always or batch == 1:
+        assert tokens_per_forward(together) >= 0.98 * max(map(tokens_per_forward, alone))
 
 
 @pytest.mark.parametrize("always", [False, pytest.param(True, marks=pytest.mark.slow)])
