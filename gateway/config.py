@@ -88,8 +88,9 @@ class GatewaySettings(TlsSettings, ServiceSettings):
     acceptance there (guidellm, aiperf). Without it a request asks by `speculation.metrics`."""
 
     unknown_parameters: Literal["refuse", "ignore"] = "refuse"
-    """What happens to a parameter that does not exist here. Refuse answers 400, so that no setting
-    is lost in silence. Ignore is for clients that send parameters of other servers."""
+    """How the gateway treats a parameter that does not exist here. With refuse it answers 400, so
+    that no setting is lost in silence. Ignore is for clients that send parameters of other
+    servers."""
 
     patience_seconds: float = Field(default=60.0, ge=0.0)
     """How long callers that name no timeout wait for their first token. A request that might wait

@@ -155,7 +155,7 @@ def _machine() -> str:
 
 
 async def _measure_pair(pair: Pair, settings: BenchSettings, console: Console) -> Results:
-    """Measure every way at every batch size in each round, after a short one that is not kept."""
+    """Measure every way at every batch size in each round. A first, short round is not kept."""
     tokenizer = load_tokenizer(str(pair.target))
     prompts = [tokenizer.encode(prompt).ids for _, prompt in DEMO_PROMPTS]
     results = Results(pair.name)

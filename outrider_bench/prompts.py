@@ -1,4 +1,4 @@
-"""The prompts of an experiment by kind: those of the demo, chats, and answers with a grammar."""
+"""The prompts of an experiment by kind: the demo's prompts, chats, and answers with a grammar."""
 
 from __future__ import annotations
 

@@ -36,21 +36,24 @@ log = logging.getLogger(__name__)
 # searched for the token that ends texts.
 _CONTEXT_TOKENS = 4
 _PROMPT_TOKENS = 1000
-# Bytes that are looked for: so many per token of the window, and more, since the last may be cut.
+# How many bytes of forced text a guess looks for: these for each token of the window, and some
+# more, since the last token may be cut.
 _BYTES_PER_TOKEN = 6
 _MORE_BYTES = 24
 # Classes of guesses: within a forced text; at its end, where a token may become a longer one; and
 # where the grammar left a choice.
 _INNER, _LAST, _CHOSEN = 0, 1, 2
 # How often each is right at first; a choice, of those that its probability promises. Outcomes move
-# it by a step. What is right less often than the least is not offered, until it would be right.
+# it by a step. A class that is right less often than the least is not offered. Its guesses are
+# still judged, so that it comes back.
 _RATES = (0.97, 0.7, 1.0)
 _STEP = 0.25
 _LEAST = 0.4
 # A chain ends where a token is less likely to be committed.
 _LEAST_SURVIVAL = 0.3
-# A guess may take so much processor time (seconds). What exceeds it may be at most the second for a
-# sequence, and the third for a tenant, who gets a share of it back. Usual guesses take 0.2 ms.
+# Seconds of processor time. A guess takes 0.2 ms, and may take the first for free. The time beyond
+# that adds up to at most the second in a sequence, and to the third for a tenant, who gets a share
+# of it back.
 _FREE_S = 0.005
 _MOST_S = 0.1
 _TENANTS_MOST_S = 0.5
@@ -241,7 +244,7 @@ class GrammarFamily(Family):
         return True
 
     def _offer(self, sequence: DraftSequence, text: _Text, matcher: TextMatcher) -> None:
-        """Extend the chain by the likeliest text, and offer the others as branches."""
+        """Extend the chain by the likeliest text, and offer the other texts as branches."""
         held = len(sequence.guesses)
         most_bytes = _BYTES_PER_TOKEN * (held + sequence.remaining_window) + _MORE_BYTES
         paths = self._grammars.forced.paths(matcher, text.layout, most_bytes)

@@ -217,7 +217,7 @@ class HeadWorker:
 
     @property
     def feature_request(self) -> FeatureRequest:
-        """What the head wants of the target's states."""
+        """The target's states that the head asks the verifier for."""
         model = self._model
         dtype = FeatureDtype[str(model.dtype).removeprefix("torch.").upper()]
         spec = model.spec

@@ -83,7 +83,7 @@ Texts = Annotated[
 
 
 class ToolResultBlock(_Block):
-    """What a tool answered."""
+    """A tool's answer to a call."""
 
     type: Literal["tool_result"]
     tool_use_id: Text

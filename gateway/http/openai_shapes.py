@@ -300,7 +300,7 @@ class ChunkMaker:
         for part in parts:
             content = shape.delta(part)
             logprobs = None
-            # What belongs to the delta's tokens goes with its first part.
+            # The delta's first part carries the sources and log probabilities of its tokens.
             if part is parts[0]:
                 content |= attribution(delta.attributed)
                 logprobs = shape.logprobs(shown)

@@ -61,7 +61,7 @@ class TextFormat(Body):
 
 
 class TextOptions(Body):
-    """What the answer's text must be."""
+    """The format of the answer's text, and options that change nothing."""
 
     format: TextFormat | None = None
     verbosity: Ignored = None

@@ -121,7 +121,7 @@ class FunctionCall(Body):
 
 
 class FunctionCallOutput(Body):
-    """What a tool answered to a call."""
+    """A tool's answer to a call."""
 
     type: Literal["function_call_output"]
     call_id: Text

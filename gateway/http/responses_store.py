@@ -136,7 +136,7 @@ class ResponseStore:
         return True
 
     def _used(self, tenant: str, answer_id: str) -> _Kept | None:
-        """A kept answer, which is now the one that was used last."""
+        """A kept answer. It becomes the most recently used answer."""
         if (tenant, answer_id) not in self._order:
             return None
         self._order.move_to_end((tenant, answer_id))

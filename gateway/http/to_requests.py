@@ -62,12 +62,13 @@ def text_requests(
         if max_tokens == 0 and tokens.prompt_logprobs is None:
             # The verifier accepts max_tokens=0 only if it scores the prompt.
             tokens = replace(tokens, prompt_logprobs=0)
+        request = replace(template, tokens=tokens, echo=prompt.echo)
+        if isinstance(body, ChatBody):
+            # Once for all choices, since a grammar of many tools takes milliseconds to write.
+            request = with_parts(request, _answer_options(body), prompt, inputs.answers)
         for choice in range(inputs.n):
-            of_choice = replace(tokens, sampling=_with_seed(sampling, choice))
-            request = replace(template, tokens=of_choice, echo=prompt.echo)
-            if isinstance(body, ChatBody):
-                request = with_parts(request, _answer_options(body), prompt, inputs.answers)
-            requests.append(request)
+            of_choice = replace(request.tokens, sampling=_with_seed(sampling, choice))
+            requests.append(replace(request, tokens=of_choice))
     return requests
 
 

@@ -16,11 +16,11 @@ from gateway.http.json_size import check_size
 from gateway.http.tools import ToolBody
 from gateway.text.answers import AnswerOptions
 from gateway.text.request import Conversation
-from gateway.tools.definitions import MAX_TOOLS, ToolChoice
+from gateway.tools.definitions import MAX_TOOLS, Mode, ToolChoice
 from outrider.errors import invalid
 from outrider.v1 import generation_pb2
 
-_MODES = {
+_MODES: dict[int, Mode] = {
     generation_pb2.TOOL_MODE_UNSPECIFIED: "auto",
     generation_pb2.TOOL_MODE_AUTO: "auto",
     generation_pb2.TOOL_MODE_REQUIRED: "required",
@@ -53,7 +53,7 @@ def chat_input(chat: generation_pb2.Chat) -> ChatInput:
     if chat.template_variables:
         rendering["variables"] = _variables(chat.template_variables)
     names = frozenset(chat.tool_names) if chat.tool_names else None
-    choice = ToolChoice(mode, names)  # type: ignore[arg-type]  # one of the three modes
+    choice = ToolChoice(mode, names)
     return ChatInput(
         Conversation([message.for_template() for message in messages], rendering),
         AnswerOptions(

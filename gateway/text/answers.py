@@ -57,8 +57,10 @@ def with_parts(
     )
     if form is None or use is None:
         return replace(request, reading=reading)
-    tokens = replace(request.tokens, grammar=calls_grammar(form, use, thought, state, grammar))
-    return replace(request, tokens=tokens, reading=reading, grammar_field=options.tools_field)
+    field = options.tools_field
+    made = calls_grammar(form, use, thought, state, grammar, field)
+    tokens = replace(request.tokens, grammar=made)
+    return replace(request, tokens=tokens, reading=reading, grammar_field=field)
 
 
 def _use(options: AnswerOptions) -> ToolUse | None:

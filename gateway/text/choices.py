@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gateway.text.deltas import AttributedToken, FinishInfo, LogprobToken, TextDelta
-from gateway.tools.reader import Content, Part
+from gateway.tools.reader import Content, Part, joined
 
 _QUEUED_DELTAS = 64
 
@@ -165,4 +165,6 @@ async def collect(events: AsyncGenerator[Event, None], count: int) -> list[Whole
         choice.prompt += delta.prompt
         choice.shown += delta.shown
         choice.attributed += delta.attributed
+    for choice in choices:
+        choice.parts = joined(choice.parts)
     return choices

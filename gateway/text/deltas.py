@@ -122,7 +122,9 @@ class DeltaBuilder:
         # Decodes token by token to find the text of each.
         hidden = None if reading is None else table.hidden_ids(reading.literals)
         self._attribution = Detokenizer(table, hidden) if request.attributed else None
-        self._attribution_reader = None if reading is None else AnswerReader(reading)
+        # Places the tokens in the answer's parts, of which `_text` knows whole texts only.
+        places = request.attributed and reading is not None
+        self._attribution_reader = AnswerReader(reading) if places and reading else None
         self._echo = request.echo or ""
         self._prompt_shown = 0
         self._prompt_offsets = TokenOffsets(table, text=self._echo)

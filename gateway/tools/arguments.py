@@ -16,7 +16,7 @@ from typing import Any
 from gateway.tools.formats import Style
 
 _DSML = "｜DSML｜"
-_BLANKS = re.compile(r"\s*")
+_SOLID = re.compile(r"\S")
 
 
 class ArgumentReader(ABC):
@@ -67,8 +67,7 @@ class _JsonReader(ArgumentReader):
 class _Tags:
     """How an XML style writes a parameter.
 
-    `begin` has the group `key`, and `type` where the style names one: "true" and "string" stand for
-    a text.
+    `begin` has the group `key`, and `is_text` where the style says "true" of a text.
     """
 
     begin: re.Pattern[str]
@@ -84,16 +83,12 @@ _XML: dict[Style, _Tags] = {
         re.compile(r"<arg_key>(?P<key>[^<]*)</arg_key>\s*<arg_value>"), "</arg_value>"
     ),
     "deepseek_xml": _Tags(
-        re.compile(rf'<{_DSML}parameter name="(?P<key>[^"]*)" string="(?P<type>\w+)">'),
+        re.compile(rf'<{_DSML}parameter name="(?P<key>[^"]*)" string="(?P<is_text>\w+)">'),
         f"</{_DSML}parameter>",
     ),
     "deepseek_v4_1_xml": _Tags(
-        re.compile(rf'<{_DSML} parameter name="(?P<key>[^"]*)" string="(?P<type>\w+)">'),
+        re.compile(rf'<{_DSML} parameter name="(?P<key>[^"]*)" string="(?P<is_text>\w+)">'),
         f"</{_DSML} parameter>",
-    ),
-    "kimi_k3_xml": _Tags(
-        re.compile(r'<\|open\|>argument key="(?P<key>[^"]*)" type="(?P<type>\w+)"<\|sep\|>'),
-        "<|close|>argument<|sep|>",
     ),
 }
 
@@ -118,7 +113,8 @@ class _XmlReader(ArgumentReader):
         at = 0
         while not self.is_complete:
             if self._named is None:
-                at = _BLANKS.match(text, at).end()  # type: ignore[union-attr]  # it always matches
+                solid = _SOLID.search(text, at)
+                at = len(text) if solid is None else solid.start()
                 begin = self._tags.begin.match(text, at)
                 if begin is None:
                     if text.startswith(self._end, at):
@@ -139,15 +135,15 @@ class _XmlReader(ArgumentReader):
 
     def _parameter(self, named: Mapping[str, str], text: str) -> str:
         key = named["key"]
-        shown = _json_text(self._value(key, named.get("type"), text))
+        shown = _json_text(self._value(key, named.get("is_text"), text))
         before, self._written = self._written, ", "
         return f"{before}{_json_text(key)}: {shown}"
 
-    def _value(self, key: str, type_name: str | None, text: str) -> Any:
+    def _value(self, key: str, is_text: str | None, text: str) -> Any:
         if self._tags.trims:
             text = text.removeprefix("\n").removesuffix("\n")
-        if type_name is not None:
-            return text if type_name in ("true", "string") else _parsed(text, lambda _: True)
+        if is_text is not None:
+            return text if is_text == "true" else _parsed(text, lambda _: True)
         properties = self._schema.get("properties")
         types = _types(properties.get(key) if isinstance(properties, Mapping) else None)
         if types == {"string"}:

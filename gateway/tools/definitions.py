@@ -20,6 +20,9 @@ class Tool:
     strict: bool = False
 
 
+Mode = Literal["auto", "required", "none"]
+
+
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
     """Whether the model must call, and which of the request's tools it may call.
@@ -27,7 +30,7 @@ class ToolChoice:
     `auto` leaves it to the model, `required` demands a call, and `none` allows no call.
     """
 
-    mode: Literal["auto", "required", "none"]
+    mode: Mode
     names: frozenset[str] | None = None
     """The names of the tools that it may call; None for all."""
     is_single: bool = False

@@ -19,7 +19,6 @@ Style = Literal[
     "minimax_xml",
     "deepseek_xml",
     "deepseek_v4_1_xml",
-    "kimi_k3_xml",
     "gemma",
 ]
 """How a call's arguments are written. All but "gemma" are XGrammar's styles."""

@@ -38,12 +38,14 @@ def calls_grammar(
     thought: Thought | None,
     state: ThoughtState,
     answer: Grammar | None = None,
+    field: str = "tools",
 ) -> Grammar:
     """The grammar of an answer by this format.
 
     An answer without calls is free text, or a text of `answer`. Raises OutriderError(INVALID_VALUE)
-    if `answer` is no JSON, or if Gemma 4's format cannot hold to a strict schema.
+    that names `field` if `answer` is no JSON, or if a tool of Gemma 4's format is strict.
     """
+    _check(form, use, answer, field)
     body = _calls(form, use) if use.is_forced or answer is not None else _free(form, use)
     if answer is not None and not use.is_forced:
         body = {"type": "or", "elements": [body, _json_schema(answer)]}
@@ -51,6 +53,15 @@ def calls_grammar(
         body = {"type": "sequence", "elements": [_thought(thought, state), body]}
     text = json.dumps({"type": "structural_tag", "format": body})
     return Grammar(GrammarKind.STRUCTURAL_TAG, text)
+
+
+def _check(form: ToolFormat, use: ToolUse, answer: Grammar | None, field: str) -> None:
+    if form.style == "gemma" and any(tool.strict for tool in use.tools):
+        problem = f"the calls of {form.name} cannot be held to a schema; leave strict out"
+        raise invalid(field, problem)
+    json_kinds = (GrammarKind.JSON_OBJECT, GrammarKind.JSON_SCHEMA)
+    if answer is not None and not use.is_forced and answer.kind not in json_kinds:
+        raise invalid(field, "go only with a JSON schema or a JSON object as the answer's format")
 
 
 def _thought(thought: Thought, state: ThoughtState) -> Json:
@@ -69,8 +80,6 @@ def _thought(thought: Thought, state: ThoughtState) -> Json:
 def _json_schema(answer: Grammar) -> Json:
     if answer.kind is GrammarKind.JSON_OBJECT:
         return _json_format(_ANY_OBJECT, "json")
-    if answer.kind is not GrammarKind.JSON_SCHEMA:
-        raise invalid("tools", "go only with a JSON schema or a JSON object as the answer's format")
     return _json_format(json.loads(answer.text), "json")
 
 
@@ -92,7 +101,7 @@ def _calls(form: ToolFormat, use: ToolUse) -> Json:
     """Calls alone, at least one."""
     if not form.sections:
         return _listed(form, use)
-    # A model that knows several sections writes each of them; one is enough for a forced call.
+    # Sections differ in layout alone, so a forced call has the first.
     return _section(form, use, *form.sections[0])
 
 
@@ -128,9 +137,6 @@ def _tag(form: ToolFormat, marks: CallMarks, tool: Tool, use: ToolUse) -> Json:
 
 def _arguments(form: ToolFormat, tool: Tool, use: ToolUse) -> Json:
     if form.style == "gemma":
-        if tool.strict:
-            problem = f"the calls of {form.name} cannot be held to a schema; leave strict out"
-            raise invalid("tools", problem)
         return {"type": "grammar", "grammar": _GEMMA}
     held = tool.strict or use.is_forced
     schema = tool.parameters if held and tool.parameters else _ANY_OBJECT

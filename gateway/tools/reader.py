@@ -9,8 +9,9 @@ from __future__ import annotations
 import re
 import secrets
 import string
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any
 
 from gateway.tools.arguments import ArgumentReader, argument_reader
@@ -112,7 +113,7 @@ class AnswerReader:
         parts: list[Part] = []
         while self._buffer and self._step(parts):
             pass
-        return _joined(parts)
+        return joined(parts)
 
     def place(self, text: str) -> str | None:
         """Add text, and return the field of the answer's message that it belongs to.
@@ -132,6 +133,8 @@ class AnswerReader:
         """The place of the next text; None while that is open."""
         if self._step == self._thought:
             return "reasoning_content"
+        if self._step == self._plain:
+            return "content"
         if self._step == self._content:
             is_open = self._buffer or self._blanks or self._trims
             return None if is_open else "content"
@@ -148,12 +151,12 @@ class AnswerReader:
             self._add_reasoning(self._buffer.rstrip("\n"), parts)
         elif self._step in (self._content, self._plain) and not self._reading.is_forced:
             self._add_content(self._buffer, parts)
-            # The blanks before and behind calls are layout; those of a plain answer are its own.
+            # Blanks next to calls are layout. An answer without calls keeps its blanks.
             if self._blanks and not self._call_count:
                 parts.append(Content(self._blanks))
         # What remains else was cut off within the texts around a call, and says nothing.
         self._buffer = ""
-        return _joined(parts)
+        return joined(parts)
 
     def _thought(self, parts: list[Part]) -> bool:
         """Take the thought up to its end mark."""
@@ -209,9 +212,14 @@ class AnswerReader:
         return True
 
     def _plain(self, parts: list[Part]) -> bool:
-        """Take content in which nothing is looked for."""
-        self._add_content(self._buffer, parts)
-        self._buffer = ""
+        """Take content in which nothing is looked for, so that its blanks are its own."""
+        text = self._blanks + self._buffer
+        self._blanks = self._buffer = ""
+        if self._trims:
+            text = text.lstrip("\n")
+        if text:
+            self._trims = False
+            parts.append(Content(text))
         return False
 
     def _openers(self) -> list[str]:
@@ -231,15 +239,16 @@ class AnswerReader:
         if not text:
             return
         self._trims = False
-        text = self._blanks + text
         solid = text.rstrip()
         if solid:
             self._thought_may_begin = False
         if self._reading.form is None and not self._thought_may_begin:
             solid = text
+        if not solid:
+            self._blanks += text
+            return
+        parts.append(Content(self._blanks + solid))
         self._blanks = text[len(solid) :]
-        if solid:
-            parts.append(Content(solid))
 
     @property
     def _form(self) -> ToolFormat:
@@ -360,20 +369,17 @@ def _held_from(text: str, marks: Sequence[str]) -> int:
     return len(text)
 
 
-def _joined(parts: Sequence[Part]) -> list[Part]:
+def joined(parts: Iterable[Part]) -> list[Part]:
     """The parts, with neighbours of one kind joined."""
-    joined: list[Part] = []
-    for part in parts:
-        last = joined[-1] if joined else None
-        if isinstance(part, Content) and isinstance(last, Content):
-            joined[-1] = Content(last.text + part.text)
-        elif isinstance(part, Reasoning) and isinstance(last, Reasoning):
-            joined[-1] = Reasoning(last.text + part.text)
-        elif isinstance(part, CallArguments) and isinstance(last, CallArguments):
-            joined[-1] = CallArguments(part.index, last.text + part.text)
-        else:
-            joined.append(part)
-    return joined
+    made: list[Part] = []
+    for _, neighbours in groupby(parts, lambda part: (type(part), getattr(part, "index", None))):
+        group = list(neighbours)
+        first = group[0]
+        if len(group) > 1 and not isinstance(first, CallBegin):
+            text = "".join([part.text for part in group if not isinstance(part, CallBegin)])
+            first = replace(first, text=text)
+        made.append(first)
+    return made
 
 
 def _call_id(form: ToolFormat, name: str, index: int) -> str:

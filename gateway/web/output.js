@@ -19,7 +19,8 @@ const PAUSES = {
 // How a part of the answer is shown; all others are calls.
 const PARTS = {
   content: "<div><pre></pre></div>",
-  reasoning_content: `<details class="thought" open><summary>Thought</summary><pre></pre></details>`,
+  reasoning_content:
+    `<details class="thought" open><summary>Thought</summary><pre></pre></details>`,
 };
 const CALL = `<div class="call"><code></code><pre></pre></div>`;
 const tip = document.getElementById("tip");

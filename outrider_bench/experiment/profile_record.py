@@ -51,7 +51,7 @@ class Profile(BaseModel):
     target: str
     draft: str
     head: ProfiledHead | None = None
-    """The head that was measured, if any; its costs are those of `head` in `drafting`."""
+    """The head that was measured, if any. `drafting` has its costs under `head`."""
     dtype: str
     threads: int = Field(ge=1)
     """The target's."""

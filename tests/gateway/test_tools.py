@@ -11,7 +11,7 @@ from gateway_rig import Rig
 
 from outrider.grammar.kinds import GrammarKind
 from outrider.protocol.messages import FinishReason
-from outrider.v1 import generation_pb2
+from outrider.v1 import common_pb2, generation_pb2
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -362,6 +362,38 @@ async def test_an_answer_in_the_format_asked_for_may_hold_marks_of_calls(
     rig.says(CALL, chunk)
     choice = await answer_of(rig, response_format={"type": "json_object"})
     assert choice["message"]["tool_calls"][0]["function"]["arguments"] == ARGUMENTS
+
+
+@pytest.mark.parametrize("text", ['{"a": "<tool_call>"}', CALL])
+async def test_each_token_of_such_an_answer_has_its_part(rig: Rig, text: str) -> None:
+    rig.says(text)
+    choice = await answer_of(
+        rig, response_format={"type": "json_object"}, speculation={"tokens": True}
+    )
+    parts = {token["part"] for token in choice["speculation"]["tokens"]} - {None}
+    assert parts == ({"tool_calls[0]"} if text == CALL else {"content"})
+
+
+async def test_all_choices_have_the_grammar_and_the_parts_of_the_first(rig: Rig) -> None:
+    rig.says(CALL)
+    body = {"messages": CHAT, "tools": [WEATHER], "tool_choice": "required", "n": 3, "seed": 5}
+    response = await rig.http.post("/v1/chat/completions", json=body)
+    requests = rig.script.requests
+    assert len({request.grammar for request in requests}) == 1
+    assert {request.sampling.seed for request in requests} == {5, 6, 7}
+    for choice in response.json()["choices"]:
+        [call] = choice["message"]["tool_calls"]
+        assert call["function"]["arguments"] == ARGUMENTS
+
+
+async def test_grpc_names_its_own_field_where_tools_and_a_grammar_contradict(rig: Rig) -> None:
+    request = generation_pb2.GenerateTextRequest(
+        chat=GRPC_CHAT, grammar=common_pb2.Grammar(regex="a+")
+    )
+    with pytest.raises(grpc.aio.AioRpcError) as failed:
+        async for _ in rig.generation.GenerateText(request):
+            pass
+    assert "chat.tools go only with a JSON schema" in (failed.value.details() or "")
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,12 @@ Texts and guesses are drawn from a seed, and time is virtual, so that the figure
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from functools import cache
+from itertools import product
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -97,20 +100,29 @@ def tokens_per_s(found: Outcome) -> float:
     return found.sample.tokens_per_s
 
 
-@pytest.mark.parametrize("names", SETS)
-@pytest.mark.parametrize("batch", [1, pytest.param(8, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("always", [False, True], ids=["as it pays", "always"])
+# In a batch of 8 this pair commits 1.08 times the head's tokens per forward, but 0.94 times its
+# tokens a second: the waits for the head cost more than they bring beside the quick drafter.
+LOSES = pytest.mark.xfail(strict=True, reason="a batch waits too long for a head beside `short`")
+
+
+def cases() -> Iterator[Any]:
+    """Each set at each size of a batch, under both policies."""
+    for always, batch, names in product([False, True], [1, 8], SETS):
+        marks = [pytest.mark.slow] if batch > 1 else []
+        if (names, batch, always) == ("short head", 8, False):
+            marks.append(LOSES)
+        name = f"{'always' if always else 'as it pays'}-{batch}-{names}"
+        yield pytest.param(names, batch, always, marks=marks, id=name)
+
+
+@pytest.mark.parametrize(("names", "batch", "always"), list(cases()))
 def test_together_they_are_as_good_as_the_best_alone(
     recording: Path, names: str, batch: int, always: bool
 ) -> None:
-    if (names, batch, always) == ("short head", 8, False):
-        pytest.xfail("a known loss: the head is asked less beside a quicker, sure drafter")
     alone = [outcome(recording, name, batch, always) for name in names.split()]
     together = outcome(recording, names, batch, always)
-    assert tokens_per_s(together) >= 0.95 * max(map(tokens_per_s, alone))
-    # A batch whose drafts must pay may draft less and be as fast.
-    if always or batch == 1:
-        assert tokens_per_forward(together) >= 0.98 * max(map(tokens_per_forward, alone))
+    for figure in (tokens_per_forward, tokens_per_s):
+        assert figure(together) >= 0.98 * max(map(figure, alone))
 
 
 @pytest.mark.parametrize("always", [False, pytest.param(True, marks=pytest.mark.slow)])

@@ -32,9 +32,9 @@ struct work {
   uint32_t query_pairs[QUERY_ROWS][MOST_HEAD_SIZE / 2], weight_pairs[QUERY_ROWS][LANES / 2];
   vec sums[QUERY_ROWS][MOST_HEAD_SIZE / LANES], weights[QUERY_ROWS], total[QUERY_ROWS];
   float queries[QUERY_ROWS][MOST_HEAD_SIZE], max_score[QUERY_ROWS];
-  // A query sees the places from `first` to `last`. Before `tree_start` a place is a slot. From there
-  // on, the places hold the query's ancestors in their order, whatever their slots. So a row of a
-  // tree adds its keys in the blocks of the chain that its path is, and gets the chain's bits.
+  // A query sees the places from `first` to `last`. Before `tree_start` a place is a slot. From
+  // there on, the places hold the query's ancestors in their order, whatever their slots. So a row
+  // of a tree adds its keys in the blocks of the chain that its path is, and gets the chain's bits.
   int64_t first[QUERY_ROWS], last[QUERY_ROWS], tree_start;
   uint64_t ancestors[QUERY_ROWS];
 };
