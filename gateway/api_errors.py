@@ -83,10 +83,10 @@ def body_for(path: str, error: OutriderError, request_id: str = "") -> dict[str,
 
 
 class AsciiResponse(JSONResponse):
-    """JSON in ASCII. It may quote invalid Unicode, such as half of a surrogate pair."""
+    """Compact JSON in ASCII. It may quote invalid Unicode, such as half of a surrogate pair."""
 
     def render(self, content: object) -> bytes:
-        return json.dumps(content).encode()
+        return json.dumps(content, separators=(",", ":")).encode()
 
 
 def error_response(error: OutriderError, scope: Scope) -> Response:

@@ -178,7 +178,7 @@ class BoundedProtocol(HttpToolsProtocol):
         """Answer with the error unless a response has begun, and close the connection."""
         running = self.cycle is not None and not self.cycle.response_complete
         if not (running and self.cycle.response_started):
-            content = json.dumps(body_for(self._path(), error)).encode()
+            content = json.dumps(body_for(self._path(), error), separators=(",", ":")).encode()
             head = [
                 STATUS_LINE[error.reason.kind.http],
                 b"content-type: application/json\r\nconnection: close\r\n",
