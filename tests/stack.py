@@ -209,10 +209,10 @@ class Client:
 
 
 @contextmanager
-def running(stack: Stack) -> Iterator[Stack]:
+def running(stack: Stack, timeout_s: float = 90.0) -> Iterator[Stack]:
     """Wait until the stack is ready, and stop it after the block."""
     try:
-        stack.wait_ready()
+        stack.wait_ready(timeout_s)
         yield stack
     finally:
         stack.stop()

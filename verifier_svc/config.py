@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_settings import SettingsConfigDict
@@ -15,6 +15,9 @@ from outrider.protocol.draft_tokens_policy import DraftTokensSetting
 from outrider.protocol.messages import SampledRule
 
 
+EngineName = Literal["native", "vllm"]
+
+
 class TargetSettings(BaseModel):
     """Settings of the verifier that `outrider serve` takes under the same names."""
 
@@ -22,6 +25,17 @@ class TargetSettings(BaseModel):
 
     model_name: str = ""
     """Name of the model in requests; by default the value of `target`."""
+
+    engine: EngineName = "native"
+    """What computes the target: Outrider's own engine, or vllm, for models beyond one GPU and
+    architectures that the own engine lacks. docs/engines.md compares them."""
+
+    tensor_parallel: int = Field(1, ge=1)
+    """With the engine vllm, over how many devices each layer is divided."""
+
+    engine_arg: list[str] = Field(default=[])
+    """With the engine vllm, further arguments of `vllm.EngineArgs`, as in
+    gpu_memory_utilization=0.8 or quantization=fp8; repeat it for more arguments."""
 
     device: Device = "auto"
     """The target's device: auto (CUDA if there is any), cpu, cuda or cuda:N."""

@@ -8,7 +8,7 @@ import os
 import signal
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from tokenizers import Tokenizer
@@ -34,6 +34,7 @@ from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.engine_thread import EngineThread
 from verifier_svc.engine.loop import Engine
 from verifier_svc.engine.outbox import Delivery
+from verifier_svc.engine.served import ServedEngine
 from verifier_svc.metrics import Metrics
 from verifier_svc.policy.draft_policy import EVERY_DRAFT, PAYING_DRAFTS
 from verifier_svc.streams.own_stream import OwnDrafter, OwnVerifier
@@ -71,7 +72,7 @@ async def serve(
     ports = await server.start(settings.listen, *sockets, tls=settings.tls)
     print(f"verifier listening on {settings.listen.rpartition(':')[0]}:{ports[0]}", flush=True)
     serve_metrics(metrics.registry, settings, settings.tls)
-    loader = Loader(settings, servicer, metrics, own_drafter)
+    loader = _loader(settings, servicer, metrics, own_drafter)
     thread = EngineThread(loader.build)
     stopped: asyncio.Future[Any] = asyncio.ensure_future(stop.wait())
     built: asyncio.Future[Any] = thread.built
@@ -103,6 +104,30 @@ async def serve(
             drafting.cancel()
         await server.stop(0.5)
         telemetry.shutdown()
+
+
+def _loader(
+    settings: VerifierSettings,
+    servicer: VerifierServicer,
+    metrics: Metrics,
+    own_drafter: OwnDrafter | None,
+) -> EngineLoader:
+    """The loader of the engine that the settings name."""
+    if settings.engine == "native":
+        return Loader(settings, servicer, metrics, own_drafter)
+    from verifier_svc.vllm.loader import VllmLoader
+
+    return VllmLoader(settings, servicer, metrics)
+
+
+class EngineLoader(Protocol):
+    """Builds an engine on its thread. `info` and `grammars` are the model's behind that."""
+
+    info: ModelInfo
+    grammars: GrammarCompiler | None
+
+    def build(self, deliver: Callable[[list[Delivery]], None]) -> ServedEngine:
+        """Build the engine, ready to run; raises OutriderError if the target cannot be served."""
 
 
 class Loader:

@@ -7,30 +7,54 @@ the engine's caller sleeps.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Collection, Mapping
+from typing import Protocol
 
-from verifier_svc.engine.context import EngineContext
-from verifier_svc.engine.intake import Intake
+from outrider.process.clock import Clock
+from verifier_svc.drafts.exchange import DraftExchange
+from verifier_svc.engine.outbox import Outbox
 from verifier_svc.policy.plan import Plan
 from verifier_svc.policy.planner import Planner
 from verifier_svc.policy.waits import pending_drafts
-from verifier_svc.state.sequence import Assignment
+from verifier_svc.state.sequence import Assignment, Sequence
 from verifier_svc.state.step_clock import StepClock
 
 # A wait for drafts holds client chunks for at most this long.
 _MAX_HOLD_S = 0.005
 
 
+class Batch(Protocol):
+    """The running sequences, as a scheduler has them."""
+
+    @property
+    def running(self) -> Mapping[int, Sequence]:
+        """The admitted sequences by id."""
+
+    def in_turn(self) -> Collection[Sequence]:
+        """The running sequences whose drafts the next step may wait for."""
+
+
 class DraftWait:
-    """Plans the next step of one engine and waits for its drafts, on the engine's thread."""
+    """Plans the next step of one engine and waits for its drafts, on the engine's thread.
+
+    `admit` admits the sequences that fit; it is called before each plan.
+    """
 
     def __init__(
-        self, context: EngineContext, intake: Intake, planner: Planner, step_clock: StepClock
+        self,
+        batch: Batch,
+        drafting: DraftExchange,
+        outbox: Outbox,
+        admit: Callable[[], object],
+        planner: Planner,
+        step_clock: StepClock,
+        clock: Clock,
     ) -> None:
-        self._scheduler = context.scheduler
-        self._drafting = context.drafting
-        self._outbox = context.outbox
-        self._clock = context.clock
-        self._intake = intake
+        self._batch = batch
+        self._drafting = drafting
+        self._outbox = outbox
+        self._admit = admit
+        self._clock = clock
         self._planner = planner
         self._step_clock = step_clock
         self._step = 0
@@ -69,11 +93,11 @@ class DraftWait:
 
     def _make_plan(self) -> Plan:
         """Admit the sequences that fit, and plan for all admitted sequences."""
-        self._intake.admit()
+        self._admit()
         self._step += 1
         self._began = self._clock()
         # Sequences whose masks were asked for have their drafts already.
-        running = self._scheduler.running.values()
+        running = self._batch.running.values()
         free = [sequence for sequence in running if sequence.mask_work is None]
         plan = self._planner.plan(free, self._drafting.plan, self._step, self._began)
         self._plan = self._drafting.plan = plan
@@ -96,7 +120,7 @@ class DraftWait:
         late: list[Assignment] = []
         if not plan.wait_for:
             return late
-        in_turn = {sequence.id for sequence in self._scheduler.in_turn()}
+        in_turn = {sequence.id for sequence in self._batch.in_turn()}
         for sequence, assignment in plan.wait_for:
             if sequence.id in in_turn:
                 wanted = plan.draft_tokens.get(sequence.id, 0)

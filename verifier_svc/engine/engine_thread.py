@@ -8,8 +8,8 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-from verifier_svc.engine.loop import Engine
 from verifier_svc.engine.outbox import Delivery
+from verifier_svc.engine.served import ServedEngine
 
 log = logging.getLogger(__name__)
 
@@ -25,10 +25,10 @@ class EngineThread:
     doubled the step time of a small model.
     """
 
-    def __init__(self, build: Callable[[Callable[[list[Delivery]], None]], Engine]) -> None:
+    def __init__(self, build: Callable[[Callable[[list[Delivery]], None]], ServedEngine]) -> None:
         self._loop = asyncio.get_running_loop()
         self._build = build
-        self.built: asyncio.Future[Engine] = self._loop.create_future()
+        self.built: asyncio.Future[ServedEngine] = self._loop.create_future()
         """Done when the engine takes work; raises what `build` raised."""
         self.ended: asyncio.Future[None] = self._loop.create_future()
         """Done when the engine's loop has ended; raises the exception that ended it."""
@@ -36,7 +36,7 @@ class EngineThread:
         self._thread.start()
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> ServedEngine:
         """The engine, once `built` is done."""
         return self.built.result()
 

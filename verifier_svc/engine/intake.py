@@ -5,12 +5,13 @@ from __future__ import annotations
 import secrets
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from outrider.errors import OutriderError, Reason, invalid
 from outrider.grammar.backends import Matcher
 from outrider.lm.pages import KVSequence
 from outrider.process.telemetry import Span
+from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
 from outrider.protocol.messages import Acceptance, SpeculationStats, TokenChunk, TokenRequest
 from outrider.protocol.model_info import retry_after_s
 from verifier_svc.engine.config import EngineConfig, LanguageModel
@@ -94,11 +95,19 @@ class Intake:
     ) -> Sequence:
         """Queue a request and admit what fits; raises OutriderError, see `Engine.submit`."""
         self._check(request)
-        sequence = self._new_sequence(request, sink, span)
+        sequence = new_sequence(
+            self.new_id(),
+            request,
+            sink,
+            span,
+            self._model.eos_token_ids,
+            self._config.draft_tokens_policy,
+            self._clock(),
+        )
         if matcher is not None:
             sequence.matcher = matcher
             sequence.mask_width = -(-self._model.vocab_size // 32)
-        _check_committed(sequence)
+        check_committed(sequence)
         self._make_room(request)
         self._sequences[sequence.id] = sequence
         self._scheduler.add(sequence)
@@ -155,48 +164,52 @@ class Intake:
         self._scheduler.remove(displaced)
         self._outbox.add(displaced.sink, error)
 
-    def _new_sequence(
-        self,
-        request: TokenRequest,
-        sink: Callable[[TokenChunk | OutriderError], None],
-        span: Span,
-    ) -> Sequence:
-        number = self.new_id()
-        depth = request.speculation.draft_tokens
-        if depth is None:
-            depth = self._config.draft_tokens_policy.max_draft_tokens
-        if not request.speculation.enabled or request.max_tokens <= 1:
-            depth = 0  # the last token is always the target's own, so a single token has no draft
-        seed = request.sampling.seed
-        if seed is None:
-            seed = request.noise_seed
-        if seed is None:
-            seed = secrets.randbits(64)
-        unscored = range(0)
-        if request.prompt_logprobs is not None:
-            # No logits precede the first token, so it has no log probability.
-            unscored = range(1, len(request.prompt))
-        end_ids = request.stop_token_ids
-        if not request.ignore_eos:
-            end_ids |= frozenset(self._model.eos_token_ids)
-        return Sequence(
-            id=number,
-            arrival=number,
-            request=request,
-            seed=seed,
-            max_draft_tokens=depth,
-            end_ids=end_ids,
-            kv=KVSequence(),
-            sink=sink,
-            tokens=[*request.prompt, *request.committed],
-            stats=SpeculationStats(max_draft_tokens=depth),
-            unscored=unscored,
-            span=span,
-            submitted_at=self._clock(),
-        )
+
+def new_sequence(
+    number: int,
+    request: TokenRequest,
+    sink: Callable[[TokenChunk | OutriderError], None],
+    span: Span,
+    eos_token_ids: Collection[int],
+    policy: DraftTokensPolicy,
+    now: float,
+) -> Sequence:
+    """The sequence of a request that came `now`, with this id. `policy` bounds its drafts."""
+    depth = request.speculation.draft_tokens
+    if depth is None:
+        depth = policy.max_draft_tokens
+    if not request.speculation.enabled or request.max_tokens <= 1:
+        depth = 0  # the last token is always the target's own, so a single token has no draft
+    seed = request.sampling.seed
+    if seed is None:
+        seed = request.noise_seed
+    if seed is None:
+        seed = secrets.randbits(64)
+    unscored = range(0)
+    if request.prompt_logprobs is not None:
+        # No logits precede the first token, so it has no log probability.
+        unscored = range(1, len(request.prompt))
+    end_ids = request.stop_token_ids
+    if not request.ignore_eos:
+        end_ids |= frozenset(eos_token_ids)
+    return Sequence(
+        id=number,
+        arrival=number,
+        request=request,
+        seed=seed,
+        max_draft_tokens=depth,
+        end_ids=end_ids,
+        kv=KVSequence(),
+        sink=sink,
+        tokens=[*request.prompt, *request.committed],
+        stats=SpeculationStats(max_draft_tokens=depth),
+        unscored=unscored,
+        span=span,
+        submitted_at=now,
+    )
 
 
-def _check_committed(sequence: Sequence) -> None:
+def check_committed(sequence: Sequence) -> None:
     """Raise OutriderError(INVALID_VALUE) if the output that was committed before has an end."""
     committed = sequence.request.committed
     if sequence.end_ids.isdisjoint(committed):

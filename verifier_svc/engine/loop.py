@@ -21,6 +21,7 @@ from outrider.lm.runner import SequenceSlice
 from outrider.process.clock import Clock, monotonic
 from outrider.process.telemetry import NO_SPAN, Span
 from outrider.protocol.messages import TokenChunk, TokenRequest
+from outrider.protocol.model_info import Load
 from verifier_svc.drafts.exchange import DraftExchange
 from verifier_svc.drafts.features import FeatureSource
 from verifier_svc.engine.commit import Committer, moved_slots
@@ -117,7 +118,15 @@ class Engine:
             self.sequences, self.scheduler, self.drafting, self.outbox, metrics, clock
         )
         self._intake = Intake(shared, model, config, verifier.thinking_ids)
-        self._wait = DraftWait(shared, self._intake, self.planner, self._step_clock)
+        self._wait = DraftWait(
+            self.scheduler,
+            self.drafting,
+            self.outbox,
+            self._intake.admit,
+            self.planner,
+            self._step_clock,
+            clock,
+        )
         self._committer = Committer(shared, self._spans, model.eos_token_ids)
         self._left_out = False  # whether the step in progress has to be repeated for a sequence
         self._baseline = False  # whether no drafter computes during the step in progress
@@ -156,6 +165,10 @@ class Engine:
         INVALID_VALUE if it wants relaxed acceptance and the model has no thinking phase.
         """
         return self._intake.submit(request, sink, span, matcher)
+
+    def load(self) -> Load:
+        """How busy the engine is."""
+        return self.scheduler.load_meter.load()
 
     def cancel(self, sequence: Sequence) -> None:
         """End a sequence without a message to its client, and free its pages."""

@@ -138,10 +138,10 @@ class VerifierServicer(
         """
         if self._query is None:
             roster = engine.engine.drafting.roster
-            meter = engine.engine.scheduler.load_meter
+            load = engine.engine.load
 
             def answer() -> _Answer:
-                return roster.infos(), meter.load()
+                return roster.infos(), load()
 
             what = "asking the engine for its drafters and its load"
             self._query = watch(engine.call(answer), what)

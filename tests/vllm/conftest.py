@@ -1,0 +1,54 @@
+"""Stacks whose verifier computes with vLLM. `make vllm` installs it, in an environment of its own.
+
+A verifier with vLLM starts for most of a minute, so all tests share one.
+"""
+
+import os
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+for folder in ("shared", "e2e"):
+    sys.path.insert(0, str(Path(__file__).parents[1] / folder))
+
+from stack import TARGET, Stack, running
+
+collect_ignore_glob = [] if find_spec("vllm") is not None else ["test_*.py"]
+
+# vLLM's build for CPUs takes its memory for the cache from here (GiB).
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+START_S = 240.0
+FLAGS = (
+    "--engine",
+    "vllm",
+    "--max-sequences",
+    "16",
+    "--engine-arg",
+    "max_model_len=1024",
+    "--engine-arg",
+    "enforce_eager=true",
+)
+
+
+@pytest.fixture(scope="session")
+def stack() -> Iterator[Stack]:
+    """vLLM's engine behind our verifier, with an n-gram drafter, a draft model and a grammar."""
+    stack = Stack(*FLAGS, "--engine-arg", "max_num_batched_tokens=256")
+    stack.add_drafter("ngram-1", "ngram")
+    stack.add_drafter("model-1", "model")
+    stack.add_drafter("grammar-1", "grammar", "--target", TARGET)
+    with running(stack, START_S):
+        yield stack
+
+
+@pytest.fixture(scope="session")
+def native() -> Iterator[Stack]:
+    """The native engine in float32, on torch's path as on the C kernels' equal."""
+    stack = Stack("--page-count", "256")
+    with running(stack):
+        yield stack

@@ -1,0 +1,263 @@
+"""Texts of vLLM's engine are those of the target alone, whatever drafters do."""
+
+import asyncio
+import json
+import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+from raw_drafter import RawDrafter, dialled
+from stack import Client, Stack
+from test_greedy_equality import Reference
+
+from outrider.errors import OutriderError, Reason
+from outrider.grammar.kinds import Grammar, GrammarKind
+from outrider.protocol.messages import (
+    FinishReason,
+    SamplingParams,
+    SpeculationOptions,
+    TokenChunk,
+    TokenRequest,
+)
+from outrider.v1 import drafts_pb2
+
+TOKENS = 48
+GREEDY = SamplingParams(temperature=0.0)
+PROMPTS = range(0, 40, 2)
+CONFIGURATIONS = {
+    "no drafter": SpeculationOptions(enabled=False),
+    "ngram": SpeculationOptions(drafter_id="ngram-1", always_draft=True),
+    "model": SpeculationOptions(drafter_id="model-1", always_draft=True),
+    "all at once": SpeculationOptions(always_draft=True),
+}
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="session")
+def reference() -> Reference:
+    return Reference()
+
+
+def asked(prompt: list[int], options: SpeculationOptions, **fields: object) -> TokenRequest:
+    known = {"max_tokens": TOKENS, "sampling": GREEDY, "speculation": options} | fields
+    return TokenRequest(prompt, **known)  # type: ignore[arg-type]
+
+
+async def texts(client: Client, requests: list[TokenRequest]) -> list[list[int]]:
+    return await asyncio.gather(*(client.tokens(request) for request in requests))
+
+
+def check(reference: Reference, index: int, tokens: list[int]) -> None:
+    """As `Reference.check`, for this module's length: a shorter text ends or is a beginning."""
+    prompt = reference.prompts[index]
+    whole = reference.generate(index)[: len(tokens)]
+    assert tokens == whole, f"prompt {index}, {len(prompt)} tokens"
+
+
+def drafted(chunks: list[TokenChunk]) -> int:
+    return sum(chunk.draft_token_count for chunk in chunks)
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+async def test_greedy_texts_are_those_of_transformers(
+    stack: Stack, reference: Reference, name: str
+) -> None:
+    """Some prompts are longer than a step, so these come in chunks."""
+    async with Client(stack.address) as client:
+        requests = [asked(reference.prompts[i], CONFIGURATIONS[name]) for i in PROMPTS]
+        answers = await asyncio.gather(*(client.generate(request) for request in requests))
+    for index, chunks in zip(PROMPTS, answers, strict=True):
+        check(reference, index, [token for chunk in chunks for token in chunk.token_ids])
+    proposals = sum(map(drafted, answers))
+    assert proposals == 0 if name == "no drafter" else proposals > 100
+
+
+Answer = Callable[[int, int], drafts_pb2.Proposal | None]
+"""What a drafter says of a sequence and its length; None is silence."""
+
+
+def wrong(sequence_id: int, length: int) -> drafts_pb2.Proposal:
+    """Ids by chance."""
+    ids = [random.randrange(4096) for _ in range(8)]
+    return drafts_pb2.Proposal(sequence_id=sequence_id, base_length=length, token_ids=ids)
+
+
+def garbage(sequence_id: int, length: int) -> drafts_pb2.Proposal:
+    """Ids beyond the vocabulary."""
+    ids = [4096, 2**31 - 1]
+    return drafts_pb2.Proposal(sequence_id=sequence_id, base_length=length, token_ids=ids)
+
+
+def silent(sequence_id: int, length: int) -> None:
+    """Nothing: the drafter hangs."""
+
+
+async def draft(drafter: RawDrafter, answer: Answer, delay_s: float) -> None:
+    """Answer each sequence and verdict until the stream ends."""
+    lengths: dict[int, int] = {}
+    while True:
+        message = await drafter.call.read()
+        if not hasattr(message, "step"):
+            return
+        for opened in message.step.opened:
+            lengths[opened.sequence_id] = len(opened.token_ids)
+        for verdict in message.step.verdicts:
+            lengths[verdict.sequence_id] = verdict.committed_length
+        told = {each.sequence_id for each in (*message.step.opened, *message.step.verdicts)}
+        found = [answer(i, lengths[i]) for i in told]
+        proposals = [proposal for proposal in found if proposal is not None]
+        if proposals:
+            await asyncio.sleep(delay_s)
+            await drafter.say(drafts=drafts_pb2.DraftBatch(proposals=proposals))
+
+
+@asynccontextmanager
+async def drafting(client: Client, name: str, answer: Answer, delay_s: float) -> AsyncIterator[None]:
+    async with dialled(client, name) as drafter:
+        work = asyncio.create_task(draft(drafter, answer, delay_s))
+        try:
+            yield
+        finally:
+            work.cancel()
+            await asyncio.wait([work])
+
+
+@pytest.mark.parametrize(
+    ("answer", "delay_s"),
+    [(wrong, 0.0), (wrong, 0.06), (garbage, 0.0), (silent, 0.0)],
+    ids=["wrong", "late", "garbage", "hung"],
+)
+async def test_a_bad_drafter_changes_no_text(
+    stack: Stack, reference: Reference, answer: Answer, delay_s: float
+) -> None:
+    async with Client(stack.address) as client:
+        async with drafting(client, "bad", answer, delay_s):
+            options = SpeculationOptions(drafter_id="bad")
+            requests = [asked(reference.prompts[i], options) for i in PROMPTS[:8]]
+            answers = await texts(client, requests)
+        for index, tokens in zip(PROMPTS[:8], answers, strict=True):
+            check(reference, index, tokens)
+
+
+async def test_a_drafter_of_another_tokenizer_is_refused(stack: Stack) -> None:
+    async with (
+        Client(stack.address) as client,
+        dialled(client, "foreign", tokenizer_fingerprint="0" * 64) as drafter,
+    ):
+        assert (await drafter.error()).reason is Reason.TOKENIZER_MISMATCH
+
+
+async def test_texts_stay_the_same_while_drafters_are_killed(
+    stack: Stack, reference: Reference
+) -> None:
+    async def kill() -> None:
+        for name in ("ngram-1", "model-1"):
+            await asyncio.sleep(0.5)
+            stack.drafters[name].kill()
+
+    async with Client(stack.address) as client:
+        options = CONFIGURATIONS["all at once"]
+        requests = [asked(reference.prompts[i], options) for i in PROMPTS]
+        answers, _ = await asyncio.gather(texts(client, requests), kill())
+    for index, tokens in zip(PROMPTS, answers, strict=True):
+        check(reference, index, tokens)
+    for name in ("ngram-1", "model-1"):
+        stack.drafters[name].start()
+    stack.wait_ready()
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+async def test_a_schema_holds_with_any_drafter(
+    stack: Stack, reference: Reference, name: str
+) -> None:
+    grammar = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA))
+    async with Client(stack.address) as client:
+        request = asked(reference.prompts[26], CONFIGURATIONS[name], grammar=grammar)
+        plain = asked(reference.prompts[26], CONFIGURATIONS["no drafter"], grammar=grammar)
+        answers = await texts(client, [request, plain])
+    assert answers[0] == answers[1]
+    assert len(answers[0]) > 5
+
+
+async def test_log_probabilities_are_those_of_the_native_engine(
+    stack: Stack, native: Stack, reference: Reference
+) -> None:
+    request = asked(
+        reference.prompts[4], CONFIGURATIONS["all at once"], top_logprobs=3, prompt_logprobs=2
+    )
+    found = []
+    for each in (stack, native):
+        async with Client(each.address) as client:
+            found.append(await client.generate(request))
+    for name in ("logprobs", "prompt_logprobs"):
+        ours, theirs = (
+            [entry for chunk in chunks for entry in getattr(chunk, name)] for chunks in found
+        )
+        assert len(ours) == len(theirs) > 0
+        for own, other in zip(ours, theirs, strict=True):
+            assert own.logprob == pytest.approx(other.logprob, abs=1e-3)
+            assert own.top_logprobs == pytest.approx(other.top_logprobs, abs=1e-3)
+
+
+async def test_tenants_share_no_cached_prefix(stack: Stack, reference: Reference) -> None:
+    prompt = [*range(100, 400)]
+
+    async def cached(tenant: str) -> int:
+        async with Client(stack.address) as client:
+            chunks = await client.generate(
+                asked(prompt, CONFIGURATIONS["no drafter"], max_tokens=2, tenant=tenant)
+            )
+        return chunks[-1].cached_token_count
+
+    assert await cached("a") == 0
+    assert await cached("a") > 200
+    assert await cached("b") == 0
+
+
+async def test_a_cancelled_request_frees_its_place(stack: Stack, reference: Reference) -> None:
+    async with Client(stack.address) as client:
+        request = asked(reference.prompts[0], CONFIGURATIONS["all at once"], max_tokens=600)
+
+        async def leave() -> None:
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(1.0):
+                    await client.generate(request)
+
+        await asyncio.gather(*(leave() for _ in range(4)))
+        async with asyncio.timeout(20):
+            while True:
+                load = (await client.model()).load
+                if load is not None and load.running + load.waiting == 0:
+                    break
+                await asyncio.sleep(0.1)
+
+
+async def test_a_text_ends_where_the_context_does(stack: Stack, reference: Reference) -> None:
+    prompt = [7] * 1000
+    async with Client(stack.address) as client:
+        request = asked(prompt, CONFIGURATIONS["all at once"], max_tokens=24, ignore_eos=True)
+        plain = asked(prompt, CONFIGURATIONS["no drafter"], max_tokens=24, ignore_eos=True)
+        answers = await texts(client, [request, plain])
+        assert answers[0] == answers[1]
+        assert len(answers[0]) == 24
+        with pytest.raises(Exception, match="1024"):
+            await client.tokens(asked(prompt, CONFIGURATIONS["ngram"], max_tokens=25))
+
+
+async def test_an_answer_goes_on_behind_committed_tokens(
+    stack: Stack, reference: Reference
+) -> None:
+    whole = reference.generate(2)
+    async with Client(stack.address) as client:
+        request = asked(
+            reference.prompts[2], CONFIGURATIONS["ngram"], max_tokens=40, committed=whole[:15]
+        )
+        chunks = await client.generate(request)
+    assert [token for chunk in chunks for token in chunk.token_ids] == whole[15:40]
+    assert chunks[-1].finish_reason is FinishReason.LENGTH

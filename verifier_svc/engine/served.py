@@ -1,0 +1,63 @@
+"""What the verifier's server needs of an engine: its own, or vLLM's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from outrider.errors import OutriderError
+from outrider.grammar.backends import Matcher
+from outrider.process.clock import Clock
+from outrider.process.telemetry import Span
+from outrider.protocol.messages import TokenChunk, TokenRequest
+from outrider.protocol.model_info import Load
+from verifier_svc.drafts.exchange import DraftExchange
+from verifier_svc.state.sequence import Sequence
+
+
+class ServedEngine(Protocol):
+    """An engine on its thread; `verifier_svc.engine.loop.Engine` documents the methods.
+
+    Other threads may call only `post` and `stop`.
+    """
+
+    @property
+    def drafting(self) -> DraftExchange:
+        """The engine's side of all draft streams."""
+
+    @property
+    def clock(self) -> Clock:
+        """The engine's clock."""
+
+    def post(self, work: Callable[[], object]) -> None:
+        """Have the engine's thread run `work` between two steps."""
+
+    def stop(self) -> None:
+        """Make `run` return after the work posted so far."""
+
+    def run(self) -> None:
+        """Run steps until stopped."""
+
+    def load(self) -> Load:
+        """How busy the engine is."""
+
+    def submit(
+        self,
+        request: TokenRequest,
+        sink: Callable[[TokenChunk | OutriderError], None],
+        span: Span,
+        matcher: Matcher | None,
+    ) -> Sequence:
+        """Queue a request; raises OutriderError if it is refused."""
+
+    def cancel(self, sequence: Sequence) -> None:
+        """End a sequence without a message to its client."""
+
+    def leave_unread(self, sequence: Sequence) -> None:
+        """Leave a sequence out of steps until `read_again`."""
+
+    def read_again(self, sequence: Sequence) -> None:
+        """Let a sequence go on after `leave_unread`."""
+
+    def stop_gathering(self) -> None:
+        """Send clients all unsent tokens, and from now on the tokens of each step."""

@@ -1,0 +1,420 @@
+"""vLLM's requests as sequences: plans their drafts, waits for them, and judges them.
+
+`verifier_svc/vllm/scheduler.py` calls it around vLLM's steps. Knows token ids; neither vLLM nor
+torch. vLLM verifies a row of drafts for each request, so a draft is a drafter's best path.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+import threading
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+from outrider.errors import OutriderError, Reason
+from outrider.process.clock import Clock, monotonic
+from outrider.process.telemetry import Span
+from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
+from outrider.protocol.messages import AcceptanceRule, TokenChunk, TokenRequest
+from outrider.protocol.model_info import Load
+from verifier_svc.drafts.draft_message import record_draft
+from verifier_svc.drafts.exchange import DraftExchange
+from verifier_svc.engine.draft_wait import DraftWait
+from verifier_svc.engine.intake import Inbox, new_sequence
+from verifier_svc.engine.load_meter import LoadMeter
+from verifier_svc.engine.outbox import Delivery, Outbox
+from verifier_svc.engine.step_spans import StepSpans
+from verifier_svc.metrics import Metrics
+from verifier_svc.policy.draft_policy import PAYING_DRAFTS, PayingDrafts
+from verifier_svc.policy.draft_trees import best_chain
+from verifier_svc.policy.forward_cost import ForwardCost
+from verifier_svc.policy.pauses import pause_of
+from verifier_svc.policy.plan import Plan
+from verifier_svc.policy.planner import Planner
+from verifier_svc.policy.speculation_budget import SpeculationBudget
+from verifier_svc.state.occupancy import Occupancy
+from verifier_svc.state.scheduled_sequence import ScheduledSequence
+from verifier_svc.state.sequence import Assignment, Sequence
+from verifier_svc.state.step_clock import StepClock
+from verifier_svc.state.trie import NO_DRAFT, DraftTree
+
+log = logging.getLogger(__name__)
+
+_NONE: tuple[None, DraftTree] = (None, NO_DRAFT)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What bounds the sequences and drafts of one engine; all are counts."""
+
+    vocab_size: int
+    max_sequences: int
+    max_waiting: int = 1024
+    max_drafters: int = 64
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a step made of one request."""
+
+    request_id: str
+    drafted: list[int]
+    """The draft tokens that the forward verified."""
+    committed: list[int]
+    """The accepted draft tokens and the target's own, cut where the request ended."""
+
+
+@dataclass(slots=True)
+class Judged:
+    """What a step committed of one sequence, for the chunk that its client gets."""
+
+    assignment: Assignment | None = None
+    drafted: int = 0
+    accepted: int = 0
+    committed: int = 0
+
+
+class DraftHub:
+    """The engine's side of drafting, for vLLM's scheduler. The caller holds `turn`.
+
+    `deliver` runs sinks on the event loop, see `Outbox`. `drafts` says when the planner drafts.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        policy: DraftTokensPolicy,
+        metrics: Metrics,
+        deliver: Callable[[list[Delivery]], None],
+        drafts: PayingDrafts = PAYING_DRAFTS,
+        clock: Clock = monotonic,
+    ) -> None:
+        self.limits = limits
+        self.clock = clock
+        self.turn = threading.Condition()
+        """Held by the thread that uses the hub: by vLLM's during a step."""
+        self.inbox = Inbox()
+        self.sequences: dict[int, Sequence] = {}
+        self.running: dict[int, Sequence] = {}
+        self.waiting: dict[int, Sequence] = {}
+        self.cost = ForwardCost()
+        self.isolated_cost = ForwardCost()  # learns from trial steps alone
+        budget = SpeculationBudget(self.isolated_cost)
+        self.planner = Planner(policy, self.cost, budget, drafts, trees=False)
+        self.drafting = DraftExchange(self.sequences, self.planner, metrics, clock=clock)
+        self.drafting.roster.max_drafters = limits.max_drafters
+        self.outbox = Outbox(deliver, self.drafting)
+        self.load_meter = LoadMeter(
+            self.running, self.waiting, limits.max_sequences, limits.max_waiting
+        )
+        self.judged: dict[int, Judged] = {}
+        """By sequence id, what the last step committed. A chunk takes its entry."""
+        self.trial_tokens: int | None = None
+        """Draft tokens of each sequence in a trial step: random ids; None outside trials."""
+        self._policy = policy
+        self._metrics = metrics
+        self._spans = StepSpans(metrics, clock)
+        self._step_clock = StepClock(clock)
+        self._wait = DraftWait(
+            self, self.drafting, self.outbox, _nothing, self.planner, self._step_clock, clock
+        )
+        self._by_request: dict[str, Sequence] = {}
+        self._plan = Plan()
+        self._chosen: dict[str, tuple[Assignment | None, DraftTree]] = {}
+        self._batch: dict[str, tuple[ScheduledSequence, Span]] = {}
+        self._prompt_tokens = 0
+        self._ended: set[str] = set()
+        self._step_ended: float | None = None  # None after an idle period
+        self._baseline = False
+        self._last_id = 0
+        self._preemption_count = 0
+
+    # --- requests ---
+
+    def new_id(self) -> int:
+        """An id that no sequence has had."""
+        self._last_id += 1
+        return self._last_id
+
+    def new_sequence(
+        self,
+        request: TokenRequest,
+        sink: Callable[[TokenChunk | OutriderError], None],
+        span: Span,
+        eos_token_ids: Collection[int],
+    ) -> Sequence:
+        """A sequence that waits for its place in vLLM's batch, until `open`."""
+        sequence = new_sequence(
+            self.new_id(), request, sink, span, eos_token_ids, self._policy, self.clock()
+        )
+        self.sequences[sequence.id] = self.waiting[sequence.id] = sequence
+        return sequence
+
+    def open(self, request_id: str, sequence: Sequence) -> None:
+        """Note that vLLM knows the sequence by this id."""
+        self._by_request[request_id] = sequence
+
+    def close(self, request_id: str) -> None:
+        """Note that a request ended. One that a step ends is closed behind its commit."""
+        if request_id in self._batch:
+            self._ended.add(request_id)
+        elif (sequence := self._by_request.pop(request_id, None)) is not None:
+            self.forget(sequence)
+
+    def forget(self, sequence: Sequence) -> None:
+        """Drop a sequence and tell its drafters that it is over. No effect if it is gone."""
+        if self.sequences.pop(sequence.id, None) is None:
+            return
+        self.load_meter.ended(sequence, self.clock())
+        self.running.pop(sequence.id, None)
+        self.waiting.pop(sequence.id, None)
+        self.drafting.close(sequence)
+
+    def preempted(self, request_id: str) -> None:
+        """Note that vLLM took a request's pages. It keeps its tokens and its drafters' tries."""
+        self._preemption_count += 1
+        sequence = self._by_request.get(request_id)
+        if sequence is not None and self.running.pop(sequence.id, None) is not None:
+            self.waiting[sequence.id] = sequence
+
+    def load(self) -> Load:
+        """How busy the engine is."""
+        return self.load_meter.load()
+
+    # --- before a step ---
+
+    def in_turn(self) -> Collection[Sequence]:
+        """The running sequences, whose drafts the next step may wait for."""
+        return self.running.values()
+
+    def plan_step(self, running: Iterable[tuple[str, int]]) -> None:
+        """Plan the drafts of the next step and wait for them as long as that pays.
+
+        `running` has the id and the computed tokens of each request that vLLM runs. Work that is
+        posted meanwhile may add and end requests.
+        """
+        for request_id, computed in running:
+            sequence = self._by_request.get(request_id)
+            if sequence is not None:
+                sequence.kv.num_computed_tokens = computed
+        began = self.clock()
+        outside_s = 0.0 if self._step_ended is None else max(began - self._step_ended, 0.0)
+        self._step_clock.waited(0.0)
+        if self.trial_tokens is None:
+            while (seconds := self._wait.poll()) > 0.0:
+                self.pause(seconds)
+            self._plan = self._wait.take_plan()
+        self.outbox.send_to_drafters()
+        self._baseline = self._step_clock.undisturbed_since(self.drafting.busy_until)
+        self._step_clock.begin()
+        self._step_clock.phases_s["send"] = outside_s
+        self._chosen.clear()
+
+    def pause(self, seconds: float) -> None:
+        """Let other threads' work run for at most `seconds`, until some has."""
+        self.outbox.send_to_drafters()
+        self.inbox.wait(seconds)
+        self.inbox.run_all()
+
+    def choose(self, request_id: str, room: int) -> list[int]:
+        """The draft of a decoding request, of at most `room` tokens; empty without one."""
+        sequence = self._by_request.get(request_id)
+        if sequence is None or room <= 0:
+            return []
+        if self.trial_tokens is not None:
+            count = min(room, self.trial_tokens)
+            return [random.randrange(self.limits.vocab_size) for _ in range(count)]
+        wanted = min(room, self._plan.draft_tokens.get(sequence.id, 0))
+        assignment, draft = best_chain(sequence, wanted)
+        if assignment is None:
+            return []
+        self._chosen[request_id] = assignment, draft
+        return list(draft.token_ids)
+
+    def begin(self, scheduled: Mapping[str, int], drafts: Mapping[str, list[int]]) -> None:
+        """Begin the forward of `scheduled`: the tokens of each request, its draft included.
+
+        Sequences that are in a batch for the first time get their drafters now, while the forward
+        reads their prompts.
+        """
+        self._batch.clear()
+        batch: list[ScheduledSequence] = []
+        known: list[str] = []
+        self._prompt_tokens = 0
+        for request_id, token_count in scheduled.items():
+            sequence = self._by_request.get(request_id)
+            if sequence is None:
+                continue
+            known.append(request_id)
+            batch.append(self._scheduled(sequence, request_id, token_count, drafts))
+        spans = self._spans.begin(batch, self._step_clock.wait_s)
+        pairs = zip(batch, spans, strict=True)
+        self._batch = dict(zip(known, pairs, strict=True))
+        self.load_meter.admitted()
+        self.outbox.send_to_drafters()
+        self._step_clock.end("pack")
+        self.outbox.send_to_clients()
+
+    def _scheduled(
+        self,
+        sequence: Sequence,
+        request_id: str,
+        token_count: int,
+        drafts: Mapping[str, list[int]],
+    ) -> ScheduledSequence:
+        drafted = drafts.get(request_id, [])
+        # The ids of a padded row are -1: vLLM reserves the row where a prompt's last token comes.
+        if drafted and drafted[0] < 0:
+            token_count -= len(drafted)
+            drafted = []
+        assignment, _ = self._chosen.get(request_id, _NONE) if drafted else _NONE
+        own_count = token_count - len(drafted)
+        samples = sequence.kv.num_computed_tokens + own_count >= len(sequence.tokens)
+        if not (samples and own_count == 1):
+            self._prompt_tokens += own_count
+        if self.waiting.pop(sequence.id, None) is not None:
+            self.running[sequence.id] = sequence
+        if not sequence.admitted:
+            sequence.admitted = True
+            self.drafting.assign(sequence)
+        return ScheduledSequence(
+            sequence,
+            sequence.kv.num_computed_tokens,
+            [0] * own_count,
+            DraftTree(drafted, []) if drafted else NO_DRAFT,
+            assignment,
+            samples,
+            planned_draft_tokens=self._plan.draft_tokens.get(sequence.id, 0),
+        )
+
+    # --- after a step ---
+
+    def computed(self) -> None:
+        """Note that the forward of the step has ended."""
+        self._step_clock.end("forward")
+
+    def commit(self, outcomes: Iterable[Outcome], occupancy: Occupancy) -> None:
+        """Commit a step: send its verdicts, and learn from what became of its drafts.
+
+        `occupancy` is vLLM's now; its count of preemptions is the hub's own.
+        """
+        committed = 0
+        for outcome in outcomes:
+            sequence = self._by_request.get(outcome.request_id)
+            if sequence is not None and (outcome.committed or outcome.drafted):
+                committed += len(outcome.committed)
+                self._commit(sequence, outcome)
+        batch = [scheduled for scheduled, _ in self._batch.values()]
+        self._batch.clear()
+        for request_id in self._ended:
+            self.close(request_id)
+        self._ended.clear()
+        self._step_clock.end("commit")
+        isolated_s = self._observe(batch, committed)
+        self.outbox.send_to_drafters()
+        self._spans.end(self._step_clock.phases_s)
+        self._metrics.generated(committed)
+        self._metrics.step(self._step_clock, isolated_s, len(batch))
+        self._metrics.occupancy(occupancy)
+        if not self.sequences:
+            self.go_idle()
+
+    def go_idle(self) -> None:
+        """Note that no request is left, so that the pause before the next step counts as none."""
+        self._metrics.flush()
+        self.outbox.send_to_clients()
+        self._step_clock.idle()
+        self._step_ended = None
+
+    @property
+    def preemption_count(self) -> int:
+        """How often vLLM has preempted a request."""
+        return self._preemption_count
+
+    def _commit(self, sequence: Sequence, outcome: Outcome) -> None:
+        """Commit one sequence's part of a step, and send its drafters the verdict."""
+        new, drafted = outcome.committed, outcome.drafted
+        accepted = _matches(drafted, new)
+        assignment, span = self._verified(outcome.request_id)
+        self._note_pause(sequence, len(drafted))
+        sequence.tokens += new
+        sequence.stats.record(len(drafted), accepted, _rule(sequence) if drafted else None)
+        if sequence.stats.forward_count == 1:
+            self._spans.prefilled(sequence)
+        if span.traceparent:
+            span.set(outrider__accepted_tokens=accepted, outrider__committed_tokens=len(new))
+        if assignment is not None:
+            draft = DraftTree(drafted, [])
+            rows = range(1, accepted + 1)
+            record_draft(self._metrics, sequence, assignment, draft, rows, len(new))
+        self.judged[sequence.id] = Judged(assignment, len(drafted), accepted, len(new))
+        if outcome.request_id in self._ended:
+            sequence.stats.paused = pause_of(sequence, self.drafting.plan)
+        else:
+            sequence.kv.num_computed_tokens = len(sequence.tokens) - 1
+            self.drafting.send_verdicts(sequence, new, assignment, span)
+
+    def _verified(self, request_id: str) -> tuple[Assignment | None, Span]:
+        """The assignment whose draft the step verified of a request, and the request's span."""
+        scheduled, span = self._batch[request_id]
+        return scheduled.assignment, span
+
+    def _note_pause(self, sequence: Sequence, drafted: int) -> None:
+        """Count a step without a draft, before its tokens are committed, unless it had no room."""
+        first = sequence.stats.forward_count == 0
+        room = min(sequence.max_draft_tokens, sequence.most_draft_tokens)
+        if drafted > 0 or first or room == 0:
+            return
+        reason = self.drafting.pause_reason(sequence)
+        sequence.pauses[reason] = sequence.pauses.get(reason, 0) + 1
+        self._metrics.paused(reason)
+
+    def _observe(self, batch: list[ScheduledSequence], committed: int) -> float:
+        """Update the cost model; returns the seconds of the same step on an idle machine."""
+        seconds = self._step_clock.end_step()
+        first = self._step_ended is None
+        self._step_ended = self.clock()
+        step_s = self._step_clock.step_s
+        drafted = [len(each.draft.token_ids) for each in batch if each.samples]
+        decoding = len(drafted) - sum([len(each.token_ids) > 1 for each in batch if each.samples])
+        if first or not batch or self.trial_tokens is not None:
+            return 0.0
+        token_count = decoding + sum(drafted)
+        self.cost.observe(decoding, token_count, step_s, self._prompt_tokens)
+        if self._prompt_tokens:
+            return 0.0
+        if seconds < math.inf and not self._plan.insisted:
+            baseline = self._baseline and token_count == len(batch)
+            paying = self._plan.paying
+            self.planner.budget.observe(len(batch), paying, committed, seconds, baseline=baseline)
+        return self.isolated_cost.estimate(len(batch), token_count)
+
+    # --- faults ---
+
+    def give_up(self) -> None:
+        """End all draft streams behind a fault of our own; requests go on without drafts."""
+        message = "the verifier failed at drafting; its log has the reason"
+        for drafter in list(self.drafting.roster.connected.values()):
+            self.drafting.reject(drafter, OutriderError(Reason.INTERNAL, message))
+        self.outbox.send_to_drafters()
+
+
+def _matches(drafted: list[int], committed: list[int]) -> int:
+    """How many draft tokens were accepted: the committed tokens begin with them."""
+    count = 0
+    for guess, token in zip(drafted, committed, strict=False):
+        if guess != token:
+            break
+        count += 1
+    return count
+
+
+def _rule(sequence: Sequence) -> AcceptanceRule:
+    greedy = sequence.request.sampling.greedy
+    return AcceptanceRule.GREEDY if greedy else AcceptanceRule.COUPLED
+
+
+def _nothing() -> None:
+    """Admit nobody: vLLM does."""

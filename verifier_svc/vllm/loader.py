@@ -1,0 +1,166 @@
+"""Loads vLLM in the verifier's process, with our scheduler and our noise."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from outrider import __version__
+from outrider.errors import OutriderError, Reason, invalid
+from outrider.grammar.compiler import GrammarCompiler
+from outrider.lm.weights_fingerprint import weights_fingerprint
+from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
+from outrider.protocol.model_info import ModelInfo, Stage, with_fingerprint
+from outrider.tokenizer import fingerprint, load_tokenizer
+from verifier_svc.config import VerifierSettings
+from verifier_svc.engine.outbox import Delivery
+from verifier_svc.metrics import Metrics
+from verifier_svc.policy.draft_policy import EVERY_DRAFT, PAYING_DRAFTS
+from verifier_svc.streams.servicer import VerifierServicer
+from verifier_svc.vllm import plugin, runner, versions
+from verifier_svc.vllm.engine import VllmEngine
+from verifier_svc.vllm.hub import DraftHub, Limits
+
+# Settings of the native engine that vLLM has no equal of, and the values that mean nothing.
+_NATIVE_ONLY = {
+    "sampled_drafts": False,
+    "feature_states": [],
+    "feature_projection": [],
+    "synthetic_acceptance_rate": None,
+    "page_count": None,
+}
+SCHEDULER = "verifier_svc.vllm.scheduler.OutriderScheduler"
+
+
+class VllmLoader:
+    """As `verifier_svc.server.Loader`, for vLLM's engine."""
+
+    def __init__(
+        self, settings: VerifierSettings, servicer: VerifierServicer, metrics: Metrics
+    ) -> None:
+        """Raises OutriderError for settings that vLLM's engine cannot keep, or another vLLM."""
+        versions.check()
+        for name, nothing in _NATIVE_ONLY.items():
+            if getattr(settings, name) != nothing:
+                raise invalid(name, "is for the native engine alone; vLLM has no such setting")
+        self._settings = settings
+        self._servicer = servicer
+        self._metrics = metrics
+        self._loop = asyncio.get_running_loop()
+        self.info = servicer.info
+        self.grammars: GrammarCompiler | None = None
+
+    def build(self, deliver: Callable[[list[Delivery]], None]) -> VllmEngine:
+        """Build the engine, ready to run; raises OutriderError if vLLM cannot serve the target."""
+        settings = self._settings
+        policy = DraftTokensPolicy.parse(settings.draft_tokens)
+        self._report(Stage.LOADING, "vLLM loads the target")
+        made: list[DraftHub] = []
+
+        def make_hub(config: Any) -> DraftHub:
+            limits = Limits(
+                config.model_config.get_vocab_size(),
+                config.scheduler_config.max_num_seqs,
+                max_drafters=settings.max_drafters,
+            )
+            drafts = EVERY_DRAFT if settings.always_draft else PAYING_DRAFTS
+            made.append(DraftHub(limits, policy, self._metrics, deliver, drafts))
+            return made[0]
+
+        with plugin.own_hub(make_hub):
+            llm = self._load(policy)
+        model = llm.vllm_config.model_config
+        eos = _eos_token_ids(model)
+        self.info = self._info(llm, policy, eos)
+        engine = VllmEngine(llm, made[0], eos)
+        self.grammars = GrammarCompiler(settings.target, self.info.vocab_size, eos)
+        self._report(Stage.WARMING_UP, "running trial steps")
+        engine.warm_up()
+        self.grammars.start_workers()
+        return engine
+
+    def _report(self, stage: Stage, detail: str) -> None:
+        self._loop.call_soon_threadsafe(self._servicer.report, stage, detail)
+
+    def _load(self, policy: DraftTokensPolicy) -> Any:
+        # Our scheduler has to be in this process, where the drafters' streams are.
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        settings = self._settings
+        if settings.threads is not None:
+            torch.set_num_threads(settings.threads)
+        arguments = {
+            "model": settings.target,
+            "dtype": settings.dtype,
+            "seed": 0,
+            "enable_prefix_caching": settings.prefix_caching,
+            "max_num_seqs": settings.max_sequences,
+            "gpu_memory_utilization": settings.gpu_memory_share,
+            "trust_remote_code": settings.trust_remote_code,
+            "tensor_parallel_size": settings.tensor_parallel,
+            "disable_log_stats": True,
+        }
+        arguments |= _read(settings.engine_arg)
+        arguments |= runner.engine_arguments(policy.max_draft_tokens)
+        arguments["scheduler_cls"] = SCHEDULER
+        runner.install()
+        try:
+            return LLMEngine.from_engine_args(EngineArgs(**arguments))
+        except TypeError as error:
+            raise invalid("engine_arg", f"vLLM's EngineArgs refuses it: {error}") from error
+        except (ValueError, RuntimeError, OSError) as error:
+            message = f"vLLM cannot serve {settings.target}: {error}"
+            raise OutriderError(Reason.INVALID_VALUE, message, "target") from error
+
+    def _info(self, llm: Any, policy: DraftTokensPolicy, eos: tuple[int, ...]) -> ModelInfo:
+        config = llm.vllm_config
+        model = config.model_config
+        settings = self._settings.acceptance_settings
+        return with_fingerprint(
+            ModelInfo(
+                model_id=self.info.model_id,
+                stage=Stage.READY,
+                stage_detail="serving",
+                tokenizer_fingerprint=fingerprint(load_tokenizer(self._settings.target)),
+                vocab_size=model.get_vocab_size(),
+                context_length=model.max_model_len,
+                eos_token_ids=eos,
+                dtype=str(model.dtype).removeprefix("torch."),
+                device=str(config.device_config.device),
+                max_draft_tokens=policy.max_draft_tokens,
+                weights_fingerprint=weights_fingerprint(self._settings.target),
+                acceptance_settings=tuple(sorted(settings.items())),
+                server_version=__version__,
+            )
+        )
+
+
+def _read(texts: list[str]) -> dict[str, Any]:
+    """`KEY=VALUE` arguments; a value that is JSON is read as such, and any other is text."""
+    arguments: dict[str, Any] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or not name.isidentifier():
+            raise invalid("engine_arg", f"must be KEY=VALUE, not {text!r}")
+        try:
+            arguments[name] = json.loads(value)
+        except ValueError:
+            arguments[name] = value
+    return arguments
+
+
+def _eos_token_ids(model: Any) -> tuple[int, ...]:
+    """The ids that end a sequence, by the generation config, else by the model's own."""
+    found = model.try_get_generation_config().get("eos_token_id")
+    if found is None:
+        found = getattr(model.hf_text_config, "eos_token_id", None)
+    if found is None:
+        return ()
+    return (found,) if isinstance(found, int) else tuple(found)

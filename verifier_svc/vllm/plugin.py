@@ -1,0 +1,225 @@
+"""Drafters for vLLM's own server: `vllm serve MODEL --scheduler-cls …OutriderScheduler`.
+
+The scheduler's process serves the drafters' port on a thread of its own. The settings are the
+verifier's, from OUTRIDER_VERIFIER_* in the environment. Where the scheduler is another, nothing of
+this runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from outrider import __version__
+from outrider.errors import OutriderError, Reason
+from outrider.grammar.backends import Matcher
+from outrider.process import rpc, telemetry
+from outrider.process.clock import Clock
+from outrider.process.config import load
+from outrider.process.metrics_export import serve_metrics
+from outrider.process.telemetry import Span
+from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
+from outrider.protocol.messages import TokenChunk, TokenRequest
+from outrider.protocol.model_info import Load, ModelInfo, Stage
+from outrider.tokenizer import fingerprint, load_tokenizer
+from outrider.v1.verifier_pb2_grpc import add_VerifierServiceServicer_to_server
+from verifier_svc.config import VerifierSettings
+from verifier_svc.drafts.exchange import DraftExchange
+from verifier_svc.engine.engine_thread import EngineThread
+from verifier_svc.engine.outbox import Delivery
+from verifier_svc.metrics import Metrics
+from verifier_svc.policy.draft_policy import EVERY_DRAFT, PAYING_DRAFTS
+from verifier_svc.state.sequence import Sequence
+from verifier_svc.streams.servicer import VerifierServicer, report_health
+from verifier_svc.vllm import versions
+from verifier_svc.vllm.hub import DraftHub, Limits
+
+log = logging.getLogger(__name__)
+
+_START_S = 30.0
+_own: list[Callable[[Any], DraftHub]] = []
+
+
+@contextmanager
+def own_hub(make: Callable[[Any], DraftHub]) -> Iterator[None]:
+    """Give the scheduler that is made within the block its hub: our own server runs vLLM here."""
+    _own.append(make)
+    try:
+        yield
+    finally:
+        _own.remove(make)
+
+
+def hub_for(vllm_config: Any) -> DraftHub:
+    """The hub of a new scheduler: our own server's, else the hub of a port for drafters.
+
+    Raises OutriderError if a setting is wrong, or the port cannot be bound.
+    """
+    if _own:
+        return _own[-1](vllm_config)
+    versions.check()
+    settings = _settings(vllm_config)
+    port = DraftPort(settings, vllm_config)
+    port.start()
+    return port.hub
+
+
+def _settings(vllm_config: Any) -> VerifierSettings:
+    """The verifier's settings. Each engine core of data parallelism has a port of its own."""
+    try:
+        settings = load(VerifierSettings, {"target": vllm_config.model_config.model})
+    except ValueError as error:
+        raise OutriderError(Reason.INVALID_VALUE, f"OUTRIDER_VERIFIER_*: {error}") from error
+    host, _, port = settings.listen.rpartition(":")
+    rank = vllm_config.parallel_config.data_parallel_rank
+    if port != "0" and rank:
+        settings.listen = f"{host}:{int(port) + rank}"
+    return settings
+
+
+class DraftPort:
+    """The drafters' port of an engine core: a gRPC server on a thread, beside vLLM's own."""
+
+    def __init__(self, settings: VerifierSettings, vllm_config: Any) -> None:
+        self._settings = settings
+        model = vllm_config.model_config
+        name = settings.model_name or model.served_model_name or settings.target
+        self._metrics = Metrics(name)
+        policy = DraftTokensPolicy.parse(settings.draft_tokens)
+        limits = Limits(
+            model.get_vocab_size(),
+            vllm_config.scheduler_config.max_num_seqs,
+            max_drafters=settings.max_drafters,
+        )
+        self._deliver: Callable[[list[Delivery]], None] = _nobody
+        drafts = EVERY_DRAFT if settings.always_draft else PAYING_DRAFTS
+        self.hub = SharedHub(limits, policy, self._metrics, self._send, drafts)
+        self.info = ModelInfo(
+            name,
+            Stage.READY,
+            "vLLM serves the requests",
+            tokenizer_fingerprint=fingerprint(load_tokenizer(settings.target)),
+            vocab_size=limits.vocab_size,
+            context_length=model.max_model_len,
+            dtype=str(model.dtype).removeprefix("torch."),
+            device=str(vllm_config.device_config.device),
+            max_draft_tokens=policy.max_draft_tokens,
+            server_version=__version__,
+        )
+        self._started: Future[None] = Future()
+
+    def start(self) -> None:
+        """Serve on a daemon thread; raises OutriderError if the port cannot be bound."""
+        threading.Thread(target=self._run, name="outrider drafters", daemon=True).start()
+        self._started.result(_START_S)
+
+    def _send(self, deliveries: list[Delivery]) -> None:
+        self._deliver(deliveries)
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except BaseException as error:
+            log.exception("the drafters' port failed; vLLM goes on without drafts")
+            if not self._started.done():
+                self._started.set_exception(error)
+
+    async def _serve(self) -> None:
+        settings = self._settings
+        telemetry.setup("outrider-verifier")
+        servicer = VerifierServicer(self.info.model_id)
+        server = rpc.Server("outrider.v1.VerifierService")
+        add_VerifierServiceServicer_to_server(servicer, server.grpc)
+        ports = await server.start(settings.listen, tls=settings.tls)
+        serve_metrics(self._metrics.registry, settings, settings.tls)
+        thread = EngineThread(self._build)
+        await thread.built
+        servicer.serve(thread, self.info)
+        log.warning("drafters dial %s:%d", settings.listen.rpartition(":")[0], ports[0])
+        self._started.set_result(None)
+        with suppress(asyncio.CancelledError):
+            await report_health(thread, server)
+
+    def _build(self, deliver: Callable[[list[Delivery]], None]) -> PortEngine:
+        self._deliver = deliver
+        return PortEngine(self.hub)
+
+
+class SharedHub(DraftHub):
+    """A hub whose posted work runs on another thread than vLLM's."""
+
+    def pause(self, seconds: float) -> None:
+        """Leave the turn to the other thread until it has run some work."""
+        self.outbox.send_to_drafters()
+        self.turn.wait(seconds)
+
+
+class PortEngine:
+    """Runs what the streams post, in turn with vLLM's steps. vLLM's server takes the requests."""
+
+    def __init__(self, hub: SharedHub) -> None:
+        self._hub = hub
+
+    @property
+    def drafting(self) -> DraftExchange:
+        """The engine's side of all draft streams."""
+        return self._hub.drafting
+
+    @property
+    def clock(self) -> Clock:
+        """The hub's clock."""
+        return self._hub.clock
+
+    def load(self) -> Load:
+        """How busy vLLM is."""
+        return self._hub.load()
+
+    def post(self, work: Callable[[], object]) -> None:
+        """Have the thread of `run` do `work`."""
+        self._hub.inbox.post(work)
+
+    def stop(self) -> None:
+        """Make `run` return."""
+        self._hub.inbox.stop()
+
+    def run(self) -> None:
+        """Do the posted work, between vLLM's steps and while a step waits for drafts."""
+        hub = self._hub
+        while not hub.inbox.stopped:
+            hub.inbox.wait(None)
+            with hub.turn:
+                hub.inbox.run_all()
+                hub.outbox.send_to_drafters()
+                hub.turn.notify_all()
+
+    def submit(
+        self,
+        request: TokenRequest,
+        sink: Callable[[TokenChunk | OutriderError], None],
+        span: Span,
+        matcher: Matcher | None,
+    ) -> Sequence:
+        """Refuse a request: raises OutriderError(UNSUPPORTED_PARAMETER)."""
+        message = "this port is for drafters; vLLM's own server takes the requests"
+        raise OutriderError(Reason.UNSUPPORTED_PARAMETER, message)
+
+    def cancel(self, sequence: Sequence) -> None:
+        """Not called: no request comes this way."""
+
+    def leave_unread(self, sequence: Sequence) -> None:
+        """Not called, as above."""
+
+    def read_again(self, sequence: Sequence) -> None:
+        """Not called, as above."""
+
+    def stop_gathering(self) -> None:
+        """Not called, as above."""
+
+
+def _nobody(_: list[Delivery]) -> None:
+    """No stream is open before the port is."""

@@ -1,0 +1,235 @@
+"""vLLM's scheduler with drafts of ours: all that knows the scheduler's private state.
+
+Name it with `--scheduler-cls verifier_svc.vllm.scheduler.OutriderScheduler`. Both runners of vLLM
+take a draft as `Request.spec_token_ids` and verify it in the next forward. A fault of ours ends the
+drafting and nothing else: requests go on as without drafters.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from outrider.errors import OutriderError, Reason
+from outrider.process.telemetry import NO_SPAN
+from outrider.protocol.messages import SamplingParams, SpeculationOptions, TokenRequest
+from verifier_svc.state.occupancy import Occupancy
+from verifier_svc.vllm.hub import DraftHub, Outcome
+from verifier_svc.vllm.parameters import sequence_id_of
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+    from vllm.v1.request import Request
+
+log = logging.getLogger(__name__)
+
+
+class DraftingMixin(Scheduler):  # type: ignore[misc]  # vLLM may be missing where types are checked
+    """Places drafts before each step and tells a `DraftHub` what became of them behind it.
+
+    It touches six methods. `make_hub` makes the hub of a scheduler, given vLLM's configuration.
+    """
+
+    make_hub: ClassVar[Callable[[VllmConfig], DraftHub]]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """As vLLM's scheduler. Raises OutriderError if the hub cannot be made."""
+        super().__init__(*args, **kwargs)
+        if self.vllm_config.parallel_config.pipeline_parallel_size > 1:
+            message = "vLLM cannot verify drafts with pipeline parallelism; use tensor parallelism"
+            raise OutriderError(Reason.INVALID_VALUE, message, "pipeline_parallel_size")
+        if not self.num_spec_tokens:
+            message = "must be given, since without it vLLM verifies no drafts"
+            raise OutriderError(Reason.INVALID_VALUE, message, "speculative_config")
+        self._hub = type(self).make_hub(self.vllm_config)
+        self._drafts = True
+
+    @contextmanager
+    def _guarded(self) -> Iterator[DraftHub]:
+        """Use the hub. A fault of ours is logged and ends the drafting."""
+        with self._hub.turn:
+            try:
+                yield self._hub
+            except Exception:
+                log.exception("drafting failed; requests go on without drafts")
+                self._drafts = False
+                for request in self.running:
+                    request.spec_token_ids = []
+                self._hub.give_up()
+
+    # --- requests ---
+
+    def add_request(self, request: Request) -> None:
+        """Queue a request."""
+        is_new = request.request_id not in self.requests
+        super().add_request(request)
+        if is_new and self._drafts and _generates(request):
+            with self._guarded() as hub:
+                _open(hub, request)
+
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        if self._drafts:
+            with self._guarded() as hub:
+                hub.close(request.request_id)
+        return super()._free_request(request, *args, **kwargs)
+
+    def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        if self._drafts:
+            with self._guarded() as hub:
+                hub.preempted(request.request_id)
+        super()._preempt_request(request, *args, **kwargs)
+
+    # --- a step ---
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        """Choose the tokens of the next step, after the drafts that pay have been waited for."""
+        if self._drafts:
+            with self._guarded() as hub:
+                hub.plan_step([(each.request_id, each.num_computed_tokens) for each in self.running])
+                # Work that ran meanwhile may have added and ended requests.
+                self._place(hub)
+        output = super().schedule(*args, **kwargs)
+        if self._drafts:
+            with self._guarded() as hub:
+                drafts = output.scheduled_spec_decode_tokens
+                hub.begin(output.num_scheduled_tokens, drafts)
+        return output
+
+    def _place(self, hub: DraftHub) -> None:
+        """Give the decoding requests their drafts.
+
+        vLLM would preempt a request to make room for a draft, so a draft gets only pages that are
+        free when every request has the pages of its plain step.
+        """
+        spare = self._spare_pages()
+        size = self.block_size
+        for request in self.running:
+            request.spec_token_ids = []
+            if not _decodes(request):
+                continue
+            tokens = hub.choose(request.request_id, self._room(request))
+            if not tokens:
+                continue
+            # vLLM checks no ids, and a wrong one would end its engine.
+            if not all(type(each) is int and 0 <= each < hub.limits.vocab_size for each in tokens):
+                raise ValueError(f"a draft has ids that are none: {tokens}")
+            tokens = self.structured_output_manager.validate_tokens(request, tokens)
+            held = -(-request.num_tokens // size)
+            wanted = -(-(request.num_tokens + len(tokens)) // size) - held
+            if wanted > spare:
+                tokens = tokens[: (held + spare) * size - request.num_tokens]
+                wanted = spare
+            spare -= wanted
+            request.spec_token_ids = tokens
+
+    def _spare_pages(self) -> int:
+        """Free pages beyond those of every request's plain step."""
+        size = self.block_size
+        needed = 0
+        for request in self.running:
+            step = request.num_computed_tokens + self.max_num_scheduled_tokens
+            end = min(request.num_tokens, step)
+            needed += max(0, -(-end // size) - -(-request.num_computed_tokens // size))
+        return max(0, int(self.kv_cache_manager.block_pool.get_num_free_blocks()) - needed)
+
+    def _room(self, request: Request) -> int:
+        """Draft tokens that one step could commit, besides the target's own token."""
+        left = request.max_tokens - request.num_output_tokens
+        context = self.max_model_len - request.num_tokens
+        return int(min(self.num_spec_tokens, left - 1, context - 1))
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> Any:
+        """Commit a step's tokens, and judge its drafts."""
+        if not self._drafts:
+            return super().update_from_output(scheduler_output, model_runner_output)
+        before = []
+        for request_id in scheduler_output.num_scheduled_tokens:
+            request = self.requests.get(request_id)
+            if request is not None and not request.is_finished():
+                before.append((request, request.num_output_tokens))
+        with self._guarded() as hub:
+            hub.computed()
+        result = super().update_from_output(scheduler_output, model_runner_output)
+        if self._drafts:
+            with self._guarded() as hub:
+                outcomes = [self._outcome(scheduler_output, *each) for each in before]
+                hub.commit(outcomes, self._occupancy(hub))
+        return result
+
+    def _outcome(self, output: SchedulerOutput, request: Request, had: int) -> Outcome:
+        drafted = output.scheduled_spec_decode_tokens.get(request.request_id, [])
+        if drafted and drafted[0] < 0:
+            drafted = []  # a padded row
+        return Outcome(request.request_id, list(drafted), list(request.output_token_ids[had:]))
+
+    def _occupancy(self, hub: DraftHub) -> Occupancy:
+        return Occupancy(
+            running=len(self.running),
+            waiting=len(self.waiting),
+            pages=self.kv_cache_manager.usage,
+            preemptions=hub.preemption_count,
+        )
+
+    def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
+        """Ignore the drafts of vLLM's own drafter, which is a stub."""
+
+
+def _generates(request: Request) -> bool:
+    """Whether a request gets tokens, and has a prompt of tokens. Embeddings have no drafters."""
+    return request.sampling_params is not None and request.prompt_token_ids is not None
+
+
+def _decodes(request: Request) -> bool:
+    """Whether the next step computes one token of a request, and then draws."""
+    return bool(
+        request.num_tokens - request.num_computed_tokens == 1
+        and not request.is_prefill_chunk
+        and not request.num_in_flight_tokens
+        and not request.num_output_placeholders
+    )
+
+
+def _open(hub: DraftHub, request: Request) -> None:
+    """Tell the hub of a request: of our own gateway's by its sequence, else as a new one."""
+    sequence = hub.sequences.get(sequence_id_of(request.sampling_params) or 0)
+    if sequence is None:
+        sequence = hub.new_sequence(_foreign(request), _drop, NO_SPAN, ())
+    hub.open(request.request_id, sequence)
+
+
+def _foreign(request: Request) -> TokenRequest:
+    """A request to vLLM's own server, as drafters need it.
+
+    vLLM draws its tokens with its own noise, so drafters are to guess the likeliest ones.
+    """
+    return TokenRequest(
+        prompt=list(request.prompt_token_ids),
+        max_tokens=request.max_tokens,
+        sampling=SamplingParams(temperature=0.0),
+        speculation=SpeculationOptions(draft_tokens=None),
+        tenant=request.cache_salt or "",
+        request_id=request.request_id,
+    )
+
+
+def _drop(_: object) -> None:
+    """vLLM's own server sends the tokens."""
+
+
+class OutriderScheduler(DraftingMixin):
+    """vLLM's scheduler with drafts of ours. It opens a port for drafters, see `plugin`."""
+
+    @staticmethod
+    def make_hub(vllm_config: VllmConfig) -> DraftHub:
+        """The hub of the engine in this process: of our own server's, else of a new port's."""
+        from verifier_svc.vllm import plugin
+
+        return plugin.hub_for(vllm_config)
