@@ -24,6 +24,7 @@ from gateway.text.request import (
     TextRequest,
 )
 from outrider.process.telemetry import Span
+from outrider.protocol.lacks import check_lacks
 from outrider.protocol.model_info import ModelInfo
 
 # More than the mark of a thought takes, with blanks behind it.
@@ -123,6 +124,8 @@ async def serve_text(
         def build(info: ModelInfo) -> Sequence[TextRequest]:
             """The sequences for a replica's model. Raises OutriderError."""
             requests = call.build(inputs, info)
+            for request in requests:
+                check_lacks(request.tokens, info.lacks, request.grammar_field)
             describe_settings(span, requests[0])
             return requests
 

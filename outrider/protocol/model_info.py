@@ -117,6 +117,10 @@ class ModelInfo:
     """CUDA graphs of the target's forward; 0 on a CPU."""
     graph_memory_bytes: int = 0
     """Device memory that the graphs took."""
+    engine: str = "native"
+    """What computes the target, with a version unless it is the native engine."""
+    lacks: tuple[str, ...] = ()
+    """What that engine cannot do, see `outrider.protocol.lacks`."""
 
 
 def with_fingerprint(info: ModelInfo) -> ModelInfo:

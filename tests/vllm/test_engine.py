@@ -1,6 +1,7 @@
 """Texts of vLLM's engine are those of the target alone, whatever drafters do."""
 
 import asyncio
+import functools
 import json
 import random
 from collections.abc import AsyncIterator, Callable
@@ -53,10 +54,15 @@ async def texts(client: Client, requests: list[TokenRequest]) -> list[list[int]]
     return await asyncio.gather(*(client.tokens(request) for request in requests))
 
 
+@functools.cache
+def _whole(reference: Reference, index: int) -> list[int]:
+    return reference.generate(index)
+
+
 def check(reference: Reference, index: int, tokens: list[int]) -> None:
     """As `Reference.check`, for this module's length: a shorter text ends or is a beginning."""
     prompt = reference.prompts[index]
-    whole = reference.generate(index)[: len(tokens)]
+    whole = _whole(reference, index)[: len(tokens)]
     assert tokens == whole, f"prompt {index}, {len(prompt)} tokens"
 
 

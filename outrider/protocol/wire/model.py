@@ -35,6 +35,8 @@ def model_to_proto(info: ModelInfo) -> verifier_pb2.GetModelResponse:
         fingerprint=info.fingerprint,
         graph_count=info.graph_count,
         graph_memory_bytes=info.graph_memory_bytes,
+        engine=info.engine,
+        lacks=info.lacks,
     )
     byte_count = 0
     for drafter in info.drafters:
@@ -108,6 +110,8 @@ def model_from_proto(proto: verifier_pb2.GetModelResponse) -> ModelInfo:
         fingerprint=proto.fingerprint,
         graph_count=proto.graph_count,
         graph_memory_bytes=proto.graph_memory_bytes,
+        engine=proto.engine,
+        lacks=tuple(proto.lacks),
     )
 
 

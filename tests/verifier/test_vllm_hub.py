@@ -1,0 +1,223 @@
+"""The hub behind vLLM's scheduler, driven by recorded steps without vLLM."""
+
+from __future__ import annotations
+
+import pytest
+
+from outrider.errors import OutriderError
+from outrider.process.telemetry import NO_SPAN
+from outrider.protocol.draft_messages import DraftBatch, Hello, Proposal, Skip, StepBatch
+from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
+from outrider.protocol.messages import PauseReason, SamplingParams, TokenRequest
+from verifier_svc.metrics import Metrics
+from verifier_svc.policy.draft_policy import EVERY_DRAFT
+from verifier_svc.state.drafter import Drafter
+from verifier_svc.state.occupancy import Occupancy
+from verifier_svc.vllm.hub import DraftHub, Limits, Outcome
+
+NOBODY = Occupancy()
+
+
+class Clock:
+    """Time that passes only when the hub waits."""
+
+    def __init__(self) -> None:
+        self.now = 1.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class TestHub(DraftHub):
+    """A hub whose drafters answer while it waits."""
+
+    __test__ = False
+
+    def __init__(self) -> None:
+        self.time = Clock()
+        self.messages: list[tuple[Drafter, DraftBatch]] = []
+        super().__init__(
+            Limits(vocab_size=100, max_sequences=4),
+            DraftTokensPolicy("fixed", 4),
+            Metrics("m"),
+            self._deliver,
+            EVERY_DRAFT,
+            self.time,
+        )
+        self.drafter: Drafter | None = None
+        self.told: list[StepBatch | OutriderError] = []
+        self.right = list(range(10, 60))
+        """The target's text behind each prompt."""
+        self.answers = True
+        self.lengths: dict[int, int] = {}
+        self.closed: list[int] = []
+
+    def _deliver(self, deliveries: list) -> None:  # type: ignore[type-arg]
+        for sink, message in deliveries:
+            sink(message)
+
+    def add_drafter(self) -> None:
+        self.drafter = self.drafting.join(Hello("d", "test", "f", 8), self._hear)
+
+    def _hear(self, message: StepBatch | OutriderError) -> None:
+        self.told.append(message)
+        if isinstance(message, OutriderError):
+            return
+        for opened in message.opened:
+            self.lengths[opened.sequence_id] = len(opened.token_ids)
+        for verdict in message.verdicts:
+            self.lengths[verdict.sequence_id] = verdict.committed_length
+        self.closed += [closed.sequence_id for closed in message.closed]
+        for each in self.closed:
+            self.lengths.pop(each, None)
+
+    def pause(self, seconds: float) -> None:
+        self.outbox.send_to_drafters()
+        self.time.now += min(seconds, 0.002)
+        if not self.answers or self.drafter is None:
+            return
+        batch = DraftBatch()
+        for sequence_id, length in self.lengths.items():
+            prompt = len(self.sequences[sequence_id].request.prompt)
+            guess = self.right[length - prompt : length - prompt + 4]
+            proposal = Proposal(sequence_id, length, guess)
+            batch.proposals.append(proposal) if guess else batch.skips.append(
+                Skip(sequence_id, length)
+            )
+        self.drafting.on_drafts(self.drafter, batch)
+
+
+def opened(hub: DraftHub, name: str, prompt_length: int = 5, max_tokens: int = 40) -> None:
+    request = TokenRequest(
+        [1] * prompt_length, max_tokens, SamplingParams(temperature=0.0), ignore_eos=True
+    )
+    hub.open(name, hub.new_sequence(request, lambda _: None, NO_SPAN, ()))
+
+
+def step(hub: DraftHub, name: str, computed: int, tokens: int, text: list[int]) -> list[int]:
+    """One step of a request that computes `tokens` besides its draft, and draws from `text`."""
+    hub.plan_step([(name, computed)] if computed else [])
+    draft = hub.choose(name, 4) if tokens == 1 else []
+    hub.begin({name: tokens + len(draft)}, {name: draft} if draft else {})
+    hub.computed()
+    right = 0
+    while right < min(len(draft), len(text)) and draft[right] == text[right]:
+        right += 1
+    committed = text[: right + 1]
+    hub.commit([Outcome(name, draft, committed)], NOBODY)
+    return committed
+
+
+@pytest.fixture
+def hub() -> TestHub:
+    return TestHub()
+
+
+def test_a_right_draft_is_verified_and_counted(hub: TestHub) -> None:
+    hub.add_drafter()
+    opened(hub, "a")
+    assert step(hub, "a", 0, 5, hub.right) == [10]
+    assert step(hub, "a", 5, 1, hub.right[1:]) == [11, 12, 13, 14, 15]
+    [sequence] = hub.sequences.values()
+    assert sequence.tokens[5:] == [10, 11, 12, 13, 14, 15]
+    assert (sequence.stats.draft_token_count, sequence.stats.accepted_token_count) == (4, 4)
+    judged = hub.judged[sequence.id]
+    assert (judged.drafted, judged.accepted, judged.committed) == (4, 4, 5)
+
+
+def test_a_prompt_in_chunks_commits_only_behind_its_last_chunk(hub: TestHub) -> None:
+    hub.add_drafter()
+    opened(hub, "a", prompt_length=9)
+    hub.plan_step([])
+    hub.begin({"a": 4}, {})
+    hub.computed()
+    hub.commit([Outcome("a", [], [])], NOBODY)
+    [sequence] = hub.sequences.values()
+    assert sequence.stats.forward_count == 0
+    assert step(hub, "a", 4, 5, hub.right) == [10]
+    assert sequence.stats.forward_count == 1
+
+
+def test_a_padded_row_is_no_draft(hub: TestHub) -> None:
+    """vLLM pads the row of a prompt whose last token comes alone with ids of -1."""
+    hub.add_drafter()
+    opened(hub, "a")
+    hub.plan_step([])
+    hub.begin({"a": 5 + 4}, {"a": [-1] * 4})
+    hub.computed()
+    hub.commit([Outcome("a", [], [10])], NOBODY)
+    [sequence] = hub.sequences.values()
+    assert sequence.stats.draft_count == 0
+    assert sequence.tokens[-1] == 10
+
+
+def test_a_preempted_request_keeps_its_text_and_gets_drafts_again(hub: TestHub) -> None:
+    hub.add_drafter()
+    opened(hub, "a")
+    step(hub, "a", 0, 5, hub.right)
+    hub.preempted("a")
+    assert (len(hub.running), len(hub.waiting), hub.preemption_count) == (0, 1, 1)
+    # vLLM computes the prompt and the text again, and draws the next token.
+    hub.plan_step([])
+    hub.begin({"a": 6}, {})
+    hub.computed()
+    hub.commit([Outcome("a", [], [11])], NOBODY)
+    assert (len(hub.running), len(hub.waiting)) == (1, 0)
+    assert step(hub, "a", 6, 1, hub.right[2:]) == [12, 13, 14, 15, 16]
+
+
+def test_an_aborted_request_is_closed_at_its_drafters(hub: TestHub) -> None:
+    hub.add_drafter()
+    opened(hub, "a")
+    step(hub, "a", 0, 5, hub.right)
+    [number] = hub.sequences
+    hub.close("a")
+    hub.plan_step([])
+    assert hub.closed == [number]
+    assert not hub.sequences and not hub.running and not hub.waiting
+
+
+def test_a_stop_inside_an_accepted_run_counts_what_was_committed(hub: TestHub) -> None:
+    hub.add_drafter()
+    opened(hub, "a")
+    step(hub, "a", 0, 5, hub.right)
+    [sequence] = hub.sequences.values()
+    hub.plan_step([("a", 5)])
+    draft = hub.choose("a", 4)
+    hub.begin({"a": 5}, {"a": draft})
+    hub.computed()
+    hub.close("a")  # vLLM frees the request while it commits the step
+    assert sequence.id in hub.sequences
+    hub.commit([Outcome("a", draft, draft[:2])], NOBODY)
+    assert sequence.stats.accepted_token_count == 2
+    assert not hub.sequences
+    assert hub.closed == [sequence.id]
+
+
+def test_a_silent_drafter_is_waited_for_at_most_a_second(hub: TestHub) -> None:
+    hub.add_drafter()
+    hub.answers = False
+    opened(hub, "a")
+    step(hub, "a", 0, 5, hub.right)
+    before = hub.time.now
+    assert step(hub, "a", 5, 1, hub.right[1:]) == [11]
+    assert 0.0 < hub.time.now - before <= 1.01
+
+
+def test_without_drafters_no_step_waits_and_the_pause_has_its_reason(hub: TestHub) -> None:
+    opened(hub, "a")
+    step(hub, "a", 0, 5, hub.right)
+    before = hub.time.now
+    step(hub, "a", 5, 1, hub.right[1:])
+    assert hub.time.now == before
+    [sequence] = hub.sequences.values()
+    assert sequence.pauses == {PauseReason.NO_DRAFTER: 1}
+
+
+def test_a_fault_of_ours_ends_the_drafters_streams_alone(hub: TestHub) -> None:
+    hub.add_drafter()
+    opened(hub, "a")
+    hub.give_up()
+    assert isinstance(hub.told[-1], OutriderError)
+    assert hub.sequences
+    assert not hub.drafting.roster.connected
