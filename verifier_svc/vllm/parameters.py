@@ -1,10 +1,133 @@
+"""Our requests in vLLM's parameters.
+
+vLLM gets a greedy request. How its tokens are drawn stands in `SamplingParams.extra_args`, as plain
+data under the key "outrider", where `noise` finds it in vLLM's workers. Of a request's settings
+vLLM itself applies the length, the end tokens, the grammar and the log probabilities. All that
+changes the logits is ours: so the order of its steps is that of `outrider.sampling`.
+"""
+
 from __future__ import annotations
-def sequence_id_of(parameters):
-    return ((parameters.extra_args or {}).get("outrider") or {}).get("sequence_id")
-def check(request): pass
-def vllm_parameters(sequence):
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-    r = sequence.request
-    left = r.max_tokens - len(r.committed)
-    return SamplingParams(temperature=0, max_tokens=left, ignore_eos=r.ignore_eos, stop_token_ids=list(r.stop_token_ids), detokenize=False, output_kind=RequestOutputKind.DELTA, logprobs=r.top_logprobs, prompt_logprobs=r.prompt_logprobs, extra_args={"outrider": {"sequence_id": sequence.id}})
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from outrider.grammar.kinds import Grammar, GrammarKind
+from outrider.protocol.lacks import Lack, check_lacks
+from outrider.protocol.messages import SamplingParams, TokenRequest
+from verifier_svc.state.sequence import Sequence
+
+if TYPE_CHECKING:
+    import vllm
+
+LACKS = tuple(lack.value for lack in Lack)
+"""What vLLM cannot do as our own engine does: all that an engine may lack."""
+
+_KEY = "outrider"
+_PLAIN = SamplingParams()
+# The seed stands beside the sampling, since every sequence has one.
+_FIELDS = tuple(each.name for each in fields(SamplingParams) if each.init and each.name != "seed")
+# vLLM's names of the languages; a JSON object and a choice have values of other types.
+_GRAMMARS = {
+    GrammarKind.JSON_SCHEMA: "json",
+    GrammarKind.REGEX: "regex",
+    GrammarKind.EBNF: "grammar",
+    GrammarKind.STRUCTURAL_TAG: "structural_tag",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """What decides how a request's tokens are drawn, beside the logits and the text."""
+
+    sampling: SamplingParams
+    seed: int
+    prompt_length: int
+    """Tokens of the prompt. vLLM's prompt also has what was committed before."""
+    end_ids: frozenset[int] = frozenset()
+    """The tokens that `min_tokens` keeps away; empty without it."""
+
+
+def check(request: TokenRequest) -> None:
+    """Raise OutriderError(UNSUPPORTED_PARAMETER) for what vLLM cannot do as our own engine does."""
+    grammar = request.grammar
+    check_lacks(request, LACKS, "" if grammar is None else grammar.field)
+
+
+def vllm_parameters(sequence: Sequence) -> vllm.SamplingParams:
+    """The parameters of vLLM's request for a sequence. Its prompt is all of `sequence.tokens`.
+
+    Outputs have the tokens since the last one. Log probabilities are vLLM's "raw_logprobs".
+    """
+    import vllm
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+
+    request = sequence.request
+    structured = None
+    if request.grammar is not None:
+        structured = StructuredOutputsParams(**_constraint(request.grammar))
+    return vllm.SamplingParams(
+        temperature=0.0,
+        max_tokens=request.max_tokens - len(request.committed),
+        # The end tokens are all here, so vLLM adds none of its own.
+        stop_token_ids=sorted(sequence.end_ids),
+        ignore_eos=True,
+        logprobs=request.top_logprobs,
+        prompt_logprobs=request.prompt_logprobs,
+        structured_outputs=structured,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+        extra_args={_KEY: _plain(sequence)},
+    )
+
+
+def _constraint(grammar: Grammar) -> dict[str, Any]:
+    if grammar.kind is GrammarKind.JSON_OBJECT:
+        return {"json_object": True}
+    if grammar.kind is GrammarKind.CHOICE:
+        return {"choice": list(grammar.choices)}
+    return {_GRAMMARS[grammar.kind]: grammar.text}
+
+
+def _plain(sequence: Sequence) -> dict[str, Any]:
+    """What a worker has to know of a sequence. Only the sequence's id if vLLM's draw is right."""
+    request = sequence.request
+    sampling = request.sampling
+    plain: dict[str, Any] = {"sequence_id": sequence.id}
+    if sampling.greedy and not sampling.adjusts:
+        return plain
+    plain |= {"seed": sequence.seed, "prompt_length": len(request.prompt)}
+    if sampling.min_tokens:
+        plain["end_ids"] = sorted(sequence.end_ids)
+    for name in _FIELDS:
+        value = getattr(sampling, name)
+        if value != getattr(_PLAIN, name):
+            plain[name] = value
+    return plain
+
+
+def sequence_id_of(parameters: vllm.SamplingParams) -> int | None:
+    """The id of the sequence behind a request of vLLM; None for a request that is not ours."""
+    number = _ours(parameters).get("sequence_id")
+    return number if isinstance(number, int) else None
+
+
+def drawing_of(parameters: vllm.SamplingParams) -> Drawing | None:
+    """How to draw a request's tokens; None if vLLM draws them: greedy ones, and those not ours."""
+    plain = _ours(parameters)
+    if "seed" not in plain:
+        return None
+    sampling = SamplingParams(**{name: _frozen(plain[name]) for name in _FIELDS if name in plain})
+    end_ids = frozenset(plain.get("end_ids", ()))
+    return Drawing(sampling, plain["seed"], plain["prompt_length"], end_ids)
+
+
+def _ours(parameters: vllm.SamplingParams) -> Mapping[str, Any]:
+    """Our part of the extra arguments. vLLM's HTTP server takes no mapping there, so it is ours."""
+    plain = (parameters.extra_args or {}).get(_KEY)
+    return plain if isinstance(plain, dict) else {}
+
+
+def _frozen(value: Any) -> Any:
+    """The value with tuples in place of lists, which they become between processes."""
+    return tuple(map(_frozen, value)) if isinstance(value, (list, tuple)) else value

@@ -1,8 +1,213 @@
+"""What vLLM's two runners need to verify drafts that its scheduler brings.
+
+vLLM verifies drafts only beside a drafter of its own, so each runner gets one that never drafts.
+The first runner takes its class by name. The second has a closed list of drafters, so `install`,
+a general plugin of vLLM, puts ours in the place of the n-gram drafter. It also hands the drafts of
+the scheduler to that runner, which would otherwise look only at its own drafter's.
+"""
+
 from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from verifier_svc.vllm.versions import check_version
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+SCHEDULER = "verifier_svc.vllm.scheduler.OutriderScheduler"
+_V2_MODULE = "vllm.v1.worker.gpu.model_runner"
+
+
+def uses_v2() -> bool:
+    """Whether vLLM takes its second runner, given a configuration that both can serve."""
+    from vllm import envs
+    from vllm.triton_utils import HAS_TRITON
+
+    wanted = envs.VLLM_USE_V2_MODEL_RUNNER
+    return bool(HAS_TRITON if wanted is None else wanted)
+
+
+def engine_arguments(draft_tokens: int, *, v2: bool) -> dict[str, Any]:
+    """vLLM's arguments for drafts of at most `draft_tokens` on the second runner, or the first."""
+    drafter: dict[str, Any] = {"method": "custom_class", "model": f"{__name__}.NoProposer"}
+    arguments: dict[str, Any] = {"scheduler_cls": SCHEDULER}
+    if v2:
+        # The numbers of a lookup are required; `install` replaces what would use them.
+        drafter = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 2}
+        arguments["logits_processors"] = ["verifier_svc.vllm.noise:CoupledNoise"]
+    drafter["num_speculative_tokens"] = draft_tokens
+    return {**arguments, "speculative_config": drafter}
+
+
+def is_ours(vllm_config: VllmConfig) -> bool:
+    """Whether an engine has our scheduler, or one made of it."""
+    scheduler = vllm_config.scheduler_config.scheduler_cls
+    name = scheduler if isinstance(scheduler, str) else getattr(scheduler, "__qualname__", "")
+    return name.rpartition(".")[2] == SCHEDULER.rpartition(".")[2]
+
+
+# --- the first runner ---
+
+
 class NoProposer:
-    def __init__(self, vllm_config): pass
-    def load_model(self, model): pass
-    def propose(self, sampled_token_ids, *a, **k): return [[] for _ in sampled_token_ids]
-def install(): pass
-def engine_arguments(draft_tokens):
-    return {"speculative_config": {"method": "custom_class", "model": "verifier_svc.vllm.runner.NoProposer", "num_speculative_tokens": draft_tokens}}
+    """The first runner's drafter: drafts nothing. The runner that has it draws with our noise."""
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        """Hook the class of the runner. Raises OutriderError for an unknown version of vLLM."""
+        import vllm
+        from vllm.platforms import current_platform
+        from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+        check_version(vllm.__version__)
+        self.noise: Any = None
+        if not hasattr(GPUModelRunner._sample, "__wrapped__"):
+            GPUModelRunner._sample = _with_noise(GPUModelRunner._sample)
+        if current_platform.is_cpu():
+            from vllm.triton_utils.dispatcher import register_kernels
+
+            register_kernels({"vllm.v1.sample.rejection_sampler.expand_kernel": _expand})
+
+    def load_model(self, model: object) -> None:
+        """Load nothing; the runner asks for it."""
+
+    def propose(
+        self, sampled_token_ids: Sequence[object], *args: object, **kwargs: object
+    ) -> list[list[int]]:
+        """No draft for any request."""
+        return [[] for _ in sampled_token_ids]
+
+
+def _with_noise(sample: Callable[..., Any]) -> Callable[..., Any]:
+    """The runner's `_sample` that draws with our noise if its drafter is `NoProposer`."""
+    from verifier_svc.vllm.noise import V1Noise
+
+    @wraps(sample)
+    def _sample(runner: Any, logits: torch.Tensor, metadata: Any) -> Any:
+        proposer = getattr(runner, "drafter", None)
+        if not isinstance(proposer, NoProposer):
+            return sample(runner, logits, metadata)
+        if metadata is not None and not any(metadata.num_draft_tokens):
+            metadata = None  # without it vLLM samples plainly, which takes less time
+        if proposer.noise is None:
+            proposer.noise = V1Noise(runner)
+        proposer.noise.draw(logits, metadata)
+        try:
+            return sample(runner, logits, metadata)
+        finally:
+            proposer.noise.clear()
+
+    return _sample
+
+
+def _expand(
+    output_ptr: torch.Tensor,
+    input_ptr: torch.Tensor,
+    cu_num_tokens_ptr: torch.Tensor,
+    replace_from: float,
+    replace_to: float,
+    MAX_NUM_TOKENS: object = None,
+) -> None:
+    """Repeat each request's number for its draft tokens.
+
+    vLLM's own function for CPUs (0.32, 0.33) writes to a copy, so that temperature, top-k and top-p
+    of draft rows are whatever was in memory.
+    """
+    replaced = torch.where(input_ptr == replace_from, replace_to, input_ptr)
+    counts = torch.diff(cu_num_tokens_ptr, prepend=cu_num_tokens_ptr.new_zeros(1)).long()
+    output_ptr.copy_(torch.repeat_interleave(replaced, counts))
+
+
+# --- the second runner ---
+
+
+def install() -> None:
+    """Let the second runner take our drafts; for the entry point group `vllm.general_plugins`.
+
+    Without effect on engines that have another scheduler.
+    """
+    from vllm.v1.worker.gpu import spec_decode
+
+    if hasattr(spec_decode.init_speculator, "__wrapped__"):
+        return
+    init_speculator = _with_ours(spec_decode.init_speculator)
+    spec_decode.init_speculator = init_speculator
+    if _V2_MODULE in sys.modules:
+        sys.modules[_V2_MODULE].init_speculator = init_speculator  # type: ignore[attr-defined]
+
+
+def _with_ours(init_speculator: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(init_speculator)
+    def choose(vllm_config: VllmConfig, device: torch.device, req_states: Any) -> Any:
+        if not is_ours(vllm_config):
+            return init_speculator(vllm_config, device, req_states)
+        import vllm
+        from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+        check_version(vllm.__version__)
+        if not hasattr(GPUModelRunner.prepare_inputs, "__wrapped__"):
+            GPUModelRunner.prepare_inputs = _with_drafts(GPUModelRunner.prepare_inputs)
+        return NoSpeculator(vllm_config, device)
+
+    return choose
+
+
+class NoSpeculator:
+    """The second runner's drafter: drafts nothing. It has what the runner asks of a drafter."""
+
+    num_query_per_req = 1
+    num_extra_query_per_req = 0
+    supports_mm_inputs = False
+    draft_logits = None
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
+        rows = vllm_config.scheduler_config.max_num_seqs
+        columns = vllm_config.speculative_config.num_speculative_tokens
+        self._nothing = torch.zeros(rows, columns, dtype=torch.int64, device=device)
+
+    def init_cudagraph_manager(self, cudagraph_mode: object) -> None:
+        """Prepare nothing."""
+
+    def capture(self) -> None:
+        """Capture nothing."""
+
+    def propose(self, input_batch: Any, *args: object, **kwargs: object) -> torch.Tensor:
+        """Tokens int64 [requests, draft tokens] that no step verifies."""
+        return self._nothing[: input_batch.num_reqs]
+
+
+def _with_drafts(prepare_inputs: Callable[..., Any]) -> Callable[..., Any]:
+    """The runner's `prepare_inputs` that takes the scheduler's drafts, if the scheduler is ours."""
+    from verifier_svc.vllm.noise import CoupledNoise
+
+    @wraps(prepare_inputs)
+    def prepare(runner: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_ours(runner.vllm_config):
+            _take_drafts(runner.req_states, scheduler_output.scheduled_spec_decode_tokens)
+            for processor in runner.sampler.logits_processors if runner.sampler else ():
+                if isinstance(processor, CoupledNoise):
+                    processor.begin_step(scheduler_output, runner.req_states.req_id_to_index)
+        return prepare_inputs(runner, scheduler_output, *args, **kwargs)
+
+    return prepare
+
+
+def _take_drafts(req_states: Any, drafts: dict[str, list[int]]) -> None:
+    """Write the scheduler's drafts where the runner looks for its drafter's, in one copy."""
+    from vllm.utils.torch_utils import async_tensor_h2d
+
+    table = req_states.draft_tokens
+    width = table.shape[1]
+    rows: list[list[int]] = []
+    for request_id, tokens in drafts.items():
+        if tokens[0] >= 0:  # else a padded row
+            place = req_states.req_id_to_index[request_id]
+            rows.append([place, *tokens, *[0] * (width - len(tokens))])
+    if rows:
+        sent = async_tensor_h2d(rows, dtype=torch.int64, device=table.device)
+        table[sent[:, 0]] = sent[:, 1:]

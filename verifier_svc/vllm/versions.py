@@ -1,1 +1,16 @@
-def check(): pass
+"""The versions of vLLM whose private parts are known to be as this package takes them."""
+
+from __future__ import annotations
+
+from outrider.errors import invalid
+
+SUPPORTED = ("0.32", "0.33")
+"""Minor versions. Tests run the first; in the others the parts that are used were read."""
+
+
+def check_version(version: str) -> None:
+    """Raise OutriderError(INVALID_VALUE) unless the version of vLLM is supported."""
+    minor = ".".join(version.split(".")[:2])
+    if minor not in SUPPORTED:
+        known = " and ".join(SUPPORTED)
+        raise invalid("vllm", f"has version {version}; install one of the versions {known}")
