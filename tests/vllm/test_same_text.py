@@ -135,3 +135,8 @@ def test_a_seed_gives_the_text_of_our_own_engine_with_any_drafts(
     assert written["wrong"]["accepted"] == 0
     assert written["right"]["accepted"] == written["right"]["drafted"] > 100
     assert 0 < written["ragged"]["accepted"] < written["ragged"]["drafted"]
+
+
+def test_two_ranks_write_the_same_text(cases: list[Case], texts: list[list[int]]) -> None:
+    written = write("v1", cases, texts, ["none", "ragged"], tensor_parallel_size=2)
+    assert [found["texts"] for found in written.values()] == [texts, texts]

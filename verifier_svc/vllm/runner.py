@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from outrider.errors import invalid
 from verifier_svc.vllm.versions import check_version
 
 if TYPE_CHECKING:
@@ -43,6 +44,15 @@ def engine_arguments(draft_tokens: int, *, v2: bool) -> dict[str, Any]:
         arguments["logits_processors"] = ["verifier_svc.vllm.noise:CoupledNoise"]
     drafter["num_speculative_tokens"] = draft_tokens
     return {**arguments, "speculative_config": drafter}
+
+
+def check_config(vllm_config: VllmConfig) -> None:
+    """Raise OutriderError(INVALID_VALUE) unless vLLM's drafter is the one that has to give way."""
+    wanted = "ngram" if vllm_config.use_v2_model_runner else "custom_class"
+    found = getattr(vllm_config.speculative_config, "method", None)
+    if found != wanted:
+        message = f"needs the method {wanted}, not {found}: our drafters take its place"
+        raise invalid("speculative_config", message)
 
 
 def is_ours(vllm_config: VllmConfig) -> bool:
