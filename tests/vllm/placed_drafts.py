@@ -36,7 +36,11 @@ class OutriderScheduler(Scheduler):  # type: ignore[misc]
                 continue
             request, had = before[request_id]
             OutriderScheduler.drafted += len(tokens)
-            OutriderScheduler.accepted += len(request.output_token_ids) - had - 1
+            committed = list(request.output_token_ids[had:])
+            OutriderScheduler.accepted += next(
+                (i for i, token in enumerate(tokens) if committed[i : i + 1] != [token]),
+                len(tokens),
+            )
         return result
 
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:

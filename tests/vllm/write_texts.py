@@ -31,10 +31,11 @@ def main() -> None:
     if v2:
         _interpret_triton()
     sys.path[:0] = [str(Path(__file__).parent), str(ROOT)]
-    answer = sys.stdout
-    sys.stdout = sys.stderr  # vLLM prints
     asked = json.load(sys.stdin)
-    json.dump(_texts(asked, v2), answer)
+    # vLLM and its libraries print.
+    with os.fdopen(os.dup(1), "w") as answer:
+        os.dup2(2, 1)
+        json.dump(_texts(asked, v2), answer)
 
 
 def _interpret_triton() -> None:
