@@ -4,16 +4,21 @@ import asyncio
 import functools
 import json
 import random
+import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
+import httpx
 import pytest
+from conftest import FLAGS, START_S
 from raw_drafter import RawDrafter, dialled
-from stack import Client, Stack
+from stack import Client, Stack, running
 from test_greedy_equality import Reference
 
-from outrider.errors import OutriderError, Reason
+from outrider.errors import Reason
 from outrider.grammar.kinds import Grammar, GrammarKind
+from outrider.process.ports import free_port
 from outrider.protocol.messages import (
     FinishReason,
     SamplingParams,
@@ -211,6 +216,22 @@ async def test_log_probabilities_are_those_of_the_native_engine(
             assert own.top_logprobs == pytest.approx(other.top_logprobs, abs=1e-3)
 
 
+async def test_seeded_texts_are_those_of_the_native_engine(
+    stack: Stack, native: Stack, reference: Reference
+) -> None:
+    sampling = SamplingParams(temperature=0.9, top_p=0.95, min_p=0.02, repetition_penalty=1.1)
+    found = []
+    for each, name in ((native, "no drafter"), (stack, "no drafter"), (stack, "all at once")):
+        requests = [
+            asked(reference.prompts[i], CONFIGURATIONS[name], sampling=replace(sampling, seed=i))
+            for i in PROMPTS
+        ]
+        async with Client(each.address) as client:
+            found.append(await texts(client, requests))
+    assert found[0] == found[1] == found[2]
+    assert len({tuple(text) for text in found[0]}) == len(PROMPTS)
+
+
 async def test_tenants_share_no_cached_prefix(stack: Stack, reference: Reference) -> None:
     prompt = [*range(100, 400)]
 
@@ -267,3 +288,31 @@ async def test_an_answer_goes_on_behind_committed_tokens(
         chunks = await client.generate(request)
     assert [token for chunk in chunks for token in chunk.token_ids] == whole[15:40]
     assert chunks[-1].finish_reason is FinishReason.LENGTH
+
+
+def preemptions(port: int) -> float:
+    page = httpx.get(f"http://127.0.0.1:{port}/metrics").text
+    [line] = re.findall(r"^outrider:num_preemptions_total\{.*\} (\S+)$", page, re.MULTILINE)
+    return float(line)
+
+
+@pytest.mark.slow
+async def test_drafts_preempt_nobody(reference: Reference) -> None:
+    """With pages for a few requests alone, vLLM preempts as often as without drafters."""
+    counts = {}
+    for name in ("no drafter", "wrong"):
+        port = free_port()
+        pages = ("--engine-arg", "num_gpu_blocks_override=24", "--engine-arg", "block_size=32")
+        stack = Stack(*FLAGS, *pages, "--metrics-port", str(port))
+        with running(stack, START_S):
+            async with Client(stack.address) as client:
+                requests = [
+                    asked(reference.prompts[i], SpeculationOptions(), max_tokens=100)
+                    for i in PROMPTS[:8]
+                ]
+                async with drafting(client, "bad", wrong if name == "wrong" else silent, 0.0):
+                    answers = await texts(client, requests)
+            counts[name] = preemptions(port)
+        for index, tokens in zip(PROMPTS[:8], answers, strict=True):
+            check(reference, index, tokens[:TOKENS])
+    assert counts["wrong"] == counts["no drafter"] > 0

@@ -239,6 +239,7 @@ class VllmEngine:
         Without it the budget that bounds the harm of useless drafters would not be in force.
         """
         hub = self._hub
+        self._try_logprobs()
         end = hub.clock() + _TRIALS_S
         most = hub.limits.max_sequences
         batches = dict.fromkeys([1, most, *(2**i for i in range(2, most.bit_length()))])
@@ -246,6 +247,13 @@ class VllmEngine:
             if batch > 1 and hub.clock() > end:
                 continue
             self._try_batch(min(batch, most))
+
+    def _try_logprobs(self) -> None:
+        """Let vLLM compile what log probabilities need, which takes up to half a minute."""
+        request = TokenRequest([0] * 4, 2, ignore_eos=True, top_logprobs=1, prompt_logprobs=1)
+        self.submit(request, _drop_chunk)
+        while self._llm.has_unfinished_requests():
+            self.step()
 
     def _try_batch(self, batch: int) -> None:
         """Measure steps of `batch` sequences with none, some and all of the draft tokens."""

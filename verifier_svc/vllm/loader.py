@@ -22,7 +22,7 @@ from verifier_svc.engine.outbox import Delivery
 from verifier_svc.metrics import Metrics
 from verifier_svc.policy.draft_policy import EVERY_DRAFT, PAYING_DRAFTS
 from verifier_svc.streams.servicer import VerifierServicer
-from verifier_svc.vllm import plugin, runner, versions
+from verifier_svc.vllm import parameters, plugin, runner, versions
 from verifier_svc.vllm.engine import VllmEngine
 from verifier_svc.vllm.hub import DraftHub, Limits
 
@@ -34,7 +34,6 @@ _NATIVE_ONLY = {
     "synthetic_acceptance_rate": None,
     "page_count": None,
 }
-SCHEDULER = "verifier_svc.vllm.scheduler.OutriderScheduler"
 
 
 class VllmLoader:
@@ -44,7 +43,7 @@ class VllmLoader:
         self, settings: VerifierSettings, servicer: VerifierServicer, metrics: Metrics
     ) -> None:
         """Raises OutriderError for settings that vLLM's engine cannot keep, or another vLLM."""
-        versions.check()
+        versions.check_version(installed_version())
         for name, nothing in _NATIVE_ONLY.items():
             if getattr(settings, name) != nothing:
                 raise invalid(name, "is for the native engine alone; vLLM has no such setting")
@@ -108,9 +107,8 @@ class VllmLoader:
             "disable_log_stats": True,
         }
         arguments |= _read(settings.engine_arg)
-        arguments |= runner.engine_arguments(policy.max_draft_tokens)
-        arguments["scheduler_cls"] = SCHEDULER
-        runner.install()
+        v2 = runner.uses_v2()
+        arguments |= runner.engine_arguments(policy.max_draft_tokens, v2=v2)
         try:
             return LLMEngine.from_engine_args(EngineArgs(**arguments))
         except TypeError as error:
@@ -138,8 +136,20 @@ class VllmLoader:
                 weights_fingerprint=weights_fingerprint(self._settings.target),
                 acceptance_settings=tuple(sorted(settings.items())),
                 server_version=__version__,
+                engine=f"vllm {installed_version()}",
+                lacks=parameters.LACKS,
             )
         )
+
+
+def installed_version() -> str:
+    """The version of vLLM. Raises OutriderError(INVALID_VALUE) if there is none."""
+    try:
+        import vllm
+    except ImportError as error:
+        hint = "vllm is not installed; pip install 'outrider[vllm]' in an environment of its own"
+        raise invalid("engine", hint) from error
+    return str(vllm.__version__)
 
 
 def _read(texts: list[str]) -> dict[str, Any]:

@@ -15,6 +15,8 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from typing import Any
 
+import vllm
+
 from outrider import __version__
 from outrider.errors import OutriderError, Reason
 from outrider.grammar.backends import Matcher
@@ -36,7 +38,6 @@ from verifier_svc.metrics import Metrics
 from verifier_svc.policy.draft_policy import EVERY_DRAFT, PAYING_DRAFTS
 from verifier_svc.state.sequence import Sequence
 from verifier_svc.streams.servicer import VerifierServicer, report_health
-from verifier_svc.vllm import versions
 from verifier_svc.vllm.hub import DraftHub, Limits
 
 log = logging.getLogger(__name__)
@@ -62,7 +63,6 @@ def hub_for(vllm_config: Any) -> DraftHub:
     """
     if _own:
         return _own[-1](vllm_config)
-    versions.check()
     settings = _settings(vllm_config)
     port = DraftPort(settings, vllm_config)
     port.start()
@@ -110,6 +110,7 @@ class DraftPort:
             device=str(vllm_config.device_config.device),
             max_draft_tokens=policy.max_draft_tokens,
             server_version=__version__,
+            engine=f"vllm {vllm.__version__}",
         )
         self._started: Future[None] = Future()
 

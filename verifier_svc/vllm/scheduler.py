@@ -20,6 +20,7 @@ from outrider.protocol.messages import SamplingParams, SpeculationOptions, Token
 from verifier_svc.state.occupancy import Occupancy
 from verifier_svc.vllm.hub import DraftHub, Outcome
 from verifier_svc.vllm.parameters import sequence_id_of
+from verifier_svc.vllm.runner import check_config
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -39,14 +40,12 @@ class DraftingMixin(Scheduler):  # type: ignore[misc]  # vLLM may be missing whe
     make_hub: ClassVar[Callable[[VllmConfig], DraftHub]]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """As vLLM's scheduler. Raises OutriderError if the hub cannot be made."""
+        """As vLLM's scheduler. Raises OutriderError if drafts cannot be verified or placed."""
         super().__init__(*args, **kwargs)
         if self.vllm_config.parallel_config.pipeline_parallel_size > 1:
             message = "vLLM cannot verify drafts with pipeline parallelism; use tensor parallelism"
             raise OutriderError(Reason.INVALID_VALUE, message, "pipeline_parallel_size")
-        if not self.num_spec_tokens:
-            message = "must be given, since without it vLLM verifies no drafts"
-            raise OutriderError(Reason.INVALID_VALUE, message, "speculative_config")
+        check_config(self.vllm_config)
         self._hub = type(self).make_hub(self.vllm_config)
         self._drafts = True
 
