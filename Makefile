@@ -27,14 +27,14 @@ test: $(VENV)/installed-dev tools
 test-slow: $(VENV)/installed-dev tools
 	@$(MAKE) --no-print-directory --jobs=2 --keep-going test-apart test-together MARK=slow
 
-test-all: test test-slow
+test-all: test test-slow test-vllm
 
 # Tests with clients, servers and time-outs run one by one, and mostly wait. Tests without a clock
 # run beside them at a lower priority; their output follows at the end. At the lowest priority they
 # would not run at all on a busy machine.
 TOGETHER := $(addprefix tests/, losslessness simulator lm heads experiment verifier shared grammar \
   repo placement)
-APART = $(filter-out $(TOGETHER:%=%/),$(wildcard tests/*/))
+APART = $(filter-out tests/vllm/ $(TOGETHER:%=%/),$(wildcard tests/*/))
 test-apart:
 	$(BIN)/python -m pytest -m "$(MARK)" $(APART)
 
@@ -95,13 +95,20 @@ audit: $(SUPPLY)/installed
 	$(SUPPLY)/bin/python compose/audit.py $(SUPPLY)/bin/pip-audit $(PINNED)/heavy.txt \
 	  $(PINNED)/gpu.txt $(PINNED)/build.txt constraints.txt
 
-.PHONY: tools agents
+.PHONY: tools agents vllm test-vllm
 tools:
 	@tests/install-tools.sh
 
 # Released clients of agents. Their tests, which are slow, are skipped where these are missing.
 agents:
 	@PYTHON=$(PYTHON) tests/agents/install.sh
+
+# vLLM in an environment of its own, and the tests with vLLM as the engine.
+vllm: $(VENV)/installed-dev
+	@PYTHON=$(PYTHON) tests/vllm/install.sh
+
+test-vllm: vllm
+	LD_PRELOAD=$(CURDIR)/build/vllm/lib/libiomp5.so build/vllm/bin/python -m pytest tests/vllm
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

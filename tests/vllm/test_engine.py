@@ -129,7 +129,9 @@ async def draft(drafter: RawDrafter, answer: Answer, delay_s: float) -> None:
 
 
 @asynccontextmanager
-async def drafting(client: Client, name: str, answer: Answer, delay_s: float) -> AsyncIterator[None]:
+async def drafting(
+    client: Client, name: str, answer: Answer, delay_s: float
+) -> AsyncIterator[None]:
     async with dialled(client, name) as drafter:
         work = asyncio.create_task(draft(drafter, answer, delay_s))
         try:
@@ -302,8 +304,9 @@ async def test_drafts_preempt_nobody(reference: Reference) -> None:
     counts = {}
     for name in ("no drafter", "wrong"):
         port = free_port()
-        pages = ("--engine-arg", "num_gpu_blocks_override=24", "--engine-arg", "block_size=32")
-        stack = Stack(*FLAGS, *pages, "--metrics-port", str(port))
+        pages = {"num_gpu_blocks_override": 20, "block_size": 32, "max_model_len": 512}
+        flags = [word for key in pages for word in ("--engine-arg", f"{key}={pages[key]}")]
+        stack = Stack(*FLAGS, *flags, "--metrics-port", str(port))
         with running(stack, START_S):
             async with Client(stack.address) as client:
                 requests = [

@@ -9,10 +9,11 @@ from pathlib import Path
 import httpx
 import pytest
 from stack import DRAFT, TARGET, Client, Process
-from test_engine import PROMPTS, drafting, garbage, silent, wrong
+from test_engine import PROMPTS, Answer, drafting, garbage, silent, wrong
 from test_greedy_equality import Reference
 
 from outrider.process.ports import free_port
+from outrider.protocol.messages import TokenRequest
 from verifier_svc.vllm.runner import engine_arguments
 
 TOKENS = 40
@@ -79,6 +80,7 @@ def server() -> Iterator[VllmServer]:
         yield server
     finally:
         server.process.stop(60)
+        server.process.log.close()
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +98,7 @@ async def check_texts(server: VllmServer, reference: Reference) -> None:
 
 async def connected(server: VllmServer, count: int) -> None:
     async with Client(server.drafts) as client, asyncio.timeout(60):
-        while sum(each.connected for each in (await client.model()).drafters) != count:
+        while sum(each.connected for each in (await client.model()).drafters) != count:  # noqa: ASYNC110
             await asyncio.sleep(0.1)
 
 
@@ -126,18 +128,15 @@ async def test_texts_are_the_targets_with_no_drafter_with_two_and_with_one_kille
 
 @pytest.mark.parametrize("answer", [wrong, garbage, silent], ids=["wrong", "garbage", "hung"])
 async def test_a_bad_drafter_changes_no_text_of_vllms_server(
-    server: VllmServer, reference: Reference, answer: object
+    server: VllmServer, reference: Reference, answer: Answer
 ) -> None:
-    async with Client(server.drafts) as client:
-        async with drafting(client, "bad", answer, 0.0):  # type: ignore[arg-type]
-            await check_texts(server, reference)
+    async with Client(server.drafts) as client, drafting(client, "bad", answer, 0.0):
+        await check_texts(server, reference)
 
 
 async def test_the_drafters_port_takes_no_requests(
     server: VllmServer, reference: Reference
 ) -> None:
-    from outrider.protocol.messages import TokenRequest
-
     async with Client(server.drafts) as client:
         with pytest.raises(Exception, match="vLLM's own server takes the requests"):
             await client.tokens(TokenRequest(reference.prompts[0], 4))

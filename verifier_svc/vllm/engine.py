@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Sequence as SequenceOf
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -127,7 +128,8 @@ class VllmEngine:
             self._llm.add_request(name, prompt, parameters.vllm_parameters(sequence))
         except ValueError as error:
             self._drop(sequence)
-            raise OutriderError(Reason.INVALID_VALUE, f"vLLM refuses the request: {error}") from error
+            message = f"vLLM refuses the request: {error}"
+            raise OutriderError(Reason.INVALID_VALUE, message) from error
 
     def cancel(self, sequence: Sequence) -> None:
         """End a sequence without a message to its client, and free its pages."""

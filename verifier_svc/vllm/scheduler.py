@@ -8,9 +8,9 @@ drafting and nothing else: requests go on as without drafters.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -23,7 +23,6 @@ from verifier_svc.vllm.parameters import sequence_id_of
 from verifier_svc.vllm.runner import check_config
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
     from vllm.v1.request import Request
@@ -34,10 +33,8 @@ log = logging.getLogger(__name__)
 class DraftingMixin(Scheduler):  # type: ignore[misc]  # vLLM may be missing where types are checked
     """Places drafts before each step and tells a `DraftHub` what became of them behind it.
 
-    It touches six methods. `make_hub` makes the hub of a scheduler, given vLLM's configuration.
+    It wraps six methods of vLLM's.
     """
-
-    make_hub: ClassVar[Callable[[VllmConfig], DraftHub]]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """As vLLM's scheduler. Raises OutriderError if drafts cannot be verified or placed."""
@@ -46,8 +43,12 @@ class DraftingMixin(Scheduler):  # type: ignore[misc]  # vLLM may be missing whe
             message = "vLLM cannot verify drafts with pipeline parallelism; use tensor parallelism"
             raise OutriderError(Reason.INVALID_VALUE, message, "pipeline_parallel_size")
         check_config(self.vllm_config)
-        self._hub = type(self).make_hub(self.vllm_config)
+        self._hub = self._make_hub()
         self._drafts = True
+
+    def _make_hub(self) -> DraftHub:
+        """The hub of this scheduler; raises OutriderError if it cannot be made."""
+        raise NotImplementedError
 
     @contextmanager
     def _guarded(self) -> Iterator[DraftHub]:
@@ -90,7 +91,7 @@ class DraftingMixin(Scheduler):  # type: ignore[misc]  # vLLM may be missing whe
         """Choose the tokens of the next step, after the drafts that pay have been waited for."""
         if self._drafts:
             with self._guarded() as hub:
-                hub.plan_step([(each.request_id, each.num_computed_tokens) for each in self.running])
+                hub.plan_step((each.request_id, each.num_computed_tokens) for each in self.running)
                 # Work that ran meanwhile may have added and ended requests.
                 self._place(hub)
         output = super().schedule(*args, **kwargs)
@@ -226,9 +227,8 @@ def _drop(_: object) -> None:
 class OutriderScheduler(DraftingMixin):
     """vLLM's scheduler with drafts of ours. It opens a port for drafters, see `plugin`."""
 
-    @staticmethod
-    def make_hub(vllm_config: VllmConfig) -> DraftHub:
-        """The hub of the engine in this process: of our own server's, else of a new port's."""
+    def _make_hub(self) -> DraftHub:
+        """The hub of our own server's engine in this process, else of a new port for drafters."""
         from verifier_svc.vllm import plugin
 
-        return plugin.hub_for(vllm_config)
+        return plugin.hub_for(self.vllm_config)
