@@ -36,7 +36,15 @@ from outrider_bench.grown import grown_checkpoint
 from outrider_bench.processor import processor_name
 from outrider_bench.report import Results, tables, write
 from outrider_bench.rounds import there_and_back
-from outrider_bench.ways import Measure, Pair, Task, outrider_stack, transformers_ways, vllm_way
+from outrider_bench.ways import (
+    Measure,
+    Pair,
+    Task,
+    outrider_stack,
+    transformers_ways,
+    vllm_way,
+    vllm_with_drafter,
+)
 
 # Rates are compared with the first of these that was measured.
 _BASES = ("transformers", "outrider, plain")
@@ -216,6 +224,12 @@ async def _ways(
                 ways[name] = await stack.enter_async_context(
                     vllm_way(pair, settings.vllm, sizes, speculative)
                 )
+        for name, drafter in _vllm_drafters(pair).items():
+            if wanted(name):
+                sizes = max(settings.batches)
+                ways[name] = await stack.enter_async_context(
+                    vllm_with_drafter(pair, settings.vllm, sizes, drafter)
+                )
     console.print(f"{pair.name}: {', '.join(ways)}")
     return {name: way for name, way in ways.items() if wanted(name)}
 
@@ -254,6 +268,17 @@ def _vllm_methods(pair: Pair) -> dict[str, dict[str, Any] | None]:
         "vllm, ngram": {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1, **count},
         "vllm, draft_model": {"method": "draft_model", "model": str(pair.draft), **count},
         "vllm, suffix": {"method": "suffix", **count},
+    }
+
+
+def _vllm_drafters(pair: Pair) -> dict[str, list[str]]:
+    """vLLM with our scheduler: the flags of the drafter that dials it; none without one."""
+    draft = ["--model", str(pair.draft), "--dtype", pair.dtype, "--threads", "1"]
+    return {
+        "vllm, our scheduler": [],
+        "vllm, our ngram": ["--family", "ngram"],
+        "vllm, our model": ["--family", "model", *draft],
+        "vllm, always wrong": ["--family", "outrider_bench.wrong_drafter:WrongFamily"],
     }
 
 

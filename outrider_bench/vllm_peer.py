@@ -3,7 +3,9 @@
 It answers each JSON line with one.
 In: {"prompts": [[ids]], "batch": n, "lengths": [n]}.
 Out: the fields of `outrider_bench.sample.Sample`.
-`batch` requests are kept under way, a new one for each that ends. Imports nothing of Outrider's.
+`batch` requests are kept under way, a new one for each that ends. Imports Outrider only for
+`--drafts`, which has vLLM's scheduler take drafts from drafters that dial
+OUTRIDER_VERIFIER_LISTEN.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ def main() -> None:
     parser.add_argument("--dtype", required=True)
     parser.add_argument("--max-sequences", type=int, required=True)
     parser.add_argument("--speculative", help="JSON of vLLM's speculative_config")
+    parser.add_argument("--drafts", type=int, help="draft tokens of Outrider's drafters")
     arguments = parser.parse_args()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -36,14 +39,19 @@ def main() -> None:
         "HF_HUB_OFFLINE": "1",
     }
     vllm: Any = importlib.import_module("vllm")
+    speculative = json.loads(arguments.speculative) if arguments.speculative else None
+    ours: dict[str, Any] = {"speculative_config": speculative}
+    if arguments.drafts:
+        runner: Any = importlib.import_module("verifier_svc.vllm.runner")
+        ours = runner.engine_arguments(arguments.drafts, v2=runner.uses_v2())
     engine = vllm.LLM(
         arguments.target,
         dtype=arguments.dtype,
         max_model_len=2048,
         max_num_seqs=arguments.max_sequences,
         enable_prefix_caching=False,
-        speculative_config=json.loads(arguments.speculative) if arguments.speculative else None,
         disable_log_stats=True,
+        **ours,
     ).llm_engine
     for line in sys.stdin:
         answers.write(json.dumps(_run(vllm, engine, json.loads(line))) + "\n")

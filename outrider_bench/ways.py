@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 import tempfile
 import time
@@ -15,8 +16,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+from outrider.process.ports import free_port
 from outrider_bench.experiment.launches import Endpoint
 from outrider_bench.experiment.load import Asked, play
 from outrider_bench.experiment.places import places
@@ -71,13 +74,17 @@ class Pair:
 
 
 @asynccontextmanager
-async def line_peer(*command: str) -> AsyncIterator[Callable[[dict[str, Any]], Awaitable[Sample]]]:
-    """Start a process that answers each JSON line with one.
+async def line_peer(
+    *command: str, environment: Mapping[str, str] = MappingProxyType({})
+) -> AsyncIterator[Callable[[dict[str, Any]], Awaitable[Sample]]]:
+    """Start a process that answers each JSON line with one, with these further variables.
 
     The call raises RuntimeError with the end of the process's standard error if the process dies.
     """
     with tempfile.TemporaryFile() as errors:
-        process = await asyncio.create_subprocess_exec(*command, stdin=-1, stdout=-1, stderr=errors)
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=-1, stdout=-1, stderr=errors, env={**os.environ, **environment}
+        )
         if process.stdin is None or process.stdout is None:
             raise RuntimeError("the peer has no pipes")
         send = process.stdin
@@ -137,6 +144,30 @@ async def vllm_way(
         str(python), str(Path(__file__).with_name("vllm_peer.py")), *arguments
     ) as ask:
         yield lambda task: ask(_fields(task))
+
+
+@asynccontextmanager
+async def vllm_with_drafter(
+    pair: Pair, python: Path, max_sequences: int, drafter: Sequence[str]
+) -> AsyncIterator[Measure]:
+    """vLLM with our scheduler, and a drafter of these flags that dials it; without flags, none."""
+    listen = f"127.0.0.1:{free_port()}"
+    root = Path(__file__).parents[1]
+    environment = {"OUTRIDER_VERIFIER_LISTEN": listen, "PYTHONPATH": str(root)}
+    arguments = [str(pair.target), "--dtype", pair.dtype, "--max-sequences", str(max_sequences)]
+    arguments += ["--drafts", str(pair.draft_tokens)]
+    peer = str(Path(__file__).with_name("vllm_peer.py"))
+    command = [sys.executable, "-m", "drafter_svc", "--verifier", listen, "--id", "1", *drafter]
+    async with line_peer(str(python), peer, *arguments, environment=environment) as ask:
+        process = None
+        if drafter:
+            process = await asyncio.create_subprocess_exec(*command, cwd=root, stdout=-3, stderr=-3)
+        try:
+            yield lambda task: ask(_fields(task))
+        finally:
+            if process is not None:
+                process.terminate()
+                await process.wait()
 
 
 def _fields(task: Task) -> dict[str, Any]:
