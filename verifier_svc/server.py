@@ -115,6 +115,8 @@ def _loader(
     """The loader of the engine that the settings name."""
     if settings.engine == "native":
         return Loader(settings, servicer, metrics, own_drafter)
+    if own_drafter is not None:
+        raise invalid("head", "reads the native engine's states; vLLM has heads of its own")
     from verifier_svc.vllm.loader import VllmLoader
 
     return VllmLoader(settings, servicer, metrics)

@@ -204,7 +204,8 @@ async def _line(output: asyncio.StreamReader) -> bytes:
 
 
 def _signal(child: Child, number: signal.Signals) -> None:
-    """Signal the child and the processes that it started."""
+    """Signal the child, which ends its own processes; SIGKILL goes to those as well."""
     if child.process is not None and child.process.returncode is None:
+        send = os.killpg if number is signal.SIGKILL else os.kill
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.process.pid, number)
+            send(child.process.pid, number)

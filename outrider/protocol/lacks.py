@@ -28,6 +28,8 @@ class Lack(Enum):
     GRAMMAR_CONTINUATION = "grammar_continuation"
     GRAMMAR_WITHOUT_END = "grammar_without_end"
     GRAMMAR_LOGPROBS = "grammar_logprobs"
+    GRAMMAR_STOP_TOKENS = "grammar_stop_tokens"
+    NO_TOKENS = "no_tokens"
 
 
 _LACKS = {
@@ -51,6 +53,16 @@ _LACKS = {
         "this model's engine measures log probabilities behind the grammar's mask, so it has none"
         " for an answer with a grammar",
         lambda request: request.grammar is not None and request.top_logprobs is not None,
+    ),
+    Lack.GRAMMAR_STOP_TOKENS: _Lack(
+        "stop_token_ids",
+        "this model's engine would forbid them in the middle of the grammar's text",
+        lambda request: request.grammar is not None and bool(request.stop_token_ids),
+    ),
+    Lack.NO_TOKENS: _Lack(
+        "max_tokens",
+        "must be at least 1, since this model's engine scores no prompt without an answer",
+        lambda request: request.max_tokens == 0,
     ),
 }
 

@@ -565,6 +565,8 @@ class GetModelResponse(_message.Message):
         - grammar_continuation: to go on behind committed tokens of an answer with a grammar
         - grammar_without_end: ignore_eos with a grammar
         - grammar_logprobs: log probabilities with a grammar
+        - grammar_stop_tokens: stop_token_ids with a grammar
+        - no_tokens: max_tokens 0, to score a prompt alone
         """
 
     def __init__(

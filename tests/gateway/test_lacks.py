@@ -19,12 +19,14 @@ ASKS: dict[Lack, dict[str, Any]] = {
     Lack.GRAMMAR_CONTINUATION: {"grammar": GRAMMAR, "committed": [1]},
     Lack.GRAMMAR_WITHOUT_END: {"grammar": GRAMMAR, "ignore_eos": True},
     Lack.GRAMMAR_LOGPROBS: {"grammar": GRAMMAR, "top_logprobs": 0},
+    Lack.GRAMMAR_STOP_TOKENS: {"grammar": GRAMMAR, "stop_token_ids": frozenset([5])},
+    Lack.NO_TOKENS: {"max_tokens": 0},
 }
 
 
 @pytest.mark.parametrize("lack", Lack)
 def test_each_lack_refuses_its_requests_and_no_other(lack: Lack) -> None:
-    request = TokenRequest([1], 4, **ASKS[lack])
+    request = TokenRequest([1], **{"max_tokens": 4, **ASKS[lack]})
     with pytest.raises(OutriderError) as caught:
         check_lacks(request, [lack.value])
     assert caught.value.reason is Reason.UNSUPPORTED_PARAMETER

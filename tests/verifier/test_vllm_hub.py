@@ -122,7 +122,7 @@ def test_a_right_draft_is_verified_and_counted(hub: TestHub) -> None:
     assert sequence.tokens[5:] == [10, 11, 12, 13, 14, 15]
     assert (sequence.stats.draft_token_count, sequence.stats.accepted_token_count) == (4, 4)
     judged = hub.judged[sequence.id]
-    assert (judged.drafted, judged.accepted, judged.committed) == (4, 4, 5)
+    assert (judged.drafted, judged.accepted) == (4, 4)
 
 
 def test_a_prompt_in_chunks_commits_only_behind_its_last_chunk(hub: TestHub) -> None:

@@ -26,6 +26,7 @@ from outrider.protocol.messages import (
     TokenChunk,
     TokenRequest,
 )
+from outrider.protocol.wire import requests as wire_requests
 from outrider.v1 import drafts_pb2
 
 TOKENS = 48
@@ -265,6 +266,38 @@ async def test_a_cancelled_request_frees_its_place(stack: Stack, reference: Refe
                 if load is not None and load.running + load.waiting == 0:
                     break
                 await asyncio.sleep(0.1)
+
+
+async def test_a_caller_that_stops_reading_gets_the_same_text_later(
+    stack: Stack, reference: Reference
+) -> None:
+    """vLLM gives up its sequence meanwhile, and takes it up again."""
+    request = asked(reference.prompts[0], CONFIGURATIONS["no drafter"], max_tokens=400)
+    request = replace(request, ignore_eos=True)
+    async with Client(stack.address) as client:
+        whole = await client.tokens(request)
+        call = client.stub.GenerateTokens(wire_requests.request_to_proto(request))
+        first = wire_requests.chunk_from_proto(await call.read())
+        await asyncio.sleep(4)
+        load = (await client.model()).load
+        rest = [wire_requests.chunk_from_proto(response) async for response in call]
+    assert load is not None
+    assert load.running == 0
+    assert [token for chunk in (first, *rest) for token in chunk.token_ids] == whole
+    assert len(whole) == 400
+
+
+async def test_a_refused_request_keeps_no_place(stack: Stack, reference: Reference) -> None:
+    grammar = Grammar(GrammarKind.REGEX, "a+")
+    async with Client(stack.address) as client:
+        for fields in ({"max_tokens": 0}, {"grammar": grammar, "ignore_eos": True}):
+            with pytest.raises(Exception, match="engine"):
+                await client.tokens(
+                    asked(reference.prompts[0], CONFIGURATIONS["no drafter"], **fields)
+                )
+        load = (await client.model()).load
+    assert load is not None
+    assert load.running + load.waiting == 0
 
 
 async def test_a_text_ends_where_the_context_does(stack: Stack, reference: Reference) -> None:

@@ -43,6 +43,8 @@ _TRIALS_S = 10.0
 _TRIAL_PROMPT = 16
 # Steps of a trial; the fastest counts.
 _TRIAL_STEPS = 3
+# How often vLLM is asked for a step while its requests wait for their grammars.
+_STALL_S = 0.001
 
 
 class VllmEngine:
@@ -57,6 +59,8 @@ class VllmEngine:
         self._sequences: dict[str, Sequence] = {}
         self._names: dict[int, str] = {}
         self._name_count = 0
+        # Sequences whose callers do not read, by arrival, the longest unread first.
+        self._unread: dict[int, Sequence] = {}
 
     @property
     def drafting(self) -> DraftExchange:
@@ -109,13 +113,16 @@ class VllmEngine:
         try:
             check_committed(sequence)
             self._add(sequence)
-        except OutriderError:
+        except BaseException:
+            self._drop(sequence)
             hub.forget(sequence)
             raise
         return sequence
 
     def _add(self, sequence: Sequence) -> None:
         """Give a sequence to vLLM; raises OutriderError(INVALID_VALUE) if vLLM refuses it."""
+        from vllm.exceptions import VLLMClientError
+
         self._name_count += 1
         name = str(self._name_count)
         prompt: Any = {"prompt_token_ids": list(sequence.tokens)}
@@ -126,8 +133,7 @@ class VllmEngine:
         self._names[sequence.id] = name
         try:
             self._llm.add_request(name, prompt, parameters.vllm_parameters(sequence))
-        except ValueError as error:
-            self._drop(sequence)
+        except (ValueError, VLLMClientError) as error:
             message = f"vLLM refuses the request: {error}"
             raise OutriderError(Reason.INVALID_VALUE, message) from error
 
@@ -136,6 +142,7 @@ class VllmEngine:
         name = self._drop(sequence)
         if name is not None:
             self._llm.abort_request([name])
+        self._unread.pop(sequence.arrival, None)
         self._hub.forget(sequence)
 
     def _drop(self, sequence: Sequence) -> str | None:
@@ -146,18 +153,33 @@ class VllmEngine:
         return name
 
     def leave_unread(self, sequence: Sequence) -> None:
-        """Take a sequence out of vLLM until `read_again`, because its caller does not read."""
+        """Take a sequence out of vLLM until `read_again`, because its caller does not read.
+
+        One with a grammar goes on, since vLLM could not take it up in the grammar's middle. If more
+        than `max_waiting` sequences are unread, the longest unread ends with SLOW_READER.
+        """
+        if sequence.request.grammar is not None:
+            return
         name = self._drop(sequence)
-        if name is None or sequence.unread_at is not None:
+        if name is None:
             return
         self._llm.abort_request([name])
-        self._hub.forget(sequence)
+        self._hub.set_aside(sequence)
         sequence.unread_at = self.clock()
+        self._unread[sequence.arrival] = sequence
+        most = self._hub.limits.max_waiting
+        if len(self._unread) > most:
+            longest = self._unread.pop(next(iter(self._unread)))
+            longest.unread_at = None
+            error = OutriderError(Reason.SLOW_READER, f"more than {most} answers are unread")
+            self._hub.outbox.add(longest.sink, error)
 
     def read_again(self, sequence: Sequence) -> None:
         """Let a sequence go on after `leave_unread`, under a new id and behind what it has."""
-        if sequence.unread_at is None:
+        if sequence.unread_at is None or self._unread.pop(sequence.arrival, None) is None:
             return
+        if sequence.scheduled_at is not None:
+            sequence.scheduled_at += max(self.clock() - sequence.unread_at, 0.0)
         sequence.unread_at = None
         hub = self._hub
         sequence.id = hub.new_id()
@@ -166,6 +188,7 @@ class VllmEngine:
         try:
             self._add(sequence)
         except OutriderError as error:
+            self._drop(sequence)
             hub.forget(sequence)
             hub.outbox.add(sequence.sink, error)
 
@@ -202,25 +225,38 @@ class VllmEngine:
             sequence = self._sequences.get(output.request_id)
             if sequence is not None:
                 self._take(sequence, output)
-        if not self._llm.has_unfinished_requests():
-            self._hub.outbox.send_to_clients()
+        hub = self._hub
+        if hub.failed or not self._llm.has_unfinished_requests():
+            hub.outbox.send_to_clients()
+        if hub.is_stalled:
+            hub.inbox.wait(_STALL_S)
 
     def _take(self, sequence: Sequence, output: RequestOutput) -> None:
         """Send the client what a step committed of its sequence."""
         [completion] = output.outputs
-        judged = self._hub.judged.pop(sequence.id, Judged())
+        judged = self._hub.judged.get(sequence.id, Judged())
         reason = _finish_reason(completion.finish_reason) if output.finished else None
         if output.finished and reason is None:
             self._drop(sequence)
             message = f"vLLM ended the sequence: {completion.finish_reason}"
             self._hub.outbox.add(sequence.sink, OutriderError(Reason.INTERNAL, message))
             return
-        if output.num_cached_tokens:
+        if self._hub.failed:
+            self._note(sequence, list(completion.token_ids), reason)
+        if output.num_cached_tokens and sequence.stats.forward_count <= 1:
             sequence.cached_token_count = sequence.cached_token_count or output.num_cached_tokens
         chunk = _chunk(sequence, output, completion, judged, reason)
         if reason is not None:
             self._drop(sequence)
         self._emit(sequence, chunk)
+
+    def _note(self, sequence: Sequence, new: list[int], reason: FinishReason | None) -> None:
+        """Keep the books of a sequence where the hub has failed, which else does it."""
+        sequence.tokens += new
+        sequence.stats.record(0, 0)
+        self._hub.waiting.pop(sequence.id, None)
+        if reason is not None:
+            self._hub.forget(sequence)
 
     def _emit(self, sequence: Sequence, chunk: TokenChunk) -> None:
         """Send a chunk, or keep it until it has the request's `min_chunk_tokens`."""
@@ -253,9 +289,11 @@ class VllmEngine:
     def _try_logprobs(self) -> None:
         """Let vLLM compile what log probabilities need, which takes up to half a minute."""
         request = TokenRequest([0] * 4, 2, ignore_eos=True, top_logprobs=1, prompt_logprobs=1)
+        self._hub.trial_tokens = 0
         self.submit(request, _drop_chunk)
         while self._llm.has_unfinished_requests():
             self.step()
+        self._hub.trial_tokens = None
 
     def _try_batch(self, batch: int) -> None:
         """Measure steps of `batch` sequences with none, some and all of the draft tokens."""
@@ -263,23 +301,25 @@ class VllmEngine:
         depth = self._llm.vllm_config.speculative_config.num_speculative_tokens
         counts = sorted({0, 1, depth // 2, depth})
         tokens = (1 + depth) * _TRIAL_STEPS * len(counts) + 1 + depth
+        hub.trial_tokens = 0
         for _ in range(batch):
             prompt = [random.randrange(hub.limits.vocab_size) for _ in range(_TRIAL_PROMPT)]
             speculation = SpeculationOptions(draft_tokens=0)
             request = TokenRequest(prompt, tokens, ignore_eos=True, speculation=speculation)
             greedy = replace(request, sampling=replace(request.sampling, temperature=0.0))
             self.submit(greedy, _drop_chunk)
-        hub.trial_tokens = 0
-        while hub.waiting:
+        while hub.waiting and not hub.failed:
             self.step()
         for count in counts:
             hub.trial_tokens = count
             seconds = min(self._trial_s() for _ in range(_TRIAL_STEPS))
-            for cost in (hub.cost, hub.isolated_cost):
-                cost.calibrate(batch, batch * (1 + count), seconds)
-        hub.trial_tokens = None
+            # A small cache may have preempted some of them.
+            if len(hub.running) == batch:
+                for cost in (hub.cost, hub.isolated_cost):
+                    cost.calibrate(batch, batch * (1 + count), seconds)
         for sequence in list(self._sequences.values()):
             self.cancel(sequence)
+        hub.trial_tokens = None
         hub.go_idle()
 
     def _trial_s(self) -> float:

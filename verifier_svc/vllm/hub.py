@@ -12,6 +12,7 @@ import random
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from outrider.errors import OutriderError, Reason
 from outrider.process.clock import Clock, monotonic
@@ -73,7 +74,6 @@ class Judged:
     assignment: Assignment | None = None
     drafted: int = 0
     accepted: int = 0
-    committed: int = 0
 
 
 class DraftHub:
@@ -81,6 +81,9 @@ class DraftHub:
 
     `deliver` runs sinks on the event loop, see `Outbox`. `drafts` says when the planner drafts.
     """
+
+    is_own: ClassVar[bool] = True
+    """Whether the requests are our own gateways', which may name their sequences."""
 
     def __init__(
         self,
@@ -110,7 +113,9 @@ class DraftHub:
             self.running, self.waiting, limits.max_sequences, limits.max_waiting
         )
         self.judged: dict[int, Judged] = {}
-        """By sequence id, what the last step committed. A chunk takes its entry."""
+        """By sequence id, what the last step committed."""
+        self.failed = False
+        """Whether a fault has ended the drafting. Then nobody calls `begin` and `commit`."""
         self.trial_tokens: int | None = None
         """Draft tokens of each sequence in a trial step: random ids; None outside trials."""
         self._policy = policy
@@ -128,6 +133,8 @@ class DraftHub:
         self._ended: set[str] = set()
         self._step_ended: float | None = None  # None after an idle period
         self._baseline = False
+        self.is_stalled = False
+        """Whether the last step computed nothing, as while vLLM compiles a grammar."""
         self._last_id = 0
         self._preemption_count = 0
 
@@ -165,9 +172,15 @@ class DraftHub:
 
     def forget(self, sequence: Sequence) -> None:
         """Drop a sequence and tell its drafters that it is over. No effect if it is gone."""
-        if self.sequences.pop(sequence.id, None) is None:
+        if sequence.id not in self.sequences:
             return
-        self.load_meter.ended(sequence, self.clock())
+        if self.trial_tokens is None:
+            self.load_meter.ended(sequence, self.clock())
+        self.set_aside(sequence)
+
+    def set_aside(self, sequence: Sequence) -> None:
+        """Take a sequence out of the batch and tell its drafters that it is over; it may go on."""
+        self.sequences.pop(sequence.id, None)
         self.running.pop(sequence.id, None)
         self.waiting.pop(sequence.id, None)
         self.drafting.close(sequence)
@@ -256,6 +269,7 @@ class DraftHub:
         self.outbox.send_to_drafters()
         self._step_clock.end("pack")
         self.outbox.send_to_clients()
+        self._metrics.flush()
 
     def _scheduled(
         self,
@@ -301,6 +315,7 @@ class DraftHub:
         `occupancy` is vLLM's now; its count of preemptions is the hub's own.
         """
         committed = 0
+        self.judged.clear()
         for outcome in outcomes:
             sequence = self._by_request.get(outcome.request_id)
             if sequence is not None and (outcome.committed or outcome.drafted):
@@ -315,15 +330,18 @@ class DraftHub:
         isolated_s = self._observe(batch, committed)
         self.outbox.send_to_drafters()
         self._spans.end(self._step_clock.phases_s)
-        self._metrics.generated(committed)
-        self._metrics.step(self._step_clock, isolated_s, len(batch))
+        if batch and self.trial_tokens is None:
+            self._metrics.generated(committed)
+            self._metrics.step(self._step_clock, isolated_s, len(batch))
         self._metrics.occupancy(occupancy)
+        self.is_stalled = not batch
         if not self.sequences:
             self.go_idle()
 
     def go_idle(self) -> None:
         """Note that no request is left, so that the pause before the next step counts as none."""
         self._metrics.flush()
+        self._metrics.occupancy(Occupancy(preemptions=self._preemption_count))
         self.outbox.send_to_clients()
         self._step_clock.idle()
         self._step_ended = None
@@ -349,7 +367,7 @@ class DraftHub:
             draft = DraftTree(drafted, [])
             rows = range(1, accepted + 1)
             record_draft(self._metrics, sequence, assignment, draft, rows, len(new))
-        self.judged[sequence.id] = Judged(assignment, len(drafted), accepted, len(new))
+        self.judged[sequence.id] = Judged(assignment, len(drafted), accepted)
         if outcome.request_id in self._ended:
             sequence.stats.paused = pause_of(sequence, self.drafting.plan)
         else:
@@ -395,6 +413,7 @@ class DraftHub:
 
     def give_up(self) -> None:
         """End all draft streams behind a fault of our own; requests go on without drafts."""
+        self._chosen.clear()
         message = "the verifier failed at drafting; its log has the reason"
         for drafter in list(self.drafting.roster.connected.values()):
             self.drafting.reject(drafter, OutriderError(Reason.INTERNAL, message))

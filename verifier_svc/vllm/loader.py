@@ -28,12 +28,23 @@ from verifier_svc.vllm.hub import DraftHub, Limits
 
 # Settings of the native engine that vLLM has no equal of, and the values that mean nothing.
 _NATIVE_ONLY = {
+    "device": "auto",
+    "sampled_rule": "block",
     "sampled_drafts": False,
     "feature_states": [],
     "feature_projection": [],
     "synthetic_acceptance_rate": None,
     "page_count": None,
 }
+# Arguments on which drafts, noise and log probabilities depend.
+_OURS = (
+    "scheduler_cls",
+    "speculative_config",
+    "logits_processors",
+    "logprobs_mode",
+    "stream_interval",
+    "pipeline_parallel_size",
+)
 
 
 class VllmLoader:
@@ -106,6 +117,8 @@ class VllmLoader:
             "tensor_parallel_size": settings.tensor_parallel,
             "disable_log_stats": True,
         }
+        if "max_batch_tokens" in settings.model_fields_set:
+            arguments["max_num_batched_tokens"] = settings.max_batch_tokens
         arguments |= _read(settings.engine_arg)
         v2 = runner.uses_v2()
         arguments |= runner.engine_arguments(policy.max_draft_tokens, v2=v2)
@@ -120,7 +133,12 @@ class VllmLoader:
     def _info(self, llm: Any, policy: DraftTokensPolicy, eos: tuple[int, ...]) -> ModelInfo:
         config = llm.vllm_config
         model = config.model_config
-        settings = self._settings.acceptance_settings
+        # An answer goes on only where the engine, its weights' types and its devices are the same.
+        settings = self._settings.acceptance_settings | {
+            "engine": f"vllm {installed_version()}",
+            "engine-arg": " ".join(sorted(self._settings.engine_arg)),
+            "tensor-parallel": str(self._settings.tensor_parallel),
+        }
         return with_fingerprint(
             ModelInfo(
                 model_id=self.info.model_id,
@@ -159,6 +177,8 @@ def _read(texts: list[str]) -> dict[str, Any]:
         name, equals, value = text.partition("=")
         if not equals or not name.isidentifier():
             raise invalid("engine_arg", f"must be KEY=VALUE, not {text!r}")
+        if name in _OURS:
+            raise invalid("engine_arg", f"{name} is set by Outrider itself")
         try:
             arguments[name] = json.loads(value)
         except ValueError:

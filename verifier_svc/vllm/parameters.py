@@ -68,12 +68,13 @@ def vllm_parameters(sequence: Sequence) -> vllm.SamplingParams:
         structured = StructuredOutputsParams(**_constraint(request.grammar))
     return vllm.SamplingParams(
         temperature=0.0,
-        max_tokens=request.max_tokens - len(request.committed),
+        max_tokens=request.max_tokens - (len(sequence.tokens) - len(request.prompt)),
         # The end tokens are all here, so vLLM adds none of its own.
         stop_token_ids=sorted(sequence.end_ids),
         ignore_eos=True,
         logprobs=request.top_logprobs,
-        prompt_logprobs=request.prompt_logprobs,
+        # An answer that goes on after its caller did not read has sent them.
+        prompt_logprobs=None if sequence.stats.forward_count else request.prompt_logprobs,
         structured_outputs=structured,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
@@ -106,6 +107,12 @@ def _plain(sequence: Sequence) -> dict[str, Any]:
     return plain
 
 
+def strip(parameters: vllm.SamplingParams) -> None:
+    """Take our part away from a request that is not ours: its sender may not know what it means."""
+    if parameters.extra_args:
+        parameters.extra_args.pop(_KEY, None)
+
+
 def sequence_id_of(parameters: vllm.SamplingParams) -> int | None:
     """The id of the sequence behind a request of vLLM; None for a request that is not ours."""
     number = _ours(parameters).get("sequence_id")
@@ -123,7 +130,7 @@ def drawing_of(parameters: vllm.SamplingParams) -> Drawing | None:
 
 
 def _ours(parameters: vllm.SamplingParams) -> Mapping[str, Any]:
-    """Our part of the extra arguments. vLLM's HTTP server takes no mapping there, so it is ours."""
+    """Our part of the extra arguments. The scheduler takes it away from others' requests."""
     plain = (parameters.extra_args or {}).get(_KEY)
     return plain if isinstance(plain, dict) else {}
 

@@ -70,16 +70,19 @@ def hub_for(vllm_config: Any) -> DraftHub:
 
 
 def _settings(vllm_config: Any) -> VerifierSettings:
-    """The verifier's settings. Each engine core of data parallelism has a port of its own."""
+    """The verifier's settings. Each engine core of data parallelism has ports of its own."""
     try:
         settings = load(VerifierSettings, {"target": vllm_config.model_config.model})
     except ValueError as error:
         raise OutriderError(Reason.INVALID_VALUE, f"OUTRIDER_VERIFIER_*: {error}") from error
     host, _, port = settings.listen.rpartition(":")
-    rank = vllm_config.parallel_config.data_parallel_rank
-    if port != "0" and rank:
-        settings.listen = f"{host}:{int(port) + rank}"
-    return settings
+    index = vllm_config.parallel_config.data_parallel_index
+    changes: dict[str, Any] = {}
+    if port != "0":
+        changes["listen"] = f"{host}:{int(port) + index}"
+    if settings.metrics_port:
+        changes["metrics_port"] = settings.metrics_port + index
+    return settings.model_copy(update=changes)
 
 
 class DraftPort:
@@ -152,7 +155,9 @@ class DraftPort:
 
 
 class SharedHub(DraftHub):
-    """A hub whose posted work runs on another thread than vLLM's."""
+    """A hub whose posted work runs on another thread than vLLM's, for requests of vLLM's server."""
+
+    is_own = False
 
     def pause(self, seconds: float) -> None:
         """Leave the turn to the other thread until it has run some work."""
@@ -194,8 +199,13 @@ class PortEngine:
         while not hub.inbox.stopped:
             hub.inbox.wait(None)
             with hub.turn:
-                hub.inbox.run_all()
-                hub.outbox.send_to_drafters()
+                try:
+                    hub.inbox.run_all()
+                    hub.outbox.send_to_drafters()
+                # A fault of ours ends the streams alone; vLLM and later drafters go on.
+                except Exception:
+                    log.exception("the drafters' port failed at a message")
+                    hub.give_up()
                 hub.turn.notify_all()
 
     def submit(

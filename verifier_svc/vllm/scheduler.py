@@ -19,7 +19,7 @@ from outrider.process.telemetry import NO_SPAN
 from outrider.protocol.messages import SamplingParams, SpeculationOptions, TokenRequest
 from verifier_svc.state.occupancy import Occupancy
 from verifier_svc.vllm.hub import DraftHub, Outcome
-from verifier_svc.vllm.parameters import sequence_id_of
+from verifier_svc.vllm.parameters import sequence_id_of, strip
 from verifier_svc.vllm.runner import check_config
 
 if TYPE_CHECKING:
@@ -44,6 +44,8 @@ class DraftingMixin(Scheduler):  # type: ignore[misc]  # vLLM may be missing whe
             raise OutriderError(Reason.INVALID_VALUE, message, "pipeline_parallel_size")
         check_config(self.vllm_config)
         self._hub = self._make_hub()
+        # Each group of layers, as hybrids have them, takes a page of its own for the same tokens.
+        self._page_groups = max(1, len(self.kv_cache_config.kv_cache_groups))
         self._drafts = True
 
     def _make_hub(self) -> DraftHub:
@@ -59,6 +61,7 @@ class DraftingMixin(Scheduler):  # type: ignore[misc]  # vLLM may be missing whe
             except Exception:
                 log.exception("drafting failed; requests go on without drafts")
                 self._drafts = False
+                self._hub.failed = True
                 for request in self.running:
                     request.spec_token_ids = []
                 self._hub.give_up()
@@ -68,6 +71,8 @@ class DraftingMixin(Scheduler):  # type: ignore[misc]  # vLLM may be missing whe
     def add_request(self, request: Request) -> None:
         """Queue a request."""
         is_new = request.request_id not in self.requests
+        if not self._hub.is_own and request.sampling_params is not None:
+            strip(request.sampling_params)
         super().add_request(request)
         if is_new and self._drafts and _generates(request):
             with self._guarded() as hub:
@@ -131,12 +136,14 @@ class DraftingMixin(Scheduler):  # type: ignore[misc]  # vLLM may be missing whe
     def _spare_pages(self) -> int:
         """Free pages beyond those of every request's plain step."""
         size = self.block_size
+        groups = self._page_groups
         needed = 0
         for request in self.running:
             step = request.num_computed_tokens + self.max_num_scheduled_tokens
             end = min(request.num_tokens, step)
             needed += max(0, -(-end // size) - -(-request.num_computed_tokens // size))
-        return max(0, int(self.kv_cache_manager.block_pool.get_num_free_blocks()) - needed)
+        free = int(self.kv_cache_manager.block_pool.get_num_free_blocks())
+        return max(0, free // groups - needed)
 
     def _room(self, request: Request) -> int:
         """Draft tokens that one step could commit, besides the target's own token."""
