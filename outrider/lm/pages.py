@@ -60,6 +60,11 @@ class PagePool:
         """Number of pages that sequences hold."""
         return self.page_count - self.free_count
 
+    @property
+    def usage(self) -> float:
+        """Share of the pages that sequences hold, 0 to 1."""
+        return self.used_count / self.page_count
+
     def reserve(self, sequence: KVSequence, length: int) -> bool:
         """Give the sequence pages for `length` tokens.
 

@@ -56,6 +56,18 @@ class Load:
     max_waiting: int
     sequence_s: float | None = None
     """How long recent sequences were in the batch, on average (seconds); None before the first."""
+    kv_cache_usage: float = 0.0
+    """Share of the KV cache's pages that sequences hold, 0 to 1."""
+
+    @property
+    def fitting(self) -> float:
+        """Sequences of the present lengths that run at once: the KV cache may hold fewer than the
+        batch."""
+        if self.waiting and self.running:
+            return self.running
+        if self.running and self.kv_cache_usage:
+            return min(self.max_running, self.running / self.kv_cache_usage)
+        return self.max_running
 
     @property
     def places(self) -> int:

@@ -427,6 +427,7 @@ class Load(_message.Message):
     MAX_RUNNING_COUNT_FIELD_NUMBER: _builtins.int
     MAX_WAITING_COUNT_FIELD_NUMBER: _builtins.int
     SEQUENCE_DURATION_FIELD_NUMBER: _builtins.int
+    KV_CACHE_USAGE_FIELD_NUMBER: _builtins.int
     running_count: _builtins.int
     """Sequences in the batch."""
     waiting_count: _builtins.int
@@ -435,6 +436,8 @@ class Load(_message.Message):
     """Most sequences in the batch."""
     max_waiting_count: _builtins.int
     """Most sequences in the queue; the verifier refuses more."""
+    kv_cache_usage: _builtins.float
+    """Share of the KV cache's pages that sequences hold, 0 to 1."""
     @_builtins.property
     def sequence_duration(self) -> _duration_pb2.Duration:
         """How long recent sequences were in the batch, on average; unset before the first has ended."""
@@ -447,10 +450,11 @@ class Load(_message.Message):
         max_running_count: _builtins.int = ...,
         max_waiting_count: _builtins.int = ...,
         sequence_duration: _duration_pb2.Duration | None = ...,
+        kv_cache_usage: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sequence_duration", b"sequence_duration"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_running_count", b"max_running_count", "max_waiting_count", b"max_waiting_count", "running_count", b"running_count", "sequence_duration", b"sequence_duration", "waiting_count", b"waiting_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_cache_usage", b"kv_cache_usage", "max_running_count", b"max_running_count", "max_waiting_count", b"max_waiting_count", "running_count", b"running_count", "sequence_duration", b"sequence_duration", "waiting_count", b"waiting_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -183,7 +183,7 @@ def test_statistics_and_model_info_survive_a_round_trip() -> None:
     info = ModelInfo(
         "model", Stage.READY, "serving", "f", 10, 20, (1, 2), "float32", "cpu", (drafter,), 4
     )
-    info = replace(info, load=Load(64, 7, 64, 1024, 2.5))
+    info = replace(info, load=Load(64, 7, 64, 1024, 2.5, 0.75))
     assert wire_model.model_from_proto(wire_model.model_to_proto(info)) == info
 
 

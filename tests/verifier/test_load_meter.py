@@ -51,6 +51,15 @@ def test_the_places_of_ended_sequences_count_as_taken_while_others_wait() -> Non
     assert (load.running, load.waiting, load.places) == (4, 2, 4)
 
 
+def test_the_pages_that_sequences_hold_are_reported() -> None:
+    engine, _ = make_engine(eos_bias=-99)
+    submit(engine)
+    engine.step()
+    assert engine.load().kv_cache_usage == engine.pool.used_count / engine.pool.page_count > 0
+    finish(engine)
+    assert engine.load().kv_cache_usage == 0.0
+
+
 class Clock:
     """Each look at it takes a millisecond."""
 

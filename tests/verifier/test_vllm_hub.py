@@ -138,6 +138,17 @@ def test_a_prompt_in_chunks_commits_only_behind_its_last_chunk(hub: TestHub) -> 
     assert sequence.stats.forward_count == 1
 
 
+def test_the_load_has_vllms_use_of_the_kv_cache(hub: TestHub) -> None:
+    opened(hub, "a")
+    hub.plan_step([])
+    hub.begin({"a": 5}, {})
+    hub.computed()
+    hub.commit([Outcome("a", [], [10])], Occupancy(pages=0.25))
+    assert hub.load().kv_cache_usage == 0.25
+    hub.go_idle()
+    assert hub.load().kv_cache_usage == 0.0
+
+
 def test_a_padded_row_is_no_draft(hub: TestHub) -> None:
     """vLLM pads the row of a prompt whose last token comes alone with ids of -1."""
     hub.add_drafter()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -168,7 +169,8 @@ class Engine:
 
     def load(self) -> Load:
         """How busy the engine is."""
-        return self.scheduler.load_meter.load()
+        scheduler = self.scheduler
+        return replace(scheduler.load_meter.load(), kv_cache_usage=scheduler.pool.usage)
 
     def cancel(self, sequence: Sequence) -> None:
         """End a sequence without a message to its client, and free its pages."""

@@ -126,7 +126,7 @@ class Scheduler:
             running=len(self.running),
             waiting=len(self.waiting),
             unread=len(self.unread),
-            pages=self.pool.used_count / self.pool.page_count,
+            pages=self.pool.usage,
             prompt_tokens=self.prompt_token_count,
             cached_tokens=self.cached_token_count,
             preemptions=self.preemption_count,

@@ -11,7 +11,7 @@ import math
 import random
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from outrider.errors import OutriderError, Reason
@@ -137,6 +137,7 @@ class DraftHub:
         """Whether the last step computed nothing, as while vLLM compiles a grammar."""
         self._last_id = 0
         self._preemption_count = 0
+        self._kv_cache_usage = 0.0  # at the last step
 
     # --- requests ---
 
@@ -194,7 +195,7 @@ class DraftHub:
 
     def load(self) -> Load:
         """How busy the engine is."""
-        return self.load_meter.load()
+        return replace(self.load_meter.load(), kv_cache_usage=self._kv_cache_usage)
 
     # --- before a step ---
 
@@ -335,6 +336,7 @@ class DraftHub:
             self._metrics.step(self._step_clock, isolated_s, len(batch))
         self._metrics.occupancy(occupancy)
         self.is_stalled = not batch
+        self._kv_cache_usage = occupancy.pages
         if not self.sequences:
             self.go_idle()
 
@@ -343,6 +345,7 @@ class DraftHub:
         self._metrics.flush()
         self._metrics.occupancy(Occupancy(preemptions=self._preemption_count))
         self.outbox.send_to_clients()
+        self._kv_cache_usage = 0.0
         self._step_clock.idle()
         self._step_ended = None
 

@@ -57,6 +57,7 @@ def _load_to_proto(load: Load | None) -> verifier_pb2.Load | None:
         max_running_count=load.max_running,
         max_waiting_count=load.max_waiting,
         sequence_duration=duration(load.sequence_s),
+        kv_cache_usage=load.kv_cache_usage,
     )
 
 
@@ -70,6 +71,8 @@ def _load_from_proto(proto: verifier_pb2.Load | None) -> Load | None:
         max(1, proto.max_running_count),
         max(0, proto.max_waiting_count),
         seconds(optional(proto, "sequence_duration")),
+        # A NaN is greater than no number.
+        min(1.0, max(0.0, proto.kv_cache_usage)),
     )
 
 
