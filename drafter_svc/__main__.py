@@ -15,7 +15,6 @@ import platform
 import signal
 import sys
 from functools import partial
-from pathlib import Path
 
 import uvloop
 
@@ -30,6 +29,7 @@ from outrider.drafter.strategy import Strategy
 from outrider.drafter.stream import DraftStream
 from outrider.errors import OutriderError
 from outrider.process import rpc, telemetry
+from outrider.process.addresses import Addresses
 from outrider.process.config import load, parse
 from outrider.process.metrics_export import pushing_metrics, serve_metrics
 from outrider.process.usage import refuse
@@ -114,14 +114,15 @@ async def _streams(
         )
 
     registered: set[_StreamObserver] = set()
+    sockets = dict(itertools.zip_longest(settings.verifier, settings.uds))
 
-    def stream(verifier: str, uds: Path | None) -> DraftStream:
+    def stream(verifier: str) -> DraftStream:
         observer = _StreamObserver(server, metrics, registered)
-        address = partial(choose_address, verifier, uds)
+        address = partial(choose_address, verifier, sockets.get(verifier))
         return DraftStream(Dialled(address, settings.tls), loaded.make, hello, observer)
 
-    pairs = itertools.zip_longest(settings.verifier, settings.uds)
-    return DraftStreams([(verifier, stream(verifier, uds)) for verifier, uds in pairs])
+    addresses = Addresses(settings.verifier, lambda _: metrics.unresolved.inc())
+    return DraftStreams(addresses, stream)
 
 
 def _parse_settings(arguments: list[str]) -> DrafterSettings:

@@ -14,6 +14,7 @@ from pydantic_settings import SettingsConfigDict
 
 from drafter_svc.families.base import FamilySettings
 from drafter_svc.families.registry import find_family
+from outrider.process.addresses import check_address, is_name
 from outrider.process.config import FileSettings, ScrapedSettings
 from outrider.process.redis_server import RedisServer
 from outrider.process.tls import TlsSettings
@@ -75,8 +76,9 @@ class DrafterSettings(TlsSettings, ScrapedSettings):
     package.module:Class."""
 
     verifier: list[str] = Field(["127.0.0.1:50051"], min_length=1)
-    """host:port of the verifier. For several verifiers, separate them by commas or give the setting
-    several times; the family is loaded once and drafts for all of them."""
+    """host:port of the verifier, or dns:NAME:PORT for all addresses that NAME has at the time. For
+    several verifiers, separate them by commas or give the setting several times; the family is
+    loaded once and drafts for all of them."""
 
     uds: list[Path] = Field(default_factory=list)
     """Unix socket of the verifier, used instead of the address if it exists on this host. For
@@ -105,6 +107,8 @@ class DrafterSettings(TlsSettings, ScrapedSettings):
             raise ValueError("must name host:port, with nothing empty between commas")
         if twice := {address for address in addresses if addresses.count(address) > 1}:
             raise ValueError(f"names {min(twice)} more than once")
+        for address in addresses:
+            check_address(address)
         return addresses
 
     @model_validator(mode="after")
@@ -113,6 +117,8 @@ class DrafterSettings(TlsSettings, ScrapedSettings):
             counts = f"not {len(self.uds)} for {len(self.verifier)}"
             needed = "must name one socket for each verifier, in the same order"
             raise ValueError(f"uds: {needed}, {counts}")
+        if self.uds and any(map(is_name, self.verifier)):
+            raise ValueError("uds: takes no dns:NAME:PORT, whose verifiers come and go")
         return self
 
 

@@ -43,6 +43,9 @@ class Metrics:
         )
         self.sequences = self._gauge("drafter_sequences", "Sequences that it drafts for.")
         self.connected = self._gauge("drafter_connected", "Verifiers that it is registered with.")
+        self.unresolved = self._counter(
+            "resolution_failures", "Times that a name of verifiers could not be resolved."
+        )
 
     def drafted(self, batch: DraftBatch, seconds: float) -> None:
         """Count a batch of drafts that took `seconds` to make."""

@@ -9,6 +9,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from outrider.errors import OutriderError
+from outrider.process.addresses import check_address
 from outrider.process.config import ServiceSettings
 from outrider.process.exposure import check_exposure, host_of
 from outrider.process.tls import Tls, TlsSettings
@@ -20,8 +21,10 @@ class GatewaySettings(TlsSettings, ServiceSettings):
     model_config = SettingsConfigDict(env_prefix="OUTRIDER_GATEWAY_")
 
     verifier: list[str] = Field(min_length=1)
-    """Addresses of the verifier's replicas, host:port or unix:/path. Separate them with commas or
-    repeat the flag. A request goes to the least busy replica that is ready."""
+    """Addresses of the verifier's replicas: host:port, unix:/path, or dns:NAME:PORT for all
+    addresses that NAME has at the time. Separate them with commas or repeat the flag. A request
+    goes to the ready replica that probably has its prompt's prefix cached, unless that one has
+    clearly more to do than the others; else to the least busy one."""
 
     tokenizer: str
     """Model directory or hub id of the tokenizer and chat template. It must be the target's."""
@@ -142,6 +145,9 @@ class GatewaySettings(TlsSettings, ServiceSettings):
     def _one_by_one(cls, texts: list[str], info: ValidationInfo) -> list[str]:
         entries = [entry.strip() for text in texts for entry in text.split(",")]
         if not all(entries):
-            wanted = "host:port or unix:/path" if info.field_name == "verifier" else "names"
-            raise ValueError(f"must name {wanted}, and nothing empty between commas")
+            wanted = "addresses" if info.field_name == "verifier" else "names"
+            raise ValueError(f"must list {wanted}, with nothing empty between commas")
+        if info.field_name == "verifier":
+            for entry in entries:
+                check_address(entry)
         return entries

@@ -154,6 +154,12 @@ class Metrics:
             "Models whose ready verifiers have other weights, dtypes, versions or settings.",
             registry=self.registry,
         )
+        self.unresolved = Counter(
+            "outrider:resolution_failures",
+            "Times that a name of verifiers could not be resolved.",
+            ["name"],
+            registry=self.registry,
+        )
         self.running = Gauge(
             "outrider:num_requests_running",
             "Sequences in progress.",

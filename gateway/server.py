@@ -24,6 +24,7 @@ from gateway.http.connections import UNSENT_BYTES, protocol
 from gateway.metrics import Metrics, observe_lag
 from gateway.rpc.servicer import MAX_MESSAGE_BYTES, SERVICE, GenerationServicer
 from gateway.text.prompts import Prompts
+from gateway.upstream.load_gauges import LoadGauges
 from gateway.upstream.routing import Router
 from outrider.errors import OutriderError, Reason, invalid
 from outrider.process import rpc
@@ -61,7 +62,12 @@ class Gateway:
         self._settings = settings
         prompts = Prompts(settings.tokenizer, settings.tool_format)
         tls = settings.tls
-        self.router = Router(settings.verifier, prompts.fingerprint, tls)
+        self.router = Router(
+            settings.verifier,
+            prompts.fingerprint,
+            tls,
+            lambda name: metrics.unresolved.labels(name).inc(),
+        )
         log.info("%s", prompts.answers)
         self._tls = settings.public_tls
         self.generation = Generation(
@@ -98,6 +104,7 @@ class Gateway:
             GenerationServicer(self.generation, self.gate), self._grpc.grpc
         )
         metrics.differing.set_function(lambda: len(self.router.differing))
+        metrics.registry.register(LoadGauges(self.router))
         self.metrics = metrics
         self._tasks: list[asyncio.Task[None]] = []
         self.broken = asyncio.Event()

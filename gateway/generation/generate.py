@@ -74,26 +74,32 @@ class Generation:
         return self.table.decode(prompt)
 
     async def generate(
-        self, model: str, operation: str, build: Build, permit: Permit
+        self,
+        model: str,
+        operation: str,
+        build: Build,
+        permit: Permit,
+        prefixes: Sequence[bytes] = (),
     ) -> AsyncGenerator[Event, None]:
         """Yield the deltas of a request's sequences as they arrive.
 
         The request is built for the model of one replica and runs there. If the replica fails or
         leaves, each sequence goes on at another one; before its first chunk it is built again for
         that replica. Closing the iterator cancels all sequences. `operation` is OpenTelemetry's
-        name of the operation. Each sequence that ends is released from the permit; at its
-        deadline, those that still run end with DEADLINE_EXCEEDED. Raises OutriderError from
-        `Router.pick`, from `build` and from the verifier.
+        name of the operation, `prefixes` are those of the first prompt. Each sequence that ends is
+        released from the permit; at its deadline, those that still run end with DEADLINE_EXCEEDED.
+        Raises OutriderError from `Router.pick`, from `build` and from the verifier.
         """
         sequences: list[_Sequence] = []
         try:
-            pick = self.router.pick(model)
+            pick = self.router.pick(model, prefixes)
             # Build the request once for all sequences that move to the same replica.
             built: Build = cache(build)
             # All sequences count as running from here on. Otherwise requests that arrive together
             # would all pick the same replica.
             for index in range(len(built(pick.info))):
-                sequences.append(_Sequence(self, operation, built, index, pick, permit))
+                sequence = _Sequence(self, operation, built, index, pick, permit, prefixes)
+                sequences.append(sequence)
             streams = [sequence.deltas() for sequence in sequences]
             events = merge(streams) if len(streams) > 1 else _only(streams[0])
             async with aclosing(events):
@@ -125,6 +131,7 @@ class _Sequence:
         index: int,
         pick: Pick,
         permit: Permit,
+        prefixes: Sequence[bytes],
     ) -> None:
         self._generation = generation
         self._operation = operation
@@ -132,6 +139,7 @@ class _Sequence:
         self._index = index
         self._pick = pick
         self._permit = permit
+        self._prefixes = prefixes
         self._left = False
         # Whether it has no place in the admission, because the verifier does nothing for it.
         self._is_unread = False
@@ -295,6 +303,7 @@ class _Sequence:
         router = self._generation.router
         if self._builder is None:
             self._go_to(await router.pick_fallback(self._pick, error))
+            router.sent.note(self._prefixes, self._pick.replica.address)
             return
         tokens = self._request.tokens
         length = len(tokens.prompt) + tokens.max_tokens
@@ -306,6 +315,7 @@ class _Sequence:
                 raise
             raise late() from found_none
         self._go_to(pick)
+        router.sent.note(self._prefixes, pick.replica.address)
         self._builder.resumed()
         model, _, replica = self._pick
         self._generation.metrics.resumed.labels(model, error.reason.name.lower()).inc()

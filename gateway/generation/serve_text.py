@@ -23,6 +23,7 @@ from gateway.text.request import (
     TextInputs,
     TextRequest,
 )
+from gateway.upstream.prefixes import prefixes
 from outrider.process.telemetry import Span
 from outrider.protocol.lacks import check_lacks
 from outrider.protocol.model_info import ModelInfo
@@ -119,6 +120,8 @@ async def serve_text(
         async with nullcontext() if call.has_turn else generation.turns.taken(tenant):
             prompts = await _encoded(generation, call, info)
         caller = Caller(call.request_id, span.traceparent, tenant)
+        has_choice = len(generation.router.replicas) > 1
+        beginnings = prefixes(tenant, prompts[0].token_ids) if has_choice else []
         inputs = TextInputs(prompts, n, call.limit, caller, generation.prompts.answers)
 
         def build(info: ModelInfo) -> Sequence[TextRequest]:
@@ -130,7 +133,7 @@ async def serve_text(
             return requests
 
         metered = grant.metered(
-            generation.generate(model, call.operation, build, permit),
+            generation.generate(model, call.operation, build, permit, beginnings),
             prompt=sum(len(prompt.token_ids) for prompt in prompts),
             answer=n * sum(call.limit.most(prompt, info) for prompt in prompts),
             sequences=prompt_count * n,

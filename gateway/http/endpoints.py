@@ -207,9 +207,12 @@ def readiness(router: Router, identity: Identity) -> dict[str, Any]:
 def _status(router: Router) -> tuple[str, str]:
     if router.draining:
         return "draining", "the gateway is shutting down"
-    problems = [str(replica.problem) for replica in router.replicas if replica.problem is not None]
+    staying = [replica for replica in router.replicas if not replica.leaving]
+    problems = [str(replica.problem) for replica in staying if replica.problem is not None]
+    problems += router.addresses.problems.values()
     if not router.ready:
-        return _not_ready(router.replicas[0]), "; ".join(problems)
+        status = _not_ready(router.replicas[0]) if router.replicas else "unavailable"
+        return status, "; ".join(problems)
     infos = [replica.info for replica in router.replicas if replica.info is not None]
     drafters = [drafter for info in infos for drafter in info.drafters]
     lost = [drafter.drafter_id for drafter in drafters if not drafter.connected]
@@ -233,7 +236,7 @@ def _verifier(replica: Replica) -> dict[str, Any]:
     if info is not None:
         known = {
             "model": info.model_id,
-            "stage": info.stage.name.lower(),
+            "stage": "draining" if replica.leaving else info.stage.name.lower(),
             "stage_detail": info.stage_detail,
             "dtype": info.dtype,
             "device": info.device,
@@ -243,7 +246,7 @@ def _verifier(replica: Replica) -> dict[str, Any]:
         }
     return {
         "address": replica.address,
-        "ready": replica.problem is None,
+        "ready": replica.takes_requests,
         "problem": None if replica.problem is None else replica.problem.message,
         "running": len(replica.sequences),
         "round_trip_seconds": replica.round_trip_s,

@@ -59,6 +59,8 @@ class Replica:
         """Set when the next poll should not wait: the verifier is lost, or says that it leaves."""
         self.full = False
         """Whether its queue has refused a sequence since the last poll."""
+        self.leaving = False
+        """Whether its name no longer has its address."""
         self._earlier: dict[asyncio.Task[None], VerifierStream] = {}
         self._dial()
 
@@ -91,6 +93,11 @@ class Replica:
         self._earlier[retired] = self.tokens
         retired.add_done_callback(self._earlier.pop)
         self._dial()
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether new requests may go there."""
+        return self.problem is None and not self.leaving
 
     @property
     def own_count(self) -> int:

@@ -1,4 +1,8 @@
-"""Poll the verifier's replicas, and pick the least busy ready one for each request."""
+"""Poll the verifier's replicas, and pick a ready one for each request.
+
+It is the one that was sent the longest beginning of the prompt before, unless that one has clearly
+more to do than the others; else the least busy one.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +14,10 @@ from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
+from gateway.upstream.prefixes import PrefixRecord
 from gateway.upstream.replica import Replica, explain_differing, for_callers
 from outrider.errors import OutriderError, Reason
+from outrider.process.addresses import Addresses
 from outrider.process.tasks import keep_running
 from outrider.process.tls import Tls
 from outrider.protocol.model_info import ModelInfo
@@ -27,6 +33,10 @@ _SILENT_S = 60.0
 # A verifier that starts together with the gateway may take this long to answer. Until then its
 # problems are not logged.
 _STARTUP_S = 30.0
+# A replica that was sent a prompt's prefix gets the request while its load is at most this multiple
+# of the mean load, and this share of its places more.
+_MOST_LOAD = 1.25
+_SPARE_LOAD = 1 / 16
 # Errors of one replica with which a sequence moves to another replica.
 RETRYABLE = (
     Reason.VERIFIER_UNAVAILABLE,
@@ -44,9 +54,10 @@ class Pick(NamedTuple):
     replica: Replica
 
     def busyness(self) -> tuple[bool, float]:
-        """Whether the replica's queue is full, and its sequences for each that can run at once.
+        """Whether the replica's queue is full, and its load.
 
-        Sequences of a verifier that does not report its load count alone.
+        The load is its sequences for each that fits at once, or its sequences alone if the verifier
+        does not report its load.
         """
         own = self.replica.own_count
         load = self.info.load
@@ -54,7 +65,7 @@ class Pick(NamedTuple):
             return self.replica.full, own
         count = own + self.replica.foreign_count
         is_full = count >= load.max_running + load.max_waiting
-        return self.replica.full or is_full, count / load.max_running
+        return self.replica.full or is_full, count / load.fitting
 
     def continues(self, begun: ModelInfo, length: int) -> bool:
         """Whether the replica can write the rest of a sequence that `begun` has begun.
@@ -80,11 +91,19 @@ class Router:
         addresses: Sequence[str],
         fingerprint: str,
         tls: Tls | None = None,
+        on_unresolved: Callable[[str], object] | None = None,
     ) -> None:
-        self.replicas = [Replica(address, tls) for address in addresses]
+        """`on_unresolved` is called with a name each time that it cannot be resolved."""
+        self.addresses = Addresses(addresses, on_unresolved)
+        self.replicas = [Replica(address, tls) for address in self.addresses.now]
         self.draining = False
         self._fingerprint = fingerprint
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tls = tls
+        self.sent = PrefixRecord()
+        """Which replica was last sent which prefixes."""
+        self._on_ready: Callable[[bool], Awaitable[None]]
+        self._polls: dict[Replica, asyncio.Task[None]] = {}
+        self._following: asyncio.Task[None] | None = None
         self._reported_ready: bool | None = None
         # Set, and replaced, at each change of readiness. Who took the event before it read the
         # replicas cannot miss a change.
@@ -94,9 +113,39 @@ class Router:
 
     def start(self, on_ready: Callable[[bool], Awaitable[None]]) -> None:
         """Start polling. `on_ready` is called with each change of `ready`."""
+        self._on_ready = on_ready
         for replica in self.replicas:
-            poll = partial(self._poll, replica, on_ready)
-            self._tasks.append(keep_running(poll, f"polling verifier {replica.address}"))
+            self._start_polling(replica)
+        if self.addresses.has_names:
+            follow = partial(self.addresses.follow, self._take)
+            self._following = keep_running(follow, "following the names of verifiers")
+
+    def _start_polling(self, replica: Replica) -> None:
+        poll = partial(self._poll, replica)
+        self._polls[replica] = keep_running(poll, f"polling verifier {replica.address}")
+
+    async def _take(self, addresses: Sequence[str]) -> None:
+        """Add the replicas of new addresses, and let those without an address go.
+
+        A replica that goes gets no new requests, and is forgotten once its sequences have ended.
+        They may stay: a verifier that is about to stop says so itself, and then they move.
+        """
+        known = {replica.address: replica for replica in self.replicas}
+        for address in addresses:
+            if address not in known:
+                log.info("verifier %s has joined", address)
+                self.replicas.append(Replica(address, self._tls))
+                self._start_polling(self.replicas[-1])
+        for address, replica in known.items():
+            replica.leaving = address not in addresses
+            if replica.leaving and not replica.sequences:
+                log.info("verifier %s has left", address)
+                polling = self._polls[replica]
+                polling.cancel()
+                await asyncio.gather(polling, return_exceptions=True)
+                await replica.close()
+                self.replicas.remove(replica)
+                del self._polls[replica]
 
     async def drain(self, seconds: float) -> None:
         """Refuse new requests, give running sequences `seconds` to finish, and fail the rest."""
@@ -112,13 +161,14 @@ class Router:
 
     async def close(self) -> None:
         """Stop polling, and close all connections."""
-        for task in self._tasks:
+        tasks = [*self._polls.values(), *filter(None, [self._following])]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         for replica in self.replicas:
             await replica.close()
 
-    async def _poll(self, replica: Replica, on_ready: Callable[[bool], Awaitable[None]]) -> None:
+    async def _poll(self, replica: Replica) -> None:
         logged = str(replica.problem)
         log_after = time.monotonic() + _STARTUP_S
         while True:
@@ -137,7 +187,7 @@ class Router:
             self._report_differing()
             if self.ready is not self._reported_ready:
                 self._reported_ready = self.ready
-                await on_ready(self.ready)
+                await self._on_ready(self.ready)
             pause_s = _POLL_READY_S if replica.problem is None else _POLL_LOADING_S
             with suppress(TimeoutError):
                 async with asyncio.timeout(pause_s):
@@ -175,7 +225,7 @@ class Router:
     @property
     def ready(self) -> bool:
         """Whether a request could be taken."""
-        return not self.draining and any(replica.problem is None for replica in self.replicas)
+        return not self.draining and any(replica.takes_requests for replica in self.replicas)
 
     @property
     def models(self) -> dict[str, ModelInfo]:
@@ -202,13 +252,30 @@ class Router:
         infos = [pick.info for pick in picks if pick.model == name]
         return name, max(infos, key=lambda info: info.context_length)
 
-    def pick(self, model: str | None) -> Pick:
-        """The least busy ready replica that serves the model. None or "" stands for any model.
+    def pick(self, model: str | None, prefixes: Sequence[bytes] = ()) -> Pick:
+        """The ready replica for a request whose prompt has these `prefixes`, which goes there now.
 
-        Raises OutriderError: NOT_READY, DRAINING or VERIFIER_UNAVAILABLE if no replica is ready,
-        MODEL_NOT_FOUND if no replica serves the model.
+        None or "" stands for any model. Raises OutriderError: NOT_READY, DRAINING or
+        VERIFIER_UNAVAILABLE if no replica is ready, MODEL_NOT_FOUND if no replica serves the model.
         """
-        return min(self._picks(model), key=Pick.busyness)
+        picks = self._picks(model)
+        pick = self._holder(picks, prefixes) or min(picks, key=Pick.busyness)
+        self.sent.note(prefixes, pick.replica.address)
+        return pick
+
+    def _holder(self, picks: Sequence[Pick], prefixes: Sequence[bytes]) -> Pick | None:
+        """The replica that was sent the longest of the prefixes, and has its share of load at most.
+
+        None if no such replica was sent any of them.
+        """
+        loads = {pick.replica.address: (pick, *pick.busyness()) for pick in picks}
+        most = _MOST_LOAD * sum(load for _, _, load in loads.values()) / len(loads) + _SPARE_LOAD
+        for address in self.sent.holders(prefixes):
+            if address in loads:
+                pick, is_full, load = loads[address]
+                if not is_full and load <= most:
+                    return pick
+        return None
 
     async def pick_fallback(
         self, lost: Pick, error: OutriderError, wait_s: float = 0.0, length: int | None = None
@@ -252,7 +319,8 @@ class Router:
         if not ready:
             unknown = OutriderError(Reason.NOT_READY, "no verifier is ready")
             # Raise a new error for each request: a shared exception collects the tracebacks of all.
-            raise for_callers(self.replicas[0].problem or unknown)
+            problems = [each.problem for each in self.replicas if each.problem is not None]
+            raise for_callers(problems[0] if problems else unknown)
         serving = [pick for pick in ready if model in (None, "", pick.model)]
         if not serving:
             names = ", ".join(sorted({pick.model for pick in ready}))
@@ -265,7 +333,7 @@ class Router:
         picks = [
             Pick(replica.info.model_id, replica.info, replica)
             for replica in self.replicas
-            if replica.problem is None and replica.info is not None
+            if replica.takes_requests and replica.info is not None
         ]
         return [pick for pick in picks if model in (None, pick.model)]
 

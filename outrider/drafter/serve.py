@@ -10,13 +10,15 @@ import logging
 import os
 import platform
 import signal
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from outrider.drafter.dialled import Dialled
 from outrider.drafter.strategy import Guess, GuessStrategy, Strategy
 from outrider.drafter.stream import DraftStream, Observer
 from outrider.errors import OutriderError
 from outrider.process import telemetry
+from outrider.process.addresses import Addresses, check_address
+from outrider.process.tasks import until_first_end
 from outrider.process.tls import Tls
 from outrider.protocol.draft_messages import Hello
 from outrider.protocol.model_info import ModelInfo, Placement
@@ -35,16 +37,20 @@ def serve(
 ) -> None:
     """Draft for one or several verifiers until SIGTERM or SIGINT; reconnects after restarts.
 
-    `draft` is a function (text, count) → tokens, or a Strategy class; each connection makes an
-    instance. `name` is the family's name in requests and metrics. `drafter_id` defaults to name,
+    A `verifier` is host:port, unix:/path, or dns:NAME:PORT for all addresses that NAME has at the
+    time. `draft` is a function (text, count) → tokens, or a Strategy class; each connection makes
+    an instance. `name` is the family's name in requests and metrics. `drafter_id` defaults to name,
     host and process id. `tokenizer_fingerprint` defaults to the verifier's own, for drafters that
     work with any ids. `tls` has the files of mutual TLS, which verifiers with TLS require; the
     drafter's id then begins with the common name of its certificate.
 
-    Exits with status 1 and a message when every verifier refuses this drafter for good.
+    Exits with status 1 and a message when every verifier refuses this drafter for good, unless
+    others may join under a name. Raises ValueError for an address that is no such name.
     """
     telemetry.setup_logging("info")
     verifiers = [verifier] if isinstance(verifier, str) else list(verifier)
+    for address in verifiers:
+        check_address(address)
     try:
         asyncio.run(_serve(draft, name, verifiers, drafter_id, tokenizer_fingerprint, tls))
     except OutriderError as error:
@@ -79,52 +85,107 @@ async def _serve(
             Dialled(lambda: verifier, tls), lambda info: _strategy(draft, name), hello, Observer()
         )
 
-    streams = DraftStreams([(verifier, stream(verifier)) for verifier in verifiers])
+    streams = DraftStreams(Addresses(verifiers), stream)
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, streams.stop)
     await streams.run()
 
 
 class DraftStreams:
-    """Serves several verifiers and reconnects when a verifier restarts; `stop` ends all streams."""
+    """Serves several verifiers and reconnects when a verifier restarts; `stop` ends all streams.
 
-    def __init__(self, streams: Sequence[tuple[str, DraftStream]]) -> None:
-        """`streams` holds (verifier's name, stream) pairs; log lines and errors use the names."""
-        self._streams = streams
-        self._refusals: list[tuple[str, OutriderError]] = []
+    Verifiers come and go with the addresses of names.
+    """
+
+    def __init__(self, addresses: Addresses, make: Callable[[str], DraftStream]) -> None:
+        """`make` makes the stream to an address; log lines and errors have the address."""
+        self._addresses = addresses
+        self._make = make
+        self._streams: dict[str, tuple[DraftStream, asyncio.Task[None]]] = {}
+        self._refusals: dict[str, OutriderError] = {}
+        self._is_stopping = False
+        # Done when nothing is left to serve, or with the exception of a stream.
+        self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def stop(self) -> None:
         """Say goodbye to all verifiers and end `run`."""
-        for _, stream in self._streams:
+        self._is_stopping = True
+        for stream, _ in self._streams.values():
             stream.stop()
+        self._end_if_over()
 
     async def run(self) -> None:
         """Serve until `stop`, or until every verifier has refused this drafter for good.
 
-        Raises OutriderError with all reasons in the second case. An exception of one of the
-        strategy's `fatal` types ends all streams.
+        Raises OutriderError with all reasons in the second case. As long as there are names, others
+        may join, so that refusals end nothing. An exception of one of the strategy's `fatal` types
+        ends all streams.
         """
-        tasks = [asyncio.create_task(self._run(name, stream)) for name, stream in self._streams]
+        await self._take(self._addresses.now)
+        works: list[Awaitable[None]] = [self._over]
+        if self._addresses.has_names:
+            works.append(self._addresses.follow(self._take))
         try:
-            await asyncio.gather(*tasks)
+            await until_first_end(*works)
         finally:
+            tasks = [task for _, task in self._streams.values()]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        if len(self._refusals) == len(self._streams):
-            _, first = self._refusals[0]
-            if len(self._streams) == 1:
-                raise first
-            reasons = "; ".join([f"{name}: {error}" for name, error in self._refusals])
-            raise OutriderError(first.reason, f"every verifier refuses this drafter: {reasons}")
+        if not self._is_stopping:
+            self._raise_refusals()
 
-    async def _run(self, name: str, stream: DraftStream) -> None:
+    async def _take(self, addresses: Sequence[str]) -> None:
+        """Begin a stream to each new address, and dial an address that is gone no more.
+
+        A stream that such a verifier has registered goes on until the verifier ends it.
+        """
+        if self._is_stopping:
+            return
+        for address, (stream, task) in list(self._streams.items()):
+            is_gone = address not in addresses
+            if is_gone and not stream.is_registered:
+                stream.stop()
+            if task.done() and (is_gone or address not in self._refusals):
+                del self._streams[address]
+                self._refusals.pop(address, None)
+        for address in addresses:
+            if address not in self._streams:
+                stream = self._make(address)
+                task = asyncio.create_task(self._run(address, stream))
+                task.add_done_callback(self._stream_ended)
+                self._streams[address] = stream, task
+
+    async def _run(self, address: str, stream: DraftStream) -> None:
         try:
             await stream.run()
         except OutriderError as error:
-            self._refusals.append((name, error))
-            if len(self._streams) > 1:
-                log.error("%s refuses this drafter for good: %s", name, error)
+            self._refusals[address] = error
+            if len(self._streams) > 1 or self._addresses.has_names:
+                log.error("%s refuses this drafter for good: %s", address, error)
+
+    def _stream_ended(self, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not self._over.done():
+            self._over.set_exception(error)
+        self._end_if_over()
+
+    def _end_if_over(self) -> None:
+        """End `run` if no stream is left and none may join."""
+        may_join = self._addresses.has_names and not self._is_stopping
+        if may_join or self._over.done():
+            return
+        if all(task.done() for _, task in self._streams.values()):
+            self._over.set_result(None)
+
+    def _raise_refusals(self) -> None:
+        refusals = list(self._refusals.items())
+        if len(refusals) == 1:
+            raise refusals[0][1]
+        reasons = "; ".join([f"{address}: {error}" for address, error in refusals])
+        raise OutriderError(
+            refusals[0][1].reason, f"every verifier refuses this drafter: {reasons}"
+        )
 
 
 def own_id(wanted: str, tls: Tls | None) -> str:

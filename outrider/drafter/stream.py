@@ -76,6 +76,8 @@ class DraftStream:
         self._stopping = asyncio.Event()
         self._backoff_s = _BACKOFF_S[0]
         self._fatal: tuple[type[Exception], ...] = ()
+        self.is_registered = False
+        """Whether the verifier has this drafter now."""
 
     def stop(self) -> None:
         """Say goodbye and end `run`."""
@@ -130,9 +132,11 @@ class DraftStream:
                 if welcome is None:
                     return
                 log.info("drafting for %s", welcome.model_id)
+                self.is_registered = True
                 await self._observer.registered(line.address)
                 await self._serve(connection)
             finally:
+                self.is_registered = False
                 try:
                     await self._observer.lost()
                 finally:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -76,7 +76,7 @@ def script_picks(site: Site, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     router = site.gateway.router
     picked: list[str] = []
 
-    def pick(model: str | None) -> Any:
+    def pick(model: str | None, prefixes: Sequence[bytes]) -> Any:
         replica = router.replicas[min(len(picked), 1)]
         picked.append(replica.address)
         return Pick(model or "models/target", replica.info, replica)

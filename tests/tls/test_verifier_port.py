@@ -13,13 +13,14 @@ from sites import FINGERPRINT, Site, verifier
 from waiting import until
 
 from gateway.upstream.replica import Replica
+from gateway.upstream.routing import Router
 from outrider.drafter.dialled import Dialled
 from outrider.drafter.serve import own_id
 from outrider.drafter.strategy import GuessStrategy
 from outrider.drafter.stream import DraftStream, Observer
 from outrider.errors import OutriderError, Reason
 from outrider.internal.v1 import token_streams_pb2, token_streams_pb2_grpc
-from outrider.process import rpc
+from outrider.process import addresses, rpc
 from outrider.process.tls import Tls, explain
 from outrider.protocol.draft_messages import Hello
 from outrider.protocol.messages import DraftDistribution
@@ -166,6 +167,28 @@ async def test_a_server_of_another_role_or_without_tls_is_refused(
         error = await outcome(address, site.issue("gateway"), get_model)
     assert error is not None
     assert error.message.startswith(reason)
+
+
+@pytest.mark.parametrize("role", ["verifier", "redis"])
+async def test_a_verifier_found_by_name_is_known_by_its_role(
+    site: Site, role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its certificate has neither the name nor, in general, the address."""
+    async with verifier(site.issue(role, "served")) as (address, _):
+
+        async def resolve(*_: object) -> list[str]:
+            return [address]
+
+        async def on_ready(_: bool) -> None:
+            """Take no note of it."""
+
+        monkeypatch.setattr(addresses, "resolve", resolve)
+        router = Router(["dns:verifiers.test:50051"], FINGERPRINT, site.issue("gateway"))
+        router.start(on_ready)
+        not_yet = "has not answered yet"
+        await until(lambda: router.replicas and not_yet not in str(router.replicas[0].problem))
+        assert router.ready is (role == "verifier")
+        await router.close()
 
 
 def drafter(address: str, tls: Tls | None, identity: str) -> DraftStream:

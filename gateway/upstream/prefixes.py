@@ -1,0 +1,60 @@
+"""Which replica was last sent which beginnings of prompts: its prefix cache probably has them.
+
+Knows nothing of requests and of replicas beyond their addresses.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+
+BLOCK_TOKENS = 64
+# Together 8 million tokens, in some 30 MB.
+_MOST_PREFIXES = 2**17
+
+
+def prefixes(tenant: str, token_ids: Sequence[int]) -> list[bytes]:
+    """A hash of each beginning of the prompt that is whole blocks long, the shortest first.
+
+    Tenants share no hash, as they share no pages of a prefix cache. Ids that no model has make no
+    prefixes; the request is refused later.
+    """
+    try:
+        packed = array("I", token_ids).tobytes()
+    except OverflowError:
+        return []
+    running = hashlib.sha256(repr(tenant).encode())
+    size = 4 * BLOCK_TOKENS
+    found = []
+    for end in range(size, len(packed) + 1, size):
+        running.update(packed[end - size : end])
+        found.append(running.digest()[:16])
+    return found
+
+
+class PrefixRecord:
+    """The address that each prefix was last sent to. The least recently used prefix goes first."""
+
+    def __init__(self, most: int = _MOST_PREFIXES) -> None:
+        self._most = most
+        self._address_of: OrderedDict[bytes, str] = OrderedDict()
+
+    def note(self, prefixes: Sequence[bytes], address: str) -> None:
+        """Note that a prompt with these prefixes goes to a replica."""
+        # The longest one first, so that it is forgotten before the prefixes that it contains.
+        for prefix in reversed(prefixes):
+            self._address_of[prefix] = address
+            self._address_of.move_to_end(prefix)
+        while len(self._address_of) > self._most:
+            self._address_of.popitem(last=False)
+
+    def holders(self, prefixes: Sequence[bytes]) -> Iterator[str]:
+        """The replicas that were sent prefixes of a prompt, that of the longest one first."""
+        seen = set()
+        for prefix in reversed(prefixes):
+            address = self._address_of.get(prefix)
+            if address is not None and address not in seen:
+                seen.add(address)
+                yield address

@@ -1,0 +1,132 @@
+"""A drafter drafts for all verifiers that a name stands for, and these come and go."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+import pytest
+from counting_drafter import Drafter, opened
+from scripted_drafts import ScriptedVerifier, Stream
+from test_drafter_process import drafter
+from waiting import until
+
+from drafter_svc.config import settings_schema
+from outrider.drafter.serve import DraftStreams
+from outrider.drafter.stream import DraftStream
+from outrider.errors import OutriderError, Reason
+from outrider.process import addresses, rpc
+from outrider.process.addresses import Addresses
+from outrider.protocol.draft_messages import DraftBatch, StepBatch
+
+STRANGE = OutriderError(Reason.TOKENIZER_MISMATCH, "the drafter's tokenizer is another")
+
+
+@pytest.fixture
+async def other() -> AsyncIterator[ScriptedVerifier]:
+    verifier = ScriptedVerifier()
+    await verifier.start()
+    yield verifier
+    await verifier.stop()
+
+
+@dataclass
+class Name:
+    """A name of verifiers, and the drafter that follows it."""
+
+    listed: list[ScriptedVerifier] = field(default_factory=list)
+    made: list[str] = field(default_factory=list)
+    """The addresses of the streams, in the order in which they were made."""
+    streams: DraftStreams = field(init=False)
+
+    async def resolve(self, *_: object) -> list[str]:
+        return [f"127.0.0.1:{verifier.port}" for verifier in self.listed]
+
+    def make(self, address: str) -> DraftStream:
+        self.made.append(address)
+        return Drafter(int(address.rpartition(":")[2])).stream
+
+
+@contextlib.asynccontextmanager
+async def following(*listed: ScriptedVerifier) -> AsyncIterator[Name]:
+    """Let a drafter follow a name that stands for these verifiers at first."""
+    name = Name(list(listed))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(addresses, "resolve", name.resolve)
+        patch.setattr(addresses, "_RESOLVE_S", 0.05)
+        name.streams = DraftStreams(Addresses(["dns:name:1"]), name.make)
+        task = asyncio.create_task(name.streams.run())
+        yield name
+        assert not task.done()
+        name.streams.stop()
+        await asyncio.wait_for(task, 30)
+
+
+async def drafts(stream: Stream) -> None:
+    """Check that the drafter drafts on a stream."""
+    stream.send(StepBatch(opened=[opened(tokens=(5, 6, 7, 8, 5, 6))]))
+    batch = await stream.receive()
+    assert isinstance(batch, DraftBatch)
+    assert batch.proposals
+
+
+async def test_it_serves_the_verifiers_that_join(
+    verifier: ScriptedVerifier, other: ScriptedVerifier
+) -> None:
+    async with following(verifier) as name:
+        await drafts(await verifier.accepted())
+        name.listed = [verifier, other]
+        await drafts(await other.accepted())
+        assert len(name.made) == 2
+
+
+async def test_it_drafts_on_for_a_verifier_that_left_until_the_verifier_ends_the_stream(
+    verifier: ScriptedVerifier, other: ScriptedVerifier
+) -> None:
+    async with following(verifier, other) as name:
+        leaving = await verifier.accepted()
+        stays = await other.accepted()
+        await until(lambda: all(each.is_registered for each, _ in name.streams._streams.values()))
+        name.listed = [other]
+        await asyncio.sleep(0.3)
+        await drafts(leaving)
+        await verifier.stop()
+        await until(lambda: len(name.streams._streams) == 1)
+        await verifier.start()
+        await drafts(stays)
+        assert len(verifier.attempts) == 1
+        name.listed = [other, verifier]
+        await drafts(await verifier.accepted())
+
+
+async def test_refusals_do_not_end_it_since_others_may_join(
+    verifier: ScriptedVerifier, other: ScriptedVerifier
+) -> None:
+    verifier.refusal = rpc.status_of(STRANGE)
+    async with following(verifier) as name:
+        await until(lambda: name.streams._refusals)
+        name.listed = [verifier, other]
+        await drafts(await other.accepted())
+        assert len(verifier.attempts) == 1
+
+
+async def test_it_stops_while_nothing_answers_to_the_name() -> None:
+    async with following() as name:
+        await asyncio.sleep(0.1)
+        assert name.made == []
+
+
+async def test_a_drafter_process_finds_its_verifier_by_name(verifier: ScriptedVerifier) -> None:
+    entry = f"dns:localhost:{verifier.port}"
+    async with drafter("--family", "ngram", "--verifier", entry):
+        await drafts(await verifier.accepted())
+
+
+def test_a_name_takes_no_socket() -> None:
+    schema = settings_schema("ngram")
+    with pytest.raises(ValueError, match="uds: takes no dns:NAME:PORT"):
+        schema(family="ngram", verifier=["dns:name:1"], uds=["/x"])
+    with pytest.raises(ValueError, match="must name dns:NAME:PORT, not dns:name"):
+        schema(family="ngram", verifier=["dns:name"])
