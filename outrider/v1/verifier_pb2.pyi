@@ -437,7 +437,7 @@ class Load(_message.Message):
     max_waiting_count: _builtins.int
     """Most sequences in the queue; the verifier refuses more."""
     kv_cache_usage: _builtins.float
-    """Share of the KV cache's pages that sequences hold, 0 to 1."""
+    """Share of the KV cache's pages that sequences hold; 1 if no page is free."""
     @_builtins.property
     def sequence_duration(self) -> _duration_pb2.Duration:
         """How long recent sequences were in the batch, on average; unset before the first has ended."""
