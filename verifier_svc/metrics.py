@@ -17,6 +17,7 @@ from verifier_svc.state.trie import CommitWalk, LookupResult
 _MODEL = ["model_name"]
 _LABELS = [*_MODEL, "drafter", "family", "placement"]
 _SHAPE = [*_MODEL, "shape"]
+_PHASES = ["wait", "pack", "forward", "accept", "commit", "send"]
 _POSITIONS = [str(position) for position in range(MAX_DRAFT_TOKENS)]
 
 
@@ -155,70 +156,82 @@ class Metrics:
         self._answers: dict[Drafter, list[float]] = {}
         self._walks: dict[tuple[Drafter, LookupResult], tuple[int, int]] = {}
         self._verified: dict[tuple[Drafter, int, int, int], int] = {}
+        self._pauses: dict[PauseReason, int] = {}
         self._exported = Occupancy()
         self._register_steps()
         self._register_requests()
 
     def _register_steps(self) -> None:
         """Register the metrics of the engine's steps."""
+        model = self._model_name
         counter = self._registry.counter
         histogram = self._registry.histogram
         self._decode_seconds = counter(
             "decode_seconds", "Time of steps without prompts, waits included.", _MODEL
-        )
+        ).labels(model)
         self._isolated_seconds = counter(
             "decode_isolated_forward_seconds",
             "Time of the same forwards before the first request.",
             _MODEL,
-        )
-        self._phase_seconds = counter(
+        ).labels(model)
+        phase_seconds = counter(
             "step_phase_seconds",
             "Step time by phase: wait (for drafts), pack, forward, accept, commit, send.",
             [*_MODEL, "phase"],
         )
+        self._phase_seconds = {phase: phase_seconds.labels(model, phase) for phase in _PHASES}
         self._step_seconds = histogram(
             "step_seconds", "Time of one engine step.", _doubling(0.001, 14)
-        )
-        self._batch = histogram("step_sequences", "Sequences in one step.", _doubling(1.0, 11))
-        self._graphs = self._registry.gauge("cuda_graphs", "CUDA graphs of the target's forward.")
+        ).labels(model)
+        self._batch = histogram(
+            "step_sequences", "Sequences in one step.", _doubling(1.0, 11)
+        ).labels(model)
+        self._graphs = self._registry.gauge(
+            "cuda_graphs", "CUDA graphs of the target's forward."
+        ).labels(model)
         self._graph_memory = self._registry.gauge(
             "cuda_graph_memory_bytes", "Device memory that the CUDA graphs took at start."
-        )
+        ).labels(model)
 
     def _register_requests(self) -> None:
         """Register the metrics of requests and of the KV cache."""
+        model = self._model_name
         counter = self._registry.counter
         gauge = self._registry.gauge
         histogram = self._registry.histogram
-        self._generated = counter("generation_tokens", "Tokens committed.", _MODEL)
+        self._generated = counter("generation_tokens", "Tokens committed.", _MODEL).labels(model)
         self._preemptions = counter(
             "num_preemptions", "Sequences whose pages were taken and recomputed later.", _MODEL
-        )
+        ).labels(model)
         self._prefix_queries = counter(
             "prefix_cache_queries", "Tokens of admitted sequences.", _MODEL
-        )
+        ).labels(model)
         self._prefix_hits = counter(
             "prefix_cache_hits", "Tokens of admitted sequences in the prefix cache.", _MODEL
-        )
+        ).labels(model)
         self._integrity_failures = counter(
             "integrity_failures",
             "Checks of the page pool that failed when the engine went idle.",
             _MODEL,
+        ).labels(model)
+        self._running = gauge("num_requests_running", "Sequences in the batch.").labels(model)
+        self._waiting = gauge("num_requests_waiting", "Sequences in the queue.").labels(model)
+        self._unread = gauge(
+            "num_requests_unread", "Sequences that wait for their caller to read."
+        ).labels(model)
+        self._pages = gauge("kv_cache_usage_perc", "Share of the KV pages in use, 0 to 1.").labels(
+            model
         )
-        self._running = gauge("num_requests_running", "Sequences in the batch.")
-        self._waiting = gauge("num_requests_waiting", "Sequences in the queue.")
-        self._unread = gauge("num_requests_unread", "Sequences that wait for their caller to read.")
-        self._pages = gauge("kv_cache_usage_perc", "Share of the KV pages in use, 0 to 1.")
         self._queue_seconds = histogram(
             "request_queue_time_seconds",
             "From arrival to the first step.",
             _doubling(0.0005, 18),
-        )
+        ).labels(model)
         self._prefill_seconds = histogram(
             "request_prefill_time_seconds",
             "From the first step to the first token.",
             _doubling(0.001, 16),
-        )
+        ).labels(model)
 
     def _labels(self, drafter: Drafter) -> tuple[str, str, str, str]:
         hello = drafter.hello
@@ -235,8 +248,11 @@ class Metrics:
     def flush(self) -> None:
         """Export all counts gathered since the last call."""
         self._add_draft_counts()
-        self._generated.labels(self._model_name).inc(self._generated_count)
+        self._generated.inc(self._generated_count)
         self._generated_count = 0
+        for reason, count in self._pauses.items():
+            self._paused_steps.labels(self._model_name, reason.label).inc(count)
+        self._pauses.clear()
         pending = self._pending
         self._pending = {}
         for (counter, labels), amount in pending.items():
@@ -351,47 +367,47 @@ class Metrics:
 
     def queued(self, seconds: float) -> None:
         """Record how long a sequence waited before its first step."""
-        self._queue_seconds.labels(self._model_name).observe(seconds)
+        self._queue_seconds.observe(seconds)
 
     def prefilled(self, seconds: float) -> None:
         """Record the time from a sequence's first step to its first token."""
-        self._prefill_seconds.labels(self._model_name).observe(seconds)
+        self._prefill_seconds.observe(seconds)
 
     def integrity_failed(self) -> None:
         """Record that the check of the idle engine's page pool failed."""
-        self._integrity_failures.labels(self._model_name).inc()
+        self._integrity_failures.inc()
 
     def step(self, clock: StepClock, isolated_forward_s: float, sequence_count: int) -> None:
         """Record an engine step.
 
         Its forward takes `isolated_forward_s` on an idle machine; 0 if that is unknown.
         """
-        self._step_seconds.labels(self._model_name).observe(clock.step_s)
-        self._batch.labels(self._model_name).observe(sequence_count)
-        for name, seconds in {"wait": clock.wait_s, **clock.phases_s}.items():
-            self._phase_seconds.labels(self._model_name, name).inc(seconds)
+        self._step_seconds.observe(clock.step_s)
+        self._batch.observe(sequence_count)
+        self._phase_seconds["wait"].inc(clock.wait_s)
+        for phase, seconds in clock.phases_s.items():
+            self._phase_seconds[phase].inc(seconds)
         if isolated_forward_s > 0.0:
-            self._decode_seconds.labels(self._model_name).inc(clock.wait_s + clock.step_s)
-            self._isolated_seconds.labels(self._model_name).inc(isolated_forward_s)
+            self._decode_seconds.inc(clock.wait_s + clock.step_s)
+            self._isolated_seconds.inc(isolated_forward_s)
 
     def graphs(self, count: int, memory_bytes: int) -> None:
         """Record the CUDA graphs that were captured at start."""
-        self._graphs.labels(self._model_name).set(count)
-        self._graph_memory.labels(self._model_name).set(memory_bytes)
+        self._graphs.set(count)
+        self._graph_memory.set(memory_bytes)
 
     def paused(self, reason: PauseReason) -> None:
         """Count a sequence's step without a draft."""
-        self._add(self._paused_steps, (self._model_name, reason.label))
+        self._pauses[reason] = self._pauses.get(reason, 0) + 1
 
     def occupancy(self, now: Occupancy) -> None:
         """Record the sequences and pages in use, and what the scheduler has counted."""
-        name = self._model_name
-        self._running.labels(name).set(now.running)
-        self._waiting.labels(name).set(now.waiting)
-        self._unread.labels(name).set(now.unread)
-        self._pages.labels(name).set(now.pages)
+        self._running.set(now.running)
+        self._waiting.set(now.waiting)
+        self._unread.set(now.unread)
+        self._pages.set(now.pages)
         before = self._exported
-        self._prefix_queries.labels(name).inc(now.prompt_tokens - before.prompt_tokens)
-        self._prefix_hits.labels(name).inc(now.cached_tokens - before.cached_tokens)
-        self._preemptions.labels(name).inc(now.preemptions - before.preemptions)
+        self._prefix_queries.inc(now.prompt_tokens - before.prompt_tokens)
+        self._prefix_hits.inc(now.cached_tokens - before.cached_tokens)
+        self._preemptions.inc(now.preemptions - before.preemptions)
         self._exported = now
