@@ -22,6 +22,16 @@ _SHARE_WEIGHT = 4.0
 _SHARE_DECAY = 0.99
 
 
+class _FixedRate:
+    """A prior that never changes, known for the first position alone."""
+
+    __slots__ = ("by_position", "version")
+
+    def __init__(self, rate: float) -> None:
+        self.by_position = [rate]
+        self.version = 0
+
+
 class AcceptanceRate:
     """By position, the probability that a draft token is accepted if all before it were.
 
@@ -30,15 +40,14 @@ class AcceptanceRate:
 
     __slots__ = (
         "_accepted",
-        "_base",
         "_decay",
         "_expected",
-        "_first",
         "_judged",
+        "_prior",
         "_rates",
         "_survival",
         "_valid",
-        "_version",
+        "version",
     )
 
     def __init__(
@@ -51,16 +60,12 @@ class AcceptanceRate:
         estimate of the position before it. Otherwise positions that are never reached would keep an
         optimistic prior.
         """
-        self._base: AcceptanceRate | None = None
-        self._first = 0.0
-        if isinstance(prior, float):
-            self._first = prior
-        else:
-            self._base = prior
+        self._prior = _FixedRate(prior) if isinstance(prior, float) else prior
         self._decay = decay
         self._accepted = [0.0] * count
         self._judged = [0.0] * count
-        self._version = 0
+        self.version = 0
+        """How many drafts it has counted."""
         # The lists below hold for this sum of versions, its own and the prior's.
         self._valid = -1
         self._rates: list[float] = []
@@ -79,37 +84,29 @@ class AcceptanceRate:
         if accepted < known:
             judged[accepted] = judged[accepted] * decay + 1.0
             hits[accepted] *= decay
-        self._version += 1
+        self.version += 1
 
     @property
     def by_position(self) -> list[float]:
         """The rates of all positions."""
-        if self._stale():
+        if self._valid != self.version + self._prior.version:
             self._refresh()
         return self._rates
 
     @property
     def survival(self) -> list[float]:
         """Probability that at least 1, 2, … draft tokens are accepted."""
-        if self._stale():
+        if self._valid != self.version + self._prior.version:
             self._refresh()
         return self._survival
 
-    def _stale(self) -> bool:
-        base = self._base
-        return self._valid != (self._version if base is None else self._version + base._version)
-
     def _refresh(self) -> None:
-        base = self._base
-        self._valid = self._version
-        priors: list[float] = []
-        if base is not None:
-            self._valid += base._version
-            priors = base.by_position
+        self._valid = self.version + self._prior.version
+        priors = self._prior.by_position
         rates: list[float] = []
         survival: list[float] = []
         expected = [1.0]
-        rate = self._first
+        rate = 0.0
         survives = total = 1.0
         for i, judged in enumerate(self._judged):
             prior = priors[i] if i < len(priors) else rate
@@ -129,7 +126,7 @@ class AcceptanceRate:
         One plus the sum of the survival probabilities. With one rate a for all positions it is
         (1 - a^(k+1)) / (1 - a) for k draft tokens (Leviathan et al. 2023, eq. 1).
         """
-        if self._stale():
+        if self._valid != self.version + self._prior.version:
             self._refresh()
         expected = self._expected
         return expected[count] if count < len(expected) else expected[-1]
