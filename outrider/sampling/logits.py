@@ -90,7 +90,7 @@ class Adjustments:
         self._bias: tuple[Staged, Staged, Staged] | None = None
         self._penalties: Penalties | None = None
         self._bans: tuple[Staged, Staged] | None = None
-        if not any(context.sampling.adjusts for context in contexts):
+        if not [context for context in contexts if context.sampling.adjusts]:
             return
         pairs = list(zip(_first_rows(contexts), contexts, strict=True))
         biased = [pair for pair in pairs if pair[1].sampling.logit_bias]
@@ -109,8 +109,8 @@ class Adjustments:
         and is returned itself if no row needs an adjustment. A row with no token left is -inf
         throughout.
         """
-        is_masked = any(mask is not None for mask in masks)
-        if not (is_masked or self._bias or self._penalties or self._bans):
+        given = [mask for mask in masks if mask is not None]
+        if not (given or self._bias or self._penalties or self._bans):
             return logits_RV
         logits_RV = logits_RV.clone()
         if self._bias is not None:
@@ -123,7 +123,7 @@ class Adjustments:
         if self._bans is not None:
             rows, tokens = self._bans
             logits_RV[rows.tensor, tokens.tensor] = -torch.inf
-        if is_masked:
+        if given:
             _mask(logits_RV, _first_rows(self._contexts), masks)
         return logits_RV
 

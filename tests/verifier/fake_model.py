@@ -197,6 +197,7 @@ class ScriptedDrafter:
         """Count as a drafter whose guesses were right before."""
         self.handle.taken_bytes = 1
         self.handle.right_guesses = 8
+        self.handle.proven = True
 
     def propose(self, sequence_id: int, tokens: list[int], *, anew: bool = False) -> None:
         """Propose tokens behind its guesses so far, or `anew` behind the committed tokens."""

@@ -10,7 +10,6 @@ from outrider.errors import OutriderError, Reason
 from outrider.process.clock import Clock, monotonic
 from outrider.process.telemetry import Span
 from outrider.protocol.draft_messages import Closed, DraftBatch, Hello, StepBatch, Verdict
-from outrider.protocol.messages import PauseReason
 from verifier_svc.drafts.assignments import new_assignment, run_ahead_window
 from verifier_svc.drafts.draft_message import DraftMessage
 from verifier_svc.drafts.features import FeatureSender, FeatureSource, flush_features
@@ -196,9 +195,17 @@ class DraftExchange:
         drafter.taken_bytes += byte_count + MESSAGE_BYTES
         self._metrics.ignored(drafter)
 
-    def pause_reason(self, sequence: Sequence) -> PauseReason:
-        """Why this step verified no draft of the sequence; call it before the step's verdicts."""
-        return pause_reason(sequence, self.plan, self._planner.budget)
+    def note_pause(self, sequence: Sequence) -> None:
+        """Count a step that verified no draft of the sequence, unless it had no room for one.
+
+        Call it before the step's tokens are committed and its verdicts are sent.
+        """
+        first = sequence.stats.forward_count == 0
+        if first or sequence.max_draft_tokens == 0 or sequence.most_draft_tokens == 0:
+            return
+        reason = pause_reason(sequence, self.plan, self._planner.budget)
+        sequence.pauses[reason] = sequence.pauses.get(reason, 0) + 1
+        self._metrics.paused(reason)
 
     # --- verdicts go out ---
 
@@ -217,7 +224,7 @@ class DraftExchange:
         for assignment in sequence.assignments.values():
             drafter = assignment.drafter
             trie = assignment.trie
-            guessed = 0 if assignment is verified else trie.length(len(new_token_ids))
+            guessed = 0 if assignment is verified else min(len(trie.main_path), len(new_token_ids))
             skipped = trie.node_count == 0 and trie.ready(1)
             offered = assignment.final_length(self.plan.draft_tokens.get(sequence.id, 0))
             walk = trie.advance(new_token_ids)
@@ -229,9 +236,9 @@ class DraftExchange:
             if guessed:
                 # The step did not verify these guesses, such as a probe's; the commit judges them.
                 assignment.observe_acceptance(guessed, min(walk.on_main_path, guessed))
-            if assignment.asked:
+            if assignment.asked and assignment.asked_at:
                 assignment.count_silence(now)
-                passes_on = passes_on or drafter.is_doubtful
+            passes_on = passes_on or (assignment.asked and drafter.is_doubtful)
             wanted = _tokens_to_ask(self.plan, sequence, assignment)
             if wanted or assignment in self.plan.probes:
                 self._ask(sequence, assignment, wanted, walk.matched, span.traceparent)
@@ -311,7 +318,8 @@ class DraftExchange:
             trees,
         )
         assignment.drafter.outbox.verdicts.append(verdict)
-        flush_features(assignment)
+        if assignment.held_features:
+            flush_features(assignment)
         # A drafter that is asked again after a silence has to read first, so its answer says little
         # about its speed. A probe's answer is timed all the same: probes are sent to measure.
         must_draft = assignment.answered_length > 0 and assignment.trie.node_count == 0

@@ -113,7 +113,7 @@ class FeatureSender:
             for assignment in scheduled.sequence.assignments.values():
                 drafter = assignment.drafter
                 request = drafter.hello.feature_request
-                if assignment.takes_features and request is not None:
+                if request is not None and assignment.takes_features:
                     part = _part(scheduled, result, first_row, assignment, request)
                     if part.rows:
                         kind = request, drafter.projects_features, drafter.is_local
@@ -144,9 +144,8 @@ class FeatureSender:
 
 def flush_features(assignment: Assignment) -> None:
     """Send the drafter the features that waited, with the verdict of their tokens."""
-    if assignment.held_features:
-        assignment.drafter.outbox.features += assignment.held_features
-        assignment.held_features = []
+    assignment.drafter.outbox.features += assignment.held_features
+    assignment.held_features = []
 
 
 def _part(

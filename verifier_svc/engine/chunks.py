@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as SequenceOf
+
 from outrider.errors import OutriderError, Reason
 from outrider.grammar.backends import Matcher
 from outrider.protocol.messages import FinishReason, TokenChunk, TokenSource
@@ -10,7 +12,6 @@ from verifier_svc.state.scheduled_sequence import ScheduledSequence
 from verifier_svc.state.sequence import Sequence
 from verifier_svc.state.trie import DraftTree
 from verifier_svc.verification.batch import Verified
-from verifier_svc.verification.draft import AcceptResult
 from verifier_svc.verification.tree_walk import is_leaf
 
 
@@ -48,17 +49,17 @@ def cut_at_grammars_end(matcher: Matcher, new: list[int]) -> bool:
     return False
 
 
-def sources_of(draft: DraftTree, result: AcceptResult, count: int) -> list[TokenSource]:
-    """Who wrote each of the `count` tokens that are committed of a step."""
+def sources_of(draft: DraftTree, rows: SequenceOf[int], count: int) -> list[TokenSource]:
+    """Who wrote each of the `count` tokens that are committed of a step; it accepted `rows`."""
     if not draft.token_ids:
         return [TokenSource.PLAIN] * count
-    rows = result.rows[:count]
+    rows = rows[:count]
     # The main path's rows are the first ones.
     on_main_path = sum([row == place for place, row in enumerate(rows, 1)])
     sources = [TokenSource.ACCEPTED] * on_main_path
     sources += [TokenSource.ACCEPTED_SIDE] * (len(rows) - on_main_path)
     if count > len(rows):
-        sources.append(_own_source(draft, result))
+        sources.append(_own_source(draft, rows[-1] if rows else 0))
     return sources
 
 
@@ -94,8 +95,8 @@ def _branch_token_count(parents: list[int]) -> int:
     return len(parents) - len(main_path(parents))
 
 
-def _own_source(draft: DraftTree, result: AcceptResult) -> TokenSource:
-    """The source of the token that the target itself sampled behind a draft."""
-    if is_leaf(result.last_row, len(draft.token_ids), draft.parents):
+def _own_source(draft: DraftTree, last_row: int) -> TokenSource:
+    """The source of the token that the target itself sampled behind the last accepted row."""
+    if is_leaf(last_row, len(draft.token_ids), draft.parents):
         return TokenSource.BONUS
     return TokenSource.RECOVERED

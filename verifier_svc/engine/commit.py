@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 
 from outrider.errors import OutriderError
+from outrider.grammar.backends import Matcher
 from outrider.process.telemetry import Span
 from outrider.protocol.messages import FinishReason, TokenChunk
 from verifier_svc.drafts.draft_message import main_path_count, record_draft
@@ -67,15 +68,6 @@ class Committer:
             chunk = TokenChunk([], [], prompt_logprobs=list(verified.prompt_logprobs))
             self._outbox.add(sequence.sink, chunk)
 
-    def _grammar_can_lag(self, sequence: Sequence, new: SequenceOf[int]) -> bool:
-        """Whether the work of the next mask can give these tokens to the sequence's grammar.
-
-        It cannot where a token may end the grammar's text, which ends the sequence now.
-        """
-        if sequence.matcher is None or not has_slow_masks(sequence):
-            return False
-        return self._eos_token_ids.isdisjoint(new)
-
     def take_token_count(self) -> int:
         """Count the tokens committed since the last call, in the metrics too."""
         count = self._token_count
@@ -124,21 +116,19 @@ class Committer:
     ) -> None:
         sequence = scheduled.sequence
         drafted = scheduled.draft.token_ids
-        new = [*[drafted[row - 1] for row in result.rows], result.next_token]
+        rows = result.rows
+        new = [*[drafted[row - 1] for row in rows], result.next_token]
         finish_reason = cut_at_end(sequence, new)
-        if finish_reason is None and self._grammar_can_lag(sequence, new):
-            # To advance the grammar here would delay every sequence.
-            sequence.grammar_lag = len(new)
-        elif sequence.matcher is not None:
+        if sequence.matcher is not None:
             try:
-                # Nothing may follow the end of a grammar, even with ignore_eos.
-                if cut_at_grammars_end(sequence.matcher, new):
+                if self._ends_grammar(sequence, sequence.matcher, new, finish_reason):
                     finish_reason = FinishReason.STOP
             except OutriderError as error:
                 self.fail(sequence, error)
                 return
         accepted = min(result.accepted_count, len(new))
-        self._note_pause(sequence, len(drafted))
+        if not drafted:
+            self._drafting.note_pause(sequence)
         sequence.tokens += new
         sequence.stats.record(len(drafted), accepted, verified.rule)
         self._keep_pages(sequence, len(drafted), accepted)
@@ -148,27 +138,36 @@ class Committer:
         if span.traceparent:
             span.set(outrider__accepted_tokens=accepted, outrider__committed_tokens=len(new))
             if scheduled.draft.parents:
-                span.set(outrider__side_tokens=accepted - main_path_count(result.rows[:accepted]))
+                span.set(outrider__side_tokens=accepted - main_path_count(rows[:accepted]))
         verified_of = scheduled.assignment
         if verified_of is not None:
             draft = scheduled.draft
-            record_draft(self._metrics, sequence, verified_of, draft, result.rows, len(new))
-        sources = sources_of(scheduled.draft, result, len(new))
+            record_draft(self._metrics, sequence, verified_of, draft, rows, len(new))
+        sources = sources_of(scheduled.draft, rows, len(new))
         self._emit(sequence, chunk_of(scheduled, verified, new, sources, finish_reason))
         if finish_reason is not None:
             self.end_sequence(sequence)
         else:
             self._drafting.send_verdicts(sequence, new, verified_of, span)
 
-    def _note_pause(self, sequence: Sequence, drafted: int) -> None:
-        """Count a step without a draft, before its tokens are committed, unless it had no room."""
-        first = sequence.stats.forward_count == 0
-        room = min(sequence.max_draft_tokens, sequence.most_draft_tokens)
-        if drafted > 0 or first or room == 0:
-            return
-        reason = self._drafting.pause_reason(sequence)
-        sequence.pauses[reason] = sequence.pauses.get(reason, 0) + 1
-        self._metrics.paused(reason)
+    def _ends_grammar(
+        self,
+        sequence: Sequence,
+        matcher: Matcher,
+        new: list[int],
+        finish_reason: FinishReason | None,
+    ) -> bool:
+        """Give `new` to a sequence's grammar, and cut `new` where the grammar's text ends.
+
+        Returns whether it ends: nothing may follow, even with ignore_eos. Raises OutriderError for
+        a token that the grammar forbids.
+        """
+        may_end = finish_reason is not None or not self._eos_token_ids.isdisjoint(new)
+        if has_slow_masks(sequence) and not may_end:
+            # To advance the grammar here would delay every sequence. The next mask's work does it.
+            sequence.grammar_lag = len(new)
+            return False
+        return cut_at_grammars_end(matcher, new)
 
     def _keep_pages(self, sequence: Sequence, drafted: int, accepted: int) -> None:
         """Keep the cache of the accepted tokens and free the pages of the rejected ones.

@@ -44,7 +44,7 @@ from verifier_svc.state.scheduled_sequence import ScheduledSequence
 from verifier_svc.state.sequence import Sequence
 from verifier_svc.state.step_clock import StepClock
 from verifier_svc.verification.batch import DraftVerifier, Verification, Verified
-from verifier_svc.verification.grammar_masks import GrammarMasks, has_late_masks
+from verifier_svc.verification.grammar_masks import GrammarMasks
 from verifier_svc.verification.mask_lanes import Inline, MaskBudget, MaskLanes
 
 log = logging.getLogger(__name__)
@@ -303,7 +303,7 @@ class Engine:
         plan = self._wait.take_plan()
         self.outbox.send_to_drafters()
         scheduler = self.scheduler
-        trees = grow_trees(scheduler.in_turn(), plan, scheduler.draft_room)
+        trees = grow_trees(scheduler.in_turn, plan, scheduler.draft_room)
         batch = self._grammar_masks.cut(scheduler.next(plan.draft_tokens, trees))
         self._step_clock.end("pack")
         if not (self._launches and batch):
@@ -340,7 +340,7 @@ class Engine:
                 error = OutriderError(Reason.INTERNAL, "the target's forward failed")
             return [error] * len(batch)
         pairs = zip(batch, found, strict=True)
-        return [None if has_late_masks(scheduled) else each for scheduled, each in pairs]
+        return [None if scheduled.is_late else each for scheduled, each in pairs]
 
     def _commit(
         self,
@@ -355,8 +355,8 @@ class Engine:
         self.drafting.features.take(batch, found)
         for scheduled, result, span in zip(batch, found, spans, strict=True):
             self._committer.commit(scheduled, result, span)
-            if result is not None and scheduled.sequence.id in self.sequences:
-                self._grammar_masks.prepare(scheduled.sequence)
+        committed = [scheduled.sequence for scheduled in batch if not scheduled.is_late]
+        self._grammar_masks.prepare([each for each in committed if each.id in self.sequences])
         self._step_clock.end("commit")
 
     def _end_step(self, batch: list[ScheduledSequence]) -> None:
@@ -382,8 +382,9 @@ class Engine:
         self.scheduler.charge(batch, self._step_clock.step_s, self.clock())
         committed = self._committer.take_token_count()
         failed = "accept" not in self._step_clock.phases_s
+        scored = [scheduled for scheduled in batch if scheduled.scored]
         # Steps that wait for masks take longer than their forwards.
-        if failed or self._left_out or any(scheduled.scored for scheduled in batch):
+        if failed or self._left_out or scored:
             return 0.0
         decoding = [len(scheduled.draft.token_ids) for scheduled in batch if scheduled.samples]
         token_count = len(decoding) + sum(decoding)

@@ -114,10 +114,11 @@ class Scheduler:
 
     def charge(self, batch: Iterable[ScheduledSequence], seconds: float, now: float) -> None:
         """Note who has used a step of `seconds` that ends `now`."""
-        rows: Counter[str] = Counter()
+        rows: dict[str, int] = {}
         for scheduled in batch:
             tokens = len(scheduled.token_ids) + len(scheduled.draft.token_ids)
-            rows[scheduled.sequence.request.tenant] += tokens
+            tenant = scheduled.sequence.request.tenant
+            rows[tenant] = rows.get(tenant, 0) + tokens
         self.use.charge(rows, seconds, now)
 
     def occupancy(self) -> Occupancy:
@@ -142,7 +143,8 @@ class Scheduler:
 
     def ready(self) -> list[Sequence]:
         """The running sequences that wait for no mask, and so can be in a step."""
-        return [each for each in self.running.values() if not each.waits_for_mask]
+        running = self.running.values()
+        return [each for each in running if each.mask_work is None or each.mask_work.done]
 
     def next(
         self, draft_tokens: Mapping[int, int], trees: Mapping[int, ChosenDraft] = _NO_TREES

@@ -50,11 +50,11 @@ class PayingDrafts:
         return frozenset([d for d in known - paying if not budget.allows(batch, paying | {d})])
 
     def pick(self, offers: list[Offer]) -> list[Offer]:
-        """Keep a sequence's best offer: a proven drafter's first, then the greatest gain.
+        """Keep the best of a sequence's offers: a proven drafter's first, then the greatest gain.
 
         A stranger's first drafts are judged beside the drafts of drafters that were right before.
         """
-        return [max(offers, key=itemgetter(0, 1))] if len(offers) > 1 else offers
+        return [max(offers, key=itemgetter(0, 1))]
 
     def may_await(self, assignment: Assignment, beside_proven: bool) -> bool:
         """Whether a step may wait for this drafter's draft of the sequence.

@@ -44,15 +44,16 @@ def best_chain(sequence: Sequence, draft_tokens: int) -> ChosenDraft:
 
 
 def grow_trees(
-    sequences: Collection[Sequence], plan: Plan, room: Callable[[], int]
+    in_turn: Callable[[], Collection[Sequence]], plan: Plan, room: Callable[[], int]
 ) -> dict[int, ChosenDraft]:
     """The drafts of a step that verifies trees, by sequence id; empty if all tries are chains.
 
-    A sequence that is missing, such as one with sampled drafts, has its best chain. `room` returns
-    the most draft tokens of all sequences together.
+    A sequence that is missing, such as one with sampled drafts, has its best chain. `in_turn`
+    returns the sequences that may have trees, and `room` the most draft tokens of all together.
     """
     if not plan.token_prices:
         return {}
+    sequences = in_turn()
     branched = [sequence for sequence in sequences if is_branched(sequence)]
     if not any(_is_planned(sequence, plan) and not is_sampled(sequence) for sequence in branched):
         return {}
@@ -71,16 +72,16 @@ def _best_path(sequence: Sequence, draft_tokens: int) -> Assignment | None:
     The expectation comes from the path's length and its drafter's acceptance rate. A sampled path
     counts as complete, see `Assignment.ready_tokens`.
     """
+    best: Assignment | None = None
     if draft_tokens <= 0:
-        return None
-    lengths = {
-        assignment: assignment.ready_tokens(draft_tokens)
-        for assignment in sequence.assignments.values()
-    }
-    ready = [assignment for assignment, length in lengths.items() if length]
-    if len(ready) > 1:
-        return max(ready, key=lambda each: each.rate.expected_tokens(lengths[each]))
-    return ready[0] if ready else None
+        return best
+    most = 0.0
+    for assignment in sequence.assignments.values():
+        length = assignment.ready_tokens(draft_tokens)
+        if length and (expected := assignment.rate.expected_tokens(length)) > most:
+            best = assignment
+            most = expected
+    return best
 
 
 @dataclass(eq=False, slots=True)
@@ -145,7 +146,7 @@ class TreeBuilder:
             if best is None:
                 continue
             if is_sampled(sequence):
-                self._taken += best.trie.length(depth)
+                self._taken += min(len(best.trie.main_path), depth)
                 continue
             nodes = roots(sequence, best)
             fixed = True

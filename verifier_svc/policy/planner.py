@@ -233,7 +233,7 @@ class Planner:
             asked = [a for a in sequence.assignments.values() if a.drafter in drafters]
             if asked:
                 # Of several drafters, the drafter that most likely brings a right first token.
-                likeliest = max(asked, key=_first_token)
+                likeliest = max(asked, key=_first_token) if len(asked) > 1 else asked[0]
                 accept_probs += self._accept_probs(sequence, likeliest, prices)
         accept_probs.sort()
         choice = _Choice([], drafters, price_of_tokens(accept_probs, prices.token_prices))
@@ -265,8 +265,9 @@ class Planner:
                 if count > 0 and gain > self._drafts.least_gain:
                     gain *= assignment.chance
                     offers.append((assignment.drafter.right_guesses, gain, assignment, count))
-        picked = self._drafts.pick(offers)
-        return [(sequence, assignment, count) for _, _, assignment, count in picked]
+        if len(offers) > 1:
+            offers = self._drafts.pick(offers)
+        return [(sequence, assignment, count) for _, _, assignment, count in offers]
 
     def _first_drafts(
         self,

@@ -31,6 +31,9 @@ class Pending(NamedTuple):
     """The better drafts in flight, each with the tokens that a step should commit with it."""
 
 
+_NOTHING = Pending(0, 1.0, [])
+
+
 def drafts_to_wait_for(
     decoding: list[Sequence],
     draft_tokens: dict[int, int],
@@ -82,6 +85,8 @@ def _pending_drafts(
     late: _Late = []
     for sequence in decoding:
         pending = pending_drafts(sequence, draft_tokens.get(sequence.id, 0), policy)
+        if not pending.drafts:
+            continue
         before = pending.expected_now
         for due_s, assignment, promised in sorted(
             [(each.due_s(now_s), each, promised) for each, promised in pending.drafts],
@@ -102,26 +107,30 @@ def pending_drafts(sequence: Sequence, draft_tokens: int, policy: PayingDrafts) 
     Those that the policy may await and that promise more than each draft that has arrived; all that
     it may await, if the policy takes all drafts.
     """
+    if draft_tokens == 0:
+        return _NOTHING
+    arrived: list[tuple[Assignment, int]] = []
+    in_flight: list[tuple[Assignment, int]] = []
+    for assignment in sequence.assignments.values():
+        there = assignment.ready_tokens(draft_tokens)
+        arrived.append((assignment, there))
+        wanted = min(draft_tokens, assignment.drafter.hello.max_draft_tokens)
+        if assignment.asked and there < wanted and not assignment.trie.ready(wanted):
+            in_flight.append((assignment, wanted))
+    if not in_flight:
+        return _NOTHING
     ready = 0
     now = 1.0
-    in_flight: list[tuple[Assignment, int]] = []
-    if draft_tokens == 0:
-        return Pending(ready, now, [])
-    assignments = sequence.assignments.values()
-    beside_proven = any(each.asked and each.drafter.proven for each in assignments)
-    for assignment in assignments:
-        there = assignment.ready_tokens(draft_tokens)
+    for assignment, there in arrived:
         if (expected := assignment.rate.expected_tokens(there)) > now:
             ready = there
             now = expected
-        if assignment.asked and policy.may_await(assignment, beside_proven):
-            wanted = min(draft_tokens, assignment.drafter.hello.max_draft_tokens)
-            if there < wanted and not assignment.trie.ready(wanted):
-                in_flight.append((assignment, wanted))
+    beside_proven = any(each.asked and each.drafter.proven for each, _ in arrived)
     least = 0.0 if policy.takes_all else now
     drafts = [
         (assignment, promised)
         for assignment, wanted in in_flight
-        if (promised := 1.0 + assignment.promise(wanted)[1]) > least
+        if policy.may_await(assignment, beside_proven)
+        and (promised := 1.0 + assignment.promise(wanted)[1]) > least
     ]
     return Pending(ready, now, drafts)

@@ -76,6 +76,8 @@ class Drafter:
     """Bytes of its messages that the engine has processed, `MESSAGE_BYTES` added for each."""
     right_guesses: int = 0
     """Drafts whose first token was right, at most `_TEST_GUESSES`."""
+    proven: bool = False
+    """Whether it has passed its trial. A proven drafter is preferred to others."""
     told_steps: int = 0
     """Steps of its trial since its last right guess. Wrong guesses count as more."""
     silent_at: float = math.inf
@@ -106,11 +108,6 @@ class Drafter:
         return self.taken_bytes > 0
 
     @property
-    def proven(self) -> bool:
-        """Whether it has passed its trial. A proven drafter is preferred to others."""
-        return self.right_guesses == _TEST_GUESSES
-
-    @property
     def on_trial(self) -> bool:
         """Whether it is still to show what its guesses are worth."""
         return not self.proven and not self.is_doubtful
@@ -121,10 +118,10 @@ class Drafter:
 
         It is only probed, on one sequence at a time.
         """
-        if self.silent:
-            return True
+        if self.silent or self.proven:
+            return self.silent
         patience = _ANSWERING_STEPS if self.answered else _SILENT_STEPS
-        return not self.proven and self.told_steps >= patience
+        return self.told_steps >= patience
 
     @property
     def merit(self) -> float:
@@ -158,6 +155,7 @@ class Drafter:
             # A drafter whose right guesses reach far ahead need not answer each message.
             self.hear()
             self.right_guesses = min(self.right_guesses + 1, _TEST_GUESSES)
+            self.proven = self.right_guesses == _TEST_GUESSES
             self.told_steps = 0
         elif not self.proven:
             self.told_steps += _WRONG_STEPS

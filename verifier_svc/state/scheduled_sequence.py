@@ -36,6 +36,8 @@ class ScheduledSequence:
     """
     mask: npt.NDArray[np.int32] | None = None
     """Tokens that the grammar allows, as in `outrider.sampling.logits.Context`."""
+    is_late: bool = False
+    """Whether its masks were not there in time, so that its step must be repeated."""
 
     @property
     def logit_count(self) -> int:

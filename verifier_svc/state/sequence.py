@@ -145,7 +145,7 @@ class Assignment:
         token's value, and that value must not decide which path is verified: a sampled path,
         another path, or a path that is still waited for.
         """
-        length = self.trie.length(draft_tokens)
+        length = min(len(self.trie.main_path), draft_tokens)
         if length and self.distribution is DraftDistribution.SPARSE:
             return draft_tokens
         return length
@@ -186,9 +186,12 @@ class Assignment:
         return max(at - asked_at, 0.0)
 
     def count_silence(self, now: float) -> None:
-        """Count an answer without a draft if the drafter is overdue by many times its latency."""
+        """Count an answer without a draft if the drafter is overdue by many times its latency.
+
+        Call it only while the drafter owes an answer.
+        """
         latency_s = self.drafter.latency(self.draft_tokens)
-        if self.asked_at and latency_s > 0.0 and self.due_s(now) < -_SILENT_LATENCIES * latency_s:
+        if latency_s > 0.0 and self.due_s(now) < -_SILENT_LATENCIES * latency_s:
             self._count_answer(False)
 
     def _count_answer(self, drafted: bool) -> None:
@@ -260,11 +263,6 @@ class Sequence:
     """When it was first part of a batch, without the time unread (monotonic seconds)."""
     unread_at: float | None = None
     """Since when its caller does not read (monotonic seconds); None if it does."""
-
-    @property
-    def waits_for_mask(self) -> bool:
-        """Whether no step can have it, because its masks are still computed."""
-        return self.mask_work is not None and not self.mask_work.done
 
     @property
     def has_begun(self) -> bool:

@@ -104,8 +104,15 @@ class Node:
     """The drafter's estimate that the token is right if its parent is; 0 if it gave none."""
     children: dict[int, Node] = field(default_factory=dict)
 
-    def first_child(self) -> Node | None:
-        return next(iter(self.children.values()), None)
+    def first_children(self) -> list[Node]:
+        """The main path below this node."""
+        found: list[Node] = []
+        children = self.children
+        while children:
+            node = next(iter(children.values()))
+            found.append(node)
+            children = node.children
+        return found
 
     def count(self) -> int:
         """Number of guesses below this node."""
@@ -134,8 +141,8 @@ class Trie:
         self._opened_length = opened_length
         self._root = Node(-1)
         self._skipped = False
-        # The main path from the root's child on; None until it is needed.
-        self._main_path: list[Node] | None = None
+        self.main_path: list[Node] = []
+        """The main path below the last committed token."""
 
     def add(self, proposal: Proposal, committed: list[int]) -> AddResult:
         """Compare a proposal with the tokens committed since its base; add the rest to the trie.
@@ -166,7 +173,7 @@ class Trie:
                 node = self._add_child(node, proposal, i, depth, added)
             if parents:
                 places.append((depth, node))
-        self._main_path = None
+        self.main_path = self._root.first_children()
         return added
 
     def _add_child(
@@ -211,6 +218,7 @@ class Trie:
         """Move the root along newly committed tokens and drop the guesses that are not below it."""
         node = self._root
         before = self.node_count
+        main_path = self.main_path
         matched = on_main_path = 0
         forked = False
         for token in new_token_ids:
@@ -219,7 +227,7 @@ class Trie:
                 break
             if len(node.children) > 1:
                 forked = True
-            if on_main_path == matched and child is node.first_child():
+            if on_main_path == matched and child is main_path[matched]:
                 on_main_path += 1
             matched += 1
             node = child
@@ -238,7 +246,7 @@ class Trie:
         self._root = node
         self.node_count = left
         self._skipped = False
-        self._main_path = None
+        self.main_path = node.first_children()
         return CommitWalk(matched, on_main_path, result, before - matched - left)
 
     @property
@@ -249,11 +257,11 @@ class Trie:
     @property
     def is_chain(self) -> bool:
         """Whether it has no guess beside the main path."""
-        return self.node_count == len(self._nodes())
+        return self.node_count == len(self.main_path)
 
     def is_contradicted(self, new_token_ids: list[int]) -> bool:
         """Whether the main path differs from `new_token_ids` at a place that both have."""
-        for node, token in zip(self._nodes(), new_token_ids, strict=False):
+        for node, token in zip(self.main_path, new_token_ids, strict=False):
             if node.token != token:
                 return True
         return False
@@ -264,27 +272,13 @@ class Trie:
         The trie's shape alone chooses it. A choice by the probability of a sampled token would bias
         the output.
         """
-        nodes = self._nodes()[:depth]
+        nodes = self.main_path[:depth]
         distributions = [node.distribution for node in nodes if node.distribution is not None]
         # A path that is sampled only in part counts as one-hot.
         if len(distributions) < len(nodes):
             distributions = []
         return DraftTree([node.token for node in nodes], distributions)
 
-    def _nodes(self) -> list[Node]:
-        if self._main_path is None:
-            self._main_path = []
-            node = self._root.first_child()
-            while node is not None:
-                self._main_path.append(node)
-                node = node.first_child()
-        return self._main_path
-
-    def length(self, depth: int) -> int:
-        """Tokens of the path, at most `depth`."""
-        length = len(self._nodes())
-        return length if length < depth else depth
-
     def ready(self, depth: int) -> bool:
         """Whether waiting cannot make the path to `depth` any longer."""
-        return self._skipped or len(self._nodes()) >= depth
+        return self._skipped or len(self.main_path) >= depth

@@ -70,10 +70,11 @@ class Acceptance:
         self._rows: Rows | None = None
         self._draws: _Draws | None = None
         self._synthetic_R: Staged | None = None
-        if synthetic_rate is None and not any(draft.needs_probs for draft in drafts):
+        needs_probs = [draft for draft in drafts if draft.needs_probs]
+        if synthetic_rate is None and not needs_probs:
             return  # the likeliest tokens are all that is needed
         self._rows = Rows(drafts, staging)
-        if any(draft.needs_probs for draft in drafts):
+        if needs_probs:
             self._draws = _Draws(self._rows, staging)
         if synthetic_rate is not None:
             self._synthetic_R = staging.add(self._rows.uniform(Purpose.ACCEPT) < synthetic_rate)

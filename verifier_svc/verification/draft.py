@@ -68,8 +68,3 @@ class AcceptResult:
         if self.path is None:
             return range(1, self.accepted_count + 1)
         return self.path
-
-    @property
-    def last_row(self) -> int:
-        """The row of the last accepted draft token; 0 if there is none."""
-        return self.path[-1] if self.path else self.accepted_count

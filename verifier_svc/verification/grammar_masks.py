@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import compress
@@ -84,9 +84,9 @@ class GrammarMasks:
         """Begin to compute the masks that are missing.
 
         The result waits for them, but for at most 10 ms. It returns the masked batch; sequences
-        with late masks (`has_late_masks`) have none.
+        with late masks have none, and are marked as late in both batches.
         """
-        masked = [each for each in batch if _is_masked(each)]
+        masked = [each for each in batch if each.sequence.matcher is not None and each.samples]
         if not masked:
             return lambda: list(batch)
         by_tenant: dict[str, list[MaskWork]] = {}
@@ -100,12 +100,13 @@ class GrammarMasks:
             self._lanes.begin(works, tenant)
         return lambda: self._masked(batch)
 
-    def prepare(self, sequence: SequenceState) -> None:
-        """Begin the mask of a committed sequence's next step, if its masks take long."""
-        if sequence.matcher is not None and has_slow_masks(sequence):
-            work = _work_of(sequence, NO_DRAFT, None)
-            self._lanes.begin_slow(work, sequence.request.tenant)
-            work.wake_when_done(self._wake)
+    def prepare(self, sequences: Iterable[SequenceState]) -> None:
+        """Begin the masks of committed sequences' next step, where masks take long."""
+        for sequence in sequences:
+            if sequence.matcher is not None and has_slow_masks(sequence):
+                work = _work_of(sequence, NO_DRAFT, None)
+                self._lanes.begin_slow(work, sequence.request.tenant)
+                work.wake_when_done(self._wake)
 
     def error(self, sequence: SequenceState) -> OutriderError | None:
         """Why a sequence has to end because of its masks; None if it may go on."""
@@ -129,6 +130,7 @@ class GrammarMasks:
                     rows = len(scheduled.draft.token_ids) + 1
                     scheduled = replace(scheduled, mask=work.mask[:rows])
                 else:
+                    scheduled.is_late = True
                     work.wake_when_done(self._wake)
             found.append(scheduled)
         return found
@@ -153,10 +155,6 @@ def chosen_before(sequence: SequenceState, work: MaskWork) -> ChosenDraft:
     if not sequence.assignments.keys() >= {work.drafter_id, *draft.drafter_ids}:
         return None, NO_DRAFT
     return sequence.assignments[work.drafter_id], draft
-
-
-def _is_masked(scheduled: ScheduledSequence) -> bool:
-    return scheduled.sequence.matcher is not None and scheduled.samples
 
 
 def _walk(matcher: Matcher, draft: DraftTree) -> Iterator[bool]:
@@ -196,11 +194,6 @@ def _subtree(draft: DraftTree, kept: Sequence[bool]) -> DraftTree:
         new_rows.append(len(token_ids))
     # A sibling that becomes a first child by the cut is no main guess.
     return DraftTree(token_ids, [], without_chain(parents), drafter_ids, list(kept).index(False))
-
-
-def has_late_masks(scheduled: ScheduledSequence) -> bool:
-    """Whether the masks of a step were not there in time, so that the step must be repeated."""
-    return scheduled.samples and scheduled.sequence.mask_work is not None
 
 
 def has_slow_masks(sequence: SequenceState) -> bool:

@@ -359,7 +359,8 @@ class DraftHub:
         new, drafted = outcome.committed, outcome.drafted
         accepted = _matches(drafted, new)
         assignment, span = self._verified(outcome.request_id)
-        self._note_pause(sequence, len(drafted))
+        if not drafted:
+            self.drafting.note_pause(sequence)
         sequence.tokens += new
         sequence.stats.record(len(drafted), accepted, _rule(sequence) if drafted else None)
         if sequence.stats.forward_count == 1:
@@ -381,16 +382,6 @@ class DraftHub:
         """The assignment whose draft the step verified of a request, and the request's span."""
         scheduled, span = self._batch[request_id]
         return scheduled.assignment, span
-
-    def _note_pause(self, sequence: Sequence, drafted: int) -> None:
-        """Count a step without a draft, before its tokens are committed, unless it had no room."""
-        first = sequence.stats.forward_count == 0
-        room = min(sequence.max_draft_tokens, sequence.most_draft_tokens)
-        if drafted > 0 or first or room == 0:
-            return
-        reason = self.drafting.pause_reason(sequence)
-        sequence.pauses[reason] = sequence.pauses.get(reason, 0) + 1
-        self._metrics.paused(reason)
 
     def _observe(self, batch: list[ScheduledSequence], committed: int) -> float:
         """Update the cost model; returns the seconds of the same step on an idle machine."""
