@@ -18,6 +18,7 @@ from functools import partial
 
 import uvloop
 
+from drafter_svc.check import check
 from drafter_svc.config import DrafterSettings, FamilyChoice, settings_schema
 from drafter_svc.families.registry import find_family, known_families
 from drafter_svc.metrics import Metrics
@@ -30,8 +31,10 @@ from outrider.drafter.stream import DraftStream
 from outrider.errors import OutriderError
 from outrider.process import rpc, telemetry
 from outrider.process.addresses import Addresses
+from outrider.process.check_config import check_config
 from outrider.process.config import load, parse
 from outrider.process.metrics_export import pushing_metrics, serve_metrics
+from outrider.process.process_metrics import add_process_metrics
 from outrider.process.usage import refuse
 from outrider.protocol.draft_messages import Hello
 from outrider.protocol.model_info import ModelInfo
@@ -79,6 +82,7 @@ async def serve(settings: DrafterSettings, place: PlacementPlan, metrics: Metric
     try:
         # The health service answers NOT_SERVING while the model loads.
         await server.start(settings.listen, tls=settings.tls)
+        add_process_metrics(metrics.registry, lambda: server.is_serving, {"tls": settings.tls})
         serve_metrics(metrics.registry, settings, settings.tls)
         streams = await _streams(settings, place, server, metrics)
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -87,7 +91,7 @@ async def serve(settings: DrafterSettings, place: PlacementPlan, metrics: Metric
         # that visited them again would delay a draft.
         gc.collect()
         gc.freeze()
-        with pushing_metrics(metrics.registry, _SERVICE_NAME):
+        with pushing_metrics(metrics.registry, _SERVICE_NAME, metrics.drafter_id):
             await streams.run()
     finally:
         await server.stop(0.2)
@@ -160,12 +164,15 @@ def main() -> None:
         erase(sys.argv[2:])
         return
     settings = _parse_settings(sys.argv[1:])
+    if settings.check_config:
+        check_config(settings, _PROGRAM, partial(check, settings))
+        return
     family = find_family(settings.family).name
-    telemetry.setup_logging(settings.log_level)
-    telemetry.setup(_SERVICE_NAME)
+    telemetry.setup_logging(settings.log_level, settings.log_format)
     name = settings.id or f"{family}-{platform.node()}-{os.getpid()}"
     try:
         metrics = Metrics(own_id(name, settings.tls), family)
+        telemetry.setup(_SERVICE_NAME, instance=metrics.drafter_id)
         # Apply the placement before torch is imported: torch sizes its thread pools by the cores
         # that it sees, and memory stays on the NUMA node that first touched it.
         place = plan(settings.cores, settings.numa_node, settings.threads)

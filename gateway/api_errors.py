@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import re
-import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -21,6 +20,7 @@ from pydantic_core import ErrorDetails
 from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
+from gateway import access_log
 from gateway.unsupported import UNSUPPORTED
 from outrider.errors import OutriderError, Reason
 
@@ -32,8 +32,6 @@ RATE_LIMIT_HEADERS = tuple(
     for kind in ("requests", "tokens")
 )
 """OpenAI's headers of rate limits."""
-REQUEST_ID = "outrider.request_id"
-"""Key of an ASGI scope whose value is the id that the request's spans and log lines have."""
 _MESSAGES = "/v1/messages"
 # Anthropic's types. Each other status has invalid_request_error.
 _MESSAGES_TYPES = {
@@ -75,11 +73,11 @@ def messages_error(error: OutriderError, request_id: str) -> dict[str, object]:
     return {"type": "error", "error": shown, "request_id": request_id}
 
 
-def body_for(path: str, error: OutriderError, request_id: str = "") -> dict[str, object]:
-    """The error in the shape of the path's API. Anthropic's needs an id, or gets a new one."""
+def body_for(path: str, error: OutriderError, request_id: str) -> dict[str, object]:
+    """The error in the shape of the path's API. Anthropic's has the request's id."""
     if path != _MESSAGES and not path.startswith(f"{_MESSAGES}/"):
         return error_body(error)
-    return messages_error(error, request_id or f"req-{secrets.token_hex(16)}")
+    return messages_error(error, request_id)
 
 
 class AsciiResponse(JSONResponse):
@@ -101,9 +99,11 @@ def error_response(error: OutriderError, scope: Scope) -> Response:
         headers |= {name: value for name, value in known.items() if _PLAIN.fullmatch(value)}
     if error.retry_after_s is not None:
         headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
-    body = body_for(scope["path"], error, scope.get(REQUEST_ID, ""))
-    if isinstance(request_id := body.get("request_id"), str):
-        headers["request-id"] = request_id
+    access = access_log.current()
+    access.error = error.reason.name.lower()
+    body = body_for(scope["path"], error, access.request_id)
+    if "request_id" in body:
+        headers["request-id"] = access.request_id
     return AsciiResponse(body, status_code=error.reason.kind.http, headers=headers)
 
 
@@ -121,7 +121,6 @@ def install(app: FastAPI) -> None:
         OutriderError: _outrider_error,
         RequestValidationError: _validation_error,
         HTTPException: _http_error,
-        Exception: _fault,
     }
     for kind, handler in handlers.items():
         app.add_exception_handler(kind, handler)
@@ -151,10 +150,6 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
     response = error_response(described, request.scope)
     response.headers.update(error.headers or {})
     return response
-
-
-async def _fault(request: Request, _error: Exception) -> Response:
-    return error_response(unexpected(), request.scope)
 
 
 def _instead(path: str) -> str:

@@ -1,14 +1,16 @@
-"""The HTTP application: its routes, and the middleware that checks, bounds and counts requests."""
+"""The HTTP application: its routes, and the middleware that checks, bounds and logs requests."""
 
 from __future__ import annotations
 
 from fastapi import FastAPI
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway import api_errors
+from gateway import access_log, api_errors
 from gateway.access.gate import Gate, RequireKey
 from gateway.access.origins import CheckOrigin, origin_pattern
+from gateway.access_log import Access, AccessLog
 from gateway.config import GatewaySettings
 from gateway.generation.generate import Generation
 from gateway.http import endpoints, messages, openai, openapi, page, responses
@@ -18,6 +20,7 @@ from gateway.metrics import Metrics
 from gateway.rpc import connect
 from gateway.rpc.servicer import GenerationServicer
 from outrider import __version__
+from outrider.process.request_id import HEADER
 
 
 def create_app(
@@ -55,27 +58,48 @@ def create_app(
             ],
         )
     app.add_middleware(CheckOrigin, settings=settings)
-    app.add_middleware(CountResponses, metrics=metrics)
+    app.add_middleware(LogResponses, log=AccessLog(metrics))
     return app
 
 
-class CountResponses:
-    """Counts responses by route and status."""
+class LogResponses:
+    """ASGI middleware that gives each request an id, and counts and logs its response.
 
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+    It also answers for a bug of ours, since only then its answer has the id, too.
+    """
+
+    def __init__(self, app: ASGIApp, log: AccessLog) -> None:
         self._app = app
-        self._metrics = metrics
+        self._log = log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        # The connection may have refused the request before this task began.
+        access: Access | None = scope.get(access_log.SCOPE_KEY)
+        if access is None:
+            path = scope.get("raw_path", b"").decode("latin-1") or scope["path"]
+            access = access_log.arrived(Headers(scope=scope), scope["method"], path)
+            scope[access_log.SCOPE_KEY] = access
+        access_log.begin(access)
+        status = 0
 
-        async def counted(message: Message) -> None:
+        async def identified(message: Message) -> None:
+            nonlocal status
             if message["type"] == "http.response.start":
-                # The pattern, not the path: each new path would make a new time series.
-                route = getattr(scope.get("route"), "path", "unknown")
-                self._metrics.http_responses.labels(route, str(message["status"])).inc()
+                status = message["status"]
+                MutableHeaders(scope=message)[HEADER] = access.request_id
             await send(message)
 
-        await self._app(scope, receive, counted)
+        try:
+            await self._app(scope, receive, identified)
+        except Exception:
+            if not status:
+                failed = api_errors.error_response(api_errors.unexpected(), scope)
+                await failed(scope, receive, identified)
+            raise
+        finally:
+            # The pattern, not the path: each new path would make a new time series.
+            route = getattr(scope.get("route"), "path", "unknown")
+            self._log.responded(access, route, status or 500)

@@ -126,6 +126,12 @@ class Metrics:
             ["route", "status"],
             registry=self.registry,
         )
+        self.grpc_responses = Counter(
+            "outrider:grpc_responses",
+            "Ends of gRPC calls.",
+            ["method", "status"],
+            registry=self.registry,
+        )
 
     def activity_of(self, tenant: str) -> Activity:
         """The sums over a tenant's sequences."""
@@ -158,6 +164,16 @@ class Metrics:
             "outrider:resolution_failures",
             "Times that a name of verifiers could not be resolved.",
             ["name"],
+            registry=self.registry,
+        )
+        self.degraded = Gauge(
+            "outrider:degraded",
+            "Whether requests are taken while a verifier or a drafter is missing.",
+            registry=self.registry,
+        )
+        self.drafters_lost = Gauge(
+            "outrider:drafters_lost",
+            "Drafters that vanished in the last ten minutes, of all verifiers.",
             registry=self.registry,
         )
         self.running = Gauge(

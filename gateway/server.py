@@ -17,17 +17,21 @@ import uvicorn
 
 from gateway.access.gate import Gate
 from gateway.access.interceptor import RequireKeyInCalls
+from gateway.access_log import AccessLog
 from gateway.app import create_app
 from gateway.config import GatewaySettings
 from gateway.generation.generate import Generation
 from gateway.http.connections import UNSENT_BYTES, protocol
+from gateway.http.endpoints import lost_drafters, service_status
 from gateway.metrics import Metrics, observe_lag
+from gateway.rpc.call_log import LogCalls
 from gateway.rpc.servicer import MAX_MESSAGE_BYTES, SERVICE, GenerationServicer
 from gateway.text.prompts import Prompts
 from gateway.upstream.load_gauges import LoadGauges
 from gateway.upstream.routing import Router
 from outrider.errors import OutriderError, Reason, invalid
 from outrider.process import rpc
+from outrider.process.process_metrics import add_process_metrics
 from outrider.process.tasks import keep_running, watch
 from outrider.process.tls import Tls, http_context
 from outrider.v1 import generation_pb2_grpc
@@ -80,13 +84,14 @@ class Gateway:
         self.gate = Gate(settings)
         if self.gate.keys is not None:
             metrics.by_tenant = {}
+        log_access = AccessLog(metrics)
         config = uvicorn.Config(
             create_app(settings, self.generation, metrics, self.gate),
             log_config=None,
             access_log=False,
             lifespan="off",
             server_header=False,
-            http=protocol(settings),
+            http=protocol(settings, log_access),
             ws="none",
             timeout_keep_alive=KEEP_ALIVE_S,  # type: ignore[arg-type]  # it takes fractions as well
             # In whole seconds, so that a client does not take the connection for open too long.
@@ -98,19 +103,28 @@ class Gateway:
         self._grpc = rpc.Server(
             SERVICE,
             max_request_bytes=MAX_MESSAGE_BYTES,
-            interceptors=[RequireKeyInCalls(self.gate)],
+            interceptors=[LogCalls(log_access), RequireKeyInCalls(self.gate)],
         )
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(
             GenerationServicer(self.generation, self.gate), self._grpc.grpc
         )
-        metrics.differing.set_function(lambda: len(self.router.differing))
         metrics.registry.register(LoadGauges(self.router))
         self.metrics = metrics
+        self._watch()
         self._tasks: list[asyncio.Task[None]] = []
         self.broken = asyncio.Event()
         """Set when the HTTP server has ended by itself."""
         self.http_url = ""
         self.grpc_address = ""
+
+    def _watch(self) -> None:
+        """Have each scrape find out how the gateway is."""
+        metrics, router = self.metrics, self.router
+        metrics.differing.set_function(lambda: len(router.differing))
+        metrics.degraded.set_function(lambda: service_status(router)[0] == "degraded")
+        metrics.drafters_lost.set_function(lambda: len(lost_drafters(router)))
+        tls = {"tls": self._settings.tls, "public-tls": self._tls}
+        add_process_metrics(metrics.registry, lambda: router.ready, tls)
 
     async def start(self) -> None:
         """Start to listen. Raises OutriderError(INVALID_VALUE) if an address cannot be bound."""

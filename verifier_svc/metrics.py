@@ -103,6 +103,11 @@ class _DraftMetrics:
             "Whether the drafter's acceptance has fallen clearly below its first hour's.",
             _LABELS,
         )
+        self.drafting_paused = registry.gauge(
+            "drafting_paused",
+            "Whether the drafter has decoding sequences and is asked for none, since none pays.",
+            _LABELS,
+        )
         self.draft_seconds = registry.histogram(
             "draft_latency_seconds",
             "From a verdict to the first draft that answers it.",
@@ -360,6 +365,10 @@ class Metrics:
     def acceptance_fell(self, drafter: Drafter, fell: bool) -> None:
         """Export whether a drafter's acceptance has fallen."""
         self._of_drafts.acceptance_fell.labels(*self._labels(drafter)).set(fell)
+
+    def drafting_paused(self, drafter: Drafter, paused: bool) -> None:
+        """Export whether a drafter's drafting is paused."""
+        self._of_drafts.drafting_paused.labels(*self._labels(drafter)).set(paused)
 
     def generated(self, token_count: int) -> None:
         """Record committed tokens."""

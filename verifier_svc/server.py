@@ -23,6 +23,7 @@ from outrider.lm.runner import Bounds, ModelRunner
 from outrider.lm.weights_fingerprint import weights_fingerprint
 from outrider.process import rpc, telemetry
 from outrider.process.metrics_export import serve_metrics
+from outrider.process.process_metrics import add_process_metrics
 from outrider.process.tasks import watch
 from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
 from outrider.protocol.messages import AcceptanceRule
@@ -71,6 +72,7 @@ async def serve(
         sockets.append(f"unix:{settings.uds}")
     ports = await server.start(settings.listen, *sockets, tls=settings.tls)
     print(f"verifier listening on {settings.listen.rpartition(':')[0]}:{ports[0]}", flush=True)
+    add_process_metrics(metrics.registry, lambda: server.is_serving, {"tls": settings.tls})
     serve_metrics(metrics.registry, settings, settings.tls)
     loader = _loader(settings, servicer, metrics, own_drafter)
     thread = EngineThread(loader.build)

@@ -15,6 +15,7 @@ from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocketClose
 
+from gateway import access_log
 from gateway.access.keys import KeyRing
 from gateway.access.limits import Grant, Limits
 from gateway.access.rate_windows import RateWindows
@@ -151,7 +152,8 @@ class RequireKey:
             await WebSocketClose()(scope, receive, send)
             return
         try:
-            scope[_SCOPE_KEY] = self._gate.identify_http(scope)
+            scope[_SCOPE_KEY] = identity = self._gate.identify_http(scope)
+            access_log.current().tenant = identity.tenant
         except OutriderError as error:
             if scope["path"] not in OPEN_PATHS:
                 response = error_response(error, scope)

@@ -19,9 +19,11 @@ from gateway.text.prompts import Prompts
 from gateway.text.request import TextRequest, check_ids
 from gateway.text.text_stream import TokenTable
 from gateway.upstream.chunk_checks import check_chunk
+from gateway.upstream.replica import Replica
 from gateway.upstream.routing import RETRYABLE, Pick, Router
-from gateway.upstream.verifier_stream import late
+from gateway.upstream.verifier_stream import VerifierStream, late
 from outrider.errors import OutriderError, Reason
+from outrider.process import telemetry
 from outrider.protocol.messages import TokenChunk, TokenRequest
 from outrider.protocol.model_info import ModelInfo
 
@@ -30,6 +32,8 @@ log = logging.getLogger(__name__)
 # A request that makes every verifier crash must not end them all, whatever it writes in between.
 # One that every verifier refuses must not go round in circles.
 _MOST_LOST = 4
+# The call that carries a gateway's sequences, for their spans.
+_METHOD = "outrider.internal.v1.TokenStreamService/StreamTokens"
 # gRPC ends calls by its own clock: a caller that leaves this shortly before the deadline is late.
 _EARLY_S = 0.1
 
@@ -211,19 +215,12 @@ class _Sequence:
     async def _chunks(self) -> AsyncGenerator[TokenChunk, None]:
         """Yield the chunks of the replica, and of the replicas that continue when it fails."""
         while True:
-            info = self._pick.info
             replica = self._pick.replica
             stream = replica.tokens
-            ends_at = self._permit.ends_at
-            answer = stream.generate(self._rest(), ends_at, _UNREAD_S, self._set_unread)
             try:
-                async with aclosing(answer) as chunks:
+                async with aclosing(self._chunks_of(replica, stream)) as chunks:
                     async for chunk in chunks:
-                        left = self._request.tokens.max_tokens - len(self._committed)
-                        check_chunk(chunk, info, left, replica.address)
-                        yield self._taken(chunk)
-                message = "the verifier ended an answer without a finish reason"
-                raise OutriderError(Reason.VERIFIER_UNAVAILABLE, message)
+                        yield chunk
             except OutriderError as error:
                 if error.reason in RETRYABLE or error.reason is Reason.OVERLOADED:
                     replica.mark_suspect(stream, error)
@@ -231,6 +228,36 @@ class _Sequence:
                     raise
                 self._set_unread(False)
                 await self._move(error)
+
+    async def _chunks_of(
+        self, replica: Replica, stream: VerifierStream
+    ) -> AsyncGenerator[TokenChunk, None]:
+        """Yield the chunks of one replica, in a span of their own. Raises OutriderError."""
+        info = self._pick.info
+        span = telemetry.start(
+            "generate_tokens",
+            self._request.tokens.traceparent,
+            kind=telemetry.Kind.CLIENT,
+            rpc__system__name="grpc",
+            rpc__method=_METHOD,
+            server__address=replica.address,
+        )
+        ends_at = self._permit.ends_at
+        rest = self._rest(span.traceparent)
+        answer = stream.generate(rest, ends_at, _UNREAD_S, self._set_unread)
+        try:
+            async with aclosing(answer) as chunks:
+                async for chunk in chunks:
+                    left = self._request.tokens.max_tokens - len(self._committed)
+                    check_chunk(chunk, info, left, replica.address)
+                    yield self._taken(chunk)
+            message = "the verifier ended an answer without a finish reason"
+            raise OutriderError(Reason.VERIFIER_UNAVAILABLE, message)
+        except OutriderError as error:
+            span.ended_by(error)
+            raise
+        finally:
+            span.end()
 
     def _set_unread(self, is_unread: bool) -> None:
         """Give the place in the admission back while the verifier has nothing to do.
@@ -252,9 +279,9 @@ class _Sequence:
         self._pick.replica.unread_count += change
         self._generation.metrics.unread.labels(self._pick.model).inc(change)
 
-    def _rest(self) -> TokenRequest:
-        """The verifier's request for what is left to generate."""
-        tokens = self._request.tokens
+    def _rest(self, traceparent: str) -> TokenRequest:
+        """The verifier's request for what is left to generate, in the trace of `traceparent`."""
+        tokens = replace(self._request.tokens, traceparent=traceparent)
         if self._committed:
             tokens = replace(tokens, committed=self._committed, prompt_logprobs=None)
         self._scored_again = self._scored
@@ -319,6 +346,5 @@ class _Sequence:
         self._builder.resumed()
         model, _, replica = self._pick
         self._generation.metrics.resumed.labels(model, error.reason.name.lower()).inc()
-        request_id = self._request.tokens.request_id
         count = len(self._committed)
-        log.info("%s goes on at %s behind %d tokens: %s", request_id, replica.address, count, error)
+        log.info("a sequence goes on at %s behind %d tokens: %s", replica.address, count, error)

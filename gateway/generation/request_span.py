@@ -1,18 +1,16 @@
-"""A request's span, by OpenTelemetry's conventions for generative AI, and its line in the log."""
+"""A request's span, by OpenTelemetry's conventions for generative AI."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 
+from gateway.access_log import Access
 from gateway.metrics import PROVIDER
 from gateway.text.choices import UsageTotals
 from gateway.text.request import TextRequest
 from outrider.process import telemetry
 from outrider.process.telemetry import Span
 from outrider.protocol.messages import FinishReason, SamplingParams
-
-log = logging.getLogger("gateway.requests")
 
 _DEFAULTS = SamplingParams()
 
@@ -50,27 +48,26 @@ def describe_settings(span: Span, request: TextRequest) -> None:
         span.set(gen_ai__request__stop_sequences=list(request.stop))
 
 
-def describe(span: Span, request_id: str, totals: UsageTotals, model: str) -> None:
-    """Put the finish reasons and the usage on a request's span and into the log."""
+def describe(span: Span, access: Access, totals: UsageTotals) -> None:
+    """Put the finish reasons and the usage on a request's span, and the usage into its line."""
     usage = totals.usage()
     reasons = [
         "stop" if finish.reason is FinishReason.STOP else "length"
         for finish in totals.finishes
         if finish is not None
     ]
-    prompt = usage["prompt_tokens"]
-    completion = usage["completion_tokens"]
+    access.prompt_tokens = usage["prompt_tokens"]
+    access.completion_tokens = usage["completion_tokens"]
     details = usage["completion_tokens_details"]
     span.set(
-        gen_ai__response__id=request_id,
-        gen_ai__response__model=model,
+        gen_ai__response__id=access.request_id,
+        gen_ai__response__model=access.model,
         gen_ai__response__finish_reasons=reasons,
-        gen_ai__usage__input_tokens=prompt,
-        gen_ai__usage__output_tokens=completion,
+        gen_ai__usage__input_tokens=access.prompt_tokens,
+        gen_ai__usage__output_tokens=access.completion_tokens,
         outrider__accepted_tokens=details["accepted_prediction_tokens"],
         outrider__rejected_tokens=details["rejected_prediction_tokens"],
     )
     resumed = sum(finish.resumed_count for finish in totals.finishes if finish is not None)
     if resumed:
         span.set(outrider__resumed=resumed)
-    log.info("%s: %d tokens in, %d out (%s)", request_id, prompt, completion, ", ".join(reasons))

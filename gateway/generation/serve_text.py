@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import AbstractContextManager, aclosing, asynccontextmanager, nullcontext
@@ -10,6 +11,7 @@ from typing import NamedTuple
 
 from gateway.access.gate import Identity
 from gateway.access.limits import Grant, Limits
+from gateway.access_log import Access
 from gateway.generation.admission import ClientTimeout
 from gateway.generation.generate import Generation
 from gateway.generation.request_span import begin, describe, describe_settings
@@ -24,6 +26,7 @@ from gateway.text.request import (
     TextRequest,
 )
 from gateway.upstream.prefixes import prefixes
+from outrider.errors import OutriderError, Reason
 from outrider.process.telemetry import Span
 from outrider.protocol.lacks import check_lacks
 from outrider.protocol.model_info import ModelInfo
@@ -49,7 +52,7 @@ class TextCall(ABC):
     """
 
     identity: Identity
-    request_id: str
+    access: Access
     headers: Mapping[str, str]
     """The caller's headers, in lower case; they may name its trace."""
     model: str | None
@@ -64,6 +67,11 @@ class TextCall(ABC):
     """Whether the caller has waited for the request's turn already, to parse its body."""
     prediction: str = ""
     """The answer that the caller expects."""
+
+    @property
+    def request_id(self) -> str:
+        """The answer's id."""
+        return self.access.request_id
 
     @abstractmethod
     def demand(self) -> Demand:
@@ -116,9 +124,13 @@ async def serve_text(
     prompt_count, n, timeout = call.demand()
     permit = generation.admission.enter(model, tenant, prompt_count * n, timeout)
     span = begin(call.headers, model, call.operation, n, stream=call.streams)
+    access = call.access
+    access.model = model
+    access.traceparent = span.traceparent
     with permit, span, call.responding(span):
         async with nullcontext() if call.has_turn else generation.turns.taken(tenant):
             prompts = await _encoded(generation, call, info)
+        access.prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
         caller = Caller(call.request_id, span.traceparent, tenant)
         has_choice = len(generation.router.replicas) > 1
         beginnings = prefixes(tenant, prompts[0].token_ids) if has_choice else []
@@ -134,25 +146,36 @@ async def serve_text(
 
         metered = grant.metered(
             generation.generate(model, call.operation, build, permit, beginnings),
-            prompt=sum(len(prompt.token_ids) for prompt in prompts),
+            prompt=access.prompt_tokens,
             answer=n * sum(call.limit.most(prompt, info) for prompt in prompts),
             sequences=prompt_count * n,
             gathered=call.gathers,
         )
         totals = UsageTotals(prompt_count, n)
-
-        async def described() -> AsyncGenerator[Event, None]:
-            """Yield the events. Before the last event, its usage goes to the span and the log."""
-            async with aclosing(metered):
-                async for index, delta in metered:
-                    if delta.finish is not None:
-                        totals.finishes[index] = delta.finish
-                        if totals.complete:
-                            describe(span, call.request_id, totals, model)
-                    yield index, delta
-
-        async with aclosing(described()) as events:
+        async with aclosing(_described(metered, totals, span, access)) as events:
             yield TextAnswer(model, prompts, events, totals, grant, span)
+
+
+async def _described(
+    events: AsyncGenerator[Event, None], totals: UsageTotals, span: Span, access: Access
+) -> AsyncGenerator[Event, None]:
+    """Yield the events. Usage and outcome go to the span and the access line."""
+    try:
+        async with aclosing(events):
+            async for index, delta in events:
+                access.completion_tokens += len(delta.token_ids)
+                if delta.finish is not None:
+                    totals.finishes[index] = delta.finish
+                    if totals.complete:
+                        describe(span, access, totals)
+                yield index, delta
+    except OutriderError as error:
+        access.error = error.reason.name.lower()
+        raise
+    except (GeneratorExit, asyncio.CancelledError):
+        if not totals.complete:
+            access.error = Reason.CLIENT_GONE.name.lower()
+        raise
 
 
 async def _encoded(generation: Generation, call: TextCall, info: ModelInfo) -> list[Prompt]:

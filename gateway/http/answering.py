@@ -10,7 +10,7 @@ from fastapi.responses import Response
 from gateway.access.limits import Limits
 from gateway.api_errors import AsciiResponse
 from gateway.generation.generate import Generation
-from gateway.generation.serve_text import TextAnswer, serve_text
+from gateway.generation.serve_text import serve_text
 from gateway.http.calls import HttpCall
 from gateway.http.entrance import arrival_of
 from gateway.http.streaming import EventStream, sse, until_gone
@@ -26,14 +26,9 @@ async def answer_text(generation: Generation, limits: Limits, call: HttpCall[Any
         if not call.streams:
             collected = collect(answer.events, len(answer.totals.finishes))
             choices = await until_gone(call.request, collected)
-            return AsciiResponse(writer.whole(choices), headers=_headers(call, answer))
+            return AsciiResponse(writer.whole(choices), headers=answer.grant.headers)
         # Await the first delta before the status line goes out, so that a refused request gets the
         # status of its error.
         first = await until_gone(call.request, anext(answer.events))
         events = sse(first, answer.events, writer, answer.span)
-        return EventStream(events, stack.pop_all(), _headers(call, answer))
-
-
-def _headers(call: HttpCall[Any], answer: TextAnswer) -> dict[str, str]:
-    """The answer's id, and what is left of the caller's limits."""
-    return {"X-Request-Id": call.request_id, **answer.grant.headers}
+        return EventStream(events, stack.pop_all(), answer.grant.headers)

@@ -10,13 +10,13 @@ from typing import Generic, TypeVar
 
 from fastapi import Request
 
+from gateway import access_log
 from gateway.access.gate import identity_of
 from gateway.generation.admission import ClientTimeout
 from gateway.generation.serve_text import Demand, TextAnswer, TextCall
 from gateway.http.entrance import arrival_of
 from gateway.http.openai_shapes import ChatShape, CompletionShape
 from gateway.http.openai_writer import OpenAIWriter
-from gateway.http.request_id import request_id
 from gateway.http.schema import LEAST_TIMEOUT_S, ChatBody, CompletionBody
 from gateway.http.streaming import AnswerWriter
 from gateway.http.to_requests import answer_limit, gathers, text_requests
@@ -36,8 +36,6 @@ _Body = TypeVar("_Body", CompletionBody, ChatBody)
 class HttpCall(TextCall, Generic[_Body]):
     """A request for text over HTTP."""
 
-    id_prefix: str
-    """How the answer's id begins."""
     has_turn = True
 
     def __init__(self, body: _Body, request: Request, *, metrics: bool = False) -> None:
@@ -46,7 +44,7 @@ class HttpCall(TextCall, Generic[_Body]):
         self.request = request
         self.has_metrics = metrics or body.speculation.metrics
         self.identity = identity_of(request)
-        self.request_id = request_id(request.headers, self.id_prefix)
+        self.access = access_log.current()
         self.headers = request.headers
         self.model = body.model
         self.streams = bool(body.stream)
@@ -103,7 +101,6 @@ class CompletionCall(HttpCall[CompletionBody]):
     """POST /v1/completions."""
 
     operation = "text_completion"
-    id_prefix = "cmpl"
 
     def writer(self, answer: TextAnswer) -> AnswerWriter:
         """OpenAI's answer. An echo's log probabilities are listed with the answer's."""
@@ -128,7 +125,6 @@ class ChatCall(HttpCall[ChatBody]):
     """POST /v1/chat/completions."""
 
     operation = "chat"
-    id_prefix = "chatcmpl"
     prompt_count = 1
 
     def writer(self, answer: TextAnswer) -> AnswerWriter:

@@ -8,7 +8,9 @@ from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from gateway import access_log
 from gateway.access.gate import PEER_KEY
+from gateway.access_log import Access, AccessLog
 from gateway.api_errors import body_for
 from gateway.config import GatewaySettings
 from outrider.errors import OutriderError, Reason
@@ -30,6 +32,7 @@ class BoundedProtocol(HttpToolsProtocol):
     # answers are kept for a slow reader, whose last chunks and error may wait in the connection.
     unread_seconds = 120.0
     needs_certificate: bool
+    log_access: AccessLog
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -178,10 +181,13 @@ class BoundedProtocol(HttpToolsProtocol):
         """Answer with the error unless a response has begun, and close the connection."""
         running = self.cycle is not None and not self.cycle.response_complete
         if not (running and self.cycle.response_started):
-            content = json.dumps(body_for(self._path(), error), separators=(",", ":")).encode()
+            own_id = self._log_refusal(error, running=running)
+            body = body_for(self._path(), error, own_id)
+            content = json.dumps(body, separators=(",", ":")).encode()
             head = [
                 STATUS_LINE[error.reason.kind.http],
                 b"content-type: application/json\r\nconnection: close\r\n",
+                b"x-request-id: %s\r\n" % own_id.encode(),
             ]
             self.transport.write(
                 b"".join([*head, b"content-length: %d\r\n\r\n" % len(content), content])
@@ -192,10 +198,32 @@ class BoundedProtocol(HttpToolsProtocol):
             self.cycle.message_event.set()
         self.transport.close()
 
+    def _log_refusal(self, error: OutriderError, *, running: bool) -> str:
+        """Write the refusal's access line; returns the request's id.
 
-def protocol(settings: GatewaySettings) -> type[asyncio.Protocol]:
-    """A subclass of `BoundedProtocol` with the settings."""
-    members = {"needs_certificate": settings.public_tls_ca is not None}
+        If the application has begun the request, it writes the line, and ends soon, since the
+        client counts as gone.
+        """
+        scope = cast(dict[str, Any] | None, self.scope) or {}
+        access: Access | None = scope.get(access_log.SCOPE_KEY)
+        if access is None or not running:
+            # The headers are an earlier request's where the parser refused the first line.
+            fresh = {} if access is not None or not scope else dict(self.headers)
+            headers = {
+                name.decode("latin-1"): each.decode("latin-1") for name, each in fresh.items()
+            }
+            access = access_log.arrived(headers, "HTTP", self._path())
+        access.refusal = error
+        if running:
+            scope[access_log.SCOPE_KEY] = access
+        else:
+            self.log_access.responded(access, "unknown", error.reason.kind.http)
+        return access.request_id
+
+
+def protocol(settings: GatewaySettings, log: AccessLog) -> type[asyncio.Protocol]:
+    """A subclass of `BoundedProtocol` with the settings, whose refusals go to the access log."""
+    members = {"needs_certificate": settings.public_tls_ca is not None, "log_access": log}
     return cast(type[asyncio.Protocol], type("Connection", (BoundedProtocol,), members))
 
 

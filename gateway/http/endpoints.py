@@ -197,14 +197,15 @@ def readiness(router: Router, identity: Identity) -> dict[str, Any]:
     The status is ready, degraded, loading, failed, unavailable or draining. The states hold sums
     over all tenants, so only operators get more than the status.
     """
-    status, detail = _status(router)
+    status, detail = service_status(router)
     if not identity.is_operator:
         return {"status": status, "detail": "", "verifiers": []}
     verifiers = [_verifier(replica) for replica in router.replicas]
     return {"status": status, "detail": detail, "verifiers": verifiers}
 
 
-def _status(router: Router) -> tuple[str, str]:
+def service_status(router: Router) -> tuple[str, str]:
+    """The status of `/readyz`, and its reason."""
     if router.draining:
         return "draining", "the gateway is shutting down"
     staying = [replica for replica in router.replicas if not replica.leaving]
@@ -213,12 +214,16 @@ def _status(router: Router) -> tuple[str, str]:
     if not router.ready:
         status = _not_ready(router.replicas[0]) if router.replicas else "unavailable"
         return status, "; ".join(problems)
-    infos = [replica.info for replica in router.replicas if replica.info is not None]
-    drafters = [drafter for info in infos for drafter in info.drafters]
-    lost = [drafter.drafter_id for drafter in drafters if not drafter.connected]
-    problems += [f"drafter {drafter_id} is lost" for drafter_id in lost]
+    problems += [f"drafter {drafter_id} is lost" for drafter_id in lost_drafters(router)]
     problems += [explain_differing(*each) for each in router.differing.items()]
     return "degraded" if problems else "ready", "; ".join(problems)
+
+
+def lost_drafters(router: Router) -> list[str]:
+    """The ids of the drafters that the verifiers have lost in the last ten minutes."""
+    infos = [replica.info for replica in router.replicas if replica.info is not None]
+    drafters = [drafter for info in infos for drafter in info.drafters]
+    return [drafter.drafter_id for drafter in drafters if not drafter.connected]
 
 
 def _not_ready(replica: Replica) -> str:

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from gateway.access.gate import Gate, identity_of
-from gateway.api_errors import REQUEST_ID
+from gateway.access_log import current
 from gateway.generation.generate import Generation
 from gateway.generation.serve_text import TextAnswer
 from gateway.http.answering import answer_text
@@ -21,7 +21,6 @@ from gateway.http.json_body import JsonRoute
 from gateway.http.messages_body import CountTokensBody, MessagesBody
 from gateway.http.messages_writer import MessagesWriter
 from gateway.http.openapi import STREAMED, json_responses
-from gateway.http.request_id import request_id
 from gateway.http.schema import ChatBody
 from gateway.text.prompts import Prompts
 from gateway.text.request import AnswerLimit
@@ -35,15 +34,12 @@ _FIELDS = {"response_format": "output_config.format", "continue_final_message": 
 class MessagesCall(ChatCall):
     """POST /v1/messages."""
 
-    id_prefix = "msg"
-
     def __init__(self, body: MessagesBody, request: Request, *, metrics: bool) -> None:
         """Raises OutriderError(INVALID_VALUE) for a conversation that is none."""
         super().__init__(body.answered(), request, metrics=metrics)
         self._max_tokens = body.max_tokens
         # As at Anthropic, a limit beyond the context is no error. The context ends the answer.
         self.limit = AnswerLimit(None, default=body.max_tokens)
-        request.scope[REQUEST_ID] = self.request_id
 
     def writer(self, answer: TextAnswer) -> MessagesWriter:
         """Anthropic's answer."""
@@ -84,7 +80,6 @@ def routes(generation: Generation, gate: Gate, *, metrics: bool) -> APIRouter:
     )
     async def count_tokens(body: CountTokensBody, request: Request) -> Response:
         """The number of a prompt's tokens, as `usage` of an answer to it has them."""
-        request.scope[REQUEST_ID] = request_id(request.headers, MessagesCall.id_prefix)
         await asyncio.sleep(0)
         grant = await gate.admit(request)
         _, info = generation.router.lookup(body.model)
@@ -92,7 +87,7 @@ def routes(generation: Generation, gate: Gate, *, metrics: bool) -> APIRouter:
         tenant = identity_of(request).tenant
         with _own_names():
             count = await _count(generation.prompts, body.chat(), most, tenant)
-        headers = {"request-id": request.scope[REQUEST_ID], **grant.headers}
+        headers = {"request-id": current().request_id, **grant.headers}
         return JSONResponse({"input_tokens": count}, headers=headers)
 
     return router

@@ -86,8 +86,6 @@ def _not_kept(what: str, identifier: str) -> str:
 class ResponseCall(ChatCall):
     """POST /v1/responses."""
 
-    id_prefix = "resp"
-
     def __init__(
         self,
         body: ResponsesBody,

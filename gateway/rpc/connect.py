@@ -22,8 +22,7 @@ from starlette.routing import Match, Route
 from starlette.types import Message, Receive, Scope, Send
 
 from gateway.http.json_size import check_size
-from gateway.http.request_id import HEADER, request_id
-from gateway.rpc.servicer import ID_PREFIX, MAX_MESSAGE_BYTES, SERVICE, GenerationServicer
+from gateway.rpc.servicer import MAX_MESSAGE_BYTES, SERVICE, GenerationServicer
 from outrider.errors import OutriderError, Reason
 from outrider.process import rpc
 from outrider.v1.generation_pb2 import GenerateTextRequest, GenerateTextResponse
@@ -121,10 +120,7 @@ def _endpoints(servicer: GenerationServicer) -> Mapping[str, Any]:
         try:
             left_ms = context.timeout_ms
             left_s = None if left_ms is None else left_ms / 1000
-            headers = dict(context.request_headers)
-            own_id = request_id(headers, ID_PREFIX)
-            context.response_headers[HEADER] = own_id
-            answer = servicer.answer(request, headers, left_s, own_id)
+            answer = servicer.answer(request, dict(context.request_headers), left_s)
             async with aclosing(answer) as responses:
                 async for response in responses:
                     yield response

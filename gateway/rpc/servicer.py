@@ -10,13 +10,13 @@ from typing import Any, Literal
 
 import grpc
 
+from gateway import access_log
 from gateway.access.gate import Gate, Identity
 from gateway.access.interceptor import text_metadata
 from gateway.generation.admission import ClientTimeout
 from gateway.generation.generate import Generation
 from gateway.generation.serve_text import Demand, TextCall, serve_text
 from gateway.http.json_size import MAX_VALUES
-from gateway.http.request_id import HEADER, request_id
 from gateway.rpc.chat_input import ChatInput, chat_input
 from gateway.text.answers import with_parts
 from gateway.text.deltas import TextDelta
@@ -40,7 +40,6 @@ from outrider.protocol.wire.known_fields import check_known_fields
 from outrider.protocol.wire.settings import proto_enum
 from outrider.v1 import generation_pb2, generation_pb2_grpc
 
-ID_PREFIX = "text"
 MAX_MESSAGE_BYTES = 2 * 1024 * 1024
 """Largest request, in bytes. It is half of the largest JSON body, since a byte of a message takes
 more time to parse and check than a byte of JSON."""
@@ -62,9 +61,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     ) -> AsyncGenerator[generation_pb2.GenerateTextResponse, None]:
         """Stream the text of one request."""
         headers = text_metadata(context.invocation_metadata())
-        own_id = request_id(headers, ID_PREFIX)
-        await context.send_initial_metadata(((HEADER, own_id),))
-        answer = self.answer(request, headers, context.time_remaining(), own_id)
+        answer = self.answer(request, headers, context.time_remaining())
         async with aclosing(answer) as responses:
             async for response in responses:
                 yield response
@@ -74,16 +71,16 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         request: generation_pb2.GenerateTextRequest,
         headers: Mapping[str, str],
         left_s: float | None,
-        own_id: str,
     ) -> AsyncGenerator[generation_pb2.GenerateTextResponse, None]:
         """Yield the responses to one request. Raises OutriderError.
 
         The caller's `headers`, in lower case, name its tenant and its trace. The call ends in
-        `left_s` seconds. `own_id` is the request's id.
+        `left_s` seconds.
         """
         identity = self._gate.identify(headers)
+        access_log.current().tenant = identity.tenant
         check_known_fields(request)
-        call = _Call(request, headers, identity, own_id, ClientTimeout(left_s))
+        call = _Call(request, headers, identity, ClientTimeout(left_s))
         async with serve_text(self._generation, self._gate.limits, call) as answer:
             async for _, delta in answer.events:
                 yield _response(delta)
@@ -101,13 +98,12 @@ class _Call(TextCall):
         request: generation_pb2.GenerateTextRequest,
         headers: Mapping[str, str],
         identity: Identity,
-        own_id: str,
         timeout: ClientTimeout,
     ) -> None:
         self._request = request
         self.headers = headers
         self.identity = identity
-        self.request_id = own_id
+        self.access = access_log.current()
         self._timeout = timeout
         self.model = request.model
         self.operation = "chat" if request.HasField("chat") else "text_completion"

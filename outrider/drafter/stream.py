@@ -248,7 +248,12 @@ class _Connection:
             return
         for proposal in batch.proposals:
             traceparent = self._session.sequences[proposal.sequence_id].traceparent
-            span = telemetry.start("propose", traceparent, seconds_ago=proposal.draft_seconds)
+            span = telemetry.start(
+                "propose",
+                traceparent,
+                seconds_ago=proposal.draft_seconds,
+                kind=telemetry.Kind.CONSUMER,
+            )
             span.set(
                 outrider__family=self._family_name,
                 outrider__sequence_id=proposal.sequence_id,

@@ -22,6 +22,7 @@ from outrider.launch.serve_settings import DrafterSpec, ServeSettings
 from outrider.launch.stack import Stack, plan_stack
 from outrider.launch.start_log import StartLog, start_status
 from outrider.launch.supervisor import StartFailed, Supervisor
+from outrider.process.check_config import check_config
 from outrider.process.output import Output
 
 _LAST_WRITES_S = 1.0
@@ -39,6 +40,9 @@ def run(settings: ServeSettings) -> int:
         except OutriderError as error:
             _complain(str(error))
             return 2
+        if settings.check_config:
+            check_config(settings, "outrider serve")
+            return 0
         return asyncio.run(supervise(stack, settings))
 
 

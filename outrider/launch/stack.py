@@ -70,7 +70,7 @@ def _dialled(host: str) -> str:
 
 def _service_arguments(settings: ServeSettings) -> list[str]:
     """Flags that every process takes."""
-    return _flags({"log_level": settings.log_level})
+    return _flags({"log_level": settings.log_level, "log_format": settings.log_format})
 
 
 def _verifier(settings: ServeSettings, specs: list[DrafterSpec], address: str, uds: Path) -> Child:

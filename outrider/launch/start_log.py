@@ -16,9 +16,10 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.markup import escape
 
-# A record as `telemetry.setup_logging` formats it (date, time, level), or an announcement.
+# A record as `telemetry.setup_logging` formats it, as text or JSON, or an announcement.
 _PROGRESS = re.compile(
     r"\S+ \S+ INFO (?!.*format of tool calls)|"
+    r'\{"time": "\S+", "level": "info", (?!.*format of tool calls)|'
     r"(gateway|verifier) listening on |verifier ready: |drafter \S+ registered with "
 )
 _MOST_HELD = 100

@@ -109,6 +109,13 @@ class ServiceSettings(FileSettings):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe messages that are logged."""
 
+    log_format: Literal["text", "json"] = "text"
+    """Form of a record in the log on standard error: text, or one JSON object a line."""
+
+    check_config: bool = False
+    """Check the settings and the files that they name, print what would be used, and start
+    nothing."""
+
 
 class ScrapedSettings(ServiceSettings):
     """Base of the settings of a process whose only HTTP server is that of its metrics."""

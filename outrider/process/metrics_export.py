@@ -91,7 +91,9 @@ def _log_failure(request: Any, client_address: Any) -> None:
 
 
 @contextmanager
-def pushing_metrics(registry: CollectorRegistry, service: str) -> Iterator[None]:
+def pushing_metrics(
+    registry: CollectorRegistry, service: str, instance: str = ""
+) -> Iterator[None]:
     """Push the registry by OTLP again and again, and at the end of the block.
 
     OpenTelemetry's environment variables say whether, how often and to which endpoint: it pushes if
@@ -107,7 +109,7 @@ def pushing_metrics(registry: CollectorRegistry, service: str) -> Iterator[None]
     from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
 
     reader = PeriodicExportingMetricReader(OTLPMetricExporter(timeout=LAST_SEND_S))
-    provider = MeterProvider([reader], resource(service), shutdown_on_exit=False)
+    provider = MeterProvider([reader], resource(service, instance), shutdown_on_exit=False)
     meter = provider.get_meter("outrider")
     # OpenTelemetry cannot observe a histogram that another library has counted, so its series are
     # pushed under Prometheus' names. As counters they would get "_total" behind these names.

@@ -123,6 +123,8 @@ class Server:
         """`services` are full names, for health and reflection. The interceptors run first."""
         self.services = services
         self.ports: list[int] = []
+        self.is_serving = False
+        """What the health service says of the server as a whole."""
         self._checks = CallChecks(max_request_bytes)
         self.grpc = grpc.aio.server(
             interceptors=[*interceptors, self._checks], options=SERVER_OPTIONS
@@ -157,6 +159,7 @@ class Server:
 
     async def set_serving(self, serving: bool) -> None:
         """Set the health of every service and of the server as a whole (the empty name)."""
+        self.is_serving = serving
         status = health_pb2.HealthCheckResponse.NOT_SERVING
         if serving:
             status = health_pb2.HealthCheckResponse.SERVING
@@ -165,5 +168,6 @@ class Server:
 
     async def stop(self, grace_s: float) -> None:
         """Report NOT_SERVING, let running calls finish for `grace_s`, then cancel them."""
+        self.is_serving = False
         await self._health.enter_graceful_shutdown()
         await self.grpc.stop(grace_s)

@@ -8,14 +8,17 @@ every span under it is the same no-op span.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
+import re
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextvars import ContextVar
+from datetime import UTC, datetime
 from types import TracebackType
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 from opentelemetry import trace
 from opentelemetry.sdk.resources import Resource
@@ -33,6 +36,7 @@ _ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT
 LAST_SEND_S = 3.0
 """Most seconds of an export to a collector, and of the last export when the process ends."""
 
+LogFormat = Literal["text", "json"]
 Attribute = str | int | float | bool | Sequence[str]
 Kind = trace.SpanKind
 _propagator = TraceContextTextMapPropagator()
@@ -40,6 +44,10 @@ _tracer: trace.Tracer | None = None
 _provider: TracerProvider | None = None
 # The traceparent that records of the current task are logged with.
 _logged: ContextVar[str] = ContextVar("traceparent", default="")
+# The id of the request that the current task serves.
+_request_id: ContextVar[str] = ContextVar("request_id", default="")
+# A field's value that a line of text shows as it is; any other one is quoted.
+_PLAIN = re.compile(r"[!#-<>-~]+")
 
 
 class Span:
@@ -118,7 +126,7 @@ def enabled() -> bool:
     return _tracer is not None
 
 
-def setup(service: str, processor: SpanProcessor | None = None) -> None:
+def setup(service: str, processor: SpanProcessor | None = None, *, instance: str = "") -> None:
     """Turn tracing on if spans have a destination.
 
     It is the OTLP endpoint of OpenTelemetry's environment variables, or a `processor` in tests. The
@@ -132,14 +140,17 @@ def setup(service: str, processor: SpanProcessor | None = None) -> None:
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 
         processor = BatchSpanProcessor(OTLPSpanExporter(timeout=LAST_SEND_S))
-    _provider = TracerProvider(resource=resource(service), shutdown_on_exit=False)
+    _provider = TracerProvider(resource=resource(service, instance), shutdown_on_exit=False)
     _provider.add_span_processor(processor)
     _tracer = _provider.get_tracer("outrider")
 
 
-def resource(service: str) -> Resource:
-    """What OpenTelemetry calls this process."""
-    return Resource.create({"service.name": service, "service.version": __version__})
+def resource(service: str, instance: str = "") -> Resource:
+    """What OpenTelemetry calls this process. `instance` tells it from others of its service."""
+    named = {"service.name": service, "service.version": __version__}
+    if instance:
+        named["service.instance.id"] = instance
+    return Resource.create(named)
 
 
 def shutdown() -> None:
@@ -213,30 +224,69 @@ def _start(
     return result
 
 
-def setup_logging(level: str) -> None:
-    """Log to stderr, one line per record; the records of a traced request end with their ids."""
+def log_request_id(request_id: str) -> None:
+    """Have log records of the current task, and of the tasks that it starts, name a request."""
+    _request_id.set(request_id)
+
+
+def setup_logging(level: str, log_format: LogFormat = "text") -> None:
+    """Log to stderr, one line per record, or one JSON object per record."""
     # Its warnings are the attempts of one export. Its error says that the export has failed.
     logging.getLogger("opentelemetry.exporter.otlp").setLevel(logging.ERROR)
     handler = logging.StreamHandler()
-    handler.setFormatter(TraceFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(
+        JsonFormatter()
+        if log_format == "json"
+        else TextFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    )
     logging.basicConfig(level=level.upper(), handlers=[handler])
     if level == "info":
         # uvicorn would repeat each start and stop, which the process logs itself.
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
 
 
-class TraceFormatter(logging.Formatter):
-    """Appends the ids of trace and span to the records of a traced request.
+def _fields(record: logging.LogRecord) -> dict[str, object]:
+    """The record's own fields (`extra={"fields": ...}`), and the ids of its request and span.
 
     On a thread that entered no span, such as the engine's, `extra={"traceparent": ...}` names it.
     """
+    fields: dict[str, object] = dict(getattr(record, "fields", {}))
+    if request_id := _request_id.get():
+        fields.setdefault("request_id", request_id)
+    if traceparent := getattr(record, "traceparent", "") or _logged.get():
+        _, fields["trace_id"], fields["span_id"], _ = traceparent.split("-")
+    return fields
+
+
+class TextFormatter(logging.Formatter):
+    """Appends a record's fields to its first line, as name=value."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Format the record; the ids follow its first line."""
+        """Format the record."""
         line = super().format(record)
-        traceparent: str = getattr(record, "traceparent", "") or _logged.get()
-        if not traceparent:
-            return line
         first, *rest = line.split("\n", 1)
-        _, trace_id, span_id, _ = traceparent.split("-")
-        return "\n".join([f"{first} trace_id={trace_id} span_id={span_id}", *rest])
+        shown = [f"{name}={_shown(value)}" for name, value in _fields(record).items()]
+        return "\n".join([" ".join([first, *shown]), *rest])
+
+
+def _shown(value: object) -> str:
+    """The value, quoted if it is empty or has blanks, quotes, `=` or characters beyond ASCII."""
+    text = str(value)
+    return text if _PLAIN.fullmatch(text) else json.dumps(text)
+
+
+class JsonFormatter(logging.Formatter):
+    """Formats a record as one JSON object in one line, with its fields beside its message."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Format the record."""
+        shown = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **_fields(record),
+        }
+        if record.exc_info:
+            shown["exception"] = self.formatException(record.exc_info)
+        return json.dumps(shown, default=str)

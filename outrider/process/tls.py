@@ -298,6 +298,20 @@ def explain(details: str, tls: Tls | None) -> str:
     return f"{reason}; {details}"
 
 
+def expires_at(cert: Path) -> datetime:
+    """When the first of a file's certificates expires, which may be the authority's between.
+
+    Raises OutriderError(INVALID_VALUE) if the file cannot be read.
+    """
+    from cryptography import x509
+
+    try:
+        certs = x509.load_pem_x509_certificates(_content("tls-cert", cert))
+    except ValueError as cause:
+        raise invalid("tls-cert", f"{cert} holds no PEM certificates") from cause
+    return min(each.not_valid_after_utc for each in certs)
+
+
 def _content(field: str, path: Path) -> bytes:
     try:
         return path.read_bytes()

@@ -1,55 +1,16 @@
 """One request makes one connected trace through gateway, verifier and drafters."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
-import grpc
 import httpx
 import pytest
-from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
-from opentelemetry.proto.trace.v1.trace_pb2 import Status
+from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 from stack import TARGET, GatewayProcess, Stack
-
-from outrider import __version__
+from trace_collector import attributes, collecting
 
 LEFT = "c" * 32
 """Trace id of a request whose client leaves."""
-
-
-def attributes(owner: Any) -> dict[str, Any]:
-    """The values by name of a span's or a resource's attributes."""
-    return {attribute.key: attribute.value for attribute in owner.attributes}
-
-
-class Collector(trace_service_pb2_grpc.TraceServiceServicer):
-    """Collects pairs of service and span."""
-
-    def __init__(self) -> None:
-        self.spans: list[tuple[str, Any]] = []
-
-    async def Export(self, request: Any, context: Any) -> Any:
-        """Take one batch of spans."""
-        for resource in request.resource_spans:
-            known = attributes(resource.resource)
-            assert known["service.version"].string_value == __version__
-            name = known["service.name"].string_value
-            spans = [span for scope in resource.scope_spans for span in scope.spans]
-            self.spans += [(name, span) for span in spans]
-        return trace_service_pb2.ExportTraceServiceResponse()
-
-
-@asynccontextmanager
-async def collecting() -> AsyncIterator[tuple[Collector, str]]:
-    """Run a collector; yields it and its URL."""
-    server = grpc.aio.server()
-    collector = Collector()
-    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    yield collector, f"http://127.0.0.1:{port}"
-    await server.stop(0)
 
 
 async def complete(url: str) -> None:
@@ -98,13 +59,29 @@ async def traced_requests(patch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
         # Each process sends its last spans when it stops.
         await asyncio.to_thread(gateway.close)
         await asyncio.to_thread(stack.stop)
+    assert collector.instances == {"ngram-traced", "model-traced"}
     return collector.spans
+
+
+def check_kinds(spans: list[tuple[str, Any]]) -> None:
+    """What goes from one service to another has a pair of kinds, so that a graph has the edge."""
+    by_id = {span.span_id: (service, span) for service, span in spans}
+    edges = set()
+    for service, span in spans:
+        if span.parent_span_id in by_id:
+            caller, parent = by_id[span.parent_span_id]
+            if caller != service:
+                edges.add((caller, service, parent.kind, span.kind))
+    verifier, gateway, drafter = "outrider-verifier", "outrider-gateway", "outrider-drafter"
+    assert (gateway, verifier, Span.SPAN_KIND_CLIENT, Span.SPAN_KIND_SERVER) in edges
+    assert (verifier, drafter, Span.SPAN_KIND_PRODUCER, Span.SPAN_KIND_CONSUMER) in edges
 
 
 def check_tree(spans: list[tuple[str, Any]]) -> None:
     """The spans of a request are those of all three services, below one root of the gateway."""
     assert {(service.removeprefix("outrider-"), span.name) for service, span in spans} == {
         ("gateway", f"text_completion {TARGET}"),
+        ("gateway", "generate_tokens"),
         ("verifier", "generate_tokens"),
         ("verifier", "queue"),
         ("verifier", "prefill"),
@@ -128,6 +105,13 @@ def check_attributes(spans: list[tuple[str, Any]]) -> None:
     assert all(proposal["outrider.draft_tokens"].int_value > 0 for proposal in proposals)
     steps = [attributes(span) for _, span in spans if span.name == "verify"]
     assert all(step["outrider.wait_seconds"].double_value >= 0 for step in steps)
+    [served] = [
+        attributes(span)
+        for service, span in spans
+        if (service, span.name) == ("outrider-verifier", "generate_tokens")
+    ]
+    assert served["outrider.outcome"].string_value in ("stop", "length")
+    assert served["gen_ai.usage.output_tokens"].int_value > 0
     lookups = [step["outrider.lookups"] for step in steps if "outrider.lookups" in step]
     assert any("wasted" in value.string_value for value in lookups)
 
@@ -146,3 +130,4 @@ async def test_one_request_makes_one_connected_trace(
     request = [(service, span) for service, span in spans if span.trace_id in traces]
     check_tree(request)
     check_attributes(request)
+    check_kinds(request)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import grpc
 import pytest
 from gateway_rig import Rig
+from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
@@ -34,6 +35,25 @@ def spans() -> Iterator[InMemorySpanExporter]:
     telemetry.shutdown()
 
 
+def of_requests(spans: InMemorySpanExporter) -> list[ReadableSpan]:
+    """The spans of whole requests."""
+    return [span for span in spans.get_finished_spans() if span.kind is SpanKind.SERVER]
+
+
+def check_links(rig: Rig, spans: InMemorySpanExporter) -> None:
+    """The request's span has a client's span for each sequence, whose child is the verifier's."""
+    [root] = of_requests(spans)
+    clients = [span for span in spans.get_finished_spans() if span.kind is SpanKind.CLIENT]
+    assert sorted(rig.script.traceparents) == sorted(
+        f"00-{TRACE}-{span.context.span_id:016x}-01" for span in clients
+    )
+    for span in clients:
+        assert span.parent is not None
+        assert span.parent.span_id == root.context.span_id
+        assert span.attributes is not None
+        assert span.attributes["server.address"] == rig.gateway.router.replicas[0].address
+
+
 async def test_nothing_is_sent_when_tracing_is_off(rig: Rig) -> None:
     await rig.http.post("/v1/completions", json={"prompt": "x"}, headers=PARENT)
     assert rig.script.traceparents == []
@@ -54,12 +74,13 @@ async def test_a_span_is_the_clients_child_and_the_verifiers_parent(
         "seed": 7,
     }
     answer = await rig.http.post("/v1/completions", json=asked, headers=PARENT)
-    [span] = spans.get_finished_spans()
+    [span] = of_requests(spans)
     assert span.name == "text_completion models/target"
     assert span.kind is SpanKind.SERVER
     assert span.parent is not None
     assert span.parent.span_id == 0xBBBBBBBBBBBBBBBB
-    assert rig.script.traceparents == [f"00-{TRACE}-{span.context.span_id:016x}-01"] * 2
+    assert len(rig.script.traceparents) == 2
+    check_links(rig, spans)
     attributes = dict(span.attributes or {})
     conventions = {
         "gen_ai.operation.name": "text_completion",
@@ -85,16 +106,16 @@ async def test_a_span_is_the_clients_child_and_the_verifiers_parent(
 async def test_log_lines_of_a_request_carry_the_ids_of_its_trace(
     rig: Rig, spans: InMemorySpanExporter, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.handler.setFormatter(telemetry.TraceFormatter("%(message)s"))
+    caplog.handler.setFormatter(telemetry.TextFormatter("%(message)s"))
     rig.says("if x")
-    with caplog.at_level(logging.INFO, "gateway.requests"):
+    with caplog.at_level(logging.INFO, "gateway.access"):
         for stream in (True, False):
             await rig.http.post(
                 "/v1/completions", json={"prompt": "x", "stream": stream}, headers=PARENT
             )
-    logged = [line for line in caplog.text.splitlines() if "tokens in" in line]
+    logged = [line for line in caplog.text.splitlines() if line.startswith("response ")]
     assert len(logged) == 2
-    for line, span in zip(logged, spans.get_finished_spans(), strict=True):
+    for line, span in zip(logged, of_requests(spans), strict=True):
         assert line.endswith(f" trace_id={TRACE} span_id={span.context.span_id:016x}")
 
 
@@ -116,7 +137,7 @@ async def test_a_span_is_an_error_only_if_the_server_failed(
             dict(span.attributes or {})["error.type"],
             dict(span.attributes or {})["http.response.status_code"],
         )
-        for span in spans.get_finished_spans()
+        for span in of_requests(spans)
     ]
     assert seen == [(status, reason.name.lower(), code) for reason, status, code in expected]
 
@@ -134,8 +155,8 @@ async def test_a_span_is_no_error_if_the_client_hangs_up(
         await (await request).close()
     else:
         request.cancel()
-    await until(lambda: len(spans.get_finished_spans()) == 1)
-    [span] = spans.get_finished_spans()
+    await until(lambda: len(of_requests(spans)) == 1)
+    [span] = of_requests(spans)
     assert span.status.status_code is StatusCode.UNSET
     attributes = dict(span.attributes or {})
     assert attributes["error.type"] == "client_gone"
@@ -147,9 +168,10 @@ async def test_grpc_is_traced_as_well(rig: Rig, spans: InMemorySpanExporter) -> 
         generation_pb2.GenerateTextRequest(prompt="x"), metadata=tuple(PARENT.items())
     )
     _ = [response async for response in call]
-    [span] = spans.get_finished_spans()
+    [span] = of_requests(spans)
     assert f"{span.context.trace_id:032x}" == TRACE
-    assert rig.script.traceparents == [f"00-{TRACE}-{span.context.span_id:016x}-01"]
+    assert len(rig.script.traceparents) == 1
+    check_links(rig, spans)
     assert span.status.status_code is StatusCode.UNSET
     attributes = dict(span.attributes or {})
     assert {name: value for name, value in attributes.items() if name.startswith("rpc.")} == {
@@ -166,7 +188,7 @@ async def test_the_span_of_a_grpc_call_names_how_the_call_ended(
     call = rig.generation.GenerateText(generation_pb2.GenerateTextRequest(prompt="x"))
     await anext(aiter(call))
     call.cancel()
-    await until(lambda: len(spans.get_finished_spans()) == 1)
+    await until(lambda: len(of_requests(spans)) == 1)
     rig.script.answer = lambda _: [OutriderError(Reason.INVALID_VALUE, "no")]
     with pytest.raises(grpc.aio.AioRpcError):
         _ = [
@@ -175,7 +197,7 @@ async def test_the_span_of_a_grpc_call_names_how_the_call_ended(
                 generation_pb2.GenerateTextRequest(prompt="x")
             )
         ]
-    cancelled, refused = spans.get_finished_spans()
+    cancelled, refused = of_requests(spans)
     assert [span.status.status_code for span in (cancelled, refused)] == [StatusCode.UNSET] * 2
     assert dict(cancelled.attributes or {})["rpc.response.status_code"] == "CANCELLED"
     assert "error.type" not in (cancelled.attributes or {})

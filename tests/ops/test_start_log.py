@@ -5,11 +5,13 @@ import pytest
 from outrider.launch.start_log import StartLog
 
 WAITS = "2026-11-25 02:00:00,000 INFO outrider.drafter.stream: waiting for the verifier"
+WAITS_IN_JSON = '{"time": "2026-11-25T02:00:00.000+00:00", "level": "info", "logger": "x"}'
 WARNS = "2026-11-25 02:00:00,000 WARNING outrider.lm.cpu.library: decoding is slower"
 
 
 PROGRESS = (
     WAITS,
+    WAITS_IN_JSON,
     "gateway listening on http://127.0.0.1:8000 (OpenAI API) and 127.0.0.1:8001 (gRPC)",
     "verifier listening on 127.0.0.1:50051",
     "verifier ready: models/target in bfloat16 on cpu",

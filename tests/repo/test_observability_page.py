@@ -11,10 +11,14 @@ from prometheus_client import CollectorRegistry
 import drafter_svc.metrics
 import gateway.metrics
 import verifier_svc.metrics
+from outrider.process.process_metrics import add_process_metrics
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/observability.md").read_text()
+PROCESS = CollectorRegistry()
+add_process_metrics(PROCESS, lambda: True, {})
 REGISTRIES = {
+    "every process": PROCESS,
     "gateway": gateway.metrics.Metrics().registry,
     "verifier": verifier_svc.metrics.Metrics("m").registry,
     "drafter": drafter_svc.metrics.Metrics("d", "ngram").registry,

@@ -259,9 +259,19 @@ class DraftExchange:
             if drafter.outbox.opened or drafter.outbox.verdicts:
                 drafter.tell(now, self.plan.decode_step_s)
             self._watch_acceptance(drafter, now)
+            self._watch_pause(drafter)
             if drafter.fell_silent(now):
                 for sequence_id in sorted(drafter.sequence_ids):
                     self.assign(self._sequences[sequence_id])
+
+    def _watch_pause(self, drafter: Drafter) -> None:
+        """Export a change of whether a drafter with decoding sequences is asked for drafts."""
+        if drafter not in self.plan.considered:
+            return
+        paused = drafter not in self.plan.paying
+        if paused is not drafter.paused:
+            drafter.paused = paused
+            self._metrics.drafting_paused(drafter, paused)
 
     def _watch_acceptance(self, drafter: Drafter, now: float) -> None:
         """Log and export that a drafter's acceptance fell, or recovered."""

@@ -92,7 +92,9 @@ def _verify_span(scheduled: ScheduledSequence, wait_s: float, step: str) -> Span
     """
     if not scheduled.sequence.span.traceparent:
         return NO_SPAN
-    span = telemetry.start("verify", scheduled.sequence.span.traceparent, links=[step])
+    # Its verdict goes to drafters, whose spans then have the kind CONSUMER.
+    parent = scheduled.sequence.span.traceparent
+    span = telemetry.start("verify", parent, links=[step], kind=telemetry.Kind.PRODUCER)
     span.set(
         outrider__sequence_id=scheduled.sequence.id,
         outrider__tokens=len(scheduled.token_ids),

@@ -84,6 +84,8 @@ class Drafter:
     """When it counts as silent if it does not answer (seconds); inf if it owes no answer."""
     silent: bool = False
     """Whether it has stopped to answer."""
+    paused: bool | None = None
+    """Whether it was last not asked for any draft; None before the first step with it."""
     turn: int = 0
     """When it last got a sequence, in a count of all such events of the verifier."""
     answer_rate: float = 1.0

@@ -18,10 +18,10 @@ from outrider.errors import OutriderError, Reason
 from outrider.grammar.backends import Matcher
 from outrider.grammar.compiler import GrammarCompiler
 from outrider.internal.v1 import token_streams_pb2, token_streams_pb2_grpc
-from outrider.process import telemetry
 from outrider.process.clock import Clock, monotonic
 from outrider.process.credentials import peer_of
 from outrider.process.read_ahead import ReadAhead, unread_error
+from outrider.process.request_id import HEADER, request_id
 from outrider.process.rpc import Server, reports_errors
 from outrider.process.tasks import watch
 from outrider.protocol.messages import TokenChunk, TokenRequest
@@ -33,6 +33,7 @@ from verifier_svc.engine.engine_thread import EngineThread
 from verifier_svc.state.sequence import Sequence
 from verifier_svc.streams.drafter_streams import DrafterStream
 from verifier_svc.streams.gateway_streams import GatewayStream
+from verifier_svc.streams.served_sequence import ServedSequence
 
 log = logging.getLogger(__name__)
 
@@ -168,6 +169,11 @@ class VerifierServicer(
         While the caller does not read, the sequence has no steps; after MOST_UNREAD_S it ends.
         """
         metadata = {str(key): str(value) for key, value in context.invocation_metadata() or ()}
+        # The message's own id comes first.
+        own = {HEADER: request.request_id or metadata.get(HEADER, "")}
+        found = request_id(own, "tokens")
+        request.request_id = request.request_id or found
+        await context.send_initial_metadata(((HEADER, found),))
         answer = self._generate(request, metadata.get("traceparent", ""), MOST_UNREAD_S)
         async with aclosing(answer) as responses:
             async for response in responses:
@@ -199,10 +205,28 @@ class VerifierServicer(
         Raises OutriderError if the request is refused, its sequence fails, or nothing is read for
         `most_unread_s`.
         """
+        with ServedSequence(request, traceparent, self._clock) as served:
+            async with aclosing(self._chunks(request, served, most_unread_s)) as chunks:
+                async for chunk in chunks:
+                    served.add(chunk)
+                    if chunk.finish_reason is not None:
+                        break
+                    yield wire_requests.chunk_to_proto(chunk)
+        # Readers close the generator at the last chunk, so the span must have ended before.
+        yield wire_requests.chunk_to_proto(chunk)
+
+    async def _chunks(
+        self,
+        request: verifier_pb2.GenerateTokensRequest,
+        served: ServedSequence,
+        most_unread_s: float,
+    ) -> AsyncGenerator[TokenChunk, None]:
+        """Yield the chunks of one sequence; closing this frees it. Raises as `_generate` does."""
         engine = self._ready()
         parsed = wire_requests.request_from_proto(
             request, vocab_size=self.info.vocab_size, context_length=self.info.context_length
         )
+        served.describe(parsed)
         if parsed.model_fingerprint not in ("", self.info.fingerprint):
             message = "the verifier's weights, dtype, settings or version are not the answer's"
             raise OutriderError(Reason.MODEL_CHANGED, message)
@@ -220,32 +244,22 @@ class VerifierServicer(
             engine.post(cancel)
             chunks.put(unread_error(most_unread_s))
 
+        def submit() -> None:
+            sequence = engine.engine.submit(parsed, chunks.put, served.span, matcher)
+            submitted.append(sequence)
+
         chunks = _Chunks(set_reading, give_up, most_unread_s)
         matcher = await self._matcher(parsed)
         self._enter()
-        with telemetry.start("generate_tokens", traceparent) as span:
-            prompt_length = len(parsed.prompt)
-            span.set(
-                outrider__request_id=parsed.request_id, gen_ai__usage__input_tokens=prompt_length
-            )
-            if parsed.committed:
-                span.set(outrider__resumed_tokens=len(parsed.committed))
-
-            def submit() -> None:
-                sequence = engine.engine.submit(parsed, chunks.put, span, matcher)
-                submitted.append(sequence)
-
-            try:
-                await engine.call(submit)
-                while (chunk := await _next(chunks)).finish_reason is None:
-                    yield wire_requests.chunk_to_proto(chunk)
-            finally:
-                chunks.close()
-                # `cancel` runs behind `submit`, so it also frees a sequence submitted later.
-                engine.post(cancel)
-                self._leave()
-        # Readers close the generator at the last chunk, so the span must have ended before.
-        yield wire_requests.chunk_to_proto(chunk)
+        try:
+            await engine.call(submit)
+            while True:
+                yield await _next(chunks)
+        finally:
+            chunks.close()
+            # `cancel` runs behind `submit`, so it also frees a sequence submitted later.
+            engine.post(cancel)
+            self._leave()
 
     async def _matcher(self, request: TokenRequest) -> Matcher | None:
         """The request's grammar after its committed tokens; None without a grammar."""

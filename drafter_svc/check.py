@@ -1,0 +1,26 @@
+"""What `--check-config` checks of a drafter beside its settings' types."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from drafter_svc.config import DrafterSettings, RedisSettings
+from drafter_svc.placement import plan
+from drafter_svc.pools.keys import read_secret
+from outrider.process.check_config import check_address, check_certificate, check_model
+
+
+def check(settings: DrafterSettings) -> None:
+    """Raise OutriderError that names a setting which this machine or its files do not allow."""
+    for address in settings.verifier:
+        check_address("verifier", address)
+    check_address("listen", settings.listen)
+    check_certificate("tls", settings.tls)
+    plan(settings.cores, settings.numa_node, settings.threads)
+    for name in ("model", "target"):
+        if model := getattr(settings, name, None):
+            check_model(name, model)
+    # A family's settings are mixed into those of every drafter.
+    family: Any = settings
+    if isinstance(family, RedisSettings) and family.redis_server() is not None:
+        read_secret(family.pool_secret_file)

@@ -1,0 +1,116 @@
+"""The access line of every response, over HTTP and gRPC, under the id of its request."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+from gateway.metrics import Metrics
+from outrider.errors import OutriderError
+from outrider.process import telemetry
+from outrider.process.request_id import request_id
+
+log = logging.getLogger("gateway.access")
+
+SCOPE_KEY = "outrider.access"
+"""Key of an ASGI scope whose value is the request's Access."""
+# How the ids of generated answers begin, by path. All others begin with "req".
+_PREFIXES = {
+    "/v1/completions": "cmpl",
+    "/v1/chat/completions": "chatcmpl",
+    "/v1/messages": "msg",
+    "/v1/messages/count_tokens": "msg",
+    "/v1/responses": "resp",
+    "/outrider.v1.GenerationService/GenerateText": "text",
+}
+_SHOWN_CHARACTERS = 200
+# What is asked every few seconds. Good answers to these are logged at debug.
+_PROBES = ("/livez", "/readyz", "/health", "/ping", "/metrics", "/grpc.health.v1.Health/")
+
+
+@dataclass(slots=True)
+class Access:
+    """What the access line of one request says. Whoever serves the request fills it in."""
+
+    request_id: str
+    method: str
+    """HTTP's method, or gRPC."""
+    path: str
+    """The path without its query, still percent-encoded; over gRPC the full name of the method."""
+    tenant: str = ""
+    model: str = ""
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    """Tokens of the answer so far, of all its choices."""
+    error: str = ""
+    """The reason of the error with which the answer ended, in lower case; "" without one."""
+    refusal: OutriderError | None = None
+    """The error with which the connection itself answered, whatever the application does."""
+    traceparent: str = ""
+    began: float = field(default_factory=time.perf_counter)
+
+
+_current: ContextVar[Access] = ContextVar("access")
+
+
+def arrived(headers: Mapping[str, str], method: str, path: str) -> Access:
+    """The access of a request with these headers, whose names are in lower case."""
+    return Access(request_id(headers, _PREFIXES.get(path, "req")), method, path)
+
+
+def begin(access: Access) -> None:
+    """Have the current task serve a request."""
+    _current.set(access)
+    telemetry.log_request_id(access.request_id)
+
+
+def current() -> Access:
+    """The request that the current task serves. Raises LookupError if it serves none."""
+    return _current.get()
+
+
+class AccessLog:
+    """Counts responses, and writes a line for each."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+
+    def responded(self, access: Access, route: str, status: int) -> None:
+        """Count and log an HTTP response. `route` is the pattern of the path, not the path."""
+        if access.refusal is not None:
+            status = access.refusal.reason.kind.http
+            access.error = access.refusal.reason.name.lower()
+        self._metrics.http_responses.labels(route, str(status)).inc()
+        _write(access, str(status), is_good=status < 400)
+
+    def called(self, access: Access, status: str) -> None:
+        """Count and log a call of gRPC."""
+        # Each unknown name would make a new time series.
+        method = access.path if access.path in _PREFIXES else "other"
+        self._metrics.grpc_responses.labels(method, status).inc()
+        _write(access, status, is_good=status == "OK")
+
+
+def _write(access: Access, status: str, *, is_good: bool) -> None:
+    is_quiet = is_good and access.path.startswith(_PROBES)
+    fields: dict[str, object] = {
+        "request_id": access.request_id,
+        "method": access.method,
+        "path": access.path[:_SHOWN_CHARACTERS],
+        "status": status,
+        "tenant": access.tenant,
+        "duration_seconds": round(time.perf_counter() - access.began, 6),
+    }
+    if access.model:
+        fields |= {
+            "model": access.model,
+            "prompt_tokens": access.prompt_tokens,
+            "completion_tokens": access.completion_tokens,
+        }
+    if access.error:
+        fields["error"] = access.error
+    extra = {"fields": fields, "traceparent": access.traceparent}
+    log.log(logging.DEBUG if is_quiet else logging.INFO, "response", extra=extra)

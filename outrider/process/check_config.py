@@ -1,0 +1,87 @@
+"""`--check-config`: check settings and files, print what would be used, and start nothing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from outrider.errors import OutriderError, Reason, invalid
+from outrider.process.config import ServiceSettings
+from outrider.process.tls import Tls, expires_at
+
+# Settings that say how the command runs, not the process.
+_OWN = {"config", "check_config"}
+# Paths that the process makes itself.
+_MADE = {"uds"}
+_PASSWORD = re.compile(r"(://[^:@/]*):[^@/]*@")
+_HIDDEN = "***"
+
+
+def check_config(
+    settings: ServiceSettings, program: str, check: Callable[[], object] = lambda: None
+) -> None:
+    """Print the settings as YAML, without passwords and keys, if the process could use them.
+
+    `check` raises OutriderError for what this process alone knows. A problem ends the command with
+    one sentence and status 1.
+    """
+    try:
+        for name, value in settings:
+            if isinstance(value, Path) and name not in _MADE:
+                check_file(name.replace("_", "-"), value)
+        check()
+    except OutriderError as error:
+        raise SystemExit(f"{program}: {error}") from error
+    print(f"# {program} can use these settings:")
+    print(yaml.safe_dump(_shown(settings), sort_keys=False, allow_unicode=True), end="")
+
+
+def check_model(setting: str, model: str) -> None:
+    """Raise OutriderError(MODEL_NOT_FOUND) unless a model has a configuration and a tokenizer."""
+    from outrider.tokenizer import model_file  # loads the hub's library
+
+    for name in ("config.json", "tokenizer.json"):
+        if model_file(model, name) is None:
+            raise OutriderError(
+                Reason.MODEL_NOT_FOUND, f"{setting}: {model} has no {name}", setting
+            )
+
+
+def check_address(setting: str, address: str) -> None:
+    """Raise OutriderError(INVALID_VALUE) unless an address is host:port or unix:/path."""
+    host, _, port = address.rpartition(":")
+    if address.startswith("unix:") or (host and port.isdecimal() and int(port) <= 65535):
+        return
+    raise invalid(setting, f"must be host:port or unix:/path, not {address!r}")
+
+
+def check_certificate(prefix: str, tls: Tls | None) -> None:
+    """Raise OutriderError(INVALID_VALUE) for a certificate that has expired."""
+    if tls is not None and (end := expires_at(tls.cert)) < datetime.now(UTC):
+        raise invalid(f"{prefix}-cert", f"{tls.cert} has expired ({end:%F %T} UTC)")
+
+
+def check_file(setting: str, path: Path) -> None:
+    """Raise OutriderError(INVALID_VALUE) for a file that cannot be read. A directory passes."""
+    try:
+        if not path.is_dir():
+            path.open("rb").close()
+    except OSError as cause:
+        raise invalid(setting, f"{path} cannot be read: {cause.strerror}") from cause
+
+
+def _shown(settings: ServiceSettings) -> dict[str, Any]:
+    """The settings by name, as a file of `--config` has them."""
+    given = settings.model_dump(mode="json", exclude=_OWN)
+    shown = {name: _masked(value) for name, value in given.items() if value not in (None, "", [])}
+    return shown | ({"keys": _HIDDEN} if "keys" in shown else {})
+
+
+def _masked(value: Any) -> Any:
+    """The value, without the password of a URL."""
+    return _PASSWORD.sub(rf"\1:{_HIDDEN}@", value) if isinstance(value, str) else value

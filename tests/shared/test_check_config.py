@@ -1,0 +1,125 @@
+"""`--check-config` of each process checks settings and files, prints them, and starts nothing."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import yaml
+
+import drafter_svc.__main__
+import gateway.__main__
+import verifier_svc.__main__
+from gateway.config import GatewaySettings
+from outrider.launch.serve import run
+from outrider.launch.serve_settings import ServeSettings
+from outrider.process.certs import Authority
+from outrider.process.config import load, parse
+
+ROOT = Path(__file__).parents[2]
+TARGET = str(ROOT / "models/target")
+
+
+def serve() -> None:
+    raise SystemExit(run(parse(ServeSettings, "serve", sys.argv[1:])))
+
+
+COMMANDS: dict[str, Callable[[], None]] = {
+    "gateway": lambda: gateway.__main__.main(sys.argv[1:]),
+    "verifier": verifier_svc.__main__.main,
+    "drafter": drafter_svc.__main__.main,
+    "serve": serve,
+}
+GOOD = {
+    "gateway": ["--verifier", "h:1", "--tokenizer", TARGET],
+    "verifier": ["--target", TARGET],
+    "drafter": ["--family", "model", "--model", TARGET],
+    "serve": [TARGET, "--http-port", "0", "--grpc-port", "0", "--verifier-port", "0"],
+}
+BAD: list[tuple[str, list[str], str]] = [
+    ("gateway", ["--keys-file", "none.yaml"], "keys-file none.yaml cannot be read"),
+    ("gateway", ["--verifier", "h"], "verifier must be host:port or unix:/path, not 'h'"),
+    ("gateway", ["--grpc-listen", "127.0.0.1:65536"], "grpc-listen must be host:port"),
+    ("gateway", ["--limits-redis", "mysql://h"], "limits-redis must look like"),
+    ("gateway", ["--tool-format", "nonsense"], "tool-format"),
+    ("gateway", ["--tokenizer", "no-such-model"], "no directory no-such-model"),
+    ("verifier", ["--target", "no-such-model"], "no directory no-such-model"),
+    ("verifier", ["--feature-projection", "none"], "feature-projection none/config.json cannot"),
+    ("drafter", ["--cores", "4000"], "cores must be among"),
+    ("drafter", ["--model", "no-such-model"], "no directory no-such-model"),
+    ("serve", ["--drafter", "model=no-such-model"], "no directory no-such-model"),
+]
+
+
+def check(name: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> object:
+    """The status of a command with these arguments."""
+    monkeypatch.setattr(sys, "argv", [name, *GOOD[name], *arguments, "--check-config"])
+    try:
+        COMMANDS[name]()
+    except SystemExit as end:
+        return end.code
+    return 0
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_good_settings_are_printed_as_the_file_that_config_reads(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert check(name, ["--log-format", "json"], monkeypatch) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("# ")
+    shown = yaml.safe_load(printed)
+    assert shown["log_format"] == "json"
+    assert TARGET in shown.values()
+    assert not {"config", "check_config"} & set(shown)
+
+
+def test_what_is_printed_can_be_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert check("gateway", ["--verifier", "g:2", "--http-port", "7"], monkeypatch) == 0
+    file = tmp_path / "gateway.yaml"
+    file.write_text(capsys.readouterr().out)
+    again = load(GatewaySettings, {"config": file})
+    assert (again.verifier, again.http_port) == (["h:1", "g:2"], 7)
+
+
+@pytest.mark.parametrize(("name", "arguments", "sentence"), BAD)
+def test_a_wrong_setting_or_file_is_named_with_a_status(
+    name: str,
+    arguments: list[str],
+    sentence: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    status = check(name, arguments, monkeypatch)
+    seen = capfd.readouterr()
+    assert status not in (0, None)
+    assert sentence in f"{status}{seen.err}"
+    assert seen.out == ""
+
+
+def test_passwords_and_keys_are_not_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = f'keys: [{{id: a, sha256: "{"0" * 64}", tenant: a}}]'
+    arguments = ["--limits-redis", "redis://me:secret@h:1/0", "--keys", keys]
+    assert check("gateway", arguments, monkeypatch) == 0
+    printed = capsys.readouterr().out
+    assert "secret" not in printed
+    assert "0" * 64 not in printed
+    assert yaml.safe_load(printed)["limits_redis"] == "redis://me:***@h:1/0"
+
+
+def test_an_expired_certificate_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    authority = Authority.new()
+    authority.write(tmp_path)
+    files = [f"--tls-cert={tmp_path}/verifier.pem", f"--tls-key={tmp_path}/verifier.key"]
+    files.append(f"--tls-ca={tmp_path}/ca.pem")
+    authority.write_issued(tmp_path, "verifier", "verifier", [], timedelta(hours=1))
+    assert check("verifier", files, monkeypatch) == 0
+    authority.write_issued(tmp_path, "verifier", "verifier", [], timedelta(hours=-1))
+    assert "verifier.pem has expired" in str(check("verifier", files, monkeypatch))
