@@ -6,57 +6,30 @@ import asyncio
 import json
 import math
 import re
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from subprocess import DEVNULL, Popen
 from typing import Any
 
 import httpx
 import pytest
-import yaml
+from prometheus_server import SHIPPED, prometheus
 from redis_servers import Standalone
-from stack import ROOT, GatewayProcess, Stack
+from stack import GatewayProcess, Stack
 
 from outrider.process.ports import free_port
 
 pytestmark = pytest.mark.slow
 
-SHIPPED = ROOT / "compose/observability"
 DASHBOARD = json.loads((SHIPPED / "grafana/dashboards/outrider.json").read_text())
 QUERIES = [
     pytest.param(target["expr"], id=f"{panel['title']}: {target['legendFormat']}")
     for panel in DASHBOARD["panels"]
     for target in panel.get("targets", ())
 ]
+VARIABLES = DASHBOARD["templating"]["list"]
 PROMPTS = ("x = [1, 2, 3]\n" * 4, "def read(path):\n    ", "import os\nimport sys\n")
-
-
-@contextmanager
-def prometheus(directory: Path, targets: dict[str, list[int]]) -> Iterator[str]:
-    """Run Prometheus with the shipped configuration; yields its URL.
-
-    Ports replace the names, which only Compose resolves, and the interval is shorter.
-    """
-    config = yaml.safe_load((SHIPPED / "prometheus.yaml").read_text())
-    config["global"] = {"scrape_interval": "500ms", "evaluation_interval": "500ms"}
-    for job in config["scrape_configs"]:
-        del job["dns_sd_configs"]
-        addresses = [f"127.0.0.1:{port}" for port in targets[job["job_name"]]]
-        job["static_configs"] = [{"targets": addresses}]
-    (directory / "prometheus.yaml").write_text(yaml.safe_dump(config))
-    port = free_port()
-    binary = shutil.which("prometheus")
-    assert binary is not None, "no Prometheus on this machine; `make test` installs one"
-    flags = [f"--config.file={directory}/prometheus.yaml", f"--storage.tsdb.path={directory}/data"]
-    command = [binary, *flags, f"--web.listen-address=127.0.0.1:{port}"]
-    with Popen(command, stdout=DEVNULL, stderr=DEVNULL) as process:
-        try:
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            process.terminate()
 
 
 @contextmanager
@@ -142,6 +115,8 @@ async def all_scraped(url: str, count: int) -> None:
 @pytest.mark.parametrize("expression", QUERIES)
 def test_every_query_of_the_dashboard_returns_a_number(url: str, expression: str) -> None:
     query = expression.replace("$__rate_interval", "1m")
+    for variable in VARIABLES:
+        query = query.replace(f"${variable['name']}", variable["allValue"])
     answer = httpx.get(f"{url}/api/v1/query", params={"query": query}).json()
     assert answer["status"] == "success", answer
     values = [float(series["value"][1]) for series in answer["data"]["result"]]
@@ -160,3 +135,20 @@ def test_every_metric_in_a_query_is_exposed_and_every_panel_has_a_query(
     }
     assert {name for name in named if name.startswith("outrider:") or "_seconds" in name} <= exposed
     assert all(panel.get("targets") for panel in DASHBOARD["panels"] if panel["type"] != "row")
+
+
+@pytest.mark.parametrize("variable", VARIABLES, ids=lambda variable: variable["name"])
+def test_every_variable_of_the_dashboard_has_a_value_and_a_query(url: str, variable: Any) -> None:
+    query = variable["query"]["query"]
+    found = re.fullmatch(r"label_values\((.*), (\w+)\)", query)
+    assert found is not None
+    answer = httpx.get(f"{url}/api/v1/label/{found[2]}/values", params={"match[]": found[1]})
+    assert answer.json()["data"]
+    assert any(f'=~"${variable["name"]}"' in str(query.values[0]) for query in QUERIES)
+
+
+def test_the_rules_are_evaluated_without_an_error(url: str) -> None:
+    groups = httpx.get(f"{url}/api/v1/rules").json()["data"]["groups"]
+    rules = [rule for group in groups for rule in group["rules"]]
+    assert len(rules) > 20
+    assert [rule["name"] for rule in rules if rule["health"] != "ok"] == []

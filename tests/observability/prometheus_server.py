@@ -1,0 +1,50 @@
+"""Runs the real Prometheus with the shipped configuration and rules."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from subprocess import DEVNULL, Popen
+
+import yaml
+from stack import ROOT
+
+from outrider.process.ports import free_port
+
+SHIPPED = ROOT / "compose/observability"
+
+
+@contextmanager
+def prometheus(
+    directory: Path, targets: Mapping[str, list[int]], *, at_once: bool = False
+) -> Iterator[str]:
+    """Run Prometheus with the shipped configuration; yields its URL.
+
+    Ports replace the names, which only Compose resolves, and the interval is shorter. With
+    `at_once`, alerts fire without having to last.
+    """
+    config = yaml.safe_load((SHIPPED / "prometheus.yaml").read_text())
+    config["global"] = {"scrape_interval": "500ms", "evaluation_interval": "500ms"}
+    for job in config["scrape_configs"]:
+        del job["dns_sd_configs"]
+        addresses = [f"127.0.0.1:{port}" for port in targets[job["job_name"]]]
+        job["static_configs"] = [{"targets": addresses}]
+    (directory / "prometheus.yaml").write_text(yaml.safe_dump(config))
+    rules = yaml.safe_load((SHIPPED / "rules.yaml").read_text())
+    for group in rules["groups"]:
+        for rule in group["rules"]:
+            if at_once:
+                rule.pop("for", None)
+    (directory / "rules.yaml").write_text(yaml.safe_dump(rules))
+    port = free_port()
+    binary = shutil.which("prometheus")
+    assert binary is not None, "no Prometheus on this machine; `make test` installs one"
+    flags = [f"--config.file={directory}/prometheus.yaml", f"--storage.tsdb.path={directory}/data"]
+    command = [binary, *flags, f"--web.listen-address=127.0.0.1:{port}"]
+    with Popen(command, stdout=DEVNULL, stderr=DEVNULL) as process:
+        try:
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.terminate()
