@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager
 from typing import Any
 
 import httpx
@@ -86,31 +88,47 @@ def check_trace(collector: Collector, line: dict[str, Any], usage: dict[str, Any
     assert served["gen_ai.usage.output_tokens"].int_value == usage["completion_tokens"]
 
 
-async def test_a_request_is_followed_by_its_id(monkeypatch: pytest.MonkeyPatch) -> None:
+def check_metrics(gateway: str, verifier: str, line: dict[str, Any]) -> None:
+    """The metrics of both processes have counted what the line says, and nothing else."""
+    route = {"route": line["path"], "status": line["status"]}
+    assert sample(gateway, "outrider:http_responses_total", **route) == 1
+    for text in (gateway, verifier):
+        tokens = sample(text, "outrider:generation_tokens_total", model_name=line["model"])
+        assert tokens == line["completion_tokens"]
+    seconds = sample(gateway, "outrider:e2e_request_latency_seconds_sum")
+    assert 0 < seconds <= line["duration_seconds"]
+
+
+@contextmanager
+def running() -> Iterator[tuple[Stack, GatewayProcess, str]]:
+    """A stack with its gateway, which log JSON, and the URL of the verifier's metrics."""
     port = free_port()
-    async with collecting() as (collector, endpoint):
+    stack = Stack("--always-draft", "--log-format", "json", "--metrics-port", str(port))
+    stack.add_drafter("n", "ngram")
+    gateway = GatewayProcess(stack.address, flags=["--log-format", "json"])
+    try:
+        stack.wait_ready()
+        gateway.wait_ready()
+        yield stack, gateway, f"http://127.0.0.1:{port}/metrics"
+    finally:
+        # Each process sends its last spans when it stops.
+        gateway.close()
+        stack.stop()
+
+
+async def test_a_request_is_followed_by_its_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with collecting() as (collector, endpoint), AsyncExitStack() as exits:
         # The processes inherit it.
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
-        stack = Stack("--always-draft", "--log-format", "json", "--metrics-port", str(port))
-        stack.add_drafter("n", "ngram")
-        await asyncio.to_thread(stack.wait_ready)
-        gateway = GatewayProcess(stack.address, flags=["--log-format", "json"])
-        await asyncio.to_thread(gateway.wait_ready)
+        context = running()
+        exits.push_async_callback(asyncio.to_thread, context.__exit__, None, None, None)
+        stack, gateway, metrics = await asyncio.to_thread(context.__enter__)
         usage = await asked(gateway)
         await until(lambda: lines(gateway.output(), "gateway.access"))
         line = check_logs(gateway.output(), stack.verifier.output(), usage)
         async with httpx.AsyncClient() as client:
             own = (await client.get(f"{gateway.url}/metrics")).text
-            theirs = (await client.get(f"http://127.0.0.1:{port}/metrics")).text
-        route = {"route": line["path"], "status": line["status"]}
-        assert sample(own, "outrider:http_responses_total", **route) == 1
-        for text in (own, theirs):
-            tokens = sample(text, "outrider:generation_tokens_total", model_name=line["model"])
-            assert tokens == line["completion_tokens"]
-        seconds = sample(own, "outrider:e2e_request_latency_seconds_sum")
-        assert 0 < seconds <= line["duration_seconds"]
-        # Each process sends its last spans when it stops.
-        await asyncio.to_thread(gateway.stop)
-        await asyncio.to_thread(stack.stop)
-        gateway.log.close()
-    check_trace(collector, line, usage)
+            theirs = (await client.get(metrics)).text
+        check_metrics(own, theirs, line)
+        await exits.aclose()
+        check_trace(collector, line, usage)
