@@ -72,7 +72,7 @@ def provoke(url: str, stack: Stack, gateway: GatewayProcess) -> None:
     wait_until(fires("OutriderTargetDown", "OutriderDegraded", "OutriderDrafterLost"))
     assert value(url, "outrider:drafters_lost") == 1.0
     stack.verifier.kill()
-    wait_until(lambda: httpx.get(f"{gateway.url}/readyz").status_code == 503)
+    wait_until(lambda: httpx.get(f"{gateway.url}/readyz", timeout=60).status_code == 503)
     for _ in range(20):
         httpx.post(f"{gateway.url}/v1/completions", json=REQUEST, timeout=60)
     wait_until(fires("OutriderGatewayNotReady", "OutriderErrors"))

@@ -38,7 +38,7 @@ def spans() -> Iterator[InMemorySpanExporter]:
 
 
 def request(**given: Any) -> verifier_pb2.GenerateTokensRequest:
-    known: dict[str, Any] = {"prompt_token_ids": [1, 2], "max_tokens": 5}
+    known: dict[str, Any] = {"prompt_token_ids": [1, 2], "max_tokens": 5, "ignore_eos": True}
     sampling = common_pb2.SamplingParams(temperature=0.0)
     return verifier_pb2.GenerateTokensRequest(**known | {"sampling": sampling} | given)
 
