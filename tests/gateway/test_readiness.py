@@ -24,6 +24,15 @@ async def state(rig: Rig) -> tuple[int, dict[str, Any]]:
     return response.status_code, response.json()
 
 
+async def gauges(rig: Rig) -> tuple[float, float, float]:
+    """What alerts go by: whether the gateway is ready and degraded, and its lost drafters."""
+    text = (await rig.http.get("/metrics")).text
+    names = ("outrider:ready", "outrider:degraded", "outrider:drafters_lost")
+    lines = [line.split() for line in text.splitlines() if line.startswith(names)]
+    values = {name: float(value) for name, value in lines}
+    return values[names[0]], values[names[1]], values[names[2]]
+
+
 async def becomes(rig: Rig, status: str) -> tuple[int, dict[str, Any]]:
     async def there() -> bool:
         return bool((await state(rig))[1]["status"] == status)
@@ -63,6 +72,7 @@ async def test_requests_fail_with_the_reason_of_a_verifier_that_is_not_ready(
     rig.script.info = replace(rig.script.info, **changes)
     code, body = await becomes(rig, status)
     assert code == 503
+    assert await gauges(rig) == (0, 0, 0)
     assert words in body["detail"]
     assert (await rig.http.get("/health")).status_code == 503
     response = await rig.http.post("/v1/completions", json={"prompt": "x"})
@@ -87,6 +97,7 @@ async def test_without_one_of_its_drafters_the_gateway_is_degraded(rig: Rig) -> 
     rig.script.info = replace(rig.script.info, drafters=drafters)
     code, body = await becomes(rig, "degraded")
     assert (code, body["detail"]) == (200, "drafter gone is lost")
+    assert await gauges(rig) == (1, 1, 1)
     assert [drafter["connected"] for drafter in body["verifiers"][0]["drafters"]] == [True, False]
     assert (await rig.http.post("/v1/completions", json={"prompt": "x"})).status_code == 200
 
@@ -97,6 +108,7 @@ async def test_a_verifier_that_does_not_answer_is_unavailable_until_it_is_back(r
     assert code == 503
     rig.script.unreachable = False
     await becomes(rig, "ready")
+    assert await gauges(rig) == (1, 0, 0)
     assert (await rig.http.post("/v1/completions", json={"prompt": "x"})).status_code == 200
 
 

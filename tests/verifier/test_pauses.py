@@ -133,6 +133,15 @@ def test_a_slow_drafter_is_named_with_both_times() -> None:
     assert pause.draft_s == pytest.approx(0.01)
 
 
+@pytest.mark.parametrize(("delay_s", "value"), [(0.01, 1.0), (0.0001, 0.0)])
+def test_a_gauge_says_whether_a_drafter_is_paused(delay_s: float, value: float) -> None:
+    stack = Stack()
+    stack.join(delay_s)
+    settled(stack)
+    labels = 'drafter="scripted",family="scripted",model_name="fake",placement="local"'
+    assert f"outrider:drafting_paused{{{labels}}} {value}" in exposition(stack.engine)
+
+
 def test_plain_decoding_by_request_is_no_pause() -> None:
     stack = Stack()
     stack.join(0.0001)
