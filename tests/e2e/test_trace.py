@@ -59,7 +59,7 @@ async def traced_requests(patch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
         # Each process sends its last spans when it stops.
         await asyncio.to_thread(gateway.close)
         await asyncio.to_thread(stack.stop)
-    assert collector.instances == {"ngram-traced", "model-traced"}
+    assert {"ngram-traced", "model-traced"} <= collector.instances
     return collector.spans
 
 
