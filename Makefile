@@ -44,7 +44,7 @@ test-together:
 	  status=$$?; cat $(VENV)/together.log; exit $$status
 
 bench: $(VENV)/installed-bench
-	$(BIN)/outrider bench $(BENCH)
+	$(BIN)/outrider lab bench $(BENCH)
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check

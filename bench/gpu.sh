@@ -73,7 +73,7 @@ grow_head(models / "heads/eagle3", models / "target", out / "target", out / "hea
 PY
 }
 
-# Runs or reports an experiment. The sources are not installed, so `outrider experiment` is missing.
+# Runs or reports an experiment. The sources are not installed, so `outrider lab` is missing.
 experiment() {
   python3 -c 'import sys
 from importlib import import_module

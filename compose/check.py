@@ -3,7 +3,7 @@
 `check.py requests` sends one request of each kind. `check.py plain FILE` writes the texts of plain
 decoding to FILE. `check.py crash FILE FAMILY CONTAINER` kills a container under load and compares
 all texts with those in FILE. OUTRIDER_URL is the gateway. `check.py experiment FOLDER` checks the
-results of `outrider experiment run` instead, and `check.py rights PROJECT` the users, rights and
+results of `outrider lab run` instead, and `check.py rights PROJECT` the users, rights and
 root file systems of all running containers of a project.
 
 Each prints one line "note: " with its result. If a check fails, it prints one sentence and exits

@@ -320,7 +320,7 @@ pool() {
 
 # Runs a user's experiment with a container for each process and a proxy for the link.
 experiment() {
-  "$python" -m outrider.launch.cli experiment run bench/experiments/small.yaml --with compose \
+  "$python" -m outrider.launch.cli lab run bench/experiments/small.yaml --with compose \
     --out "$work/experiment"
   "$python" compose/check.py experiment "$work/experiment"
 }

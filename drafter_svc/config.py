@@ -5,23 +5,28 @@ Each family defines its own settings in its own file.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Self, cast
+from typing import TYPE_CHECKING, ClassVar, Self, cast
 
 from pydantic import Field, create_model, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
-from drafter_svc.families.base import FamilySettings
 from drafter_svc.families.registry import find_family
+from drafter_svc.families.settings import FamilySettings
 from outrider.process.addresses import check_address, is_name
 from outrider.process.config import FileSettings, ScrapedSettings
-from outrider.process.redis_server import RedisServer
 from outrider.process.tls import TlsSettings
+
+if TYPE_CHECKING:
+    from outrider.process.redis_server import RedisServer
 
 
 class RedisSettings(FamilySettings):
     """Which Redis holds the n-grams that replicas share, and how their keys are made."""
+
+    groups: ClassVar[Mapping[str, str]] = {"redis": "N-grams that replicas share"}
 
     redis: str | None = None
     """URL of a Redis that holds n-grams for all replicas; without it pools are in memory. One
@@ -50,13 +55,16 @@ class RedisSettings(FamilySettings):
         """
         if self.redis is None:
             return None
+        # Loaded only here, so that `--help` answers at once.
+        from outrider.process.redis_server import RedisServer
+
         # A process's schema adds the files of TLS to these settings.
         tls = self.tls if isinstance(self, TlsSettings) else None
         return RedisServer.parse(self.redis, self.redis_password_file, tls)
 
 
 class EraseSettings(RedisSettings, TlsSettings, FileSettings):
-    """The settings of `python -m drafter_svc erase`."""
+    """Delete one tenant's n-grams, or the public pool's, from Redis."""
 
     # The environment may name a drafter's file, which has settings that erase does not know.
     model_config = SettingsConfigDict(env_prefix="OUTRIDER_DRAFTER_", extra="ignore")
@@ -67,9 +75,20 @@ class EraseSettings(RedisSettings, TlsSettings, FileSettings):
 
 
 class DrafterSettings(TlsSettings, ScrapedSettings):
-    """The settings of every drafter. --family NAME --help also lists those of the family."""
+    """Draft for verifiers. --family NAME --help also lists the settings of the family.
+
+    Each setting may also come from the environment (OUTRIDER_DRAFTER_FAMILY) or a YAML file
+    (--config).
+    """
 
     model_config = SettingsConfigDict(env_prefix="OUTRIDER_DRAFTER_")
+
+    groups: ClassVar[Mapping[str, str]] = {
+        "family": "Drafter",
+        "verifier": "Verifiers",
+        "id": "Drafter",
+        "cores": "Cores and memory",
+    }
 
     family: str
     """How to draft: ngram, suffix, grammar, model, head, a family of an installed package, or

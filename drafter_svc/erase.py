@@ -1,4 +1,4 @@
-"""`python -m drafter_svc erase`: delete one tenant's n-grams, or the public pool's, from Redis."""
+"""`outrider drafter erase`: delete one tenant's n-grams, or the public pool's, from Redis."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ async def _erase(settings: EraseSettings) -> int:
         await client.aclose()
 
 
-def main(arguments: list[str]) -> None:
+def main(arguments: list[str], program: str) -> None:
     """Print the number of n-grams deleted.
 
     Exit with status 1 and one sentence if a setting is wrong or Redis failed midway.
     """
-    settings = parse(EraseSettings, "drafter erase", arguments)
+    settings = parse(EraseSettings, program, arguments)
     try:
         count = asyncio.run(_erase(settings))
     except OutriderError as error:
-        raise SystemExit(f"drafter erase: {error}") from error
+        raise SystemExit(f"{program}: {error}") from error
     except FAILURES as error:
         message = f"Redis failed, so some n-grams may be left; run it again: {error}"
-        raise SystemExit(f"drafter erase: {message}") from error
+        raise SystemExit(f"{program}: {message}") from error
     print(f"{count} n-grams erased")

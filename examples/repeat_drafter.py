@@ -2,7 +2,7 @@
 
 From the directory that holds `examples`:
 
-    python -m drafter_svc --family examples.repeat_drafter:RepeatFamily --verifier 127.0.0.1:50051
+    outrider drafter --family examples.repeat_drafter:RepeatFamily --verifier 127.0.0.1:50051
 """
 
 from __future__ import annotations

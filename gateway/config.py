@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
@@ -16,9 +17,24 @@ from outrider.process.tls import Tls, TlsSettings
 
 
 class GatewaySettings(TlsSettings, ServiceSettings):
-    """Settings of `python -m gateway`."""
+    """Serve the OpenAI API and gRPC in front of verifiers.
+
+    Each setting may also come from the environment (OUTRIDER_GATEWAY_TOKENIZER) or a YAML file
+    (--config).
+    """
 
     model_config = SettingsConfigDict(env_prefix="OUTRIDER_GATEWAY_")
+
+    groups: ClassVar[Mapping[str, str]] = {
+        "verifier": "Model",
+        "http_host": "Addresses",
+        "keys_file": "Who may call",
+        "limits_redis": "Limits",
+        "public_tls_cert": "TLS for clients",
+        "allowed_hosts": "Browsers and other websites",
+        "speculation_metrics": "Requests",
+        "drain_seconds": "Process",
+    }
 
     verifier: list[str] = Field(min_length=1)
     """Addresses of the verifier's replicas: host:port, unix:/path, or dns:NAME:PORT for all

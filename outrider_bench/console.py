@@ -1,4 +1,4 @@
-"""Makes the console and the tables that the benchmarks' commands print."""
+"""Makes the console, the tables and the bar that the benchmarks' commands print."""
 
 from __future__ import annotations
 
@@ -6,12 +6,29 @@ import sys
 from collections.abc import Iterable
 
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 
 def console_for_output(width: int = 200) -> Console:
     """A console on standard output; `width` is used where standard output is no terminal."""
     return Console(width=None if sys.stdout.isatty() else width)
+
+
+def progress(console: Console | None = None) -> Progress:
+    """A bar with the time left, on standard error unless a console is given.
+
+    Nothing is shown where that is no terminal.
+    """
+    shown = console or Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("time left:"),
+        TimeRemainingColumn(),
+    )
+    return Progress(*columns, console=shown, transient=True, disable=not shown.is_terminal)
 
 
 def table_of(title: str, columns: Iterable[str], text: Iterable[str] = ()) -> Table:

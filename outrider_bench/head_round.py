@@ -1,4 +1,4 @@
-"""`outrider profile head-round`: a head's round at the sizes of a large target, part by part.
+"""A head's round at the sizes of a large target, part by part.
 
 The head has random weights. A round begins with the states that a target's forward left on its
 device, and ends with guesses on the host. Both ways run the production code but for the target, and
@@ -16,18 +16,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import grpc
 import torch
-from pydantic import Field, model_validator
-from pydantic_settings import SettingsConfigDict
 
 from drafter_svc.families.head_worker import HeadDraft, HeadWorker
 from outrider.lm.devices import find_device
 from outrider.lm.runner import ModelRunner
-from outrider.process.config import Device, Settings, parse
-from outrider.process.usage import refuse
 from outrider.protocol.draft_messages import (
     FeatureRows,
     Features,
@@ -36,11 +32,11 @@ from outrider.protocol.draft_messages import (
 )
 from outrider.protocol.wire import drafts as wire
 from outrider.v1 import drafts_pb2
+from outrider_bench.commands.head_round import HeadRoundSettings
 from outrider_bench.head_rig import HeadRig
 from outrider_bench.processor import processor_name
 from outrider_bench.random_head import random_eagle3
 
-PROGRAM = "outrider profile head-round"
 _SERVICE, _METHOD = "outrider.bench.HeadRound", "Send"
 # A verifier splits messages of more than 4 MiB.
 _UNBOUNDED = [(f"grpc.max_{way}_message_length", -1) for way in ("send", "receive")]
@@ -54,71 +50,9 @@ _COPIES_OF_A_GPU = {"states": 1, "head": 1}
 _Result = TypeVar("_Result")
 
 
-class HeadRoundSettings(Settings):
-    """Measure a round of an EAGLE-3 head with random weights, by default for an 8 B target.
-
-    Prints the time of each part, in the target's process and by the draft stream.
-    """
-
-    model_config = SettingsConfigDict(env_prefix="OUTRIDER_HEAD_ROUND_")
-
-    hidden: int = Field(4096, ge=8)
-    """Numbers in a state of the target and of the head."""
-
-    intermediate: int = Field(14_336, ge=8)
-    """Neurons of the head's layer."""
-
-    heads: int = Field(32, ge=1)
-    """Query heads of the head's attention."""
-
-    kv_heads: int = Field(8, ge=1)
-    """Key and value heads of it."""
-
-    vocab: int = Field(128_256, ge=16)
-    """Tokens of the target."""
-
-    draft_vocab: int = Field(32_000, ge=16)
-    """Tokens that the head can guess."""
-
-    batch: list[int] = Field([1, 8, 32])
-    """Numbers of sequences."""
-
-    context: int = Field(512, ge=2, le=4096)
-    """Tokens of each sequence when the rounds begin."""
-
-    committed: int = Field(3, ge=1, le=16)
-    """Tokens that each verdict commits."""
-
-    guesses: int = Field(4, ge=1, le=8)
-    """Guesses of a draft."""
-
-    repeats: int = Field(20, ge=1)
-    """Rounds of which the fastest counts."""
-
-    device: Device = "auto"
-    """auto (CUDA when there is any), cpu, cuda or cuda:N."""
-
-    threads: int | None = Field(None, ge=1)
-    """Threads of the head on a CPU; unset lets torch choose."""
-
-    @model_validator(mode="after")
-    def _fits_together(self) -> Self:
-        if self.hidden % self.heads or self.heads % self.kv_heads:
-            raise ValueError("heads must divide hidden, and kv_heads must divide heads")
-        if self.draft_vocab > self.vocab:
-            raise ValueError(f"draft_vocab must be at most vocab, {self.vocab}")
-        if min(self.batch, default=0) < 1:
-            raise ValueError("batch must be numbers of at least 1")
-        return self
-
-
-def main(arguments: list[str]) -> int:
-    """The exit status."""
-    settings = parse(HeadRoundSettings, PROGRAM, arguments)
-    try:
-        device = find_device(settings.device)
-    except ValueError as error:
-        refuse(PROGRAM, str(error))
+def run(settings: HeadRoundSettings) -> int:
+    """Measure and print; returns the exit status. Raises ValueError for a missing device."""
+    device = find_device(settings.device)
     print(f"{settings.hidden} wide on {_name(device)}, {settings.vocab} tokens", flush=True)
     for line in table(measure(settings, device)):
         print(line)

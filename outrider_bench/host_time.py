@@ -1,4 +1,4 @@
-"""`outrider bench --only host`: the engine's own time for a step; its model costs nothing."""
+"""`outrider lab bench --only host`: the engine's own time for a step; its model costs nothing."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from outrider.lm.runner import SequenceSlice
 from outrider.protocol.draft_messages import DraftBatch, Hello, Proposal, StepBatch
 from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
 from outrider.protocol.messages import SamplingParams, TokenRequest
+from outrider_bench.console import progress
 from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine
 from verifier_svc.engine.outbox import Delivery
@@ -36,8 +37,14 @@ def measure(console: Console) -> dict[str, Any]:
     # A verifier does this once it is loaded.
     gc.collect()
     gc.freeze()
-    host = {batch: median(step_seconds(batch, drafts=False)) for batch in _BATCHES}
-    drafted = {batch: median(step_seconds(batch, drafts=True)) for batch in _BATCHES}
+    with progress() as bar:
+        host, drafted = (
+            {
+                batch: median(step_seconds(batch, drafts=drafts))
+                for batch in bar.track(_BATCHES, description="steps")
+            }
+            for drafts in (False, True)
+        )
     how = "not compiled"
     if _COMPILED:
         how = "compiled"

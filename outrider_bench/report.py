@@ -1,4 +1,4 @@
-"""The output of `outrider bench` and of the simulator: tables and JSON."""
+"""The output of `outrider lab bench` and of the simulator: tables and JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ways of decoding that `outrider bench` compares, each behind one call.
+"""The ways of decoding that `outrider lab bench` compares, each behind one call.
 
 transformers and vLLM run in processes of their own. Outrider's whole stack is called through its
 gateway's HTTP API.

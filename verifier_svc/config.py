@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_settings import SettingsConfigDict
@@ -21,6 +22,8 @@ class TargetSettings(BaseModel):
     """Settings of the verifier that `outrider serve` takes under the same names."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)
+
+    groups: ClassVar[Mapping[str, str]] = {"model_name": "Model", "draft_tokens": "Drafts"}
 
     model_name: str = ""
     """Name of the model in requests; by default the value of `target`."""
@@ -53,9 +56,27 @@ class TargetSettings(BaseModel):
 
 
 class VerifierSettings(TargetSettings, TlsSettings, ScrapedSettings):
-    """The settings of `python -m verifier_svc`."""
+    """Hold the target model, and accept the draft tokens that it agrees with.
+
+    Each setting may also come from the environment (OUTRIDER_VERIFIER_TARGET) or a YAML file
+    (--config).
+    """
 
     model_config = SettingsConfigDict(env_prefix="OUTRIDER_VERIFIER_")
+
+    groups: ClassVar[Mapping[str, str]] = {
+        "target": "Model",
+        "always_draft": "Drafts",
+        "prefix_caching": "Batches and memory",
+        "sampled_rule": "Drafts",
+        "dtype": "Model",
+        "feature_states": "Heads",
+        "threads": "Model",
+        "listen": "Addresses",
+        "max_batch_tokens": "Batches and memory",
+        "synthetic_acceptance_rate": "Drafts",
+        "drain_seconds": "Process",
+    }
 
     target: str
     """Directory or hub id of the target model."""

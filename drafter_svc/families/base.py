@@ -4,24 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict
-
-from drafter_svc.metrics import Metrics
-from drafter_svc.placement import PlacementPlan
+from drafter_svc.families.settings import FamilySettings
 from outrider.drafter.strategy import Strategy
 from outrider.protocol.model_info import ModelInfo
 
+if TYPE_CHECKING:
+    from drafter_svc.metrics import Metrics
+    from drafter_svc.placement import PlacementPlan
 
-class FamilySettings(BaseModel):
-    """Base of a family's own settings.
-
-    They become flags, environment variables and YAML keys of a drafter that runs this family. The
-    docstring below each setting is its help text.
-    """
-
-    model_config = ConfigDict(use_attribute_docstrings=True)
+__all__ = ["Family", "FamilySettings", "Loaded"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +31,7 @@ class Loaded:
 
 
 class Family(Strategy):
-    """A strategy with settings, which `python -m drafter_svc --family` runs.
+    """A strategy with settings, which `outrider drafter --family` runs.
 
     The process calls `load` once. Each connection to a verifier has an instance of its own. The
     connection's session calls its methods on the event loop, never two at a time; `propose` of two

@@ -10,9 +10,12 @@ import os
 import sys
 from importlib import import_module
 from importlib.metadata import entry_points
+from typing import TYPE_CHECKING
 
-from drafter_svc.families.base import Family
 from outrider.errors import invalid
+
+if TYPE_CHECKING:
+    from drafter_svc.families.base import Family
 
 GROUP = "outrider.drafters"
 # Not entry points, so that they are found in sources that are not installed as well.
@@ -36,6 +39,9 @@ def find_family(name: str) -> type[Family]:
     Raises OutriderError(INVALID_VALUE) that lists the names, or says why the class cannot be
     imported.
     """
+    # Loaded only here: the command line names families before it needs any.
+    from drafter_svc.families.base import Family
+
     known = known_families()
     path = known.get(name, name)
     module, colon, attribute = path.partition(":")

@@ -164,7 +164,7 @@ function joining(verifier) {
   const address = SAFE.test(verifier.address) ? verifier.address : "HOST:PORT";
   const flags = `--verifier ${address} --family ngram --id ${id}`;
   return [
-    ["with outrider serve, in its directory", `.venv/bin/python -m drafter_svc ${flags}`],
+    ["with outrider serve, in its directory", `.venv/bin/outrider drafter ${flags}`],
     ["with Compose, in the repository", "compose/compose.sh up -d --scale drafter-ngram=3"],
   ];
 }

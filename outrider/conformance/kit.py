@@ -15,6 +15,7 @@ from typing import Any
 
 from google.rpc import status_pb2
 from rich.console import Console
+from rich.progress import track
 
 from outrider.conformance.report import table
 from outrider.conformance.rules import RULES, Outcome, Result
@@ -150,7 +151,11 @@ class Kit:
         return None
 
     async def _play(self) -> None:
-        for scene in SCENES:
+        console = Console(stderr=True)
+        shown = track(
+            SCENES, "scenes", console=console, transient=True, disable=not console.is_terminal
+        )
+        for scene in shown:
             self._note("kit", {"scene": scene.__name__})
             try:
                 await scene(self)

@@ -13,40 +13,39 @@ import click
 from outrider import __version__
 from outrider.process.usage import invoke, refuse
 
-# Commands of another package, by their names in the entry-point group (pyproject.toml);
-# `experiment.run` is `outrider experiment run`. Their help texts are here, so that
-# `outrider --help` does not load the package.
-_EXTENSIONS = {
-    "bench": "Measure tokens/s beside transformers' generate. `outrider bench --help` lists the"
-    " options.",
-    "simulate": "Run engine, planner and drafters in virtual time, as a scenario file says.",
-    "experiment.run": "Measure what an experiment file describes.",
-    "experiment.report": "Make tables, plots and a page of a run's measurements.",
-    "experiment.predict": "Run an experiment file in the simulator.",
+# Commands of another package, by their names in the entry-point group (pyproject.toml). Their help
+# texts are here, so that `outrider lab --help` does not load the package.
+_LAB = {
     "profile": "Measure what forwards, drafting and links cost on this machine.",
     "advise": "Say which placement of a drafter wins, and why.",
+    "run": "Measure what an experiment file describes.",
+    "report": "Make tables, plots and a page of a run's measurements.",
+    "predict": "Run an experiment file in the simulator.",
+    "simulate": "Run engine, planner and drafters in virtual time, as a scenario file says.",
+    "bench": "Measure tokens/s beside transformers' generate.",
     "chaos": "Play faults against a real stack under traffic, and check every request.",
 }
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _ENTRY_POINTS = "outrider.commands"
 _EXTRA = "bench"
 _PASS_ON = {"ignore_unknown_options": True}
+_ARGUMENTS = click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 
 
-class _Commands(click.Group):
-    """Makes `serve` from its settings' schema when it is called, so that `health` loads little."""
+class _Later(click.Command):
+    """A command that is made from its settings when it is called, so that other commands do not
+    load them."""
 
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name != "serve":
-            return super().get_command(ctx, cmd_name)
-        from outrider.launch.serve import run
-        from outrider.launch.serve_settings import ServeSettings
-        from outrider.process.config import command
+    def __init__(self, name: str, text: str, load: Callable[[], click.Command]) -> None:
+        super().__init__(name, help=text)
+        self._load = load
 
-        return command(ServeSettings, "serve", run)
+    def make_context(self, info_name: str | None, args: list[str], *rest: Any, **named: Any) -> Any:
+        """The context of the command itself, which click calls and completes."""
+        return self._load().make_context(info_name, args, *rest, **named)
 
 
-@click.group(cls=_Commands)
+@click.group()
 @click.version_option(__version__, message="%(version)s")
 def app() -> None:
     """Disaggregated speculative decoding.
@@ -57,9 +56,48 @@ def app() -> None:
     """
 
 
-@app.command()
-def serve() -> None:
-    """Run a verifier, drafters and a gateway on this host until Ctrl-C."""
+def _serve() -> click.Command:
+    from outrider.launch.serve_settings import ServeSettings
+    from outrider.process.config import command
+
+    def run(settings: ServeSettings) -> int:
+        from outrider.launch import serve
+
+        return serve.run(settings)
+
+    return command(ServeSettings, "serve", run)
+
+
+def _gateway() -> click.Command:
+    from gateway.__main__ import run
+    from gateway.config import GatewaySettings
+    from outrider.process.config import command
+
+    return command(GatewaySettings, "gateway", run)
+
+
+def _verifier() -> click.Command:
+    from outrider.launch.verifier import HeadVerifierSettings, run
+    from outrider.process.config import command
+
+    return command(HeadVerifierSettings, "verifier", run)
+
+
+app.add_command(
+    _Later("serve", "Run a verifier, drafters and a gateway on this host until Ctrl-C.", _serve)
+)
+app.add_command(_Later("gateway", "Serve the OpenAI API and gRPC in front of verifiers.", _gateway))
+app.add_command(_Later("verifier", "Hold the target, and accept right draft tokens.", _verifier))
+
+
+@app.command(add_help_option=False, context_settings=_PASS_ON)
+@_ARGUMENTS
+def drafter(arguments: tuple[str, ...]) -> None:
+    """Draft for verifiers, as a family does: ngram, suffix, grammar, model or head."""
+    # The family, which is one of the arguments, decides which other settings there are.
+    from drafter_svc.__main__ import main
+
+    main(list(arguments), "outrider drafter")
 
 
 @app.command()
@@ -74,19 +112,17 @@ def demo() -> int:
 
 
 @app.group()
-def experiment() -> None:
-    """Measure and predict where a drafter should sit. docs/placement.md describes the files."""
+def lab() -> None:
+    """Measure, predict and simulate. docs/placement.md and docs/benchmarks.md describe how."""
 
 
-def _add_extension(name: str, text: str) -> None:
+def _add_to_lab(name: str, text: str) -> None:
     """Add a command of another package, which parses its own arguments."""
-    subgroup, _, command = name.rpartition(".")
-    group = experiment if subgroup else app
 
-    @group.command(command, help=text, add_help_option=False, context_settings=_PASS_ON)
-    @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+    @lab.command(name, help=text, add_help_option=False, context_settings=_PASS_ON)
+    @_ARGUMENTS
     def run(arguments: tuple[str, ...]) -> int:
-        return _run_extension(name, arguments)
+        return _run_in_lab(name, arguments)
 
 
 def _tls_option(name: str, text: str) -> Callable[[_Command], _Command]:
@@ -97,7 +133,7 @@ def _tls_option(name: str, text: str) -> Callable[[_Command], _Command]:
     return click.option(f"--tls-{name}", type=path, envvar=variables, help=f"PEM file with {text}.")
 
 
-def _run_extension(name: str, arguments: tuple[str, ...]) -> int:
+def _run_in_lab(name: str, arguments: tuple[str, ...]) -> int:
     """Run a command of the entry-point group; exit with status 2 if its extra is not installed."""
     found = entry_points(group=_ENTRY_POINTS, name=name)
     try:
@@ -105,13 +141,12 @@ def _run_extension(name: str, arguments: tuple[str, ...]) -> int:
             raise ModuleNotFoundError("the command is not installed")
         status: int = next(iter(found)).load()(list(arguments))
     except ModuleNotFoundError as error:
-        program = f"outrider {name.replace('.', ' ')}"
-        refuse(program, f"{error}; in Outrider's sources, pip install '.[{_EXTRA}]'")
+        refuse(f"outrider lab {name}", f"{error}; in Outrider's sources, pip install '.[{_EXTRA}]'")
     return status
 
 
-for _name, _text in _EXTENSIONS.items():
-    _add_extension(_name, _text)
+for _name, _text in _LAB.items():
+    _add_to_lab(_name, _text)
 
 
 @app.command(context_settings={"ignore_unknown_options": True})

@@ -20,7 +20,7 @@ from typing import Any
 
 import httpx
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from outrider.errors import OutriderError
@@ -197,7 +197,8 @@ async def _demo(stack: Stack, settings: ServeSettings, part: Part, console: Cons
 
 def _progress(console: Console) -> Progress:
     description = TextColumn("{task.description}")
-    columns = [description, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
+    left = TextColumn("time left:")
+    columns = [description, BarColumn(), MofNCompleteColumn(), left, TimeRemainingColumn()]
     return Progress(*columns, console=console)
 
 

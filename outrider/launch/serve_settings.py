@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Self
@@ -90,6 +91,16 @@ class ServeSettings(TargetSettings, ServiceSettings):
     model_config = SettingsConfigDict(env_prefix="OUTRIDER_")
 
     argument: ClassVar = "target"
+    groups: ClassVar[Mapping[str, str]] = {
+        "target": "Model",
+        "drafter": "Drafts",
+        "dtype": "Model",
+        "host": "Addresses",
+        "keys_file": "Who may call",
+        "verifier_host": "Addresses",
+        "threads": "Model",
+        "certs": "Who may call",
+    }
 
     target: str
     """Directory or hub id of the target model."""

@@ -1,43 +1,31 @@
-"""`python -m outrider.launch.verifier`: a verifier with a head in its own process.
-
-The verifier and the family `head` know nothing of each other; this joins them. The drafter is the
-same as in a process of its own, but its messages do not pass through gRPC, and features are tensors
-on the target's device.
-"""
+"""`outrider verifier`: a verifier, with a head in its own process where its settings name one."""
 
 from __future__ import annotations
 
-import os
-import platform
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
-from drafter_svc.families.head import HeadFamily, HeadSettings
-from drafter_svc.metrics import Metrics as DrafterMetrics
-from drafter_svc.observer import CountingObserver
-from drafter_svc.placement import PlacementPlan
-from outrider.drafter.strategy import Strategy
-from outrider.drafter.stream import DraftStream
-from outrider.protocol.draft_messages import Hello
-from outrider.protocol.model_info import ModelInfo, Stage
-from verifier_svc.__main__ import main
+from outrider.process.config import parse
+from verifier_svc import __main__ as verifier
 from verifier_svc.config import VerifierSettings
-from verifier_svc.metrics import Metrics
-from verifier_svc.streams.own_stream import OwnDrafter, OwnVerifier
 
 if TYPE_CHECKING:
-    from outrider.lm.runner import ModelRunner
-
-# More would meet at barriers on the cores that the target's threads compute on.
-_PLACE = PlacementPlan("local", (), None, threads=1)
+    from verifier_svc.metrics import Metrics
 
 
 class HeadVerifierSettings(VerifierSettings):
-    """The verifier's settings and the head."""
+    """Hold the target model, and accept the draft tokens that it agrees with.
 
-    head: str = Field(min_length=1)
+    Each setting may also come from the environment (OUTRIDER_VERIFIER_TARGET) or a YAML file
+    (--config).
+    """
+
+    groups: ClassVar[Mapping[str, str]] = {"head": "Heads"}
+
+    head: str | None = Field(None, min_length=1)
     """Directory of a head that drafts in the verifier's process, on the target's device."""
 
     head_layers: list[int] = Field(default=[])
@@ -46,60 +34,22 @@ class HeadVerifierSettings(VerifierSettings):
     best."""
 
 
-async def load_head(settings: HeadVerifierSettings, metrics: Metrics) -> OwnDrafter:
-    """Load the head, before the target takes the rest of a GPU's memory.
-
-    Where its file may mean several layers of the target, it chooses when the target is loaded.
-    The head's metrics are added to the verifier's. Raises OutriderError(INVALID_VALUE) for a head
-    that does not fit the target.
-    """
-    import torch
-
-    name = f"{HeadFamily.name}-{platform.node()}-{os.getpid()}"
-    counts = DrafterMetrics(name, HeadFamily.name)
-    metrics.registry.register(counts.registry)
-    thread_count = torch.get_num_threads()
-    own = {name: getattr(settings, name) for name in ("head", "target", "device")}
-    own["layers"] = settings.head_layers
-    loaded = await HeadFamily.load(HeadSettings.model_validate(own), _PLACE, counts)
-    # The head's thread has set the number for itself, and for all threads that have not computed
-    # yet. The engine's is one of them.
-    torch.set_num_threads(thread_count)
-
-    def hello(family: Strategy, info: ModelInfo) -> Hello:
-        return Hello(
-            name,
-            family.name,
-            loaded.tokenizer_fingerprint,
-            family.max_draft_tokens,
-            family.distributions,
-            _PLACE.describe(family.device),
-            feature_request=family.feature_request,
-        )
-
-    async def draft(verifier: OwnVerifier) -> None:
-        await DraftStream(verifier, loaded.make, hello, CountingObserver(counts)).run()
-
-    def meet(runner: ModelRunner) -> Sequence[int]:
-        from outrider.heads.layer_choice import states_of
-        from outrider.launch.check_head import read_text
-
-        family = loaded.make(ModelInfo(settings.served_name, Stage.LOADING, ""))
-        assert isinstance(family, HeadFamily)
-        spec = family.worker.spec
-        if spec.other_boundaries and runner.can_watch(states_of(spec)):
-            family.worker.choose_layers(*read_text(runner, settings.target, spec))
-        return family.worker.feature_request.states
-
-    return OwnDrafter(draft, meet)
-
-
-async def serve_with_head(settings: HeadVerifierSettings, metrics: Metrics) -> None:
-    """Load the head, then serve as `verifier_svc.server.serve` does."""
+async def _serve(settings: HeadVerifierSettings, metrics: Metrics) -> None:
+    """Load the head, if any, then serve as `verifier_svc.server.serve` does."""
     from verifier_svc.server import serve
 
-    await serve(settings, metrics, await load_head(settings, metrics))
+    own = None
+    if settings.head is not None:
+        from outrider.launch.own_head import load_head
+
+        own = await load_head(settings, metrics)
+    await serve(settings, metrics, own)
+
+
+def run(settings: HeadVerifierSettings) -> None:
+    """Run the verifier; exits with status 1 and one sentence if the target cannot be served."""
+    verifier.run(settings, _serve)
 
 
 if __name__ == "__main__":
-    main(HeadVerifierSettings, serve_with_head)
+    run(parse(HeadVerifierSettings, "verifier", sys.argv[1:]))

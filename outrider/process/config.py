@@ -9,7 +9,7 @@ import json
 import os
 import re
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, cast, get_args, get_origin
@@ -35,7 +35,7 @@ from pydantic_settings import (
 from yaml import YAMLError
 
 from outrider.errors import OutriderError, Reason
-from outrider.process.usage import invoke, refuse, suggestion
+from outrider.process.usage import GroupedCommand, invoke, refuse, suggestion
 
 _Settings = TypeVar("_Settings", bound="Settings")
 
@@ -69,6 +69,10 @@ class Settings(BaseSettings):
     argument: ClassVar[str | None] = None
     """Name of the setting that may also be given without its flag."""
 
+    groups: ClassVar[Mapping[str, str]] = {}
+    """Titles of groups of flags in help, by the name of the group's first setting. A group goes on
+    until the next one of the same class begins."""
+
     @classmethod
     def settings_customise_sources(
         cls,
@@ -99,12 +103,16 @@ class Settings(BaseSettings):
 class FileSettings(Settings):
     """Base of settings that may also stand in a file."""
 
+    groups: ClassVar[Mapping[str, str]] = {"config": "Process"}
+
     config: Path | None = None
     """YAML file with any of these settings, named with underscores."""
 
 
 class ServiceSettings(FileSettings):
     """Base of the settings of a process that runs until it is stopped."""
+
+    groups: ClassVar[Mapping[str, str]] = {"log_level": "Process"}
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe messages that are logged."""
@@ -119,6 +127,8 @@ class ServiceSettings(FileSettings):
 
 class ScrapedSettings(ServiceSettings):
     """Base of the settings of a process whose only HTTP server is that of its metrics."""
+
+    groups: ClassVar[Mapping[str, str]] = {"listen": "Addresses"}
 
     listen: str = "127.0.0.1:0"
     """host:port to serve gRPC on, a drafter its health alone; port 0 takes any free port."""
@@ -154,20 +164,31 @@ def command(schema: type[_Settings], name: str, run: Callable[[_Settings], Any])
             refuse(context.command_path, *str(error).splitlines())
         return run(settings)
 
-    return click.Command(
+    titles = _titles(schema)
+    return GroupedCommand(
         name,
-        params=_parameters(schema),
+        titles=titles,
+        params=_parameters(schema, titles),
         callback=called,
         help=schema.__doc__,
-        context_settings={"max_content_width": 110},
     )
 
 
-def _parameters(schema: type[Settings]) -> list[click.Parameter]:
-    """A flag per setting: the schema's own first, then the settings of its bases."""
-    classes = [base.__annotations__ for base in schema.__mro__ if issubclass(base, BaseModel)]
-    names = [name for annotations in classes for name in annotations if name in schema.model_fields]
-    parameters = [_option(name, schema.model_fields[name]) for name in dict.fromkeys(names)]
+def _titles(schema: type[Settings]) -> dict[str, str]:
+    """The title of each setting's group, "" without one: the schema's own settings come first."""
+    titles: dict[str, str] = {}
+    for base in schema.__mro__:
+        title = ""
+        for name in base.__annotations__ if issubclass(base, BaseModel) else ():
+            title = vars(base).get("groups", {}).get(name, title)
+            if name in schema.model_fields:
+                titles.setdefault(name, title)
+    return titles
+
+
+def _parameters(schema: type[Settings], names: Iterable[str]) -> list[click.Parameter]:
+    """A flag for each of the settings that `names` names."""
+    parameters = [_option(name, schema.model_fields[name]) for name in names]
     if schema.argument is not None:
         metavar = f"[{schema.argument.upper()}]"
         argument = click.Argument([_ARGUMENT], required=False, metavar=metavar, type=_Text(()))
@@ -244,12 +265,13 @@ class _Text(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.
 
 def _option(field: str, info: FieldInfo) -> click.Parameter:
     flag = _flag(field)
-    default = None
-    if not info.is_required():
-        default = info.get_default(call_default_factory=True, validated_data={})
     text = " ".join((info.description or "").split())
-    if default not in (None, "", []):
-        text += f" [default: {_shown(default)}]"
+    if info.is_required():
+        text += " [required]"
+    else:
+        default = info.get_default(call_default_factory=True, validated_data={})
+        if default not in (None, "", []):
+            text += f" [default: {_shown(default)}]"
     if info.annotation is bool:
         return click.Option([f"--{flag}/--no-{flag}", field], default=None, help=text)
     [kind, *_] = _kinds(info.annotation)

@@ -9,11 +9,11 @@ import logging
 import re
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Generic, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
@@ -173,6 +173,8 @@ class TlsSettings(BaseModel):
     """The files with which a process shows who it is, and tells who its peers are."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)
+
+    groups: ClassVar[Mapping[str, str]] = {"tls_cert": "Mutual TLS between processes"}
 
     tls_cert: Path | None = None
     """PEM file with this process's certificate, and the certificates between it and the authority.

@@ -1,13 +1,19 @@
-"""Runs click commands, and prints one line per wrong argument, not the usage. Loads little."""
+"""Runs click commands, and prints one line per wrong argument, not the usage. Loads little.
+
+Help shows every default, and the flags of a command with many settings in groups.
+"""
 
 from __future__ import annotations
 
 import difflib
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import click
+
+_HELP_WIDTH = 110
+_OTHERS = "Options"
 
 
 def invoke(command: click.Command, program: str, arguments: Sequence[str]) -> Any:
@@ -16,7 +22,13 @@ def invoke(command: click.Command, program: str, arguments: Sequence[str]) -> An
     Prints the reason and exits with status 2 if the arguments are wrong.
     """
     try:
-        return command.main(arguments, prog_name=program, standalone_mode=False)
+        return command.main(
+            arguments,
+            prog_name=program,
+            standalone_mode=False,
+            show_default=True,
+            max_content_width=_HELP_WIDTH,
+        )
     except click.NoSuchOption as error:
         context = error.ctx or click.Context(command, info_name=program)
         flags = [flag for parameter in context.command.params for flag in parameter.opts]
@@ -26,6 +38,27 @@ def invoke(command: click.Command, program: str, arguments: Sequence[str]) -> An
     except click.UsageError as error:
         path = error.ctx.command_path if error.ctx is not None else program
         refuse(path, error.format_message())
+
+
+class GroupedCommand(click.Command):
+    """A command whose help shows its flags in groups."""
+
+    def __init__(self, name: str, *, titles: Mapping[str, str], **rest: Any) -> None:
+        """`titles` has the title of a parameter's group by the parameter's name."""
+        super().__init__(name, **rest)
+        self._titles = titles
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the groups in the order of their first flags."""
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                title = self._titles.get(parameter.name or "") or _OTHERS
+                groups.setdefault(title, []).append(record)
+        for title, records in groups.items():
+            with formatter.section(title):
+                formatter.write_dl(records)
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:

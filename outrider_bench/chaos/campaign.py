@@ -47,7 +47,8 @@ async def play(
                 break
             planned = round_of(campaign.seed, number, bag, _OVERLAP, missing)
             history.round = number
-            tell(f"round {number}: {', '.join(map(_text, planned))}")
+            left = "" if only is not None else f", {(until - time.monotonic()) / 60:.1f} min left"
+            tell(f"round {number}{left}: {', '.join(map(_text, planned))}")
             await _round(Scene(site, clients), planned, campaign.clients, history)
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from outrider_bench.commands.advise import MAX_ACCEPTANCE
 from outrider_bench.sample import Sample
 from outrider_bench.simulator.costs import Costs
 from outrider_bench.simulator.scenario import Scenario
@@ -24,8 +25,9 @@ _LEAST_ROUND_TRIP_MS = 0.05
 _MAX_ROUND_TRIP_MS = 1000.0
 PAYS = 1.02
 """Drafting pays from this multiple of plain decoding on."""
-MAX_ACCEPTANCE = 0.99
 LIMITS = ("the drafter's speed", "the link", "acceptance", "the target's saturation")
+SIMULATIONS = 3 + 2 * (2 + _BISECTIONS) + len(LIMITS)
+"""Most simulations with a drafter that the advice for a batch takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,10 +132,10 @@ class BatchAdvice:
         return max(self.halved, key=lambda name: self.halved[name])
 
 
-def advise(situation: Situation) -> BatchAdvice:
-    """Simulate everything; takes about ten seconds."""
+def advise(situation: Situation, tell: Callable[[], None] = lambda: None) -> BatchAdvice:
+    """Simulate everything; takes about ten seconds. Calls `tell` after each simulation."""
     acceptance = situation.acceptance
-    with simulating(situation) as simulator:
+    with simulating(situation, tell) as simulator:
         advice = BatchAdvice(situation, simulator.plain_tokens_per_s)
         for place in situation.places:
             advice.simulated[place.key] = simulator.run(place, acceptance)
@@ -209,10 +211,13 @@ def lowest_that_pays(speed: Callable[[float], float], high: float) -> float | No
 class Simulator:
     """Simulates a batch."""
 
-    def __init__(self, plain: Path, drafted: Path, cheap: Path, batch: int) -> None:
+    def __init__(
+        self, plain: Path, drafted: Path, cheap: Path, batch: int, tell: Callable[[], None]
+    ) -> None:
         """The paths are files of cost tables: without a drafter, with one, and with one where
-        draft tokens add half as much to a step."""
+        draft tokens add half as much to a step. Calls `tell` after each simulation of a drafter."""
         self.batch = batch
+        self._tell = tell
         self._drafted = drafted
         self._cheap = cheap
         sample = simulate(self._scenario(plain), batch, drafting=False).sample
@@ -241,7 +246,9 @@ class Simulator:
         if cheap_verifying:
             table = self._cheap
         scenario = self._scenario(table, drafter)
-        return self._simulated(simulate(scenario, self.batch).sample)
+        simulated = self._simulated(simulate(scenario, self.batch).sample)
+        self._tell()
+        return simulated
 
     def _scenario(self, table: Path, *drafters: dict[str, Any]) -> Scenario:
         waves = max(2, -(-_TOKENS // (self.batch * sum(_OUTPUT_TOKENS) // 2)))
@@ -271,7 +278,9 @@ class Simulator:
 
 
 @contextmanager
-def simulating(situation: Situation) -> Iterator[Simulator]:
+def simulating(
+    situation: Situation, tell: Callable[[], None] = lambda: None
+) -> Iterator[Simulator]:
     """A simulator with its cost tables in files, until the context ends."""
     with tempfile.TemporaryDirectory() as directory:
         plain = Path(directory, "plain.json")
@@ -280,7 +289,7 @@ def simulating(situation: Situation) -> Iterator[Simulator]:
         plain.write_text(situation.plain_costs.model_dump_json())
         drafted.write_text(situation.costs.model_dump_json())
         cheap.write_text(_with_cheap_verifying(situation.costs).model_dump_json())
-        yield Simulator(plain, drafted, cheap, situation.batch)
+        yield Simulator(plain, drafted, cheap, situation.batch, tell)
 
 
 def _with_cheap_verifying(costs: Costs) -> Costs:

@@ -7,6 +7,7 @@ with a draft model, and with a head if there is one.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from statistics import mean, median
 
@@ -83,13 +84,18 @@ class Served(BaseModel):
 
 
 def calibrate(
-    target: Path, draft: Path, dtype: str, threads: int, head: Path | None = None
+    target: Path,
+    draft: Path,
+    dtype: str,
+    threads: int,
+    head: Path | None = None,
+    tell: Callable[[], None] = lambda: None,
 ) -> list[Served]:
-    """Serve the load; about a minute for the bundled pair."""
-    return asyncio.run(_serve(Pair("profile", target, draft, dtype, 4, threads, head)))
+    """Serve the load; about a minute for the bundled pair. Calls `tell` after each run."""
+    return asyncio.run(_serve(Pair("profile", target, draft, dtype, 4, threads, head), tell))
 
 
-async def _serve(pair: Pair) -> list[Served]:
+async def _serve(pair: Pair, tell: Callable[[], None]) -> list[Served]:
     samples: dict[tuple[str, int], list[Sample]] = {}
     speeds: dict[tuple[str, int], list[tuple[float, float]]] = {}
     tasks = {batch: task_of(pair.target, batch) for batch in BATCHES}
@@ -101,6 +107,7 @@ async def _serve(pair: Pair) -> list[Served]:
             for batch, task in tasks.items():
                 for name, run in ways.items():
                     sample = await run(task)
+                    tell()
                     if number:
                         samples.setdefault((name, batch), []).append(sample)
                         speeds.setdefault((name, batch), []).append(

@@ -1,25 +1,23 @@
-"""`outrider experiment predict FILE`: simulates an experiment on the costs of a profile."""
+"""Simulates an experiment on the costs of a profile."""
 
 from __future__ import annotations
 
 import hashlib
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import click
 from rich.console import Console
 from tokenizers import Tokenizer
 
-from outrider.process.usage import invoke, refuse
 from outrider.tokenizer import load_tokenizer
+from outrider_bench.console import console_for_output, progress
 from outrider_bench.experiment.cell_scenarios import Load, check, load_of, scenario_of
 from outrider_bench.experiment.launches import DRAFT_MODEL, HEAD
 from outrider_bench.experiment.profile_record import Profile
 from outrider_bench.experiment.recording import Recorder
-from outrider_bench.experiment.records import PLAIN, RUNS, Folder, LinkTraffic, Measurement
+from outrider_bench.experiment.records import PLAIN, Folder, LinkTraffic, Measurement
 from outrider_bench.experiment.report.answers import answers
 from outrider_bench.experiment.report.figures import measurement_figures
 from outrider_bench.experiment.report.results import read
@@ -28,55 +26,24 @@ from outrider_bench.experiment.spec import Cell, Experiment, Target, drafters_of
 from outrider_bench.experiment.unmeasured import profile_of
 from outrider_bench.simulator.simulation import Simulation
 
-_PROGRAM = "outrider experiment predict"
 
+def run(file: Path, paths: Sequence[Path], validate: Path | None, out: Path) -> Path:
+    """Predict an experiment file, and return the folder with the predictions.
 
-def main(arguments: list[str]) -> int:
-    """The exit status: 0, or 2 for a wrong file."""
-    status: int = invoke(_command, _PROGRAM, arguments)
-    return status
-
-
-@click.command()
-@click.argument("file", type=click.Path(path_type=Path, dir_okay=False, exists=True))
-@click.option(
-    "--profile",
-    "paths",
-    type=click.Path(path_type=Path),
-    multiple=True,
-    default=("profile.json",),
-    help="File of outrider profile. Repeat it for more targets; a cell takes the first that fits.",
-)
-@click.option(
-    "--validate",
-    type=click.Path(path_type=Path),
-    help="Folder of a run of FILE: predictions are written there, and compared with it.",
-)
-@click.option(
-    "--out",
-    type=click.Path(path_type=Path),
-    default=RUNS,
-    help=f"Directory for predictions without a run to compare with; {RUNS} unless given.",
-)
-def _command(file: Path, paths: tuple[Path, ...], validate: Path | None, out: Path) -> int:
-    """Simulate an experiment FILE on the costs of a profile, or on the cost table of FILE."""
-    console = Console() if sys.stdout.isatty() else Console(width=200)
-    try:
-        experiment = load(file)
-        profiles = (
-            [profile_of(experiment)] if experiment.costs else [Profile.load(path) for path in paths]
-        )
-        folder = (
-            _run(validate, experiment) if validate is not None else _own(out, experiment, profiles)
-        )
-        predict(experiment.cells(), profiles, folder, console)
-        if validate is not None:
-            for sentence in answers(read(folder)):
-                console.print(f"- {sentence}", markup=False, highlight=False)
-    except ValueError as error:
-        refuse(_PROGRAM, str(error))
-    print(f"written: {folder.path}")
-    return 0
+    `paths` are profiles. With `validate`, the folder of a run, predictions go there and are
+    compared. Raises ValueError that names what is wrong.
+    """
+    console = console_for_output()
+    experiment = load(file)
+    profiles = (
+        [profile_of(experiment)] if experiment.costs else [Profile.load(path) for path in paths]
+    )
+    folder = _own(out, experiment, profiles) if validate is None else _run(validate, experiment)
+    predict(experiment.cells(), profiles, folder, console)
+    if validate is not None:
+        for sentence in answers(read(folder)):
+            console.print(f"- {sentence}", markup=False, highlight=False)
+    return folder.path
 
 
 def _run(path: Path, experiment: Experiment) -> Folder:
@@ -118,8 +85,9 @@ def predict(
         source = profile.costs.source.partition(". ")[0]
         console.print(f"costs: {source}", markup=False, highlight=False)
     predictor = Predictor(profiles)
-    for cell in cells:
-        for way in ways_of(cell):
+    with progress() as bar:
+        asked = [(cell, way) for cell in cells for way in ways_of(cell)]
+        for cell, way in bar.track(asked, description="simulating"):
             found = predictor.measurement(cell, way)
             folder.save(cell.key, 0, found, predicted=True)
             in_turn = cell.experiment.workload.verifiers == "in-turn"

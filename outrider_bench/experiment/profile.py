@@ -1,25 +1,29 @@
-"""`outrider profile`: measures forwards, drafting and serving before any experiment."""
+"""Measures a profile: forwards, drafting and serving before any experiment."""
 
 from __future__ import annotations
 
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, Self
 
-from pydantic import Field, model_validator
-from pydantic_settings import SettingsConfigDict
-
-from outrider.process.config import Settings, parse
-from outrider.process.usage import refuse
+from outrider_bench.commands.profile import PROGRAM, ProfileSettings
+from outrider_bench.console import progress
 from outrider_bench.experiment import machine
 from outrider_bench.experiment.profile_record import Conditions, Profile, described
 from outrider_bench.experiment.serving import ProfiledHead
 from outrider_bench.simulator.costs import way_of
 
-_PROGRAM = "outrider profile"
 _MOST_SEQUENCES = 32
+_FORWARDS = "forwards, prompts and drafting"
+_SERVING = "serving a fixed load"
+_FITTING = "fitting the costs of serving"
+_COMPARING = "comparing guesses with the target's texts"
+_PARTS = {_FORWARDS: 1.0, _SERVING: 2.0, _FITTING: 1.0, _COMPARING: 1.0}
+"""The parts in their order, with the minutes that each takes for the bundled pair, about."""
+# A run of the fixed load, of 24 without a head.
+_RUN = _PARTS[_SERVING] / 24
 _HOW = {
     "costs.forwards": "the fastest of up to 100 forwards behind 128 tokens, in a process alone; "
     "at most that of more tokens",
@@ -33,64 +37,24 @@ _HOW = {
 }
 
 
-class ProfileSettings(Settings):
-    """Measure forwards, drafting and serving on this machine.
-
-    This takes about five minutes for the bundled pair. `outrider profile head-round` measures a
-    head's round at the sizes of any target instead.
-    """
-
-    model_config = SettingsConfigDict(env_prefix="OUTRIDER_PROFILE_")
-
-    out: Path = Path("profile.json")
-    """File to write."""
-
-    target: str = "models/target"
-    """Directory of the target."""
-
-    draft: str = "models/draft"
-    """Directory of the draft model."""
-
-    head: str = ""
-    """Directory of a head of the target to measure as well; unset measures none."""
-
-    grown: bool = False
-    """Profile the target grown to 154 M parameters, as in experiments."""
-
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "float32"
-    """Type of both models' weights."""
-
-    threads: int | None = Field(None, ge=1)
-    """Threads of the target; unset leaves a core to drafters."""
-
-    draft_threads: list[int] = Field([1])
-    """Numbers of threads of the draft model to measure."""
-
-    @model_validator(mode="after")
-    def _fits_together(self) -> Self:
-        if min(self.draft_threads, default=0) < 1:
-            raise ValueError("draft_threads must be numbers of at least 1")
-        return self
-
-
-def main(arguments: list[str]) -> int:
-    """The exit status. `head-round` as the first word measures a head's round of any size."""
-    if arguments[:1] == ["head-round"]:
-        from outrider_bench import head_round
-
-        return head_round.main(arguments[1:])
-    settings = parse(ProfileSettings, _PROGRAM, arguments)
-    try:
-        profile = measure(settings)
-    except ValueError as error:
-        refuse(_PROGRAM, str(error))
-    profile.save(settings.out)
-    print(f"written: {settings.out}")
-    return 0
-
-
 def measure(settings: ProfileSettings) -> Profile:
-    """Measure everything in turn; prints the progress."""
+    """Measure everything in turn; prints the progress, and shows it with the time left."""
+    with progress() as bar:
+        task = bar.add_task("", total=sum(_PARTS.values()))
+
+        def begin(part: str) -> None:
+            """Say that a part begins."""
+            done = list(_PARTS)[: list(_PARTS).index(part)]
+            bar.update(task, description=part, completed=sum(_PARTS[name] for name in done))
+            print(part, flush=True)
+
+        return _measure(settings, begin, lambda: bar.advance(task, _RUN))
+
+
+def _measure(
+    settings: ProfileSettings, begin: Callable[[str], None], tell: Callable[[], None]
+) -> Profile:
+    """Measure; calls `begin` before each part, and `tell` after each run of the fixed load."""
     from outrider_bench.experiment import acceptance, calibration, serving
     from outrider_bench.simulator import measured_costs
     from outrider_bench.simulator.head_costs import head_cost
@@ -104,13 +68,12 @@ def measure(settings: ProfileSettings) -> Profile:
     draft = Path(settings.draft)
     here = machine.this_machine()
     for warning in machine.warnings():
-        print(f"{_PROGRAM}: {warning}", file=sys.stderr)
+        print(f"{PROGRAM}: {warning}", file=sys.stderr)
     load, spread = os.getloadavg()[0], machine.spread()
-    print("forwards, prompts and drafting", flush=True)
+    begin(_FORWARDS)
     costs = measured_costs.measure(
         target, draft, threads, settings.dtype, settings.draft_threads, _MOST_SEQUENCES
     )
-    print("serving a fixed load", flush=True)
     if head is not None:
         path, counts = Path(head.path), measured_costs.sequences_up_to(_MOST_SEQUENCES)
         drafting = {
@@ -118,12 +81,12 @@ def measure(settings: ProfileSettings) -> Profile:
             for count in settings.draft_threads
         }
         costs = costs.model_copy(update={"drafting": costs.drafting | drafting})
-    served = calibration.calibrate(
-        target, draft, settings.dtype, threads, Path(head.path) if head is not None else None
-    )
-    print("fitting the costs of serving", flush=True)
+    begin(_SERVING)
+    path_of_head = Path(head.path) if head is not None else None
+    served = calibration.calibrate(target, draft, settings.dtype, threads, path_of_head, tell)
+    begin(_FITTING)
     fitted = serving.fit(served, costs, target, draft, settings.dtype, head)
-    print("comparing guesses with the target's texts", flush=True)
+    begin(_COMPARING)
     small_head = Path(settings.head) if settings.head else None
     guessed = acceptance.acceptances(Path(settings.target), draft, settings.dtype, small_head)
     return Profile(

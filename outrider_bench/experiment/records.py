@@ -20,9 +20,6 @@ from typing import Any
 from outrider_bench.experiment.spec import Experiment
 from outrider_bench.sample import Sample
 
-RUNS = Path("bench/out/experiments")
-"""Where the folders of runs and predictions are, unless a command names another directory."""
-
 PLAIN = "plain"
 """Plain decoding, with no drafter running."""
 DRAFTED = "drafted"

@@ -1,84 +1,24 @@
-"""`outrider experiment run FILE`: measures all cells of an experiment on real processes."""
+"""Measures all cells of an experiment on real processes."""
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
-import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-import click
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from outrider.errors import OutriderError, invalid
-from outrider.process.usage import invoke, refuse
+from outrider_bench.console import progress
 from outrider_bench.experiment import machine, stack
 from outrider_bench.experiment.places import Places, places
-from outrider_bench.experiment.processes import StackFailed
-from outrider_bench.experiment.records import RUNS, Folder
+from outrider_bench.experiment.records import Folder
 from outrider_bench.experiment.report.answers import answers
 from outrider_bench.experiment.report.results import read
 from outrider_bench.experiment.schedule import Runner, ways_of
-from outrider_bench.experiment.spec import Cell, Experiment, Target, load
+from outrider_bench.experiment.spec import Cell, Experiment, Target
 
-PROGRAM = "outrider experiment run"
-_INTERRUPTED = 130
 _ROOT = Path(__file__).parents[2]
-
-
-def main(arguments: list[str]) -> int:
-    """Run the command and return its exit status.
-
-    0 after the last measurement, 1 if a process failed, 2 for a wrong file or setting, 130 after
-    Ctrl-C.
-    """
-    status: int = invoke(_command, PROGRAM, arguments)
-    return status
-
-
-@click.command()
-@click.argument("file", type=click.Path(path_type=Path))
-@click.option(
-    "--with",
-    "way",
-    type=click.Choice(["processes", "compose"]),
-    default="processes",
-    help="Run each process by itself, or in a container of compose/compose.yaml's images.",
-)
-@click.option(
-    "--out",
-    type=click.Path(path_type=Path),
-    default=RUNS,
-    help=f"Directory for the results: a folder for each experiment, machine and commit; {RUNS}"
-    " unless given.",
-)
-def _command(file: Path, way: str, out: Path) -> int:
-    """Measure the cells of an experiment FILE; docs/placement.md describes it.
-
-    A run that was interrupted goes on where it stopped when it is started again.
-    """
-    command = f"{PROGRAM} {shlex.join([str(file), '--with', way, '--out', str(out)])}"
-    console = Console()
-    try:
-        experiment = load(file)
-        if experiment.costs is not None:
-            raise invalid("costs", "is for hardware that is not here; predict this file instead")
-        cells = experiment.cells()
-        running = run(experiment, cells, out, console, command, compose=way == "compose")
-        asyncio.run(running)
-    except KeyboardInterrupt:
-        console.print(f"stopped; to go on, run the same command again: {command}")
-        return _INTERRUPTED
-    except (StackFailed, OSError) as error:
-        print(f"{PROGRAM}: {error}", file=sys.stderr)
-        return 1
-    except (ValueError, OutriderError) as error:
-        refuse(PROGRAM, str(error))
-    return 0
 
 
 async def run(
@@ -107,7 +47,7 @@ async def run(
     for sentence in answers(read(folder)):
         console.print(f"- {sentence}", markup=False, highlight=False)
     console.print(f"results: {folder.path}", soft_wrap=True)
-    console.print(f"tables: outrider experiment report {folder.path}", soft_wrap=True)
+    console.print(f"tables: outrider lab report {folder.path}", soft_wrap=True)
 
 
 def open_folder(
@@ -162,18 +102,11 @@ async def measure(
     experiment: Experiment, cells: Sequence[Cell], folder: Folder, places: Places, console: Console
 ) -> None:
     """Measure all that the folder lacks; a bar shows the time left."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("time left:"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task(experiment.name, total=len(missing(experiment, cells, folder)))
+    with progress(console) as bar:
+        task = bar.add_task(experiment.name, total=len(missing(experiment, cells, folder)))
 
         def tell(doing: str, finished: int) -> None:
-            progress.update(task, description=doing, advance=finished)
+            bar.update(task, description=doing, advance=finished)
 
         await Runner(experiment, cells, folder, places, target_model, tell).run()
 

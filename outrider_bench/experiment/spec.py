@@ -53,7 +53,7 @@ class Target(_Part):
     """Name in `hosts` of the machine that runs the verifiers; unset is this one."""
 
     settings: dict[str, Setting] = Field(default_factory=dict)
-    """Other settings of the verifier, see `python -m verifier_svc --help`, with underscores."""
+    """Other settings of the verifier, see `outrider verifier --help`, with underscores."""
 
 
 class Drafter(_Part):
@@ -101,7 +101,7 @@ class Drafter(_Part):
     """Name of its machine in `hosts`; unset is this one."""
 
     settings: dict[str, Setting] = Field(default_factory=dict)
-    """Other settings of its process, see `python -m drafter_svc --help`, with underscores."""
+    """Other settings of its process, see `outrider drafter --help`, with underscores."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

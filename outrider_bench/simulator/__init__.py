@@ -1,1 +1,1 @@
-"""`outrider simulate`: runs the production engine, planner, tries and drafters in virtual time."""
+"""Runs the production engine, planner, tries and drafters in virtual time."""

@@ -1,4 +1,4 @@
-"""A simulation's results in the form of `outrider bench`: tables and JSON."""
+"""A simulation's results in the form of `outrider lab bench`: tables and JSON."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
-from outrider_bench.console import console_for_output
+from outrider_bench.console import console_for_output, progress
 from outrider_bench.report import Results, tables, write
 from outrider_bench.simulator import costs
 from outrider_bench.simulator.scenario import Scenario
@@ -30,13 +30,14 @@ _COLUMNS = {
 
 def outcomes(scenario: Scenario) -> dict[tuple[int, str], Outcome]:
     """Run all simulations of a scenario; the outcomes by requests under way and way of decoding."""
-    found: dict[tuple[int, str], Outcome] = {}
-    for load in scenario.loads:
-        if scenario.baseline or not scenario.drafters:
-            found[load, PLAIN] = simulate(scenario, load, drafting=False)
-        if scenario.drafters:
-            found[load, DRAFTED] = simulate(scenario, load)
-    return found
+    ways = [PLAIN] if scenario.baseline or not scenario.drafters else []
+    ways += [DRAFTED] if scenario.drafters else []
+    asked = [(load, way) for load in scenario.loads for way in ways]
+    with progress() as bar:
+        return {
+            (load, way): simulate(scenario, load, drafting=way == DRAFTED)
+            for load, way in bar.track(asked, description="simulating")
+        }
 
 
 def record(scenario: Scenario, found: dict[tuple[int, str], Outcome]) -> dict[str, Any]:

@@ -52,7 +52,7 @@ class DrafterSpec(_Part):
     branches of one token only by `alternatives`. lookup runs the production n-gram family on the
     recording's tokens. model runs the production draft-model family, with branches, on the
     recording's guesses. head runs the production family of heads, whose offers only
-    `outrider experiment predict` records."""
+    `outrider lab predict` records."""
 
     acceptance: Acceptance = Field(default_factory=lambda: {"": [0.0]})
 
@@ -151,7 +151,7 @@ class Event(_Part):
 
 
 class Scenario(_Part):
-    """What `outrider simulate` runs in virtual time.
+    """What `outrider lab simulate` runs in virtual time.
 
     A cost table and the scenario give the times of forwards, drafting and links; the scenario gives
     the drafters' acceptance. The same scenario always gives the same result, byte for byte.
@@ -182,8 +182,8 @@ class Scenario(_Part):
     """Requests under way; each number is a simulation. A label only if arrivals are not closed."""
 
     waves: int | None = Field(None, ge=1)
-    """Total of requests, as a multiple of those under way, as in `outrider bench`; by default there
-    is no end before the time is up. Needs closed arrivals."""
+    """Total of requests, as a multiple of those under way, as in `outrider lab bench`; by default
+    there is no end before the time is up. Needs closed arrivals."""
 
     rate: float = Field(1.0, gt=0)
     """Requests each second of poisson arrivals."""

@@ -1,4 +1,4 @@
-"""`outrider chaos`: its table and exit status, and a short campaign against real processes."""
+"""`outrider lab chaos`: its table and exit status, and a short campaign against real processes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from outrider_bench.chaos import command
+from outrider_bench.chaos import playing
 from outrider_bench.chaos.history import History
+from outrider_bench.commands.chaos import main
 from outrider_bench.experiment.processes import StackFailed
 
 ROOT = Path(__file__).parents[2]
@@ -44,8 +45,8 @@ def test_a_violation_is_told_with_its_fault_and_makes_the_status_one(
     events: tuple[dict[str, Any], ...],
     status: int,
 ) -> None:
-    monkeypatch.setattr(command, "play", plays(fault("drafter killed"), *events, QUIET))
-    assert command.main(["--history", str(tmp_path / "history.jsonl")]) == status
+    monkeypatch.setattr(playing, "play", plays(fault("drafter killed"), *events, QUIET))
+    assert main(["--history", str(tmp_path / "history.jsonl")]) == status
     printed = capsys.readouterr().out
     row = f"| drafter killed | 1 | 0 | 0 | {status} | 0 | 0 |\n"
     assert row in printed
@@ -59,8 +60,8 @@ def test_a_campaign_that_ends_early_has_the_status_one(
     async def play(*_: object) -> None:
         raise StackFailed("verifier-1 was not ready")
 
-    monkeypatch.setattr(command, "play", play)
-    assert command.main(["--history", str(tmp_path / "history.jsonl")]) == 1
+    monkeypatch.setattr(playing, "play", play)
+    assert main(["--history", str(tmp_path / "history.jsonl")]) == 1
     assert "verifier-1 was not ready" in capsys.readouterr().out
 
 
@@ -80,9 +81,9 @@ def test_an_interrupted_campaign_reports_its_whole_rounds_and_ends_with_one(
         os.kill(os.getpid(), number)
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(command, "play", play)
+    monkeypatch.setattr(playing, "play", play)
     path = tmp_path / "history.jsonl"
-    assert command.main(["--history", str(path)]) == 1
+    assert main(["--history", str(path)]) == 1
     assert "interrupted" in capsys.readouterr().out
     table = (tmp_path / "history.md").read_text()
     assert "| all rounds | 1 |" in table
@@ -95,7 +96,7 @@ def test_a_fault_that_does_not_exist_is_refused(
     path = tmp_path / "campaign.yaml"
     path.write_text("kinds: [flood]")
     with pytest.raises(SystemExit) as caught:
-        command.main([str(path)])
+        main([str(path)])
     assert caught.value.code == 2
     assert "there is no fault 'flood'" in capsys.readouterr().err
 
@@ -109,7 +110,7 @@ def test_a_short_campaign_loses_alters_and_leaks_nothing(
     path = tmp_path / "campaign.yaml"
     path.write_text(json.dumps({"minutes": 0.4, "seed": 1, "kinds": [*kinds, "clients leave"]}))
     history = tmp_path / "history.jsonl"
-    status = command.main([str(path), "--history", str(history)])
+    status = main([str(path), "--history", str(history)])
     assert status == 0, capsys.readouterr().out
     events = [json.loads(line) for line in history.read_text().splitlines()]
     assert {event["name"] for event in events if event["event"] == "fault"} <= {

@@ -18,7 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from scripted_drafts import READY, ScriptedVerifier
 from transformers import AutoModelForCausalLM, DiffLlamaConfig
 
-from drafter_svc.__main__ import _parse_settings
+from drafter_svc.__main__ import read_settings
 from drafter_svc.families.registry import find_family, known_families
 from outrider.process import rpc
 from outrider.process.ports import free_port
@@ -126,7 +126,7 @@ def test_a_wrong_setting_is_refused_by_name(
     flags: str, named: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        _parse_settings(flags.split())
+        read_settings(flags.split(), "drafter")
     assert ended.value.code == 2
     assert named in capsys.readouterr().err
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from drafter_svc.__main__ import _parse_settings
+from drafter_svc.__main__ import read_settings
 from drafter_svc.config import DrafterSettings, required_setting, settings_schema
 from drafter_svc.families import registry
 from drafter_svc.families.base import Family
@@ -70,7 +70,7 @@ def test_help_shows_the_settings_of_the_chosen_family(
     family: str, flag: str, others: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        _parse_settings(["--family", family, "--help"])
+        read_settings(["--family", family, "--help"], "drafter")
     shown = capsys.readouterr().out
     assert not ended.value.code
     assert flag in shown

@@ -111,7 +111,7 @@ def make_run(
             "commit": "0123abc",
             "experiment": experiment.model_dump(mode="json"),
             "began": "2026-11-24T20:00:00+00:00",
-            "command": f"outrider experiment run bench/experiments/{experiment.name}.yaml",
+            "command": f"outrider lab run bench/experiments/{experiment.name}.yaml",
         }
     )
     for cell in experiment.cells():

@@ -1,4 +1,4 @@
-"""`outrider advise` answers in words, shows the reasons, and names the errors of its input."""
+"""`outrider lab advise` answers in words, shows the reasons, and names the errors of its input."""
 
 import json
 import math
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from outrider_bench.commands.advise import main
 from outrider_bench.experiment import advice_text
 from outrider_bench.experiment.acceptance import acceptances, lookups, share_of_right
 from outrider_bench.experiment.advice import (
@@ -21,7 +22,6 @@ from outrider_bench.experiment.advice import (
     longest_that_pays,
     simulating,
 )
-from outrider_bench.experiment.advise import main
 from outrider_bench.experiment.machine_costs import at_batch, elsewhere, load
 from outrider_bench.experiment.profile_record import Conditions
 from outrider_bench.simulator import costs
@@ -275,7 +275,7 @@ def test_the_command_prints_its_advice_as_json(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(
-        "outrider_bench.experiment.advise.advise", lambda situation: _fake(situation.batch)
+        "outrider_bench.experiment.advice.advise", lambda situation, tell: _fake(situation.batch)
     )
     assert main([*BASE, "--batch", "1", "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)

@@ -1,9 +1,9 @@
-"""`outrider profile head-round` runs whole rounds of a head, in process and by stream."""
+"""`outrider lab profile head-round` runs whole rounds of a head, in process and by stream."""
 
 import pytest
 import torch
 
-from outrider_bench.experiment.profile import main
+from outrider_bench.commands.profile import main
 from outrider_bench.head_round import HeadRoundSettings, Round, measure, table
 
 HIDDEN, COMMITTED = 64, 2

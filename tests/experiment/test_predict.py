@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from outrider.tokenizer import load_tokenizer
+from outrider_bench.commands.predict import main
 from outrider_bench.experiment.cell_scenarios import check, load_of, scenario_of
-from outrider_bench.experiment.predict import Predictor, main
+from outrider_bench.experiment.predict import Predictor
 from outrider_bench.experiment.recording import Recorder
 from outrider_bench.experiment.records import DRAFTED, PLAIN, Folder, Measurement
 from outrider_bench.experiment.spec import Cell, Experiment

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from drafter_svc.families.head_worker import Offer
+from outrider_bench.commands.profile import main
 from outrider_bench.experiment.acceptance import drafts, share_of_right
 from outrider_bench.experiment.calibration import Step
-from outrider_bench.experiment.profile import main
 from outrider_bench.experiment.profile_record import Profile
 from outrider_bench.experiment.serving import Serving, busy, expected_s
 from outrider_bench.simulator.costs import Costs

@@ -11,8 +11,8 @@ from statistics import median
 import pytest
 import simulated_runs
 
+from outrider_bench.commands.report import main
 from outrider_bench.experiment.records import Folder
-from outrider_bench.experiment.report import main
 
 PNG = b"\x89PNG\r\n\x1a\n"
 Row = dict[str, str]

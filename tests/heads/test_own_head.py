@@ -34,7 +34,8 @@ from outrider.errors import OutriderError
 from outrider.heads import layer_choice
 from outrider.heads.reading import read
 from outrider.launch.check_head import read_text
-from outrider.launch.verifier import HeadVerifierSettings, load_head
+from outrider.launch.own_head import load_head
+from outrider.launch.verifier import HeadVerifierSettings
 from outrider.lm.pages import PagePool
 from outrider.lm.runner import ModelRunner
 from outrider.process import rpc

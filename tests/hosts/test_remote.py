@@ -164,7 +164,7 @@ async def test_an_experiment_runs_with_verifier_and_drafter_on_two_machines(
 ) -> None:
     file = tmp_path / "apart.yaml"
     await asyncio.to_thread(file.write_text, EXPERIMENT.replace("TARGET", near.target))
-    command = [*OUTRIDER, "experiment", "run", str(file), "--out", str(tmp_path)]
+    command = [*OUTRIDER, "lab", "run", str(file), "--out", str(tmp_path)]
     running = await asyncio.create_subprocess_exec(*command, cwd=ROOT)
     async with asyncio.timeout(300):
         assert await running.wait() == 0

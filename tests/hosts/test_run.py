@@ -1,4 +1,4 @@
-"""`outrider experiment run` measures on real processes and goes on after an interruption."""
+"""`outrider lab run` measures on real processes and goes on after an interruption."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ import pytest
 from rich.console import Console
 from ssh_server import OUTRIDER
 
+from outrider_bench.commands.run import main
 from outrider_bench.experiment import machine, run
 from outrider_bench.experiment.measuring import _carried
 from outrider_bench.experiment.records import DRAFTED, PLAIN, Folder, LinkTraffic, Measurement
-from outrider_bench.experiment.run import main, missing, open_folder
+from outrider_bench.experiment.run import missing, open_folder
 from outrider_bench.experiment.spec import Experiment, load
 from outrider_bench.sample import Sample
 
@@ -44,7 +45,7 @@ def test_each_machine_commit_and_experiment_has_its_own_folder(tmp_path: Path) -
 def test_a_run_says_that_it_does_not_mix_with_earlier_ones(tmp_path: Path) -> None:
     (tmp_path / "small/0123abcd-older-01234567").mkdir(parents=True)
     console = Console(file=io.StringIO(), width=200)
-    folder = open_folder(tmp_path, _experiment(), console, "outrider experiment run small.yaml")
+    folder = open_folder(tmp_path, _experiment(), console, "outrider lab run small.yaml")
     assert isinstance(console.file, io.StringIO)
     assert "1 earlier run was of another machine, commit or file" in console.file.getvalue()
     assert folder.about()["experiment"]["name"] == "small"
@@ -66,7 +67,7 @@ def test_a_run_records_its_command_line(
     capsys.readouterr()
     [folder] = (out / "small").iterdir()
     command = Folder(folder).about()["command"]
-    assert shlex.split(command) == ["outrider", "experiment", "run", *arguments]
+    assert shlex.split(command) == ["outrider", "lab", "run", *arguments]
 
 
 def test_saved_measurements_are_not_missing(tmp_path: Path) -> None:
@@ -101,7 +102,7 @@ def _start(out: Path) -> subprocess.Popen[str]:
     """Run the small experiment with one repetition, which has four measurements."""
     file = out / "small.yaml"
     file.write_text(_SMALL.read_text().replace("repetitions: 2", "repetitions: 1"))
-    command = [*OUTRIDER, "experiment", "run", str(file), "--out", str(out)]
+    command = [*OUTRIDER, "lab", "run", str(file), "--out", str(out)]
     return subprocess.Popen(
         command,
         stdout=subprocess.PIPE,

@@ -32,8 +32,8 @@ def test_a_command_gets_its_arguments_and_returns_its_status(
     given: list[list[str]] = []
     main = lambda arguments: given.append(arguments) or 3  # noqa: E731
     monkeypatch.setitem(sys.modules, "elsewhere", SimpleNamespace(main=main))
-    installed += [point("experiment.run", "elsewhere:main")]
-    assert invoke(cli.app, "outrider", ["experiment", "run", "a.yaml", "--help"]) == 3
+    installed += [point("run", "elsewhere:main")]
+    assert invoke(cli.app, "outrider", ["lab", "run", "a.yaml", "--help"]) == 3
     assert given == [["a.yaml", "--help"]]
 
 
@@ -52,12 +52,12 @@ def test_a_command_that_is_not_installed_names_its_extra(
 ) -> None:
     installed += points
     with pytest.raises(SystemExit) as caught:
-        invoke(cli.app, "outrider", ["bench", "--only", "host"])
+        invoke(cli.app, "outrider", ["lab", "bench", "--only", "host"])
     assert caught.value.code == 2
     hint = "in Outrider's sources, pip install '.[bench]'"
-    assert capsys.readouterr().err == f"outrider bench: {problem}; {hint}\n"
+    assert capsys.readouterr().err == f"outrider lab bench: {problem}; {hint}\n"
 
 
 def test_every_extension_command_has_an_entry_point_and_a_help_text() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert set(cli._EXTENSIONS) == set(project["entry-points"]["outrider.commands"])
+    assert set(cli._LAB) == set(project["entry-points"]["outrider.commands"])

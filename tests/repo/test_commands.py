@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+import tomllib
 from functools import cache
 from pathlib import Path
 
@@ -30,11 +31,11 @@ DOCKERS = {"build", "detach", "force-recreate", "profile", "pull", "scale", "vol
 CERTS = {"days", "name", "role"}
 """Flags of `outrider certs` that are not settings."""
 EXPERIMENTS = {"json", "out", "validate", "with"}
-"""Flags of `outrider advise`, `experiment run` and `experiment predict` that are not settings."""
+"""Flags of `outrider lab advise`, `lab run` and `lab predict` that are not settings."""
 SIMULATE = {"baseline", "faults", "out", "seed"}
-"""Flags of `outrider simulate`."""
+"""Flags of `outrider lab simulate`."""
 CHAOS = {"history", "minutes", "round", "seed"}
-"""Flags of `outrider chaos` that are not settings."""
+"""Flags of `outrider lab chaos` that are not settings."""
 CURLS = {"cacert", "data-binary", "list-services", "protocol", "schema"}
 """Flags of `curl` and `buf curl` that the pages name."""
 
@@ -48,11 +49,11 @@ def setting_flags() -> frozenset[str]:
         "examples/repeat_drafter.py",
         "gateway/config.py",
         "outrider/launch/serve_settings.py",
+        "outrider/launch/verifier.py",
         "outrider/process/config.py",
         "outrider/process/key_file.py",
         "outrider/process/tls.py",
-        "outrider_bench/__main__.py",
-        *(f"outrider_bench/experiment/{name}.py" for name in ("advise", "profile")),
+        *(f"outrider_bench/commands/{name}.py" for name in ("advise", "bench", "profile")),
     ]
     paths = [ROOT / name for name in files] + sorted((ROOT / "drafter_svc/families").glob("*.py"))
     text = "\n".join(path.read_text() for path in paths)
@@ -108,22 +109,45 @@ def test_every_flag_on_a_page_belongs_to_a_command(path: Path) -> None:
     assert named <= ours | CLIENTS | DOCKERS | CURLS
 
 
-WITHOUT_PLOTS = """
-import sys
-sys.modules["matplotlib"] = None
-from outrider.launch.cli import app
-for command in ("report", "predict"):
-    app(["experiment", command, "--help"], standalone_mode=False)
+HELP = """
+import io, sys
+from contextlib import redirect_stdout
+from importlib import import_module
+from outrider.launch.cli import app, keys
+from outrider.process.usage import invoke
+
+lines = [[name] for name in app.commands] + [["keys", name] for name in keys.commands]
+calls = [lambda line=line: invoke(app, "outrider", [*line, "--help"]) for line in [[], *lines]]
+calls += [lambda name=name: import_module(name).main(["--help"]) for name in sys.argv[1].split()]
+heavy = set(sys.argv[2].split())
+for call in calls:
+    shown = io.StringIO()
+    try:
+        with redirect_stdout(shown):
+            call()
+    except SystemExit as ended:
+        assert not ended.code
+    first = shown.getvalue().partition(chr(10))[0]
+    assert first.startswith("Usage: "), first
+    if found := heavy & {name.partition(".")[0] for name in sys.modules}:
+        sys.exit(f"{first}: loads {found}")
 """
+HEAVY = (
+    "fastapi grpc httpx jinja2 matplotlib numpy opentelemetry prometheus_client redis rich"
+    " tokenizers torch transformers uvicorn"
+)
+"""Libraries that take longer to load than help may take to answer."""
 
 
-@pytest.mark.slow  # It imports the models' libraries in a process of its own.
-def test_help_needs_no_plotting_library() -> None:
-    """`make demo` installs the models' libraries alone."""
-    words = [sys.executable, "-c", WITHOUT_PLOTS]
-    done = subprocess.run(words, capture_output=True, text=True, check=True)
-    for command in ("report", "predict"):
-        assert f"outrider experiment {command}" in done.stdout
+def test_the_help_of_every_command_loads_no_large_library() -> None:
+    """So it answers within half a second. A drafter's family is not loaded here."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    points = project["entry-points"]["outrider.commands"].values()
+    modules = [point.partition(":")[0] for point in points]
+    modules.append("outrider_bench.commands.head_round")
+    words = [sys.executable, "-c", HELP, " ".join(modules), HEAVY]
+    ended = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 def test_only_the_owner_can_read_a_secret_that_a_page_makes(tmp_path: Path) -> None:

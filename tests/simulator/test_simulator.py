@@ -10,7 +10,7 @@ from random import Random
 import pytest
 from pydantic import ValidationError
 
-from outrider_bench.simulator.__main__ import main
+from outrider_bench.commands.simulate import main
 from outrider_bench.simulator.costs import load
 from outrider_bench.simulator.events import Events
 from outrider_bench.simulator.links import Link

@@ -184,5 +184,5 @@ def test_a_failing_world_shrinks_to_the_fault_that_breaks_it(
     assert [request.name for request in smallest.requests] == [fault.who]
     assert show_campaign(seed, 1) == 1
     printed = capsys.readouterr().out
-    assert f"outrider simulate --faults 1 --seed {seed}" in printed
+    assert f"outrider lab simulate --faults 1 --seed {seed}" in printed
     assert str(fault) in printed

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
+from outrider_bench.console import progress
 from outrider_bench.simulator.worlds.plan import WorldPlan, draw_world
 from outrider_bench.simulator.worlds.play import play
 
@@ -41,7 +42,7 @@ def failure_of(plan: WorldPlan) -> tuple[str, Counter[str]]:
         return f"{type(error).__name__}: {error}", Counter()
 
 
-def run_campaign(seeds: Iterator[int] | range) -> Campaign:
+def run_campaign(seeds: Iterable[int]) -> Campaign:
     """Play the worlds of the seeds; stops after a few that fail."""
     campaign = Campaign()
     began = time.process_time()
@@ -102,14 +103,15 @@ def _quiet_log() -> Iterator[None]:
 
 def show_campaign(first: int, count: int) -> int:
     """Play `count` worlds from a seed on and print what came of them; returns the exit status."""
-    campaign = run_campaign(range(first, first + count))
+    with progress() as bar:
+        campaign = run_campaign(bar.track(range(first, first + count), description="worlds"))
     rate = campaign.message_count / max(campaign.cpu_s, 1e-9)
     for name, value in sorted(campaign.counts.items()):
         print(f"{value:>14,}  {name}")
     print(f"{campaign.message_count:>14,}  messages, {rate:,.0f} in each second of CPU time")
     for seed, failure in campaign.failures.items():
         print(f"seed {seed} fails: {failure}")
-        print(f"  play it again: outrider simulate --faults 1 --seed {seed}")
+        print(f"  play it again: outrider lab simulate --faults 1 --seed {seed}")
     for seed in [*campaign.failures][:1]:
         _show_plan(shrink(draw_world(seed)))
     return min(len(campaign.failures), 1)

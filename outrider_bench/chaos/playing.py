@@ -1,18 +1,14 @@
-"""`outrider chaos`: plays faults against a real stack and checks every request."""
+"""Plays faults against a real stack and checks every request."""
 
 from __future__ import annotations
 
 import asyncio
 import signal
-import sys
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import click
-
-from outrider.process.usage import invoke
 from outrider_bench.chaos.campaign import play
 from outrider_bench.chaos.check import check
 from outrider_bench.chaos.history import Event, History, whole
@@ -21,35 +17,14 @@ from outrider_bench.chaos.report import markdown
 from outrider_bench.chaos.spec import load
 from outrider_bench.experiment.processes import StackFailed
 
-_HISTORY = Path("bench/out/chaos/history.jsonl")
 
+def run(file: Path | None, given: Mapping[str, Any], only: int | None, path: Path) -> int:
+    """Play the campaign of a file, or all faults; `given` replaces settings of the file.
 
-@click.command()
-@click.argument("file", type=click.Path(path_type=Path), required=False)
-@click.option("--minutes", type=float, help="No round begins later.")
-@click.option("--seed", type=int, help="The same seed gives the same schedule.")
-@click.option("--round", "only", type=click.IntRange(0), help="Play this round alone.")
-@click.option(
-    "--history",
-    "path",
-    type=click.Path(path_type=Path),
-    default=_HISTORY,
-    show_default=True,
-    help="File for the events of the campaign, one line of JSON each. Its table is beside it.",
-)
-def command(
-    file: Path | None, minutes: float | None, seed: int | None, only: int | None, path: Path
-) -> int:
-    """Play the campaign of FILE, or all faults, and exit with 1 if anything was lost.
-
-    docs/contribute.md describes the faults, what is checked, and the file.
+    Writes the history to `path`, and returns the exit status. Raises ValueError for a wrong file.
     """
-    try:
-        given = {"minutes": minutes, "seed": seed}
-        campaign = load(file, **{name: x for name, x in given.items() if x is not None})
-        bag = campaign.bag(absent())
-    except ValueError as error:
-        raise click.UsageError(str(error)) from error
+    campaign = load(file, **given)
+    bag = campaign.bag(absent())
     is_whole = False
     with closing(History(path)) as history:
         try:
@@ -91,13 +66,3 @@ def _report(path: Path, events: Sequence[Event]) -> bool:
     for violation in found:
         _tell(f"round {violation.round}: {violation.what}: {violation.detail}")
     return not found
-
-
-def main(arguments: list[str]) -> int:
-    """The exit status."""
-    status: int = invoke(command, "outrider chaos", arguments)
-    return status
-
-
-if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))

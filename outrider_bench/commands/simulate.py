@@ -1,19 +1,14 @@
-"""`outrider simulate`: runs a scenario in virtual time and prints its results."""
+"""`outrider lab simulate FILE`: its flags."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import click
 
 from outrider.process.usage import invoke, refuse
-from outrider_bench.simulator.results import show
-from outrider_bench.simulator.scenario import Scenario
-from outrider_bench.simulator.worlds.campaign import show_campaign
-from outrider_bench.yaml_file import read
 
-_PROGRAM = "outrider simulate"
+_PROGRAM = "outrider lab simulate"
 
 
 def main(arguments: list[str]) -> int:
@@ -49,6 +44,11 @@ def _command(
 
     outrider_bench/simulator/scenario.py documents the fields of FILE.
     """
+    from outrider_bench.simulator.results import show
+    from outrider_bench.simulator.scenario import Scenario
+    from outrider_bench.simulator.worlds.campaign import show_campaign
+    from outrider_bench.yaml_file import read
+
     if faults is not None:
         if file is not None:
             raise click.UsageError("faults: takes no FILE, since each world is drawn from its seed")
@@ -62,7 +62,3 @@ def _command(
     except ValueError as error:
         refuse(_PROGRAM, str(error))
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))

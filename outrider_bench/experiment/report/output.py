@@ -1,26 +1,20 @@
-"""`outrider experiment report`: tables, a plot, a page and files of a run's figures."""
+"""Tables, a plot, a page and files of a run's figures."""
 
 from __future__ import annotations
 
 import csv
-from pathlib import Path
 from typing import Any
 
-import click
 from jinja2 import Environment
 from rich.console import Console
 from rich.table import Column
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from outrider.process.usage import invoke, refuse
-from outrider_bench.console import console_for_output
-from outrider_bench.experiment.records import Folder
 from outrider_bench.experiment.report.answers import answers
-from outrider_bench.experiment.report.results import Results, read, words
+from outrider_bench.experiment.report.results import Results, words
 from outrider_bench.experiment.report.tables import Table, tables
 
-_PROGRAM = "outrider experiment report"
 _KEYS = ("cell", "source", "way", "repetition", "verifier")
 _PAGE = Environment(autoescape=True).from_string(
     """<!doctype html>
@@ -54,28 +48,6 @@ th, td { border-bottom: 1px solid #ccc; padding: .3rem .7rem; text-align: right;
 </html>
 """
 )
-
-
-def main(arguments: list[str]) -> int:
-    """Make the report of a run; returns the exit status."""
-    status: int = invoke(_command, _PROGRAM, arguments)
-    return status
-
-
-@click.command(_PROGRAM)
-@click.argument("path", metavar="FOLDER", type=click.Path(exists=True, path_type=Path))
-def _command(path: Path) -> int:
-    """Make tables, a plot and a page of a run's measurements and predictions.
-
-    FOLDER is what `outrider experiment run` or `predict` has printed. The files are in its folder
-    `report`.
-    """
-    try:
-        results = read(Folder(path))
-    except ValueError as error:
-        refuse(_PROGRAM, str(error))
-    write(results, console_for_output())
-    return 0
 
 
 def write(results: Results, console: Console) -> None:

@@ -1,0 +1,113 @@
+"""Run a drafter: its streams to the verifiers, its health and its metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import itertools
+import signal
+from functools import partial
+
+from drafter_svc.config import DrafterSettings
+from drafter_svc.families.registry import find_family
+from drafter_svc.metrics import Metrics
+from drafter_svc.observer import CountingObserver
+from drafter_svc.placement import PlacementPlan, choose_address
+from outrider.drafter.dialled import Dialled
+from outrider.drafter.serve import DraftStreams
+from outrider.drafter.strategy import Strategy
+from outrider.drafter.stream import DraftStream
+from outrider.process import rpc, telemetry
+from outrider.process.addresses import Addresses
+from outrider.process.metrics_export import pushing_metrics, serve_metrics
+from outrider.process.process_metrics import add_process_metrics
+from outrider.protocol.draft_messages import Hello
+from outrider.protocol.model_info import ModelInfo
+
+SERVICE = "outrider.v1.Drafter"
+SERVICE_NAME = "outrider-drafter"
+
+
+class _StreamObserver(CountingObserver):
+    """Report the events of one verifier's stream to the metrics and the health service.
+
+    The health service says SERVING while at least one verifier has registered this drafter.
+    """
+
+    def __init__(
+        self, server: rpc.Server, metrics: Metrics, registered: set[_StreamObserver]
+    ) -> None:
+        """All streams share `registered`: the observers of the streams that are registered now."""
+        super().__init__(metrics)
+        self._server = server
+        self._name = metrics.drafter_id
+        self._registered = registered
+
+    async def registered(self, address: str) -> None:
+        """Say SERVING, and print the line that scripts wait for."""
+        self._registered.add(self)
+        await super().registered(address)
+        await self._server.set_serving(True)
+        print(f"drafter {self._name} registered with {address}", flush=True)
+
+    async def lost(self) -> None:
+        """Say NOT_SERVING unless another verifier has this drafter."""
+        self._registered.discard(self)
+        await super().lost()
+        await self._server.set_serving(bool(self._registered))
+
+
+async def serve(settings: DrafterSettings, place: PlacementPlan, metrics: Metrics) -> None:
+    """Draft until SIGTERM or SIGINT.
+
+    Raises OutriderError once every verifier has refused this drafter for good.
+    """
+    server = rpc.Server(SERVICE)
+    try:
+        # The health service answers NOT_SERVING while the model loads.
+        await server.start(settings.listen, tls=settings.tls)
+        add_process_metrics(metrics.registry, lambda: server.is_serving, {"tls": settings.tls})
+        serve_metrics(metrics.registry, settings, settings.tls)
+        streams = await _streams(settings, place, server, metrics)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, streams.stop)
+        # Objects made by loading live as long as the process. Freeze them: a garbage collection
+        # that visited them again would delay a draft.
+        gc.collect()
+        gc.freeze()
+        with pushing_metrics(metrics.registry, SERVICE_NAME, metrics.drafter_id):
+            await streams.run()
+    finally:
+        await server.stop(0.2)
+        telemetry.shutdown()
+
+
+async def _streams(
+    settings: DrafterSettings, place: PlacementPlan, server: rpc.Server, metrics: Metrics
+) -> DraftStreams:
+    """Load the family and make one stream to each verifier. The streams set the server's health."""
+    loaded = await find_family(settings.family).load(settings, place, metrics)
+    name = metrics.drafter_id
+
+    def hello(family: Strategy, info: ModelInfo) -> Hello:
+        return Hello(
+            drafter_id=name,
+            family=family.name,
+            # A family that works on ids alone is right for any tokenizer: claim the verifier's.
+            tokenizer_fingerprint=loaded.tokenizer_fingerprint or info.tokenizer_fingerprint,
+            max_draft_tokens=family.max_draft_tokens,
+            distributions=family.distributions,
+            feature_request=family.feature_request,
+            placement=place.describe(family.device),
+        )
+
+    registered: set[_StreamObserver] = set()
+    sockets = dict(itertools.zip_longest(settings.verifier, settings.uds))
+
+    def stream(verifier: str) -> DraftStream:
+        observer = _StreamObserver(server, metrics, registered)
+        address = partial(choose_address, verifier, sockets.get(verifier))
+        return DraftStream(Dialled(address, settings.tls), loaded.make, hello, observer)
+
+    addresses = Addresses(settings.verifier, lambda _: metrics.unresolved.inc())
+    return DraftStreams(addresses, stream)

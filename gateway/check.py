@@ -1,0 +1,19 @@
+"""What `--check-config` checks of a gateway beside its settings' types."""
+
+from __future__ import annotations
+
+from gateway.access.gate import Gate
+from gateway.config import GatewaySettings
+from gateway.text.prompts import Prompts
+from outrider.process.check_config import check_address, check_certificate
+
+
+def check(settings: GatewaySettings) -> None:
+    """Raise OutriderError that names a setting which the gateway could not start with."""
+    for address in settings.verifier:
+        check_address("verifier", address)
+    check_address("grpc-listen", settings.grpc_listen)
+    check_certificate("tls", settings.tls)
+    check_certificate("public-tls", settings.public_tls)
+    Prompts(settings.tokenizer, settings.tool_format)
+    Gate(settings)

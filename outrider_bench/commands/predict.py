@@ -1,0 +1,52 @@
+"""`outrider lab predict FILE`: its flags."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from outrider.process.usage import invoke, refuse
+from outrider_bench.commands.run import RUNS
+
+_PROGRAM = "outrider lab predict"
+
+
+def main(arguments: list[str]) -> int:
+    """The exit status: 0, or 2 for a wrong file."""
+    status: int = invoke(_command, _PROGRAM, arguments)
+    return status
+
+
+@click.command()
+@click.argument("file", type=click.Path(path_type=Path, dir_okay=False, exists=True))
+@click.option(
+    "--profile",
+    "paths",
+    type=click.Path(path_type=Path),
+    multiple=True,
+    default=("profile.json",),
+    help="File of `outrider lab profile`. Repeat it for more targets; a cell takes the first that"
+    " fits.",
+)
+@click.option(
+    "--validate",
+    type=click.Path(path_type=Path),
+    help="Folder of a run of FILE: predictions are written there, and compared with it.",
+)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    default=RUNS,
+    help="Directory for predictions without a run to compare with.",
+)
+def _command(file: Path, paths: tuple[Path, ...], validate: Path | None, out: Path) -> int:
+    """Simulate an experiment FILE on the costs of a profile, or on the cost table of FILE."""
+    from outrider_bench.experiment.predict import run
+
+    try:
+        folder = run(file, paths, validate, out)
+    except ValueError as error:
+        refuse(_PROGRAM, str(error))
+    print(f"written: {folder}")
+    return 0

@@ -1,0 +1,72 @@
+"""`outrider lab profile`: its flags."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Self
+
+from pydantic import Field, model_validator
+from pydantic_settings import SettingsConfigDict
+
+from outrider.process.config import Dtype, Settings, parse
+from outrider.process.usage import refuse
+
+PROGRAM = "outrider lab profile"
+
+
+class ProfileSettings(Settings):
+    """Measure forwards, drafting and serving on this machine.
+
+    This takes about five minutes for the bundled pair. `outrider lab profile head-round` measures a
+    head's round at the sizes of any target instead.
+    """
+
+    model_config = SettingsConfigDict(env_prefix="OUTRIDER_PROFILE_")
+
+    out: Path = Path("profile.json")
+    """File to write."""
+
+    target: str = "models/target"
+    """Directory of the target."""
+
+    draft: str = "models/draft"
+    """Directory of the draft model."""
+
+    head: str = ""
+    """Directory of a head of the target to measure as well; unset measures none."""
+
+    grown: bool = False
+    """Profile the target grown to 154 M parameters, as in experiments."""
+
+    dtype: Dtype = "float32"
+    """Type of both models' weights."""
+
+    threads: int | None = Field(None, ge=1)
+    """Threads of the target; unset leaves a core to drafters."""
+
+    draft_threads: list[int] = Field([1])
+    """Numbers of threads of the draft model to measure."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if min(self.draft_threads, default=0) < 1:
+            raise ValueError("draft_threads must be numbers of at least 1")
+        return self
+
+
+def main(arguments: list[str]) -> int:
+    """The exit status. `head-round` as the first word measures a head's round of any size."""
+    if arguments[:1] == ["head-round"]:
+        from outrider_bench.commands import head_round
+
+        return head_round.main(arguments[1:])
+    settings = parse(ProfileSettings, PROGRAM, arguments)
+    from outrider_bench.experiment.profile import measure
+
+    try:
+        profile = measure(settings)
+    except ValueError as error:
+        refuse(PROGRAM, str(error))
+    profile.save(settings.out)
+    print(f"written: {settings.out}")
+    return 0

@@ -1,0 +1,75 @@
+"""`outrider lab run FILE`: its flags, and how it ends."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+
+import click
+
+from outrider.errors import OutriderError, invalid
+from outrider.process.usage import invoke, refuse
+
+RUNS = Path("bench/out/experiments")
+"""Where the folders of runs and predictions are, unless a command names another directory."""
+_PROGRAM = "outrider lab run"
+_INTERRUPTED = 130
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command and return its exit status.
+
+    0 after the last measurement, 1 if a process failed, 2 for a wrong file or setting, 130 after
+    Ctrl-C.
+    """
+    status: int = invoke(_command, _PROGRAM, arguments)
+    return status
+
+
+@click.command()
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option(
+    "--with",
+    "way",
+    type=click.Choice(["processes", "compose"]),
+    default="processes",
+    help="Run each process by itself, or in a container of compose/compose.yaml's images.",
+)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    default=RUNS,
+    help="Directory for the results: a folder for each experiment, machine and commit.",
+)
+def _command(file: Path, way: str, out: Path) -> int:
+    """Measure the cells of an experiment FILE; docs/placement.md describes it.
+
+    A run that was interrupted goes on where it stopped when it is started again.
+    """
+    command = f"{_PROGRAM} {shlex.join([str(file), '--with', way, '--out', str(out)])}"
+    import asyncio
+
+    from rich.console import Console
+
+    from outrider_bench.experiment.processes import StackFailed
+    from outrider_bench.experiment.run import run
+    from outrider_bench.experiment.spec import load
+
+    console = Console()
+    try:
+        experiment = load(file)
+        if experiment.costs is not None:
+            raise invalid("costs", "is for hardware that is not here; predict this file instead")
+        cells = experiment.cells()
+        running = run(experiment, cells, out, console, command, compose=way == "compose")
+        asyncio.run(running)
+    except KeyboardInterrupt:
+        console.print(f"stopped; to go on, run the same command again: {command}")
+        return _INTERRUPTED
+    except (StackFailed, OSError) as error:
+        print(f"{_PROGRAM}: {error}", file=sys.stderr)
+        return 1
+    except (ValueError, OutriderError) as error:
+        refuse(_PROGRAM, str(error))
+    return 0

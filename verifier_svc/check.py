@@ -1,0 +1,27 @@
+"""What `--check-config` checks of a verifier beside its settings' types."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from outrider.process.check_config import (
+    check_address,
+    check_certificate,
+    check_file,
+    check_model,
+)
+from outrider.process.config import need_models
+from verifier_svc.config import VerifierSettings
+
+
+def check(settings: VerifierSettings) -> None:
+    """Raise OutriderError that names a setting which the verifier could not start with.
+
+    Weights and the device's memory show only when the target is loaded.
+    """
+    need_models()
+    check_address("listen", settings.listen)
+    check_certificate("tls", settings.tls)
+    check_model("target", settings.target)
+    for head in settings.feature_projection:
+        check_file("feature-projection", Path(head) / "config.json")
