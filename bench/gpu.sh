@@ -77,7 +77,7 @@ PY
 experiment() {
   python3 -c 'import sys
 from importlib import import_module
-sys.exit(import_module(f"outrider_bench.experiment.{sys.argv[1]}").main(sys.argv[2:]))' "$@"
+sys.exit(import_module(f"outrider_bench.commands.{sys.argv[1]}").main(sys.argv[2:]))' "$@"
 }
 
 case "$step" in

@@ -50,7 +50,8 @@ fi
 say() { echo "$*" | tee -a "$log"; }
 
 # step NAME COMMAND...: runs the command with its output in the log, and adds a row to the table.
-# The script ends if the command fails.
+# The script ends if the command fails. 124 is the status of timeout(1), and of functions here that
+# have waited for as long as they may.
 step() {
   local name=$1 began=$EPOCHREALTIME status=0 result=ok note
   shift
@@ -62,7 +63,8 @@ step() {
   cat "$work/out" >>"$log"
   note=$(sed -n 's/^note: //p' "$work/out" | tail -1)
   [ $status = 0 ] || result=FAILED
-  rows+=("$(printf '%-34s %6.1f  %-6s  %s' "$name" "$(since "$began")" "$result" "$note")")
+  [ $status != 124 ] || result='time limit'
+  rows+=("$(printf '%-34s %6.1f  %-10s  %s' "$name" "$(since "$began")" "$result" "$note")")
   echo "${rows[-1]}"
   [ $status = 0 ] || { tail -40 "$work/out" >&2; exit 1; }
 }
@@ -231,7 +233,8 @@ containers() {
   docker ps --all --quiet --filter "label=com.docker.compose.project=$COMPOSE_PROJECT_NAME" "$@"
 }
 
-of_service() { containers --filter "label=com.docker.compose.service=$1" | head -1; }
+# of_service SERVICE [OPTION...]: a container of the service; options are those of `docker ps`.
+of_service() { containers --filter "label=com.docker.compose.service=$1" "${@:2}" | head -1; }
 
 # wait_healthy COUNT: waits until COUNT containers are healthy.
 wait_healthy() {
@@ -243,7 +246,7 @@ wait_healthy() {
   done
   compose ps
   compose logs --no-color --tail 30
-  return 1
+  return 124
 }
 
 profiles_are_valid() {
@@ -298,7 +301,7 @@ scraped() {
     sleep 1
   done
   curl --silent "$api/targets"
-  return 1
+  return 124
 }
 
 redis_cli=(redis-cli)
@@ -364,7 +367,7 @@ stop() {
 }
 
 table() {
-  printf '\n%-34s %6s  %-6s  %s\n' step seconds result note
+  printf '\n%-34s %6s  %-10s  %s\n' step seconds result note
   printf '%s\n' "${rows[@]}"
 }
 
@@ -377,7 +380,11 @@ clean_up() {
   if [ -z "$keep" ] && engine_answers; then
     compose down --volumes --remove-orphans >>"$log" 2>&1 || true
   fi
-  if [ -n "$keep" ]; then echo "left running: $OUTRIDER_URL"; else stop_engine; fi
+  if [ -z "$keep" ]; then
+    stop_engine
+  elif engine_answers && [ -n "$(of_service gateway --filter status=running)" ]; then
+    echo "left running: $OUTRIDER_URL"
+  fi
   [ ${#rows[@]} = 0 ] || table | tee -a "$log"
   rm -rf "$work"
   exit $status

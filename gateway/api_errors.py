@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -23,6 +23,7 @@ from starlette.types import Scope
 from gateway import access_log
 from gateway.unsupported import UNSUPPORTED
 from outrider.errors import OutriderError, Reason
+from outrider.process.usage import suggestion
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +45,7 @@ _MESSAGES_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
+_PATHS = ("/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/completions")
 _PLAIN = re.compile(r"[0-9]+s?")
 _SHOWN_CHARACTERS = 60
 _BY_STATUS = {
@@ -131,7 +133,9 @@ async def _outrider_error(request: Request, error: OutriderError) -> Response:
 
 
 async def _validation_error(request: Request, error: RequestValidationError) -> Response:
-    return error_response(validation_error(error.errors()), request.scope)
+    body = getattr(request.scope.get("route"), "body_field", None)
+    known = getattr(body.field_info.annotation, "model_fields", ()) if body is not None else ()
+    return error_response(validation_error(error.errors(), known), request.scope)
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
@@ -153,15 +157,21 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
 
 
 def _instead(path: str) -> str:
-    """A hint for callers of OpenAI's and Anthropic's other endpoints, such as /v1/embeddings."""
+    """A hint for callers who left /v1 out, and of other endpoints, such as /v1/embeddings."""
+    if f"/v1{path}" in (*_PATHS, "/v1/models"):
+        return f"; the path is /v1{path}, so a client's base URL ends in /v1"
     if not path.startswith("/v1/"):
         return ""
-    paths = ("/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/completions")
-    return f"; {' and '.join(f'POST {each}' for each in paths)} generate text"
+    return f"; {' and '.join(f'POST {each}' for each in _PATHS)} generate text"
 
 
-def validation_error(details: Sequence[ErrorDetails | dict[str, Any]]) -> OutriderError:
-    """The first of pydantic's complaints, with the field's path and the value sent there."""
+def validation_error(
+    details: Sequence[ErrorDetails | dict[str, Any]], known: Iterable[str] = ()
+) -> OutriderError:
+    """The first of pydantic's complaints, with the field's path and the value sent there.
+
+    An unknown parameter is compared with those that are known.
+    """
     if not details:
         return OutriderError(Reason.MALFORMED_REQUEST, "the request is malformed")
     detail = details[0]
@@ -179,7 +189,7 @@ def validation_error(details: Sequence[ErrorDetails | dict[str, Any]]) -> Outrid
         message = "the body must be a JSON object, sent with Content-Type: application/json"
         return OutriderError(Reason.MALFORMED_REQUEST, message)
     if kind == "extra_forbidden":
-        message = f"{path} is not a parameter of this request"
+        message = f"{path} is not a parameter of this request{suggestion(path, known)}"
         return OutriderError(Reason.UNKNOWN_PARAMETER, message, path)
     if kind == UNSUPPORTED:
         return OutriderError(Reason.UNSUPPORTED_PARAMETER, f"{path} {message}", path)

@@ -29,8 +29,9 @@ from gateway.rpc.servicer import MAX_MESSAGE_BYTES, SERVICE, GenerationServicer
 from gateway.text.prompts import Prompts
 from gateway.upstream.load_gauges import LoadGauges
 from gateway.upstream.routing import Router
-from outrider.errors import OutriderError, Reason, invalid
+from outrider.errors import OutriderError, Reason
 from outrider.process import rpc
+from outrider.process.ports import refused
 from outrider.process.process_metrics import add_process_metrics
 from outrider.process.tasks import keep_running, watch
 from outrider.process.tls import Tls, http_context
@@ -130,7 +131,7 @@ class Gateway:
         """Start to listen. Raises OutriderError(INVALID_VALUE) if an address cannot be bound."""
         settings = self._settings
         listener = _listen(settings.http_host, settings.http_port)
-        [port] = await self._grpc.start(settings.grpc_listen, tls=self._tls)
+        [port] = await self._grpc.start(settings.grpc_listen, tls=self._tls, flag="grpc-listen")
         self.grpc_address = settings.grpc_listen
         if not settings.grpc_listen.startswith("unix:"):
             self.grpc_address = f"{settings.grpc_listen.rpartition(':')[0]}:{port}"
@@ -186,7 +187,7 @@ def _listen(host: str, port: int) -> socket.socket:
         listener.listen(2048)
     except OSError as cause:
         listener.close()
-        raise invalid("http-port", f"cannot be bound: {host}:{port}: {cause}") from cause
+        raise refused("http-port", host, port, cause) from cause
     return listener
 
 

@@ -15,7 +15,7 @@ from outrider.launch.serve_settings import DrafterSpec, ServeSettings
 from outrider.launch.supervisor import Child
 from outrider.process.config import ScrapedSettings, load
 from outrider.process.cores import parse_cores
-from outrider.process.ports import check_port, free_port
+from outrider.process.ports import check_port, free_port, refused
 from outrider.process.roles import Role
 from outrider.process.usage import suggestion
 from verifier_svc.config import TargetSettings
@@ -38,9 +38,9 @@ def plan_stack(settings: ServeSettings, socket_directory: Path) -> Stack:
 
     Raises OutriderError(INVALID_VALUE) that names a port in use or a wrong setting of a drafter.
     """
-    http_port = _port("http_port", settings.host, settings.http_port)
-    grpc_port = _port("grpc_port", settings.host, settings.grpc_port)
-    verifier_port = _port("verifier_port", settings.verifier_host, settings.verifier_port)
+    http_port = _port("http-port", settings.host, settings.http_port)
+    grpc_port = _port("grpc-port", settings.host, settings.grpc_port)
+    verifier_port = _port("verifier-port", settings.verifier_host, settings.verifier_port)
     verifier = f"{_dialled(settings.verifier_host)}:{verifier_port}"
     uds = socket_directory / "verifier.sock"
     specs = [DrafterSpec.parse(text) for text in settings.drafter]
@@ -187,13 +187,12 @@ def _gateway_arguments(
     )
 
 
-def _port(field: str, host: str, wanted: int) -> int:
+def _port(flag: str, host: str, wanted: int) -> int:
     """The port, or a free port for 0; raises OutriderError(INVALID_VALUE) if it is in use."""
     try:
         if wanted == 0:
             return free_port(host)
         check_port(host, wanted)
     except OSError as cause:
-        message = f"{field} {wanted} on {host} cannot be used: {cause.strerror}"
-        raise OutriderError(Reason.INVALID_VALUE, message, field) from cause
+        raise refused(flag, host, wanted, cause) from cause
     return wanted

@@ -23,9 +23,9 @@ from prometheus_client import (
     start_http_server,
 )
 
-from outrider.errors import invalid
 from outrider.process.config import ScrapedSettings
 from outrider.process.exposure import host_of
+from outrider.process.ports import refused
 from outrider.process.telemetry import LAST_SEND_S, resource
 from outrider.process.tls import Tls, http_context
 
@@ -61,7 +61,7 @@ def serve_metrics(
             port, host, registry, client_auth_required=tls is not None, **files
         )
     except OSError as cause:
-        raise invalid("metrics-port", f"cannot be bound: {host}:{port}: {cause}") from cause
+        raise refused("metrics-port", host, port, cause) from cause
     server.RequestHandlerClass.timeout = _SILENT_S
     server.handle_error = _log_failure
     server.set_app(partial(_in_prometheus_format, make_wsgi_app(registry)))

@@ -1,4 +1,4 @@
-"""Find a free port for a server."""
+"""Find a free port for a server, and say which flag names a port that is not free."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import errno
 import itertools
 import random
 import socket
+
+from outrider.errors import OutriderError, Reason
 
 # Linux gives outgoing connections higher ports. One of those could take the port of a server that
 # is down for a moment.
@@ -35,3 +37,12 @@ def check_port(host: str, port: int) -> None:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind((host, port))
+
+
+def refused(flag: str, host: str, port: int, cause: OSError) -> OutriderError:
+    """The INVALID_VALUE error for an address that a server cannot listen on, which `flag` gives."""
+    address = f"{host}:{port}"
+    why = f"cannot listen on {address}: {cause.strerror or cause}"
+    if cause.errno == errno.EADDRINUSE:
+        why = f"another process listens on {address}; give another port, or 0 for a free one"
+    return OutriderError(Reason.INVALID_VALUE, f"--{flag}: {why}", flag.replace("-", "_"))

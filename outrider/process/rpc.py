@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from outrider.process.credentials import (
     client_credentials,
     server_credentials,
 )
+from outrider.process.ports import check_port, refused
 from outrider.process.reflection import serve_reflection
 from outrider.process.roles import Role
 from outrider.process.rpc_checks import CallChecks
@@ -134,11 +136,13 @@ class Server:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
         serve_reflection(self.grpc, (*services, health.SERVICE_NAME))
 
-    async def start(self, *addresses: str, tls: Tls | None = None) -> list[int]:
+    async def start(
+        self, *addresses: str, tls: Tls | None = None, flag: str = "listen"
+    ) -> list[int]:
         """Listen on each `host:port` or `unix:/path`, with TLS and roles if files are given.
 
-        Returns the ports that were bound. Raises OutriderError(INVALID_VALUE) if an address cannot
-        be bound or the files are bad.
+        Returns the ports that were bound. Raises OutriderError(INVALID_VALUE) if an address, which
+        the user gives by `flag`, cannot be bound or the files are bad.
         """
         await self.set_serving(False)
         self._checks.has_roles = tls is not None
@@ -146,8 +150,9 @@ class Server:
             try:
                 self.ports.append(self._bind(address, tls))
             except RuntimeError as cause:
-                message = f"cannot listen on {address}: {cause}"
-                raise OutriderError(Reason.INVALID_VALUE, message, "listen") from cause
+                _check_free(flag, address)
+                message = f"--{flag}: cannot listen on {address}: {cause}"
+                raise OutriderError(Reason.INVALID_VALUE, message, flag) from cause
         await self.grpc.start()
         return self.ports
 
@@ -171,3 +176,15 @@ class Server:
         self.is_serving = False
         await self._health.enter_graceful_shutdown()
         await self.grpc.stop(grace_s)
+
+
+def _check_free(flag: str, address: str) -> None:
+    """Raise OutriderError(INVALID_VALUE) if another process listens there, which gRPC hides."""
+    host, _, port = address.rpartition(":")
+    if not port.isdigit() or not int(port):
+        return
+    try:
+        check_port(host, int(port))
+    except OSError as cause:
+        if cause.errno == errno.EADDRINUSE:
+            raise refused(flag, host, int(port), cause) from cause

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from drafter_svc.placement import Topology, plan
+from outrider_bench.commands.run import main as run
 from outrider_bench.experiment.cell_scenarios import cost_of
 from outrider_bench.experiment.predict import Predictor
 from outrider_bench.experiment.records import DRAFTED, PLAIN
-from outrider_bench.experiment.run import main as run
 from outrider_bench.experiment.spec import Cell, Experiment, load
 from outrider_bench.experiment.unmeasured import TOPOLOGIES, profile_of
 from outrider_bench.simulator import costs

@@ -215,6 +215,14 @@ async def test_a_body_over_the_limit_is_refused_with_or_without_a_length(rig: Ri
         assert error_of(response)["message"] == f"the body is larger than {MAX_BODY_BYTES} bytes"
 
 
+@pytest.mark.parametrize("path", ["/chat/completions", "/completions", "/messages", "/models"])
+async def test_a_path_without_v1_is_answered_with_the_right_one(rig: Rig, path: str) -> None:
+    response = await rig.http.post(path, json={})
+    assert response.status_code == 404
+    hint = f"the path is /v1{path}, so a client's base URL ends in /v1"
+    assert error_of(response)["message"] == f"there is no {path} here; {hint}"
+
+
 async def test_errors_for_unknown_routes_and_methods_have_openais_shape(rig: Rig) -> None:
     missing = await rig.http.get("/v1/nothing")
     assert (missing.status_code, error_of(missing)["code"]) == (404, "route_not_found")

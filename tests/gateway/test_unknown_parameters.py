@@ -77,6 +77,25 @@ async def test_unknown_parameters_are_refused_by_default(rig: Rig) -> None:
     assert response.json()["error"]["code"] == "unknown_parameter"
 
 
+@pytest.mark.parametrize(
+    ("path", "parameter", "meant"),
+    [
+        ("/v1/chat/completions", "max_token", "max_tokens"),
+        ("/v1/completions", "temprature", "temperature"),
+        ("/v1/messages", "top-k", "top_k"),
+    ],
+)
+async def test_a_misspelt_parameter_is_named_with_the_right_one(
+    rig: Rig, path: str, parameter: str, meant: str
+) -> None:
+    asked = {"prompt": "hi"} if path == "/v1/completions" else {"messages": CHAT}
+    body = {"model": "m", "max_tokens": 4, parameter: 1} | asked
+    response = await rig.http.post(path, json=body)
+    assert response.status_code == 400
+    said = f"{parameter} is not a parameter of this request (did you mean {meant}?)"
+    assert response.json()["error"]["message"] == said
+
+
 async def test_unknown_parameters_are_ignored_if_the_operator_says_so(lenient: Rig) -> None:
     response = await lenient.http.post("/v1/chat/completions", json={"messages": CHAT} | STRANGE)
     assert response.status_code == 200, response.text

@@ -61,7 +61,20 @@ def setting_flags() -> frozenset[str]:
     return frozenset(field.replace("_", "-") for field in fields)
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+@cache
+def tracked_pages() -> list[Path]:
+    """Every page of the repository, such as a README beside results."""
+    command = ["git", "ls-files", "-z", "*.md"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout.decode()
+    return [ROOT / name for name in listed.split("\0") if (ROOT / name).is_file()]
+
+
+def named(path: Path) -> str:
+    """A page's path in the repository, as a test's name."""
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("path", tracked_pages(), ids=named)
 def test_every_link_leads_to_a_file(path: Path) -> None:
     links = re.findall(r"\]\((?!https?:)([^)#]+)", path.read_text())
     assert [link for link in links if not (path.parent / link).exists()] == []
@@ -73,7 +86,7 @@ def anchors(page: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", tracked_pages(), ids=named)
 def test_every_link_to_a_section_leads_to_a_heading(path: Path) -> None:
     links = re.findall(r"\]\((?!https?:)([^)#]*\.md)?#([^)]+)\)", path.read_text())
     pages = [(path.parent / file if file else path, anchor) for file, anchor in links]

@@ -1,14 +1,22 @@
 """The `outrider` command reports errors in one line before anything starts, and completes words."""
 
+import re
+import socket
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from click.shell_completion import BashComplete
 
+from drafter_svc.config import settings_schema
+from drafter_svc.families.registry import known_families
+from gateway.config import GatewaySettings
 from outrider import __version__
 from outrider.launch import serve as serving
 from outrider.launch.cli import app
 from outrider.launch.serve_settings import ServeSettings
+from outrider.launch.verifier import HeadVerifierSettings
+from outrider.process.config import Settings
 from outrider.process.usage import invoke
 
 ROOT = Path(__file__).parents[2]
@@ -104,6 +112,16 @@ def test_drafter_settings_are_checked_before_anything_starts(
     assert out == ""
 
 
+def test_a_port_in_use_is_named_with_its_flag(capfd: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        assert invoke(app, "outrider", ["serve", "models/target", "--http-port", port]) == 2
+    complaint = f"--http-port: another process listens on 127.0.0.1:{port}; give another port"
+    assert capfd.readouterr().err == f"outrider serve: {complaint}, or 0 for a free one\n"
+
+
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
@@ -146,3 +164,45 @@ def test_a_shell_completes_commands_and_values(
     monkeypatch.setenv("COMP_CWORD", str(words.count(" ")))
     shell = BashComplete(app, {}, "outrider", "_OUTRIDER_COMPLETE")
     assert shell.complete().strip() == completed
+
+
+@pytest.mark.parametrize(
+    ("command", "title", "flag"),
+    [
+        ("serve", "Model", "--target TEXT"),
+        ("gateway", "Addresses", "--http-host TEXT"),
+        ("verifier", "Batches and memory", "--page-count INTEGER"),
+        ("verifier", "Heads", "--head TEXT"),
+        ("drafter --family model", "Options", "--model TEXT"),
+        ("drafter", "Mutual TLS between processes", "--tls-ca PATH"),
+    ],
+)
+def test_help_shows_flags_in_groups(
+    command: str, title: str, flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with suppress(SystemExit):
+        invoke(app, "outrider", [*command.split(), "--help"])
+    groups = re.split(r"^(\S.*):$", capsys.readouterr().out, flags=re.MULTILINE)
+    assert f"  {flag}" in groups[groups.index(title) + 1]
+
+
+def test_help_marks_required_flags_and_shows_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    invoke(app, "outrider", ["gateway", "--help"])
+    words = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"--tokenizer TEXT [^-]*\[required\]", words)
+    assert re.search(r"--http-port INTEGER [^-]*\[default: 8000\]", words)
+    invoke(app, "outrider", ["keys", "add", "--help"])
+    words = " ".join(capsys.readouterr().out.split())
+    assert "--tenant TEXT Requests of one tenant share caches and n-grams. [required]" in words
+    assert "[default: tenant]" in words
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [ServeSettings, GatewaySettings, HeadVerifierSettings, *map(settings_schema, known_families())],
+    ids=lambda schema: schema.__name__,
+)
+def test_every_group_begins_with_a_setting_of_its_class(schema: type[Settings]) -> None:
+    for base in schema.__mro__:
+        if groups := vars(base).get("groups"):
+            assert set(groups) <= set(base.__annotations__)

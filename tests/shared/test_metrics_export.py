@@ -144,7 +144,9 @@ def test_metrics_are_served_and_the_error_names_a_port_in_use(
     accept = {"accept": "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"}
     scraped = httpx.get(f"http://127.0.0.1:{port}/metrics", headers=accept).text
     assert 'outrider:tokens_total{drafter="ngram-1"} 3.0' in scraped
-    with pytest.raises(OutriderError, match=f"metrics-port cannot be bound: 127.0.0.1:{port}"):
+    with pytest.raises(
+        OutriderError, match=f"--metrics-port: another process listens on 127.0.0.1:{port}"
+    ):
         serve_metrics(registry, ScrapedSettings(metrics_port=port))
 
 

@@ -1,6 +1,7 @@
 """gRPC on a real server: errors arrive whole, health is set by service, quiet streams live."""
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -200,6 +201,18 @@ async def test_both_ends_notice_a_peer_that_vanishes(
                 await waiting
             assert await call.code() is grpc.StatusCode.UNAVAILABLE
             await servicer.lost.wait()
+
+
+async def test_the_error_names_the_flag_of_an_address_that_is_in_use() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        server = rpc.Server("x")
+        said = f"--grpc-listen: another process listens on 127.0.0.1:{port}; give another port"
+        with pytest.raises(OutriderError, match=said):
+            await server.start(f"127.0.0.1:{port}", flag="grpc-listen")
+        await server.stop(0)
 
 
 async def test_the_error_names_an_address_that_cannot_be_bound() -> None:
