@@ -13,6 +13,7 @@ from rich.table import Table
 
 from outrider_bench.console import table_of
 from outrider_bench.experiment.report.figures import LOOKUPS, PHASES, sample_figures
+from outrider_bench.intervals import MOST_OF_ALLOWED, interval, of_allowed
 from outrider_bench.sample import Sample
 
 _RATES = {
@@ -20,6 +21,9 @@ _RATES = {
     "full_tokens_per_s": "tokens/s while the batch is full, without the end of a run, when few "
     "requests remain",
 }
+# Plain decoding by the same verifier, of the bench and of the simulator.
+_PLAIN = ("outrider, plain", "simulated, plain")
+_DISTURBED = "!: disturbed, since the speed exceeds what the tokens per forward allow"
 _LATENCIES = {
     "ttft_p50_ms": "Median TTFT (ms)",
     "ttft_p99_ms": "P99 TTFT (ms)",
@@ -93,7 +97,8 @@ def _rates(title: str, results: Results, bases: Sequence[str], rate: str) -> Tab
     batches = list(results.samples)
     measured = [base for base in bases if any(any(rates(batch, base)) for batch in batches)]
     base = next(iter(measured), bases[0])
-    table = Table(title=f"{title}; median of the rounds (range), and × {base} of the same round")
+    title += f"; median of the rounds (95 % interval), and × {base} of the same round"
+    table = Table(title=title, caption=_DISTURBED)
     table.add_column("way")
     for batch in batches:
         table.add_column(f"batch {batch}", justify="right")
@@ -106,7 +111,8 @@ def _rates(title: str, results: Results, bases: Sequence[str], rate: str) -> Tab
             # The machine is faster in some rounds than in others.
             ratios = [a / b for a, b in zip(own, rates(batch, base), strict=False) if a and b]
             row.append(spread(known, 1) if known else "–")
-            row.append(f"{median(ratios):.2f}" if ratios else "–")
+            mark = " !" if is_disturbed(results.samples[batch], way) else ""
+            row.append(f"{spread(ratios, 2)}{mark}" if ratios else "–")
         table.add_row(way, *row)
     return table
 
@@ -124,9 +130,28 @@ def _figures(title: str, results: Results, figures: Mapping[str, str]) -> Table:
     return table
 
 
+def is_disturbed(samples: Mapping[str, Sequence[Sample]], way: str) -> bool:
+    """Whether a way's speed over plain decoding exceeds what its tokens per forward allow.
+
+    `samples` are those of one batch size, one a round. False where plain decoding was not measured
+    or the verifier's counters are not known.
+    """
+    plain = next((samples[name] for name in _PLAIN if name in samples), ())
+    shares = []
+    for ours, its in zip(samples.get(way, ()), plain, strict=False):
+        tokens, plain_tokens = (
+            sample_figures(each).get("tokens_per_forward", 0.0) for each in (ours, its)
+        )
+        if tokens and plain_tokens:
+            ratio = ours.tokens_per_s / its.tokens_per_s
+            shares.append(of_allowed(ratio, tokens, plain_tokens))
+    return bool(shares) and median(shares) > MOST_OF_ALLOWED
+
+
 def spread(values: Sequence[float], digits: int) -> str:
-    """The median, with the range."""
-    return f"{median(values):.{digits}f} ({min(values):.{digits}f}–{max(values):.{digits}f})"
+    """The median, with its interval if there are several values."""
+    middle, low, high = (f"{v:.{digits}f}" for v in (median(values), *interval(values)))
+    return middle if len(values) == 1 else f"{middle} ({low}–{high})"
 
 
 def write(directory: Path, stem: str, record: dict[str, Any]) -> Path:

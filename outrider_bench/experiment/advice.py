@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from outrider_bench.commands.advise import MAX_ACCEPTANCE
+from outrider_bench.intervals import shown_by
 from outrider_bench.sample import Sample
 from outrider_bench.simulator.costs import Costs
 from outrider_bench.simulator.scenario import Scenario
@@ -25,6 +26,7 @@ _LEAST_ROUND_TRIP_MS = 0.05
 _MAX_ROUND_TRIP_MS = 1000.0
 PAYS = 1.02
 """Drafting pays from this multiple of plain decoding on."""
+Verdict = Literal["yes", "no", "cannot tell"]
 LIMITS = ("the drafter's speed", "the link", "acceptance", "the target's saturation")
 SIMULATIONS = 3 + 2 * (2 + _BISECTIONS) + len(LIMITS)
 """Most simulations with a drafter that the advice for a batch takes."""
@@ -57,6 +59,13 @@ class Situation:
     """The target's cores, other cores of its host, and another host."""
     acceptance: float
     batch: int
+    spread: float = 1.0
+    """How much equal computations differed while the costs were measured, as a factor; 1 for a cost
+    table."""
+    measured: float | None = None
+    """Speed of this drafter under the profile's own load, in multiples of plain decoding."""
+    doubt: str = ""
+    """Why the profile's own load cannot be right; "" if it can."""
 
     @property
     def near(self) -> Place:
@@ -109,11 +118,26 @@ class BatchAdvice:
 
     @property
     def best(self) -> str | None:
-        """The key of the fastest place; None where none pays."""
+        """The key of the fastest place; None where none is shown to pay."""
         key = max(self.simulated, key=lambda place: self.simulated[place].speed)
-        if self.simulated[key].speed >= PAYS:
+        if self.simulated[key].speed >= max(PAYS, self.situation.spread) and not self.doubt:
             return key
         return None
+
+    @property
+    def doubt(self) -> str:
+        """Why the costs contradict themselves; "" if they do not."""
+        if self.situation.doubt or self.situation.measured is None:
+            return self.situation.doubt
+        measured, spread = self.situation.measured, self.situation.spread
+        simulated = self.simulated[self.situation.near.key].speed
+        sides = [shown_by(speed / spread, speed * spread) for speed in (measured, simulated)]
+        if set(sides) != {"faster", "slower"}:
+            return ""
+        return (
+            f"at batch {self.batch} its own load ran at {measured:.2f} × plain decoding, where the "
+            f"simulation says {simulated:.2f} ×"
+        )
 
     @property
     def here(self) -> float:
@@ -122,9 +146,19 @@ class BatchAdvice:
         return max(self.simulated[own.key].speed, self.simulated[host.key].speed, 1.0)
 
     @property
-    def pays_to_move(self) -> bool:
-        """Whether the other host is the best place."""
-        return self.simulated[self.situation.far.key].speed >= PAYS * self.here
+    def verdict(self) -> Verdict:
+        """Whether the other host is the best place.
+
+        A speed is known up to the factor `spread`, upwards and downwards. "cannot tell" is the
+        answer where the gain may be one or none within that, and where the costs contradict
+        themselves.
+        """
+        gain = self.simulated[self.situation.far.key].speed / self.here
+        if self.doubt:
+            return "cannot tell"
+        if gain >= max(PAYS, self.situation.spread):
+            return "yes"
+        return "no" if gain * self.situation.spread < PAYS else "cannot tell"
 
     @property
     def limit(self) -> str:
@@ -134,13 +168,18 @@ class BatchAdvice:
 
 def advise(situation: Situation, tell: Callable[[], None] = lambda: None) -> BatchAdvice:
     """Simulate everything; takes about ten seconds. Calls `tell` after each simulation."""
-    acceptance = situation.acceptance
     with simulating(situation, tell) as simulator:
-        advice = BatchAdvice(situation, simulator.plain_tokens_per_s)
-        for place in situation.places:
-            advice.simulated[place.key] = simulator.run(place, acceptance)
+        advice = compare(situation, simulator)
         _find_break_evens(advice, simulator)
-        advice.halved = halved(simulator, situation.far, acceptance)
+        advice.halved = halved(simulator, situation.far, situation.acceptance)
+    return advice
+
+
+def compare(situation: Situation, simulator: Simulator) -> BatchAdvice:
+    """Simulate the places alone, without the break-evens and limits of another host."""
+    advice = BatchAdvice(situation, simulator.plain_tokens_per_s)
+    for place in situation.places:
+        advice.simulated[place.key] = simulator.run(place, situation.acceptance)
     return advice
 
 

@@ -13,7 +13,8 @@ from rich.table import Table
 from outrider_bench.experiment.advice import BatchAdvice, Place
 from outrider_bench.experiment.profile_record import Profile
 
-_TIE = 0.01
+# Speeds that differ by less are equal.
+_TIE = 1.01
 _DRAFTERS = {"model": "a draft model", "ngram": "an n-gram drafter"}
 
 
@@ -24,8 +25,7 @@ def answer(drafter: str, advice: Sequence[BatchAdvice]) -> str:
     here = max(first.simulated[place.key].speed for place in situation.places[:2])
     verdicts: dict[str, list[str]] = {}
     for found in advice:
-        verdict = "yes" if found.pays_to_move else "no"
-        verdicts.setdefault(verdict, []).append(str(found.batch))
+        verdicts.setdefault(found.verdict, []).append(str(found.batch))
     word = ", ".join(f"{word} at batch {' and '.join(verdicts[word])}" for word in verdicts)
     if len(verdicts) == 1:
         [word] = verdicts
@@ -33,16 +33,27 @@ def answer(drafter: str, advice: Sequence[BatchAdvice]) -> str:
     speed = first.simulated[situation.far.key].speed
     return (
         f"{word.capitalize()}: {name} {situation.link_ms:g} ms away brings {speed:.2f} × plain "
-        f"decoding at batch {first.batch} ({here:.2f} × on this host)."
+        f"decoding at batch {first.batch} ({here:.2f} × on this host).{_why_not(advice)}"
     )
+
+
+def _why_not(advice: Sequence[BatchAdvice]) -> str:
+    """Why there is no verdict at some batch; "" if there is one at all of them."""
+    untold = [found for found in advice if found.verdict == "cannot tell"]
+    if not untold:
+        return ""
+    doubts = [found.doubt for found in untold if found.doubt]
+    if doubts:
+        return f" The profile contradicts itself: {doubts[0]}."
+    spread = untold[0].situation.spread
+    return f" Equal computations differed by {spread:.2f} × while the costs were measured."
 
 
 def source(advice: Sequence[BatchAdvice], profile: Profile | None) -> str:
     """Where the costs come from, and the load under which a profile was measured."""
-    first = advice[0].situation.costs.source.partition(". ")[0]
-    if profile is None or profile.conditions is None:
-        return f"Costs: {first}"
-    return f"Costs: {first}, measured {profile.conditions.described(profile.cores)}"
+    if profile is not None:
+        return f"Costs: {profile.described}"
+    return f"Costs: {advice[0].situation.costs.source.partition('. ')[0]}"
 
 
 def show(
@@ -80,7 +91,9 @@ def _batch_json(found: BatchAdvice) -> dict[str, Any]:
         "plain_tokens_per_s": found.plain_tokens_per_s,
         "simulated": {key: asdict(simulated) for key, simulated in found.simulated.items()},
         "best": found.best,
-        "pays_to_move": found.pays_to_move,
+        "verdict": found.verdict,
+        "spread": situation.spread,
+        "doubt": found.doubt,
         # JSON has no infinity.
         "break_even_round_trip_ms": None if always else found.break_even_round_trip_ms,
         "pays_at_any_round_trip": always,
@@ -124,8 +137,9 @@ def _share(value: float | None) -> str:
 
 
 def _speed(place: Place, found: BatchAdvice) -> str:
-    """The speed, with a mark on the best and on those within 1 % of it."""
+    """The speed, with a mark on the best and on those that are not shown to be slower."""
     speed = found.simulated[place.key].speed
-    if found.best is None or speed < (1 - _TIE) * found.simulated[found.best].speed:
+    tie = max(_TIE, found.situation.spread)
+    if found.best is None or tie * speed < found.simulated[found.best].speed:
         return f"{speed:.2f}  "
     return f"[bold]{speed:.2f} ◀[/bold]"

@@ -81,8 +81,9 @@ def predict(
     cells: Sequence[Cell], profiles: Sequence[Profile], folder: Folder, console: Console
 ) -> None:
     """Write a prediction for each cell and way; raises ValueError if a cell cannot be predicted."""
-    for profile in profiles:
-        source = profile.costs.source.partition(". ")[0]
+    sources = [profile.described for profile in profiles]
+    folder.note_costs("; ".join(sources))
+    for source in sources:
         console.print(f"costs: {source}", markup=False, highlight=False)
     predictor = Predictor(profiles)
     with progress() as bar:

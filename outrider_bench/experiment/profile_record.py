@@ -70,6 +70,14 @@ class Profile(BaseModel):
         """The machine's cores."""
         return list(self.machine["cores"])
 
+    @property
+    def described(self) -> str:
+        """Where the costs come from, and what else ran while they were measured."""
+        source = self.costs.source.partition(". ")[0]
+        if self.conditions is None:
+            return source
+        return f"{source}, measured {self.conditions.described(self.cores)}"
+
     def at(self, way: str) -> list[Serving]:
         """The costs of serving in this way, the smallest batch first."""
         found = [serving for serving in self.serving if serving.way == way]

@@ -20,6 +20,9 @@ from typing import Any
 from outrider_bench.experiment.spec import Experiment
 from outrider_bench.sample import Sample
 
+COSTS = Path("predicted/costs.json")
+"""File in a run's folder: a sentence on the costs that its predictions are made of."""
+
 PLAIN = "plain"
 """Plain decoding, with no drafter running."""
 DRAFTED = "drafted"
@@ -108,6 +111,10 @@ class Folder:
         if not (self.path / "run.json").exists():
             self._write(self.path / "run.json", about)
 
+    def note_costs(self, sentence: str) -> None:
+        """Write down of which costs the predictions are made."""
+        self._write(self.path / COSTS, sentence)
+
     def about(self) -> dict[str, Any]:
         """The content of `run.json`; raises OSError if it is missing."""
         found: dict[str, Any] = json.loads((self.path / "run.json").read_text())
@@ -137,7 +144,7 @@ class Folder:
         return self.path / ("predicted" if predicted else "cells") / cell_key
 
     @staticmethod
-    def _write(path: Path, data: dict[str, Any]) -> None:
+    def _write(path: Path, data: dict[str, Any] | str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(".partial")
         partial.write_text(json.dumps(data, indent=1))

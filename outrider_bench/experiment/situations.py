@@ -8,6 +8,8 @@ from outrider_bench.commands.advise import MAX_ACCEPTANCE, Question
 from outrider_bench.experiment import machine_costs
 from outrider_bench.experiment.advice import Place, Situation
 from outrider_bench.experiment.machine_costs import MachineCosts, at_batch, elsewhere
+from outrider_bench.experiment.profile_record import Profile
+from outrider_bench.intervals import MOST_OF_ALLOWED, of_allowed
 from outrider_bench.simulator.costs import Costs
 
 
@@ -22,7 +24,31 @@ def situations_of(question: Question) -> list[Situation]:
             flag = name.replace("_", "-")
             raise ValueError(f"{flag}: must be one of {known} of the cost table, not {way!r}")
     batches = dict.fromkeys(question.batch)
-    return [_situation(question, b, at_batch(found, question.drafter, b)) for b in batches]
+    situations = [_situation(question, b, at_batch(found, question.drafter, b)) for b in batches]
+    if isinstance(found, Costs):
+        return situations
+    way = question.drafter.partition("-")[0]
+    return [_as_measured(found, way, situation) for situation in situations]
+
+
+def _as_measured(profile: Profile, way: str, situation: Situation) -> Situation:
+    """The situation with what the profile's own load says about it."""
+    ratios = {}
+    doubt = ""
+    plains = {served.batch: served for served in profile.served if served.way == "plain"}
+    for served in profile.served:
+        plain = plains.get(served.batch)
+        if served.way != way or plain is None:
+            continue
+        ratio = ratios[served.batch] = served.tokens_per_s / plain.tokens_per_s
+        allowed = served.tokens_per_sequence_step / plain.tokens_per_sequence_step
+        if of_allowed(ratio, allowed) > MOST_OF_ALLOWED:
+            doubt = (
+                f"at batch {served.batch} its own load ran at {ratio:.2f} × plain decoding, and "
+                f"its tokens per forward allow {allowed:.2f} ×"
+            )
+    spread = 1.0 if profile.conditions is None else profile.conditions.spread
+    return replace(situation, spread=spread, measured=ratios.get(situation.batch), doubt=doubt)
 
 
 def _situation(question: Question, batch: int, costs: MachineCosts) -> Situation:

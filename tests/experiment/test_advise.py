@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from outrider_bench.commands.advise import main
+from outrider.process.config import command
+from outrider.process.usage import invoke
+from outrider_bench.commands.advise import Question, main
 from outrider_bench.experiment import advice_text
 from outrider_bench.experiment.acceptance import acceptances, lookups, share_of_right
 from outrider_bench.experiment.advice import (
@@ -18,12 +20,15 @@ from outrider_bench.experiment.advice import (
     Simulated,
     Situation,
     advise,
+    compare,
     halved,
     longest_that_pays,
     simulating,
 )
+from outrider_bench.experiment.calibration import Served, Step
 from outrider_bench.experiment.machine_costs import at_batch, elsewhere, load
-from outrider_bench.experiment.profile_record import Conditions
+from outrider_bench.experiment.profile_record import Conditions, Profile
+from outrider_bench.experiment.situations import situations_of
 from outrider_bench.simulator import costs
 from tests.experiment.made_up_profile import made_up_profile
 
@@ -84,6 +89,104 @@ def test_the_answer_repeats_the_load_under_which_the_profile_was_measured() -> N
     said = advice_text.as_json("model", [_fake(1)], profile)["source"]
     assert "7.4" in said
     assert "1.80 ×" in said
+
+
+@pytest.mark.parametrize(
+    ("here", "far", "spread", "verdict"),
+    [
+        (1.0, 1.3, 1.0, "yes"),
+        (1.0, 1.3, 1.2, "yes"),
+        (1.0, 1.3, 1.4, "cannot tell"),
+        (1.3, 1.0, 1.2, "no"),
+        (1.3, 1.0, 1.4, "cannot tell"),
+        (1.0, 1.01, 1.0, "no"),
+    ],
+)
+def test_a_verdict_needs_a_difference_larger_than_the_spread(
+    here: float, far: float, spread: float, verdict: str
+) -> None:
+    found = _fake(1, here=here, far=far)
+    found.situation = replace(found.situation, spread=spread)
+    assert found.verdict == verdict
+    line = advice_text.answer("model", [found])
+    assert line.startswith(f"{verdict.capitalize()}: a draft model 2 ms away brings")
+    reason = f"Equal computations differed by {spread:.2f} × while the costs were measured."
+    assert line.endswith(reason) == (verdict == "cannot tell")
+
+
+def _profile(
+    spread: float, served: float | None = None, tokens: float = 3.0, load: float = 0.1
+) -> Profile:
+    """A profile whose drafter takes much from forwards on its host.
+
+    Its own load ran at `served` × plain decoding, and committed `tokens` in a forward.
+    """
+    profile = made_up_profile(acceptance={"model": 0.8})
+    hinders = [
+        each.model_copy(update={"interference": 0.9}) if each.way == "model" else each
+        for each in profile.serving
+    ]
+    common = {"batch": 1, "first_token_s": 0.01, "client_s": 0.001}
+    loads = [("plain", 100.0, 1.0), *([("model", 100.0 * served, tokens)] if served else [])]
+    return profile.model_copy(
+        update={
+            "serving": hinders,
+            "conditions": Conditions(load_averages=(load, load + 1.0), spread=spread),
+            "served": [
+                Served(
+                    way=way,
+                    tokens_per_s=rate,
+                    tokens_per_sequence_step=each,
+                    step=STEP,
+                    **common,
+                )
+                for way, rate, each in loads
+            ],
+        }
+    )
+
+
+STEP = Step.model_validate(
+    {name: 1.0 if name in ("forward_s", "sequences") else 0.0 for name in Step.model_fields}
+)
+NEAR = ["--round-trip-ms", "0.1"]
+PROFILES: dict[str, tuple[Profile | str, list[str], str]] = {
+    # The other host is spared what the drafter takes from forwards on this one.
+    "quiet": (_profile(1.03, 1.5), NEAR, "yes"),
+    # The same, but nothing under a factor of four is known.
+    "busy": (_profile(4.0, 1.5, load=9.0), NEAR, "cannot tell"),
+    # Five forwards fit into a round trip.
+    "far": (_profile(1.03, 1.5), ["--round-trip-ms", "400"], "no"),
+    # The draft model is nine times as fast on the GPU as on any Grace CPU.
+    "GB200, assumed": (
+        "gb200",
+        [*NEAR, "--acceptance", "0.7", "--drafter", "model-on-target", "--cpu-drafter", "model"],
+        "no",
+    ),
+    # Three tokens in a forward cannot make it five times as fast.
+    "contradictory, too fast": (_profile(1.03, 5.0), NEAR, "cannot tell"),
+    # By its costs the drafter brings much, by its own load it does harm.
+    "contradictory, opposite": (_profile(1.03, 0.5), NEAR, "cannot tell"),
+}
+"""By name: a profile or a cost table, further flags, and the verdict by hand."""
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_verdicts_are_those_made_by_hand(name: str, tmp_path: Path) -> None:
+    costs, flags, verdict = PROFILES[name]
+    if isinstance(costs, Profile):
+        costs.save(tmp_path / "profile.json")
+        costs = str(tmp_path / "profile.json")
+    asked: list[Question] = []
+    read = command(Question, "advise", asked.append)
+    invoke(read, "advise", ["--costs", costs, "--batch", "1", *flags])
+    [situation] = situations_of(asked[0])
+    with simulating(situation) as simulator:
+        found = compare(situation, simulator)
+    assert found.verdict == verdict
+    assert bool(found.doubt) == name.startswith("contradictory")
+    said = advice_text.answer("model", [found])
+    assert ("contradicts itself" in said) == name.startswith("contradictory")
 
 
 def _fake(batch: int, *, here: float = 1.0, far: float = 1.1) -> BatchAdvice:

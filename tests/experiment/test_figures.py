@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from outrider_bench.experiment.profile_record import Conditions
 from outrider_bench.experiment.records import DRAFTED, PLAIN, Folder, LinkTraffic, Measurement
 from outrider_bench.experiment.report.answers import answers, break_even_ms
 from outrider_bench.experiment.report.figures import (
@@ -15,8 +16,10 @@ from outrider_bench.experiment.report.figures import (
     timeline_figures,
 )
 from outrider_bench.experiment.report.results import Spread, read
+from outrider_bench.experiment.report.tables import tables
 from outrider_bench.experiment.spec import Experiment
 from outrider_bench.sample import Sample
+from tests.experiment.made_up_profile import made_up_profile
 
 COUNTERS = {
     "generation_tokens": 100.0,
@@ -159,6 +162,57 @@ def test_ratios_are_taken_within_a_repetition(tmp_path: Path) -> None:
     results = read(run(tmp_path, {"round_trip_ms=0": near}))
     spread = results.spread(results.cells[0], "measured", DRAFTED, "times_plain")
     assert spread == Spread(2.0, 2.0, 2.1, 3)
+    assert spread.words() == "2.00 (2.00–2.10)"
+
+
+@pytest.mark.parametrize(
+    ("drafted", "shows"),
+    [
+        ([110, 120, 130], "faster"),
+        ([99, 120, 130], ""),
+        ([80, 90, 99], "slower"),
+        ([80, 90, 101], ""),
+        ([130], ""),
+    ],
+)
+def test_only_an_interval_without_1_shows_a_difference(
+    drafted: list[float], shows: str, tmp_path: Path
+) -> None:
+    results = read(run(tmp_path, {"round_trip_ms=0": [(100, rate) for rate in drafted]}))
+    spread = results.spread(results.cells[0], "measured", DRAFTED, "times_plain")
+    assert spread is not None
+    assert spread.shows == shows
+    said = " ".join(answers(results))
+    assert f"{int(shows == 'faster')} of 1 cells are faster than plain decoding" in said
+    assert f"{int(shows == 'slower')} of 1 cells are slower" in said
+
+
+def test_a_speed_beyond_its_tokens_per_forward_is_disturbed(tmp_path: Path) -> None:
+    folder = run(tmp_path, {})
+    for cell, seconds in (("round_trip_ms=0", 0.35), ("round_trip_ms=10", 0.45)):
+        for number in range(3):
+            plain = Sample(100, 1.0, counters={"generation_tokens": 9.0, "step_sequences_sum": 9.0})
+            # 2.5 tokens in a forward.
+            drafted = sample(100, seconds)
+            folder.save(cell, number, Measurement(PLAIN, [plain]))
+            folder.save(cell, number, Measurement(DRAFTED, [drafted]))
+    results = read(folder)
+    assert [results.is_disturbed(cell, "measured") for cell in results.cells] == [True, False]
+    said = answers(results)
+    assert any(line.startswith("Disturbed, ") and "round_trip_ms 0." in line for line in said)
+    assert "1 of 1 cells are faster than plain decoding." in said
+    [line, _] = next(table for table in tables(results) if table.title == "Speed").lines
+    assert "2.86 (2.86–2.86) disturbed" in line
+
+
+def test_a_report_repeats_the_load_of_the_profile_that_predicted(tmp_path: Path) -> None:
+    folder = run(tmp_path, {"round_trip_ms=0": [(100, 200)]})
+    conditions = Conditions(load_averages=(0.1, 7.4), spread=1.8)
+    profile = made_up_profile().model_copy(update={"conditions": conditions})
+    folder.note_costs(profile.described)
+    [said] = [line for line in answers(read(folder)) if line.startswith("Costs of predictions: ")]
+    assert "7.4 at the end" in said
+    assert "1.80 ×" in said
 
 
 def test_events_are_numbered_in_order_of_time() -> None:

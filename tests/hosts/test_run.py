@@ -142,7 +142,7 @@ def test_an_interrupted_run_goes_on_and_all_texts_are_equal(tmp_path: Path) -> N
     [folder] = (tmp_path / "small").iterdir()
     cells = [cell.key for cell in _experiment().cells()]
     found = {key: list(Folder(folder).measurements(key)) for key in cells}
-    assert "The fastest cell is " in said
+    assert "The highest speed is that of " in said
     measurements = [measurement for pairs in found.values() for _, measurement in pairs]
     assert not [error for measurement in measurements for error in measurement.errors]
     assert len({measurement.texts_sha256 for measurement in measurements}) == 1

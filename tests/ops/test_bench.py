@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from outrider_bench.raw_client import FailedAnswer, stream
-from outrider_bench.report import Results, tables, write
+from outrider_bench.report import Results, is_disturbed, spread, tables, write
 from outrider_bench.sample import Sample
 from outrider_bench.ways import line_peer
 
@@ -102,10 +103,10 @@ def test_tables_hold_rates_latencies_and_the_share_of_the_limit(tmp_path: Path) 
     path = write(tmp_path, "bench", {"pairs": results().as_json()})
     console.file.close()
     printed = (tmp_path / "printed").read_text()
-    assert "20.0 (20.0–20.0)" in printed
+    assert " 20.0 " in printed
     assert "2.00" in printed
     # The rate while batches are full, which is not known for transformers.
-    full = next(line for line in printed.splitlines() if "23.0 (23.0–23.0)" in line)
+    full = next(line for line in printed.splitlines() if " 23.0 " in line)
     assert full.count("1.00") == 2
     assert "TPOT" in printed
     rows = [line for line in printed.splitlines() if "outrider, ngram" in line]
@@ -113,3 +114,23 @@ def test_tables_hold_rates_latencies_and_the_share_of_the_limit(tmp_path: Path) 
     cells = [cell.strip() for cell in step.split("│")]
     assert {"3.00", "0.75", "0.25"} <= set(cells)
     assert len(json.loads(path.read_text())["pairs"]) == 4
+
+
+def test_a_speed_beyond_its_tokens_per_forward_is_marked() -> None:
+    plain = {"generation_tokens": 30.0, "step_sequences_sum": 30.0}
+    drafted = {"generation_tokens": 30.0, "step_sequences_sum": 15.0}
+    samples = {
+        "outrider, plain": [Sample(30, 3.0, counters=plain)],
+        "outrider, ngram": [Sample(30, 1.6, counters=drafted)],
+        "outrider, model": [Sample(30, 1.2, counters=drafted)],
+    }
+    assert not is_disturbed(samples, "outrider, plain")
+    assert not is_disturbed(samples, "outrider, ngram")
+    assert is_disturbed(samples, "outrider, model")
+
+
+def test_rounds_have_an_interval_and_one_round_has_none() -> None:
+    assert spread([2.0], 1) == "2.0"
+    assert spread([1.0, 2.0, 3.0], 1) == "2.0 (1.0–3.0)"
+    middle, low, high = map(float, re.findall(r"[\d.]+", spread([*range(1, 100)], 1)))
+    assert (middle, 1.0 < low < middle < high < 99.0) == (50.0, True)

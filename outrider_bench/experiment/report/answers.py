@@ -14,20 +14,20 @@ from outrider_bench.experiment.records import DRAFTED, PLAIN
 from outrider_bench.experiment.report.results import SOURCES, Results, Source, Spread, point_words
 from outrider_bench.experiment.spec import Cell
 
-FLOOR = 0.97
-"""Speculation should nowhere be slower than this share of plain decoding."""
-
 Points = list[tuple[float, Spread]]
 """× plain decoding by the numbers of the swept path, in their order."""
 
 
 def answers(results: Results) -> list[str]:
     """Sentences, the most important first."""
-    costs = results.about["machine"]["processor"] if results.experiment.costs else ""
+    costs = results.costs
+    if not costs and results.experiment.costs:
+        costs = results.about["machine"]["processor"].partition(". ")[0]
     return [
-        *([f"Costs: {costs.partition('. ')[0]}."] if costs else []),
+        *([f"Costs of predictions: {costs}."] if costs else []),
         *_distances(results),
         *_extremes(rated_cells(results)),
+        *_disturbed(results),
         *_texts(results),
         *_predictions(results),
         *_errors(results),
@@ -35,9 +35,11 @@ def answers(results: Results) -> list[str]:
 
 
 def rated_cells(results: Results) -> list[tuple[str, Spread]]:
-    """Drafted cells in words, with their speed over plain decoding where it is known."""
+    """Drafted cells in words, with their speed over plain decoding where that can be right."""
     found = []
     for cell, source in results.found():
+        if results.is_disturbed(cell, source):
+            continue
         mark = " (predicted)" if source == "predicted" else ""
         if spread := results.spread(cell, source, DRAFTED, "times_plain"):
             found.append((point_words(cell.point) + mark, spread))
@@ -56,23 +58,38 @@ def _distances(results: Results) -> Iterator[str]:
             words = f"breaks even at {even:.3g} ms"
         elif points[0][1].median >= 1.0:
             words = "has no break-even within the sweep"
-        else:
+        elif points[0][1].shows == "slower":
             words = "is slower than plain decoding from the start"
+        else:
+            words = "shows no gain from the start"
         mark = " (predicted)" if source == "predicted" else ""
         yield f"{name}: {speeds}, × plain decoding; {words}{mark}."
 
 
 def _extremes(rated: list[tuple[str, Spread]]) -> Iterator[str]:
     ordered = sorted(rated, key=lambda pair: -pair[1].median)
-    named = zip(("fastest", "slowest"), ordered[:1] + ordered[1:][-1:], strict=False)
+    named = zip(("highest", "lowest"), ordered[:1] + ordered[1:][-1:], strict=False)
     for name, (label, spread) in named:
-        yield f"The {name} cell is {label}: {spread.words()} × plain decoding."
-    below = [label for label, spread in rated if spread.median < FLOOR]
-    if below:
-        count = f"{len(below)} of {len(rated)} cells are"
-        yield f"{count} slower than {FLOOR} of plain decoding: {'; '.join(below)}."
-    elif rated:
-        yield f"No cell of {len(rated)} is slower than {FLOOR} of plain decoding."
+        yield f"The {name} speed is that of {label}: {spread.words()} × plain decoding."
+    if not rated:
+        return
+    shown = [(spread.shows, label) for label, spread in rated]
+    faster = [label for what, label in shown if what == "faster"]
+    slower = [label for what, label in shown if what == "slower"]
+    yield f"{len(faster)} of {len(rated)} cells are faster than plain decoding."
+    count = f"{len(slower)} of {len(rated)} cells are slower"
+    yield f"{count}: {'; '.join(slower)}." if slower else f"{count}."
+
+
+def _disturbed(results: Results) -> Iterator[str]:
+    cells = [
+        point_words(cell.point)
+        for cell, source in results.found()
+        if results.is_disturbed(cell, source)
+    ]
+    if cells:
+        why = "their speed exceeds what their tokens per forward allow"
+        yield f"Disturbed, since {why}: {'; '.join(cells)}. Measure these again."
 
 
 def _texts(results: Results) -> Iterator[str]:

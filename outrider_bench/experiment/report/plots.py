@@ -22,7 +22,7 @@ def speed_plot(results: Results) -> bytes | None:
 
 
 def _lines(results: Results, path: str) -> Figure | None:
-    """× plain along a swept number, with the range of the repetitions; predictions are dashed."""
+    """× plain along a swept number, with the interval of the median; predictions are dashed."""
     lines = lines_of(results, path)
     if not lines:
         return None
@@ -31,8 +31,8 @@ def _lines(results: Results, path: str) -> Figure | None:
     names = list(dict.fromkeys(name for name, _, _ in lines))
     for name, source, points in lines:
         ranges = [
-            [spread.median - spread.least for _, spread in points],
-            [spread.most - spread.median for _, spread in points],
+            [spread.median - spread.low for _, spread in points],
+            [spread.high - spread.median for _, spread in points],
         ]
         axes.errorbar(
             [x for x, _ in points],
@@ -67,7 +67,7 @@ def _bars(results: Results) -> Figure | None:
     axes.invert_yaxis()
     for place, (_, spread) in enumerate(rated):
         axes.barh(place, spread.median, color="C0" if spread.median >= 1.0 else "C1")
-        axes.plot([spread.least, spread.most], [place, place], color="black")
+        axes.plot([spread.low, spread.high], [place, place], color="black")
     axes.axvline(1.0, color="grey")
     axes.set_xlabel("tokens/s, × plain decoding")
     return figure

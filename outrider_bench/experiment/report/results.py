@@ -6,7 +6,8 @@ ratios across repetitions mean less.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -14,9 +15,10 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from outrider_bench.experiment.records import DRAFTED, PLAIN, Folder, Measurement
+from outrider_bench.experiment.records import COSTS, DRAFTED, PLAIN, Folder, Measurement
 from outrider_bench.experiment.report.figures import Figures, measurement_figures, sample_figures
 from outrider_bench.experiment.spec import Cell, Experiment
+from outrider_bench.intervals import MOST_OF_ALLOWED, Shown, interval, of_allowed, shown_by
 from outrider_bench.yaml_file import first_problem
 
 ALL = "all"
@@ -28,17 +30,31 @@ SOURCES: tuple[Source, ...] = ("measured", "predicted")
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """A figure over repetitions."""
+    """A figure over repetitions, with the interval of its median."""
 
     median: float
-    least: float
-    most: float
+    low: float
+    high: float
     count: int
+    predicted: bool = False
+    """A prediction is the same in every repetition."""
+
+    @classmethod
+    def of(cls, values: Sequence[float], *, predicted: bool = False) -> Spread:
+        """The median and its interval by bootstrap."""
+        return cls(median(values), *interval(values), len(values), predicted)
+
+    @property
+    def shows(self) -> Shown:
+        """What a ratio shows; "" also after one repetition, which has no interval."""
+        if self.count == 1 and not self.predicted:
+            return ""
+        return shown_by(self.low, self.high)
 
     def words(self, digits: int = 2) -> str:
-        """The median, with the range of several repetitions."""
-        middle, least, most = (f"{v:.{digits}f}" for v in (self.median, self.least, self.most))
-        return middle if self.count == 1 else f"{middle} ({least}–{most})"
+        """The median, with the interval of several repetitions."""
+        middle, low, high = (f"{v:.{digits}f}" for v in (self.median, self.low, self.high))
+        return middle if self.count == 1 else f"{middle} ({low}–{high})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +102,18 @@ class Results:
             for row in self.rows
             if (row.cell, row.source, row.way, row.verifier) == wanted and figure in row.figures
         ]
-        return Spread(median(values), min(values), max(values), len(values)) if values else None
+        return Spread.of(values, predicted=source == "predicted") if values else None
+
+    def is_disturbed(self, cell: Cell, source: Source, verifier: str = ALL) -> bool:
+        """Whether the speed over plain decoding exceeds what its tokens per forward allow."""
+        share = self.spread(cell, source, DRAFTED, "times_plain_of_allowed", verifier)
+        return share is not None and share.median > MOST_OF_ALLOWED
+
+    @property
+    def costs(self) -> str:
+        """The costs that predictions are made of, and how they were measured; "" if unknown."""
+        file = self.folder / COSTS
+        return str(json.loads(file.read_text())) if file.is_file() else ""
 
 
 def read(folder: Folder) -> Results:
@@ -134,12 +161,18 @@ def _rows(
 
 
 def _add_ratios(results: Results) -> None:
-    """Add `times_plain` to the rows of drafted decoding."""
+    """Add `times_plain` to the rows of drafted decoding, and its share of what is possible."""
     rows = {row: row.figures for row in results.rows}
     for row in results.rows:
-        plain = rows.get(replace(row, way=PLAIN), {}).get("tokens_per_s")
-        if row.way == DRAFTED and plain:
-            row.figures["times_plain"] = row.figures["tokens_per_s"] / plain
+        plain = rows.get(replace(row, way=PLAIN), {})
+        if row.way != DRAFTED or not plain.get("tokens_per_s"):
+            continue
+        ratio = row.figures["tokens_per_s"] / plain["tokens_per_s"]
+        row.figures["times_plain"] = ratio
+        tokens = row.figures.get("tokens_per_forward")
+        if tokens:
+            share = of_allowed(ratio, tokens, plain.get("tokens_per_forward", 1.0))
+            row.figures["times_plain_of_allowed"] = share
 
 
 def words(value: Any) -> str:

@@ -34,7 +34,7 @@ class _Column:
     digits: int = 2
     way: str = ""
     ranged: bool = False
-    """Whether the least and most over the repetitions are shown as well."""
+    """Whether the interval of the median is shown as well."""
     source: Source | None = None
     """None is the source of the line."""
 
@@ -86,8 +86,9 @@ _VERIFIERS = [
     _Column("accepted per forward", "accepted_per_forward", 2, DRAFTED),
 ]
 _NOTES = {
-    "Speed": "As in all tables, medians of the repetitions; here with their range. Ratios are "
-    "taken within each repetition.",
+    "Speed": "As in all tables, medians of the repetitions; here with their 95 % interval, by "
+    "bootstrap over the repetitions. Ratios are taken within each repetition. A disturbed one "
+    "exceeds what its tokens per forward allow.",
     "Latency": "TPOT is the time per output token of a request, TTFT its time to the first token.",
     "Drafts": "Acceptance rate: accepted of verified draft tokens. Acceptance length: 1 + accepted "
     "tokens per draft. Then shares of commits by the next draft's state: on the chain, in a "
@@ -150,7 +151,9 @@ def _text(results: Results, subject: _Subject, column: _Column) -> str:
     spread = results.spread(subject.cell, source, way, figure, subject.verifier)
     if spread is None or column.source == subject.source:
         return ""
-    return spread.words(column.digits) if column.ranged else f"{spread.median:.{column.digits}f}"
+    text = spread.words(column.digits) if column.ranged else f"{spread.median:.{column.digits}f}"
+    is_disturbed = results.is_disturbed(subject.cell, source, subject.verifier)
+    return f"{text} disturbed" if figure == "times_plain" and is_disturbed else text
 
 
 def _costs(results: Results) -> list[_Column]:
