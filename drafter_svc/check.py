@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from drafter_svc.config import DrafterSettings, RedisSettings
+from drafter_svc.config import DrafterSettings
+from drafter_svc.families.settings import RedisSettings
 from drafter_svc.placement import plan
 from drafter_svc.pools.keys import read_secret
 from outrider.process.check_config import check_address, check_certificate, check_model

@@ -1,6 +1,6 @@
 """The settings that all drafters have: flags, OUTRIDER_DRAFTER_* in the environment, or YAML.
 
-Each family defines its own settings in its own file.
+Those of each family are in `drafter_svc.families.settings`.
 """
 
 from __future__ import annotations
@@ -8,59 +8,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Self, cast
+from typing import ClassVar, Self, cast
 
 from pydantic import Field, create_model, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from drafter_svc.families.registry import find_family
-from drafter_svc.families.settings import FamilySettings
+from drafter_svc.families.settings import OF_FAMILIES, RedisSettings
 from outrider.process.addresses import check_address, is_name
 from outrider.process.config import FileSettings, ScrapedSettings
 from outrider.process.tls import TlsSettings
-
-if TYPE_CHECKING:
-    from outrider.process.redis_server import RedisServer
-
-
-class RedisSettings(FamilySettings):
-    """Which Redis holds the n-grams that replicas share, and how their keys are made."""
-
-    groups: ClassVar[Mapping[str, str]] = {"redis": "N-grams that replicas share"}
-
-    redis: str | None = None
-    """URL of a Redis that holds n-grams for all replicas; without it pools are in memory. One
-    server: redis://user@host:6379/0. Sentinel:
-    redis+sentinel://user@host:26379,host:26379/service. Cluster:
-    redis+cluster://user@host:6379,host:6379. With TLS: rediss, rediss+sentinel, rediss+cluster.
-    Options after a ?: sentinel_auth=true (the Sentinels ask for the same user and password), and
-    with TLS ssl_ca_certs=PATH, ssl_certfile=PATH, ssl_keyfile=PATH, ssl_check_hostname=false.
-    With TLS, the drafter shows the certificate of tls-cert and trusts the authorities of tls-ca,
-    unless the URL names other files."""
-
-    redis_password_file: Path | None = None
-    """File with the password of the URL's user; it is read again for each connection."""
-
-    pool_secret_file: Path | None = None
-    """File with the secret from which keys in Redis are made: at least 16 bytes, the same for all
-    replicas. It must be given with redis."""
-
-    is_public_pool: bool = False
-    """Share one pool among all requests of all tenants."""
-
-    def redis_server(self) -> RedisServer | None:
-        """The Redis to use; None without one.
-
-        Raises OutriderError(INVALID_VALUE) that names the setting at fault.
-        """
-        if self.redis is None:
-            return None
-        # Loaded only here, so that `--help` answers at once.
-        from outrider.process.redis_server import RedisServer
-
-        # A process's schema adds the files of TLS to these settings.
-        tls = self.tls if isinstance(self, TlsSettings) else None
-        return RedisServer.parse(self.redis, self.redis_password_file, tls)
 
 
 class EraseSettings(RedisSettings, TlsSettings, FileSettings):
@@ -155,12 +112,8 @@ def settings_schema(family: str) -> type[DrafterSettings]:
 
     Raises OutriderError(INVALID_VALUE) if the family does not exist or cannot be imported.
     """
-    chosen = find_family(family)
-    schema = create_model(
-        "DrafterSettings",
-        __base__=(chosen.settings, DrafterSettings),
-        __doc__=chosen.settings.__doc__,
-    )
+    own = OF_FAMILIES.get(family) or find_family(family).settings
+    schema = create_model("DrafterSettings", __base__=(own, DrafterSettings), __doc__=own.__doc__)
     return cast(type[DrafterSettings], schema)
 
 

@@ -16,9 +16,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from drafter_svc.branching import Branch, offer_likeliest
-from drafter_svc.families.base import Family, FamilySettings, Loaded
+from drafter_svc.families.base import Family, Loaded
 from drafter_svc.families.forced_text import ForcedText, Path, Speller
 from drafter_svc.families.layout import Layout
+from drafter_svc.families.settings import GrammarSettings
 from drafter_svc.metrics import Metrics
 from drafter_svc.placement import PlacementPlan
 from outrider.drafter.draft_sequence import DraftSequence
@@ -58,13 +59,6 @@ _FREE_S = 0.005
 _MOST_S = 0.1
 _TENANTS_MOST_S = 0.5
 _REFILL = 0.02
-
-
-class GrammarSettings(FamilySettings):
-    """Settings of the family grammar."""
-
-    target: str = ""
-    """Directory or hub id of the target; the drafter reads its tokenizer. It must be given."""
 
 
 class Grammars:

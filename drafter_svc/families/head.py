@@ -13,15 +13,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from pydantic import Field
-
 from drafter_svc.branching import Branch, offer_likeliest
-from drafter_svc.families.base import Family, FamilySettings, Loaded
+from drafter_svc.families.base import Family, Loaded
+from drafter_svc.families.settings import HeadSettings
 from drafter_svc.metrics import Metrics
 from drafter_svc.placement import PlacementPlan
 from outrider.drafter.draft_sequence import DraftSequence
 from outrider.errors import OutriderError, Reason
-from outrider.process.config import Device, Dtype, need_models
+from outrider.process.config import need_models
 from outrider.protocol.draft_messages import FeatureRows, Welcome
 from outrider.protocol.messages import DraftDistribution
 from outrider.protocol.model_info import ModelInfo
@@ -32,32 +31,6 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger(__name__)
-
-
-class HeadSettings(FamilySettings):
-    """Settings of the family head."""
-
-    head: str = Field(min_length=1)
-    """Directory of the head: an EAGLE-3, P-EAGLE, EAGLE, DFlash, DSpark, MTP or Medusa checkpoint
-    with safetensors."""
-
-    target: str = Field(min_length=1)
-    """Directory of the target's checkpoint. The drafter reads its configuration and tokenizer, and
-    the embeddings and lm_head that the head shares with it."""
-
-    layers: list[int] = Field(default=[])
-    """The boundaries of the target's layers that the head reads, if its file is wrong about them:
-    k for the input of layer k, from 0 on, and the number of layers for the last layer's output."""
-
-    dtype: Dtype = "auto"
-    """Type of the computation; auto is bfloat16, and float32 on a CPU without kernels for it."""
-
-    device: Device = "auto"
-    """auto (CUDA when there is any), cpu, cuda or cuda:N."""
-
-    page_count: int | None = Field(None, ge=1)
-    """Pages of 16 tokens of the head's KV cache, by default for 64 full contexts in at most 1 GiB.
-    Set it where the drafter has too few pages for its sequences, or takes memory from others."""
 
 
 class HeadFamily(Family):

@@ -13,16 +13,15 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from pydantic import Field
-
 from drafter_svc.branching import Branch, fan_out, offer_likeliest
-from drafter_svc.families.base import Family, FamilySettings, Loaded
+from drafter_svc.families.base import Family, Loaded
 from drafter_svc.families.cached_draft import CachedDraft
+from drafter_svc.families.settings import ModelSettings
 from drafter_svc.metrics import Metrics
 from drafter_svc.placement import PlacementPlan
 from outrider.drafter.draft_sequence import DraftSequence
 from outrider.process import telemetry
-from outrider.process.config import Device, Dtype, need_models
+from outrider.process.config import need_models
 from outrider.protocol.messages import DraftDistribution
 from outrider.protocol.model_info import ModelInfo
 from outrider.tokenizer import fingerprint, load_tokenizer
@@ -38,35 +37,6 @@ _MAX_BATCH_TOKENS = 512
 # Branches that are prepared beside a draft while it is verified, where the verifier lets drafters
 # run ahead. Each of them takes a row of every forward, so only the likeliest few are worth it.
 _BRANCHES = 4
-
-
-class ModelSettings(FamilySettings):
-    """Settings of the family model."""
-
-    model: str = Field(min_length=1)
-    """Directory or hub id of the draft model."""
-
-    dtype: Dtype = "auto"
-    """Type of the weights and of the computation; auto takes the checkpoint's."""
-
-    device: Device = "auto"
-    """auto (CUDA when there is any), cpu, cuda or cuda:N."""
-
-    page_count: int | None = Field(None, ge=1)
-    """Pages of the KV cache, by default a part of the free memory. Set it where the drafter has too
-    few pages for its sequences, or takes memory from others."""
-
-    gpu_memory_share: float = Field(0.1, gt=0, le=1)
-    """Share of a GPU's memory that this process takes at most: for the weights, the KV cache and
-    the largest forward. Unused with `page_count`."""
-
-    target: str = ""
-    """Directory or hub id of the target, if its tokenizer is not the draft model's. The drafter
-    reads the target's tokenizer and configuration."""
-
-    trust_remote_code: bool = False
-    """Run the checkpoint's own code, for architectures that transformers lacks. It may do all that
-    this process may."""
 
 
 class ModelFamily(Family):

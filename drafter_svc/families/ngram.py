@@ -9,11 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from pydantic import Field
-
 from drafter_svc.branching import Branch, fan_out, offer_likeliest
-from drafter_svc.config import RedisSettings
 from drafter_svc.families.base import Family, Loaded
+from drafter_svc.families.settings import NgramSettings
 from drafter_svc.metrics import Metrics
 from drafter_svc.placement import PlacementPlan
 from drafter_svc.pools.keys import PoolKeys, TenantKeys, read_secret
@@ -21,7 +19,6 @@ from drafter_svc.pools.memory import Continuation, MemoryPool, NgramOptions
 from drafter_svc.pools.prediction import Prediction
 from drafter_svc.pools.redis import Query, RedisCounters, RedisOptions, RedisPool
 from outrider.drafter.draft_sequence import DraftSequence
-from outrider.protocol.limits import MAX_DRAFT_TOKENS
 from outrider.protocol.model_info import ModelInfo
 
 # Branches of all sequences together between two verdicts, and the least that one sequence may have.
@@ -29,24 +26,6 @@ from outrider.protocol.model_info import ModelInfo
 # nothing, but sending them does.
 _BRANCHES = 64
 _MIN_BRANCHES = 4
-
-
-class NgramSettings(RedisSettings):
-    """Settings of the family ngram."""
-
-    max_draft_len: int = Field(8, ge=1, le=MAX_DRAFT_TOKENS)
-    """Most tokens proposed at once. More of them help with texts that repeat long parts."""
-
-    max_matching_ngram_size: int = Field(3, ge=1, le=16)
-    """Tokens of the longest suffix that is looked up. Longer suffixes guess more surely, and make
-    pools larger."""
-
-    pool_entries: int = Field(1_000_000, ge=1)
-    """Most n-grams of a pool; in Redis, of each tenant. The least recently used are dropped first,
-    in Redis the oldest."""
-
-    pool_ttl_seconds: int = Field(86_400, ge=1)
-    """Age in seconds at which Redis drops an n-gram that was not written again."""
 
 
 @dataclass(eq=False, slots=True)

@@ -1,8 +1,19 @@
-"""The base of a family's settings. Apart from the families, which need more to load."""
+"""The settings of the families. They load nothing else, so that `--help` answers at once."""
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from outrider.process.config import Device, Dtype
+from outrider.process.tls import TlsSettings
+from outrider.protocol.limits import MAX_DRAFT_TOKENS
+
+if TYPE_CHECKING:
+    from outrider.process.redis_server import RedisServer
 
 
 class FamilySettings(BaseModel):
@@ -13,3 +24,143 @@ class FamilySettings(BaseModel):
     """
 
     model_config = ConfigDict(use_attribute_docstrings=True)
+
+
+class RedisSettings(FamilySettings):
+    """Which Redis holds the n-grams that replicas share, and how their keys are made."""
+
+    groups: ClassVar[Mapping[str, str]] = {"redis": "N-grams that replicas share"}
+
+    redis: str | None = None
+    """URL of a Redis that holds n-grams for all replicas; without it pools are in memory. One
+    server: redis://user@host:6379/0. Sentinel:
+    redis+sentinel://user@host:26379,host:26379/service. Cluster:
+    redis+cluster://user@host:6379,host:6379. With TLS: rediss, rediss+sentinel, rediss+cluster.
+    Options after a ?: sentinel_auth=true (the Sentinels ask for the same user and password), and
+    with TLS ssl_ca_certs=PATH, ssl_certfile=PATH, ssl_keyfile=PATH, ssl_check_hostname=false.
+    With TLS, the drafter shows the certificate of tls-cert and trusts the authorities of tls-ca,
+    unless the URL names other files."""
+
+    redis_password_file: Path | None = None
+    """File with the password of the URL's user; it is read again for each connection."""
+
+    pool_secret_file: Path | None = None
+    """File with the secret from which keys in Redis are made: at least 16 bytes, the same for all
+    replicas. It must be given with redis."""
+
+    is_public_pool: bool = False
+    """Share one pool among all requests of all tenants."""
+
+    def redis_server(self) -> RedisServer | None:
+        """The Redis to use; None without one.
+
+        Raises OutriderError(INVALID_VALUE) that names the setting at fault.
+        """
+        if self.redis is None:
+            return None
+        # Loaded only here, so that `--help` answers at once.
+        from outrider.process.redis_server import RedisServer
+
+        # A process's schema adds the files of TLS to these settings.
+        tls = self.tls if isinstance(self, TlsSettings) else None
+        return RedisServer.parse(self.redis, self.redis_password_file, tls)
+
+
+class NgramSettings(RedisSettings):
+    """Settings of the family ngram."""
+
+    max_draft_len: int = Field(8, ge=1, le=MAX_DRAFT_TOKENS)
+    """Most tokens proposed at once. More of them help with texts that repeat long parts."""
+
+    max_matching_ngram_size: int = Field(3, ge=1, le=16)
+    """Tokens of the longest suffix that is looked up. Longer suffixes guess more surely, and make
+    pools larger."""
+
+    pool_entries: int = Field(1_000_000, ge=1)
+    """Most n-grams of a pool; in Redis, of each tenant. The least recently used are dropped first,
+    in Redis the oldest."""
+
+    pool_ttl_seconds: int = Field(86_400, ge=1)
+    """Age in seconds at which Redis drops an n-gram that was not written again."""
+
+
+class SuffixSettings(FamilySettings):
+    """Settings of the family suffix."""
+
+    max_cached_requests: int = Field(1000, ge=1)
+    """Texts that are kept for each tenant; the oldest are dropped first."""
+
+    is_public_pool: bool = False
+    """Share one corpus among all requests of all tenants."""
+
+
+class GrammarSettings(FamilySettings):
+    """Settings of the family grammar."""
+
+    target: str = ""
+    """Directory or hub id of the target; the drafter reads its tokenizer. It must be given."""
+
+
+class ModelSettings(FamilySettings):
+    """Settings of the family model."""
+
+    model: str = Field(min_length=1)
+    """Directory or hub id of the draft model."""
+
+    dtype: Dtype = "auto"
+    """Type of the weights and of the computation; auto takes the checkpoint's."""
+
+    device: Device = "auto"
+    """auto (CUDA when there is any), cpu, cuda or cuda:N."""
+
+    page_count: int | None = Field(None, ge=1)
+    """Pages of the KV cache, by default a part of the free memory. Set it where the drafter has too
+    few pages for its sequences, or takes memory from others."""
+
+    gpu_memory_share: float = Field(0.1, gt=0, le=1)
+    """Share of a GPU's memory that this process takes at most: for the weights, the KV cache and
+    the largest forward. Unused with `page_count`."""
+
+    target: str = ""
+    """Directory or hub id of the target, if its tokenizer is not the draft model's. The drafter
+    reads the target's tokenizer and configuration."""
+
+    trust_remote_code: bool = False
+    """Run the checkpoint's own code, for architectures that transformers lacks. It may do all that
+    this process may."""
+
+
+class HeadSettings(FamilySettings):
+    """Settings of the family head."""
+
+    head: str = Field(min_length=1)
+    """Directory of the head: an EAGLE-3, P-EAGLE, EAGLE, DFlash, DSpark, MTP or Medusa checkpoint
+    with safetensors."""
+
+    target: str = Field(min_length=1)
+    """Directory of the target's checkpoint. The drafter reads its configuration and tokenizer, and
+    the embeddings and lm_head that the head shares with it."""
+
+    layers: list[int] = Field(default=[])
+    """The boundaries of the target's layers that the head reads, if its file is wrong about them:
+    k for the input of layer k, from 0 on, and the number of layers for the last layer's output."""
+
+    dtype: Dtype = "auto"
+    """Type of the computation; auto is bfloat16, and float32 on a CPU without kernels for it."""
+
+    device: Device = "auto"
+    """auto (CUDA when there is any), cpu, cuda or cuda:N."""
+
+    page_count: int | None = Field(None, ge=1)
+    """Pages of 16 tokens of the head's KV cache, by default for 64 full contexts in at most 1 GiB.
+    Set it where the drafter has too few pages for its sequences, or takes memory from others."""
+
+
+OF_FAMILIES: Mapping[str, type[FamilySettings]] = {
+    "ngram": NgramSettings,
+    "suffix": SuffixSettings,
+    "grammar": GrammarSettings,
+    "model": ModelSettings,
+    "head": HeadSettings,
+}
+"""The settings of Outrider's own families, by name."""

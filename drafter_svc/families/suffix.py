@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from pydantic import Field
-
-from drafter_svc.families.base import Family, FamilySettings, Loaded
+from drafter_svc.families.base import Family, Loaded
+from drafter_svc.families.settings import SuffixSettings
 from drafter_svc.metrics import Metrics
 from drafter_svc.placement import PlacementPlan
 from outrider.drafter.draft_sequence import DraftSequence
@@ -34,16 +33,6 @@ _MAX_TREE_DEPTH = 64
 # tokens' probabilities falls below the second number. The verifier cuts what does not pay.
 _SPEC_FACTOR = 1.0
 _MIN_TOKEN_PROBABILITY = 0.1
-
-
-class SuffixSettings(FamilySettings):
-    """Settings of the family suffix."""
-
-    max_cached_requests: int = Field(1000, ge=1)
-    """Texts that are kept for each tenant; the oldest are dropped first."""
-
-    is_public_pool: bool = False
-    """Share one corpus among all requests of all tenants."""
 
 
 @dataclass(eq=False, slots=True)
