@@ -8,6 +8,7 @@ both ends of the stream are in this process.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import time
 from collections import Counter
@@ -33,6 +34,7 @@ from outrider.protocol.draft_messages import (
 from outrider.protocol.wire import drafts as wire
 from outrider.v1 import drafts_pb2
 from outrider_bench.commands.head_round import HeadRoundSettings
+from outrider_bench.console import progress
 from outrider_bench.head_rig import HeadRig
 from outrider_bench.processor import processor_name
 from outrider_bench.random_head import random_eagle3
@@ -97,11 +99,11 @@ def measure(settings: HeadRoundSettings, device: torch.device) -> list[Round]:
     rounds = []
     with ThreadPoolExecutor(1, thread_name_prefix="head") as thread:
         rig = HeadRig(thread.submit(_load, thread, settings, device).result())
-        for batch in settings.batch:
-            for trees in (False, True):
-                for by_stream in (False, True):
-                    bench = _Bench(rig, settings, device, batch, trees=trees)
-                    rounds.append(bench.run(by_stream=by_stream))
+        asked = [*itertools.product(settings.batch, (False, True), (False, True))]
+        with progress() as bar:
+            for batch, trees, by_stream in bar.track(asked, description="rounds"):
+                bench = _Bench(rig, settings, device, batch, trees=trees)
+                rounds.append(bench.run(by_stream=by_stream))
     return rounds
 
 

@@ -15,8 +15,8 @@ from typing import Any
 
 from google.rpc import status_pb2
 from rich.console import Console
-from rich.progress import track
 
+from outrider.conformance.progress import tracked
 from outrider.conformance.report import table
 from outrider.conformance.rules import RULES, Outcome, Result
 from outrider.conformance.scenes import SCENES
@@ -151,11 +151,7 @@ class Kit:
         return None
 
     async def _play(self) -> None:
-        console = Console(stderr=True)
-        shown = track(
-            SCENES, "scenes", console=console, transient=True, disable=not console.is_terminal
-        )
-        for scene in shown:
+        for scene in tracked(SCENES, "scenes"):
             self._note("kit", {"scene": scene.__name__})
             try:
                 await scene(self)

@@ -14,6 +14,7 @@ import grpc
 from rich.console import Console
 from rich.table import Table
 
+from outrider.conformance.progress import tracked
 from outrider.conformance.scripted_verifier import Broken
 from outrider.errors import OutriderError, Reason
 from outrider.process import rpc
@@ -132,7 +133,7 @@ class VerifierCheck:
         }
         async with self._dial(Role.OPERATOR, "conformance-client") as channel:
             self._stub = verifier_pb2_grpc.VerifierServiceStub(channel)
-            for rule, part in parts.items():
+            for rule, part in tracked([*parts.items()], "rules"):
                 try:
                     await part()
                 except Broken as broken:

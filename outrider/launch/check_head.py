@@ -10,6 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from rich.console import Console
 from transformers import AutoConfig
 
 from outrider.heads.layer_choice import LayerChoice, candidates, choose_layers, states_of
@@ -17,6 +18,7 @@ from outrider.heads.loading import load, target_weights
 from outrider.heads.reading import read
 from outrider.heads.spec import Head, HeadSpec
 from outrider.launch.prompts import DEMO_PROMPTS
+from outrider.launch.start_log import start_status
 from outrider.lm.runner import ModelRunner, SequenceSlice
 from outrider.tokenizer import load_tokenizer
 
@@ -32,7 +34,8 @@ def run(head: Path, target: str, dtype: str, device: str) -> int:
     Raises OutriderError(INVALID_VALUE) for a head or target that cannot be read.
     """
     found = read(head, AutoConfig.from_pretrained(target))
-    choice = check(found, target, dtype, device)
+    with start_status(Console(stderr=True), f"loading {target}, and reading a text with it ..."):
+        choice = check(found, target, dtype, device)
     spec = found.spec
     print(f"kind: {spec.kind}")
     print(f"features: {spec.feature_width} numbers a token; draft ids: {spec.draft_vocab_size}")

@@ -45,7 +45,8 @@ def test_two_runs_give_the_same_bytes_whatever_the_hash_seed(tmp_path: Path) -> 
     )
     here, there = tmp_path / "here", tmp_path / "there"
     assert main([str(settings), "--out", str(here)]) == 0
-    command = [sys.executable, "-m", "outrider_bench.simulator", str(settings), "--out", str(there)]
+    simulate = [sys.executable, "-m", "outrider.launch.cli", "lab", "simulate"]
+    command = [*simulate, str(settings), "--out", str(there)]
     seed = "1" if os.environ.get("PYTHONHASHSEED") == "0" else "0"
     environment = {**os.environ, "PYTHONHASHSEED": seed}
     subprocess.run(command, cwd=ROOT, env=environment, check=True, stdout=subprocess.DEVNULL)
