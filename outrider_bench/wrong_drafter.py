@@ -1,6 +1,6 @@
 """A drafter whose every guess is wrong, to measure what useless drafters cost.
 
-python -m drafter_svc --family outrider_bench.wrong_drafter:WrongFamily --verifier HOST:PORT
+outrider drafter --family outrider_bench.wrong_drafter:WrongFamily --verifier HOST:PORT
 """
 
 from __future__ import annotations
