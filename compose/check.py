@@ -1,10 +1,11 @@
 """Checks a stack of containers from outside.
 
 `check.py requests` sends one request of each kind. `check.py plain FILE` writes the texts of plain
-decoding to FILE. `check.py crash FILE FAMILY CONTAINER` kills a container under load and compares
-all texts with those in FILE. OUTRIDER_URL is the gateway. `check.py experiment FOLDER` checks the
-results of `outrider lab run` instead, and `check.py rights PROJECT` the users, rights and
-root file systems of all running containers of a project.
+decoding to FILE. `check.py crash FILE FAMILY CONTAINER` kills a container under load, and `check.py
+scale FILE SERVICE` scales and updates a swarm's service of verifiers under load; both compare all
+texts with those in FILE. OUTRIDER_URL is the gateway, and OUTRIDER_API_KEY a key if it wants one.
+`check.py experiment FOLDER` checks the results of `outrider lab run` instead, and `check.py
+rights PROJECT` the users, rights and root file systems of all running containers of a project.
 
 Each prints one line "note: " with its result. If a check fails, it prints one sentence and exits
 with status 1.
@@ -13,8 +14,10 @@ with status 1.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -29,6 +32,7 @@ from outrider.launch.prompts import DEMO_PROMPTS
 
 _STREAMS = 50
 _TOKENS = 96
+_CLIENTS = 8
 _DRAFTERS = 3
 _BACK_S = 60.0
 _PLAIN = {"enabled": False}
@@ -55,6 +59,25 @@ class Load:
     async def run(self) -> None:
         """Send all requests at once, and wait until the last one has ended."""
         await asyncio.gather(*map(self._stream, range(_STREAMS)))
+
+    async def repeat(self, expected: list[str], until: asyncio.Event) -> int:
+        """Send the requests again and again, of each client one at a time; return their number.
+
+        Each must complete with its expected text.
+        """
+        clients = (self._repeat(client, expected, until) for client in range(_CLIENTS))
+        return sum(await asyncio.gather(*clients))
+
+    async def _repeat(self, client: int, expected: list[str], until: asyncio.Event) -> int:
+        for count, index in enumerate(itertools.cycle(range(client, _STREAMS, _CLIENTS))):
+            if until.is_set():
+                return count
+            self.texts[index] = self.reasons[index] = ""
+            await self._stream(index)
+            if (self.texts[index], self.reasons[index]) != (expected[index], "length"):
+                found = f"{self.texts[index]!r} ({self.reasons[index] or 'cut off'})"
+                raise CheckFailed(f"request {index} is {found}, not {expected[index]!r}")
+        raise AssertionError("a cycle has no end")
 
     async def _stream(self, index: int) -> None:
         body = {
@@ -149,6 +172,50 @@ async def crash(
     return f"{under_way} under way, {same} equal, {load.accepted} accepted, {back}"
 
 
+async def scale(client: httpx.AsyncClient, model: str, expected: list[str], service: str) -> str:
+    """Scale a swarm's verifiers from 2 to 3 to 1 and update them while requests stream.
+
+    All requests must complete with plain decoding's texts, and some must have changed verifiers.
+    """
+    load = Load(client, model, {"metrics": True})
+    await _have_verifiers(client, 2)
+    began = time.monotonic()
+    finish = asyncio.Event()
+    traffic = asyncio.create_task(load.repeat(expected, finish))
+    changes = asyncio.create_task(_change(client, service))
+    await asyncio.wait((traffic, changes), return_when=asyncio.FIRST_COMPLETED)
+    finish.set()
+    count = await traffic
+    await changes
+    seconds = time.monotonic() - began
+    metrics = (await client.get("/metrics")).raise_for_status().text
+    samples = re.findall(r"^outrider:request_resumed_total\{.*\} (\S+)$", metrics, re.MULTILINE)
+    resumed = sum(map(float, samples))
+    if not resumed:
+        raise CheckFailed("no request was under way at a verifier that ended")
+    moved = f"{resumed:.0f} moved to another verifier, {load.accepted} tokens accepted"
+    return f"{count} requests in {seconds:.0f} s, all equal, {moved}"
+
+
+async def _change(client: httpx.AsyncClient, service: str) -> None:
+    for count in (3, 1):
+        await asyncio.to_thread(_docker, "service", "scale", f"{service}={count}")
+        await _have_verifiers(client, count)
+    await asyncio.to_thread(_docker, "service", "update", "--force", service)
+    await _have_verifiers(client, 1)
+
+
+async def _have_verifiers(client: httpx.AsyncClient, count: int) -> None:
+    """Wait until the gateway has this number of verifiers, all ready, and has forgotten others."""
+    async with asyncio.timeout(_BACK_S):
+        while True:
+            state = (await client.get("/readyz")).json()
+            ready = [verifier["ready"] for verifier in state.get("verifiers", ())]
+            if ready == [True] * count:
+                return
+            await asyncio.sleep(0.2)
+
+
 async def _restarted(container: str) -> str:
     """Return "policy" or "start": the restart policy or `docker start` restarted the container.
 
@@ -223,12 +290,18 @@ async def main(command: str, *arguments: str) -> str:
     if command == "rights":
         return rights(arguments[0])
     url = os.environ["OUTRIDER_URL"]
-    async with httpx.AsyncClient(base_url=url, timeout=180, limits=httpx.Limits()) as client:
+    key = os.environ.get("OUTRIDER_API_KEY")
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    async with httpx.AsyncClient(
+        base_url=url, headers=headers, timeout=180, limits=httpx.Limits()
+    ) as client:
         model = (await client.get("/v1/models")).raise_for_status().json()["data"][0]["id"]
         if command == "requests":
             return await requests(client, model)
         if command == "plain":
             return await plain(client, model, Path(arguments[0]).write_text)
+        if command == "scale":
+            return await scale(client, model, _read(arguments[0]), arguments[1])
         return await crash(client, model, _read(arguments[0]), *arguments[1:])
 
 

@@ -1,4 +1,4 @@
-"""compose.yaml: limits and rights of every service, and settings that the processes have."""
+"""compose.yaml and stack.yaml: limits and rights of every service, and settings that exist."""
 
 import os
 import re
@@ -18,6 +18,8 @@ from verifier_svc.config import VerifierSettings
 COMPOSE = Path(__file__).parents[2] / "compose"
 TEXT = (COMPOSE / "compose.yaml").read_text()
 TLS_TEXT = (COMPOSE / "tls.yaml").read_text()
+STACK_TEXT = (COMPOSE / "stack.yaml").read_text()
+STACK: dict[str, dict[str, Any]] = yaml.safe_load(STACK_TEXT)["services"]
 SERVICES: dict[str, dict[str, Any]] = yaml.safe_load(TEXT)["services"]
 MORE: dict[str, dict[str, Any]] = {
     **SERVICES,
@@ -100,7 +102,7 @@ def test_compose_waits_longer_than_any_process_drains() -> None:
         schema.model_fields["drain_seconds"].default
         for schema in (VerifierSettings, GatewaySettings)
     ]
-    for service in SERVICES.values():
+    for service in (*SERVICES.values(), *STACK.values()):
         assert float(service["stop_grace_period"].removesuffix("s")) > max(drains)
 
 
@@ -131,7 +133,7 @@ def test_only_redis_and_ngram_drafters_share_secrets_and_a_network() -> None:
 
 
 def test_every_variable_is_a_setting_of_its_process() -> None:
-    files = TEXT + TLS_TEXT + (COMPOSE / "Dockerfile").read_text()
+    files = TEXT + TLS_TEXT + STACK_TEXT + (COMPOSE / "Dockerfile").read_text()
     variable = r"^ +(?:ENV )?OUTRIDER_(VERIFIER|DRAFTER|GATEWAY)_([A-Z_]+)[:=]"
     named = set(re.findall(variable, files, re.MULTILINE))
     assert len(named) > 20
@@ -143,7 +145,7 @@ def test_every_variable_is_a_setting_of_its_process() -> None:
 
 
 def test_every_variable_is_in_the_readme() -> None:
-    variables = set(re.findall(r"\$\{([A-Z_]+):-", TEXT + TLS_TEXT))
+    variables = set(re.findall(r"\$\{([A-Z_]+):-", TEXT + TLS_TEXT + STACK_TEXT))
     variables |= set(re.findall(r"^ +([A-Z_]+):$", TEXT, re.MULTILINE))
     readme = (COMPOSE / "README.md").read_text()
     assert [name for name in variables if f"`{name}`" not in readme] == []
@@ -162,6 +164,33 @@ def test_with_tls_every_service_gets_the_files_of_its_own_role_alone() -> None:
         assert volume == f"${{OUTRIDER_CERTS:-./certs}}/{role}:/run/outrider/certs:ro"
         named = set(re.findall(r"/run/outrider/certs/([a-z.]+)", text))
         assert named == {"ca.pem", f"{role}.pem", f"{role}.key"}
+
+
+@pytest.mark.parametrize("name", STACK)
+def test_every_service_of_the_stack_is_read_only_unprivileged_and_limited(name: str) -> None:
+    service = STACK[name]
+    assert service["read_only"] is True
+    assert service["cap_drop"] == ["ALL"]
+    limits = service["deploy"]["resources"]["limits"]
+    assert limits["memory"]
+    assert limits["pids"] > 0
+
+
+@pytest.mark.parametrize("name", STACK)
+def test_every_service_of_the_stack_gets_the_secrets_of_its_own_role_alone(name: str) -> None:
+    role = name.partition("-")[0]
+    secrets = STACK[name]["secrets"]
+    with_roles = {secret for secret in secrets if secret.endswith((".pem", ".key"))}
+    assert with_roles == {"ca.pem", f"{role}.pem", f"{role}.key"}
+    assert set(secrets) <= yaml.safe_load(STACK_TEXT)["secrets"].keys()
+    named = set(re.findall(r"/run/secrets/([a-z_.]+)", str(STACK[name]["environment"])))
+    assert named <= set(secrets)
+
+
+@pytest.mark.parametrize("name", ["gateway", "drafter-ngram", "drafter-model"])
+def test_swarm_ends_no_container_that_waits_for_verifiers(name: str) -> None:
+    """Swarm ends containers whose health check fails."""
+    assert STACK[name]["healthcheck"] == {"disable": True}
 
 
 @pytest.mark.parametrize(
