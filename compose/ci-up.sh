@@ -390,7 +390,7 @@ swarm_up() {
 swarm_down() {
   docker stack rm "$stack"
   for _ in $(seq 60); do
-    [ -n "$(docker ps --quiet --filter "label=com.docker.stack.namespace=$stack")" ] || break
+    [ -n "$(docker ps --all --quiet --filter "label=com.docker.stack.namespace=$stack")" ] || break
     sleep 1
   done
   docker volume rm --force "${stack}_hub"
