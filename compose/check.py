@@ -32,7 +32,7 @@ from outrider.launch.prompts import DEMO_PROMPTS
 
 _STREAMS = 50
 _TOKENS = 96
-_CLIENTS = 8
+_CLIENTS = 4
 _DRAFTERS = 3
 _BACK_S = 60.0
 _PLAIN = {"enabled": False}
