@@ -379,7 +379,8 @@ swarm_up() {
   tail -1 "$work/secrets.out" >"$work/key"
   docker stack deploy --resolve-image never --compose-file compose/stack.yaml "$stack"
   for _ in $(seq 120); do
-    curl --silent --fail --cacert "$SSL_CERT_FILE" "$OUTRIDER_URL/readyz" && return
+    curl --silent --fail --output /dev/null --cacert "$SSL_CERT_FILE" "$OUTRIDER_URL/readyz" &&
+      return
     sleep 1
   done
   docker stack ps --no-trunc "$stack"
