@@ -12,7 +12,8 @@ import platform
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from drafter_svc.families.head import HeadFamily, HeadSettings
+from drafter_svc.families.head import HeadFamily
+from drafter_svc.families.settings import HeadSettings
 from drafter_svc.metrics import Metrics as DrafterMetrics
 from drafter_svc.observer import CountingObserver
 from drafter_svc.placement import PlacementPlan

@@ -24,8 +24,8 @@ PAGES = [ROOT / name for name in NAMED] + sorted((ROOT / "docs").glob("*.md"))
 CLIENTS = {"backend", "base-url", "constraint", "custom-output-len", "data", "dataset-name"}
 CLIENTS |= {"dataset-path", "endpoint", "ignore-eos", "max-concurrency", "model", "num-prompts"}
 CLIENTS |= {"output", "profile", "random-input-len", "random-output-len", "skip-chat-template"}
-CLIENTS |= {"temperature", "tokenizer"}
-"""Flags of `vllm bench serve` and `guidellm run` that the pages name."""
+CLIENTS |= {"scheduler-cls", "speculative-config", "temperature", "tokenizer"}
+"""Flags of `vllm serve`, `vllm bench serve` and `guidellm run` that the pages name."""
 DOCKERS = {"build", "detach", "force-recreate", "profile", "pull", "scale", "volumes"}
 """Flags of `docker compose` that the pages name."""
 CERTS = {"days", "name", "role"}

@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 from stack import DRAFT, TARGET, Client, Process
-from test_engine import PROMPTS, Answer, drafting, garbage, silent, wrong
+from test_vllm_engine import PROMPTS, Answer, drafting, garbage, silent, wrong
 from test_greedy_equality import Reference
 
 from outrider.process.ports import free_port
