@@ -9,8 +9,8 @@ from pathlib import Path
 import httpx
 import pytest
 from stack import DRAFT, TARGET, Client, Process
-from test_vllm_engine import PROMPTS, Answer, drafting, garbage, silent, wrong
 from test_greedy_equality import Reference
+from test_vllm_engine import PROMPTS, Answer, drafting, garbage, silent, wrong
 
 from outrider.process.ports import free_port
 from outrider.protocol.messages import TokenRequest
