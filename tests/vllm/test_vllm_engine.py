@@ -8,6 +8,7 @@ import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import Any
 
 import httpx
 import pytest
@@ -15,9 +16,11 @@ from conftest import FLAGS, START_S
 from raw_drafter import RawDrafter, dialled
 from stack import Client, Stack, running
 from test_greedy_equality import Reference
+from waiting import until
 
 from outrider.errors import Reason
 from outrider.grammar.kinds import Grammar, GrammarKind
+from outrider.internal.v1 import token_streams_pb2, token_streams_pb2_grpc
 from outrider.process.ports import free_port
 from outrider.protocol.messages import (
     FinishReason,
@@ -250,6 +253,12 @@ async def test_tenants_share_no_cached_prefix(stack: Stack, reference: Reference
     assert await cached("b") == 0
 
 
+async def is_idle(client: Client) -> bool:
+    """Whether the engine has no sequence."""
+    load = (await client.model()).load
+    return load is not None and load.running + load.waiting == 0
+
+
 async def test_a_cancelled_request_frees_its_place(stack: Stack, reference: Reference) -> None:
     async with Client(stack.address) as client:
         request = asked(reference.prompts[0], CONFIGURATIONS["all at once"], max_tokens=600)
@@ -260,37 +269,47 @@ async def test_a_cancelled_request_frees_its_place(stack: Stack, reference: Refe
                     await client.generate(request)
 
         await asyncio.gather(*(leave() for _ in range(4)))
-        async with asyncio.timeout(20):
-            while True:
-                load = (await client.model()).load
-                if load is not None and load.running + load.waiting == 0:
-                    break
-                await asyncio.sleep(0.1)
+        await until(lambda: is_idle(client))
 
 
 async def test_a_caller_that_stops_reading_gets_the_same_text_later(
     stack: Stack, reference: Reference
 ) -> None:
     """vLLM gives up its sequence meanwhile, and takes it up again."""
-    request = asked(reference.prompts[0], CONFIGURATIONS["no drafter"], max_tokens=400)
-    request = replace(request, ignore_eos=True)
+    request = asked(reference.prompts[0], CONFIGURATIONS["ngram"], max_tokens=400, ignore_eos=True)
+    text: list[int] = []
     async with Client(stack.address) as client:
         whole = await client.tokens(request)
-        call = client.stub.GenerateTokens(wire_requests.request_to_proto(request))
-        first = wire_requests.chunk_from_proto(await call.read())
-        await asyncio.sleep(4)
-        load = (await client.model()).load
-        rest = [wire_requests.chunk_from_proto(response) async for response in call]
-    assert load is not None
-    assert load.running == 0
-    assert [token for chunk in (first, *rest) for token in chunk.token_ids] == whole
+        call = token_streams_pb2_grpc.TokenStreamServiceStub(client.channel).StreamTokens()
+
+        async def say(**message: Any) -> None:
+            told = token_streams_pb2.SequenceRequest(call_id=1, **message)
+            await call.write(token_streams_pb2.StreamTokensRequest(requests=[told]))
+
+        async def read() -> bool:
+            """Read a message; returns whether it ends the sequence."""
+            parts = (await call.read()).parts
+            chunks = [wire_requests.chunk_from_proto(part.tokens) for part in parts]
+            text.extend(token for chunk in chunks for token in chunk.token_ids)
+            return any(chunk.finish_reason is not None for chunk in chunks)
+
+        await say(generate=wire_requests.request_to_proto(request))
+        await read()
+        await say(pause=token_streams_pb2.PauseTokens())
+        await until(lambda: is_idle(client))
+        await say(resume=token_streams_pb2.ResumeTokens())
+        while not await read():
+            pass
+        call.cancel()
+    assert text == whole
     assert len(whole) == 400
 
 
 async def test_a_refused_request_keeps_no_place(stack: Stack, reference: Reference) -> None:
     grammar = Grammar(GrammarKind.REGEX, "a+")
     async with Client(stack.address) as client:
-        for fields in ({"max_tokens": 0}, {"grammar": grammar, "ignore_eos": True}):
+        scores = {"max_tokens": 0, "prompt_logprobs": 0}
+        for fields in (scores, {"grammar": grammar, "ignore_eos": True}):
             with pytest.raises(Exception, match="engine"):
                 await client.tokens(
                     asked(reference.prompts[0], CONFIGURATIONS["no drafter"], **fields)
