@@ -472,7 +472,7 @@ step "Prometheus over TLS" scraped
 step "no root, rights or writes" "$python" compose/check.py rights "$COMPOSE_PROJECT_NAME"
 [ -z "$keep" ] || exit 0
 step "stop" stop
-stack=outrider-ci
+stack=$COMPOSE_PROJECT_NAME-swarm
 # This kernel may lack IPVS. The model of drafts has its checks above, and two cores are few.
 export OUTRIDER_PORT_MODE=host OUTRIDER_MODEL_DRAFTERS=0 OUTRIDER_NGRAM_DRAFTERS=1
 export OUTRIDER_SECRETS=$work/swarm SSL_CERT_FILE=$work/swarm/ca.pem
