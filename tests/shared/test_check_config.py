@@ -18,6 +18,7 @@ from outrider.launch.serve import run
 from outrider.launch.serve_settings import ServeSettings
 from outrider.process.certs import Authority
 from outrider.process.config import load, parse
+from verifier_svc.config import VerifierSettings
 
 ROOT = Path(__file__).parents[2]
 TARGET = str(ROOT / "models/target")
@@ -28,9 +29,11 @@ def serve() -> None:
 
 
 COMMANDS: dict[str, Callable[[], None]] = {
-    "gateway": lambda: gateway.__main__.main(sys.argv[1:]),
-    "verifier": verifier_svc.__main__.main,
-    "drafter": drafter_svc.__main__.main,
+    "gateway": lambda: gateway.__main__.run(parse(GatewaySettings, "gateway", sys.argv[1:])),
+    "verifier": lambda: verifier_svc.__main__.run(
+        parse(VerifierSettings, "verifier", sys.argv[1:])
+    ),
+    "drafter": lambda: drafter_svc.__main__.main(sys.argv[1:]),
     "serve": serve,
 }
 GOOD = {
