@@ -79,7 +79,10 @@ def test_the_first_drafter_walkthrough_ends_with_accepted_tokens(tmp_path: Path)
 
 @pytest.mark.slow
 def test_the_placement_walkthrough_says_whether_to_move_a_drafter(tmp_path: Path) -> None:
-    """It measures a profile, which takes most of the time; less with a small target."""
+    """It measures a profile, which takes most of the time; less with a small target.
+
+    On a machine that is busy meanwhile, it says that it cannot tell.
+    """
     page = (ROOT / "docs/placement.md").read_text()
     _, _, section = page.partition("## Is it worth moving my drafter to another host 2 ms away?\n")
     section, _, _ = section.partition("\n## ")
@@ -89,8 +92,8 @@ def test_the_placement_walkthrough_says_whether_to_move_a_drafter(tmp_path: Path
     assert len(answers) == 1, printed
     ratio = r"\d\.\d\d ×"
     assert re.fullmatch(
-        rf"(Yes|No)[^:]*: a draft model 2 ms away brings {ratio} plain decoding at batch 1 "
-        rf"\({ratio} on this host\)\.",
+        rf"(Yes|No|Cannot tell)[^:]*: a draft model 2 ms away brings {ratio} plain decoding at "
+        rf"batch 1 \({ratio} on this host\)\.( Equal computations differed by .*)?",
         answers[0],
     ), printed
     assert "break-even round trip" in printed
