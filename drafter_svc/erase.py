@@ -39,7 +39,7 @@ async def _erase(settings: EraseSettings) -> int:
         await client.aclose()
 
 
-def main(arguments: list[str], program: str) -> None:
+def main(arguments: list[str], program: str = "drafter erase") -> None:
     """Print the number of n-grams deleted.
 
     Exit with status 1 and one sentence if a setting is wrong or Redis failed midway.

@@ -204,8 +204,11 @@ async def _line(output: asyncio.StreamReader) -> bytes:
 
 
 def _signal(child: Child, number: signal.Signals) -> None:
-    """Signal the child, which ends its own processes; SIGKILL goes to those as well."""
-    if child.process is not None and child.process.returncode is None:
-        send = os.killpg if number is signal.SIGKILL else os.kill
-        with contextlib.suppress(ProcessLookupError):
-            send(child.process.pid, number)
+    """Signal the child, which ends its own processes. SIGKILL goes to those that are left, too."""
+    if child.process is None:
+        return
+    with contextlib.suppress(ProcessLookupError):
+        if number is signal.SIGKILL:
+            os.killpg(child.process.pid, number)
+        elif child.process.returncode is None:
+            os.kill(child.process.pid, number)
