@@ -21,7 +21,7 @@ def check(settings: DrafterSettings) -> None:
     for name in ("model", "target"):
         if model := getattr(settings, name, None):
             check_model(name, model)
-    # A family's settings are mixed into those of every drafter.
+    # A family's settings are mixed into the settings of every drafter.
     family: Any = settings
     if isinstance(family, RedisSettings) and family.redis_server() is not None:
         read_secret(family.pool_secret_file)

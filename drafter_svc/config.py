@@ -1,6 +1,6 @@
 """The settings that all drafters have: flags, OUTRIDER_DRAFTER_* in the environment, or YAML.
 
-Those of each family are in `drafter_svc.families.settings`.
+The settings of each family are in `drafter_svc.families.settings`.
 """
 
 from __future__ import annotations

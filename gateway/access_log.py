@@ -27,13 +27,13 @@ _PREFIXES = {
     "/outrider.v1.GenerationService/GenerateText": "text",
 }
 _SHOWN_CHARACTERS = 200
-# What is asked every few seconds. Good answers to these are logged at debug.
+# Probes and scrapers ask these paths every few seconds. Good answers are logged at debug.
 _PROBES = ("/livez", "/readyz", "/health", "/ping", "/metrics", "/grpc.health.v1.Health/")
 
 
 @dataclass(slots=True)
 class Access:
-    """What the access line of one request says. Whoever serves the request fills it in."""
+    """The fields of a request's access line. The code that serves the request fills them in."""
 
     request_id: str
     method: str

@@ -94,7 +94,7 @@ class LogResponses:
 
         try:
             await self._app(scope, receive, identified)
-        except Exception:
+        except Exception:  # the client gets an answer; the error goes on to the server's log
             if not status:
                 failed = api_errors.error_response(api_errors.unexpected(), scope)
                 await failed(scope, receive, identified)

@@ -27,7 +27,7 @@ class LogCalls(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # only th
     async def intercept_service(
         self, continuation: Any, handler_call_details: grpc.HandlerCallDetails
     ) -> Any:
-        """The method's handler, or the one that refuses the call, with an access line."""
+        """The method's handler, or the handler that refuses the call, with an access line."""
         handler = await continuation(handler_call_details)
         kind = "_".join(
             "stream" if streams else "unary"
@@ -74,7 +74,7 @@ class LogCalls(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # only th
         except (GeneratorExit, asyncio.CancelledError):
             status = "CANCELLED"
             raise
-        except Exception:
+        except Exception:  # the line gets a status; the error goes on to gRPC
             status = "UNKNOWN"
             raise
         finally:

@@ -51,7 +51,7 @@ class PrefixRecord:
             self._address_of.popitem(last=False)
 
     def holders(self, prefixes: Sequence[bytes]) -> Iterator[str]:
-        """The replicas that were sent prefixes of a prompt, that of the longest one first."""
+        """The replicas that were sent prefixes of a prompt, the longest prefix's replica first."""
         seen = set()
         for prefix in reversed(prefixes):
             address = self._address_of.get(prefix)

@@ -52,7 +52,7 @@ class Addresses:
 
     @property
     def now(self) -> list[str]:
-        """The addresses, without repeats. Those of a name are its last answer."""
+        """The addresses, each once. A name stands for the addresses of its last answer."""
         return list(dict.fromkeys(each for entry in self._entries for each in self._found[entry]))
 
     async def follow(self, take: Callable[[list[str]], Awaitable[None]]) -> None:

@@ -126,7 +126,7 @@ class Server:
         self.services = services
         self.ports: list[int] = []
         self.is_serving = False
-        """What the health service says of the server as a whole."""
+        """Whether the health service answers SERVING for the whole server."""
         self._checks = CallChecks(max_request_bytes)
         self.grpc = grpc.aio.server(
             interceptors=[*interceptors, self._checks], options=SERVER_OPTIONS

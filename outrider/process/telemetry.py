@@ -46,7 +46,7 @@ _provider: TracerProvider | None = None
 _logged: ContextVar[str] = ContextVar("traceparent", default="")
 # The id of the request that the current task serves.
 _request_id: ContextVar[str] = ContextVar("request_id", default="")
-# A field's value that a line of text shows as it is; any other one is quoted.
+# A line of text shows a value of this form as it is, and quotes any other value.
 _PLAIN = re.compile(r"[!#-<>-~]+")
 
 

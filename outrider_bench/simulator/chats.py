@@ -73,7 +73,7 @@ _Place = tuple[_Server, KVSequence]
 
 
 async def simulate(chats: Chats, requests: int, *, affinity: bool) -> Outcome:
-    """Serve so many requests of chats, to the least busy replicas unless `affinity`."""
+    """Serve `requests` requests of chats, to the least busy replicas unless `affinity`."""
     router = Router([f"replica-{i}:1" for i in range(chats.replicas)], "")
     try:
         servers = {
@@ -112,7 +112,7 @@ class _Simulation:
         events: list[tuple[float, int, list[int], int, _Place | None]] = []
 
         def at(time: float, text: list[int], turn: int, ends: _Place | None = None) -> None:
-            """Note a turn that begins then, or one that `ends` then at its place."""
+            """Note that a turn begins at `time`, or that it `ends` at its place."""
             heapq.heappush(events, (time, next(self._numbers), text, turn, ends))
 
         for _ in range(chats.users * chats.replicas):

@@ -11,6 +11,7 @@ import pytest
 from stack import DRAFT, TARGET, Client, Process
 from test_greedy_equality import Reference
 from test_vllm_engine import PROMPTS, Answer, drafting, garbage, silent, wrong
+from waiting import until
 
 from outrider.process.ports import free_port
 from outrider.protocol.messages import TokenRequest
@@ -97,9 +98,12 @@ async def check_texts(server: VllmServer, reference: Reference) -> None:
 
 
 async def connected(server: VllmServer, count: int) -> None:
-    async with Client(server.drafts) as client, asyncio.timeout(60):
-        while sum(each.connected for each in (await client.model()).drafters) != count:  # noqa: ASYNC110
-            await asyncio.sleep(0.1)
+    async with Client(server.drafts) as client:
+
+        async def holds() -> bool:
+            return sum(each.connected for each in (await client.model()).drafters) == count
+
+        await until(holds, 60)
 
 
 async def test_texts_are_the_targets_with_no_drafter_with_two_and_with_one_killed(

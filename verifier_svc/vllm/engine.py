@@ -155,16 +155,18 @@ class VllmEngine:
     def leave_unread(self, sequence: Sequence) -> None:
         """Take a sequence out of vLLM until `read_again`, because its caller does not read.
 
-        One with a grammar goes on, since vLLM could not take it up in the grammar's middle. If more
+        A sequence with a grammar goes on, since vLLM could not take it up in the grammar's middle,
+        and so does every sequence once the hub has failed, which counts its tokens. If more
         than `max_waiting` sequences are unread, the longest unread ends with SLOW_READER.
         """
-        if sequence.request.grammar is not None:
+        if sequence.request.grammar is not None or self._hub.failed:
             return
         name = self._drop(sequence)
         if name is None:
             return
-        self._llm.abort_request([name])
+        # Before vLLM says that its request is over, which would end the sequence for the hub.
         self._hub.set_aside(sequence)
+        self._llm.abort_request([name])
         sequence.unread_at = self.clock()
         self._unread[sequence.arrival] = sequence
         most = self._hub.limits.max_waiting

@@ -32,7 +32,6 @@ from verifier_svc.policy.draft_policy import PAYING_DRAFTS, PayingDrafts
 from verifier_svc.policy.draft_trees import best_chain
 from verifier_svc.policy.forward_cost import ForwardCost
 from verifier_svc.policy.pauses import pause_of
-from verifier_svc.policy.plan import Plan
 from verifier_svc.policy.planner import Planner
 from verifier_svc.policy.speculation_budget import SpeculationBudget
 from verifier_svc.state.occupancy import Occupancy
@@ -42,8 +41,6 @@ from verifier_svc.state.step_clock import StepClock
 from verifier_svc.state.trie import NO_DRAFT, DraftTree
 
 log = logging.getLogger(__name__)
-
-_NONE: tuple[None, DraftTree] = (None, NO_DRAFT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +123,8 @@ class DraftHub:
             self, self.drafting, self.outbox, _nothing, self.planner, self._step_clock, clock
         )
         self._by_request: dict[str, Sequence] = {}
-        self._plan = Plan()
-        self._chosen: dict[str, tuple[Assignment | None, DraftTree]] = {}
+        # By request, whose draft the step in preparation verifies.
+        self._chosen: dict[str, Assignment] = {}
         self._batch: dict[str, tuple[ScheduledSequence, Span]] = {}
         self._prompt_tokens = 0
         self._ended: set[str] = set()
@@ -136,7 +133,8 @@ class DraftHub:
         self.is_stalled = False
         """Whether the last step computed nothing, as while vLLM compiles a grammar."""
         self._last_id = 0
-        self._preemption_count = 0
+        self.preemption_count = 0
+        """How often vLLM has preempted a request."""
         self._kv_cache_usage = 0.0  # at the last step
 
     # --- requests ---
@@ -188,7 +186,7 @@ class DraftHub:
 
     def preempted(self, request_id: str) -> None:
         """Note that vLLM took a request's pages. It keeps its tokens and its drafters' tries."""
-        self._preemption_count += 1
+        self.preemption_count += 1
         sequence = self._by_request.get(request_id)
         if sequence is not None and self.running.pop(sequence.id, None) is not None:
             self.waiting[sequence.id] = sequence
@@ -219,7 +217,7 @@ class DraftHub:
         if self.trial_tokens is None:
             while (seconds := self._wait.poll()) > 0.0:
                 self.pause(seconds)
-            self._plan = self._wait.take_plan()
+            self._wait.take_plan()
         self.outbox.send_to_drafters()
         self._baseline = self._step_clock.undisturbed_since(self.drafting.busy_until)
         self._step_clock.begin()
@@ -240,11 +238,11 @@ class DraftHub:
         if self.trial_tokens is not None:
             count = min(room, self.trial_tokens)
             return [random.randrange(self.limits.vocab_size) for _ in range(count)]
-        wanted = min(room, self._plan.draft_tokens.get(sequence.id, 0))
+        wanted = min(room, self.drafting.plan.draft_tokens.get(sequence.id, 0))
         assignment, draft = best_chain(sequence, wanted)
         if assignment is None:
             return []
-        self._chosen[request_id] = assignment, draft
+        self._chosen[request_id] = assignment
         return list(draft.token_ids)
 
     def begin(self, scheduled: Mapping[str, int], drafts: Mapping[str, list[int]]) -> None:
@@ -284,7 +282,7 @@ class DraftHub:
         if drafted and drafted[0] < 0:
             token_count -= len(drafted)
             drafted = []
-        assignment, _ = self._chosen.get(request_id, _NONE) if drafted else _NONE
+        assignment = self._chosen.get(request_id) if drafted else None
         own_count = token_count - len(drafted)
         samples = sequence.kv.num_computed_tokens + own_count >= len(sequence.tokens)
         if not (samples and own_count == 1):
@@ -301,7 +299,7 @@ class DraftHub:
             DraftTree(drafted, []) if drafted else NO_DRAFT,
             assignment,
             samples,
-            planned_draft_tokens=self._plan.draft_tokens.get(sequence.id, 0),
+            planned_draft_tokens=self.drafting.plan.draft_tokens.get(sequence.id, 0),
         )
 
     # --- after a step ---
@@ -343,22 +341,18 @@ class DraftHub:
     def go_idle(self) -> None:
         """Note that no request is left, so that the pause before the next step counts as none."""
         self._metrics.flush()
-        self._metrics.occupancy(Occupancy(preemptions=self._preemption_count))
+        self._metrics.occupancy(Occupancy(preemptions=self.preemption_count))
         self.outbox.send_to_clients()
         self._kv_cache_usage = 0.0
         self._step_clock.idle()
         self._step_ended = None
 
-    @property
-    def preemption_count(self) -> int:
-        """How often vLLM has preempted a request."""
-        return self._preemption_count
-
     def _commit(self, sequence: Sequence, outcome: Outcome) -> None:
         """Commit one sequence's part of a step, and send its drafters the verdict."""
         new, drafted = outcome.committed, outcome.drafted
         accepted = _matches(drafted, new)
-        assignment, span = self._verified(outcome.request_id)
+        scheduled, span = self._batch[outcome.request_id]
+        assignment = scheduled.assignment
         if not drafted:
             self.drafting.note_pause(sequence)
         sequence.tokens += new
@@ -378,11 +372,6 @@ class DraftHub:
             sequence.kv.num_computed_tokens = len(sequence.tokens) - 1
             self.drafting.send_verdicts(sequence, new, assignment, span)
 
-    def _verified(self, request_id: str) -> tuple[Assignment | None, Span]:
-        """The assignment whose draft the step verified of a request, and the request's span."""
-        scheduled, span = self._batch[request_id]
-        return scheduled.assignment, span
-
     def _observe(self, batch: list[ScheduledSequence], committed: int) -> float:
         """Update the cost model; returns the seconds of the same step on an idle machine."""
         seconds = self._step_clock.end_step()
@@ -397,9 +386,9 @@ class DraftHub:
         self.cost.observe(decoding, token_count, step_s, self._prompt_tokens)
         if self._prompt_tokens:
             return 0.0
-        if seconds < math.inf and not self._plan.insisted:
+        if seconds < math.inf and not self.drafting.plan.insisted:
             baseline = self._baseline and token_count == len(batch)
-            paying = self._plan.paying
+            paying = self.drafting.plan.paying
             self.planner.budget.observe(len(batch), paying, committed, seconds, baseline=baseline)
         return self.isolated_cost.estimate(len(batch), token_count)
 
@@ -407,7 +396,7 @@ class DraftHub:
 
     def give_up(self) -> None:
         """End all draft streams behind a fault of our own; requests go on without drafts."""
-        self._chosen.clear()
+        self.judged.clear()
         message = "the verifier failed at drafting; its log has the reason"
         for drafter in list(self.drafting.roster.connected.values()):
             self.drafting.reject(drafter, OutriderError(Reason.INTERNAL, message))
