@@ -22,14 +22,14 @@ import transformers
 from rich.console import Console
 
 from outrider.launch.grow import Shape
-from outrider.launch.prompts import DEMO_PROMPTS
-from outrider.tokenizer import load_tokenizer
-from outrider_bench import host_time
+from outrider_bench import host_time, prompts
 from outrider_bench.commands.bench import BenchSettings
 from outrider_bench.console import console_for_output, progress
 from outrider_bench.experiment.machine import commit
+from outrider_bench.experiment.traffic import Encoder
 from outrider_bench.grown import grown_checkpoint
 from outrider_bench.processor import processor_name
+from outrider_bench.prompt_files import Prompt
 from outrider_bench.report import Results, tables, write
 from outrider_bench.rounds import there_and_back
 from outrider_bench.ways import (
@@ -44,6 +44,7 @@ from outrider_bench.ways import (
 
 # Rates are compared with the first of these that was measured.
 _BASES = ("transformers", "outrider, plain")
+_DEMO_KINDS = ("code", "rewriting", "json")
 # transformers cannot batch these ways, so they are measured at batch 1 alone.
 _ALONE = ("transformers, prompt lookup", "transformers, assisted")
 # The bundled pair. To measure other checkpoints, run `outrider serve` and a load generator.
@@ -59,6 +60,8 @@ _OURS: dict[str, dict[str, Any]] = {
     **{f"outrider, {name}": {"drafter_family": name} for name in ("ngram", "suffix", "model")},
     "outrider, auto": {},
 }
+_SYNTHETIC = "outrider, synthetic"
+_ALWAYS_WRONG = "outrider_bench.synthetic_drafter:SyntheticFamily"
 
 
 def run(settings: BenchSettings, arguments: list[str]) -> int:
@@ -126,8 +129,8 @@ def _machine() -> str:
 
 async def _measure_pair(pair: Pair, settings: BenchSettings, console: Console) -> Results:
     """Measure every way at every batch size in each round. A first, short round is not kept."""
-    tokenizer = load_tokenizer(str(pair.target))
-    prompts = [tokenizer.encode(prompt).ids for _, prompt in DEMO_PROMPTS]
+    encoder = Encoder(pair.target)
+    asked = _asked(settings.prompts)
     results = Results(pair.name)
     async with AsyncExitStack() as stack:
         ways = await _ways(stack, pair, settings, console)
@@ -144,23 +147,32 @@ async def _measure_pair(pair: Pair, settings: BenchSettings, console: Console) -
                         if name in _ALONE and batch > 1:
                             continue
                         tokens = 8
-                        if round_number:
+                        if round_number or settings.acceptance:
+                            # A synthetic drafter learns the texts in the first round.
                             tokens = settings.tokens
-                        task = _task(prompts, batch, settings.waves, tokens)
+                        task = _task(encoder, asked, batch, settings.waves, tokens)
                         sample = await measure(task)
                         if round_number:
                             results.add(batch, name, sample)
     return results
 
 
-def _task(prompts: list[list[int]], batch: int, waves: int, tokens: int) -> Task:
+def _asked(file: Path | None) -> list[Prompt]:
+    """The prompts of the file kind by kind, or of the demo."""
+    kinds = prompts.of(file, () if file else _DEMO_KINDS)
+    return [prompt for of_kind in kinds.values() for prompt in of_kind]
+
+
+def _task(encoder: Encoder, asked: list[Prompt], batch: int, waves: int, tokens: int) -> Task:
     """Choose prompts of all kinds, in the same order for every way."""
     count = max(4, waves * batch)
-    if count < len(prompts):
-        picked = [prompts[i * len(prompts) // count] for i in range(count)]
+    if count < len(asked):
+        picked = [asked[i * len(asked) // count] for i in range(count)]
     else:
-        picked = [prompts[i % len(prompts)] for i in range(count)]
-    return Task(picked, batch, tokens, varied=waves > 2)
+        picked = [asked[i % len(asked)] for i in range(count)]
+    ids = [encoder.ids(prompt) for prompt in picked]
+    kinds = [prompt.kind for prompt in picked]
+    return Task(ids, batch, tokens, varied=waves > 2, kinds=kinds)
 
 
 async def _ways(
@@ -179,19 +191,25 @@ async def _ways(
         if wanted("outrider, suffix", "outrider, auto") and _has_suffix_trees(console):
             texts.append("suffix")
         ways |= await _our_ways(stack, pair, texts)
+    if settings.acceptance and wanted(_SYNTHETIC):
+        # A stack of its own, since `auto` takes all drafters.
+        alone = outrider_stack(
+            pair, ["synthetic"], len(os.sched_getaffinity(0)), settings.acceptance
+        )
+        own = await stack.enter_async_context(alone)
+        ways[_SYNTHETIC] = own.way({"drafter_family": "synthetic"})
     if settings.vllm is not None:
-        for name, speculative in _vllm_methods(pair).items():
-            if wanted(name):
-                sizes = max(settings.batches)
-                ways[name] = await stack.enter_async_context(
-                    vllm_way(pair, settings.vllm, sizes, speculative)
-                )
-        for name, drafter in _vllm_drafters(pair).items():
-            if wanted(name):
-                sizes = max(settings.batches)
-                ways[name] = await stack.enter_async_context(
-                    vllm_with_drafter(pair, settings.vllm, sizes, drafter)
-                )
+        sizes = max(settings.batches)
+        makers = {
+            name: vllm_way(pair, settings.vllm, sizes, speculative)
+            for name, speculative in _vllm_methods(pair).items()
+        }
+        makers |= {
+            name: vllm_with_drafter(pair, settings.vllm, sizes, drafter)
+            for name, drafter in _vllm_drafters(pair).items()
+        }
+        found = [name for name in makers if wanted(name)]
+        ways |= {name: await stack.enter_async_context(makers[name]) for name in found}
     console.print(f"{pair.name}: {', '.join(ways)}")
     return {name: way for name, way in ways.items() if wanted(name)}
 
@@ -240,5 +258,5 @@ def _vllm_drafters(pair: Pair) -> dict[str, list[str]]:
         "vllm, our scheduler": [],
         "vllm, our ngram": ["--family", "ngram"],
         "vllm, our model": ["--family", "model", *draft],
-        "vllm, always wrong": ["--family", "outrider_bench.wrong_drafter:WrongFamily"],
+        "vllm, always wrong": ["--family", _ALWAYS_WRONG, "--acceptance", "0"],
     }

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 
 Shown = Literal["faster", "slower", ""]
 MOST_OF_ALLOWED = 1.02
@@ -20,9 +21,25 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     It never leaves the range of the values. Fewer than six values seldom narrow it, and the range
     of three misses the true median in one of four cases.
     """
-    drawn = np.random.default_rng(0).choice(np.asarray(values, float), (_RESAMPLES, len(values)))
-    low, high = np.quantile(np.median(drawn, axis=1), _QUANTILES)
+    low, high = np.quantile(_medians(values, np.random.default_rng(0)), _QUANTILES)
     return float(low), float(high)
+
+
+def ratio_interval(values: Sequence[float], bases: Sequence[float]) -> tuple[float, float]:
+    """The 95 % interval of the median of `values` over that of `bases`, of two separate runs.
+
+    The rounds of the runs are drawn independently, since no round of one belongs to one of the
+    other.
+    """
+    draws = np.random.default_rng(0)
+    low, high = np.quantile(_medians(values, draws) / _medians(bases, draws), _QUANTILES)
+    return float(low), float(high)
+
+
+def _medians(values: Sequence[float], draws: np.random.Generator) -> npt.NDArray[np.float64]:
+    """The medians of resampled rounds."""
+    drawn = draws.choice(np.asarray(values, float), (_RESAMPLES, len(values)))
+    return np.asarray(np.median(drawn, axis=1), np.float64)
 
 
 def shown_by(low: float, high: float) -> Shown:

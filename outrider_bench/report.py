@@ -12,7 +12,13 @@ from typing import Any
 from rich.table import Table
 
 from outrider_bench.console import table_of
-from outrider_bench.experiment.report.figures import LOOKUPS, PHASES, sample_figures
+from outrider_bench.experiment.report.figures import (
+    LOOKUPS,
+    PHASES,
+    POSITIONS,
+    groups_of,
+    sample_figures,
+)
 from outrider_bench.intervals import MOST_OF_ALLOWED, interval, of_allowed
 from outrider_bench.sample import Sample
 
@@ -45,6 +51,14 @@ _STEPS_NOTE = (
 )
 
 
+_ACCEPTANCE = {
+    "acceptance": "acceptance",
+    "accepted_length": "length",
+    **{f"accepted_at_{i}": f"at {i}" for i in POSITIONS},
+}
+_ACCEPTANCE_NOTE = "acceptance, and the share of drafts whose token at a position was accepted,"
+
+
 @dataclass(slots=True)
 class Results:
     """Samples of one pair of models, one a round, by batch size and way."""
@@ -72,6 +86,7 @@ class Results:
                 "ttft_s": [value for sample in samples for value in sample.ttft],
                 "tpot_s": [value for sample in samples for value in sample.tpot],
                 "counters": [sample.counters for sample in samples],
+                "by_kind": [sample.by_kind for sample in samples],
             }
             for batch, ways in self.samples.items()
             for way, samples in ways.items()
@@ -88,6 +103,12 @@ def tables(results: Results, bases: Sequence[str]) -> Iterator[Table]:
         yield _rates(f"{title}\n{words}", results, bases, rate)
     yield _figures(f"{title}\nlatency, in tokens, not chunks", results, _LATENCIES)
     yield _figures(f"{title}\n{_STEPS_NOTE}", results, _STEPS)
+    samples = [each for ways in results.samples.values() for own in ways.values() for each in own]
+    groups = groups_of(name for sample in samples for name in sample_figures(sample))
+    for group in ("", *groups):
+        of = f"of {group.replace('_', ' ', 1)}" if group else "of all"
+        names = {f"{group}_{name}".lstrip("_"): words for name, words in _ACCEPTANCE.items()}
+        yield _figures(f"{title}\n{_ACCEPTANCE_NOTE} {of}", results, names)
 
 
 def _rates(title: str, results: Results, bases: Sequence[str], rate: str) -> Table:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
+
+PER_POSITION = "spec_decode_num_accepted_tokens_per_pos."
+"""Beginning of the key of the draft tokens accepted at a position of their draft, from 0."""
 
 
 @dataclass(slots=True)
@@ -14,8 +17,9 @@ class Sample:
     """The measurements of one task. Times are in seconds.
 
     `ttft` and `tpot` have one entry a request if they are known. `counters` are the growth of the
-    verifier's metrics, by metric and labels. `requests`, if known, are the times of a request's
-    first and last token and its number of tokens. The batch was full until `full_s`.
+    verifier's metrics, see `counter_keys`. `requests`, if known, are the times of a request's
+    first and last token and its number of tokens. The batch was full until `full_s`. `by_kind` has
+    the counters of drafts, under the same keys, by the kind of the request's prompt.
     """
 
     tokens: int
@@ -25,6 +29,22 @@ class Sample:
     counters: dict[str, float] = field(default_factory=dict)
     requests: list[tuple[float, float, int]] = field(default_factory=list)
     full_s: float = 0.0
+    by_kind: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    def count_drafts(self, kind: str, draft_token_count: int, histogram: Sequence[int]) -> None:
+        """Add a request's drafts to those of its kind.
+
+        `histogram[i]` counts the drafts of which i tokens were accepted.
+        """
+        own = self.by_kind.setdefault(kind, {})
+        counted = {
+            "spec_decode_num_drafts": sum(histogram),
+            "spec_decode_num_draft_tokens": draft_token_count,
+            "spec_decode_num_accepted_tokens": sum(i * n for i, n in enumerate(histogram)),
+            **{f"{PER_POSITION}{i}": sum(histogram[i + 1 :]) for i in range(len(histogram) - 1)},
+        }
+        for key, count in counted.items():
+            own[key] = own.get(key, 0.0) + count
 
     @property
     def tokens_per_s(self) -> float:
@@ -58,20 +78,23 @@ async def counters(port: int, host: str = "127.0.0.1") -> dict[str, float]:
     values: dict[str, float] = {}
     for family in text_string_to_metric_families(text):
         for point in family.samples:
-            if key := counter_key(point.name, point.labels):
+            for key in counter_keys(point.name, point.labels):
                 values[key] = values.get(key, 0.0) + point.value
     return values
 
 
-def counter_key(name: str, labels: Mapping[str, str]) -> str:
-    """A counter's key: its name and the label of its phase or result.
+def counter_keys(name: str, labels: Mapping[str, str]) -> list[str]:
+    """A counter's keys: its name with the label of its phase, result or position from 0.
 
-    Empty if the metric is not a counter.
+    Counters of drafts have a second key, with the drafter's family before it, as in
+    `ngram:spec_decode_num_drafts`. Empty if the metric is not a counter.
     """
     if not name.endswith(("_total", "_count", "_sum")):
-        return ""
-    label = labels.get("phase") or labels.get("result")
-    short = name.removeprefix("outrider:").removesuffix("_total")
+        return []
+    label = labels.get("phase") or labels.get("result") or labels.get("position")
+    key = name.removeprefix("outrider:").removesuffix("_total")
     if label:
-        return f"{short}.{label}"
-    return short
+        key = f"{key}.{label}"
+    if "family" in labels and key.startswith("spec_decode"):
+        return [key, f"{labels['family']}:{key}"]
+    return [key]

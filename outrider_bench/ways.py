@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -42,6 +42,8 @@ class Task:
     batch: int
     max_tokens: int
     varied: bool = False
+    kinds: list[str] = field(default_factory=list)
+    """Of each prompt; empty if they are all of one."""
 
     @property
     def lengths(self) -> list[int]:
@@ -191,14 +193,18 @@ class Stack:
 
 
 @asynccontextmanager
-async def outrider_stack(pair: Pair, families: Sequence[str], threads: int) -> AsyncIterator[Stack]:
+async def outrider_stack(
+    pair: Pair, families: Sequence[str], threads: int, acceptance: Sequence[float] = ()
+) -> AsyncIterator[Stack]:
     """Start a verifier, its gateway and a drafter of each family, as in an experiment.
 
+    `acceptance` is that of the family synthetic, see `SyntheticSettings`.
     Raises StackFailed with the last lines of a process that does not start.
     """
     own: dict[str, dict[str, Any]] = {
         "model": {"model": pair.draft, "threads": 1},
         "head": {"model": pair.head, "threads": 1},
+        "synthetic": {"settings": {"acceptance": ",".join(map(str, acceptance))}},
     }
     experiment = Experiment.model_validate(
         {
@@ -220,8 +226,10 @@ async def outrider_stack(pair: Pair, families: Sequence[str], threads: int) -> A
 async def _played(task: Task, endpoint: Endpoint, speculation: Mapping[str, Any]) -> Sample:
     """Play a task at a gateway; raises RuntimeError with the first error of a request."""
     requests = [
-        Request(0.0, "", prompt, length, None)
-        for prompt, length in zip(task.prompts, task.lengths, strict=True)
+        Request(0.0, kind, prompt, length, None)
+        for kind, prompt, length in zip(
+            task.kinds or [""] * len(task.prompts), task.prompts, task.lengths, strict=True
+        )
     ]
     workload = Workload.model_validate({"batch": task.batch})
     asked = Asked(speculation, 0.0, "bench")

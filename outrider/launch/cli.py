@@ -20,6 +20,7 @@ _LAB = {
     "advise": "Say which placement of a drafter wins, and why.",
     "run": "Measure what an experiment file describes.",
     "report": "Make tables, plots and a page of a run's measurements.",
+    "compare": "Say which cells of two runs are faster, slower or not to tell apart.",
     "predict": "Run an experiment file in the simulator.",
     "simulate": "Run engine, planner and drafters in virtual time, as a scenario file says.",
     "bench": "Measure tokens/s beside transformers' generate.",

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
 from outrider.process.config import Settings, parse
+from outrider.process.usage import refuse
+
+_PROGRAM = "outrider lab bench"
 
 
 class BenchSettings(Settings):
@@ -34,6 +37,13 @@ class BenchSettings(Settings):
     requests have half to one and a half times `tokens`, so that they begin and end at different
     times, as those of users do. Requests of one length begin and end together in plain decoding."""
 
+    prompts: Path | None = None
+    """File of own prompts, as `prompts` of an experiment; unset takes those of the demo."""
+
+    acceptance: list[Annotated[float, Field(ge=0, le=1)]] = Field(default_factory=list)
+    """Measure also a synthetic drafter whose guesses are right with this probability, one number or
+    one for each position in the draft. It shows price and scheduling, not a draft's quality."""
+
     ways: list[str] = Field(["*"])
     """Patterns of the ways to measure, such as outrider*."""
 
@@ -46,7 +56,10 @@ class BenchSettings(Settings):
 
 def main(arguments: list[str]) -> int:
     """The exit status."""
-    settings = parse(BenchSettings, "outrider lab bench", arguments)
+    settings = parse(BenchSettings, _PROGRAM, arguments)
     from outrider_bench.bench import run
 
-    return run(settings, arguments)
+    try:
+        return run(settings, arguments)
+    except ValueError as error:
+        refuse(_PROGRAM, str(error))

@@ -15,10 +15,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from outrider.drafter.dialled import wait_until_ready
 from outrider.process import rpc
-from outrider.tokenizer import load_tokenizer
 from outrider_bench.experiment.report.figures import PHASES
 from outrider_bench.experiment.spec import Workload
-from outrider_bench.experiment.traffic import requests_of
+from outrider_bench.experiment.traffic import Encoder, requests_of
 from outrider_bench.sample import Sample
 from outrider_bench.simulator.costs import NotNegative
 from outrider_bench.ways import Pair, Task, outrider_stack
@@ -140,7 +139,7 @@ def task_of(target: Path, batch: int) -> Task:
     workload = Workload.model_validate(
         {"batch": batch, "output_tokens": _TOKENS, "waves": 8 if batch == 1 else 4}
     )
-    requests = requests_of(workload, load_tokenizer(str(target)))
+    requests = requests_of(workload, Encoder(target))
     return Task([request.prompt for request in requests], batch, _TOKENS, varied=True)
 
 

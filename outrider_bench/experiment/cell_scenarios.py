@@ -10,10 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
-
 from outrider.process.cores import parse_cores
-from outrider_bench.experiment.launches import HEAD
+from outrider_bench.experiment.launches import HEAD, SYNTHETIC
 from outrider_bench.experiment.profile_record import Profile
 from outrider_bench.experiment.records import PLAIN
 from outrider_bench.experiment.serving import (
@@ -23,11 +21,11 @@ from outrider_bench.experiment.serving import (
     with_messages,
 )
 from outrider_bench.experiment.spec import Drafter, Event, Experiment, Link, Target, drafters_of
-from outrider_bench.experiment.traffic import requests_of, warm_up_of
-from outrider_bench.simulator.costs import Costs, way_of
+from outrider_bench.experiment.traffic import Encoder, requests_of, warm_up_of
+from outrider_bench.simulator.costs import Costs, DraftingCost, way_of
 from outrider_bench.simulator.scenario import Scenario
 
-_PREDICTED = ("ngram", "model", "head")
+_PREDICTED = ("ngram", "model", "head", SYNTHETIC)
 # Seconds until a drafter whose connection was cut dials again, about; see outrider.drafter.stream.
 _AGAIN_S = 0.1
 _SETTINGS = ("max_draft_len", "max_matching_ngram_size", "is_public_pool")
@@ -41,6 +39,7 @@ _VERIFIER_SETTINGS = (
     "page_count",
 )
 _LONGEST_S = 36_000.0
+_DRAFTS_BY = {"ngram": "lookup", SYNTHETIC: "acceptance"}
 Asked = tuple[float, str, list[int], int]
 """A request: its time, kind, prompt and length of the answer."""
 
@@ -53,11 +52,11 @@ class Load:
     measured: list[Asked]
 
 
-def load_of(experiment: Experiment, tokenizer: Tokenizer) -> Load:
+def load_of(experiment: Experiment, encoder: Encoder) -> Load:
     """The clients' requests."""
     workload = experiment.workload
-    warm_up = [(0.0, r.kind, r.prompt, r.output_tokens) for r in warm_up_of(workload, tokenizer)]
-    measured = [(r.at, r.kind, r.prompt, r.output_tokens) for r in requests_of(workload, tokenizer)]
+    warm_up = [(0.0, r.kind, r.prompt, r.output_tokens) for r in warm_up_of(workload, encoder)]
+    measured = [(r.at, r.kind, r.prompt, r.output_tokens) for r in requests_of(workload, encoder)]
     return Load(warm_up, measured)
 
 
@@ -96,6 +95,8 @@ def _check_drafter(name: str, drafter: Drafter, profile: Profile) -> None:
     if drafter.family == "head":
         _check_head(name, drafter, profile)
     cost = cost_of(drafter, profile.cores)
+    if drafter.family == SYNTHETIC and drafter.cost is None:
+        return
     if cost not in profile.costs.drafting:
         if drafter.cost is not None:
             known = ", ".join(sorted(profile.costs.drafting))
@@ -182,9 +183,14 @@ def scenario_of(
 def _served(families: set[str]) -> str:
     """The profile's name for serving with these families of drafters."""
     for family in ("model", "head", "ngram"):
-        if family in families:
+        if family in {_served_as(each) for each in families}:
             return family
     return "plain"
+
+
+def _served_as(family: str) -> str:
+    """The family whose costs of serving this one has. A synthetic drafter computes no more."""
+    return "ngram" if family == SYNTHETIC else family
 
 
 def at_batch(servings: list[Serving], batch: int) -> Serving:
@@ -206,7 +212,18 @@ def _costs(experiment: Experiment, profile: Profile, served: str) -> Costs:
     plains = profile.at("plain")
     low, high = (plain.with_host_times(s) for plain, s in zip(plains, own, strict=True))
     message_s = at_batch(own, experiment.workload.under_way).message_s
-    return with_messages(busy(profile.costs, low, high), message_s)
+    found = with_messages(busy(profile.costs, low, high), message_s)
+    made = {name: _synthetic(drafter) for name, drafter in drafters_of(experiment)}
+    own = {f"{SYNTHETIC} {name}": cost for name, cost in made.items() if cost is not None}
+    return found.model_copy(update={"drafting": found.drafting | own})
+
+
+def _synthetic(drafter: Drafter) -> DraftingCost | None:
+    """The cost of a synthetic drafter's tokens by its settings; None for other families."""
+    if drafter.family != SYNTHETIC:
+        return None
+    token_s = float(drafter.settings.get("token_ms", 0.0)) / 1000
+    return DraftingCost(round_s=0.0, token_s={1: token_s})
 
 
 def _specs(
@@ -217,11 +234,15 @@ def _specs(
     common = {
         "family": drafter.family,
         "cost": cost_of(drafter, profile.cores),
-        "drafts_by": "lookup" if drafter.family == "ngram" else drafter.family,
+        "drafts_by": _DRAFTS_BY.get(drafter.family, drafter.family),
         **_placed(experiment, drafter, profile),
         **_linked(experiment, drafter, link, profile),
         **{key: value for key, value in drafter.settings.items() if key in _SETTINGS},
     }
+    if drafter.family == SYNTHETIC:
+        rates = str(drafter.settings.get("acceptance", 0.8)).split(",")
+        common |= {"acceptance": [float(rate) for rate in rates]}
+        common |= {} if drafter.cost is not None else {"cost": f"{SYNTHETIC} {name}"}
     if drafter.family == "head" and profile.head is not None:
         common |= {"states": profile.head.states, "in_process": drafter.in_process}
     for own in _processes(name, drafter):
@@ -230,7 +251,7 @@ def _specs(
 
 def _placed(experiment: Experiment, drafter: Drafter, profile: Profile) -> dict[str, Any]:
     """The effects of a drafter's place on its own speed and on the target's."""
-    serving = at_batch(profile.at(drafter.family), experiment.workload.under_way)
+    serving = at_batch(profile.at(_served_as(drafter.family)), experiment.workload.under_way)
     if drafter.host != experiment.target.host:
         return {"interference": 0.0, "slowness": 1.0}
     if drafter.device != "cpu":
@@ -260,7 +281,7 @@ def _linked(
     """
     if drafter.in_process:
         return {"round_trip_ms": 0.0}
-    serving = at_batch(profile.at(drafter.family), experiment.workload.under_way)
+    serving = at_batch(profile.at(_served_as(drafter.family)), experiment.workload.under_way)
     own_ms = 1000 * serving.round_trip_s
     found = {"round_trip_ms": own_ms, "jitter_ms": 1000 * serving.jitter_s}
     if link is not None:

@@ -20,6 +20,9 @@ HEAD = Path("models/heads/eagle3")
 _OFFLINE = {"HF_HUB_OFFLINE": "1"}
 _SECRET = "secret"
 _LOG_LEVEL: Setting = "warning"
+SYNTHETIC = "synthetic"
+"""The family of drafters whose acceptance is a setting."""
+_PATHS = {SYNTHETIC: "outrider_bench.synthetic_drafter:SyntheticFamily"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +143,7 @@ def _drafter_options(
 ) -> dict[str, Setting | None]:
     """The drafter's fields of the file, by the names of its process's settings."""
     options: dict[str, Setting | None] = {
-        "family": drafter.family,
+        "family": _PATHS.get(drafter.family, drafter.family),
         "uds": _path(dial.uds),
         "threads": drafter.threads,
     }
@@ -203,7 +206,7 @@ def drafters_at_each(experiment: Experiment) -> int:
 
 def _schema(field: str, family: str) -> type[DrafterSettings]:
     try:
-        return settings_schema(family)
+        return settings_schema(_PATHS.get(family, family))
     except OutriderError as error:
         raise invalid(f"{field}.family", error.message) from error
 

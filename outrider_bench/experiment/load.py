@@ -16,7 +16,6 @@ from typing import Any
 from outrider_bench.experiment.launches import Endpoint
 from outrider_bench.experiment.spec import Workload
 from outrider_bench.experiment.traffic import Request
-from outrider_bench.prompts import GRAMMARS
 from outrider_bench.raw_client import stream
 from outrider_bench.sample import Sample, counters
 
@@ -115,14 +114,14 @@ async def _ask(request: Request, endpoint: Endpoint, asked: Asked) -> _Answer:
         "prompt": request.prompt,
         "max_tokens": request.output_tokens,
         "temperature": asked.temperature,
-        "speculation": dict(asked.speculation),
+        "speculation": {**asked.speculation, "metrics": True},
         "stream": True,
         "stream_options": {"include_usage": True, "continuous_usage_stats": True},
         "ignore_eos": True,
         **({} if request.seed is None else {"seed": request.seed}),
     }
-    if grammar := GRAMMARS.get(request.kind):
-        body["structured_outputs"] = grammar
+    if request.grammar is not None:
+        body["structured_outputs"] = request.grammar
     answer = _Answer(time.perf_counter())
     headers = {"Authorization": f"Bearer {asked.tenant}"}
     try:
@@ -141,8 +140,10 @@ def _read(request: Request, answer: _Answer, started: float, began: float, playe
     text = ""
     count = 0
     first = last = 0.0
+    drafts: dict[str, Any] | None = None
     for at, event in _events(answer.blocks):
         text += "".join(choice.get("text", "") for choice in event.get("choices", ()))
+        drafts = (event.get("metrics") or {}).get("speculative_decoding") or drafts
         now = (event.get("usage") or {}).get("completion_tokens", count)
         if now > count:
             played.tokens.append((at - began, now - count))
@@ -150,7 +151,7 @@ def _read(request: Request, answer: _Answer, started: float, began: float, playe
             last = at
             count = now
     played.texts.append(text)
-    ends_early = request.kind in GRAMMARS and 0 < count < request.output_tokens
+    ends_early = request.grammar is not None and 0 < count < request.output_tokens
     if count != request.output_tokens and not ends_early:
         played.errors.append(f"an answer has {count} tokens, not {request.output_tokens}")
     if count == 0:
@@ -160,6 +161,9 @@ def _read(request: Request, answer: _Answer, started: float, began: float, playe
     sample.ttft.append(first - answer.started)
     sample.tpot.append((last - first) / max(count - 1, 1))
     sample.requests.append((first - started, last - started, count))
+    if drafts is not None and drafts["num_spec_steps"]:
+        histogram = drafts["acceptance_histogram"]
+        sample.count_drafts(request.kind, drafts["num_draft_tokens"], histogram)
 
 
 def _events(blocks: Sequence[tuple[float, bytes]]) -> list[tuple[float, dict[str, Any]]]:

@@ -7,14 +7,13 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tokenizers import Tokenizer
-
 from outrider_bench.experiment.events import Events
+from outrider_bench.experiment.launches import SYNTHETIC
 from outrider_bench.experiment.load import Asked, Played, digest, play, timeline
 from outrider_bench.experiment.records import DRAFTED, LinkTraffic, Measurement
-from outrider_bench.experiment.spec import Experiment
+from outrider_bench.experiment.spec import Experiment, drafters_of
 from outrider_bench.experiment.stack import Backend, Drafting
-from outrider_bench.experiment.traffic import requests_of, warm_up_of
+from outrider_bench.experiment.traffic import Encoder, requests_of, warm_up_of
 
 
 @dataclass(slots=True)
@@ -23,12 +22,15 @@ class Bench:
 
     backend: Backend
     drafting: Drafting | None
-    tokenizer: Tokenizer
+    encoder: Encoder
 
     async def warm_up(self, experiment: Experiment, way: str) -> None:
         """Send requests that are not counted, so that the verifiers learn the costs of steps."""
         workload = experiment.workload
-        requests = warm_up_of(workload, self.tokenizer)
+        requests = warm_up_of(workload, self.encoder)
+        if way == DRAFTED and any(each.family == SYNTHETIC for _, each in drafters_of(experiment)):
+            # Such drafters repeat the texts of requests that they have seen.
+            await self._play(experiment, _asked(experiment, way, "warm-up"), time.perf_counter())
         closed = workload.model_copy(update={"arrivals": "closed", "batch": workload.under_way})
         asked = _asked(experiment, way, "warm-up")
         began = time.perf_counter()
@@ -70,7 +72,7 @@ class Bench:
         """All verifiers at the same time, or one after the other."""
         workload = experiment.workload
         turns = [
-            (requests_of(workload, self.tokenizer, place), endpoint)
+            (requests_of(workload, self.encoder, place), endpoint)
             for place, endpoint in enumerate(self.backend.endpoints)
         ]
         playing = (play(requests, workload, endpoint, asked, began) for requests, endpoint in turns)

@@ -9,9 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from rich.console import Console
-from tokenizers import Tokenizer
 
-from outrider.tokenizer import load_tokenizer
 from outrider_bench.console import console_for_output, progress
 from outrider_bench.experiment.cell_scenarios import Load, check, load_of, scenario_of
 from outrider_bench.experiment.launches import DRAFT_MODEL, HEAD
@@ -23,6 +21,7 @@ from outrider_bench.experiment.report.figures import measurement_figures
 from outrider_bench.experiment.report.results import read
 from outrider_bench.experiment.schedule import ways_of
 from outrider_bench.experiment.spec import Cell, Experiment, Target, drafters_of, load
+from outrider_bench.experiment.traffic import Encoder
 from outrider_bench.experiment.unmeasured import profile_of
 from outrider_bench.simulator.simulation import Simulation
 
@@ -103,7 +102,7 @@ class Predictor:
 
     profiles: Sequence[Profile]
     _recorders: dict[str, Recorder] = field(default_factory=dict)
-    _tokenizers: dict[Path, Tokenizer] = field(default_factory=dict)
+    _encoders: dict[Path, Encoder] = field(default_factory=dict)
     _known: dict[str, Measurement] = field(default_factory=dict)
 
     def measurement(self, cell: Cell, way: str) -> Measurement:
@@ -134,7 +133,7 @@ class Predictor:
 
     def _simulate(self, experiment: Experiment, way: str, profile: Profile) -> Measurement:
         target = experiment.target
-        load = load_of(experiment, self._tokenizer(target))
+        load = load_of(experiment, self._encoder(target))
         with TemporaryDirectory() as directory:
             recording = Path(directory, "requests.jsonl")
             recorder = self._recorder(experiment)
@@ -168,10 +167,10 @@ class Predictor:
             key, Recorder(experiment.target.model, experiment.target.dtype, drafts, heads)
         )
 
-    def _tokenizer(self, target: Target) -> Tokenizer:
-        if target.model not in self._tokenizers:
-            self._tokenizers[target.model] = load_tokenizer(str(target.model))
-        return self._tokenizers[target.model]
+    def _encoder(self, target: Target) -> Encoder:
+        if target.model not in self._encoders:
+            self._encoders[target.model] = Encoder(target.model)
+        return self._encoders[target.model]
 
 
 def _recorded(recorder: Recorder, load: Load) -> str:

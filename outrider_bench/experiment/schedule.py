@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from outrider.tokenizer import load_tokenizer
 from outrider_bench.experiment.measuring import Bench
 from outrider_bench.experiment.places import Places
 from outrider_bench.experiment.records import DRAFTED, PLAIN, Folder
 from outrider_bench.experiment.spec import Cell, Experiment, Target
 from outrider_bench.experiment.stack import backend, drafting, own_head
+from outrider_bench.experiment.traffic import Encoder
 from outrider_bench.rounds import there_and_back
 
 _Item = TypeVar("_Item")
@@ -70,12 +70,12 @@ class Runner:
             return
         experiment = cells[0].experiment
         model = self._target_model(experiment.target)
-        tokenizer = load_tokenizer(str(model))
+        encoder = Encoder(model)
         self._tell(f"{repetition + 1}: starting verifiers", 0)
         head = own_head(experiment, model)
         async with backend(experiment.target, model, self._places, head) as running:
             for stack in there_and_back(stacks, repetition):
-                bench = Bench(running, None, tokenizer)
+                bench = Bench(running, None, encoder)
                 await self._plain(stack, repetition, bench)
                 await self._drafted(stack, repetition, bench)
 

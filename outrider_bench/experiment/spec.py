@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from outrider.process.config import Dtype
-from outrider_bench.prompts import KINDS
+from outrider_bench import prompts
 from outrider_bench.yaml_file import first_problem, read
 
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,31}$")]
@@ -60,6 +60,9 @@ class Drafter(_Part):
     """One kind of drafter and the place of its processes."""
 
     family: str = "ngram"
+    """A family of `outrider drafter`, or synthetic: it guesses right with the probability in
+    `settings.acceptance`, such as 0.8, or "0.8,0.6" by position. Each guess takes
+    `settings.token_ms`. It learns the greedy texts in a run of the load that is not counted."""
 
     model: Path | None = None
     """Directory of a draft model, or of a head; unset is the bundled one of the family."""
@@ -155,8 +158,13 @@ class Link(_Part):
 class Workload(_Part):
     """The requests of the clients."""
 
-    kinds: list[str] = Field(["code", "rewriting", "json", "chat"], min_length=1)
-    """Kinds of prompts, in turn."""
+    prompts: Path | None = None
+    """File of own prompts: JSONL of Spec-Bench, MT-Bench, HumanEval or GSM8K, ShareGPT, rows with
+    `prompt` or `messages`, or lines of text; unset takes prompts that come with Outrider."""
+
+    kinds: list[str] = Field(default_factory=list)
+    """Kinds of prompts, in turn; unset takes code, rewriting, json and chat, or all kinds of
+    `prompts`: the categories of its rows, or else the file's name."""
 
     arrivals: Literal["closed", "poisson"] = "closed"
     """closed keeps `batch` requests under way, poisson starts `rate` requests a second."""
@@ -185,9 +193,8 @@ class Workload(_Part):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        for kind in self.kinds:
-            if kind not in KINDS:
-                raise ValueError(f"kinds must be of {', '.join(KINDS)}, not {kind!r}")
+        if self.prompts is None:
+            prompts.of(None, self.kinds)
         return self
 
     @property
@@ -356,7 +363,9 @@ def load(path: Path) -> Experiment:
     """Read an experiment file; raises ValueError that names the file, the field and the problem."""
     experiment = read(path, Experiment)
     try:
-        experiment.cells()
+        for cell in experiment.cells():
+            workload = cell.experiment.workload
+            prompts.of(workload.prompts, workload.kinds)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     return experiment

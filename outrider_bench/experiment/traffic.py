@@ -6,13 +6,18 @@ They are the same for every way of decoding, and for measurement and prediction.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
 
-from tokenizers import Tokenizer
-
+from gateway.text.prompts import Prompts
+from outrider.errors import OutriderError
+from outrider.tokenizer import load_tokenizer
+from outrider_bench import prompts
 from outrider_bench.experiment.spec import Workload
-from outrider_bench.prompts import KINDS
+from outrider_bench.prompt_files import Prompt
 
 _GOLDEN = 0.618034
 _FEWEST = 8
@@ -28,9 +33,40 @@ class Request:
     prompt: list[int]
     output_tokens: int
     seed: int | None
+    grammar: Mapping[str, Any] | None = None
+    """The request's `structured_outputs`. An answer then ends with the grammar's text."""
 
 
-def requests_of(workload: Workload, tokenizer: Tokenizer, verifier: int = 0) -> list[Request]:
+class Encoder:
+    """Turns prompts into ids, as the model in a directory would be sent them."""
+
+    def __init__(self, model: Path) -> None:
+        self._model = model
+        self._tokenizer = load_tokenizer(str(model))
+        self._known: dict[Prompt, list[int]] = {}
+
+    def ids(self, prompt: Prompt) -> list[int]:
+        """The prompt's ids; raises ValueError for a chat if the model has no chat template."""
+        if prompt not in self._known:
+            self._known[prompt] = self._encode(prompt)
+        return self._known[prompt]
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if not prompt.chat:
+            return list(self._tokenizer.encode(prompt.text).ids)
+        try:
+            text = self._templates.render([message.model_dump() for message in prompt.chat])
+        except OutriderError as error:
+            raise ValueError(f"prompts, kind {prompt.kind}: {error.message}") from error
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    @cached_property
+    def _templates(self) -> Prompts:
+        """Made on the first chat, since rendering takes processes."""
+        return Prompts(str(self._model))
+
+
+def requests_of(workload: Workload, encoder: Encoder, verifier: int = 0) -> list[Request]:
     """The requests for a verifier, by its number from 0, in order of arrival.
 
     Verifiers that serve together get different prompts and arrivals; verifiers in turn get the
@@ -39,30 +75,32 @@ def requests_of(workload: Workload, tokenizer: Tokenizer, verifier: int = 0) -> 
     place = verifier
     if workload.verifiers == "in-turn":
         place = 0
-    prompts = _Prompts(workload, tokenizer)
+    own = _Prompts(workload, encoder)
+    kinds = own.kinds
     found = []
-    for i, (at, kind, output) in enumerate(_arrivals(workload, place)):
-        prompt = prompts.get(kind, i + place * len(workload.kinds))
-        found.append(Request(at, kind, prompt, output, _seed(workload, i)))
+    for i, (at, output) in enumerate(_arrivals(workload, place)):
+        kind = kinds[i % len(kinds)]
+        ids = own.get(kind, i + place * len(kinds))
+        found.append(Request(at, kind, ids, output, _seed(workload, i), own.grammar(kind)))
     return found
 
 
-def warm_up_of(workload: Workload, tokenizer: Tokenizer) -> list[Request]:
+def warm_up_of(workload: Workload, encoder: Encoder) -> list[Request]:
     """Requests to warm up with, whose prompts no measurement has.
 
     Two for each request under way, and at least one of each kind.
     """
-    prompts = _Prompts(workload, tokenizer)
+    own = _Prompts(workload, encoder)
     found = []
-    for i in range(max(2 * workload.under_way, len(workload.kinds))):
-        kind = workload.kinds[i % len(workload.kinds)]
-        prompt = prompts.kept(kind)
-        found.append(Request(0.0, kind, prompt, workload.output_tokens, _seed(workload, i)))
+    for i in range(max(2 * workload.under_way, len(own.kinds))):
+        kind = own.kinds[i % len(own.kinds)]
+        seed, grammar = _seed(workload, i), own.grammar(kind)
+        found.append(Request(0.0, kind, own.kept(kind), workload.output_tokens, seed, grammar))
     return found
 
 
-def _arrivals(workload: Workload, place: int) -> Iterator[tuple[float, str, int]]:
-    """Time, kind and length of the answer of each request."""
+def _arrivals(workload: Workload, place: int) -> Iterator[tuple[float, int]]:
+    """Time, and length of the answer, of each request."""
     if workload.arrivals == "closed":
         times = [0.0] * max(_FEWEST, workload.waves * workload.batch)
     else:
@@ -70,7 +108,7 @@ def _arrivals(workload: Workload, place: int) -> Iterator[tuple[float, str, int]
     for i, at in enumerate(times):
         # Lengths are spread evenly from half to one and a half times the mean.
         length = round(workload.output_tokens * (0.5 + (i * _GOLDEN) % 1.0))
-        yield at, workload.kinds[i % len(workload.kinds)], max(length, 1)
+        yield at, max(length, 1)
 
 
 def _poisson(workload: Workload, place: int) -> Iterator[float]:
@@ -82,23 +120,26 @@ def _poisson(workload: Workload, place: int) -> Iterator[float]:
 
 
 class _Prompts:
-    """Encoded prompts by kind."""
+    """A workload's prompts by kind, each encoded when it is asked for."""
 
-    def __init__(self, workload: Workload, tokenizer: Tokenizer) -> None:
-        self._kinds = len(workload.kinds)
-        self._encoded = {
-            kind: [list(tokenizer.encode(text).ids) for _, text in texts]
-            for kind, texts in KINDS.items()
-        }
+    def __init__(self, workload: Workload, encoder: Encoder) -> None:
+        self._of_kinds = prompts.of(workload.prompts, workload.kinds)
+        self.kinds = list(self._of_kinds)
+        self._has_grammars = workload.prompts is None
+        self._encoder = encoder
 
     def get(self, kind: str, i: int) -> list[int]:
-        """The prompt of the i-th request."""
-        *usual, _ = self._encoded[kind]
-        return usual[i // self._kinds % len(usual)]
+        """The prompt of the i-th request. The last of a kind is kept, unless it is the only one."""
+        usual = self._of_kinds[kind][:-1] or self._of_kinds[kind]
+        return self._encoder.ids(usual[i // len(self.kinds) % len(usual)])
 
     def kept(self, kind: str) -> list[int]:
         """The prompt of this kind for warming up."""
-        return self._encoded[kind][-1]
+        return self._encoder.ids(self._of_kinds[kind][-1])
+
+    def grammar(self, kind: str) -> Mapping[str, Any] | None:
+        """The grammar of this kind's answers; own prompts have none."""
+        return prompts.GRAMMARS.get(kind) if self._has_grammars else None
 
 
 def _seed(workload: Workload, i: int) -> int | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from outrider_bench.sample import Sample, counter_key
+from outrider_bench.sample import Sample, counter_keys
 from outrider_bench.simulator import costs
 from outrider_bench.simulator.drafter import DrafterActor
 from outrider_bench.simulator.events import Events
@@ -227,28 +227,27 @@ def _sample(requests: list[Request], began: float, end: float, full_s: float) ->
         sample.ttft.append(first - request.sent_at)
         sample.tpot.append((last - first) / max(count - 1, 1))
         sample.requests.append((first - began, last - began, count))
+        if request.stats is not None and request.stats.draft_count:
+            stats = request.stats
+            sample.count_drafts(request.text.kind, stats.draft_token_count, stats.histogram)
     return sample
 
 
 def _counters(verifier: VerifierActor) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
     """Return a verifier's counters and those of each drafter.
 
-    Keys are those of `outrider_bench.sample.counter_key`.
+    Keys are those of `outrider_bench.sample.counter_keys`.
     """
     counters: dict[str, float] = {}
     drafters: dict[str, dict[str, float]] = {}
     verifier.metrics.flush()
     for metric in verifier.metrics.registry.collect():
         for point in metric.samples:
-            key = counter_key(point.name, point.labels)
-            if not key:
-                continue
-            _add(counters, {key: point.value})
-            if "drafter" in point.labels:
-                if point.labels.get("position"):
-                    key = f"{key}.{point.labels['position']}"
+            keys = counter_keys(point.name, point.labels)
+            _add(counters, dict.fromkeys(keys, point.value))
+            if keys and "drafter" in point.labels:
                 own = drafters.setdefault(point.labels["drafter"], {})
-                _add(own, {key: point.value})
+                _add(own, {keys[0]: point.value})
     return counters, drafters
 
 

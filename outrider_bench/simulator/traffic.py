@@ -9,7 +9,13 @@ from functools import partial
 from itertools import count
 
 from outrider.errors import OutriderError
-from outrider.protocol.messages import SamplingParams, SpeculationOptions, TokenChunk, TokenRequest
+from outrider.protocol.messages import (
+    SamplingParams,
+    SpeculationOptions,
+    SpeculationStats,
+    TokenChunk,
+    TokenRequest,
+)
 from outrider_bench.simulator.events import Events
 from outrider_bench.simulator.gateway import GatewayActor
 from outrider_bench.simulator.recorded import RecordedRequest, read_recording
@@ -35,6 +41,8 @@ class Request:
     received_at: list[tuple[float, int]] = field(default_factory=list)
     """When tokens arrived, and how many."""
     sequence: Sequence | None = None
+    stats: SpeculationStats | None = None
+    """Of the verifier that ended it."""
     error: OutriderError | None = None
     over: bool = False
     late: bool = False
@@ -263,6 +271,7 @@ class Traffic:
             if not request.text.reads and len(request.received_at) == UNREAD_CHUNKS:
                 self._events.at(arrival, lambda: self._pause(request))
             if message.finish_reason is not None:
+                request.stats = message.stats
                 self._events.at(arrival, lambda: self._end(request))
 
         return receive

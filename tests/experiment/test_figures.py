@@ -8,6 +8,7 @@ from outrider_bench.experiment.profile_record import Conditions
 from outrider_bench.experiment.records import DRAFTED, PLAIN, Folder, LinkTraffic, Measurement
 from outrider_bench.experiment.report.answers import answers, break_even_ms
 from outrider_bench.experiment.report.figures import (
+    groups_of,
     longest_gap,
     measurement_figures,
     rate_before,
@@ -38,6 +39,38 @@ COUNTERS = {
     "step_phase_seconds.wait": 0.1,
     "step_phase_seconds.pack": 0.02,
 }
+
+
+SPEC = "spec_decode_num"
+APART = {
+    # Of 30 drafts, 24 had their first token accepted, and so on.
+    f"{SPEC}_accepted_tokens_per_pos.0": 24.0,
+    f"{SPEC}_accepted_tokens_per_pos.1": 21.0,
+    f"{SPEC}_accepted_tokens_per_pos.2": 15.0,
+    f"ngram:{SPEC}_drafts": 10.0,
+    f"ngram:{SPEC}_draft_tokens": 40.0,
+    f"ngram:{SPEC}_accepted_tokens": 10.0,
+    f"ngram:{SPEC}_accepted_tokens_per_pos.0": 4.0,
+}
+
+
+def test_acceptance_is_told_by_position_family_and_kind() -> None:
+    one = Sample(100, 2.0, counters=COUNTERS | APART)
+    # Two requests for code: three drafts of four tokens; 0, 2, and 2 of them were accepted.
+    one.count_drafts("code", 4, [1])
+    one.count_drafts("code", 8, [0, 0, 2])
+    one.count_drafts("chat", 4, [1, 0, 0])
+    found = sample_figures(one)
+    assert [found[f"accepted_at_{i}"] for i in (1, 2, 3)] == pytest.approx([0.8, 0.7, 0.5])
+    assert found["family_ngram_acceptance"] == pytest.approx(0.25)
+    assert found["family_ngram_accepted_length"] == pytest.approx(2.0)
+    assert found["family_ngram_accepted_at_1"] == pytest.approx(0.4)
+    assert found["kind_code_acceptance"] == pytest.approx(4 / 12)
+    assert found["kind_code_accepted_at_2"] == pytest.approx(2 / 3)
+    assert found["kind_chat_acceptance"] == 0.0
+    whole = measurement_figures(Measurement(DRAFTED, [one, one]), in_turn=False)
+    assert whole["kind_code_acceptance"] == pytest.approx(4 / 12)
+    assert groups_of(whole) == ["family_ngram", "kind_code", "kind_chat"]
 
 
 def sample(tokens: int = 100, seconds: float = 2.0) -> Sample:

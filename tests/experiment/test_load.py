@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from outrider_bench.experiment.load import Played, _Answer, _events, _read, digest, timeline
 from outrider_bench.experiment.traffic import Request
+from outrider_bench.prompts import GRAMMARS
 from outrider_bench.sample import Sample
 
 _EVENTS = [
@@ -52,6 +53,25 @@ def test_digests_differ_when_a_text_or_its_place_does() -> None:
     assert len(digests) == 4
 
 
+def test_drafts_are_counted_by_the_kind_of_prompt() -> None:
+    drafts = {"num_spec_steps": 3, "num_draft_tokens": 9, "acceptance_histogram": [1, 0, 2, 0]}
+    last = {"usage": {"completion_tokens": 5}, "metrics": {"speculative_decoding": drafts}}
+    stream = b"data: " + json.dumps(last).encode() + b"\n"
+    played = _played([], [])
+    _read(Request(0.0, "law", [1], 5, None), _Answer(0.0, [(1.0, stream)]), 0.0, 0.0, played)
+    per_position = "spec_decode_num_accepted_tokens_per_pos"
+    assert played.sample.by_kind == {
+        "law": {
+            "spec_decode_num_drafts": 3.0,
+            "spec_decode_num_draft_tokens": 9.0,
+            "spec_decode_num_accepted_tokens": 4.0,
+            f"{per_position}.0": 2.0,
+            f"{per_position}.1": 2.0,
+            f"{per_position}.2": 0.0,
+        }
+    }
+
+
 @pytest.mark.parametrize(
     ("kind", "wanted", "is_error"),
     [("json", 5, False), ("json", 6, True), ("schema", 6, False), ("schema", 4, True)],
@@ -61,5 +81,6 @@ def test_only_an_answer_with_a_grammar_may_end_early(
 ) -> None:
     played = _played([], [])
     answer = _Answer(0.0, [(1.0, _STREAM)])
-    _read(Request(0.0, kind, [1], wanted, None), answer, 0.0, 0.0, played)
+    asked = Request(0.0, kind, [1], wanted, None, GRAMMARS.get(kind))
+    _read(asked, answer, 0.0, 0.0, played)
     assert bool(played.errors) is is_error

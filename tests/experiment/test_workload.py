@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from statistics import mean
 
 import pytest
 import xgrammar
-from tokenizers import Tokenizer
 
-from outrider.tokenizer import load_tokenizer
 from outrider_bench.experiment.spec import Workload
-from outrider_bench.experiment.traffic import requests_of, warm_up_of
+from outrider_bench.experiment.traffic import Encoder, requests_of, warm_up_of
 from outrider_bench.prompts import GRAMMARS
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return load_tokenizer("models/target")
+def encoder() -> Encoder:
+    return Encoder(Path("models/target"))
 
 
 def _workload(**settings: object) -> Workload:
     return Workload.model_validate(settings)
 
 
-def test_closed_arrivals_have_waves_and_lengths_around_the_mean(tokenizer: Tokenizer) -> None:
-    requests = requests_of(_workload(batch=4, waves=8, output_tokens=64), tokenizer)
+def test_closed_arrivals_have_waves_and_lengths_around_the_mean(encoder: Encoder) -> None:
+    requests = requests_of(_workload(batch=4, waves=8, output_tokens=64), encoder)
     assert len(requests) == 32
     lengths = [request.output_tokens for request in requests]
     assert min(lengths) >= 32
@@ -39,26 +38,26 @@ def test_closed_arrivals_have_waves_and_lengths_around_the_mean(tokenizer: Token
     ]
 
 
-def test_verifiers_in_turn_get_the_same_requests_and_others_do_not(tokenizer: Tokenizer) -> None:
+def test_verifiers_in_turn_get_the_same_requests_and_others_do_not(encoder: Encoder) -> None:
     together, in_turn = _workload(batch=2), _workload(batch=2, verifiers="in-turn")
-    assert requests_of(together, tokenizer, 0) != requests_of(together, tokenizer, 1)
-    assert requests_of(in_turn, tokenizer, 0) == requests_of(in_turn, tokenizer, 1)
+    assert requests_of(together, encoder, 0) != requests_of(together, encoder, 1)
+    assert requests_of(in_turn, encoder, 0) == requests_of(in_turn, encoder, 1)
 
 
-def test_prompts_for_warming_up_are_never_measured(tokenizer: Tokenizer) -> None:
+def test_prompts_for_warming_up_are_never_measured(encoder: Encoder) -> None:
     workload = _workload(batch=16, waves=8)
     measured = {
-        tuple(r.prompt) for verifier in range(4) for r in requests_of(workload, tokenizer, verifier)
+        tuple(r.prompt) for verifier in range(4) for r in requests_of(workload, encoder, verifier)
     }
-    assert not measured & {tuple(r.prompt) for r in warm_up_of(workload, tokenizer)}
+    assert not measured & {tuple(r.prompt) for r in warm_up_of(workload, encoder)}
 
 
-def test_poisson_arrivals_come_at_the_rate_and_repeat_with_the_seed(tokenizer: Tokenizer) -> None:
+def test_poisson_arrivals_come_at_the_rate_and_repeat_with_the_seed(encoder: Encoder) -> None:
     workload = _workload(arrivals="poisson", rate=20.0, seconds=100.0, seed=3)
-    requests = requests_of(workload, tokenizer)
+    requests = requests_of(workload, encoder)
     assert 1800 < len(requests) < 2200
     assert all(request.at < 100.0 for request in requests)
-    assert requests == requests_of(workload, tokenizer)
+    assert requests == requests_of(workload, encoder)
 
 
 def test_the_grammar_of_tools_is_that_of_qwen_3_in_xgrammar() -> None:

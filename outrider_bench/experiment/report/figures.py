@@ -7,18 +7,21 @@ A figure whose denominator is 0, or whose counters were not recorded, is absent.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from statistics import median, quantiles
 from typing import Any
 
 from outrider_bench.experiment.records import Measurement
-from outrider_bench.sample import Sample
+from outrider_bench.sample import PER_POSITION, Sample
 
 PHASES = ("forward", "wait", "pack", "accept", "commit", "send")
 """The phases of a step that the verifier's counters tell apart."""
 LOOKUPS = ("chain", "branch", "late", "miss")
 """The results of looking up committed tokens in the next draft."""
+POSITIONS = range(1, 9)
+"""The positions in a draft that tables show; files have all."""
 TENTHS_PER_S = 10
 BACK = 0.9
 """The rate is back once it is this share of the rate before the event."""
@@ -46,6 +49,7 @@ def measurement_figures(measurement: Measurement, *, in_turn: bool) -> Figures:
         "tokens_per_s": rate,
         **_latencies(samples),
         **_drafts(counters),
+        **_apart(counters, [sample.by_kind for sample in samples]),
         **_step(counters),
         **_costs(measurement, tokens),
         **timeline_figures(_full(measurement), measurement.events),
@@ -58,6 +62,7 @@ def sample_figures(sample: Sample) -> Figures:
         "tokens_per_s": sample.tokens_per_s,
         **_latencies([sample]),
         **_drafts(sample.counters),
+        **_apart(sample.counters, [sample.by_kind]),
         **_step(sample.counters),
     }
 
@@ -75,6 +80,12 @@ def _total(counters: Iterable[Mapping[str, float]]) -> dict[str, float]:
         for name, value in each.items():
             total[name] = total.get(name, 0.0) + value
     return total
+
+
+def groups_of(figures: Iterable[str]) -> list[str]:
+    """The families and kinds whose acceptance is among these names, as `family_` and `kind_`."""
+    found = [re.fullmatch(r"((?:family|kind)_.+)_acceptance", name) for name in figures]
+    return list(dict.fromkeys(match[1] for match in found if match))
 
 
 def _quotients(parts: Mapping[str, tuple[float, float]]) -> Figures:
@@ -97,7 +108,6 @@ def _latencies(samples: Sequence[Sample]) -> Figures:
 def _drafts(counters: Mapping[str, float]) -> Figures:
     """Acceptance by vLLM's definitions, and commits by the state of the next draft."""
     tokens = counters.get("generation_tokens", 0.0)
-    drafts = counters.get("spec_decode_num_drafts", 0.0)
     drafted = counters.get("spec_decode_num_draft_tokens", 0.0)
     accepted = counters.get("spec_decode_num_accepted_tokens", 0.0)
     lookups = {result: counters.get(f"draft_lookups.{result}", 0.0) for result in LOOKUPS}
@@ -108,8 +118,7 @@ def _drafts(counters: Mapping[str, float]) -> Figures:
         drafted_tokens = tokens
     return _quotients(
         {
-            "acceptance": (accepted, drafted),
-            "accepted_length": (drafts + accepted, drafts),
+            **_acceptance(counters),
             "tokens_per_forward": (tokens, forwards),
             "of_limit": (
                 counters.get("decode_isolated_forward_seconds", 0.0),
@@ -121,6 +130,35 @@ def _drafts(counters: Mapping[str, float]) -> Figures:
             "draft_bytes_per_token": (counters.get("draft_bytes", 0.0), drafted_tokens),
         }
     )
+
+
+def _acceptance(counters: Mapping[str, float]) -> dict[str, tuple[float, float]]:
+    """Acceptance, whole and by position in the draft from 1, as numerators and denominators."""
+    drafts = counters.get("spec_decode_num_drafts", 0.0)
+    accepted = counters.get("spec_decode_num_accepted_tokens", 0.0)
+    places = {key: key.removeprefix(PER_POSITION) for key in counters if PER_POSITION in key}
+    at = {place: counters[key] for key, place in places.items() if place.isdigit()}
+    return {
+        "acceptance": (accepted, counters.get("spec_decode_num_draft_tokens", 0.0)),
+        "accepted_length": (drafts + accepted, drafts),
+        **{f"accepted_at_{int(place) + 1}": (n, drafts) for place, n in at.items() if n},
+    }
+
+
+def _apart(counters: Mapping[str, float], kinds: Sequence[Mapping[str, Any]]) -> Figures:
+    """Acceptance by family of drafters and by kind of prompts, under `family_` and `kind_`."""
+    groups: dict[str, dict[str, float]] = {}
+    for key, count in counters.items():
+        family, colon, own = key.partition(":")
+        if colon:
+            groups.setdefault(f"family_{family}", {})[own] = count
+    for kind in dict.fromkeys(kind for each in kinds for kind in each):
+        groups[f"kind_{kind or 'any'}"] = _total(each.get(kind, {}) for each in kinds)
+    return {
+        f"{group}_{name}": figure
+        for group, own in groups.items()
+        for name, figure in _quotients(_acceptance(own)).items()
+    }
 
 
 def _step(counters: Mapping[str, float]) -> Figures:

@@ -92,16 +92,22 @@ class Results:
         most = max(played, key=len, default=[])
         return sorted(most, key=lambda event: float(event["at"]))
 
-    def spread(
+    def values(
         self, cell: Cell, source: Source, way: str, figure: str, verifier: str = ALL
-    ) -> Spread | None:
-        """A figure over the repetitions; None if no repetition has it."""
+    ) -> list[float]:
+        """A figure of each repetition that has it."""
         wanted = (cell.key, source, way, verifier)
-        values = [
+        return [
             row.figures[figure]
             for row in self.rows
             if (row.cell, row.source, row.way, row.verifier) == wanted and figure in row.figures
         ]
+
+    def spread(
+        self, cell: Cell, source: Source, way: str, figure: str, verifier: str = ALL
+    ) -> Spread | None:
+        """A figure over the repetitions; None if no repetition has it."""
+        values = self.values(cell, source, way, figure, verifier)
         return Spread.of(values, predicted=source == "predicted") if values else None
 
     def is_disturbed(self, cell: Cell, source: Source, verifier: str = ALL) -> bool:

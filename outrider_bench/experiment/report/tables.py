@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from outrider_bench.experiment.records import DRAFTED, PLAIN
-from outrider_bench.experiment.report.figures import LOOKUPS, PHASES
+from outrider_bench.experiment.report.figures import LOOKUPS, PHASES, POSITIONS, groups_of
 from outrider_bench.experiment.report.results import ALL, Results, Source, event_words, words
 from outrider_bench.experiment.spec import Cell
 
@@ -26,7 +26,8 @@ class Table:
 class _Column:
     """A column that shows a figure of figures.csv. With an empty `way` it takes the line's way.
 
-    `{event}` in the figure's name becomes the number of the line's event.
+    `{event}` in the figure's name becomes the number of the line's event, and `{group}` the
+    families or kinds whose drafts the line is about.
     """
 
     title: str
@@ -49,6 +50,7 @@ class _Subject:
     way: str = ""
     verifier: str = ALL
     event: int = 0
+    group: str = ""
 
 
 _SPEED = [
@@ -69,6 +71,11 @@ _DRAFTS = [
     _Column("tokens per forward", "tokens_per_forward", 2, DRAFTED),
     *(_Column(result, f"lookup_{result}", 2, DRAFTED) for result in LOOKUPS),
     _Column("wasted drafts per token", "wasted_per_token", 2, DRAFTED),
+]
+_ACCEPTANCE = [
+    _Column("acceptance rate", "{group}acceptance", 2, DRAFTED),
+    _Column("acceptance length", "{group}accepted_length", 2, DRAFTED),
+    *(_Column(f"at {i}", f"{{group}}accepted_at_{i}", 2, DRAFTED) for i in POSITIONS),
 ]
 _STEP = [
     _Column("step", "step_ms"),
@@ -93,6 +100,8 @@ _NOTES = {
     "Drafts": "Acceptance rate: accepted of verified draft tokens. Acceptance length: 1 + accepted "
     "tokens per draft. Then shares of commits by the next draft's state: on the chain, in a "
     "branch, late, or a miss. Wasted: draft tokens dropped for each output token.",
+    "Acceptance by position and kind": "Of all drafts, of a family's, and in requests of a kind of "
+    "prompts. At a position: the share of drafts whose token there was accepted, as vLLM counts.",
     "Where the time of a step went, ms": "Means by phase, from the verifier's counters.",
     "What a token costs": "Bytes on each link (up is towards the verifier or Redis) and CPU time.",
     "Events": "For each event: tokens/s of the two seconds before it, and seconds until a whole "
@@ -105,6 +114,11 @@ def tables(results: Results) -> Iterator[Table]:
     """All tables that the run has figures for."""
     cells = [_Subject("", cell, source) for cell, source in results.found()]
     ways = [replace(subject, head=w, way=w) for subject in cells for w in (PLAIN, DRAFTED)]
+    groups = [
+        replace(subject, head=group.replace("_", " ", 1) or "all", group=group and f"{group}_")
+        for subject in cells
+        for group in ("", *groups_of(name for row in results.rows for name in row.figures))
+    ]
     events = [
         _Subject(event_words(event), cell, source, event=number)
         for cell, source in results.found()
@@ -118,8 +132,8 @@ def tables(results: Results) -> Iterator[Table]:
     ]
     for title, columns, subjects in zip(
         _NOTES,
-        (_SPEED, _LATENCY, _DRAFTS, _STEP, _costs(results), _EVENTS, _VERIFIERS),
-        (cells, cells, cells, ways, ways, events, verifiers),
+        (_SPEED, _LATENCY, _DRAFTS, _ACCEPTANCE, _STEP, _costs(results), _EVENTS, _VERIFIERS),
+        (cells, cells, cells, groups, ways, ways, events, verifiers),
         strict=True,
     ):
         yield from _filled(results, title, columns, subjects)
@@ -145,7 +159,7 @@ def _filled(
 
 
 def _text(results: Results, subject: _Subject, column: _Column) -> str:
-    figure = column.figure.format(event=subject.event)
+    figure = column.figure.format(event=subject.event, group=subject.group)
     way = column.way or subject.way
     source = column.source or subject.source
     spread = results.spread(subject.cell, source, way, figure, subject.verifier)

@@ -1,0 +1,113 @@
+"""A drafter whose acceptance is a setting: on the stack's own rules, and as it is predicted."""
+
+import asyncio
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from outrider.drafter.draft_sequence import DraftSequence
+from outrider.protocol.draft_messages import DraftDistribution, Opened, Window
+from outrider.protocol.messages import SamplingParams
+from outrider_bench.experiment.cell_scenarios import Load, scenario_of
+from outrider_bench.experiment.records import DRAFTED
+from outrider_bench.experiment.spec import Experiment
+from outrider_bench.synthetic_drafter import SyntheticFamily, SyntheticSettings
+from tests.experiment.made_up_profile import made_up_profile
+
+PROMPT = [7, 8, 9]
+TEXT = [*PROMPT, *range(100, 1500)]
+_NUMBERS = count(1)
+
+
+def _opened(tokens: list[int], wanted: int) -> DraftSequence:
+    return DraftSequence(
+        Opened(
+            next(_NUMBERS),
+            list(tokens),
+            SamplingParams(),
+            DraftDistribution.ONE_HOT,
+            Window(64, 64),
+            wanted,
+            prompt_length=len(PROMPT),
+        )
+    )
+
+
+def _family(acceptance: list[float], seed: int = 0) -> SyntheticFamily:
+    return SyntheticFamily(SyntheticSettings(acceptance=acceptance, seed=seed), [])
+
+
+def _guesses(family: SyntheticFamily, tokens: list[int], wanted: int) -> list[int]:
+    sequence = _opened(tokens, wanted)
+    family.opened(sequence)
+    asyncio.run(family.propose([sequence], lambda: False))
+    return sequence.guesses
+
+
+def _learn(family: SyntheticFamily) -> None:
+    sequence = _opened(PROMPT, 4)
+    family.opened(sequence)
+    sequence.tokens += TEXT[len(PROMPT) :]
+    family.closed(sequence)
+
+
+def _accepted(family: SyntheticFamily, wanted: int) -> Iterator[int]:
+    """How many guesses of each draft are right, while a text is written."""
+    at = len(PROMPT)
+    while at < len(TEXT) - wanted:
+        found = _guesses(family, TEXT[:at], wanted)
+        right = [a == b for a, b in zip(found, TEXT[at:], strict=False)]
+        yield [*right, False].index(False)
+        at += [*right, False].index(False) + 1
+
+
+def test_a_prompt_that_is_new_gets_no_guess() -> None:
+    family = _family([0.8])
+    assert _guesses(family, PROMPT, 4) == []
+    _learn(family)
+    assert len(_guesses(family, PROMPT, 4)) == 4
+    assert _guesses(family, [1, 2], 4) == []
+
+
+def test_guesses_are_right_with_the_probability_of_their_position() -> None:
+    family = _family([0.9, 0.5])
+    _learn(family)
+    found = list(_accepted(family, 2))
+    first = sum(accepted >= 1 for accepted in found) / len(found)
+    second = found.count(2) / sum(accepted >= 1 for accepted in found)
+    # Four standard deviations of some 600 and 540 draws.
+    assert first == pytest.approx(0.9, abs=0.05)
+    assert second == pytest.approx(0.5, abs=0.09)
+
+
+def test_errors_belong_to_text_and_seed() -> None:
+    families = [_family([0.5], seed) for seed in (1, 1, 2)]
+    for family in families:
+        _learn(family)
+    one, same, other = ([*_accepted(family, 1)] for family in families)
+    assert one == same != other
+
+
+def test_at_acceptance_0_every_guess_is_wrong_without_knowing_a_text() -> None:
+    assert _guesses(_family([0.0]), PROMPT, 3) == [0, 0, 0]
+
+
+def test_a_prediction_draws_from_the_same_acceptance(tmp_path: Path) -> None:
+    experiment = Experiment.model_validate(
+        {
+            "name": "x",
+            "target": {"threads": 1},
+            "drafters": {
+                "s": {"family": "synthetic", "settings": {"acceptance": "0.9,0.5", "token_ms": 2}}
+            },
+            "use": ["s"],
+        }
+    )
+    (tmp_path / "requests.jsonl").write_text("")
+    scenario = scenario_of(experiment, DRAFTED, made_up_profile(), Load([], []), tmp_path)
+    [drafter] = scenario.drafters
+    assert (drafter.drafts_by, drafter.acceptance) == ("acceptance", {"": [0.9, 0.5]})
+    table = (tmp_path / "drafted.costs.json").read_text()
+    assert '"synthetic s":{"round_s":0.0,"token_s":{"1":0.002}' in table
