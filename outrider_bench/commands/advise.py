@@ -22,7 +22,7 @@ class Question(Settings):
     """Name the best placement of a drafter, its gain and its limit.
 
     Simulates a drafter on the target's cores, on other cores of its host, and on another host
-    over a link.
+    over a link: the speed of each, or with --tokens-per-s the clients that each serves.
     """
 
     model_config = SettingsConfigDict(env_prefix="OUTRIDER_ADVISE_")
@@ -41,6 +41,16 @@ class Question(Settings):
 
     batch: list[Annotated[int, Field(ge=1, le=256)]] = Field([1, 8, 32], min_length=1, max_length=8)
     """Numbers of requests under way; the first number is answered in words."""
+
+    tokens_per_s: float | None = Field(None, gt=0)
+    """Ask for capacity instead: how many clients get as many tokens/s each, without a drafter and
+    by the drafter's place. It takes minutes."""
+
+    share: float = Field(0.95, gt=0, lt=1)
+    """For capacity, the share of the requests that must get the rate."""
+
+    remote_drafters: int = Field(1, ge=1, le=64)
+    """For capacity, the number of drafters on the other host, which share the sequences."""
 
     drafter: str = "model"
     """The cost table's entry for drafting on the target's cores, or on its GPU."""
@@ -69,6 +79,8 @@ def _run(question: Question) -> int:
         asked = situations.situations_of(question)
     except ValueError as error:
         refuse(_PROGRAM, str(error))
+    if question.tokens_per_s is not None:
+        return _capacity(question, question.tokens_per_s)
     found = []
     with progress() as bar:
         task = bar.add_task("simulating", total=len(asked) * advice.SIMULATIONS)
@@ -82,6 +94,29 @@ def _run(question: Question) -> int:
         print(json.dumps(advice_text.as_json(drafter, found, profile), indent=1))
         return 0
     advice_text.show(console_for_output(_WIDTH), drafter, found, profile)
+    return 0
+
+
+def _capacity(question: Question, tokens_per_s: float) -> int:
+    """Print how many clients each place serves."""
+    from dataclasses import asdict
+
+    from outrider_bench.console import console_for_output, progress
+    from outrider_bench.experiment import capacity, situations
+
+    wanted = capacity.Wanted(tokens_per_s, question.share)
+    with progress() as bar:
+        task = bar.add_task("simulating", total=4)
+        found = capacity.capacities(
+            lambda clients: situations.situation_of(question, clients),
+            wanted,
+            question.remote_drafters,
+            lambda: bar.advance(task),
+        )
+    if click.get_current_context().meta["json"]:
+        print(json.dumps([asdict(each) for each in found], indent=1))
+    else:
+        console_for_output(_WIDTH).print(capacity.table(found, wanted))
     return 0
 
 

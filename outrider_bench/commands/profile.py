@@ -45,12 +45,15 @@ class ProfileSettings(Settings):
     """Threads of the target; unset leaves a core to drafters."""
 
     draft_threads: list[int] = Field([1])
-    """Numbers of threads of the draft model to measure."""
+    """Numbers of threads of the draft model to measure on the CPU; 1 must be among them. Where the
+    target is on a GPU, the draft model is measured there as well."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         if min(self.draft_threads, default=0) < 1:
             raise ValueError("draft_threads must be numbers of at least 1")
+        if 1 not in self.draft_threads:
+            raise ValueError("draft_threads must have 1 among them, with which serving is measured")
         return self
 
 

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -45,6 +46,8 @@ class Place:
     on_target_cores: bool = False
     interference: float = 0.0
     slowness: float = 1.0
+    count: int = 1
+    """Drafters there, which share the sequences."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,8 +262,12 @@ class Simulator:
         self._tell = tell
         self._drafted = drafted
         self._cheap = cheap
-        sample = simulate(self._scenario(plain), batch, drafting=False).sample
-        self.plain_tokens_per_s = _tokens_per_s(sample)
+        self._plain = plain
+
+    @cached_property
+    def plain_tokens_per_s(self) -> float:
+        """The rate of plain decoding."""
+        return _tokens_per_s(self.sample(None, 0.0))
 
     def run(
         self,
@@ -271,8 +278,24 @@ class Simulator:
         cheap_verifying: bool = False,
     ) -> Simulated:
         """Simulate a drafter at a place."""
+        sample = self.sample(place, acceptance, slowness=slowness, cheap_verifying=cheap_verifying)
+        simulated = self._simulated(sample)
+        self._tell()
+        return simulated
+
+    def sample(
+        self,
+        place: Place | None,
+        acceptance: float,
+        *,
+        slowness: float = 1.0,
+        cheap_verifying: bool = False,
+    ) -> Sample:
+        """The requests of plain decoding, or with the drafters at a place."""
+        if place is None:
+            return simulate(self._scenario(self._plain), self.batch, drafting=False).sample
         drafter = {
-            "name": "drafter",
+            "family": "drafter",
             "acceptance": acceptance,
             "cost": place.cost,
             "slowness": slowness * place.slowness,
@@ -284,10 +307,8 @@ class Simulator:
         table = self._drafted
         if cheap_verifying:
             table = self._cheap
-        scenario = self._scenario(table, drafter)
-        simulated = self._simulated(simulate(scenario, self.batch).sample)
-        self._tell()
-        return simulated
+        drafters = [{**drafter, "name": f"drafter{i or ''}"} for i in range(place.count)]
+        return simulate(self._scenario(table, *drafters), self.batch).sample
 
     def _scenario(self, table: Path, *drafters: dict[str, Any]) -> Scenario:
         waves = max(2, -(-_TOKENS // (self.batch * sum(_OUTPUT_TOKENS) // 2)))

@@ -57,7 +57,8 @@ def at_batch(found: Profile | Costs, drafter: str, batch: int) -> MachineCosts:
         return _without_serving(found, None)
     acceptance = found.acceptance.get(drafter.partition("-")[0])
     plains = found.at("plain")
-    own = found.at(drafter)
+    # Serving is measured with one thread for each family, whatever place the drafter takes.
+    own = found.at(drafter.partition("-")[0])
     if not plains or len(plains) != len(own):
         return _without_serving(found.costs, acceptance)
     serving = between(own, batch)

@@ -58,9 +58,10 @@ def measure(
 ) -> Costs:
     """Measure the cost table, with `threads` for the target.
 
-    Its `drafting` has the n-gram family (`ngram`) and the draft model with each of `draft_threads`:
-    `model` for one thread, `model-2` for two and so on. The bundled pair takes about a minute on
-    two cores.
+    Its `drafting` has the n-gram family (`ngram`) and the draft model on the CPU with each of
+    `draft_threads`: `model` for one thread, `model-2` for two and so on; where the target is on a
+    GPU, also `model-on-target`, the draft model on that GPU. The bundled pair takes about a minute
+    on two cores.
     """
     sequences = sequences_up_to(most_sequences)
     target = ModelRunner.load(str(target_path), dtype=dtype, threads=threads)
@@ -69,10 +70,13 @@ def measure(
     host_step_s, host_sequence_s = _host()
     cores = f"{threads} of {os.cpu_count()} cores of {processor_name()}"
     source = f"measured with {cores}: {target_path}, {target.dtype}"
+    device = str(target.device)
     del target
     drafting = {"ngram": _lookup_cost()}
     for count in draft_threads:
-        drafting[way_of("model", count)] = _draft_cost(draft_path, dtype, count, sequences)
+        drafting[way_of("model", count)] = _draft_cost(draft_path, dtype, "cpu", count, sequences)
+    if device != "cpu":
+        drafting["model-on-target"] = _draft_cost(draft_path, dtype, device, 1, sequences)
     return Costs(
         source=source,
         measured=True,
@@ -110,8 +114,10 @@ def _forwards(target: ModelRunner, sequences: list[int]) -> list[Forward]:
     return [Forward(sequences=n, tokens=each, seconds=least_s(n, each)) for n, each in points]
 
 
-def _draft_cost(path: Path, dtype: str, threads: int, sequences: list[int]) -> DraftingCost:
-    draft = ModelRunner.load(str(path), dtype=dtype, threads=threads)
+def _draft_cost(
+    path: Path, dtype: str, device: str, threads: int, sequences: list[int]
+) -> DraftingCost:
+    draft = ModelRunner.load(str(path), dtype=dtype, device=device, threads=threads)
     token_s = _in_rounds(sequences, lambda count: _draft_s(draft, count))
     run_s: dict[int, float] = {}
     if draft.decoder is not None:

@@ -299,6 +299,8 @@ def test_a_profile_gives_the_costs_of_a_machine_that_serves(tmp_path: Path) -> N
     assert one.slowness_on_target_cores == 2.0
     assert (one.acceptance, many.acceptance) == (0.75, 0.75)
     assert at_batch(load(str(file)), "ngram", 1).acceptance is None
+    # A draft model elsewhere on the machine has the costs of serving of one on one core.
+    assert at_batch(load(str(file)), "model-72", 1).interference == pytest.approx(0.2)
 
 
 def test_lookups_guess_from_the_text_before() -> None:

@@ -44,6 +44,31 @@ def test_the_table_prices_every_drafter_of_the_experiment() -> None:
         assert cost_of(drafter, profile.cores) in profile.costs.drafting
 
 
+MODELS = {
+    "model-0.5b": (0.49e9, 24 * 2 * 64),
+    "model": (1.23e9, 16 * 8 * 64),
+    "model-1.5b": (1.54e9, 28 * 2 * 128),
+    "model-3b": (3.21e9, 28 * 8 * 128),
+}
+"""Parameters of the table's draft models, and numbers of keys in a token of context."""
+GRACE_CPU = (410e9, 0.8 * 72 * 3.1e9 * 32)
+GPU = (0.8 * 8e12, 0.8 * 2500e12)
+"""Bytes and operations each second that are attained."""
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_draft_times_are_those_of_the_published_bandwidths_and_rates(name: str) -> None:
+    parameters, keys = MODELS[name]
+    for way, (bytes_s, rate) in ((name, GRACE_CPU), (f"{name}-on-target", GPU)):
+        cost = costs.load("gb200").drafting[way]
+        assert cost.prompt_token_s == pytest.approx(2 * parameters / rate)
+        for count, seconds in cost.token_s.items():
+            # Weights once, keys and values of 1024 tokens for each sequence, all of two bytes.
+            read_s = 2 * (parameters + count * 2 * keys * 1024) / bytes_s
+            computed_s = 2 * parameters * count / rate
+            assert seconds == pytest.approx(max(read_s, computed_s) + 0.0003)
+
+
 def test_a_profile_without_a_machine_says_so() -> None:
     profile = profile_of(GRACE)
     assert not profile.costs.measured

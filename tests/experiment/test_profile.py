@@ -95,6 +95,12 @@ def test_a_heads_share_of_right_guesses_begins_anew_behind_each_wrong_one() -> N
     assert share_of_right([drafts(offers, output)]) == 0.6
 
 
+def test_serving_is_measured_with_one_draft_thread(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--draft-threads", "72"])
+    assert "draft_threads must have 1 among them" in capsys.readouterr().err
+
+
 def test_a_directory_that_is_no_model_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--target", "nowhere"])

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from drafter_svc.placement import choose_address, plan
 from outrider.errors import OutriderError
 from outrider.process.cores import format_cores, parse_cores
 
+BOARD = Path(__file__).parent / "gb200"
 GRACE_MIDR = "0x00000000410fd4f0"
 
 
@@ -37,9 +39,14 @@ def tree(root: Path, online: str, nodes: dict[int, str], midr: str = "", vendor:
 
 
 def gb200(root: Path) -> Path:
-    """Two Grace CPUs of 72 cores, nodes 0 and 1; GPU memory makes nodes without cores."""
-    nodes = {0: "0-71", 1: "72-143", **dict.fromkeys(range(2, 34), "")}
-    return tree(root, "0-143", nodes, GRACE_MIDR, "NVIDIA")
+    """The /sys of the board in the folder `gb200`; GPU memory makes nodes without cores."""
+    text = (BOARD / "numactl-hardware.txt").read_text()
+    listed = re.findall(r"^node (\d+) cpus:(.*)$", text, re.MULTILINE)
+    nodes = {int(node): [int(core) for core in cores.split()] for node, cores in listed}
+    online = sorted(core for cores in nodes.values() for core in cores)
+    midr, vendor = ((BOARD / name).read_text().strip() for name in ("midr_el1", "sys_vendor"))
+    written = {node: format_cores(cores) for node, cores in nodes.items()}
+    return tree(root, format_cores(online), written, midr, vendor)
 
 
 def two_sockets(root: Path) -> Path:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from outrider_bench.simulator import measured_costs
+from outrider_bench.simulator.costs import DraftingCost, Forward
 
 
 def test_a_forward_costs_no_more_than_one_of_more_sequences_and_tokens(
@@ -28,3 +31,32 @@ def test_a_forward_costs_no_more_than_one_of_more_sequences_and_tokens(
     assert found[4, 9] == pytest.approx(0.146)
     for point in found.keys() - disturbed:
         assert found[point] == pytest.approx(seconds(None, *point))
+
+
+@pytest.mark.parametrize(
+    ("device", "on_gpu"), [("cpu", []), ("cuda:0", [("model-on-target", "cuda:0", 1)])]
+)
+def test_a_draft_model_is_measured_on_the_cpu_and_on_the_targets_gpu(
+    device: str, on_gpu: list[tuple[str, str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, int]] = []
+
+    def draft_cost(path: Path, dtype: str, device: str, threads: int, _: object) -> DraftingCost:
+        asked.append((device, threads))
+        return DraftingCost(round_s=0.0, token_s={1: 0.001 * len(asked)})
+
+    target = SimpleNamespace(device=device, dtype="bfloat16")
+    forward = Forward(sequences=1, tokens=1, seconds=0.01)
+    for name, value in {
+        "_forwards": lambda *_: [forward],
+        "_prompts": lambda *_: (0.0, 0.0),
+        "_host": lambda: (0.0, 0.0),
+        "_lookup_cost": lambda: DraftingCost(round_s=0.0, token_s={1: 0.0}),
+        "_draft_cost": draft_cost,
+    }.items():
+        monkeypatch.setattr(measured_costs, name, value)
+    monkeypatch.setattr(measured_costs.ModelRunner, "load", lambda *_, **__: target)
+    table = measured_costs.measure(Path("t"), Path("d"), 1, "bfloat16", (1, 72))
+    places = [("model", "cpu", 1), ("model-72", "cpu", 72), *on_gpu]
+    assert [*table.drafting] == ["ngram", *(name for name, *_ in places)]
+    assert asked == [(where, threads) for _, where, threads in places]

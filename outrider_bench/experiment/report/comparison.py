@@ -69,16 +69,15 @@ def _of_cell(
         its = second.values(other, its_source, way, figure)
         if not own or not its:
             continue
-        spreads = [
-            Spread.of(own, predicted=source == "predicted"),
-            Spread.of(its, predicted=its_source == "predicted"),
-        ]
+        here = Spread.of(own, predicted=source == "predicted")
+        there = Spread.of(its, predicted=its_source == "predicted")
         disturbed = way == DRAFTED and (
             first.is_disturbed(cell, source) or second.is_disturbed(other, its_source)
         )
-        ratio = spreads[1].median / spreads[0].median
-        interval = ratio_interval(its, own)
-        yield Line(point_words(cell.point), name, digits, *spreads, ratio, *interval, disturbed)
+        ratio = there.median / here.median
+        low, high = ratio_interval(its, own)
+        words = point_words(cell.point)
+        yield Line(words, name, digits, here, there, ratio, low, high, disturbed)
 
 
 def warnings(first: Results, second: Results) -> Iterator[str]:
