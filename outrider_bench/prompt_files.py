@@ -6,11 +6,10 @@ The keys of the first row tell the format. Nothing is downloaded, and nothing is
 from __future__ import annotations
 
 import json
-from abc import abstractmethod
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -36,51 +35,6 @@ class Prompt(BaseModel):
     chat: tuple[Message, ...] = ()
 
 
-class _Row(BaseModel):
-    """A row of a format. Data sets have more fields than those that are read."""
-
-    model_config = ConfigDict(strict=True, frozen=True)
-
-    keys: ClassVar[frozenset[str]]
-    """A row with these keys has this format, if it fits no earlier one of `_FORMATS`."""
-
-    category: str = ""
-    """Becomes the prompt's kind."""
-
-    @abstractmethod
-    def asked(self) -> str | list[Message] | None:
-        """The text or chat; None if nobody asks anything in this row."""
-
-
-class _Turns(_Row):
-    """Spec-Bench and MT-Bench. Later turns need answers to the first, so they are not asked."""
-
-    keys = frozenset({"turns"})
-    turns: list[str] = Field(min_length=1)
-
-    def asked(self) -> list[Message]:
-        return [Message(role="user", content=self.turns[0])]
-
-
-class _HumanEval(_Row):
-    """The head of a function, to be continued."""
-
-    keys = frozenset({"prompt", "entry_point"})
-    prompt: str = Field(min_length=1)
-    entry_point: str
-
-    def asked(self) -> str:
-        return self.prompt
-
-
-class _Gsm8k(_Row):
-    keys = frozenset({"question"})
-    question: str = Field(min_length=1)
-
-    def asked(self) -> list[Message]:
-        return [Message(role="user", content=self.question)]
-
-
 class _Said(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True)
 
@@ -88,35 +42,39 @@ class _Said(BaseModel):
     value: str
 
 
-class _ShareGpt(_Row):
-    """The first question of a conversation. Some conversations of the data set have none."""
+class _Row(BaseModel):
+    """A row of any format. Data sets have more fields than those that are read."""
 
-    keys = frozenset({"conversations"})
-    conversations: list[_Said]
+    model_config = ConfigDict(strict=True, frozen=True, use_attribute_docstrings=True)
 
-    def asked(self) -> list[Message] | None:
+    category: str = ""
+    """Becomes the prompt's kind."""
+
+    turns: list[str] = Field(default=[], min_length=1)
+    """Spec-Bench and MT-Bench. Later turns need answers to the first, so they are not asked."""
+
+    question: str = Field("", min_length=1)
+    """GSM8K."""
+
+    conversations: list[_Said] = []
+    """ShareGPT. The first question is asked; some conversations of the data set have none."""
+
+    messages: list[Message] = Field(default=[], min_length=1)
+
+    prompt: str = Field("", min_length=1)
+    """HumanEval, and any other text to be continued."""
+
+    def asked(self) -> str | list[Message] | None:
+        """The text or chat; None if nobody asks anything in this row."""
         said = [each.value for each in self.conversations if each.speaker in ("human", "user")]
-        return [Message(role="user", content=said[0])] if said else None
+        questions = [*self.turns[:1], *([self.question] if self.question else []), *said[:1]]
+        if questions:
+            return [Message(role="user", content=questions[0])]
+        return self.messages or self.prompt or None
 
 
-class _Text(_Row):
-    keys = frozenset({"prompt"})
-    prompt: str = Field(min_length=1)
-
-    def asked(self) -> str:
-        return self.prompt
-
-
-class _Chat(_Row):
-    keys = frozenset({"messages"})
-    messages: list[Message] = Field(min_length=1)
-
-    def asked(self) -> list[Message]:
-        return self.messages
-
-
-_FORMATS: tuple[type[_Row], ...] = (_Turns, _HumanEval, _Gsm8k, _ShareGpt, _Text, _Chat)
-_KNOWN = "turns, question, conversations, prompt or messages"
+_FORMATS = ("turns", "question", "conversations", "messages", "prompt")
+"""The field that tells the format; the first of them that the first row has."""
 
 
 @cache
@@ -146,12 +104,14 @@ def _prompts(path: Path, content: str) -> Iterator[Prompt]:
                 yield Prompt(kind=path.stem, text=line)
         return
     rows = list(_rows(path, content))
-    schema = _format(rows[0], path) if rows else _Text
+    field = _format(*rows[0], path) if rows else ""
     for place, row in rows:
         try:
-            found = schema.model_validate(row)
+            found = _Row.model_validate(row)
         except ValidationError as error:
             raise ValueError(f"{path}: {place}: {first_problem(error)}") from error
+        if field not in found.model_fields_set:
+            raise ValueError(f"{path}: {place}: {field}: is missing, which the first row has")
         kind, asked = found.category or path.stem, found.asked()
         if isinstance(asked, str):
             yield Prompt(kind=kind, text=asked)
@@ -177,11 +137,10 @@ def _json(path: Path, place: str, text: str) -> Any:
         raise ValueError(f"{path}: {place}: is not JSON: {error}") from error
 
 
-def _format(first: tuple[str, Any], path: Path) -> type[_Row]:
-    place, row = first
-    keys = set(row) if isinstance(row, dict) else set()
-    schema = next((each for each in _FORMATS if each.keys <= keys), None)
-    if schema is None:
-        given = ", ".join(sorted(keys)) or "no object"
-        raise ValueError(f"{path}: {place}: must have the field {_KNOWN}, and has {given}")
-    return schema
+def _format(place: str, row: Any, path: Path) -> str:
+    keys = sorted(row) if isinstance(row, dict) else ["no object"]
+    field = next((each for each in _FORMATS if each in keys), None)
+    if field is None:
+        needed = f"must have one of the fields {', '.join(_FORMATS)}"
+        raise ValueError(f"{path}: {place}: {needed}, and has {', '.join(keys)}")
+    return field

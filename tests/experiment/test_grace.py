@@ -87,7 +87,7 @@ def test_a_way_of_drafting_that_the_table_lacks_is_named() -> None:
     drafters = {**cell.experiment.drafters, "gpu": strange}
     experiment = cell.experiment.model_copy(update={"drafters": drafters})
     with pytest.raises(
-        ValueError, match=r"drafters\.gpu\.cost: must be one of model, model-on-target"
+        ValueError, match=r"drafters\.gpu\.cost: must be one of model, model-0\.5b, "
     ):
         Predictor([profile_of(GRACE)]).measurement(Cell({}, experiment), DRAFTED)
 

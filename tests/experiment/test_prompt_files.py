@@ -80,9 +80,14 @@ def test_a_conversation_without_a_question_is_left_out(tmp_path: Path) -> None:
     [
         ("a.jsonl", '{"turns": ["x"]}\n{"turns": []}', r"line 2: turns: List should have at least"),
         ("a.jsonl", '{"question": 7}', r"line 1: question: Input should be a valid string"),
+        ("a.jsonl", '{"question": "x"}\n{"prompt": "x"}', r"line 2: question: is missing"),
         ("a.jsonl", '{"prompt": "x"}\n{"turn', r"line 2: is not JSON"),
-        ("a.jsonl", '{"text": "x"}', r"line 1: must have the field turns, .*, and has text"),
-        ("a.jsonl", '"x"', r"line 1: must have the field turns, .*, and has no object"),
+        (
+            "a.jsonl",
+            '{"text": "x"}',
+            r"line 1: must have one of .*, and has text",
+        ),
+        ("a.jsonl", '"x"', r"line 1: must have one of .*, and has no object"),
         ("a.json", '[{"conversations": [{"value": "x"}]}]', r"row 1: conversations\.0\.from"),
         ("a.json", "[{", r"the array: is not JSON"),
         ("a.txt", "\n", r"must have at least one prompt"),

@@ -56,6 +56,9 @@ def _drafted(
 
     monkeypatch.setattr(placement, "plan", partial(placement.plan, sys_root=gb200(root)))
     monkeypatch.setattr("drafter_svc.server.serve", serve)
+    # A drafter logs by its own rules, and ends its process.
+    for name in ("setup_logging", "setup", "leave"):
+        monkeypatch.setattr(f"outrider.process.telemetry.{name}", lambda *_, **__: None)
     monkeypatch.setattr(os, "sched_setaffinity", kernel.sched_setaffinity)
     monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: kernel)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
