@@ -147,8 +147,7 @@ async def _measure_pair(pair: Pair, settings: BenchSettings, console: Console) -
                         if name in _ALONE and batch > 1:
                             continue
                         tokens = 8
-                        if round_number or settings.acceptance:
-                            # A synthetic drafter learns the texts in the first round.
+                        if round_number:
                             tokens = settings.tokens
                         task = _task(encoder, asked, batch, settings.waves, tokens)
                         sample = await measure(task)
@@ -197,7 +196,7 @@ async def _ways(
             pair, ["synthetic"], len(os.sched_getaffinity(0)), settings.acceptance
         )
         own = await stack.enter_async_context(alone)
-        ways[_SYNTHETIC] = own.way({"drafter_family": "synthetic"})
+        ways[_SYNTHETIC] = own.synthetic
     if settings.vllm is not None:
         sizes = max(settings.batches)
         makers = {

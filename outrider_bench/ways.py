@@ -21,7 +21,7 @@ from typing import Any
 
 from outrider.process.ports import free_port
 from outrider_bench.experiment.launches import Endpoint
-from outrider_bench.experiment.load import Asked, play
+from outrider_bench.experiment.load import LEARNING, Asked, play
 from outrider_bench.experiment.places import places
 from outrider_bench.experiment.spec import Experiment, Workload
 from outrider_bench.experiment.stack import backend, drafting
@@ -190,6 +190,12 @@ class Stack:
     def way(self, speculation: Mapping[str, Any]) -> Measure:
         """The way of decoding with a request's `speculation`."""
         return lambda task: _played(task, self.endpoint, speculation)
+
+    async def synthetic(self, task: Task) -> Sample:
+        """The way of decoding with a synthetic drafter, which learns the task's texts first."""
+        speculation = {"drafter_family": "synthetic"}
+        await _played(task, self.endpoint, speculation | LEARNING)
+        return await _played(task, self.endpoint, speculation)
 
 
 @asynccontextmanager

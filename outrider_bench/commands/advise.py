@@ -10,7 +10,8 @@ from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
 from outrider.process.config import Settings, command
-from outrider.process.usage import invoke, refuse
+from outrider.process.usage import invoke
+from outrider_bench.commands.entry import refusing
 
 MAX_ACCEPTANCE = 0.99
 """Highest chance that a draft token is accepted."""
@@ -75,10 +76,8 @@ def _run(question: Question) -> int:
     from outrider_bench.experiment import advice, advice_text, machine_costs, situations
     from outrider_bench.experiment.profile_record import Profile
 
-    try:
+    with refusing(_PROGRAM):
         asked = situations.situations_of(question)
-    except ValueError as error:
-        refuse(_PROGRAM, str(error))
     if question.tokens_per_s is not None:
         return _capacity(question, question.tokens_per_s)
     found = []

@@ -9,7 +9,7 @@ from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
 from outrider.process.config import Settings, parse
-from outrider.process.usage import refuse
+from outrider_bench.commands.entry import refusing
 
 _PROGRAM = "outrider lab bench"
 
@@ -59,7 +59,5 @@ def main(arguments: list[str]) -> int:
     settings = parse(BenchSettings, _PROGRAM, arguments)
     from outrider_bench.bench import run
 
-    try:
+    with refusing(_PROGRAM):
         return run(settings, arguments)
-    except ValueError as error:
-        refuse(_PROGRAM, str(error))

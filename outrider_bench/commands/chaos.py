@@ -6,18 +6,12 @@ from pathlib import Path
 
 import click
 
-from outrider.process.usage import invoke
+from outrider_bench.commands.entry import entry
 
 _HISTORY = Path("bench/out/chaos/history.jsonl")
 
 
-def main(arguments: list[str]) -> int:
-    """The exit status."""
-    status: int = invoke(_command, "outrider lab chaos", arguments)
-    return status
-
-
-@click.command()
+@entry("chaos")
 @click.argument("file", type=click.Path(path_type=Path), required=False)
 @click.option("--minutes", type=float, help="No round begins later.")
 @click.option("--seed", type=int, help="The same seed gives the same schedule.")
@@ -29,7 +23,7 @@ def main(arguments: list[str]) -> int:
     default=_HISTORY,
     help="File for the events of the campaign, one line of JSON each. Its table is beside it.",
 )
-def _command(
+def main(
     file: Path | None, minutes: float | None, seed: int | None, only: int | None, path: Path
 ) -> int:
     """Play the campaign of FILE, or all faults, and exit with 1 if anything was lost.
@@ -39,7 +33,4 @@ def _command(
     from outrider_bench.chaos.playing import run
 
     given = {"minutes": minutes, "seed": seed}
-    try:
-        return run(file, {name: x for name, x in given.items() if x is not None}, only, path)
-    except ValueError as error:
-        raise click.UsageError(str(error)) from error
+    return run(file, {name: x for name, x in given.items() if x is not None}, only, path)

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from outrider.process.config import Device, Settings, parse
-from outrider.process.usage import refuse
+from outrider_bench.commands.entry import refusing
 
 _PROGRAM = "outrider lab profile head-round"
 
@@ -76,7 +76,5 @@ def main(arguments: list[str]) -> int:
     settings = parse(HeadRoundSettings, _PROGRAM, arguments)
     from outrider_bench.head_round import run
 
-    try:
+    with refusing(_PROGRAM):
         return run(settings)
-    except ValueError as error:
-        refuse(_PROGRAM, str(error))

@@ -6,19 +6,11 @@ from pathlib import Path
 
 import click
 
-from outrider.process.usage import invoke, refuse
+from outrider_bench.commands.entry import entry
 from outrider_bench.commands.run import RUNS
 
-_PROGRAM = "outrider lab predict"
 
-
-def main(arguments: list[str]) -> int:
-    """The exit status: 0, or 2 for a wrong file."""
-    status: int = invoke(_command, _PROGRAM, arguments)
-    return status
-
-
-@click.command()
+@entry("predict")
 @click.argument("file", type=click.Path(path_type=Path, dir_okay=False, exists=True))
 @click.option(
     "--profile",
@@ -40,13 +32,9 @@ def main(arguments: list[str]) -> int:
     default=RUNS,
     help="Directory for predictions without a run to compare with.",
 )
-def _command(file: Path, paths: tuple[Path, ...], validate: Path | None, out: Path) -> int:
+def main(file: Path, paths: tuple[Path, ...], validate: Path | None, out: Path) -> int:
     """Simulate an experiment FILE on the costs of a profile, or on the cost table of FILE."""
     from outrider_bench.experiment.predict import run
 
-    try:
-        folder = run(file, paths, validate, out)
-    except ValueError as error:
-        refuse(_PROGRAM, str(error))
-    print(f"written: {folder}")
+    print(f"written: {run(file, paths, validate, out)}")
     return 0

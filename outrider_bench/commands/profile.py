@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from outrider.process.config import Dtype, Settings, parse
-from outrider.process.usage import refuse
+from outrider_bench.commands.entry import refusing
 
 PROGRAM = "outrider lab profile"
 
@@ -66,10 +66,8 @@ def main(arguments: list[str]) -> int:
     settings = parse(ProfileSettings, PROGRAM, arguments)
     from outrider_bench.experiment.profile import measure
 
-    try:
+    with refusing(PROGRAM):
         profile = measure(settings)
-    except ValueError as error:
-        refuse(PROGRAM, str(error))
     profile.save(settings.out)
     print(f"written: {settings.out}")
     return 0

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import click
 
-from outrider.errors import OutriderError, invalid
-from outrider.process.usage import invoke, refuse
+from outrider.errors import invalid
+from outrider_bench.commands.entry import entry
 
 RUNS = Path("bench/out/experiments")
 """Where the folders of runs and predictions are, unless a command names another directory."""
@@ -17,17 +17,7 @@ _PROGRAM = "outrider lab run"
 _INTERRUPTED = 130
 
 
-def main(arguments: list[str]) -> int:
-    """Run the command and return its exit status.
-
-    0 after the last measurement, 1 if a process failed, 2 for a wrong file or setting, 130 after
-    Ctrl-C.
-    """
-    status: int = invoke(_command, _PROGRAM, arguments)
-    return status
-
-
-@click.command()
+@entry("run")
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option(
     "--with",
@@ -42,7 +32,7 @@ def main(arguments: list[str]) -> int:
     default=RUNS,
     help="Directory for the results: a folder for each experiment, machine and commit.",
 )
-def _command(file: Path, way: str, out: Path) -> int:
+def main(file: Path, way: str, out: Path) -> int:
     """Measure the cells of an experiment FILE; docs/placement.md describes it.
 
     A run that was interrupted goes on where it stopped when it is started again.
@@ -70,6 +60,4 @@ def _command(file: Path, way: str, out: Path) -> int:
     except (StackFailed, OSError) as error:
         print(f"{_PROGRAM}: {error}", file=sys.stderr)
         return 1
-    except (ValueError, OutriderError) as error:
-        refuse(_PROGRAM, str(error))
     return 0

@@ -6,18 +6,10 @@ from pathlib import Path
 
 import click
 
-from outrider.process.usage import invoke, refuse
-
-_PROGRAM = "outrider lab simulate"
+from outrider_bench.commands.entry import entry
 
 
-def main(arguments: list[str]) -> int:
-    """Run the command and return its exit status."""
-    status: int = invoke(_command, _PROGRAM, arguments)
-    return status
-
-
-@click.command()
+@entry("simulate")
 @click.argument("file", type=click.Path(path_type=Path), required=False)
 @click.option("--seed", type=int, help="Seed of all random draws, in place of the file's.")
 @click.option(
@@ -37,7 +29,7 @@ def main(arguments: list[str]) -> int:
     help="Play N random worlds with faults, of the seeds from --seed on, and check every invariant"
     " in each. It needs no FILE.",
 )
-def _command(
+def main(
     file: Path | None, seed: int | None, baseline: bool | None, out: Path | None, faults: int | None
 ) -> int:
     """Run engine, planner and drafters' stream logic in virtual time, as the scenario FILE says.
@@ -56,9 +48,5 @@ def _command(
     if file is None:
         raise click.UsageError("FILE must be given, unless --faults is")
     given = {"seed": seed, "baseline": baseline}
-    try:
-        scenario = read(file, Scenario, **{name: x for name, x in given.items() if x is not None})
-        show(scenario, out)
-    except ValueError as error:
-        refuse(_PROGRAM, str(error))
+    show(read(file, Scenario, **{name: x for name, x in given.items() if x is not None}), out)
     return 0

@@ -213,17 +213,14 @@ def _costs(experiment: Experiment, profile: Profile, served: str) -> Costs:
     low, high = (plain.with_host_times(s) for plain, s in zip(plains, own, strict=True))
     message_s = at_batch(own, experiment.workload.under_way).message_s
     found = with_messages(busy(profile.costs, low, high), message_s)
-    made = {name: _synthetic(drafter) for name, drafter in drafters_of(experiment)}
-    own = {f"{SYNTHETIC} {name}": cost for name, cost in made.items() if cost is not None}
-    return found.model_copy(update={"drafting": found.drafting | own})
-
-
-def _synthetic(drafter: Drafter) -> DraftingCost | None:
-    """The cost of a synthetic drafter's tokens by its settings; None for other families."""
-    if drafter.family != SYNTHETIC:
-        return None
-    token_s = float(drafter.settings.get("token_ms", 0.0)) / 1000
-    return DraftingCost(round_s=0.0, token_s={1: token_s})
+    made = {
+        f"{SYNTHETIC} {name}": DraftingCost(
+            round_s=0.0, token_s={1: float(drafter.settings.get("token_ms", 0.0)) / 1000}
+        )
+        for name, drafter in drafters_of(experiment)
+        if drafter.family == SYNTHETIC
+    }
+    return found.model_copy(update={"drafting": found.drafting | made})
 
 
 def _specs(

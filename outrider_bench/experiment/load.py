@@ -20,6 +20,8 @@ from outrider_bench.raw_client import stream
 from outrider_bench.sample import Sample, counters
 
 TENTH_S = 0.1
+LEARNING = {"always_draft": True}
+"""Of requests whose texts a synthetic drafter learns: the verifier tells it of every token."""
 
 
 @dataclass(frozen=True, slots=True)

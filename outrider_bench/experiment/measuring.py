@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from outrider_bench.experiment.events import Events
 from outrider_bench.experiment.launches import SYNTHETIC
-from outrider_bench.experiment.load import Asked, Played, digest, play, timeline
+from outrider_bench.experiment.load import LEARNING, Asked, Played, digest, play, timeline
 from outrider_bench.experiment.records import DRAFTED, LinkTraffic, Measurement
 from outrider_bench.experiment.spec import Experiment, drafters_of
 from outrider_bench.experiment.stack import Backend, Drafting
@@ -26,13 +26,17 @@ class Bench:
 
     async def warm_up(self, experiment: Experiment, way: str) -> None:
         """Send requests that are not counted, so that the verifiers learn the costs of steps."""
-        workload = experiment.workload
-        requests = warm_up_of(workload, self.encoder)
         if way == DRAFTED and any(each.family == SYNTHETIC for _, each in drafters_of(experiment)):
             # Such drafters repeat the texts of requests that they have seen.
-            await self._play(experiment, _asked(experiment, way, "warm-up"), time.perf_counter())
+            learning = replace(_asked(experiment, way, "learning"), speculation=LEARNING)
+            await self._play(experiment, learning, time.perf_counter())
+            await self._warm_up(experiment, learning)
+        await self._warm_up(experiment, _asked(experiment, way, "warm-up"))
+
+    async def _warm_up(self, experiment: Experiment, asked: Asked) -> None:
+        workload = experiment.workload
+        requests = warm_up_of(workload, self.encoder)
         closed = workload.model_copy(update={"arrivals": "closed", "batch": workload.under_way})
-        asked = _asked(experiment, way, "warm-up")
         began = time.perf_counter()
         endpoints = self.backend.endpoints
         playing = [play(requests, closed, endpoint, asked, began) for endpoint in endpoints]

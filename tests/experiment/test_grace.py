@@ -6,12 +6,13 @@ import pytest
 
 from drafter_svc.placement import Topology, plan
 from outrider_bench.commands.run import main as run
-from outrider_bench.experiment.cell_scenarios import cost_of
+from outrider_bench.experiment.cell_scenarios import check, cost_of
 from outrider_bench.experiment.predict import Predictor
 from outrider_bench.experiment.records import DRAFTED, PLAIN
-from outrider_bench.experiment.spec import Cell, Experiment, load
+from outrider_bench.experiment.spec import Cell, Experiment, drafters_of, load
 from outrider_bench.experiment.unmeasured import TOPOLOGIES, profile_of
 from outrider_bench.simulator import costs
+from tests.experiment.made_up_profile import made_up_profile
 from tests.placement.test_placement import gb200
 
 FILE = Path(__file__).parents[2] / "bench/experiments/grace.yaml"
@@ -90,6 +91,22 @@ def test_a_way_of_drafting_that_the_table_lacks_is_named() -> None:
         ValueError, match=r"drafters\.gpu\.cost: must be one of model, model-0\.5b, "
     ):
         Predictor([profile_of(GRACE)]).measurement(Cell({}, experiment), DRAFTED)
+
+
+def test_a_profile_of_the_board_fits_the_experiment_that_is_run_there(tmp_path: Path) -> None:
+    profile = made_up_profile(dtype="bfloat16", machine={"host": "board", "cores": [*range(144)]})
+    way = profile.costs.drafting["model"]
+    drafting = profile.costs.drafting | {"model-72": way, "model-on-target": way}
+    costs_there = profile.costs.model_copy(update={"drafting": drafting})
+    there = profile.model_copy(update={"costs": costs_there})
+    prices = {}
+    for cell in load(FILE.with_name("grace-here.yaml")).cells():
+        check(cell.experiment, there)
+        [(name, drafter)] = drafters_of(cell.experiment)
+        prices[name] = cost_of(drafter, there.cores)
+        chosen = plan(drafter.cores, drafter.numa_node, drafter.threads, gb200(tmp_path / cell.key))
+        assert set(chosen.cores).isdisjoint(range(72, 144))
+    assert prices == {"grace": "model-72", "gpu": "model-on-target"}
 
 
 def test_hardware_that_is_not_here_is_not_run(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from outrider.tokenizer import load_tokenizer
 from outrider_bench.commands.predict import main
 from outrider_bench.experiment.cell_scenarios import check, load_of, scenario_of
 from outrider_bench.experiment.predict import Predictor
 from outrider_bench.experiment.recording import Recorder
 from outrider_bench.experiment.records import DRAFTED, PLAIN, Folder, Measurement
 from outrider_bench.experiment.spec import Cell, Experiment
+from outrider_bench.experiment.traffic import Encoder
 from outrider_bench.simulator.costs import load as load_costs
 from outrider_bench.simulator.scenario import Scenario
 from tests.experiment.made_up_profile import COSTS, made_up_profile
@@ -53,7 +53,7 @@ def cell(**more: Any) -> Cell:
 
 def scenario(tmp_path: Path, way: str = DRAFTED, **more: Any) -> Scenario:
     experiment = cell(**more).experiment
-    load = load_of(experiment, load_tokenizer("models/target"))
+    load = load_of(experiment, Encoder(Path("models/target")))
     (tmp_path / "requests.jsonl").write_text(
         "\n".join(json.dumps({"prompt_tokens": 1, "output_tokens": 1}) for _ in range(9))
     )

@@ -1,0 +1,41 @@
+"""What the entry points of `outrider lab` have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+import click
+
+from outrider.errors import OutriderError
+from outrider.process.usage import invoke, refuse
+
+
+@contextmanager
+def refusing(program: str) -> Iterator[None]:
+    """Print the message of a ValueError or an OutriderError, and exit with status 2."""
+    try:
+        yield
+    except (ValueError, OutriderError) as error:
+        refuse(program, str(error))
+
+
+def entry(name: str) -> Callable[[Callable[..., int]], Callable[[list[str]], int]]:
+    """Make `outrider lab NAME` of a function with click's arguments that returns a status.
+
+    The result takes the list of arguments. Exits with status 2 for wrong ones, and as `refusing`.
+    """
+    program = f"outrider lab {name}"
+
+    def made(function: Callable[..., int]) -> Callable[[list[str]], int]:
+        @wraps(function)
+        def run(**values: Any) -> int:
+            with refusing(program):
+                return function(**values)
+
+        command = click.command()(run)
+        return lambda arguments: int(invoke(command, program, arguments))
+
+    return made
