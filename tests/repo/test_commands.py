@@ -36,6 +36,8 @@ SIMULATE = {"baseline", "faults", "out", "seed"}
 """Flags of `outrider lab simulate`."""
 CHAOS = {"history", "minutes", "round", "seed"}
 """Flags of `outrider lab chaos` that are not settings."""
+NUMACTL = {"cpunodebind", "hardware", "membind", "physcpubind"}
+"""Flags of `numactl` that the pages name."""
 CURLS = {"cacert", "data-binary", "list-services", "protocol", "schema"}
 """Flags of `curl` and `buf curl` that the pages name."""
 
@@ -119,7 +121,7 @@ def test_every_flag_on_a_page_belongs_to_a_command(path: Path) -> None:
         "transcript",
     }
     ours = setting_flags() | others | CERTS | EXPERIMENTS | CHAOS | SIMULATE
-    assert named <= ours | CLIENTS | DOCKERS | CURLS
+    assert named <= ours | CLIENTS | DOCKERS | CURLS | NUMACTL
 
 
 HELP = """
