@@ -30,7 +30,8 @@ class SyntheticSettings(FamilySettings):
 
     acceptance: list[Annotated[float, Field(ge=0, le=1)]] = Field([0.8], min_length=1)
     """Probability that a guess is right if all before it are: one number, or one for each position
-    in the draft, whose last holds for all further ones."""
+    behind the committed tokens that the drafter knows when it guesses; the last number holds for
+    all further ones. So guesses that run ahead of the verifier have those of far positions."""
 
     token_ms: float = Field(0.0, ge=0, le=10_000)
     """Time that drafting a token takes, of all sequences together, as a draft model's forward."""

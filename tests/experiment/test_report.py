@@ -113,6 +113,20 @@ def test_predicted_figures_are_marked(reports: dict[str, Path]) -> None:
     assert "(predicted)" not in page_of(reports["placement"]).words
 
 
+def test_acceptance_is_shown_by_position_family_and_kind(reports: dict[str, Path]) -> None:
+    lines = page_of(reports["placement"]).lines
+    heads = next(line for line in lines if "at 1" in line)
+    shown = {line[1]: line for line in lines if len(line) == len(heads) and line[0] == "far"}
+    assert {"all", "family far", "kind any"} <= set(shown)
+    [first, second] = (float(shown["all"][heads.index(f"at {i}")]) for i in (1, 2))
+    assert 0.5 < second < first < 1.0
+    # One drafter and one kind have all drafts.
+    assert shown["all"][3:] == shown["family far"][3:]
+    row = next(row for row in rows_of(reports["placement"]) if row["sweep.use"] == "far")
+    assert "accepted_at_1" in row
+    assert "family_far_accepted_at_1" in row
+
+
 def test_the_answer_of_round_trips_names_speeds_and_break_even(reports: dict[str, Path]) -> None:
     said = page_of(reports["round-trip"]).words
     assert re.search(r"model, mbit_s 0: 1\.\d\d at 0 ms, .* breaks even at \d", said)

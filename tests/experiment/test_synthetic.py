@@ -1,18 +1,24 @@
 """A drafter whose acceptance is a setting: on the stack's own rules, and as it is predicted."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from outrider.drafter.draft_sequence import DraftSequence
 from outrider.protocol.draft_messages import DraftDistribution, Opened, Window
 from outrider.protocol.messages import SamplingParams
+from outrider_bench.experiment import measuring
 from outrider_bench.experiment.cell_scenarios import Load, scenario_of
+from outrider_bench.experiment.load import LEARNING, Played
 from outrider_bench.experiment.records import DRAFTED
 from outrider_bench.experiment.spec import Experiment
+from outrider_bench.experiment.traffic import Encoder, Request, requests_of
+from outrider_bench.sample import Sample
 from outrider_bench.synthetic_drafter import SyntheticFamily, SyntheticSettings
 from tests.experiment.made_up_profile import made_up_profile
 
@@ -92,6 +98,26 @@ def test_errors_belong_to_text_and_seed() -> None:
 
 def test_at_acceptance_0_every_guess_is_wrong_without_knowing_a_text() -> None:
     assert _guesses(_family([0.0]), PROMPT, 3) == [0, 0, 0]
+
+
+async def test_a_load_is_learned_before_the_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    played: list[tuple[int, bool]] = []
+
+    async def play(requests: Sequence[Request], *rest: Any) -> Played:
+        asked = rest[2]
+        played.append((len(requests), asked.speculation == LEARNING))
+        return Played(Sample(0, 1.0))
+
+    monkeypatch.setattr(measuring, "play", play)
+    backend: Any = SimpleNamespace(endpoints=[None])
+    bench = measuring.Bench(backend, None, Encoder(Path("models/target")))
+    settings = {"name": "x", "drafters": {"s": {"family": "synthetic"}, "n": {}}}
+    for drafter in ("n", "s"):
+        experiment = Experiment.model_validate({**settings, "use": [drafter]})
+        await bench.warm_up(experiment, DRAFTED)
+    # Four requests warm up, one of each kind.
+    count = len(requests_of(experiment.workload, bench.encoder))
+    assert played == [(4, False), (count, True), (4, True), (4, False)]
 
 
 def test_a_prediction_draws_from_the_same_acceptance(tmp_path: Path) -> None:
