@@ -128,7 +128,9 @@ def _table(found: list[Line]) -> Table:
     columns = ("cell", "figure", "first", "second", "second / first", "the second is")
     table = table_of("", columns, ("figure", "the second is"))
     for line in found:
-        ratio = f"{line.ratio:.2f} ({line.low:.2f}–{line.high:.2f})"
+        ratio = f"{line.ratio:.2f}"
+        if line.high > line.low:
+            ratio += f" ({line.low:.2f}–{line.high:.2f})"
         verdict = f"{line.verdict}, disturbed" if line.disturbed else line.verdict
         spreads = [spread.words(line.digits) for spread in (line.first, line.second)]
         table.add_row(Text(line.cell), line.figure, *spreads, ratio, verdict)
