@@ -102,8 +102,8 @@ def _no_calls(value: object) -> object:
 _NoCalls = Annotated[None, BeforeValidator(_no_calls, json_schema_input_type=None)]
 
 
-def _arguments(text: str) -> dict[str, Any]:
-    """A call's arguments as an object. Raises ValueError if they are none."""
+def check_arguments(text: str) -> str:
+    """A call's arguments themselves. Raises ValueError if they are no JSON object."""
     try:
         check_size(text.encode())
         parsed = checked_json(json.loads(text or "{}"))
@@ -111,12 +111,6 @@ def _arguments(text: str) -> dict[str, Any]:
         parsed = None
     if not isinstance(parsed, dict):
         raise ValueError("must be a JSON object")
-    return parsed
-
-
-def check_arguments(text: str) -> str:
-    """A call's arguments themselves. Raises ValueError if they are no JSON object."""
-    _arguments(text)
     return text
 
 
@@ -128,7 +122,7 @@ class CalledFunction(Body):
 
     def for_template(self) -> dict[str, Any]:
         """The call as chat templates expect it, with the arguments as an object."""
-        return {"name": self.name, "arguments": _arguments(self.arguments)}
+        return {"name": self.name, "arguments": json.loads(self.arguments or "{}")}
 
 
 class ToolCall(Body):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -34,12 +33,12 @@ _FIELDS = {"response_format": "output_config.format", "continue_final_message": 
 class MessagesCall(ChatCall):
     """POST /v1/messages."""
 
-    def __init__(self, body: MessagesBody, request: Request, *, metrics: bool) -> None:
-        """Raises OutriderError(INVALID_VALUE) for a conversation that is none."""
-        super().__init__(body.answered(), request, metrics=metrics)
-        self._max_tokens = body.max_tokens
+    def __init__(self, body: ChatBody, request: Request, max_tokens: int, *, metrics: bool) -> None:
+        """`body` is the translated one, and `max_tokens` the limit of the body that came."""
+        super().__init__(body, request, metrics=metrics)
+        self._max_tokens = max_tokens
         # As at Anthropic, a limit beyond the context is no error. The context ends the answer.
-        self.limit = AnswerLimit(None, default=body.max_tokens)
+        self.limit = AnswerLimit(None, default=max_tokens)
 
     def writer(self, answer: TextAnswer) -> MessagesWriter:
         """Anthropic's answer."""
@@ -67,9 +66,8 @@ def routes(generation: Generation, gate: Gate, *, metrics: bool) -> APIRouter:
     )
     async def messages(body: MessagesBody, request: Request) -> Response:
         """Answer a conversation in Anthropic's shape."""
-        # Let other requests run between the check of a long conversation and its translation.
-        await asyncio.sleep(0)
-        call = MessagesCall(body, request, metrics=metrics)
+        chat = await body.answered()
+        call = MessagesCall(chat, request, body.max_tokens, metrics=metrics)
         with _own_names():
             response = await answer_text(generation, gate.limits, call)
         response.headers["request-id"] = call.request_id
@@ -80,13 +78,12 @@ def routes(generation: Generation, gate: Gate, *, metrics: bool) -> APIRouter:
     )
     async def count_tokens(body: CountTokensBody, request: Request) -> Response:
         """The number of a prompt's tokens, as `usage` of an answer to it has them."""
-        await asyncio.sleep(0)
         grant = await gate.admit(request)
         _, info = generation.router.lookup(body.model)
         most = max(info.context_length, MAX_TOKENIZED)
         tenant = identity_of(request).tenant
         with _own_names():
-            count = await _count(generation.prompts, body.chat(), most, tenant)
+            count = await _count(generation.prompts, await body.chat(), most, tenant)
         headers = {"request-id": current().request_id, **grant.headers}
         return JSONResponse({"input_tokens": count}, headers=headers)
 

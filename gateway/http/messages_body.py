@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -20,6 +21,8 @@ from gateway.unsupported import UNSUPPORTED
 from outrider.errors import invalid
 from outrider.protocol.limits import MAX_MESSAGES
 
+# Their translation takes a few milliseconds.
+_TURNS_AT_ONCE = 256
 _Stop = Annotated[Text, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 
 
@@ -67,9 +70,10 @@ class ToolUseBlock(_Block):
 
     @property
     def call(self) -> ToolCall:
-        """The call in OpenAI's shape."""
+        """The call in OpenAI's shape. Its parts are checked already."""
         arguments = json.dumps(self.input, ensure_ascii=False)
-        return ToolCall(id=self.id, function=CalledFunction(name=self.name, arguments=arguments))
+        function = CalledFunction.model_construct(name=self.name, arguments=arguments)
+        return ToolCall.model_construct(id=self.id, function=function)
 
 
 def _as_blocks(value: object) -> object:
@@ -200,12 +204,13 @@ class CountTokensBody(Body):
     service_tier: Any = _ignored()
     speed: Any = _ignored()
 
-    def chat(self, **more: Any) -> ChatBody:
+    async def chat(self, **more: Any) -> ChatBody:
         """The same request as a chat's body, with more of its fields.
 
-        Raises OutriderError(INVALID_VALUE) that names a field of Anthropic's request.
+        Lets other requests run while it translates a long conversation. Raises
+        OutriderError(INVALID_VALUE) that names a field of Anthropic's request.
         """
-        messages = self._messages()
+        messages = await self._messages()
         choice = self.tool_choice or ToolChoiceBody(type="auto")
         thinking = self.thinking
         config = self.output_config or OutputConfig()
@@ -225,10 +230,13 @@ class CountTokensBody(Body):
             **more,
         )
 
-    def _messages(self) -> list[Message]:
+    async def _messages(self) -> list[Message]:
         """The conversation as a chat's messages, with neighbours of one role as one turn."""
         messages = [Message(role="system", content=_text(self.system, "\n"))] if self.system else []
-        for role, turns in groupby(self.messages, lambda message: message.role):
+        by_role = groupby(self.messages, lambda message: message.role)
+        for index, (role, turns) in enumerate(by_role):
+            if index % _TURNS_AT_ONCE == 0:
+                await asyncio.sleep(0)
             blocks = [block for turn in turns for block in turn.content]
             if role == "assistant":
                 messages.append(_assistant(blocks))
@@ -260,9 +268,9 @@ class MessagesBody(CountTokensBody):
         default=None, description="Not supported: each request must have all messages."
     )
 
-    def answered(self) -> ChatBody:
-        """The same request as a chat's body."""
-        return self.chat(
+    async def answered(self) -> ChatBody:
+        """The same request as a chat's body; as `chat` does it."""
+        return await self.chat(
             stop=self.stop_sequences,
             stream=self.stream,
             temperature=self.temperature,
