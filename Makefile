@@ -95,9 +95,13 @@ audit: $(SUPPLY)/installed
 	$(SUPPLY)/bin/python compose/audit.py $(SUPPLY)/bin/pip-audit $(PINNED)/heavy.txt \
 	  $(PINNED)/gpu.txt $(PINNED)/build.txt constraints.txt
 
-.PHONY: tools agents vllm test-vllm
+.PHONY: tools suffix agents vllm test-vllm
 tools:
 	@tests/install-tools.sh
+
+# The package of the suffix family, which is built for minutes. Its tests are skipped without it.
+suffix: $(VENV)/installed
+	$(PIP) arctic-inference
 
 # Released clients of agents. Their tests, which are slow, are skipped where these are missing.
 agents:
@@ -119,11 +123,9 @@ $(VENV)/installed: $(VENV)/bin/python $(SOURCES)
 	$(PIP) -e '.[models]'
 	@touch $@
 
-# EXTRAS=dev,suffix brings the suffix family as well, which is built for minutes.
-EXTRAS ?= dev
 $(VENV)/installed-dev: $(VENV)/bin/python $(SOURCES)
 	@echo "installing outrider and its tests' packages into $(VENV); this takes a few minutes"
-	$(PIP) -e '.[$(EXTRAS)]'
+	$(PIP) -e '.[dev]'
 	@touch $(VENV)/installed $@
 
 $(VENV)/installed-bench: $(VENV)/installed

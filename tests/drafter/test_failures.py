@@ -61,7 +61,7 @@ def family(request: pytest.FixtureRequest) -> Family:
     if request.param == "ngram":
         return NgramFamily(NgramOptions(), 1000)
     pytest.importorskip(
-        "arctic_inference", reason="the package is missing: make EXTRAS=dev,suffix test"
+        "arctic_inference", reason="the package is missing: make suffix"
     )
     return SuffixFamily(SuffixSettings())
 

@@ -9,7 +9,7 @@ from outrider.drafter.draft_sequence import DraftSequence
 from outrider.protocol.draft_messages import Opened, Skip, Window
 
 pytest.importorskip(
-    "arctic_inference", reason="the suffix family's package is missing: make EXTRAS=dev,suffix test"
+    "arctic_inference", reason="the suffix family's package is missing: make suffix"
 )
 
 
