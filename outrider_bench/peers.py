@@ -1,6 +1,6 @@
 """`python -m outrider_bench.peers`: transformers' own generation in its own process.
 
-It answers each JSON line with one.
+It says "ready" and answers each JSON line with one.
 In: {"way": "plain" | "prompt_lookup" | "assisted", "prompts": [[ids]], "batch": n,
 "max_tokens": n}.
 Out: {"tokens": n, "seconds": s}.
@@ -41,6 +41,7 @@ def main() -> None:
         "prompt_lookup": {"prompt_lookup_num_tokens": arguments.draft_tokens},
         "assisted": {"assistant_model": draft},
     }
+    print("ready", flush=True)
     for line in sys.stdin:
         task = json.loads(line)
         started = time.perf_counter()

@@ -1,6 +1,6 @@
 """`python outrider_bench/vllm_peer.py`: vLLM in its own virtual environment and process.
 
-It answers each JSON line with one.
+It says "ready" and answers each JSON line with one.
 In: {"prompts": [[ids]], "batch": n, "lengths": [n]}.
 Out: the fields of `outrider_bench.sample.Sample`.
 `batch` requests are kept under way, a new one for each that ends. Imports Outrider only for
@@ -53,6 +53,8 @@ def main() -> None:
         disable_log_stats=True,
         **ours,
     ).llm_engine
+    answers.write("ready\n")
+    answers.flush()
     for line in sys.stdin:
         answers.write(json.dumps(_run(vllm, engine, json.loads(line))) + "\n")
         answers.flush()

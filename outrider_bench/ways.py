@@ -79,9 +79,11 @@ class Pair:
 async def line_peer(
     *command: str, environment: Mapping[str, str] = MappingProxyType({})
 ) -> AsyncIterator[Callable[[dict[str, Any]], Awaitable[Sample]]]:
-    """Start a process that answers each JSON line with one, with these further variables.
+    """Start a process, with these further variables, that answers each JSON line with one.
 
-    The call raises RuntimeError with the end of the process's standard error if the process dies.
+    Waits for the line with which the process says that it is ready. Processes that load at once
+    would slow each other down, and vLLM's would write each other's compiled kernels. Raises
+    RuntimeError with the end of the process's standard error if the process dies, as the call does.
     """
     with tempfile.TemporaryFile() as errors:
         process = await asyncio.create_subprocess_exec(
@@ -92,17 +94,22 @@ async def line_peer(
         send = process.stdin
         receive = process.stdout
 
-        async def ask(task: dict[str, Any]) -> Sample:
-            """Send a task as a line; raises RuntimeError with the peer's last words if it died."""
-            send.write(json.dumps(task).encode() + b"\n")
-            answer = await receive.readline()
-            if not answer:
+        async def line() -> bytes:
+            """The peer's next line; raises RuntimeError with its last words if it died."""
+            read = await receive.readline()
+            if not read:
                 errors.seek(0)
                 last_words = errors.read()[-2000:].decode(errors="replace")
                 raise RuntimeError(f"{' '.join(command[:3])} died: {last_words}")
-            return Sample(**json.loads(answer))
+            return read
+
+        async def ask(task: dict[str, Any]) -> Sample:
+            """Send a task as a line, and read its sample."""
+            send.write(json.dumps(task).encode() + b"\n")
+            return Sample(**json.loads(await line()))
 
         try:
+            await line()
             yield ask
         finally:
             with suppress(ProcessLookupError):  # it may have died by itself
