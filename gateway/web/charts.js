@@ -7,9 +7,9 @@ const LENGTHS_S = 60;
 const MOST_LENGTHS = 9;
 
 const CHARTS = {
-  acceptance: { color: "--accepted-line", range: [0, 100] },
-  rate: { color: "--bonus-line" },
-  tpot: { color: "--recovered-line" },
+  acceptance: { color: "--by-1-line", range: [0, 100] },
+  rate: { color: "--by-2-line" },
+  tpot: { color: "--by-3-line" },
 };
 
 export class Charts {
@@ -115,7 +115,7 @@ export class Charts {
       this.plots[name] = plot(name, line, [-SHOWN_S, 0], above, ages);
     }
     const paths = uPlot.paths.bars({ size: [0.7, 60] });
-    const bars = { stroke: color("--accepted-line"), fill: color("--accepted"), paths, points };
+    const bars = { stroke: color("--by-1-line"), fill: color("--by-1"), paths, points };
     const names = (_, ticks) => ticks.map((tick) => tick === MOST_LENGTHS - 1 ? `${tick}+` : tick);
     this.plots.lengths = plot("lengths", bars, [-0.5, MOST_LENGTHS - 0.5], [0, 100], names, [1]);
   }

@@ -1,28 +1,26 @@
 // One streamed completion over the OpenAI API: its tokens with their sources, its calls of tools,
 // and its statistics.
 
-import { TOOLS } from "./tools.js";
-
 /**
- * @param {object} request endpoint ("completions" or "chat/completions"), model, prompt, maxTokens,
- *   temperature, seed, speculation; toolChoice: whether a chat may call tools, as in the API
+ * @param {object} request model, maxTokens, temperature, seed, speculation, ignoreEnd; the prompt of
+ *   a completion, or a chat's messages with `more` fields of its body
  * @param {(tokens: {text: string, source: string, drafter: string | null, part?: string | null}[],
  *   calls: object[]) => void} onTokens takes new tokens, and the new pieces of calls
  * @param {AbortSignal} signal
- * @returns {Promise<object>} tokens, totalMs, firstMs, tokenMs, tokensPerSecond; speculative:
- *   vLLM's speculative_decoding, or null if no draft was verified; paused: why most steps had no
- *   draft, or null
+ * @returns {Promise<object>} tokens, totalMs, firstMs, tokenMs, tokensPerSecond; content: the text
+ *   of a chat's answer without its thought and calls; speculative: vLLM's speculative_decoding, or
+ *   null if no draft was verified; paused: why most steps had no draft, or null
  */
 export async function complete(request, onTokens, signal) {
   const started = performance.now();
-  const response = await fetch(`v1/${request.endpoint}`, {
+  const response = await fetch(request.messages ? "v1/chat/completions" : "v1/completions", {
     method: "POST",
     headers: { "content-type": "application/json" },
     body: JSON.stringify(bodyOf(request)),
     signal,
   });
   if (!response.ok) throw new Error(await reason(response));
-  let first = 0, last = 0, final = null;
+  let first = 0, last = 0, content = "", final = null;
   for await (const event of events(response.body)) {
     if (event.error) throw new Error(event.error.message);
     const choice = event.choices[0];
@@ -31,6 +29,7 @@ export async function complete(request, onTokens, signal) {
       last = performance.now();
       first ||= last;
     }
+    content += choice?.delta?.content ?? "";
     const calls = choice?.delta?.tool_calls ?? [];
     if (tokens.length || calls.length) onTokens(tokens, calls);
     if (event.usage) final = event;
@@ -40,6 +39,7 @@ export async function complete(request, onTokens, signal) {
   const tokenMs = count > 1 ? (last - first) / (count - 1) : 0;
   return {
     tokens: count,
+    content,
     totalMs: last - started,
     firstMs: first - started,
     tokenMs,
@@ -50,13 +50,12 @@ export async function complete(request, onTokens, signal) {
 }
 
 function bodyOf(request) {
-  const messages = [{ role: "user", content: request.prompt }];
-  const input = request.endpoint === "completions"
-    ? { prompt: request.prompt, max_tokens: request.maxTokens }
-    : { messages, max_completion_tokens: request.maxTokens };
+  const { prompt, messages, more, maxTokens } = request;
+  const input = messages
+    ? { messages, ...more, max_completion_tokens: maxTokens }
+    : { prompt, max_tokens: maxTokens };
   return {
     ...input,
-    ...toolsOf(request),
     model: request.model,
     temperature: request.temperature,
     seed: request.seed,
@@ -65,12 +64,6 @@ function bodyOf(request) {
     stream_options: { include_usage: true },
     speculation: { ...request.speculation, tokens: true, metrics: true },
   };
-}
-
-function toolsOf({ endpoint, toolChoice: choice }) {
-  if (endpoint === "completions" || choice === "none") return {};
-  // A model that knows no tools would go on calling them, so a forced call is the only one.
-  return { tools: TOOLS, tool_choice: choice, parallel_tool_calls: choice === "auto" };
 }
 
 async function reason(response) {

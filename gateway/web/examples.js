@@ -1,13 +1,16 @@
 // Two examples: a drafter joins or is lost while a text is generated. Only the speed changes.
 
 import { complete } from "./completion.js";
-import { Output, figures, stepCount } from "./output.js";
+import { Output, stepCount } from "./output.js";
+import { run } from "./race.js";
 
 // Long enough to start a drafter meanwhile. Together with the prompt and DRAFTED_TOKENS, it fits
 // into the bundled model's context.
 const WAITING_TOKENS = 1400;
 const DRAFTED_TOKENS = 400;
 const TOKENS = 480;
+// `outrider serve` restarts a lost drafter in seconds, others may stay away.
+const MOST_AWAY_MS = 20_000;
 // The prompt repeats this, so that an n-gram drafter has something to guess.
 const METHOD = `    def get(self, key):
         if key in self.items:
@@ -20,12 +23,14 @@ const PROMPT = `class Cache:\n${METHOD}\nclass Store:\n${METHOD}\nclass Table:\n
 // characters are safe in both.
 const SAFE = /^[A-Za-z0-9_][A-Za-z0-9_.:-]{0,99}$/;
 const PLAIN = { enabled: false };
+const TITLES = { join: "a drafter joins", leave: "a drafter is lost" };
 
 export class Example {
   /** `kind` is "join" or "leave". `request` returns the form's request, with the model's name. */
-  constructor(kind, request) {
+  constructor(kind, request, timeline) {
     this.kind = kind;
     this.request = request;
+    this.timeline = timeline;
     const card = document.getElementById(`example-${kind}`);
     this.commands = card.querySelector(".commands");
     this.button = card.querySelector(".start");
@@ -39,6 +44,8 @@ export class Example {
   /** Show the commands with the addresses of this stack. */
   explain(readiness) {
     const verifier = readiness.verifiers[0];
+    // A gateway with keys shows its processes to operators alone.
+    if (!verifier) return;
     const commands = this.kind === "join" ? joining(verifier) : leaving(verifier);
     const text = JSON.stringify(commands);
     if (this.commands.dataset.shown === text) return;
@@ -48,11 +55,17 @@ export class Example {
 
   /** Continue if the example waits for this change of a drafter: joined, left or lost. */
   onChange(drafter, change) {
-    if (this.output && !this.happening && (change === "joined") === (this.kind === "join")) {
-      const words = change === "joined" ? "joined" : "was lost";
-      this.happening = { id: drafter.id, words, at: this.output.tokens.length };
+    if (!this.output) return;
+    const isJoined = change === "joined";
+    if (!this.happening && isJoined === (this.kind === "join")) {
+      const at = this.output.tokens.length;
+      this.happening = { id: drafter.id, words: isJoined ? "joined" : "was lost", at };
+      this.happening.since = performance.now();
       this.#say(this.kind === "join" ? "It drafts the rest." : "The text continues.");
       this.onHappening?.();
+    } else if (isJoined && drafter.id === this.happening?.id && this.kind === "leave") {
+      this.happening.back = (performance.now() - this.happening.since) / 1000;
+      this.#say(this.#back());
     }
   }
 
@@ -60,10 +73,10 @@ export class Example {
     this.stop = new AbortController();
     this.button.textContent = "Stop";
     this.happening = null;
-    document.getElementById("outputs").replaceChildren();
-    document.getElementById("verdict").textContent = "";
-    const title = this.kind === "join" ? "a drafter joins" : "a drafter is lost";
-    this.output = new Output(document.getElementById("outputs"), title);
+    this.timeline.begin();
+    const place = document.getElementById("example-output");
+    place.replaceChildren();
+    this.output = new Output(place, TITLES[this.kind]);
     try {
       await (this.kind === "join" ? this.#join() : this.#leave());
     } catch (error) {
@@ -107,46 +120,47 @@ export class Example {
     this.#say(`${part}: ${saved}. ${verdict}`);
   }
 
-  /** Generate the same text again and again until a drafter is lost. */
+  /** Generate the same text again and again until a drafter was lost and is back, or stays away. */
   async #leave() {
     this.outcome.textContent = "Writing; waiting for a drafter to be lost.";
+    const texts = [];
     do {
-      let isNew = true;
-      const begin = () => {
-        if (isNew) this.output.clear();
-        isNew = false;
-      };
-      await this.#write({ maxTokens: TOKENS, speculation: {} }, this.stop.signal, begin);
-    } while (!this.happening);
-    const verdict = await this.#compare({ maxTokens: TOKENS }, this.output.text);
-    const more = this.output.tokens.length - this.happening.at;
-    this.#say(`${more} more tokens came without it. ${verdict}`);
+      this.output.clear();
+      await this.#write({ maxTokens: TOKENS, speculation: {} });
+      texts.push(this.output.text);
+    } while (this.#isAwaiting());
+    const verdict = await this.#compare({ maxTokens: TOKENS }, ...texts);
+    this.#say(`${this.#back()} ${verdict}`);
   }
 
-  async #write(change, signal = this.stop.signal, before = () => {}) {
-    const first = change.prompt ? this.output.tokens.length : 0;
-    const take = (tokens) => {
-      before();
-      this.output.add(tokens);
-    };
+  #isAwaiting() {
+    const { since, back } = this.happening ?? {};
+    return since === undefined
+      || back === undefined && performance.now() - since < MOST_AWAY_MS;
+  }
+
+  #back() {
+    const { back } = this.happening;
+    return back === undefined ? "It stayed away." : `It was back after ${back.toFixed(1)} s.`;
+  }
+
+  async #write(change, signal = this.stop.signal) {
     const either = AbortSignal.any([signal, this.stop.signal]);
-    const statistics = await complete({ ...this.#common(), ...change }, take, either);
-    this.output.show(figures(statistics, this.output.tokens.slice(first)));
+    await run({ ...this.#common(), ...change }, this.output, this.timeline, either);
   }
 
   /** Repeat the request with plain decoding. Returns a sentence on whether the texts agree. */
-  async #compare(change, text) {
+  async #compare(change, ...texts) {
     this.#say("Comparing with plain decoding.");
     let plain = "";
     const take = (tokens) => tokens.forEach((token) => { plain += token.text; });
     await complete({ ...this.#common(), ...change, speculation: PLAIN }, take, this.stop.signal);
-    const same = plain === text ? "the same" : "another";
+    const same = texts.every((text) => text === plain) ? "the same" : "another";
     return `Plain decoding gives ${same} text.`;
   }
 
   #common() {
-    const own = { endpoint: "completions", prompt: PROMPT, temperature: 0, ignoreEnd: true };
-    return { ...this.request(), ...own };
+    return { ...this.request(), prompt: PROMPT, temperature: 0, ignoreEnd: true };
   }
 
   #say(sentence) {

@@ -1,20 +1,17 @@
-// The page: connects the form, outputs, charts, map and examples.
+// The page: connects the result, form, chat, charts, map and examples.
 
 import { Charts } from "./charts.js";
-import { complete } from "./completion.js";
+import { Chat } from "./chat.js";
 import { Example } from "./examples.js";
-import { Output, figures } from "./output.js";
+import { Output } from "./output.js";
 import { Processes } from "./processes.js";
-import { TOOLS } from "./tools.js";
+import { DRAFTED, PLAIN, newSeed, race, run } from "./race.js";
+import { Timeline } from "./timeline.js";
 
 const PRESETS = {
-  code: {
-    prompt: `class Queue:
-    def __init__(self, maxsize=0):
-        self.maxsize = maxsize
-
-    def put(self, item):
-`,
+  "JSON (chat)": {
+    prompt: "List the items as JSON: Order: 3 x lamp at 12.5, 1 x desk at 80, 2 x rope at 7.25.",
+    endpoint: "chat",
   },
   rewriting: {
     prompt: repeat(`def visit_Name(self, node):
@@ -24,27 +21,34 @@ const PRESETS = {
     return node
 `),
   },
-  "JSON (chat)": {
-    prompt: "List the items as JSON: Order: 3 x lamp at 12.5, 1 x desk at 80, 2 x rope at 7.25.",
-    endpoint: "chat/completions",
+  classes: {
+    prompt: repeat(`class Cache:
+    def get(self, key):
+        if key in self.items:
+            return self.items[key]
+        return None
+`),
   },
-  "tool call (chat)": {
-    prompt: "What is the weather in Oslo?",
-    endpoint: "chat/completions",
-    toolChoice: "required",
+  code: {
+    prompt: `class Queue:
+    def __init__(self, maxsize=0):
+        self.maxsize = maxsize
+
+    def put(self, item):
+`,
   },
 };
-const MAX_SEED = 2 ** 31;
 const MOST_REASON = 160;
-const SPECULATIVE = ["with speculation", {}];
-const PLAIN = ["plain decoding", { speculation: { enabled: false } }];
 
 const $ = (id) => document.getElementById(id);
 const charts = new Charts();
-const examples = [new Example("join", request), new Example("leave", request)];
+const timeline = new Timeline($("timeline"));
+const exampleTimeline = new Timeline($("example-timeline"));
+const examples = ["join", "leave"].map((kind) => new Example(kind, request, exampleTimeline));
 const processes = new Processes((...change) => {
   for (const example of examples) example.onChange(...change);
 });
+new Chat($("chat"), request);
 let model = "";
 let running = null;
 
@@ -52,40 +56,31 @@ function repeat(source) {
   return `${source}\n\n${source}\n\n${source.split("\n")[0]}\n`;
 }
 
-/** The request that the form describes. */
-function request() {
+/** The request that the form describes, or that of another prompt with the form's settings. */
+function request(prompt = $("prompt").value, endpoint = $("endpoint").value) {
   return {
-    endpoint: $("endpoint").value,
     model,
-    prompt: $("prompt").value,
+    prompt,
+    messages: endpoint === "chat" ? [{ role: "user", content: prompt }] : undefined,
     maxTokens: $("tokens").valueAsNumber,
     temperature: $("temperature").valueAsNumber,
-    toolChoice: $("tools").value,
+    seed: newSeed(),
     speculation: JSON.parse($("drafter").value || "{}"),
   };
 }
 
-async function run(titles) {
+/** Show what `write` writes into the outputs, in place of what was there. */
+async function show(write) {
   running?.abort();
   const stop = running = new AbortController();
   $("stop").disabled = false;
   $("problem").hidden = true;
-  $("verdict").textContent = "";
   $("outputs").replaceChildren();
-  // With one seed all outputs sample with the same noise, so their texts can be compared.
-  const seed = Math.floor(Math.random() * MAX_SEED);
-  const outputs = titles.map(([title]) => new Output($("outputs"), title));
-  $("outputs").scrollIntoView({ block: "nearest" });
+  tell("–", "–", "is the text the same?", "–");
+  timeline.begin();
+  $("result").scrollIntoView({ block: "nearest" });
   try {
-    const jobs = titles.map(async ([, change], i) => {
-      const asked = { ...request(), seed, ...change };
-      const take = (...added) => outputs[i].add(...added);
-      const statistics = await complete(asked, take, stop.signal);
-      outputs[i].show(figures(statistics, outputs[i].tokens), statistics.paused);
-      return statistics;
-    });
-    const found = await Promise.all(jobs);
-    if (outputs.length > 1) $("verdict").textContent = comparison(outputs, found);
+    await write(stop.signal);
   } catch (error) {
     stop.abort();
     if (error.name !== "AbortError") {
@@ -97,12 +92,38 @@ async function run(titles) {
   }
 }
 
-function comparison([speculative, plain], [fast, slow]) {
-  const same = speculative.text === plain.text ? "Both texts are identical." : "The texts differ.";
-  // Compare total times: on a busy machine a browser may get a whole text at once.
-  if (!fast.totalMs) return same;
-  const ratio = (slow.totalMs / fast.totalMs).toFixed(2);
-  return `${same} With speculation it was ${ratio} times as fast.`;
+async function bothWays(signal) {
+  const { ratio, forwards, count, different } =
+    await race(request(), $("outputs"), timeline, signal);
+  const isSame = different < 0;
+  tell(
+    `${ratio.toFixed(1)}\u2009×`,
+    isSame ? "identical text" : "the texts differ",
+    isSame ? `${count} of ${count} tokens compared` : `at token ${different + 1} of ${count}`,
+    `${forwards[0]} instead of ${forwards[1]}`,
+  );
+  $("same").className = isSame ? "good" : "bad";
+}
+
+async function drafted(signal) {
+  await run(request(), new Output($("outputs"), DRAFTED), timeline, signal);
+}
+
+async function several(signal) {
+  const presets = Object.entries(PRESETS);
+  const started = performance.now();
+  const all = await Promise.all(presets.map(([name, { prompt, endpoint = "completion" }]) =>
+    run(request(prompt, endpoint), new Output($("outputs"), name), timeline, signal)));
+  const seconds = (performance.now() - started) / 1000;
+  const tokens = all.reduce((sum, statistics) => sum + statistics.tokens, 0);
+  const rate = `${(tokens / seconds).toFixed(0)} tokens a second`;
+  tell("–", rate, `${all.length} texts at once in ${seconds.toFixed(1)} s`, "–");
+}
+
+function tell(factor, same, compared, forwards) {
+  const texts = { factor, same, compared, forwards };
+  for (const [id, text] of Object.entries(texts)) $(id).textContent = text;
+  $("same").className = "";
 }
 
 function listen() {
@@ -114,6 +135,7 @@ function listen() {
     say(state.readiness.status, state.readiness.detail);
     charts.push(state.seconds, state.activity);
     processes.push(state.readiness, state.version);
+    for (const shown of [timeline, exampleTimeline]) shown.push(state.readiness);
     offerDrafters(state.readiness);
     for (const example of examples) example.explain(state.readiness);
   };
@@ -154,38 +176,34 @@ function offerDrafters(readiness) {
   select.value = values.includes(chosen) ? chosen : "";
 }
 
-/** Show the choice of tools for chats, and the tools if they may be called. */
-function showTools() {
-  const isChat = $("endpoint").value !== "completions";
-  $("tools").parentElement.hidden = !isChat;
-  $("offered").hidden = !isChat || $("tools").value === "none";
+function choose({ prompt, endpoint = "completion" }) {
+  [$("prompt").value, $("endpoint").value] = [prompt, endpoint];
+  showPrompt();
+}
+
+function showPrompt() {
+  $("asked").textContent = $("prompt").value;
 }
 
 for (const [name, preset] of Object.entries(PRESETS)) {
   const button = document.createElement("button");
   button.type = "button";
   button.textContent = name;
-  button.onclick = () => {
-    $("prompt").value = preset.prompt;
-    $("endpoint").value = preset.endpoint ?? "completions";
-    $("tools").value = preset.toolChoice ?? "none";
-    showTools();
-  };
-  document.querySelector(".presets").append(button);
+  button.onclick = () => choose(preset);
+  $("form").querySelector(".presets").append(button);
 }
-$("prompt").value = PRESETS.rewriting.prompt;
-const signatures = TOOLS.map(({ function: { name, parameters } }) =>
-  `${name}(${parameters.required.join(", ")})`);
-$("offered").textContent = `The model may call ${signatures.join(" or ")}. Nobody runs the calls.`;
-$("endpoint").onchange = $("tools").onchange = showTools;
-// A browser may fill in the choices of an earlier visit.
-showTools();
+choose(PRESETS["JSON (chat)"]);
+$("prompt").oninput = showPrompt;
+for (const title of [DRAFTED, PLAIN]) new Output($("outputs"), title);
 $("form").onsubmit = (event) => {
   event.preventDefault();
-  run([SPECULATIVE, PLAIN]);
+  show(bothWays);
 };
 $("run").onclick = () => {
-  if ($("form").reportValidity()) run([SPECULATIVE]);
+  if ($("form").reportValidity()) show(drafted);
+};
+$("several").onclick = () => {
+  if ($("form").reportValidity()) show(several);
 };
 $("stop").onclick = () => running?.abort();
 $("theme").onclick = () => {

@@ -1,5 +1,7 @@
-// An answer's tokens, coloured by their source: its thought, its content, and its calls of tools.
+// An answer's tokens, coloured by who wrote them: its thought, its content, and its calls of tools.
 // The pointer and the arrow keys show the drafter.
+
+import { author } from "./authors.js";
 
 const SOURCES = {
   accepted: "accepted: guessed by",
@@ -29,10 +31,13 @@ export class Output {
   constructor(parent, title) {
     const article = document.createElement("article");
     article.className = "output";
-    article.innerHTML = `<h3></h3><div class="answer" tabindex="0" role="group"></div><dl></dl>
+    article.innerHTML = `<h3><span></span><time></time></h3><div class="answer" tabindex="0" role="group"></div><dl></dl>
       <p class="paused" hidden></p>`;
-    [this.heading, this.pane, this.list, this.paused] = article.children;
-    this.heading.textContent = title;
+    const [heading, ...below] = article.children;
+    [this.pane, this.list, this.paused] = below;
+    const [name, clock] = heading.children;
+    this.clock = clock;
+    this.title = name.textContent = title;
     const help = "The left and right arrow keys show each token's source.";
     this.pane.setAttribute("aria-label", `${title}: text. ${help}`);
     this.tokens = [];
@@ -56,6 +61,7 @@ export class Output {
     for (const token of tokens) {
       const span = document.createElement("span");
       span.className = `token ${token.source}`;
+      if (isGuess(token)) span.classList.add(author(token.drafter));
       span.textContent = token.text;
       span.dataset.index = this.tokens.length;
       this.tokens.push(token);
@@ -115,6 +121,11 @@ export class Output {
     this.latest = null;
     this.waiting = [];
     this.end = 0;
+  }
+
+  /** Show how long the answer has taken so far. */
+  tick(ms) {
+    this.clock.textContent = `${(ms / 1000).toFixed(2)} s`;
   }
 
   /** Show figures below the text, as [name, value] pairs, and why most steps had no draft. */
@@ -182,24 +193,26 @@ function explanation({ reason, steps, forward_seconds: forward, draft_seconds: d
 /** The figures of a completion for `Output.show`, from its statistics and tokens. */
 export function figures(statistics, tokens) {
   const known = [
-    ["tokens", statistics.tokens],
     ["tokens/s", statistics.tokensPerSecond.toFixed(1)],
     ["to first token", `${statistics.firstMs.toFixed(0)} ms`],
-    ["per output token", `${statistics.tokenMs.toFixed(1)} ms`],
   ];
   const speculative = statistics.speculative;
   if (!speculative?.num_spec_steps) return known;
   return [
     ...known,
     ["drafts accepted", `${(100 * speculative.draft_acceptance_rate).toFixed(0)} %`],
-    ["from side branches", tokens.filter((token) => token.source === "accepted_side").length],
     ["tokens per step", (tokens.length / stepCount(tokens)).toFixed(2)],
   ];
+}
+
+/** Whether a drafter guessed the token, and the target accepted it. */
+export function isGuess(token) {
+  return token.source.startsWith("accepted");
 }
 
 /** The number of the target's steps, with and without a draft, that generated the tokens. */
 export function stepCount(tokens) {
   // Each step ends with a token of the target, except the last one if the text's end cuts it.
   const last = tokens.at(-1);
-  return tokens.filter((token) => !token.source.startsWith("accepted") || token === last).length;
+  return tokens.filter((token) => !isGuess(token) || token === last).length;
 }

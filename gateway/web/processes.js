@@ -1,5 +1,7 @@
 // The map of the processes, and a list of the drafters that joined or left.
 
+import { author } from "./authors.js";
+
 const NEW_MS = 6000;
 const MOST_HAPPENINGS = 12;
 
@@ -72,7 +74,8 @@ export class Processes {
     ];
     const fresh = performance.now() - (this.joinedAt.get(drafter.id) ?? -Infinity) < NEW_MS;
     const state = drafter.connected ? "connected" : "lost";
-    return box({ name: drafter.id, state, good: drafter.connected, fresh, lines });
+    const color = author(drafter.id);
+    return box({ name: drafter.id, color, state, good: drafter.connected, fresh, lines });
   }
 
   #compare(readiness) {
@@ -102,7 +105,7 @@ export class Processes {
   }
 }
 
-function box({ name, state, good, fair, fresh, lines }) {
+function box({ name, color, state, good, fair, fresh, lines }) {
   const element = document.createElement("div");
   element.className = `process ${good ? "good" : fair ? "fair" : "bad"}${fresh ? " new" : ""}`;
   const status = document.createElement("span");
@@ -112,6 +115,7 @@ function box({ name, state, good, fair, fresh, lines }) {
   status.append(dot, ` ${state}`);
   const title = document.createElement("strong");
   title.textContent = name;
+  if (color) title.className = `token ${color}`;
   element.append(status, title);
   for (const line of lines) {
     const row = document.createElement("div");

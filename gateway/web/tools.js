@@ -1,7 +1,12 @@
-// The example tools that a chat may offer. They show calls; nobody runs them.
+// The example tools that a chat may offer. The page computes their results.
 
 // The bundled model was not trained with tools. Arguments that are choices keep its calls short.
-const CITY = { type: "string", enum: ["Lima", "Oslo", "Tokyo"] };
+const PLACES = {
+  Lima: { zone: "America/Lima", celsius: 19 },
+  Oslo: { zone: "Europe/Oslo", celsius: 4 },
+  Tokyo: { zone: "Asia/Tokyo", celsius: 15 },
+};
+const CITY = { type: "string", enum: Object.keys(PLACES) };
 const PARAMETERS = {
   get_weather: { city: CITY, unit: { type: "string", enum: ["celsius", "fahrenheit"] } },
   get_time: { city: CITY },
@@ -19,3 +24,21 @@ export const TOOLS = Object.entries(PARAMETERS).map(([name, properties]) => ({
     },
   },
 }));
+
+/** The result of a call as JSON, or why there is none. The weather is made up. */
+export function resultOf({ name, arguments: given }) {
+  let city, unit;
+  try {
+    ({ city, unit } = JSON.parse(given));
+  } catch {
+    return JSON.stringify({ error: "the arguments are no JSON" });
+  }
+  if (!Object.hasOwn(PARAMETERS, name)) return JSON.stringify({ error: "there is no such tool" });
+  if (!Object.hasOwn(PLACES, city)) return JSON.stringify({ error: "there is no such city" });
+  const { zone, celsius } = PLACES[city];
+  if (name === "get_time") {
+    return JSON.stringify({ city, time: new Date().toLocaleTimeString("en", { timeZone: zone }) });
+  }
+  const temperature = unit === "fahrenheit" ? 32 + celsius * 9 / 5 : celsius;
+  return JSON.stringify({ city, temperature, unit });
+}
