@@ -110,14 +110,13 @@ export class Chat {
         tools: TOOLS, tool_choice: choice, parallel_tool_calls: choice === "auto",
       });
     }
-    const output = new Output(this.log, "model");
+    const output = new Output(this.log, "the model");
     const calls = [];
     const take = (tokens, pieces) => {
       output.add(tokens, pieces);
       for (const { index, id, function: piece } of pieces) {
-        const call = calls[index] ??= { id, type: "function", function: { name: "", arguments: "" } };
-        call.function.name += piece.name ?? "";
-        call.function.arguments += piece.arguments ?? "";
+        calls[index] ??= { id, type: "function", function: { ...piece, arguments: "" } };
+        calls[index].function.arguments += piece.arguments;
       }
     };
     const statistics = await complete({ ...this.request(), messages, more }, take, signal);

@@ -10,7 +10,7 @@ const WAITING_TOKENS = 1400;
 const DRAFTED_TOKENS = 400;
 const TOKENS = 480;
 // `outrider serve` restarts a lost drafter in seconds, others may stay away.
-const MOST_AWAY_MS = 20_000;
+const MOST_AWAY_MS = 60_000;
 // The prompt repeats this, so that an n-gram drafter has something to guess.
 const METHOD = `    def get(self, key):
         if key in self.items:
@@ -26,7 +26,7 @@ const PLAIN = { enabled: false };
 const TITLES = { join: "a drafter joins", leave: "a drafter is lost" };
 
 export class Example {
-  /** `kind` is "join" or "leave". `request` returns the form's request, with the model's name. */
+  /** `kind` is "join" or "leave". `request` returns a prompt's request with the form's settings. */
   constructor(kind, request, timeline) {
     this.kind = kind;
     this.request = request;
@@ -120,23 +120,24 @@ export class Example {
     this.#say(`${part}: ${saved}. ${verdict}`);
   }
 
-  /** Generate the same text again and again until a drafter was lost and is back, or stays away. */
+  /** Generate the same text again and again, until a lost drafter is back or stays away. */
   async #leave() {
     this.outcome.textContent = "Writing; waiting for a drafter to be lost.";
     const texts = [];
+    let wasBack = false;
     do {
+      wasBack = this.happening?.back !== undefined;
       this.output.clear();
       await this.#write({ maxTokens: TOKENS, speculation: {} });
       texts.push(this.output.text);
-    } while (this.#isAwaiting());
+    } while (!wasBack && !this.#staysAway());
     const verdict = await this.#compare({ maxTokens: TOKENS }, ...texts);
     this.#say(`${this.#back()} ${verdict}`);
   }
 
-  #isAwaiting() {
+  #staysAway() {
     const { since, back } = this.happening ?? {};
-    return since === undefined
-      || back === undefined && performance.now() - since < MOST_AWAY_MS;
+    return since && back === undefined && performance.now() - since > MOST_AWAY_MS;
   }
 
   #back() {
@@ -160,7 +161,7 @@ export class Example {
   }
 
   #common() {
-    return { ...this.request(), prompt: PROMPT, temperature: 0, ignoreEnd: true };
+    return { ...this.request(PROMPT, "completion"), temperature: 0, ignoreEnd: true };
   }
 
   #say(sentence) {
@@ -187,7 +188,9 @@ function joining(verifier) {
  *  protects the drafters of other stacks. */
 function leaving(verifier) {
   const connected = (verifier.drafters ?? []).filter((drafter) => drafter.connected);
-  const victim = connected.find((drafter) => SAFE.test(drafter.id));
+  const safe = connected.filter((drafter) => SAFE.test(drafter.id));
+  // Without a model to load, a drafter is back soon.
+  const victim = safe.find((drafter) => drafter.family === "ngram") ?? safe[0];
   const compose = "with Compose; docker ps lists the containers";
   const commands = [[compose, "docker kill CONTAINER"]];
   if (!victim || !SAFE.test(verifier.address)) return commands;

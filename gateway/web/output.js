@@ -31,8 +31,8 @@ export class Output {
   constructor(parent, title) {
     const article = document.createElement("article");
     article.className = "output";
-    article.innerHTML = `<h3><span></span><time></time></h3><div class="answer" tabindex="0" role="group"></div><dl></dl>
-      <p class="paused" hidden></p>`;
+    article.innerHTML = `<h3><span></span><time></time></h3>
+      <div class="answer" tabindex="0" role="group"></div><dl></dl><p class="paused" hidden></p>`;
     const [heading, ...below] = article.children;
     [this.pane, this.list, this.paused] = below;
     const [name, clock] = heading.children;

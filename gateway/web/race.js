@@ -14,9 +14,9 @@ export const PLAIN = "the model alone";
  * @param {HTMLElement} parent takes the two texts
  * @param {Timeline} timeline
  * @param {AbortSignal} signal
- * @returns {Promise<{ratio: number, forwards: number[], count: number, different: number}>} how many
- *   times as fast the drafted text was; the model's forwards with and without drafters; the number
- *   of tokens; the first position at which the texts differ, or -1
+ * @returns {Promise<object>} ratio: how many times as fast the drafted text was; forwards: those of
+ *   the model with drafters and without; count: the tokens of the text; different: the first
+ *   position at which the texts differ, or -1
  */
 export async function race(request, parent, timeline, signal) {
   // With one seed both ways sample with the same noise, so their texts can be compared.

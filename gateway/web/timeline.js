@@ -114,13 +114,14 @@ export class Timeline {
     const ended = this.sequences.every((sequence) => sequence.ended !== null);
     const now = ended ? Math.max(...this.sequences.map(({ ended }) => ended)) : this.#now();
     const from = Math.max(0, now - SHOWN_MS);
+    const rows = this.sequences.length;
     const [first, last] = this.axis.querySelectorAll("span");
     [first.textContent, last.textContent] = [from, now].map((ms) => `${(ms / 1000).toFixed(1)} s`);
     for (const [name, lane] of this.lanes) {
       this.#drawWaits(lane, now);
       this.#drawLoss(name, lane, now);
-      lane.svg.setAttribute("viewBox", `${from} 0 ${Math.max(now - from, 1)} ${this.sequences.length}`);
-      lane.svg.style.height = `${this.sequences.length}rem`;
+      lane.svg.setAttribute("viewBox", `${from} 0 ${Math.max(now - from, 1)} ${rows}`);
+      lane.svg.style.height = `${rows}rem`;
       const words = this.sequences.map((sequence) => figures(name, lane, sequence));
       lane.svg.setAttribute("aria-label", `${name}: ${words.join("; ")}`);
       lane.figures.replaceChildren(...words.map((text) => {

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 
 import pytest
 from axe_playwright_python.async_playwright import Axe
-from playwright.async_api import Browser, Page, expect
+from playwright.async_api import Browser, Page, Route, expect
 from site_rig import Site
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.slow]
@@ -19,6 +20,7 @@ GUESSED = ".output .token.accepted, .output .token.accepted_side"
 
 
 async def write(page: Page, prompt: str, tokens: int = 64) -> None:
+    await page.get_by_label("Endpoint").select_option(label="completion")
     await page.get_by_label("Prompt", exact=True).fill(prompt)
     await page.get_by_label("Tokens", exact=True).fill(str(tokens))
 
@@ -57,26 +59,71 @@ async def test_the_pointer_shows_the_source_and_drafter_of_a_token(
     )
 
 
-async def test_plain_and_speculative_runs_show_the_same_text_side_by_side(
-    page: Page,
-) -> None:
+async def test_the_texts_of_both_ways_are_compared_side_by_side(page: Page) -> None:
     for temperature in ("0", "1"):
         await write(page, REPEATING)
         await page.get_by_label("Temperature").fill(temperature)
-        await page.get_by_role("button", name="Run beside plain decoding").click()
-        await expect(page.locator("#verdict")).to_contain_text(
-            "Both texts are identical.", timeout=60_000
-        )
+        await page.get_by_role("button", name="Run this prompt both ways").click()
+        await expect(page.locator("#same")).to_have_text("identical text", timeout=60_000)
         left = page.locator(".output").nth(0)
         right = page.locator(".output").nth(1)
-        assert (
-            await right.locator(".token.plain").count() == await right.locator(".token").count() > 0
+        written = await right.locator(".token").count()
+        assert await right.locator(".token.plain").count() == written > 0
+        assert await left.locator(".token").count() == written
+        await expect(page.locator("#compared")).to_have_text(
+            re.compile(rf"({written}|{written - 1}) of \1 tokens compared")
         )
+        await expect(page.locator("#factor")).to_have_text(re.compile(r"\d+\.\d\s×"))
         boxes = [await output.bounding_box() for output in (left, right)]
         assert boxes[0] is not None
         assert boxes[1] is not None
         assert boxes[0]["y"] == boxes[1]["y"]
         assert boxes[0]["x"] < boxes[1]["x"]
+
+
+async def test_a_text_that_differs_is_said_to_differ_and_where(page: Page) -> None:
+    """Here a proxy changes the plain text's third token."""
+
+    async def change(route: Route) -> None:
+        asked = route.request.post_data_json
+        if asked["speculation"].get("enabled", True):
+            await route.continue_()
+            return
+        answer = await route.fetch()
+        events = (await answer.text()).split("\n\n")
+        data = json.loads(events[2].removeprefix("data: "))
+        data["choices"][0]["speculation"]["tokens"][0]["text"] += "!"
+        events[2] = f"data: {json.dumps(data)}"
+        await route.fulfill(response=answer, body="\n\n".join(events))
+
+    await page.route("**/v1/completions", change)
+    await write(page, REPEATING, 16)
+    await page.get_by_role("button", name="Run this prompt both ways").click()
+    await expect(page.locator("#same")).to_have_text("the texts differ", timeout=60_000)
+    await expect(page.locator("#compared")).to_have_text("at token 3 of 16")
+
+
+async def test_the_timeline_has_a_lane_of_each_process_and_a_row_of_each_text(page: Page) -> None:
+    await page.get_by_label("Tokens", exact=True).fill("32")
+    await page.get_by_role("button", name="Four texts at once").click()
+    await finished(page, 4)
+    lanes = page.locator("#timeline .lane:has(svg)")
+    await expect(lanes.locator("strong")).to_have_text(["verifier", "ngram-1"])
+    forwards = await lanes.nth(0).locator("li").all_inner_texts()
+    drafts = await lanes.nth(1).locator("li").all_inner_texts()
+    for i in range(4):
+        output = page.locator("#outputs .output").nth(i)
+        guesses = await output.locator(GUESSED).count()
+        assert (f", {guesses} accepted" in drafts[i]) or (guesses == 0 and drafts[i] == "waits")
+        # Each forward ends with a token of the target, except one that the text's end cuts.
+        own = await output.locator(".token").count() - guesses
+        title = await output.locator("h3 span").inner_text()
+        assert forwards[i] in (f"{title}: {own} forwards", f"{title}: {own + 1} forwards")
+    shown = [int(text.rpartition(": ")[2].split()[0]) for text in forwards]
+    assert await lanes.nth(0).locator(".block").count() == sum(shown)
+    assert await lanes.nth(0).locator(".wait").count() == 4
+    assert await lanes.nth(1).locator(".block").count() > 0
+    await expect(page.locator("#same")).to_contain_text("tokens a second")
 
 
 async def test_the_charts_show_a_run(page: Page) -> None:
@@ -142,12 +189,9 @@ async def test_stop_stops(page: Page) -> None:
 
 async def test_the_page_works_with_the_keyboard_alone(page: Page) -> None:
     await page.keyboard.press("Tab")
-    await page.keyboard.press("Enter")  # the link that skips to the prompt
-    await page.keyboard.press("Control+A")
-    await page.keyboard.type("x = 1\nx = 1\nx = 1\nx")
-    for _ in range(5):
-        await page.keyboard.press("Tab")
-    await expect(page.get_by_role("button", name="Run beside plain decoding")).to_be_focused()
+    await page.keyboard.press("Enter")  # the link that skips to the run
+    await page.keyboard.press("Tab")
+    await expect(page.get_by_role("button", name="Run it both ways")).to_be_focused()
     await page.keyboard.press("Enter")
     await finished(page, 2)
     await page.locator(".answer").first.focus()
@@ -246,13 +290,24 @@ async def test_the_leave_examples_command_kills_only_its_drafter(page: Page, sit
         await expect(example.locator(".outcome")).to_contain_text(
             "ngram-1 was lost after", timeout=60_000
         )
-        await expect(example.locator(".outcome")).to_contain_text(
-            "Plain decoding gives the same text.", timeout=60_000
+        await expect(page.locator("#example-timeline .gone strong")).to_have_text("ngram-1")
+        written = await page.locator("#example-output .token").count()
+        await page.wait_for_function(
+            "count => document.querySelectorAll('#example-output .token').length != count",
+            arg=written,
         )
+        site.stack.drafters["ngram-1"].start()
+        await expect(example.locator(".outcome")).to_contain_text(
+            re.compile(r"It was back after \d+\.\d s\. Plain decoding gives the same text\."),
+            timeout=90_000,
+        )
+        await expect(page.locator("#example-timeline .gone")).to_have_count(0)
+        assert await page.locator("#example-timeline .lost").count() == 1
     finally:
         for name in others:
             site.remove_drafter(name)
-        site.stack.drafters["ngram-1"].start()
+        if site.stack.drafters["ngram-1"].popen.poll() is not None:
+            site.stack.drafters["ngram-1"].start()
     await expect(page.locator("#status")).to_have_text("ready", timeout=30_000)
 
 

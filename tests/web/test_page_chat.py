@@ -44,11 +44,30 @@ async def thinker(tmp_path: Path) -> AsyncIterator[Rig]:
         yield rig
 
 
-async def ask(page: Page, choice: str) -> None:
-    await page.get_by_label("Endpoint").select_option(label="chat")
-    await page.get_by_label("Tools").select_option(label=choice)
-    await page.get_by_role("button", name="Run", exact=True).click()
-    await expect(page.locator(".output dl:has(dd)")).to_have_count(1, timeout=60_000)
+async def send(page: Page, text: str, tools: str = "none") -> None:
+    """Send a message of the chat, and wait for the whole answer."""
+    chat = page.locator("#chat")
+    await chat.get_by_label("Tools").select_option(label=tools)
+    await chat.get_by_label("Message", exact=True).fill(text)
+    await chat.get_by_role("button", name="Send").click()
+    await expect(chat.get_by_role("button", name="Stop")).to_have_count(0, timeout=60_000)
+    await expect(chat.get_by_role("alert")).to_be_hidden()
+
+
+def answers(rig: Rig, *texts: str, chunk: int = 1) -> None:
+    """Let the verifier answer its next requests with these texts."""
+    scripted = []
+    for text in texts:
+        rig.says(text, chunk)
+        scripted.append(rig.script.answer)
+    rest = iter(scripted)
+    rig.script.answer = lambda request: next(rest)(request)
+
+
+def prompt_of(rig: Rig, index: int) -> str:
+    """The prompt of one of the verifier's requests."""
+    ids = rig.script.requests[index].prompt
+    return rig.prompts.tokenizer.decode(ids, skip_special_tokens=False)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +76,7 @@ async def ask(page: Page, choice: str) -> None:
 async def test_a_thought_content_and_calls_are_apart(
     browser: Browser, thinker: Rig, scheme: str, width: int, chunk: int
 ) -> None:
-    thinker.says(ANSWER, chunk)
+    answers(thinker, ANSWER, "It rains.", chunk=chunk)
     context = await browser.new_context(
         viewport={"width": width, "height": 800},
         color_scheme=scheme,  # type: ignore[arg-type]  # it is one of the allowed strings
@@ -65,9 +84,9 @@ async def test_a_thought_content_and_calls_are_apart(
     page = await context.new_page()
     await page.goto(thinker.gateway.http_url)
     await expect(page.locator("#status")).to_contain_text("ready")
-    await ask(page, "the model's choice")
+    await send(page, "Do I need a coat?", "the model's choice")
     texts = [text.strip() for text in await page.locator(".answer pre").all_inner_texts()]
-    assert texts == [THOUGHT, CONTENT, WEATHER, TIME], "in the order of the answer"
+    assert texts == [THOUGHT, CONTENT, WEATHER, TIME, "It rains."], "in the order of the answers"
     await expect(page.locator(".call code")).to_have_text(
         ['get_weather({"city": "Oslo"})', 'get_time({ "city": "Lima"})']
     )
@@ -88,35 +107,78 @@ async def test_an_answer_that_ends_in_what_may_be_a_mark_is_shown_whole(
     page = await browser.new_page()
     await page.goto(thinker.gateway.http_url)
     await expect(page.locator("#status")).to_contain_text("ready")
-    for answer in ("1 <", "<tool", f"{WEATHER}\n"):
+    for answer in ("1 <", "<tool"):
         thinker.says(answer)
-        await ask(page, "the model's choice")
-        assert (await page.locator(".answer pre").inner_text()).strip() == answer.strip()
+        await send(page, "x", "the model's choice")
+        assert (await page.locator("#chat .answer pre").last.inner_text()).strip() == answer
     await page.close()
 
 
-async def test_tools_are_offered_to_chats_alone(page: Page) -> None:
-    await expect(page.get_by_label("Tools")).to_be_hidden()
-    await page.get_by_label("Endpoint").select_option(label="chat")
+async def test_a_chat_has_a_history_a_system_prompt_and_the_results_of_calls(
+    browser: Browser, thinker: Rig
+) -> None:
+    page = await browser.new_page()
+    await page.goto(thinker.gateway.http_url)
+    await expect(page.locator("#status")).to_contain_text("ready")
+    chat = page.locator("#chat")
+    await chat.get_by_label("System prompt").fill("Be brief.")
+    answers(thinker, f"{THOUGHT}First.", WEATHER, "4 degrees.", "Third.", "New.")
+    await send(page, "Hello")
+    await send(page, "The weather?", "the model's choice")
+    result = '{"city":"Oslo","temperature":4}'
+    await expect(chat.locator(".tool")).to_have_text(f"get_weather → {result}")
+    await chat.get_by_label("Thinking").select_option(label="off")
+    await send(page, "Thanks")
+    said = ("Be brief.", "Hello", "First.", "The weather?", result, "4 degrees.", "Thanks")
+    seen = prompt_of(thinker, -1)
+    assert sorted(said, key=seen.index) == list(said), "all messages in their order"
+    assert "1 < 2" not in seen, "a thought is not sent back"
+    assert seen.endswith("<think></think>")
+    assert "<think>" not in prompt_of(thinker, -2)
+    await chat.get_by_role("button", name="New chat").click()
+    await send(page, "Who?")
+    assert "Hello" not in prompt_of(thinker, -1)
+    await page.close()
+
+
+async def test_a_message_that_fails_is_no_part_of_the_chat(browser: Browser, thinker: Rig) -> None:
+    page = await browser.new_page()
+    await page.goto(thinker.gateway.http_url)
+    await expect(page.locator("#status")).to_contain_text("ready")
+    chat = page.locator("#chat")
+    await page.get_by_label("Tokens", exact=True).fill("4096")
+    await chat.get_by_label("Message", exact=True).fill("Lost")
+    await chat.get_by_role("button", name="Send").click()
+    await expect(chat.get_by_role("alert")).to_contain_text("goes on without this message")
+    await page.get_by_label("Tokens", exact=True).fill("16")
+    thinker.says("Yes.")
+    await send(page, "Kept")
+    assert "Lost" not in prompt_of(thinker, -1)
+    await page.close()
+
+
+async def test_tools_are_named_where_they_are_offered(page: Page) -> None:
     await expect(page.get_by_label("Tools")).to_have_value("none")
-    await expect(page.locator("#offered")).to_be_hidden()
-    await page.get_by_label("Tools").select_option(label="force a call")
-    await expect(page.locator("#offered")).to_contain_text("get_weather(city, unit)")
-    await page.get_by_role("button", name="code", exact=True).click()
-    await expect(page.get_by_label("Tools")).to_be_hidden()
-    await expect(page.locator("#offered")).to_be_hidden()
+    await expect(page.locator(".offered")).to_be_hidden()
+    await page.locator("#chat").get_by_role("button", name="tool call").click()
+    await expect(page.get_by_label("Tools")).to_have_value("required")
+    await expect(page.locator(".offered")).to_contain_text("get_weather(city, unit)")
+    await page.locator("#chat").get_by_role("button", name="JSON").click()
+    await expect(page.locator(".offered")).to_be_hidden()
 
 
 async def test_the_bundled_model_shows_a_forced_call_and_who_drafted_it(page: Page) -> None:
-    await page.get_by_role("button", name="tool call (chat)").click()
-    await page.get_by_role("button", name="Run beside plain decoding").click()
-    await expect(page.locator("#verdict")).to_contain_text("identical", timeout=60_000)
-    await expect(page.locator(".call code").first).to_have_text(
+    chat = page.locator("#chat")
+    await chat.get_by_role("button", name="tool call").click()
+    await chat.get_by_role("button", name="Send").click()
+    await expect(chat.get_by_role("button", name="Stop")).to_have_count(0, timeout=60_000)
+    await expect(page.locator(".call code")).to_have_text(
         re.compile(r'^get_(weather|time)\(\{\s*"city"\s*: "(Lima|Oslo|Tokyo)".*\}\)$', re.DOTALL)
     )
-    assert await page.locator(".call").count() == 2, "one call in each text"
-    written = await page.locator(".call pre").first.inner_text()
+    written = await page.locator(".call pre").inner_text()
     assert written.startswith("<tool_call>")
     assert written.rstrip().endswith("</tool_call>")
+    await expect(chat.locator(".tool")).to_have_text(re.compile(r"→ \{.city.:.(Lima|Oslo|Tokyo)"))
+    await expect(chat.locator(".output")).to_have_count(2)
     await page.locator(".call .token.accepted").first.hover()
     await expect(page.get_by_role("tooltip")).to_have_text("accepted: guessed by ngram-1")
