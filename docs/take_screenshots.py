@@ -1,55 +1,87 @@
 """Takes the pictures of the page that docs/observability.md shows.
 
 Run `python docs/take_screenshots.py http://127.0.0.1:8000`. Needs the dev extra, Chromium, and a
-stack with an n-gram drafter and a draft model, as `make serve` starts it.
+stack with an n-gram drafter and a draft model, as `make serve` starts it. For one picture an n-gram
+drafter is killed, which `make serve` restarts.
 """
 
 from __future__ import annotations
 
 import shutil
+import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from playwright.sync_api import Page, sync_playwright
 
 IMAGES = Path(__file__).with_name("images")
-SHOTS = {
-    "playground": (1280, 1000, "light"),
-    "dark": (1280, 1000, "dark"),
-    "phone": (390, 844, "light"),
-}
+LONG_MS = 120_000
 
 
 def main(url: str) -> None:
-    """Every picture, of the same prompt."""
+    """Take every picture."""
     IMAGES.mkdir(exist_ok=True)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(
             executable_path=shutil.which("chromium"), args=["--no-sandbox"]
         )
-        for name, (width, height, scheme) in SHOTS.items():
+        for name, (width, height, scheme, act) in SHOTS.items():
             page = browser.new_page(
                 viewport={"width": width, "height": height}, color_scheme=scheme
             )
+            page.set_default_timeout(LONG_MS)
             page.goto(url)
             page.locator(".process").nth(3).wait_for()
-            run(page, beside_plain=name != "phone")
-            page.screenshot(path=IMAGES / f"{name}.png", full_page=name != "phone")
+            act(page)
+            page.screenshot(path=IMAGES / f"{name}.png")
+            page.close()
         browser.close()
 
 
-def run(page: Page, *, beside_plain: bool) -> None:
-    """Run the prompt a few times to fill the charts, then point at a token."""
-    button = page.locator("#compare" if beside_plain else "#run")
-    for _ in range(4):
-        button.click()
-        page.locator("#stop:disabled").wait_for(state="attached")
-        page.wait_for_timeout(1500)
-    token = page.locator(".token.accepted").nth(6)
-    token.scroll_into_view_if_needed()
-    token.hover()
-    if not beside_plain:
-        page.locator("#outputs").evaluate("element => element.scrollIntoView()")
+def both_ways(page: Page) -> None:
+    """The result of the first click, with the pointer at a token."""
+    page.locator("#compare").click()
+    page.locator("#same.good").wait_for()
+    page.locator(".token.accepted").nth(6).hover()
+
+
+def several(page: Page) -> None:
+    """Four texts on one timeline."""
+    page.locator("#several").click()
+    page.locator("#stop:disabled").wait_for(state="attached")
+    page.locator("#same", has_text="tokens a second").wait_for()
+
+
+def chat(page: Page) -> None:
+    """A chat of two messages, the second one with a call of a tool."""
+    form = page.locator("#chat")
+    for preset in form.locator(".presets button").all():
+        preset.click()
+        form.get_by_role("button", name="Send").click()
+        form.get_by_role("button", name="Send").wait_for()
+    page.locator("#chat-title").evaluate("title => title.scrollIntoView()")
+
+
+def loss(page: Page) -> None:
+    """A text that goes on without a drafter, and has it back."""
+    example = page.locator("#example-leave")
+    example.get_by_role("button", name="Start the text").click()
+    page.locator("#example-output .token").nth(100).wait_for(state="attached")
+    subprocess.run(example.locator("code").first.inner_text(), shell=True, check=True)
+    example.locator(".outcome", has_text="It was back").wait_for()
+    page.wait_for_timeout(3000)
+    page.locator("#examples-title").evaluate("title => title.scrollIntoView()")
+
+
+SHOTS: dict[str, tuple[int, int, str, Callable[[Page], None]]] = {
+    "playground": (1440, 900, "light", both_ways),
+    "several": (1440, 900, "dark", several),
+    "chat": (1440, 900, "light", chat),
+    "loss": (1440, 900, "dark", loss),
+    "phone": (390, 844, "light", both_ways),
+    "phone-dark": (390, 844, "dark", both_ways),
+}
 
 
 if __name__ == "__main__":
