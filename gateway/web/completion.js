@@ -7,7 +7,7 @@
  * @param {(tokens: {text: string, source: string, drafter: string | null, part?: string | null}[],
  *   calls: object[]) => void} onTokens takes new tokens, and the new pieces of calls
  * @param {AbortSignal} signal
- * @returns {Promise<object>} tokens, totalMs, firstMs, tokenMs, tokensPerSecond; content: the text
+ * @returns {Promise<object>} tokens, totalMs, firstMs, tokensPerSecond; content: the text
  *   of a chat's answer without its thought and calls; speculative: vLLM's speculative_decoding, or
  *   null if no draft was verified; paused: why most steps had no draft, or null
  */
@@ -20,7 +20,7 @@ export async function complete(request, onTokens, signal) {
     signal,
   });
   if (!response.ok) throw new Error(await reason(response));
-  let first = 0, last = 0, content = "", final = null;
+  let first = 0, last = started, content = "", final = null;
   for await (const event of events(response.body)) {
     if (event.error) throw new Error(event.error.message);
     const choice = event.choices[0];
@@ -41,8 +41,7 @@ export async function complete(request, onTokens, signal) {
     tokens: count,
     content,
     totalMs: last - started,
-    firstMs: first - started,
-    tokenMs,
+    firstMs: (first || last) - started,
     tokensPerSecond: tokenMs ? 1000 / tokenMs : 0,
     speculative: final.metrics?.speculative_decoding ?? null,
     paused: final.speculation?.paused ?? null,

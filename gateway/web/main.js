@@ -78,7 +78,7 @@ async function show(write) {
   $("outputs").replaceChildren();
   tell("–", "–", "is the text the same?", "–");
   timeline.begin();
-  $("result").scrollIntoView({ block: "nearest" });
+  scrollTo(0, 0);
   try {
     await write(stop.signal);
   } catch (error) {
@@ -97,7 +97,7 @@ async function bothWays(signal) {
     await race(request(), $("outputs"), timeline, signal);
   const isSame = different < 0;
   tell(
-    `${ratio.toFixed(1)}\u2009×`,
+    Number.isFinite(ratio) ? `${ratio.toFixed(1)}\u2009×` : "–",
     isSame ? "identical text" : "the texts differ",
     isSame ? `${count} of ${count} tokens compared` : `at token ${different + 1} of ${count}`,
     `${forwards[0]} instead of ${forwards[1]}`,

@@ -95,7 +95,7 @@ async def test_a_thought_content_and_calls_are_apart(
     assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     await page.get_by_text("Thought", exact=True).click()
     await expect(page.locator(".thought pre")).to_be_hidden()
-    await page.locator(".answer").focus()
+    await page.locator("#chat .answer").first.focus()
     await page.keyboard.press("ArrowRight")
     await expect(page.locator(".thought pre .current")).to_be_visible()
     await context.close()
