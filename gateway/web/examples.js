@@ -10,7 +10,7 @@ const WAITING_TOKENS = 1400;
 const DRAFTED_TOKENS = 400;
 const TOKENS = 480;
 // `outrider serve` restarts a lost drafter in seconds, others may stay away.
-const MOST_AWAY_MS = 60_000;
+const MOST_AWAY_MS = 120_000;
 // The prompt repeats this, so that an n-gram drafter has something to guess.
 const METHOD = `    def get(self, key):
         if key in self.items:

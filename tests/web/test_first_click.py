@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from playwright.async_api import Browser, Locator, expect
 from site_rig import Site
-from stack import TARGET
+from stack import ROOT, TARGET
 
 from outrider.launch.grow import modest_checkpoint
 
@@ -19,9 +19,9 @@ HEIGHT = 900
 
 
 @pytest.fixture(scope="module")
-def gaining_site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    """The processes that `make serve` starts."""
-    grown = tmp_path_factory.mktemp("grown") / "target-154m"
+def gaining_site() -> Iterator[Site]:
+    """The processes that `make serve` starts, with its target."""
+    grown = ROOT / "grown/target-154m"
     modest_checkpoint(Path(TARGET), grown)
     made = Site("--target", str(grown), "--dtype", "bfloat16")
     try:
