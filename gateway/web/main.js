@@ -78,6 +78,7 @@ async function show(write) {
   $("outputs").replaceChildren();
   tell("–", "–", "is the text the same?", "–");
   timeline.begin();
+  showPrompt();
   scrollTo(0, 0);
   try {
     await write(stop.signal);
@@ -111,13 +112,14 @@ async function drafted(signal) {
 
 async function several(signal) {
   const presets = Object.entries(PRESETS);
+  $("asked").textContent = "four of the examples below";
   const started = performance.now();
   const all = await Promise.all(presets.map(([name, { prompt, endpoint = "completion" }]) =>
     run(request(prompt, endpoint), new Output($("outputs"), name), timeline, signal)));
   const seconds = (performance.now() - started) / 1000;
   const tokens = all.reduce((sum, statistics) => sum + statistics.tokens, 0);
   const rate = `${(tokens / seconds).toFixed(0)} tokens a second`;
-  tell("–", rate, `${all.length} texts at once in ${seconds.toFixed(1)} s`, "–");
+  tell("", rate, `${all.length} texts at once in ${seconds.toFixed(1)} s`, "");
 }
 
 function tell(factor, same, compared, forwards) {

@@ -22,13 +22,16 @@ export async function race(request, parent, timeline, signal) {
   // With one seed both ways sample with the same noise, so their texts can be compared.
   const asked = { ...request, seed: newSeed() };
   const [drafted, plain] = [DRAFTED, PLAIN].map((title) => new Output(parent, title));
+  const alone = { ...asked, speculation: { enabled: false } };
+  // Unmeasured, so that both ways find the prompt cached and the gateway's workers started.
+  await complete({ ...alone, maxTokens: 1 }, () => {}, signal);
+  timeline.begin();
   const arrivals = [];
   const started = performance.now();
   const fast = await run(asked, drafted, timeline, signal, (...added) => {
     arrivals.push([performance.now() - started, added]);
   });
   const again = replay(drafted, arrivals, signal);
-  const alone = { ...asked, speculation: { enabled: false } };
   const [slow] = await Promise.all([run(alone, plain, timeline, signal), again]);
   return {
     ratio: slow.totalMs / fast.totalMs,

@@ -163,8 +163,9 @@ export class Timeline {
 
 function figures(name, { counts }, { title, row }) {
   const { blocks, tokens } = counts[row] ?? { blocks: 0, tokens: 0 };
-  if (name === VERIFIER) return `${title}: ${blocks} forwards`;
-  return blocks ? `${blocks} drafts, ${tokens} accepted` : "waits";
+  const ending = blocks === 1 ? "" : "s";
+  if (name === VERIFIER) return `${title}: ${blocks} forward${ending}`;
+  return blocks ? `${blocks} draft${ending}, ${tokens} accepted` : "waits";
 }
 
 function rectangle(kind, x, y, width, height) {
