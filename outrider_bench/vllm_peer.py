@@ -49,6 +49,8 @@ def main() -> None:
         dtype=arguments.dtype,
         max_model_len=2048,
         max_num_seqs=arguments.max_sequences,
+        # vLLM warms up with a forward of as many, for minutes by default. No load has more at once.
+        max_num_batched_tokens=1024,
         enable_prefix_caching=False,
         disable_log_stats=True,
         **ours,

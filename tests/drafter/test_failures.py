@@ -60,9 +60,7 @@ def family(request: pytest.FixtureRequest) -> Family:
         return made
     if request.param == "ngram":
         return NgramFamily(NgramOptions(), 1000)
-    pytest.importorskip(
-        "arctic_inference", reason="the package is missing: make suffix"
-    )
+    pytest.importorskip("arctic_inference", reason="the package is missing: make suffix")
     return SuffixFamily(SuffixSettings())
 
 
