@@ -5,6 +5,7 @@ Python sources.
 """
 
 import hashlib
+import os
 import shutil
 import sys
 from importlib.util import find_spec
@@ -117,11 +118,15 @@ def _compiled_step() -> list[Extension]:
     return extensions
 
 
-class _AllOrNothing(build_ext):
-    """Removes a partly built step.
+class _BuildExtensions(build_ext):
+    """Compiles on every core, and removes a partly built step.
 
     The step's modules load one shared library, and without it none of them can be imported.
     """
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        self.parallel = self.parallel or os.cpu_count()
 
     def build_extensions(self) -> None:
         super().build_extensions()
@@ -151,4 +156,4 @@ def _fetch_plotting_library() -> None:
 
 _STEP_EXTENSIONS = _compiled_step()
 _fetch_plotting_library()
-setup(ext_modules=[*_kernels(), *_STEP_EXTENSIONS], cmdclass={"build_ext": _AllOrNothing})
+setup(ext_modules=[*_kernels(), *_STEP_EXTENSIONS], cmdclass={"build_ext": _BuildExtensions})
