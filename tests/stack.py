@@ -31,6 +31,8 @@ from outrider.v1 import verifier_pb2, verifier_pb2_grpc
 ROOT = Path(__file__).parents[1]
 TARGET = str(ROOT / "models/target")
 DRAFT = str(ROOT / "models/draft")
+# Some 20 s on a quiet machine, and minutes on one that compiles meanwhile.
+START_S = 180.0
 
 
 def prompt_texts() -> list[str]:
@@ -148,7 +150,7 @@ class Stack:
             arguments += ["--model", DRAFT, "--dtype", "float32", "--threads", "1"]
         self.drafters[name] = Process("drafter_svc", *arguments, *flags)
 
-    def wait_ready(self, timeout_s: float = 90.0) -> ModelInfo:
+    def wait_ready(self, timeout_s: float = START_S) -> ModelInfo:
         """Wait until the target is loaded and every drafter is connected."""
         processes = (self.verifier, *self.drafters.values())
         deadline = time.monotonic() + timeout_s
@@ -209,7 +211,7 @@ class Client:
 
 
 @contextmanager
-def running(stack: Stack, timeout_s: float = 90.0) -> Iterator[Stack]:
+def running(stack: Stack, timeout_s: float = START_S) -> Iterator[Stack]:
     """Wait until the stack is ready, and stop it after the block."""
     try:
         stack.wait_ready(timeout_s)
