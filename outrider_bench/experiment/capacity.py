@@ -108,9 +108,9 @@ def _capacity(
 
 
 def most_that_holds(holds: Callable[[int], bool], most: int) -> int:
-    """The largest number up to `most` that holds, of a condition that ends to hold once.
+    """The largest number up to `most` for which a condition holds that fails beyond it.
 
-    0 if 1 does not.
+    To within a 32nd of the number; 0 if 1 fails.
     """
     low, high = 0, 1
     while high <= most and holds(high):
