@@ -22,7 +22,7 @@ import transformers
 from rich.console import Console
 
 from outrider.launch.grow import Shape
-from outrider_bench import host_time, prompts
+from outrider_bench import host_time, prompt_files
 from outrider_bench.commands.bench import BenchSettings
 from outrider_bench.console import console_for_output, progress
 from outrider_bench.experiment.machine import commit
@@ -158,7 +158,7 @@ async def _measure_pair(pair: Pair, settings: BenchSettings, console: Console) -
 
 def _asked(file: Path | None) -> list[Prompt]:
     """The prompts of the file kind by kind, or of the demo."""
-    kinds = prompts.of(file, () if file else _DEMO_KINDS)
+    kinds = prompt_files.of(file, () if file else _DEMO_KINDS)
     return [prompt for of_kind in kinds.values() for prompt in of_kind]
 
 

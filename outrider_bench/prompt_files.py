@@ -6,13 +6,14 @@ The keys of the first row tell the format. Nothing is downloaded, and nothing is
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from outrider_bench.prompts import KINDS
 from outrider_bench.yaml_file import first_problem
 
 
@@ -73,8 +74,27 @@ class _Row(BaseModel):
         return self.messages or self.prompt or None
 
 
+# Kinds of the bundled prompts that are asked where none are named.
+_USUAL = ("code", "rewriting", "json", "chat")
 _FORMATS = ("turns", "question", "conversations", "messages", "prompt")
 """The field that tells the format; the first of them that the first row has."""
+
+
+def of(file: Path | None, kinds: Sequence[str]) -> dict[str, list[Prompt]]:
+    """The prompts of these kinds, or without kinds of all that the file has.
+
+    Without a file, the bundled prompts. Raises ValueError that names the file's line, or the kind.
+    """
+    if file is None:
+        texts = {kind: [Prompt(kind=kind, text=text) for _, text in KINDS[kind]] for kind in KINDS}
+        wanted = kinds or _USUAL
+    else:
+        texts = read(file)
+        wanted = kinds or tuple(texts)
+    for kind in wanted:
+        if kind not in texts:
+            raise ValueError(f"kinds must be of {', '.join(texts)}, not {kind!r}")
+    return {kind: texts[kind] for kind in wanted}
 
 
 @cache

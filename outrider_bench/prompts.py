@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from outrider.launch.prompts import CODE, EXTRACTION, REWRITING
-from outrider_bench.prompt_files import Prompt, read
 
 _CHATS = (
     "What is a list in Python, and how does it differ from a tuple?",
@@ -35,24 +32,6 @@ KINDS = {
     "tools": TOOLS,
 }
 """Pairs (kind, prompt); chats are rendered in the bundled pair's template."""
-_USUAL = ("code", "rewriting", "json", "chat")
-
-
-def of(file: Path | None, kinds: Sequence[str]) -> dict[str, list[Prompt]]:
-    """The prompts of these kinds, or without kinds of all that the file has.
-
-    Without a file, the prompts above. Raises ValueError that names the file's line, or the kind.
-    """
-    if file is None:
-        texts = {kind: [Prompt(kind=kind, text=text) for _, text in KINDS[kind]] for kind in KINDS}
-        wanted = kinds or _USUAL
-    else:
-        texts = read(file)
-        wanted = kinds or tuple(texts)
-    for kind in wanted:
-        if kind not in texts:
-            raise ValueError(f"kinds must be of {', '.join(texts)}, not {kind!r}")
-    return {kind: texts[kind] for kind in wanted}
 
 
 def _object(**properties: Any) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from outrider.process.config import Dtype
-from outrider_bench import prompts
+from outrider_bench import prompt_files
 from outrider_bench.yaml_file import first_problem, read
 
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,31}$")]
@@ -194,7 +194,7 @@ class Workload(_Part):
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         if self.prompts is None:
-            prompts.of(None, self.kinds)
+            prompt_files.of(None, self.kinds)
         return self
 
     @property
@@ -365,7 +365,7 @@ def load(path: Path) -> Experiment:
     try:
         for cell in experiment.cells():
             workload = cell.experiment.workload
-            prompts.of(workload.prompts, workload.kinds)
+            prompt_files.of(workload.prompts, workload.kinds)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     return experiment

@@ -15,7 +15,7 @@ from typing import Any
 from gateway.text.prompts import Prompts
 from outrider.errors import OutriderError
 from outrider.tokenizer import load_tokenizer
-from outrider_bench import prompts
+from outrider_bench import prompt_files, prompts
 from outrider_bench.experiment.spec import Workload
 from outrider_bench.prompt_files import Prompt
 
@@ -123,7 +123,7 @@ class _Prompts:
     """A workload's prompts by kind, each encoded when it is asked for."""
 
     def __init__(self, workload: Workload, encoder: Encoder) -> None:
-        self._of_kinds = prompts.of(workload.prompts, workload.kinds)
+        self._of_kinds = prompt_files.of(workload.prompts, workload.kinds)
         self.kinds = list(self._of_kinds)
         self._has_grammars = workload.prompts is None
         self._encoder = encoder
