@@ -25,6 +25,7 @@ from outrider.launch.grow import Shape
 from outrider_bench import host_time, prompt_files
 from outrider_bench.commands.bench import BenchSettings
 from outrider_bench.console import console_for_output, progress
+from outrider_bench.experiment.launches import SYNTHETIC_PATH
 from outrider_bench.experiment.machine import commit
 from outrider_bench.experiment.traffic import Encoder
 from outrider_bench.grown import grown_checkpoint
@@ -61,7 +62,6 @@ _OURS: dict[str, dict[str, Any]] = {
     "outrider, auto": {},
 }
 _SYNTHETIC = "outrider, synthetic"
-_ALWAYS_WRONG = "outrider_bench.synthetic_drafter:SyntheticFamily"
 
 
 def run(settings: BenchSettings, arguments: list[str]) -> int:
@@ -257,5 +257,5 @@ def _vllm_drafters(pair: Pair) -> dict[str, list[str]]:
         "vllm, our scheduler": [],
         "vllm, our ngram": ["--family", "ngram"],
         "vllm, our model": ["--family", "model", *draft],
-        "vllm, always wrong": ["--family", _ALWAYS_WRONG, "--acceptance", "0"],
+        "vllm, always wrong": ["--family", SYNTHETIC_PATH, "--acceptance", "0"],
     }

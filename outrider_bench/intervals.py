@@ -26,10 +26,9 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def ratio_interval(values: Sequence[float], bases: Sequence[float]) -> tuple[float, float]:
-    """The 95 % interval of the median of `values` over that of `bases`, of two separate runs.
+    """The 95 % interval of the median of `values` divided by the median of `bases`.
 
-    The rounds of the runs are drawn independently, since no round of one belongs to one of the
-    other.
+    The bootstrap draws the rounds of the two runs independently, since the runs share no round.
     """
     draws = np.random.default_rng(0)
     low, high = np.quantile(_medians(values, draws) / _medians(bases, draws), _QUANTILES)

@@ -32,7 +32,7 @@ class Sample:
     by_kind: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def count_drafts(self, kind: str, draft_token_count: int, histogram: Sequence[int]) -> None:
-        """Add a request's drafts to those of its kind.
+        """Count the drafts of a request under the kind of its prompt.
 
         `histogram[i]` counts the drafts of which i tokens were accepted.
         """

@@ -70,7 +70,7 @@ class SyntheticFamily(Family):
         self._seeds[sequence.id] = hash((self._settings.seed, *prompt))
 
     def closed(self, sequence: DraftSequence) -> None:
-        """Remember a text that is new, or longer than the one that was known."""
+        """Remember the sequence's text if it is new, or longer than the text known before."""
         known = self._known.pop(sequence.id, [])
         self._seeds.pop(sequence.id, None)
         tokens = sequence.tokens

@@ -31,7 +31,7 @@ from outrider.v1 import verifier_pb2, verifier_pb2_grpc
 ROOT = Path(__file__).parents[1]
 TARGET = str(ROOT / "models/target")
 DRAFT = str(ROOT / "models/draft")
-# Some 20 s on a quiet machine, and minutes on one that compiles meanwhile.
+# A stack starts within 20 s on a quiet machine, and within minutes beside a compiler.
 START_S = 180.0
 
 

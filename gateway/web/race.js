@@ -1,6 +1,6 @@
 // One prompt both ways: with drafters, then without. Each way has the model to itself, so that the
-// times can be compared. While the second text is written, the first one is shown again beside it,
-// at the pace at which it came.
+// times can be compared. While the model writes the second text, the page shows the first text again
+// beside it, at the pace at which it came.
 
 import { complete } from "./completion.js";
 import { Output, figures, stepCount } from "./output.js";

@@ -2,6 +2,7 @@
 // a process, and a row of the lane is a sequence.
 
 import { author } from "./authors.js";
+import { isGuess } from "./output.js";
 
 const SHOWN_MS = 30_000;
 const VERIFIER = "verifier";
@@ -70,9 +71,9 @@ export class Timeline {
     const [from, to] = [sequence.last, this.#now()];
     sequence.last = to;
     const accepted = new Map();
-    for (const { drafter, source } of tokens) {
-      const count = source.startsWith("accepted") ? 1 : 0;
-      if (drafter) accepted.set(drafter, (accepted.get(drafter) ?? 0) + count);
+    for (const token of tokens) {
+      const before = accepted.get(token.drafter) ?? 0;
+      if (token.drafter) accepted.set(token.drafter, before + Number(isGuess(token)));
     }
     this.#block(this.#lane(VERIFIER), sequence, from, to, 1, tokens.length);
     for (const [drafter, count] of accepted) {

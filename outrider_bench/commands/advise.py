@@ -101,13 +101,14 @@ def _capacity(question: Question, tokens_per_s: float) -> int:
     from dataclasses import asdict
 
     from outrider_bench.console import console_for_output, progress
-    from outrider_bench.experiment import capacity, situations
+    from outrider_bench.experiment import capacity, machine_costs, situations
 
+    costs = machine_costs.load(question.costs)
     wanted = capacity.Wanted(tokens_per_s, question.share)
     with progress() as bar:
         task = bar.add_task("simulating", total=4)
         found = capacity.capacities(
-            lambda clients: situations.situation_of(question, clients),
+            lambda clients: situations.situation_of(question, costs, clients),
             wanted,
             question.remote_drafters,
             lambda: bar.advance(task),

@@ -38,7 +38,7 @@ class BenchSettings(Settings):
     times, as those of users do. Requests of one length begin and end together in plain decoding."""
 
     prompts: Path | None = None
-    """File of own prompts, as `prompts` of an experiment; unset takes those of the demo."""
+    """File of your own prompts, as `prompts` of an experiment; unset takes the demo's prompts."""
 
     acceptance: list[Annotated[float, Field(ge=0, le=1)]] = Field(default_factory=list)
     """Measure also a synthetic drafter whose guesses are right with this probability, one number or

@@ -1,4 +1,4 @@
-"""What the entry points of `outrider lab` have in common."""
+"""The shared parts of the entry points of `outrider lab`."""
 
 from __future__ import annotations
 

@@ -189,7 +189,7 @@ def _served(families: set[str]) -> str:
 
 
 def _served_as(family: str) -> str:
-    """The family whose costs of serving this one has. A synthetic drafter computes no more."""
+    """The family with the same costs of serving. Synthetic guesses cost as n-grams do."""
     return "ngram" if family == SYNTHETIC else family
 
 

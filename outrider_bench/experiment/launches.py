@@ -22,7 +22,8 @@ _SECRET = "secret"
 _LOG_LEVEL: Setting = "warning"
 SYNTHETIC = "synthetic"
 """The family of drafters whose acceptance is a setting."""
-_PATHS = {SYNTHETIC: "outrider_bench.synthetic_drafter:SyntheticFamily"}
+SYNTHETIC_PATH = "outrider_bench.synthetic_drafter:SyntheticFamily"
+_PATHS = {SYNTHETIC: SYNTHETIC_PATH}
 
 
 @dataclass(frozen=True, slots=True)

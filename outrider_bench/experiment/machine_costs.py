@@ -55,10 +55,11 @@ def at_batch(found: Profile | Costs, drafter: str, batch: int) -> MachineCosts:
     """The costs with a drafter, a name in the table's `drafting`, and `batch` sequences."""
     if isinstance(found, Costs):
         return _without_serving(found, None)
-    acceptance = found.acceptance.get(drafter.partition("-")[0])
-    plains = found.at("plain")
     # Serving is measured with one thread for each family, whatever place the drafter takes.
-    own = found.at(drafter.partition("-")[0])
+    family = drafter.partition("-")[0]
+    acceptance = found.acceptance.get(family)
+    plains = found.at("plain")
+    own = found.at(family)
     if not plains or len(plains) != len(own):
         return _without_serving(found.costs, acceptance)
     serving = between(own, batch)

@@ -23,17 +23,16 @@ def situations_of(question: Question) -> list[Situation]:
             known = ", ".join(sorted(table.drafting)) or "(none)"
             flag = name.replace("_", "-")
             raise ValueError(f"{flag}: must be one of {known} of the cost table, not {way!r}")
-    situations = [situation_of(question, batch) for batch in dict.fromkeys(question.batch)]
+    situations = [situation_of(question, found, batch) for batch in dict.fromkeys(question.batch)]
     if isinstance(found, Costs):
         return situations
     way = question.drafter.partition("-")[0]
     return [_as_measured(found, way, situation) for situation in situations]
 
 
-def situation_of(question: Question, batch: int) -> Situation:
-    """The situation of a batch, without what a profile's own load says about it."""
-    costs = at_batch(machine_costs.load(question.costs), question.drafter, batch)
-    return _situation(question, batch, costs)
+def situation_of(question: Question, found: Profile | Costs, batch: int) -> Situation:
+    """The situation of a batch by these costs, without what a profile's own load says about it."""
+    return _situation(question, batch, at_batch(found, question.drafter, batch))
 
 
 def _as_measured(profile: Profile, way: str, situation: Situation) -> Situation:

@@ -68,7 +68,7 @@ def test_the_interval_decides_what_is_said(
 
 
 def test_the_interval_is_that_of_the_medians_ratio() -> None:
-    # The medians of two draws of [100, 110] are 100, 105 and 110, and those of [200] are 200.
+    # Two draws of [100, 110] have the median 100, 105 or 110; draws of [200] have the median 200.
     assert ratio_interval([200.0, 200.0], [100.0, 110.0]) == pytest.approx((200 / 110, 2.0))
     assert ratio_interval([3.0], [2.0]) == (1.5, 1.5)
 

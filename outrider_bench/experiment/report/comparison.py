@@ -45,7 +45,7 @@ class Line:
 
     @property
     def verdict(self) -> Verdict:
-        """What the interval shows of the second run; nothing if one has a single repetition."""
+        """How the second run differs by the interval, which needs several repetitions of a run."""
         both = (self.first, self.second)
         known = all(spread.predicted or spread.count > 1 for spread in both)
         if not known or self.disturbed:
@@ -81,7 +81,7 @@ def _of_cell(
 
 
 def warnings(first: Results, second: Results) -> Iterator[str]:
-    """What differs between the runs beside their figures, and the cells that only one has."""
+    """How machines, commits and experiments differ, and which cells a run lacks."""
     machines = [_fixed(results.about.get("machine") or {}) for results in (first, second)]
     for name in machines[0].keys() | machines[1].keys():
         values = [machine.get(name) for machine in machines]
@@ -106,7 +106,7 @@ def warnings(first: Results, second: Results) -> Iterator[str]:
 
 
 def _fixed(machine: Mapping[str, Any]) -> dict[str, Any]:
-    """What does not change between two runs on one machine, as in a machine's fingerprint."""
+    """The parts of a machine's record that stay the same from run to run."""
     names = ("host", "processor", "cores", "memory_bytes", "gpus", "torch")
     return {name: machine.get(name) for name in names}
 
