@@ -8,6 +8,7 @@ import hashlib
 import os
 import shutil
 import sys
+from copy import copy
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -119,7 +120,7 @@ def _compiled_step() -> list[Extension]:
 
 
 class _BuildExtensions(build_ext):
-    """Compiles on every core, and removes a partly built step.
+    """Compiles on every core, each extension in its own directory; removes a partly built step.
 
     The step's modules load one shared library, and without it none of them can be imported.
     """
@@ -127,6 +128,13 @@ class _BuildExtensions(build_ext):
     def finalize_options(self) -> None:
         super().finalize_options()
         self.parallel = self.parallel or os.cpu_count()
+
+    def build_extension(self, ext: Extension) -> None:
+        # The kernels' extensions compile the same sources with other flags at the same time. In one
+        # directory they would link each other's object files.
+        own = copy(self)
+        own.build_temp = str(Path(self.build_temp, ext.name))
+        super(_BuildExtensions, own).build_extension(ext)
 
     def build_extensions(self) -> None:
         super().build_extensions()

@@ -1,0 +1,34 @@
+"""Each library of kernels is for its own kind of processor, whatever was compiled beside it."""
+
+import platform
+import shutil
+import subprocess
+
+import pytest
+
+from outrider.lm.cpu.library import load_build, runnable_builds
+
+# Of each library, registers and instructions that only its kind of processor and later ones have.
+MARKS = {
+    "_cpu": set[str](),
+    "_cpu_avx2": {"ymm", "vfmadd"},
+    "_cpu_avx512": {"ymm", "vfmadd", "zmm"},
+    "_cpu_avx512_bf16": {"ymm", "vfmadd", "zmm", "vdpbf16ps"},
+    "_cpu_amx": {"ymm", "vfmadd", "zmm", "vdpbf16ps", "tdpbf16ps"},
+}
+ALL_MARKS = MARKS["_cpu_amx"]
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="other processors have one library")
+@pytest.mark.skipif(shutil.which("objdump") is None, reason="objdump is missing: binutils")
+@pytest.mark.parametrize("name", MARKS)
+def test_a_library_has_the_instructions_of_its_kind_of_processor(name: str) -> None:
+    library = load_build(name)
+    assert library is not None, "tests need a C compiler when the package is installed"
+    command = ["objdump", "--disassemble", library._name]
+    code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert {mark for mark in ALL_MARKS if mark in code} == MARKS[name]
+
+
+def test_the_best_library_for_this_processor_was_built() -> None:
+    assert load_build(runnable_builds()[0]) is not None
