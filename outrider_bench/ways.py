@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -99,8 +99,7 @@ async def line_peer(
             read = await receive.readline()
             if not read:
                 errors.seek(0)
-                last_words = errors.read()[-2000:].decode(errors="replace")
-                raise RuntimeError(f"{' '.join(command[:3])} died: {last_words}")
+                raise RuntimeError(f"{' '.join(command[:3])} died: {_tail(errors.read())}")
             return read
 
         async def ask(task: dict[str, Any]) -> Sample:
@@ -159,7 +158,10 @@ async def vllm_way(
 async def vllm_with_drafter(
     pair: Pair, python: Path, max_sequences: int, drafter: Sequence[str]
 ) -> AsyncIterator[Measure]:
-    """vLLM with our scheduler, and a drafter of these flags that dials it; without flags, none."""
+    """vLLM with our scheduler, and a drafter of these flags that dials it; without flags, none.
+
+    Measuring raises RuntimeError with the drafter's last words if it has died.
+    """
     listen = f"127.0.0.1:{free_port()}"
     root = Path(__file__).parents[1]
     environment = {"OUTRIDER_VERIFIER_LISTEN": listen, "PYTHONPATH": str(root)}
@@ -167,16 +169,49 @@ async def vllm_with_drafter(
     arguments += ["--drafts", str(pair.draft_tokens)]
     peer = str(Path(__file__).with_name("vllm_peer.py"))
     command = [sys.executable, "-m", "drafter_svc", "--verifier", listen, "--id", "1", *drafter]
-    async with line_peer(str(python), peer, *arguments, environment=environment) as ask:
-        process = None
+    async with AsyncExitStack() as stack:
+        ask = await stack.enter_async_context(
+            line_peer(str(python), peer, *arguments, environment=environment)
+        )
+        died = None
         if drafter:
-            process = await asyncio.create_subprocess_exec(*command, cwd=root, stdout=-3, stderr=-3)
+            died = await stack.enter_async_context(_running(command, root))
+
+        async def measure(task: Task) -> Sample:
+            sample = await ask(_fields(task))
+            if died is not None and (last_words := died()):
+                raise RuntimeError(f"the drafter died: {last_words}")
+            return sample
+
+        yield measure
+
+
+@asynccontextmanager
+async def _running(
+    command: Sequence[str], directory: Path
+) -> AsyncIterator[Callable[[], str | None]]:
+    """Run a process; the call gives its exit status and last words, or None while it runs."""
+    with tempfile.TemporaryFile() as output:
+        process = await asyncio.create_subprocess_exec(
+            *command, cwd=directory, stdout=output, stderr=output
+        )
+
+        def died() -> str | None:
+            if process.returncode is None:
+                return None
+            output.seek(0)
+            return f"status {process.returncode}: {_tail(output.read())}"
+
         try:
-            yield lambda task: ask(_fields(task))
+            yield died
         finally:
-            if process is not None:
+            with suppress(ProcessLookupError):  # it may have died by itself
                 process.terminate()
-                await process.wait()
+            await process.wait()
+
+
+def _tail(output: bytes) -> str:
+    return output[-2000:].decode(errors="replace")
 
 
 def _fields(task: Task) -> dict[str, Any]:
