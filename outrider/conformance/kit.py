@@ -34,7 +34,7 @@ from outrider.v1 import verifier_pb2
 
 HIDDEN_SIZE = 16
 """Numbers of a hidden state, unless the drafter's own target is named."""
-_START_S = 30.0
+_START_S = 60.0
 _BACK_S = 8.0
 _EXIT_S = 5.0
 
@@ -76,7 +76,7 @@ class Kit:
     async def link(self) -> Link:
         """The drafter's stream; starts the process and waits for a new stream where needed.
 
-        Raises Broken("comes-back") if no stream comes within 8 s, or 30 s after a start.
+        Raises Broken("comes-back") if no stream comes within 8 s, or 60 s after a start.
         """
         if self._link is not None and not self._link.ended:
             return self._link
@@ -86,11 +86,7 @@ class Kit:
             seconds = _START_S
         self._link = await self._first_link(seconds)
         if self._link is None:
-            assert self._process is not None
-            code = self._process.poll()
-            if code is not None:
-                raise Broken("comes-back", f"exited with {code}")
-            raise Broken("comes-back", f"no stream within {seconds:.0f} s")
+            raise Broken("comes-back", self._why_absent(seconds))
         return self._link
 
     def passed(self, *rules: str) -> None:
@@ -138,17 +134,26 @@ class Kit:
         else:
             self._link = await self._first_link(_START_S)
         if self._link is None:
-            text = f"no stream within {_START_S:.0f} s"
-            self._complain("waits-until-ready", text)
+            self._complain("waits-until-ready", self._why_absent(_START_S))
             return False
         self.passed("waits-until-ready", "hello")
         return True
 
     async def _first_link(self, seconds: float) -> Link | None:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                return await self.verifier.link()
+        """The next stream; None if none comes in time or the process has exited."""
+        assert self._process is not None
+        deadline = time.monotonic() + seconds
+        while (left := deadline - time.monotonic()) > 0:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(min(left, 0.2)):
+                    return await self.verifier.link()
+            if self._process.poll() is not None:
+                break
         return None
+
+    def _why_absent(self, seconds: float) -> str:
+        code = self._process.poll() if self._process is not None else None
+        return f"no stream within {seconds:.0f} s" if code is None else f"exited with {code}"
 
     async def _play(self) -> None:
         for scene in tracked(SCENES, "scenes"):
