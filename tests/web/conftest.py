@@ -77,7 +77,7 @@ async def page(browser: Browser, site: Site) -> AsyncIterator[Page]:
     page.on("console", on_console)
     page.on("request", on_request)
     await page.goto(site.url)
-    await page.locator(".process strong", has_text="ngram-1").wait_for()
+    await page.locator("#map").get_by_text("ngram-1", exact=True).wait_for()
     yield page
     await context.close()
     assert not [problem for problem in problems if not any(word in problem for word in _PROVOKED)]

@@ -213,7 +213,7 @@ async def test_the_page_is_accessible_in_each_theme_and_width(
     )
     page = await context.new_page()
     await page.goto(site.url)
-    await page.locator(".process strong", has_text="ngram-1").wait_for()
+    await page.locator("#map").get_by_text("ngram-1", exact=True).wait_for()
     await write(page, REPEATING, 32)
     await page.get_by_role("button", name="Run", exact=True).click()
     await finished(page)
@@ -318,6 +318,5 @@ async def test_the_page_reconnects_to_a_restarted_gateway(page: Page, site: Site
     )
     await expect(page.locator("#status")).to_have_class("status bad")
     site.gateway.start()
-    await expect(page.locator(".process", has_text="ngram-1")).to_contain_text(
-        "connected", timeout=60_000
-    )
+    ngram = page.locator(".process", has=page.get_by_text("ngram-1", exact=True))
+    await expect(ngram).to_contain_text("connected", timeout=60_000)
