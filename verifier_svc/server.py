@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
 import signal
 from collections.abc import Callable
 from dataclasses import replace
@@ -38,6 +37,7 @@ from verifier_svc.engine.outbox import Delivery
 from verifier_svc.engine.served import ServedEngine
 from verifier_svc.metrics import Metrics
 from verifier_svc.policy.draft_policy import EVERY_DRAFT, PAYING_DRAFTS
+from verifier_svc.state.drafter import target_cores
 from verifier_svc.streams.own_stream import OwnDrafter, OwnVerifier
 from verifier_svc.streams.servicer import VerifierServicer, report_health
 from verifier_svc.verification.batch import DraftVerifier
@@ -192,7 +192,7 @@ class Loader:
             launches=runner.device.type == "cuda",
             sampled_drafts=settings.sampled_drafts,
             drafts=EVERY_DRAFT if settings.always_draft else PAYING_DRAFTS,
-            own_cores=_own_cores(runner.device),
+            own_cores=target_cores(runner.device.type, torch.get_num_threads()),
             mask_lanes=Threads(),
             mask_seconds=_MASK_S,
             features=runner,
@@ -267,14 +267,6 @@ def _draft_verifier(
     [rule] = [rule for rule in AcceptanceRule if rule.label == settings.sampled_rule]
     thinking_ids = _thinking_ids(tokenizer)
     return DraftVerifier(rule, thinking_ids, settings.synthetic_acceptance_rate, device)
-
-
-def _own_cores(device: torch.device) -> frozenset[int] | None:
-    """The cores of this process, if the target computes on all of them; None if some are spare."""
-    cores = os.sched_getaffinity(0)
-    if device.type != "cpu" or torch.get_num_threads() < len(cores):
-        return None
-    return frozenset(cores)
 
 
 def _thinking_ids(tokenizer: Tokenizer) -> tuple[int, int] | None:

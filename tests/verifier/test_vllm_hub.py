@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import platform
+
 import pytest
 
 from outrider.errors import OutriderError
@@ -9,6 +11,7 @@ from outrider.process.telemetry import NO_SPAN
 from outrider.protocol.draft_messages import DraftBatch, Hello, Proposal, Skip, StepBatch
 from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
 from outrider.protocol.messages import PauseReason, SamplingParams, TokenRequest
+from outrider.protocol.model_info import Placement
 from verifier_svc.metrics import Metrics
 from verifier_svc.policy.draft_policy import EVERY_DRAFT
 from verifier_svc.state.drafter import Drafter
@@ -33,7 +36,7 @@ class TestHub(DraftHub):
 
     __test__ = False
 
-    def __init__(self) -> None:
+    def __init__(self, own_cores: frozenset[int] | None = None) -> None:
         self.time = Clock()
         self.messages: list[tuple[Drafter, DraftBatch]] = []
         super().__init__(
@@ -43,6 +46,7 @@ class TestHub(DraftHub):
             self._deliver,
             EVERY_DRAFT,
             self.time,
+            own_cores=own_cores,
         )
         self.drafter: Drafter | None = None
         self.told: list[StepBatch | OutriderError] = []
@@ -57,7 +61,8 @@ class TestHub(DraftHub):
             sink(message)
 
     def add_drafter(self) -> None:
-        self.drafter = self.drafting.join(Hello("d", "test", "f", 8), self._hear)
+        place = Placement(host=platform.node())
+        self.drafter = self.drafting.join(Hello("d", "test", "f", 8, placement=place), self._hear)
 
     def _hear(self, message: StepBatch | OutriderError) -> None:
         self.told.append(message)
@@ -111,6 +116,23 @@ def step(hub: DraftHub, name: str, computed: int, tokens: int, text: list[int]) 
 @pytest.fixture
 def hub() -> TestHub:
     return TestHub()
+
+
+def windows(hub: TestHub) -> set[int]:
+    """The depths of the windows that the drafter was told of while a request ran."""
+    hub.add_drafter()
+    opened(hub, "a")
+    step(hub, "a", 0, 5, hub.right)
+    step(hub, "a", 5, 1, hub.right[1:])
+    step(hub, "a", 10, 1, hub.right[6:])
+    batches = [message for message in hub.told if isinstance(message, StepBatch)]
+    told = [each.window for batch in batches for each in (*batch.opened, *batch.verdicts)]
+    return {window.depth for window in told if window is not None}
+
+
+def test_a_drafter_runs_ahead_except_on_the_cores_that_vllm_computes_on() -> None:
+    assert max(windows(TestHub())) > 4
+    assert max(windows(TestHub(own_cores=frozenset({0})))) == 4
 
 
 def test_a_right_draft_is_verified_and_counted(hub: TestHub) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -32,6 +33,17 @@ LONG_MEMORY = 0.99
 _RECENT_ANSWER = 0.05
 # Memory that a message takes besides its size on the wire.
 MESSAGE_BYTES = 1024
+
+
+def target_cores(device: str, thread_count: int) -> frozenset[int] | None:
+    """The cores of this process, if a target computes on all of them; None if some are spare.
+
+    `device` is torch's type of device.
+    """
+    cores = os.sched_getaffinity(0)
+    if device != "cpu" or thread_count < len(cores):
+        return None
+    return frozenset(cores)
 
 
 @dataclass(eq=False, slots=True)

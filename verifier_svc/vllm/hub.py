@@ -90,7 +90,10 @@ class DraftHub:
         deliver: Callable[[list[Delivery]], None],
         drafts: PayingDrafts = PAYING_DRAFTS,
         clock: Clock = monotonic,
+        *,
+        own_cores: frozenset[int] | None = None,
     ) -> None:
+        """`own_cores` are those that vLLM computes on, as of `DraftExchange`."""
         self.limits = limits
         self.clock = clock
         self.turn = threading.Condition()
@@ -103,7 +106,9 @@ class DraftHub:
         self.isolated_cost = ForwardCost()  # learns from trial steps alone
         budget = SpeculationBudget(self.isolated_cost)
         self.planner = Planner(policy, self.cost, budget, drafts, trees=False)
-        self.drafting = DraftExchange(self.sequences, self.planner, metrics, clock=clock)
+        self.drafting = DraftExchange(
+            self.sequences, self.planner, metrics, own_cores=own_cores, clock=clock
+        )
         self.drafting.roster.max_drafters = limits.max_drafters
         self.outbox = Outbox(deliver, self.drafting)
         self.load_meter = LoadMeter(

@@ -79,7 +79,16 @@ class VllmLoader:
                 max_drafters=settings.max_drafters,
             )
             drafts = EVERY_DRAFT if settings.always_draft else PAYING_DRAFTS
-            made.append(DraftHub(limits, policy, self._metrics, deliver, drafts))
+            made.append(
+                DraftHub(
+                    limits,
+                    policy,
+                    self._metrics,
+                    deliver,
+                    drafts,
+                    own_cores=plugin.own_cores(config),
+                )
+            )
             return made[0]
 
         with plugin.own_hub(make_hub):

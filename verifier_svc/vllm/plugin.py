@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from typing import Any
 
+import torch
 import vllm
 
 from outrider import __version__
@@ -36,6 +37,7 @@ from verifier_svc.engine.engine_thread import EngineThread
 from verifier_svc.engine.outbox import Delivery
 from verifier_svc.metrics import Metrics
 from verifier_svc.policy.draft_policy import EVERY_DRAFT, PAYING_DRAFTS
+from verifier_svc.state.drafter import target_cores
 from verifier_svc.state.sequence import Sequence
 from verifier_svc.streams.servicer import VerifierServicer, report_health
 from verifier_svc.vllm.hub import DraftHub, Limits
@@ -67,6 +69,13 @@ def hub_for(vllm_config: Any) -> DraftHub:
     port = DraftPort(settings, vllm_config)
     port.start()
     return port.hub
+
+
+def own_cores(vllm_config: Any) -> frozenset[int] | None:
+    """The cores that vLLM computes on; None on a GPU, or where it leaves cores to drafters."""
+    if vllm_config.parallel_config.distributed_executor_backend == "mp":
+        return None  # on CPUs, its worker processes leave a core each to the scheduler
+    return target_cores(vllm_config.device_config.device.type, torch.get_num_threads())
 
 
 def _settings(vllm_config: Any) -> VerifierSettings:
@@ -101,7 +110,9 @@ class DraftPort:
         )
         self._deliver: Callable[[list[Delivery]], None] = _nobody
         drafts = EVERY_DRAFT if settings.always_draft else PAYING_DRAFTS
-        self.hub = SharedHub(limits, policy, self._metrics, self._send, drafts)
+        self.hub = SharedHub(
+            limits, policy, self._metrics, self._send, drafts, own_cores=own_cores(vllm_config)
+        )
         self.info = ModelInfo(
             name,
             Stage.READY,
