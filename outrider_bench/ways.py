@@ -148,10 +148,27 @@ async def vllm_way(
     arguments = [str(pair.target), "--dtype", pair.dtype, "--max-sequences", str(max_sequences)]
     if speculative:
         arguments += ["--speculative", json.dumps(speculative)]
-    async with line_peer(
-        str(python), str(Path(__file__).with_name("vllm_peer.py")), *arguments
-    ) as ask:
+    peer = str(Path(__file__).with_name("vllm_peer.py"))
+    environment = _vllm_threads(python)
+    async with line_peer(str(python), peer, *arguments, environment=environment) as ask:
         yield lambda task: ask(_fields(task))
+
+
+def _vllm_threads(python: Path) -> dict[str, str]:
+    """Variables for threads as vLLM's own server starts them on CPUs: Intel's OpenMP, pinned.
+
+    With another OpenMP, vLLM warns of slow speculation. A vLLM without that library gets none.
+    """
+    library = python.parents[1] / "lib" / "libiomp5.so"
+    if not library.exists():
+        return {}
+    cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+    return {
+        "LD_PRELOAD": str(library),
+        "KMP_AFFINITY": f"granularity=fine,explicit,proclist=[{cores}]",
+        "KMP_BLOCKTIME": "5",
+        "KMP_TPAUSE": "0",
+    }
 
 
 @asynccontextmanager
@@ -164,7 +181,8 @@ async def vllm_with_drafter(
     """
     listen = f"127.0.0.1:{free_port()}"
     root = Path(__file__).parents[1]
-    environment = {"OUTRIDER_VERIFIER_LISTEN": listen, "PYTHONPATH": str(root)}
+    environment = _vllm_threads(python)
+    environment |= {"OUTRIDER_VERIFIER_LISTEN": listen, "PYTHONPATH": str(root)}
     arguments = [str(pair.target), "--dtype", pair.dtype, "--max-sequences", str(max_sequences)]
     arguments += ["--drafts", str(pair.draft_tokens)]
     peer = str(Path(__file__).with_name("vllm_peer.py"))
