@@ -11,7 +11,7 @@ import json
 import logging
 import re
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -134,8 +134,23 @@ async def _outrider_error(request: Request, error: OutriderError) -> Response:
 
 async def _validation_error(request: Request, error: RequestValidationError) -> Response:
     body = getattr(request.scope.get("route"), "body_field", None)
-    known = getattr(body.field_info.annotation, "model_fields", ()) if body is not None else ()
-    return error_response(validation_error(error.errors(), known), request.scope)
+    details = error.errors()
+    known: Iterable[str] = ()
+    if body is not None and details:
+        known = _names_beside(body.field_info.annotation, details[0]["loc"])
+    return error_response(validation_error(details, known), request.scope)
+
+
+def _names_beside(model: Any, location: Sequence[str | int]) -> Iterable[str]:
+    """The fields of the object that holds a parameter; none in lists and unions."""
+    for part in location[1:-1]:
+        field = getattr(model, "model_fields", {}).get(part)
+        kinds = () if field is None else (field.annotation, *get_args(field.annotation))
+        models = [kind for kind in kinds if hasattr(kind, "model_fields")]
+        if len(models) != 1:
+            return ()
+        model = models[0]
+    return getattr(model, "model_fields", ())
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
@@ -160,6 +175,9 @@ def _instead(path: str) -> str:
     """A hint for callers who left /v1 out, and of other endpoints, such as /v1/embeddings."""
     if f"/v1{path}" in (*_PATHS, "/v1/models"):
         return f"; the path is /v1{path}, so a client's base URL ends in /v1"
+    known = [each for each in (*_PATHS, "/v1/models") if each.count("/") == path.count("/")]
+    if alike := suggestion(path, known):
+        return alike
     if not path.startswith("/v1/"):
         return ""
     return f"; {' and '.join(f'POST {each}' for each in _PATHS)} generate text"
@@ -177,22 +195,26 @@ def validation_error(
     detail = details[0]
     kind = detail["type"]
     message = detail["msg"].removeprefix("Value error, ")
-    if kind == "union_tag_invalid":
-        # Pydantic quotes all of it.
-        tag = detail["ctx"]["tag"]
-        message = message.replace(tag, _cut(tag))
     if kind == "json_invalid":
         cause = detail.get("ctx", {}).get("error", "")
-        return OutriderError(Reason.MALFORMED_REQUEST, f"the body is not JSON: {message} ({cause})")
+        message = f"the body is not JSON: {cause} (character {detail['loc'][-1]})"
+        return OutriderError(Reason.MALFORMED_REQUEST, message)
     path = field_path(detail["loc"])
     if not path:
         message = "the body must be a JSON object, sent with Content-Type: application/json"
         return OutriderError(Reason.MALFORMED_REQUEST, message)
     if kind == "extra_forbidden":
-        message = f"{path} is not a parameter of this request{suggestion(path, known)}"
+        alike = suggestion(str(detail["loc"][-1]), known)
+        message = f"{path} is not a parameter of this request{alike}"
         return OutriderError(Reason.UNKNOWN_PARAMETER, message, path)
     if kind == UNSUPPORTED:
         return OutriderError(Reason.UNSUPPORTED_PARAMETER, f"{path} {message}", path)
+    if kind == "union_tag_invalid":
+        context = detail["ctx"]
+        name = context["discriminator"].strip("'")
+        expected = context["expected_tags"]
+        message = f"{path}.{name} must be one of {expected}, not '{_cut(context['tag'])}'"
+        return OutriderError(Reason.INVALID_VALUE, message, path)
     if kind == "missing":
         return OutriderError(Reason.INVALID_VALUE, f"{path} is required", path)
     message = f"{path}: {message}, not {_shown(detail.get('input'))}"

@@ -105,7 +105,7 @@ class _Translator:
             edge = _Edge.OPEN if self._in_json else _Edge.ANCHORED
             return self._sequence(list(parsed), parsed.state.flags, edge, edge)
         except (re.error, OverflowError) as cause:
-            raise self._refused(f"has {str(cause)[:100]}") from cause
+            raise self._refused(f"is no regular expression: {str(cause)[:100]}") from cause
         except RecursionError as cause:
             raise self._refused("is nested too deep") from cause
 

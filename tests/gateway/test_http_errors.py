@@ -176,7 +176,7 @@ async def test_a_bad_chat_names_the_place(rig: Rig, body: dict[str, Any], param:
 @pytest.mark.parametrize(
     ("content", "headers", "words"),
     [
-        (b'{"prompt": "x', JSON, "not JSON"),
+        (b'{"prompt": "x', JSON, "not JSON: Unterminated string starting at (character 11)"),
         (b"", JSON, "JSON object"),
         (b"[1]", JSON, "JSON object"),
         (b'{"prompt": ' + b"[" * 60_000, JSON, "JSON"),
@@ -194,6 +194,31 @@ async def test_the_error_for_a_malformed_body_says_why(
     error = error_of(response)
     assert error["code"] in ("malformed_request", "invalid_value")
     assert words in error["message"]
+
+
+async def test_a_part_of_another_type_is_refused_with_the_types_that_are_taken(rig: Rig) -> None:
+    content = [{"type": "image_url", "image_url": {"url": "data:"}}]
+    body = {"messages": [{"role": "user", "content": content}]}
+    response = await rig.http.post("/v1/chat/completions", json=body)
+    said = "messages[0].content[0].type must be one of 'text', 'refusal', not 'image_url'"
+    assert error_of(response)["message"] == said
+
+
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("/v1/completion", "/v1/completions"),
+        ("/v1/chat/completion", "/v1/chat/completions"),
+        ("/v1/model", "/v1/models"),
+    ],
+)
+async def test_a_misspelt_path_is_answered_with_the_right_one(
+    rig: Rig, path: str, meant: str
+) -> None:
+    response = await rig.http.post(path, json={})
+    assert response.status_code == 404
+    said = f"there is no {path} here (did you mean {meant}?)"
+    assert error_of(response)["message"] == said
 
 
 async def test_numbers_that_are_not_finite_are_refused(rig: Rig) -> None:

@@ -624,7 +624,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role: "),
     ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content: "),
     ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content[0].text.text: "),
-    (said_by("user", {"type": "image", "source": {}}), "messages[1].content[0]: "),
+    (said_by("user", {"type": "image", "source": {}}), "messages[1].content[0].type must be one of"),
     (said_by("user", {"type": "text"}), "messages[1].content[0].text.text is required"),
     (said_by("user", USE), "messages[1]: the role user has no tool_use"),
     (said_by("assistant", RESULT), "messages[1]: the role assistant has no tool_result"),
@@ -674,7 +674,7 @@ async def test_an_unknown_type_is_quoted_in_part(rig: Rig) -> None:
     for path in (URL, "/v1/chat/completions"):
         body = {"messages": [{"role": "user", "content": content}], "max_tokens": 5}
         message = (await rig.http.post(path, json=body)).json()["error"]["message"]
-        assert "xxx…' found using 'type' does not match" in message
+        assert message.endswith("xxx…'")
         assert len(message) < 500
 
 

@@ -96,6 +96,13 @@ async def test_a_misspelt_parameter_is_named_with_the_right_one(
     assert response.json()["error"]["message"] == said
 
 
+async def test_a_misspelt_field_of_an_object_is_named_with_the_right_one(rig: Rig) -> None:
+    body = {"messages": CHAT, "speculation": {"draft_token": 4}}
+    response = await rig.http.post("/v1/chat/completions", json=body)
+    said = "speculation.draft_token is not a parameter of this request (did you mean draft_tokens?)"
+    assert response.json()["error"]["message"] == said
+
+
 async def test_unknown_parameters_are_ignored_if_the_operator_says_so(lenient: Rig) -> None:
     response = await lenient.http.post("/v1/chat/completions", json={"messages": CHAT} | STRANGE)
     assert response.status_code == 200, response.text
