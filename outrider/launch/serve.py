@@ -144,6 +144,7 @@ async def _announce(
     console.print(
         f"""
 Ready.
+  page         {stack.http_url}
   OpenAI API   {stack.http_url}/v1
   gRPC         {stack.grpc_address} (outrider.v1.GenerationService)
   health       {stack.http_url}/readyz

@@ -119,7 +119,7 @@ def _placements(advice: Sequence[BatchAdvice]) -> Table:
     lowest = [_share(found.break_even_acceptance) for found in advice]
     table.add_row("break-even acceptance, other host", *lowest)
     limits = [f"{found.limit} ({found.halved[found.limit]:.2f})" for found in advice]
-    table.add_row("limited by (speed with half of it)", *limits)
+    table.add_row("limited by (speed if that were half as bad)", *limits)
     plain = [f"{found.plain_tokens_per_s:.1f}" for found in advice]
     table.add_row("plain decoding, tokens/s", *plain)
     return table
