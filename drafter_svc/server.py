@@ -48,7 +48,7 @@ class _StreamObserver(CountingObserver):
         self._registered.add(self)
         await super().registered(address)
         await self._server.set_serving(True)
-        print(f"drafter {self._name} registered with {address}", flush=True)
+        telemetry.announce(f"drafter {self._name} registered with {address}")
 
     async def lost(self) -> None:
         """Say NOT_SERVING unless another verifier has this drafter."""

@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Any
 
 from gateway.metrics import Metrics
 from outrider.errors import OutriderError
@@ -27,8 +28,9 @@ _PREFIXES = {
     "/outrider.v1.GenerationService/GenerateText": "text",
 }
 _SHOWN_CHARACTERS = 200
-# Probes and scrapers ask these paths every few seconds. Good answers are logged at debug.
-_PROBES = ("/livez", "/readyz", "/health", "/ping", "/metrics", "/grpc.health.v1.Health/")
+# Probes and scrapers ask these paths every few seconds, and a view of the page asks for many files.
+# Good answers are logged at debug.
+_QUIET = ("/livez", "/readyz", "/health", "/ping", "/metrics", "/grpc.health.v1.Health/", "/web/")
 
 
 @dataclass(slots=True)
@@ -40,6 +42,8 @@ class Access:
     """HTTP's method, or gRPC."""
     path: str
     """The path without its query, still percent-encoded; over gRPC the full name of the method."""
+    client: str
+    """The address that the request came from, perhaps a proxy's; "" if it is not known."""
     tenant: str = ""
     model: str = ""
     prompt_tokens: int = 0
@@ -56,9 +60,15 @@ class Access:
 _current: ContextVar[Access] = ContextVar("access")
 
 
-def arrived(headers: Mapping[str, str], method: str, path: str) -> Access:
+def arrived(headers: Mapping[str, str], method: str, path: str, client: str) -> Access:
     """The access of a request with these headers, whose names are in lower case."""
-    return Access(request_id(headers, _PREFIXES.get(path, "req")), method, path)
+    return Access(request_id(headers, _PREFIXES.get(path, "req")), method, path, client)
+
+
+def client_of(scope: Mapping[str, Any]) -> str:
+    """The client's address in an ASGI scope."""
+    client: tuple[str, int] | None = scope.get("client")
+    return client[0] if client else ""
 
 
 def begin(access: Access) -> None:
@@ -95,12 +105,13 @@ class AccessLog:
 
 
 def _write(access: Access, status: str, *, is_good: bool) -> None:
-    is_quiet = is_good and access.path.startswith(_PROBES)
+    is_quiet = is_good and access.path.startswith(_QUIET)
     fields: dict[str, object] = {
         "request_id": access.request_id,
         "method": access.method,
         "path": access.path[:_SHOWN_CHARACTERS],
         "status": status,
+        "client": access.client,
         "tenant": access.tenant,
         "duration_seconds": round(time.perf_counter() - access.began, 6),
     }

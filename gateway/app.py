@@ -80,7 +80,9 @@ class LogResponses:
         access: Access | None = scope.get(access_log.SCOPE_KEY)
         if access is None:
             path = scope.get("raw_path", b"").decode("latin-1") or scope["path"]
-            access = access_log.arrived(Headers(scope=scope), scope["method"], path)
+            access = access_log.arrived(
+                Headers(scope=scope), scope["method"], path, access_log.client_of(scope)
+            )
             scope[access_log.SCOPE_KEY] = access
         access_log.begin(access)
         status = 0

@@ -30,7 +30,7 @@ from gateway.text.prompts import Prompts
 from gateway.upstream.load_gauges import LoadGauges
 from gateway.upstream.routing import Router
 from outrider.errors import OutriderError, Reason
-from outrider.process import rpc
+from outrider.process import rpc, telemetry
 from outrider.process.ports import refused
 from outrider.process.process_metrics import add_process_metrics
 from outrider.process.tasks import keep_running, watch
@@ -213,7 +213,7 @@ async def serve(settings: GatewaySettings, metrics: Metrics) -> None:
         gc.collect()
         gc.freeze()
         http = f"{gateway.http_url} (OpenAI API)"
-        print(f"gateway listening on {http} and {gateway.grpc_address} (gRPC)", flush=True)
+        telemetry.announce(f"gateway listening on {http} and {gateway.grpc_address} (gRPC)")
         events = [asyncio.ensure_future(event.wait()) for event in (ended, gateway.broken)]
         await asyncio.wait(events, return_when=FIRST_COMPLETED)
         if gateway.broken.is_set():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar, Literal, Self
@@ -183,7 +184,11 @@ class VerifierSettings(TargetSettings, TlsSettings, ScrapedSettings):
             "sampled_rule",
             "synthetic_acceptance_rate",
         )
-        return {name.replace("_", "-"): str(getattr(self, name)) for name in names}
+        values = {name.replace("_", "-"): getattr(self, name) for name in names}
+        return {
+            flag: value if isinstance(value, str) else json.dumps(value)
+            for flag, value in values.items()
+        }
 
     @property
     def served_name(self) -> str:

@@ -71,7 +71,7 @@ async def serve(
     if settings.uds is not None:
         sockets.append(f"unix:{settings.uds}")
     ports = await server.start(settings.listen, *sockets, tls=settings.tls)
-    print(f"verifier listening on {settings.listen.rpartition(':')[0]}:{ports[0]}", flush=True)
+    telemetry.announce(f"verifier listening on {settings.listen.rpartition(':')[0]}:{ports[0]}")
     add_process_metrics(metrics.registry, lambda: server.is_serving, {"tls": settings.tls})
     serve_metrics(metrics.registry, settings, settings.tls)
     loader = _loader(settings, servicer, metrics, own_drafter)
@@ -91,7 +91,7 @@ async def serve(
         if own_drafter is not None:
             drafter = own_drafter.run(OwnVerifier(thread, info))
             drafting = watch(drafter, "the drafter in this process")
-        print(f"verifier ready: {info.model_id} in {info.dtype} on {info.device}", flush=True)
+        telemetry.announce(f"verifier ready: {info.model_id} in {info.dtype} on {info.device}")
         await asyncio.wait([ended, stopped], return_when=asyncio.FIRST_COMPLETED)
         health.cancel()
         await asyncio.wait([health])

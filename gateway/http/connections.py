@@ -212,7 +212,7 @@ class BoundedProtocol(HttpToolsProtocol):
             headers = {
                 name.decode("latin-1"): each.decode("latin-1") for name, each in fresh.items()
             }
-            access = access_log.arrived(headers, "HTTP", self._path())
+            access = access_log.arrived(headers, "HTTP", self._path(), access_log.client_of(scope))
         access.refusal = error
         if running:
             scope[access_log.SCOPE_KEY] = access

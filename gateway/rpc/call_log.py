@@ -7,6 +7,7 @@ import inspect
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
+from urllib.parse import unquote
 
 import grpc
 
@@ -62,7 +63,8 @@ class LogCalls(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # only th
     ) -> AsyncIterator[None]:
         """Log the call that the block serves, once the block has ended."""
         headers = text_metadata(details.invocation_metadata)
-        access = access_log.arrived(headers, "gRPC", details.method)
+        client = _address(context.peer())
+        access = access_log.arrived(headers, "gRPC", details.method, client)
         access_log.begin(access)
         status = "OK"
         try:
@@ -79,3 +81,9 @@ class LogCalls(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # only th
             raise
         finally:
             self._log.called(access, status)
+
+
+def _address(peer: str) -> str:
+    """The address in gRPC's `ipv4:127.0.0.1:50051` or `ipv6:%5B::1%5D:50051`."""
+    kind, _, rest = unquote(peer).partition(":")
+    return rest.rpartition(":")[0].strip("[]") if kind.startswith("ip") else peer

@@ -180,7 +180,12 @@ class Router:
             # While the gateway drains, verifiers that stop with it are no news.
             silent = self.draining or time.monotonic() <= log_after
             if str(replica.problem) != logged and not silent:
-                log.info("%s", replica.problem or f"verifier {replica.address} is ready")
+                level, message = logging.INFO, f"verifier {replica.address} is ready"
+                if replica.problem is not None:
+                    message = str(replica.problem)
+                    if replica.problem.reason is Reason.VERIFIER_UNAVAILABLE:
+                        level = logging.WARNING
+                log.log(level, "%s", message)
                 logged = str(replica.problem)
             if replica.problem is not None:
                 self._move(replica, replica.problem)

@@ -38,7 +38,7 @@ _DRAFT = Path("models/draft")
 _HEAD = Path("models/heads/eagle3")
 _GROWN = Path("grown/target-154m")
 _GROWN_HEAD = Path("grown/eagle3-154m")
-_LOADING_S = 180.0
+_LOADING_S = 600.0
 _COLUMNS = (
     "tokens/s",
     "× plain",
@@ -187,8 +187,10 @@ async def _demo(stack: Stack, settings: ServeSettings, part: Part, console: Cons
                 await supervisor.settle(ready)
         with _progress(console) as progress:
             await _measure(stack.http_url, settings.target, rows, part.max_tokens, progress)
-    except (StartFailed, TimeoutError):
+    except (StartFailed, TimeoutError) as error:
         console.print("\n".join(lines[-20:]), markup=False)
+        if isinstance(error, TimeoutError):
+            raise StartFailed(f"not ready within {_LOADING_S:.0f} s") from error
         raise
     finally:
         await supervisor.stop()

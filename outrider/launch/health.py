@@ -69,4 +69,8 @@ def _reason(error: grpc.RpcError, service: str) -> str:
     status = error.code()
     if status is grpc.StatusCode.NOT_FOUND:
         return f"there is no service {service!r}"
-    return f"{status.name}: {error.details()}"
+    details = str(error.details())
+    if "Hostname Verification Check failed" in details:
+        hint = "for verifiers and drafters, --role says which role it must have instead"
+        return f"the certificate does not have the name that was dialled; {hint}: {details}"
+    return f"{status.name}: {details}"

@@ -23,6 +23,8 @@ def _set_defaults() -> None:
     # other programs. With the handlers, one that was forked while other threads were inside gRPC
     # sometimes crashed before it could start its program.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+    # gRPC's core writes each failed handshake to standard error, in a format of its own.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     # Torch allocates weights and caches in huge pages. A CPU that reads a whole model for each
     # token otherwise spends much of its time in address translation.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")

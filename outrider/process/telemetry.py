@@ -245,6 +245,18 @@ def setup_logging(level: str, log_format: LogFormat = "text") -> None:
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
 
 
+def announce(text: str) -> None:
+    """Say on standard output that the process serves, whatever the level of its log.
+
+    It is a JSON record where the log has such.
+    """
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler.formatter, JsonFormatter):
+            record = logging.LogRecord("outrider", logging.INFO, "", 0, text, None, None)
+            text = handler.formatter.format(record)
+    print(text, flush=True)
+
+
 def _fields(record: logging.LogRecord) -> dict[str, object]:
     """The record's own fields (`extra={"fields": ...}`), and the ids of its request and span.
 

@@ -294,7 +294,7 @@ def explain(details: str, tls: Tls | None) -> str:
     elif problem := tls.own_problem():
         reason = problem
     elif any(word in details for word in _CLOSED):
-        reason = f"the peer may refuse the certificate {tls.cert}"
+        reason = f"the peer has ended, or refuses the certificate {tls.cert}"
     else:
         return details
     return f"{reason}; {details}"

@@ -70,6 +70,7 @@ async def test_a_response_over_http_has_an_id_and_a_line(
         [line] = lines(caplog)
         assert (line["request_id"], line["status"]) == (found, str(status))
         assert (line["method"], line["path"]) == (method, path)
+        assert line["client"] == "127.0.0.1"
         assert line["duration_seconds"] > 0
         assert ("error" in line) is (status >= 400)
         assert ("completion_tokens" in line) is (path == "/v1/completions" and status == 200)
@@ -221,6 +222,18 @@ def record(**extra: Any) -> logging.LogRecord:
     made = logging.LogRecord("gateway.access", logging.INFO, "", 0, "response", (), None)
     vars(made).update(extra)
     return made
+
+
+async def test_an_announcement_is_a_line_of_text_or_of_json_as_the_log_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    telemetry.announce("it serves")
+    assert capsys.readouterr().out == "it serves\n"
+    handler = logging.StreamHandler()
+    handler.setFormatter(telemetry.JsonFormatter())
+    monkeypatch.setattr(logging.getLogger(), "handlers", [handler])
+    telemetry.announce("it serves")
+    assert json.loads(capsys.readouterr().out)["message"] == "it serves"
 
 
 async def test_a_line_is_text_with_quoted_values_or_one_json_object() -> None:

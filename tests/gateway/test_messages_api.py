@@ -624,7 +624,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role: "),
     ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content: "),
     ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content[0].text.text: "),
-    (said_by("user", {"type": "image", "source": {}}), "messages[1].content[0].type must be one of"),
+    (
+        said_by("user", {"type": "image", "source": {}}),
+        "messages[1].content[0].type must be one of",
+    ),
     (said_by("user", {"type": "text"}), "messages[1].content[0].text.text is required"),
     (said_by("user", USE), "messages[1]: the role user has no tool_use"),
     (said_by("assistant", RESULT), "messages[1]: the role assistant has no tool_result"),
