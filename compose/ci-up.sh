@@ -14,6 +14,10 @@ for argument; do
     --bases) bases=1 ;;
     --keep) keep=1 ;;
     --allow-missing-engine) allow_missing=1 ;;
+    --help)
+      sed -n '2,/^[^#]/s/^# \?//p' "$0"
+      exit
+      ;;
     *)
       echo "ci-up.sh: $argument is none of --bases, --keep and --allow-missing-engine" >&2
       exit 2
@@ -138,7 +142,7 @@ base_image() {
   ln -sf python3 "$root/usr/bin/python"
   tar -C "$root" -c . | docker import --change 'CMD ["python3"]' - "$base"
   rm -rf "$root"
-  echo "note: by debootstrap"
+  echo "note: $base by debootstrap"
 }
 
 redis_image() {
@@ -150,7 +154,7 @@ RUN apt-get update -qq && apt-get install -y -qq --no-install-recommends redis-s
  && rm -rf /var/lib/apt/lists/* && install -d -o 999 -g 999 /data
 CMD ["redis-server"]
 EOF
-  echo "note: by apt-get"
+  echo "note: $redis by apt-get"
 }
 
 # Debian's Prometheus is older than the pinned one, but reads the same configuration.

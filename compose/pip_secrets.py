@@ -7,6 +7,7 @@ hold indexes or wheels over loopback, for builds with `--network host`.
 
 from __future__ import annotations
 
+import argparse
 import ast
 import functools
 import http.server
@@ -61,7 +62,9 @@ def served(location: str, key: str, root: Path, url: str) -> str:
 
 def main() -> None:
     """Write the secrets, then serve."""
-    target = Path(sys.argv[1])
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
+    parser.add_argument("directory", type=Path, help="where the files pip and ca are written")
+    target: Path = parser.parse_args().directory
     settings = configuration()
     with tempfile.TemporaryDirectory() as directory:
         handler = functools.partial(QuietHandler, directory=directory)
