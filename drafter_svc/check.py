@@ -9,6 +9,7 @@ from drafter_svc.families.settings import RedisSettings
 from drafter_svc.placement import plan
 from drafter_svc.pools.keys import read_secret
 from outrider.process.check_config import check_address, check_certificate, check_model
+from outrider.process.roles import Role
 
 
 def check(settings: DrafterSettings) -> None:
@@ -16,7 +17,7 @@ def check(settings: DrafterSettings) -> None:
     for address in settings.verifier:
         check_address("verifier", address)
     check_address("listen", settings.listen)
-    check_certificate("tls", settings.tls)
+    check_certificate("tls", settings.tls, Role.DRAFTER, Role.TRUSTED_DRAFTER)
     plan(settings.cores, settings.numa_node, settings.threads)
     for name in ("model", "target"):
         if model := getattr(settings, name, None):

@@ -6,6 +6,7 @@ from gateway.access.gate import Gate
 from gateway.config import GatewaySettings
 from gateway.text.prompts import Prompts
 from outrider.process.check_config import check_address, check_certificate
+from outrider.process.roles import Role
 
 
 def check(settings: GatewaySettings) -> None:
@@ -13,7 +14,7 @@ def check(settings: GatewaySettings) -> None:
     for address in settings.verifier:
         check_address("verifier", address)
     check_address("grpc-listen", settings.grpc_listen)
-    check_certificate("tls", settings.tls)
+    check_certificate("tls", settings.tls, Role.GATEWAY)
     check_certificate("public-tls", settings.public_tls)
     Prompts(settings.tokenizer, settings.tool_format)
     Gate(settings)

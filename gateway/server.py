@@ -33,6 +33,7 @@ from outrider.errors import OutriderError, Reason
 from outrider.process import rpc, telemetry
 from outrider.process.ports import refused
 from outrider.process.process_metrics import add_process_metrics
+from outrider.process.roles import Role
 from outrider.process.tasks import keep_running, watch
 from outrider.process.tls import Tls, http_context
 from outrider.v1 import generation_pb2_grpc
@@ -203,7 +204,13 @@ async def running(settings: GatewaySettings, metrics: Metrics) -> AsyncIterator[
 
 
 async def serve(settings: GatewaySettings, metrics: Metrics) -> None:
-    """Run until SIGTERM or SIGINT. Raises OutriderError(INTERNAL) if the HTTP server ends."""
+    """Run until SIGTERM or SIGINT.
+
+    Raises OutriderError: INTERNAL if the HTTP server ends, INVALID_VALUE if the certificate is not
+    a gateway's, since verifiers would refuse every request.
+    """
+    if settings.tls is not None:
+        settings.tls.check_role(Role.GATEWAY)
     ended = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, ended.set)

@@ -11,6 +11,7 @@ from outrider.process.check_config import (
     check_model,
 )
 from outrider.process.config import need_models
+from outrider.process.roles import Role
 from verifier_svc.config import VerifierSettings
 
 
@@ -21,7 +22,7 @@ def check(settings: VerifierSettings) -> None:
     """
     need_models()
     check_address("listen", settings.listen)
-    check_certificate("tls", settings.tls)
+    check_certificate("tls", settings.tls, Role.VERIFIER)
     check_model("target", settings.target)
     for head in settings.feature_projection:
         check_file("feature-projection", Path(head) / "config.json")

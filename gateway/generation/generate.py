@@ -338,9 +338,16 @@ class _Sequence:
         try:
             pick = await router.pick_fallback(self._pick, error, wait_s, length)
         except OutriderError as found_none:
-            if time.monotonic() < self._permit.ends_at:
+            if time.monotonic() >= self._permit.ends_at:
+                raise late() from found_none
+            if found_none.reason is Reason.MODEL_CHANGED:
                 raise
-            raise late() from found_none
+            waited = f"no verifier went on with it for {self._generation.resume_seconds:g} s"
+            raise OutriderError(
+                found_none.reason,
+                f"{found_none.message}; {waited}",
+                retry_after_s=found_none.retry_after_s,
+            ) from found_none
         self._go_to(pick)
         router.sent.note(self._prefixes, pick.replica.address)
         self._builder.resumed()

@@ -214,7 +214,7 @@ def service_status(router: Router) -> tuple[str, str]:
     if not router.ready:
         status = _not_ready(router.replicas[0]) if router.replicas else "unavailable"
         return status, "; ".join(problems)
-    problems += [f"drafter {drafter_id} is lost" for drafter_id in lost_drafters(router)]
+    problems += [f"drafter {each} is lost" for each in dict.fromkeys(lost_drafters(router))]
     problems += [explain_differing(*each) for each in router.differing.items()]
     return "degraded" if problems else "ready", "; ".join(problems)
 

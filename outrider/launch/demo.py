@@ -39,6 +39,10 @@ _HEAD = Path("models/heads/eagle3")
 _GROWN = Path("grown/target-154m")
 _GROWN_HEAD = Path("grown/eagle3-154m")
 _LOADING_S = 600.0
+_CAPTION = (
+    "measured on this machine, now; the accepted length is that of steps with a draft, the tokens "
+    "per forward those of all steps"
+)
 _COLUMNS = (
     "tokens/s",
     "× plain",
@@ -126,6 +130,7 @@ def run() -> int:
     except (OutriderError, StartFailed, TimeoutError, OSError, httpx.HTTPError) as error:
         console.print(f"outrider demo: {error}", markup=False)
         return 1
+    console.print("Next, `make serve` keeps such a stack up, with a page on http://127.0.0.1:8000.")
     return max(statuses)
 
 
@@ -227,7 +232,7 @@ def _report(part: Part, rows: list[Row], console: Console) -> int:
     """Print a part's table, and return its exit status."""
     plain = rows[0]
     title = f"{part.title}; {len(plain.answers)} prompts, greedy"
-    table = Table("decoding", title=title, caption="measured on this machine, now")
+    table = Table("decoding", title=title, caption=_CAPTION)
     compared = ["identical\nto plain"] if part.is_exact else []
     for column in [*_COLUMNS, *compared]:
         table.add_column(column, justify="right")

@@ -12,6 +12,7 @@ import yaml
 
 from outrider.errors import OutriderError, Reason, invalid
 from outrider.process.config import ServiceSettings
+from outrider.process.roles import Role
 from outrider.process.tls import Tls, expires_at
 
 # Settings that say how the command runs, not the process.
@@ -60,10 +61,14 @@ def check_address(setting: str, address: str) -> None:
     raise invalid(setting, f"must be host:port or unix:/path, not {address!r}")
 
 
-def check_certificate(prefix: str, tls: Tls | None) -> None:
-    """Raise OutriderError(INVALID_VALUE) for a certificate that has expired."""
-    if tls is not None and (end := expires_at(tls.cert)) < datetime.now(UTC):
+def check_certificate(prefix: str, tls: Tls | None, *roles: Role) -> None:
+    """Raise OutriderError(INVALID_VALUE) if a certificate has expired or has none of the roles."""
+    if tls is None:
+        return
+    if (end := expires_at(tls.cert)) < datetime.now(UTC):
         raise invalid(f"{prefix}-cert", f"{tls.cert} has expired ({end:%F %T} UTC)")
+    if roles:
+        tls.check_role(*roles)
 
 
 def check_file(setting: str, path: Path) -> None:

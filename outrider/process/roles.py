@@ -97,7 +97,7 @@ def peer_of_grpc(auth_context: Mapping[str, Iterable[bytes]]) -> Peer | None:
         return None
     [name, *_] = [*auth_context.get("x509_common_name", ()), b""]
     uris = [uri.decode(errors="replace") for uri in auth_context.get("peer_uri", ())]
-    return _peer(name.decode(errors="replace"), uris)
+    return peer_of(name.decode(errors="replace"), uris)
 
 
 def peer_of_ssl(certificate: Mapping[str, Any] | None) -> Peer:
@@ -109,10 +109,14 @@ def peer_of_ssl(certificate: Mapping[str, Any] | None) -> Peer:
     pairs = [pair for names in found.get("subject", ()) for pair in names]
     names = [value for key, value in pairs if key == "commonName"]
     uris = [value for kind, value in found.get("subjectAltName", ()) if kind == "URI"]
-    return _peer(next(iter(names), ""), uris)
+    return peer_of(next(iter(names), ""), uris)
 
 
-def _peer(name: str, uris: Iterable[str]) -> Peer:
+def peer_of(name: str, uris: Iterable[str]) -> Peer:
+    """The peer with a certificate of these alternative names.
+
+    Raises OutriderError(CERTIFICATE_NOT_ALLOWED) for an unknown role or several.
+    """
     roles = [uri.removeprefix(URI) for uri in uris if uri.startswith(URI)]
     if not roles:
         return Peer(Role.CLIENT, name)

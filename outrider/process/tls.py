@@ -10,6 +10,7 @@ import re
 import ssl
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, ClassVar, Generic, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, model_validator
 
 from outrider.errors import OutriderError, invalid
+from outrider.process.roles import Role, peer_of
 
 if TYPE_CHECKING:
     # Loaded when a certificate's contents are needed, which is seldom.
@@ -145,6 +147,20 @@ class Tls:
         if not names:
             raise invalid("tls-cert", f"{self.cert} has no common name in its subject")
         return str(names[0].value)
+
+    def check_role(self, *roles: Role) -> None:
+        """Raise OutriderError(INVALID_VALUE) unless the certificate has one of these roles."""
+        from cryptography import x509
+
+        [cert, *_] = x509.load_pem_x509_certificates(_content("tls-cert", self.cert))
+        uris: list[str] = []
+        with suppress(x509.ExtensionNotFound):
+            names = cert.extensions.get_extension_for_class(x509.SubjectAlternativeName)
+            uris = names.value.get_values_for_type(x509.UniformResourceIdentifier)
+        role = peer_of(str(self.cert), uris).role
+        if role not in roles:
+            wanted = " or ".join(each.value for each in roles)
+            raise invalid("tls-cert", f"{self.cert} has the role {role.value}, not {wanted}")
 
     def own_problem(self) -> str | None:
         """Why peers would refuse this certificate, as far as these files tell; None if they agree.

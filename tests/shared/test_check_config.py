@@ -117,6 +117,20 @@ def test_passwords_and_keys_are_not_printed(
     assert yaml.safe_load(printed)["limits_redis"] == "redis://me:***@h:1/0"
 
 
+@pytest.mark.parametrize(
+    ("name", "role"), [("gateway", "drafter"), ("verifier", "gateway"), ("drafter", "client")]
+)
+def test_a_certificate_of_another_role_is_refused(
+    name: str, role: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    authority = Authority.new()
+    authority.write(tmp_path)
+    authority.write_issued(tmp_path, role, role, [], timedelta(hours=1))
+    files = [f"--tls-cert={tmp_path}/{role}.pem", f"--tls-key={tmp_path}/{role}.key"]
+    files.append(f"--tls-ca={tmp_path}/ca.pem")
+    assert f"{role}.pem has the role {role}, not {name}" in str(check(name, files, monkeypatch))
+
+
 def test_an_expired_certificate_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     authority = Authority.new()
     authority.write(tmp_path)
