@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 
 from drafter_svc.config import EraseSettings
 from drafter_svc.pools.keys import PoolKeys, is_index, read_secret
@@ -53,3 +54,7 @@ def main(arguments: list[str], program: str = "drafter erase") -> None:
         message = f"Redis failed, so some n-grams may be left; run it again: {error}"
         raise SystemExit(f"{program}: {message}") from error
     print(f"{count} n-grams erased")
+    if count == 0:
+        whose = "the public pool" if settings.is_public_pool else f"tenant {settings.tenant!r}"
+        hint = "another name or another --pool-secret-file is another pool"
+        print(f"{program}: Redis has none of {whose}; {hint}", file=sys.stderr)

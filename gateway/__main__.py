@@ -5,6 +5,7 @@ Run with `outrider gateway --verifier HOST:PORT --tokenizer MODEL`, or `python -
 
 from __future__ import annotations
 
+import platform
 import sys
 
 from gateway.config import GatewaySettings
@@ -29,7 +30,7 @@ def run(settings: GatewaySettings) -> None:
         check_config(settings, "gateway", lambda: check(settings))
         return
     telemetry.setup_logging(settings.log_level, settings.log_format)
-    telemetry.setup(_SERVICE_NAME)
+    telemetry.setup(_SERVICE_NAME, instance=f"{platform.node()}:{settings.http_port}")
     metrics = Metrics()
     try:
         uvloop.run(serve(settings, metrics))

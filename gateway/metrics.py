@@ -239,6 +239,14 @@ class Metrics:
             f"vllm:spec_decode_{name}", text, [*_LABELS, *labels], registry=self.registry
         )
 
+    def begin(self, model: str) -> None:
+        """Show a model's counters of trouble as 0, so that their first increase can be seen."""
+        self.refused.labels(model)
+        self.cancelled.labels(model)
+        for reason in Reason:
+            if reason.kind.http >= 500:
+                self.failed.labels(model, reason.name.lower())
+
     def drafted(self, model: str, draft_token_count: int, accepted_counts: Sequence[int]) -> None:
         """Count the drafts of a finished sequence.
 

@@ -124,7 +124,7 @@ class Gateway:
         metrics, router = self.metrics, self.router
         metrics.differing.set_function(lambda: len(router.differing))
         metrics.degraded.set_function(lambda: service_status(router)[0] == "degraded")
-        metrics.drafters_lost.set_function(lambda: len(lost_drafters(router)))
+        metrics.drafters_lost.set_function(lambda: len(set(lost_drafters(router))))
         tls = {"tls": self._settings.tls, "public-tls": self._tls}
         add_process_metrics(metrics.registry, lambda: router.ready, tls)
 
@@ -223,6 +223,7 @@ async def serve(settings: GatewaySettings, metrics: Metrics) -> None:
         telemetry.announce(f"gateway listening on {http} and {gateway.grpc_address} (gRPC)")
         events = [asyncio.ensure_future(event.wait()) for event in (ended, gateway.broken)]
         await asyncio.wait(events, return_when=FIRST_COMPLETED)
+        log.info("stopping: running requests have %g s", settings.drain_seconds)
         if gateway.broken.is_set():
             message = "the HTTP server has ended; the log has the reason"
             raise OutriderError(Reason.INTERNAL, message)

@@ -12,6 +12,7 @@ import fnmatch
 import math
 import os
 import time
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from importlib import import_module
 from pathlib import Path
@@ -62,11 +63,17 @@ _OURS: dict[str, dict[str, Any]] = {
     "outrider, auto": {},
 }
 _SYNTHETIC = "outrider, synthetic"
+# vLLM with its own drafters, and with our scheduler.
+_VLLM = [
+    *(f"vllm{name}" for name in ("", ", ngram", ", draft_model", ", suffix")),
+    *(f"vllm, {name}" for name in ("our scheduler", "our ngram", "our model", "always wrong")),
+]
 
 
 def run(settings: BenchSettings, arguments: list[str]) -> int:
     """Measure, print and write; returns the exit status. `arguments` are recorded."""
     console = console_for_output()
+    _check_ways(settings.ways)
     stem, machine = f"bench-{time.strftime('%Y%m%d-%H%M%S')}", _machine()
     record: dict[str, Any] = {"machine": machine, "arguments": arguments, "started": stem}
     console.print(f"machine: {machine}; arguments: {' '.join(arguments)}", markup=False)
@@ -76,6 +83,14 @@ def run(settings: BenchSettings, arguments: list[str]) -> int:
         record["pairs"] = _measure_pairs(settings, console)
     print(f"written: {write(settings.out, stem, record)}")
     return 0
+
+
+def _check_ways(patterns: Sequence[str]) -> None:
+    """Raise ValueError for a pattern that no way's name has."""
+    known = ["transformers", *_ALONE, *_OURS, _SYNTHETIC, *_VLLM]
+    for pattern in patterns:
+        if not fnmatch.filter(known, pattern):
+            raise ValueError(f"ways: no way is called {pattern!r}; there are {'; '.join(known)}")
 
 
 def _measure_pairs(settings: BenchSettings, console: Console) -> dict[str, Any]:
@@ -209,8 +224,11 @@ async def _ways(
         }
         found = [name for name in makers if wanted(name)]
         ways |= {name: await stack.enter_async_context(makers[name]) for name in found}
-    console.print(f"{pair.name}: {', '.join(ways)}")
-    return {name: way for name, way in ways.items() if wanted(name)}
+    ways = {name: way for name, way in ways.items() if wanted(name)}
+    if not ways:
+        raise ValueError(f"ways: {' '.join(settings.ways)} names none that can be measured here")
+    console.print(f"{pair.name}: {'; '.join(ways)}")
+    return ways
 
 
 def _has_suffix_trees(console: Console) -> bool:

@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterable
+from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
+
+# Seconds between two lines of progress where no bar can be shown.
+_LINE_S = 10.0
 
 
 def console_for_output(width: int = 200) -> Console:
@@ -18,9 +30,11 @@ def console_for_output(width: int = 200) -> Console:
 def progress(console: Console | None = None) -> Progress:
     """A bar with the time left, on standard error unless a console is given.
 
-    Nothing is shown where that is no terminal.
+    Where that is no terminal, a line on standard error each 10 s says how far the work is.
     """
     shown = console or Console(stderr=True)
+    if not shown.is_terminal:
+        return _Lines(disable=True)
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -28,7 +42,32 @@ def progress(console: Console | None = None) -> Progress:
         TextColumn("time left:"),
         TimeRemainingColumn(),
     )
-    return Progress(*columns, console=shown, transient=True, disable=not shown.is_terminal)
+    return Progress(*columns, console=shown, transient=True)
+
+
+class _Lines(Progress):
+    """Progress as lines of a log."""
+
+    _said_at: float | None = None
+
+    def update(self, task_id: TaskID, **changes: Any) -> None:
+        super().update(task_id, **changes)
+        self._say(task_id)
+
+    def advance(self, task_id: TaskID, advance: float = 1) -> None:
+        super().advance(task_id, advance)
+        self._say(task_id)
+
+    def _say(self, task_id: TaskID) -> None:
+        now = time.monotonic()
+        if self._said_at is None:
+            self._said_at = now
+        if now - self._said_at < _LINE_S:
+            return
+        self._said_at = now
+        task = self.tasks[self.task_ids.index(task_id)]
+        total = "?" if task.total is None else f"{task.total:g}"
+        print(f"{task.description}: {task.completed:g} of {total}", file=sys.stderr, flush=True)
 
 
 def table_of(title: str, columns: Iterable[str], text: Iterable[str] = ()) -> Table:

@@ -36,7 +36,9 @@ def first_problem(error: ValidationError) -> str:
     """The first problem that pydantic found, with the path of its field."""
     details = error.errors()[0]
     place = ".".join(map(str, details["loc"]))
-    message = str(details["msg"])
+    message = str(details["msg"]).removeprefix("Value error, ")
+    if details["type"] == "extra_forbidden":
+        message = "there is no such field"
     if place:
         return f"{place}: {message}"
     return message

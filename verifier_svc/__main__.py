@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import sys
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -39,7 +40,8 @@ def run(
         check_config(settings, "verifier", lambda: check(settings))
         return
     telemetry.setup_logging(settings.log_level, settings.log_format)
-    telemetry.setup(_SERVICE_NAME)
+    port = settings.listen.rpartition(":")[2]
+    telemetry.setup(_SERVICE_NAME, instance=f"{platform.node()}:{port}")
     # The engine's thread and the event loop share the interpreter. At the default of 5 ms the loop
     # could delay the engine by a whole step.
     sys.setswitchinterval(0.0005)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import signal
 from collections.abc import Callable
 from dataclasses import replace
@@ -50,6 +51,8 @@ _TRIAL_CONTEXT = 256
 # an attack or a mistake.
 _MASK_S = 2.0
 # The tokens between which relaxed acceptance applies, as reasoning models have them.
+log = logging.getLogger(__name__)
+
 _THINKING = ("<think>", "</think>")
 
 
@@ -98,6 +101,7 @@ async def serve(
         await server.set_serving(False)
         if ended.done():
             raise OutriderError(Reason.INTERNAL, "the engine stopped; the log above has the reason")
+        log.info("stopping: running requests have %g s", settings.drain_seconds)
         await servicer.drain(settings.drain_seconds)
         await thread.stop()
     finally:

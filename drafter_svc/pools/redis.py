@@ -169,6 +169,7 @@ class RedisPool:
         self._write_breaker = _CircuitBreaker("writes", clock)
         self._late_in_a_row = 0
         self._next_warning_at = 0.0
+        self._warned_of = ""
         self._writer = keep_running(self._write_forever, "writing to Redis")
 
     @property
@@ -321,7 +322,9 @@ class RedisPool:
     def _open(self, breaker: _CircuitBreaker, reason: str) -> None:
         """Let no command of a breaker through for a while, and log it."""
         # Limit the warnings: a Redis at its memory limit takes some writes and refuses others.
-        if not self._has_failed and self._clock() >= self._next_warning_at:
+        is_due = self._clock() >= self._next_warning_at or reason != self._warned_of
+        if not self._has_failed and is_due:
+            self._warned_of = reason
             self._next_warning_at = self._clock() + _WARNING_INTERVAL_S
             log.warning("Redis fails (%s: %s); drafting without its pool", breaker.name, reason)
         breaker.record_failure()

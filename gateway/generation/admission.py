@@ -61,7 +61,10 @@ class Admission:
         """
         if timeout == ClientTimeout():
             timeout = self._default_timeout
-        counts = self.counts.setdefault(model, Counter())
+        if model not in self.counts:
+            self.counts[model] = Counter()
+            self._metrics.begin(model)
+        counts = self.counts[model]
         picks = self._router.ready_picks(model)
         load = total_load([pick.info.load for pick in picks])
         if load is not None:

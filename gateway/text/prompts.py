@@ -39,7 +39,10 @@ class Prompts:
 
     def __init__(self, model: str, tool_format: str = "") -> None:
         """`tool_format` names the model's format of tool calls; "" guesses it from the template."""
-        self.tokenizer = load_tokenizer(model)
+        try:
+            self.tokenizer = load_tokenizer(model)
+        except OutriderError as error:
+            raise OutriderError(error.reason, f"tokenizer: {error.message}", "tokenizer") from error
         # Some tokenizer.json files turn on truncation or padding, which would change prompts.
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()

@@ -110,6 +110,7 @@ class DraftStreams:
     def stop(self) -> None:
         """Say goodbye to all verifiers and end `run`."""
         self._is_stopping = True
+        log.info("stopping: saying goodbye to %d verifiers", len(self._streams))
         for stream, _ in self._streams.values():
             stream.stop()
         self._end_if_over()

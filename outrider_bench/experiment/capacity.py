@@ -64,6 +64,18 @@ def capacities(
     return found
 
 
+def answer(found: Sequence[Capacity], wanted: Wanted) -> str:
+    """The place that serves the most clients, in a sentence."""
+    plain = found[0].clients
+    best = max(found, key=lambda each: each.clients)
+    rate = f"{wanted.tokens_per_s:g} tokens/s each"
+    if best.clients == 0:
+        return f"No client gets {rate}."
+    if best.clients <= plain:
+        return f"No drafter serves more clients at {rate}: {plain} without one."
+    return f"{best.clients} clients get {rate} with the drafter {best.place}, {plain} without one."
+
+
 def table(found: Sequence[Capacity], wanted: Wanted) -> Table:
     """The clients by place, and over those without a drafter."""
     plain = found[0].clients

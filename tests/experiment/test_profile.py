@@ -24,9 +24,9 @@ def test_a_profiles_file_round_trips(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("place", "complaint"),
     [
-        ((), "bogus: Extra inputs"),
-        (("costs",), r"costs\.bogus: Extra inputs"),
-        (("serving", 0), r"serving\.0\.bogus: Extra inputs"),
+        ((), "bogus: there is no such field"),
+        (("costs",), r"costs\.bogus: there is no such field"),
+        (("serving", 0), r"serving\.0\.bogus: there is no such field"),
     ],
 )
 def test_an_unknown_key_in_a_profile_is_refused(

@@ -174,7 +174,7 @@ def test_differing_greedy_texts_and_missing_cells_are_named(
     [
         (None, "run.json: No such file"),
         ({}, "the field 'experiment' is missing"),
-        ({"experiment": {"name": "x", "colour": "red"}}, "experiment.colour: Extra inputs are not"),
+        ({"experiment": {"name": "x", "colour": "red"}}, "experiment.colour: there is no such"),
         ({"experiment": {"name": "x"}}, "no cell of the experiment has a measurement"),
     ],
 )

@@ -52,8 +52,8 @@ def test_every_ready_experiment_loads_and_is_named_after_its_file(path: Path) ->
 @pytest.mark.parametrize(
     ("more", "problem"),
     [
-        ({"colour": 1}, "colour: Extra inputs"),
-        ({"links": {"wire": {"mbits": 1}}}, "links.wire.mbits: Extra inputs"),
+        ({"colour": 1}, "colour: there is no such field"),
+        ({"links": {"wire": {"mbits": 1}}}, "links.wire.mbits: there is no such field"),
         ({"links": {"wire": {"loss": 1.0}}}, "links.wire.loss: Input should be less than 1"),
         ({"links": {}}, "drafters.far.link: must be one of"),
         ({"use": ["middle"]}, "use: must be one of near, far, not 'middle'"),
@@ -105,7 +105,7 @@ def test_every_ready_experiment_loads_and_is_named_after_its_file(path: Path) ->
             {"sweep": {"links.wire.loss": [0, 2]}},
             "sweep, at links.wire.loss = 2: links.wire.loss: Input should be less",
         ),
-        ({"sweep": {"links.wire.los": [0]}}, "links.wire.los: Extra inputs"),
+        ({"sweep": {"links.wire.los": [0]}}, "links.wire.los: there is no such field"),
         ({"sweep": {"use": [["middle"]]}}, "use: must be one of near, far, not 'middle'"),
         ({"scene": "storm"}, r"scene: must be one of \(none\), not 'storm'"),
         (
