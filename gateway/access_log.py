@@ -30,7 +30,16 @@ _PREFIXES = {
 _SHOWN_CHARACTERS = 200
 # Probes and scrapers ask these paths every few seconds, and a view of the page asks for many files.
 # Good answers are logged at debug.
-_QUIET = ("/livez", "/readyz", "/health", "/ping", "/metrics", "/grpc.health.v1.Health/", "/web/")
+_QUIET = (
+    "/livez",
+    "/readyz",
+    "/health",
+    "/ping",
+    "/metrics",
+    "/grpc.health.v1.Health/",
+    "/web/",
+    "/events",
+)
 
 
 @dataclass(slots=True)

@@ -173,6 +173,8 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
 
 def _instead(path: str) -> str:
     """A hint for callers who left /v1 out, and of other endpoints, such as /v1/embeddings."""
+    if path.startswith("/v1/v1/"):
+        return "; the client adds /v1 itself, so its base URL ends before it"
     if f"/v1{path}" in (*_PATHS, "/v1/models"):
         return f"; the path is /v1{path}, so a client's base URL ends in /v1"
     known = [each for each in (*_PATHS, "/v1/models") if each.count("/") == path.count("/")]
@@ -217,6 +219,10 @@ def validation_error(
         return OutriderError(Reason.INVALID_VALUE, message, path)
     if kind == "missing":
         return OutriderError(Reason.INVALID_VALUE, f"{path} is required", path)
+    if kind == "too_short" and isinstance(detail.get("input"), list):
+        message = f"must have at least {detail['ctx']['min_length']} item"
+    if kind in ("model_type", "model_attributes_type", "dict_type"):
+        message = "must be an object"
     message = f"{path}: {message}, not {_shown(detail.get('input'))}"
     return OutriderError(Reason.INVALID_VALUE, message, path)
 

@@ -78,7 +78,7 @@ class Replica:
             if channel is self._channel:
                 self.poll_now.set()
                 self.mark_lost(error)
-            return for_callers(unanswered(self.address, error, self._tls))
+            return for_callers(self._unanswered(error))
 
         stub = token_streams_pb2_grpc.TokenStreamServiceStub(channel)
         self.tokens = VerifierStream(stub, on_lost, self.poll_now.set)
@@ -149,7 +149,10 @@ class Replica:
 
     def mark_lost(self, error: OutriderError) -> None:
         """Take no requests until the verifier answers again."""
-        self.problem = unanswered(self.address, error, self._tls)
+        self.problem = self._unanswered(error)
+
+    def _unanswered(self, error: OutriderError) -> OutriderError:
+        return unanswered(self.address, error, self._tls, is_known=self.info is not None)
 
     def mark_suspect(self, stream: VerifierStream, error: OutriderError) -> None:
         """Note that `error` ended a sequence of `stream`.
@@ -209,9 +212,15 @@ def for_callers(problem: OutriderError) -> OutriderError:
     return OutriderError(problem.reason, message, retry_after_s=problem.retry_after_s)
 
 
-def unanswered(address: str, error: OutriderError, tls: Tls | None) -> OutriderError:
-    """The problem of a verifier whose call or connection failed with `error`."""
-    message = f"verifier {address} does not answer: {explain(error.message, tls)}"
+def unanswered(
+    address: str, error: OutriderError, tls: Tls | None, *, is_known: bool
+) -> OutriderError:
+    """The problem of a verifier whose call or connection failed with `error`.
+
+    One that `is_known` has answered before.
+    """
+    reason = explain(error.message, tls, is_known=is_known)
+    message = f"verifier {address} does not answer: {reason}"
     return OutriderError(Reason.VERIFIER_UNAVAILABLE, message, retry_after_s=1.0)
 
 

@@ -12,7 +12,7 @@ const SOURCES = {
 };
 const PAUSES = {
   no_drafter: "no drafter works on this text",
-  too_slow: "drafts would cost more time than they save",
+  too_slow: "too few guesses would be accepted for the longer steps that check them",
   low_acceptance: "too few guesses for this text are accepted",
   no_guess: "no drafter had a guess in time",
   budget: "drafting made the steps slower",

@@ -87,7 +87,9 @@ class Dialled:
 
     async def model(self) -> ModelInfo:
         """Wait until the verifier is READY; raises StreamEnded if it refuses the call for good."""
-        async with rpc.dial(self.address(), self._tls) as channel:
+        address = self.address()
+        log.info("dialling %s", address)
+        async with rpc.dial(address, self._tls) as channel:
             try:
                 return await wait_until_ready(channel, self._clock, self._tls)
             except grpc.aio.AioRpcError as failure:

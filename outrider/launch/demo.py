@@ -138,7 +138,7 @@ def _parts(console: Console) -> Iterator[Part]:
     yield Part(
         "1. Exactness: 12 M parameters, float32", _TARGET, _HEAD, "float32", _MAX_TOKENS, True
     )
-    with start_status(console, f"growing the target to 154 M parameters, in {_GROWN} ..."):
+    with start_status(console, f"growing the target to 154 M parameters in {_GROWN}, once ..."):
         modest_checkpoint(_TARGET, _GROWN)
         grow_head(_HEAD, _TARGET, _GROWN, _GROWN_HEAD)
     tokens = _MAX_TOKENS // 2

@@ -20,6 +20,9 @@ from outrider.process.roles import Role
 from outrider.process.usage import suggestion
 from verifier_svc.config import TargetSettings
 
+# How long a begun answer waits for the verifier (seconds), which loads the target anew.
+_RELOAD_S = 300
+
 
 @dataclass(frozen=True, slots=True)
 class Stack:
@@ -171,6 +174,9 @@ def _gateway_arguments(
 ) -> list[str]:
     files: dict[str, Path] = settings.files(Role.GATEWAY.value)
     public = {f"public_{name}": path for name, path in files.items() if name != "tls_ca"}
+    patience = {"resume_seconds": _RELOAD_S}
+    if "OUTRIDER_GATEWAY_RESUME_SECONDS" in os.environ:
+        patience = {}
     return _flags(
         {
             "verifier": verifier,
@@ -184,6 +190,7 @@ def _gateway_arguments(
         }
         | files
         | public
+        | patience
     )
 
 

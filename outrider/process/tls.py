@@ -290,14 +290,15 @@ def _http_context(tls: Tls) -> ssl.SSLContext:
     return context
 
 
-def explain(details: str, tls: Tls | None) -> str:
+def explain(details: str, tls: Tls | None, *, is_known: bool = False) -> str:
     """The details of a failed connection, behind its cause in TLS if there is one.
 
+    A peer that `is_known` has accepted a connection before, so that a closed one is no riddle.
     gRPC tells a client why it refused a server, but not why a server refused the client. That is
     found out from the client's own files.
     """
     if tls is None:
-        if any(word in details for word in _CLOSED):
+        if not is_known and any(word in details for word in _CLOSED):
             hint = "tls-cert, tls-key and tls-ca are not given, and the peer may require them"
             return f"{details} ({hint})"
         return details
@@ -309,7 +310,7 @@ def explain(details: str, tls: Tls | None) -> str:
         reason = "the peer does not use TLS"
     elif problem := tls.own_problem():
         reason = problem
-    elif any(word in details for word in _CLOSED):
+    elif not is_known and any(word in details for word in _CLOSED):
         reason = f"the peer has ended, or refuses the certificate {tls.cert}"
     else:
         return details

@@ -50,7 +50,10 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     module, _, function = name.partition(":")
     handler = getattr(importlib.import_module(module), function)(**arguments)
-    control.sendall(READY)
+    try:
+        control.sendall(READY)
+    except BrokenPipeError:
+        return  # the parent has ended meanwhile
     while True:
         command, descriptors, _, _ = socket.recv_fds(control, 1 + PID_BYTES, 1)
         if not command:
