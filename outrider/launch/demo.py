@@ -39,6 +39,7 @@ _HEAD = Path("models/heads/eagle3")
 _GROWN = Path("grown/target-154m")
 _GROWN_HEAD = Path("grown/eagle3-154m")
 _LOADING_S = 600.0
+_MANY_STEPS = 30
 _CAPTION = (
     "measured on this machine, now; the accepted length is that of steps with a draft, the tokens "
     "per forward those of all steps"
@@ -280,4 +281,6 @@ def _histogram(row: Row, console: Console) -> None:
     for accepted in range(max(counts) + 1):
         share = counts[accepted] / total
         bar = "█" * round(40 * share)
-        console.print(f"  {accepted:>2} │{bar:<40}│ {share:6.1%}", highlight=False)
+        # Shares of a few steps would look more exact than they are.
+        shown = f"{share:6.1%}" if total >= _MANY_STEPS else f"{counts[accepted]:>6}"
+        console.print(f"  {accepted:>2} │{bar:<40}│ {shown}", highlight=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -115,10 +115,15 @@ def _placements(advice: Sequence[BatchAdvice]) -> Table:
     for place in situation.places:
         table.add_row(place.name, *[_speed(place, found) for found in advice])
     table.add_section()
-    table.add_row("break-even round trip, other host", *[_round_trip(found) for found in advice])
-    lowest = [_share(found.break_even_acceptance) for found in advice]
+
+    def known(words: Callable[[BatchAdvice], str]) -> list[str]:
+        # What follows from speeds that nobody can tell is not known either.
+        return ["?" if found.verdict == "cannot tell" else words(found) for found in advice]
+
+    table.add_row("break-even round trip, other host", *known(_round_trip))
+    lowest = known(lambda found: _share(found.break_even_acceptance))
     table.add_row("break-even acceptance, other host", *lowest)
-    limits = [f"{found.limit} ({found.halved[found.limit]:.2f})" for found in advice]
+    limits = known(lambda found: f"{found.limit} ({found.halved[found.limit]:.2f})")
     table.add_row("limited by (speed if that were half as bad)", *limits)
     plain = [f"{found.plain_tokens_per_s:.1f}" for found in advice]
     table.add_row("plain decoding, tokens/s", *plain)

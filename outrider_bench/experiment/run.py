@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -75,6 +76,7 @@ def open_folder(
     folder.begin(
         {
             "machine": dataclasses.asdict(here),
+            "load": os.getloadavg()[0],
             "commit": commit,
             "places": dict(about),
             "experiment": experiment.model_dump(mode="json"),

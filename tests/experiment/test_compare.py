@@ -24,6 +24,7 @@ def run(
     commit: str = "0123abc",
     host: str = "rig",
     batch: int = 1,
+    load: float = 0.5,
 ) -> Folder:
     """A run of one cell: plain decoding has 100 tokens/s in each repetition."""
     settings = {"name": "hand-made", "drafters": {"near": {}}, "use": ["near"]}
@@ -32,6 +33,7 @@ def run(
     folder.begin(
         {
             "machine": {**asdict(MACHINE), "host": host},
+            "load": load,
             "commit": commit,
             "experiment": experiment.model_dump(mode="json"),
         }
@@ -40,6 +42,15 @@ def run(
         folder.save("only", number, Measurement(PLAIN, [Sample(100, 1.0)]))
         folder.save("only", number, Measurement(DRAFTED, [Sample(rate, 1.0)]))
     return folder
+
+
+def test_tokens_per_second_under_different_loads_are_not_compared(tmp_path: Path) -> None:
+    quiet = read(run(tmp_path / "a", [150, 152, 148, 151]))
+    busy = read(run(tmp_path / "b", [110, 112, 108, 111], load=4.0))
+    verdicts = {line.figure: line.verdict for line in lines(quiet, busy)}
+    assert verdicts["drafted, tokens/s"] == verdicts["plain, tokens/s"] == "cannot tell"
+    assert verdicts["drafted, × plain"] == "slower"
+    assert "the loads differ: 0.5 and 4.0 processes" in " ".join(warnings(quiet, busy))
 
 
 def compared(tmp_path: Path, first: Sequence[int], second: Sequence[int]) -> dict[str, Line]:

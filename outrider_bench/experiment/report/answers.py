@@ -54,7 +54,9 @@ def _distances(results: Results) -> Iterator[str]:
     for name, source, points in lines_of(results, path):
         speeds = ", ".join(f"{spread.median:.2f} at {x:g} ms" for x, spread in points)
         even = break_even_ms(points)
-        if even is not None:
+        if not any(spread.shows for _, spread in points):
+            words = "no speed is shown to differ from plain decoding's, so no break-even can be told"
+        elif even is not None:
             words = f"breaks even at {even:.3g} ms"
         elif points[0][1].median >= 1.0:
             words = "has no break-even within the sweep"

@@ -22,6 +22,8 @@ _FIGURES = (
     ("drafted, tokens/s", DRAFTED, "tokens_per_s", 1),
     ("drafted, × plain", DRAFTED, "times_plain", 2),
 )
+# Other processes that run beside a run, and change its speed.
+_LOAD = 1.0
 _NOTE = (
     "Medians of the repetitions; the ratio's 95 % interval is by bootstrap over the repetitions of "
     "both runs. × plain is within each repetition, so it suffers least from machines that differ."
@@ -41,7 +43,8 @@ class Line:
     low: float
     high: float
     disturbed: bool
-    """Whether one of the two exceeds what its tokens per forward allow."""
+    """Whether one of the two exceeds what its tokens per forward allow, or the runs' loads differ
+    and with them all tokens/s."""
 
     @property
     def verdict(self) -> Verdict:
@@ -74,10 +77,20 @@ def _of_cell(
         disturbed = way == DRAFTED and (
             first.is_disturbed(cell, source) or second.is_disturbed(other, its_source)
         )
+        if figure == "tokens_per_s" and _loads_differ(first, second):
+            disturbed = True
         ratio = there.median / here.median
         low, high = ratio_interval(its, own)
         words = point_words(cell.point)
         yield Line(words, name, digits, here, there, ratio, low, high, disturbed)
+
+
+def _loads_differ(first: Results, second: Results) -> bool:
+    """Whether one run began beside clearly more other processes; False where that is unknown."""
+    loads = [results.about.get("load") for results in (first, second)]
+    if None in loads:
+        return False
+    return abs(float(loads[0]) - float(loads[1])) > _LOAD
 
 
 def warnings(first: Results, second: Results) -> Iterator[str]:
@@ -87,6 +100,10 @@ def warnings(first: Results, second: Results) -> Iterator[str]:
         values = [machine.get(name) for machine in machines]
         if values[0] != values[1]:
             yield f"the machines differ: {name} is {values[0]} and {values[1]}"
+    if _loads_differ(first, second):
+        loads = [f"{results.about['load']:.1f}" for results in (first, second)]
+        words = f"the loads differ: {' and '.join(loads)} processes ran as the runs began"
+        yield f"{words}, so tokens/s cannot be compared"
     commits = [results.about.get("commit") for results in (first, second)]
     if commits[0] != commits[1]:
         yield f"the commits differ: {commits[0]} and {commits[1]}"

@@ -52,9 +52,6 @@ th, td { border-bottom: 1px solid #ccc; padding: .3rem .7rem; text-align: right;
 
 def write(results: Results, console: Console) -> None:
     """Print the answer and the tables, and write all files of a report."""
-    # `--help` needs no matplotlib, which only the extra `bench` installs.
-    from outrider_bench.experiment.report.plots import speed_plot
-
     out = results.folder / "report"
     out.mkdir(exist_ok=True)
     answer = answers(results)
@@ -69,7 +66,7 @@ def write(results: Results, console: Console) -> None:
         writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
-    plot = speed_plot(results)
+    plot = _plot(results, console)
     if plot is not None:
         (out / "speed.png").write_bytes(plot)
     machine = results.about.get("machine") or {}
@@ -84,6 +81,19 @@ def write(results: Results, console: Console) -> None:
     )
     (out / "index.html").write_text(page)
     console.print(Text(f"written: {out}"))
+
+
+def _plot(results: Results, console: Console) -> bytes | None:
+    """The plot as PNG; None where there is nothing to plot, or nothing to plot it with."""
+    try:
+        # Only the extra `bench` installs matplotlib.
+        from outrider_bench.experiment.report.plots import speed_plot
+    except ModuleNotFoundError as missing:
+        if missing.name != "matplotlib":
+            raise
+        console.print("no plot: matplotlib is missing (.venv/bin/pip install matplotlib)")
+        return None
+    return speed_plot(results)
 
 
 def figure_rows(results: Results) -> list[dict[str, Any]]:

@@ -133,7 +133,7 @@ def read(folder: Folder) -> Results:
         about = folder.about()
         experiment = Experiment.model_validate(about["experiment"])
     except OSError as error:
-        raise ValueError(f"{file}: {error.strerror}") from error
+        raise ValueError(f"{file}: {error.strerror}, so this is no run's folder") from error
     except KeyError as error:
         raise ValueError(f"{file}: the field {error} is missing") from error
     except ValidationError as error:
