@@ -55,7 +55,7 @@ def _distances(results: Results) -> Iterator[str]:
         speeds = ", ".join(f"{spread.median:.2f} at {x:g} ms" for x, spread in points)
         even = break_even_ms(points)
         if not any(spread.shows for _, spread in points):
-            words = "no speed is shown to differ from plain decoding's, so no break-even can be told"
+            words = "no speed is shown to differ from plain, so no break-even can be told"
         elif even is not None:
             words = f"breaks even at {even:.3g} ms"
         elif points[0][1].median >= 1.0:
