@@ -27,7 +27,10 @@ CLIENTS |= {"output", "profile", "random-input-len", "random-output-len", "skip-
 CLIENTS |= {"scheduler-cls", "speculative-config", "temperature", "tokenizer"}
 """Flags of `vllm serve`, `vllm bench serve` and `guidellm run` that the pages name."""
 DOCKERS = {"build", "detach", "force-recreate", "profile", "pull", "scale", "volumes"}
-"""Flags of `docker compose` that the pages name."""
+DOCKERS |= {"file", "network", "secret", "tag", "target"}
+"""Flags of `docker compose` and `docker build` that the pages name."""
+CI_UP = {"bases"}
+"""Flags of `compose/ci-up.sh` that the pages name."""
 CERTS = {"days", "name", "role"}
 """Flags of `outrider certs` that are not settings."""
 EXPERIMENTS = {"json", "out", "validate", "with"}
@@ -121,7 +124,7 @@ def test_every_flag_on_a_page_belongs_to_a_command(path: Path) -> None:
         "transcript",
     }
     ours = setting_flags() | others | CERTS | EXPERIMENTS | CHAOS | SIMULATE
-    assert named <= ours | CLIENTS | DOCKERS | CURLS | NUMACTL
+    assert named <= ours | CLIENTS | DOCKERS | CI_UP | CURLS | NUMACTL
 
 
 HELP = """
