@@ -88,9 +88,8 @@ def _of_cell(
 def _loads_differ(first: Results, second: Results) -> bool:
     """Whether one run began beside clearly more other processes; False where that is unknown."""
     loads = [results.about.get("load") for results in (first, second)]
-    if None in loads:
-        return False
-    return abs(float(loads[0]) - float(loads[1])) > _LOAD
+    known = [float(load) for load in loads if load is not None]
+    return len(known) == 2 and abs(known[0] - known[1]) > _LOAD
 
 
 def warnings(first: Results, second: Results) -> Iterator[str]:

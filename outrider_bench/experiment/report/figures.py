@@ -139,6 +139,7 @@ def _acceptance(counters: Mapping[str, float]) -> dict[str, tuple[float, float]]
     places = {key: key.removeprefix(PER_POSITION) for key in counters if PER_POSITION in key}
     at = {place: counters[key] for key, place in places.items() if place.isdigit()}
     return {
+        "drafts": (drafts, 1.0 if drafts else 0.0),
         "acceptance": (accepted, counters.get("spec_decode_num_draft_tokens", 0.0)),
         "accepted_length": (drafts + accepted, drafts),
         **{f"accepted_at_{int(place) + 1}": (n, drafts) for place, n in at.items() if n},

@@ -66,6 +66,7 @@ _LATENCY = [
     for way in (PLAIN, DRAFTED)
 ]
 _DRAFTS = [
+    _Column("verified drafts", "drafts", 0, DRAFTED),
     _Column("acceptance rate", "acceptance", 2, DRAFTED),
     _Column("acceptance length", "accepted_length", 2, DRAFTED),
     _Column("tokens per forward", "tokens_per_forward", 2, DRAFTED),
@@ -73,6 +74,7 @@ _DRAFTS = [
     _Column("wasted drafts per token", "wasted_per_token", 2, DRAFTED),
 ]
 _ACCEPTANCE = [
+    _Column("verified drafts", "{group}drafts", 0, DRAFTED),
     _Column("acceptance rate", "{group}acceptance", 2, DRAFTED),
     _Column("acceptance length", "{group}accepted_length", 2, DRAFTED),
     *(_Column(f"at {i}", f"{{group}}accepted_at_{i}", 2, DRAFTED) for i in POSITIONS),
@@ -97,9 +99,10 @@ _NOTES = {
     "bootstrap over the repetitions. Ratios are taken within each repetition. A disturbed one "
     "exceeds what its tokens per forward allow.",
     "Latency": "TPOT is the time per output token of a request, TTFT its time to the first token.",
-    "Drafts": "Acceptance rate: accepted of verified draft tokens. Acceptance length: 1 + accepted "
-    "tokens per draft. Then shares of commits by the next draft's state: on the chain, in a "
-    "branch, late, or a miss. Wasted: draft tokens dropped for each output token.",
+    "Drafts": "Verified drafts of a repetition: rates of few say little. Acceptance rate: accepted "
+    "of verified draft tokens. Acceptance length: 1 + accepted tokens per draft. Then shares of "
+    "commits by the next draft's state: on the chain, in a branch, late, or a miss. Wasted: draft "
+    "tokens dropped for each output token.",
     "Acceptance by position and kind": "Of all drafts, of a family's, and in requests of a kind of "
     "prompts. At a position: the share of drafts whose token there was accepted, as vLLM counts.",
     "Where the time of a step went, ms": "Means by phase, from the verifier's counters.",
