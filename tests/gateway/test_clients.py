@@ -251,7 +251,7 @@ async def test_a_chat_template_gets_its_variables(rig: Rig, tmp_path: Path) -> N
         ({f"a{i}": 1 for i in range(MAX_TEMPLATE_VARIABLES + 1)}, "at most 16 names"),
         ({"a": "x" * MAX_TEMPLATE_CHARACTERS}, "at most 4096 characters"),
         ({"a": "\ud800"}, "half of a surrogate pair"),
-        ([1], "valid dictionary"),
+        ([1], "must be an object"),
     ],
     ids=lambda value: str(value)[:30],
 )

@@ -302,7 +302,8 @@ def test_the_formats_are_xgrammars() -> None:
     from xgrammar import get_model_structural_tag
     from xgrammar.builtin_structural_tag import _structural_tag_registry as known
 
-    assert set(known) == (FORMATS.keys() - OTHERS) | NOT_SERVED.keys()
+    # Its later versions know more formats.
+    assert set(known) >= (FORMATS.keys() - OTHERS) | NOT_SERVED.keys()
     tool: Any = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
     choice = {"type": "function", "function": {"name": "f"}}
     use = tool_use(
