@@ -166,13 +166,15 @@ class ScriptedVerifier:
     async def _stream_drafts(
         self, request_iterator: AsyncIterator[verifier_pb2.StreamDraftsRequest], context: Any
     ) -> None:
-        self.attempts.append(time.monotonic())
+        arrived = time.monotonic()
         requests = aiter(request_iterator)
         first = None
         with suppress(TimeoutError, StopAsyncIteration):
             async with asyncio.timeout(10):
                 first = await anext(requests)
         self.check_first(first, peer_of(context))
+        # Only now: whoever has counted enough attempts may kill the drafter.
+        self.attempts.append(arrived)
         if first is None:
             return
         await self._refuse(context)
