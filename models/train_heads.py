@@ -26,7 +26,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, log_softmax, silu
-from train_pair import encode, make_chat, read_documents
+from train_pair import MASK, behind, encode, make_chat, read_documents
 from transformers import DynamicCache, LlamaForCausalLM, PreTrainedTokenizerFast
 
 HERE = pathlib.Path(__file__).parent
@@ -36,8 +36,6 @@ DEPTH = 4
 """Steps of its own drafting that a head is trained on."""
 PROMPT = 64
 BLOCK = 7
-MASK = 128
-"""The token of a byte that no UTF-8 text has. It stands for what a block does not know yet."""
 EPSILON = 1e-6
 THETA = 10_000.0
 
@@ -929,6 +927,26 @@ def draft_model(features: Features, noise: Tensor | None) -> Tensor:
     return best.unfold(1, 7, 1)
 
 
+@torch.no_grad()
+def parallel_model(features: Features, noise: Tensor | None) -> Tensor:
+    """Return the drafts [B, T, 7] of the bundled PARD model behind PROMPT tokens."""
+    model = LlamaForCausalLM.from_pretrained(HERE / "pard", dtype=torch.float32).eval()
+    ids = features.ids
+    model.to(ids.device)
+    count = ids.shape[1]
+    anchors = torch.arange(PROMPT - 1, count, device=ids.device)
+    found, positions = behind(model, ids, anchors, BLOCK - 1)
+    logits = log_softmax(found, -1)
+    if noise is not None:
+        known = positions + 1 < count
+        logits[:, known] += noise[:, positions[known] + 1]
+    best = logits.argmax(-1)
+    drafted = ids.new_full((*ids.shape, BLOCK), -1)
+    drafted[:, PROMPT - 1 :, 0] = best[:, PROMPT - 1 : count]
+    drafted[:, PROMPT - 1 :, 1:] = best[:, count:].unflatten(1, (-1, BLOCK - 1))
+    return drafted
+
+
 def table(
     target: LlamaForCausalLM,
     trial: Trial,
@@ -1045,6 +1063,8 @@ def main() -> None:
         names = [n for n in HEADS if (arguments.out / n / "model.safetensors").exists()]
         heads = {name: read_head(name, arguments.out).to(target.device) for name in names}
         drafters = {"draft model": draft_model}
+        if (HERE / "pard").exists():
+            drafters["pard"] = parallel_model
     else:
         heads = {arguments.name: train_head(arguments, target, ids)}
         drafters = {}
