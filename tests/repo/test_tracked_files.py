@@ -8,10 +8,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 MOST_BYTES = 2**20
-# The bundled pair of models, without which nothing runs, and the heads for it.
+# The bundled pair of models, without which nothing runs, and other drafters of its target.
 LARGE = {
     "models/target/model.safetensors",
     "models/draft/model.safetensors",
+    "models/pard/model.safetensors",
     "models/heads/eagle3/model.safetensors",
     "models/heads/mtp/model.safetensors",
 }
