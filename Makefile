@@ -119,12 +119,12 @@ $(VENV)/bin/python:
 
 SOURCES := pyproject.toml constraints.txt setup.py $(wildcard outrider/lm/cpu/kernels/*.[ch])
 $(VENV)/installed: $(VENV)/bin/python $(SOURCES)
-	@echo "installing outrider into $(VENV); it downloads packages and compiles kernels, the first time for some minutes"
+	@echo "installing outrider into $(VENV): downloads and compiles, the first time for some minutes"
 	$(PIP) -e '.[models]'
 	@touch $@
 
 $(VENV)/installed-dev: $(VENV)/bin/python $(SOURCES)
-	@echo "installing outrider and its tests' packages into $(VENV); it downloads and compiles for some minutes"
+	@echo "installing outrider and its tests' packages into $(VENV): downloads and compiles for minutes"
 	$(PIP) -e '.[dev]'
 	@touch $(VENV)/installed $@
 

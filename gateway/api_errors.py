@@ -220,7 +220,8 @@ def validation_error(
     if kind == "missing":
         return OutriderError(Reason.INVALID_VALUE, f"{path} is required", path)
     if kind == "too_short" and isinstance(detail.get("input"), list):
-        message = f"must have at least {detail['ctx']['min_length']} item"
+        count = detail["ctx"]["min_length"]
+        message = f"must have at least {count} item{'' if count == 1 else 's'}"
     if kind in ("model_type", "model_attributes_type", "dict_type"):
         message = "must be an object"
     message = f"{path}: {message}, not {_shown(detail.get('input'))}"

@@ -63,17 +63,11 @@ _OURS: dict[str, dict[str, Any]] = {
     "outrider, auto": {},
 }
 _SYNTHETIC = "outrider, synthetic"
-# vLLM with its own drafters, and with our scheduler.
-_VLLM = [
-    *(f"vllm{name}" for name in ("", ", ngram", ", draft_model", ", suffix")),
-    *(f"vllm, {name}" for name in ("our scheduler", "our ngram", "our model", "always wrong")),
-]
 
 
 def run(settings: BenchSettings, arguments: list[str]) -> int:
     """Measure, print and write; returns the exit status. `arguments` are recorded."""
     console = console_for_output()
-    _check_ways(settings.ways)
     stem, machine = f"bench-{time.strftime('%Y%m%d-%H%M%S')}", _machine()
     record: dict[str, Any] = {"machine": machine, "arguments": arguments, "started": stem}
     console.print(f"machine: {machine}; arguments: {' '.join(arguments)}", markup=False)
@@ -85,9 +79,10 @@ def run(settings: BenchSettings, arguments: list[str]) -> int:
     return 0
 
 
-def _check_ways(patterns: Sequence[str]) -> None:
+def _check_ways(patterns: Sequence[str], pair: Pair) -> None:
     """Raise ValueError for a pattern that no way's name has."""
-    known = ["transformers", *_ALONE, *_OURS, _SYNTHETIC, *_VLLM]
+    known = ["transformers", *_ALONE, *_OURS, _SYNTHETIC]
+    known += [*_vllm_methods(pair), *_vllm_drafters(pair)]
     for pattern in patterns:
         if not fnmatch.filter(known, pattern):
             raise ValueError(f"ways: no way is called {pattern!r}; there are {'; '.join(known)}")
@@ -97,6 +92,7 @@ def _measure_pairs(settings: BenchSettings, console: Console) -> dict[str, Any]:
     """Measure all ways of decoding with each pair of models; returns the samples by pair."""
     found = {}
     for pair in _pairs(settings, console):
+        _check_ways(settings.ways, pair)
         results = asyncio.run(_measure_pair(pair, settings, console))
         found[pair.name] = results.as_json()
         for table in tables(results, _BASES):

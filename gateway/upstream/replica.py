@@ -152,7 +152,10 @@ class Replica:
         self.problem = self._unanswered(error)
 
     def _unanswered(self, error: OutriderError) -> OutriderError:
-        return unanswered(self.address, error, self._tls, is_known=self.info is not None)
+        """The problem that a call or a connection failed with `error`."""
+        reason = explain(error.message, self._tls, is_known=self.info is not None)
+        message = f"verifier {self.address} does not answer: {reason}"
+        return OutriderError(Reason.VERIFIER_UNAVAILABLE, message, retry_after_s=1.0)
 
     def mark_suspect(self, stream: VerifierStream, error: OutriderError) -> None:
         """Note that `error` ended a sequence of `stream`.
@@ -210,18 +213,6 @@ def for_callers(problem: OutriderError) -> OutriderError:
     """
     message = f"{_SHOWN_TO_CALLERS[problem.reason]}; operators see why at /readyz"
     return OutriderError(problem.reason, message, retry_after_s=problem.retry_after_s)
-
-
-def unanswered(
-    address: str, error: OutriderError, tls: Tls | None, *, is_known: bool
-) -> OutriderError:
-    """The problem of a verifier whose call or connection failed with `error`.
-
-    One that `is_known` has answered before.
-    """
-    reason = explain(error.message, tls, is_known=is_known)
-    message = f"verifier {address} does not answer: {reason}"
-    return OutriderError(Reason.VERIFIER_UNAVAILABLE, message, retry_after_s=1.0)
 
 
 def unreadable(address: str, cause: Exception) -> OutriderError:

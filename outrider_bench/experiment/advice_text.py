@@ -117,7 +117,7 @@ def _placements(advice: Sequence[BatchAdvice]) -> Table:
     table.add_section()
 
     def known(words: Callable[[BatchAdvice], str]) -> list[str]:
-        # What follows from speeds that nobody can tell is not known either.
+        # Break-evens and limits follow from the speeds, which are unknown at these batches.
         return ["?" if found.verdict == "cannot tell" else words(found) for found in advice]
 
     table.add_row("break-even round trip, other host", *known(_round_trip))

@@ -4,6 +4,7 @@ import csv
 import json
 import re
 import shutil
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from statistics import median
@@ -47,6 +48,14 @@ class Page(HTMLParser):
             self.lines[-1][-1] += data
 
 
+class WithoutMatplotlib:
+    """Finds no matplotlib, as where it is not installed."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        if name == "matplotlib":
+            raise ModuleNotFoundError("No module named 'matplotlib'", name=name)
+
+
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A run of each kind with its report, by the experiment's name."""
@@ -81,6 +90,26 @@ def test_a_page_shows_the_plot_of_its_sweep_and_loads_nothing_else(
         assert page.pictures == ["speed.png"]
         assert all((report / name).read_bytes().startswith(PNG) for name in page.pictures)
         assert not re.search(r"<script|https?:|@import|url\(", (report / "index.html").read_text())
+
+
+def test_a_report_without_matplotlib_has_all_but_the_plot(
+    reports: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    whole = reports[simulated_runs.ROUND_TRIP["name"]]
+    run = tmp_path / "run"
+    shutil.copytree(whole.parent, run)
+    shutil.rmtree(run / "report")
+    for module in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.delitem(sys.modules, "outrider_bench.experiment.report.plots")
+    monkeypatch.setattr(sys, "meta_path", [WithoutMatplotlib(), *sys.meta_path])
+    assert main([str(run)]) == 0
+    assert "no plot: matplotlib is missing" in capsys.readouterr().out
+    assert rows_of(run / "report") == rows_of(whole)
+    assert page_of(run / "report").pictures == []
 
 
 def test_ratios_of_the_page_are_medians_of_figures_csv(reports: dict[str, Path]) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from outrider.lm.cpu.library import load_build, runnable_builds
 
-# Of each library, registers and instructions that only its kind of processor and later ones have.
+# By library: the registers and instructions in its code that an earlier kind of processor lacks.
 MARKS = {
     "_cpu": set[str](),
     "_cpu_avx2": {"ymm", "vfmadd"},

@@ -22,7 +22,7 @@ _FIGURES = (
     ("drafted, tokens/s", DRAFTED, "tokens_per_s", 1),
     ("drafted, × plain", DRAFTED, "times_plain", 2),
 )
-# Other processes that run beside a run, and change its speed.
+# Machines whose loads differ by more processes have speeds that cannot be compared.
 _LOAD = 1.0
 _NOTE = (
     "Medians of the repetitions; the ratio's 95 % interval is by bootstrap over the repetitions of "
@@ -77,7 +77,8 @@ def _of_cell(
         disturbed = way == DRAFTED and (
             first.is_disturbed(cell, source) or second.is_disturbed(other, its_source)
         )
-        if figure == "tokens_per_s" and _loads_differ(first, second):
+        measured = "measured" in (source, its_source)
+        if measured and figure == "tokens_per_s" and _loads_differ(first, second):
             disturbed = True
         ratio = there.median / here.median
         low, high = ratio_interval(its, own)
