@@ -70,6 +70,7 @@ class FeatureSender:
     def __init__(self, source: FeatureSource | None) -> None:
         """Without a source, no request is granted."""
         self._source = source
+        self._has_readers = False
 
     def grant(self, drafter: Drafter) -> None:
         """Set which features a drafter gets; none if those that it asks for cannot be had.
@@ -96,6 +97,7 @@ class FeatureSender:
         """Keep what these drafters need of each forward from now on."""
         if self._source is not None:
             requests = [each.hello.feature_request for each in drafters if each.feature_width]
+            self._has_readers = bool(requests)
             self._source.watch({state for each in requests if each for state in each.states})
 
     def take(
@@ -107,6 +109,8 @@ class FeatureSender:
 
         `found` has each sequence's result, as the commit gets it.
         """
+        if not self._has_readers:
+            return
         parts: dict[tuple[FeatureRequest, bool, bool], list[_Part]] = {}
         first_row = 0
         for scheduled, result in zip(batch, found, strict=True):

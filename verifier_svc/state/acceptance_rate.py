@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
+from itertools import accumulate
+from operator import mul
 from statistics import median
 
 from outrider.protocol.limits import MAX_DRAFT_TOKENS
@@ -102,23 +104,17 @@ class AcceptanceRate:
 
     def _refresh(self) -> None:
         self._valid = self.version + self._prior.version
-        priors = self._prior.by_position
-        rates: list[float] = []
-        survival: list[float] = []
-        expected = [1.0]
-        rate = 0.0
-        survives = total = 1.0
-        for i, judged in enumerate(self._judged):
-            prior = priors[i] if i < len(priors) else rate
-            rate = (self._accepted[i] + prior * _PRIOR_WEIGHT) / (judged + _PRIOR_WEIGHT)
-            survives *= rate
-            total += survives
-            rates.append(rate)
-            survival.append(survives)
-            expected.append(total)
+        accepted = self._accepted
+        judged = self._judged
+        rates = [
+            (a + prior * _PRIOR_WEIGHT) / (j + _PRIOR_WEIGHT)
+            for a, j, prior in zip(accepted, judged, self._prior.by_position, strict=False)
+        ]
+        for i in range(len(rates), len(judged)):
+            rates.append((accepted[i] + rates[-1] * _PRIOR_WEIGHT) / (judged[i] + _PRIOR_WEIGHT))
         self._rates = rates
-        self._survival = survival
-        self._expected = expected
+        self._survival = list(accumulate(rates, mul))
+        self._expected = list(accumulate(self._survival, initial=1.0))
 
     def expected_tokens(self, count: int) -> float:
         """Tokens that a step should commit with `count` draft tokens, the target's own included.
@@ -138,7 +134,9 @@ class AcceptanceRate:
         """
         if count == 0:
             return 1.0
-        survival = self.survival
+        if self._valid != self.version + self._prior.version:
+            self._refresh()
+        survival = self._survival
         return survival[count - 1] if count < len(survival) else survival[-1]
 
     def tokens_worth(self, price: float, limit: int) -> int:

@@ -116,6 +116,8 @@ class Assignment:
 
         A drafter of few sure tokens promises no more than these, however sure they are.
         """
+        if self.lengths.prob_all_accepted(draft_tokens) == 1.0:
+            return draft_tokens, self.rate.expected_tokens(draft_tokens) - 1.0
         lengths = self.lengths.survival[:draft_tokens]
         return sum(lengths), sum(map(mul, lengths, self.rate.survival))
 
@@ -135,8 +137,11 @@ class Assignment:
         """
         if length:
             seen = min(wanted, right + 1)
-            self.lengths.observe(seen, min(length, seen))
-            self.drafter.lengths.observe(seen, min(length, seen))
+            there = min(length, seen)
+            # Where every draft was full, a further one says nothing new.
+            if there < seen or self.lengths.prob_all_accepted(seen) < 1.0:
+                self.lengths.observe(seen, there)
+                self.drafter.lengths.observe(seen, there)
 
     def ready_tokens(self, draft_tokens: int) -> int:
         """Tokens of its ready path, at most `draft_tokens`, for every choice between drafts.
