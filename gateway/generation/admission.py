@@ -83,7 +83,7 @@ class Admission:
 
 
 class Permit:
-    """The right of one request's sequences to be here. It ends with the block that it heads."""
+    """The places that one request holds. Its `with` block gives back what is left of them."""
 
     def __init__(self, counts: Counter[str], tenant: str, count: int, ends_at: float) -> None:
         self.ends_at = ends_at

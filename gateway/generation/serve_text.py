@@ -78,6 +78,10 @@ class TextCall(ABC):
         """The room and the time that the request needs. Raises OutriderError(INVALID_VALUE)."""
 
     @abstractmethod
+    def give_place_back(self) -> None:
+        """Give back the place that the request has held since it came, if it holds any."""
+
+    @abstractmethod
     def responding(self, span: Span) -> AbstractContextManager[None]:
         """Put the protocol's attributes on a span, and the status with which the block ends."""
 
@@ -122,6 +126,8 @@ async def serve_text(
     grant = await limits.admit(call.identity.key)
     model, info = generation.router.lookup(call.model)
     prompt_count, n, timeout = call.demand()
+    # From here on the sequences count, in place of the request.
+    call.give_place_back()
     permit = generation.admission.enter(model, tenant, prompt_count * n, timeout)
     span = begin(call.headers, model, call.operation, n, stream=call.streams)
     access = call.access

@@ -62,15 +62,14 @@ class HttpCall(TextCall, Generic[_Body]):
         """The writer of the answer in the endpoint's shape."""
 
     def demand(self) -> Demand:
-        """The body's n and its timeout. Raises OutriderError(INVALID_VALUE).
-
-        The entrance has counted the request as one sequence. It ends that count here, since the
-        sequences of the demand count instead.
-        """
+        """The body's n and its timeout. Raises OutriderError(INVALID_VALUE)."""
         n = _choice_count(self.body.n, self.prompt_count)
         timeout = client_timeout(self.body.timeout, self.headers, stream=self.streams)
-        arrival_of(self.request).counted()
         return Demand(self.prompt_count, n, timeout)
+
+    def give_place_back(self) -> None:
+        """Give back the place that the request took when its headers came."""
+        arrival_of(self.request).give_place_back()
 
     @contextmanager
     def responding(self, span: Span) -> Iterator[None]:

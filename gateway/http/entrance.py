@@ -37,14 +37,14 @@ class Arrival:
         await self._turns.enter(self._tenant)
         self._has_turn = True
 
-    def counted(self) -> None:
+    def give_place_back(self) -> None:
         """Count no longer as one sequence: the sequences that the body asks for count instead."""
         if self._permit is not None:
             self._permit.close()
 
     def done(self) -> None:
         """Give the turn to the next request."""
-        self.counted()
+        self.give_place_back()
         if self._has_turn:
             self._has_turn = False
             self._turns.leave(self._tenant)

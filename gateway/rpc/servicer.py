@@ -119,6 +119,9 @@ class _Call(TextCall):
         """One sequence, until the call's deadline."""
         return Demand(1, 1, self._timeout)
 
+    def give_place_back(self) -> None:
+        """Do nothing: the call holds no place before it is parsed."""
+
     @contextmanager
     def responding(self, span: Span) -> Iterator[None]:
         """Put OpenTelemetry's RPC attributes on a span, and the status of the block's end."""

@@ -19,9 +19,9 @@ from drafter_svc.observer import CountingObserver
 from drafter_svc.placement import PlacementPlan
 from outrider.drafter.strategy import Strategy
 from outrider.drafter.stream import DraftStream
-from outrider.launch.verifier import HeadVerifierSettings
 from outrider.protocol.draft_messages import Hello
 from outrider.protocol.model_info import ModelInfo, Stage
+from verifier_svc.config import VerifierSettings
 from verifier_svc.metrics import Metrics
 from verifier_svc.streams.own_stream import OwnDrafter, OwnVerifier
 
@@ -32,12 +32,14 @@ if TYPE_CHECKING:
 _PLACE = PlacementPlan("local", (), None, threads=1)
 
 
-async def load_head(settings: HeadVerifierSettings, metrics: Metrics) -> OwnDrafter:
-    """Load the head, before the target takes the rest of a GPU's memory.
+async def load_head(
+    head: str, layers: list[int], settings: VerifierSettings, metrics: Metrics
+) -> OwnDrafter:
+    """Load the head of a folder, before the target takes the rest of a GPU's memory.
 
-    Where its file may mean several layers of the target, it chooses when the target is loaded.
-    The head's metrics are added to the verifier's. Raises OutriderError(INVALID_VALUE) for a head
-    that does not fit the target.
+    The head reads the boundaries `layers`. If there are none, and its file may mean several, it
+    chooses them when the target is loaded. The head's metrics are added to the verifier's. Raises
+    OutriderError(INVALID_VALUE) for a head that does not fit the target.
     """
     import torch
 
@@ -45,8 +47,7 @@ async def load_head(settings: HeadVerifierSettings, metrics: Metrics) -> OwnDraf
     counts = DrafterMetrics(name, HeadFamily.name)
     metrics.registry.register(counts.registry)
     thread_count = torch.get_num_threads()
-    own = {name: getattr(settings, name) for name in ("head", "target", "device")}
-    own["layers"] = settings.head_layers
+    own = {"head": head, "layers": layers, "target": settings.target, "device": settings.device}
     loaded = await HeadFamily.load(HeadSettings.model_validate(own), _PLACE, counts)
     # The head's thread has set the number for itself, and for all threads that have not computed
     # yet. The engine's is one of them.

@@ -42,7 +42,7 @@ async def _serve(settings: HeadVerifierSettings, metrics: Metrics) -> None:
     if settings.head is not None:
         from outrider.launch.own_head import load_head
 
-        own = await load_head(settings, metrics)
+        own = await load_head(settings.head, settings.head_layers, settings, metrics)
     await serve(settings, metrics, own)
 
 

@@ -35,7 +35,6 @@ from outrider.heads import layer_choice
 from outrider.heads.reading import read
 from outrider.launch.check_head import read_text
 from outrider.launch.own_head import load_head
-from outrider.launch.verifier import HeadVerifierSettings
 from outrider.lm.pages import PagePool
 from outrider.lm.runner import ModelRunner
 from outrider.process import rpc
@@ -44,6 +43,7 @@ from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
 from outrider.protocol.messages import SamplingParams, SpeculationOptions, TokenChunk, TokenRequest
 from outrider.protocol.model_info import ModelInfo, Stage
 from outrider.v1.verifier_pb2_grpc import add_VerifierServiceServicer_to_server
+from verifier_svc.config import VerifierSettings
 from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.engine_thread import EngineThread
 from verifier_svc.engine.loop import Engine
@@ -330,8 +330,8 @@ async def test_a_head_chooses_its_layers_by_the_loaded_target_unless_they_are_se
     # The bundled target is so small that its layers are much alike.
     monkeypatch.setattr(layer_choice, "_RATIO", 1.1)
     head = head_of_other_layers(tmp_path / "head")
-    settings = HeadVerifierSettings(target=TARGET, head=head, device="cpu", head_layers=set_by_user)
-    own = await load_head(settings, Metrics("target"))
+    settings = VerifierSettings(target=TARGET, device="cpu")
+    own = await load_head(head, set_by_user, settings, Metrics("target"))
     with caplog.at_level(logging.INFO), ThreadPoolExecutor(1) as engine:
         assert engine.submit(own.meet, bundled_runner).result() == read
     assert ("it reads [1, 3, 5]" in caplog.text) == (not set_by_user)
@@ -354,8 +354,8 @@ async def test_the_heads_thread_leaves_the_targets_number_of_threads_alone(
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        settings = HeadVerifierSettings(target=TARGET, head=HEAD, device="cpu")
-        own = await load_head(settings, Metrics("target"))
+        settings = VerifierSettings(target=TARGET, device="cpu")
+        own = await load_head(HEAD, [], settings, Metrics("target"))
         with ThreadPoolExecutor(1) as engine:
             assert engine.submit(torch.get_num_threads).result() == 2
         assert own.meet(bundled_runner) == [1, 3, 5]
