@@ -1,4 +1,4 @@
-"""The state of a request's grammar behind a drafter's guesses."""
+"""The state of a request's grammar after a drafter's guesses."""
 
 from __future__ import annotations
 

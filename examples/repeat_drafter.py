@@ -47,7 +47,7 @@ class RepeatFamily(Family):
             sequence.extend(self._continuation(text, sequence.num_wanted))
 
     def _continuation(self, text: list[int], length: int) -> list[int]:
-        """The tokens, at most `length`, behind the last earlier occurrence of the text's end."""
+        """The tokens, at most `length`, after the last earlier occurrence of the text's end."""
         count = self._count
         for start in range(len(text) - count - 1, -1, -1):
             if text[start : start + count] == text[-count:]:

@@ -26,7 +26,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, log_softmax, silu
-from train_pair import MASK, behind, encode, make_chat, read_documents
+from train_pair import MASK, encode, make_chat, read_documents, with_masks
 from transformers import DynamicCache, LlamaForCausalLM, PreTrainedTokenizerFast
 
 HERE = pathlib.Path(__file__).parent
@@ -44,7 +44,7 @@ class Features:
     """The target's states and logits that a head may read, for ids [B, T].
 
     `states` [B, T, 3 * 384]: the residual stream at BOUNDARIES. `final` [B, T, 384]: the state
-    behind the final norm. `logits` [B, T, V].
+    after the final norm. `logits` [B, T, V].
     """
 
     def __init__(self, target: LlamaForCausalLM, ids: Tensor) -> None:
@@ -223,7 +223,7 @@ class Head(nn.Module):
     def drafts(
         self, embed: nn.Embedding, depth: int, features: Features, noise: Tensor | None
     ) -> Tensor:
-        """Return the drafted ids [B, T, depth] behind each last committed token; -1 where none.
+        """Return the drafted ids [B, T, depth] after each last committed token; -1 where none.
 
         `noise` [B, T, V] is that of the draws of the text's tokens, None for greedy drafts.
         """
@@ -416,7 +416,7 @@ class DFlash(Head):
         self.norm.weight.copy_(target.model.norm.weight)
 
     def block(self, embed: nn.Embedding, features: Features, anchors: Tensor) -> Tensor:
-        """Return the states [B, A, 7, 384] that draft behind the anchors at [B, A]."""
+        """Return the states [B, A, 7, 384] that draft after the anchors at [B, A]."""
         ids, size = features.ids, self.size
         context = self.hidden_norm(self.fc(features.states))
         masks = ids.new_full((*anchors.shape, size), MASK)
@@ -440,7 +440,7 @@ class DFlash(Head):
         return self.norm(x).unflatten(1, (-1, size))[:, :, -BLOCK:]
 
     def scores(self, embed: nn.Embedding, state: Tensor, before: Tensor) -> Tensor:
-        """Return the logits for a state whose token before is `before`."""
+        """Return the logits for a state whose previous token is `before`."""
         return state @ embed.weight.T.float()
 
     def loss(self, embed: nn.Embedding, features: Features) -> Tensor:
@@ -506,9 +506,9 @@ class DFlash(Head):
 
 
 class DSpark(DFlash):
-    """DSpark in DeepSpec's dialect: DFlash with scores that know the token before.
+    """DSpark in DeepSpec's dialect: DFlash with scores that know the previous token.
 
-    The row of the anchor drafts the token behind it, and so on. A bias by the token before (the
+    The row of the anchor drafts the token after it, and so on. A bias by the previous token (the
     Markov head) makes the block coherent, left to right.
     """
 
@@ -525,7 +525,7 @@ class DSpark(DFlash):
 
     @torch.no_grad()
     def start(self, target: LlamaForCausalLM, frequencies: Tensor) -> None:
-        """Start from the target's last two layers, with no bias by the token before."""
+        """Start from the target's last two layers, with no bias by the previous token."""
         super().start(target, frequencies)
         nn.init.normal_(self.markov_head.markov_w1.weight, std=1.0)
         nn.init.zeros_(self.markov_head.markov_w2.weight)
@@ -867,7 +867,7 @@ class Trial:
 def walk(hits: Tensor, depth: int) -> float:
     """Return the tokens per forward when each forward verifies `depth` drafts.
 
-    `hits` [B, T, 7]: whether the draft of place d behind last committed token n is the text's,
+    `hits` [B, T, 7]: whether the draft of place d after last committed token n is the text's,
     given that those before it are. A walk begins at the prompt's last token.
     """
     tokens = forwards = 0
@@ -929,13 +929,13 @@ def draft_model(features: Features, noise: Tensor | None) -> Tensor:
 
 @torch.no_grad()
 def parallel_model(features: Features, noise: Tensor | None) -> Tensor:
-    """Return the drafts [B, T, 7] of the bundled PARD model behind PROMPT tokens."""
+    """Return the drafts [B, T, 7] of the bundled PARD model after PROMPT tokens."""
     model = LlamaForCausalLM.from_pretrained(HERE / "pard", dtype=torch.float32).eval()
     ids = features.ids
     model.to(ids.device)
     count = ids.shape[1]
     anchors = torch.arange(PROMPT - 1, count, device=ids.device)
-    found, positions = behind(model, ids, anchors, BLOCK - 1)
+    found, positions = with_masks(model, ids, anchors, BLOCK - 1)
     logits = log_softmax(found, -1)
     if noise is not None:
         known = positions + 1 < count

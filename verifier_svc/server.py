@@ -129,7 +129,7 @@ def _loader(
 
 
 class EngineLoader(Protocol):
-    """Builds an engine on its thread. `info` and `grammars` are the model's behind that."""
+    """Builds an engine on its thread. Afterwards `info` and `grammars` are the model's."""
 
     info: ModelInfo
     grammars: GrammarCompiler | None

@@ -94,14 +94,14 @@ class CachedDraft:
 
     @property
     def guess_count(self) -> int:
-        """Tokens behind the committed tokens."""
+        """Tokens after the committed tokens."""
         if self.at is None:
             return len(self.sequence.guesses)
         return self.at + len(self.run)
 
     @property
     def guessed(self) -> list[int]:
-        """The tokens behind the committed tokens."""
+        """The tokens after the committed tokens."""
         guesses = self.sequence.guesses
         return guesses if self.at is None else [*guesses[: self.at], *self.run]
 
@@ -146,7 +146,7 @@ class CachedDraft:
     def follow(self, before: int, held: list[int]) -> int:
         """Take over a commit; returns how many of the draft model's tokens are still right.
 
-        The KV cache may hold the `before` tokens that were committed earlier, and `held` behind
+        The KV cache may hold the `before` tokens that were committed earlier, and `held` after
         them.
         """
         tokens, guesses = self.sequence.tokens, self.sequence.guesses

@@ -1,4 +1,4 @@
-"""The text that a grammar forces behind a text, in the tokens that a model would write it in.
+"""The text that a grammar forces after a text, in the tokens that a model would write it in.
 
 Knows grammars, layouts and tokens; not sequences and streams.
 """
@@ -31,7 +31,7 @@ class Path:
     """A text that may follow.
 
     `chances` has the probability of the byte at each offset where the grammar left a choice.
-    `ends` says that the text ends behind the path, and `is_cut` that it is forced to go on; else it
+    `ends` says that the text ends after the path, and `is_cut` that it is forced to go on; else it
     may go on in any way, so that the path's last token may become a longer one.
     """
 
@@ -55,7 +55,7 @@ class Path:
         return Path(matcher, self.text + more, chances, self.chance * chance)
 
     def ended(self, chance: float) -> Path:
-        """The path with the end of the text behind it."""
+        """The path with the end of the text after it."""
         chances = (*self.chances, (len(self.text), chance))
         total = self.chance * chance
         return Path(self.matcher, self.text, chances, total, ends=True)
@@ -111,7 +111,7 @@ class ForcedText:
         if not 0 < count <= _MOST_CHOICES:
             return []
         found = [path.ended(1 / count)] if may_end else []
-        place = Place.behind(layout.text + path.text)
+        place = Place.after(layout.text + path.text)
         for byte in solid:
             blanks = [(b"", 1.0)]
             if len(solid) < len(following) or place.blanks:
@@ -148,12 +148,12 @@ class Speller:
         self.token_bytes = token_bytes
 
     def spelled(self, context: bytes, text: bytes) -> list[int]:
-        """The tokens of `text` behind `context`; none if no tokens stand for these bytes.
+        """The tokens of `text` after `context`; none if no tokens stand for these bytes.
 
         A tokenizer may join the end of the context with the text. The context's own tokens are
         there already, so then the text is spelled alone.
         """
-        # A text may be cut within a character, and begins within one behind a part of it.
+        # A text may be cut within a character, and then begins within that character.
         whole = text.decode(errors="ignore")
         wanted = whole.encode()
         if not text.startswith(wanted):

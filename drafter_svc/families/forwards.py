@@ -105,7 +105,7 @@ class Forwards:
     def _guess_parallel(self, drafts: list[CachedDraft]) -> bool:
         """Guess all tokens that are wanted by one forward of a PARD model (arXiv 2504.18583).
 
-        Behind each text come tokens that stand for those not guessed yet; each of them predicts the
+        Tokens that stand for those not guessed yet follow each text; each of them predicts the
         next. Their keys and values are not kept. False, with nothing guessed, if the model is no
         PARD model, or a draft needs more: a guess whose choice depends on those before it, a prompt
         that has to be read in chunks, pages or context.

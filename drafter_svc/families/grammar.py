@@ -102,7 +102,7 @@ class _Guess:
 class _Text:
     """A sequence's text in its grammar.
 
-    `matcher` and `layout` have read the first `length` tokens. `guesses` were made behind them;
+    `matcher` and `layout` have read the first `length` tokens. `guesses` were made after them;
     None before that.
     """
 
@@ -168,7 +168,7 @@ class GrammarFamily(Family):
             self._texts[sequence.id] = _Text(compiling, len(sequence.tokens))
 
     async def _compile(self, sequence: DraftSequence, grammar: Grammar) -> TextMatcher | None:
-        """A matcher behind the sequence's present text; None if the grammar cannot be compiled."""
+        """A matcher that has read the sequence's text; None if the grammar cannot be compiled."""
         output = sequence.tokens[sequence.opened.prompt_length :]
         try:
             compiler = self._grammars.compiler
@@ -220,7 +220,7 @@ class GrammarFamily(Family):
             self._repaid[tenant] = self._repaid.get(tenant, now) + excess_s / _REFILL
 
     def _draft(self, sequence: DraftSequence, text: _Text) -> bool:
-        """Read what was committed and guess behind it; False if there is nothing more to guess."""
+        """Read what was committed and guess after it; False if there is nothing more to guess."""
         bytes_of = self._grammars.bytes_of
         if text.matcher is None:
             text.matcher = text.compiling.result()

@@ -67,7 +67,7 @@ class News:
 class Offer:
     """Guesses for one sequence, with the other likely tokens in the place of each guess.
 
-    `deeper` has the runs that go on behind one of these.
+    `deeper` has the runs that go on after one of these.
     """
 
     tokens: list[int]
@@ -85,7 +85,7 @@ class HeadDraft:
     width: int
     dtype: torch.dtype
     projected: bool
-    """Whether the features are behind the head's projection."""
+    """Whether the features are after the head's projection."""
     told: int = 0
     """Committed tokens that the head's thread was told of."""
     kept: list[tuple[int, torch.Tensor]] = field(default_factory=list)
@@ -99,7 +99,7 @@ class HeadDraft:
     """That of the request. It belongs to the head's thread, too."""
 
     def keep(self, first_position: int, rows: FeatureRows) -> int:
-        """Keep features; return the position behind the last of them."""
+        """Keep features; return the position after the last of them."""
         if isinstance(rows, bytes):
             rows = torch.frombuffer(bytearray(rows), dtype=self.dtype).reshape(-1, self.width)
         self.kept.append((first_position, rows))
@@ -226,7 +226,7 @@ class HeadWorker:
         )
 
     def width(self, *, projected: bool) -> int:
-        """Numbers in a feature, before or behind the head's projection."""
+        """Numbers in a feature, before or after the head's projection."""
         return self._model.projected_width if projected else self.spec.feature_width
 
     def begin(self, sequence: DraftSequence, seed: int, *, projected: bool) -> HeadDraft:
@@ -238,7 +238,7 @@ class HeadWorker:
         """Have the head read features, as soon as its thread is free.
 
         The next draft of the sequence raises the exception of a forward that failed. A thread that
-        is far behind gets no features: the head then drafts from those behind the gap.
+        is far behind gets no features: the head then drafts from those after the gap.
         """
         if self._given_bytes - self._read_bytes > MAX_FEATURE_BYTES:
             news = News(news.tokens, 0, news.features[:0])
@@ -331,7 +331,7 @@ class HeadWorker:
 def _ranker(drafts: list[HeadDraft]) -> Rank | None:
     """How to rank the next tokens of each draft; None to take the likeliest.
 
-    Behind coupled noise the next-best tokens are those that the noise would draw next.
+    With coupled noise the next-best tokens are those that the noise would draw next.
     """
     openings = [draft.sequence.opened for draft in drafts]
     coupled = {

@@ -51,15 +51,15 @@ _STYLES = (
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a text ends: its last byte that is no blank, the blanks behind it, and the indent."""
+    """Where a text ends: its last byte that is no blank, the blanks after it, and the indent."""
 
     last: int
     blanks: bytes
     indent: int
 
     @classmethod
-    def behind(cls, text: bytes) -> Place:
-        """The place behind a text."""
+    def after(cls, text: bytes) -> Place:
+        """The place after a text."""
         solid = text.rstrip(BLANKS)
         line = solid.rpartition(b"\n")[2]
         indent = len(line) - len(line.lstrip(b" \t"))
@@ -90,7 +90,7 @@ class Layout:
                 self._read_quoted(byte)
             elif byte not in BLANKS:
                 if _joint(self._last, byte) != (0, 0):
-                    self._learn(Place.behind(text[max(0, at - _KEPT_BYTES) : at]), byte)
+                    self._learn(Place.after(text[max(0, at - _KEPT_BYTES) : at]), byte)
                 self._last = byte
                 self._quoted = byte == ord('"')
         self.text = text[-_KEPT_BYTES:]

@@ -125,8 +125,8 @@ class ModelFamily(Family):
         draft = self._drafts[sequence.id]
         new = sequence.tokens[draft.committed_count :]
         before = draft.committed_count
-        # How many tokens behind the earlier commit still stand: fewer than `new` if the chain was
-        # wrong, else `new` and the guesses behind it.
+        # How many tokens after the earlier commit still stand: fewer than `new` if the chain was
+        # wrong, else `new` and the guesses after it.
         kept = num_valid_tokens - before
         held = [*new, *sequence.guesses][:kept]
         draft.committed_count = len(sequence.tokens)
@@ -223,7 +223,7 @@ class ModelFamily(Family):
         """Begin branches with the likeliest alternative tokens, spread over places by `fan_out`.
 
         Branches are made once for each verdict, and only while half of the KV cache is free. No
-        branch is made behind the last guess: the chain itself grows there, in the same forwards.
+        branch is made after the last guess: the chain itself grows there, in the same forwards.
         Returns False if no branch may be made now.
         """
         sequence = draft.sequence
@@ -240,14 +240,14 @@ class ModelFamily(Family):
             unknown = [
                 (token, share)
                 for token, share in draft.alternatives[at]
-                if not sequence.has_behind(at, token)
+                if not sequence.has_guess_after(at, token)
             ]
             for token, share in unknown[:count]:
                 draft.branches[at, token] = self._fork(draft, at, token, share)
         return True
 
     def _fork(self, draft: CachedDraft, at: int, token: int, share: float) -> CachedDraft:
-        """A branch behind the first `at` guesses that begins with `token`."""
+        """A branch after the first `at` guesses that begins with `token`."""
         sequence = draft.sequence
         branch = CachedDraft(sequence, draft.seed, self._vocab_size, at=at)
         branch.run, branch.run_shares = [token], [share]
@@ -257,13 +257,13 @@ class ModelFamily(Family):
         return branch
 
     def _offer_branches(self, draft: CachedDraft) -> None:
-        """Offer the branches that have guesses behind their first token and fit the window."""
+        """Offer the branches that have guesses after their first token and fit the window."""
         sequence = draft.sequence
         for (at, _), branch in draft.branches.items():
             if 1 < len(branch.run) <= sequence.branch_room:
                 shares: list[float] = []
                 if branch.run_shares[0] > 0.0:
-                    # The tokens behind the first are the branch's main guesses.
+                    # The tokens after the first are the branch's main guesses.
                     shares = [share or sequence.acceptance for share in branch.run_shares]
                 sequence.branch(at, branch.run, shares)
         sequence.give_up_branches()

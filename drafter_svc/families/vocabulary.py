@@ -24,7 +24,7 @@ from outrider.tokenizer import load_tokenizer, model_file
 # Least share of the smaller vocabulary's tokens that both must have.
 _LEAST_SHARE = 0.05
 # Text that follows may move the beginnings of the last words, and of no word before these. A word
-# pattern looks ahead by a character, but blanks and the line ends behind them may join to one word.
+# pattern looks ahead by a character, but blanks and the line ends after them may join to one word.
 _SURE_WORDS = 4
 # The end of a text that is encoded again for each commit, in the target's tokens, if it has no
 # beginning of a word at which both tokenizers begin a token.
@@ -107,7 +107,7 @@ class TokenTable:
             found.length += 1
 
     def _encode_text(self, text: str, found: _Encoding, *, lead: bool) -> None:
-        """With `lead`, encode the text behind a character and leave out that one's tokens."""
+        """With `lead`, encode the text after a character and leave out that one's tokens."""
         skipped = 0
         if lead:
             # No token has the end of a line or of a word together with what stands here.
@@ -262,9 +262,9 @@ class OwnText:
     ) -> int:
         """Take over the target's `tokens`, of which the first are those taken over before.
 
-        `held` are the guesses that were right behind the text before, `guesses` those that are left
-        behind it now. Returns how many of the draft model's tokens for text and `held` are still
-        those for text and `guesses`.
+        `held` are the guesses that were right after the earlier text, `guesses` those that are left
+        after the present text. Returns how many of the draft model's tokens for text and `held` are
+        still those for text and `guesses`.
         """
         before = [*self.ids[self._sure :], *self.of_guesses(held)]
         begin, begin_tokens = self._sure, self._sure_tokens
@@ -284,7 +284,7 @@ class OwnText:
         return [max(0, int(self._vocabulary.own_of[token])) for token in guesses]
 
     def _move_on(self, tail: Sequence[int], found: _Encoding) -> None:
-        """Choose the place behind which the text will be encoded again, for `tail` as encoded."""
+        """Choose the place after which the text will be encoded again, for `tail` as encoded."""
         begins = self._vocabulary.begins(tail)
         is_common = [start in begins for start in found.starts]
         place = words = 0

@@ -18,7 +18,7 @@ _MAX_OCCURRENCES = 16
 _LEAST_SHARE = 0.1
 
 _Occurrence = tuple[list[int], int]
-"""A text, and the position behind an n-gram in it."""
+"""A text, and the position after an n-gram in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class MemoryPool:
     def shares(
         self, context: Sequence[int], length: int, chosen: int
     ) -> tuple[float, list[Continuation]]:
-        """The probability of the token `chosen` behind `context`, and all other continuations.
+        """The probability of the token `chosen` after `context`, and all other continuations.
 
         The others begin with different tokens and have at most `length` tokens. Probabilities are
         those of PPM's method A (Cleary and Witten, "Data Compression Using Adaptive Coding and
@@ -157,7 +157,7 @@ class MemoryPool:
         return (found,) if isinstance(found, tuple) else found
 
     def _pick(self, occurrences: Sequence[_Occurrence], length: int) -> list[int]:
-        """The tokens behind the newest occurrence that `length` tokens follow, else the most."""
+        """The tokens after the newest occurrence that `length` tokens follow, else the most."""
         best: list[int] = []
         for text, end in reversed(occurrences):
             continuation = text[end : end + length]

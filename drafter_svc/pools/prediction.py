@@ -18,7 +18,7 @@ class Prediction:
         # The place in the prediction that was found last, and the output's length at that time.
         self._last_place = 0
         self._last_length = 0
-        # The places behind each n-gram, in order.
+        # The places after each n-gram, in order.
         self._places: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for end in range(1, len(token_ids) + 1):
             for size in self._sizes:

@@ -354,4 +354,4 @@ class _Sequence:
         model, _, replica = self._pick
         self._generation.metrics.resumed.labels(model, error.reason.name.lower()).inc()
         count = len(self._committed)
-        log.info("a sequence goes on at %s behind %d tokens: %s", replica.address, count, error)
+        log.info("a sequence goes on at %s after %d tokens: %s", replica.address, count, error)

@@ -49,7 +49,7 @@ class Turns:
         self._given_until = 0.0
 
     def comes_in(self) -> None:
-        """Hold turns back for a round, since another request may come in behind this one."""
+        """Hold turns back for a round, since another request may come in after this one."""
         loop = asyncio.get_running_loop()
         self._has_come = True
         if not self._looks and loop.time() >= self._given_until:

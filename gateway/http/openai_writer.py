@@ -64,7 +64,7 @@ class OpenAIWriter:
         return answer
 
     def events(self, index: int, delta: TextDelta) -> bytes:
-        """The chunks of a choice's next delta, and [DONE] behind the last chunk."""
+        """The chunks of a choice's next delta, and [DONE] after the last chunk."""
         out = b"".join(map(event, self._maker.chunks(index, delta)))
         return out + _DONE if self.is_complete else out
 

@@ -85,7 +85,7 @@ class _Decoder:
         except zlib.error as cause:
             raise self._malformed(f"the body is not in it: {cause}") from cause
         if self._zlib.unused_data:
-            raise self._malformed("the body goes on behind its end")
+            raise self._malformed("the body goes on after its end")
         more = message.get("more_body", False)
         if not more and not self._zlib.eof and len(body) < most_bytes:
             raise self._malformed("the body ends too early")

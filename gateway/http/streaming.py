@@ -77,7 +77,7 @@ class AnswerWriter(Protocol):
 
 
 class EventStream(StreamingResponse):
-    """Streams events. Their end, or a client that hangs up, closes the answer behind them."""
+    """Streams events. Their end, or a client that hangs up, closes the answer they come from."""
 
     def __init__(
         self,

@@ -96,7 +96,7 @@ _XML: dict[Style, _Tags] = {
 class _XmlReader(ArgumentReader):
     """Parameters in tags. The tool's schema says which of them are texts.
 
-    `end` is the text behind the arguments.
+    `end` is the text after the arguments.
     """
 
     def __init__(self, tags: _Tags, end: str, schema: Mapping[str, Any]) -> None:

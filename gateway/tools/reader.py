@@ -89,7 +89,7 @@ class AnswerReader:
         self._reading = reading
         self._buffer = ""
         self._blanks = ""
-        # Whether line breaks that follow belong to the layout, as behind a thought.
+        # Whether line breaks that follow belong to the layout, as after a thought.
         self._trims = reading.begins_in_thought
         self._arguments: ArgumentReader | None = None
         self._marks: CallMarks | None = None
@@ -119,7 +119,7 @@ class AnswerReader:
         """Add text, and return the field of the answer's message that it belongs to.
 
         A call is tool_calls[0] and so on, with the marks around it. None for blanks and what may
-        be the beginning of a mark: that belongs to the place of the text behind it.
+        be the beginning of a mark: that belongs to the place of the text after it.
         """
         before = self._place
         parts = self.push(text)
@@ -141,8 +141,8 @@ class AnswerReader:
         if self._section_end and self._call_count and self._step == self._call:
             # Another call may begin here, or the section end.
             return None
-        is_behind = self._step in (self._read_arguments, self._call_end)
-        return f"tool_calls[{self._call_count - is_behind}]"
+        is_past_call = self._step in (self._read_arguments, self._call_end)
+        return f"tool_calls[{self._call_count - is_past_call}]"
 
     def finish(self) -> list[Part]:
         """The text that was held back. Call it once, after the last text."""
@@ -280,7 +280,7 @@ class AnswerReader:
             if begin is not None:
                 self._begin_call(begin, marks, parts)
                 return True
-        # Elsewhere the grammar allows nothing but a call behind the trigger.
+        # Elsewhere the grammar allows nothing but a call after the trigger.
         is_other = self._reading.is_either and not self._may_begin()
         if is_other or len(self._buffer) > _LONGEST_BEGIN:
             return self._no_call(parts)
@@ -332,12 +332,12 @@ class AnswerReader:
         if not self._arguments.is_complete:
             return False
         self._step = self._call_end
-        # A call may have no text behind its arguments.
+        # A call may have no text after its arguments.
         self._call_end(parts)
         return True
 
     def _call_end(self, parts: list[Part]) -> bool:
-        """Take the text behind a call's arguments."""
+        """Take the text after a call's arguments."""
         assert self._marks is not None
         end = self._marks.end.lstrip()
         text = self._buffer.lstrip()
@@ -355,9 +355,9 @@ def _pattern(marks: CallMarks) -> re.Pattern[str]:
     """A pattern of the text that begins a call, with the group `name`."""
     before, _, after = marks.begin.partition("{name}")
     # A name that nothing follows is complete once another character is there.
-    behind = r"(?=[^\w.-])" if not after else ""
+    boundary = r"(?=[^\w.-])" if not after else ""
     numbered = r"\d+".join(re.escape(text) for text in after.split("{number}"))
-    return re.compile(rf"{re.escape(before)}(?P<name>[\w.-]+){behind}{numbered}", re.ASCII)
+    return re.compile(rf"{re.escape(before)}(?P<name>[\w.-]+){boundary}{numbered}", re.ASCII)
 
 
 def _held_from(text: str, marks: Sequence[str]) -> int:

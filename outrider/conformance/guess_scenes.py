@@ -43,7 +43,7 @@ async def trees(stage: Stage) -> None:
 def _check_trees(stage: Stage, known: TrackedSequence) -> None:
     """Compare each branch's parent with the token that comes before it in the text.
 
-    Looks only at tokens that are not behind the token sent before them: a chain says nothing. A
+    Looks only at tokens whose parent is not the token sent just before: a chain says nothing. A
     model may guess anything, so tokens that are not in the text, and a few odd tokens, are no
     fault.
     """
@@ -66,8 +66,8 @@ def _check_trees(stage: Stage, known: TrackedSequence) -> None:
 
 
 def _misplaced(token: int, found: int, before: int) -> str:
-    """A sentence about a token behind the wrong parent."""
-    text = f"your branch has {token} behind {found}, where the text has it behind {before}"
+    """A sentence about a token after the wrong parent."""
+    text = f"your branch has {token} after {found}, where the text has it after {before}"
     if _BEFORE.get(before) == found:
         return (
             f"{text}: it begins with its own parent's child. Are parents counted from 0? "

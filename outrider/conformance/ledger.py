@@ -29,7 +29,7 @@ class TrackedSequence:
     """The largest window that the sequence has had."""
     opened_at: float = field(default_factory=time.monotonic)
     closed_at: float = 0.0
-    # Each path of guesses, behind a number of committed tokens.
+    # Each path of guesses, after a number of committed tokens.
     paths: list[tuple[int, list[int]]] = field(default_factory=list)
     answered: set[int] = field(default_factory=set)
     """Committed lengths that a proposal or skip has answered."""
@@ -39,7 +39,7 @@ class TrackedSequence:
     """Of each proposal with parents: base length, tokens and parents."""
 
     def valid_guess(self) -> list[int]:
-        """The longest path of guesses behind the committed tokens that agrees with them."""
+        """The longest path of guesses after the committed tokens that agrees with them."""
         best: list[int] = []
         for base, path in self.paths:
             text = [*self.committed[:base], *path]
@@ -88,8 +88,9 @@ class Ledger:
             self.sequences[opened.sequence_id] = sequence
         for verdict in step.verdicts:
             known = self.sequences[verdict.sequence_id]
-            behind = len(known.committed) - (verdict.committed_length - len(verdict.new_token_ids))
-            known.committed += verdict.new_token_ids[behind:]
+            known_count = len(known.committed) + len(verdict.new_token_ids)
+            known_count -= verdict.committed_length
+            known.committed += verdict.new_token_ids[known_count:]
             known.draft_tokens = verdict.draft_tokens
             if verdict.window.token_count > known.window.token_count:
                 known.window = verdict.window

@@ -42,7 +42,7 @@ RULES: dict[str, Rule] = {
     ),
     "answers-opened": Rule(
         "Answers each opened sequence with a proposal or a skip.",
-        "Guess behind the tokens of Opened, or send a Skip with their number.",
+        "Guess after the tokens of Opened, or send a Skip with their number.",
     ),
     "answers-verdicts": Rule(
         "Answers a verdict with a proposal or a skip, unless draft_tokens guesses are valid.",
@@ -119,7 +119,7 @@ RULES: dict[str, Rule] = {
     ),
     "predictions": Rule(
         "Takes prediction_token_ids as a guess of the output from its first token.",
-        "The output begins behind prompt_token_count tokens.",
+        "The output begins after prompt_token_count tokens.",
     ),
     "features": Rule(
         "Takes features in parts, before the verdict of their tokens, and after a gap.",

@@ -205,8 +205,8 @@ async def features(stage: Stage) -> None:
     known = await begin(link, opened(), rule)
     number = known.opened.sequence_id
     length = len(known.committed)
-    behind_a_gap = link.features(number, length + 2, length + 4)
-    link.step(verdicts=[verdict(known, TEXT[:5])], features=[behind_a_gap])
+    after_a_gap = link.features(number, length + 2, length + 4)
+    link.step(verdicts=[verdict(known, TEXT[:5])], features=[after_a_gap])
     await answered(link, known, rule)
     for at in range(length + 4, length + 7):
         link.step(features=[link.features(number, at, at + 1)])

@@ -47,7 +47,7 @@ class Link(DraftStream):
         super().__init__(hello)
         self.ledger = ledger
         self.feature_width = feature_width
-        # The position behind the last feature that was sent, by sequence.
+        # The position after the last feature that was sent, by sequence.
         self._featured: dict[int, int] = {}
         self._random = np.random.default_rng(0)
         self.received_at = time.monotonic()

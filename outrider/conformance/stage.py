@@ -71,10 +71,10 @@ async def answered(link: Link, known: TrackedSequence, rule: str) -> None:
 
 
 async def settled(stage: Stage, link: Link, known: TrackedSequence) -> None:
-    """Note an answer behind which a verifier goes on waiting: too few guesses, and no skip."""
+    """Note an answer after which a verifier goes on waiting: too few guesses, and no skip."""
     if not await link.until(lambda: known.is_settled, SKIP_S):
         depth = len(known.valid_guess())
-        text = f"{depth} guesses one behind the other, where draft_tokens is {known.draft_tokens}"
+        text = f"{depth} guesses one after the other, where draft_tokens is {known.draft_tokens}"
         stage.remark("no-skip", f"{text}, and no Skip: a verifier may wait for more")
 
 

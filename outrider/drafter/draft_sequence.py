@@ -1,4 +1,4 @@
-"""A drafter's state of one sequence: committed tokens, and the tree of guesses behind them.
+"""A drafter's state of one sequence: committed tokens, and the tree of guesses after them.
 
 All families share it. Knows tokens and the rules of the draft stream; not models, pools or streams.
 """
@@ -39,7 +39,7 @@ class DraftSequence:
 
     @property
     def guesses(self) -> list[int]:
-        """The chain of guesses behind the committed tokens."""
+        """The chain of guesses after the committed tokens."""
         return self._tree.chain
 
     @property
@@ -141,12 +141,12 @@ class DraftSequence:
         self._tree.branch(at, run[:depth], confidences, self.branch_room)
 
     def guessed_at(self, at: int) -> set[int]:
-        """The tokens guessed behind the first `at` guesses: the chain's and the branches'."""
+        """The tokens guessed after the first `at` guesses: the chain's and the branches'."""
         return self._tree.first_tokens(at)
 
-    def has_behind(self, at: int, token: int) -> bool:
-        """Whether the branch behind the first `at` guesses that begins so has a second token."""
-        return self._tree.has_behind(at, token)
+    def has_guess_after(self, at: int, token: int) -> bool:
+        """Whether the branch after the first `at` guesses that begins so has a second token."""
+        return self._tree.has_guess_after(at, token)
 
     def give_up(self) -> None:
         """End the chain until the next verdict; a waiting verifier gets a skip."""
@@ -204,12 +204,12 @@ class DraftSequence:
 
         The tokens held are `tokens`, then `guesses`; a strategy truncates its caches to the result.
         A repeated verdict changes nothing. Raises OutriderError(PROTOCOL_VIOLATION) for a verdict
-        that leaves a gap behind the committed tokens.
+        that leaves a gap after the committed tokens.
         """
         before = len(self.tokens)
         known = before - (verdict.committed_length - len(verdict.new_token_ids))
         if known < 0:
-            gap = f"leaves out {-known} tokens behind the first {before}"
+            gap = f"leaves out {-known} tokens after the first {before}"
             message = f"a verdict of sequence {self.id} {gap}"
             raise OutriderError(Reason.PROTOCOL_VIOLATION, message)
         held = before + len(self.guesses)

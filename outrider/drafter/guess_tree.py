@@ -1,4 +1,4 @@
-"""The tree of a drafter's guesses behind the committed tokens: a chain with branches beside it.
+"""The tree of a drafter's guesses after the committed tokens: a chain with branches beside it.
 
 Knows tokens alone; not windows, messages from the verifier, models or pools.
 """
@@ -23,11 +23,11 @@ class _Guess:
     token: int
     confidence: float
     unsent: bool = True
-    """Whether no proposal has had this guess, or a guess behind it."""
+    """Whether no proposal has had this guess, or a guess after it."""
     children: dict[int, _Guess] = field(default_factory=dict)
 
     def count(self) -> int:
-        """This guess and the guesses behind it."""
+        """This guess and the guesses after it."""
         return 1 + sum([child.count() for child in self.children.values()])
 
 
@@ -78,7 +78,7 @@ class GuessTree:
     def branch(
         self, place: int, run: Sequence[int], confidences: Sequence[float], room: int
     ) -> None:
-        """Add `run` behind the chain's first `place` guesses; at most `room` guesses are new.
+        """Add `run` after the chain's first `place` guesses; at most `room` guesses are new.
 
         The part of `run` that agrees with the chain or with a branch merges with it. The chain's
         end also ends the run. Raises IndexError if the chain has no guess at `place`.
@@ -114,10 +114,10 @@ class GuessTree:
                 guess.unsent = True
 
     def first_tokens(self, place: int) -> set[int]:
-        """The tokens behind the chain's first `place` guesses: the chain's and the branches'."""
+        """The tokens after the chain's first `place` guesses: the chain's and the branches'."""
         return {self.chain[place], *self._branches.get(place, ())}
 
-    def has_behind(self, place: int, token: int) -> bool:
+    def has_guess_after(self, place: int, token: int) -> bool:
         """Whether the branch that begins with `token` has a second guess."""
         guess = self._branches.get(place, {}).get(token)
         return guess is not None and bool(guess.children)
@@ -155,8 +155,8 @@ class GuessTree:
     def _change_to_branch(self, place: int, tokens: Sequence[int]) -> None:
         """Continue with the branch that guessed these committed tokens, or with no guesses.
 
-        The tokens were committed behind the chain's first `place` guesses and differ from the chain
-        there. The main path behind them becomes the chain.
+        The tokens were committed after the chain's first `place` guesses and differ from the chain
+        there. The main path after them becomes the chain.
         """
         guesses = self._branches.get(place, {})
         for token in tokens:
@@ -172,7 +172,7 @@ class GuessTree:
             guesses = main.children
         self.chain = [guess.token for guess in path]
         self.confidences = [guess.confidence for guess in path]
-        # A guess is unsent only if all guesses behind it are.
+        # A guess is unsent only if all guesses after it are.
         self.unsent = [None for guess in path if guess.unsent]
         self._set_branches(branches)
 

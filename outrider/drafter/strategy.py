@@ -61,7 +61,7 @@ class Strategy(ABC):
     def committed(self, sequence: DraftSequence, num_valid_tokens: int) -> None:
         """Handle a verdict: the first `num_valid_tokens` of the tokens held before it stay valid.
 
-        The tokens held are the committed tokens and the guesses behind them.
+        The tokens held are the committed tokens and the guesses after them.
         """
 
     def closed(self, sequence: DraftSequence) -> None:
@@ -76,7 +76,7 @@ Guess = Callable[[Sequence[int], int], Sequence[int]]
 
 
 class GuessStrategy(Strategy):
-    """Drafts with a function of the text: the committed tokens and the guesses behind them."""
+    """Drafts with a function of the text: the committed tokens and the guesses after them."""
 
     def __init__(self, guess: Guess, name: str) -> None:
         self.name = name

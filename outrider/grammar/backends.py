@@ -68,7 +68,7 @@ class TextMatcher(Matcher, Protocol):
     def accept_bytes(self, text: bytes) -> bool:
         """Advance by `text`; where the grammar forbids it, returns False and advances by nothing.
 
-        `rollback` counts tokens, so it must not go back behind this.
+        `rollback` counts tokens, so it must not go back beyond this.
         """
 
 

@@ -113,7 +113,7 @@ class GrammarCompiler:
     async def matcher_async(
         self, grammar: Grammar, committed: Sequence[int], tenant: str = ""
     ) -> TextMatcher:
-        """Compile a grammar as above, and advance a matcher behind these tokens of its text.
+        """Compile a grammar as above, and advance a matcher past these tokens of its text.
 
         Raises OutriderError as above, and INVALID_VALUE for a token that may not be there.
         """
@@ -173,7 +173,7 @@ class GrammarCompiler:
 
 
 def advanced(compiled: Compiled, committed: Sequence[int]) -> TextMatcher:
-    """A matcher behind output that was committed before.
+    """A matcher that has read the output that is committed already.
 
     Raises OutriderError(INVALID_VALUE) for a token that the grammar forbids or that ends the text.
     """

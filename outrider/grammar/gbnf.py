@@ -1,6 +1,6 @@
 r"""Translates the parts of a GBNF grammar that XGrammar reads otherwise.
 
-It reads as many hexadecimal digits behind \x as there are, and its own regular expressions.
+It reads as many hexadecimal digits after \x as there are, and its own regular expressions.
 """
 
 from __future__ import annotations

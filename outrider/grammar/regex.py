@@ -137,7 +137,7 @@ class _Translator:
         return _Edge.ANCHORED
 
     def _rest(self, edge: _Edge) -> str:
-        """The text that a search may find before or behind its match."""
+        """The text that a search may find before or after its match."""
         return self._set(sets.ALL) + "*" if edge is _Edge.OPEN else ""
 
     def _item(self, item: tuple[Any, Any], flags: int, left: _Edge, right: _Edge) -> str:

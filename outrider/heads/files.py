@@ -101,7 +101,7 @@ class Keys:
 
 
 class Weights:
-    """The tensors of a head's files. `take` moves each to the normal form; none may stay behind."""
+    """The tensors of a head's files. `take` moves each to the normal form; none may be left."""
 
     def __init__(self, path: Path, tensors: dict[str, torch.Tensor]) -> None:
         self.path = path

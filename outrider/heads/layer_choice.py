@@ -1,6 +1,6 @@
 """Finds out by a text which layers of its target a head was trained on.
 
-Files that look alike mean different layers: some dialects state layers, some the boundaries behind
+Files that look alike mean different layers: some dialects state layers, some the boundaries after
 them, and heads that were converted from one to the other are often wrong by one. On the wrong
 layers a head still guesses, but much worse.
 """
@@ -61,8 +61,8 @@ def choose_layers(
     """Compare a head's guesses with the target's likeliest tokens, with each candidate.
 
     `states` has for every state of `states_of` the target's rows [T, hidden size] for the T tokens
-    of `text`, some 256; `answers` [T] are the target's likeliest tokens behind each. A guess is
-    made behind every `stride`-th token. Logs the choice, as a warning unless it is clear. The model
+    of `text`, some 256; `answers` [T] are the target's likeliest tokens after each. A guess is
+    made after every `stride`-th token. Logs the choice, as a warning unless it is clear. The model
     needs pages for the text with each candidate, and has them all back afterwards; else it raises
     NoPages.
     """

@@ -4,7 +4,7 @@
 several sequences at once. Nothing here knows gRPC.
 
 A head's row i belongs to the feature of the sequence's token i. In the kinds that pair the feature
-with the token behind it, row i holds (feature of token i, embedding of token i + 1) and predicts
+with the token after it, row i holds (feature of token i, embedding of token i + 1) and predicts
 token i + 2. So the keys and values of a row depend on the text up to token i + 1, and a page is
 shared among texts that are equal that far: the page pool gets the text without its first token.
 """
@@ -28,15 +28,15 @@ from outrider.lm.layout import SequenceSlice
 from outrider.lm.pages import KVSequence, PagePool
 
 Place = tuple[int, Sequence[int]]
-"""Where a token is guessed: behind these guesses of the sequence with this number in the batch."""
+"""Where a token is guessed: after these guesses of the sequence with this number in the batch."""
 Rank = Callable[[Sequence[Place], torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
 """Ranks the next tokens: from R places, scores [R, V] of all target ids and a width, to the first
 `width` target ids of each place and their shares, [R, width]. The first is chosen. A drafter with
 the verifier's noise draws with it here."""
 
 
-# Rows behind the text, of guesses, for which a full context still has room.
-_ROWS_BEHIND = 64
+# Rows after the text, of guesses, for which a full context still has room.
+_ROWS_AFTER = 64
 
 
 class NoPages(Exception):
@@ -98,7 +98,7 @@ class Extension:
 class Proposal:
     """Guesses for B sequences, `count` each, as target ids.
 
-    `tokens` [B, count] are a chain: each was guessed behind the ones before it. `best` [B, count,
+    `tokens` [B, count] are a chain: each was guessed after those that precede it. `best` [B, count,
     width] are the first tokens in each place by their rank, and `shares` the head's estimates that
     they are the next ones, of the same shape, float32. `confidences` [B, count] estimate that a
     chain's token is accepted if those before it are.
@@ -109,12 +109,12 @@ class Proposal:
     shares: torch.Tensor
     confidences: torch.Tensor
     deeper: Sequence[Sequence[Branch]] = ()
-    """For each sequence, runs beside the chain that go on behind a token of `best`; or nothing."""
+    """For each sequence, runs beside the chain that go on after a token of `best`; or nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """A run of tokens behind the first `at` guesses of a chain, with the share of each."""
+    """A run of tokens after the first `at` guesses of a chain, with the share of each."""
 
     at: int
     run: list[int]
@@ -125,7 +125,7 @@ class HeadModel(torch.nn.Module):
     """A head on a device. Not thread-safe. A kind adds modules, `read_rows` and `guess`."""
 
     pairs = True
-    """Whether a row holds the token behind its feature."""
+    """Whether a row holds the token after its feature."""
     siblings: ClassVar[Sequence[Sequence[str]]] = SIBLINGS
     """The layers that a CPU computes as one product."""
     exact: tuple[str, ...] = ()
@@ -139,7 +139,7 @@ class HeadModel(torch.nn.Module):
 
     @property
     def projected_width(self) -> int:
-        """Numbers in a feature row behind the projection; as before it for a head without one."""
+        """Numbers in a feature row after the projection, or before it for a head without one."""
         if self.projection is None:
             return self.spec.feature_width
         return self.projection.fc.out_features
@@ -180,7 +180,7 @@ class HeadModel(torch.nn.Module):
         self.pool = PagePool(page_count, page_size)
         self.cache: HeadCache | None = None
         if self.spec.decoder is not None:
-            longest = self.spec.target.context_length + _ROWS_BEHIND
+            longest = self.spec.target.context_length + _ROWS_AFTER
             decoder = self.spec.decoder
             self.cache = HeadCache(decoder, page_count, page_size, longest, dtype, device)
 
@@ -220,8 +220,8 @@ class HeadModel(torch.nn.Module):
     def extend(self, batch: Sequence[Extension]) -> None:
         """Commit tokens and read features; features that were read before are skipped.
 
-        After a gap the head begins anew with the features behind it. Raises NoPages, and
-        ValueError for rows of another width or behind the committed text.
+        After a gap the head begins anew with the features after it. Raises NoPages, and
+        ValueError for rows of another width or beyond the committed text.
         """
         self._check(batch)
         self._reserve_rows(batch)
@@ -265,7 +265,7 @@ class HeadModel(torch.nn.Module):
     def read_rows(self, slices: list[SequenceSlice], features: torch.Tensor) -> torch.Tensor:
         """Read rows [T, projected_width] of the slices; return each slice's last state [S, ·].
 
-        The slices have the tokens behind the features, or with `pairs` False the features' own.
+        The slices have the tokens after the features, or with `pairs` False the features' own.
         """
 
     @abstractmethod
@@ -314,7 +314,7 @@ class HeadModel(torch.nn.Module):
             if width != wanted:
                 raise ValueError(f"features have {width} numbers, not {wanted}")
             if extension.first_position + rows >= length:
-                raise ValueError("the last committed token, and those behind it, have no feature")
+                raise ValueError("the last committed token, and those after it, have no feature")
 
     def _reserve_rows(self, batch: Sequence[Extension]) -> None:
         """Give all sequences pages for their rows; raise NoPages before anything has changed."""

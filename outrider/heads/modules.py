@@ -218,11 +218,11 @@ class Layer(Module):
         self.post_attention_layernorm = RMSNorm(hidden, eps=eps)
 
     def forward(self, x: torch.Tensor, rows: Rows, cache: LayerCache) -> torch.Tensor:
-        """Return the residual stream behind the layer."""
+        """Return the residual stream after the layer."""
         return self.finish(x + self.self_attn(self.input_layernorm(x), rows, cache))
 
     def finish(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the residual stream behind the feed-forward part; `x` is that behind attention."""
+        """Return the residual stream after the feed-forward part; `x` is it before that part."""
         out: torch.Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
 
@@ -238,7 +238,7 @@ class TargetsLayer(Module):
         self.block = Glm4MoeDecoderLayer(config, 0)
 
     def forward(self, x: torch.Tensor, rows: Rows, cache: LayerCache) -> torch.Tensor:
-        """Return the residual stream behind the layer."""
+        """Return the residual stream after the layer."""
         attach(self.block, cache)
         turns = rows.cos.transpose(0, 1), rows.sin.transpose(0, 1)
         out: torch.Tensor = self.block(x.unsqueeze(0), position_embeddings=turns)

@@ -2,7 +2,7 @@
 
 Boundary k of a target is the residual stream that enters its layer k: 0 are the embeddings, and the
 number of layers is the stream before the final norm. The final state is what the target's lm_head
-reads, behind that norm. A feature row of one token is the wanted boundaries, in the head's order,
+reads, after that norm. A feature row of one token is the wanted boundaries, in the head's order,
 and then the final state if it is wanted.
 """
 
@@ -92,9 +92,9 @@ class HeadSpec:
     row_norm: bool = False
     """eagle3, peagle: the whole feature row is normed before `fc`."""
     residual_normed: bool = False
-    """eagle3, peagle: the residual is the feature behind `hidden_norm`, not the one before it."""
+    """eagle3, peagle: the residual is the feature after `hidden_norm`, not the one before it."""
     recycle_normed: bool = False
-    """eagle3: the next step's feature is this step's output behind the final norm."""
+    """eagle3: the next step's feature is this step's output after the final norm."""
     join_bias: bool = False
     """eagle, eagle3: whether `fc` has a bias."""
     state_first: bool = False
@@ -105,7 +105,7 @@ class HeadSpec:
     block_size: int = 0
     """dflash, dspark: rows of a block, the anchor among them."""
     anchor_predicts: bool = False
-    """dflash, dspark: row i guesses the token behind its own place, so a block has one more guess.
+    """dflash, dspark: row i guesses the token after its own place, so a block has one more guess.
     Otherwise row i guesses the token in its place, and the anchor's row guesses nothing."""
     causal_layers: tuple[bool, ...] = ()
     """dflash, dspark: for each layer, whether a block's rows see only rows before them."""
@@ -113,7 +113,7 @@ class HeadSpec:
     """dflash, dspark: whether all rows of a block see as far back as speculators trains its anchor
     to; otherwise each row has the window in positions, its own the last."""
     markov: Markov = "none"
-    """dspark: how the token before changes the scores of a row."""
+    """dspark: how the previous token changes the scores of a row."""
     markov_rank: int = 0
     confidence: Confidence = "none"
     """dspark: what the estimate of acceptance is computed from."""

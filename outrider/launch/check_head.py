@@ -39,7 +39,7 @@ def run(head: Path, target: str, dtype: str, device: str) -> int:
     spec = found.spec
     print(f"kind: {spec.kind}")
     print(f"features: {spec.feature_width} numbers a token; draft ids: {spec.draft_vocab_size}")
-    print(f"right first guesses behind {choice.tried} tokens of a text, by the boundaries read:")
+    print(f"right first guesses after {choice.tried} tokens of a text, by the boundaries read:")
     for boundaries, count in choice.matches.items():
         print(f"  {_shown(boundaries)}: {count} ({count / choice.tried:.0%})")
     if max(choice.matches.values()) < _FIT * choice.tried:

@@ -1,7 +1,7 @@
 """Keeps chosen hidden states of a `transformers` model's forward, for drafters with a head.
 
 A state is named by a number: k for the residual stream that enters layer k, the number of layers
-for the output of the last layer, and `FINAL_STATE` for the state behind the final norm.
+for the output of the last layer, and `FINAL_STATE` for the state after the final norm.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ class SequenceSlice:
 
     `parents` are those of the last `len(parents)` tokens, as in `protocol.token_tree`; row 0 is the
     token before these. Token i is in the slot `start + i` of the sequence, and a token of the tree
-    has the position behind its parent's. It attends to the text and to its ancestors. Without
+    has the position after its parent's. It attends to the text and to its ancestors. Without
     `parents`, each token follows the one before it, and slots and positions are the same.
 
     `kv` is the sequence that holds the pages, if there is one from step to step. The block table on

@@ -34,7 +34,7 @@ class PagePool:
     A full page of committed tokens has a chained block hash: SHA-256 over the hash of the page
     before it (for the first page: of the salt) and its token ids as little-endian uint32. Cached
     pages that no sequence holds stay findable until the pool needs them; the least recently used
-    page goes first. A sequence writes only behind its `num_computed_tokens`, so nothing writes to
+    page goes first. A sequence writes only beyond its `num_computed_tokens`, so nothing writes to
     a shared page.
     """
 
@@ -86,7 +86,7 @@ class PagePool:
     def fork(self, sequence: KVSequence, length: int) -> KVSequence:
         """Return a new sequence that shares the full pages of the first `length` tokens.
 
-        The caller computes the tokens behind those pages. While both sequences live, the first
+        The caller computes the tokens after those pages. While both sequences live, the first
         must not be rewound into the shared pages and then continue.
         """
         full = min(length, sequence.num_computed_tokens) // self.page_size
@@ -95,7 +95,7 @@ class PagePool:
         return KVSequence(sequence.pages[:full], full * self.page_size, sequence.digests[:full])
 
     def truncate(self, sequence: KVSequence, length: int) -> None:
-        """Rewind the sequence to `length` tokens and free the pages behind them; copy nothing.
+        """Rewind the sequence to `length` tokens and free the pages after them; copy nothing.
 
         Other sequences may be reading a cached page. So a rewind into a cached page goes back to
         the page's beginning, and its tokens are computed again into a page of the sequence's own.

@@ -86,7 +86,7 @@ class ModelRunner:
         longest = min(self.context_length, pages * self.page_size)
         if self._takes_graphs():
             self._graphs = self._make_graphs(longest, spare_page=pages)
-            # The padding of a graph's batch goes to one more page behind the last.
+            # The padding of a graph's batch goes to one more page after the last.
             pages += 1
         self._allocate(pages, longest)
         self._token_mover = self._make_token_mover()
@@ -234,7 +234,7 @@ class ModelRunner:
     def can_watch(self, states: Collection[int]) -> bool:
         """Whether forwards can keep these hidden states; see `outrider.lm.hidden_states`.
 
-        Behind `capture`, these are the states that were watched during it.
+        After `capture`, these are the states that were watched during it.
         """
         if self._states is None:
             return False
@@ -376,7 +376,7 @@ class ModelRunner:
     def continue_with_logits(
         self, slices: Sequence[SequenceSlice], count: int, limit: int
     ) -> tuple[list[list[int]], torch.Tensor] | None:
-        """As `continue_greedily`, with the logits [count, B, V] behind the tokens' predecessors."""
+        """As `continue_greedily`, with the logits [count, B, V] that the tokens come from."""
         return self._continue(slices, count, limit, keep_logits=True)
 
     def _continue(

@@ -25,10 +25,10 @@ Longer texts would make the start of a large model slow on a CPU.
 FEWEST_TOKENS = 12
 """The fewest tokens of a text."""
 SPARE_TOKENS = 4
-"""Tokens by which the first text's last slot is behind its last position."""
+"""Tokens by which the first text's last slot exceeds its last position."""
 # Longer than two pages of the usual size, and not a multiple of the page size.
 _TOKENS = 43
-_BEHIND_WINDOW = 20
+_PAST_WINDOW = 20
 # Tokens at the end of each text that the other text does not have.
 _BRANCH = SPARE_TOKENS
 # Most tokens at the end of a text whose logits are compared: a vocabulary is large.
@@ -82,7 +82,7 @@ class Texts:
         self, vocab_size: int, windows: Sequence[int], *, longest: int, page_size: int
     ) -> None:
         """Draw texts of at most `longest` tokens that exceed the windows up to `LONGEST_WINDOW`."""
-        enough = [_TOKENS, *(w + _BEHIND_WINDOW for w in windows if w <= LONGEST_WINDOW)]
+        enough = [_TOKENS, *(w + _PAST_WINDOW for w in windows if w <= LONGEST_WINDOW)]
         self.count = min(max(enough), longest)
         self.compared = min(_COMPARED, self.count)
         self._fork = self.count - _BRANCH
@@ -93,7 +93,7 @@ class Texts:
         self.token_ids = [ids[: self.count], ids[: self._fork] + ids[self.count :]]
         # The first text ends with both branches.
         pages_each = -(-(self.count + _BRANCH) // page_size)
-        # In descending order, so that no page is behind the one before it.
+        # In descending order, so that no page follows its predecessor.
         pages = list(range(2 * pages_each))[::-1]
         self.page_count = len(pages)
         """The pages that the batches overwrite, from page 0 on."""
@@ -122,7 +122,7 @@ class Texts:
         return _Piece(part, [(text, position) for position in positions])
 
     def _tree(self) -> _Piece:
-        """Return the last token before the fork, with both branches as a tree behind it."""
+        """Return the last token before the fork, with both branches as a tree after it."""
         chain = self._piece(0, self._fork - 1, self.count)
         branch = self._piece(1, self._fork, self.count)
         ids = chain.part.token_ids + branch.part.token_ids

@@ -146,7 +146,7 @@ def read_keys(path: Path) -> tuple[KeyEntry, ...]:
 
 @contextmanager
 def changing_keys(path: Path) -> Iterator[Path]:
-    """The file behind all links. During the block, no other process is in such a block for it.
+    """The file that all links lead to. No other process is in such a block for it meanwhile.
 
     Otherwise one command could read, wait, and write back a key that another has revoked meanwhile.
     Raises OSError.

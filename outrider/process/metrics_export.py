@@ -112,7 +112,7 @@ def pushing_metrics(
     provider = MeterProvider([reader], resource(service, instance), shutdown_on_exit=False)
     meter = provider.get_meter("outrider")
     # OpenTelemetry cannot observe a histogram that another library has counted, so its series are
-    # pushed under Prometheus' names. As counters they would get "_total" behind these names.
+    # pushed under Prometheus' names. As counters they would get "_total" after these names.
     create: dict[str, Callable[..., Any]] = {
         "counter": meter.create_observable_counter,
         "gauge": meter.create_observable_gauge,

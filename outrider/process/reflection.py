@@ -54,7 +54,7 @@ def _described(services: Iterable[str]) -> descriptor_pool.DescriptorPool:
 
 
 def _add(pool: descriptor_pool.DescriptorPool, file: FileDescriptor, added: set[str]) -> None:
-    """Add a file behind the files that it imports."""
+    """Add a file after the files that it imports."""
     if file.name in added:
         return
     added.add(file.name)

@@ -94,7 +94,7 @@ async def _checked_stream(requests: Any) -> AsyncIterator[Any]:
 def _refusing(
     behaviour: Callable[..., Any], admit: Callable[[Any], None], check: Callable[[Any], Any]
 ) -> Callable[..., Any]:
-    """The handler behind `admit`, which takes the context, and with checked requests.
+    """The handler, which first calls `admit` with the context, then takes checked requests.
 
     It stays an asynchronous generator or a coroutine function: gRPC calls the two differently.
     """

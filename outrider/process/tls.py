@@ -291,7 +291,7 @@ def _http_context(tls: Tls) -> ssl.SSLContext:
 
 
 def explain(details: str, tls: Tls | None, *, is_known: bool = False) -> str:
-    """The details of a failed connection, behind its cause in TLS if there is one.
+    """The details of a failed connection, after its cause in TLS if there is one.
 
     A peer that `is_known` has accepted a connection before, so that a closed one is no riddle.
     gRPC tells a client why it refused a server, but not why a server refused the client. That is

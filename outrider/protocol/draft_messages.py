@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 FeatureRows: TypeAlias = "bytes | torch.Tensor"
 """Features of consecutive tokens, see `Features`."""
 FINAL_STATE = -1
-"""In place of a boundary: the state behind the final norm, which the logits are made of."""
+"""In place of a boundary: the state after the final norm, which the logits are made of."""
 
 
 class FeatureDtype(IntEnum):
@@ -43,7 +43,7 @@ class FeatureRequest:
     """The target's hidden states that are a token's feature, in a row.
 
     First come the residual streams that enter the layers `boundaries`, then, with `final_state`,
-    the state behind the final norm. Of a prompt, the last `prompt_token_count` tokens need
+    the state after the final norm. Of a prompt, the last `prompt_token_count` tokens need
     features; 0 for all. `projection` names what the verifier may make of the states.
     """
 
@@ -134,7 +134,7 @@ class Opened:
 
 @dataclass(slots=True)
 class Proposal:
-    """Guesses behind the first `base_length` committed tokens.
+    """Guesses after the first `base_length` committed tokens.
 
     `parents` is empty for a chain. For a tree it holds each token's parent: 0 for the base, j for
     `token_ids[j - 1]`. `distributions` is empty or holds, for each token, the distribution it was
@@ -154,7 +154,7 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True)
 class Skip:
-    """The drafter proposes nothing more behind `base_length` tokens until the next verdict."""
+    """The drafter proposes nothing more after `base_length` tokens until the next verdict."""
 
     sequence_id: int
     base_length: int

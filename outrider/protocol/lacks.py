@@ -45,12 +45,12 @@ _LACKS = {
     ),
     Lack.GRAMMAR_WITHOUT_END: _Lack(
         "ignore_eos",
-        "this model's engine would go on without the grammar behind the grammar's end",
+        "this model's engine would go on without the grammar after the grammar's end",
         lambda request: request.grammar is not None and request.ignore_eos,
     ),
     Lack.GRAMMAR_LOGPROBS: _Lack(
         "logprobs",
-        "this model's engine measures log probabilities behind the grammar's mask, so it has none"
+        "this model's engine measures log probabilities after the grammar's mask, so it has none"
         " for an answer with a grammar",
         lambda request: request.grammar is not None and request.top_logprobs is not None,
     ),

@@ -1,4 +1,4 @@
-"""Trees of draft tokens behind a text, as lists of parents.
+"""Trees of draft tokens after a text, as lists of parents.
 
 Row 0 is the text's last token, and row i + 1 is draft token i. `parents[i]` is the row of draft
 token i's parent, which comes before it. An empty list stands for a chain. This is the form of

@@ -4,7 +4,7 @@ isort:skip_file
 The draft stream: a drafter's guesses form a trie, and the commit walks it.
 
 Committed length is the only coordinate. Committed tokens are never taken back, so a length names
-a prefix for ever, on both sides. A Proposal has the guesses behind the first base_length
+a prefix for ever, on both sides. A Proposal has the guesses after the first base_length
 committed tokens and needs no earlier message: a drafter that runs ahead repeats the tokens
 between the base and its new guesses. The verifier skips the guesses that were committed since,
 and adds the rest to the trie below the last committed token. There, equal prefixes merge, and of
@@ -154,7 +154,7 @@ class FeatureRequest(_message.Message):
     PROMPT_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     PROJECTION_FIELD_NUMBER: _builtins.int
     final_state: _builtins.bool
-    """Whether the feature has the state behind the final norm, which the target's logits are made of."""
+    """Whether the feature has the state after the final norm, which the target's logits are made of."""
     dtype: Global___FeatureDtype.ValueType
     """The type of the numbers."""
     prompt_token_count: _builtins.int
@@ -313,9 +313,9 @@ class Window(_message.Message):
     TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     DEPTH_FIELD_NUMBER: _builtins.int
     token_count: _builtins.int
-    """Most guesses behind the last committed token, all branches together. Range [1, 4096]."""
+    """Most guesses after the last committed token, all branches together. Range [1, 4096]."""
     depth: _builtins.int
-    """Most guesses of one branch, one behind the other. Range [1, 128]."""
+    """Most guesses of one branch, one after the other. Range [1, 128]."""
     def __init__(
         self,
         *,
@@ -359,7 +359,7 @@ class Opened(_message.Message):
     trust for ONE_HOT, and tells nobody the seed of the noise.
     """
     draft_tokens: _builtins.int
-    """Draft tokens that the verifier can use next, one behind the other: those of its next step and
+    """Draft tokens that the verifier can use next, one after the other: those of its next step and
     those that it commits before an answer arrives. Range [0, window.depth].
     """
     tenant: _builtins.str
@@ -453,7 +453,7 @@ Global___SparseDistribution: _TypeAlias = SparseDistribution  # noqa: Y015
 
 @_typing.final
 class Proposal(_message.Message):
-    """Guesses behind a committed prefix. Each proposal is complete in itself, except that a
+    """Guesses after a committed prefix. Each proposal is complete in itself, except that a
     distribution may repeat that of an earlier proposal.
     """
 
@@ -478,7 +478,7 @@ class Proposal(_message.Message):
 
     @_builtins.property
     def parents(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Empty: a chain, each token behind the one before. Otherwise a tree: each token's parent, where
+        """Empty: a chain, each token follows the previous one. Otherwise a tree: each token's parent, where
         0 is the base and j is token_ids[j - 1]. A parent must come before its child. Parents that are
         counted from 0 are in range too, and make a tree of wrong guesses.
         """
@@ -487,7 +487,7 @@ class Proposal(_message.Message):
     def distributions(self) -> _containers.RepeatedCompositeFieldContainer[Global___SparseDistribution]:
         """Empty, or for each token the distribution that it was really sampled from. Never drop a token
         for its own probability: that would bias the output. A distribution without ids repeats the one
-        that an earlier proposal had for the same token behind the same prefix. A token without any
+        that an earlier proposal had for the same token after the same prefix. A token without any
         distribution counts as one-hot, and so does a path that holds one.
         """
 
@@ -526,7 +526,7 @@ Global___Proposal: _TypeAlias = Proposal  # noqa: Y015
 
 @_typing.final
 class Skip(_message.Message):
-    """The drafter has no more guesses behind a committed prefix. It sends a Skip if its longest branch
+    """The drafter has no more guesses after a committed prefix. It sends a Skip if its longest branch
     is shorter than draft_tokens. The verifier does not wait for this drafter until the next verdict.
     Without a Skip it waits as long as that pays, at most 1 s. Guesses that follow a Skip are used if
     they come in time.
@@ -577,7 +577,7 @@ class Verdict(_message.Message):
     accepted_count: _builtins.int
     """How many of this drafter's tokens the last commit matched."""
     draft_tokens: _builtins.int
-    """Draft tokens that the verifier can use next, one behind the other: those of its next step and
+    """Draft tokens that the verifier can use next, one after the other: those of its next step and
     those that it commits before an answer arrives. Range [0, window.depth].
     """
     traceparent: _builtins.str

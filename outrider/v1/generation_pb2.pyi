@@ -460,7 +460,7 @@ class GenerateTextResponse(_message.Message):
 
     @_builtins.property
     def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCallDelta]:
-        """Pieces of calls, behind `text` except where an answer goes on behind a call."""
+        """Pieces of calls. They follow `text`, except where an answer goes on after a call."""
 
     def __init__(
         self,

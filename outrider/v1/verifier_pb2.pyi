@@ -144,7 +144,7 @@ class GenerateTokensRequest(_message.Message):
 
     @_builtins.property
     def committed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Output that a verifier committed before it was lost or left. This verifier continues behind it,
+        """Output that a verifier committed before it was lost or left. This verifier continues after it,
         and sends only new tokens. Ids in [0, vocabulary size), fewer than max_tokens, none of which
         ends the sequence. They count as output everywhere: in max_tokens, min_tokens and penalties,
         for the grammar and for the noise. Must be empty with prompt_logprob_count.
@@ -566,7 +566,7 @@ class GetModelResponse(_message.Message):
         """What that engine cannot do. A verifier refuses a request that needs it with
         ERROR_REASON_UNSUPPORTED_PARAMETER, and a gateway does so before it is sent:
         - lossy_acceptance: typical and relaxed acceptance
-        - grammar_continuation: to go on behind committed tokens of an answer with a grammar
+        - grammar_continuation: to go on after committed tokens of an answer with a grammar
         - grammar_without_end: ignore_eos with a grammar
         - grammar_logprobs: log probabilities with a grammar
         - grammar_stop_tokens: stop_token_ids with a grammar

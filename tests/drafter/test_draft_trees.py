@@ -119,7 +119,7 @@ async def test_a_leaf_grows_into_a_branch_while_its_tree_is_verified(
         (place, token)
         for place, found in leaves.items()
         for token in found
-        if sequence.has_behind(place, token)
+        if sequence.has_guess_after(place, token)
     ]
     assert grown
     place, token = grown[0]

@@ -18,7 +18,7 @@ def layout_of(text: str) -> Layout:
 
 
 def guessed(layout: Layout, text: str, following: str) -> list[str]:
-    place = Place.behind(text.encode())
+    place = Place.after(text.encode())
     return [blanks.decode() for blanks, _ in layout.guesses(place, ord(following))]
 
 
@@ -58,7 +58,7 @@ def test_blanks_that_are_there_are_not_guessed_again() -> None:
 
 def test_the_trust_in_a_joint_falls_with_each_change_and_comes_back() -> None:
     def trust(layout: Layout) -> float:
-        [(_, chance)] = layout.guesses(Place.behind(b'"x":'), ord("1"))
+        [(_, chance)] = layout.guesses(Place.after(b'"x":'), ord("1"))
         return chance
 
     found = [trust(layout_of('{"a": 1' + text)) for text in ("", ', "b":2', ', "b":2, "c":   3')]

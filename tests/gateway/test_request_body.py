@@ -65,7 +65,7 @@ async def test_the_limit_holds_for_the_decompressed_body(rig: Rig) -> None:
         (BODY, "not in it"),
         (gzip.compress(BODY, mtime=0)[:-4], "too early"),
         (b"", "too early"),
-        (gzip.compress(BODY, mtime=0) + b"{}", "behind its end"),
+        (gzip.compress(BODY, mtime=0) + b"{}", "after its end"),
     ],
     ids=["plain", "cut off", "empty", "longer"],
 )

@@ -28,7 +28,7 @@ from verifier_svc.policy.draft_policy import EVERY_DRAFT
 from verifier_svc.policy.draft_trees import best_chain, grow_trees
 from verifier_svc.policy.plan import Plan
 from verifier_svc.state.acceptance_rate import AcceptanceRate, SiblingRates
-from verifier_svc.state.merged_tries import guesses_behind, observe_siblings, probs, roots
+from verifier_svc.state.merged_tries import guesses_after, observe_siblings, probs, roots
 from verifier_svc.state.sequence import Assignment, Sequence
 from verifier_svc.state.trie import DraftTree
 
@@ -94,7 +94,7 @@ def survivals(sequence: Sequence, first: Assignment, depth: int) -> dict[Path, f
     pending = [((), 1.0, roots(sequence, first))]
     while pending:
         path, survival, nodes = pending.pop()
-        guesses = guesses_behind(nodes) if len(path) < depth else []
+        guesses = guesses_after(nodes) if len(path) < depth else []
         estimates = probs(guesses, len(path)) if guesses else []
         for guess, prob in zip(guesses, estimates, strict=True):
             below = (*path, guess.token)

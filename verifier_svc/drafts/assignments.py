@@ -13,7 +13,7 @@ from verifier_svc.state.trie import Trie
 from verifier_svc.verification.rule_choice import choose_distribution
 
 # A drafter may have twice the verified draft in flight: the path that is being verified, its bonus
-# token, and the path behind that.
+# token, and the path after that.
 _AHEAD = 2
 _TOKENS_PER_DEPTH = 6
 # Prior acceptance of a drafter. It is high, because a drafter that starts low is never tried.

@@ -122,10 +122,10 @@ def _new_depth(parents: list[int], merged: int) -> int:
     were drafted before.
     """
     repeated = min(merged, len(main_path(parents)))
-    behind = [0] * (1 + repeated)
+    depths = [0] * (1 + repeated)
     for parent in parents[repeated:]:
-        behind.append(behind[parent] + 1)
-    return max(behind)
+        depths.append(depths[parent] + 1)
+    return max(depths)
 
 
 def _observe_late_draft(assignment: Assignment, proposal: Proposal, committed: list[int]) -> None:

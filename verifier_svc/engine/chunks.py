@@ -16,7 +16,7 @@ from verifier_svc.verification.tree_walk import is_leaf
 
 
 def cut_at_end(sequence: Sequence, new: list[int]) -> FinishReason | None:
-    """Cut `new` behind the token that ends the sequence, and at `max_tokens`.
+    """Cut `new` after the token that ends the sequence, and at `max_tokens`.
 
     Returns why the sequence ends; None if it goes on.
     """
@@ -35,7 +35,7 @@ def cut_at_end(sequence: Sequence, new: list[int]) -> FinishReason | None:
 
 
 def cut_at_grammars_end(matcher: Matcher, new: list[int]) -> bool:
-    """Advance a grammar by `new`, and cut `new` behind the token that ends the grammar's text.
+    """Advance a grammar by `new`, and cut `new` after the token that ends the grammar's text.
 
     Returns whether it ends. Raises OutriderError(INTERNAL) for a token that the grammar forbids.
     """
@@ -96,7 +96,7 @@ def _branch_token_count(parents: list[int]) -> int:
 
 
 def _own_source(draft: DraftTree, last_row: int) -> TokenSource:
-    """The source of the token that the target itself sampled behind the last accepted row."""
+    """The source of the token that the target itself sampled after the last accepted row."""
     if is_leaf(last_row, len(draft.token_ids), draft.parents):
         return TokenSource.BONUS
     return TokenSource.RECOVERED

@@ -203,7 +203,7 @@ def moved_slots(
 ) -> tuple[list[int], list[int]]:
     """The slots of the flattened cache to copy from and to, for a whole step; often none.
 
-    A tree's tokens lie in the slots behind the text in the tree's order. The accepted path must lie
+    A tree's tokens lie in the slots after the text in the tree's order. The accepted path must lie
     there in the text's order, before a page of it is shared or the next forward reads it.
     """
     sources: list[int] = []

@@ -145,7 +145,7 @@ class Engine:
     # --- requests ---
 
     def warm_up(self, context: int = 0) -> None:
-        """Measure trial forwards behind `context` tokens, so that the first step knows its cost.
+        """Measure trial forwards after `context` tokens, so that the first step knows its cost.
 
         Call it only before the first request, because it overwrites pages.
         """

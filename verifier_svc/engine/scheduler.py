@@ -227,7 +227,7 @@ class Scheduler:
         chosen: ChosenDraft,
         batch: dict[int, ScheduledSequence],
     ) -> ScheduledSequence | None:
-        """Add `count` of the sequence's tokens to the batch, and a draft behind the last.
+        """Add `count` of the sequence's tokens to the batch, and a draft after the last.
 
         The draft has at most `room` tokens. Returns None if the sequence was preempted.
         """

@@ -107,7 +107,7 @@ class _Fill:
     def add(self, pairs: list[tuple[Sequence, int]], room_s: float, last_id: int) -> int:
         """Add what makes the step longer by at most `room_s`; half of it is for prompts, if any.
 
-        Decoding begins behind the sequence `last_id`. Returns the id of the last sequence that
+        Decoding begins after the sequence `last_id`. Returns the id of the last sequence that
         had room, or `last_id` if all had room.
         """
         before_s = self.seconds
@@ -126,9 +126,9 @@ class _Fill:
 
     def _add_decoding(self, decoding: list[Sequence], room_s: float, last_id: int) -> int:
         before_s = self._decoding_s(self._rows)
-        behind = [sequence for sequence in decoding if sequence.id > last_id]
+        after = [sequence for sequence in decoding if sequence.id > last_id]
         others = [sequence for sequence in decoding if sequence.id <= last_id]
-        for sequence in behind + others:
+        for sequence in after + others:
             rows = self._rows + 1 + self._drafted(sequence)
             after_s = self._cost.estimate(len(self.decoding) + 1, rows)
             if after_s - before_s > room_s and (self.decoding or self.reading):

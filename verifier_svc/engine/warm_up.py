@@ -18,7 +18,7 @@ _TRIAL_PROMPT = 256
 
 
 class WarmUp:
-    """Times forwards of many batch sizes behind `context` tokens, as far as the pages allow.
+    """Times forwards of many batch sizes after `context` tokens, as far as the pages allow.
 
     Use it only before the first request, because it writes to pages that it has not reserved.
     """
@@ -87,7 +87,7 @@ class WarmUp:
     ) -> float:
         """Time in seconds of one forward of `batch` sequences; the faster of two runs.
 
-        Each sequence has `count` new tokens behind `context` zeros, and `logit_count` logits rows.
+        Each sequence has `count` new tokens after `context` zeros, and `logit_count` logits rows.
         If `branched`, all new tokens but the first are children of the first.
         """
         parents = [0] * (count - 1) if branched else []

@@ -19,7 +19,7 @@ from verifier_svc.policy.plan import Plan
 from verifier_svc.state.merged_tries import (
     MergedGuess,
     Nodes,
-    guesses_behind,
+    guesses_after,
     is_branched,
     is_sampled,
     probs,
@@ -175,10 +175,10 @@ class TreeBuilder:
         return {sequence_id: tree.draft() for sequence_id, tree in self._trees.items()}
 
     def _offer(self, tree: _Tree, row: int, depth: int, survival: float, nodes: Nodes) -> None:
-        """Let the guesses behind a row be taken. The row has this depth and survival."""
+        """Let the guesses after a row be taken. The row has this depth and survival."""
         if depth == tree.depth:
             return
-        guesses = guesses_behind(nodes)
+        guesses = guesses_after(nodes)
         if not guesses:
             return
         # No guess becomes cheaper later.

@@ -65,7 +65,7 @@ def price_of_tokens(accept_probs: list[float], token_prices: list[tuple[int, flo
     for end, price in token_prices:
         count = len(accept_probs) - bisect_left(accept_probs, price)
         if count <= begin:
-            # The tokens before this place are worth their cost, and those behind it are not.
+            # The tokens before this place are worth their cost, and those after it are not.
             return accept_probs[-begin] if begin else price
         if count < end:
             return price

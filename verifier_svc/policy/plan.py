@@ -34,7 +34,7 @@ class Plan:
     fixed: bool = False
     """Whether a setting fixes the number of a draft's tokens, whatever their price."""
     asks: Mapping[Assignment, int] = field(default_factory=dict)
-    """Drafters to ask behind this step: draft tokens to ask for, by assignment."""
+    """Drafters to ask after this step: draft tokens to ask for, by assignment."""
     tree_tokens: Mapping[Assignment, int] = field(default_factory=dict)
     """Draft tokens of all branches together to ask for; 0 for a missing assignment."""
     probes: frozenset[Assignment] = frozenset()

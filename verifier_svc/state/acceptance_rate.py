@@ -173,7 +173,7 @@ class SiblingRates:
     def observe(self, depth: int, rank: int, claim: float, right: bool) -> None:
         """Count a guess at `depth` whose parent was committed.
 
-        `rank` is its place among the drafter's guesses behind that parent, from 0.
+        `rank` is its place among the drafter's guesses after that parent, from 0.
         """
         at = _place(depth, rank)
         self._right[at] = self._right[at] * _CLAIM_DECAY + right
@@ -188,7 +188,7 @@ class SiblingRates:
     def added_tokens(self, prob_wrong: float) -> float:
         """Expected tokens that a tree adds to a main path that is wrong with `prob_wrong`.
 
-        Only the first token beside the path counts. Tokens behind it would add more, but each has
+        Only the first token beside the path counts. Tokens after it would add more, but each has
         its price too.
         """
         return prob_wrong * self.rescued_share

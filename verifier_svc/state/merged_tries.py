@@ -26,7 +26,7 @@ class MergedGuess(NamedTuple):
     assignment: Assignment
     """The first assignment whose trie has the token."""
     rank: int
-    """Its place among that trie's guesses behind the prefix, from 0."""
+    """Its place among that trie's guesses after the prefix, from 0."""
     confidence: float
     nodes: Nodes
 
@@ -55,7 +55,7 @@ def roots(sequence: Sequence, first: Assignment) -> Nodes:
     return [(each, each.trie.root) for each in (first, *others) if each.trie.node_count]
 
 
-def guesses_behind(nodes: Nodes) -> list[MergedGuess]:
+def guesses_after(nodes: Nodes) -> list[MergedGuess]:
     """The tokens that may follow a prefix; the main guess is the first."""
     if len(nodes) == 1:
         [(assignment, node)] = nodes
@@ -78,7 +78,7 @@ def guesses_behind(nodes: Nodes) -> list[MergedGuess]:
 
 
 def probs(guesses: list[MergedGuess], depth: int) -> list[float]:
-    """The probability of each of `guesses_behind` a prefix of `depth` right guesses.
+    """The probability of each of `guesses_after` a prefix of `depth` right guesses.
 
     The main guess has its drafter's acceptance rate. No other guess is more probable than it, so
     that a tree has it before the others.
@@ -105,7 +105,7 @@ def observe_siblings(
     on_main_path = True
     survival = 1.0
     for depth, token in enumerate(committed):
-        guesses = guesses_behind(nodes)
+        guesses = guesses_after(nodes)
         if not guesses:
             return
         main_rate = _rate(guesses[0].assignment, depth)
@@ -139,6 +139,6 @@ def _claim(guess: MergedGuess, depth: int, main_rate: float) -> float:
 
 
 def _rate(assignment: Assignment, depth: int) -> float:
-    """Acceptance of a drafter's main guess behind `depth` accepted guesses."""
+    """Acceptance of a drafter's main guess after `depth` accepted guesses."""
     rates = assignment.rate.by_position
     return rates[depth] if depth < len(rates) else rates[-1]

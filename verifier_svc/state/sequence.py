@@ -72,9 +72,9 @@ class Assignment:
     backoff: int = FIRST_BACKOFF
     """Steps between two probes. A power of two, so that many sequences are probed in one step."""
     asked_at: dict[int, float] = field(default_factory=dict)
-    """When the drafter was asked to draft behind a committed length (seconds), by that length.
+    """When the drafter was asked to draft after a committed length (seconds), by that length.
 
-    Only lengths behind which the trie was empty, until the drafter answers.
+    Only lengths after which the trie was empty, until the drafter answers.
     """
     answered_length: int = 0
     """The greatest committed length that it answered.
@@ -132,7 +132,7 @@ class Assignment:
     def observe_length(self, wanted: int, length: int, right: int) -> None:
         """Count the `final_length` of a draft whose first `right` tokens were committed.
 
-        Drafts that are right for long are longer than others, so a place behind a wrong token does
+        Drafts that are right for long are longer than others, so a place after a wrong token does
         not count.
         """
         if length:
@@ -146,7 +146,7 @@ class Assignment:
     def ready_tokens(self, draft_tokens: int) -> int:
         """Tokens of its ready path, at most `draft_tokens`, for every choice between drafts.
 
-        A sampled path counts as complete. Its drafter may stop behind a token because of the
+        A sampled path counts as complete. Its drafter may stop after a token because of the
         token's value, and that value must not decide which path is verified: a sampled path,
         another path, or a path that is still waited for.
         """

@@ -53,14 +53,14 @@ NO_DRAFT = DraftTree([], [])
 
 
 class LookupResult(StrEnum):
-    """Whether the trie had a draft behind a commit."""
+    """Whether the trie had a draft after a commit."""
 
     CHAIN = "chain"
-    """The main path goes on behind the committed tokens: the next draft is there already."""
+    """The main path goes on after the committed tokens: the next draft is there already."""
     BRANCH = "branch"
-    """A branch goes on behind the committed tokens."""
+    """A branch goes on after the committed tokens."""
     LATE = "late"
-    """Nothing contradicts the commit, but no guess behind it has arrived yet."""
+    """Nothing contradicts the commit, but no guess after it has arrived yet."""
     MISS = "miss"
     """The commit left the trie."""
 
@@ -89,7 +89,7 @@ class AddResult:
     passed: int = 0
     """Committed already, as guessed."""
     stale: int = 0
-    """Contradicted by the commit, or behind a contradicted token."""
+    """Contradicted by the commit, or after a contradicted token."""
     cut: int = 0
     """Beyond the window."""
 
@@ -251,7 +251,7 @@ class Trie:
 
     @property
     def root(self) -> Node:
-        """The last committed token; its children are the guesses behind it."""
+        """The last committed token; its children are the guesses after it."""
         return self._root
 
     @property

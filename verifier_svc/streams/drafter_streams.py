@@ -98,7 +98,7 @@ class DrafterStream:
             await until_first_end(self._failure, self._read(joined[0]), self._write())
         finally:
             self._failure.cancel()
-            # `leave` runs behind `join`, so it also works for a call that was cancelled between.
+            # `leave` runs after `join`, so it also works for a call that was cancelled between.
             self._engine.post(leave)
 
     def say_draining(self, reason: str, grace_s: float) -> None:

@@ -97,7 +97,7 @@ class _Own:
         )
 
     async def read(self) -> StepBatch | None:
-        """Wait for the next step; None behind the goodbye."""
+        """Wait for the next step; None after the goodbye."""
         try:
             return await self._unread.get()
         except OutriderError as reason:
@@ -118,7 +118,7 @@ class _Own:
         self._unread.end()
 
     def close(self) -> None:
-        """Leave the exchange, behind a call of `introduce` that was cancelled as well."""
+        """Leave the exchange, also after a call of `introduce` that was cancelled."""
 
         def leave() -> None:
             for drafter in self._joined:

@@ -257,7 +257,7 @@ class VerifierServicer(
                 yield await _next(chunks)
         finally:
             chunks.close()
-            # `cancel` runs behind `submit`, so it also frees a sequence submitted later.
+            # `cancel` runs after `submit`, so it also frees a sequence submitted later.
             engine.post(cancel)
             self._leave()
 

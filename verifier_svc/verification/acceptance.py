@@ -32,7 +32,7 @@ from verifier_svc.verification.rules.sampled import SAMPLED_RULES, SparseDrafts
 _LARGEST_LOGIT = 1e33
 
 Beside = Callable[[torch.Tensor], Sequence[torch.Tensor]]
-"""Takes the tokens that may be committed behind each row, int64 [R]; gives tensors to fetch."""
+"""Takes the tokens that may be committed after each row, int64 [R]; gives tensors to fetch."""
 
 
 def accept(
@@ -157,7 +157,7 @@ class _Decided:
 
     @property
     def committed_R(self) -> torch.Tensor:
-        """The token behind each row if the row is committed; 0 for a row that has none."""
+        """The token after each row if the row is committed; 0 for a row that has none."""
         if self.matches_R is None or self.draft_R is None:
             return self.tokens_R.clamp(min=0)
         return torch.where(self.matches_R, self.draft_R, self.tokens_R).clamp(min=0)

@@ -38,7 +38,7 @@ class Verified:
     """The result of a forward for one scheduled sequence."""
 
     result: AcceptResult | None = None
-    """None behind a chunk of a prompt that is not its last."""
+    """None after a chunk of a prompt that is not its last."""
     rule: AcceptanceRule = AcceptanceRule.COUPLED
     """The rule that gave `result`."""
     logprobs: SequenceOf[TokenLogprob] = ()
@@ -131,7 +131,7 @@ class DraftVerifier:
     def _thinking(
         self, text: SequenceOf[int], drafted: SequenceOf[int], parents: SequenceOf[int] = ()
     ) -> list[bool]:
-        """For each token drafted behind a text, whether it is in the thinking phase.
+        """For each token drafted after a text, whether it is in the thinking phase.
 
         The prompt may have begun that phase. `parents` are as in `protocol.token_tree`.
         """

@@ -137,7 +137,7 @@ class GrammarMasks:
 
 
 def _work_of(sequence: SequenceState, draft: DraftTree, assignment: Assignment | None) -> MaskWork:
-    """The work for a sequence's masks behind each token of a draft; it is the sequence's now."""
+    """The work for a sequence's masks after each token of a draft; it is the sequence's now."""
     assert sequence.matcher is not None
     late = sequence.tokens[len(sequence.tokens) - sequence.grammar_lag :]
     sequence.grammar_lag = 0
@@ -158,11 +158,11 @@ def chosen_before(sequence: SequenceState, work: MaskWork) -> ChosenDraft:
 
 
 def _walk(matcher: Matcher, draft: DraftTree) -> Iterator[bool]:
-    """For each draft token in order, whether the grammar allows it behind its ancestors.
+    """For each draft token in order, whether the grammar allows it after its ancestors.
 
-    Meanwhile the matcher stands behind the token, if it is allowed; afterwards where it was.
+    Meanwhile the matcher stands after the token, if it is allowed; afterwards where it was.
     """
-    # The rows of the path on which the matcher stands. In a depth-first order, rows behind the
+    # The rows of the path on which the matcher stands. In a depth-first order, rows after the
     # parent are done with.
     path = [0]
     parents = draft.parents or range(len(draft.token_ids))
@@ -210,7 +210,7 @@ def _mask(matcher: Matcher, late: Sequence[int], draft: DraftTree, width: int) -
     matcher.fill(mask, 0)
     for row, allowed in enumerate(_walk(matcher, draft), 1):
         if not allowed or matcher.ended:
-            # Rows behind a forbidden token are never verified; those behind an end are never sent.
+            # Rows after a forbidden token are never verified; those after an end are never sent.
             mask[row] = -1
         else:
             matcher.fill(mask, row)

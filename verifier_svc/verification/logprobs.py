@@ -62,7 +62,7 @@ class Logprobs:
     def tensors(self, logits_RV: torch.Tensor, committed_R: torch.Tensor) -> list[torch.Tensor]:
         """Log probabilities [N, 1 + K], and ranks and ids [N, 1 + K].
 
-        `logits_RV` are all of the batch. `committed_R` has the token behind each row that is drawn
+        `logits_RV` are all of the batch. `committed_R` has the token after each row that is drawn
         from, in case that the row is committed.
         """
         index_N = self._rows_N.tensor

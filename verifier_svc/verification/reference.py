@@ -184,9 +184,9 @@ def tree(
 ) -> AcceptedPath:
     """Walk a tree, whose rows are as in `protocol.token_tree`, along the target's own tokens.
 
-    `own(row, depth)` is the target's own token behind a row: its likeliest token (GREEDY), or its
+    `own(row, depth)` is the target's own token after a row: its likeliest token (GREEDY), or its
     draw with the coupled noise of place `depth` (COUPLED). The next row is the child that equals
-    it. `likes(row, token)` tells whether a lossy rule accepts a token behind a row. It is asked
+    it. `likes(row, token)` tells whether a lossy rule accepts a token after a row. It is asked
     only about the first child, which comes before the others: if it could choose among several,
     the output would follow the drafter even more.
     """

@@ -1,6 +1,6 @@
 """Walks a tree of draft tokens to the last token that the target accepts.
 
-The token behind a row is the target's own, whatever the tree holds. The tree only decides how many
+The token after a row is the target's own, whatever the tree holds. The tree only decides how many
 of these tokens one forward finds. Rows and parents are as in `protocol.token_tree`.
 """
 

@@ -177,7 +177,7 @@ class VllmEngine:
             self._hub.outbox.add(longest.sink, error)
 
     def read_again(self, sequence: Sequence) -> None:
-        """Let a sequence go on after `leave_unread`, under a new id and behind what it has."""
+        """Let a sequence go on after `leave_unread`, under a new id and after what it has."""
         if sequence.unread_at is None or self._unread.pop(sequence.arrival, None) is None:
             return
         if sequence.scheduled_at is not None:

@@ -168,7 +168,7 @@ class DraftHub:
         self._by_request[request_id] = sequence
 
     def close(self, request_id: str) -> None:
-        """Note that a request ended. One that a step ends is closed behind its commit."""
+        """Note that a request ended. If a step ends it, it is closed after the commit."""
         if request_id in self._batch:
             self._ended.add(request_id)
         elif (sequence := self._by_request.pop(request_id, None)) is not None:
@@ -400,7 +400,7 @@ class DraftHub:
     # --- faults ---
 
     def give_up(self) -> None:
-        """End all draft streams behind a fault of our own; requests go on without drafts."""
+        """End all draft streams after a fault of our own; requests go on without drafts."""
         self.judged.clear()
         message = "the verifier failed at drafting; its log has the reason"
         for drafter in list(self.drafting.roster.connected.values()):

@@ -47,7 +47,7 @@ class _Text:
         return self.drawing.sampling.penalised
 
     def draft(self, length: int, drafted: Sequence[int]) -> Draft:
-        """Its rows in a step: behind `length` committed tokens and behind each drafted one."""
+        """Its rows in a step: after `length` committed tokens and after each drafted one."""
         drawing = self.drawing
         tokens = self.tokens if self.is_read else range(length)
         # The ids of a padded row are -1. Whatever is drawn there, vLLM rejects it.
@@ -168,7 +168,7 @@ class V1Noise:
     def _own(
         self, logits_RV: torch.Tensor, sampling_metadata: Any, predict_bonus_token: bool
     ) -> torch.Tensor:
-        """The sampler's logits: one row of each request, behind its draft."""
+        """The sampler's logits: of each request the row after its draft."""
         logits_RV = self._process_own(logits_RV, sampling_metadata, predict_bonus_token)
         chosen_R = self._chosen_R
         if chosen_R is None:
@@ -190,7 +190,7 @@ class V1Noise:
 class CoupledNoise(LogitsProcessor):  # type: ignore[misc]  # vLLM may be missing here
     """The noise of the second runner: `--logits-processors verifier_svc.vllm.noise:CoupledNoise`.
 
-    vLLM calls it behind its own processors, which change nothing of our requests.
+    vLLM calls it after its own processors, which change nothing of our requests.
     """
 
     def __init__(self, vllm_config: VllmConfig, req_states: LogitsProcRequestState) -> None:

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class DraftingMixin(Scheduler):  # type: ignore[misc]  # vLLM may be missing where types are checked
-    """Places drafts before each step and tells a `DraftHub` what became of them behind it.
+    """Places drafts before each step, and tells a `DraftHub` afterwards what became of them.
 
     It wraps six methods of vLLM's.
     """

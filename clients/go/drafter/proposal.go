@@ -43,8 +43,8 @@ func (s *sequence) branches() (fitting []Branch) {
 	s.branched = true
 	for _, branch := range brancher.Branch(s.committed, s.guesses, room) {
 		deepest := branch.At + len(branch.Tokens)
-		isBehindChain := 0 <= branch.At && branch.At <= len(s.guesses)
-		if !isBehindChain || len(branch.Tokens) > room || deepest > int(s.window.GetDepth()) {
+		isInChain := 0 <= branch.At && branch.At <= len(s.guesses)
+		if !isInChain || len(branch.Tokens) > room || deepest > int(s.window.GetDepth()) {
 			continue
 		}
 		room -= len(branch.Tokens)
@@ -53,7 +53,7 @@ func (s *sequence) branches() (fitting []Branch) {
 	return fitting
 }
 
-// addBranch adds a branch behind the first At guesses of a proposal, and returns its confidences.
+// addBranch adds a branch after the first At guesses of a proposal, and returns its confidences.
 // As a parent, 0 is the base and j is TokenIds[j-1].
 func addBranch(proposal *pb.Proposal, branch Branch) []float32 {
 	if proposal.Parents == nil {

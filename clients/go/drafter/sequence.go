@@ -5,7 +5,7 @@ import pb "outrider.dev/go/outrider/v1"
 const maxProposalTokens = 1024
 
 // sequence is the drafter's state of one sequence: the committed tokens, and a chain of guesses
-// behind them.
+// after them.
 type sequence struct {
 	strategy      Strategy
 	sampled       bool // the verifier asked for sampled guesses with their distributions

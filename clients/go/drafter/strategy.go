@@ -4,12 +4,12 @@ import pb "outrider.dev/go/outrider/v1"
 
 // Strategy guesses how the text of one sequence goes on.
 type Strategy interface {
-	// Guess returns at most count tokens that may follow the text, one behind the other. The text
+	// Guess returns at most count tokens that may follow the text, one after the other. The text
 	// ends with the guesses so far.
 	Guess(text []uint32, count int) Guesses
 }
 
-// Guesses are tokens, one behind the other.
+// Guesses are tokens, one after the other.
 type Guesses struct {
 	Tokens []uint32
 	// Confidences is empty, or has for each token the estimated probability that the token is

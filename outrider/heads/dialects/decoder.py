@@ -225,7 +225,7 @@ def choose_boundaries(
 
 
 def after(ids: tuple[int, ...]) -> tuple[int, ...]:
-    """The boundaries behind the layers `ids`."""
+    """The boundaries after the layers `ids`."""
     return tuple(i + 1 for i in ids)
 
 

@@ -150,7 +150,7 @@ def _take_markov(
     size: int,
     is_dspark: bool,
 ) -> tuple[Markov, int]:
-    """Take the correction by the token before; return its form and rank."""
+    """Take the correction by the previous token; return its form and rank."""
     if not is_dspark:
         return "none", 0
     part = own if "markov_rank" in own else keys

@@ -1,4 +1,4 @@
-"""DFlash: a block of masks behind the text, filled by one forward.
+"""DFlash: a block of masks after the text, filled by one forward.
 
 Features become keys and values without any layer running over them: row i of the cache is that of
 feature i alone. A block has the last committed token, its anchor, and masks. Its rows see the whole
@@ -96,7 +96,7 @@ class DFlash(HeadModel):
         lengths_B11 = lengths_B[:, None, None]
         text_BQK = (places_K < lengths_B11).expand(-1, size, -1)
         if window is not None:
-            # The anchor is in the place behind the text.
+            # The anchor is in the place after the text.
             first_Q = -window + (0 * rows_Q if self.spec.window_from_anchor else rows_Q + 1)
             text_BQK = text_BQK & (places_K >= lengths_B11 + first_Q[:, None])
         block_QQ = rows_Q <= rows_Q[:, None] if causal else rows_Q < size

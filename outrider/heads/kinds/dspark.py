@@ -1,4 +1,4 @@
-"""DSpark: a DFlash block whose scores are corrected by the token before, and its confidences."""
+"""DSpark: a DFlash block whose scores are corrected by the previous token, and its confidences."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from outrider.heads.spec import Head
 
 
 class MarkovHead(Module):
-    """Adds to a row's scores what the token before makes likely, by matrices of low rank."""
+    """Adds to a row's scores what the previous token makes likely, by matrices of low rank."""
 
     def __init__(self, head: Head) -> None:
         super().__init__()

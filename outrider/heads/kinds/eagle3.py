@@ -22,7 +22,7 @@ class FirstLayer(Layer):
     def join(
         self, embeddings: torch.Tensor, features: torch.Tensor, rows: Rows, cache: LayerCache
     ) -> torch.Tensor:
-        """Return the residual stream behind the layer for pairs of embedding and feature."""
+        """Return the residual stream after the layer for pairs of embedding and feature."""
         normed = self.hidden_norm(features)
         both = torch.cat((self.input_layernorm(embeddings), normed), dim=-1)
         residual = normed if self._residual_normed else features
@@ -30,7 +30,7 @@ class FirstLayer(Layer):
 
 
 class Eagle3(PairModel):
-    """Its state is the residual stream behind the last layer."""
+    """Its state is the residual stream after the last layer."""
 
     def __init__(self, head: Head) -> None:
         super().__init__(head)

@@ -49,7 +49,7 @@ class Tree:
         """The guesses beside the chain that are deeper than one token."""
 
     def add(self, row: int, tokens: Sequence[int], shares: Sequence[float]) -> None:
-        """Add the guesses behind a row, the first of them first."""
+        """Add the guesses after a row, the first of them first."""
         parent = self.rows[row - 1] if row else Node(0, 0, [], [])
         on_chain = parent.at == len(parent.path)
         for i, (token, share) in enumerate(zip(tokens, shares, strict=True)):

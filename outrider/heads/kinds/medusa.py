@@ -1,7 +1,7 @@
 """Medusa: independent heads on the target's final state of the last token but one.
 
 The target's own lm_head predicts the last committed token from that state, so the first head
-predicts the token behind it, without having seen it.
+predicts the token after it, without having seen it.
 """
 
 from __future__ import annotations

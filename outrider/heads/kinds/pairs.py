@@ -1,8 +1,8 @@
 """What EAGLE-3, EAGLE and MTP share: pairs of feature and next token, drafting step by step.
 
-The first guess comes from the row of the last true feature. Each later step takes the state before
-it for the feature that the target has not computed. Its row is behind the text, where the next true
-row overwrites it. Where trees are verified, each step follows several guesses.
+The first guess comes from the row of the last true feature. Each later step takes the previous
+step's state for the feature that the target has not computed. Its row follows the text, where the
+next true row overwrites it. Where trees are verified, each step follows several guesses.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """P-EAGLE: EAGLE-3's layers, trained to guess all tokens of a round in one forward.
 
-Behind the rows of the text come rows with the embedding of a mask token and a learned feature. The
+Rows with the embedding of a mask token and a learned feature follow the rows of the text. The
 text's last row gives the first guess, and each row of masks one more.
 """
 

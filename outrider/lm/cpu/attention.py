@@ -60,8 +60,8 @@ class PagedBatch:
     entry per slice: `first_rows` the slice's first token as a number in the batch, `lengths` its
     number of tokens, `starts` the slot of its first token, `page_tables` its page numbers.
 
-    In a batch with trees, `tree_starts` has the slot of each slice's first tree token or that
-    behind its last token, and `ancestors` a word for each token of the batch; see
+    In a batch with trees, `tree_starts` has the slot of each slice's first tree token or the
+    slot after its last token, and `ancestors` a word for each token of the batch; see
     `outrider.lm.layout.ancestors_by_token`.
     """
 

@@ -104,7 +104,7 @@ class BlockTable:
             row = known.pop(sequence, None)
             if row is not None:
                 known[sequence] = row
-        # The sequences of this batch are now behind all others, so none of them loses its row.
+        # The sequences of this batch are now after all others, so none of them loses its row.
         for sequence in sequences:
             if sequence not in known:
                 known[sequence] = self._take_row()
@@ -173,7 +173,7 @@ class Inputs:
         return StaticLayout(arrays["slot_mapping"].long(), kernel)
 
     def write(self, slices: Sequence[SequenceSlice]) -> torch.Tensor | None:
-        """Write a batch and the padding behind it.
+        """Write a batch and the padding after it.
 
         Returns the rows of `logits_indices(slices)` on the device, int32 [R]; None if they are the
         first R rows.
@@ -208,6 +208,6 @@ class Inputs:
         return None if is_prefix else self._arrays["logits_indices"][: len(wanted)]
 
     def _by_token(self, name: str, numbers: Iterable[int], padding: int = 0) -> None:
-        """Write a number for each token, and the padding behind them."""
+        """Write a number for each token, and the padding after them."""
         written = [*numbers]
         self._numbers[name][:] = written + [padding] * (self.bucket.rows - len(written))

@@ -22,7 +22,7 @@ PART = 512
 """Keys of each of the first `PARTS` parts."""
 PARTS = 16
 STEPS = 4
-"""Parts in each doubling of the length behind the first `PARTS`."""
+"""Parts in each doubling of the length after the first `PARTS`."""
 WHOLE = 128
 """A slice of more tokens is not split: it has rows enough for many programs, and the results of
 its parts would be written and read again for each row."""

@@ -6,7 +6,7 @@ once for all of them. The keys are split into parts, and a second kernel joins t
 (Flash-Decoding, Dao et al. 2023). The split depends on slots alone, so a row adds its keys in the
 same order in every batch. `outrider.lm.gpu.tiles` chooses the sizes of tiles and grid.
 
-A slot is a token's place among its sequence's keys. Tokens of a tree lie behind the text, so their
+A slot is a token's place among its sequence's keys. Tokens of a tree follow the text, so their
 slots are not their positions. Tiles of keys that end before the tree are computed as for a chain.
 Tiles begin at multiples of their length, wherever the tree begins: a tree's first path, which has
 the slots of a chain, gets the very result of that chain.
@@ -144,7 +144,7 @@ def _is_text_or_ancestor(  # type: ignore[no-untyped-def]  # the arguments are T
 ):
     """Return which keys in the slots `at` are text or in each row's word, [rows, keys].
 
-    The result is arbitrary for keys behind the tree, which no row sees.
+    The result is arbitrary for keys after the tree, which no row sees.
     """
     # Shifts by less than 0 or more than 63 are undefined.
     bit = ((at - tree_start) & 63).to(tl.int64)
@@ -281,7 +281,7 @@ def _attend(  # type: ignore[no-untyped-def]  # the arguments are Triton pointer
 ):  # fmt: skip
     """Attend for one tile of rows of one key/value head, over some parts of the keys.
 
-    The programs of a tile share its parts: program p takes part p and every n-th part behind it,
+    The programs of a tile share its parts: program p takes part p and every n-th part after it,
     where n is the second size of the grid.
 
     Without SPLIT all keys are one part, and results go to `out`. Otherwise the result of a part,

@@ -78,7 +78,7 @@ def request_from_proto(
 
 
 def _check_committed(proto: verifier_pb2.GenerateTokensRequest) -> None:
-    """Check that output is left to generate behind the output that was committed before."""
+    """Check that output is left to generate after the output that is committed already."""
     count = len(proto.committed_token_ids)
     if count and count >= proto.max_tokens:
         limit = f"max_tokens, which is {proto.max_tokens}"

@@ -20,7 +20,7 @@ import (
 type medusa struct {
 	heads []head
 	state []float32 // the last that came
-	known int       // the position behind that state's token
+	known int       // the position after that state's token
 }
 
 // Read keeps the last of the states.
@@ -31,7 +31,7 @@ func (m *medusa) Read(first int, rows []byte) {
 }
 
 // Guess returns a token of each head. The state of the last token but one is all that they read, so
-// they guess nothing behind guesses.
+// they guess nothing after guesses.
 func (m *medusa) Guess(text []uint32, count int) (found drafter.Guesses) {
 	if m.state == nil || m.known != len(text)-1 {
 		return

@@ -50,7 +50,7 @@ func (ngram) Branch(committed, guesses []uint32, room int) (branches []drafter.B
 	return branches
 }
 
-// each calls visit with the tokens, at most count, behind each earlier occurrence of the last size
+// each calls visit with the tokens, at most count, after each earlier occurrence of the last size
 // tokens, the newest first, until visit returns false.
 func each(text []uint32, size, count int, visit func(run []uint32) bool) {
 	for start := len(text) - size - 1; start >= 0; start-- {

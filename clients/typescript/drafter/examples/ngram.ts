@@ -33,7 +33,7 @@ function branch(committed: readonly number[], guesses: readonly number[], room: 
   return branches;
 }
 
-/** The tokens, at most `count`, behind each earlier occurrence of the last `size`, newest first. */
+/** The tokens, at most `count`, after each earlier occurrence of the last `size`, newest first. */
 function* followers(text: readonly number[], size: number, count: number) {
   const end = text.length - size;
   for (let start = end - 1; start >= 0; start--) {

@@ -1,4 +1,4 @@
-// The state of one sequence: the committed tokens, and a chain of guesses behind them. No network
+// The state of one sequence: the committed tokens, and a chain of guesses after them. No network
 // here.
 import { create } from "@bufbuild/protobuf";
 import {
@@ -18,7 +18,7 @@ const MAX_PROPOSAL_TOKENS = 1024;
 // The least confidence that is sent: the contract has none of 0.
 const LEAST_CONFIDENCE = 1e-6;
 
-/** Guessed tokens, one behind the other. */
+/** Guessed tokens, one after the other. */
 export type Guesses = number[] | {
   tokens: number[];
   /** For each token the estimated probability that it is committed if the one before it is. */
@@ -160,8 +160,8 @@ export class Sequence {
     this.branched = true;
     const depth = this.window?.depth ?? 0;
     return this.strategy.branch(this.committed, this.guesses, room).filter(({ at, tokens }) => {
-      const isBehindChain = at >= 0 && at <= this.guesses.length;
-      const fits = isBehindChain && tokens.length <= room && at + tokens.length <= depth;
+      const isInChain = at >= 0 && at <= this.guesses.length;
+      const fits = isInChain && tokens.length <= room && at + tokens.length <= depth;
       if (fits) room -= tokens.length;
       return fits;
     });

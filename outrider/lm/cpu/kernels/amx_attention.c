@@ -107,7 +107,7 @@ INLINE void hide_branches(struct work *work, int tile, int64_t start, int count)
   }
 }
 
-// Hides the scores of keys behind a query's own; returns each query's maximum so far. `count`
+// Hides the scores of keys after a query's own; returns each query's maximum so far. `count`
 // is a multiple of 4.
 INLINE vec mask_scores(struct work *work, int tile, int64_t start, int count) {
   vec most[4] = {work->max_score[tile], UNSEEN, UNSEEN, UNSEEN};

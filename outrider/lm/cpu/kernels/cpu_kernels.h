@@ -56,7 +56,7 @@ struct layer {
 // `pages[page_offsets[s]]`.
 //
 // A slice may end with a tree, in the slots from `tree_starts[s]` on; without a tree this is the
-// slot behind the slice. Of these slots, token i sees slot tree_starts[s] + j only if bit j of
+// slot after the slice. Of these slots, token i sees slot tree_starts[s] + j only if bit j of
 // `ancestors[i]` is set. A token is one of its own ancestors, so its position is tree_starts[s] - 1
 // plus its number of ancestors. Words of tokens outside trees are 0. In a batch without trees, both
 // are null.

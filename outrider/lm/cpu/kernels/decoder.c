@@ -36,9 +36,9 @@ struct decoder {
 
 // One forward of a `struct batch`: its tokens and positions, the rows that need logits, scratch
 // memory, and the output. NAME(continue) runs several forwards; the output of each begins
-// `logits_stride` floats behind the one before, 0 to overwrite it. `kept` [state_count, tokens,
+// `logits_stride` floats after the previous one, 0 to overwrite it. `kept` [state_count, tokens,
 // hidden] gets the hidden states in `states`: k for the input of layer k, layer_count for the
-// output of the last layer, FINAL_STATE for the state behind the final norm.
+// output of the last layer, FINAL_STATE for the state after the final norm.
 struct step {
   const int64_t *token_ids, *positions, *logits_indices;
   int64_t logits_count;
