@@ -48,7 +48,7 @@ class GatewaySettings(TlsSettings, ServiceSettings):
     tool_format: str = ""
     """Format in which the model writes tool calls, such as hermes or qwen_3_coder; docs/api.md
     lists them. Without it the gateway guesses it from the chat template, and says so at the start.
-    With none, calls can only be forced."""
+    The value `none` means that the model has no format of its own; then only forced calls work."""
 
     http_host: str = "127.0.0.1"
     """Address the OpenAI API listens on; 0.0.0.0 lets other machines in."""
