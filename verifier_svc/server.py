@@ -51,9 +51,9 @@ _TRIAL_CONTEXT = 256
 # an attack or a mistake.
 _MASK_S = 2.0
 # The tokens between which relaxed acceptance applies, as reasoning models have them.
-log = logging.getLogger(__name__)
-
 _THINKING = ("<think>", "</think>")
+
+log = logging.getLogger(__name__)
 
 
 async def serve(
