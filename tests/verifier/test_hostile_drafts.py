@@ -104,7 +104,7 @@ def test_a_base_before_a_late_opening_breaks_the_protocol() -> None:
     engine, _ = make_engine(eos_bias=-99)
     drafter = ScriptedDrafter(engine)
     unpaid = frozenset({drafter.handle})
-    engine.drafting.plan = replace(engine.drafting.plan, considered=unpaid, silent=unpaid)
+    engine.drafting.plan = replace(engine.drafting.plan, considered=unpaid, unprobed=unpaid)
     sequence = engine.submit(request([1, 2], 20), Client())
     engine.drain_inbox()
     assert not drafter.length

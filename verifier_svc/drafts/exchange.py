@@ -144,7 +144,7 @@ class DraftExchange:
             assignment.asked = wanted > 0
             assignment.draft_tokens = max(1, wanted)
             drafter.sequence_ids.add(sequence.id)
-            if wanted > 0 or drafter not in self.plan.silent:
+            if wanted > 0 or drafter not in self.plan.unprobed:
                 self._open(sequence, assignment, wanted)
 
     def close(self, sequence: Sequence) -> None:

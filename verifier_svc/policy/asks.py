@@ -39,7 +39,7 @@ def trials(
     decoding: list[Sequence],
     drafters: frozenset[Drafter],
     asked: Drafts,
-    silent: frozenset[Drafter],
+    unprobed: frozenset[Drafter],
 ) -> Drafts:
     """One draft token from each drafter on trial that is not asked anyway.
 
@@ -50,7 +50,7 @@ def trials(
     beside_proven = any(drafter.proven for drafter in drafters)
     tried = {
         drafter
-        for drafter in drafters - silent
+        for drafter in drafters - unprobed
         if drafter.on_trial
         and (beside_proven or not drafter.answered)
         and not drafter.on_target_cores
@@ -100,7 +100,7 @@ def _prob_beside(other: Assignment, chosen: Assignment) -> float:
 
 
 def due_probes(
-    decoding: list[Sequence], asks: dict[Assignment, int], silent: frozenset[Drafter], step: int
+    decoding: list[Sequence], asks: dict[Assignment, int], unprobed: frozenset[Drafter], step: int
 ) -> frozenset[Assignment]:
     """The assignments to probe in this step.
 
@@ -113,7 +113,7 @@ def due_probes(
             for sequence in decoding
             for assignment in sequence.assignments.values()
             if assignment not in asks
-            and assignment.drafter not in silent
+            and assignment.drafter not in unprobed
             and step % assignment.backoff == 0
         ]
     )

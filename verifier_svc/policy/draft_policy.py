@@ -37,7 +37,7 @@ class PayingDrafts:
         """Whether a drafter may be asked for drafts, and not only probed."""
         return not drafter.is_doubtful
 
-    def silent(
+    def unprobed(
         self,
         budget: SpeculationBudget,
         batch: int,
@@ -81,7 +81,7 @@ class EveryDraft(PayingDrafts):
         """Every drafter may."""
         return True
 
-    def silent(
+    def unprobed(
         self,
         budget: SpeculationBudget,
         batch: int,

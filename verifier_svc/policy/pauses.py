@@ -9,7 +9,7 @@ from verifier_svc.state.sequence import Sequence
 
 # Drafts of `_TIMED_TOKENS` tokens are timed, or shorter drafts if the sequence never verifies such.
 _TIMED_TOKENS = 4
-# A drafter is rather wrong than silent if at least this share of its answers holds a draft.
+# A drafter counts as wrong, not as silent, if at least this share of its answers holds a draft.
 _ANSWERS = 0.5
 
 

@@ -53,5 +53,5 @@ class Plan:
     """Drafters whose drafts make up for the wait for them."""
     considered: frozenset[Drafter] = _NOBODY
     """Drafters that had a decoding sequence."""
-    silent: frozenset[Drafter] = _NOBODY
+    unprobed: frozenset[Drafter] = _NOBODY
     """Drafters that are not even probed: a probe may cost the target more than it can gain."""

@@ -92,7 +92,7 @@ class Planner:
             price=last.price,
             paying=last.paying,
             considered=last.considered,
-            silent=last.silent,
+            unprobed=last.unprobed,
         )
 
     def plan(self, running: Collection[Sequence], last: Plan, step: int, now_s: float) -> Plan:
@@ -117,7 +117,7 @@ class Planner:
         if drafters:
             choice = self._choose(decoding, self._credible(drafters), prices)
             considered = drafters
-        silent = self._drafts.silent(self.budget, batch, choice.drafters, considered)
+        unprobed = self._drafts.unprobed(self.budget, batch, choice.drafters, considered)
         drafts = choice.drafts
         if newcomers:
             unknown = self._credible(newcomers - considered)
@@ -127,7 +127,7 @@ class Planner:
         if self._trees:
             asked = drafts + asks.companions(drafts, choice.drafters, choice.price)
         tokens = asks.asked_tokens(asked, choice.waits, prices.decode_step_s)
-        trials = asks.trials(decoding, drafters, asked, silent)
+        trials = asks.trials(decoding, drafters, asked, unprobed)
         tokens |= asks.asked_tokens(trials, False, prices.decode_step_s)
         rate = choice.rate or prices.rate
         wait_for, wait_s = drafts_to_wait_for(
@@ -144,13 +144,13 @@ class Planner:
             fixed=self._policy.kind != "goodput",
             asks=tokens,
             tree_tokens=tree_tokens(asked, tokens, choice.price, step) if self._trees else {},
-            probes=asks.due_probes(decoding, tokens, silent, step),
+            probes=asks.due_probes(decoding, tokens, unprobed, step),
             wait_for=wait_for,
             wait_s=wait_s,
             policy=self._drafts,
             paying=choice.drafters,
             considered=considered,
-            silent=silent,
+            unprobed=unprobed,
         )
 
     def _plan_without_drafts(self, batch: int, planned: Collection[Sequence], last: Plan) -> Plan:
@@ -165,14 +165,14 @@ class Planner:
             planned_ids=frozenset([sequence.id for sequence in planned]),
             paying=last.paying,
             considered=last.considered,
-            silent=last.silent,
+            unprobed=last.unprobed,
         )
 
     def _credible(self, drafters: frozenset[Drafter]) -> frozenset[Drafter]:
         """The drafters that may be asked for drafts, and not only probed or tried.
 
         Beside proven drafters, the hopes set in a drafter on trial would displace what works. It
-        shows its worth in `_trials`, except on the target's cores, where a trial costs time.
+        shows its worth in `asks.trials`, except on the target's cores, where a trial costs time.
         """
         known = [drafter for drafter in drafters if self._drafts.may_draft(drafter)]
         if self._drafts.takes_all or not any(drafter.proven for drafter in known):

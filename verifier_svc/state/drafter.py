@@ -95,7 +95,7 @@ class Drafter:
     silent_at: float = math.inf
     """When it counts as silent if it does not answer (seconds); inf if it owes no answer."""
     silent: bool = False
-    """Whether it has stopped to answer."""
+    """Whether it has stopped answering."""
     paused: bool | None = None
     """Whether it was last not asked for any draft; None before the first step with it."""
     turn: int = 0
