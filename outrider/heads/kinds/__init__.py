@@ -1,1 +1,4 @@
-"""The arithmetic of each kind of head, one file a kind."""
+"""The arithmetic of each kind of head, one file a kind.
+
+The kinds that draft step by step share `autoregressive` and `dynamic_tree`.
+"""

@@ -8,12 +8,12 @@ from __future__ import annotations
 import torch
 from torch.nn import Linear, ModuleList
 
-from outrider.heads.kinds.pairs import PairModel
+from outrider.heads.kinds.autoregressive import AutoregressiveModel
 from outrider.heads.modules import Layer, Rows
 from outrider.heads.spec import Head
 
 
-class Eagle(PairModel):
+class Eagle(AutoregressiveModel):
     """Its state stands for the target's final state: the target's lm_head reads it as it is."""
 
     def __init__(self, head: Head) -> None:

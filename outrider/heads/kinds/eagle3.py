@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import ModuleList, RMSNorm
 
-from outrider.heads.kinds.pairs import PairModel
+from outrider.heads.kinds.autoregressive import AutoregressiveModel
 from outrider.heads.modules import Layer, Rows
 from outrider.heads.spec import Decoder, Head
 from outrider.lm.attention import LayerCache
@@ -29,7 +29,7 @@ class FirstLayer(Layer):
         return self.finish(residual + self.self_attn(both, rows, cache))
 
 
-class Eagle3(PairModel):
+class Eagle3(AutoregressiveModel):
     """Its state is the residual stream after the last layer."""
 
     def __init__(self, head: Head) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch.nn import Linear, ModuleList, RMSNorm
 
-from outrider.heads.kinds.pairs import PairModel
+from outrider.heads.kinds.autoregressive import AutoregressiveModel
 from outrider.heads.modules import Layer, Rows, TargetsLayer
 from outrider.heads.spec import Head
 
 
-class Mtp(PairModel):
+class Mtp(AutoregressiveModel):
     """Its state is the layer's normed output, which lm_head reads and the next step recycles."""
 
     exact = ("mlp.gate.weight", "mlp.gate.e_score_correction_bias")

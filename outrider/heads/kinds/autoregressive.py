@@ -1,4 +1,4 @@
-"""What EAGLE-3, EAGLE and MTP share: pairs of feature and next token, drafting step by step.
+"""What EAGLE-3, EAGLE and MTP share: they draft step by step, from pairs of feature and next token.
 
 The first guess comes from the row of the last true feature. Each later step takes the previous
 step's state for the feature that the target has not computed. Its row follows the text, where the
@@ -13,7 +13,7 @@ from itertools import accumulate
 
 import torch
 
-from outrider.heads.kinds.levels import WIDTH, Tree
+from outrider.heads.kinds.dynamic_tree import WIDTH, Tree
 from outrider.heads.model import HeadModel, HeadSequence, Picker, Proposal
 from outrider.heads.modules import Rows
 from outrider.heads.spec import Decoder, Head
@@ -22,8 +22,8 @@ from outrider.lm.layout import SequenceSlice
 from outrider.protocol.token_tree import MAX_TREE_TOKENS
 
 
-class PairModel(HeadModel):
-    """A head whose rows are pairs; a kind says how a pair is run and recycled."""
+class AutoregressiveModel(HeadModel):
+    """A head whose rows are such pairs. A kind says how it runs a pair and recycles its state."""
 
     def __init__(self, head: Head) -> None:
         super().__init__(head)

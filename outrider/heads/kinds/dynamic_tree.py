@@ -1,4 +1,4 @@
-"""Trees that grow by level, as in EAGLE-2 (arXiv 2406.16858).
+"""Dynamic draft trees, which grow by level, as in EAGLE-2 (arXiv 2406.16858).
 
 A forward follows the main guess of a level and the likeliest others: those with the greatest
 product of shares along their path. Its rows are the whole tree so far, because a row of a tree sees
