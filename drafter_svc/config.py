@@ -13,7 +13,7 @@ from typing import ClassVar, Self, cast
 from pydantic import Field, create_model, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
-from drafter_svc.families.registry import find_family
+from drafter_svc.families.registry import BUILT_IN, find_family
 from drafter_svc.families.settings import OF_FAMILIES, RedisSettings
 from outrider.process.addresses import check_address, is_name
 from outrider.process.config import FileSettings, ScrapedSettings
@@ -47,9 +47,10 @@ class DrafterSettings(TlsSettings, ScrapedSettings):
         "cores": "Cores and memory",
     }
 
-    family: str
-    """How to draft: ngram, suffix, grammar, model, head, a family of an installed package, or
-    package.module:Class."""
+    family: str = Field(
+        description=f"How to draft: {', '.join(BUILT_IN)}, a family of an installed package, or"
+        " package.module:Class."
+    )
 
     verifier: list[str] = Field(["127.0.0.1:50051"], min_length=1)
     """host:port of the verifier, or dns:NAME:PORT for all addresses that NAME has at the time. For

@@ -1,5 +1,4 @@
 """The families of drafters.
 
-To add one, write a file here and a line in registry.py, or register an entry point in another
-package.
+To add one, see docs/contribute.md, or register an entry point in another package.
 """

@@ -44,6 +44,8 @@ class Family(Strategy):
     async def load(cls, settings: Any, place: PlacementPlan, metrics: Metrics) -> Loaded:
         """Load what all connections share. `settings` is an instance of `cls.settings`.
 
+        This one loads nothing, and makes instances without arguments.
+
         Raises OutriderError(INVALID_VALUE) that names the setting at fault.
         """
         return Loaded(lambda info: cls())

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from drafter_svc.families.base import Family
 
 GROUP = "outrider.drafters"
-# Not entry points, so that they are found in sources that are not installed as well.
-_BUILT_IN = {
+# Not entry points, so that they are found in sources that are not installed as well. Help texts
+# list their names.
+BUILT_IN = {
     "ngram": "drafter_svc.families.ngram:NgramFamily",
     "suffix": "drafter_svc.families.suffix:SuffixFamily",
     "grammar": "drafter_svc.families.grammar:GrammarFamily",
@@ -30,7 +31,7 @@ _BUILT_IN = {
 
 def known_families() -> dict[str, str]:
     """The families that have a name: from name to `package.module:Class`."""
-    return {point.name: point.value for point in entry_points(group=GROUP)} | _BUILT_IN
+    return {point.name: point.value for point in entry_points(group=GROUP)} | BUILT_IN
 
 
 def find_family(name: str) -> type[Family]:

@@ -163,4 +163,4 @@ OF_FAMILIES: Mapping[str, type[FamilySettings]] = {
     "model": ModelSettings,
     "head": HeadSettings,
 }
-"""The settings of Outrider's own families, by name."""
+"""The settings of Outrider's own families, by name. `--help` finds them here without torch."""

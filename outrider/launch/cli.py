@@ -1,4 +1,7 @@
-"""The `outrider` command. Loads neither torch nor a service: each command imports its own needs."""
+"""The `outrider` command. Each command imports what it needs, so that `--help` answers at once.
+
+Only the names of the drafters' families are loaded with it.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from typing import Any, TypeVar
 
 import click
 
+from drafter_svc.families.registry import BUILT_IN
 from outrider import __version__
 from outrider.process.usage import invoke, refuse
 
@@ -91,10 +95,14 @@ app.add_command(_Later("gateway", "Serve the OpenAI API and gRPC in front of ver
 app.add_command(_Later("verifier", "Hold the target, and accept right draft tokens.", _verifier))
 
 
-@app.command(add_help_option=False, context_settings=_PASS_ON)
+@app.command(
+    add_help_option=False,
+    context_settings=_PASS_ON,
+    help=f"Draft for verifiers, by a family: {', '.join(BUILT_IN)} or another one.",
+)
 @_ARGUMENTS
 def drafter(arguments: tuple[str, ...]) -> None:
-    """Draft for verifiers, as a family does: ngram, suffix, grammar, model or head."""
+    """Run a drafter until SIGTERM or SIGINT."""
     # The family, which is one of the arguments, decides which other settings there are.
     from drafter_svc.__main__ import main
 

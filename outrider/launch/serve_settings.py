@@ -11,7 +11,7 @@ from pydantic import Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from drafter_svc.config import DrafterSettings, required_setting, settings_schema
-from drafter_svc.families.registry import known_families
+from drafter_svc.families.registry import BUILT_IN, known_families
 from outrider.errors import OutriderError, Reason, invalid
 from outrider.process.config import Dtype, ServiceSettings
 from outrider.process.exposure import check_exposure, check_verifier_exposure
@@ -105,10 +105,12 @@ class ServeSettings(TargetSettings, ServiceSettings):
     target: str
     """Directory or hub id of the target model."""
 
-    drafter: list[str] = Field(default_factory=list)
-    """ngram, suffix, grammar, model=PATH, head=PATH, or another family by its name or
-    package.module:Class; its own settings follow after commas: model=PATH,cores=0-3. Repeat it for
-    more drafters."""
+    drafter: list[str] = Field(
+        default_factory=list,
+        description=f"A family: {', '.join(BUILT_IN)}, another one by its name, or"
+        " package.module:Class. The setting that it needs follows after =, its others after"
+        " commas: model=PATH,cores=0-3. Repeat it for more drafters.",
+    )
 
     head: str | None = Field(None, min_length=1)
     """Directory of a head that drafts in the verifier's process, on the target's device."""
