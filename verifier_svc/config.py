@@ -103,9 +103,9 @@ class VerifierSettings(TargetSettings, TlsSettings, ScrapedSettings):
 
     feature_states: list[int] = Field(default=[])
     """On a GPU, hidden states that drafters with a head may read, because CUDA graphs keep only
-    states that are named before their capture: k for the input of layer k, the number of layers for
-    the last layer's output, -1 for the state after the final norm. On a CPU a drafter may read
-    any."""
+    states that are named before their capture: k for the input of layer k, from 0 on, the number of
+    layers for the last layer's output, -1 for the state after the final norm. On a CPU a drafter
+    may read any."""
 
     feature_projection: list[str] = Field(default=[])
     """Directories of heads whose drafters this verifier saves bytes: it applies the head's first

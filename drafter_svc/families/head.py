@@ -68,7 +68,7 @@ class HeadFamily(Family):
                 thread,
                 head=settings.head,
                 target=settings.target,
-                layers=tuple(settings.layers),
+                layers=tuple(settings.head_states),
                 dtype=settings.dtype,
                 device=device,
                 page_count=settings.page_count,

@@ -141,9 +141,9 @@ class HeadSettings(FamilySettings):
     """Directory of the target's checkpoint. The drafter reads its configuration and tokenizer, and
     the embeddings and lm_head that the head shares with it."""
 
-    layers: list[int] = Field(default=[])
-    """The boundaries of the target's layers that the head reads, if its file is wrong about them:
-    k for the input of layer k, from 0 on, and the number of layers for the last layer's output."""
+    head_states: list[int] = Field(default=[])
+    """The target's hidden states that the head reads, if its file is wrong about them: k for the
+    input of layer k, from 0 on, and the number of layers for the last layer's output."""
 
     dtype: Dtype = "auto"
     """Type of the computation; auto is bfloat16, and float32 on a CPU without kernels for it."""

@@ -39,7 +39,7 @@ def run(head: Path, target: str, dtype: str, device: str) -> int:
     spec = found.spec
     print(f"kind: {spec.kind}")
     print(f"features: {spec.feature_width} numbers a token; draft ids: {spec.draft_vocab_size}")
-    print(f"right first guesses after {choice.tried} tokens of a text, by the boundaries read:")
+    print(f"right first guesses after {choice.tried} tokens of a text, by the states read:")
     for boundaries, count in choice.matches.items():
         print(f"  {_shown(boundaries)}: {count} ({count / choice.tried:.0%})")
     if max(choice.matches.values()) < _FIT * choice.tried:
@@ -47,7 +47,7 @@ def run(head: Path, target: str, dtype: str, device: str) -> int:
         return 1
     if choice.boundaries != spec.boundaries:
         print(f"The file says {_shown(spec.boundaries)}. Start its drafter with")
-        print(f"  --layers {','.join(map(str, choice.boundaries))}")
+        print(f"  --head-states {','.join(map(str, choice.boundaries))}")
     elif not choice.clear:
         print("That does not tell them apart. The file's own come first.")
     return 0
@@ -88,4 +88,4 @@ def read_text(
 
 
 def _shown(boundaries: tuple[int, ...]) -> str:
-    return f"layers {list(boundaries)}" if boundaries else "the final state"
+    return f"states {list(boundaries)}" if boundaries else "the final state"

@@ -47,7 +47,12 @@ async def load_head(
     counts = DrafterMetrics(name, HeadFamily.name)
     metrics.registry.register(counts.registry)
     thread_count = torch.get_num_threads()
-    own = {"head": head, "layers": layers, "target": settings.target, "device": settings.device}
+    own = {
+        "head": head,
+        "head_states": layers,
+        "target": settings.target,
+        "device": settings.device,
+    }
     loaded = await HeadFamily.load(HeadSettings.model_validate(own), _PLACE, counts)
     # The head's thread has set the number for itself, and for all threads that have not computed
     # yet. The engine's is one of them.

@@ -115,9 +115,9 @@ class ServeSettings(TargetSettings, ServiceSettings):
     head: str | None = Field(None, min_length=1)
     """Directory of a head that drafts in the verifier's process, on the target's device."""
 
-    head_layers: list[int] = Field(default=[])
-    """The boundaries of the target's layers that this head reads, if its file is wrong about
-    them."""
+    head_states: list[int] = Field(default=[])
+    """The target's hidden states that this head reads, if its file is wrong about them: k for the
+    input of layer k, from 0 on, and the number of layers for the last layer's output."""
 
     dtype: Dtype = "auto"
     """Type of the weights of target and draft models: auto is the checkpoint's."""

@@ -88,7 +88,7 @@ def _verifier(settings: ServeSettings, specs: list[DrafterSpec], address: str, u
     options |= settings.files(Role.VERIFIER.value)
     if settings.head is None:
         return Child("verifier", "verifier_svc", _flags(options))
-    options |= {"head": settings.head, "head_layers": settings.head_layers}
+    options |= {"head": settings.head, "head_states": settings.head_states}
     return Child("verifier", "outrider.launch.verifier", _flags(options))
 
 

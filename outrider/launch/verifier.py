@@ -28,10 +28,10 @@ class HeadVerifierSettings(VerifierSettings):
     head: str | None = Field(None, min_length=1)
     """Directory of a head that drafts in the verifier's process, on the target's device."""
 
-    head_layers: list[int] = Field(default=[])
-    """The boundaries of the target's layers that the head reads, if its file is wrong about them.
-    By default, where the file may mean several, the head reads those with which it guesses a text
-    best."""
+    head_states: list[int] = Field(default=[])
+    """The hidden states that the head reads, numbered as for `feature_states`, if its file is wrong
+    about them. By default, where the file may mean several layers, the head reads those with which
+    it guesses a text best."""
 
 
 async def _serve(settings: HeadVerifierSettings, metrics: Metrics) -> None:
@@ -42,7 +42,7 @@ async def _serve(settings: HeadVerifierSettings, metrics: Metrics) -> None:
     if settings.head is not None:
         from outrider.launch.own_head import load_head
 
-        own = await load_head(settings.head, settings.head_layers, settings, metrics)
+        own = await load_head(settings.head, settings.head_states, settings, metrics)
     await serve(settings, metrics, own)
 
 

@@ -17,7 +17,7 @@ TARGET = str(ROOT / "models/target")
 
 
 @pytest.mark.parametrize(
-    ("name", "read"), [("eagle3", "layers [1, 3, 5]"), ("mtp", "the final state")]
+    ("name", "read"), [("eagle3", "states [1, 3, 5]"), ("mtp", "the final state")]
 )
 def test_the_bundled_heads_fit_on_the_layers_of_their_files(
     name: str, read: str, capsys: pytest.CaptureFixture[str]
@@ -29,7 +29,7 @@ def test_the_bundled_heads_fit_on_the_layers_of_their_files(
     }
     assert max(shares, key=lambda what: shares[what]) == read
     assert shares[read] > 50
-    assert "--layers" not in printed
+    assert "--head-states" not in printed
 
 
 def test_a_head_of_another_target_is_told_apart(
