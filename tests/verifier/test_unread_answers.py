@@ -57,13 +57,13 @@ def test_pauses_leave_the_text_as_it_is(
             drafter.propose(sequence.id, [*expected[known : known + 1], 0], anew=True)
         engine.step()
         if step % every == 0 and sequence.id in engine.sequences:
-            engine.leave_unread(sequence)
+            engine.set_aside(sequence)
             assert engine.pool.used_count == 0
             if evicted:
                 other = engine.submit(TokenRequest([4, 5, 6], 60, GREEDY), Client())
                 while other.id in engine.sequences:
                     engine.step()
-            engine.read_again(sequence)
+            engine.resume(sequence)
             engine.drain_inbox()
             engine.advance()
     assert client.tokens == expected
@@ -75,7 +75,7 @@ def test_an_unread_sequence_takes_no_step_while_others_go_on() -> None:
     unread, _ = submit(engine)
     other, client = submit(engine, max_tokens=10)
     engine.step()
-    engine.leave_unread(unread)
+    engine.set_aside(unread)
     length = len(unread.tokens)
     while other.id in engine.sequences:
         engine.advance()
@@ -84,7 +84,7 @@ def test_an_unread_sequence_takes_no_step_while_others_go_on() -> None:
     forwards = model.forward_count
     assert engine.advance() is None, "an engine with unread sequences alone sleeps"
     assert model.forward_count == forwards
-    engine.read_again(unread)
+    engine.resume(unread)
     finish(engine)
     assert len(unread.tokens) == 43
 
@@ -95,7 +95,7 @@ def test_unread_sequences_of_one_tenant_leave_all_places_to_another() -> None:
     for _ in range(8):
         engine.advance()
         for sequence in list(engine.scheduler.running.values()):
-            engine.leave_unread(sequence)
+            engine.set_aside(sequence)
     assert not engine.scheduler.has_work
     small = [submit(engine, tenant="small")[0] for _ in range(4)]
     assert list(engine.scheduler.running) == [each.id for each in small]
@@ -127,8 +127,8 @@ def test_unread_sequences_have_no_slots_at_drafters_and_are_counted(
             engine.advance()
         else:
             tell = {
-                "leave": engine.leave_unread,
-                "read": engine.read_again,
+                "leave": engine.set_aside,
+                "read": engine.resume,
                 "cancel": engine.cancel,
             }
             tell[act](sequence)
@@ -151,11 +151,11 @@ def test_a_drafter_with_one_slot_has_it_for_others_while_an_answer_is_unread() -
     drafter = ScriptedDrafter(engine, max_sequence_count=1)
     unread, client = submit(engine)
     engine.step()
-    engine.leave_unread(unread)
+    engine.set_aside(unread)
     other, _ = submit(engine)
     assert drafter.handle.sequence_ids == {other.id}
     engine.cancel(other)
-    engine.read_again(unread)
+    engine.resume(unread)
     engine.step()
     assert drafter.handle.sequence_ids == {unread.id}
     drafter.propose(unread.id, [5], anew=True)
@@ -168,10 +168,10 @@ def test_a_sequence_that_is_read_again_keeps_its_place_among_its_tenants() -> No
     engine, _ = make_engine(eos_bias=-99, config=EngineConfig(max_sequences=1))
     first, _ = submit(engine)
     engine.step()
-    engine.leave_unread(first)
+    engine.set_aside(first)
     second, third = submit(engine)[0], submit(engine)[0]
     engine.step()
-    engine.read_again(first)
+    engine.resume(first)
     engine.cancel(second)
     engine.advance()
     assert list(engine.scheduler.running) == [first.id]
@@ -186,10 +186,10 @@ def test_an_unread_sequence_can_be_cancelled_and_reading_it_then_does_nothing(be
     sequence = first if begun else second
     engine.step()
     for _ in range(2):
-        engine.leave_unread(sequence)
+        engine.set_aside(sequence)
     engine.cancel(sequence)
-    engine.read_again(sequence)
-    engine.leave_unread(sequence)
+    engine.resume(sequence)
+    engine.set_aside(sequence)
     finish(engine)
     assert not engine.scheduler.unread
     assert client.error is None
@@ -198,12 +198,12 @@ def test_an_unread_sequence_can_be_cancelled_and_reading_it_then_does_nothing(be
 def test_of_too_many_unread_the_tenant_with_the_most_loses_its_longest_unread() -> None:
     engine, _ = make_engine(eos_bias=-99, config=EngineConfig(max_waiting=3))
     other, others = submit(engine, tenant="other")
-    engine.leave_unread(other)
+    engine.set_aside(other)
     clients = []
     for _ in range(3):
         sequence, client = submit(engine, tenant="flood")
         clients.append(client)
-        engine.leave_unread(sequence)
+        engine.set_aside(sequence)
     engine.outbox.send_to_clients()
     assert [client.error is not None for client in clients] == [True, False, False]
     assert clients[0].error is not None
@@ -217,14 +217,14 @@ def test_the_time_unread_is_no_time_in_the_batch() -> None:
     engine, _ = make_engine(eos_bias=-99, clock=lambda: now)
     sequence, _ = submit(engine)
     engine.step()
-    engine.leave_unread(sequence)
+    engine.set_aside(sequence)
     now = 50.0
-    engine.read_again(sequence)
+    engine.resume(sequence)
     finish(engine)
     assert engine.scheduler.load_meter.load().sequence_s == 0.0
     sequence, _ = submit(engine)
     engine.step()
-    engine.leave_unread(sequence)
+    engine.set_aside(sequence)
     now = 99.0
     engine.cancel(sequence)
     assert engine.scheduler.load_meter.load().sequence_s == 0.0

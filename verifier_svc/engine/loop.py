@@ -178,8 +178,8 @@ class Engine:
             self._committer.end_sequence(sequence)
             self._metrics.occupancy(self.scheduler.occupancy())
 
-    def leave_unread(self, sequence: Sequence) -> None:
-        """Leave a sequence out of steps until `read_again`, because its caller does not read.
+    def set_aside(self, sequence: Sequence) -> None:
+        """Leave a sequence out of steps until `resume`, because its caller does not read.
 
         Its drafters are told that it is over, so that they draft for others. Its text does not
         depend on that. If more than `max_waiting` sequences are unread, the longest unread of the
@@ -188,7 +188,7 @@ class Engine:
         scheduler = self.scheduler
         if sequence.id not in self.sequences or sequence.id in scheduler.unread:
             return
-        scheduler.leave_unread(sequence)
+        scheduler.set_aside(sequence)
         self.drafting.close(sequence)
         sequence.unread_at = self.clock()
         if len(scheduler.unread) > self.config.max_waiting:
@@ -197,8 +197,8 @@ class Engine:
             self._committer.fail(scheduler.unread_longest(), error)
         self._metrics.occupancy(scheduler.occupancy())
 
-    def read_again(self, sequence: Sequence) -> None:
-        """Let a sequence wait for its next step after `leave_unread`.
+    def resume(self, sequence: Sequence) -> None:
+        """Let a sequence wait for its next step after `set_aside`.
 
         It gets a new id, because a drafter may be told of an id only once.
         """
@@ -207,7 +207,7 @@ class Engine:
         if sequence.scheduled_at is not None:
             sequence.scheduled_at += max(self.clock() - sequence.unread_at, 0.0)
         sequence.unread_at = None
-        self.scheduler.read_again(sequence)
+        self.scheduler.resume(sequence)
         del self.sequences[sequence.id]
         sequence.id = self._intake.new_id()
         self.sequences[sequence.id] = sequence

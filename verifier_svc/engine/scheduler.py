@@ -85,8 +85,8 @@ class Scheduler:
         """Whether a sequence runs or waits for a place. An unread sequence does neither."""
         return bool(self.running) or len(self.waiting) > 0
 
-    def leave_unread(self, sequence: Sequence) -> None:
-        """Keep a sequence out of the batch and the queue until `read_again`; free its pages.
+    def set_aside(self, sequence: Sequence) -> None:
+        """Keep a sequence out of the batch and the queue until `resume`; free its pages.
 
         It is recomputed later, as after a preemption. Its full pages stay cached until others need
         the room.
@@ -94,7 +94,7 @@ class Scheduler:
         self.remove(sequence)
         self.unread[sequence.id] = sequence
 
-    def read_again(self, sequence: Sequence) -> None:
+    def resume(self, sequence: Sequence) -> None:
         """Put an unread sequence back into the queue."""
         del self.unread[sequence.id]
         self.waiting.put_back(sequence)

@@ -53,11 +53,11 @@ class ServedEngine(Protocol):
     def cancel(self, sequence: Sequence) -> None:
         """End a sequence without a message to its client."""
 
-    def leave_unread(self, sequence: Sequence) -> None:
-        """Leave a sequence out of steps until `read_again`."""
+    def set_aside(self, sequence: Sequence) -> None:
+        """Leave a sequence out of steps until `resume`."""
 
-    def read_again(self, sequence: Sequence) -> None:
-        """Let a sequence go on after `leave_unread`."""
+    def resume(self, sequence: Sequence) -> None:
+        """Let a sequence go on after `set_aside`."""
 
     def stop_gathering(self) -> None:
         """Send clients all unsent tokens, and from now on the tokens of each step."""

@@ -237,7 +237,7 @@ class VerifierServicer(
                 engine.engine.cancel(sequence)
 
         def set_reading(reads: bool) -> None:
-            told = engine.engine.read_again if reads else engine.engine.leave_unread
+            told = engine.engine.resume if reads else engine.engine.set_aside
             engine.post(lambda: [told(sequence) for sequence in submitted])
 
         def give_up() -> None:

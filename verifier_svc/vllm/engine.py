@@ -152,8 +152,8 @@ class VllmEngine:
             del self._sequences[name]
         return name
 
-    def leave_unread(self, sequence: Sequence) -> None:
-        """Take a sequence out of vLLM until `read_again`, because its caller does not read.
+    def set_aside(self, sequence: Sequence) -> None:
+        """Take a sequence out of vLLM until `resume`, because its caller does not read.
 
         A sequence with a grammar goes on, since vLLM could not take it up in the grammar's middle,
         and so does every sequence once the hub has failed, which counts its tokens. If more
@@ -176,8 +176,8 @@ class VllmEngine:
             error = OutriderError(Reason.SLOW_READER, f"more than {most} answers are unread")
             self._hub.outbox.add(longest.sink, error)
 
-    def read_again(self, sequence: Sequence) -> None:
-        """Let a sequence go on after `leave_unread`, under a new id and after what it has."""
+    def resume(self, sequence: Sequence) -> None:
+        """Let a sequence go on after `set_aside`, under a new id, from where it was."""
         if sequence.unread_at is None or self._unread.pop(sequence.arrival, None) is None:
             return
         if sequence.scheduled_at is not None:

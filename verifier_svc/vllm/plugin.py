@@ -233,10 +233,10 @@ class PortEngine:
     def cancel(self, sequence: Sequence) -> None:
         """Not called: no request comes this way."""
 
-    def leave_unread(self, sequence: Sequence) -> None:
+    def set_aside(self, sequence: Sequence) -> None:
         """Not called, as above."""
 
-    def read_again(self, sequence: Sequence) -> None:
+    def resume(self, sequence: Sequence) -> None:
         """Not called, as above."""
 
     def stop_gathering(self) -> None:
