@@ -19,7 +19,8 @@ from outrider.grammar.compiler import GrammarCompiler
 from outrider.lm.runner import ModelRunner, SequenceSlice
 from outrider.protocol.draft_messages import SparseDistribution
 from outrider.protocol.messages import DraftDistribution
-from outrider.sampling.logits import Context, adjust
+from outrider.sampling.context import Context
+from outrider.sampling.logits import adjust
 from outrider.sampling.noise import Purpose, coupled_keys, uniforms
 from outrider.sampling.sampler import coupled_sample, coupled_top, inverse_cdf, target_probs
 from outrider.sampling.tensors import on

@@ -35,7 +35,8 @@ from outrider.lm.cpu.weights import fastest_dtype
 from outrider.lm.devices import find_device
 from outrider.protocol.draft_messages import FeatureDtype, FeatureRequest, FeatureRows
 from outrider.protocol.messages import DraftDistribution
-from outrider.sampling.logits import Context, adjust
+from outrider.sampling.context import Context
+from outrider.sampling.logits import adjust
 from outrider.sampling.noise import coupled_keys
 from outrider.sampling.sampler import coupled_top, target_probs
 from outrider.sampling.tensors import on

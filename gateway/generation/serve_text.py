@@ -31,7 +31,7 @@ from outrider.process.telemetry import Span
 from outrider.protocol.lacks import check_lacks
 from outrider.protocol.model_info import ModelInfo
 
-# More than the mark of a thought takes, with blanks behind it.
+# More than the mark of a thought takes, with the blanks after it.
 _END_CHARACTERS = 128
 
 

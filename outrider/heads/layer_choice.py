@@ -111,10 +111,10 @@ def _decide(options: list[tuple[int, ...]], counts: list[int], tried: int) -> La
     chosen = options[best] if _beats(counts[best], counts[0]) else options[0]
     choice = LayerChoice(chosen, dict(zip(options, counts, strict=True)), tried, clear)
     listed = ", ".join(f"{list(ids)} {count}" for ids, count in choice.matches.items())
-    text = "of %d first guesses the head was right, by the target's boundaries: %s; it reads %s"
+    text = "of %d first guesses the head was right, by the target's states: %s; it reads %s"
     log.log(
         logging.INFO if clear else logging.WARNING,
-        text if clear else f"{text}, which is not clear: set its layers if you know them",
+        text if clear else f"{text}, which is not clear: give --head-states if you know them",
         tried,
         listed,
         list(chosen),

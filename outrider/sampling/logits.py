@@ -7,62 +7,14 @@ included. Rows without settings cost nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from outrider.protocol.messages import SamplingParams
-from outrider.protocol.token_tree import depths
+from outrider.sampling.context import Context, Mask
 from outrider.sampling.penalties import Penalties, TokenCounts
 from outrider.sampling.tensors import Staged, Staging
-
-Mask = npt.NDArray[np.int32]
-
-
-@dataclass(slots=True)
-class Context:
-    """The text behind the rows of one sequence.
-
-    Row i has the logits of the token behind `tokens` and, of `drafted`, the path to row i: its
-    first i tokens if `parents` is empty, else as in `protocol.token_tree`. `tokens` are committed,
-    and the first `prompt_length` of them are the prompt. `end_ids` end the sequence.
-    `mask` holds a bit for each token that the grammar allows, lowest bit first, int32
-    [len(drafted) + 1, ceil(V / 32)]; None for no grammar.
-    """
-
-    sampling: SamplingParams
-    tokens: Sequence[int] = ()
-    prompt_length: int = 0
-    drafted: Sequence[int] = ()
-    end_ids: frozenset[int] = frozenset()
-    mask: Mask | None = None
-    parents: Sequence[int] = ()
-
-    @property
-    def row_count(self) -> int:
-        """Logits rows of the sequence."""
-        return len(self.drafted) + 1
-
-    @property
-    def depths(self) -> Sequence[int]:
-        """How many draft tokens are before each row."""
-        return [0, *depths(self.parents)] if self.parents else range(self.row_count)
-
-    def drafted_before(self) -> list[list[int]]:
-        """The draft tokens before each row."""
-        found: list[list[int]] = [[]]
-        parents = self.parents or range(len(self.drafted))
-        for token, parent in zip(self.drafted, parents, strict=True):
-            found.append([*found[parent], token])
-        return found
-
-    @property
-    def plain(self) -> bool:
-        """Whether the rows need no adjustment."""
-        return self.mask is None and not self.sampling.adjusts
 
 
 def adjust(logits_RV: torch.Tensor, contexts: Sequence[Context]) -> torch.Tensor:

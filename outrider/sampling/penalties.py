@@ -9,15 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import repeat
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from outrider.sampling.context import Context
 from outrider.sampling.tensors import Staged, Staging, triton_works
-
-if TYPE_CHECKING:
-    from outrider.sampling.logits import Context
 
 # A token of the prompt sets the lowest bit of its count; the other bits count the output.
 _IN_PROMPT = 1
@@ -66,7 +63,7 @@ class TokenCounts:
         for key in keys:
             known = self._texts.pop(key, None)
             if known is not None:
-                self._texts[key] = known  # behind those that this batch does not have
+                self._texts[key] = known  # after the texts that this batch does not have
         fresh: list[int] = []
         rows: list[int] = []
         added: list[int] = []

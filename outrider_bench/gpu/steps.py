@@ -20,7 +20,7 @@ from outrider.lm.layout import BatchLayout
 from outrider.lm.pages import KVSequence
 from outrider.lm.runner import Bounds, ModelRunner, SequenceSlice
 from outrider.protocol.messages import AcceptanceRule, SamplingParams
-from outrider.sampling.logits import Context
+from outrider.sampling.context import Context
 from outrider_bench.gpu.lines import Device, Lines
 from verifier_svc.verification.acceptance import accept
 from verifier_svc.verification.draft import Draft

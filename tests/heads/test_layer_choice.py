@@ -69,7 +69,7 @@ def test_a_choice_that_is_not_clear_keeps_the_files_and_warns(
         choice = choose_layers(texts.model(), texts.text, texts.states, answers)
     assert (choice.boundaries, choice.clear) == (texts.head.spec.boundaries, False)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "set its layers" in caplog.text
+    assert "--head-states" in caplog.text
 
 
 def test_layers_that_the_user_set_are_not_questioned(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ import torch
 
 from outrider.protocol.messages import SamplingParams
 from outrider.sampling import penalties, penalty_kernel
-from outrider.sampling.logits import Context, adjust
+from outrider.sampling.context import Context
+from outrider.sampling.logits import adjust
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from outrider.lm.pages import KVSequence, PagePool
 from outrider.lm.runner import Bounds, ModelRunner, SequenceSlice
 from outrider.protocol.messages import AcceptanceRule, SamplingParams
-from outrider.sampling.logits import Context
+from outrider.sampling.context import Context
 from verifier_svc.verification.acceptance import accept
 from verifier_svc.verification.draft import Draft
 

@@ -19,7 +19,7 @@ import torch
 
 from outrider.protocol.draft_messages import SparseDistribution
 from outrider.protocol.messages import AcceptanceRule, SamplingParams
-from outrider.sampling.logits import Context
+from outrider.sampling.context import Context
 from outrider.sampling.noise import Purpose
 from outrider.sampling.sampler import inverse_cdf
 from verifier_svc.verification import acceptance, rows

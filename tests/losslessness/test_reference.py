@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from outrider.protocol.draft_messages import SparseDistribution
 from outrider.protocol.messages import AcceptanceRule, SamplingParams, SpeculationOptions
-from outrider.sampling.logits import Context
+from outrider.sampling.context import Context
 from verifier_svc.verification import reference
 from verifier_svc.verification.acceptance import accept
 from verifier_svc.verification.draft import Draft

@@ -26,7 +26,7 @@ from outrider.protocol.messages import (
     SamplingParams,
     SpeculationOptions,
 )
-from outrider.sampling.logits import Context
+from outrider.sampling.context import Context
 from verifier_svc.state.sequence import Sequence as Request
 from verifier_svc.state.trie import DraftTree
 from verifier_svc.verification import reference

@@ -10,7 +10,7 @@ import torch
 from scipy import stats
 
 from outrider.protocol.messages import SamplingParams
-from outrider.sampling.logits import Context
+from outrider.sampling.context import Context
 from outrider.sampling.noise import coupled_draw, coupled_keys
 from outrider.sampling.sampler import coupled_exponentials, coupled_sample, coupled_top
 from verifier_svc.verification.acceptance import accept

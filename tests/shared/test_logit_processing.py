@@ -14,7 +14,8 @@ from transformers import (
 )
 
 from outrider.protocol.messages import SamplingParams
-from outrider.sampling.logits import Context, adjust
+from outrider.sampling.context import Context
+from outrider.sampling.logits import adjust
 
 VOCAB = 40
 END = 7

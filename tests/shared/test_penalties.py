@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.protocol.messages import SamplingParams
-from outrider.sampling.logits import Adjustments, Context, adjust
+from outrider.sampling.context import Context
+from outrider.sampling.logits import Adjustments, adjust
 from outrider.sampling.penalties import TokenCounts
 from outrider.sampling.tensors import Staging
 

@@ -15,7 +15,7 @@ from outrider.protocol.messages import (
     SpeculationOptions,
     TokenRequest,
 )
-from outrider.sampling.logits import Context
+from outrider.sampling.context import Context
 from verifier_svc.verification.acceptance import accept
 from verifier_svc.verification.batch import DraftVerifier
 from verifier_svc.verification.draft import NO_TOKEN, NOT_FINITE, AcceptResult, Draft

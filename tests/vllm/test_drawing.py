@@ -9,7 +9,7 @@ import torch
 from cases import Case, seed_of
 
 from outrider.protocol.messages import SamplingParams
-from outrider.sampling.logits import Context
+from outrider.sampling.context import Context
 from outrider.sampling.penalties import TokenCounts
 from verifier_svc.verification.acceptance import accept
 from verifier_svc.verification.draft import Draft

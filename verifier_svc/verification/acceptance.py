@@ -18,7 +18,8 @@ import numpy as np
 import torch
 
 from outrider.protocol.messages import AcceptanceRule, SpeculationOptions
-from outrider.sampling.logits import Adjustments, Mask
+from outrider.sampling.context import Mask
+from outrider.sampling.logits import Adjustments
 from outrider.sampling.noise import Purpose
 from outrider.sampling.penalties import TokenCounts
 from outrider.sampling.sampler import TargetProbs, coupled_sample, inverse_cdf, note_short
@@ -38,7 +39,11 @@ Beside = Callable[[torch.Tensor], Sequence[torch.Tensor]]
 def accept(
     logits_RV: torch.Tensor, drafts: Sequence[Draft], synthetic_rate: float | None = None
 ) -> list[AcceptResult]:
-    """Accept or reject every draft of a batch at once, as `Acceptance` does."""
+    """Accept or reject every draft of a batch at once, as `Acceptance` does.
+
+    For tests and measurements, whose logits are there. The engine lays out an `Acceptance` before
+    its forward.
+    """
     staging = Staging(logits_RV.device)
     acceptance = Acceptance(drafts, staging, TokenCounts(), synthetic_rate)
     staging.send()

@@ -14,7 +14,7 @@ import torch
 
 from outrider.errors import OutriderError, Reason
 from outrider.protocol.messages import AcceptanceRule, DraftDistribution, TokenLogprob
-from outrider.sampling.logits import Context
+from outrider.sampling.context import Context
 from outrider.sampling.penalties import TokenCounts
 from outrider.sampling.tensors import Staged, Staging
 from verifier_svc.state.scheduled_sequence import ScheduledSequence

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from outrider.protocol.draft_messages import SparseDistribution
 from outrider.protocol.messages import AcceptanceRule, SpeculationOptions
-from outrider.sampling.logits import Context
+from outrider.sampling.context import Context
 from verifier_svc.verification.rules.lossy import LOSSY_RULES
 from verifier_svc.verification.tree_walk import first_children
 

@@ -10,7 +10,7 @@ from functools import cached_property
 
 import numpy as np
 
-from outrider.sampling.logits import Context
+from outrider.sampling.context import Context
 from outrider.sampling.noise import Purpose, coupled_keys, uniforms
 from outrider.sampling.tensors import Staged, Staging
 from verifier_svc.verification.draft import NO_TOKEN, AcceptResult, Draft

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
 
-from outrider.sampling.logits import Adjustments, Context
+from outrider.sampling.context import Context
+from outrider.sampling.logits import Adjustments
 from outrider.sampling.penalties import TokenCounts
 from outrider.sampling.sampler import TargetProbs, coupled_sample, note_short
 from outrider.sampling.tensors import Staging, argmax, fetch, on

@@ -12,7 +12,8 @@ import torch
 
 from outrider.protocol.messages import SamplingParams
 from outrider.protocol.token_tree import MAX_TREE_TOKENS
-from outrider.sampling.logits import Context, adjust
+from outrider.sampling.context import Context
+from outrider.sampling.logits import adjust
 from outrider.sampling.sampler import coupled_sample, target_probs
 
 # Memory of a graph besides its tensors, as of about 1500 kernels of 8 KiB. A guess, not measured on
