@@ -17,8 +17,7 @@ PROGRAM = "outrider lab profile"
 class ProfileSettings(Settings):
     """Measure forwards, drafting and serving on this machine.
 
-    This takes about five minutes for the bundled pair. `outrider lab profile head-round` measures a
-    head's round at the sizes of any target instead.
+    This takes about five minutes for the bundled pair.
     """
 
     model_config = SettingsConfigDict(env_prefix="OUTRIDER_PROFILE_")
@@ -58,11 +57,7 @@ class ProfileSettings(Settings):
 
 
 def main(arguments: list[str]) -> int:
-    """The exit status. `head-round` as the first word measures a head's round of any size."""
-    if arguments[:1] == ["head-round"]:
-        from outrider_bench.commands import head_round
-
-        return head_round.main(arguments[1:])
+    """The exit status."""
     settings = parse(ProfileSettings, PROGRAM, arguments)
     from outrider_bench.experiment.profile import measure
 
