@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import click
 from pydantic import Field
@@ -12,6 +12,9 @@ from pydantic_settings import SettingsConfigDict
 from outrider.process.config import Settings, command
 from outrider.process.usage import invoke
 from outrider_bench.commands.entry import refusing
+
+if TYPE_CHECKING:
+    from outrider_bench.experiment.profile_record import Profile
 
 MAX_ACCEPTANCE = 0.99
 """Highest chance that a draft token is accepted."""
@@ -73,13 +76,14 @@ def main(arguments: list[str]) -> int:
 
 def _run(question: Question) -> int:
     from outrider_bench.console import console_for_output, progress
-    from outrider_bench.experiment import advice, advice_text, machine_costs, situations
-    from outrider_bench.experiment.profile_record import Profile
+    from outrider_bench.experiment import advice, advice_text, situations
+    from outrider_bench.experiment.unmeasured import load_profile
 
     with refusing(_PROGRAM):
-        asked = situations.situations_of(question)
+        profile = load_profile(question.costs, "costs")
+        asked = situations.situations_of(question, profile)
     if question.tokens_per_s is not None:
-        return _capacity(question, question.tokens_per_s)
+        return _capacity(question, question.tokens_per_s, profile)
     found = []
     with progress() as bar:
         task = bar.add_task("simulating", total=len(asked) * advice.SIMULATIONS)
@@ -87,8 +91,6 @@ def _run(question: Question) -> int:
             found.append(advice.advise(situation, lambda: bar.advance(task)))
             bar.update(task, completed=number * advice.SIMULATIONS)
     drafter = question.cpu_drafter or question.drafter
-    costs = machine_costs.load(question.costs)
-    profile = costs if isinstance(costs, Profile) else None
     if click.get_current_context().meta["json"]:
         print(json.dumps(advice_text.as_json(drafter, found, profile), indent=1))
         return 0
@@ -96,20 +98,18 @@ def _run(question: Question) -> int:
     return 0
 
 
-def _capacity(question: Question, tokens_per_s: float) -> int:
+def _capacity(question: Question, tokens_per_s: float, profile: Profile) -> int:
     """Print how many clients each place serves."""
     from dataclasses import asdict
 
     from outrider_bench.console import console_for_output, progress
-    from outrider_bench.experiment import advice_text, capacity, machine_costs, situations
-    from outrider_bench.experiment.profile_record import Profile
+    from outrider_bench.experiment import capacity, situations
 
-    costs = machine_costs.load(question.costs)
     wanted = capacity.Wanted(tokens_per_s, question.share)
     with progress() as bar:
         task = bar.add_task("simulating", total=4)
         found = capacity.capacities(
-            lambda clients: situations.situation_of(question, costs, clients),
+            lambda clients: situations.situation_of(question, profile, clients),
             wanted,
             question.remote_drafters,
             lambda: bar.advance(task),
@@ -120,9 +120,7 @@ def _capacity(question: Question, tokens_per_s: float) -> int:
         console = console_for_output(_WIDTH)
         console.print(capacity.answer(found, wanted), markup=False, soft_wrap=True)
         console.print(capacity.table(found, wanted))
-        profile = costs if isinstance(costs, Profile) else None
-        situation = situations.situation_of(question, costs, 1)
-        console.print(advice_text.source(situation, profile), markup=False, soft_wrap=True)
+        console.print(f"Costs: {profile.described}", markup=False, soft_wrap=True)
     return 0
 
 

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import math
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Literal
 
 from outrider_bench.commands.advise import MAX_ACCEPTANCE
@@ -171,10 +168,10 @@ class BatchAdvice:
 
 def advise(situation: Situation, tell: Callable[[], None] = lambda: None) -> BatchAdvice:
     """Simulate everything; takes about ten seconds. Calls `tell` after each simulation."""
-    with simulating(situation, tell) as simulator:
-        advice = compare(situation, simulator)
-        _find_break_evens(advice, simulator)
-        advice.halved = halved(simulator, situation.far, situation.acceptance)
+    simulator = Simulator(situation, tell)
+    advice = compare(situation, simulator)
+    _find_break_evens(advice, simulator)
+    advice.halved = halved(simulator, situation.far, situation.acceptance)
     return advice
 
 
@@ -253,16 +250,10 @@ def lowest_that_pays(speed: Callable[[float], float], high: float) -> float | No
 class Simulator:
     """Simulates a batch."""
 
-    def __init__(
-        self, plain: Path, drafted: Path, cheap: Path, batch: int, tell: Callable[[], None]
-    ) -> None:
-        """The paths are files of cost tables: without a drafter, with one, and with one where
-        draft tokens add half as much to a step. Calls `tell` after each simulation of a drafter."""
-        self.batch = batch
+    def __init__(self, situation: Situation, tell: Callable[[], None] = lambda: None) -> None:
+        """Calls `tell` after each simulation of a drafter."""
+        self._situation = situation
         self._tell = tell
-        self._drafted = drafted
-        self._cheap = cheap
-        self._plain = plain
 
     @cached_property
     def plain_tokens_per_s(self) -> float:
@@ -293,7 +284,7 @@ class Simulator:
     ) -> Sample:
         """The requests of plain decoding, or with the drafters at a place."""
         if place is None:
-            return simulate(self._scenario(self._plain), self.batch, drafting=False).sample
+            return self._simulate(self._situation.plain_costs)
         drafter = {
             "family": "drafter",
             "acceptance": acceptance,
@@ -304,25 +295,25 @@ class Simulator:
             "on_target_cores": place.on_target_cores,
             "interference": place.interference,
         }
-        table = self._drafted
+        table = self._situation.costs
         if cheap_verifying:
-            table = self._cheap
-        drafters = [{**drafter, "name": f"drafter{i or ''}"} for i in range(place.count)]
-        return simulate(self._scenario(table, *drafters), self.batch).sample
-
-    def _scenario(self, table: Path, *drafters: dict[str, Any]) -> Scenario:
-        waves = max(2, -(-_TOKENS // (self.batch * sum(_OUTPUT_TOKENS) // 2)))
-        return Scenario.model_validate(
-            {
-                "costs": str(table),
-                "seconds": _SECONDS,
-                "sequences": [self.batch],
-                "waves": waves,
-                "output_tokens": _OUTPUT_TOKENS,
-                "max_sequences": max(128, self.batch),
-                "drafters": list(drafters),
-            }
+            table = _with_cheap_verifying(table)
+        return self._simulate(
+            table, *({**drafter, "name": f"drafter{i or ''}"} for i in range(place.count))
         )
+
+    def _simulate(self, table: Costs, *drafters: dict[str, Any]) -> Sample:
+        batch = self._situation.batch
+        scenario = {
+            "costs": table,
+            "seconds": _SECONDS,
+            "sequences": [batch],
+            "waves": max(2, -(-_TOKENS // (batch * sum(_OUTPUT_TOKENS) // 2))),
+            "output_tokens": _OUTPUT_TOKENS,
+            "max_sequences": max(128, batch),
+            "drafters": list(drafters),
+        }
+        return simulate(Scenario.model_validate(scenario), batch, drafting=bool(drafters)).sample
 
     def _simulated(self, sample: Sample) -> Simulated:
         counters = sample.counters
@@ -337,28 +328,13 @@ class Simulator:
         )
 
 
-@contextmanager
-def simulating(
-    situation: Situation, tell: Callable[[], None] = lambda: None
-) -> Iterator[Simulator]:
-    """A simulator with its cost tables in files, until the context ends."""
-    with tempfile.TemporaryDirectory() as directory:
-        plain = Path(directory, "plain.json")
-        drafted = Path(directory, "drafted.json")
-        cheap = Path(directory, "cheap.json")
-        plain.write_text(situation.plain_costs.model_dump_json())
-        drafted.write_text(situation.costs.model_dump_json())
-        cheap.write_text(_with_cheap_verifying(situation.costs).model_dump_json())
-        yield Simulator(plain, drafted, cheap, situation.batch, tell)
-
-
 def _with_cheap_verifying(costs: Costs) -> Costs:
     """The table with half the cost of tokens beyond the first of each sequence."""
     forwards = []
     for forward in costs.forwards:
         plain_s = costs.forward_s(forward.sequences, forward.sequences)
         forwards.append(forward.model_copy(update={"seconds": (forward.seconds + plain_s) / 2}))
-    return costs.model_copy(update={"forwards": forwards})
+    return Costs.model_validate({**costs.model_dump(), "forwards": forwards})
 
 
 def _tokens_per_s(sample: Sample) -> float:

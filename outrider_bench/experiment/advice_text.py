@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from outrider_bench.experiment.advice import BatchAdvice, Place, Situation
+from outrider_bench.experiment.advice import BatchAdvice, Place
 from outrider_bench.experiment.profile_record import Profile
 
 # Speeds that differ by less are equal.
@@ -49,34 +49,23 @@ def _why_not(advice: Sequence[BatchAdvice]) -> str:
     return f" Equal computations differed by {spread:.2f} × while the costs were measured."
 
 
-def source(situation: Situation, profile: Profile | None) -> str:
-    """Where the costs come from, and the load under which a profile was measured."""
-    if profile is not None:
-        return f"Costs: {profile.described}"
-    return f"Costs: {situation.costs.source.partition('. ')[0]}"
-
-
-def show(
-    console: Console, drafter: str, advice: Sequence[BatchAdvice], profile: Profile | None = None
-) -> None:
+def show(console: Console, drafter: str, advice: Sequence[BatchAdvice], profile: Profile) -> None:
     """Print the answer, the table of placements, and the source of the costs."""
     console.print(answer(drafter, advice), markup=False, soft_wrap=True)
     console.print(_placements(advice))
-    console.print(source(advice[0].situation, profile), markup=False, soft_wrap=True)
+    console.print(f"Costs: {profile.described}", markup=False, soft_wrap=True)
 
 
-def as_json(
-    drafter: str, advice: Sequence[BatchAdvice], profile: Profile | None = None
-) -> dict[str, Any]:
+def as_json(drafter: str, advice: Sequence[BatchAdvice], profile: Profile) -> dict[str, Any]:
     """Everything, in the units that names end with.
 
     A break-even is null where nothing pays, and a round trip also where all up to the limit pay.
     """
     return {
         "answer": answer(drafter, advice),
-        "source": source(advice[0].situation, profile),
+        "source": f"Costs: {profile.described}",
         "drafter": drafter,
-        "costs": advice[0].situation.costs.source,
+        "costs": profile.costs.source,
         "batches": [_batch_json(found) for found in advice],
     }
 

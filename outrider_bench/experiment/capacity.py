@@ -13,7 +13,7 @@ import numpy as np
 from rich.table import Table
 
 from outrider_bench.console import table_of
-from outrider_bench.experiment.advice import Place, Situation, simulating
+from outrider_bench.experiment.advice import Place, Simulator, Situation
 from outrider_bench.sample import Sample
 
 MOST = 256
@@ -107,8 +107,7 @@ def _capacity(
             name = place.name
             if place is situation.far:
                 place = replace(place, count=remote_count)
-        with simulating(situation) as simulator:
-            sample = simulator.sample(place, situation.acceptance)
+        sample = Simulator(situation).sample(place, situation.acceptance)
         counters = sample.counters
         drafts = counters.get("spec_decode_num_drafts", 0.0)
         drafted = counters.get("spec_decode_num_draft_tokens", 0.0)

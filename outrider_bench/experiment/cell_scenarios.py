@@ -14,15 +14,11 @@ from outrider.process.cores import parse_cores
 from outrider_bench.experiment.launches import HEAD, SYNTHETIC
 from outrider_bench.experiment.profile_record import Profile
 from outrider_bench.experiment.records import PLAIN
-from outrider_bench.experiment.serving import (
-    SLOWNESS_ON_TARGET_CORES,
-    Serving,
-    busy,
-    with_messages,
-)
+from outrider_bench.experiment.serving import SLOWNESS_ON_TARGET_CORES
 from outrider_bench.experiment.spec import Drafter, Event, Experiment, Link, Target, drafters_of
 from outrider_bench.experiment.traffic import Encoder, requests_of, warm_up_of
 from outrider_bench.simulator.costs import Costs, DraftingCost, way_of
+from outrider_bench.simulator.recorded import RecordedRequest
 from outrider_bench.simulator.scenario import Scenario
 
 _PREDICTED = ("ngram", "model", "head", SYNTHETIC)
@@ -138,9 +134,9 @@ def _cores(text: str | None, all_cores: list[int]) -> list[int]:
 
 
 def scenario_of(
-    experiment: Experiment, way: str, profile: Profile, load: Load, directory: Path
+    experiment: Experiment, way: str, profile: Profile, load: Load, recording: list[RecordedRequest]
 ) -> Scenario:
-    """The scenario. Writes its cost table to `directory`, where `requests.jsonl` has the load."""
+    """The scenario; `recording` has the load's requests."""
     target = experiment.target
     workload = experiment.workload
     drafters: list[tuple[str, Drafter]] = []
@@ -150,16 +146,14 @@ def scenario_of(
     if drafters:
         schedule = [event for each in experiment.events for event in _events(experiment, each)]
     served = _served({drafter.family for _, drafter in drafters})
-    serving = at_batch(profile.at(served), workload.under_way)
-    table = directory / f"{way}.costs.json"
-    table.write_text(_costs(experiment, profile, served).model_dump_json())
+    serving = profile.serving_at(served, workload.under_way)
     settings = {
         name: target.settings[name] for name in _VERIFIER_SETTINGS if name in target.settings
     }
     given: dict[str, Any] = {
         "name": experiment.name,
-        "costs": str(table),
-        "recording": str(directory / "requests.jsonl"),
+        "costs": _costs(experiment, profile, served),
+        "recording": recording,
         "warm_up": len(load.warm_up),
         "arrivals": "closed" if workload.arrivals == "closed" else "recorded",
         "seconds": _LONGEST_S,
@@ -193,26 +187,9 @@ def _served_as(family: str) -> str:
     return "ngram" if family == SYNTHETIC else family
 
 
-def at_batch(servings: list[Serving], batch: int) -> Serving:
-    """The costs of serving at a batch size, interpolated between the profile's two."""
-    low = servings[0]
-    high = servings[-1]
-    share = min(max((batch - low.batch) / max(high.batch - low.batch, 1), 0.0), 1.0)
-    names = ("client_s", "round_trip_s", "jitter_s", "slowness", "message_s", "interference")
-    between = {
-        name: getattr(low, name) + share * (getattr(high, name) - getattr(low, name))
-        for name in names
-    }
-    return low.model_copy(update=between)
-
-
 def _costs(experiment: Experiment, profile: Profile, served: str) -> Costs:
     """The profile's table while it serves in this way."""
-    own = profile.at(served)
-    plains = profile.at("plain")
-    low, high = (plain.with_host_times(s) for plain, s in zip(plains, own, strict=True))
-    message_s = at_batch(own, experiment.workload.under_way).message_s
-    found = with_messages(busy(profile.costs, low, high), message_s)
+    found = profile.costs_at(served, experiment.workload.under_way)
     made = {
         f"{SYNTHETIC} {name}": DraftingCost(
             round_s=0.0, token_s={1: float(drafter.settings.get("token_ms", 0.0)) / 1000}
@@ -248,7 +225,7 @@ def _specs(
 
 def _placed(experiment: Experiment, drafter: Drafter, profile: Profile) -> dict[str, Any]:
     """The effects of a drafter's place on its own speed and on the target's."""
-    serving = at_batch(profile.at(_served_as(drafter.family)), experiment.workload.under_way)
+    serving = profile.serving_at(_served_as(drafter.family), experiment.workload.under_way)
     if drafter.host != experiment.target.host:
         return {"interference": 0.0, "slowness": 1.0}
     if drafter.device != "cpu":
@@ -278,7 +255,7 @@ def _linked(
     """
     if drafter.in_process:
         return {"round_trip_ms": 0.0}
-    serving = at_batch(profile.at(_served_as(drafter.family)), experiment.workload.under_way)
+    serving = profile.serving_at(_served_as(drafter.family), experiment.workload.under_way)
     own_ms = 1000 * serving.round_trip_s
     found = {"round_trip_ms": own_ms, "jitter_ms": 1000 * serving.jitter_s}
     if link is not None:

@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from rich.console import Console
 
@@ -22,7 +21,8 @@ from outrider_bench.experiment.report.results import read
 from outrider_bench.experiment.schedule import ways_of
 from outrider_bench.experiment.spec import Cell, Experiment, Target, drafters_of, load
 from outrider_bench.experiment.traffic import Encoder
-from outrider_bench.experiment.unmeasured import profile_of
+from outrider_bench.experiment.unmeasured import load_profile, profile_of
+from outrider_bench.simulator.recorded import RecordedRequest
 from outrider_bench.simulator.simulation import Simulation
 
 
@@ -34,9 +34,10 @@ def run(file: Path, paths: Sequence[Path], validate: Path | None, out: Path) -> 
     """
     console = console_for_output()
     experiment = load(file)
-    profiles = (
-        [profile_of(experiment)] if experiment.costs else [Profile.load(path) for path in paths]
-    )
+    if experiment.costs:
+        profiles = [profile_of(experiment.costs, experiment.target)]
+    else:
+        profiles = [load_profile(str(path), "--profile") for path in paths]
     folder = _own(out, experiment, profiles) if validate is None else _run(validate, experiment)
     predict(experiment.cells(), profiles, folder, console)
     if validate is not None:
@@ -134,25 +135,20 @@ class Predictor:
     def _simulate(self, experiment: Experiment, way: str, profile: Profile) -> Measurement:
         target = experiment.target
         load = load_of(experiment, self._encoder(target))
-        with TemporaryDirectory() as directory:
-            recording = Path(directory, "requests.jsonl")
-            recorder = self._recorder(experiment)
-            recording.write_text(_recorded(recorder, load))
-            scenario = scenario_of(experiment, way, profile, load, Path(directory))
-            turns = target.count if experiment.workload.verifiers == "in-turn" else 1
-            samples, errors = [], list[str]()
-            links: dict[str, LinkTraffic] = {}
-            redis: dict[tuple[int, ...], list[int]] = {}
-            for _ in range(turns):
-                simulation = Simulation(
-                    scenario, scenario.loads[0], drafting=bool(scenario.drafters)
-                )
-                simulation.redis_entries = redis
-                simulation.world.offers = recorder.offers
-                outcome = simulation.run()
-                samples += list(outcome.by_verifier.values())
-                errors += outcome.errors
-                _add_traffic(links, experiment, simulation)
+        recorder = self._recorder(experiment)
+        scenario = scenario_of(experiment, way, profile, load, _recorded(recorder, load))
+        turns = target.count if experiment.workload.verifiers == "in-turn" else 1
+        samples, errors = [], list[str]()
+        links: dict[str, LinkTraffic] = {}
+        redis: dict[tuple[int, ...], list[int]] = {}
+        for _ in range(turns):
+            simulation = Simulation(scenario, scenario.loads[0], drafting=bool(scenario.drafters))
+            simulation.redis_entries = redis
+            simulation.world.offers = recorder.offers
+            outcome = simulation.run()
+            samples += list(outcome.by_verifier.values())
+            errors += outcome.errors
+            _add_traffic(links, experiment, simulation)
         return Measurement(way, samples, links=links, errors=errors)
 
     def _recorder(self, experiment: Experiment) -> Recorder:
@@ -173,15 +169,14 @@ class Predictor:
         return self._encoders[target.model]
 
 
-def _recorded(recorder: Recorder, load: Load) -> str:
-    """The requests of a load, as a recording has them."""
+def _recorded(recorder: Recorder, load: Load) -> list[RecordedRequest]:
+    """The requests of a load with their answers."""
     asked = [*load.warm_up, *load.measured]
     recorded = recorder.record([(kind, prompt, length) for _, kind, prompt, length in asked])
-    timed = [
+    return [
         request.model_copy(update={"time": at})
         for request, (at, *_) in zip(recorded, asked, strict=True)
     ]
-    return "\n".join([request.model_dump_json() for request in timed])
 
 
 def _add_traffic(

@@ -6,14 +6,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from outrider_bench.experiment.calibration import Served
 from outrider_bench.experiment.records import Machine
-from outrider_bench.experiment.serving import ProfiledHead, Serving
+from outrider_bench.experiment.serving import ProfiledHead, Serving, busy, with_messages
 from outrider_bench.simulator.costs import Costs
 from outrider_bench.simulator.scenario import Share
-from outrider_bench.yaml_file import first_problem
+
+NEVER = "never"
+"""When the profile of a cost table was measured."""
 
 
 class Conditions(BaseModel):
@@ -61,9 +63,14 @@ class Profile(BaseModel):
     conditions: Conditions | None = None
     """None in profiles of versions that did not record it."""
     served: list[Served] = Field(default_factory=list)
-    serving: list[Serving] = Field(default_factory=list)
+    serving: list[Serving] = Field(min_length=2)
     acceptance: dict[str, Share] = Field(default_factory=dict)
     """Chance that a draft token is accepted if those before it are, by family."""
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether it was measured; else it is that of a cost table, see `unmeasured`."""
+        return self.measured_at != NEVER
 
     @property
     def cores(self) -> list[int]:
@@ -78,24 +85,46 @@ class Profile(BaseModel):
             return source
         return f"{source}, measured {self.conditions.described(self.cores)}"
 
-    def at(self, way: str) -> list[Serving]:
-        """The costs of serving in this way, the smallest batch first."""
+    def serving_at(self, way: str, batch: int) -> Serving:
+        """The costs of serving in this way, interpolated between the two batch sizes measured."""
+        low, high = self._at(way)
+        share = min(max((batch - low.batch) / max(high.batch - low.batch, 1), 0.0), 1.0)
+        names = ("client_s", "round_trip_s", "jitter_s", "slowness", "message_s", "interference")
+        between = {
+            name: getattr(low, name) + share * (getattr(high, name) - getattr(low, name))
+            for name in names
+        }
+        return low.model_copy(update=between)
+
+    def costs_at(self, way: str, batch: int) -> Costs:
+        """The cost table while the machine serves in this way."""
+        low, high = (
+            plain.with_host_times(own)
+            for plain, own in zip(self._at("plain"), self._at(way), strict=True)
+        )
+        return with_messages(busy(self.costs, low, high), self.serving_at(way, batch).message_s)
+
+    def _at(self, way: str) -> tuple[Serving, Serving]:
+        """The costs of serving in this way at the smallest and the largest batch.
+
+        For a way that was not measured, these are plain decoding's, with the table's link.
+        """
         found = [serving for serving in self.serving if serving.way == way]
-        return sorted(found, key=lambda serving: serving.batch)
+        if not found:
+            link = self.costs.host_link
+            network = {
+                "way": way,
+                "round_trip_s": link.round_trip_ms / 1000,
+                "jitter_s": link.jitter_ms / 1000,
+            }
+            plains = [serving for serving in self.serving if serving.way == "plain"]
+            found = [plain.model_copy(update=network) for plain in plains]
+        found.sort(key=lambda serving: serving.batch)
+        return found[0], found[-1]
 
     def save(self, path: Path) -> None:
         """Write the file."""
         path.write_text(self.model_dump_json(indent=1) + "\n")
-
-    @classmethod
-    def load(cls, path: Path) -> Profile:
-        """Read a file; raises ValueError that names the file, the field and the problem."""
-        try:
-            return cls.model_validate_json(path.read_text())
-        except OSError as error:
-            raise ValueError(f"profile {path}: {error.strerror}") from error
-        except ValidationError as error:
-            raise ValueError(f"profile {path}: {first_problem(error)}") from error
 
 
 def described(machine: Machine) -> dict[str, Any]:

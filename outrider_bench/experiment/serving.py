@@ -10,7 +10,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -108,11 +107,12 @@ def busy(costs: Costs, one: Serving, many: Serving) -> Costs:
 
 
 def with_messages(costs: Costs, message_s: float) -> Costs:
-    """The table with forwards that lose `message_s` to each message of a drafter."""
+    """The table with forwards that lose `message_s` more to each message of a drafter."""
     drafting = {
-        name: {**cost.model_dump(), "message_s": message_s} for name, cost in costs.drafting.items()
+        name: cost.model_copy(update={"message_s": cost.message_s + message_s})
+        for name, cost in costs.drafting.items()
     }
-    return Costs.model_validate({**costs.model_dump(), "drafting": drafting})
+    return costs.model_copy(update={"drafting": drafting})
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,30 +225,23 @@ class _Fitter:
     def _simulate(self, served: Served, plains: list[Serving], fitted: Serving) -> _Simulated:
         task = task_of(self._target, served.batch)
         asked = [("", *request) for request in zip(task.prompts, task.lengths, strict=True)] * 2
-        lines = [request.model_dump_json() for request in self._recorder.record(asked)]
         low, high = (plain.with_host_times(fitted) for plain in plains)
-        busy_costs = with_messages(busy(self._costs, low, high), fitted.message_s)
-        with TemporaryDirectory() as directory:
-            table = Path(directory, "costs.json")
-            recording = Path(directory, "requests.jsonl")
-            table.write_text(busy_costs.model_dump_json())
-            recording.write_text("\n".join(lines))
-            scenario = Scenario.model_validate(
-                {
-                    "costs": str(table),
-                    "recording": str(recording),
-                    "warm_up": len(task.prompts),
-                    "seconds": 3600.0,
-                    "sequences": [served.batch],
-                    "client_ms": 1000 * fitted.client_s,
-                    "prefix_caching": False,
-                    "drafters": [drafter_of(served.way, fitted, self._head)],
-                    "hidden_size": self._head.hidden_size if self._head is not None else 1,
-                }
-            )
-            simulation = Simulation(scenario, served.batch, verifier=_TimedVerifier)
-            simulation.world.offers = self._recorder.offers
-            return _steps_of(simulation)
+        scenario = Scenario.model_validate(
+            {
+                "costs": with_messages(busy(self._costs, low, high), fitted.message_s),
+                "recording": self._recorder.record(asked),
+                "warm_up": len(task.prompts),
+                "seconds": 3600.0,
+                "sequences": [served.batch],
+                "client_ms": 1000 * fitted.client_s,
+                "prefix_caching": False,
+                "drafters": [drafter_of(served.way, fitted, self._head)],
+                "hidden_size": self._head.hidden_size if self._head is not None else 1,
+            }
+        )
+        simulation = Simulation(scenario, served.batch, verifier=_TimedVerifier)
+        simulation.world.offers = self._recorder.offers
+        return _steps_of(simulation)
 
 
 def _bounded_ratio(wanted: float, found: float) -> float:

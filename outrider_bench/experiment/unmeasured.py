@@ -1,68 +1,85 @@
-"""Makes a profile of hardware that is not here: a cost table, and defaults for everything else."""
+"""Reads profiles, and makes one of hardware that is not here: a cost table, and defaults."""
 
 from __future__ import annotations
 
-from typing import Any
+import json
+
+from pydantic import ValidationError
 
 from outrider_bench.experiment.calibration import BATCHES
 from outrider_bench.experiment.cell_scenarios import threads_of
-from outrider_bench.experiment.profile_record import Profile, described
+from outrider_bench.experiment.profile_record import NEVER, Profile, described
 from outrider_bench.experiment.records import Machine
 from outrider_bench.experiment.serving import Serving
-from outrider_bench.experiment.spec import Experiment
+from outrider_bench.experiment.spec import Target
 from outrider_bench.simulator import costs
+from outrider_bench.yaml_file import first_problem
 
 TOPOLOGIES: dict[str, dict[int, list[int]]] = {"gb200": {0: [*range(72)], 1: [*range(72, 144)]}}
 """Cores by NUMA node, by cost table: those of the two Grace CPUs of a GB200 board."""
 _ONE_NODE = {0: [*range(64)]}
-_WAYS = ("plain", "ngram", "model")
 
 
-def profile_of(experiment: Experiment) -> Profile:
-    """The profile of the hardware of the experiment's cost table.
+def load_profile(name: str, field: str) -> Profile:
+    """Read a profile or a cost table from a file, or a cost table that comes with the simulator.
 
-    Forwards and drafting are the table's. Serving slows nothing down, drafters on other cores take
-    nothing from the target, and two processes on the same cores have half their speed. Raises
-    ValueError that names the field.
+    Raises ValueError that names the field, and the wrong field of the file.
     """
     try:
-        table = costs.load(str(experiment.costs))
+        path = costs.path_of(name)
+        data = json.loads(path.read_text())
+    except OSError as error:
+        raise ValueError(f"{field}: {name} cannot be read: {error.strerror}") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{field}: {name} is not JSON: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"{field}: {error}") from error
+    try:
+        # A cost table has forwards; a profile has them in its cost table.
+        if isinstance(data, dict) and "forwards" in data:
+            return profile_of(name, Target.model_validate({}))
+        return Profile.model_validate(data)
+    except ValidationError as error:
+        raise ValueError(f"{field}: {name}: {first_problem(error)}") from error
+
+
+def profile_of(name: str, target: Target) -> Profile:
+    """The profile of the hardware of a cost table, for a target.
+
+    Forwards, drafting and the host's work are the table's. Serving slows nothing down, drafters on
+    other cores take nothing from the target, and two processes on the same cores have half their
+    speed. Raises ValueError that names the field.
+    """
+    try:
+        table = costs.load(name)
+    except ValidationError:
+        raise
     except ValueError as error:
         raise ValueError(f"costs: {error}") from error
-    nodes = TOPOLOGIES.get(str(experiment.costs), _ONE_NODE)
+    nodes = TOPOLOGIES.get(name, _ONE_NODE)
     cores = [core for node in nodes.values() for core in node]
-    round_trip_s = table.host_link.round_trip_ms / 1000
-    target = experiment.target
+    machine = Machine(f"{name}, assumed", table.source, cores, nodes, 0, 0.0, [], "", "", "")
     return Profile(
-        machine=_machine(str(experiment.costs), table.source, nodes),
+        machine=described(machine),
         fingerprint="assumed",
         commit="none",
-        measured_at="never",
+        measured_at=NEVER,
         target=str(target.model) + (" grown" if target.grown else ""),
         draft="models/draft",
         dtype=target.dtype,
         threads=threads_of(target, cores),
         how={"costs": table.source},
         costs=table,
-        serving=[_serving(way, batch, round_trip_s) for way in _WAYS for batch in BATCHES],
+        serving=[
+            Serving(
+                way="plain",
+                batch=batch,
+                sequences=batch,
+                slowdown=1.0,
+                before_s=table.plan_step_s + batch * table.plan_sequence_s,
+                after_s=table.host_step_s + batch * table.host_sequence_s,
+                client_s=0.0005,
+            )
+            for batch in BATCHES
+        ],
     )
-
-
-def _serving(way: str, batch: int, round_trip_s: float) -> Serving:
-    return Serving(
-        way=way,
-        batch=batch,
-        sequences=batch,
-        slowdown=1.0,
-        before_s=0.0,
-        after_s=0.0,
-        client_s=0.0005,
-        round_trip_s=0.0 if way == "plain" else round_trip_s,
-    )
-
-
-def _machine(name: str, source: str, nodes: dict[int, list[int]]) -> dict[str, Any]:
-    """The description of the machine, as a run's folder has it."""
-    cores = [core for node in nodes.values() for core in node]
-    host = f"{name}, assumed"
-    return described(Machine(host, source, cores, nodes, 0, 0.0, [], "", "", ""))

@@ -162,5 +162,5 @@ def path_of(name: str) -> Path:
         path = Path(name)
     if not path.is_file():
         known = ", ".join(sorted(file.stem for file in DIRECTORY.glob("*.json")))
-        raise ValueError(f"costs must be {known} or a file, not {name!r}")
+        raise ValueError(f"must be {known} or a file, not {name!r}")
     return path

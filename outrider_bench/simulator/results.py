@@ -10,7 +10,6 @@ from rich.table import Table
 
 from outrider_bench.console import console_for_output, progress
 from outrider_bench.report import Results, tables, write
-from outrider_bench.simulator import costs
 from outrider_bench.simulator.scenario import Scenario
 from outrider_bench.simulator.simulation import Outcome, simulate
 
@@ -43,8 +42,8 @@ def outcomes(scenario: Scenario) -> dict[tuple[int, str], Outcome]:
 def record(scenario: Scenario, found: dict[tuple[int, str], Outcome]) -> dict[str, Any]:
     """The JSON record: the bench's record, and the figures of each outcome."""
     return {
-        "machine": f"simulated; costs: {costs.load(scenario.costs).source}",
-        "scenario": scenario.model_dump(mode="json"),
+        "machine": f"simulated; costs: {scenario.costs.source}",
+        "scenario": scenario.model_dump(mode="json", exclude={"recording"}),
         "pairs": {scenario.name: _results(scenario, found).as_json()},
         "simulated": [
             {"batch": load, "way": way, **outcome.as_json()}

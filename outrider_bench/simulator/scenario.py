@@ -10,6 +10,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from outrider.protocol.draft_tokens_policy import DraftTokensSetting
 from outrider_bench.simulator import costs
+from outrider_bench.simulator.costs import Costs
+from outrider_bench.simulator.recorded import RecordedRequest, read_recording
 
 
 def _as_list(value: object) -> object:
@@ -18,6 +20,14 @@ def _as_list(value: object) -> object:
 
 def _by_kind(value: object) -> object:
     return value if isinstance(value, dict) else {"": value}
+
+
+def _table(value: object) -> object:
+    return costs.load(value) if isinstance(value, str) else value
+
+
+def _requests(value: object) -> object:
+    return list(read_recording(Path(value))) if isinstance(value, str | Path) else value
 
 
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -168,8 +178,10 @@ class Scenario(_Part):
     seconds: float = Field(60.0, gt=0)
     """Simulated time; shorter if all requests have ended."""
 
-    costs: str = "epyc-2-cores"
-    """Cost table: one that comes with the simulator, or a file."""
+    costs: Annotated[Costs, BeforeValidator(_table)] = Field(
+        default_factory=lambda: costs.load("epyc-2-cores")
+    )
+    """Cost table: the name of one that comes with the simulator, or a file."""
 
     noise: float = Field(0.0, ge=0, lt=1)
     """Greatest random change of a forward's time, as a share of it."""
@@ -188,10 +200,10 @@ class Scenario(_Part):
     rate: float = Field(1.0, gt=0)
     """Requests each second of poisson arrivals."""
 
-    recording: Path | None = None
-    """Recorded requests: a JSON object a line, with prompt_tokens, output_tokens and optionally
-    time, kind and guesses. Recorded arrivals send each at its time; closed arrivals send them in
-    turn until there are no more."""
+    recording: Annotated[list[RecordedRequest] | None, BeforeValidator(_requests)] = None
+    """File of recorded requests: a JSON object a line, with prompt_tokens, output_tokens and
+    optionally time, kind and guesses. Recorded arrivals send each at its time; closed arrivals send
+    them in turn until there are no more."""
 
     warm_up: int = Field(0, ge=0)
     """Requests at the beginning of the recording that are not measured. They are closed arrivals.
@@ -255,13 +267,12 @@ class Scenario(_Part):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        table = costs.load(self.costs)
         verifiers = {f"verifier-{i + 1}" for i in range(self.verifiers)}
         names = [drafter.name for drafter in self.drafters]
         if len(set(names)) < len(names) or verifiers & set(names):
             raise ValueError("drafters must have names of their own")
         for drafter in self.drafters:
-            _check_one_of("drafters.cost", drafter.cost, table.drafting)
+            _check_one_of("drafters.cost", drafter.cost, self.costs.drafting)
             _check_one_of("drafters.verifier", drafter.verifier, verifiers)
         for event in self.schedule:
             actors = {*verifiers, *names}

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 from outrider_bench.sample import Sample, counter_keys
-from outrider_bench.simulator import costs
 from outrider_bench.simulator.drafter import DrafterActor
 from outrider_bench.simulator.events import Events
 from outrider_bench.simulator.production import Process, SimulatedRedis
@@ -67,7 +66,6 @@ class Simulation:
         self.drafters: dict[str, DrafterActor] = {}
         self._scenario = scenario
         self._verifier_type = verifier
-        self._costs = costs.load(scenario.costs)
         # The counters of each verifier when the measurement began.
         self._counted: dict[str, dict[str, float]] = {}
         self._processes: dict[str, Process] = {}
@@ -113,9 +111,7 @@ class Simulation:
     # --- the schedule ---
 
     def _start_verifier(self, name: str) -> None:
-        self.verifiers[name] = self._verifier_type(
-            self.events, name, self._scenario, self._costs, self.world
-        )
+        self.verifiers[name] = self._verifier_type(self.events, name, self._scenario, self.world)
 
     def _join(self, spec: DrafterSpec) -> None:
         verifier = self.verifiers[spec.verifier]
@@ -125,7 +121,7 @@ class Simulation:
             if spec.redis_ms is not None:
                 redis = SimulatedRedis(spec.redis_ms / 1000, self.redis_entries)
             self.drafters[spec.name] = DrafterActor(
-                self.events, spec, self._costs, self.world, verifier, process, redis
+                self.events, spec, self._scenario.costs, self.world, verifier, process, redis
             )
 
     def _apply(self, event: Event) -> None:

@@ -18,7 +18,7 @@ from outrider.protocol.messages import (
 )
 from outrider_bench.simulator.events import Events
 from outrider_bench.simulator.gateway import GatewayActor
-from outrider_bench.simulator.recorded import RecordedRequest, read_recording
+from outrider_bench.simulator.recorded import RecordedRequest
 from outrider_bench.simulator.scenario import Scenario
 from outrider_bench.simulator.verifier import VerifierActor
 from outrider_bench.simulator.world import FIRST_MARK, Text, World
@@ -78,9 +78,7 @@ class Traffic:
         self._lengths = world.random("lengths")
         # The marks of recorded prompts: equal prompts have equal marks.
         self._marks: dict[tuple[int, ...], int] = {}
-        self._recording: list[RecordedRequest] = []
-        if scenario.recording is not None:
-            self._recording = list(read_recording(scenario.recording))
+        self._recording = scenario.recording or []
         self._warm_up = min(scenario.warm_up, len(self._recording))
         # Clients that wait for the end of the warm-up.
         self._waiting = 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from outrider.lm.pages import PagePool
 from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
-from outrider_bench.simulator.costs import Costs
 from outrider_bench.simulator.engine_actor import EngineActor
 from outrider_bench.simulator.events import Events
 from outrider_bench.simulator.heads import SimulatedStates
@@ -31,12 +30,12 @@ class VerifierActor(EngineActor):
         events: Events,
         name: str,
         scenario: Scenario,
-        costs: Costs,
         world: World,
     ) -> None:
         super().__init__(events)
         self.name = name
         self.hidden_size = scenario.hidden_size
+        costs = scenario.costs
         self.metrics = Metrics(name)
         self.target = SimulatedTarget(events, costs, world.random("noise", name), scenario.noise)
         self.pool = PagePool(

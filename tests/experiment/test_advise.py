@@ -18,17 +18,17 @@ from outrider_bench.experiment.advice import (
     BatchAdvice,
     Place,
     Simulated,
+    Simulator,
     Situation,
     advise,
     compare,
     halved,
     longest_that_pays,
-    simulating,
 )
 from outrider_bench.experiment.calibration import Served, Step
-from outrider_bench.experiment.machine_costs import at_batch, elsewhere, load
 from outrider_bench.experiment.profile_record import Conditions, Profile
-from outrider_bench.experiment.situations import situations_of
+from outrider_bench.experiment.situations import situation_of, situations_of
+from outrider_bench.experiment.unmeasured import load_profile
 from outrider_bench.simulator import costs
 from tests.experiment.made_up_profile import made_up_profile
 
@@ -177,16 +177,20 @@ def test_verdicts_are_those_made_by_hand(name: str, tmp_path: Path) -> None:
     if isinstance(costs, Profile):
         costs.save(tmp_path / "profile.json")
         costs = str(tmp_path / "profile.json")
-    asked: list[Question] = []
-    read = command(Question, "advise", asked.append)
-    invoke(read, "advise", ["--costs", costs, "--batch", "1", *flags])
-    [situation] = situations_of(asked[0])
-    with simulating(situation) as simulator:
-        found = compare(situation, simulator)
+    asked = _question("--costs", costs, "--batch", "1", *flags)
+    [situation] = situations_of(asked, load_profile(costs, "costs"))
+    found = compare(situation, Simulator(situation))
     assert found.verdict == verdict
     assert bool(found.doubt) == name.startswith("contradictory")
     said = advice_text.answer("model", [found])
     assert ("contradicts itself" in said) == name.startswith("contradictory")
+
+
+def _question(*flags: str) -> Question:
+    asked: list[Question] = []
+    given = ["--costs", "unread", "--round-trip-ms", "2", *flags]
+    invoke(command(Question, "advise", asked.append), "advise", given)
+    return asked[0]
 
 
 def _fake(batch: int, *, here: float = 1.0, far: float = 1.1) -> BatchAdvice:
@@ -237,8 +241,7 @@ def test_drafting_pays_from_the_break_even_acceptance_on(gpu: list[BatchAdvice])
 
 
 def _far_speed(asked: Situation) -> float:
-    with simulating(asked) as simulator:
-        return simulator.run(asked.far, asked.acceptance).speed
+    return Simulator(asked).run(asked.far, asked.acceptance).speed
 
 
 @pytest.mark.slow
@@ -246,7 +249,7 @@ def test_json_has_all_of_it_and_no_infinity(
     gpu: list[BatchAdvice], distant: list[BatchAdvice]
 ) -> None:
     for found in (gpu, distant, [_fake(1)]):
-        text = json.dumps(advice_text.as_json("model", found), allow_nan=False)
+        text = json.dumps(advice_text.as_json("model", found, made_up_profile()), allow_nan=False)
         data = json.loads(text)
         assert data["answer"] == advice_text.answer("model", found)
         assert [batch["batch"] for batch in data["batches"]] == [batch.batch for batch in found]
@@ -266,8 +269,7 @@ def test_the_limit_is_the_one_whose_halving_brings_most() -> None:
         "the target's saturation": situation(0.0, 0.95, 32, CPU),
     }
     for limit, case in cases.items():
-        with simulating(case) as simulator:
-            speeds = halved(simulator, case.far, case.acceptance)
+        speeds = halved(Simulator(case), case.far, case.acceptance)
         assert max(speeds, key=lambda name: speeds[name]) == limit
 
 
@@ -278,29 +280,39 @@ def test_a_cost_table_is_read_by_name_and_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "table.json"
     file.write_text(GPU.model_dump_json())
     for name in ("assumed-gpu", str(file)):
-        assert load(name).model_dump() == GPU.model_dump()
+        assert load_profile(name, "costs").costs.model_dump() == GPU.model_dump()
 
 
 def test_a_cost_table_s_own_link_is_the_round_trip_on_its_host() -> None:
-    found = {
-        name: at_batch(load(name), "model", 1).round_trip_ms for name in ("gb200", "assumed-gpu")
-    }
-    assert found == {"gb200": 0.23, "assumed-gpu": 0.4}
+    profiles = [load_profile(name, "costs") for name in ("gb200", "assumed-gpu")]
+    found = [1000 * profile.serving_at("model", 1).round_trip_s for profile in profiles]
+    assert found == pytest.approx([0.23, 0.4])
+
+
+def test_a_cost_table_s_host_works_as_long_beside_drafters() -> None:
+    profile = load_profile("assumed-gpu", "costs")
+    for way in ("plain", "model"):
+        found = profile.costs_at(way, 4)
+        times = (found.host_step_s, found.host_sequence_s, found.plan_step_s)
+        assert times == pytest.approx((GPU.host_step_s, GPU.host_sequence_s, GPU.plan_step_s))
 
 
 def test_a_profile_gives_the_costs_of_a_machine_that_serves(tmp_path: Path) -> None:
     file = tmp_path / "profile.json"
     made_up_profile(acceptance={"model": 0.75}).save(file)
-    one, many = (at_batch(load(str(file)), "model", batch) for batch in (1, 8))
+    profile = load_profile(str(file), "costs")
+    one, many = situations_of(_question("--batch", "1,8"), profile)
     # Forwards of eight sequences take 10 % longer while the machine serves.
-    assert one.plain.forward_s(1, 1) == pytest.approx(0.004)
-    assert many.plain.forward_s(8, 8) == pytest.approx(0.0066)
-    assert (one.round_trip_ms, one.interference) == (pytest.approx(0.5), pytest.approx(0.2))
-    assert one.slowness_on_target_cores == 2.0
+    assert one.plain_costs.forward_s(1, 1) == pytest.approx(0.004)
+    assert many.plain_costs.forward_s(8, 8) == pytest.approx(0.0066)
+    assert (one.near.round_trip_ms, one.near.interference) == pytest.approx((0.5, 0.2))
+    assert one.places[0].slowness == 2.0
     assert (one.acceptance, many.acceptance) == (0.75, 0.75)
-    assert at_batch(load(str(file)), "ngram", 1).acceptance is None
+    with pytest.raises(ValueError, match="acceptance: give --acceptance"):
+        situation_of(_question("--drafter", "ngram"), profile, 1)
     # A draft model elsewhere on the machine has the costs of serving of one on one core.
-    assert at_batch(load(str(file)), "model-72", 1).interference == pytest.approx(0.2)
+    wide = situation_of(_question("--drafter", "model-72"), profile, 1)
+    assert wide.near.interference == pytest.approx(0.2)
 
 
 def test_lookups_guess_from_the_text_before() -> None:
@@ -322,10 +334,9 @@ def test_drafters_of_the_bundled_pair_guess_many_tokens_right() -> None:
 
 
 def test_a_drafter_on_another_host_costs_the_target_no_messages() -> None:
-    table = at_batch(made_up_profile(), "model", 1).drafted
-    assert table.drafting["model"].message_s == pytest.approx(0.00005)
-    assert table.drafting[elsewhere(table, "model")].message_s == 0.0
-    assert elsewhere(GPU, "model") == "model"
+    found = situation_of(_question("--acceptance", "0.8"), made_up_profile(), 1)
+    costs = [found.costs.drafting[place.cost].message_s for place in (found.near, found.far)]
+    assert costs == pytest.approx([0.00005, 0.0])
 
 
 BASE = ["--costs", "assumed-gpu", "--round-trip-ms", "2", "--acceptance", "0.8"]
@@ -341,8 +352,8 @@ BASE = ["--costs", "assumed-gpu", "--round-trip-ms", "2", "--acceptance", "0.8"]
         ([*BASE, "--round-trip-ms", "2000"], "round-trip-ms: must be less than or equal to 1000"),
         ([*BASE, "--batch", "0"], "batch.0: must be greater than or equal to 1"),
         ([*BASE, "--batch", "512"], "batch.0: must be less than or equal to 256"),
-        ([*BASE, "--costs", "h900"], "costs must be assumed-gpu, "),
-        ([*BASE, "--costs", "nowhere.json"], "costs must be assumed-gpu, "),
+        ([*BASE, "--costs", "h900"], "costs: must be assumed-gpu, "),
+        ([*BASE, "--costs", "nowhere.json"], "costs: must be assumed-gpu, "),
         ([*BASE, "--drafter", "eagle"], "drafter: must be one of model, ngram of the cost table"),
         ([*BASE, "--cpu-drafter", "eagle"], "cpu-drafter: must be one of model, ngram"),
         ([*BASE, "--speed", "2"], "there is no setting --speed"),

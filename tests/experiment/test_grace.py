@@ -23,7 +23,7 @@ def test_the_profile_has_the_cores_of_the_recorded_board(tmp_path: Path) -> None
     recorded = Topology.read(gb200(tmp_path))
     with_cores = {node: cores for node, cores in recorded.nodes.items() if cores}
     assert TOPOLOGIES["gb200"] == with_cores
-    assert profile_of(GRACE).cores == recorded.online
+    assert profile_of("gb200", GRACE.target).cores == recorded.online
 
 
 @pytest.mark.parametrize("name", ["grace", "other-host"])
@@ -39,7 +39,7 @@ def test_no_drafter_runs_on_the_verifiers_cores() -> None:
 
 
 def test_the_table_prices_every_drafter_of_the_experiment() -> None:
-    profile = profile_of(GRACE)
+    profile = profile_of("gb200", GRACE.target)
     assert profile.costs.source == costs.load("gb200").source
     for drafter in GRACE.drafters.values():
         assert cost_of(drafter, profile.cores) in profile.costs.drafting
@@ -71,15 +71,15 @@ def test_draft_times_are_those_of_the_published_bandwidths_and_rates(name: str) 
 
 
 def test_a_profile_without_a_machine_says_so() -> None:
-    profile = profile_of(GRACE)
+    profile = profile_of("gb200", GRACE.target)
     assert not profile.costs.measured
     assert profile.machine["host"] == "gb200, assumed"
     assert profile.served == []
 
 
 def test_an_unknown_cost_table_is_named() -> None:
-    with pytest.raises(ValueError, match=r"costs must be .*gb200.* or a file, not 'abacus'"):
-        profile_of(GRACE.model_copy(update={"costs": "abacus"}))
+    with pytest.raises(ValueError, match=r"costs: must be .*gb200.* or a file, not 'abacus'"):
+        profile_of("abacus", GRACE.target)
 
 
 def test_a_way_of_drafting_that_the_table_lacks_is_named() -> None:
@@ -90,7 +90,7 @@ def test_a_way_of_drafting_that_the_table_lacks_is_named() -> None:
     with pytest.raises(
         ValueError, match=r"drafters\.gpu\.cost: must be one of model, model-0\.5b, "
     ):
-        Predictor([profile_of(GRACE)]).measurement(Cell({}, experiment), DRAFTED)
+        Predictor([profile_of("gb200", GRACE.target)]).measurement(Cell({}, experiment), DRAFTED)
 
 
 def test_a_profile_of_the_board_fits_the_experiment_that_is_run_there(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_hardware_that_is_not_here_is_not_run(capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.slow
 def test_the_gpu_drafts_faster_than_grace_and_grace_faster_than_none() -> None:
-    predictor = Predictor([profile_of(GRACE)])
+    predictor = Predictor([profile_of("gb200", GRACE.target)])
     speeds = {
         (name, way): predictor.measurement(cell, way).tokens_per_s
         for name in ("gpu", "grace")

@@ -13,7 +13,7 @@ from outrider_bench.experiment.recording import Recorder
 from outrider_bench.experiment.records import DRAFTED, PLAIN, Folder, Measurement
 from outrider_bench.experiment.spec import Cell, Experiment
 from outrider_bench.experiment.traffic import Encoder
-from outrider_bench.simulator.costs import load as load_costs
+from outrider_bench.simulator.recorded import RecordedRequest
 from outrider_bench.simulator.scenario import Scenario
 from tests.experiment.made_up_profile import COSTS, made_up_profile
 
@@ -51,41 +51,39 @@ def cell(**more: Any) -> Cell:
     return only
 
 
-def scenario(tmp_path: Path, way: str = DRAFTED, **more: Any) -> Scenario:
+def scenario(way: str = DRAFTED, **more: Any) -> Scenario:
     experiment = cell(**more).experiment
     load = load_of(experiment, Encoder(Path("models/target")))
-    (tmp_path / "requests.jsonl").write_text(
-        "\n".join(json.dumps({"prompt_tokens": 1, "output_tokens": 1}) for _ in range(9))
-    )
-    return scenario_of(experiment, way, made_up_profile(), load, tmp_path)
+    recording = [RecordedRequest(prompt_tokens=1, output_tokens=1)] * 9
+    return scenario_of(experiment, way, made_up_profile(), load, recording)
 
 
-def test_a_link_of_the_cell_is_added_to_the_profiles_round_trip(tmp_path: Path) -> None:
-    [drafter] = scenario(tmp_path).drafters
+def test_a_link_of_the_cell_is_added_to_the_profiles_round_trip() -> None:
+    [drafter] = scenario().drafters
     # 0.5 ms as served over TCP, and 20 ms.
     assert drafter.round_trip_ms == pytest.approx(0.5 + 20)
     assert (drafter.jitter_ms, drafter.mbit_s, drafter.loss) == (1, 8, 0.01)
 
 
-def test_a_lookup_in_redis_takes_the_links_round_trip(tmp_path: Path) -> None:
-    [drafter] = scenario(tmp_path, use=["pool"]).drafters
+def test_a_lookup_in_redis_takes_the_links_round_trip() -> None:
+    [drafter] = scenario(use=["pool"]).drafters
     assert drafter.redis_ms == pytest.approx(20 + 0.5)
 
 
-def test_a_drafter_on_the_targets_core_takes_all_of_its_time_from_forwards(tmp_path: Path) -> None:
-    [drafter] = scenario(tmp_path, use=["pinned"], target={"threads": 1, "cores": "0"}).drafters
+def test_a_drafter_on_the_targets_core_takes_all_of_its_time_from_forwards() -> None:
+    [drafter] = scenario(use=["pinned"], target={"threads": 1, "cores": "0"}).drafters
     assert (drafter.on_target_cores, drafter.interference, drafter.slowness) == (True, 1.0, 2.0)
 
 
-def test_a_drafter_on_other_cores_has_the_calibrated_interference(tmp_path: Path) -> None:
-    [drafter] = scenario(tmp_path, use=["near"]).drafters
+def test_a_drafter_on_other_cores_has_the_calibrated_interference() -> None:
+    [drafter] = scenario(use=["near"]).drafters
     assert not drafter.on_target_cores
     assert drafter.interference == 0.2
     assert drafter.drafts_by == "model"
 
 
-def test_a_heads_states_and_its_place_are_those_of_the_profile_and_the_cell(tmp_path: Path) -> None:
-    found = [scenario(tmp_path, use=[name]) for name in ("head", "inside")]
+def test_a_heads_states_and_its_place_are_those_of_the_profile_and_the_cell() -> None:
+    found = [scenario(use=[name]) for name in ("head", "inside")]
     assert [each.hidden_size for each in found] == [384, 384]
     [linked, inside] = [each.drafters[0] for each in found]
     assert [each.drafts_by for each in (linked, inside)] == ["head", "head"]
@@ -105,22 +103,22 @@ def test_a_head_further_away_is_predicted_to_bring_less() -> None:
     assert far.links["wire"].down_bytes > 8 * 20 * 3 * 384 * 2
 
 
-def test_plain_decoding_has_no_drafters_and_the_profiles_slow_down(tmp_path: Path) -> None:
-    found = scenario(tmp_path, PLAIN, workload={"batch": 8, "waves": 1})
+def test_plain_decoding_has_no_drafters_and_the_profiles_slow_down() -> None:
+    found = scenario(PLAIN, workload={"batch": 8, "waves": 1})
     assert found.drafters == []
-    costs = load_costs(found.costs)
+    costs = found.costs
     assert costs.forward_s(8, 8) == pytest.approx(1.1 * 0.006)
     # 0.1 ms for each sequence behind a forward, 0.05 ms before it.
     assert costs.host_sequence_s == pytest.approx(0.0001)
     assert costs.plan_sequence_s == pytest.approx(0.00005)
 
 
-def test_events_become_those_of_the_simulator(tmp_path: Path) -> None:
+def test_events_become_those_of_the_simulator() -> None:
     events = [
         {"at": 1, "who": "wire", "what": "outage", "seconds": 2},
         {"at": 4, "who": "words", "what": "kill", "seconds": 1},
     ]
-    found = scenario(tmp_path, events=events).schedule
+    found = scenario(events=events).schedule
     assert [(event.at, event.what, event.seconds) for event in found] == [
         (1, "hang", 2),
         (4, "leave", 0),

@@ -9,8 +9,8 @@ from drafter_svc.families.head_worker import Offer
 from outrider_bench.commands.profile import main
 from outrider_bench.experiment.acceptance import drafts, share_of_right
 from outrider_bench.experiment.calibration import Step
-from outrider_bench.experiment.profile_record import Profile
 from outrider_bench.experiment.serving import Serving, busy, expected_s
+from outrider_bench.experiment.unmeasured import load_profile
 from outrider_bench.simulator.costs import Costs
 from tests.experiment.made_up_profile import COSTS, made_up_profile
 
@@ -18,7 +18,7 @@ from tests.experiment.made_up_profile import COSTS, made_up_profile
 def test_a_profiles_file_round_trips(tmp_path: Path) -> None:
     profile = made_up_profile()
     profile.save(tmp_path / "profile.json")
-    assert Profile.load(tmp_path / "profile.json") == profile
+    assert load_profile(str(tmp_path / "profile.json"), "--profile") == profile
 
 
 @pytest.mark.parametrize(
@@ -40,12 +40,12 @@ def test_an_unknown_key_in_a_profile_is_refused(
     path = tmp_path / "profile.json"
     path.write_text(json.dumps(data))
     with pytest.raises(ValueError, match=complaint):
-        Profile.load(path)
+        load_profile(str(path), "--profile")
 
 
 def test_a_missing_profile_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"profile .*none\.json: No such file"):
-        Profile.load(tmp_path / "none.json")
+    with pytest.raises(ValueError, match=r"--profile: must be .* or a file, not .*none\.json"):
+        load_profile(str(tmp_path / "none.json"), "--profile")
 
 
 def test_a_serving_machines_table_has_the_slow_down_of_each_batch() -> None:

@@ -120,7 +120,7 @@ async def test_a_load_is_learned_before_the_warm_up(monkeypatch: pytest.MonkeyPa
     assert played == [(4, False), (count, True), (4, True), (4, False)]
 
 
-def test_a_prediction_draws_from_the_same_acceptance(tmp_path: Path) -> None:
+def test_a_prediction_draws_from_the_same_acceptance() -> None:
     experiment = Experiment.model_validate(
         {
             "name": "x",
@@ -131,9 +131,8 @@ def test_a_prediction_draws_from_the_same_acceptance(tmp_path: Path) -> None:
             "use": ["s"],
         }
     )
-    (tmp_path / "requests.jsonl").write_text("")
-    scenario = scenario_of(experiment, DRAFTED, made_up_profile(), Load([], []), tmp_path)
+    scenario = scenario_of(experiment, DRAFTED, made_up_profile(), Load([], []), [])
     [drafter] = scenario.drafters
     assert (drafter.drafts_by, drafter.acceptance) == ("acceptance", {"": [0.9, 0.5]})
-    table = (tmp_path / "drafted.costs.json").read_text()
-    assert '"synthetic s":{"round_s":0.0,"token_s":{"1":0.002}' in table
+    cost = scenario.costs.drafting["synthetic s"]
+    assert (cost.round_s, cost.token_s) == (0.0, {1: 0.002})
