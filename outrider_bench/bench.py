@@ -28,7 +28,7 @@ from outrider_bench.commands.bench import BenchSettings
 from outrider_bench.console import console_for_output, progress
 from outrider_bench.experiment.launches import SYNTHETIC_PATH
 from outrider_bench.experiment.machine import commit
-from outrider_bench.experiment.traffic import Encoder
+from outrider_bench.experiment.traffic import Encoder, Request, spread_lengths
 from outrider_bench.grown import grown_checkpoint
 from outrider_bench.processor import processor_name
 from outrider_bench.prompt_files import Prompt
@@ -180,9 +180,12 @@ def _task(encoder: Encoder, asked: list[Prompt], batch: int, waves: int, tokens:
         picked = [asked[i * len(asked) // count] for i in range(count)]
     else:
         picked = [asked[i % len(asked)] for i in range(count)]
-    ids = [encoder.ids(prompt) for prompt in picked]
-    kinds = [prompt.kind for prompt in picked]
-    return Task(ids, batch, tokens, varied=waves > 2, kinds=kinds)
+    lengths = spread_lengths(tokens, count) if waves > 2 else [tokens] * count
+    requests = [
+        Request(0.0, prompt.kind, encoder.ids(prompt), length, None)
+        for prompt, length in zip(picked, lengths, strict=True)
+    ]
+    return Task(requests, batch)
 
 
 async def _ways(

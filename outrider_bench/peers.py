@@ -2,7 +2,7 @@
 
 It says "ready" and answers each JSON line with one.
 In: {"way": "plain" | "prompt_lookup" | "assisted", "prompts": [[ids]], "batch": n,
-"max_tokens": n}.
+"lengths": [n]}. Each answer has the mean of the lengths, since a batch ends as one.
 Out: {"tokens": n, "seconds": s}.
 Decoding is greedy. A batch is decoded to its end before the next begins, since `generate` offers
 nothing else.
@@ -14,6 +14,7 @@ import argparse
 import json
 import sys
 import time
+from statistics import mean
 from typing import Any
 
 import torch
@@ -47,11 +48,8 @@ def main() -> None:
         started = time.perf_counter()
         prompts = task["prompts"]
         batch = task["batch"]
-        limits = {
-            "max_new_tokens": task["max_tokens"],
-            "min_new_tokens": task["max_tokens"],
-            "do_sample": False,
-        }
+        length = round(mean(task["lengths"]))
+        limits = {"max_new_tokens": length, "min_new_tokens": length, "do_sample": False}
         how = {**limits, **ways[task["way"]]}
         waves = [prompts[i : i + batch] for i in range(0, len(prompts), batch)]
         tokens = sum(_generate(target, wave, how, alone=task["way"] != "plain") for wave in waves)

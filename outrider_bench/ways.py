@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -31,28 +31,10 @@ from outrider_bench.sample import Sample
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Prompts to decode greedily, `batch` at once, `max_tokens` each; ends of text are ignored.
+    """Requests to decode greedily, `batch` at once; ends of text are ignored."""
 
-    If `varied`, requests have half to one and a half times as many tokens, with `max_tokens` as
-    their mean, and so end at different times, as those of users do. Ways that cannot do that give
-    each request the mean.
-    """
-
-    prompts: list[list[int]]
+    requests: list[Request]
     batch: int
-    max_tokens: int
-    varied: bool = False
-    kinds: list[str] = field(default_factory=list)
-    """Of each prompt; empty if they are all of one."""
-
-    @property
-    def lengths(self) -> list[int]:
-        """Tokens of each prompt, spread evenly by the golden ratio."""
-        count = len(self.prompts)
-        if not self.varied:
-            return [self.max_tokens] * count
-        shares = [0.5 + (i * 0.618034) % 1.0 for i in range(count)]
-        return [round(self.max_tokens * share) for share in shares]
 
 
 Measure = Callable[[Task], Awaitable[Sample]]
@@ -234,10 +216,9 @@ def _tail(output: bytes) -> str:
 
 def _fields(task: Task) -> dict[str, Any]:
     return {
-        "prompts": task.prompts,
+        "prompts": [request.prompt for request in task.requests],
         "batch": task.batch,
-        "max_tokens": task.max_tokens,
-        "lengths": task.lengths,
+        "lengths": [request.output_tokens for request in task.requests],
     }
 
 
@@ -291,15 +272,9 @@ async def outrider_stack(
 
 async def _played(task: Task, endpoint: Endpoint, speculation: Mapping[str, Any]) -> Sample:
     """Play a task at a gateway; raises RuntimeError with the first error of a request."""
-    requests = [
-        Request(0.0, kind, prompt, length, None)
-        for kind, prompt, length in zip(
-            task.kinds or [""] * len(task.prompts), task.prompts, task.lengths, strict=True
-        )
-    ]
     workload = Workload.model_validate({"batch": task.batch})
     asked = Asked(speculation, 0.0, "bench")
-    played = await play(requests, workload, endpoint, asked, time.perf_counter())
+    played = await play(task.requests, workload, endpoint, asked, time.perf_counter())
     if played.errors:
         raise RuntimeError(played.errors[0])
     return played.sample

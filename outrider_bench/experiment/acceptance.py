@@ -8,7 +8,7 @@ from pathlib import Path
 
 from drafter_svc.families.head_worker import Offer
 from drafter_svc.pools.memory import MemoryPool, NgramOptions
-from outrider_bench.experiment.calibration import task_of
+from outrider_bench.experiment.calibration import load_of
 from outrider_bench.experiment.recording import WRONG, Recorder
 from outrider_bench.simulator.recorded import RecordedRequest
 from outrider_bench.simulator.world import NO_GUESS, RIGHT
@@ -24,13 +24,9 @@ def acceptances(
     A missing guess counts as wrong. N-grams are looked up in the request's own text alone, so a
     pool that knows earlier requests guesses more.
     """
-    task = task_of(target, 1)
-    asked = [
-        ("", prompt, length) for prompt, length in zip(task.prompts, task.lengths, strict=True)
-    ]
     heads = {} if head is None else {"head": head}
     recorder = Recorder(target, dtype, {"model": draft}, heads)
-    requests = recorder.record(asked)
+    requests = recorder.record(load_of(target, 1))
     found = {
         "model": share_of_right([each.guesses["model"][: each.output_tokens] for each in requests]),
         "ngram": share_of_right([_lookups(each) for each in requests]),
@@ -39,8 +35,10 @@ def acceptances(
         offers = recorder.offers
         found["head"] = share_of_right(
             [
-                drafts(offers[tuple(each.prompt_ids)]["head"], each.output_ids[:length])
-                for each, (_, _, length) in zip(requests, asked, strict=True)
+                drafts(
+                    offers[tuple(each.prompt_ids)]["head"], each.output_ids[: each.output_tokens]
+                )
+                for each in requests
             ]
         )
     return found

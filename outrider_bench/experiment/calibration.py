@@ -17,7 +17,7 @@ from outrider.drafter.dialled import wait_until_ready
 from outrider.process import rpc
 from outrider_bench.experiment.report.figures import PHASES
 from outrider_bench.experiment.spec import Workload
-from outrider_bench.experiment.traffic import Encoder, requests_of
+from outrider_bench.experiment.traffic import Encoder, Request, requests_of
 from outrider_bench.sample import Sample
 from outrider_bench.simulator.costs import NotNegative
 from outrider_bench.ways import Pair, Task, outrider_stack
@@ -97,7 +97,7 @@ def calibrate(
 async def _serve(pair: Pair, tell: Callable[[], None]) -> list[Served]:
     samples: dict[tuple[str, int], list[Sample]] = {}
     speeds: dict[tuple[str, int], list[tuple[float, float]]] = {}
-    tasks = {batch: task_of(pair.target, batch) for batch in BATCHES}
+    tasks = {batch: Task(load_of(pair.target, batch), batch) for batch in BATCHES}
     families = ["ngram", "model", *(["head"] if pair.head is not None else [])]
     async with outrider_stack(pair, families, pair.shared_threads) as stack:
         ways = {name: stack.way(WAYS[name]) for name in ("plain", *families)}
@@ -134,13 +134,12 @@ async def _speed(family: str, address: str) -> tuple[float, float]:
     return (0.0, 0.0)
 
 
-def task_of(target: Path, batch: int) -> Task:
-    """The load at a batch size."""
+def load_of(target: Path, batch: int) -> list[Request]:
+    """The requests of the load at a batch size."""
     workload = Workload.model_validate(
         {"batch": batch, "output_tokens": _TOKENS, "waves": 8 if batch == 1 else 4}
     )
-    requests = requests_of(workload, Encoder(target))
-    return Task([request.prompt for request in requests], batch, _TOKENS, varied=True)
+    return requests_of(workload, Encoder(target))
 
 
 def _served(

@@ -6,7 +6,6 @@ Starts nothing and measures nothing.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from outrider_bench.experiment.profile_record import Profile
 from outrider_bench.experiment.records import PLAIN
 from outrider_bench.experiment.serving import SLOWNESS_ON_TARGET_CORES
 from outrider_bench.experiment.spec import Drafter, Event, Experiment, Link, Target, drafters_of
-from outrider_bench.experiment.traffic import Encoder, requests_of, warm_up_of
 from outrider_bench.simulator.costs import Costs, DraftingCost, way_of
 from outrider_bench.simulator.recorded import RecordedRequest
 from outrider_bench.simulator.scenario import Scenario
@@ -36,24 +34,6 @@ _VERIFIER_SETTINGS = (
 )
 _LONGEST_S = 36_000.0
 _DRAFTS_BY = {"ngram": "lookup", SYNTHETIC: "acceptance"}
-Asked = tuple[float, str, list[int], int]
-"""A request: its time, kind, prompt and length of the answer."""
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """The requests of a cell: first those that warm up, then the measured ones."""
-
-    warm_up: list[Asked]
-    measured: list[Asked]
-
-
-def load_of(experiment: Experiment, encoder: Encoder) -> Load:
-    """The clients' requests."""
-    workload = experiment.workload
-    warm_up = [(0.0, r.kind, r.prompt, r.output_tokens) for r in warm_up_of(workload, encoder)]
-    measured = [(r.at, r.kind, r.prompt, r.output_tokens) for r in requests_of(workload, encoder)]
-    return Load(warm_up, measured)
 
 
 def check(experiment: Experiment, profile: Profile) -> None:
@@ -134,9 +114,13 @@ def _cores(text: str | None, all_cores: list[int]) -> list[int]:
 
 
 def scenario_of(
-    experiment: Experiment, way: str, profile: Profile, load: Load, recording: list[RecordedRequest]
+    experiment: Experiment,
+    way: str,
+    profile: Profile,
+    recording: list[RecordedRequest],
+    warm_up: int,
 ) -> Scenario:
-    """The scenario; `recording` has the load's requests."""
+    """The scenario; `recording` has the clients' requests, of which the first `warm_up` warm up."""
     target = experiment.target
     workload = experiment.workload
     drafters: list[tuple[str, Drafter]] = []
@@ -154,7 +138,7 @@ def scenario_of(
         "name": experiment.name,
         "costs": _costs(experiment, profile, served),
         "recording": recording,
-        "warm_up": len(load.warm_up),
+        "warm_up": warm_up,
         "arrivals": "closed" if workload.arrivals == "closed" else "recorded",
         "seconds": _LONGEST_S,
         "sequences": [workload.under_way],

@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from outrider_bench.console import console_for_output, progress
-from outrider_bench.experiment.cell_scenarios import Load, check, load_of, scenario_of
+from outrider_bench.experiment.cell_scenarios import check, scenario_of
 from outrider_bench.experiment.launches import DRAFT_MODEL, HEAD
 from outrider_bench.experiment.profile_record import Profile
 from outrider_bench.experiment.recording import Recorder
@@ -20,9 +20,8 @@ from outrider_bench.experiment.report.figures import measurement_figures
 from outrider_bench.experiment.report.results import read
 from outrider_bench.experiment.schedule import ways_of
 from outrider_bench.experiment.spec import Cell, Experiment, Target, drafters_of, load
-from outrider_bench.experiment.traffic import Encoder
+from outrider_bench.experiment.traffic import Encoder, requests_of, warm_up_of
 from outrider_bench.experiment.unmeasured import load_profile, profile_of
-from outrider_bench.simulator.recorded import RecordedRequest
 from outrider_bench.simulator.simulation import Simulation
 
 
@@ -134,9 +133,11 @@ class Predictor:
 
     def _simulate(self, experiment: Experiment, way: str, profile: Profile) -> Measurement:
         target = experiment.target
-        load = load_of(experiment, self._encoder(target))
+        encoder = self._encoder(target)
+        warm_up = warm_up_of(experiment.workload, encoder)
         recorder = self._recorder(experiment)
-        scenario = scenario_of(experiment, way, profile, load, _recorded(recorder, load))
+        recording = recorder.record([*warm_up, *requests_of(experiment.workload, encoder)])
+        scenario = scenario_of(experiment, way, profile, recording, len(warm_up))
         turns = target.count if experiment.workload.verifiers == "in-turn" else 1
         samples, errors = [], list[str]()
         links: dict[str, LinkTraffic] = {}
@@ -167,16 +168,6 @@ class Predictor:
         if target.model not in self._encoders:
             self._encoders[target.model] = Encoder(target.model)
         return self._encoders[target.model]
-
-
-def _recorded(recorder: Recorder, load: Load) -> list[RecordedRequest]:
-    """The requests of a load with their answers."""
-    asked = [*load.warm_up, *load.measured]
-    recorded = recorder.record([(kind, prompt, length) for _, kind, prompt, length in asked])
-    return [
-        request.model_copy(update={"time": at})
-        for request, (at, *_) in zip(recorded, asked, strict=True)
-    ]
 
 
 def _add_traffic(

@@ -16,6 +16,7 @@ import torch
 from drafter_svc.families.head_worker import HeadDraft, Offer
 from outrider.lm.runner import ModelRunner, SequenceSlice
 from outrider.protocol.token_tree import MAX_TREE_TOKENS
+from outrider_bench.experiment.traffic import Request
 from outrider_bench.head_rig import DEPTH, HeadRig, head_rig
 from outrider_bench.simulator.recorded import RecordedRequest
 from outrider_bench.simulator.world import RIGHT
@@ -56,30 +57,30 @@ class Recorder:
         self._heads = heads or {}
         self._known: dict[tuple[int, ...], Text] = {}
 
-    def record(self, requests: Sequence[tuple[str, list[int], int]]) -> list[RecordedRequest]:
-        """Record requests, each given as kind, prompt and length of the answer."""
-        longest = max([length for _, _, length in requests]) + _BEYOND
-        prompts = dict.fromkeys([tuple(prompt) for _, prompt, _ in requests])
+    def record(self, requests: Sequence[Request]) -> list[RecordedRequest]:
+        """Record requests with their answers."""
+        longest = max([request.output_tokens for request in requests]) + _BEYOND
+        prompts = dict.fromkeys([tuple(request.prompt) for request in requests])
         nothing = Text([])
         short = [p for p in prompts if len(self._known.get(p, nothing).output) < longest]
         self._learn([list(prompt) for prompt in short], longest)
-        return [self._recorded(kind, prompt, length) for kind, prompt, length in requests]
+        return [self._recorded(request) for request in requests]
 
     @property
     def offers(self) -> dict[tuple[int, ...], dict[str, list[Offer]]]:
         """The offers of heads by prompt."""
         return {prompt: text.offers for prompt, text in self._known.items()}
 
-    def _recorded(self, kind: str, prompt: list[int], length: int) -> RecordedRequest:
-        text = self._known[tuple(prompt)]
+    def _recorded(self, request: Request) -> RecordedRequest:
+        text = self._known[tuple(request.prompt)]
         return RecordedRequest(
-            time=0.0,
-            prompt_tokens=len(prompt),
-            output_tokens=length,
-            kind=kind,
+            time=request.at,
+            prompt_tokens=len(request.prompt),
+            output_tokens=request.output_tokens,
+            kind=request.kind,
             guesses=text.guesses,
-            prompt_ids=prompt,
-            output_ids=text.output[: length + _BEYOND],
+            prompt_ids=request.prompt,
+            output_ids=text.output[: request.output_tokens + _BEYOND],
         )
 
     def _learn(self, prompts: list[list[int]], count: int) -> None:

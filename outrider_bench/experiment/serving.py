@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from outrider_bench.experiment.calibration import Served, Step, task_of
+from outrider_bench.experiment.calibration import Served, Step, load_of
 from outrider_bench.experiment.recording import Recorder
 from outrider_bench.simulator.costs import Costs, NotNegative
 from outrider_bench.simulator.scenario import Scenario, Share
@@ -223,14 +223,13 @@ class _Fitter:
         )
 
     def _simulate(self, served: Served, plains: list[Serving], fitted: Serving) -> _Simulated:
-        task = task_of(self._target, served.batch)
-        asked = [("", *request) for request in zip(task.prompts, task.lengths, strict=True)] * 2
+        load = load_of(self._target, served.batch)
         low, high = (plain.with_host_times(fitted) for plain in plains)
         scenario = Scenario.model_validate(
             {
                 "costs": with_messages(busy(self._costs, low, high), fitted.message_s),
-                "recording": self._recorder.record(asked),
-                "warm_up": len(task.prompts),
+                "recording": self._recorder.record(load * 2),
+                "warm_up": len(load),
                 "seconds": 3600.0,
                 "sequences": [served.batch],
                 "client_ms": 1000 * fitted.client_s,

@@ -105,10 +105,12 @@ def _arrivals(workload: Workload, place: int) -> Iterator[tuple[float, int]]:
         times = [0.0] * max(_FEWEST, workload.waves * workload.batch)
     else:
         times = list(_poisson(workload, place))
-    for i, at in enumerate(times):
-        # Lengths are spread evenly from half to one and a half times the mean.
-        length = round(workload.output_tokens * (0.5 + (i * _GOLDEN) % 1.0))
-        yield at, max(length, 1)
+    yield from zip(times, spread_lengths(workload.output_tokens, len(times)), strict=True)
+
+
+def spread_lengths(mean: int, count: int) -> list[int]:
+    """Lengths of answers, spread evenly from half to one and a half times their mean."""
+    return [max(round(mean * (0.5 + (i * _GOLDEN) % 1.0)), 1) for i in range(count)]
 
 
 def _poisson(workload: Workload, place: int) -> Iterator[float]:

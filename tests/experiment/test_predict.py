@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 
 from outrider_bench.commands.predict import main
-from outrider_bench.experiment.cell_scenarios import check, load_of, scenario_of
+from outrider_bench.experiment.cell_scenarios import check, scenario_of
 from outrider_bench.experiment.predict import Predictor
 from outrider_bench.experiment.recording import Recorder
 from outrider_bench.experiment.records import DRAFTED, PLAIN, Folder, Measurement
 from outrider_bench.experiment.spec import Cell, Experiment
-from outrider_bench.experiment.traffic import Encoder
 from outrider_bench.simulator.recorded import RecordedRequest
 from outrider_bench.simulator.scenario import Scenario
 from tests.experiment.made_up_profile import COSTS, made_up_profile
@@ -53,9 +52,8 @@ def cell(**more: Any) -> Cell:
 
 def scenario(way: str = DRAFTED, **more: Any) -> Scenario:
     experiment = cell(**more).experiment
-    load = load_of(experiment, Encoder(Path("models/target")))
     recording = [RecordedRequest(prompt_tokens=1, output_tokens=1)] * 9
-    return scenario_of(experiment, way, made_up_profile(), load, recording)
+    return scenario_of(experiment, way, made_up_profile(), recording, 1)
 
 
 def test_a_link_of_the_cell_is_added_to_the_profiles_round_trip() -> None:

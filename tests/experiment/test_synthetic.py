@@ -13,7 +13,7 @@ from outrider.drafter.draft_sequence import DraftSequence
 from outrider.protocol.draft_messages import DraftDistribution, Opened, Window
 from outrider.protocol.messages import SamplingParams
 from outrider_bench.experiment import measuring
-from outrider_bench.experiment.cell_scenarios import Load, scenario_of
+from outrider_bench.experiment.cell_scenarios import scenario_of
 from outrider_bench.experiment.load import LEARNING, Played
 from outrider_bench.experiment.records import DRAFTED
 from outrider_bench.experiment.spec import Experiment
@@ -131,7 +131,7 @@ def test_a_prediction_draws_from_the_same_acceptance() -> None:
             "use": ["s"],
         }
     )
-    scenario = scenario_of(experiment, DRAFTED, made_up_profile(), Load([], []), [])
+    scenario = scenario_of(experiment, DRAFTED, made_up_profile(), [], 0)
     [drafter] = scenario.drafters
     assert (drafter.drafts_by, drafter.acceptance) == ("acceptance", {"": [0.9, 0.5]})
     cost = scenario.costs.drafting["synthetic s"]
