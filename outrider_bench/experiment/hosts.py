@@ -121,18 +121,18 @@ class Host(Protocol):
 
 
 class LocalHandle:
-    """A child process, in a process group of its own."""
+    """A child process, in a process group of its own. `ended` has its status."""
 
     def __init__(
         self,
         process: asyncio.subprocess.Process,
-        files: tempfile.TemporaryDirectory[str] | None,
+        files: tempfile.TemporaryDirectory[str] | None = None,
     ) -> None:
+        self.ended = asyncio.create_task(self._watch())
         self._process = process
         self._files = files
         self._lines: deque[str] = deque(maxlen=TAIL_LINES)
         self._cpu_s = 0.0
-        self._ended = asyncio.create_task(self._watch())
 
     @property
     def pid(self) -> int:
@@ -145,24 +145,30 @@ class LocalHandle:
 
     async def stop(self) -> None:
         """Send SIGTERM to its group, and SIGKILL after 12 s; return when it has ended."""
-        self._signal(signal.SIGTERM)
-        self._signal(signal.SIGCONT)  # a paused process takes no other signal
-        _, late = await asyncio.wait({self._ended}, timeout=_STOP_S)
+        self.signal(signal.SIGTERM)
+        self.signal(signal.SIGCONT)  # a paused process takes no other signal
+        _, late = await asyncio.wait({self.ended}, timeout=_STOP_S)
         if late:
             await self.kill()
 
     async def kill(self) -> None:
         """Send SIGKILL to its group; return when it has ended."""
-        self._signal(signal.SIGKILL)
-        await self._ended
+        self.signal(signal.SIGKILL)
+        await self.ended
 
     async def pause(self) -> None:
         """Send SIGSTOP to its group."""
-        self._signal(signal.SIGSTOP)
+        self.signal(signal.SIGSTOP)
 
     async def resume(self) -> None:
         """Send SIGCONT to its group."""
-        self._signal(signal.SIGCONT)
+        self.signal(signal.SIGCONT)
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to the process and its children."""
+        if self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
 
     async def tail(self) -> list[str]:
         """The last `TAIL_LINES` lines that it printed; one with its status follows its end."""
@@ -175,13 +181,7 @@ class LocalHandle:
             self._cpu_s = process_cpu_s(self._process.pid)
         return self._cpu_s
 
-    def _signal(self, number: signal.Signals) -> None:
-        """Signal the process and its children."""
-        if self._process.returncode is None:
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, number)
-
-    async def _watch(self) -> None:
+    async def _watch(self) -> int:
         """Keep the last lines of output, and clean up when the process ends."""
         output = self._process.stdout
         while output is not None and (line := await _line(output)):
@@ -190,6 +190,7 @@ class LocalHandle:
         self._lines.append(f"ended with status {status}")
         if self._files is not None:
             self._files.cleanup()
+        return status
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,8 +213,13 @@ class LocalHost:
         """A port that no process listens on at `address` now; raises OSError if there is none."""
         return free_port(self.address)
 
-    async def start(self, launch: Launch) -> LocalHandle:
-        """Start a child process on the launch's cores; raises OSError when it cannot be run."""
+    async def start(
+        self, launch: Launch, output: int | None = asyncio.subprocess.PIPE
+    ) -> LocalHandle:
+        """Start a child process on the launch's cores; raises OSError when it cannot be run.
+
+        With `output` None it prints where this process does, and the handle has no lines of it.
+        """
         files = _write(launch.files) if launch.files else None
         pinned = []
         if launch.cores is not None:
@@ -223,7 +229,7 @@ class LocalHost:
             *pinned,
             *launch.command(files.name if files is not None else ""),
             stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
+            stdout=output,
             stderr=asyncio.subprocess.STDOUT,
             env={**os.environ, **launch.environment},
             # In a group of its own, Ctrl-C reaches the runner alone, which stops all in order.

@@ -1,91 +1,105 @@
 """Other machines of an experiment, reached over the system's ssh.
 
-`remote_hosts` holds a connection to each machine until its context ends. Then, or when a connection
-is lost, `remote_worker` at its far end ends all processes that it started there.
+Each process there has a connection of its own. `remote_worker` at the far end ends the process with
+the connection.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import itertools
 import json
 import shlex
+import signal
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from outrider.errors import invalid
-from outrider_bench.experiment.hosts import LOOPBACK, Host, Launch, LocalHost
+from outrider_bench.experiment.hosts import LOOPBACK, Host, Launch, LocalHandle, LocalHost
 from outrider_bench.experiment.records import Machine
-from outrider_bench.experiment.remote_worker import SILENCE_S
+from outrider_bench.experiment.remote_worker import CPU, SILENCE_S
 from outrider_bench.experiment.spec import Experiment
 
 _CALL_S = 20.0
-"""Longer than the 12 s that a process has to stop."""
+"""How long a far end may take to answer."""
 _CONNECT_S = 60.0
 """For ssh, and for Python to start on a slow machine."""
+_SSH = (
+    "ssh",
+    "-T",
+    # Nobody answers a question for a password.
+    "-oBatchMode=yes",
+    f"-oServerAliveInterval={SILENCE_S / 4:.0f}",
+    "-oServerAliveCountMax=3",
+)
+_FREE_PORT = "import socket; print(socket.create_server(({!r}, 0)).getsockname()[1])"
 
 
-class RemoteHandle:
-    """A process on another machine."""
+class RemoteHandle(LocalHandle):
+    """A process on another machine. The child here is ssh, whose input takes a word a line."""
 
-    def __init__(self, host: RemoteHost, process: int) -> None:
-        self._host = host
-        self._process = process
+    def __init__(self, process: asyncio.subprocess.Process, launch: Mapping[str, Any]) -> None:
+        super().__init__(process)
+        self._answered = asyncio.Event()
+        self._say(json.dumps(launch, default=dict))
+        self._tasks = [asyncio.create_task(self._ping()), asyncio.create_task(self._listen())]
 
-    async def alive(self) -> bool:
-        """As Handle.alive."""
-        is_alive, _, _ = await self._call("state")
-        return bool(is_alive)
-
-    async def stop(self) -> None:
-        """As Handle.stop."""
-        await self._call("stop")
-
-    async def kill(self) -> None:
-        """As Handle.kill."""
-        await self._call("kill")
+    def signal(self, number: signal.Signals) -> None:
+        """Let the far end send a signal to the process and its children."""
+        self._say(number.name)
 
     async def pause(self) -> None:
         """As Handle.pause."""
-        await self._call("pause")
-
-    async def resume(self) -> None:
-        """As Handle.resume."""
-        await self._call("resume")
-
-    async def tail(self) -> list[str]:
-        """As Handle.tail."""
-        _, lines, _ = await self._call("state")
-        return [str(line) for line in lines]
+        await super().pause()
+        # The far end does one after the other.
+        await self.cpu_s()
 
     async def cpu_s(self) -> float:
-        """As Handle.cpu_s."""
-        _, _, seconds = await self._call("state")
-        return float(seconds)
+        """As Handle.cpu_s; the last one read, once the process has ended."""
+        self._answered.clear()
+        self._say(CPU)
+        answer = asyncio.create_task(self._answered.wait())
+        await asyncio.wait(
+            {answer, self.ended}, timeout=_CALL_S, return_when=asyncio.FIRST_COMPLETED
+        )
+        answer.cancel()
+        return self._cpu_s
 
-    async def _call(self, method: str) -> Any:
-        return await self._host.call(method, process=self._process)
+    def _say(self, word: str) -> None:
+        if self._process.returncode is None:
+            self._process.stdin.write(f"{word}\n".encode())  # type: ignore[union-attr]  # a pipe
+
+    async def _ping(self) -> None:
+        """Keep the far end from taking this one for dead."""
+        while self._process.returncode is None:
+            self._say("")
+            await asyncio.sleep(SILENCE_S / 4)
+
+    async def _listen(self) -> None:
+        """Take the far end's answers; other lines are errors of ssh or of the far end itself."""
+        while line := await self._process.stderr.readline():  # type: ignore[union-attr]  # a pipe
+            word, _, value = line.decode(errors="replace").strip().partition(" ")
+            if word == CPU:
+                self._cpu_s = float(value)
+                self._answered.set()
+            else:
+                self._lines.append(f"{word} {value}".strip())
 
 
 class RemoteHost:
-    """A machine at the far end of an ssh connection.
+    """Another machine, with a checkout in `directory`."""
 
-    Every method raises ConnectionError with the reason when the connection is lost.
-    """
-
-    def __init__(self, name: str, ssh: asyncio.subprocess.Process) -> None:
+    def __init__(self, name: str, destination: str, directory: str) -> None:
         self.name = name
         self.address = LOOPBACK
         self.controller_address = LOOPBACK
         self.commit = ""
         self.machine: Machine | None = None
-        self._ssh = ssh
-        self._ids = itertools.count()
-        self._waiting: dict[int, asyncio.Future[Any]] = {}
-        self._tasks: list[asyncio.Task[None]] = []
+        self._destination = destination
+        self._directory = directory
+        self._handles: list[RemoteHandle] = []
 
     @property
     def bind(self) -> str:
@@ -98,95 +112,62 @@ class RemoteHost:
         return self.address
 
     async def open(self) -> None:
-        """Wait for the machine's description."""
-        try:
-            async with asyncio.timeout(_CONNECT_S):
-                line = await _stream(self._ssh.stdout).readline()
-        except TimeoutError as error:
-            raise self._lost(f"nothing came within {_CONNECT_S:.0f} s") from error
-        if not line:
-            raise self._lost(await self._last_error())
+        """Ask for the machine's description; raises ConnectionError with the reason."""
+        line = await self._ask("-m", "outrider_bench.experiment.remote_worker", "describe")
         try:
             described = json.loads(line)
             self.machine = machine_from_json(described["machine"])
         except (ValueError, KeyError, TypeError) as error:
-            raise self._lost(f"it answers {line[:200].decode(errors='replace')!r}") from error
+            raise ConnectionError(f"host {self.name}: it answers {line[:200]!r}") from error
         self.commit = described["commit"]
         self.address = described["address"]
         self.controller_address = described["controller_address"]
-        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._ping())]
 
     async def close(self) -> None:
-        """End the input of the far end, which then ends its processes, and wait for ssh."""
-        for task in self._tasks:
-            task.cancel()
-        self._ssh.stdin.close()  # type: ignore[union-attr]  # it was opened as a pipe
-        try:
-            async with asyncio.timeout(_CALL_S):
-                await self._ssh.wait()
-        except TimeoutError:
-            self._ssh.kill()
-            await self._ssh.wait()
+        """End the processes that were started here and still run."""
+        await asyncio.gather(*(handle.stop() for handle in self._handles))
 
     async def free_port(self) -> int:
         """A port that no process listens on now, at the machine's address."""
-        return int(await self.call("free_port"))
+        return int(await self._ask("-c", _FREE_PORT.format(self.address)))
 
     async def start(self, launch: Launch) -> RemoteHandle:
         """Start a process; its cores are those of the other machine."""
         names = [each.name for each in dataclasses.fields(launch) if each.name != "shares"]
-        given = {name: getattr(launch, name) for name in names}
-        return RemoteHandle(self, await self.call("start", launch=given))
+        process = await self._python("-m", "outrider_bench.experiment.remote_worker", "run")
+        handle = RemoteHandle(process, {name: getattr(launch, name) for name in names})
+        self._handles.append(handle)
+        return handle
 
-    async def call(self, method: str, **given: Any) -> Any:
-        """Send a request and return its result; raises OSError with the reason that it has none."""
-        number = next(self._ids)
-        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
+    async def _ask(self, *arguments: str) -> str:
+        """What Python prints there; raises ConnectionError with the last error, if there is one."""
+        process = await self._python(*arguments)
         try:
-            self._send({"id": number, "method": method, **given})
-            async with asyncio.timeout(_CALL_S):
-                return await answer
+            async with asyncio.timeout(_CONNECT_S):
+                output, errors = await process.communicate()
         except TimeoutError as error:
-            raise self._lost(f"no answer came within {_CALL_S:.0f} s") from error
-        finally:
-            del self._waiting[number]
+            process.kill()
+            reason = f"nothing came within {_CONNECT_S:.0f} s"
+            raise ConnectionError(f"host {self.name}: {reason}") from error
+        if process.returncode != 0:
+            said = errors.decode(errors="replace").split("\n")
+            lines = [line.strip() for line in said if line.strip()] or ["the connection ended"]
+            raise ConnectionError(f"host {self.name}: {lines[-1]}")
+        return output.decode(errors="replace")
 
-    def _send(self, request: Mapping[str, Any]) -> None:
-        if self._ssh.returncode is not None:
-            raise self._lost(f"ssh ended with status {self._ssh.returncode}")
-        line = json.dumps(request, default=dict).encode() + b"\n"
-        self._ssh.stdin.write(line)  # type: ignore[union-attr]  # it was opened as a pipe
-
-    async def _read(self) -> None:
-        """Hand answers to those who wait for them, until the connection ends."""
-        while line := await _stream(self._ssh.stdout).readline():
-            answer = json.loads(line)
-            waiting = self._waiting.get(answer["id"])
-            if waiting is None or waiting.done():
-                continue
-            if "error" in answer:
-                waiting.set_exception(OSError(f"host {self.name}: {answer['error']}"))
-            else:
-                waiting.set_result(answer["result"])
-        reason = await self._last_error()
-        for waiting in self._waiting.values():
-            if not waiting.done():
-                waiting.set_exception(self._lost(reason))
-
-    async def _ping(self) -> None:
-        """Keep the far end from taking this one for dead."""
-        while self._ssh.returncode is None:
-            self._send({"method": "ping"})
-            await asyncio.sleep(SILENCE_S / 4)
-
-    async def _last_error(self) -> str:
-        """What ssh said last; the connection has ended."""
-        lines = (await _stream(self._ssh.stderr).read()).decode(errors="replace").split("\n")
-        said = [line.strip() for line in lines if line.strip()]
-        return said[-1] if said else "the connection ended"
-
-    def _lost(self, reason: str) -> ConnectionError:
-        return ConnectionError(f"host {self.name}: {reason}")
+    async def _python(self, *arguments: str) -> asyncio.subprocess.Process:
+        """Run the Python of the checkout there."""
+        command = f"exec .venv/bin/python {shlex.join(arguments)}"
+        return await asyncio.create_subprocess_exec(
+            *_SSH,
+            self._destination,
+            f"cd {shlex.quote(self._directory)} && {command}",
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            # Ctrl-C reaches the runner alone, which stops all in order.
+            start_new_session=True,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +211,7 @@ def used_hosts(experiments: Iterable[Experiment]) -> dict[str, str]:
 
 @asynccontextmanager
 async def remote_hosts(targets: Mapping[str, str], commit: str) -> AsyncIterator[Hosts]:
-    """Hold a connection to every machine until the context ends.
+    """Know every machine, and its processes until the context ends.
 
     The system's ssh reaches them, so options such as a port stand in ~/.ssh/config. Raises
     OutriderError(INVALID_VALUE) for a wrong target and for a checkout of another commit; OSError
@@ -240,7 +221,7 @@ async def remote_hosts(targets: Mapping[str, str], commit: str) -> AsyncIterator
     async with AsyncExitStack() as stack:
         hosts: dict[str, RemoteHost] = {}
         for name, (destination, directory) in places.items():
-            host = RemoteHost(name, await _connect(destination, directory))
+            host = RemoteHost(name, destination, directory)
             stack.push_async_callback(host.close)
             await host.open()
             if host.commit != commit:
@@ -248,24 +229,6 @@ async def remote_hosts(targets: Mapping[str, str], commit: str) -> AsyncIterator
                 raise invalid(f"hosts.{name}", problem)
             hosts[name] = host
         yield with_addresses(hosts)
-
-
-async def _connect(destination: str, directory: str) -> asyncio.subprocess.Process:
-    worker = "exec .venv/bin/python -m outrider_bench.experiment.remote_worker"
-    return await asyncio.create_subprocess_exec(
-        "ssh",
-        "-T",
-        # Nobody answers a question for a password.
-        "-oBatchMode=yes",
-        destination,
-        f"cd {shlex.quote(directory)} && {worker}",
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        limit=2**24,
-        # Ctrl-C reaches the runner alone, which stops all in order.
-        start_new_session=True,
-    )
 
 
 def with_addresses(hosts: Mapping[str, RemoteHost]) -> Hosts:
@@ -284,9 +247,3 @@ def machine_from_json(data: dict[str, Any]) -> Machine:
     """A Machine from its JSON object, in which the keys of NUMA nodes are text."""
     numa_nodes = {int(node): cores for node, cores in data["numa_nodes"].items()}
     return Machine(**{**data, "numa_nodes": numa_nodes})
-
-
-def _stream(stream: asyncio.StreamReader | None) -> asyncio.StreamReader:
-    if stream is None:
-        raise RuntimeError("ssh has no pipe")
-    return stream

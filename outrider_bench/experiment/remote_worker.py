@@ -1,9 +1,9 @@
-"""The far end of an ssh connection: starts and stops an experiment's processes on its machine.
+"""The far end of an ssh connection: runs one process of an experiment on its machine.
 
-`python -m outrider_bench.experiment.remote_worker` reads requests from standard input, one JSON
-object on each line, and writes answers to standard output. The first line that it writes describes
-the machine. When its input ends, or is silent for 20 s, it ends all processes that it started.
-`remote` has the near end.
+`python -m outrider_bench.experiment.remote_worker run` reads a launch as a line of JSON. The
+process prints where this one does. Further lines have the names of signals to send to it, or `CPU`,
+which is answered on standard error. When the input ends, or is silent for 20 s, the process is
+ended. `describe` prints what the near end, `remote`, must know of the machine.
 """
 
 from __future__ import annotations
@@ -14,75 +14,54 @@ import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from signal import Signals
 
 from outrider_bench.experiment.hosts import LOOPBACK, Launch, LocalHandle, LocalHost
-from outrider_bench.experiment.machine import commit, this_machine
 
 SILENCE_S = 20.0
 """The near end sends a line more often than this while it lives."""
-SIGNALS = ("stop", "kill", "pause", "resume")
-
+CPU = "CPU"
+"""Asks for the CPU time of the process, in seconds."""
 _ROOT = Path(__file__).parents[2]
 
 
-class Worker:
-    """The processes of one experiment on this machine."""
+def describe() -> None:
+    """Print this machine, its commit, and the addresses of both ends of the connection."""
+    from outrider_bench.experiment.machine import commit, this_machine
 
-    def __init__(self) -> None:
-        self._address = _server_address()
-        self._host = LocalHost(self._address)
-        self._handles: list[LocalHandle] = []
-
-    def describe(self) -> dict[str, Any]:
-        """This machine, its commit, and the addresses of both ends of the connection."""
-        return {
-            "machine": asdict(this_machine()),
-            "commit": commit(_ROOT),
-            "address": self._address,
-            "controller_address": _client_address(),
-        }
-
-    async def answer(self, request: dict[str, Any]) -> Any:
-        """Do what a request asks; raises OSError if a process or a port cannot be had."""
-        method = request["method"]
-        if method == "free_port":
-            return await self._host.free_port()
-        if method == "start":
-            launch = Launch(**request["launch"])
-            self._handles.append(await self._host.start(launch))
-            return len(self._handles) - 1
-        handle = self._handles[request["process"]]
-        if method == "state":
-            return [await handle.alive(), await handle.tail(), await handle.cpu_s()]
-        if method not in SIGNALS:
-            raise ValueError(f"no method {method!r}")
-        await getattr(handle, method)()
-        return None
-
-    async def close(self) -> None:
-        """Stop all processes at the same time."""
-        await asyncio.gather(*(handle.stop() for handle in self._handles))
+    # As sshd gives it (sshd(8)): the near end's address and port, then this machine's.
+    words = os.environ.get("SSH_CONNECTION", "").split()
+    near, _, here, _ = words if len(words) == 4 else [LOOPBACK] * 4
+    described = {"machine": asdict(this_machine()), "commit": commit(_ROOT)}
+    print(json.dumps({**described, "address": here, "controller_address": near}))
 
 
-async def serve(worker: Worker) -> None:
-    """Answer requests until the input ends or is silent; then end the worker's processes."""
+async def run() -> int:
+    """Run the process of the input's first line to its end; returns its exit status."""
     reader = asyncio.StreamReader(limit=2**24)
     await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
     )
-    tasks: set[asyncio.Task[None]] = set()
-    _write(worker.describe())
+    launch = Launch(**json.loads(await reader.readline()))
     try:
-        while line := await _next_line(reader):
-            request = json.loads(line)
-            if request["method"] != "ping":
-                task = asyncio.create_task(_reply(worker, request))
-                tasks.add(task)
-                task.add_done_callback(tasks.discard)
-    finally:
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await worker.close()
+        handle = await LocalHost().start(launch, output=None)
+    except OSError as error:
+        print(f"{launch.name} could not be started: {error}", flush=True)
+        return 1
+    obeying = asyncio.create_task(_obey(reader, handle))
+    await asyncio.wait({obeying, handle.ended}, return_when=asyncio.FIRST_COMPLETED)
+    await handle.stop()
+    status = await handle.ended
+    return 128 - status if status < 0 else status
+
+
+async def _obey(reader: asyncio.StreamReader, handle: LocalHandle) -> None:
+    """Do what the input says, until it ends or is silent."""
+    while word := (await _next_line(reader)).decode():
+        if word.strip() == CPU:
+            print(CPU, await handle.cpu_s(), file=sys.stderr, flush=True)
+        elif word.strip():
+            handle.signal(Signals[word.strip()])
 
 
 async def _next_line(reader: asyncio.StreamReader) -> bytes:
@@ -93,34 +72,10 @@ async def _next_line(reader: asyncio.StreamReader) -> bytes:
         return b""
 
 
-async def _reply(worker: Worker, request: dict[str, Any]) -> None:
-    answer: dict[str, Any] = {"id": request["id"]}
-    try:
-        answer["result"] = await worker.answer(request)
-    except OSError as error:
-        answer["error"] = str(error.strerror or error)
-    _write(answer)
-
-
-def _write(answer: dict[str, Any]) -> None:
-    # The near end may be gone. The end of the input says so too.
-    try:
-        print(json.dumps(answer), flush=True)
-    except BrokenPipeError:
-        pass
-
-
-def _client_address() -> str:
-    """The near end's IP address, as sshd gives it (sshd(8), SSH_CONNECTION)."""
-    return os.environ.get("SSH_CONNECTION", LOOPBACK).split()[0]
-
-
-def _server_address() -> str:
-    words = os.environ.get("SSH_CONNECTION", "").split()
-    return words[2] if len(words) == 4 else LOOPBACK
-
-
 if __name__ == "__main__":
     # Models are named by their paths in the checkout.
     os.chdir(_ROOT)
-    asyncio.run(serve(Worker()))
+    if sys.argv[1] == "describe":
+        describe()
+    else:
+        sys.exit(asyncio.run(run()))
