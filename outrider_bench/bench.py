@@ -62,7 +62,6 @@ _OURS: dict[str, dict[str, Any]] = {
     **{f"outrider, {name}": {"drafter_family": name} for name in ("ngram", "suffix", "model")},
     "outrider, auto": {},
 }
-_SYNTHETIC = "outrider, synthetic"
 
 
 def run(settings: BenchSettings, arguments: list[str]) -> int:
@@ -81,8 +80,7 @@ def run(settings: BenchSettings, arguments: list[str]) -> int:
 
 def _check_ways(patterns: Sequence[str], pair: Pair) -> None:
     """Raise ValueError for a pattern that no way's name has."""
-    known = ["transformers", *_ALONE, *_OURS, _SYNTHETIC]
-    known += [*_vllm_methods(pair), *_vllm_drafters(pair)]
+    known = ["transformers", *_ALONE, *_OURS, *_vllm_methods(pair), *_vllm_drafters(pair)]
     for pattern in patterns:
         if not fnmatch.filter(known, pattern):
             raise ValueError(f"ways: no way is called {pattern!r}; there are {'; '.join(known)}")
@@ -204,13 +202,6 @@ async def _ways(
         if wanted("outrider, suffix", "outrider, auto") and _has_suffix_trees(console):
             texts.append("suffix")
         ways |= await _our_ways(stack, pair, texts)
-    if settings.acceptance and wanted(_SYNTHETIC):
-        # A stack of its own, since `auto` takes all drafters.
-        alone = outrider_stack(
-            pair, ["synthetic"], len(os.sched_getaffinity(0)), settings.acceptance
-        )
-        own = await stack.enter_async_context(alone)
-        ways[_SYNTHETIC] = own.synthetic
     if settings.vllm is not None:
         sizes = max(settings.batches)
         makers = {

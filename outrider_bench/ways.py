@@ -21,7 +21,7 @@ from typing import Any
 
 from outrider.process.ports import free_port
 from outrider_bench.experiment.launches import Endpoint
-from outrider_bench.experiment.load import LEARNING, Asked, play
+from outrider_bench.experiment.load import Asked, play
 from outrider_bench.experiment.places import places
 from outrider_bench.experiment.spec import Experiment, Workload
 from outrider_bench.experiment.stack import backend, drafting
@@ -232,26 +232,16 @@ class Stack:
         """The way of decoding with a request's `speculation`."""
         return lambda task: _played(task, self.endpoint, speculation)
 
-    async def synthetic(self, task: Task) -> Sample:
-        """The way of decoding with a synthetic drafter, which learns the task's texts first."""
-        speculation = {"drafter_family": "synthetic"}
-        await _played(task, self.endpoint, speculation | LEARNING)
-        return await _played(task, self.endpoint, speculation)
-
 
 @asynccontextmanager
-async def outrider_stack(
-    pair: Pair, families: Sequence[str], threads: int, acceptance: Sequence[float] = ()
-) -> AsyncIterator[Stack]:
+async def outrider_stack(pair: Pair, families: Sequence[str], threads: int) -> AsyncIterator[Stack]:
     """Start a verifier, its gateway and a drafter of each family, as in an experiment.
 
-    `acceptance` is that of the family synthetic, see `SyntheticSettings`.
     Raises StackFailed with the last lines of a process that does not start.
     """
     own: dict[str, dict[str, Any]] = {
         "model": {"model": pair.draft, "threads": 1},
         "head": {"model": pair.head, "threads": 1},
-        "synthetic": {"settings": {"acceptance": ",".join(map(str, acceptance))}},
     }
     experiment = Experiment.model_validate(
         {

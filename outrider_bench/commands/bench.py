@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
@@ -39,10 +39,6 @@ class BenchSettings(Settings):
 
     prompts: Path | None = None
     """File of your own prompts, as `prompts` of an experiment; unset takes the demo's prompts."""
-
-    acceptance: list[Annotated[float, Field(ge=0, le=1)]] = Field(default_factory=list)
-    """Measure also a synthetic drafter whose guesses are right with this probability, one number or
-    one for each position in the draft. It shows price and scheduling, not a draft's quality."""
 
     ways: list[str] = Field(["*"])
     """Patterns of the ways to measure, such as 'outrider*'. Their names head the tables' rows, such
