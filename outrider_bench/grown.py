@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import astuple
 from pathlib import Path
 
-from outrider.launch.grow import Shape, grow_head, make_checkpoint
+from outrider.launch.grow import MODEST, Shape, grow_head, make_checkpoint
 
 
 def grown_checkpoint(small: Path, directory: Path, shape: Shape, dtype: str) -> Path:
@@ -15,6 +15,11 @@ def grown_checkpoint(small: Path, directory: Path, shape: Shape, dtype: str) -> 
     if not out.is_dir():
         make_checkpoint(small, out, shape, dtype)
     return out
+
+
+def modest_target(small: Path, dtype: str) -> Path:
+    """Path of the target of experiments, grown to 154 M parameters; it is made on first use."""
+    return grown_checkpoint(small, Path("bench/out"), MODEST, dtype)
 
 
 def grown_head(head: Path, small: Path, large: Path) -> Path:

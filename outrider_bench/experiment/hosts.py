@@ -94,22 +94,14 @@ class Handle(Protocol):
 
 
 class Host(Protocol):
-    """A machine, or a container engine on one."""
+    """A machine, or a container on one."""
 
-    @property
-    def address(self) -> str:
-        """Name or IP address by which the experiment's other processes reach this host."""
-        ...
-
-    @property
-    def bind(self) -> str:
-        """IP address at which its processes listen."""
-        ...
-
-    @property
-    def here(self) -> str:
-        """IP address by which this machine reaches it; a container's is known once it runs."""
-        ...
+    address: str
+    """Name or IP address by which the experiment's other processes reach this host."""
+    bind: str
+    """IP address at which its processes listen."""
+    here: str
+    """IP address by which this machine reaches it; a container's is known once it runs."""
 
     async def free_port(self) -> int:
         """A port that no process listens on now, for the next process on this host."""
@@ -193,21 +185,11 @@ class LocalHandle:
         return status
 
 
-@dataclass(frozen=True, slots=True)
 class LocalHost:
     """This machine. Its processes listen on `address`."""
 
-    address: str = LOOPBACK
-
-    @property
-    def bind(self) -> str:
-        """As Host.bind."""
-        return self.address
-
-    @property
-    def here(self) -> str:
-        """As Host.here."""
-        return self.address
+    def __init__(self, address: str = LOOPBACK) -> None:
+        self.address = self.bind = self.here = address
 
     async def free_port(self) -> int:
         """A port that no process listens on at `address` now; raises OSError if there is none."""

@@ -14,11 +14,10 @@ from outrider_bench.experiment.cell_scenarios import check, scenario_of
 from outrider_bench.experiment.launches import DRAFT_MODEL, HEAD
 from outrider_bench.experiment.profile_record import Profile
 from outrider_bench.experiment.recording import Recorder
-from outrider_bench.experiment.records import PLAIN, Folder, LinkTraffic, Measurement
+from outrider_bench.experiment.records import PLAIN, Folder, LinkTraffic, Measurement, ways_of
 from outrider_bench.experiment.report.answers import answers
 from outrider_bench.experiment.report.figures import measurement_figures
 from outrider_bench.experiment.report.results import read
-from outrider_bench.experiment.schedule import ways_of
 from outrider_bench.experiment.spec import Cell, Experiment, Target, drafters_of, load
 from outrider_bench.experiment.traffic import Encoder, requests_of, warm_up_of
 from outrider_bench.experiment.unmeasured import load_profile, profile_of

@@ -116,14 +116,13 @@ def _target(settings: ProfileSettings) -> Path:
         raise ValueError(f"target must be a directory of a model, which {path} is not")
     if not settings.grown:
         return path
-    from outrider.launch.grow import MODEST
-    from outrider_bench.grown import grown_checkpoint
+    from outrider_bench.grown import modest_target
 
     if settings.dtype not in ("float32", "bfloat16"):
         raise ValueError(
             f"dtype must be float32 or bfloat16 for a grown target, not {settings.dtype}"
         )
-    return grown_checkpoint(path, Path("bench/out"), MODEST, settings.dtype)
+    return modest_target(path, settings.dtype)
 
 
 def _head(settings: ProfileSettings, target: Path) -> ProfiledHead | None:

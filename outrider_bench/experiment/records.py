@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from outrider_bench.experiment.spec import Experiment
+from outrider_bench.experiment.spec import Cell, Experiment
 from outrider_bench.sample import Sample
 
 COSTS = Path("predicted/costs.json")
@@ -27,6 +27,11 @@ PLAIN = "plain"
 """Plain decoding, with no drafter running."""
 DRAFTED = "drafted"
 """Speculative decoding with the drafters of the cell."""
+
+
+def ways_of(cell: Cell) -> list[str]:
+    """The ways in which a cell is measured."""
+    return [PLAIN, DRAFTED] if cell.experiment.use else [PLAIN]
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,23 +93,13 @@ class RemoteHost:
 
     def __init__(self, name: str, destination: str, directory: str) -> None:
         self.name = name
-        self.address = LOOPBACK
+        self.address = self.bind = self.here = LOOPBACK
         self.controller_address = LOOPBACK
         self.commit = ""
         self.machine: Machine | None = None
         self._destination = destination
         self._directory = directory
         self._handles: list[RemoteHandle] = []
-
-    @property
-    def bind(self) -> str:
-        """As Host.bind."""
-        return self.address
-
-    @property
-    def here(self) -> str:
-        """As Host.here."""
-        return self.address
 
     async def open(self) -> None:
         """Ask for the machine's description; raises ConnectionError with the reason."""
@@ -120,7 +110,7 @@ class RemoteHost:
         except (ValueError, KeyError, TypeError) as error:
             raise ConnectionError(f"host {self.name}: it answers {line[:200]!r}") from error
         self.commit = described["commit"]
-        self.address = described["address"]
+        self.address = self.bind = self.here = described["address"]
         self.controller_address = described["controller_address"]
 
     async def close(self) -> None:
@@ -239,7 +229,7 @@ def with_addresses(hosts: Mapping[str, RemoteHost]) -> Hosts:
         here = seen[0]
     for host in hosts.values():
         if host.address == LOOPBACK:
-            host.address = here
+            host.address = host.bind = host.here = here
     return Hosts(LocalHost(here), hosts)
 
 

@@ -1,10 +1,15 @@
-"""Measures all cells of an experiment on real processes."""
+"""Measures all cells of an experiment on real processes, in an order that treats them alike.
+
+Repetitions go over all stacks and cells forwards and backwards in turn, so that a machine that gets
+slower or faster affects all alike. Verifiers run on while drafters come and go. Plain decoding is
+measured right before its cells' drafters start.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -12,12 +17,15 @@ from rich.console import Console
 
 from outrider_bench.console import progress
 from outrider_bench.experiment import machine, stack
+from outrider_bench.experiment.measuring import Bench
 from outrider_bench.experiment.places import Places, places
-from outrider_bench.experiment.records import Folder
+from outrider_bench.experiment.records import PLAIN, Folder, ways_of
 from outrider_bench.experiment.report.answers import answers
 from outrider_bench.experiment.report.results import read
-from outrider_bench.experiment.schedule import Runner, ways_of
 from outrider_bench.experiment.spec import Cell, Experiment, Target
+from outrider_bench.experiment.stack import backend, drafting, own_head
+from outrider_bench.experiment.traffic import Encoder
+from outrider_bench.rounds import there_and_back
 
 _ROOT = Path(__file__).parents[2]
 
@@ -87,19 +95,6 @@ def open_folder(
     return folder
 
 
-def target_model(target: Target) -> Path:
-    """The directory of the target's model. A grown model is made first."""
-    if not target.grown:
-        return target.model
-    from outrider.launch.grow import MODEST
-    from outrider_bench.grown import grown_checkpoint
-
-    dtype = target.dtype
-    if target.dtype == "auto":
-        dtype = "bfloat16"
-    return grown_checkpoint(target.model, Path("bench/out"), MODEST, dtype)
-
-
 async def measure(
     experiment: Experiment, cells: Sequence[Cell], folder: Folder, places: Places, console: Console
 ) -> None:
@@ -110,7 +105,7 @@ async def measure(
         def tell(doing: str, finished: int) -> None:
             bar.update(task, description=doing, advance=finished)
 
-        await Runner(experiment, cells, folder, places, target_model, tell).run()
+        await Runner(experiment, cells, folder, places, tell).run()
 
 
 def missing(
@@ -124,3 +119,108 @@ def missing(
         for repetition in range(experiment.repetitions)
         if not folder.has(cell.key, way, repetition)
     ]
+
+
+def groups(cells: Sequence[Cell]) -> list[list[list[Cell]]]:
+    """Cells by the verifiers that can serve them, and within these by the drafters."""
+    found: dict[str, dict[str, list[Cell]]] = {}
+    for cell in cells:
+        found.setdefault(cell.target_key, {}).setdefault(cell.stack_key, []).append(cell)
+    return [list(stacks.values()) for stacks in found.values()]
+
+
+class Runner:
+    """Measures all that a folder lacks."""
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        cells: Sequence[Cell],
+        folder: Folder,
+        places: Places,
+        tell: Callable[[str, int], None],
+    ) -> None:
+        """`tell` gets the present work, and the number of measurements that it finished."""
+        self._experiment = experiment
+        self._groups = groups(cells)
+        self._folder = folder
+        self._places = places
+        self._tell = tell
+
+    async def run(self) -> None:
+        """Measure; raises StackFailed when a process does not start, or ends too early."""
+        for repetition in range(self._experiment.repetitions):
+            for stacks in there_and_back(self._groups, repetition):
+                await self._with_target(stacks, repetition)
+
+    async def _with_target(self, stacks: list[list[Cell]], repetition: int) -> None:
+        """Measure all cells of one target."""
+        cells = [cell for cells in stacks for cell in cells]
+        if not any(self._lacks(cell, way, repetition) for cell in cells for way in ways_of(cell)):
+            return
+        experiment = cells[0].experiment
+        model = _target_model(experiment.target)
+        encoder = Encoder(model)
+        self._tell(f"{repetition + 1}: starting verifiers", 0)
+        head = own_head(experiment, model)
+        async with backend(experiment.target, model, self._places, head) as running:
+            for cells in there_and_back(stacks, repetition):
+                bench = Bench(running, None, encoder)
+                await self._plain(cells, repetition, bench)
+                await self._drafted(cells, repetition, bench)
+
+    async def _plain(self, cells: list[Cell], repetition: int, bench: Bench) -> None:
+        """Measure plain decoding once for each workload, for all cells with that workload.
+
+        Plain decoding uses no link, so the cells do not differ.
+        """
+        by_workload: dict[str, list[Cell]] = {}
+        for cell in cells:
+            if self._lacks(cell, PLAIN, repetition):
+                by_workload.setdefault(cell.experiment.workload.model_dump_json(), []).append(cell)
+        for alike in by_workload.values():
+            first = alike[0]
+            self._tell(f"{repetition + 1}: {first.key}, plain", 0)
+            await bench.warm_up(first.experiment, PLAIN)
+            found = await bench.measure(first.experiment, PLAIN, _tenant(first, PLAIN, repetition))
+            for cell in alike:
+                self._folder.save(cell.key, repetition, found)
+            self._tell(f"{repetition + 1}: {first.key}, plain", len(alike))
+
+    async def _drafted(self, cells: list[Cell], repetition: int, bench: Bench) -> None:
+        """Measure one cell after the other, with its links' shapes."""
+        lacking = [
+            (cell, way)
+            for cell in there_and_back(cells, repetition)
+            for way in ways_of(cell)
+            if way != PLAIN and self._lacks(cell, way, repetition)
+        ]
+        if not lacking:
+            return
+        self._tell(f"{repetition + 1}: {lacking[0][0].key}, starting drafters", 0)
+        async with drafting(cells[0].experiment, bench.backend, self._places) as running:
+            bench.drafting = running
+            for cell, way in lacking:
+                self._tell(f"{repetition + 1}: {cell.key}, {way}", 0)
+                await running.shape(cell.experiment)
+                await bench.warm_up(cell.experiment, way)
+                tenant = _tenant(cell, way, repetition)
+                found = await bench.measure(cell.experiment, way, tenant)
+                self._folder.save(cell.key, repetition, found)
+                self._tell(f"{repetition + 1}: {cell.key}, {way}", 1)
+
+    def _lacks(self, cell: Cell, way: str, repetition: int) -> bool:
+        return not self._folder.has(cell.key, way, repetition)
+
+
+def _tenant(cell: Cell, way: str, repetition: int) -> str:
+    return f"{cell.key}.{way}.{repetition}"
+
+
+def _target_model(target: Target) -> Path:
+    """The directory of the target's model. A grown model is made first."""
+    if not target.grown:
+        return target.model
+    from outrider_bench.grown import modest_target
+
+    return modest_target(target.model, "bfloat16" if target.dtype == "auto" else target.dtype)

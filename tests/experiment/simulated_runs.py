@@ -10,8 +10,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from outrider_bench.experiment.records import DRAFTED, Folder, LinkTraffic, Machine, Measurement
-from outrider_bench.experiment.schedule import ways_of
+from outrider_bench.experiment.records import (
+    DRAFTED,
+    Folder,
+    LinkTraffic,
+    Machine,
+    Measurement,
+    ways_of,
+)
 from outrider_bench.experiment.spec import Cell, Experiment, Link
 from outrider_bench.sample import Sample
 from outrider_bench.simulator.scenario import Scenario

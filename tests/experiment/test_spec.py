@@ -16,8 +16,9 @@ from outrider_bench.experiment.launches import (
     verifier_launch,
 )
 from outrider_bench.experiment.places import Places
+from outrider_bench.experiment.records import ways_of
 from outrider_bench.experiment.remote import Hosts, used_hosts
-from outrider_bench.experiment.schedule import groups, ways_of
+from outrider_bench.experiment.run import groups
 from outrider_bench.experiment.spec import Experiment, Target, load
 from outrider_bench.experiment.stack import check
 
