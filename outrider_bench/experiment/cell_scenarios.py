@@ -68,6 +68,8 @@ def _check_drafter(name: str, drafter: Drafter, profile: Profile) -> None:
             f"drafters.{name}.family: must be one of {', '.join(_PREDICTED)} to be predicted, "
             f"not {drafter.family}"
         )
+    if drafter.pool == "redis":
+        raise ValueError(f"drafters.{name}.pool: a pool in Redis is measured, not predicted")
     if drafter.family == "head":
         _check_head(name, drafter, profile)
     cost = cost_of(drafter, profile.cores)
@@ -240,15 +242,11 @@ def _linked(
     if drafter.in_process:
         return {"round_trip_ms": 0.0}
     serving = profile.serving_at(_served_as(drafter.family), experiment.workload.under_way)
-    own_ms = 1000 * serving.round_trip_s
-    found = {"round_trip_ms": own_ms, "jitter_ms": 1000 * serving.jitter_s}
+    found = {"round_trip_ms": 1000 * serving.round_trip_s, "jitter_ms": 1000 * serving.jitter_s}
     if link is not None:
         found["round_trip_ms"] += link.round_trip_ms
         found["jitter_ms"] += link.jitter_ms
         found |= {"mbit_s": link.mbit_s, "loss": link.loss, "retransmit_ms": link.retransmit_ms}
-    if drafter.pool == "redis":
-        far = experiment.links.get(drafter.redis_link or "")
-        found["redis_ms"] = own_ms + (far.round_trip_ms if far is not None else 0.0)
     return found
 
 

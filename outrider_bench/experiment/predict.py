@@ -140,10 +140,8 @@ class Predictor:
         turns = target.count if experiment.workload.verifiers == "in-turn" else 1
         samples, errors = [], list[str]()
         links: dict[str, LinkTraffic] = {}
-        redis: dict[tuple[int, ...], list[int]] = {}
         for _ in range(turns):
             simulation = Simulation(scenario, scenario.loads[0], drafting=bool(scenario.drafters))
-            simulation.redis_entries = redis
             simulation.world.offers = recorder.offers
             outcome = simulation.run()
             samples += list(outcome.by_verifier.values())

@@ -27,7 +27,6 @@ from outrider_bench.simulator.production import (
     SimulatedDraftModel,
     SimulatedModel,
     SimulatedNgram,
-    SimulatedRedis,
 )
 from outrider_bench.simulator.scenario import DrafterSpec, Event
 from outrider_bench.simulator.verifier import OWN_CORES, VerifierActor
@@ -38,7 +37,7 @@ from verifier_svc.state.drafter import Drafter
 class DrafterActor:
     """One connection of one drafter; a drafter that joins again has a new one.
 
-    Connections of one process share `process`. Drafters with a Redis share `redis`.
+    Connections of one process share `process`.
     """
 
     def __init__(
@@ -49,7 +48,6 @@ class DrafterActor:
         world: World,
         verifier: VerifierActor,
         process: Process | None = None,
-        redis: SimulatedRedis | None = None,
     ) -> None:
         self.spec = spec
         self.error: OutriderError | None = None
@@ -59,7 +57,7 @@ class DrafterActor:
         self._process = process or Process()
         self._cost = costs.drafting[spec.cost]
         self._share = spec.interference or float(spec.on_target_cores)
-        self.family = self._make_family(world, redis)
+        self.family = self._make_family(world)
         self._session = DraftSession(self.family, events.clock)
         self._up = Link(events, world.random(spec.name, "up", events.now))
         self._down = Link(events, world.random(spec.name, "down", events.now))
@@ -239,12 +237,12 @@ class DrafterActor:
         self.computed_s += seconds
         self._verifier.target.share_cores(self._share * seconds)
 
-    def _make_family(self, world: World, redis: SimulatedRedis | None) -> Family:
+    def _make_family(self, world: World) -> Family:
         spec = self.spec
         cost = self._cost
         process = self._process
         if spec.drafts_by == "lookup":
-            return SimulatedNgram(spec, cost, process, redis)
+            return SimulatedNgram(spec, cost, process)
         if spec.drafts_by == "acceptance":
             return SimulatedFamily(spec, world, cost)
         if spec.drafts_by == "head":

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import cast
 
 from drafter_svc.families.cached_draft import CachedDraft, Guess
@@ -17,7 +17,6 @@ from drafter_svc.families.model import ModelFamily
 from drafter_svc.families.ngram import NgramFamily
 from drafter_svc.families.shared_pages import SharedPagePool
 from drafter_svc.pools.memory import MemoryPool, NgramOptions
-from drafter_svc.pools.redis import Query, RedisOptions, RedisPool
 from outrider.drafter.draft_sequence import DraftSequence
 from outrider.lm.runner import ModelRunner, SequenceSlice
 from outrider_bench.simulator.costs import DraftingCost
@@ -49,50 +48,17 @@ class Process:
     head: SimulatedHead | None = None
 
 
-@dataclass(slots=True)
-class SimulatedRedis:
-    """A `RedisPool` without a server: writes take no time, and lookups take `lookup_s`."""
-
-    lookup_s: float
-    entries: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
-
-    def tenant(self, name: str) -> str:
-        """The key of a tenant; here its name."""
-        return name
-
-    def offer(self, tenant: str, ngram: Sequence[int], continuation: Sequence[int]) -> None:
-        """Store a continuation of an n-gram."""
-        self.entries[tuple(ngram)] = list(continuation)
-
-    async def lookup(self, queries: Sequence[Query]) -> list[list[int]]:
-        """As `RedisPool.lookup`: a lookup beyond the drafter's time budget finds nothing."""
-        max_wait_s = RedisOptions().budget_s
-        await Work([min(self.lookup_s, max_wait_s)])
-        if self.lookup_s > max_wait_s:
-            return [[] for _ in queries]
-        return [self._longest(query.ngrams) for query in queries]
-
-    def _longest(self, ngrams: Sequence[Sequence[int]]) -> list[int]:
-        found = (self.entries.get(tuple(ngram)) for ngram in ngrams)
-        return next((run for run in found if run), [])
-
-    async def aclose(self) -> None:
-        """Do nothing, because there is no connection to close."""
-
-
 class SimulatedNgram(NgramFamily):
     """The production n-gram family, on the tokens of a recording."""
 
     # A fault ends the simulation.
     fatal = (Exception,)
 
-    def __init__(
-        self, spec: DrafterSpec, cost: DraftingCost, process: Process, redis: SimulatedRedis | None
-    ) -> None:
+    def __init__(self, spec: DrafterSpec, cost: DraftingCost, process: Process) -> None:
         options = NgramOptions(spec.max_draft_len, spec.max_matching_ngram_size)
         if spec.is_public_pool and process.pool is None:
             process.pool = MemoryPool(options, _POOL_ENTRIES)
-        super().__init__(options, _POOL_ENTRIES, process.pool, cast(RedisPool | None, redis))
+        super().__init__(options, _POOL_ENTRIES, process.pool)
         self.name = spec.family or spec.name
         self._cost = cost
         self._slowness = spec.slowness

@@ -88,10 +88,6 @@ class DrafterSpec(_Part):
 
     is_public_pool: bool = False
 
-    redis_ms: float | None = Field(None, ge=0)
-    """Time of a lookup in the Redis that all drafters with this setting share; by default the pool
-    is in memory."""
-
     states: int = Field(0, ge=0)
     """Hidden states of each token that a head reads. They cross the link."""
 

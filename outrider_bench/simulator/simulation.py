@@ -10,7 +10,7 @@ from typing import Any
 from outrider_bench.sample import Sample, counter_keys
 from outrider_bench.simulator.drafter import DrafterActor
 from outrider_bench.simulator.events import Events
-from outrider_bench.simulator.production import Process, SimulatedRedis
+from outrider_bench.simulator.production import Process
 from outrider_bench.simulator.scenario import DrafterSpec, Event, Scenario
 from outrider_bench.simulator.traffic import Request, Traffic
 from outrider_bench.simulator.verifier import VerifierActor
@@ -69,8 +69,6 @@ class Simulation:
         # The counters of each verifier when the measurement began.
         self._counted: dict[str, dict[str, float]] = {}
         self._processes: dict[str, Process] = {}
-        self.redis_entries: dict[tuple[int, ...], list[int]] = {}
-        """The content of the drafters' Redis."""
         self._specs: dict[str, DrafterSpec] = {}
         if drafting:
             self._specs = {drafter.name: drafter for drafter in scenario.drafters}
@@ -117,11 +115,8 @@ class Simulation:
         verifier = self.verifiers[spec.verifier]
         if verifier.serving:
             process = self._processes.setdefault(spec.process or spec.name, Process())
-            redis = None
-            if spec.redis_ms is not None:
-                redis = SimulatedRedis(spec.redis_ms / 1000, self.redis_entries)
             self.drafters[spec.name] = DrafterActor(
-                self.events, spec, self._scenario.costs, self.world, verifier, process, redis
+                self.events, spec, self._scenario.costs, self.world, verifier, process
             )
 
     def _apply(self, event: Event) -> None:

@@ -63,11 +63,6 @@ def test_a_link_of_the_cell_is_added_to_the_profiles_round_trip() -> None:
     assert (drafter.jitter_ms, drafter.mbit_s, drafter.loss) == (1, 8, 0.01)
 
 
-def test_a_lookup_in_redis_takes_the_links_round_trip() -> None:
-    [drafter] = scenario(use=["pool"]).drafters
-    assert drafter.redis_ms == pytest.approx(20 + 0.5)
-
-
 def test_a_drafter_on_the_targets_core_takes_all_of_its_time_from_forwards() -> None:
     [drafter] = scenario(use=["pinned"], target={"threads": 1, "cores": "0"}).drafters
     assert (drafter.on_target_cores, drafter.interference, drafter.slowness) == (True, 1.0, 2.0)
@@ -138,6 +133,7 @@ def test_events_become_those_of_the_simulator() -> None:
             "target.dtype: the profile is of float32",
         ),
         ({"workload": {"temperature": 0.5}}, "workload.temperature: only 0 can be predicted"),
+        ({"use": ["pool"]}, "drafters.pool.pool: a pool in Redis is measured, not predicted"),
         (
             {"drafters": {"tree": {"family": "suffix"}}, "use": ["tree"]},
             "drafters.tree.family: must be one of ngram, model, head",
