@@ -7,9 +7,9 @@ Time is virtual: a turn takes its place for a while, and its user thinks before 
 from __future__ import annotations
 
 import asyncio
-import heapq
+import math
 from dataclasses import dataclass, field
-from itertools import count
+from functools import partial
 from random import Random
 
 from gateway.upstream.prefixes import prefixes
@@ -17,34 +17,27 @@ from gateway.upstream.replica import Replica
 from gateway.upstream.routing import Router
 from outrider.lm.pages import KVSequence, PagePool
 from outrider.protocol.model_info import Load, ModelInfo, Stage
+from outrider_bench.simulator.events import Events
 
 PLACES = 64
+_PAGES = 4096
+"""Pages of each replica's KV cache."""
 _PAGE_TOKENS = 16
+_USERS = 24
+"""Users of each replica with a chat under way; after its last turn they begin another one."""
+_TURNS = 8
+_SYSTEM_PROMPT = 256
+"""Tokens of the beginning that all chats share."""
+_QUESTION, _ANSWER = (20, 200), (50, 400)
+"""The least and the most tokens."""
+_THINK_S = 20.0
+"""Mean time between an answer and the next question."""
+_TOKEN_S = 0.02
+"""Time of an answer's token."""
+_PROMPT_TOKEN_S = 0.0002
+"""Time of a prompt's token that is not in the cache."""
 _VOCABULARY = 50_000
 _MODEL = "chats"
-
-
-@dataclass(frozen=True, slots=True)
-class Chats:
-    """The traffic, and the replicas that serve it. Lengths are in tokens."""
-
-    replicas: int = 8
-    pages: int = 4096
-    """Pages of each replica's KV cache."""
-    users: int = 24
-    """Users of each replica with a chat under way; after its last turn they begin another one."""
-    turns: int = 8
-    system_prompt: int = 256
-    """Length of the beginning that all chats share."""
-    question: tuple[int, int] = (20, 200)
-    answer: tuple[int, int] = (50, 400)
-    think_s: float = 20.0
-    """Mean time between an answer and the next question."""
-    token_s: float = 0.02
-    """Time of an answer's token."""
-    prompt_token_s: float = 0.0002
-    """Time of a prompt's token that is not in the cache."""
-    seed: int = 1
 
 
 @dataclass(slots=True)
@@ -69,82 +62,57 @@ class _Server:
     running: set[KVSequence] = field(default_factory=set)
 
 
-_Place = tuple[_Server, KVSequence]
-
-
-async def simulate(chats: Chats, requests: int, *, affinity: bool) -> Outcome:
+async def simulate(replicas: int, requests: int, *, affinity: bool) -> Outcome:
     """Serve `requests` requests of chats, to the least busy replicas unless `affinity`."""
-    router = Router([f"replica-{i}:1" for i in range(chats.replicas)], "")
+    router = Router([f"replica-{i}:1" for i in range(replicas)], "")
     try:
         servers = {
-            replica.address: _Server(replica, PagePool(chats.pages, _PAGE_TOKENS))
+            replica.address: _Server(replica, PagePool(_PAGES, _PAGE_TOKENS))
             for replica in router.replicas
         }
         for server in servers.values():
             server.replica.problem = None
-        return _Simulation(chats, router, servers, affinity=affinity).run(requests)
+        return _Simulation(router, servers, requests, affinity=affinity).run()
     finally:
         await router.close()
 
 
 class _Simulation:
-    """The events of one simulation."""
+    """The turns of one simulation."""
 
     def __init__(
-        self, chats: Chats, router: Router, servers: dict[str, _Server], *, affinity: bool
+        self, router: Router, servers: dict[str, _Server], requests: int, *, affinity: bool
     ) -> None:
-        self._chats = chats
         self._router = router
         self._servers = servers
+        self._left = requests
         self._affinity = affinity
-        self._random = Random(chats.seed)
-        self._system = self._tokens(chats.system_prompt)
-        self._numbers = count()
-        self._now = 0.0
+        self._events = Events()
+        self._random = Random(1)
+        self._system = self._tokens(_SYSTEM_PROMPT)
         self._outcome = Outcome()
 
     def _tokens(self, length: int) -> list[int]:
         return self._random.choices(range(_VOCABULARY), k=length)
 
-    def run(self, requests: int) -> Outcome:
+    def run(self) -> Outcome:
         """Play the users' turns in the order of their times."""
-        chats = self._chats
-        events: list[tuple[float, int, list[int], int, _Place | None]] = []
-
-        def at(time: float, text: list[int], turn: int, ends: _Place | None = None) -> None:
-            """Note that a turn begins at `time`, or that it `ends` at its place."""
-            heapq.heappush(events, (time, next(self._numbers), text, turn, ends))
-
-        for _ in range(chats.users * chats.replicas):
-            at(self._random.uniform(0.0, chats.think_s), self._system, 0)
-        begun = 0
-        while begun < requests:
-            self._now, _, text, turn, ends = heapq.heappop(events)
-            if ends is not None:
-                self._end(*ends, text)
-                think_s = self._random.expovariate(1.0 / chats.think_s)
-                is_last = turn == chats.turns
-                at(self._now + think_s, self._system if is_last else text, 0 if is_last else turn)
-                continue
-            begun += 1
-            prompt = [*text, *self._tokens(self._random.randint(*chats.question))]
-            server, sequence, seconds = self._begin(prompt)
-            answer = self._tokens(self._random.randint(*chats.answer))
-            seconds += len(answer) * chats.token_s
-            at(self._now + seconds, [*prompt, *answer], turn + 1, (server, sequence))
+        for _ in range(_USERS * len(self._servers)):
+            began = self._random.uniform(0.0, _THINK_S)
+            self._events.at(began, partial(self._begin, self._system, 0))
+        self._events.run(math.inf)
         return self._outcome
 
-    def _begin(self, prompt: list[int]) -> tuple[_Server, KVSequence, float]:
-        """Send a prompt to a replica. Returns it, the sequence and the seconds of the prefill."""
-        for server in self._servers.values():
-            load = Load(len(server.running), 0, PLACES, 1024, None, server.pool.usage)
-            server.replica.info = ModelInfo(_MODEL, Stage.READY, load=load)
-        pick = self._router.pick(_MODEL, prefixes("", prompt) if self._affinity else ())
-        server = self._servers[pick.replica.address]
+    def _begin(self, text: list[int], turn: int) -> None:
+        """Send a user's next prompt to a replica, unless all requests were sent."""
+        if not self._left:
+            return
+        self._left -= 1
+        prompt = [*text, *self._tokens(self._random.randint(*_QUESTION))]
+        server = self._picked(prompt)
         sequence = KVSequence()
         cached = server.pool.match_prefix(sequence, prompt, "")
-        if not server.pool.reserve(sequence, len(prompt)):
-            raise ValueError("pages: the running sequences do not fit")
+        _reserve(server, sequence, len(prompt))
         server.running.add(sequence)
         server.replica.sequences.add(sequence)
         self._outcome.prompt_tokens += len(prompt)
@@ -152,25 +120,42 @@ class _Simulation:
         counts = [len(each.running) for each in self._servers.values()]
         excess = max(counts) - sum(counts) / len(counts)
         self._outcome.largest_excess = max(self._outcome.largest_excess, excess)
-        return server, sequence, (len(prompt) - cached) * self._chats.prompt_token_s
+        answer = self._tokens(self._random.randint(*_ANSWER))
+        seconds = (len(prompt) - cached) * _PROMPT_TOKEN_S + len(answer) * _TOKEN_S
+        end = partial(self._end, server, sequence, [*prompt, *answer], turn + 1)
+        self._events.after(seconds, end)
 
-    def _end(self, server: _Server, sequence: KVSequence, text: list[int]) -> None:
-        """Leave a text's pages to the cache."""
-        if not server.pool.reserve(sequence, len(text)):
-            raise ValueError("pages: the running sequences do not fit")
+    def _picked(self, prompt: list[int]) -> _Server:
+        """The replica that the production router sends a prompt to."""
+        for server in self._servers.values():
+            load = Load(len(server.running), 0, PLACES, 1024, None, server.pool.usage)
+            server.replica.info = ModelInfo(_MODEL, Stage.READY, load=load)
+        pick = self._router.pick(_MODEL, prefixes("", prompt) if self._affinity else ())
+        return self._servers[pick.replica.address]
+
+    def _end(self, server: _Server, sequence: KVSequence, text: list[int], turn: int) -> None:
+        """Leave a text's pages to the cache; its user thinks, or begins another chat."""
+        _reserve(server, sequence, len(text))
         sequence.num_computed_tokens = len(text)
         server.pool.cache_pages(sequence, text, "")
         server.pool.free(sequence)
         server.running.discard(sequence)
         server.replica.sequences.discard(sequence)
+        is_last = turn == _TURNS
+        begin = partial(self._begin, self._system if is_last else text, 0 if is_last else turn)
+        self._events.after(self._random.expovariate(1.0 / _THINK_S), begin)
+
+
+def _reserve(server: _Server, sequence: KVSequence, length: int) -> None:
+    if not server.pool.reserve(sequence, length):
+        raise ValueError("pages: the running sequences do not fit")
 
 
 def main() -> None:
     """Print both ways' shares of cached tokens for several numbers of replicas."""
     for replicas in (2, 4, 8):
-        chats = Chats(replicas=replicas)
         for way in ("least busy", "affinity"):
-            outcome = asyncio.run(simulate(chats, 500 * replicas, affinity=way == "affinity"))
+            outcome = asyncio.run(simulate(replicas, 500 * replicas, affinity=way == "affinity"))
             print(
                 f"{replicas} replicas, {way}: {outcome.hit_share:.3f} of the prompts' tokens "
                 f"cached; at most {outcome.largest_excess:.1f} sequences above the mean"
