@@ -12,14 +12,15 @@ from typing import Any
 from rich.table import Table
 
 from outrider_bench.console import table_of
-from outrider_bench.experiment.report.figures import (
-    LOOKUPS,
-    PHASES,
-    POSITIONS,
-    groups_of,
-    sample_figures,
+from outrider_bench.experiment.report.figures import groups_of, sample_figures
+from outrider_bench.experiment.report.results import Spread
+from outrider_bench.experiment.report.tables import (
+    ACCEPTANCE,
+    LATENCIES,
+    NEXT_DRAFTS,
+    PHASE_TIMES,
 )
-from outrider_bench.intervals import MOST_OF_ALLOWED, interval, of_allowed
+from outrider_bench.intervals import MOST_OF_ALLOWED, of_allowed
 from outrider_bench.sample import Sample
 
 _RATES = {
@@ -30,18 +31,12 @@ _RATES = {
 # Plain decoding by the same verifier, of the bench and of the simulator.
 _PLAIN = ("outrider, plain", "simulated, plain")
 _DISTURBED = "!: disturbed, since the speed exceeds what the tokens per forward allow"
-_LATENCIES = {
-    "ttft_p50_ms": "Median TTFT (ms)",
-    "ttft_p99_ms": "P99 TTFT (ms)",
-    "tpot_p50_ms": "Median TPOT (ms)",
-    "tpot_p99_ms": "P99 TPOT (ms)",
-}
 _STEPS = {
-    **{f"step_{phase}_ms": phase for phase in PHASES},
+    **PHASE_TIMES,
     "tokens_per_forward": "tokens / step",
     "of_limit": "of limit",
     "acceptance": "acceptance",
-    **{f"lookup_{result}": result for result in LOOKUPS},
+    **NEXT_DRAFTS,
     "wasted_per_token": "wasted / token",
     "draft_bytes_per_token": "bytes / token",
 }
@@ -50,12 +45,6 @@ _STEPS_NOTE = (
     "is the time of forwards alone on an idle machine; then what commits found of the next draft"
 )
 
-
-_ACCEPTANCE = {
-    "acceptance": "acceptance",
-    "accepted_length": "length",
-    **{f"accepted_at_{i}": f"at {i}" for i in POSITIONS},
-}
 _ACCEPTANCE_NOTE = "acceptance, and the share of drafts whose token at a position was accepted,"
 
 
@@ -101,13 +90,13 @@ def tables(results: Results, bases: Sequence[str]) -> Iterator[Table]:
     title = results.pair
     for rate, words in _RATES.items():
         yield _rates(f"{title}\n{words}", results, bases, rate)
-    yield _figures(f"{title}\nlatency, in tokens, not chunks", results, _LATENCIES)
+    yield _figures(f"{title}\nlatency, in tokens, not chunks", results, LATENCIES)
     yield _figures(f"{title}\n{_STEPS_NOTE}", results, _STEPS)
     samples = [each for ways in results.samples.values() for own in ways.values() for each in own]
     groups = groups_of(name for sample in samples for name in sample_figures(sample))
     for group in ("", *groups):
         of = f"of {group.replace('_', ' ', 1)}" if group else "of all"
-        names = {f"{group}_{name}".lstrip("_"): words for name, words in _ACCEPTANCE.items()}
+        names = {f"{group}_{name}".lstrip("_"): words for name, words in ACCEPTANCE.items()}
         yield _figures(f"{title}\n{_ACCEPTANCE_NOTE} {of}", results, names)
 
 
@@ -131,9 +120,9 @@ def _rates(title: str, results: Results, bases: Sequence[str], rate: str) -> Tab
             known = [value for value in own if value is not None]
             # The machine is faster in some rounds than in others.
             ratios = [a / b for a, b in zip(own, rates(batch, base), strict=False) if a and b]
-            row.append(spread(known, 1) if known else "–")
+            row.append(Spread.of(known).words(1) if known else "–")
             mark = " !" if is_disturbed(results.samples[batch], way) else ""
-            row.append(f"{spread(ratios, 2)}{mark}" if ratios else "–")
+            row.append(f"{Spread.of(ratios).words()}{mark}" if ratios else "–")
         table.add_row(way, *row)
     return table
 
@@ -167,12 +156,6 @@ def is_disturbed(samples: Mapping[str, Sequence[Sample]], way: str) -> bool:
             ratio = ours.tokens_per_s / its.tokens_per_s
             shares.append(of_allowed(ratio, tokens, plain_tokens))
     return bool(shares) and median(shares) > MOST_OF_ALLOWED
-
-
-def spread(values: Sequence[float], digits: int) -> str:
-    """The median, with its interval if there are several values."""
-    middle, low, high = (f"{v:.{digits}f}" for v in (median(values), *interval(values)))
-    return middle if len(values) == 1 else f"{middle} ({low}–{high})"
 
 
 def write(directory: Path, stem: str, record: dict[str, Any]) -> Path:

@@ -52,11 +52,8 @@ class Step(BaseModel):
     """Verified draft tokens of all sequences."""
     drafts: float = Field(ge=0)
     """Verified drafts."""
-    proposed_tokens: float = Field(ge=0)
-    answers: float = Field(ge=0)
-    """Drafts that answer a verdict."""
     answer_s: float = Field(ge=0)
-    """Mean seconds from a verdict to such a draft."""
+    """Mean seconds from a verdict to a draft that answers it."""
     prompts: float = Field(ge=0)
     prompt_tokens: float = Field(ge=0)
 
@@ -196,8 +193,6 @@ def step_of(samples: list[Sample]) -> Step:
         sequences=each("step_sequences_sum"),
         draft_tokens=each("spec_decode_num_draft_tokens"),
         drafts=each("spec_decode_num_drafts"),
-        proposed_tokens=each("proposed_tokens"),
-        answers=answers,
         answer_s=each("draft_latency_seconds_sum") / answers if answers else 0.0,
         prompts=each("request_prefill_time_seconds_count"),
         prompt_tokens=each("prefix_cache_queries"),

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from outrider_bench.experiment.report.results import Spread
 from outrider_bench.raw_client import FailedAnswer, stream
-from outrider_bench.report import Results, is_disturbed, spread, tables, write
+from outrider_bench.report import Results, is_disturbed, tables, write
 from outrider_bench.sample import Sample
 from outrider_bench.ways import line_peer
 
@@ -131,7 +132,7 @@ def test_a_speed_beyond_its_tokens_per_forward_is_marked() -> None:
 
 
 def test_rounds_have_an_interval_and_one_round_has_none() -> None:
-    assert spread([2.0], 1) == "2.0"
-    assert spread([1.0, 2.0, 3.0], 1) == "2.0 (1.0–3.0)"
-    middle, low, high = map(float, re.findall(r"[\d.]+", spread([*range(1, 100)], 1)))
+    assert Spread.of([2.0]).words(1) == "2.0"
+    assert Spread.of([1.0, 2.0, 3.0]).words(1) == "2.0 (1.0–3.0)"
+    middle, low, high = map(float, re.findall(r"[\d.]+", Spread.of([*range(1, 100)]).words(1)))
     assert (middle, 1.0 < low < middle < high < 99.0) == (50.0, True)

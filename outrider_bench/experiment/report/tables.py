@@ -53,6 +53,19 @@ class _Subject:
     group: str = ""
 
 
+LATENCIES = {
+    f"{name}_p{percentile}_ms": f"{name.upper()} p{percentile}, ms"
+    for name in ("tpot", "ttft")
+    for percentile in (50, 99)
+}
+ACCEPTANCE = {
+    "acceptance": "acceptance rate",
+    "accepted_length": "acceptance length",
+    **{f"accepted_at_{i}": f"at {i}" for i in POSITIONS},
+}
+PHASE_TIMES = {f"step_{phase}_ms": phase for phase in PHASES}
+NEXT_DRAFTS = {f"lookup_{result}": result for result in LOOKUPS}
+"""Titles of columns by figure, which the tables of `outrider lab bench` have as well."""
 _SPEED = [
     _Column("plain, tokens/s", "tokens_per_s", 1, PLAIN, ranged=True),
     _Column("drafted, tokens/s", "tokens_per_s", 1, DRAFTED, ranged=True),
@@ -60,9 +73,8 @@ _SPEED = [
     _Column("predicted", "times_plain", 2, DRAFTED, source="predicted"),
 ]
 _LATENCY = [
-    _Column(f"{way}: {name.upper()} p{percentile}, ms", f"{name}_p{percentile}_ms", 1, way)
-    for name in ("tpot", "ttft")
-    for percentile in (50, 99)
+    _Column(f"{way}: {title}", figure, 1, way)
+    for figure, title in LATENCIES.items()
     for way in (PLAIN, DRAFTED)
 ]
 _DRAFTS = [
@@ -70,18 +82,16 @@ _DRAFTS = [
     _Column("acceptance rate", "acceptance", 2, DRAFTED),
     _Column("acceptance length", "accepted_length", 2, DRAFTED),
     _Column("tokens per forward", "tokens_per_forward", 2, DRAFTED),
-    *(_Column(result, f"lookup_{result}", 2, DRAFTED) for result in LOOKUPS),
+    *(_Column(title, figure, 2, DRAFTED) for figure, title in NEXT_DRAFTS.items()),
     _Column("wasted drafts per token", "wasted_per_token", 2, DRAFTED),
 ]
 _ACCEPTANCE = [
     _Column("verified drafts", "{group}drafts", 0, DRAFTED),
-    _Column("acceptance rate", "{group}acceptance", 2, DRAFTED),
-    _Column("acceptance length", "{group}accepted_length", 2, DRAFTED),
-    *(_Column(f"at {i}", f"{{group}}accepted_at_{i}", 2, DRAFTED) for i in POSITIONS),
+    *(_Column(title, f"{{group}}{figure}", 2, DRAFTED) for figure, title in ACCEPTANCE.items()),
 ]
 _STEP = [
     _Column("step", "step_ms"),
-    *(_Column(phase, f"step_{phase}_ms") for phase in PHASES),
+    *(_Column(title, figure) for figure, title in PHASE_TIMES.items()),
 ]
 _EVENTS = [
     _Column("longest gap, s", "longest_gap_s", 1, DRAFTED),
