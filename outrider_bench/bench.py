@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import fnmatch
+import json
 import math
 import os
 import time
@@ -41,7 +42,6 @@ from outrider_bench.ways import (
     outrider_stack,
     transformers_ways,
     vllm_way,
-    vllm_with_drafter,
 )
 
 # Rates are compared with the first of these that was measured.
@@ -80,7 +80,7 @@ def run(settings: BenchSettings, arguments: list[str]) -> int:
 
 def _check_ways(patterns: Sequence[str], pair: Pair) -> None:
     """Raise ValueError for a pattern that no way's name has."""
-    known = ["transformers", *_ALONE, *_OURS, *_vllm_methods(pair), *_vllm_drafters(pair)]
+    known = ["transformers", *_ALONE, *_OURS, *_vllm_ways(pair)]
     for pattern in patterns:
         if not fnmatch.filter(known, pattern):
             raise ValueError(f"ways: no way is called {pattern!r}; there are {'; '.join(known)}")
@@ -204,16 +204,10 @@ async def _ways(
         ways |= await _our_ways(stack, pair, texts)
     if settings.vllm is not None:
         sizes = max(settings.batches)
-        makers = {
-            name: vllm_way(pair, settings.vllm, sizes, speculative)
-            for name, speculative in _vllm_methods(pair).items()
-        }
-        makers |= {
-            name: vllm_with_drafter(pair, settings.vllm, sizes, drafter)
-            for name, drafter in _vllm_drafters(pair).items()
-        }
-        found = [name for name in makers if wanted(name)]
-        ways |= {name: await stack.enter_async_context(makers[name]) for name in found}
+        for name, (arguments, drafter) in _vllm_ways(pair).items():
+            if wanted(name):
+                way = vllm_way(pair, settings.vllm, sizes, arguments, drafter)
+                ways[name] = await stack.enter_async_context(way)
     ways = {name: way for name, way in ways.items() if wanted(name)}
     if not ways:
         raise ValueError(f"ways: {' '.join(settings.ways)} names none that can be measured here")
@@ -248,22 +242,27 @@ async def _our_ways(stack: AsyncExitStack, pair: Pair, texts: list[str]) -> dict
     }
 
 
-def _vllm_methods(pair: Pair) -> dict[str, dict[str, Any] | None]:
+def _vllm_ways(pair: Pair) -> dict[str, tuple[list[str], list[str]]]:
+    """vLLM's own ways, and those with our scheduler: flags of its peer, and of our drafter."""
     count = {"num_speculative_tokens": pair.draft_tokens}
-    return {
-        "vllm": None,
-        "vllm, ngram": {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1, **count},
-        "vllm, draft_model": {"method": "draft_model", "model": str(pair.draft), **count},
-        "vllm, suffix": {"method": "suffix", **count},
+    methods: dict[str, dict[str, Any]] = {
+        "ngram": {"prompt_lookup_max": 3, "prompt_lookup_min": 1},
+        "draft_model": {"model": str(pair.draft)},
+        "suffix": {},
     }
-
-
-def _vllm_drafters(pair: Pair) -> dict[str, list[str]]:
-    """vLLM with our scheduler: the flags of the drafter that dials it; none without one."""
+    ours = ["--drafts", str(pair.draft_tokens)]
     draft = ["--model", str(pair.draft), "--dtype", pair.dtype, "--threads", "1"]
     return {
-        "vllm, our scheduler": [],
-        "vllm, our ngram": ["--family", "ngram"],
-        "vllm, our model": ["--family", "model", *draft],
-        "vllm, always wrong": ["--family", SYNTHETIC_PATH, "--acceptance", "0"],
+        "vllm": ([], []),
+        **{
+            f"vllm, {method}": (
+                ["--speculative", json.dumps({"method": method, **options, **count})],
+                [],
+            )
+            for method, options in methods.items()
+        },
+        "vllm, our scheduler": (ours, []),
+        "vllm, our ngram": (ours, ["--family", "ngram"]),
+        "vllm, our model": (ours, ["--family", "model", *draft]),
+        "vllm, always wrong": (ours, ["--family", SYNTHETIC_PATH, "--acceptance", "0"]),
     }

@@ -55,9 +55,7 @@ class HeadRig:
 
 
 @contextmanager
-def head_rig(
-    head: str, target: str, threads: int | None = 1, device: str = "cpu"
-) -> Iterator[HeadRig]:
+def head_rig(head: str, target: str, threads: int = 1) -> Iterator[HeadRig]:
     """Load a head for a target, as `--drafter head=PATH` does, on a thread until the block's end.
 
     Raises OutriderError(INVALID_VALUE) for a head that does not fit the target.
@@ -70,7 +68,7 @@ def head_rig(
                 target=target,
                 layers=(),
                 dtype="auto",
-                device=device,
+                device="cpu",
                 page_count=None,
                 threads=threads,
             )

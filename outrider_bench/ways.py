@@ -13,13 +13,14 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from outrider.process.ports import free_port
+from outrider_bench.experiment.hosts import Launch, LocalHost
 from outrider_bench.experiment.launches import Endpoint
 from outrider_bench.experiment.load import Asked, play
 from outrider_bench.experiment.places import places
@@ -124,16 +125,42 @@ async def transformers_ways(pair: Pair) -> AsyncIterator[dict[str, Measure]]:
 
 @asynccontextmanager
 async def vllm_way(
-    pair: Pair, python: Path, max_sequences: int, speculative: dict[str, Any] | None
+    pair: Pair,
+    python: Path,
+    max_sequences: int,
+    arguments: Sequence[str],
+    drafter: Sequence[str] = (),
 ) -> AsyncIterator[Measure]:
-    """vLLM in the virtual environment that `python` belongs to."""
-    arguments = [str(pair.target), "--dtype", pair.dtype, "--max-sequences", str(max_sequences)]
-    if speculative:
-        arguments += ["--speculative", json.dumps(speculative)]
-    peer = str(Path(__file__).with_name("vllm_peer.py"))
+    """vLLM in the virtual environment that `python` belongs to, with further arguments of its peer.
+
+    With flags of a `drafter`, one dials its scheduler, which must be ours. Measuring then raises
+    RuntimeError with the drafter's last words if it has died.
+    """
+    listen = f"127.0.0.1:{free_port()}"
+    root = str(Path(__file__).parents[1])
     environment = _vllm_threads(python)
-    async with line_peer(str(python), peer, *arguments, environment=environment) as ask:
-        yield lambda task: ask(_fields(task))
+    if "--drafts" in arguments:
+        environment |= {"OUTRIDER_VERIFIER_LISTEN": listen, "PYTHONPATH": root}
+    peer = str(Path(__file__).with_name("vllm_peer.py"))
+    command = [str(python), peer, str(pair.target), "--dtype", pair.dtype]
+    command += ["--max-sequences", str(max_sequences), *arguments]
+    async with line_peer(*command, environment=environment) as ask:
+        handle = None
+        if drafter:
+            words = ("--verifier", listen, "--id", "1", *drafter)
+            handle = await LocalHost().start(Launch("drafter", "drafter_svc", words))
+
+        async def measure(task: Task) -> Sample:
+            sample = await ask(_fields(task))
+            if handle is not None and not await handle.alive():
+                raise RuntimeError(f"the drafter died: {(await handle.tail())[-5:]}")
+            return sample
+
+        try:
+            yield measure
+        finally:
+            if handle is not None:
+                await handle.stop()
 
 
 def _vllm_threads(python: Path) -> dict[str, str]:
@@ -151,63 +178,6 @@ def _vllm_threads(python: Path) -> dict[str, str]:
         "KMP_BLOCKTIME": "5",
         "KMP_TPAUSE": "0",
     }
-
-
-@asynccontextmanager
-async def vllm_with_drafter(
-    pair: Pair, python: Path, max_sequences: int, drafter: Sequence[str]
-) -> AsyncIterator[Measure]:
-    """vLLM with our scheduler, and a drafter of these flags that dials it; without flags, none.
-
-    Measuring raises RuntimeError with the drafter's last words if it has died.
-    """
-    listen = f"127.0.0.1:{free_port()}"
-    root = Path(__file__).parents[1]
-    environment = _vllm_threads(python)
-    environment |= {"OUTRIDER_VERIFIER_LISTEN": listen, "PYTHONPATH": str(root)}
-    arguments = [str(pair.target), "--dtype", pair.dtype, "--max-sequences", str(max_sequences)]
-    arguments += ["--drafts", str(pair.draft_tokens)]
-    peer = str(Path(__file__).with_name("vllm_peer.py"))
-    command = [sys.executable, "-m", "drafter_svc", "--verifier", listen, "--id", "1", *drafter]
-    async with AsyncExitStack() as stack:
-        ask = await stack.enter_async_context(
-            line_peer(str(python), peer, *arguments, environment=environment)
-        )
-        died = None
-        if drafter:
-            died = await stack.enter_async_context(_running(command, root))
-
-        async def measure(task: Task) -> Sample:
-            sample = await ask(_fields(task))
-            if died is not None and (last_words := died()):
-                raise RuntimeError(f"the drafter died: {last_words}")
-            return sample
-
-        yield measure
-
-
-@asynccontextmanager
-async def _running(
-    command: Sequence[str], directory: Path
-) -> AsyncIterator[Callable[[], str | None]]:
-    """Run a process; the call gives its exit status and last words, or None while it runs."""
-    with tempfile.TemporaryFile() as output:
-        process = await asyncio.create_subprocess_exec(
-            *command, cwd=directory, stdout=output, stderr=output
-        )
-
-        def died() -> str | None:
-            if process.returncode is None:
-                return None
-            output.seek(0)
-            return f"status {process.returncode}: {_tail(output.read())}"
-
-        try:
-            yield died
-        finally:
-            with suppress(ProcessLookupError):  # it may have died by itself
-                process.terminate()
-            await process.wait()
 
 
 def _tail(output: bytes) -> str:

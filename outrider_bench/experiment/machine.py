@@ -25,8 +25,6 @@ from outrider_bench.experiment.records import Machine
 from outrider_bench.experiment.spec import Experiment, drafters_of
 from outrider_bench.processor import processor_name
 
-_READ_BYTES = 256 << 20
-_READ_COUNT = 3
 _BUSY_LOAD = 0.3
 """Runnable processes per core above which a machine is called busy."""
 _STEAL = 0.02
@@ -36,15 +34,12 @@ _STAT_NAMES = ("user", "nice", "system", "idle", "iowait", "irq", "softirq", "st
 
 
 def this_machine() -> Machine:
-    """Describe this machine; reads 256 MiB a few times to measure its memory's speed."""
-    topology = Topology.read(Path("/sys"))
+    """Describe this machine."""
     return Machine(
         host=platform.node(),
         processor=processor_name(),
         cores=sorted(os.sched_getaffinity(0)),
-        numa_nodes=topology.nodes,
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        memory_bytes_per_s=_memory_bytes_per_s(),
         gpus=_gpus(),
         kernel=platform.release(),
         python=platform.python_version(),
@@ -125,12 +120,6 @@ def warnings() -> Iterator[str]:
     if governors - {"performance"}:
         known = ", ".join(sorted(governors))
         yield f"cores change their clock: the governor is {known}, not performance"
-
-
-def _memory_bytes_per_s() -> float:
-    """Bytes a second that one thread reads from an array larger than caches; the fastest run."""
-    data = np.ones(_READ_BYTES // 8)
-    return _READ_BYTES / min(timeit.repeat(data.sum, number=1, repeat=_READ_COUNT))
 
 
 def _gpus() -> list[str]:

@@ -6,12 +6,13 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 from outrider_bench.commands.profile import PROGRAM, ProfileSettings
 from outrider_bench.console import progress
 from outrider_bench.experiment import machine
-from outrider_bench.experiment.profile_record import Conditions, Profile, described
+from outrider_bench.experiment.profile_record import Conditions, Profile
 from outrider_bench.experiment.serving import ProfiledHead
 from outrider_bench.simulator.costs import way_of
 
@@ -90,7 +91,7 @@ def _measure(
     small_head = Path(settings.head) if settings.head else None
     guessed = acceptance.acceptances(Path(settings.target), draft, settings.dtype, small_head)
     return Profile(
-        machine=described(here),
+        machine=asdict(here),
         fingerprint=here.fingerprint,
         commit=machine.commit(Path(__file__).parents[2]),
         measured_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from outrider_bench.experiment.calibration import Served
-from outrider_bench.experiment.records import Machine
 from outrider_bench.experiment.serving import ProfiledHead, Serving, busy, with_messages
 from outrider_bench.simulator.costs import Costs
 from outrider_bench.simulator.scenario import Share
@@ -125,10 +123,3 @@ class Profile(BaseModel):
     def save(self, path: Path) -> None:
         """Write the file."""
         path.write_text(self.model_dump_json(indent=1) + "\n")
-
-
-def described(machine: Machine) -> dict[str, Any]:
-    """A machine as JSON has it, with keys of NUMA nodes as text."""
-    found = asdict(machine)
-    found["numa_nodes"] = {str(node): cores for node, cores in machine.numa_nodes.items()}
-    return found

@@ -41,10 +41,7 @@ class Machine:
     host: str
     processor: str
     cores: list[int]
-    numa_nodes: dict[int, list[int]]
     memory_bytes: int
-    memory_bytes_per_s: float
-    """Read by one thread; 0 if it was not measured."""
     gpus: list[str]
     kernel: str
     python: str

@@ -106,7 +106,7 @@ class RemoteHost:
         line = await self._ask("-m", "outrider_bench.experiment.remote_worker", "describe")
         try:
             described = json.loads(line)
-            self.machine = machine_from_json(described["machine"])
+            self.machine = Machine(**described["machine"])
         except (ValueError, KeyError, TypeError) as error:
             raise ConnectionError(f"host {self.name}: it answers {line[:200]!r}") from error
         self.commit = described["commit"]
@@ -231,9 +231,3 @@ def with_addresses(hosts: Mapping[str, RemoteHost]) -> Hosts:
         if host.address == LOOPBACK:
             host.address = host.bind = host.here = here
     return Hosts(LocalHost(here), hosts)
-
-
-def machine_from_json(data: dict[str, Any]) -> Machine:
-    """A Machine from its JSON object, in which the keys of NUMA nodes are text."""
-    numa_nodes = {int(node): cores for node, cores in data["numa_nodes"].items()}
-    return Machine(**{**data, "numa_nodes": numa_nodes})

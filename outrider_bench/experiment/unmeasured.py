@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 
 from pydantic import ValidationError
 
 from outrider_bench.experiment.calibration import BATCHES
 from outrider_bench.experiment.cell_scenarios import threads_of
-from outrider_bench.experiment.profile_record import NEVER, Profile, described
+from outrider_bench.experiment.profile_record import NEVER, Profile
 from outrider_bench.experiment.records import Machine
 from outrider_bench.experiment.serving import Serving
 from outrider_bench.experiment.spec import Target
@@ -58,9 +59,9 @@ def profile_of(name: str, target: Target) -> Profile:
         raise ValueError(f"costs: {error}") from error
     nodes = TOPOLOGIES.get(name, _ONE_NODE)
     cores = [core for node in nodes.values() for core in node]
-    machine = Machine(f"{name}, assumed", table.source, cores, nodes, 0, 0.0, [], "", "", "")
+    machine = Machine(f"{name}, assumed", table.source, cores, 0, [], "", "", "")
     return Profile(
-        machine=described(machine),
+        machine=asdict(machine),
         fingerprint="assumed",
         commit="none",
         measured_at=NEVER,
