@@ -224,27 +224,30 @@ def longest_that_pays(speed: Callable[[float], float], low: float, high: float) 
         return None
     if speed(high) >= PAYS:
         return math.inf
-    for _ in range(_BISECTIONS):
-        middle = math.sqrt(low * high)
-        if speed(middle) >= PAYS:
-            low = middle
-        else:
-            high = middle
-    return low
+    return _edge(speed, low, high, lambda low, high: math.sqrt(low * high))
 
 
 def lowest_that_pays(speed: Callable[[float], float], high: float) -> float | None:
     """The least value that pays, of a speed that rises with it; None if `high` does not pay."""
     if speed(high) < PAYS:
         return None
-    low = 0.0
+    return _edge(speed, high, 0.0, lambda low, high: (low + high) / 2)
+
+
+def _edge(
+    speed: Callable[[float], float],
+    pays: float,
+    pays_not: float,
+    between: Callable[[float, float], float],
+) -> float:
+    """The last value that pays on the way from one that pays to one that does not."""
     for _ in range(_BISECTIONS):
-        middle = (low + high) / 2
+        middle = between(pays, pays_not)
         if speed(middle) >= PAYS:
-            high = middle
+            pays = middle
         else:
-            low = middle
-    return high
+            pays_not = middle
+    return pays
 
 
 class Simulator:

@@ -242,12 +242,12 @@ def _linked(
     if drafter.in_process:
         return {"round_trip_ms": 0.0}
     serving = profile.serving_at(_served_as(drafter.family), experiment.workload.under_way)
-    found = {"round_trip_ms": 1000 * serving.round_trip_s, "jitter_ms": 1000 * serving.jitter_s}
-    if link is not None:
-        found["round_trip_ms"] += link.round_trip_ms
-        found["jitter_ms"] += link.jitter_ms
-        found |= {"mbit_s": link.mbit_s, "loss": link.loss, "retransmit_ms": link.retransmit_ms}
-    return found
+    found = Link.model_validate({}) if link is None else link
+    return {
+        **found.model_dump(),
+        "round_trip_ms": found.round_trip_ms + 1000 * serving.round_trip_s,
+        "jitter_ms": found.jitter_ms + 1000 * serving.jitter_s,
+    }
 
 
 def _events(experiment: Experiment, event: Event) -> Iterator[dict[str, Any]]:

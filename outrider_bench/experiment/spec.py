@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from outrider.process.config import Dtype
 from outrider_bench import prompt_files
+from outrider_bench.simulator.costs import LinkShape
 from outrider_bench.yaml_file import first_problem, read
 
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,31}$")]
@@ -135,24 +136,8 @@ class Drafter(_Part):
             raise ValueError("transport in-process is one drafter of one verifier")
 
 
-class Link(_Part):
-    """A proxy's effect on connections, equal in both directions."""
-
-    round_trip_ms: float = Field(0.0, ge=0, le=10_000)
-    """Added to the round trip, half in each direction."""
-
-    jitter_ms: float = Field(0.0, ge=0, le=10_000)
-    """The most that a message is late, uniformly, in each direction. The order of bytes is kept."""
-
-    mbit_s: float = Field(0.0, ge=0)
-    """Bandwidth in each direction; 0 is no limit."""
-
-    loss: float = Field(0.0, ge=0, lt=1)
-    """Share of lost segments. TCP sends a lost one again, so it and all behind it are later by a
-    round trip, and by at least `retransmit_ms`."""
-
-    retransmit_ms: float = Field(200.0, ge=0)
-    """Least time until a lost segment is sent again; Linux has at least 200."""
+class Link(_Part, LinkShape):
+    """A proxy's effect on connections; LinkShape documents the fields."""
 
 
 class Workload(_Part):

@@ -62,12 +62,24 @@ class DraftingCost(_Table):
         return _interpolated(self.tree_token_s or self.token_s, sequences)
 
 
-class LinkCost(_Table):
-    """A link between drafter and verifier, with the names of a drafter's settings."""
+class LinkShape(_Table):
+    """What a link does to connections, equally in both directions."""
 
-    round_trip_ms: NotNegative
-    jitter_ms: NotNegative = 0.0
-    mbit_s: NotNegative = 0.0
+    round_trip_ms: float = Field(0.0, ge=0, le=10_000)
+    """Round trip, half in each direction; of a proxy, what it adds."""
+
+    jitter_ms: float = Field(0.0, ge=0, le=10_000)
+    """The most that a message is late, uniformly, in each direction. The order of bytes is kept."""
+
+    mbit_s: float = Field(0.0, ge=0)
+    """Bandwidth in each direction; 0 is no limit."""
+
+    loss: float = Field(0.0, ge=0, lt=1)
+    """Share of lost segments. TCP sends a lost one again, so it and all behind it are later by a
+    round trip, and by at least `retransmit_ms`."""
+
+    retransmit_ms: float = Field(200.0, ge=0)
+    """Least time until a lost segment is sent again; Linux has at least 200."""
 
 
 class Costs(_Table):
@@ -77,7 +89,7 @@ class Costs(_Table):
     measured: bool
     """Whether the figures were measured on such a machine, not assumed or derived from published
     figures."""
-    links: dict[str, LinkCost] = Field(default_factory=dict)
+    links: dict[str, LinkShape] = Field(default_factory=dict)
     """Links from a drafter to the verifier that such machines have, by name."""
     forwards: list[Forward] = Field(min_length=1)
     prompt_step_s: NotNegative
@@ -97,9 +109,9 @@ class Costs(_Table):
     _known: dict[tuple[int, int], float] = PrivateAttr(default_factory=dict)
 
     @property
-    def host_link(self) -> LinkCost:
+    def host_link(self) -> LinkShape:
         """The link between drafter and verifier on one host: the table's, else gRPC's on a CPU."""
-        return self.links.get("drafter", LinkCost(round_trip_ms=0.4))
+        return self.links.get("drafter", LinkShape.model_validate({"round_trip_ms": 0.4}))
 
     def forward_s(self, sequences: int, tokens: int, prompt_tokens: int = 0) -> float:
         """Seconds of a forward: `sequences` decode `tokens` tokens in all, plus prompt tokens."""

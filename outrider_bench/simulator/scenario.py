@@ -10,7 +10,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from outrider.protocol.draft_tokens_policy import DraftTokensSetting
 from outrider_bench.simulator import costs
-from outrider_bench.simulator.costs import Costs
+from outrider_bench.simulator.costs import Costs, LinkShape
 from outrider_bench.simulator.recorded import RecordedRequest, read_recording
 
 
@@ -46,8 +46,8 @@ class _Part(BaseModel):
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, frozen=True)
 
 
-class DrafterSpec(_Part):
-    """One simulated drafter."""
+class DrafterSpec(_Part, LinkShape):
+    """One simulated drafter, and the shape of its link to the verifier."""
 
     name: str = Field(min_length=1)
 
@@ -103,20 +103,8 @@ class DrafterSpec(_Part):
     max_messages: int = Field(0, ge=0)
     """Send this many messages and no more; 0 is no limit."""
 
-    round_trip_ms: float = Field(0.4, ge=0)
+    round_trip_ms: float = Field(0.4, ge=0, le=10_000)
     """Time to the verifier and back."""
-
-    jitter_ms: float = Field(0.0, ge=0)
-    """Greatest additional delay of a message, in each direction."""
-
-    mbit_s: float = Field(0.0, ge=0)
-    """Bandwidth in each direction; 0 is no limit."""
-
-    loss: float = Field(0.0, ge=0, lt=1)
-    """Share of segments that are lost and sent again, as by TCP."""
-
-    retransmit_ms: float = Field(200.0, ge=0)
-    """Shortest time until a lost segment is sent again."""
 
     on_target_cores: bool = False
     """Announce placement on the target's cores. Forwards then lose all the time that it drafts
