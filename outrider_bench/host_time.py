@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
 from outrider.errors import OutriderError
 from outrider.lm.pages import PagePool
@@ -19,7 +18,7 @@ from outrider.lm.runner import SequenceSlice
 from outrider.protocol.draft_messages import DraftBatch, Hello, Proposal, StepBatch
 from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
 from outrider.protocol.messages import SamplingParams, TokenRequest
-from outrider_bench.console import progress
+from outrider_bench.console import progress, table_of
 from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine
 from verifier_svc.engine.outbox import Delivery
@@ -48,12 +47,11 @@ def measure(console: Console) -> dict[str, Any]:
     how = "not compiled"
     if _COMPILED:
         how = "compiled"
-    table = Table(
-        title="the engine's host time a step, with a model that costs nothing, "
-        f"µs (median of 60 steps); {how}"
+    title = (
+        "the engine's host time a step, with a model that costs nothing, µs (median of 60 steps)"
     )
-    for name in ("sequences", "plain", "each", "3 drafted tokens each", "each"):
-        table.add_column(name, justify="right")
+    columns = ("sequences", "plain", "each", "3 drafted tokens each", "each")
+    table = table_of(f"{title}; {how}", columns)
     for batch in _BATCHES:
         cells = [f"{1e6 * seconds[batch]:.0f}" for seconds in (host, drafted)]
         each = [_each(seconds, batch) for seconds in (host, drafted)]

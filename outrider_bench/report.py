@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -65,18 +65,9 @@ class Results:
         return list(dict.fromkeys(way for ways in self.samples.values() for way in ways))
 
     def as_json(self) -> list[dict[str, Any]]:
-        """All samples, one object for each batch size and way: tokens/s, and times in seconds."""
+        """All samples, one object for each batch size and way. Times are in seconds."""
         return [
-            {
-                "batch": batch,
-                "way": way,
-                "tokens_per_s": [sample.tokens_per_s for sample in samples],
-                "full_tokens_per_s": [sample.full_tokens_per_s for sample in samples],
-                "ttft_s": [value for sample in samples for value in sample.ttft],
-                "tpot_s": [value for sample in samples for value in sample.tpot],
-                "counters": [sample.counters for sample in samples],
-                "by_kind": [sample.by_kind for sample in samples],
-            }
+            {"batch": batch, "way": way, "samples": [asdict(sample) for sample in samples]}
             for batch, ways in self.samples.items()
             for way, samples in ways.items()
         ]
@@ -108,11 +99,9 @@ def _rates(title: str, results: Results, bases: Sequence[str], rate: str) -> Tab
     measured = [base for base in bases if any(any(rates(batch, base)) for batch in batches)]
     base = next(iter(measured), bases[0])
     title += f"; median of the rounds (95 % interval), and × {base} of the same round"
-    table = Table(title=title, caption=_DISTURBED)
-    table.add_column("way")
-    for batch in batches:
-        table.add_column(f"batch {batch}", justify="right")
-        table.add_column("×", justify="right")
+    columns = [name for batch in batches for name in (f"batch {batch}", "×")]
+    table = table_of(title, ("way", *columns))
+    table.caption = _DISTURBED
     for way in results.ways:
         row = []
         for batch in batches:

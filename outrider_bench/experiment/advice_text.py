@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from outrider_bench.console import table_of
 from outrider_bench.experiment.advice import BatchAdvice, Place
 from outrider_bench.experiment.profile_record import Profile
 
@@ -94,13 +95,9 @@ def _batch_json(found: BatchAdvice) -> dict[str, Any]:
 
 def _placements(advice: Sequence[BatchAdvice]) -> Table:
     situation = advice[0].situation
-    table = Table(
-        title=f"× plain decoding, simulated, at acceptance {situation.acceptance:.2f} (◀ best)",
-        title_justify="left",
-    )
-    table.add_column("the drafter runs")
-    for found in advice:
-        table.add_column(f"batch {found.batch}", justify="right")
+    title = f"× plain decoding, simulated, at acceptance {situation.acceptance:.2f} (◀ best)"
+    table = table_of(title, ("the drafter runs", *(f"batch {found.batch}" for found in advice)))
+    table.title_justify = "left"
     for place in situation.places:
         table.add_row(place.name, *[_speed(place, found) for found in advice])
     table.add_section()

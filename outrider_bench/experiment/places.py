@@ -6,13 +6,13 @@ import hashlib
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from outrider.errors import invalid
 from outrider_bench.experiment.containers import ContainerHost, containers
-from outrider_bench.experiment.hosts import Host
-from outrider_bench.experiment.remote import Hosts, remote_hosts, used_hosts
+from outrider_bench.experiment.hosts import Host, LocalHost
+from outrider_bench.experiment.remote import RemoteHost, local_host, remote_hosts, used_hosts
 from outrider_bench.experiment.spec import Experiment
 
 
@@ -20,8 +20,9 @@ from outrider_bench.experiment.spec import Experiment
 class Places:
     """The hosts of an experiment's processes."""
 
-    hosts: Hosts
-    about: Mapping[str, str]
+    here: LocalHost = field(default_factory=LocalHost)
+    remote: Mapping[str, RemoteHost] = field(default_factory=dict)
+    about: Mapping[str, str] = field(default_factory=dict)
     """Fingerprints of other machines by name, and ids of images; empty if neither is used."""
     files: Path | None = None
     """The directory for files of containers; None where processes are no containers."""
@@ -41,7 +42,7 @@ class Places:
         OutriderError(INVALID_VALUE) for another machine beside containers.
         """
         if self.files is None:
-            return self.hosts.here if machine is None else self.hosts.remote[machine]
+            return self.here if machine is None else self.remote[machine]
         if machine is not None:
             problem = "is another machine; --with compose keeps all processes on this one"
             raise invalid("host", f"{machine} of {name} {problem}")
@@ -58,14 +59,14 @@ async def places(
     do not fit the experiment, and OSError when a machine or the engine does not answer.
     """
     async with AsyncExitStack() as stack:
-        hosts = await stack.enter_async_context(remote_hosts(used_hosts(experiments), commit))
+        remote = await stack.enter_async_context(remote_hosts(used_hosts(experiments), commit))
         if compose:
             files, about = await stack.enter_async_context(containers())
-            yield Places(hosts, about, files)
+            yield Places(about=about, files=files)
             return
         about = {
             name: host.machine.fingerprint
-            for name, host in hosts.remote.items()
+            for name, host in remote.items()
             if host.machine is not None
         }
-        yield Places(hosts, about)
+        yield Places(local_host(remote), remote, about)

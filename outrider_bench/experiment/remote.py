@@ -13,11 +13,10 @@ import shlex
 import signal
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 from outrider.errors import invalid
-from outrider_bench.experiment.hosts import LOOPBACK, Host, Launch, LocalHandle, LocalHost
+from outrider_bench.experiment.hosts import LOOPBACK, Launch, LocalHandle, LocalHost
 from outrider_bench.experiment.records import Machine
 from outrider_bench.experiment.remote_worker import CPU, SILENCE_S
 from outrider_bench.experiment.spec import Experiment
@@ -160,14 +159,6 @@ class RemoteHost:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Hosts:
-    """The machines of an experiment. `here` is this one, with an address that all others reach."""
-
-    here: Host = field(default_factory=LocalHost)
-    remote: Mapping[str, RemoteHost] = field(default_factory=dict)
-
-
 def split_target(name: str, text: str) -> tuple[str, str]:
     """The ssh destination and the checkout's directory, of text such as me@10.0.0.2:outrider.
 
@@ -200,7 +191,9 @@ def used_hosts(experiments: Iterable[Experiment]) -> dict[str, str]:
 
 
 @asynccontextmanager
-async def remote_hosts(targets: Mapping[str, str], commit: str) -> AsyncIterator[Hosts]:
+async def remote_hosts(
+    targets: Mapping[str, str], commit: str
+) -> AsyncIterator[dict[str, RemoteHost]]:
     """Know every machine, and its processes until the context ends.
 
     The system's ssh reaches them, so options such as a port stand in ~/.ssh/config. Raises
@@ -218,16 +211,17 @@ async def remote_hosts(targets: Mapping[str, str], commit: str) -> AsyncIterator
                 problem = f"has Outrider of commit {host.commit}, and this is {commit}"
                 raise invalid(f"hosts.{name}", problem)
             hosts[name] = host
-        yield with_addresses(hosts)
+        yield hosts
 
 
-def with_addresses(hosts: Mapping[str, RemoteHost]) -> Hosts:
-    """Give hosts on loopback an address that the other machines reach, if there are others."""
-    seen = [host.controller_address for host in hosts.values() if host.address != LOOPBACK]
-    here = LOOPBACK
-    if seen:
-        here = seen[0]
-    for host in hosts.values():
+def local_host(others: Mapping[str, RemoteHost]) -> LocalHost:
+    """This machine, at an address that the other machines reach, if there are others.
+
+    Others on loopback get the same address.
+    """
+    seen = [host.controller_address for host in others.values() if host.address != LOOPBACK]
+    here = seen[0] if seen else LOOPBACK
+    for host in others.values():
         if host.address == LOOPBACK:
             host.address = host.bind = host.here = here
-    return Hosts(LocalHost(here), hosts)
+    return LocalHost(here)

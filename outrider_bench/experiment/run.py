@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -64,7 +64,7 @@ def open_folder(
     experiment: Experiment,
     console: Console,
     command: str,
-    found: Places | None = None,
+    found: Places,
 ) -> Folder:
     """The folder of these machines, commit and experiment; results of others are left alone.
 
@@ -72,10 +72,7 @@ def open_folder(
     """
     here = machine.this_machine()
     commit = machine.commit(_ROOT)
-    about: Mapping[str, str] = {}
-    if found is not None:
-        about = found.about
-    version = f"{commit}-{found.digest}" if found is not None and about else commit
+    version = f"{commit}-{found.digest}" if found.about else commit
     folder = Folder.of(out, experiment, here, version)
     others = [other for other in folder.path.parent.glob("*") if other != folder.path]
     if others and not folder.path.exists():
@@ -86,7 +83,7 @@ def open_folder(
             "machine": dataclasses.asdict(here),
             "load": os.getloadavg()[0],
             "commit": commit,
-            "places": dict(about),
+            "places": dict(found.about),
             "experiment": experiment.model_dump(mode="json"),
             "command": command,
             "began": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
-from outrider_bench.console import console_for_output, progress
+from outrider_bench.console import console_for_output, progress, table_of
 from outrider_bench.report import Results, tables, write
 from outrider_bench.simulator.scenario import Scenario
 from outrider_bench.simulator.simulation import Outcome, simulate
@@ -40,14 +41,12 @@ def outcomes(scenario: Scenario) -> dict[tuple[int, str], Outcome]:
 
 
 def record(scenario: Scenario, found: dict[tuple[int, str], Outcome]) -> dict[str, Any]:
-    """The JSON record: the bench's record, and the figures of each outcome."""
+    """The JSON record: the scenario, and the figures of each outcome."""
     return {
         "machine": f"simulated; costs: {scenario.costs.source}",
         "scenario": scenario.model_dump(mode="json", exclude={"recording"}),
-        "pairs": {scenario.name: _results(scenario, found).as_json()},
         "simulated": [
-            {"batch": load, "way": way, **outcome.as_json()}
-            for (load, way), outcome in found.items()
+            {"batch": load, "way": way, **asdict(outcome)} for (load, way), outcome in found.items()
         ],
     }
 
@@ -79,10 +78,7 @@ def _results(scenario: Scenario, found: dict[tuple[int, str], Outcome]) -> Resul
 
 def _drafters(found: dict[tuple[int, str], Outcome]) -> Iterator[Table]:
     """A table of each drafter's tokens by their fate, if there were drafters."""
-    table = Table(title="drafters: tokens by result")
-    table.add_column("drafter")
-    for name in ("batch", *_COLUMNS, "acceptance"):
-        table.add_column(name, justify="right")
+    table = table_of("drafters: tokens by result", ("drafter", "batch", *_COLUMNS, "acceptance"))
     for (load, _), outcome in found.items():
         for name, counters in sorted(outcome.drafters.items()):
             counts = [counters.get(counter, 0.0) for counter in _COLUMNS.values()]

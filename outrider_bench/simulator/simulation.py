@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 from outrider_bench.sample import Sample, counter_keys
 from outrider_bench.simulator.drafter import DrafterActor
@@ -34,18 +33,6 @@ class Outcome:
     late_count: int = 0
     """Requests whose clients gave up."""
     errors: list[str] = field(default_factory=list)
-
-    def as_json(self) -> dict[str, Any]:
-        """The figures for a JSON record."""
-        return {
-            "tokens": self.sample.tokens,
-            "seconds": self.sample.seconds,
-            "requests": self.request_count,
-            "resubmitted": self.resubmitted_count,
-            "late": self.late_count,
-            "errors": self.errors,
-            "drafters": self.drafters,
-        }
 
 
 class Simulation:

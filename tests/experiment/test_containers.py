@@ -11,7 +11,6 @@ from outrider.errors import OutriderError
 from outrider_bench.experiment.containers import run_words, service_of
 from outrider_bench.experiment.hosts import Launch
 from outrider_bench.experiment.places import Places
-from outrider_bench.experiment.remote import Hosts
 
 COMPOSE = Path(__file__).parents[2] / "compose/compose.yaml"
 LAUNCHES = [
@@ -66,6 +65,6 @@ def test_a_container_may_read_its_files_and_not_change_them() -> None:
 
 
 def test_containers_beside_other_machines_are_refused() -> None:
-    places = Places(Hosts(), {}, Path("/nowhere"))
+    places = Places(files=Path("/nowhere"))
     with pytest.raises(OutriderError, match="--with compose keeps all processes on this one"):
         places.host("near-1", "far")

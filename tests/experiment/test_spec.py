@@ -17,7 +17,7 @@ from outrider_bench.experiment.launches import (
 )
 from outrider_bench.experiment.places import Places
 from outrider_bench.experiment.records import ways_of
-from outrider_bench.experiment.remote import Hosts, used_hosts
+from outrider_bench.experiment.remote import used_hosts
 from outrider_bench.experiment.run import groups
 from outrider_bench.experiment.spec import Experiment, Target, load
 from outrider_bench.experiment.stack import check
@@ -146,7 +146,7 @@ def test_wrong_settings_are_refused_before_any_process_starts(
 ) -> None:
     experiment = Experiment.model_validate(_experiment(**more))
     with pytest.raises(OutriderError, match=problem):
-        check(experiment, Places(Hosts(), {}))
+        check(experiment, Places())
 
 
 def test_cells_that_differ_in_links_and_load_share_one_stack() -> None:

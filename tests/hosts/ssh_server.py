@@ -21,7 +21,7 @@ from waiting import until
 from outrider.process.ports import free_port
 from outrider_bench.experiment.hosts import Launch
 from outrider_bench.experiment.machine import commit
-from outrider_bench.experiment.remote import Hosts, remote_hosts
+from outrider_bench.experiment.remote import RemoteHost, remote_hosts
 
 OUTRIDER = (sys.executable, "-m", "outrider.launch.cli")
 ROOT = Path(__file__).parents[2]
@@ -90,7 +90,7 @@ async def ssh_server(folder: Path) -> AsyncIterator[SshServer]:
         await process.wait()
 
 
-def held(server: SshServer) -> AbstractAsyncContextManager[Hosts]:
+def held(server: SshServer) -> AbstractAsyncContextManager[dict[str, RemoteHost]]:
     """The machine behind the server, as the host `near`."""
     return remote_hosts({"near": server.target}, commit(ROOT))
 

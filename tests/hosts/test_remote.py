@@ -35,9 +35,9 @@ async def host(near: SshServer) -> AsyncIterator[RemoteHost]:
     """A connection that most tests share: to start its far end takes seconds."""
     launch, port = proxy()
     async with held(near) as hosts:
-        await hosts.remote["near"].start(launch)
+        await hosts["near"].start(launch)
         await until(lambda: listens(port))
-        yield hosts.remote["near"]
+        yield hosts["near"]
     assert not listens(port), "processes end when the experiment lets go"
 
 

@@ -18,6 +18,7 @@ from ssh_server import OUTRIDER
 from outrider_bench.commands.run import main
 from outrider_bench.experiment import machine, run
 from outrider_bench.experiment.measuring import _carried
+from outrider_bench.experiment.places import Places
 from outrider_bench.experiment.records import DRAFTED, PLAIN, Folder, LinkTraffic, Measurement
 from outrider_bench.experiment.run import missing, open_folder
 from outrider_bench.experiment.spec import Experiment, load
@@ -45,7 +46,7 @@ def test_each_machine_commit_and_experiment_has_its_own_folder(tmp_path: Path) -
 def test_a_run_says_that_it_does_not_mix_with_earlier_ones(tmp_path: Path) -> None:
     (tmp_path / "small/0123abcd-older-01234567").mkdir(parents=True)
     console = Console(file=io.StringIO(), width=200)
-    folder = open_folder(tmp_path, _experiment(), console, "outrider lab run small.yaml")
+    folder = open_folder(tmp_path, _experiment(), console, "outrider lab run small.yaml", Places())
     assert isinstance(console.file, io.StringIO)
     assert "1 earlier run was of another machine, commit or file" in console.file.getvalue()
     assert folder.about()["experiment"]["name"] == "small"
