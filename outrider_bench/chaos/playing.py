@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Coroutine, Mapping, Sequence
+from collections import Counter
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from outrider_bench.chaos.campaign import play
-from outrider_bench.chaos.check import check
+from outrider_bench.chaos.check import Violation, check
 from outrider_bench.chaos.history import Event, History, whole
 from outrider_bench.chaos.parts import absent
-from outrider_bench.chaos.report import markdown
 from outrider_bench.chaos.spec import load
 from outrider_bench.experiment.processes import StackFailed
+
+_WHAT = ("lost", "altered", "leaked")
 
 
 def run(file: Path | None, given: Mapping[str, Any], only: int | None, path: Path) -> int:
@@ -66,3 +68,26 @@ def _report(path: Path, events: Sequence[Event]) -> bool:
     for violation in found:
         _tell(f"round {violation.round}: {violation.what}: {violation.detail}")
     return not found
+
+
+def markdown(events: Sequence[Event], violations: Sequence[Violation]) -> str:
+    """A Markdown table with the tries of each fault, and the counts of the rounds that had it."""
+    heads = ("fault", "tries", "requests", "finished", *_WHAT)
+    lines = [heads, ("---",) + ("---:",) * (len(heads) - 1), *_rows(events, violations)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _rows(events: Sequence[Event], violations: Sequence[Violation]) -> Iterator[tuple[str, ...]]:
+    rounds: dict[str, list[int]] = {}
+    for event in events:
+        if event["event"] == "fault":
+            rounds.setdefault(event["name"], []).append(event["round"])
+    requests = [event for event in events if event["event"] == "request"]
+    finished = [event for event in requests if event["outcome"] == "finished"]
+    counts = [Counter(event["round"] for event in some) for some in (requests, finished)]
+    counts += [Counter(v.round for v in violations if v.what == what) for what in _WHAT]
+    for name, numbers in sorted(rounds.items()):
+        sums = (sum(count[number] for number in numbers) for count in counts)
+        yield name, str(len(numbers)), *map(str, sums)
+    played = len({number for numbers in rounds.values() for number in numbers})
+    yield "all rounds", str(played), *(str(count.total()) for count in counts)

@@ -15,15 +15,16 @@ from collections.abc import (
 )
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import httpx
 from redis.asyncio import Redis
 
+from outrider.process.certs import Authority
 from outrider.process.ports import free_port
 from outrider.process.roles import Role
-from outrider_bench.chaos.certificates import Certificates
 from outrider_bench.chaos.observe import in_use, size_of, within
 from outrider_bench.chaos.parts import DRAFTERS, GATEWAYS, VERIFIERS
 from outrider_bench.experiment.hosts import LOOPBACK, Launch, LocalHandle, LocalHost
@@ -32,19 +33,44 @@ from outrider_bench.experiment.launches import (
     Endpoint,
     drafter_launch,
     gateway_launch,
-    link_launch,
     redis_launch,
     verifier_launch,
 )
 from outrider_bench.experiment.link_process import LinkControl
 from outrider_bench.experiment.processes import Processes, StackFailed
 from outrider_bench.experiment.spec import Target
+from outrider_bench.experiment.stack import start_link
 
 # So few pages that a crowd of clients waits for them, and loses them to others.
 _TARGET = Target.model_validate({"threads": 1, "settings": {"page_count": 256}})
 _ASK_S = 5.0
+_VALID = timedelta(days=30)
 _RECOVERS_S = 90.0
 _QUIET_S = 20.0
+
+
+class Certificates:
+    """A private authority in a directory, which signs a certificate for each process."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._authority = Authority.new()
+        self._authority.write(directory)
+
+    def trust(self) -> ssl.SSLContext:
+        """The TLS settings of a client of the gateways."""
+        return ssl.create_default_context(cafile=self._directory / "ca.pem")
+
+    def given_to(self, launch: Launch, role: Role) -> Launch:
+        """The launch of a process that uses TLS; its certificate has its name."""
+        self._authority.write_issued(self._directory, role.value, launch.name, [], _VALID)
+        own = self._directory / f"{launch.name}.pem"
+        files = {"tls-cert": own, "tls-key": own.with_suffix(".key")}
+        given = {**files, "tls-ca": self._directory / "ca.pem"}
+        if role is Role.GATEWAY:
+            given |= {f"public-{name}": path for name, path in files.items()}
+        words = [word for name, path in given.items() for word in (f"--{name}", str(path))]
+        return replace(launch, arguments=(*launch.arguments, *words))
 
 
 class Site:
@@ -79,13 +105,12 @@ class Site:
         for name in VERIFIERS:
             await self._start_verifier(name)
         addresses = [endpoint.verifier for endpoint in self._verifiers]
-        fronts = [
-            (await self._link(str(number), [to]))[0] for number, to in enumerate(addresses, 1)
-        ]
+        fronts = [await self._link(str(number), to) for number, to in enumerate(addresses, 1)]
         for name in GATEWAYS:
             await self._start_gateway(name, ",".join(fronts))
         for name in self._drafters:
-            dial = Dial(tuple(await self._link(name, addresses)))
+            linked = await self._links(name, addresses)
+            dial = Dial(tuple(linked.values()))
             drafter = DRAFTERS[name]
             if name == "ngram" and redis:
                 dial = replace(dial, redis="", secret=secrets.token_hex(16))
@@ -103,7 +128,7 @@ class Site:
         # Its file stays in the campaign's folder.
         words = (*launch.arguments, "--dir", str(self._directory))
         await self._start(replace(launch, arguments=words))
-        [front] = await self._link("redis", [f"{LOOPBACK}:{self._redis_port}"])
+        front = await self._link("redis", f"{LOOPBACK}:{self._redis_port}")
         return f"redis://{front}/0"
 
     async def _start_verifier(self, name: str) -> None:
@@ -128,14 +153,15 @@ class Site:
             launch = self._certificates.given_to(launch, role)
         await self.processes.start(self._host, launch)
 
-    async def _link(self, name: str, targets: Iterable[str]) -> list[str]:
+    async def _link(self, name: str, target: str) -> str:
+        """Start a link to one target; returns the address at which it listens."""
+        return (await self._links(name, [target]))[target]
+
+    async def _links(self, name: str, targets: list[str]) -> dict[str, str]:
         """Start a link; returns the addresses at which it listens for each target."""
-        fronts = {f"{LOOPBACK}:{free_port()}": target for target in targets}
-        control = LinkControl(LOOPBACK, free_port())
-        launch = link_launch(name, f"{LOOPBACK}:{control.address[1]}", fronts)
-        await self._start(launch)
-        self.links[launch.name] = control
-        return list(fronts)
+        control, fronts = await start_link(self.processes, self._host, name, targets)
+        self.links[f"link-{name}"] = control
+        return fronts
 
     def pid(self, name: str) -> int:
         """The number of a process."""

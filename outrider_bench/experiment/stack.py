@@ -18,7 +18,7 @@ from pathlib import Path
 import httpx
 
 from outrider.errors import invalid
-from outrider_bench.experiment.hosts import LOOPBACK, LocalHost
+from outrider_bench.experiment.hosts import LOOPBACK, Host, LocalHost
 from outrider_bench.experiment.launches import (
     HEAD,
     Dial,
@@ -209,9 +209,12 @@ class _Starter:
         if uses_redis:
             redis = await self._redis()
         # By link, the link's address for each target.
-        fronts = {
-            link: await self._link(link, targets) for link, targets in self._targets(redis).items()
-        }
+        fronts = {}
+        running = self._running
+        for link, targets in self._targets(redis).items():
+            host = self._places.host(f"link-{link}", None)
+            started = await start_link(running.processes, host, link, targets)
+            running.links[link], fronts[link] = started
         for name, drafter in drafters_of(self._experiment):
             for place, process in enumerate(process_names(self._experiment, name)):
                 await self._drafter(name, process, self._dial(drafter, place, redis, fronts))
@@ -233,18 +236,6 @@ class _Starter:
             if drafter.redis_link is not None:
                 found.setdefault(drafter.redis_link, []).append(redis)
         return {link: list(dict.fromkeys(targets)) for link, targets in found.items()}
-
-    async def _link(self, name: str, targets: list[str]) -> dict[str, str]:
-        """Start a link; returns the address on which it listens for each target."""
-        host = self._places.host(f"link-{name}", None)
-        ports = {target: await host.free_port() for target in targets}
-        control_port = await host.free_port()
-        forwards = {f"{host.bind}:{port}": target for target, port in ports.items()}
-        launch = link_launch(name, f"{host.bind}:{control_port}", forwards)
-        await self._running.processes.start(host, launch)
-        control = self._running.links[name] = LinkControl(host.here, control_port)
-        await self._running.processes.until(f"link {name}", lambda: _is_up(control))
-        return {target: f"{host.address}:{port}" for target, port in ports.items()}
 
     def _dial(
         self, drafter: Drafter, place: int, redis: str, fronts: dict[str, dict[str, str]]
@@ -272,6 +263,19 @@ class _Starter:
         host = self._places.host(process, drafter.host)
         launch = drafter_launch(f"drafters.{name}", process, drafter, target, dial)
         await self._running.processes.start(host, launch)
+
+
+async def start_link(
+    processes: Processes, host: Host, name: str, targets: list[str]
+) -> tuple[LinkControl, dict[str, str]]:
+    """Start a link; returns its control, and the address at which it listens for each target."""
+    ports = {target: await host.free_port() for target in targets}
+    control_port = await host.free_port()
+    forwards = {f"{host.bind}:{port}": target for target, port in ports.items()}
+    await processes.start(host, link_launch(name, f"{host.bind}:{control_port}", forwards))
+    control = LinkControl(host.here, control_port)
+    await processes.until(f"link {name}", lambda: _is_up(control))
+    return control, {target: f"{host.address}:{port}" for target, port in ports.items()}
 
 
 async def _answers(address: str, port: int) -> bool:

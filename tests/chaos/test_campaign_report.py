@@ -6,7 +6,7 @@ from typing import Any
 
 from outrider_bench.chaos.check import Violation
 from outrider_bench.chaos.history import whole
-from outrider_bench.chaos.report import markdown
+from outrider_bench.chaos.playing import markdown
 
 
 def event(kind: str, round_: int, **fields: Any) -> dict[str, Any]:
