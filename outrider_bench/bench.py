@@ -15,7 +15,7 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -199,8 +199,11 @@ async def _ways(
         ways |= await stack.enter_async_context(transformers_ways(pair))
     if wanted(*_OURS):
         texts = ["ngram"]
-        if wanted("outrider, suffix", "outrider, auto") and _has_suffix_trees(console):
-            texts.append("suffix")
+        if wanted("outrider, suffix", "outrider, auto"):
+            if find_spec("arctic_inference") is None:
+                console.print("without suffix drafters: arctic-inference is not installed")
+            else:
+                texts.append("suffix")
         ways |= await _our_ways(stack, pair, texts)
     if settings.vllm is not None:
         sizes = max(settings.batches)
@@ -213,15 +216,6 @@ async def _ways(
         raise ValueError(f"ways: {' '.join(settings.ways)} names none that can be measured here")
     console.print(f"{pair.name}: {'; '.join(ways)}")
     return ways
-
-
-def _has_suffix_trees(console: Console) -> bool:
-    try:
-        import_module("arctic_inference.suffix_decoding")
-    except ImportError as missing:
-        console.print(f"without suffix drafters: {missing}", markup=False)
-        return False
-    return True
 
 
 async def _our_ways(stack: AsyncExitStack, pair: Pair, texts: list[str]) -> dict[str, Measure]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -116,7 +115,6 @@ _NOTES = {
     "Acceptance by position and kind": "Of all drafts, of a family's, and in requests of a kind of "
     "prompts. At a position: the share of drafts whose token there was accepted, as vLLM counts.",
     "Where the time of a step went, ms": "Means by phase, from the verifier's counters.",
-    "What a token costs": "Bytes on each link (up is towards the verifier or Redis) and CPU time.",
     "Events": "For each event: tokens/s of the two seconds before it, and seconds until a whole "
     "second begins at 90 % of that rate.",
     "Verifiers": "Each verifier apart. Verifiers in turn get the same requests.",
@@ -145,8 +143,8 @@ def tables(results: Results) -> Iterator[Table]:
     ]
     for title, columns, subjects in zip(
         _NOTES,
-        (_SPEED, _LATENCY, _DRAFTS, _ACCEPTANCE, _STEP, _costs(results), _EVENTS, _VERIFIERS),
-        (cells, cells, cells, groups, ways, ways, events, verifiers),
+        (_SPEED, _LATENCY, _DRAFTS, _ACCEPTANCE, _STEP, _EVENTS, _VERIFIERS),
+        (cells, cells, cells, groups, ways, events, verifiers),
         strict=True,
     ):
         yield from _filled(results, title, columns, subjects)
@@ -181,14 +179,3 @@ def _text(results: Results, subject: _Subject, column: _Column) -> str:
     text = spread.words(column.digits) if column.ranged else f"{spread.median:.{column.digits}f}"
     is_disturbed = results.is_disturbed(subject.cell, source, subject.verifier)
     return f"{text} disturbed" if figure == "times_plain" and is_disturbed else text
-
-
-def _costs(results: Results) -> list[_Column]:
-    """Columns for the links and processes of this run."""
-    columns = []
-    for name in dict.fromkeys(name for row in results.rows for name in row.figures):
-        if link := re.fullmatch(r"link_(.+)_(up|down)_bytes_per_token", name):
-            columns.append(_Column(f"{link[1]} {link[2]}, bytes", name, 0))
-        elif process := re.fullmatch(r"cpu_(.+_)?ms_per_token", name):
-            columns.append(_Column(f"CPU {(process[1] or 'in all').strip('_')}, ms", name))
-    return columns
