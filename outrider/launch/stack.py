@@ -73,7 +73,7 @@ def _dialled(host: str) -> str:
 
 def _service_arguments(settings: ServeSettings) -> list[str]:
     """Flags that every process takes."""
-    return _flags({"log_level": settings.log_level, "log_format": settings.log_format})
+    return flags({"log_level": settings.log_level, "log_format": settings.log_format})
 
 
 def _verifier(settings: ServeSettings, specs: list[DrafterSpec], address: str, uds: Path) -> Child:
@@ -87,9 +87,9 @@ def _verifier(settings: ServeSettings, specs: list[DrafterSpec], address: str, u
     options |= {name: getattr(settings, name) for name in TargetSettings.model_fields}
     options |= settings.files(Role.VERIFIER.value)
     if settings.head is None:
-        return Child("verifier", "verifier_svc", _flags(options))
+        return Child("verifier", "verifier_svc", flags(options))
     options |= {"head": settings.head, "head_states": settings.head_states}
-    return Child("verifier", "outrider.launch.verifier", _flags(options))
+    return Child("verifier", "outrider.launch.verifier", flags(options))
 
 
 def _free_cores(specs: list[DrafterSpec]) -> int:
@@ -117,7 +117,7 @@ def _drafters(
         options = {"family": spec.family, "verifier": verifier, "uds": str(uds), "id": name}
         options |= _common_options(settings, spec) | spec.options
         _check(spec, options)
-        children.append(Child(name, "drafter_svc", _flags(options)))
+        children.append(Child(name, "drafter_svc", flags(options)))
     return children
 
 
@@ -153,7 +153,7 @@ def _check(spec: DrafterSpec, options: dict[str, str]) -> None:
         raise invalid("redis", message)
 
 
-def _flags(options: Mapping[str, object]) -> list[str]:
+def flags(options: Mapping[str, object]) -> list[str]:
     """Settings as command-line words: a list repeats its flag, a bool is --name or --no-name."""
     words: list[str] = []
     for key, value in options.items():
@@ -177,7 +177,7 @@ def _gateway_arguments(
     patience = {"resume_seconds": _RELOAD_S}
     if "OUTRIDER_GATEWAY_RESUME_SECONDS" in os.environ:
         patience = {}
-    return _flags(
+    return flags(
         {
             "verifier": verifier,
             "tokenizer": settings.target,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from drafter_svc.config import DrafterSettings, settings_schema
 from outrider.errors import OutriderError, invalid
+from outrider.launch.stack import flags
 from outrider.launch.verifier import HeadVerifierSettings
 from outrider.process.config import Settings, load
 from outrider.process.cores import parse_cores
@@ -128,11 +129,10 @@ def drafter_launch(field: str, name: str, drafter: Drafter, target: Target, dial
     options = _drafter_options(drafter, target, schema, dial)
     options |= {"id": name, "log_level": _LOG_LEVEL, **drafter.settings}
     _check(field, schema, {**options, "verifier": dial.verifiers[0]})
-    verifiers = [word for address in dial.verifiers for word in ("--verifier", address)]
     return Launch(
         name,
         "drafter_svc",
-        (*verifiers, *_flags(options)),
+        _flags({"verifier": [*dial.verifiers], **options}),
         environment=_OFFLINE,
         shares=tuple(_shares(options)),
         files={_SECRET: dial.secret} if dial.redis is not None else {},
@@ -214,32 +214,16 @@ def _schema(field: str, family: str) -> type[DrafterSettings]:
 
 def _check(field: str, schema: type[Settings], options: Mapping[str, Setting | None]) -> None:
     try:
-        load(schema, {name: _text(value) for name, value in options.items() if value is not None})
+        load(schema, {name: str(value) for name, value in options.items() if value is not None})
     except ValueError as error:
         raise invalid(field, "; ".join(str(error).splitlines())) from error
 
 
-def _flags(options: Mapping[str, Setting | None]) -> tuple[str, ...]:
-    given = [_flag(name, value) for name, value in options.items() if value is not None]
-    return tuple(word for words in given for word in words)
-
-
-def _flag(name: str, value: Setting) -> list[str]:
-    flag = name.replace("_", "-")
-    if value is True:
-        return [f"--{flag}"]
-    if value is False:
-        return [f"--no-{flag}"]
-    return [f"--{flag}", str(value)]
+def _flags(options: Mapping[str, Setting | list[str] | None]) -> tuple[str, ...]:
+    return tuple(flags({name: value for name, value in options.items() if value is not None}))
 
 
 def _path(path: Path | None) -> str | None:
     if path is None:
         return None
     return str(path)
-
-
-def _text(value: Setting | None) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return str(value)

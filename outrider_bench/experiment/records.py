@@ -17,6 +17,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from outrider_bench.experiment.spec import Cell, Experiment
 from outrider_bench.sample import Sample
 
@@ -86,14 +88,8 @@ class Measurement:
         """The rates of all verifiers added up. It has no meaning for verifiers in turn."""
         return sum(sample.tokens_per_s for sample in self.samples)
 
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Measurement:
-        """The measurement of a file's content."""
-        samples = [Sample(**sample) for sample in data["samples"]]
-        for sample in samples:
-            sample.requests = [(first, last, count) for first, last, count in sample.requests]
-        links = {name: LinkTraffic(**traffic) for name, traffic in data["links"].items()}
-        return cls(**{**data, "samples": samples, "links": links})
+
+_MEASUREMENT = TypeAdapter(Measurement)
 
 
 class Folder:
@@ -140,7 +136,7 @@ class Folder:
         files = self._cell(cell_key, predicted=predicted).glob("*.json")
         numbered = sorted([(int(file.suffixes[-2][1:]), file) for file in files])
         for repetition, file in numbered:
-            yield repetition, Measurement.from_json(json.loads(file.read_text()))
+            yield repetition, _MEASUREMENT.validate_json(file.read_text())
 
     def _cell(self, cell_key: str, *, predicted: bool) -> Path:
         return self.path / ("predicted" if predicted else "cells") / cell_key
