@@ -119,9 +119,73 @@ class Drafting:
 
     experiment: Experiment
     backend: Backend
-    processes: Processes
+    _places: Places
+    processes: Processes = field(default_factory=Processes)
     links: dict[str, LinkControl] = field(default_factory=dict)
     _shapes: dict[str, Link] = field(default_factory=dict)
+    _secret: str = field(default_factory=lambda: secrets.token_hex(16))
+    """Of the keys in Redis."""
+
+    async def start(self) -> None:
+        """Start Redis if a drafter needs it, then the links, then the drafters."""
+        uses_redis = any(d.pool == "redis" for _, d in drafters_of(self.experiment))
+        redis = ""
+        if uses_redis:
+            redis = await self._start_redis()
+        # By link, the link's address for each target.
+        fronts = {}
+        for link, targets in self._targets(redis).items():
+            host = self._places.host(f"link-{link}", None)
+            started = await start_link(self.processes, host, link, targets)
+            self.links[link], fronts[link] = started
+        for name, drafter in drafters_of(self.experiment):
+            for place, process in enumerate(process_names(self.experiment, name)):
+                await self._start_drafter(name, process, self._dial(drafter, place, redis, fronts))
+
+    async def _start_redis(self) -> str:
+        host = self._places.host("redis", None)
+        port = await host.free_port()
+        await self.processes.start(host, redis_launch(host.bind, port))
+        await self.processes.until("redis", lambda: _answers(host.here, port))
+        return f"{host.address}:{port}"
+
+    def _targets(self, redis: str) -> dict[str, list[str]]:
+        """The addresses behind each link that drafters use."""
+        verifiers = [endpoint.verifier for endpoint in self.backend.endpoints]
+        found: dict[str, list[str]] = {}
+        for _, drafter in drafters_of(self.experiment):
+            if drafter.link is not None:
+                found.setdefault(drafter.link, []).extend(verifiers)
+            if drafter.redis_link is not None:
+                found.setdefault(drafter.redis_link, []).append(redis)
+        return {link: list(dict.fromkeys(targets)) for link, targets in found.items()}
+
+    def _dial(
+        self, drafter: Drafter, place: int, redis: str, fronts: dict[str, dict[str, str]]
+    ) -> Dial:
+        """The addresses that a drafter's process dials; `place` is its number in the stack."""
+        endpoints = self.backend.endpoints
+        mine = endpoints
+        if not drafter.shared:
+            mine = [endpoints[place // drafter.count]]
+        to_verifiers = fronts.get(drafter.link or "", {})
+        to_redis = fronts.get(drafter.redis_link or "", {})
+        return Dial(
+            tuple(to_verifiers.get(endpoint.verifier, endpoint.verifier) for endpoint in mine),
+            mine[0].uds if drafter.transport == "unix" else None,
+            to_redis.get(redis, redis) if drafter.pool == "redis" else None,
+            self._secret,
+        )
+
+    async def _start_drafter(self, name: str, process: str, dial: Dial) -> None:
+        drafter = self.experiment.drafters[name]
+        target = self.backend.target
+        if drafter.family == "head":
+            head = _head_of(drafter, self.experiment.target, target.model)
+            drafter = drafter.model_copy(update={"model": head})
+        host = self._places.host(process, drafter.host)
+        launch = drafter_launch(f"drafters.{name}", process, drafter, target, dial)
+        await self.processes.start(host, launch)
 
     async def shape(self, experiment: Experiment) -> None:
         """Give the links the shapes of this cell, and wait until every drafter is connected.
@@ -162,14 +226,13 @@ async def drafting(
     experiment: Experiment, backend: Backend, places: Places
 ) -> AsyncIterator[Drafting]:
     """The drafters of a cell, until the context ends; raises StackFailed if one fails."""
-    processes = Processes()
-    running = Drafting(experiment, backend, processes)
+    running = Drafting(experiment, backend, places)
     try:
-        await _Starter(running, places).start()
+        await running.start()
         await running.shape(experiment)
         yield running
     finally:
-        await asyncio.shield(processes.stop())
+        await asyncio.shield(running.processes.stop())
     # The next measurement has no drafters, so wait until the verifiers have lost them.
     own_count = backend.own_drafter_count
     await backend.processes.until("the verifiers", lambda: backend.has_drafters(own_count))
@@ -191,78 +254,6 @@ def _head_of(drafter: Drafter, target: Target, model: Path) -> Path:
     from outrider_bench.grown import grown_head
 
     return grown_head(head, target.model, model)
-
-
-class _Starter:
-    """Starts Redis, links and drafters, in this order."""
-
-    def __init__(self, running: Drafting, places: Places) -> None:
-        self._running = running
-        self._places = places
-        self._experiment = running.experiment
-        self._secret = secrets.token_hex(16)
-
-    async def start(self) -> None:
-        """Start Redis if a drafter needs it, then the links, then the drafters."""
-        uses_redis = any(d.pool == "redis" for _, d in drafters_of(self._experiment))
-        redis = ""
-        if uses_redis:
-            redis = await self._redis()
-        # By link, the link's address for each target.
-        fronts = {}
-        running = self._running
-        for link, targets in self._targets(redis).items():
-            host = self._places.host(f"link-{link}", None)
-            started = await start_link(running.processes, host, link, targets)
-            running.links[link], fronts[link] = started
-        for name, drafter in drafters_of(self._experiment):
-            for place, process in enumerate(process_names(self._experiment, name)):
-                await self._drafter(name, process, self._dial(drafter, place, redis, fronts))
-
-    async def _redis(self) -> str:
-        host = self._places.host("redis", None)
-        port = await host.free_port()
-        await self._running.processes.start(host, redis_launch(host.bind, port))
-        await self._running.processes.until("redis", lambda: _answers(host.here, port))
-        return f"{host.address}:{port}"
-
-    def _targets(self, redis: str) -> dict[str, list[str]]:
-        """The addresses behind each link that drafters use."""
-        verifiers = [endpoint.verifier for endpoint in self._running.backend.endpoints]
-        found: dict[str, list[str]] = {}
-        for _, drafter in drafters_of(self._experiment):
-            if drafter.link is not None:
-                found.setdefault(drafter.link, []).extend(verifiers)
-            if drafter.redis_link is not None:
-                found.setdefault(drafter.redis_link, []).append(redis)
-        return {link: list(dict.fromkeys(targets)) for link, targets in found.items()}
-
-    def _dial(
-        self, drafter: Drafter, place: int, redis: str, fronts: dict[str, dict[str, str]]
-    ) -> Dial:
-        """The addresses that a drafter's process dials; `place` is its number in the stack."""
-        endpoints = self._running.backend.endpoints
-        mine = endpoints
-        if not drafter.shared:
-            mine = [endpoints[place // drafter.count]]
-        to_verifiers = fronts.get(drafter.link or "", {})
-        to_redis = fronts.get(drafter.redis_link or "", {})
-        return Dial(
-            tuple(to_verifiers.get(endpoint.verifier, endpoint.verifier) for endpoint in mine),
-            mine[0].uds if drafter.transport == "unix" else None,
-            to_redis.get(redis, redis) if drafter.pool == "redis" else None,
-            self._secret,
-        )
-
-    async def _drafter(self, name: str, process: str, dial: Dial) -> None:
-        drafter = self._experiment.drafters[name]
-        target = self._running.backend.target
-        if drafter.family == "head":
-            head = _head_of(drafter, self._experiment.target, target.model)
-            drafter = drafter.model_copy(update={"model": head})
-        host = self._places.host(process, drafter.host)
-        launch = drafter_launch(f"drafters.{name}", process, drafter, target, dial)
-        await self._running.processes.start(host, launch)
 
 
 async def start_link(
