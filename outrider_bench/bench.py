@@ -39,6 +39,7 @@ from outrider_bench.ways import (
     Pair,
     Task,
     outrider_stack,
+    outrider_way,
     transformers_ways,
     vllm_way,
 )
@@ -220,7 +221,7 @@ async def _our_ways(stack: AsyncExitStack, pair: Pair, texts: list[str]) -> dict
         wide = await stack.enter_async_context(outrider_stack(pair, texts, cores))
     beside_model = ("outrider, model", "outrider, auto")
     return {
-        name: (shared if name in beside_model else wide).way(speculation)
+        name: outrider_way(shared if name in beside_model else wide, speculation)
         for name, speculation in _OURS.items()
         if name != "outrider, suffix" or "suffix" in texts
     }

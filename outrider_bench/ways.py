@@ -192,19 +192,10 @@ def _fields(task: Task) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True, slots=True)
-class Stack:
-    """A running stack with one verifier."""
-
-    endpoint: Endpoint
-
-    def way(self, speculation: Mapping[str, Any]) -> Measure:
-        """The way of decoding with a request's `speculation`."""
-        return lambda task: _played(task, self.endpoint, speculation)
-
-
 @asynccontextmanager
-async def outrider_stack(pair: Pair, families: Sequence[str], threads: int) -> AsyncIterator[Stack]:
+async def outrider_stack(
+    pair: Pair, families: Sequence[str], threads: int
+) -> AsyncIterator[Endpoint]:
     """Start a verifier, its gateway and a drafter of each family, as in an experiment.
 
     Raises StackFailed with the last lines of a process that does not start.
@@ -227,7 +218,12 @@ async def outrider_stack(pair: Pair, families: Sequence[str], threads: int) -> A
         drafting(experiment, running, found),
     ):
         [endpoint] = running.endpoints
-        yield Stack(endpoint)
+        yield endpoint
+
+
+def outrider_way(endpoint: Endpoint, speculation: Mapping[str, Any]) -> Measure:
+    """The way of decoding with a request's `speculation`."""
+    return lambda task: _played(task, endpoint, speculation)
 
 
 async def _played(task: Task, endpoint: Endpoint, speculation: Mapping[str, Any]) -> Sample:

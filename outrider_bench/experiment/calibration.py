@@ -20,7 +20,7 @@ from outrider_bench.experiment.spec import Workload
 from outrider_bench.experiment.traffic import Encoder, Request, requests_of
 from outrider_bench.sample import Sample
 from outrider_bench.simulator.costs import NotNegative
-from outrider_bench.ways import Pair, Task, outrider_stack
+from outrider_bench.ways import Pair, Task, outrider_stack, outrider_way
 
 BATCHES = (1, 8)
 WAYS: dict[str, dict[str, str | bool]] = {
@@ -96,8 +96,8 @@ async def _serve(pair: Pair, tell: Callable[[], None]) -> list[Served]:
     speeds: dict[tuple[str, int], list[tuple[float, float]]] = {}
     tasks = {batch: Task(load_of(pair.target, batch), batch) for batch in BATCHES}
     families = ["ngram", "model", *(["head"] if pair.head is not None else [])]
-    async with outrider_stack(pair, families, pair.shared_threads) as stack:
-        ways = {name: stack.way(WAYS[name]) for name in ("plain", *families)}
+    async with outrider_stack(pair, families, pair.shared_threads) as endpoint:
+        ways = {name: outrider_way(endpoint, WAYS[name]) for name in ("plain", *families)}
         # In the first round planner and drafters learn the costs; it does not count.
         for number in range(_ROUNDS + 1):
             for batch, task in tasks.items():
@@ -107,7 +107,7 @@ async def _serve(pair: Pair, tell: Callable[[], None]) -> list[Served]:
                     if number:
                         samples.setdefault((name, batch), []).append(sample)
                         speeds.setdefault((name, batch), []).append(
-                            await _speed(name, stack.endpoint.verifier)
+                            await _speed(name, endpoint.verifier)
                         )
     return [
         _served(name, batch, found, speeds[name, batch]) for (name, batch), found in samples.items()
