@@ -205,7 +205,7 @@ def _specs(
         common |= {} if drafter.cost is not None else {"cost": f"{SYNTHETIC} {name}"}
     if drafter.family == "head" and profile.head is not None:
         common |= {"states": profile.head.states, "in_process": drafter.in_process}
-    for own in _processes(name, drafter):
+    for own in simulated_processes(name, drafter):
         yield {**common, "name": own, "process": own}
 
 
@@ -258,7 +258,7 @@ def _events(experiment: Experiment, event: Event) -> Iterator[dict[str, Any]]:
     for name, drafter in drafters_of(experiment):
         if event.who not in (name, drafter.link):
             continue
-        for who in _processes(name, drafter):
+        for who in simulated_processes(name, drafter):
             if event.what in ("outage", "stop"):
                 yield {"at": event.at, "who": who, "what": "hang", "seconds": event.seconds}
             elif event.what == "join":
@@ -269,5 +269,6 @@ def _events(experiment: Experiment, event: Event) -> Iterator[dict[str, Any]]:
                 yield {"at": event.at + (event.seconds or _AGAIN_S), "who": who, "what": "join"}
 
 
-def _processes(name: str, drafter: Drafter) -> list[str]:
+def simulated_processes(name: str, drafter: Drafter) -> list[str]:
+    """The simulated drafters of a kind, by name."""
     return [f"{name}-{number}" for number in range(1, drafter.count + 1)]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
+from operator import sub
 
 from outrider_bench.experiment.events import Events
 from outrider_bench.experiment.launches import SYNTHETIC
@@ -108,11 +109,6 @@ def _carried(
     before: Mapping[str, LinkTraffic], after: Mapping[str, LinkTraffic]
 ) -> dict[str, LinkTraffic]:
     return {
-        name: LinkTraffic(
-            now.up_bytes - before[name].up_bytes,
-            now.down_bytes - before[name].down_bytes,
-            now.connection_count - before[name].connection_count,
-            now.lost_segment_count - before[name].lost_segment_count,
-        )
+        name: LinkTraffic(*map(sub, astuple(now), astuple(before[name])))
         for name, now in after.items()
     }

@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from outrider_bench.console import console_for_output, progress
-from outrider_bench.experiment.cell_scenarios import check, scenario_of
+from outrider_bench.experiment.cell_scenarios import check, scenario_of, simulated_processes
 from outrider_bench.experiment.launches import DRAFT_MODEL, HEAD
 from outrider_bench.experiment.profile_record import Profile
 from outrider_bench.experiment.recording import Recorder
@@ -171,16 +171,12 @@ def _add_traffic(
     links: dict[str, LinkTraffic], experiment: Experiment, simulation: Simulation
 ) -> None:
     """Add the bytes of the connected drafters' streams to the links that carry them."""
-    by_name = {name: drafter.link for name, drafter in drafters_of(experiment)}
-    for connection, actor in simulation.drafters.items():
-        name = next(
-            name
-            for name in sorted(by_name, key=len, reverse=True)
-            if connection.startswith(f"{name}-")
-        )
-        link = by_name[name]
-        if link is not None:
-            traffic = links.setdefault(link, LinkTraffic())
+    for name, drafter in drafters_of(experiment):
+        for process in simulated_processes(name, drafter):
+            actor = simulation.drafters.get(process)
+            if drafter.link is None or actor is None:
+                continue
+            traffic = links.setdefault(drafter.link, LinkTraffic())
             up, down = actor.byte_counts
             traffic.up_bytes += up
             traffic.down_bytes += down
