@@ -28,12 +28,12 @@ from outrider_bench.commands.bench import BenchSettings
 from outrider_bench.console import console_for_output, progress
 from outrider_bench.experiment.launches import SYNTHETIC_PATH
 from outrider_bench.experiment.machine import commit
+from outrider_bench.experiment.run import there_and_back
 from outrider_bench.experiment.traffic import Encoder, Request, spread_lengths
 from outrider_bench.grown import grown_checkpoint
 from outrider_bench.processor import processor_name
 from outrider_bench.prompt_files import Prompt
 from outrider_bench.report import Results, tables, write
-from outrider_bench.rounds import there_and_back
 from outrider_bench.ways import (
     Measure,
     Pair,

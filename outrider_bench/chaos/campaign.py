@@ -1,20 +1,24 @@
-"""Plays the rounds of a campaign: traffic, one or two faults, recovery, and quiet."""
+"""Plays the rounds of a campaign: traffic, one or two faults, recovery, and quiet.
+
+The faults of a round are a pure function of the seed and the round's number.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import random
 import time
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 
 from redis.exceptions import RedisError
 
 from outrider_bench.chaos.clients import Clients
 from outrider_bench.chaos.faults import FAULTS, Scene
 from outrider_bench.chaos.history import History
-from outrider_bench.chaos.parts import absent, unreachable
-from outrider_bench.chaos.schedule import Planned, round_of
+from outrider_bench.chaos.parts import absent, touched, unreachable
 from outrider_bench.chaos.site import running_site
 from outrider_bench.chaos.spec import Campaign
 from outrider_bench.experiment.processes import StackFailed
@@ -23,6 +27,47 @@ _AT_ONCE = 8
 # Share of rounds in which a second fault joins the first.
 _OVERLAP = 0.5
 Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A fault of a round."""
+
+    fault: str
+    target: str
+    after_s: float
+    """Seconds after the round's traffic began."""
+    seconds: float
+
+
+def round_of(
+    seed: int,
+    number: int,
+    bag: Sequence[str],
+    overlap: float,
+    absent: frozenset[str] = frozenset(),
+) -> list[Planned]:
+    """The faults of one round, one or two that touch different processes or links, none absent.
+
+    The first faults of `len(bag)` rounds are all those of the bag, in an order of their own.
+    """
+    turn, place = divmod(number, len(bag))
+    order = list(bag)
+    random.Random(f"{seed} {turn}").shuffle(order)
+    draw = random.Random(f"{seed} {turn} {place}")
+    planned = [_plan(order[place], draw, absent)]
+    if draw.random() < overlap:
+        second = _plan(draw.choice(order), draw, absent)
+        if touched(second.target).isdisjoint(touched(planned[0].target)):
+            planned.append(second)
+    return planned
+
+
+def _plan(name: str, draw: random.Random, absent: frozenset[str]) -> Planned:
+    fault = FAULTS[name]
+    target = draw.choice([target for target in fault.targets if target not in absent])
+    after_s = round(draw.uniform(0.1, 1.5), 2)
+    return Planned(name, target, after_s, round(draw.uniform(*fault.seconds), 2))
 
 
 async def play(

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TypeVar
 
 from rich.console import Console
 
@@ -25,9 +26,9 @@ from outrider_bench.experiment.report.results import read
 from outrider_bench.experiment.spec import Cell, Experiment, Target
 from outrider_bench.experiment.stack import backend, drafting, own_head
 from outrider_bench.experiment.traffic import Encoder
-from outrider_bench.rounds import there_and_back
 
 _ROOT = Path(__file__).parents[2]
+_Item = TypeVar("_Item")
 
 
 async def run(
@@ -124,6 +125,16 @@ def groups(cells: Sequence[Cell]) -> list[list[list[Cell]]]:
     for cell in cells:
         found.setdefault(cell.target_key, {}).setdefault(cell.stack_key, []).append(cell)
     return [list(stacks.values()) for stacks in found.values()]
+
+
+def there_and_back(items: Sequence[_Item], round_number: int) -> Iterator[_Item]:
+    """The items in order in even rounds, and in reverse order in odd ones.
+
+    So drift of the machine affects all items alike.
+    """
+    if round_number % 2 == 0:
+        return iter(items)
+    return reversed(items)
 
 
 class Runner:

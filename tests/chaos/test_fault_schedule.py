@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from outrider_bench.chaos.campaign import Planned, round_of
 from outrider_bench.chaos.faults import FAULTS
 from outrider_bench.chaos.parts import REDIS, touched
-from outrider_bench.chaos.schedule import Planned, round_of
 from outrider_bench.chaos.spec import Campaign, load
 
 WITHOUT_REDIS = frozenset(REDIS)
