@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
-from outrider_bench.console import console_for_output, progress, table_of
+from outrider_bench.console import console_for_output, progress
 from outrider_bench.report import Results, tables, write
 from outrider_bench.simulator.scenario import Scenario
 from outrider_bench.simulator.simulation import Outcome, simulate
@@ -17,15 +14,6 @@ from outrider_bench.simulator.simulation import Outcome, simulate
 PLAIN = "simulated, plain"
 DRAFTED = "simulated, drafted"
 _BASES = (PLAIN,)
-_COLUMNS = {
-    "proposed": "proposed_tokens",
-    "stale": "stale_tokens",
-    "cut": "cut_tokens",
-    "wasted": "wasted_tokens",
-    "drafts": "spec_decode_num_drafts",
-    "verified": "spec_decode_num_draft_tokens",
-    "accepted": "spec_decode_num_accepted_tokens",
-}
 
 
 def outcomes(scenario: Scenario) -> dict[tuple[int, str], Outcome]:
@@ -58,7 +46,7 @@ def show(scenario: Scenario, out: Path | None) -> None:
     written = record(scenario, found)
     console = console_for_output()
     console.print(written["machine"], markup=False)
-    for table in (*tables(results, _BASES), *_drafters(found)):
+    for table in tables(results, _BASES):
         console.print(table)
     for outcome in found.values():
         if outcome.errors:
@@ -74,17 +62,3 @@ def _results(scenario: Scenario, found: dict[tuple[int, str], Outcome]) -> Resul
     for (load, way), outcome in found.items():
         results.add(load, way, outcome.sample)
     return results
-
-
-def _drafters(found: dict[tuple[int, str], Outcome]) -> Iterator[Table]:
-    """A table of each drafter's tokens by their fate, if there were drafters."""
-    table = table_of("drafters: tokens by result", ("drafter", "batch", *_COLUMNS, "acceptance"))
-    for (load, _), outcome in found.items():
-        for name, counters in sorted(outcome.drafters.items()):
-            counts = [counters.get(counter, 0.0) for counter in _COLUMNS.values()]
-            accepted = counts[-1]
-            verified = counts[-2]
-            share = f"{accepted / verified:.3f}" if verified else "–"
-            table.add_row(name, str(load), *(f"{count:.0f}" for count in counts), share)
-    if table.row_count:
-        yield table
