@@ -120,11 +120,11 @@ class LocalHandle:
         process: asyncio.subprocess.Process,
         files: tempfile.TemporaryDirectory[str] | None = None,
     ) -> None:
-        self.ended = asyncio.create_task(self._watch())
         self._process = process
         self._files = files
         self._lines: deque[str] = deque(maxlen=TAIL_LINES)
         self._cpu_s = 0.0
+        self.ended = asyncio.create_task(self._watch())
 
     @property
     def pid(self) -> int:
@@ -137,26 +137,26 @@ class LocalHandle:
 
     async def stop(self) -> None:
         """Send SIGTERM to its group, and SIGKILL after 12 s; return when it has ended."""
-        self.signal(signal.SIGTERM)
-        self.signal(signal.SIGCONT)  # a paused process takes no other signal
+        self.send_signal(signal.SIGTERM)
+        self.send_signal(signal.SIGCONT)  # a paused process takes no other signal
         _, late = await asyncio.wait({self.ended}, timeout=_STOP_S)
         if late:
             await self.kill()
 
     async def kill(self) -> None:
         """Send SIGKILL to its group; return when it has ended."""
-        self.signal(signal.SIGKILL)
+        self.send_signal(signal.SIGKILL)
         await self.ended
 
     async def pause(self) -> None:
         """Send SIGSTOP to its group."""
-        self.signal(signal.SIGSTOP)
+        self.send_signal(signal.SIGSTOP)
 
     async def resume(self) -> None:
         """Send SIGCONT to its group."""
-        self.signal(signal.SIGCONT)
+        self.send_signal(signal.SIGCONT)
 
-    def signal(self, number: signal.Signals) -> None:
+    def send_signal(self, number: signal.Signals) -> None:
         """Send a signal to the process and its children."""
         if self._process.returncode is None:
             with suppress(ProcessLookupError):

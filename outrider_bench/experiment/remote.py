@@ -45,7 +45,7 @@ class RemoteHandle(LocalHandle):
         self._say(json.dumps(launch, default=dict))
         self._tasks = [asyncio.create_task(self._ping()), asyncio.create_task(self._listen())]
 
-    def signal(self, number: signal.Signals) -> None:
+    def send_signal(self, number: signal.Signals) -> None:
         """Let the far end send a signal to the process and its children."""
         self._say(number.name)
 

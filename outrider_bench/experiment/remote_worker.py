@@ -61,7 +61,7 @@ async def _obey(reader: asyncio.StreamReader, handle: LocalHandle) -> None:
         if word.strip() == CPU:
             print(CPU, await handle.cpu_s(), file=sys.stderr, flush=True)
         elif word.strip():
-            handle.signal(Signals[word.strip()])
+            handle.send_signal(Signals[word.strip()])
 
 
 async def _next_line(reader: asyncio.StreamReader) -> bytes:
