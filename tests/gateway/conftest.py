@@ -7,9 +7,9 @@ from dataclasses import fields
 
 import pytest
 import pytest_asyncio
-from gateway_rig import TARGET, Rig, echo, is_ready, running_rig, settings
+from gateway_rig import TARGET, Rig, echo, is_ready, own_rig
 from mortal_verifiers import Site, running_site
-from scripted_verifier import Script, ready, serving
+from scripted_verifier import Script, ready
 from waiting import until
 
 from gateway.text.prompts import Prompts
@@ -23,14 +23,10 @@ def prompts() -> Prompts:
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def shared_rig(prompts: Prompts) -> AsyncIterator[Rig]:
-    script = Script(ready(prompts.fingerprint), echo)
     with pytest.MonkeyPatch.context() as patch:
         # Tests should not wait a second until the gateway sees a change.
         patch.setattr(routing, "_POLL_READY_S", 0.05)
-        async with (
-            serving(script) as address,
-            running_rig(settings(address), script, prompts) as rig,
-        ):
+        async with own_rig(prompts) as rig:
             yield rig
 
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import httpx
 import openai
-from scripted_verifier import Script, Step, last, plain
+from scripted_verifier import Script, Step, last, plain, ready, serving
+from waiting import until
 
 from gateway.config import GatewaySettings
 from gateway.metrics import Metrics
@@ -97,6 +98,26 @@ async def running_rig(
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
         yield Rig(gateway, script, prompts, http, client, stub)
         await channel.close()
+
+
+@contextlib.asynccontextmanager
+async def own_rig(prompts: Prompts, **given: Any) -> AsyncIterator[Rig]:
+    """Run a gateway with these settings, ready, before a verifier that echoes prompts."""
+    script = Script(ready(prompts.fingerprint), echo)
+    async with (
+        serving(script) as address,
+        running_rig(settings(address, **given), script, prompts) as rig,
+    ):
+        await until(lambda: is_ready(rig.http))
+        yield rig
+
+
+@contextlib.asynccontextmanager
+async def rig_with_template(folder: Path, template: str, **given: Any) -> AsyncIterator[Rig]:
+    """Run a gateway whose model has this chat template. Its files are in `folder`."""
+    model = model_with_template(folder, template)
+    async with own_rig(Prompts(model), tokenizer=model, **given) as rig:
+        yield rig
 
 
 def model_with_template(folder: Path, template: object, **config: object) -> str:

@@ -7,9 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from gateway_rig import Rig, echo, is_ready, running_rig, settings
-from scripted_verifier import Script, ready, serving
-from waiting import until
+from gateway_rig import Rig, own_rig
 
 from gateway.text.prompts import Prompts
 from outrider.process.key_file import KeyEntry, key_digest, make_entry, new_key, write_keys
@@ -32,11 +30,7 @@ async def keyed_rig(
     prompts: Prompts, folder: Path, entries: Sequence[KeyEntry], **given: Any
 ) -> AsyncIterator[Rig]:
     """Run a gateway whose keys are in `folder`/keys.yaml, with more settings if they are given."""
-    script = Script(ready(prompts.fingerprint), echo)
     path = folder / "keys.yaml"
     write_keys(path, entries)
-    async with serving(script) as address:
-        chosen = settings(address, keys_file=path, **given)
-        async with running_rig(chosen, script, prompts) as rig:
-            await until(lambda: is_ready(rig.http))
-            yield rig
+    async with own_rig(prompts, keys_file=path, **given) as rig:
+        yield rig

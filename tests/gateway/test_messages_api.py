@@ -13,11 +13,10 @@ import pytest
 import pytest_asyncio
 from anthropic.types import Message, MessageTokensCount, RawMessageStreamEvent
 from anthropic.types.shared import ErrorResponse
-from gateway_rig import Rig, echo, is_ready, model_with_template, running_rig, settings
+from gateway_rig import Rig, echo, rig_with_template
 from keyed_rig import ALICE, BOB, EXPIRED, auth, entry, keyed_rig
 from pydantic import BaseModel, TypeAdapter
-from scripted_verifier import Script, last, plain, ready, serving
-from waiting import until
+from scripted_verifier import last, plain
 
 from gateway.access.gate import tenant_of
 from gateway.api_errors import RATE_LIMIT_HEADERS
@@ -72,14 +71,7 @@ EVENT: TypeAdapter[RawMessageStreamEvent] = TypeAdapter(RawMessageStreamEvent)
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def shared_thinker(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig]:
-    model = model_with_template(tmp_path_factory.mktemp("thinker"), TEMPLATE)
-    prompts = Prompts(model)
-    script = Script(ready(prompts.fingerprint), echo)
-    async with (
-        serving(script) as address,
-        running_rig(settings(address, tokenizer=model), script, prompts) as rig,
-    ):
-        await until(lambda: is_ready(rig.http))
+    async with rig_with_template(tmp_path_factory.mktemp("thinker"), TEMPLATE) as rig:
         yield rig
 
 

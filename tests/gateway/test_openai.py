@@ -6,8 +6,8 @@ import json
 
 import httpx
 import pytest
-from gateway_rig import Rig, is_ready, running_rig, settings
-from scripted_verifier import Script, last, plain, ready, serving
+from gateway_rig import Rig, own_rig
+from scripted_verifier import last, plain
 from waiting import until
 
 from gateway.text.prompts import Prompts
@@ -185,12 +185,8 @@ async def test_usage_and_metrics_have_the_statistics_of_the_speculation(rig: Rig
 
 
 async def test_a_gateway_can_put_the_statistics_into_every_answer(prompts: Prompts) -> None:
-    script = Script(ready(prompts.fingerprint), lambda _: [last([5], FinishReason.LENGTH, STATS)])
-    async with (
-        serving(script) as address,
-        running_rig(settings(address, speculation_metrics=True), script, prompts) as rig,
-    ):
-        await until(lambda: is_ready(rig.http))
+    async with own_rig(prompts, speculation_metrics=True) as rig:
+        rig.script.answer = lambda _: [last([5], FinishReason.LENGTH, STATS)]
         whole = await rig.http.post("/v1/completions", json={"prompt": "x"})
         chat = {"messages": [{"role": "user", "content": "x"}], "stream": True}
         streamed = await rig.http.post("/v1/chat/completions", json=chat)

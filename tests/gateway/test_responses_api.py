@@ -12,12 +12,11 @@ import httpx
 import openai
 import pytest
 import pytest_asyncio
-from gateway_rig import Rig, echo, is_ready, model_with_template, running_rig, settings
+from gateway_rig import Rig, rig_with_template
 from keyed_rig import ALICE, BOB, auth, entry, keyed_rig
 from openai.types import responses as types
 from pydantic import BaseModel, TypeAdapter
-from scripted_verifier import Script, plain, ready, serving
-from waiting import until
+from scripted_verifier import plain
 
 from gateway.http import responses, responses_tools
 from gateway.text.prompts import Prompts
@@ -46,13 +45,8 @@ THINKING = """{% for m in messages %}<|user|>{{ m['role'] }}: {% if m.reasoning_
 async def thinker(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig]:
     """A gateway of a model whose answers begin with a thought."""
     folder = tmp_path_factory.mktemp("thinker")
-    prompts = Prompts(model_with_template(folder, THINKING), "hermes")
-    script = Script(ready(prompts.fingerprint), echo)
-    async with serving(script) as address:
-        chosen = settings(address, tokenizer=str(folder), tool_format="hermes")
-        async with running_rig(chosen, script, prompts) as made:
-            await until(lambda: is_ready(made.http))
-            yield made
+    async with rig_with_template(folder, THINKING, tool_format="hermes") as made:
+        yield made
 
 
 async def ask(rig: Rig, given: Any = "hi", **body: Any) -> Json:

@@ -8,19 +8,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from gateway_rig import (
-    Rig,
-    echo,
-    is_ready,
-    model_with_template,
-    running_rig,
-    settings,
-    text_by_part,
-)
-from scripted_verifier import Script, ready, serving
-from waiting import until
-
-from gateway.text.prompts import Prompts
+from gateway_rig import Rig, rig_with_template, text_by_part
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -39,14 +27,7 @@ CHAT = [{"role": "user", "content": "Why?"}]
 @pytest_asyncio.fixture(loop_scope="session")
 async def thinker(tmp_path: Path) -> AsyncIterator[Rig]:
     """A gateway whose model's template marks thoughts."""
-    model = model_with_template(tmp_path, TEMPLATE)
-    prompts = Prompts(model)
-    script = Script(ready(prompts.fingerprint), echo)
-    async with (
-        serving(script) as address,
-        running_rig(settings(address, tokenizer=model), script, prompts) as rig,
-    ):
-        await until(lambda: is_ready(rig.http))
+    async with rig_with_template(tmp_path, TEMPLATE) as rig:
         yield rig
 
 

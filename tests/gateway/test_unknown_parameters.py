@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from gateway_rig import Rig, echo, is_ready, running_rig, settings
-from scripted_verifier import Script, ready, serving
-from waiting import until
+from gateway_rig import Rig, own_rig
 
 from gateway.text.prompts import Prompts
 
@@ -38,12 +36,7 @@ HARMLESS: dict[str, Any] = {
 @pytest_asyncio.fixture(loop_scope="session")
 async def lenient(prompts: Prompts) -> AsyncIterator[Rig]:
     """A gateway that ignores unknown parameters."""
-    script = Script(ready(prompts.fingerprint), echo)
-    async with (
-        serving(script) as address,
-        running_rig(settings(address, unknown_parameters="ignore"), script, prompts) as rig,
-    ):
-        await until(lambda: is_ready(rig.http))
+    async with own_rig(prompts, unknown_parameters="ignore") as rig:
         yield rig
 
 

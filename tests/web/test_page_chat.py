@@ -9,12 +9,8 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 from axe_playwright_python.async_playwright import Axe
-from gateway_rig import Rig, echo, is_ready, model_with_template, running_rig, settings
+from gateway_rig import Rig, rig_with_template
 from playwright.async_api import Browser, Page, expect
-from scripted_verifier import Script, ready, serving
-from waiting import until
-
-from gateway.text.prompts import Prompts
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.slow]
 
@@ -33,14 +29,7 @@ ANSWER = f"{THOUGHT}\n\n{CONTENT}\n{WEATHER}\n{TIME}"
 @pytest_asyncio.fixture(loop_scope="session")
 async def thinker(tmp_path: Path) -> AsyncIterator[Rig]:
     """A gateway whose model thinks and calls tools."""
-    model = model_with_template(tmp_path, TEMPLATE)
-    prompts = Prompts(model)
-    script = Script(ready(prompts.fingerprint), echo)
-    async with (
-        serving(script) as address,
-        running_rig(settings(address, tokenizer=model), script, prompts) as rig,
-    ):
-        await until(lambda: is_ready(rig.http))
+    async with rig_with_template(tmp_path, TEMPLATE) as rig:
         yield rig
 
 
