@@ -15,12 +15,16 @@ from gateway.text.prompts import Prompts
 
 @asynccontextmanager
 async def gateway_process(
-    prompts: Prompts, *flags: str
+    prompts: Prompts, *flags: str, verifier: str = "127.0.0.1:{port}"
 ) -> AsyncIterator[tuple[GatewayProcess, Script]]:
-    """Run a gateway that is ready; yields it and its verifier's script. It ends with the block."""
+    """Run a gateway that is ready; yields it and its verifier's script. It ends with the block.
+
+    `verifier` is the name by which it finds the verifier.
+    """
     script = Script(ready(prompts.fingerprint), echo)
     async with serving(script) as address:
-        gateway = GatewayProcess(address, flags=flags)
+        port = address.rpartition(":")[2]
+        gateway = GatewayProcess(verifier.format(port=port), flags=flags)
         try:
             await asyncio.to_thread(gateway.wait_ready)
             yield gateway, script

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
-from gateway_rig import Rig, is_ready, model_with_template, running_rig, settings
+from gateway_rig import Rig
 from scripted_verifier import last, plain
-from waiting import until
 
 from gateway.http.conversation import MAX_TEMPLATE_CHARACTERS, MAX_TEMPLATE_VARIABLES
 from outrider.protocol.messages import FinishReason, SpeculationStats, TokenChunk, TokenSource
@@ -170,27 +168,6 @@ async def test_litellm_and_langchain_recognise_a_context_overflow(
     assert "context_length_exceeded" in error["message"]
 
 
-WITHOUT_EFFECT: list[dict[str, Any]] = [
-    {"functions": [{"name": "f"}], "function_call": "none"},
-    {"tools": [], "logit_bias": {}, "logprobs": False, "stop": None},
-    {"reasoning_effort": "none"},
-    {"prompt_cache_key": "k", "prompt_cache_retention": "24h"},
-    {"prompt_cache_options": {"mode": "implicit"}},
-    {"chat_template_kwargs": {"enable_thinking": False}},
-    {"add_generation_prompt": True, "response_format": {"type": "text"}},
-    {"store": False, "user": "someone", "metadata": {"run": "1"}},
-]
-
-
-async def test_a_parameter_without_an_effect_changes_nothing(rig: Rig) -> None:
-    rig.says("yes")
-    for body in ({}, *WITHOUT_EFFECT):
-        response = await rig.http.post("/v1/chat/completions", json={"messages": CHAT, **body})
-        assert response.json()["choices"][0]["message"]["content"] == "yes", body
-    plain_request, *others = rig.script.requests
-    assert [other.prompt for other in others] == [plain_request.prompt] * len(WITHOUT_EFFECT)
-
-
 @pytest.mark.parametrize(
     "said",
     [
@@ -206,38 +183,6 @@ async def test_a_history_of_answers_without_calls_is_accepted(
     response = await rig.http.post("/v1/chat/completions", json={"messages": history})
     assert response.status_code == 200
     assert (said["content"] or "") in rig.prompts.decode(rig.script.requests[0].prompt)
-
-
-THINKING = (
-    "{% for m in messages %}{{ m.content }}{% endfor %}"
-    "{% if enable_thinking is not false %} think{% endif %}{{ effort }}"
-)
-
-
-async def test_a_chat_template_gets_its_variables(rig: Rig, tmp_path: Path) -> None:
-    [verifier] = rig.gateway.router.replicas
-    chosen = settings(verifier.address, tokenizer=model_with_template(tmp_path, THINKING))
-    async with running_rig(chosen, rig.script, rig.prompts) as other:
-        await until(lambda: is_ready(other.http))
-        bodies: list[tuple[dict[str, Any], str]] = [
-            ({}, "hi think"),
-            ({"chat_template_kwargs": {"enable_thinking": False}}, "hi"),
-            ({"chat_template_kwargs": {"effort": " low"}}, "hi think low"),
-            ({"reasoning_effort": "none"}, "hi"),
-            (
-                {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}},
-                "hi think",
-            ),
-        ]
-        for body, prompt in bodies:
-            assert (
-                await other.http.post("/v1/chat/completions", json={"messages": CHAT, **body})
-            ).status_code == 200
-            assert rig.prompts.decode(rig.script.requests[-1].prompt) == prompt
-        tokenized = await other.http.post(
-            "/tokenize", json={"messages": CHAT, "chat_template_kwargs": {"enable_thinking": False}}
-        )
-        assert rig.prompts.decode(tokenized.json()["tokens"]) == "hi"
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from gateway_rig import Rig
-from scripted_verifier import Step
+from scripted_verifier import Step, last
 
 from outrider.protocol.messages import (
     FinishReason,
@@ -56,6 +57,11 @@ def scoring(ids: list[int], part: int = 3) -> Any:
         return [*steps, end]
 
     return answer
+
+
+def scored(logprob: TokenLogprob) -> TokenChunk:
+    """The only chunk of an answer without tokens to a prompt of two."""
+    return replace(last([], FinishReason.LENGTH), prompt_logprobs=[logprob])
 
 
 def logprobs_of(choice: Any) -> dict[str, Any]:
@@ -131,15 +137,7 @@ async def test_of_several_tokens_with_one_text_the_likeliest_is_listed(rig: Rig)
     first, second = rig.prompts.tokenizer.encode("😀").ids[:2]
     assert rig.prompts.decode([first]) == rig.prompts.decode([second])
     likely = TokenLogprob(-5.0, (first, 50), (-0.1, -2.0), 3)
-    rig.script.answer = lambda request: [
-        TokenChunk(
-            [],
-            [],
-            finish_reason=FinishReason.LENGTH,
-            stats=SpeculationStats(),
-            prompt_logprobs=[likely],
-        )
-    ]
+    rig.script.answer = lambda _: [scored(likely)]
     [(_, found)] = await ask(
         rig, False, prompt=[second, second], echo=True, logprobs=2, max_tokens=0
     )
@@ -185,15 +183,7 @@ async def test_vllms_prompt_logprobs_have_its_shape_in_both_endpoints(rig: Rig) 
 
 async def test_the_log_probability_of_an_impossible_token_is_finite(rig: Rig) -> None:
     never = TokenLogprob(-math.inf, (50,), (0.0,), 4096)
-    rig.script.answer = lambda request: [
-        TokenChunk(
-            [],
-            [],
-            finish_reason=FinishReason.LENGTH,
-            stats=SpeculationStats(),
-            prompt_logprobs=[never],
-        )
-    ]
+    rig.script.answer = lambda _: [scored(never)]
     [(_, found)] = await ask(rig, False, prompt=[60, 70], echo=True, logprobs=1, max_tokens=0)
     assert found["token_logprobs"] == [None, -9999.0]
 

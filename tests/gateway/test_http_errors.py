@@ -196,29 +196,24 @@ async def test_the_error_for_a_malformed_body_says_why(
     assert words in error["message"]
 
 
-async def test_a_part_of_another_type_is_refused_with_the_types_that_are_taken(rig: Rig) -> None:
-    content = [{"type": "image_url", "image_url": {"url": "data:"}}]
-    body = {"messages": [{"role": "user", "content": content}]}
-    response = await rig.http.post("/v1/chat/completions", json=body)
-    said = "messages[0].content[0].type must be one of 'text', 'refusal', not 'image_url'"
-    assert error_of(response)["message"] == said
-
-
 @pytest.mark.parametrize(
     ("path", "meant"),
     [
         ("/v1/completion", "/v1/completions"),
         ("/v1/chat/completion", "/v1/chat/completions"),
         ("/v1/model", "/v1/models"),
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/messages", "/v1/messages"),
     ],
 )
-async def test_a_misspelt_path_is_answered_with_the_right_one(
+async def test_the_error_for_a_wrong_path_names_the_right_one(
     rig: Rig, path: str, meant: str
 ) -> None:
     response = await rig.http.post(path, json={})
     assert response.status_code == 404
-    said = f"there is no {path} here (did you mean {meant}?)"
-    assert error_of(response)["message"] == said
+    message = error_of(response)["message"]
+    assert message.startswith(f"there is no {path} here")
+    assert meant in message
 
 
 async def test_numbers_that_are_not_finite_are_refused(rig: Rig) -> None:
@@ -238,14 +233,6 @@ async def test_a_body_over_the_limit_is_refused_with_or_without_a_length(rig: Ri
         response = await rig.http.post("/v1/completions", content=content, headers=JSON)
         assert response.status_code == 413
         assert error_of(response)["message"] == f"the body is larger than {MAX_BODY_BYTES} bytes"
-
-
-@pytest.mark.parametrize("path", ["/chat/completions", "/completions", "/messages", "/models"])
-async def test_a_path_without_v1_is_answered_with_the_right_one(rig: Rig, path: str) -> None:
-    response = await rig.http.post(path, json={})
-    assert response.status_code == 404
-    hint = f"the path is /v1{path}, so a client's base URL ends in /v1"
-    assert error_of(response)["message"] == f"there is no {path} here; {hint}"
 
 
 async def test_errors_for_unknown_routes_and_methods_have_openais_shape(rig: Rig) -> None:

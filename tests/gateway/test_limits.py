@@ -164,15 +164,24 @@ def deltas(count: int) -> AsyncGenerator[Event, None]:
     return made()
 
 
-async def test_a_leftover_of_an_earlier_minute_is_not_given_back() -> None:
+@pytest.mark.parametrize(
+    ("answer", "written", "charged"),
+    [
+        pytest.param(80, 3, 0, id="a leftover is not given back"),
+        pytest.param(10, 30, 35 - 15, id="tokens beyond the reservation count"),
+    ],
+)
+async def test_in_the_minute_after_a_reservation_only_more_tokens_count(
+    answer: int, written: int, charged: int
+) -> None:
     clock = Clock()
     limits = Limits(RateWindows(clock))
     grant = await limits.admit(entry(ALICE, "alice", tokens_per_minute=100))
-    events = grant.metered(deltas(3), prompt=5, answer=80, sequences=1, gathered=False)
+    events = grant.metered(deltas(written), prompt=5, answer=answer, sequences=1, gathered=False)
     await anext(events)
     clock.seconds += 60
-    assert len([event async for event in events]) == 2
-    assert await counted(limits, "tokens") == 0
+    assert len([event async for event in events]) == written - 1
+    assert await counted(limits, "tokens") == charged
 
 
 @pytest.mark.parametrize(
@@ -312,14 +321,3 @@ async def test_a_client_that_leaves_during_its_reservation_takes_nothing() -> No
 async def test_a_wrong_url_of_redis_is_refused(url: str) -> None:
     with pytest.raises(OutriderError, match="limits-redis must"):
         RedisRateWindows.of(url, None, None)
-
-
-async def test_tokens_beyond_a_reservation_count_in_the_minute_in_which_they_are_known() -> None:
-    clock = Clock()
-    limits = Limits(RateWindows(clock))
-    grant = await limits.admit(entry(ALICE, "alice", tokens_per_minute=100))
-    events = grant.metered(deltas(30), prompt=5, answer=10, sequences=1, gathered=False)
-    await anext(events)
-    clock.seconds += 60
-    assert len([event async for event in events]) == 29
-    assert await counted(limits, "tokens") == 35 - 15

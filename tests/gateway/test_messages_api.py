@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -516,22 +515,6 @@ async def test_anthropics_client_creates_streams_and_counts(thinker: Rig) -> Non
     assert counted.input_tokens == answer.usage.input_tokens
     assert "".join(texts) == "Look.Done."
     assert (kinds[0], kinds[-1]) == ("message_start", "message_stop")
-
-
-async def test_anthropics_blocking_client_reads_the_same(thinker: Rig) -> None:
-    thinker.says(TEXT, 2)
-
-    def ask() -> tuple[str, str, int]:
-        url = thinker.gateway.http_url
-        with anthropic.Anthropic(base_url=url, api_key="any", max_retries=0) as client:
-            asked: dict[str, Any] = {"model": "", "messages": ASK}
-            answer = client.messages.create(**asked, max_tokens=500)
-            with client.messages.stream(**asked, max_tokens=500) as stream:
-                streamed = stream.get_final_text()
-            counted = client.messages.count_tokens(**asked)
-        return answer.content[0].text, streamed, counted.input_tokens - answer.usage.input_tokens
-
-    assert await asyncio.to_thread(ask) == (TEXT, TEXT, 0)
 
 
 class Place(BaseModel):

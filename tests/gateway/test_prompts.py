@@ -122,24 +122,26 @@ def test_a_templates_refusal_is_an_error_with_its_message(
     assert (caught.value.reason, caught.value.field) == (Reason.INVALID_VALUE, "messages")
 
 
-@pytest.mark.parametrize("template", ["{{ raise_exception('no') }}", None])
-async def test_a_refused_chat_names_the_callers_field(tmp_path: Path, template: str | None) -> None:
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ raise_exception('no') }}", Reason.INVALID_VALUE),
+        (None, Reason.UNSUPPORTED_PARAMETER),
+    ],
+)
+async def test_a_refused_chat_names_the_callers_field(
+    tmp_path: Path, template: str | None, reason: Reason
+) -> None:
     prompts = Prompts(model_with_template(tmp_path, template))
     with pytest.raises(OutriderError) as caught:
         await prompts.rendered(said("hi"), "chat.messages", 2048, "a")
-    assert caught.value.field == "chat.messages"
+    assert (caught.value.reason, caught.value.field) == (reason, "chat.messages")
     assert caught.value.message.startswith("chat.messages")
 
 
 def test_a_template_that_does_not_parse_is_an_error_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(OutriderError, match="does not parse: Unexpected end of template"):
         Prompts(model_with_template(tmp_path, "{% if x %}"))
-
-
-def test_a_chat_is_refused_by_a_model_without_a_template(tmp_path: Path) -> None:
-    with pytest.raises(OutriderError, match="no chat template") as caught:
-        Prompts(model_with_template(tmp_path, None)).render([{"role": "user", "content": "hi"}])
-    assert caught.value.reason is Reason.UNSUPPORTED_PARAMETER
 
 
 async def test_a_long_prompt_is_tokenised_whole(tmp_path: Path, prompts: Prompts) -> None:

@@ -87,16 +87,24 @@ async def test_a_stream_has_the_same_thought(thinker: Rig) -> None:
     assert (thought, content) == ("be cause", "It is.")
 
 
-async def test_the_effort_reaches_the_template(thinker: Rig) -> None:
+async def test_efforts_and_variables_reach_the_template(thinker: Rig) -> None:
     thinker.says("x")
+    thinks, does_not = {"enable_thinking": True}, {"enable_thinking": False}
     for given, shown in (
-        ({"reasoning_effort": "low"}, "effort low"),
-        ({"reasoning_effort": "none"}, "</think>"),
-        ({"enable_thinking": False}, "</think>"),
-        ({"chat_template_kwargs": {"enable_thinking": True}}, "<think>\n"),
+        ({"reasoning_effort": "low"}, "effort low<|assistant|>"),
+        ({"chat_template_kwargs": {"reasoning_effort": "own"}}, "effort own<|assistant|>"),
+        ({"reasoning_effort": "none"}, "</think>\n\n"),
+        (does_not, "</think>\n\n"),
+        ({"chat_template_kwargs": does_not}, "</think>\n\n"),
+        ({"chat_template_kwargs": thinks}, "<think>\n"),
+        ({"reasoning_effort": "none", "chat_template_kwargs": thinks}, "<think>\n"),
     ):
         await message_of(thinker, **given)
-        assert shown in thinker.prompts.decode(thinker.script.requests[-1].prompt)
+        prompt = thinker.script.requests[-1].prompt
+        assert thinker.prompts.decode(prompt).endswith(shown), given
+        if given.keys() == {"chat_template_kwargs"}:
+            tokenized = await thinker.http.post("/tokenize", json={"messages": CHAT} | given)
+            assert tokenized.json()["tokens"] == prompt
 
 
 async def test_a_thought_of_the_history_reaches_the_template(thinker: Rig) -> None:

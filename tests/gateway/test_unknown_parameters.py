@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,24 +14,31 @@ from gateway.text.prompts import Prompts
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 CHAT = [{"role": "user", "content": "hi"}]
-HARMLESS: dict[str, Any] = {
-    "user": "u",
-    "metadata": {"a": "b"},
-    "store": True,
-    "service_tier": "priority",
-    "verbosity": "high",
-    "prompt_cache_key": "k",
-    "prompt_cache_retention": "24h",
-    "safety_identifier": "s",
-    "skip_special_tokens": True,
-    "request_id": "r",
-    "priority": 0,
-    "guided_decoding_backend": "outlines",
-    "tools": [],
-    "tool_choice": "auto",
-    "parallel_tool_calls": True,
-    "modalities": ["text"],
-}
+HARMLESS: list[dict[str, Any]] = [
+    {
+        "user": "u",
+        "metadata": {"a": "b"},
+        "store": True,
+        "service_tier": "priority",
+        "verbosity": "high",
+        "prompt_cache_key": "k",
+        "prompt_cache_retention": "24h",
+        "safety_identifier": "s",
+        "skip_special_tokens": True,
+        "request_id": "r",
+        "priority": 0,
+        "guided_decoding_backend": "outlines",
+        "tools": [],
+        "tool_choice": "auto",
+        "parallel_tool_calls": True,
+        "modalities": ["text"],
+    },
+    {"functions": [{"name": "f"}], "function_call": "none"},
+    {"tools": [], "logit_bias": {}, "logprobs": False, "stop": None},
+    {"reasoning_effort": "none", "prompt_cache_options": {"mode": "implicit"}},
+    {"chat_template_kwargs": {"enable_thinking": False}},
+    {"add_generation_prompt": True, "response_format": {"type": "text"}, "store": False},
+]
 
 
 @pytest_asyncio.fixture(loop_scope="session")
@@ -42,13 +50,13 @@ async def lenient(prompts: Prompts) -> AsyncIterator[Rig]:
 
 async def test_harmless_parameters_change_nothing(rig: Rig) -> None:
     body = {"messages": CHAT, "temperature": 0}
-    await rig.http.post("/v1/chat/completions", json=body)
-    response = await rig.http.post("/v1/chat/completions", json=body | HARMLESS)
-    assert response.status_code == 200, response.text
-    plain, decorated = rig.script.requests
-    assert plain.prompt == decorated.prompt
-    assert plain.sampling == decorated.sampling
-    assert decorated.grammar is None
+    for harmless in ({}, *HARMLESS):
+        response = await rig.http.post("/v1/chat/completions", json=body | harmless)
+        assert response.status_code == 200, response.text
+    plain, *decorated = [
+        replace(request, request_id="", noise_seed=0) for request in rig.script.requests
+    ]
+    assert decorated == [plain] * len(HARMLESS)
 
 
 async def test_cached_parts_and_padded_streams_are_taken(rig: Rig) -> None:

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, replace
 import httpx
 import pytest
 import pytest_asyncio
-from gateway_rig import echo, settings
+from gateway_process import gateway_process
+from gateway_rig import settings
 from mortal_verifiers import TEXT, Verifier, text_of
-from scripted_verifier import Script, Step, last, plain, ready, serving
-from stack import GatewayProcess
+from scripted_verifier import Step, last, plain
 from waiting import until
 
 from gateway import server
@@ -71,6 +71,16 @@ class Fleet:
         body = {"prompt": "x", "max_tokens": 500, "stream": True}
         return asyncio.create_task(self.http.post("/v1/completions", json=body))
 
+    async def ask_the_first_and_delist_it(self) -> asyncio.Task[httpx.Response]:
+        """A request that runs at the first verifier, while the name stands for the second."""
+        first, second = self.verifiers
+        self.serves(first, 0.05)
+        begun = self.ask()
+        await until(lambda: first.script.running == 1)
+        self.listed = [second]
+        await self.ready(second)
+        return begun
+
     @property
     def known(self) -> list[str]:
         """The addresses that the gateway has, ready or not."""
@@ -123,11 +133,7 @@ async def fleet(prompts: Prompts) -> AsyncIterator[Fleet]:
 
 async def test_what_a_vanished_verifier_has_it_finishes(fleet: Fleet) -> None:
     first, second = fleet.verifiers
-    fleet.serves(first, 0.05)
-    begun = fleet.ask()
-    await until(lambda: first.script.running == 1)
-    fleet.listed = [second]
-    await fleet.ready(second)
+    begun = await fleet.ask_the_first_and_delist_it()
     assert text_of(await fleet.ask()) == TEXT
     assert fleet.known == [first.address, second.address]
     assert text_of(await begun) == TEXT
@@ -138,11 +144,7 @@ async def test_what_a_vanished_verifier_has_it_finishes(fleet: Fleet) -> None:
 
 async def test_a_verifier_that_comes_back_is_used_again(fleet: Fleet) -> None:
     first, second = fleet.verifiers
-    fleet.serves(first, 0.05)
-    begun = fleet.ask()
-    await until(lambda: first.script.running == 1)
-    fleet.listed = [second]
-    await fleet.ready(second)
+    begun = await fleet.ask_the_first_and_delist_it()
     fleet.listed = [first, second]
     await fleet.ready(first, second)
     assert text_of(await begun) == TEXT
@@ -190,16 +192,10 @@ async def test_plain_addresses_stay_beside_a_name(prompts: Prompts) -> None:
 
 
 async def test_a_gateway_process_finds_its_verifier_by_name(prompts: Prompts) -> None:
-    async with serving(Script(ready(prompts.fingerprint), echo)) as address:
-        gateway = GatewayProcess(f"dns:localhost:{address.rpartition(':')[2]}")
-        try:
-            await asyncio.to_thread(gateway.wait_ready)
-            async with httpx.AsyncClient() as http:
-                state = (await http.get(f"{gateway.url}/readyz")).json()
-            assert [verifier["address"] for verifier in state["verifiers"]] == [address]
-        finally:
-            gateway.kill()
-            gateway.log.close()
+    async with gateway_process(prompts, verifier="dns:localhost:{port}") as (gateway, _):
+        async with httpx.AsyncClient() as http:
+            [verifier] = (await http.get(f"{gateway.url}/readyz")).json()["verifiers"]
+        assert verifier["address"].startswith("127.0.0.1:")
 
 
 async def test_a_name_without_a_port_is_refused() -> None:
