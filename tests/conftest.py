@@ -4,10 +4,18 @@ Without a GPU, Triton interprets its kernels. gRPC must not handle forks; `outri
 but a test may import gRPC before it.
 """
 
-import os
+from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
@@ -18,3 +26,17 @@ settings.register_profile("patient", deadline=None, suppress_health_check=[Healt
 # For `--hypothesis-profile=long`: `hostile_messages.fuzzing` then takes many random examples.
 settings.register_profile("long", settings.get_profile("patient"))
 settings.load_profile("patient")
+
+
+@pytest.fixture
+def spans() -> Iterator[InMemorySpanExporter]:
+    """Tracing is on during the test; the spans that have ended."""
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    from outrider.process import telemetry
+
+    exporter = InMemorySpanExporter()
+    telemetry.setup("test", SimpleSpanProcessor(exporter))
+    yield exporter
+    telemetry.shutdown()

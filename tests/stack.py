@@ -12,13 +12,14 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import grpc
 import httpx
+from raw_drafter import RawDrafter
 
 from outrider.process import rpc
 from outrider.process.ports import free_port
@@ -199,6 +200,18 @@ class Client:
         """The verifier's model, with its drafters."""
         response = await self.stub.GetModel(verifier_pb2.GetModelRequest(), timeout=10)
         return wire_model.model_from_proto(response)
+
+    @asynccontextmanager
+    async def drafter(self, name: str, **hello: Any) -> AsyncIterator[RawDrafter]:
+        """A drafter of the verifier's tokenizer that has sent its Hello."""
+        fingerprint = (await self.model()).tokenizer_fingerprint
+        fields = {"tokenizer_fingerprint": fingerprint, "max_draft_tokens": 16, **hello}
+        drafter = RawDrafter(self.channel, name, **fields)
+        await drafter.introduce()
+        try:
+            yield drafter
+        finally:
+            drafter.call.cancel()
 
     async def generate(self, request: TokenRequest) -> list[TokenChunk]:
         """All chunks of one request."""

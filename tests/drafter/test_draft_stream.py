@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 from counting_drafter import TRACEPARENT, Counting, Drafter, opened, running
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from scripted_drafts import FINGERPRINT, READY, ScriptedVerifier
 from waiting import until
@@ -15,7 +14,6 @@ from waiting import until
 from outrider.drafter import dialled
 from outrider.drafter import stream as stream_module
 from outrider.errors import OutriderError, Reason
-from outrider.process import telemetry
 from outrider.protocol.draft_messages import (
     DraftBatch,
     Hello,
@@ -174,23 +172,20 @@ async def test_a_draining_verifier_is_served_to_the_end(verifier: ScriptedVerifi
         assert isinstance(await stream.receive(), DraftBatch)
 
 
-async def test_each_draft_is_a_span_below_the_step_it_answers(verifier: ScriptedVerifier) -> None:
-    exporter = InMemorySpanExporter()
-    telemetry.setup("drafter", SimpleSpanProcessor(exporter))
-    try:
-        async with running(Drafter(verifier.port)):
-            stream = await verifier.accepted()
-            stream.send(StepBatch(opened=[opened(1, traceparent=TRACEPARENT), opened(2)]))
-            await stream.receive()
-            await stream.receive()
-    finally:
-        telemetry.shutdown()
-    spans = exporter.get_finished_spans()
-    assert [span.name for span in spans] == ["propose", "propose"]
-    assert {format(span.parent.span_id, "016x") for span in spans if span.parent} == {
+async def test_each_draft_is_a_span_below_the_step_it_answers(
+    verifier: ScriptedVerifier, spans: InMemorySpanExporter
+) -> None:
+    async with running(Drafter(verifier.port)):
+        stream = await verifier.accepted()
+        stream.send(StepBatch(opened=[opened(1, traceparent=TRACEPARENT), opened(2)]))
+        await stream.receive()
+        await stream.receive()
+    drafts = spans.get_finished_spans()
+    assert [span.name for span in drafts] == ["propose", "propose"]
+    assert {format(span.parent.span_id, "016x") for span in drafts if span.parent} == {
         "0123456789abcdef"
     }
-    attributes = spans[0].attributes or {}
+    attributes = drafts[0].attributes or {}
     assert attributes["outrider.family"] == "counting"
     assert (attributes["outrider.base_length"], attributes["outrider.draft_tokens"]) == (2, 2)
 

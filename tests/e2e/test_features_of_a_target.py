@@ -8,7 +8,7 @@ import grpc
 import numpy as np
 import pytest
 import torch
-from raw_drafter import RawDrafter, dialled  # lies beside this file
+from raw_drafter import RawDrafter
 from stack import TARGET, Client, Process, Stack
 from transformers import AutoModelForCausalLM
 
@@ -40,7 +40,7 @@ async def test_features_are_the_targets_hidden_states(stack: Stack) -> None:
     )
     async with (
         Client(stack.address) as client,
-        dialled(client, "head", capabilities=[FEATURES], feature_request=wanted) as drafter,
+        client.drafter("head", capabilities=[FEATURES], feature_request=wanted) as drafter,
     ):
         welcome = (await drafter.hear()).welcome
         assert list(welcome.capabilities) == [FEATURES]
@@ -79,7 +79,7 @@ async def test_a_wrong_request_is_refused_by_its_field(
 ) -> None:
     async with (
         Client(stack.address) as client,
-        dialled(client, "wrong", capabilities=[FEATURES], feature_request=wanted) as drafter,
+        client.drafter("wrong", capabilities=[FEATURES], feature_request=wanted) as drafter,
     ):
         error = await drafter.error()
         assert await drafter.call.code() is grpc.StatusCode.INVALID_ARGUMENT

@@ -7,7 +7,6 @@ from typing import Any
 
 import grpc
 import pytest
-from raw_drafter import dialled  # lies beside this file
 from stack import Client, Stack, running
 
 from outrider.errors import Reason
@@ -53,7 +52,7 @@ async def test_a_draining_verifier_finishes_requests_and_takes_no_new_ones() -> 
     # It runs for seconds on any machine.
     long = replace(GOOD, max_tokens=2000, ignore_eos=True)
     with running(Stack("--drain-seconds", "60")) as stack:
-        async with Client(stack.address) as client, dialled(client, "mute") as drafter:
+        async with Client(stack.address) as client, client.drafter("mute") as drafter:
             running_call = aiter(client.stub.GenerateTokens(wire_requests.request_to_proto(long)))
             chunks = [wire_requests.chunk_from_proto(await anext(running_call))]
             stack.verifier.popen.terminate()

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator
 
 import grpc
 import pytest
 from gateway_rig import Rig
 from opentelemetry.sdk.trace import ReadableSpan
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 from scripted_verifier import plain
@@ -25,14 +23,6 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 TRACE = "a" * 32
 PARENT = {"traceparent": f"00-{TRACE}-{'b' * 16}-01"}
-
-
-@pytest.fixture
-def spans() -> Iterator[InMemorySpanExporter]:
-    exporter = InMemorySpanExporter()
-    telemetry.setup("gateway", SimpleSpanProcessor(exporter))
-    yield exporter
-    telemetry.shutdown()
 
 
 def of_requests(spans: InMemorySpanExporter) -> list[ReadableSpan]:

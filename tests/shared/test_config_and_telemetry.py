@@ -1,11 +1,9 @@
 """Settings refuse unknown names; spans cross processes, and are no-ops when tracing is off."""
 
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from drafter_svc.config import EraseSettings, settings_schema
@@ -112,14 +110,6 @@ def test_a_gateways_keys_go_to_the_gateway_alone(tmp_path: Path) -> None:
     assert children["gateway"]["--keys-file"] == "keys.yaml"
     assert "--keys-file" not in children["verifier"]
     assert "--no-open" in children["gateway"]
-
-
-@pytest.fixture
-def spans() -> Iterator[InMemorySpanExporter]:
-    exporter = InMemorySpanExporter()
-    telemetry.setup("test", SimpleSpanProcessor(exporter))
-    yield exporter
-    telemetry.shutdown()
 
 
 def test_a_child_span_joins_its_parents_trace_by_the_header(spans: InMemorySpanExporter) -> None:

@@ -9,17 +9,11 @@ from contextlib import asynccontextmanager
 from datetime import timedelta
 from pathlib import Path
 
-from fake_model import VOCAB, make_engine
+import served_engine
 
-from outrider.internal.v1.token_streams_pb2_grpc import add_TokenStreamServiceServicer_to_server
-from outrider.process import rpc
 from outrider.process.certs import Authority
 from outrider.process.tls import Tls
-from outrider.protocol.model_info import ModelInfo, Stage
-from outrider.v1.verifier_pb2_grpc import add_VerifierServiceServicer_to_server
-from verifier_svc.engine.engine_thread import EngineThread
 from verifier_svc.engine.loop import Engine
-from verifier_svc.streams.servicer import VerifierServicer
 
 FINGERPRINT = "f"
 
@@ -69,16 +63,5 @@ def trusting(ca: Path, tls: Tls | None) -> ssl.SSLContext:
 @asynccontextmanager
 async def verifier(tls: Tls | None) -> AsyncIterator[tuple[str, Engine]]:
     """A verifier's address and its engine, which has a table for a model."""
-    thread = EngineThread(lambda deliver: make_engine(deliver=deliver)[0])
-    engine = await thread.built
-    servicer = VerifierServicer("fake")
-    servicer.serve(thread, ModelInfo("fake", Stage.READY, "serving", FINGERPRINT, VOCAB, 64))
-    server = rpc.Server("outrider.v1.VerifierService")
-    add_VerifierServiceServicer_to_server(servicer, server.grpc)
-    add_TokenStreamServiceServicer_to_server(servicer, server.grpc)
-    [port] = await server.start("127.0.0.1:0", tls=tls)
-    try:
-        yield f"127.0.0.1:{port}", engine
-    finally:
-        await server.stop(0)
-        await thread.stop()
+    async with served_engine.verifier(tls) as served:
+        yield served.address, served.engine

@@ -2,11 +2,12 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any, cast
 
 import pytest
 from fake_model import Client, make_engine
+from waiting import until
 
 from outrider.drafter.step_queue import MAX_FEATURE_BYTES
 from outrider.errors import OutriderError
@@ -130,13 +131,6 @@ class Flood:
         await asyncio.sleep(60)
 
 
-async def until(thread: EngineThread, condition: Callable[[], object]) -> None:
-    """Wait until a condition holds on the engine's thread."""
-    # The other thread has no event to wait for.
-    while not await thread.call(condition):  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
-
-
 async def test_a_drafter_that_floods_waits_for_the_engine_and_loses_nothing() -> None:
     engine, model = make_engine(eos_bias=-99)
     flood = Flood()
@@ -159,10 +153,12 @@ async def test_a_drafter_that_floods_waits_for_the_engine_and_loses_nothing() ->
     serving = asyncio.create_task(stream.run())
     connected = engine.drafting.roster.connected
     async with asyncio.timeout(60):
-        await until(thread, lambda: connected)
+        await until(lambda: thread.call(lambda: connected))
         # The drafts are for a sequence that has ended, as late messages are.
         thread.post(submit)
-        await until(thread, lambda: connected["loud"].last_sequence_id and not engine.sequences)
+        await until(
+            lambda: thread.call(lambda: connected["loud"].last_sequence_id and not engine.sequences)
+        )
         model.broken = stall
         thread.post(submit)
         assert await asyncio.to_thread(entered.wait, 30)

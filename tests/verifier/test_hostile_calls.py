@@ -23,7 +23,9 @@ from hostile_messages import fuzzing, wire
 from hypothesis import given
 from hypothesis import strategies as st
 from raw_calls import call_raw, check_clear, methods
-from test_hostile_streams import RawDrafter, Verifier, verifier
+from raw_drafter import RawDrafter
+from served_engine import Verifier, verifier
+from waiting import until
 
 from outrider.internal.v1 import token_streams_pb2
 from outrider.process import rpc
@@ -87,7 +89,7 @@ async def served() -> AsyncIterator[Verifier]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def channel(served: Verifier) -> AsyncIterator[grpc.aio.Channel]:
-    async with rpc.dial(f"127.0.0.1:{served.port}") as channel:
+    async with rpc.dial(served.address) as channel:
         yield channel
 
 
@@ -105,12 +107,12 @@ async def until_empty(served: Verifier) -> None:
         drafters = engine.drafting.roster.connected
         return len(engine.sequences), engine.pool.used_count, len(drafters)
 
-    remaining = (1, 1, 1)
+    async def is_empty() -> bool:
+        return not any(await served.thread.call(left))
+
     with suppress(TimeoutError):
-        async with asyncio.timeout(10):
-            # The engine's thread has no event to wait for.
-            while any(remaining := await served.thread.call(left)):  # noqa: ASYNC110
-                await asyncio.sleep(0.005)
+        await until(is_empty, timeout_s=10)
+    remaining = await served.thread.call(left)
     assert not any(remaining), f"sequences, pages and drafters that are left: {remaining}"
     await served.thread.call(engine.pool.check_integrity)
 
@@ -166,11 +168,9 @@ def aimed(data: bytes, opened: drafts_pb2.Opened) -> bytes:
 
 async def opened_to(drafter: RawDrafter) -> drafts_pb2.Opened:
     """The next sequence that the verifier opens to the drafter."""
-    async with asyncio.timeout(10):
-        while True:
-            response = await drafter.call.read()
-            if response.step.opened:
-                return response.step.opened[0]
+    while not (step := (await drafter.hear()).step).opened:
+        pass
+    return step.opened[0]
 
 
 async def end(drafter: RawDrafter) -> None:
@@ -197,7 +197,7 @@ async def test_a_drafter_in_mid_stream_changes_no_text_and_leaves_nothing(
     opened = await opened_to(drafter)
     for data in said:
         with suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):
-            await drafter.say(aimed(data, opened))
+            await drafter.send(aimed(data, opened))
     await end(drafter)
     assert await text == EXPECTED
     await until_empty(served)

@@ -3,92 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
 import pytest
-from fake_model import VOCAB, exposition, make_engine
+from fake_model import VOCAB
+from raw_drafter import RawDrafter
+from served_engine import verifier
 
 from outrider.errors import OutriderError, Reason
-from outrider.internal.v1 import token_streams_pb2_grpc
 from outrider.process import rpc
 from outrider.protocol.model_info import DrafterInfo, ModelInfo, Placement, Stage
 from outrider.protocol.wire import model as wire_model
-from outrider.v1 import drafts_pb2, verifier_pb2, verifier_pb2_grpc
 from outrider_bench.experiment.links import ShapedLink
 from outrider_bench.experiment.spec import Link
 from verifier_svc.engine.config import EngineConfig
-from verifier_svc.engine.engine_thread import EngineThread
-from verifier_svc.engine.loop import Engine
-from verifier_svc.streams.servicer import VerifierServicer
-
-
-class Verifier:
-    """An engine with a table model, served on a port."""
-
-    def __init__(self, engine: Engine, thread: EngineThread, port: int) -> None:
-        self.engine = engine
-        self.thread = thread
-        self.port = port
-
-    async def exposition(self) -> str:
-        """All metrics so far in Prometheus' text format."""
-        await self.thread.call(self.engine._metrics.flush)
-        return exposition(self.engine)
-
-
-@asynccontextmanager
-async def verifier(config: EngineConfig | None = None) -> AsyncIterator[Verifier]:
-    """Serve an engine on a free port of loopback."""
-    thread = EngineThread(lambda deliver: make_engine(config=config, deliver=deliver)[0])
-    engine = await thread.built
-    servicer = VerifierServicer("fake")
-    servicer.serve(thread, ModelInfo("fake", Stage.READY, "serving", "f", VOCAB, 64))
-    server = rpc.Server("outrider.v1.VerifierService")
-    verifier_pb2_grpc.add_VerifierServiceServicer_to_server(servicer, server.grpc)
-    token_streams_pb2_grpc.add_TokenStreamServiceServicer_to_server(servicer, server.grpc)
-    [port] = await server.start("127.0.0.1:0")
-    try:
-        yield Verifier(engine, thread, port)
-    finally:
-        await server.stop(0)
-        await thread.stop()
-
-
-class RawDrafter:
-    """A draft stream on which the test sends any bytes."""
-
-    def __init__(self, channel: grpc.aio.Channel, name: str, **hello: Any) -> None:
-        parse = verifier_pb2.StreamDraftsResponse.FromString
-        method = "/outrider.v1.VerifierService/StreamDrafts"
-        call: Any = channel.stream_stream(method, response_deserializer=parse)
-        self.call = call()
-        names = {"drafter_id": name, "family": "raw", "tokenizer_fingerprint": "f"}
-        self._hello = drafts_pb2.Hello(**{**names, "max_draft_tokens": 8, **hello})
-
-    async def say(self, data: bytes) -> None:
-        """Send bytes as a message."""
-        await self.call.write(data)
-
-    async def welcomed(self) -> None:
-        """Send the Hello and await the welcome; raises OutriderError if it is refused."""
-        await self.say(verifier_pb2.StreamDraftsRequest(hello=self._hello).SerializeToString())
-        try:
-            response = await asyncio.wait_for(self.call.read(), 30)
-        except grpc.aio.AioRpcError as failure:
-            raise rpc.error_of(failure) from None
-        assert response.HasField("welcome")
-
-    async def error(self) -> OutriderError:
-        """The error that ended the stream."""
-        code = await asyncio.wait_for(self.call.code(), 30)
-        trailing = await self.call.trailing_metadata()
-        details = await self.call.details()
-        assert code is not grpc.StatusCode.OK
-        failure = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailing, details, None)
-        return rpc.error_of(failure)
 
 
 async def until_free(channel: grpc.aio.Channel, name: str) -> RawDrafter:
@@ -105,11 +34,11 @@ async def until_free(channel: grpc.aio.Channel, name: str) -> RawDrafter:
 
 
 async def test_a_message_that_cannot_be_parsed_counts_against_the_drafter() -> None:
-    async with verifier() as served, rpc.dial(f"127.0.0.1:{served.port}") as channel:
+    async with verifier() as served, rpc.dial(served.address) as channel:
         for _ in range(3):
             drafter = RawDrafter(channel, "garbled")
             await drafter.welcomed()
-            await drafter.say(b"\xff" * 30)
+            await drafter.send(b"\xff" * 30)
             error = await drafter.error()
             assert error.reason is Reason.MALFORMED_REQUEST
         with pytest.raises(OutriderError) as caught:
@@ -119,8 +48,8 @@ async def test_a_message_that_cannot_be_parsed_counts_against_the_drafter() -> N
 
 async def test_drafters_beyond_the_limit_of_an_address_are_refused() -> None:
     async with (
-        verifier(EngineConfig(max_drafters=12)) as served,
-        rpc.dial(f"127.0.0.1:{served.port}") as channel,
+        verifier(config=EngineConfig(max_drafters=12)) as served,
+        rpc.dial(served.address) as channel,
     ):
         drafters = [RawDrafter(channel, f"d{number}") for number in range(4)]
         for drafter in drafters[:3]:
@@ -169,7 +98,7 @@ async def test_the_id_of_a_drafter_that_vanished_is_soon_free_again(
         verifier() as served,
         link.forward(("127.0.0.1", 0), ("127.0.0.1", served.port)) as port,
         rpc.dial(f"127.0.0.1:{port}") as old,
-        rpc.dial(f"127.0.0.1:{served.port}") as new,
+        rpc.dial(served.address) as new,
     ):
         vanished = RawDrafter(old, "model-1")
         await vanished.welcomed()

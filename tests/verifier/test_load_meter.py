@@ -3,31 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
-from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
 import pytest
 from fake_model import Client, finish, make_engine
+from served_engine import verifier
+from waiting import until
 
 from outrider.errors import OutriderError
 from outrider.process import rpc
 from outrider.protocol.messages import SamplingParams, TokenRequest
-from outrider.protocol.model_info import Load, ModelInfo, Stage
+from outrider.protocol.model_info import Load
 from outrider.protocol.wire import model as wire_model
 from outrider.protocol.wire import requests as wire_requests
 from outrider.v1 import verifier_pb2
-from outrider.v1.verifier_pb2_grpc import (
-    VerifierServiceStub,
-    add_VerifierServiceServicer_to_server,
-)
+from outrider.v1.verifier_pb2_grpc import VerifierServiceStub
 from verifier_svc.engine.config import EngineConfig
-from verifier_svc.engine.engine_thread import EngineThread
 from verifier_svc.engine.loop import Engine
-from verifier_svc.engine.outbox import Delivery
-from verifier_svc.streams.servicer import VerifierServicer
 
 GREEDY = SamplingParams(0.0)
 
@@ -126,32 +120,16 @@ def test_an_impossible_load_does_no_harm() -> None:
     assert load.wait_s() == 0.0
 
 
-@contextlib.asynccontextmanager
-async def served(config: EngineConfig) -> AsyncIterator[tuple[EngineThread, Any]]:
-    """An engine that takes 10 ms for a step, behind its gRPC service."""
-
-    def build(deliver: Callable[[list[Delivery]], None]) -> Engine:
-        engine, model = make_engine(eos_bias=-99, config=config, page_count=512, deliver=deliver)
-        model.broken = lambda _: time.sleep(0.01)
-        return engine
-
-    thread = EngineThread(build)
-    await thread.built
-    servicer = VerifierServicer("fake")
-    servicer.serve(thread, ModelInfo("fake", Stage.READY, "serving", "f", 8, 2000))
-    server = rpc.Server("outrider.v1.VerifierService")
-    add_VerifierServiceServicer_to_server(servicer, server.grpc)
-    [port] = await server.start("127.0.0.1:0")
-    channel = rpc.dial(f"127.0.0.1:{port}")
-    yield thread, VerifierServiceStub(channel)
-    await channel.close()
-    await server.stop(0)
-    await thread.stop()
-
-
 async def test_what_nobody_waits_for_leaves_the_queue_and_the_batch() -> None:
     request = wire_requests.request_to_proto(TokenRequest([1, 2], 1900, GREEDY))
-    async with served(EngineConfig(max_sequences=1)) as (thread, stub):
+    config = EngineConfig(max_sequences=1)
+    async with (
+        verifier(eos_bias=-99, config=config, page_count=512, context_length=2000) as served,
+        rpc.dial(served.address) as channel,
+    ):
+        engine, stub = served.engine, VerifierServiceStub(channel)
+        model: Any = engine.model
+        model.broken = lambda _: time.sleep(0.01)
 
         async def ask() -> None:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -160,12 +138,9 @@ async def test_what_nobody_waits_for_leaves_the_queue_and_the_batch() -> None:
 
         asking = asyncio.gather(*(ask() for _ in range(3)))
         await asyncio.sleep(0.15)
-        meter = thread.engine.scheduler.load_meter
-        busy = await thread.call(meter.load)
+        busy = await served.thread.call(engine.scheduler.load_meter.load)
         assert (busy.running, busy.waiting) == (1, 2)
         await asking
         # The cancellations are on their way.
-        async with asyncio.timeout(30.0):
-            while await thread.call(lambda: len(thread.engine.sequences)):  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-        assert await thread.call(lambda: thread.engine.pool.used_count) == 0
+        await until(lambda: served.thread.call(lambda: not engine.sequences))
+        assert await served.thread.call(lambda: engine.pool.used_count) == 0

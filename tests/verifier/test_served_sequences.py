@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 import pytest
 import pytest_asyncio
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind
-from test_hostile_streams import verifier
+from served_engine import verifier
 from waiting import until
 
-from outrider.process import rpc, telemetry
+from outrider.process import rpc
 from outrider.v1 import common_pb2, verifier_pb2, verifier_pb2_grpc
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -25,16 +24,8 @@ TRACEPARENT = f"00-{'a' * 32}-{'b' * 16}-01"
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def stub() -> AsyncIterator[verifier_pb2_grpc.VerifierServiceAsyncStub]:
-    async with verifier() as served, rpc.dial(f"127.0.0.1:{served.port}") as channel:
+    async with verifier() as served, rpc.dial(served.address) as channel:
         yield verifier_pb2_grpc.VerifierServiceStub(channel)
-
-
-@pytest.fixture
-def spans() -> Iterator[InMemorySpanExporter]:
-    exporter = InMemorySpanExporter()
-    telemetry.setup("verifier", SimpleSpanProcessor(exporter))
-    yield exporter
-    telemetry.shutdown()
 
 
 def request(**given: Any) -> verifier_pb2.GenerateTokensRequest:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import pytest
 from fake_model import Client, ScriptedDrafter, make_engine
 from opentelemetry.sdk.trace import ReadableSpan
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from outrider.process import telemetry
@@ -15,14 +11,6 @@ from outrider.protocol.messages import SamplingParams, TokenRequest
 from verifier_svc.engine.loop import Engine
 
 REQUEST = TokenRequest([1, 2, 3], 5, SamplingParams(temperature=0.0), ignore_eos=True)
-
-
-@pytest.fixture
-def exporter() -> Iterator[InMemorySpanExporter]:
-    exporter = InMemorySpanExporter()
-    telemetry.setup("test", SimpleSpanProcessor(exporter))
-    yield exporter
-    telemetry.shutdown()
 
 
 def generate(engine: Engine, traced: list[bool]) -> None:
@@ -38,20 +26,20 @@ def generate(engine: Engine, traced: list[bool]) -> None:
         root.end()
 
 
-def named(exporter: InMemorySpanExporter, name: str) -> list[ReadableSpan]:
+def named(spans: InMemorySpanExporter, name: str) -> list[ReadableSpan]:
     """The finished spans of a name."""
-    return [span for span in exporter.get_finished_spans() if span.name == name]
+    return [span for span in spans.get_finished_spans() if span.name == name]
 
 
 def test_queue_prompt_and_steps_are_consecutive_children_of_the_request(
-    exporter: InMemorySpanExporter,
+    spans: InMemorySpanExporter,
 ) -> None:
     engine, _ = make_engine(eos_bias=-99)
     generate(engine, [True])
-    [root] = named(exporter, "request")
-    [queue] = named(exporter, "queue")
-    [prefill] = named(exporter, "prefill")
-    steps = named(exporter, "verify")
+    [root] = named(spans, "request")
+    [queue] = named(spans, "queue")
+    [prefill] = named(spans, "prefill")
+    steps = named(spans, "verify")
     assert len(steps) == 5
     for span in (queue, prefill, *steps):
         assert span.parent is not None
@@ -61,23 +49,23 @@ def test_queue_prompt_and_steps_are_consecutive_children_of_the_request(
     assert prefill.start_time is not None
     # A busy machine may delay the prefill by seconds.
     assert abs(prefill.start_time - queue.end_time) < 5e9
-    assert not named(exporter, "step"), "the sequence's own span tells all of its step"
+    assert not named(spans, "step"), "the sequence's own span tells all of its step"
 
 
 def test_a_batch_and_its_traced_sequences_are_linked_both_ways(
-    exporter: InMemorySpanExporter,
+    spans: InMemorySpanExporter,
 ) -> None:
     engine, _ = make_engine(eos_bias=-99)
     generate(engine, [True, False, True])
-    roots = {root.context.span_id: root for root in named(exporter, "request")}
-    batches = named(exporter, "step")
+    roots = {root.context.span_id: root for root in named(spans, "request")}
+    batches = named(spans, "step")
     assert len(batches) == 5
     for batch in batches:
         assert {link.context.span_id for link in batch.links} == set(roots)
         assert batch.attributes is not None
         assert batch.attributes["outrider.sequences"] == 3
     batch_ids = {batch.context.span_id for batch in batches}
-    verifications = named(exporter, "verify")
+    verifications = named(spans, "verify")
     assert len(verifications) == 10
     for span in verifications:
         [link] = span.links
@@ -85,7 +73,7 @@ def test_a_batch_and_its_traced_sequences_are_linked_both_ways(
 
 
 def test_a_steps_span_has_its_drafter_and_the_accepted_tokens(
-    exporter: InMemorySpanExporter,
+    spans: InMemorySpanExporter,
 ) -> None:
     engine, model = make_engine(eos_bias=-99)
     drafter = ScriptedDrafter(engine)
@@ -93,7 +81,7 @@ def test_a_steps_span_has_its_drafter_and_the_accepted_tokens(
     engine.step()
     drafter.propose(sequence.id, model.greedy(sequence.tokens, 2))
     engine.step()
-    [_, step] = named(exporter, "verify")
+    [_, step] = named(spans, "verify")
     expected = {
         "outrider.drafter": "scripted",
         "outrider.family": "scripted",
@@ -109,7 +97,7 @@ def test_a_steps_span_has_its_drafter_and_the_accepted_tokens(
 
 
 def test_a_sum_over_spans_counts_the_phases_of_each_step_once(
-    exporter: InMemorySpanExporter,
+    spans: InMemorySpanExporter,
 ) -> None:
     engine, _ = make_engine(eos_bias=-99)
     generate(engine, [True] * 3)
@@ -117,7 +105,7 @@ def test_a_sum_over_spans_counts_the_phases_of_each_step_once(
         f"outrider.{phase}_seconds" for phase in ("pack", "forward", "accept", "commit", "send")
     ]
     with_phases = [
-        span for span in exporter.get_finished_spans() if phases[0] in (span.attributes or {})
+        span for span in spans.get_finished_spans() if phases[0] in (span.attributes or {})
     ]
     assert len(with_phases) == 5
     for span in with_phases:

@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 import pytest
+from waiting import until
 
 from outrider.errors import OutriderError, Reason
 from outrider.internal.v1 import token_streams_pb2
@@ -109,14 +110,6 @@ async def messages(call: Any) -> list[list[tuple[int, list[int]]]]:
         [(part.call_id, list(part.tokens.token_ids)) for part in message.parts]
         async for message in call
     ]
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Wait until the condition holds, for at most 30 s."""
-    async with asyncio.timeout(30.0):
-        # Another task's progress has no event to wait for.
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 async def test_tokens_of_one_turn_of_the_loop_share_a_message() -> None:
