@@ -36,12 +36,14 @@ TEXTS = [
 
 @pytest.fixture
 async def verifier() -> AsyncIterator[ScriptedVerifier]:
-    from scripted_drafts import ScriptedVerifier
+    from scripted_drafts import ScriptedVerifier, serving
 
-    verifier = ScriptedVerifier()
-    await verifier.start()
-    yield verifier
-    await verifier.stop()
+    async with serving(ScriptedVerifier()) as verifier:
+        yield verifier
+
+
+other = verifier
+"""A second verifier."""
 
 
 @pytest.fixture(scope="module")

@@ -107,6 +107,14 @@ class Drafter:
             lambda: 0.0,
         )
 
+    def redial_at_once(self) -> None:
+        """Let the stream be dialled again without a pause."""
+
+        async def at_once(seconds: float) -> None:
+            """Do not wait."""
+
+        self.stream._sleep = at_once  # type: ignore[method-assign]
+
 
 @asynccontextmanager
 async def running(drafter: Drafter) -> AsyncIterator[asyncio.Task[None]]:

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from family_rig import GREEDY, Rig, opened_sequence
 
 from outrider.protocol.draft_messages import Opened, Window
 from outrider.protocol.messages import DraftDistribution, SamplingParams
+
+Make = Callable[..., Rig]
+"""Makes a rig of the draft model, with settings of ModelFamily and DraftModel."""
+Greedy = Callable[[list[int], int], list[int]]
+"""The model's greedy continuation of a text, by its number of tokens."""
 
 
 def opened(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 from google.protobuf.message import Message
@@ -10,7 +12,7 @@ from google.protobuf.message import Message
 from outrider import testing
 from outrider.errors import OutriderError
 from outrider.process import rpc
-from outrider.protocol.draft_messages import DraftBatch, Hello, StepBatch
+from outrider.protocol.draft_messages import DraftBatch, Hello, Opened, StepBatch
 from outrider.protocol.model_info import ModelInfo, Stage
 from outrider.protocol.wire import drafts as wire_drafts
 from outrider.protocol.wire import model as wire_model
@@ -37,6 +39,15 @@ class Stream(testing.DraftStream):
             return wire_drafts.drafts_from_proto(request.drafts, 4096)
         return str(request.draining.reason)
 
+    async def drafted(self, opened: Opened) -> list[int]:
+        """Open a sequence; returns the guesses of the next message, which has one proposal."""
+        self.send(StepBatch(opened=[opened]))
+        batch = await self.receive()
+        assert isinstance(batch, DraftBatch)
+        [proposal] = batch.proposals
+        assert proposal.sequence_id == opened.sequence_id
+        return proposal.token_ids
+
     def send(self, message: Message | StepBatch | str | bytes | OutriderError) -> None:
         """Send a step, a Draining with this reason, or raw bytes; or end the call with an error."""
         if isinstance(message, OutriderError):
@@ -57,6 +68,10 @@ class ScriptedVerifier(testing.ScriptedVerifier):
     def __init__(self, info: ModelInfo = READY, **how: Any) -> None:
         super().__init__(wire_model.model_to_proto(info), **how)
 
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
     def serve(self, info: ModelInfo) -> None:
         """Serve another model from now on."""
         self.model = wire_model.model_to_proto(info)
@@ -68,3 +83,13 @@ class ScriptedVerifier(testing.ScriptedVerifier):
         stream = await asyncio.wait_for(self.streams.get(), 30)
         assert isinstance(stream, Stream)
         return stream
+
+
+@asynccontextmanager
+async def serving(verifier: ScriptedVerifier, address: str = "") -> AsyncIterator[ScriptedVerifier]:
+    """Serve during the block, on a free port unless an address is given."""
+    await verifier.start(*[address] * bool(address))
+    try:
+        yield verifier
+    finally:
+        await verifier.stop()

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from draft_model_rig import opened
+from draft_model_rig import Greedy, Make, opened
 from family_rig import Rig
 
 from drafter_svc.families.model import ModelFamily
@@ -16,11 +16,10 @@ from outrider.protocol.messages import DraftDistribution, SamplingParams
 
 DEPTH = 9
 Reference = Callable[[list[int]], torch.Tensor]
-Greedy = Callable[[list[int], int], list[int]]
 
 
 @pytest.fixture
-def rig(make: Callable[..., Rig]) -> Rig:
+def rig(make: Make) -> Rig:
     return make(branch_count=12)
 
 

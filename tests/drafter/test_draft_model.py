@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
-from draft_model_rig import guesses_of, opened
+from draft_model_rig import Greedy, Make, guesses_of, opened
 from family_rig import Rig
 
 from drafter_svc.families.draft_model import DraftModel
@@ -60,10 +59,7 @@ async def test_several_tokens_of_one_decoder_call_are_the_likeliest(
 
 @pytest.mark.parametrize("matched", [0, 3])
 async def test_after_a_miss_guesses_equal_those_of_a_fresh_model(
-    make: Callable[..., Rig],
-    prompts: list[list[int]],
-    greedy: Callable[[list[int], int], list[int]],
-    matched: int,
+    make: Make, prompts: list[list[int]], greedy: Greedy, matched: int
 ) -> None:
     rig = make()
     rig.open(opened(prompts[2], window=6))
@@ -74,9 +70,7 @@ async def test_after_a_miss_guesses_equal_those_of_a_fresh_model(
 
 
 async def test_a_batch_guesses_what_each_sequence_guesses_alone(
-    make: Callable[..., Rig],
-    prompts: list[list[int]],
-    greedy: Callable[[list[int], int], list[int]],
+    make: Make, prompts: list[list[int]], greedy: Greedy
 ) -> None:
     rig = make()
     for i, prompt in enumerate(prompts):
@@ -86,9 +80,7 @@ async def test_a_batch_guesses_what_each_sequence_guesses_alone(
 
 
 async def test_long_prompts_are_read_in_chunks(
-    make: Callable[..., Rig],
-    prompts: list[list[int]],
-    greedy: Callable[[list[int], int], list[int]],
+    make: Make, prompts: list[list[int]], greedy: Greedy
 ) -> None:
     text = [token for prompt in prompts for token in prompt]
     rig = make(max_batch_tokens=5)
@@ -98,7 +90,7 @@ async def test_long_prompts_are_read_in_chunks(
 
 
 async def test_a_guessing_sequence_does_not_wait_for_anothers_prompt(
-    make: Callable[..., Rig], prompts: list[list[int]]
+    make: Make, prompts: list[list[int]]
 ) -> None:
     text = [token for prompt in prompts for token in prompt]
     rig = make(max_batch_tokens=len(prompts[0]))
@@ -111,9 +103,7 @@ async def test_a_guessing_sequence_does_not_wait_for_anothers_prompt(
 
 
 async def test_an_interrupted_round_ends_early_and_keeps_its_guesses(
-    make: Callable[..., Rig],
-    prompts: list[list[int]],
-    greedy: Callable[[list[int], int], list[int]],
+    make: Make, prompts: list[list[int]], greedy: Greedy
 ) -> None:
     rig = make()
     rig.open(opened(prompts[0]))
@@ -123,10 +113,7 @@ async def test_an_interrupted_round_ends_early_and_keeps_its_guesses(
 
 
 async def test_committed_guesses_need_no_other_forward(
-    make: Callable[..., Rig],
-    prompts: list[list[int]],
-    runner: ModelRunner,
-    monkeypatch: pytest.MonkeyPatch,
+    make: Make, prompts: list[list[int]], runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = make()
     rig.open(opened(prompts[0]))
@@ -147,7 +134,7 @@ async def test_committed_guesses_need_no_other_forward(
 
 
 async def test_a_sequence_at_the_context_end_is_skipped_alone(
-    make: Callable[..., Rig], runner: ModelRunner, prompts: list[list[int]]
+    make: Make, runner: ModelRunner, prompts: list[list[int]]
 ) -> None:
     rig = make()
     rig.open(opened([5] * (runner.context_length - 2), 1))
@@ -162,7 +149,7 @@ async def test_a_sequence_at_the_context_end_is_skipped_alone(
 
 
 async def test_a_sequence_with_unknown_ids_is_skipped_alone(
-    make: Callable[..., Rig], runner: ModelRunner, prompts: list[list[int]]
+    make: Make, runner: ModelRunner, prompts: list[list[int]]
 ) -> None:
     """The target's vocabulary may be padded to more ids than the draft model's."""
     unknown = runner.vocab_size
@@ -182,9 +169,7 @@ async def test_a_sequence_with_unknown_ids_is_skipped_alone(
 
 
 async def test_without_pages_a_sequence_is_skipped_until_others_end(
-    thread: ThreadPoolExecutor,
-    prompts: list[list[int]],
-    greedy: Callable[[list[int], int], list[int]],
+    thread: ThreadPoolExecutor, prompts: list[list[int]], greedy: Greedy
 ) -> None:
     small = thread.submit(
         ModelRunner.load, MODEL, dtype="float32", device="cpu", threads=1, page_count=3

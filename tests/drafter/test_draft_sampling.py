@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from draft_model_rig import guesses_of, opened
+from draft_model_rig import Make, guesses_of, opened
 from family_rig import Rig
 from scipy import stats
 
@@ -42,7 +42,7 @@ async def first_guesses(
 
 
 async def test_tokens_are_sampled_from_the_distribution_sent(
-    make: Callable[..., Rig], prompts: list[list[int]]
+    make: Make, prompts: list[list[int]]
 ) -> None:
     count = 400
     rig = make(max_entries=6, max_batch_tokens=8192)
@@ -57,9 +57,7 @@ async def test_tokens_are_sampled_from_the_distribution_sent(
 
 
 async def test_the_distribution_has_the_models_top_entries_in_float32(
-    make: Callable[..., Rig],
-    prompts: list[list[int]],
-    reference: Callable[[list[int]], torch.Tensor],
+    make: Make, prompts: list[list[int]], reference: Callable[[list[int]], torch.Tensor]
 ) -> None:
     rig = make(max_entries=8)
     rig.open(sampled(prompts[0], 1, temperature=0.7))
@@ -76,7 +74,7 @@ async def test_the_distribution_has_the_models_top_entries_in_float32(
 
 
 async def test_top_p_of_the_request_is_applied_to_the_draft(
-    make: Callable[..., Rig], prompts: list[list[int]]
+    make: Make, prompts: list[list[int]]
 ) -> None:
     rig = make(max_entries=32)
     rig.open(sampled(prompts[0], 1, top_p=1.0))
@@ -88,7 +86,7 @@ async def test_top_p_of_the_request_is_applied_to_the_draft(
 
 
 async def test_no_random_number_is_used_twice(
-    make: Callable[..., Rig], prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    make: Make, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rejected guess has influenced what was committed, so its random number must not return."""
     asked: list[tuple[int, int, int]] = []
@@ -113,7 +111,7 @@ async def test_no_random_number_is_used_twice(
 
 
 async def test_drafters_and_sequences_without_a_seed_draw_differently(
-    make: Callable[..., Rig], prompts: list[list[int]]
+    make: Make, prompts: list[list[int]]
 ) -> None:
     """Otherwise one draw would predict another, and a restarted drafter would repeat its draws."""
     drawn = []

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from draft_model_rig import GREEDY, opened
+from draft_model_rig import GREEDY, Make, opened
 from family_rig import Rig
 
 from outrider.drafter.draft_sequence import DraftSequence
@@ -52,7 +52,7 @@ def leaves_of(proposal: Proposal) -> dict[int, dict[int, float]]:
 
 @pytest.mark.parametrize("window", WINDOWS)
 async def test_leaves_are_the_next_likeliest_tokens_and_their_probabilities(
-    window: str, make: Callable[..., Rig], prompts: list[list[int]], reference: Reference
+    window: str, make: Make, prompts: list[list[int]], reference: Reference
 ) -> None:
     for prompt in prompts:
         proposal = await first_proposal(make(), asked(prompt, WINDOWS[window]))
@@ -77,7 +77,7 @@ async def test_leaves_are_the_next_likeliest_tokens_and_their_probabilities(
 
 
 async def test_leaves_of_coupled_drafts_come_next_in_the_order_of_the_draw(
-    make: Callable[..., Rig], prompts: list[list[int]], reference: Reference
+    make: Make, prompts: list[list[int]], reference: Reference
 ) -> None:
     sampling = SamplingParams(1.0, seed=5)
     request = asked(prompts[0], sampling=sampling, distribution=DraftDistribution.COUPLED)
@@ -98,7 +98,7 @@ async def test_leaves_of_coupled_drafts_come_next_in_the_order_of_the_draw(
 
 
 async def test_a_sampled_draft_stays_a_chain_without_confidences(
-    make: Callable[..., Rig], prompts: list[list[int]]
+    make: Make, prompts: list[list[int]]
 ) -> None:
     sampling = SamplingParams(1.0, seed=5)
     request = asked(prompts[0], sampling=sampling, distribution=DraftDistribution.SPARSE)
@@ -109,7 +109,7 @@ async def test_a_sampled_draft_stays_a_chain_without_confidences(
 
 
 async def test_a_leaf_grows_into_a_branch_while_its_tree_is_verified(
-    make: Callable[..., Rig], prompts: list[list[int]]
+    make: Make, prompts: list[list[int]]
 ) -> None:
     rig = make(branch_count=4)
     leaves = leaves_of(await first_proposal(rig, asked(prompts[3], WINDOWS["ahead"])))

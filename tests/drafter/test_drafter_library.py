@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
-import sys
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
-from pathlib import Path
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 import torch
+from drafter_process import ROOT, python
 from family_rig import Rig, opened_sequence
 from scripted_drafts import ScriptedVerifier, Stream
 
@@ -29,7 +26,6 @@ from outrider.protocol.draft_messages import (
 from outrider.sampling.noise import coupled_keys
 from outrider.sampling.sampler import coupled_sample
 
-ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples/ngram_drafter.py"
 
 
@@ -42,23 +38,6 @@ def count_on(text: Sequence[int], count: int) -> list[int]:
     if text[-1] >= 99:
         return []
     return [text[-1] + i for i in range(1, count + 1)]
-
-
-@asynccontextmanager
-async def example(verifier: ScriptedVerifier) -> AsyncIterator[asyncio.subprocess.Process]:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        str(EXAMPLE),
-        f"127.0.0.1:{verifier.port}",
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stderr=asyncio.subprocess.PIPE,
-    )
-    try:
-        yield process
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.communicate()
 
 
 async def proposed(stream: Stream) -> tuple[int, list[int]]:
@@ -94,7 +73,7 @@ async def test_sequences_skipped_by_an_interruption_are_asked_again() -> None:
 
 
 async def test_the_example_drafts_and_says_goodbye(verifier: ScriptedVerifier) -> None:
-    async with example(verifier) as process:
+    async with python(str(EXAMPLE), verifier.address) as process:
         stream = await verifier.accepted()
         assert stream.said.family == "example-ngram"
         stream.send(StepBatch(opened=[opened(1, [5, 6, 7, 8, 5, 6])]))
@@ -107,27 +86,17 @@ async def test_the_example_drafts_and_says_goodbye(verifier: ScriptedVerifier) -
         assert await asyncio.wait_for(process.wait(), 30) == 0
 
 
-async def test_a_function_drafts_for_several_verifiers(verifier: ScriptedVerifier) -> None:
-    other = ScriptedVerifier()
-    await other.start()
-    addresses = [f"127.0.0.1:{each.port}" for each in (verifier, other)]
+async def test_a_function_drafts_for_several_verifiers(
+    verifier: ScriptedVerifier, other: ScriptedVerifier
+) -> None:
+    addresses = [verifier.address, other.address]
     arguments = f"lambda text, count: [9], name='nine', verifier={addresses}"
     program = f"from outrider.drafter import serve; serve({arguments})"
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", program, cwd=ROOT, stderr=-1
-    )
-    try:
+    async with python("-c", program) as process:
         for each in (verifier, other):
-            stream = await each.accepted()
-            stream.send(StepBatch(opened=[opened(1, [5, 6])]))
-            assert await proposed(stream) == (2, [9])
+            assert await (await each.accepted()).drafted(opened(1, [5, 6])) == [9]
         process.send_signal(signal.SIGTERM)
         assert await asyncio.wait_for(process.wait(), 30) == 0
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.communicate()
-        await other.stop()
 
 
 def test_the_example_is_short() -> None:

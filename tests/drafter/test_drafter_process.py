@@ -3,60 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
-import sys
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from counting_drafter import opened
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from drafter_process import ROOT, SERVING, drafter, health
 from scripted_drafts import READY, ScriptedVerifier
 from transformers import AutoModelForCausalLM, DiffLlamaConfig
 
 from drafter_svc.__main__ import read_settings
 from drafter_svc.families.registry import find_family, known_families
-from outrider.process import rpc
 from outrider.process.ports import free_port
-from outrider.protocol.draft_messages import DraftBatch, StepBatch
 from outrider.tokenizer import fingerprint, load_tokenizer
 
-ROOT = Path(__file__).parents[2]
 DRAFT = str(ROOT / "models/draft")
-SERVING = health_pb2.HealthCheckResponse.SERVING
-NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 TEXT = [5, 6, 7, 8, 5, 6]
-
-
-@asynccontextmanager
-async def drafter(*flags: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    """A drafter process, which is killed at the end."""
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "drafter_svc", *flags, cwd=ROOT, env=environment, stdout=-1, stderr=-1
-    )
-    try:
-        yield process
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.communicate()
-
-
-async def health(port: int) -> int:
-    async with rpc.dial(f"127.0.0.1:{port}") as channel:
-        check = health_pb2_grpc.HealthStub(channel).Check
-        response = await check(
-            health_pb2.HealthCheckRequest(service="outrider.v1.Drafter"),
-            wait_for_ready=True,
-            timeout=10,
-        )
-        status: int = response.status
-        return status
 
 
 def has_torch(process_id: int) -> bool:
@@ -72,22 +36,18 @@ async def test_it_registers_drafts_and_leaves_with_status_0(
     verifier: ScriptedVerifier, family: str, flags: list[str]
 ) -> None:
     verifier.serve(replace(READY, tokenizer_fingerprint=fingerprint(load_tokenizer(DRAFT))))
-    address = f"127.0.0.1:{verifier.port}"
     port = free_port()
-    places = ["--verifier", address, "--listen", f"127.0.0.1:{port}"]
+    places = ["--verifier", verifier.address, "--listen", f"127.0.0.1:{port}"]
     async with drafter("--family", family, "--id", "d1", *places, *flags) as process:
         assert process.stdout is not None
         line = await asyncio.wait_for(process.stdout.readline(), 60)
-        assert line.decode() == f"drafter d1 registered with {address}\n"
+        assert line.decode() == f"drafter d1 registered with {verifier.address}\n"
         stream = await verifier.accepted()
         assert stream.said.drafter_id == "d1"
         assert stream.said.family == find_family(family).name
         assert stream.said.placement.kind == "local"
         assert await health(port) == SERVING
-        stream.send(StepBatch(opened=[opened(1, TEXT)]))
-        drafts = await stream.receive()
-        assert isinstance(drafts, DraftBatch)
-        assert len(drafts.proposals) == 1
+        await stream.drafted(opened(1, TEXT))
         # Only the draft model loads torch.
         assert has_torch(process.pid) is (family == "model")
         process.send_signal(signal.SIGTERM)
@@ -153,8 +113,7 @@ async def test_a_draft_model_whose_forwards_differ_ends_it_with_a_sentence(
     )
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     flags = ["--model", str(tmp_path), "--dtype", "float32", "--threads", "1"]
-    address = f"127.0.0.1:{verifier.port}"
-    async with drafter("--family", "model", "--verifier", address, *flags) as process:
+    async with drafter("--family", "model", "--verifier", verifier.address, *flags) as process:
         output, error = await asyncio.wait_for(process.communicate(), 60)
     assert process.returncode == 1
     assert b"registered" not in output

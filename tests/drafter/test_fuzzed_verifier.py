@@ -16,7 +16,7 @@ from counting_drafter import Drafter, opened, running
 from hostile_messages import fuzzing, wire
 from hypothesis import given
 from hypothesis import strategies as st
-from scripted_drafts import READY, ScriptedVerifier, Stream
+from scripted_drafts import READY, ScriptedVerifier, Stream, serving
 
 from outrider.drafter import dialled
 from outrider.protocol.draft_messages import (
@@ -88,20 +88,14 @@ class Site:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def site() -> AsyncIterator[Site]:
-    verifier = ScriptedVerifier()
-    await verifier.start()
-    drafter = Drafter(verifier.port)
-
-    async def at_once(seconds: float) -> None:
-        """Redial without a pause."""
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(drafter.stream, "_sleep", at_once)
         patch.setattr(dialled, "_POLL_LOADING_S", 0.0)
-        async with running(drafter) as task:
-            yield Site(drafter, verifier, await verifier.accepted())
-            assert not task.done()
-    await verifier.stop()
+        async with serving(ScriptedVerifier()) as verifier:
+            drafter = Drafter(verifier.port)
+            drafter.redial_at_once()
+            async with running(drafter) as task:
+                yield Site(drafter, verifier, await verifier.accepted())
+                assert not task.done()
 
 
 @fuzzing(120)

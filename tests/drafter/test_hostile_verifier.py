@@ -37,22 +37,12 @@ def raw(message: bytes | drafts_pb2.StepBatch) -> bytes:
     return verifier_pb2.StreamDraftsResponse(step=message).SerializeToString()
 
 
-@pytest.fixture
-def redialling(verifier: ScriptedVerifier, monkeypatch: pytest.MonkeyPatch) -> Drafter:
-    """A drafter that redials without a pause."""
-    drafter = Drafter(verifier.port)
-
-    async def at_once(seconds: float) -> None:
-        """Do not wait."""
-
-    monkeypatch.setattr(drafter.stream, "_sleep", at_once)
-    return drafter
-
-
 async def test_an_invalid_message_ends_the_stream_and_it_reconnects(
-    verifier: ScriptedVerifier, redialling: Drafter, caplog: pytest.LogCaptureFixture
+    verifier: ScriptedVerifier, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with running(redialling):
+    drafter = Drafter(verifier.port)
+    drafter.redial_at_once()
+    async with running(drafter):
         stream = await verifier.accepted()
         for message in SENSELESS.values():
             stream.send(raw(message))

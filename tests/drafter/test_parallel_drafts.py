@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
-from draft_model_rig import guesses_of, opened
-from family_rig import Rig
+from draft_model_rig import Greedy, Make, guesses_of, opened
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from outrider.errors import OutriderError
@@ -48,10 +45,7 @@ def logits(own: AutoModelForCausalLM, text: list[int], count: int) -> torch.Tens
 
 
 async def test_guesses_are_those_of_one_forward_after_hits_and_misses(
-    make: Callable[..., Rig],
-    prompts: list[list[int]],
-    own: AutoModelForCausalLM,
-    forwards: list[int],
+    make: Make, prompts: list[list[int]], own: AutoModelForCausalLM, forwards: list[int]
 ) -> None:
     rig = make(branch_count=0)
     texts = [list(prompt) for prompt in prompts]
@@ -70,10 +64,7 @@ async def test_guesses_are_those_of_one_forward_after_hits_and_misses(
 
 
 async def test_coupled_guesses_have_the_noise_of_their_positions(
-    make: Callable[..., Rig],
-    prompts: list[list[int]],
-    own: AutoModelForCausalLM,
-    forwards: list[int],
+    make: Make, prompts: list[list[int]], own: AutoModelForCausalLM, forwards: list[int]
 ) -> None:
     rig = make(branch_count=0)
     sampling = SamplingParams(0.8, seed=11)
@@ -88,10 +79,7 @@ async def test_coupled_guesses_have_the_noise_of_their_positions(
 
 
 async def test_guesses_that_depend_on_each_other_are_made_one_by_one(
-    make: Callable[..., Rig],
-    prompts: list[list[int]],
-    greedy: Callable[[list[int], int], list[int]],
-    forwards: list[int],
+    make: Make, prompts: list[list[int]], greedy: Greedy, forwards: list[int]
 ) -> None:
     rig = make(branch_count=0)
     sampling = SamplingParams(0.0, presence_penalty=1e-9)
@@ -101,7 +89,7 @@ async def test_guesses_that_depend_on_each_other_are_made_one_by_one(
 
 
 async def test_a_text_that_nothing_may_follow_leaves_the_others_guesses_as_they_are(
-    make: Callable[..., Rig],
+    make: Make,
     prompts: list[list[int]],
     own: AutoModelForCausalLM,
     runner: ModelRunner,

@@ -5,49 +5,25 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx
-import pytest
 from counting_drafter import opened
+from drafter_process import NOT_SERVING, SERVING, drafter, health
 from prometheus_client.parser import text_string_to_metric_families
-from scripted_drafts import ScriptedVerifier, Stream
-from test_drafter_process import NOT_SERVING, SERVING, drafter, health
+from scripted_drafts import ScriptedVerifier, serving
 from waiting import until
 
 from outrider.errors import OutriderError, Reason
 from outrider.process import rpc
 from outrider.process.ports import free_port
-from outrider.protocol.draft_messages import DraftBatch, StepBatch
-
-
-@pytest.fixture
-async def other() -> AsyncIterator[ScriptedVerifier]:
-    verifier = ScriptedVerifier()
-    await verifier.start()
-    yield verifier
-    await verifier.stop()
-
-
-def address(verifier: ScriptedVerifier) -> str:
-    return f"127.0.0.1:{verifier.port}"
+from outrider.protocol.draft_messages import StepBatch
 
 
 def flags(*verifiers: ScriptedVerifier) -> list[str]:
     """Settings of an n-gram drafter for all these verifiers."""
-    addresses = [word for each in verifiers for word in ("--verifier", address(each))]
+    addresses = [word for each in verifiers for word in ("--verifier", each.address)]
     return ["--family", "ngram", "--id", "d1", *addresses]
-
-
-async def drafted(stream: Stream, text: list[int], sequence_id: int = 1) -> list[int]:
-    """Open a sequence with this text; returns the drafter's guesses."""
-    stream.send(StepBatch(opened=[opened(sequence_id, text)]))
-    batch = await stream.receive()
-    assert isinstance(batch, DraftBatch)
-    [proposal] = batch.proposals
-    assert proposal.sequence_id == sequence_id
-    return proposal.token_ids
 
 
 async def gauges(port: int) -> dict[str, float]:
@@ -76,32 +52,29 @@ async def test_a_verifiers_restart_does_not_disturb_the_other(
         first = await verifier.accepted()
         stays = await other.accepted()
         assert first.said.drafter_id == stays.said.drafter_id == "d1"
-        assert (await drafted(first, [5, 6, 7, 8, 5, 6]))[:2] == [7, 8]
+        assert (await first.drafted(opened(1, [5, 6, 7, 8, 5, 6])))[:2] == [7, 8]
         await verifier.stop()
-        assert (await drafted(stays, [5, 6, 9, 10, 5, 6]))[:2] == [9, 10]
+        assert (await stays.drafted(opened(1, [5, 6, 9, 10, 5, 6])))[:2] == [9, 10]
         await verifier.start()
         again = await verifier.accepted()
-        assert (await drafted(again, [5, 6, 3, 4, 5, 6]))[:2] == [3, 4]
+        assert (await again.drafted(opened(1, [5, 6, 3, 4, 5, 6])))[:2] == [3, 4]
         assert other.streams.empty()
 
 
 async def test_hanging_verifiers_do_not_disturb_another(other: ScriptedVerifier) -> None:
-    hanging = [ScriptedVerifier(stops_reading=True), ScriptedVerifier(silent=True)]
-    for each in hanging:
-        await each.start()
-    try:
-        async with drafter(*flags(*hanging, other)) as process:
-            stays = await other.accepted()
-            sequences = [opened(i, [100 + i, 101 + i, 102 + i, 100 + i]) for i in range(300)]
-            for each in hanging:
-                (await each.accepted()).send(StepBatch(opened=sequences))
-            for i in range(20):
-                assert (await drafted(stays, [5, 6, 7, 8, 5, 6], i))[:2] == [7, 8]
-            process.send_signal(signal.SIGTERM)
-            assert await asyncio.wait_for(process.wait(), 30) == 0
-    finally:
-        for each in hanging:
-            await each.stop()
+    async with (
+        serving(ScriptedVerifier(stops_reading=True)) as deaf,
+        serving(ScriptedVerifier(silent=True)) as silent,
+        drafter(*flags(deaf, silent, other)) as process,
+    ):
+        stays = await other.accepted()
+        sequences = [opened(i, [100 + i, 101 + i, 102 + i, 100 + i]) for i in range(300)]
+        for each in (deaf, silent):
+            (await each.accepted()).send(StepBatch(opened=sequences))
+        for i in range(20):
+            assert (await stays.drafted(opened(i, [5, 6, 7, 8, 5, 6])))[:2] == [7, 8]
+        process.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(process.wait(), 30) == 0
 
 
 async def test_it_drafts_on_after_a_refusal_and_ends_with_every_reason_once_all_refuse(
@@ -114,17 +87,17 @@ async def test_it_drafts_on_after_a_refusal_and_ends_with_every_reason_once_all_
         last = await other.accepted()
         # A drafter that came back would do so within this time.
         await asyncio.sleep(0.5)
-        assert (await drafted(last, [5, 6, 7, 8, 5, 6]))[:2] == [7, 8]
+        assert (await last.drafted(opened(1, [5, 6, 7, 8, 5, 6])))[:2] == [7, 8]
         assert len(verifier.attempts) == 1
         message = "hello.family must be another"
         last.send(OutriderError(Reason.INVALID_VALUE, message, "hello.family"))
         _, error = await asyncio.wait_for(process.communicate(), 30)
         assert process.returncode == 1
-        assert f"{address(verifier)} refuses this drafter for good" in error.decode()
+        assert f"{verifier.address} refuses this drafter for good" in error.decode()
         sentence = error.decode().splitlines()[-1]
         assert sentence.startswith("drafter: every verifier refuses this drafter: ")
-        assert f"{address(verifier)}: {strange.message}" in sentence
-        assert f"{address(other)}: hello.family must be another" in sentence
+        assert f"{verifier.address}: {strange.message}" in sentence
+        assert f"{other.address}: hello.family must be another" in sentence
 
 
 async def test_its_health_and_its_gauges_are_those_of_all_its_streams(
@@ -142,7 +115,7 @@ async def test_its_health_and_its_gauges_are_those_of_all_its_streams(
         for each, count in ((verifier, 1), (other, 2)):
             stream = await each.accepted()
             for i in range(count):
-                await drafted(stream, [5, 6, 7, 8, 5, 6], i)
+                await stream.drafted(opened(i, [5, 6, 7, 8, 5, 6]))
         assert await becomes(port, connected=2) == 3
         await other.stop()
         assert await becomes(port, connected=1) == 1
@@ -154,15 +127,11 @@ async def test_its_health_and_its_gauges_are_those_of_all_its_streams(
 
 async def test_each_verifiers_own_socket_is_dialled(tmp_path: Path) -> None:
     """Nothing listens at the addresses."""
-    one, two = ScriptedVerifier(), ScriptedVerifier()
-    sockets = [f"unix:{tmp_path}/{name}" for name in ("one", "two")]
-    await one.start(sockets[0])
-    await two.start(sockets[1])
-    try:
-        uds = [word for name in ("one", "two") for word in ("--uds", str(tmp_path / name))]
-        async with drafter("--family", "ngram", "--verifier", "127.0.0.1:1,127.0.0.2:1", *uds):
-            assert (await drafted(await one.accepted(), [5, 6, 7, 8, 5, 6]))[:2] == [7, 8]
-            assert (await drafted(await two.accepted(), [5, 6, 9, 10, 5, 6]))[:2] == [9, 10]
-    finally:
-        await one.stop()
-        await two.stop()
+    uds = [word for name in ("one", "two") for word in ("--uds", str(tmp_path / name))]
+    async with (
+        serving(ScriptedVerifier(), f"unix:{tmp_path}/one") as one,
+        serving(ScriptedVerifier(), f"unix:{tmp_path}/two") as two,
+        drafter("--family", "ngram", "--verifier", "127.0.0.1:1,127.0.0.2:1", *uds),
+    ):
+        for each, text in ((one, [5, 6, 7, 8, 5, 6]), (two, [5, 6, 9, 10, 5, 6])):
+            assert (await (await each.accepted()).drafted(opened(1, text)))[:2] == text[2:4]

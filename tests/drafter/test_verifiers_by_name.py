@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 import pytest
 from counting_drafter import Drafter, opened
-from scripted_drafts import ScriptedVerifier, Stream
-from test_drafter_process import drafter
+from drafter_process import drafter
+from scripted_drafts import ScriptedVerifier
 from waiting import until
 
 from drafter_svc.config import settings_schema
@@ -19,17 +19,9 @@ from outrider.drafter.stream import DraftStream
 from outrider.errors import OutriderError, Reason
 from outrider.process import addresses, rpc
 from outrider.process.addresses import Addresses
-from outrider.protocol.draft_messages import DraftBatch, StepBatch
 
+REPEATING = opened(tokens=(5, 6, 7, 8, 5, 6))
 STRANGE = OutriderError(Reason.TOKENIZER_MISMATCH, "the drafter's tokenizer is another")
-
-
-@pytest.fixture
-async def other() -> AsyncIterator[ScriptedVerifier]:
-    verifier = ScriptedVerifier()
-    await verifier.start()
-    yield verifier
-    await verifier.stop()
 
 
 @dataclass
@@ -42,7 +34,7 @@ class Name:
     streams: DraftStreams = field(init=False)
 
     async def resolve(self, *_: object) -> list[str]:
-        return [f"127.0.0.1:{verifier.port}" for verifier in self.listed]
+        return [verifier.address for verifier in self.listed]
 
     def make(self, address: str) -> DraftStream:
         self.made.append(address)
@@ -64,21 +56,13 @@ async def following(*listed: ScriptedVerifier) -> AsyncIterator[Name]:
         await asyncio.wait_for(task, 30)
 
 
-async def drafts(stream: Stream) -> None:
-    """Check that the drafter drafts on a stream."""
-    stream.send(StepBatch(opened=[opened(tokens=(5, 6, 7, 8, 5, 6))]))
-    batch = await stream.receive()
-    assert isinstance(batch, DraftBatch)
-    assert batch.proposals
-
-
 async def test_it_serves_the_verifiers_that_join(
     verifier: ScriptedVerifier, other: ScriptedVerifier
 ) -> None:
     async with following(verifier) as name:
-        await drafts(await verifier.accepted())
+        assert await (await verifier.accepted()).drafted(REPEATING)
         name.listed = [verifier, other]
-        await drafts(await other.accepted())
+        assert await (await other.accepted()).drafted(REPEATING)
         assert len(name.made) == 2
 
 
@@ -91,14 +75,14 @@ async def test_it_drafts_on_for_a_verifier_that_left_until_the_verifier_ends_the
         await until(lambda: all(each.is_registered for each, _ in name.streams._streams.values()))
         name.listed = [other]
         await asyncio.sleep(0.3)
-        await drafts(leaving)
+        assert await leaving.drafted(REPEATING)
         await verifier.stop()
         await until(lambda: len(name.streams._streams) == 1)
         await verifier.start()
-        await drafts(stays)
+        assert await stays.drafted(REPEATING)
         assert len(verifier.attempts) == 1
         name.listed = [other, verifier]
-        await drafts(await verifier.accepted())
+        assert await (await verifier.accepted()).drafted(REPEATING)
 
 
 async def test_refusals_do_not_end_it_since_others_may_join(
@@ -108,7 +92,7 @@ async def test_refusals_do_not_end_it_since_others_may_join(
     async with following(verifier) as name:
         await until(lambda: name.streams._refusals)
         name.listed = [verifier, other]
-        await drafts(await other.accepted())
+        assert await (await other.accepted()).drafted(REPEATING)
         assert len(verifier.attempts) == 1
 
 
@@ -121,7 +105,7 @@ async def test_it_stops_while_nothing_answers_to_the_name() -> None:
 async def test_a_drafter_process_finds_its_verifier_by_name(verifier: ScriptedVerifier) -> None:
     entry = f"dns:localhost:{verifier.port}"
     async with drafter("--family", "ngram", "--verifier", entry):
-        await drafts(await verifier.accepted())
+        assert await (await verifier.accepted()).drafted(REPEATING)
 
 
 def test_a_name_takes_no_socket() -> None:
