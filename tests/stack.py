@@ -14,19 +14,27 @@ import textwrap
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import grpc
 import httpx
 from raw_drafter import RawDrafter
+from waiting import until
 
 from outrider.process import rpc
 from outrider.process.ports import free_port
-from outrider.protocol.messages import TokenChunk, TokenRequest
+from outrider.protocol.messages import (
+    SamplingParams,
+    SpeculationOptions,
+    TokenChunk,
+    TokenRequest,
+)
 from outrider.protocol.model_info import ModelInfo, Stage
 from outrider.protocol.wire import model as wire_model
 from outrider.protocol.wire import requests as wire_requests
+from outrider.tokenizer import load_tokenizer
 from outrider.v1 import verifier_pb2, verifier_pb2_grpc
 
 ROOT = Path(__file__).parents[1]
@@ -57,8 +65,14 @@ def prompt_texts() -> list[str]:
     return [*code, *rewrite, *chats, *short]
 
 
+def prompts(every: int = 1) -> list[list[int]]:
+    """The ids of the texts, or of each `every`th one."""
+    tokenizer = load_tokenizer(TARGET)
+    return [encoding.ids for encoding in tokenizer.encode_batch(prompt_texts()[::every])]
+
+
 class Process:
-    """One process of the stack, with its output in a file."""
+    """One process of the stack, with its output in a file. As a context, it is stopped."""
 
     def __init__(self, module: str, *arguments: str, command: Sequence[str] = ()) -> None:
         """Run a module of this repository, or `command` for another program."""
@@ -78,6 +92,13 @@ class Process:
             env=environment,
             start_new_session=True,
         )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+        self.log.close()
 
     def output(self) -> str:
         """Everything that the process has printed."""
@@ -183,6 +204,29 @@ class Stack:
             process.log.close()
 
 
+@dataclass
+class Answers:
+    """The texts of several requests, and the sums of their statistics."""
+
+    texts: list[list[int]] = field(default_factory=list)
+    forward_count: int = 0
+    draft_token_count: int = 0
+    accepted_token_count: int = 0
+
+    @property
+    def acceptance_rate(self) -> float:
+        return self.accepted_token_count / max(self.draft_token_count, 1)
+
+    def add(self, chunks: Sequence[TokenChunk]) -> None:
+        """Count one more answer."""
+        self.texts.append([token for chunk in chunks for token in chunk.token_ids])
+        stats = chunks[-1].stats
+        assert stats is not None
+        self.forward_count += stats.forward_count
+        self.draft_token_count += stats.draft_token_count
+        self.accepted_token_count += stats.accepted_token_count
+
+
 class Client:
     """A gRPC client of one verifier; use as an async context manager."""
 
@@ -217,6 +261,35 @@ class Client:
         """All chunks of one request."""
         call = self.stub.GenerateTokens(wire_requests.request_to_proto(request), timeout=120)
         return [wire_requests.chunk_from_proto(response) async for response in call]
+
+    async def answers(
+        self,
+        prompts: Sequence[list[int]],
+        sampling: SamplingParams,
+        options: SpeculationOptions,
+        max_tokens: int = 48,
+        at_once: int = 8,
+    ) -> Answers:
+        """The answers to these prompts, some at once. They do not end before `max_tokens`."""
+        found = Answers()
+        for first in range(0, len(prompts), at_once):
+            asked = [
+                TokenRequest(each, max_tokens, sampling, speculation=options, ignore_eos=True)
+                for each in prompts[first : first + at_once]
+            ]
+            for chunks in await asyncio.gather(*map(self.generate, asked)):
+                found.add(chunks)
+        return found
+
+    async def connected(self, name: str, count: int = 1) -> None:
+        """Wait until this many drafters of an id or a family are connected."""
+
+        async def are_there() -> bool:
+            drafters = (await self.model()).drafters
+            found = [each for each in drafters if name in (each.drafter_id, each.family)]
+            return sum(each.connected for each in found) == count
+
+        await until(are_there)
 
     async def tokens(self, request: TokenRequest) -> list[int]:
         """All generated tokens of one request."""

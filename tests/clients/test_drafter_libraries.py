@@ -5,20 +5,18 @@ from __future__ import annotations
 import asyncio
 import shutil
 import subprocess
-import time
 from collections.abc import AsyncIterator, Iterator
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from stack import Client, Process, Stack, prompt_texts, running
+from stack import Answers, Client, Process, Stack, prompts, running
 
 from outrider.conformance.kit import Kit
 from outrider.conformance.rules import Outcome
 from outrider.process.certs import Authority
 from outrider.process.tls import Tls
-from outrider.protocol.messages import SamplingParams, SpeculationOptions, TokenRequest
-from outrider.tokenizer import load_tokenizer
+from outrider.protocol.messages import SamplingParams, SpeculationOptions
 
 CLIENTS = Path(__file__).parents[2] / "clients"
 COMMANDS = {
@@ -33,9 +31,7 @@ BUILD = {"go": CLIENTS / "go/build.sh", "typescript": CLIENTS / "typescript/draf
 
 
 FAMILIES = {"go": "go-ngram", "typescript": "ts-ngram"}
-TARGET = str(CLIENTS.parent / "models/target")
 TOKENS = 64
-GREEDY = SamplingParams(temperature=0.0)
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, seed=11)
 PLAIN = SpeculationOptions(enabled=False)
 
@@ -66,68 +62,29 @@ async def client(stack: Stack) -> AsyncIterator[Client]:
         yield made
 
 
-@pytest.fixture(scope="module")
-def prompts() -> list[list[int]]:
-    return [encoding.ids for encoding in load_tokenizer(TARGET).encode_batch(prompt_texts())]
-
-
 def example(stack: Stack, language: str) -> Process:
     """The language's example as a drafter of this stack."""
     command = [part.format(address=stack.address) for part in COMMANDS[language]]
     return Process("", command=command)
 
 
-async def connected(client: Client, family: str, count: int) -> None:
-    """Wait until `count` drafters of a family are connected."""
-    deadline = time.monotonic() + 30
-    while True:
-        drafters = (await client.model()).drafters
-        found = [one for one in drafters if one.family == family and one.connected]
-        if len(found) == count:
-            return
-        assert time.monotonic() < deadline, found
-        await asyncio.sleep(0.1)
-
-
-async def written(
-    client: Client, prompts: list[list[int]], sampling: SamplingParams, options: SpeculationOptions
-) -> tuple[list[list[int]], float]:
-    """Generate the texts, eight at a time; returns them and the acceptance rate."""
-    texts: list[list[int]] = []
-    drafted = accepted = 0
-    for first in range(0, len(prompts), 8):
-        requests = [
-            TokenRequest(prompt, TOKENS, sampling, speculation=options, ignore_eos=True)
-            for prompt in prompts[first : first + 8]
-        ]
-        for answer in await asyncio.gather(*(client.generate(request) for request in requests)):
-            texts.append([token for chunk in answer for token in chunk.token_ids])
-            stats = answer[-1].stats
-            assert stats is not None
-            drafted += stats.draft_token_count
-            accepted += stats.accepted_token_count
-    return texts, accepted / drafted if drafted else 0.0
-
-
 @pytest.mark.slow
 async def test_its_acceptance_rate_equals_the_built_in_drafters(
-    stack: Stack, client: Client, prompts: list[list[int]], language: str
+    stack: Stack, client: Client, language: str
 ) -> None:
-    sampling = SAMPLED
-    expected, _ = await written(client, prompts, sampling, PLAIN)
-    process = example(stack, language)
-    try:
-        await connected(client, FAMILIES[language], 1)
-        options = SpeculationOptions(drafter_family=FAMILIES[language])
-        own, own_rate = await written(client, prompts, sampling, options)
-        options = SpeculationOptions(drafter_id="ngram-1")
-        built_in, built_in_rate = await written(client, prompts, sampling, options)
-    finally:
-        process.stop()
-        process.log.close()
-    assert own == built_in == expected
-    assert built_in_rate > 0.1
-    assert own_rate == pytest.approx(built_in_rate, abs=0.02)
+    family = FAMILIES[language]
+
+    async def answers(options: SpeculationOptions) -> Answers:
+        return await client.answers(prompts(), SAMPLED, options, TOKENS)
+
+    expected = await answers(PLAIN)
+    with example(stack, language):
+        await client.connected(family)
+        own = await answers(SpeculationOptions(drafter_family=family))
+        built_in = await answers(SpeculationOptions(drafter_id="ngram-1"))
+    assert own.texts == built_in.texts == expected.texts
+    assert built_in.acceptance_rate > 0.1
+    assert own.acceptance_rate == pytest.approx(built_in.acceptance_rate, abs=0.02)
 
 
 @pytest.mark.slow

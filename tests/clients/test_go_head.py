@@ -6,23 +6,20 @@ import asyncio
 import json
 import shutil
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from stack import TARGET, Client, Process, Stack, prompt_texts, running
+from stack import TARGET, Client, Process, Stack, prompts, running
 from transformers import AutoModelForCausalLM
 
 from outrider.conformance.kit import HIDDEN_SIZE, Kit
 from outrider.conformance.rules import Outcome
-from outrider.protocol.messages import SamplingParams, SpeculationOptions, TokenRequest
-from outrider.tokenizer import load_tokenizer
+from outrider.protocol.messages import SamplingParams, SpeculationOptions
 
 GO = Path(__file__).parents[2] / "clients/go"
 TOOLS = ["go", "protoc", "protoc-gen-go", "protoc-gen-go-grpc"]
-TOKENS = 48
 HEADS = 3
 
 
@@ -51,10 +48,6 @@ def write_head(
     return folder / "model.safetensors"
 
 
-def prompts() -> list[list[int]]:
-    return [encoding.ids for encoding in load_tokenizer(TARGET).encode_batch(prompt_texts()[:24])]
-
-
 @torch.inference_mode()
 def write_fitted_head(folder: Path) -> Path:
     """Write heads of the bundled target: the states of later tokens by least squares."""
@@ -65,7 +58,7 @@ def write_fitted_head(folder: Path) -> Path:
     # Each head's inputs, and what it should make of them, of all texts in a row.
     inputs: list[list[torch.Tensor]] = [[] for _ in range(HEADS)]
     wanted: list[list[torch.Tensor]] = [[] for _ in range(HEADS)]
-    for text in prompts():
+    for text in prompts()[:24]:
         states = model.model(torch.tensor([text])).last_hidden_state[0]
         read = states + torch.nn.functional.silu(states @ block[0].T + block[1])
         for i in range(HEADS):
@@ -92,59 +85,34 @@ def test_it_passes_the_conformance_kit(program: str, tmp_path: Path) -> None:
     assert kit.results["features"].outcome is Outcome.PASS
 
 
-async def connected(client: Client, drafter_family: str) -> None:
-    deadline = time.monotonic() + 30
-    while not any(
-        one.connected and one.family == drafter_family for one in (await client.model()).drafters
-    ):
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.1)
-
-
-async def written(client: Client, options: SpeculationOptions) -> tuple[list[list[int]], int, int]:
-    """The texts behind all prompts, and how many tokens were drafted and accepted."""
-    texts, drafted, accepted = [], 0, 0
-    for prompt in prompts()[:12]:
-        request = TokenRequest(
-            prompt, TOKENS, SamplingParams(0.0), speculation=options, ignore_eos=True
-        )
-        answer = await client.generate(request)
-        texts.append([token for chunk in answer for token in chunk.token_ids])
-        stats = answer[-1].stats
-        assert stats is not None
-        drafted += stats.draft_token_count
-        accepted += stats.accepted_token_count
-    return texts, drafted, accepted
-
-
 @pytest.mark.slow
 async def test_its_guesses_are_those_of_the_built_in_family(program: str, tmp_path: Path) -> None:
     head = write_fitted_head(tmp_path)
     stack = Stack("--always-draft", "--draft-tokens", "fixed:3", "--no-draft-trees")
     stack.add_drafter("head-1", "head", "--head", str(tmp_path), "--target", TARGET)
-    with running(stack):
-        drafter = Process("", command=[program, str(head), stack.address])
-        try:
-            async with Client(stack.address) as client:
-                await connected(client, "go-medusa")
-                plain, _, _ = await written(client, SpeculationOptions(enabled=False))
-                own = await written(client, SpeculationOptions(drafter_family="go-medusa"))
-                built_in = await written(client, SpeculationOptions(drafter_id="head-1"))
-        finally:
-            drafter.stop()
-            drafter.log.close()
-    assert own[0] == built_in[0] == plain
-    assert own[2] > 50
-    assert own[2] / own[1] == pytest.approx(built_in[2] / built_in[1], abs=0.02)
+    with running(stack), Process("", command=[program, str(head), stack.address]):
+        async with Client(stack.address) as client:
+            await client.connected("go-medusa")
+            plain, own, built_in = [
+                await client.answers(prompts()[:12], SamplingParams(0.0), options)
+                for options in (
+                    SpeculationOptions(enabled=False),
+                    SpeculationOptions(drafter_family="go-medusa"),
+                    SpeculationOptions(drafter_id="head-1"),
+                )
+            ]
+    assert own.texts == built_in.texts == plain.texts
+    assert own.accepted_token_count > 50
+    assert own.acceptance_rate == pytest.approx(built_in.acceptance_rate, abs=0.02)
 
 
 @pytest.mark.slow
 async def test_it_stops_at_a_verifier_of_another_width(program: str, tmp_path: Path) -> None:
     block = torch.zeros(8, 8), torch.zeros(8)
     head = write_head(tmp_path, block, [torch.zeros(10, 8)])
-    stack = Stack()
-    with running(stack):
-        drafter = Process("", command=[program, str(head), stack.address])
+    with (
+        running(Stack()) as stack,
+        Process("", command=[program, str(head), stack.address]) as drafter,
+    ):
         assert await asyncio.to_thread(drafter.popen.wait, 30) == 1
         assert "the verifier's features have 384 numbers, not 8" in drafter.output()
-        drafter.log.close()

@@ -88,10 +88,6 @@ async def test_a_wrong_request_is_refused_by_its_field(
 
 @pytest.mark.slow  # It loads a verifier.
 def test_a_verifier_refuses_to_keep_a_state_that_its_target_lacks() -> None:
-    process = Process("verifier_svc", "--target", TARGET, "--feature-states", "1,7")
-    try:
+    with Process("verifier_svc", "--target", TARGET, "--feature-states", "1,7") as process:
         assert process.popen.wait(120) == 1
         assert "feature_states must be -1 or in [0, 6], not [1, 7]" in process.output()
-    finally:
-        process.kill()
-        process.log.close()

@@ -7,16 +7,14 @@ import signal
 from collections.abc import Iterator
 
 import pytest
-from stack import ROOT, TARGET, Client, Process, Stack, prompt_texts, running
+from stack import ROOT, TARGET, Client, Process, Stack, prompts, running
 
-from outrider.protocol.messages import SamplingParams, SpeculationOptions, TokenRequest
-from outrider.tokenizer import load_tokenizer
+from outrider.protocol.messages import SamplingParams, SpeculationOptions
 
 # tests/losslessness/test_heads.py loses each kind of head, in one process.
 pytestmark = pytest.mark.slow
 
 HEAD = str(ROOT / "models/heads/eagle3")
-PROMPTS = [each.ids for each in load_tokenizer(TARGET).encode_batch(prompt_texts()[::10])]
 PLAIN = SpeculationOptions(enabled=False)
 SETTINGS = [SamplingParams(0.0), SamplingParams(0.9, seed=7)]
 
@@ -30,12 +28,8 @@ def stack() -> Iterator[Stack]:
 
 
 async def texts(client: Client, how: SpeculationOptions) -> list[list[int]]:
-    requests = [
-        TokenRequest(prompt, 64, sampling, speculation=how, ignore_eos=True)
-        for prompt in PROMPTS
-        for sampling in SETTINGS
-    ]
-    return await asyncio.gather(*(client.tokens(request) for request in requests))
+    asked = (client.answers(prompts(every=10), sampling, how, 64) for sampling in SETTINGS)
+    return [text for answers in await asyncio.gather(*asked) for text in answers.texts]
 
 
 async def drafted(client: Client) -> None:

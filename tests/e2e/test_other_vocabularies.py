@@ -7,14 +7,12 @@ from collections.abc import Iterator
 
 import pytest
 from other_vocabularies import order_of, save_model
-from stack import ROOT, TARGET, Client, Stack, prompt_texts, running
+from stack import ROOT, TARGET, Client, Stack, prompts, running
 
-from outrider.protocol.messages import SamplingParams, SpeculationOptions, TokenRequest
-from outrider.tokenizer import load_tokenizer
+from outrider.protocol.messages import SamplingParams, SpeculationOptions
 
 pytestmark = pytest.mark.slow  # It loads a target and three draft models.
 
-PROMPTS = [encoding.ids for encoding in load_tokenizer(TARGET).encode_batch(prompt_texts())][::4]
 PLAIN = SpeculationOptions(enabled=False)
 SAMPLINGS = {
     "greedy": SamplingParams(temperature=0.0),
@@ -36,35 +34,18 @@ def others(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         yield stack
 
 
-async def drafted(
-    stack: Stack, sampling: SamplingParams, options: SpeculationOptions
-) -> tuple[list[list[int]], float]:
-    """The texts of all prompts, and how many tokens a forward committed."""
-    texts: list[list[int]] = []
-    tokens = forwards = 0
-    async with Client(stack.address) as client:
-        for prompt in PROMPTS:
-            request = TokenRequest(prompt, 48, sampling, speculation=options, ignore_eos=True)
-            chunks = await client.generate(request)
-            texts.append([token for chunk in chunks for token in chunk.token_ids])
-            stats = chunks[-1].stats
-            assert stats is not None
-            tokens += len(texts[-1])
-            forwards += stats.forward_count
-    return texts, tokens / forwards
-
-
 @pytest.mark.parametrize("kind", SAMPLINGS)
 async def test_another_vocabulary_changes_no_text_and_its_drafts_are_accepted(
     others: Stack, kind: str
 ) -> None:
-    sampling = SAMPLINGS[kind]
-    expected, _ = await drafted(others, sampling, PLAIN)
     rates = {}
-    for name in ("bundled", "permuted", "smaller"):
-        options = SpeculationOptions(drafter_id=name, always_draft=True)
-        texts, rates[name] = await drafted(others, sampling, options)
-        assert texts == expected
+    async with Client(others.address) as client:
+        expected = await client.answers(prompts(every=4), SAMPLINGS[kind], PLAIN)
+        for name in ("bundled", "permuted", "smaller"):
+            options = SpeculationOptions(drafter_id=name, always_draft=True)
+            found = await client.answers(prompts(every=4), SAMPLINGS[kind], options)
+            assert found.texts == expected.texts
+            rates[name] = sum(map(len, found.texts)) / found.forward_count
     assert rates["permuted"] > 0.9 * rates["bundled"]
     # A part of the text is of tokens that this draft model lacks.
     assert rates["smaller"] > 1.2

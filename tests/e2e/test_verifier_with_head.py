@@ -7,16 +7,15 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from stack import ROOT, TARGET, Client, Process, Stack, prompt_texts, running
+from stack import ROOT, TARGET, Client, Process, Stack, prompts, running
 
 from outrider.process.ports import free_port
 from outrider.protocol.messages import SamplingParams, SpeculationOptions, TokenRequest
-from outrider.tokenizer import load_tokenizer
 
 MODULE = "outrider.launch.verifier"
 HEAD = str(ROOT / "models/heads/eagle3")
 METRICS_PORT = free_port()
-PROMPTS = [each.ids for each in load_tokenizer(TARGET).encode_batch(prompt_texts()[::5])]
+PROMPTS = prompts(every=5)
 PLAIN = SpeculationOptions(enabled=False)
 OPTIONS = {
     "the head": SpeculationOptions(drafter_family="head", always_draft=True),
@@ -48,10 +47,7 @@ async def test_texts_equal_plain_ones(stack: Stack, setting: str) -> None:
 async def test_operators_see_it_as_a_drafter(stack: Stack) -> None:
     options = OPTIONS["the head"]
     async with Client(stack.address) as client:
-        request = TokenRequest(
-            PROMPTS[0], 48, SETTINGS["greedy"], speculation=options, ignore_eos=True
-        )
-        await client.tokens(request)
+        await client.answers(PROMPTS[:1], SETTINGS["greedy"], options)
         [head] = [each for each in (await client.model()).drafters if each.family == "head"]
     assert head.connected
     assert head.acceptance_rate is not None
@@ -66,11 +62,7 @@ async def test_operators_see_it_as_a_drafter(stack: Stack) -> None:
 
 
 def test_a_bad_head_is_refused_at_the_start() -> None:
-    process = Process(MODULE, "--target", TARGET, "--head", TARGET)
-    try:
+    with Process(MODULE, "--target", TARGET, "--head", TARGET) as process:
         assert process.popen.wait(120) == 1
         last = process.output().splitlines()[-1]
         assert last.startswith(f"verifier: {TARGET}/config.json is no usable draft head")
-    finally:
-        process.kill()
-        process.log.close()
