@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from head_scores import scores_of
 from safetensors.torch import load_file, save_file
 from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 from transformers.modeling_layers import MtpModel
 
 from outrider.errors import OutriderError
 from outrider.heads.loading import load, target_weights
-from outrider.heads.model import Extension, HeadModel, Place
 from outrider.heads.reading import read
 from outrider.lm.runner import ModelRunner, SequenceSlice
 from outrider.protocol.draft_messages import FINAL_STATE
@@ -75,25 +74,6 @@ def write(folder: Path, target: Glm4MoeForCausalLM, mtp: MtpModel) -> Path:
     return folder
 
 
-def scores_of(model: HeadModel, features: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-    """The head's scores behind the first n tokens of the text, for STEPS of the text's own."""
-    sequences = [model.open(TEXT[:n]) for n in lengths]
-    model.extend(
-        [Extension(s, [], features[: n - 1], 0) for s, n in zip(sequences, lengths, strict=True)]
-    )
-    seen = []
-
-    def rank(
-        places: Sequence[Place], scores_BV: torch.Tensor, width: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        seen.append(scores_BV)
-        tokens = [[TEXT[n + len(run)]] for n, (_, run) in zip(lengths, places, strict=True)]
-        return torch.tensor(tokens), torch.ones(len(lengths), 1)
-
-    model.propose(sequences, STEPS, rank=rank)
-    return torch.stack(seen, dim=1)
-
-
 def expected(mtp: MtpModel, features: torch.Tensor, length: int) -> torch.Tensor:
     """The same by the MTP module, without a cache."""
     states, scores = features[None, : length - 1], []
@@ -118,7 +98,7 @@ def test_scores_are_those_of_transformers(tmp_path: Path, more: dict[str, Any]) 
     model = load(head, target_weights(folder), page_count=32, page_size=4)
     features = torch.randn(len(TEXT), HIDDEN)
     lengths = [2, 5, 20]
-    found = scores_of(model, features, lengths)
+    found, _ = scores_of(model, TEXT, features, lengths, STEPS)
     wanted = torch.stack([expected(mtp, features, n) for n in lengths])
     torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
     assert found.std() > 0.3

@@ -1,30 +1,23 @@
 """Our forwards give the scores that independent code gives. `golden/make.py` recorded these."""
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from head_files import Target
+from head_scores import scores_of
 from safetensors import safe_open
 from safetensors.torch import save_file
 
 from outrider.heads.loading import load
-from outrider.heads.model import Extension, HeadModel, HeadSequence, Place, TargetWeights
+from outrider.heads.model import HeadModel, Proposal, TargetWeights
 from outrider.heads.reading import read
 
 FOLDER = Path(__file__).parent / "golden"
 HIDDEN, VOCAB, LAYERS = 16, 40, 6
 CASES = sorted(path.stem for path in FOLDER.glob("*.safetensors"))
-
-
-class Target(SimpleNamespace):
-    """The configuration of the target that the recorded heads belong to."""
-
-    def get_text_config(self, decoder: bool) -> "Target":
-        return self
 
 
 TARGET = Target(
@@ -55,44 +48,26 @@ class Golden:
     def model(self, **settings: Any) -> HeadModel:
         return load(read(self.folder, TARGET), self.weights, page_count=16, page_size=4, **settings)
 
-    def extension(self, sequence: HeadSequence) -> Extension:
-        """All features that the committed text of a new sequence has."""
-        return Extension(sequence, [], self.features[: len(sequence.tokens) - 1], 0)
-
-
-def scores_of(golden: Golden, model: HeadModel, lengths: list[int]) -> tuple[Any, Any]:
-    """Guess behind the first n tokens of the text, all n in one batch, and feed the text's own."""
-    sequences = [model.open(golden.tokens[:n]) for n in lengths]
-    model.extend([golden.extension(sequence) for sequence in sequences])
-    seen: list[torch.Tensor] = []
-
-    def rank(
-        places: Sequence[Place], scores_BV: torch.Tensor, width: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        seen.append(scores_BV)
-        tokens = [
-            [golden.tokens[n + len(run)]] for n, (_, run) in zip(lengths, places, strict=True)
-        ]
-        return torch.tensor(tokens), torch.ones(len(lengths), 1)
-
-    proposal = model.propose(sequences, golden.scores.shape[1], rank=rank)
-    spread = torch.stack(seen, dim=1)
-    if model.target_ids is not None:
-        assert spread.isinf().sum(-1).unique().tolist() == [VOCAB - len(model.target_ids)]
-        spread = spread[..., model.target_ids]
-    return spread, proposal.confidences
+    def scores_of(self, model: HeadModel) -> tuple[torch.Tensor, Proposal]:
+        """The model's scores of the tokens that it has, where the recorded ones were taken."""
+        steps = self.scores.shape[1]
+        spread, proposal = scores_of(model, self.tokens, self.features, self.lengths, steps)
+        if model.target_ids is not None:
+            assert spread.isinf().sum(-1).unique().tolist() == [VOCAB - len(model.target_ids)]
+            spread = spread[..., model.target_ids]
+        return spread, proposal
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_scores_are_those_of_independent_code(name: str, tmp_path: Path) -> None:
     golden = Golden(name, tmp_path)
     with torch.inference_mode():
-        scores, confidences = scores_of(golden, golden.model(), golden.lengths)
+        scores, proposal = golden.scores_of(golden.model())
     torch.testing.assert_close(scores, golden.scores, atol=1e-4, rtol=0)
     # Heads with equal scores everywhere would agree with anything.
     assert scores.std() > 0.3
     if golden.confidences is not None:
-        torch.testing.assert_close(confidences, golden.confidences, atol=1e-4, rtol=0)
+        torch.testing.assert_close(proposal.confidences, golden.confidences, atol=1e-4, rtol=0)
 
 
 def test_every_kind_has_a_recorded_case() -> None:

@@ -2,71 +2,27 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
+from head_files import TARGET_HIDDEN, VOCAB, eagle3_specforge, write
+from random_target import target
 from safetensors.torch import save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from outrider.heads.loading import load, target_weights
 from outrider.heads.model import Extension
 from outrider.heads.reading import read
 from outrider.launch.grow import Shape, grow, grow_head
 
-H, V, DRAFTED = 32, 90, 40
-GROWN = Shape(hidden=96, layers=5, heads=6, kv_heads=2, intermediate=128, vocab_size=128)
-CONFIG = {
-    "architectures": ["LlamaForCausalLMEagle3"],
-    "model_type": "llama",
-    "hidden_size": H,
-    "target_hidden_size": H,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "max_position_embeddings": 128,
-    "vocab_size": V,
-    "draft_vocab_size": DRAFTED,
-    "tie_word_embeddings": False,
-    "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
-}
+GROWN = Shape(hidden=48, layers=12, heads=6, kv_heads=2, intermediate=64, vocab_size=64)
 
 
 def write_head(folder: Path) -> None:
-    draw = torch.Generator().manual_seed(1)
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=draw) / shape[-1] ** 0.5
-
-    layer = {
-        **{f"self_attn.{name}_proj.weight": random(32, 2 * H) for name in "qkv"},
-        "self_attn.o_proj.weight": random(H, 32),
-        "mlp.gate_proj.weight": random(48, H),
-        "mlp.up_proj.weight": random(48, H),
-        "mlp.down_proj.weight": random(H, 48),
-        **{
-            f"{name}.weight": torch.ones(H)
-            for name in ("hidden_norm", "input_layernorm", "post_attention_layernorm")
-        },
-    }
-    ids = torch.arange(0, V, 2)[:DRAFTED]
-    tensors = {
-        **{f"midlayer.{name}": tensor for name, tensor in layer.items()},
-        "fc.weight": random(H, 3 * H),
-        "norm.weight": torch.ones(H),
-        "lm_head.weight": random(DRAFTED, H),
-        "d2t": ids - torch.arange(DRAFTED),
-        "t2d": torch.zeros(V, dtype=torch.bool).index_fill_(0, ids, True),
-    }
-    folder.mkdir()
-    save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    """A head whose file names the layers of the target that it reads."""
+    config, tensors = eagle3_specforge()
+    write(folder, (config | {"target_hidden_size": TARGET_HIDDEN}, tensors))
 
 
 @torch.inference_mode()
@@ -84,22 +40,12 @@ def guesses(head: Path, target: Path, text: list[int]) -> tuple[torch.Tensor, to
 
 
 def test_a_grown_head_guesses_as_the_small_one(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=V,
-        hidden_size=H,
-        num_hidden_layers=4,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        intermediate_size=64,
-        tie_word_embeddings=True,
-    )
-    small = LlamaForCausalLM(config).eval()
+    small = target()
     small.save_pretrained(tmp_path / "small")
     grow(small, GROWN, torch.float32).save_pretrained(tmp_path / "large")
     write_head(tmp_path / "head")
     grow_head(tmp_path / "head", tmp_path / "small", tmp_path / "large", tmp_path / "grown")
-    text = [(7 * i * i + 3) % V for i in range(20)]
+    text = [(7 * i * i + 3) % VOCAB for i in range(20)]
     tokens, shares = guesses(tmp_path / "head", tmp_path / "small", text)
     grown_tokens, grown_shares = guesses(tmp_path / "grown", tmp_path / "large", text)
     assert torch.equal(tokens, grown_tokens)

@@ -80,6 +80,12 @@ class Rig:
         added = text[len(sequence.tokens) :]
         return Extension(sequence, added, self.features(text)[first:], first)
 
+    def read(self, model: HeadModel, text: list[int], tenant: str = "") -> HeadSequence:
+        """A sequence of the model that has read the text and its features."""
+        sequence = model.open(text, tenant)
+        model.extend([self.extension(sequence, text)])
+        return sequence
+
     def alone(self, text: list[int]) -> Proposal:
         model = self.model(page_size=128, pages=1)
         sequence = model.open(text[:1])
@@ -135,8 +141,7 @@ def test_committed_tokens_overwrite_what_was_guessed(rig: Rig) -> None:
 def test_features_that_come_again_change_nothing(rig: Rig) -> None:
     text = rig.text(14)
     model = rig.model()
-    sequence = model.open(text)
-    model.extend([rig.extension(sequence, text)])
+    sequence = rig.read(model, text)
     model.extend([Extension(sequence, [], torch.full_like(rig.features(text), torch.nan), 0)])
     assert_same(model.propose([sequence], COUNT, WIDTH), 0, rig.alone(text))
 
@@ -145,8 +150,7 @@ def test_features_that_come_again_change_nothing(rig: Rig) -> None:
 def test_a_rewound_text_goes_on_as_a_new_one(rig: Rig, length: int) -> None:
     text = rig.text(18)
     model = rig.model()
-    sequence = model.open(text, "tenant")
-    model.extend([rig.extension(sequence, text)])
+    sequence = rig.read(model, text, "tenant")
     model.rewind(sequence, length)
     assert not sequence.ready
     other = [*text[:length], *rig.text(6)]
@@ -157,8 +161,7 @@ def test_a_rewound_text_goes_on_as_a_new_one(rig: Rig, length: int) -> None:
 def test_a_cached_prefix_needs_no_features_and_changes_no_guess(paged: Rig) -> None:
     text = paged.text(31)
     model = paged.model()
-    first = model.open(text, "tenant")
-    model.extend([paged.extension(first, text)])
+    first = paged.read(model, text, "tenant")
     model.close(first)
     other = [*text[:21], *paged.text(5)]
     second = model.open(other, "tenant")
@@ -175,8 +178,7 @@ def test_a_cached_prefix_needs_no_features_and_changes_no_guess(paged: Rig) -> N
 def test_guesses_are_never_cached(paged: Rig) -> None:
     text = paged.text(30)
     model = paged.model()
-    first = model.open(text[:6], "tenant")
-    model.extend([paged.extension(first, text[:6])])
+    first = paged.read(model, text[:6], "tenant")
     guessed = [*text[:6], *model.propose([first], COUNT).tokens[0].tolist()]
     model.close(first)
     longer = [*guessed, *paged.text(9)]
@@ -189,8 +191,7 @@ def test_guesses_are_never_cached(paged: Rig) -> None:
 def test_prefixes_are_shared_only_with_the_same_tenant_and_first_token(paged: Rig) -> None:
     text = paged.text(20)
     model = paged.model()
-    first = model.open(text, "tenant")
-    model.extend([paged.extension(first, text)])
+    paged.read(model, text, "tenant")
     assert model.open(text, "other").wanted == 0
     assert model.open(text).wanted == 0
     assert model.open([(text[0] + 1) % VOCAB, *text[1:]], "tenant").wanted == 0
@@ -218,8 +219,7 @@ def test_after_a_gap_the_head_goes_on_with_the_text_behind_it(rig: Rig) -> None:
 def test_without_free_pages_nothing_changes(paged: Rig) -> None:
     text = paged.text(30)
     model = paged.model(pages=5)
-    sequence = model.open(text[:9])
-    model.extend([paged.extension(sequence, text[:9])])
+    sequence = paged.read(model, text[:9])
     with pytest.raises(NoPages):
         model.extend([paged.extension(sequence, text)])
     assert (len(sequence.tokens), sequence.wanted) == (9, 8)
@@ -246,8 +246,7 @@ def test_rows_that_cannot_be_are_refused(rig: Rig) -> None:
 def test_the_best_tokens_come_first_and_a_chain_takes_them(rig: Rig) -> None:
     model = rig.model()
     text = rig.text(12)
-    sequence = model.open(text)
-    model.extend([rig.extension(sequence, text)])
+    sequence = rig.read(model, text)
     found = model.propose([sequence], COUNT, WIDTH)
     steps = found.tokens.shape[1]
     assert steps == (3 if rig.head.spec.kind == "medusa" else COUNT)
@@ -263,8 +262,7 @@ def test_a_drafter_chooses_among_all_target_ids(rig: Rig) -> None:
     """Its choice is fed to the next step, as the likeliest token would be."""
     text = rig.text(12)
     model = rig.model()
-    sequence = model.open(text)
-    model.extend([rig.extension(sequence, text)])
+    sequence = rig.read(model, text)
     plain = model.propose([sequence], COUNT, WIDTH)
 
     def ranked_from(
@@ -317,8 +315,7 @@ def test_bfloat16_gives_nearly_the_same_shares(kind: str, tmp_path: Path) -> Non
     rig = Rig(kind, tmp_path)
     text = rig.text(20)
     model = rig.model(dtype=torch.bfloat16)
-    sequence = model.open(text)
-    model.extend([rig.extension(sequence, text)])
+    sequence = rig.read(model, text)
     found = model.propose([sequence], 1, WIDTH)
     torch.testing.assert_close(found.shares, rig.alone(text).shares[:, :1], atol=0.05, rtol=0.2)
 
