@@ -2,29 +2,9 @@
 
 from __future__ import annotations
 
+from toy_grammars import Ladder
+
 from drafter_svc.grammar_state import GrammarState
-from outrider.grammar.backends import Mask
-
-
-class Ladder:
-    """A grammar in which each token is the one before it, plus 1 or 2; the first is 1 or 2."""
-
-    ended = False
-
-    def __init__(self) -> None:
-        self.accepted = [0]
-
-    def accept(self, token: int) -> bool:
-        if token - self.accepted[-1] not in (1, 2):
-            return False
-        self.accepted.append(token)
-        return True
-
-    def rollback(self, count: int) -> None:
-        del self.accepted[len(self.accepted) - count :]
-
-    def fill(self, mask: Mask, row: int) -> None:
-        mask[row] = 0b110 << self.accepted[-1]
 
 
 def allowed(state: GrammarState, output: list[int]) -> list[int] | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 from fake_model import EOS, VOCAB, Client, ScriptedDrafter, TableModel, finish, make_engine
-from test_tree_steps import NoRepeats
+from toy_grammars import NoRepeats
 
 from outrider.errors import OutriderError, Reason
 from outrider.grammar.backends import Matcher

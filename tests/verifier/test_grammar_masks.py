@@ -4,33 +4,14 @@ import numpy as np
 import pytest
 import torch
 from fake_model import Client, ScriptedDrafter, finish, make_engine
+from toy_grammars import Heads, Twice
 
-from outrider.grammar.backends import Mask
 from outrider.protocol.draft_messages import SparseDistribution
 from outrider.protocol.messages import DraftDistribution, FinishReason, SamplingParams, TokenRequest
 from verifier_svc.state.scheduled_sequence import ScheduledSequence
 from verifier_svc.state.trie import DraftTree
 from verifier_svc.verification.batch import DraftVerifier, Verified
 from verifier_svc.verification.grammar_masks import GrammarMasks
-
-
-class Heads:
-    """A grammar of any number of tokens 0 and 1."""
-
-    ended = False
-
-    def __init__(self) -> None:
-        self.held = 0
-
-    def accept(self, token: int) -> bool:
-        self.held += token < 2
-        return token < 2
-
-    def rollback(self, count: int) -> None:
-        self.held -= count
-
-    def fill(self, mask: Mask, row: int) -> None:
-        mask[row] = 0b11
 
 
 @pytest.mark.parametrize("sampled", [True, False])
@@ -62,7 +43,7 @@ def test_a_forbidden_draft_token_is_rejected_and_not_drawn_anew(sampled: bool) -
         [verified] = draft_verifier.lay_out(batch)(logits, masks.masks(batch)())
         assert isinstance(verified, Verified)
         assert verified.result is not None
-        assert matcher.held == 0
+        assert matcher.text == []
         accepted = batch[0].draft.token_ids[: verified.result.accepted_count]
         firsts.append([*accepted, verified.result.next_token][0])
     assert set(firsts) == {0, 1}
@@ -83,29 +64,6 @@ def test_the_bonus_token_obeys_the_grammar() -> None:
     assert verified.result is not None
     assert verified.result.accepted_count == 2
     assert verified.result.next_token in (0, 1)
-
-
-class Twice:
-    """A grammar of the token 0 twice and the end, for which the token 1 stands."""
-
-    def __init__(self) -> None:
-        self.accepted: list[int] = []
-
-    @property
-    def ended(self) -> bool:
-        return self.accepted == [0, 0, 1]
-
-    def accept(self, token: int) -> bool:
-        if self.ended or token != [0, 0, 1][len(self.accepted)]:
-            return False
-        self.accepted.append(token)
-        return True
-
-    def rollback(self, count: int) -> None:
-        del self.accepted[len(self.accepted) - count :]
-
-    def fill(self, mask: Mask, row: int) -> None:
-        mask[row] = 0 if self.ended else 1 << [0, 0, 1][len(self.accepted)]
 
 
 @pytest.mark.parametrize("draft", [[], [0, 0, 1], [0, 0, 1, 1], [0, 0]])

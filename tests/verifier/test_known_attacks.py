@@ -13,7 +13,7 @@ from fake_model import VOCAB, Client, ScriptedDrafter, finish, make_engine
 from hostile_messages import fuzzing
 from hypothesis import given
 from hypothesis import strategies as st
-from test_grammar_masks import Heads
+from toy_grammars import Heads
 
 from outrider.errors import OutriderError, Reason
 from outrider.protocol.draft_messages import Proposal

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 from fake_model import VOCAB, Client, ScriptedDrafter, finish, make_engine
+from toy_grammars import Alternating
 
 from outrider.errors import OutriderError, Reason
 from outrider.grammar.backends import Mask
@@ -24,28 +25,6 @@ from verifier_svc.verification.mask_lanes import MaskBudget, Threads
 
 GRAMMAR = Grammar(GrammarKind.EBNF, "root ::= root root | [a-z]")
 LONG = 24
-
-
-class Alternating:
-    """A grammar in which the token after an even one is odd, and the other way round."""
-
-    ended = False
-
-    def __init__(self) -> None:
-        self._text = [1]
-
-    def accept(self, token: int) -> bool:
-        allowed = (token + self._text[-1]) % 2 == 1
-        if allowed:
-            self._text.append(token)
-        return allowed
-
-    def rollback(self, count: int) -> None:
-        del self._text[len(self._text) - count :]
-
-    def fill(self, mask: Mask, row: int) -> None:
-        odd = self._text[-1] % 2 == 0
-        mask[row] = sum(1 << token for token in range(VOCAB) if (token % 2 == 1) == odd)
 
 
 class Held:

@@ -20,9 +20,9 @@ from fake_model import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_trees import TreeGrafter, random_tree
+from toy_grammars import NoRepeats
 from tree_paths import path_to
 
-from outrider.grammar.backends import Mask
 from outrider.protocol.messages import (
     DraftDistribution,
     SamplingParams,
@@ -39,33 +39,6 @@ from verifier_svc.verification.batch import DraftVerifier
 from verifier_svc.verification.grammar_masks import GrammarMasks
 
 GREEDY = SamplingParams(0.0)
-
-
-class NoRepeats:
-    """A grammar of texts without two equal tokens in a row, which `EOS` ends."""
-
-    def __init__(self) -> None:
-        self.text = [-1]
-
-    @property
-    def ended(self) -> bool:
-        return self.text[-1] == EOS
-
-    def accept(self, token: int) -> bool:
-        if self.ended or token == self.text[-1]:
-            return False
-        self.text.append(token)
-        return True
-
-    def rollback(self, count: int) -> None:
-        assert count < len(self.text)
-        del self.text[len(self.text) - count :]
-
-    def fill(self, mask: Mask, row: int) -> None:
-        allowed = 0 if self.ended else 2**VOCAB - 1
-        if self.text[-1] >= 0:
-            allowed &= ~(1 << self.text[-1])
-        mask[row] = allowed
 
 
 @dataclass
@@ -169,7 +142,7 @@ def test_a_grammar_cuts_a_tree_and_masks_each_row_as_its_path(seed: int) -> None
     masks = GrammarMasks()
     batch = masks.cut([ScheduledSequence(sequence, 0, [3], tree, None, True)])
     [masked] = masks.masks(batch)()
-    assert matcher.text == [-1, 4]
+    assert matcher.text == [4]
     assert masked.mask is not None
     assert not masked.draft.parents or masked.draft.parents != list(range(len(masked.mask) - 1))
     rows = {}
