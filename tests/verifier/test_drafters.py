@@ -36,6 +36,16 @@ def test_when_a_drafter_leaves_another_of_its_family_takes_over() -> None:
     assert infos == {"two": True, "one": False}
 
 
+def test_an_id_is_taken_while_its_drafter_is_connected() -> None:
+    engine, _ = make_engine()
+    first = ScriptedDrafter(engine, "model-1")
+    with pytest.raises(OutriderError, match="a drafter with the id model-1 is connected") as caught:
+        ScriptedDrafter(engine, "model-1")
+    assert caught.value.reason is Reason.DRAFTER_ID_TAKEN
+    engine.drafting.leave(first.handle)
+    ScriptedDrafter(engine, "model-1")
+
+
 def test_a_drafter_gets_no_more_sequences_than_its_hello_allows() -> None:
     engine, _ = make_engine(eos_bias=-99)
     drafter = ScriptedDrafter(engine, max_sequence_count=1)
