@@ -20,7 +20,7 @@ from outrider.protocol.draft_messages import (
     Skip,
     StepBatch,
 )
-from outrider.protocol.messages import FinishReason, TokenChunk
+from outrider.protocol.messages import FinishReason, SamplingParams, TokenChunk
 from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine
 from verifier_svc.engine.outbox import Delivery
@@ -32,6 +32,7 @@ from verifier_svc.verification.batch import DraftVerifier
 
 VOCAB = 8
 EOS = 7
+GREEDY = SamplingParams(temperature=0.0)
 Positions = npt.NDArray[np.int64]
 
 

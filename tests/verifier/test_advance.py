@@ -3,15 +3,13 @@
 import threading
 
 import pytest
-from fake_model import Client, ScriptedDrafter, TableModel, make_engine
+from fake_model import GREEDY, Client, ScriptedDrafter, TableModel, make_engine
 from virtual_time import VirtualClock
 
 from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
-from outrider.protocol.messages import SamplingParams, TokenRequest
+from outrider.protocol.messages import TokenRequest
 from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine
-
-GREEDY = SamplingParams(temperature=0.0)
 
 
 def patient_engine(clock: VirtualClock) -> tuple[Engine, TableModel]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
-from fake_model import EOS, VOCAB, Client, ScriptedDrafter, TableModel, finish, make_engine
+from fake_model import EOS, GREEDY, VOCAB, Client, ScriptedDrafter, TableModel, finish, make_engine
 from toy_grammars import NoRepeats
 
 from outrider.errors import OutriderError, Reason
@@ -29,7 +29,6 @@ from verifier_svc.engine.loop import Engine
 from verifier_svc.state.sequence import Sequence
 from verifier_svc.verification.batch import DraftVerifier
 
-GREEDY = SamplingParams(0.0)
 THINKING = (5, 6)
 EOS_BIAS = -4.0
 REQUEST = TokenRequest([1, 2, 3], 24, SamplingParams(), top_logprobs=2, noise_seed=2**63 + 5)

@@ -1,10 +1,8 @@
 """The statistics of a response, and the metrics of drafts."""
 
-from fake_model import VOCAB, Client, ScriptedDrafter, exposition, make_engine
+from fake_model import GREEDY, VOCAB, Client, ScriptedDrafter, exposition, make_engine
 
-from outrider.protocol.messages import SamplingParams, TokenRequest
-
-GREEDY = SamplingParams(temperature=0.0)
+from outrider.protocol.messages import TokenRequest
 
 
 def test_statistics_count_verified_tokens() -> None:

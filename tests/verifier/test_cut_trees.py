@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from fake_model import Client, ScriptedDrafter, make_engine
+from fake_model import GREEDY, Client, ScriptedDrafter, make_engine
 
 from outrider.grammar.backends import Mask
-from outrider.protocol.messages import SamplingParams, TokenRequest
+from outrider.protocol.messages import TokenRequest
 from verifier_svc.drafts.draft_message import main_path_outcome
 from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine
@@ -14,8 +14,6 @@ from verifier_svc.state.scheduled_sequence import ScheduledSequence
 from verifier_svc.state.sequence import Sequence
 from verifier_svc.state.trie import DraftTree
 from verifier_svc.verification.grammar_masks import GrammarMasks
-
-GREEDY = SamplingParams(0.0)
 
 
 def decoding(page_count: int = 64, max_batch_tokens: int = 64) -> tuple[Engine, Sequence]:

@@ -3,18 +3,12 @@
 from dataclasses import replace
 
 import pytest
-from fake_model import Client, ScriptedDrafter, exposition, make_engine
+from fake_model import GREEDY, Client, ScriptedDrafter, exposition, make_engine
 from virtual_time import VirtualClock
 
 from outrider.errors import OutriderError, Reason
 from outrider.protocol.draft_messages import Proposal
-from outrider.protocol.messages import (
-    SamplingParams,
-    SpeculationOptions,
-    TokenRequest,
-)
-
-GREEDY = SamplingParams(temperature=0.0)
+from outrider.protocol.messages import SpeculationOptions, TokenRequest
 
 
 def request(prompt: list[int], max_tokens: int, **changes: object) -> TokenRequest:

@@ -4,18 +4,17 @@ import random
 from dataclasses import replace
 
 import pytest
-from fake_model import EOS, VOCAB, Client, ScriptedDrafter, exposition, finish, make_engine
+from fake_model import EOS, GREEDY, VOCAB, Client, ScriptedDrafter, exposition, finish, make_engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.errors import OutriderError, Reason
 from outrider.lm.pages import KVSequence
 from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
-from outrider.protocol.messages import SamplingParams, TokenRequest, TokenSource
+from outrider.protocol.messages import TokenRequest, TokenSource
 from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine
 
-GREEDY = SamplingParams(temperature=0.0)
 PROMPT = st.lists(st.integers(0, EOS - 1), min_size=1, max_size=12)
 
 

@@ -2,12 +2,10 @@
 
 import pytest
 import torch
-from fake_model import Client, make_engine
+from fake_model import GREEDY, Client, make_engine
 
 from outrider.errors import Reason
 from outrider.protocol.messages import SamplingParams, TokenRequest
-
-GREEDY = SamplingParams(temperature=0.0)
 
 
 def test_a_failed_forward_ends_its_batch_and_the_engine_goes_on() -> None:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from fake_model import EOS, Client, finish, make_engine
+from fake_model import EOS, GREEDY, Client, finish, make_engine
 
 from outrider.errors import OutriderError, Reason
-from outrider.protocol.messages import SamplingParams, TokenRequest
+from outrider.protocol.messages import TokenRequest
 from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine
 from verifier_svc.state.sequence import Sequence
-
-GREEDY = SamplingParams(0.0)
 
 
 def submit(

@@ -6,19 +6,18 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from fake_model import VOCAB, Client, ScriptedDrafter, TableModel, finish, make_engine
+from fake_model import GREEDY, VOCAB, Client, ScriptedDrafter, TableModel, finish, make_engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_trees import TreeGrafter
 
 from outrider.errors import OutriderError, Reason
 from outrider.protocol.draft_messages import FeatureDtype, FeatureRequest
-from outrider.protocol.messages import SamplingParams, TokenRequest
+from outrider.protocol.messages import TokenRequest
 from verifier_svc.drafts import features
 from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine
 
-GREEDY = SamplingParams(0.0)
 REQUEST = FeatureRequest((2, 0), final_state=True, dtype=FeatureDtype.FLOAT32)
 PROMPT = [1, 2, 3, 4, 5, 6, 1, 2, 3, 4]
 

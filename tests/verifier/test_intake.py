@@ -1,12 +1,10 @@
 """Intake: drafters get a sequence once it leaves the queue, and prompts keep their share."""
 
-from fake_model import Client, ScriptedDrafter, make_engine
+from fake_model import GREEDY, Client, ScriptedDrafter, make_engine
 
 from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
-from outrider.protocol.messages import SamplingParams, SpeculationOptions, TokenRequest
+from outrider.protocol.messages import SpeculationOptions, TokenRequest
 from verifier_svc.engine.config import EngineConfig
-
-GREEDY = SamplingParams(0.0)
 
 
 def opened_ids(drafter: ScriptedDrafter) -> list[int]:

@@ -8,12 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.drafter.draft_sequence import DraftSequence
-from outrider.protocol.draft_messages import (
-    Opened,
-    Proposal,
-    Verdict,
-    Window,
-)
+from outrider.protocol.draft_messages import Opened, Proposal, Verdict, Window
 from outrider.protocol.messages import DraftDistribution, SamplingParams
 from verifier_svc.state.trie import Trie
 

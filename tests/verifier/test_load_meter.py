@@ -8,13 +8,13 @@ from typing import Any
 
 import grpc
 import pytest
-from fake_model import Client, finish, make_engine
+from fake_model import GREEDY, Client, finish, make_engine
 from served_engine import verifier
 from waiting import until
 
 from outrider.errors import OutriderError
 from outrider.process import rpc
-from outrider.protocol.messages import SamplingParams, TokenRequest
+from outrider.protocol.messages import TokenRequest
 from outrider.protocol.model_info import Load
 from outrider.protocol.wire import model as wire_model
 from outrider.protocol.wire import requests as wire_requests
@@ -22,8 +22,6 @@ from outrider.v1 import verifier_pb2
 from outrider.v1.verifier_pb2_grpc import VerifierServiceStub
 from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine
-
-GREEDY = SamplingParams(0.0)
 
 
 def submit(engine: Engine, max_tokens: int = 4) -> None:

@@ -5,14 +5,12 @@ from collections.abc import Sequence
 import pytest
 import torch
 from fake_device import DEVICE, FakeDevice
-from fake_model import Client, ScriptedDrafter, make_engine
+from fake_model import GREEDY, Client, ScriptedDrafter, make_engine
 
 from outrider.lm.runner import SequenceSlice
-from outrider.protocol.messages import SamplingParams, TokenChunk, TokenRequest
+from outrider.protocol.messages import TokenChunk, TokenRequest
 from verifier_svc.engine.outbox import Delivery
 from verifier_svc.verification.batch import DraftVerifier
-
-GREEDY = SamplingParams(temperature=0.0)
 
 
 def test_verdicts_leave_at_once_and_chunks_with_the_next_forward() -> None:

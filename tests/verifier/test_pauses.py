@@ -6,7 +6,7 @@ import math
 from functools import partial
 
 import pytest
-from fake_model import Client, ScriptedDrafter, exposition, make_engine
+from fake_model import GREEDY, Client, ScriptedDrafter, exposition, make_engine
 from virtual_time import VirtualClock
 
 from outrider.errors import OutriderError
@@ -14,7 +14,6 @@ from outrider.protocol.draft_messages import DraftBatch, Proposal, Skip, StepBat
 from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
 from outrider.protocol.messages import (
     PauseReason,
-    SamplingParams,
     SpeculationOptions,
     SpeculationPause,
     TokenRequest,
@@ -22,7 +21,6 @@ from outrider.protocol.messages import (
 from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine
 
-GREEDY = SamplingParams(temperature=0.0)
 INSISTS = SpeculationOptions(always_draft=True)
 STEP_S = 0.001
 MAX_TOKENS = 60

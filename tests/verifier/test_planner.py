@@ -4,18 +4,16 @@ import platform
 from collections.abc import Mapping, Sequence
 
 import pytest
-from fake_model import Client, ScriptedDrafter, make_engine, make_plan
+from fake_model import GREEDY, Client, ScriptedDrafter, make_engine, make_plan
 
 from outrider.errors import OutriderError
 from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
-from outrider.protocol.messages import SamplingParams, SpeculationOptions, TokenRequest
+from outrider.protocol.messages import SpeculationOptions, TokenRequest
 from outrider.protocol.model_info import Placement
 from verifier_svc.drafts.assignments import run_ahead_window
 from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine
 from verifier_svc.state.acceptance_rate import AcceptanceRate
-
-GREEDY = SamplingParams(temperature=0.0)
 
 
 @pytest.mark.parametrize(

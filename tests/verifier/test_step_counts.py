@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from fake_device import DEVICE, FakeDevice
-from fake_model import Client, ScriptedDrafter, make_engine
+from fake_model import GREEDY, Client, ScriptedDrafter, make_engine
 
 from outrider.protocol.draft_messages import SparseDistribution
 from outrider.protocol.messages import (
@@ -50,7 +50,6 @@ class Case:
     """Whether all tokens are about as likely."""
 
 
-GREEDY = SamplingParams(0.0)
 CASES = {
     "greedy": Case(GREEDY, 6, copies=0),
     "temperature": Case(SamplingParams(0.8), 16),

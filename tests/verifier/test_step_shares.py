@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from fake_model import make_engine
+from fake_model import GREEDY, make_engine
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.protocol.messages import SamplingParams, TokenRequest
+from outrider.protocol.messages import TokenRequest
 from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine
 from verifier_svc.engine.step_shares import max_min
@@ -17,7 +17,6 @@ from verifier_svc.engine.tenant_use import TenantUse
 from verifier_svc.state.scheduled_sequence import ScheduledSequence
 from verifier_svc.state.sequence import Sequence
 
-GREEDY = SamplingParams(0.0)
 STEP_S = 0.001
 ROW_S = 0.0005
 

@@ -6,18 +6,17 @@ All tests run in virtual time.
 from __future__ import annotations
 
 import pytest
-from fake_model import Client, ScriptedDrafter, TableModel, make_engine
+from fake_model import GREEDY, Client, ScriptedDrafter, TableModel, make_engine
 from virtual_time import VirtualClock
 
 from outrider.errors import OutriderError, Reason
 from outrider.protocol.draft_messages import Hello
-from outrider.protocol.messages import SamplingParams, TokenRequest
+from outrider.protocol.messages import TokenRequest
 from verifier_svc.drafts.roster import PLACES
 from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine
 from verifier_svc.state.sequence import Sequence
 
-GREEDY = SamplingParams(temperature=0.0)
 STEPS = 400
 
 

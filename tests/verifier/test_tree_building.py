@@ -8,7 +8,7 @@ from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
-from fake_model import VOCAB, Client, ScriptedDrafter, make_engine
+from fake_model import GREEDY, VOCAB, Client, ScriptedDrafter, make_engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_trees import random_tree
@@ -16,11 +16,7 @@ from tree_paths import path_to
 
 from outrider.protocol.draft_messages import Proposal
 from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
-from outrider.protocol.messages import (
-    DraftDistribution,
-    SamplingParams,
-    TokenRequest,
-)
+from outrider.protocol.messages import DraftDistribution, SamplingParams, TokenRequest
 from outrider.protocol.token_tree import MAX_TREE_TOKENS
 from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine
@@ -32,7 +28,6 @@ from verifier_svc.state.merged_tries import guesses_after, observe_siblings, pro
 from verifier_svc.state.sequence import Assignment, Sequence
 from verifier_svc.state.trie import DraftTree
 
-GREEDY = SamplingParams(0.0)
 LIMITS = EngineConfig(DraftTokensPolicy(), draft_trees=True)
 ALL = [(1000, 0.0)]
 Prices = list[tuple[int, float]]

@@ -5,16 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from fake_model import Client, ScriptedDrafter, make_engine, make_plan
+from fake_model import GREEDY, Client, ScriptedDrafter, make_engine, make_plan
 from virtual_time import VirtualClock
 
 from outrider.protocol.draft_messages import DraftBatch, Proposal
 from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
-from outrider.protocol.messages import (
-    DraftDistribution,
-    SamplingParams,
-    TokenRequest,
-)
+from outrider.protocol.messages import DraftDistribution, TokenRequest
 from outrider.protocol.token_tree import MAX_TREE_TOKENS
 from verifier_svc.drafts.draft_message import DraftMessage
 from verifier_svc.engine.config import EngineConfig
@@ -23,7 +19,6 @@ from verifier_svc.state.acceptance_rate import AcceptanceRate
 from verifier_svc.state.sequence import Assignment
 
 TREES = EngineConfig(DraftTokensPolicy(), draft_trees=True)
-GREEDY = SamplingParams(0.0)
 
 
 def planned(

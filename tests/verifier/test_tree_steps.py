@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from fake_model import (
     EOS,
+    GREEDY,
     VOCAB,
     Client,
     ScriptedDrafter,
@@ -37,8 +38,6 @@ from verifier_svc.state.sequence import Sequence as Request
 from verifier_svc.state.trie import DraftTree
 from verifier_svc.verification.batch import DraftVerifier
 from verifier_svc.verification.grammar_masks import GrammarMasks
-
-GREEDY = SamplingParams(0.0)
 
 
 @dataclass

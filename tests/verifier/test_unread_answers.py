@@ -6,7 +6,7 @@ Its text stays the same.
 from __future__ import annotations
 
 import pytest
-from fake_model import Client, ScriptedDrafter, exposition, finish, make_engine
+from fake_model import GREEDY, Client, ScriptedDrafter, exposition, finish, make_engine
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,7 +16,6 @@ from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine
 from verifier_svc.state.sequence import Sequence
 
-GREEDY = SamplingParams(0.0)
 SEEDED = SamplingParams(seed=11)
 
 

@@ -118,6 +118,25 @@ def hub() -> TestHub:
     return TestHub()
 
 
+@pytest.fixture
+def begun(hub: TestHub) -> TestHub:
+    """A hub with a drafter, and a request with one token."""
+    hub.add_drafter()
+    opened(hub, "a")
+    step(hub, "a", 0, 5, hub.right)
+    return hub
+
+
+def compute(
+    hub: TestHub, tokens: int, *committed: int, draft: list[int] | None = None, pages: float = 0.0
+) -> None:
+    """A step that the hub is not asked to draft for."""
+    hub.plan_step([])
+    hub.begin({"a": tokens}, {"a": draft} if draft else {})
+    hub.computed()
+    hub.commit([Outcome("a", [], list(committed))], Occupancy(pages=pages))
+
+
 def windows(hub: TestHub) -> set[int]:
     """The depths of the windows that the drafter was told of while a request ran."""
     hub.add_drafter()
@@ -150,10 +169,7 @@ def test_a_right_draft_is_verified_and_counted(hub: TestHub) -> None:
 def test_a_prompt_in_chunks_commits_only_behind_its_last_chunk(hub: TestHub) -> None:
     hub.add_drafter()
     opened(hub, "a", prompt_length=9)
-    hub.plan_step([])
-    hub.begin({"a": 4}, {})
-    hub.computed()
-    hub.commit([Outcome("a", [], [])], NOBODY)
+    compute(hub, 4)
     [sequence] = hub.sequences.values()
     assert sequence.stats.forward_count == 0
     assert step(hub, "a", 4, 5, hub.right) == [10]
@@ -162,10 +178,7 @@ def test_a_prompt_in_chunks_commits_only_behind_its_last_chunk(hub: TestHub) -> 
 
 def test_the_load_has_vllms_use_of_the_kv_cache(hub: TestHub) -> None:
     opened(hub, "a")
-    hub.plan_step([])
-    hub.begin({"a": 5}, {})
-    hub.computed()
-    hub.commit([Outcome("a", [], [10])], Occupancy(pages=0.25))
+    compute(hub, 5, 10, pages=0.25)
     assert hub.load().kv_cache_usage == 0.25
     hub.go_idle()
     assert hub.load().kv_cache_usage == 0.0
@@ -175,56 +188,41 @@ def test_a_padded_row_is_no_draft(hub: TestHub) -> None:
     """vLLM pads the row of a prompt whose last token comes alone with ids of -1."""
     hub.add_drafter()
     opened(hub, "a")
-    hub.plan_step([])
-    hub.begin({"a": 5 + 4}, {"a": [-1] * 4})
-    hub.computed()
-    hub.commit([Outcome("a", [], [10])], NOBODY)
+    compute(hub, 5 + 4, 10, draft=[-1] * 4)
     [sequence] = hub.sequences.values()
     assert sequence.stats.draft_count == 0
     assert sequence.tokens[-1] == 10
 
 
-def test_a_preempted_request_keeps_its_text_and_gets_drafts_again(hub: TestHub) -> None:
-    hub.add_drafter()
-    opened(hub, "a")
-    step(hub, "a", 0, 5, hub.right)
-    hub.preempted("a")
-    assert (len(hub.running), len(hub.waiting), hub.preemption_count) == (0, 1, 1)
+def test_a_preempted_request_keeps_its_text_and_gets_drafts_again(begun: TestHub) -> None:
+    begun.preempted("a")
+    assert (len(begun.running), len(begun.waiting), begun.preemption_count) == (0, 1, 1)
     # vLLM computes the prompt and the text again, and draws the next token.
-    hub.plan_step([])
-    hub.begin({"a": 6}, {})
-    hub.computed()
-    hub.commit([Outcome("a", [], [11])], NOBODY)
-    assert (len(hub.running), len(hub.waiting)) == (1, 0)
-    assert step(hub, "a", 6, 1, hub.right[2:]) == [12, 13, 14, 15, 16]
+    compute(begun, 6, 11)
+    assert (len(begun.running), len(begun.waiting)) == (1, 0)
+    assert step(begun, "a", 6, 1, begun.right[2:]) == [12, 13, 14, 15, 16]
 
 
-def test_an_aborted_request_is_closed_at_its_drafters(hub: TestHub) -> None:
-    hub.add_drafter()
-    opened(hub, "a")
-    step(hub, "a", 0, 5, hub.right)
-    [number] = hub.sequences
-    hub.close("a")
-    hub.plan_step([])
-    assert hub.closed == [number]
-    assert (len(hub.sequences), len(hub.running), len(hub.waiting)) == (0, 0, 0)
+def test_an_aborted_request_is_closed_at_its_drafters(begun: TestHub) -> None:
+    [number] = begun.sequences
+    begun.close("a")
+    begun.plan_step([])
+    assert begun.closed == [number]
+    assert (len(begun.sequences), len(begun.running), len(begun.waiting)) == (0, 0, 0)
 
 
-def test_a_stop_inside_an_accepted_run_counts_what_was_committed(hub: TestHub) -> None:
-    hub.add_drafter()
-    opened(hub, "a")
-    step(hub, "a", 0, 5, hub.right)
-    [sequence] = hub.sequences.values()
-    hub.plan_step([("a", 5)])
-    draft = hub.choose("a", 4)
-    hub.begin({"a": 5}, {"a": draft})
-    hub.computed()
-    hub.close("a")  # vLLM frees the request while it commits the step
-    assert sequence.id in hub.sequences
-    hub.commit([Outcome("a", draft, draft[:2])], NOBODY)
+def test_a_stop_inside_an_accepted_run_counts_what_was_committed(begun: TestHub) -> None:
+    [sequence] = begun.sequences.values()
+    begun.plan_step([("a", 5)])
+    draft = begun.choose("a", 4)
+    begun.begin({"a": 5}, {"a": draft})
+    begun.computed()
+    begun.close("a")  # vLLM frees the request while it commits the step
+    assert sequence.id in begun.sequences
+    begun.commit([Outcome("a", draft, draft[:2])], NOBODY)
     assert sequence.stats.accepted_token_count == 2
-    assert not hub.sequences
-    assert hub.closed == [sequence.id]
+    assert not begun.sequences
+    assert begun.closed == [sequence.id]
 
 
 def test_a_silent_drafter_is_waited_for_at_most_a_second(hub: TestHub) -> None:

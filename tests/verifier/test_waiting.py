@@ -3,20 +3,18 @@
 from functools import partial
 
 import pytest
-from fake_model import Client, ScriptedDrafter, TableModel, make_engine, make_plan
+from fake_model import GREEDY, Client, ScriptedDrafter, TableModel, make_engine, make_plan
 from virtual_time import VirtualClock
 
 from outrider.errors import OutriderError
 from outrider.protocol.draft_messages import DraftBatch, Proposal, StepBatch
 from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
-from outrider.protocol.messages import SamplingParams, TokenChunk, TokenRequest
+from outrider.protocol.messages import TokenChunk, TokenRequest
 from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine
 from verifier_svc.policy.goodput import goodput
 from verifier_svc.state.acceptance_rate import AcceptanceRate
 from verifier_svc.state.sequence import Assignment, Sequence
-
-GREEDY = SamplingParams(temperature=0.0)
 
 
 @pytest.fixture
