@@ -137,19 +137,17 @@ def test_each_family_and_the_example_pass() -> None:
     assert with_trees == {"ngram", "suffix"} & set(FAMILIES)
 
 
-@pytest.mark.slow
-def test_the_draft_model_passes() -> None:
-    model = ["--family", "model", "--model", "models/draft", "--dtype", "float32", "--threads", "1"]
-    command = [sys.executable, "-m", "drafter_svc", *model, "--verifier", "{address}"]
-    [kit] = played([command], "models/target")
-    assert reasons(kit) == {}
+OF_THE_TARGET = {
+    "model": ["--model", "models/draft", "--dtype", "float32", "--threads", "1"],
+    "grammar": ["--target", "models/target"],
+}
 
 
 @pytest.mark.slow
-def test_the_drafter_of_grammars_passes() -> None:
-    command = [sys.executable, "-m", "drafter_svc", "--family", "grammar"]
-    command += ["--target", "models/target", "--verifier", "{address}"]
-    [kit] = played([command], "models/target")
+@pytest.mark.parametrize("family", OF_THE_TARGET)
+def test_a_family_that_needs_the_targets_tokens_passes(family: str) -> None:
+    command = [sys.executable, "-m", "drafter_svc", "--family", family, *OF_THE_TARGET[family]]
+    [kit] = played([[*command, "--verifier", "{address}"]], "models/target")
     assert reasons(kit) == {}
 
 

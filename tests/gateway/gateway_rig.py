@@ -59,6 +59,13 @@ class Rig:
         return ids
 
 
+def events_of(response: httpx.Response) -> list[dict[str, Any]]:
+    """The events of a stream, which ends as it should."""
+    *lines, done, end = response.text.split("\n\n")
+    assert (response.status_code, done, end) == (200, "data: [DONE]", "")
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
 def settings(*verifiers: str, **given: Any) -> GatewaySettings:
     """The settings of a gateway on free ports, in front of the verifiers at these addresses."""
     chosen: dict[str, Any] = {"tokenizer": TARGET, "http_port": 0, "grpc_listen": "127.0.0.1:0"}

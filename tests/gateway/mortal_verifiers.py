@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
-from gateway_rig import echo, settings
+from gateway_rig import echo, events_of, settings
 from scripted_verifier import Script, ScriptedVerifier, Step, last, plain, ready, serve_verifier
 from waiting import until
 
@@ -38,16 +37,9 @@ FOREVER = 600.0
 LOST = OutriderError(Reason.VERIFIER_UNAVAILABLE, "the verifier has crashed")
 
 
-def events(response: httpx.Response) -> list[dict[str, Any]]:
-    """The events of a stream, which ends as it should."""
-    *lines, done, end = response.text.split("\n\n")
-    assert (response.status_code, done, end) == (200, "data: [DONE]", "")
-    return [json.loads(line.removeprefix("data: ")) for line in lines]
-
-
 def text_of(response: httpx.Response) -> str:
     """The text that the events of a stream make."""
-    return "".join(choice["text"] for event in events(response) for choice in event["choices"])
+    return "".join(choice["text"] for event in events_of(response) for choice in event["choices"])
 
 
 class Verifier:

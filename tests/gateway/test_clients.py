@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from gateway_rig import Rig
+from gateway_rig import Rig, events_of
 from scripted_verifier import last, plain
 
 from gateway.http.conversation import MAX_TEMPLATE_CHARACTERS, MAX_TEMPLATE_VARIABLES
@@ -49,12 +49,6 @@ VLLM_BENCH: dict[str, dict[str, Any]] = {
 }
 
 
-def chunks_of(text: str) -> list[dict[str, Any]]:
-    events = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
-    assert events.pop() == "[DONE]"
-    return [json.loads(event) for event in events]
-
-
 @pytest.mark.parametrize("path", GUIDELLM)
 async def test_guidellm_reads_the_usage_of_each_chunk(rig: Rig, path: str) -> None:
     ids = rig.says("if x then y", chunk=2)
@@ -65,7 +59,7 @@ async def test_guidellm_reads_the_usage_of_each_chunk(rig: Rig, path: str) -> No
     response = await rig.http.post(
         path, json={"model": "models/target", **options, **GUIDELLM[path]}
     )
-    *chunks, whole = chunks_of(response.text)
+    *chunks, whole = events_of(response)
     prompt = whole["usage"]["prompt_tokens"]
     assert all(
         set(chunk["usage"]) == {"prompt_tokens", "completion_tokens", "total_tokens"}
@@ -111,7 +105,7 @@ async def test_vllm_bench_reads_the_acceptance_of_its_requests(rig: Rig, path: s
         last([3], FinishReason.STOP, SpeculationStats(draft_count=3)),
     ]
     response = await rig.http.post(path, json=VLLM_BENCH[path])
-    assert chunks_of(response.text)[-1]["usage"]["completion_tokens"] == 9
+    assert events_of(response)[-1]["usage"]["completion_tokens"] == 9
     after = await spec_decode(rig)
     assert {
         name: value - before.get(name, 0)

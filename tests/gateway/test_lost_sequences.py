@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import grpc
 import pytest
-from mortal_verifiers import FOREVER, TEXT, Site, Verifier, events, running_site, text_of
+from gateway_rig import events_of
+from mortal_verifiers import FOREVER, TEXT, Site, Verifier, running_site, text_of
 from scripted_verifier import last, plain
 from waiting import until
 
@@ -39,7 +40,7 @@ async def test_a_stream_goes_on_without_a_break_when_its_verifier_dies(
     undisturbed = await site.ask(logprobs=1, **WITH_USAGE)
     asked = await site.begin(until_token, logprobs=1, **WITH_USAGE)
     await site.first.kill()
-    found, wanted = events(await asked), events(undisturbed)
+    found, wanted = events_of(await asked), events_of(undisturbed)
     for event in (*found, *wanted):
         del event["id"], event["created"]
     assert found == wanted
@@ -91,7 +92,7 @@ async def test_a_begun_answer_never_goes_on_at_a_verifier_of_another_fingerprint
         assert "outrider:differing_models 1.0" in (await site.http.get("/metrics")).text
         asked = await site.begin(3, stream=True)
         await site.first.kill()
-        error = events(await asked)[-1]["error"]
+        error = events_of(await asked)[-1]["error"]
         assert error["code"] == "model_changed"
         assert "other weights, dtype, version" in error["message"]
         assert second.requests == []
@@ -113,7 +114,7 @@ async def test_a_sequence_outlives_several_verifiers(site: Site) -> None:
     await site.first.start()
     response = await asked
     assert text_of(response) == TEXT
-    assert events(response)[-1]["usage"]["completion_tokens"] == len(site.ids) + 1
+    assert events_of(response)[-1]["usage"]["completion_tokens"] == len(site.ids) + 1
     assert [len(r.committed) for r in site.first.script.requests] == [0, 8]
     assert await site.counted("verifier_unavailable") == 2
 
@@ -123,7 +124,7 @@ async def test_without_a_verifier_in_time_a_sequence_ends_with_an_error(prompts:
         await site.only_first()
         asked = await site.begin(3, stream=True)
         await site.first.kill()
-        error = events(await asked)[-1]["error"]
+        error = events_of(await asked)[-1]["error"]
         assert error["code"] == "verifier_unavailable"
         assert [len(r.sequences) for r in site.gateway.router.replicas] == [0, 0]
 
@@ -132,7 +133,7 @@ async def test_an_error_that_is_not_the_verifiers_death_is_not_retried(site: Sit
     reason = Reason.LOGITS_NOT_FINITE
     site.writes(site.first, 3, OutriderError(reason, "no"))
     response = await site.ask(stream=True)
-    assert events(response)[-1]["error"]["code"] == reason.name.lower()
+    assert events_of(response)[-1]["error"]["code"] == reason.name.lower()
     assert site.second.script.requests == []
 
 

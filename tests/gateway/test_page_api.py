@@ -8,7 +8,7 @@ from itertools import zip_longest
 from typing import Any
 
 import pytest
-from gateway_rig import Rig, text_by_part
+from gateway_rig import Rig, events_of, text_by_part
 from scripted_verifier import last, plain
 
 from outrider.protocol.messages import (
@@ -39,12 +39,7 @@ def drafted(
 
 
 async def chunks(rig: Rig, body: dict[str, Any]) -> list[dict[str, Any]]:
-    lines = (await rig.http.post("/v1/completions", json={**body, "stream": True})).text.split(
-        "\n\n"
-    )
-    return [
-        json.loads(line.removeprefix("data: ")) for line in lines if line and "[DONE]" not in line
-    ]
+    return events_of(await rig.http.post("/v1/completions", json={**body, "stream": True}))
 
 
 async def test_tokens_with_their_sources_join_to_the_text(rig: Rig) -> None:

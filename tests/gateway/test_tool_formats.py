@@ -122,19 +122,12 @@ def check_walk(libraries: Libraries, form: ToolFormat, compiled: Compiled, seed:
 
 
 @BY_NAME
-def test_a_random_text_of_the_grammar_is_read_back(libraries: Libraries, form: ToolFormat) -> None:
-    compiled = compiled_for(libraries, form)
-    for seed in range(3):
-        check_walk(libraries, form, compiled, seed)
-
-
-@pytest.mark.slow
-@BY_NAME
-def test_many_random_texts_of_the_grammar_are_read_back(
-    libraries: Libraries, form: ToolFormat
+@pytest.mark.parametrize("seeds", [range(3), pytest.param(range(3, 25), marks=pytest.mark.slow)])
+def test_random_texts_of_the_grammar_are_read_back(
+    libraries: Libraries, form: ToolFormat, seeds: range
 ) -> None:
     compiled = compiled_for(libraries, form)
-    for seed in range(3, 25):
+    for seed in seeds:
         check_walk(libraries, form, compiled, seed)
 
 

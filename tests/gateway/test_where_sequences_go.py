@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from mortal_verifiers import LOST, TEXT, Site, events, running_site, text_of
+from gateway_rig import events_of
+from mortal_verifiers import LOST, TEXT, Site, running_site, text_of
 from scripted_verifier import Step, last, plain
 from waiting import until
 
@@ -38,7 +39,7 @@ async def test_a_request_that_ends_each_verifier_is_given_up(site: Site, progres
     for verifier in (site.first, site.second):
         verifier.script.answer = steps
     response = await site.ask(stream=True)
-    assert events(response)[-1]["error"]["code"] == "verifier_unavailable"
+    assert events_of(response)[-1]["error"]["code"] == "verifier_unavailable"
     begun = len(site.first.script.requests) + len(site.second.script.requests)
     assert begun == 5
 
@@ -131,7 +132,7 @@ async def test_a_deadline_that_passes_while_no_verifier_is_ready_has_its_own_err
     asked = await site.begin(3, stream=True, timeout=1)
     for verifier in (site.first, site.second):
         await verifier.kill()
-    assert events(await asked)[-1]["error"]["code"] == "deadline_exceeded"
+    assert events_of(await asked)[-1]["error"]["code"] == "deadline_exceeded"
 
 
 async def test_full_queues_are_not_asked_for_longer_than_the_time_to_wait(
@@ -140,7 +141,7 @@ async def test_full_queues_are_not_asked_for_longer_than_the_time_to_wait(
     async with running_site(prompts, poll_s=0.1, resume_seconds=0.5) as site:
         fills_up(site, refusals=1000)
         response = await site.ask(stream=True)
-        assert events(response)[-1]["error"]["code"] == "overloaded"
+        assert events_of(response)[-1]["error"]["code"] == "overloaded"
         # Each verifier is asked once between two polls.
         asked = len(site.first.script.requests) + len(site.second.script.requests)
         assert 5 < asked < 30
