@@ -304,3 +304,16 @@ def running(stack: Stack, timeout_s: float = START_S) -> Iterator[Stack]:
         yield stack
     finally:
         stack.stop()
+
+
+@contextmanager
+def behind_gateway(stack: Stack, *flags: str) -> Iterator[GatewayProcess]:
+    """Run the stack behind a gateway during the block. The gateway stops first."""
+    gateway = GatewayProcess(stack.address, flags=flags)
+    try:
+        stack.wait_ready()
+        gateway.wait_ready()
+        yield gateway
+    finally:
+        gateway.close()
+        stack.stop()

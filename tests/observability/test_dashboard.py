@@ -16,7 +16,7 @@ import httpx
 import pytest
 from prometheus_server import SHIPPED, prometheus
 from redis_servers import Standalone
-from stack import GatewayProcess, Stack
+from stack import Stack, behind_gateway
 
 from outrider.process.ports import free_port
 
@@ -46,15 +46,11 @@ def observed_stack(directory: Path) -> Iterator[tuple[str, dict[str, list[int]]]
     pool = (*server.flags(), "--pool-secret-file", str(secret))
     stack.add_drafter("ngram-1", "ngram", "--metrics-port", str(drafter_ports[0]), *pool)
     stack.add_drafter("model-1", "model", "--metrics-port", str(drafter_ports[1]))
-    gateway = GatewayProcess(stack.address)
     try:
-        stack.wait_ready()
-        gateway.wait_ready()
-        ports = {"gateway": [gateway.port], "verifier": [verifier_port], "drafter": drafter_ports}
-        yield gateway.url, ports
+        with behind_gateway(stack) as gateway:
+            ports = {"gateway": [gateway.port], "verifier": [verifier_port]}
+            yield gateway.url, {**ports, "drafter": drafter_ports}
     finally:
-        gateway.close()
-        stack.stop()
         server.close()
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 from prometheus_server import prometheus
-from stack import GatewayProcess, Stack
+from stack import GatewayProcess, Stack, behind_gateway
 from waiting import wait_until
 
 from outrider.process.ports import free_port
@@ -46,16 +46,11 @@ def test_alerts_fire_when_their_faults_are_provoked(tmp_path: Path) -> None:
     verifier_port, drafter_port = free_port(), free_port()
     stack = Stack("--metrics-port", str(verifier_port))
     stack.add_drafter("d", "ngram", "--metrics-port", str(drafter_port))
-    gateway = GatewayProcess(stack.address)
-    targets = {"gateway": [gateway.port], "verifier": [verifier_port], "drafter": [drafter_port]}
-    try:
-        stack.wait_ready()
-        gateway.wait_ready()
+    with behind_gateway(stack) as gateway:
+        targets = {"gateway": [gateway.port], "verifier": [verifier_port]}
+        targets["drafter"] = [drafter_port]
         with prometheus(tmp_path, targets, at_once=True) as url:
             provoke(url, stack, gateway)
-    finally:
-        gateway.close()
-        stack.stop()
 
 
 def provoke(url: str, stack: Stack, gateway: GatewayProcess) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from stack import TARGET, GatewayProcess, Stack
+from stack import TARGET, GatewayProcess, Stack, behind_gateway
 from trace_collector import Collector, attributes, collecting
 from waiting import until
 
@@ -105,15 +105,9 @@ def running() -> Iterator[tuple[Stack, GatewayProcess, str]]:
     port = free_port()
     stack = Stack("--always-draft", "--log-format", "json", "--metrics-port", str(port))
     stack.add_drafter("n", "ngram")
-    gateway = GatewayProcess(stack.address, flags=["--log-format", "json"])
-    try:
-        stack.wait_ready()
-        gateway.wait_ready()
+    # Each process sends its last spans when it stops.
+    with behind_gateway(stack, "--log-format", "json") as gateway:
         yield stack, gateway, f"http://127.0.0.1:{port}/metrics"
-    finally:
-        # Each process sends its last spans when it stops.
-        gateway.close()
-        stack.stop()
 
 
 async def test_a_request_is_followed_by_its_id(monkeypatch: pytest.MonkeyPatch) -> None:
