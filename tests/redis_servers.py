@@ -11,17 +11,15 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Iterable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import redis
+from certificates import Site
 from waiting import wait_until
 
-from outrider.process.certs import Authority
 from outrider.process.ports import free_port
 from outrider.process.redis_server import RedisServer
-from outrider.process.tls import Tls
 
 OPERATIONS = (Path(__file__).parents[1] / "docs/operations.md").read_text()
 PASSWORD = "correct horse"
@@ -35,26 +33,16 @@ def acl_line(kind: str) -> str:
     return line
 
 
-class Certificates:
+class Certificates(Site):
     """An authority, and a certificate for 127.0.0.1 that it signed."""
 
-    def __init__(self, directory: Path, *, clients: bool = False) -> None:
+    def __init__(self, folder: Path, *, clients: bool = False) -> None:
         """`clients` says whether a server asks its clients for certificates."""
-        directory.mkdir(parents=True, exist_ok=True)
-        self.directory = directory
+        super().__init__(folder)
         self.clients = clients
-        self.authority = Authority.new()
-        self.authority.write(directory)
-        self.ca = directory / "ca.pem"
         own = self.issue("redis")
         self.key = own.key
         self.certificate = own.cert
-
-    def issue(self, kind: str, hours: float = 24, authority: Authority | None = None) -> Tls:
-        """Write a certificate, which another authority may have signed."""
-        signer = authority or self.authority
-        signer.write_issued(self.directory, kind, kind, [], timedelta(hours=hours))
-        return Tls(self.directory / f"{kind}.pem", self.directory / f"{kind}.key", self.ca)
 
 
 class RedisProcess:

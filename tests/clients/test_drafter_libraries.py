@@ -6,16 +6,14 @@ import asyncio
 import shutil
 import subprocess
 from collections.abc import AsyncIterator, Iterator
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from certificates import Site
 from stack import Answers, Client, Process, Stack, prompts, running
 
 from outrider.conformance.kit import Kit
 from outrider.conformance.rules import Outcome
-from outrider.process.certs import Authority
-from outrider.process.tls import Tls
 from outrider.protocol.messages import SamplingParams, SpeculationOptions
 
 CLIENTS = Path(__file__).parents[2] / "clients"
@@ -89,14 +87,10 @@ async def test_its_acceptance_rate_equals_the_built_in_drafters(
 
 @pytest.mark.slow
 def test_the_example_passes_the_conformance_kit_over_tls(language: str, tmp_path: Path) -> None:
-    authority = Authority.new()
-    authority.write(tmp_path)
-    for role in ("verifier", "drafter"):
-        authority.write_issued(tmp_path, role, role, [], timedelta(hours=1))
-    tls = Tls(tmp_path / "verifier.pem", tmp_path / "verifier.key", tmp_path / "ca.pem")
-    files = ("drafter.pem", "drafter.key", "ca.pem")
-    command = [*COMMANDS[language], *(str(tmp_path / file) for file in files)]
-    kit = Kit(command, "f" * 64, 4096, tls)
+    site = Site(tmp_path)
+    own = site.issue("drafter")
+    command = [*COMMANDS[language], str(own.cert), str(own.key), str(own.ca)]
+    kit = Kit(command, "f" * 64, 4096, site.issue("verifier"))
     asyncio.run(kit.run())
     assert [(name, kit.results[name].reason) for name in kit.failed] == []
     assert kit.results["trees"].outcome is Outcome.PASS

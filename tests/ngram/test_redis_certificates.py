@@ -14,7 +14,6 @@ from redis_servers import Certificates, Standalone
 from waiting import until
 
 from drafter_svc.config import EraseSettings, RedisSettings, settings_schema
-from outrider.process.certs import Authority
 from outrider.process.redis_server import RedisServer
 from outrider.process.tls import Tls
 
@@ -56,7 +55,7 @@ async def test_the_warning_names_why_a_certificate_is_refused(
     elif stranger == "expired":
         certificates.issue("drafter", hours=-1)
     elif stranger == "foreign":
-        certificates.issue("drafter", authority=Authority.new())
+        certificates.issue("drafter", foreign=True)
     else:
         server.options["ssl_ca_certs"] = str(Certificates(tmp_path).ca)
     caplog.set_level(logging.WARNING, "drafter_svc.pools.redis")

@@ -7,10 +7,11 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+from certificates import Site
 from cryptography import x509
 
 from outrider.launch.cli import app
-from outrider.process.certs import NAMES, Authority
+from outrider.process.certs import NAMES
 from outrider.process.roles import Peer, Role, peer_of_ssl
 from outrider.process.tls import Tls
 from outrider.process.usage import invoke
@@ -110,12 +111,10 @@ def test_an_authority_without_its_key_is_not_replaced(
 
 
 def test_own_files_tell_an_expired_and_a_foreign_certificate(tmp_path: Path) -> None:
-    authority, other = Authority.new(), Authority.new()
-    authority.write(tmp_path)
-    tls = Tls(tmp_path / "d.pem", tmp_path / "d.key", tmp_path / "ca.pem")
-    authority.write_issued(tmp_path, "drafter", "d", [], timedelta(hours=-1))
+    site = Site(tmp_path)
+    tls = site.issue("drafter", "d", hours=-1)
     assert "d.pem has expired (" in (tls.own_problem() or "")
-    other.write_issued(tmp_path, "drafter", "d", [], timedelta(hours=1))
+    site.issue("drafter", "d", foreign=True)
     assert "has signed the certificate" in (tls.own_problem() or "")
 
 

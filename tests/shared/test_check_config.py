@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import yaml
+from certificates import Site
 
 import drafter_svc.__main__
 import gateway.__main__
@@ -16,8 +16,8 @@ import verifier_svc.__main__
 from gateway.config import GatewaySettings
 from outrider.launch.serve import run
 from outrider.launch.serve_settings import ServeSettings
-from outrider.process.certs import Authority
 from outrider.process.config import load, parse
+from outrider.process.tls import Tls
 from verifier_svc.config import VerifierSettings
 
 ROOT = Path(__file__).parents[2]
@@ -117,26 +117,24 @@ def test_passwords_and_keys_are_not_printed(
     assert yaml.safe_load(printed)["limits_redis"] == "redis://me:***@h:1/0"
 
 
+def flags(tls: Tls) -> list[str]:
+    """The settings of a process with these files."""
+    return [f"--tls-cert={tls.cert}", f"--tls-key={tls.key}", f"--tls-ca={tls.ca}"]
+
+
 @pytest.mark.parametrize(
     ("name", "role"), [("gateway", "drafter"), ("verifier", "gateway"), ("drafter", "client")]
 )
 def test_a_certificate_of_another_role_is_refused(
     name: str, role: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    authority = Authority.new()
-    authority.write(tmp_path)
-    authority.write_issued(tmp_path, role, role, [], timedelta(hours=1))
-    files = [f"--tls-cert={tmp_path}/{role}.pem", f"--tls-key={tmp_path}/{role}.key"]
-    files.append(f"--tls-ca={tmp_path}/ca.pem")
+    files = flags(Site(tmp_path).issue(role))
     assert f"{role}.pem has the role {role}, not {name}" in str(check(name, files, monkeypatch))
 
 
 def test_an_expired_certificate_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    authority = Authority.new()
-    authority.write(tmp_path)
-    files = [f"--tls-cert={tmp_path}/verifier.pem", f"--tls-key={tmp_path}/verifier.key"]
-    files.append(f"--tls-ca={tmp_path}/ca.pem")
-    authority.write_issued(tmp_path, "verifier", "verifier", [], timedelta(hours=1))
+    site = Site(tmp_path)
+    files = flags(site.issue("verifier"))
     assert check("verifier", files, monkeypatch) == 0
-    authority.write_issued(tmp_path, "verifier", "verifier", [], timedelta(hours=-1))
+    site.issue("verifier", hours=-1)
     assert "verifier.pem has expired" in str(check("verifier", files, monkeypatch))

@@ -8,19 +8,18 @@ import ssl
 import time
 from collections.abc import Iterator
 from concurrent import futures
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import grpc
 import httpx
 import pytest
+from certificates import Site, trusting
 from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2, metrics_service_pb2_grpc
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from outrider.errors import OutriderError
 from outrider.process import metrics_export, telemetry
-from outrider.process.certs import Authority
 from outrider.process.config import ScrapedSettings
 from outrider.process.metrics_export import pushing_metrics, serve_metrics
 from outrider.process.ports import free_port
@@ -150,31 +149,23 @@ def test_metrics_are_served_and_the_error_names_a_port_in_use(
         serve_metrics(registry, ScrapedSettings(metrics_port=port))
 
 
-def issued(authority: Authority, folder: Path, hours: float = 1) -> Tls:
-    folder.mkdir(exist_ok=True)
-    authority.write(folder)
-    authority.write_issued(folder, "verifier", "verifier", [], timedelta(hours=hours))
-    return Tls(folder / "verifier.pem", folder / "verifier.key", folder / "ca.pem")
-
-
 def scraper(port: int, tls: Tls, *, shows: bool = True) -> httpx.Client:
     """A client that trusts the authority, and shows the certificate unless `shows` is false."""
-    context = ssl.create_default_context(cafile=tls.ca)
-    if shows:
-        context.load_cert_chain(tls.cert, tls.key)
-    return httpx.Client(base_url=f"https://127.0.0.1:{port}", verify=context)
+    assert tls.ca is not None
+    verify = trusting(tls.ca, tls if shows else None)
+    return httpx.Client(base_url=f"https://127.0.0.1:{port}", verify=verify)
 
 
 def test_replaced_files_serve_the_next_scrape_and_still_ask_for_certificates(
     registry: CollectorRegistry, tmp_path: Path
 ) -> None:
     settings = ScrapedSettings(metrics_port=free_port("127.0.0.1"))
-    old = issued(Authority.new(), tmp_path / "served")
+    old = Site(tmp_path / "served").issue("verifier")
     serve_metrics(registry, settings, old)
     with scraper(settings.metrics_port, old) as first:
         assert first.get("/metrics").status_code == 200
     former = scraper(settings.metrics_port, old)
-    tls = issued(Authority.new(), tmp_path / "served")
+    tls = Site(tmp_path / "served").issue("verifier")
     with scraper(settings.metrics_port, tls) as second:
         assert second.get("/metrics").status_code == 200
     for client in (former, scraper(settings.metrics_port, tls, shows=False)):
@@ -199,8 +190,7 @@ def test_silent_connections_hold_up_no_scrape_and_end(
     settings = ScrapedSettings(metrics_port=free_port("127.0.0.1"))
     tls, client = None, httpx.Client(base_url=f"http://127.0.0.1:{settings.metrics_port}")
     if encrypted:
-        authority = Authority.new()
-        tls = issued(authority, tmp_path)
+        tls = Site(tmp_path).issue("verifier")
         client = scraper(settings.metrics_port, tls)
     serve_metrics(registry, settings, tls)
     address = ("127.0.0.1", settings.metrics_port)

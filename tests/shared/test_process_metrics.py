@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from certificates import Site
 from cryptography import x509
 from prometheus_client import CollectorRegistry
 
 from outrider import __version__
 from outrider.process import rpc
-from outrider.process.certs import Authority
 from outrider.process.process_metrics import add_process_metrics
-from outrider.process.tls import Tls
 
 EXPIRY = "outrider:certificate_expiry_timestamp_seconds"
 
@@ -44,13 +42,12 @@ async def test_a_process_is_ready_as_long_as_its_health_says_so() -> None:
 
 
 def test_the_expiry_is_that_of_the_certificate_in_the_file_now(tmp_path: Path) -> None:
-    authority = Authority.new()
-    authority.write(tmp_path)
-    tls = Tls(tmp_path / "gateway.pem", tmp_path / "gateway.key", tmp_path / "ca.pem")
+    site = Site(tmp_path)
+    tls = site.issue("gateway")
     registry = CollectorRegistry()
     add_process_metrics(registry, lambda: True, {"tls": tls})
     for hours in (1, 200):
-        authority.write_issued(tmp_path, "gateway", "gateway", [], timedelta(hours=hours))
+        site.issue("gateway", hours=hours)
         end = x509.load_pem_x509_certificate(tls.cert.read_bytes()).not_valid_after_utc
         found = registry.get_sample_value(EXPIRY, {"setting": "tls-cert"})
         assert found == end.timestamp()

@@ -10,7 +10,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "gateway"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "verifier"))
 
-from sites import Site
+from certificates import Site
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from certificates import trusting
 from redis_servers import Certificates, Standalone
-from sites import trusting
 from stack import DRAFT, Process
 
 from outrider.launch.serve_settings import ServeSettings
@@ -51,7 +51,7 @@ class Served:
         """The files of a role; None without TLS."""
         if self.certificates is None:
             return None
-        folder = self.certificates.directory
+        folder = self.certificates.folder
         return Tls(folder / f"{role}.pem", folder / f"{role}.key", self.certificates.ca)
 
     def http(self, port: int, tls: Tls | None) -> httpx.AsyncClient:
@@ -124,7 +124,7 @@ def _settings(made: Served, folder: Path) -> ServeSettings:
         "http_port": made.ports["gateway HTTP"],
         "grpc_port": made.ports["gateway gRPC"],
         "verifier_port": made.ports["verifier"],
-        "certs": None if made.certificates is None else made.certificates.directory,
+        "certs": None if made.certificates is None else made.certificates.folder,
     }
     return ServeSettings.model_validate(given)
 

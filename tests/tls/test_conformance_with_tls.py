@@ -6,7 +6,8 @@ import asyncio
 import sys
 
 import pytest
-from sites import FINGERPRINT, Site
+from certificates import Site
+from sites import FINGERPRINT
 from test_verifier_port import outcome, stream_drafts
 
 from outrider.conformance.kit import Kit

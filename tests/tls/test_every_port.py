@@ -126,7 +126,7 @@ REASONS: dict[str, Callable[[str], str]] = {
 def shown(made: Served, stranger: str) -> Tls | None:
     """The certificate that a stranger shows."""
     assert made.certificates is not None
-    folder = made.certificates.directory
+    folder = made.certificates.folder
     signer, hours = made.certificates.authority, 1
     if stranger == "none":
         return None
@@ -169,7 +169,7 @@ async def test_a_port_admits_its_callers(stack: Served, port: str, role: str) ->
 @pytest.mark.slow
 async def test_the_conformance_kit_passes_a_verifier_with_tls(stack: Served) -> None:
     assert stack.certificates is not None
-    check = VerifierCheck(f"127.0.0.1:{stack.ports['verifier']}", stack.certificates.directory)
+    check = VerifierCheck(f"127.0.0.1:{stack.ports['verifier']}", stack.certificates.folder)
     await check.run()
     assert check.results == dict.fromkeys(RULES)
 

@@ -8,9 +8,9 @@ from contextlib import asynccontextmanager
 import grpc
 import httpx
 import pytest
+from certificates import Site
 from gateway_rig import TARGET, echo, settings
 from scripted_verifier import Script, ready, serving
-from sites import Site
 from waiting import until
 
 from gateway.metrics import Metrics

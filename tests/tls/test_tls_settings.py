@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from certificates import Site
 from cryptography.hazmat.primitives import serialization
 from pydantic import ValidationError
-from sites import Site
 
 from gateway.config import GatewaySettings
 from outrider.launch.health import problem

@@ -9,7 +9,8 @@ from typing import Any
 
 import grpc
 import pytest
-from sites import FINGERPRINT, Site, verifier
+from certificates import Site
+from sites import FINGERPRINT, verifier
 from waiting import until
 
 from gateway.upstream.replica import Replica
