@@ -9,7 +9,7 @@ import pytest
 
 from outrider.process.config import command
 from outrider.process.usage import invoke
-from outrider_bench.commands.advise import Question, main
+from outrider_bench.commands.advise import main
 from outrider_bench.experiment import advice_text
 from outrider_bench.experiment.acceptance import acceptances, lookups, share_of_right
 from outrider_bench.experiment.advice import (
@@ -29,6 +29,7 @@ from outrider_bench.experiment.calibration import Served, Step
 from outrider_bench.experiment.profile_record import Conditions, Profile
 from outrider_bench.experiment.situations import situation_of, situations_of
 from outrider_bench.experiment.unmeasured import load_profile
+from outrider_bench.settings import Question
 from outrider_bench.simulator import costs
 from tests.experiment.made_up_profile import made_up_profile
 

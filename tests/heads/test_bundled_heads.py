@@ -38,7 +38,7 @@ def greedy_text() -> tuple[list[int], int, list[torch.Tensor]]:
 
 @pytest.mark.parametrize("name", HEADS)
 @torch.inference_mode()
-def test_a_bundled_head_guesses_most_of_a_greedy_text(name: str) -> None:
+def test_a_bundled_head_guesses_much_of_a_greedy_text(name: str) -> None:
     text, start, states = greedy_text()
     config = LlamaConfig.from_pretrained(TARGET)
     head = read(MODELS / "heads" / name, config)
@@ -50,7 +50,9 @@ def test_a_bundled_head_guesses_most_of_a_greedy_text(name: str) -> None:
         sequence = model.open(text[:length])
         model.extend([Extension(sequence, [], features[: length - 1], 0)])
         guessed = model.propose([sequence], COUNT).tokens[0].tolist()
-        right.append(guessed == text[length : length + COUNT])
+        true = text[length : length + COUNT]
+        right.append(next((n for n in range(COUNT) if guessed[n] != true[n]), COUNT))
         model.close(sequence)
-    # At random, one in 4,096 of the first guesses alone would be right.
-    assert sum(right) > 0.3 * len(right)
+    # At random, one in 4,096 of the first guesses would be right. Medusa's guesses of a draft do not
+    # know of one another.
+    assert sum(right) > (0.4 if name == "medusa" else 1.0) * len(right)

@@ -58,7 +58,7 @@ def setting_flags() -> frozenset[str]:
         "outrider/process/config.py",
         "outrider/process/key_file.py",
         "outrider/process/tls.py",
-        *(f"outrider_bench/commands/{name}.py" for name in ("advise", "bench", "profile")),
+        "outrider_bench/settings.py",
     ]
     paths = [ROOT / name for name in files] + sorted((ROOT / "drafter_svc/families").glob("*.py"))
     text = "\n".join(path.read_text() for path in paths)

@@ -12,8 +12,12 @@ MOST_BYTES = 2**20
 LARGE = {
     "models/target/model.safetensors",
     "models/draft/model.safetensors",
+    "models/draft-2048/model.safetensors",
     "models/pard/model.safetensors",
+    "models/heads/dflash/model.safetensors",
+    "models/heads/dspark/model.safetensors",
     "models/heads/eagle3/model.safetensors",
+    "models/heads/medusa/model.safetensors",
     "models/heads/mtp/model.safetensors",
 }
 
