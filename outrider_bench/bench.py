@@ -24,7 +24,6 @@ from rich.console import Console
 
 from outrider.launch.grow import Shape
 from outrider_bench import host_time, prompt_files
-from outrider_bench.commands.bench import BenchSettings
 from outrider_bench.console import console_for_output, progress
 from outrider_bench.experiment.launches import SYNTHETIC_PATH
 from outrider_bench.experiment.machine import commit
@@ -34,6 +33,7 @@ from outrider_bench.grown import grown_checkpoint
 from outrider_bench.processor import processor_name
 from outrider_bench.prompt_files import Prompt
 from outrider_bench.report import Results, tables, write
+from outrider_bench.settings import BenchSettings
 from outrider_bench.ways import (
     Measure,
     Pair,

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
-from outrider_bench.commands.advise import MAX_ACCEPTANCE
 from outrider_bench.intervals import shown_by
 from outrider_bench.sample import Sample
+from outrider_bench.settings import MAX_ACCEPTANCE
 from outrider_bench.simulator.costs import Costs
 from outrider_bench.simulator.scenario import Scenario
 from outrider_bench.simulator.simulation import simulate

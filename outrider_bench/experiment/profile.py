@@ -9,11 +9,11 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from outrider_bench.commands.profile import PROGRAM, ProfileSettings
 from outrider_bench.console import progress
 from outrider_bench.experiment import machine
 from outrider_bench.experiment.profile_record import Conditions, Profile
 from outrider_bench.experiment.serving import ProfiledHead
+from outrider_bench.settings import ProfileSettings
 from outrider_bench.simulator.costs import way_of
 
 _MOST_SEQUENCES = 32
@@ -69,7 +69,7 @@ def _measure(
     draft = Path(settings.draft)
     here = machine.this_machine()
     for warning in machine.warnings():
-        print(f"{PROGRAM}: {warning}", file=sys.stderr)
+        print(f"outrider lab profile: {warning}", file=sys.stderr)
     load, spread = os.getloadavg()[0], machine.spread()
     begin(_FORWARDS)
     costs = measured_costs.measure(

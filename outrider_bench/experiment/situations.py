@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from outrider_bench.commands.advise import MAX_ACCEPTANCE, Question
 from outrider_bench.experiment.advice import Place, Situation
 from outrider_bench.experiment.profile_record import Profile
 from outrider_bench.experiment.serving import SLOWNESS_ON_TARGET_CORES
 from outrider_bench.intervals import MOST_OF_ALLOWED, of_allowed
+from outrider_bench.settings import MAX_ACCEPTANCE, Question
 
 _ELSEWHERE = " elsewhere"
 

@@ -53,6 +53,6 @@ def test_a_bundled_head_guesses_much_of_a_greedy_text(name: str) -> None:
         true = text[length : length + COUNT]
         right.append(next((n for n in range(COUNT) if guessed[n] != true[n]), COUNT))
         model.close(sequence)
-    # At random, one in 4,096 of the first guesses would be right. Medusa's guesses of a draft do not
-    # know of one another.
+    # At random, one in 4,096 of the first guesses would be right. Medusa's guesses know nothing of
+    # one another.
     assert sum(right) > (0.4 if name == "medusa" else 1.0) * len(right)
