@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 from conftest import FLAGS, START_S
-from raw_drafter import RawDrafter, dialled
+from raw_drafter import RawDrafter
 from stack import Client, Stack, running
 from test_greedy_equality import Reference
 from waiting import until
@@ -136,7 +136,7 @@ async def draft(drafter: RawDrafter, answer: Answer, delay_s: float) -> None:
 async def drafting(
     client: Client, name: str, answer: Answer, delay_s: float
 ) -> AsyncIterator[None]:
-    async with dialled(client, name) as drafter:
+    async with client.drafter(name, family=name) as drafter:
         work = asyncio.create_task(draft(drafter, answer, delay_s))
         try:
             yield
@@ -165,7 +165,7 @@ async def test_a_bad_drafter_changes_no_text(
 async def test_a_drafter_of_another_tokenizer_is_refused(stack: Stack) -> None:
     async with (
         Client(stack.address) as client,
-        dialled(client, "foreign", tokenizer_fingerprint="0" * 64) as drafter,
+        client.drafter("foreign", tokenizer_fingerprint="0" * 64) as drafter,
     ):
         assert (await drafter.error()).reason is Reason.TOKENIZER_MISMATCH
 
