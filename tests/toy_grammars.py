@@ -46,7 +46,7 @@ class Heads(ToyGrammar):
 
 
 class Alternating(ToyGrammar):
-    """The token after an even one is odd, and the other way round. The first one is even."""
+    """Even and odd tokens take turns. The first token is even."""
 
     def allows(self, token: int) -> bool:
         return (token + len(self.text)) % 2 == 0

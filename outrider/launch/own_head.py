@@ -33,12 +33,12 @@ _PLACE = PlacementPlan("local", (), None, threads=1)
 
 
 async def load_head(
-    head: str, layers: list[int], settings: VerifierSettings, metrics: Metrics
+    head: str, states: list[int], settings: VerifierSettings, metrics: Metrics
 ) -> OwnDrafter:
     """Load the head of a folder, before the target takes the rest of a GPU's memory.
 
-    The head reads the boundaries `layers`. If there are none, and its file may mean several, it
-    chooses them when the target is loaded. The head's metrics are added to the verifier's. Raises
+    The head reads these hidden states. If there are none, and its file may mean several, it chooses
+    them when the target is loaded. The head's metrics are added to the verifier's. Raises
     OutriderError(INVALID_VALUE) for a head that does not fit the target.
     """
     import torch
@@ -49,7 +49,7 @@ async def load_head(
     thread_count = torch.get_num_threads()
     own = {
         "head": head,
-        "head_states": layers,
+        "head_states": states,
         "target": settings.target,
         "device": settings.device,
     }

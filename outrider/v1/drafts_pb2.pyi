@@ -359,8 +359,8 @@ class Opened(_message.Message):
     trust for ONE_HOT, and tells nobody the seed of the noise.
     """
     draft_tokens: _builtins.int
-    """Draft tokens that the verifier can use next, one after the other: those of its next step and
-    those that it commits before an answer arrives. Range [0, window.depth].
+    """The depth of draft that the verifier can use next, in tokens: what its next step verifies, and
+    what it commits before an answer arrives. Range [0, window.depth].
     """
     tenant: _builtins.str
     """The key of private pools, an opaque name; empty is the default tenant."""
@@ -478,9 +478,9 @@ class Proposal(_message.Message):
 
     @_builtins.property
     def parents(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Empty: a chain, each token follows the previous one. Otherwise a tree: each token's parent, where
-        0 is the base and j is token_ids[j - 1]. A parent must come before its child. Parents that are
-        counted from 0 are in range too, and make a tree of wrong guesses.
+        """Empty for a chain, in which each token follows the previous token. For a tree, each token's
+        parent: 0 is the base, and j is token_ids[j - 1]. A parent must come before its child. Parents
+        that are counted from 0 are in range too, and make a tree of wrong guesses.
         """
 
     @_builtins.property
@@ -577,8 +577,8 @@ class Verdict(_message.Message):
     accepted_count: _builtins.int
     """How many of this drafter's tokens the last commit matched."""
     draft_tokens: _builtins.int
-    """Draft tokens that the verifier can use next, one after the other: those of its next step and
-    those that it commits before an answer arrives. Range [0, window.depth].
+    """The depth of draft that the verifier can use next, in tokens: what its next step verifies, and
+    what it commits before an answer arrives. Range [0, window.depth].
     """
     traceparent: _builtins.str
     """W3C trace context of the round; empty when it is not traced."""

@@ -240,7 +240,7 @@ def _edge(
     pays_not: float,
     between: Callable[[float, float], float],
 ) -> float:
-    """The last value that pays on the way from one that pays to one that does not."""
+    """The value at which the speed stops paying, between `pays` and `pays_not`."""
     for _ in range(_BISECTIONS):
         middle = between(pays, pays_not)
         if speed(middle) >= PAYS:

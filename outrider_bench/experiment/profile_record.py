@@ -67,7 +67,7 @@ class Profile(BaseModel):
 
     @property
     def is_measured(self) -> bool:
-        """Whether it was measured; else it is that of a cost table, see `unmeasured`."""
+        """Whether the profile was measured; if not, `unmeasured` made it of a cost table."""
         return self.measured_at != NEVER
 
     @property

@@ -49,6 +49,14 @@ class RemoteHandle(LocalHandle):
         """Let the far end send a signal to the process and its children."""
         self._say(number.name)
 
+    async def kill(self) -> None:
+        """As Handle.kill. If the far end does nothing, ends the connection."""
+        self.send_signal(signal.SIGKILL)
+        _, late = await asyncio.wait({self.ended}, timeout=_CALL_S)
+        if late:
+            self._process.kill()
+        await self.ended
+
     async def pause(self) -> None:
         """As Handle.pause."""
         await super().pause()
@@ -215,9 +223,9 @@ async def remote_hosts(
 
 
 def local_host(others: Mapping[str, RemoteHost]) -> LocalHost:
-    """This machine, at an address that the other machines reach, if there are others.
+    """This machine, at an address that the other machines reach, if there are other machines.
 
-    Others on loopback get the same address.
+    Machines that ssh reaches on loopback get the same address.
     """
     seen = [host.controller_address for host in others.values() if host.address != LOOPBACK]
     here = seen[0] if seen else LOOPBACK

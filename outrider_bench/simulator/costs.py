@@ -63,7 +63,7 @@ class DraftingCost(_Table):
 
 
 class LinkShape(_Table):
-    """What a link does to connections, equally in both directions."""
+    """A link delays, slows and cuts connections, alike in both directions."""
 
     round_trip_ms: float = Field(0.0, ge=0, le=10_000)
     """Round trip, half in each direction; of a proxy, what it adds."""

@@ -165,7 +165,7 @@ class Scenario(_Part):
     costs: Annotated[Costs, BeforeValidator(_table)] = Field(
         default_factory=lambda: costs.load("epyc-2-cores")
     )
-    """Cost table: the name of one that comes with the simulator, or a file."""
+    """The cost table: a file, or the name of a table that comes with the simulator."""
 
     noise: float = Field(0.0, ge=0, lt=1)
     """Greatest random change of a forward's time, as a share of it."""

@@ -18,6 +18,7 @@ from scripted_verifier import plain
 from waiting import until
 
 from gateway.text.prompts import Prompts
+from outrider.errors import OutriderError, Reason
 from outrider.process import telemetry
 from outrider.v1 import generation_pb2
 
@@ -101,6 +102,16 @@ async def test_a_client_that_leaves_has_a_line_with_its_tokens_so_far(
     await until(lambda: lines(caplog))
     [line] = lines(caplog)
     assert (line["status"], line["error"], line["completion_tokens"]) == ("200", "client_gone", 2)
+
+
+async def test_refusals_for_load_have_lines_and_ids(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig.script.answer = lambda _: [OutriderError(Reason.OVERLOADED, "full")]
+    response = await rig.http.post("/v1/completions", json={"prompt": "x"})
+    [line] = lines(caplog)
+    assert (line["status"], line["error"]) == ("429", "overloaded")
+    assert line["request_id"] == response.headers["x-request-id"]
 
 
 async def test_a_fault_of_ours_has_a_line_and_an_id(

@@ -196,24 +196,32 @@ async def test_the_error_for_a_malformed_body_says_why(
     assert words in error["message"]
 
 
+async def test_a_part_of_another_type_is_refused_with_the_types_that_are_taken(rig: Rig) -> None:
+    content = [{"type": "image_url", "image_url": {"url": "data:"}}]
+    body = {"messages": [{"role": "user", "content": content}]}
+    response = await rig.http.post("/v1/chat/completions", json=body)
+    said = "messages[0].content[0].type must be one of 'text', 'refusal', not 'image_url'"
+    assert error_of(response)["message"] == said
+
+
 @pytest.mark.parametrize(
-    ("path", "meant"),
+    ("path", "hint"),
     [
-        ("/v1/completion", "/v1/completions"),
-        ("/v1/chat/completion", "/v1/chat/completions"),
-        ("/v1/model", "/v1/models"),
-        ("/chat/completions", "/v1/chat/completions"),
-        ("/messages", "/v1/messages"),
+        ("/v1/completion", " (did you mean /v1/completions?)"),
+        ("/v1/chat/completion", " (did you mean /v1/chat/completions?)"),
+        ("/v1/model", " (did you mean /v1/models?)"),
+        *(
+            (path, f"; the path is /v1{path}, so a client's base URL ends in /v1")
+            for path in ("/chat/completions", "/completions", "/messages", "/models")
+        ),
     ],
 )
 async def test_the_error_for_a_wrong_path_names_the_right_one(
-    rig: Rig, path: str, meant: str
+    rig: Rig, path: str, hint: str
 ) -> None:
     response = await rig.http.post(path, json={})
     assert response.status_code == 404
-    message = error_of(response)["message"]
-    assert message.startswith(f"there is no {path} here")
-    assert meant in message
+    assert error_of(response)["message"] == f"there is no {path} here{hint}"
 
 
 async def test_numbers_that_are_not_finite_are_refused(rig: Rig) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -520,6 +521,22 @@ async def test_anthropics_client_creates_streams_and_counts(thinker: Rig) -> Non
 class Place(BaseModel):
     city: str
     days: int
+
+
+async def test_anthropics_blocking_client_reads_the_same(thinker: Rig) -> None:
+    thinker.says(TEXT, 2)
+
+    def ask() -> tuple[str, str, int]:
+        url = thinker.gateway.http_url
+        with anthropic.Anthropic(base_url=url, api_key="any", max_retries=0) as client:
+            asked: dict[str, Any] = {"model": "", "messages": ASK}
+            answer = client.messages.create(**asked, max_tokens=500)
+            with client.messages.stream(**asked, max_tokens=500) as stream:
+                streamed = stream.get_final_text()
+            counted = client.messages.count_tokens(**asked)
+        return answer.content[0].text, streamed, counted.input_tokens - answer.usage.input_tokens
+
+    assert await asyncio.to_thread(ask) == (TEXT, TEXT, 0)
 
 
 async def test_anthropics_client_parses_an_answer_by_its_schema(thinker: Rig) -> None:

@@ -13,6 +13,7 @@ from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from google.protobuf.descriptor_pool import DescriptorPool
 from google.rpc import error_details_pb2, status_pb2
 from grpc_reflection.v1alpha import reflection_pb2
+from hastened import hastened
 
 from outrider.errors import OutriderError, Reason, Retry
 from outrider.process import rpc
@@ -155,11 +156,6 @@ async def test_a_quiet_stream_outlives_many_pings(monkeypatch: pytest.MonkeyPatc
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call.read()
     assert rpc.error_of(caught.value) == ERROR
-
-
-def hastened(options: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
-    """The options with all times divided by ten."""
-    return [(name, value // 10 if name.endswith("_ms") else value) for name, value in options]
 
 
 def test_both_ends_drop_a_silent_peer_within_15_s() -> None:

@@ -7,6 +7,7 @@ import asyncio
 import grpc
 import pytest
 from fake_model import VOCAB
+from hastened import hastened
 from raw_drafter import RawDrafter
 from served_engine import verifier
 
@@ -14,6 +15,8 @@ from outrider.errors import OutriderError, Reason
 from outrider.process import rpc
 from outrider.protocol.model_info import DrafterInfo, ModelInfo, Placement, Stage
 from outrider.protocol.wire import model as wire_model
+from outrider_bench.experiment.links import ShapedLink
+from outrider_bench.experiment.spec import Link
 from verifier_svc.engine.config import EngineConfig
 
 
@@ -51,6 +54,43 @@ async def test_drafters_beyond_the_limit_of_an_address_are_refused() -> None:
                     break
                 except OutriderError:
                     await asyncio.sleep(0.01)
+
+
+async def until_free(channel: grpc.aio.Channel, name: str) -> RawDrafter:
+    """Ask for a drafter's id until it is free, and take it."""
+    while True:
+        drafter = RawDrafter(channel, name)
+        try:
+            await drafter.welcomed()
+            return drafter
+        except OutriderError as error:
+            if error.reason is not Reason.DRAFTER_ID_TAKEN:
+                raise
+            await asyncio.sleep(0.05)
+
+
+async def test_the_id_of_a_drafter_that_vanished_is_soon_free_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A machine that dies leaves its connection open. All times are a tenth of the real ones."""
+    monkeypatch.setattr(rpc, "CHANNEL_OPTIONS", hastened(rpc.CHANNEL_OPTIONS))
+    monkeypatch.setattr(rpc, "SERVER_OPTIONS", hastened(rpc.SERVER_OPTIONS))
+    link = ShapedLink(Link())
+    async with (
+        verifier() as served,
+        link.forward(("127.0.0.1", 0), ("127.0.0.1", served.port)) as port,
+        rpc.dial(f"127.0.0.1:{port}") as old,
+        rpc.dial(served.address) as new,
+    ):
+        await RawDrafter(old, "model-1").welcomed()
+        with pytest.raises(OutriderError, match="a drafter with the id model-1 is connected"):
+            await RawDrafter(new, "model-1").welcomed()
+        link.vanish()
+        async with asyncio.timeout(20):
+            successor = await until_free(new, "model-1")
+        connected = served.engine.drafting.roster.connected.values()
+        assert [drafter.id for drafter in connected] == ["model-1"]
+        successor.call.cancel()
 
 
 async def test_get_models_answer_fits_a_message_with_any_number_of_drafters() -> None:

@@ -67,7 +67,7 @@ class AcceptanceRate:
         self._accepted = [0.0] * count
         self._judged = [0.0] * count
         self.version = 0
-        """How many drafts it has counted."""
+        """Grows with each draft that changes a rate."""
         # The lists below hold for this sum of versions, its own and the prior's.
         self._valid = -1
         self._rates: list[float] = []
@@ -86,6 +86,8 @@ class AcceptanceRate:
         if accepted < known:
             judged[accepted] = judged[accepted] * decay + 1.0
             hits[accepted] *= decay
+        elif self._valid == self.version + self._prior.version and self._survival[-1] == 1.0:
+            return  # all rates are 1, and a draft that is right to its end leaves them so
         self.version += 1
 
     @property

@@ -138,10 +138,8 @@ class Assignment:
         if length:
             seen = min(wanted, right + 1)
             there = min(length, seen)
-            # Where every draft was full, a further one says nothing new.
-            if there < seen or self.lengths.prob_all_accepted(seen) < 1.0:
-                self.lengths.observe(seen, there)
-                self.drafter.lengths.observe(seen, there)
+            self.lengths.observe(seen, there)
+            self.drafter.lengths.observe(seen, there)
 
     def ready_tokens(self, draft_tokens: int) -> int:
         """Tokens of its ready path, at most `draft_tokens`, for every choice between drafts.
