@@ -405,9 +405,9 @@ class Metrics:
         self._graphs.set(count)
         self._graph_memory.set(memory_bytes)
 
-    def paused(self, reason: PauseReason) -> None:
-        """Count a sequence's step without a draft."""
-        self._pauses[reason] = self._pauses.get(reason, 0) + 1
+    def paused(self, reason: PauseReason, count: int) -> None:
+        """Count sequences' steps without a draft."""
+        self._pauses[reason] = self._pauses.get(reason, 0) + count
 
     def occupancy(self, now: Occupancy) -> None:
         """Record the sequences and pages in use, and what the scheduler has counted."""

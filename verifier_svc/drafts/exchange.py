@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from outrider.errors import OutriderError, Reason
 from outrider.process.clock import Clock, monotonic
 from outrider.process.telemetry import Span
 from outrider.protocol.draft_messages import Closed, DraftBatch, Hello, StepBatch, Verdict
+from outrider.protocol.messages import PauseReason
 from verifier_svc.drafts.assignments import new_assignment, run_ahead_window
 from verifier_svc.drafts.draft_message import DraftMessage
 from verifier_svc.drafts.features import FeatureSender, FeatureSource, flush_features
@@ -195,17 +196,21 @@ class DraftExchange:
         drafter.taken_bytes += byte_count + MESSAGE_BYTES
         self._metrics.ignored(drafter)
 
-    def note_pause(self, sequence: Sequence) -> None:
-        """Count a step that verified no draft of the sequence, unless it had no room for one.
+    def note_pauses(self, sequences: Iterable[Sequence]) -> None:
+        """Count a step that verified no draft of these sequences, unless it had no room for one.
 
         Call it before the step's tokens are committed and its verdicts are sent.
         """
-        first = sequence.stats.forward_count == 0
-        if first or sequence.max_draft_tokens == 0 or sequence.most_draft_tokens == 0:
-            return
-        reason = pause_reason(sequence, self.plan, self._planner.budget)
-        sequence.pauses[reason] = sequence.pauses.get(reason, 0) + 1
-        self._metrics.paused(reason)
+        counts: dict[PauseReason, int] = {}
+        for sequence in sequences:
+            first = sequence.stats.forward_count == 0
+            if first or sequence.max_draft_tokens == 0 or sequence.most_draft_tokens == 0:
+                continue
+            reason = pause_reason(sequence, self.plan, self._planner.budget)
+            sequence.pauses[reason] = sequence.pauses.get(reason, 0) + 1
+            counts[reason] = counts.get(reason, 0) + 1
+        for reason, count in counts.items():
+            self._metrics.paused(reason, count)
 
     # --- verdicts go out ---
 
@@ -217,6 +222,7 @@ class DraftExchange:
         `verified` is the assignment whose draft the step verified; `span` is the step's.
         """
         lookups: list[str] = []
+        planned = self.plan.draft_tokens.get(sequence.id, 0)
         now = self._clock()
         passes_on = False
         if verified is not None and self.plan.token_prices:
@@ -226,7 +232,7 @@ class DraftExchange:
             trie = assignment.trie
             guessed = 0 if assignment is verified else min(len(trie.main_path), len(new_token_ids))
             skipped = trie.node_count == 0 and trie.ready(1)
-            offered = assignment.final_length(self.plan.draft_tokens.get(sequence.id, 0))
+            offered = assignment.final_length(planned)
             walk = trie.advance(new_token_ids)
             assignment.observe_length(*offered, walk.on_main_path)
             if assignment.asked and not skipped:

@@ -8,6 +8,7 @@ from outrider.errors import OutriderError, Reason
 from outrider.grammar.backends import Matcher
 from outrider.protocol.messages import FinishReason, TokenChunk, TokenSource
 from outrider.protocol.token_tree import main_path
+from verifier_svc.drafts.draft_message import main_path_count
 from verifier_svc.state.scheduled_sequence import ScheduledSequence
 from verifier_svc.state.sequence import Sequence
 from verifier_svc.state.trie import DraftTree
@@ -54,8 +55,7 @@ def sources_of(draft: DraftTree, rows: SequenceOf[int], count: int) -> list[Toke
     if not draft.token_ids:
         return [TokenSource.PLAIN] * count
     rows = rows[:count]
-    # The main path's rows are the first ones.
-    on_main_path = sum([row == place for place, row in enumerate(rows, 1)])
+    on_main_path = main_path_count(rows) if draft.parents else len(rows)
     sources = [TokenSource.ACCEPTED] * on_main_path
     sources += [TokenSource.ACCEPTED_SIDE] * (len(rows) - on_main_path)
     if count > len(rows):

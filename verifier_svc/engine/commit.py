@@ -117,7 +117,8 @@ class Committer:
         sequence = scheduled.sequence
         drafted = scheduled.draft.token_ids
         rows = result.rows
-        new = [*[drafted[row - 1] for row in rows], result.next_token]
+        new = [drafted[row - 1] for row in rows] if rows else []
+        new.append(result.next_token)
         finish_reason = cut_at_end(sequence, new)
         if sequence.matcher is not None:
             try:
@@ -127,8 +128,6 @@ class Committer:
                 self.fail(sequence, error)
                 return
         accepted = min(result.accepted_count, len(new))
-        if not drafted:
-            self._drafting.note_pause(sequence)
         sequence.tokens += new
         sequence.stats.record(len(drafted), accepted, verified.rule)
         self._keep_pages(sequence, len(drafted), accepted)

@@ -353,6 +353,13 @@ class Engine:
         if sources:
             self.model.move_tokens(sources, targets)
         self.drafting.features.take(batch, found)
+        self.drafting.note_pauses(
+            [
+                scheduled.sequence
+                for scheduled, each in zip(batch, found, strict=True)
+                if not scheduled.draft.token_ids and isinstance(each, Verified) and each.result
+            ]
+        )
         for scheduled, result, span in zip(batch, found, spans, strict=True):
             self._committer.commit(scheduled, result, span)
         committed = [scheduled.sequence for scheduled in batch if not scheduled.is_late]

@@ -9,18 +9,18 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from outrider.lm.pages import PagePool
+from outrider.lm.pages import KVSequence, PagePool
 from outrider.protocol.token_tree import main_path
 from verifier_svc.engine.fair_queue import FairQueue
 from verifier_svc.engine.load_meter import LoadMeter
-from verifier_svc.engine.step_shares import Part, StepShares
+from verifier_svc.engine.step_shares import Parts, StepShares
 from verifier_svc.engine.tenant_use import TenantUse
 from verifier_svc.policy.draft_trees import ChosenDraft, best_chain
 from verifier_svc.policy.forward_cost import ForwardCost
 from verifier_svc.state.occupancy import Occupancy
 from verifier_svc.state.scheduled_sequence import ScheduledSequence
 from verifier_svc.state.sequence import Sequence
-from verifier_svc.state.trie import NO_DRAFT
+from verifier_svc.state.trie import NO_DRAFT, DraftTree
 from verifier_svc.verification.grammar_masks import chosen_before
 
 if TYPE_CHECKING:
@@ -63,6 +63,8 @@ class Scheduler:
         """Tokens of all admitted sequences."""
         self.cached_token_count = 0
         """Tokens of admitted sequences that the prefix cache held."""
+        # The tenant of all sequences of the step in progress; None if they are of several.
+        self._only_tenant: str | None = None
         self._max_batch_tokens = config.max_batch_tokens
         self._max_sequences = config.max_sequences
         # Each scored token of a prompt takes a row of logits.
@@ -115,6 +117,9 @@ class Scheduler:
     def charge(self, batch: Iterable[ScheduledSequence], seconds: float, now: float) -> None:
         """Note who has used a step of `seconds` that ends `now`."""
         rows: dict[str, int] = {}
+        if self._only_tenant is not None:
+            rows[self._only_tenant] = 1
+            batch = ()
         for scheduled in batch:
             tokens = len(scheduled.token_ids) + len(scheduled.draft.token_ids)
             tenant = scheduled.sequence.request.tenant
@@ -155,38 +160,37 @@ class Scheduler:
         sequence id. One whose masks were asked for before has the draft of these masks.
         """
         batch: dict[int, ScheduledSequence] = {}
-        parts = self._parts(draft_tokens, trees)
-        decoding = sum([pending == 1 for _, pending, _ in parts])
+        decoding, reading = self._parts(draft_tokens, trees)
         # Every decoding sequence has room for its one token. Drafts and prompts share the rest.
-        spare = max(0, self._max_batch_tokens - decoding)
+        spare = max(0, self._max_batch_tokens - len(decoding))
+        for_prompts = self._for_prompts(sum([part.most for part in reading])) if reading else 0
+        for sequence in decoding:
+            planned = draft_tokens.get(sequence.id, 0)
+            room = max(0, spare - for_prompts)
+            draft = _chosen(sequence, planned, room, trees)
+            scheduled = self._schedule(sequence, 1, True, room, draft, batch)
+            if scheduled is not None:
+                scheduled.planned_draft_tokens = planned
+                spare -= len(scheduled.draft.token_ids)
         rows = self._max_scored_tokens
-        for_prompts = self._for_prompts(sum([most for _, pending, most in parts if pending > 1]))
-        for sequence, pending, most in parts:
+        for sequence, pending, most in reading:
             count = min(most, _scorable(sequence, pending, rows)) if sequence.unscored else most
-            if pending > 1:
-                count = min(count, spare)
-                spare -= count
+            count = min(count, spare)
             if count == 0:
                 continue
+            spare -= count
             planned = draft_tokens.get(sequence.id, 0)
-            room = max(0, spare - for_prompts) if pending == 1 else spare
             samples = count == pending
-            draft = _NO_DRAFT
-            if samples and sequence.mask_work is not None:
-                draft = chosen_before(sequence, sequence.mask_work)
-            elif samples:
-                draft = trees.get(sequence.id) or best_chain(sequence, min(planned, room))
-            scheduled = self._schedule(sequence, count, samples, room, draft, batch)
+            draft = _chosen(sequence, planned, spare, trees) if samples else _NO_DRAFT
+            scheduled = self._schedule(sequence, count, samples, spare, draft, batch)
             if scheduled is not None:
                 scheduled.planned_draft_tokens = planned
                 spare -= len(scheduled.draft.token_ids)
                 rows -= len(scheduled.scored)
         return list(batch.values())
 
-    def _parts(
-        self, draft_tokens: Mapping[int, int], trees: Mapping[int, ChosenDraft]
-    ) -> list[Part]:
-        """The running sequences that the step serves, and how many tokens of each."""
+    def _parts(self, draft_tokens: Mapping[int, int], trees: Mapping[int, ChosenDraft]) -> Parts:
+        """The running sequences that the step serves, and how many tokens of each prompt."""
 
         def drafted(sequence: Sequence) -> int:
             if sequence.mask_work is not None:
@@ -200,6 +204,7 @@ class Scheduler:
         tenants = self.tenants
         if len(ready) < len(self.running):
             tenants = Counter([each.request.tenant for each in ready])
+        self._only_tenant = next(iter(tenants)) if len(tenants) == 1 else None
         if len(tenants) > 1:
             # A tenant with few pages gets new pages before other tenants have used them up.
             held = self._pages_held()
@@ -234,22 +239,13 @@ class Scheduler:
         if sequence.id not in self.running:
             return None  # this step preempted it for an older sequence
         assignment, draft = chosen
-        draft = draft.first(room)
         start = sequence.kv.num_computed_tokens
         end = start + count
-        has_room = self.pool.reserve(sequence.kv, end + len(draft.token_ids))
-        if not has_room and draft.parents:
-            # The main path alone may fit.
-            draft = draft.first(len(main_path(draft.parents)))
-            has_room = self.pool.reserve(sequence.kv, end + len(draft.token_ids))
-        if not has_room and draft.token_ids:
-            # A draft is no reason to preempt another sequence. It is cut rather than dropped: how
-            # many tokens follow a sampled token must not decide whether it is verified.
-            draft = draft.first(max(0, self.pool.room(sequence.kv) - end))
-            has_room = self.pool.reserve(sequence.kv, end + len(draft.token_ids))
+        if draft.token_ids:
+            draft = self._with_pages(sequence.kv, end, draft.first(room))
         if not draft.token_ids:
             assignment = None
-        while not has_room and not self.pool.reserve(sequence.kv, end):
+        while not draft.token_ids and not self.pool.reserve(sequence.kv, end):
             victim = self._holds_most(
                 other for other in self.running.values() if other.id not in batch
             )
@@ -263,6 +259,20 @@ class Scheduler:
         )
         batch[sequence.id] = scheduled
         return scheduled
+
+    def _with_pages(self, kv: KVSequence, end: int, draft: DraftTree) -> DraftTree:
+        """Reserve pages for a draft after the first `end` tokens; returns what fits of it."""
+        if self.pool.reserve(kv, end + len(draft.token_ids)):
+            return draft
+        if draft.parents:
+            # The main path alone may fit.
+            draft = draft.first(len(main_path(draft.parents)))
+            if self.pool.reserve(kv, end + len(draft.token_ids)):
+                return draft
+        # A draft is no reason to preempt another sequence. It is cut rather than dropped: how
+        # many tokens follow a sampled token must not decide whether it is verified.
+        draft = draft.first(max(0, self.pool.room(kv) - end))
+        return draft if self.pool.reserve(kv, end + len(draft.token_ids)) else NO_DRAFT
 
     def admit(self) -> list[Sequence]:
         """Admit waiting sequences while all their tokens fit, and return them.
@@ -365,6 +375,17 @@ class Scheduler:
         self._leave(victim)
         self.waiting.put_back(victim)
         self.preemption_count += 1
+
+
+def _chosen(
+    sequence: Sequence, planned: int, room: int, trees: Mapping[int, ChosenDraft]
+) -> ChosenDraft:
+    """The draft of a sequence for which a token is drawn."""
+    if sequence.mask_work is not None:
+        return chosen_before(sequence, sequence.mask_work)
+    if trees and (tree := trees.get(sequence.id)) is not None:
+        return tree
+    return best_chain(sequence, min(planned, room))
 
 
 def _arrival(sequence: Sequence) -> int:

@@ -29,11 +29,19 @@ Drafted = Callable[[Sequence], int]
 
 
 class Part(NamedTuple):
-    """A sequence that the step serves, its uncomputed tokens, and how many of them it may take."""
+    """A sequence whose prompt the step reads: its uncomputed tokens, and how many it may take."""
 
     sequence: Sequence
     pending: int
     most: int
+
+
+class Parts(NamedTuple):
+    """What a step serves."""
+
+    decoding: list[Sequence]
+    """They have one uncomputed token each."""
+    reading: list[Part]
 
 
 class StepShares:
@@ -50,8 +58,8 @@ class StepShares:
 
     def divide(
         self, running: List[Sequence], tenants: Mapping[str, int], drafted: Drafted
-    ) -> list[Part]:
-        """The parts of the next step: first the decoding sequences, then the prompts.
+    ) -> Parts:
+        """The parts of the next step.
 
         `tenants` has the number of running sequences by tenant.
         """
@@ -60,35 +68,31 @@ class StepShares:
         if self._cost.known:
             light = self._use.light(tenants)
             bounded = bool(light) or self._use.expects(tenants)
-        pairs = [(sequence, sequence.num_uncomputed_tokens) for sequence in running]
+        parts = _parts(running)
         if bounded:
-            return self._bounded(pairs, light, drafted)
-        decoding = [Part(sequence, 1, 1) for sequence, pending in pairs if pending == 1]
-        reading = [Part(sequence, pending, pending) for sequence, pending in pairs if pending > 1]
+            return self._bounded(parts, light, drafted)
         if len(tenants) > 1:
-            reading = _cut(reading, self._max_batch_tokens - len(decoding))
-        return decoding + reading
+            most = self._max_batch_tokens - len(parts.decoding)
+            parts = parts._replace(reading=_cut(parts.reading, most))
+        return parts
 
-    def _bounded(
-        self, pairs: list[tuple[Sequence, int]], light: frozenset[str], drafted: Drafted
-    ) -> list[Part]:
+    def _bounded(self, parts: Parts, light: frozenset[str], drafted: Drafted) -> Parts:
         """A step of bounded time: what light tenants want, then what adds little time to it."""
         fill = _Fill(self._cost, self._max_batch_tokens, drafted)
         room_s = _LONGEST * self._cost.estimate(1, 1)
         if light:
-            own = [pair for pair in pairs if pair[0].request.tenant in light]
-            pairs = [pair for pair in pairs if pair[0].request.tenant not in light]
+            own, parts = _split(parts, light)
             self._last_light = fill.add(own, room_s, self._last_light)
             room_s = _ADDED * fill.seconds
-        self._last_heavy = fill.add(pairs, room_s, self._last_heavy)
-        return fill.decoding + fill.reading
+        self._last_heavy = fill.add(parts, room_s, self._last_heavy)
+        return Parts(fill.decoding, fill.reading)
 
 
 class _Fill:
     """A step that is filled up to a bound of time. It takes some work even if none fits."""
 
     def __init__(self, cost: ForwardCost, max_batch_tokens: int, drafted: Drafted) -> None:
-        self.decoding: list[Part] = []
+        self.decoding: list[Sequence] = []
         self.reading: list[Part] = []
         self._cost = cost
         self._max_batch_tokens = max_batch_tokens
@@ -104,24 +108,23 @@ class _Fill:
     def _decoding_s(self, rows: int) -> float:
         return self._cost.estimate(len(self.decoding), rows) if self.decoding else 0.0
 
-    def add(self, pairs: list[tuple[Sequence, int]], room_s: float, last_id: int) -> int:
+    def add(self, parts: Parts, room_s: float, last_id: int) -> int:
         """Add what makes the step longer by at most `room_s`; half of it is for prompts, if any.
 
         Decoding begins after the sequence `last_id`. Returns the id of the last sequence that
         had room, or `last_id` if all had room.
         """
         before_s = self.seconds
-        decoding = [sequence for sequence, pending in pairs if pending == 1]
-        reading = [Part(sequence, pending, pending) for sequence, pending in pairs if pending > 1]
-        last_id = self._add_decoding(decoding, room_s / 2 if reading else room_s, last_id)
+        decoding_s = room_s / 2 if parts.reading else room_s
+        last_id = self._add_decoding(parts.decoding, decoding_s, last_id)
         left_s = room_s - max(self.seconds - before_s, 0.0)
         tokens = self._cost.prompt_tokens_in(left_s)
         if not self.decoding and not self.reading:
             tokens = max(tokens, _LEAST_PROMPT_TOKENS)
         most = self._max_batch_tokens - len(self.decoding) - self._prompt_tokens
-        parts = _cut(reading, min(tokens, most))
-        self.reading += parts
-        self._prompt_tokens += sum([part.most for part in parts])
+        reading = _cut(parts.reading, min(tokens, most))
+        self.reading += reading
+        self._prompt_tokens += sum([part.most for part in reading])
         return last_id
 
     def _add_decoding(self, decoding: list[Sequence], room_s: float, last_id: int) -> int:
@@ -132,10 +135,32 @@ class _Fill:
             rows = self._rows + 1 + self._drafted(sequence)
             after_s = self._cost.estimate(len(self.decoding) + 1, rows)
             if after_s - before_s > room_s and (self.decoding or self.reading):
-                return self.decoding[-1].sequence.id if self.decoding else last_id
+                return self.decoding[-1].id if self.decoding else last_id
             self._rows = rows
-            self.decoding.append(Part(sequence, 1, 1))
+            self.decoding.append(sequence)
         return last_id
+
+
+def _parts(running: List[Sequence]) -> Parts:
+    """Everything that these sequences could take."""
+    parts = Parts([], [])
+    for sequence in running:
+        pending = sequence.num_uncomputed_tokens
+        if pending == 1:
+            parts.decoding.append(sequence)
+        else:
+            parts.reading.append(Part(sequence, pending, pending))
+    return parts
+
+
+def _split(parts: Parts, light: frozenset[str]) -> tuple[Parts, Parts]:
+    """The parts of light tenants, and those of others."""
+    own, others = Parts([], []), Parts([], [])
+    for sequence in parts.decoding:
+        (own if sequence.request.tenant in light else others).decoding.append(sequence)
+    for part in parts.reading:
+        (own if part.sequence.request.tenant in light else others).reading.append(part)
+    return own, others
 
 
 def _cut(reading: list[Part], most: int) -> list[Part]:

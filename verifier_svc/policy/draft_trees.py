@@ -39,6 +39,8 @@ ChosenDraft = tuple[Assignment | None, DraftTree]
 
 def best_chain(sequence: Sequence, draft_tokens: int) -> ChosenDraft:
     """The ready path of at most `draft_tokens` tokens with the most expected accepted tokens."""
+    if draft_tokens <= 0:
+        return None, NO_DRAFT
     best = _best_path(sequence, draft_tokens)
     return (None, NO_DRAFT) if best is None else (best, best.trie.path(draft_tokens))
 
@@ -73,8 +75,6 @@ def _best_path(sequence: Sequence, draft_tokens: int) -> Assignment | None:
     counts as complete, see `Assignment.ready_tokens`.
     """
     best: Assignment | None = None
-    if draft_tokens <= 0:
-        return best
     most = 0.0
     for assignment in sequence.assignments.values():
         length = assignment.ready_tokens(draft_tokens)

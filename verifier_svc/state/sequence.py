@@ -126,8 +126,10 @@ class Assignment:
 
         The step verifies at most `draft_tokens`. 0 where there is no draft, or more may come.
         """
-        wanted = min(draft_tokens, self.draft_tokens) if self.asked else 0
-        return (wanted, self.ready_tokens(wanted)) if self.trie.ready(wanted) else (wanted, 0)
+        if draft_tokens == 0 or not self.asked:
+            return 0, 0
+        wanted = min(draft_tokens, self.draft_tokens)
+        return wanted, self.ready_tokens(wanted) if self.trie.ready(wanted) else 0
 
     def observe_length(self, wanted: int, length: int, right: int) -> None:
         """Count the `final_length` of a draft whose first `right` tokens were committed.

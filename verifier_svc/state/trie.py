@@ -173,7 +173,6 @@ class Trie:
                 node = self._add_child(node, proposal, i, depth, added)
             if parents:
                 places.append((depth, node))
-        self.main_path = self._root.first_children()
         return added
 
     def _add_child(
@@ -190,7 +189,10 @@ class Trie:
             added.cut += 1
             return _CUT
         distribution = proposal.distributions[i] if proposal.distributions else None
-        node = parent.children[token] = Node(token, distribution)
+        node = Node(token, distribution)
+        if parent is (self.main_path[-1] if self.main_path else self._root):
+            self.main_path.append(node)
+        parent.children[token] = node
         if proposal.confidences and distribution is None:
             node.confidence = proposal.confidences[i]
         self.node_count += 1
@@ -234,19 +236,22 @@ class Trie:
         # Without a fork on the way, only the matched nodes leave the trie.
         left = node.count() if forked else before - matched
         missed = matched < len(new_token_ids)
+        followed = on_main_path == matched
         if not node.children:
             result = LookupResult.LATE
         elif missed:
             result = LookupResult.MISS
         else:
-            result = LookupResult.CHAIN if on_main_path == matched else LookupResult.BRANCH
+            result = LookupResult.CHAIN if followed else LookupResult.BRANCH
         if missed:
             node = Node(-1)
             left = 0
+            self.main_path = []
+        else:
+            self.main_path = main_path[matched:] if followed else node.first_children()
         self._root = node
         self.node_count = left
         self._skipped = False
-        self.main_path = node.first_children()
         return CommitWalk(matched, on_main_path, result, before - matched - left)
 
     @property
@@ -273,7 +278,9 @@ class Trie:
         the output.
         """
         nodes = self.main_path[:depth]
-        distributions = [node.distribution for node in nodes if node.distribution is not None]
+        distributions: list[SparseDistribution] = []
+        if nodes and nodes[0].distribution is not None:
+            distributions = [node.distribution for node in nodes if node.distribution is not None]
         # A path that is sampled only in part counts as one-hot.
         if len(distributions) < len(nodes):
             distributions = []

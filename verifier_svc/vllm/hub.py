@@ -359,7 +359,7 @@ class DraftHub:
         scheduled, span = self._batch[outcome.request_id]
         assignment = scheduled.assignment
         if not drafted:
-            self.drafting.note_pause(sequence)
+            self.drafting.note_pauses([sequence])
         sequence.tokens += new
         sequence.stats.record(len(drafted), accepted, _rule(sequence) if drafted else None)
         if sequence.stats.forward_count == 1:
