@@ -31,7 +31,7 @@ class TargetSettings(BaseModel):
 
     engine: EngineName = "native"
     """What computes the target: Outrider's own engine, or vllm, for models beyond one GPU and
-    architectures that the own engine lacks. docs/engines.md compares them."""
+    architectures that the own engine lacks. docs/models.md compares them."""
 
     tensor_parallel: int = Field(1, ge=1)
     """With the engine vllm, over how many devices each layer is divided."""

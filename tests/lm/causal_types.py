@@ -1,6 +1,6 @@
 """Tiny models of every causal type of `transformers`, and whether the runner serves each rightly.
 
-Run as a script, it writes docs/models.md.
+Run as a script, it writes the last section of docs/models.md.
 """
 
 from __future__ import annotations
@@ -175,41 +175,42 @@ def _in_one_line(cause: Exception) -> str:
     return " ".join(str(cause).split())[:120]
 
 
-_INTRODUCTION = """# Models
+HEADING = "## Types of `transformers`\n"
+_SECTION = (
+    HEADING
+    + """
+Of the {count} causal types of `transformers` {version}, the native engine serves {equal} with the
+logits of `transformers` itself, and refuses {refused} at the start. {untried} types were not tried,
+because no tiny model of them can be made in a test. `python tests/lm/causal_types.py` writes this
+section from random models of some 100,000 parameters, and `tests/lm/test_causal_types.py` holds it
+true.
 
-Of the {count} causal types of `transformers` {version}, {equal} are served with the logits of
-`transformers` itself, {refused} are refused at the start, and {untried} were not tried, because no
-tiny model of them can be made in a test. Before a model of any type is served, its logits are
-compared with those of its own attention (`outrider/lm/trial.py`), and it is refused if they differ.
-
-`python tests/lm/causal_types.py` writes this page from random models of some 100,000 parameters,
-and `tests/lm/test_causal_types.py` holds it true.
-
-## Served
+### Served
 
 {served}
 
-## Refused
+### Refused
 
 | reason | types |
 | --- | --- |
 {reasons}
 
-## Not tried
+### Not tried
 
 {not_tried}
 """
+)
 
 
-def page(verdicts: Mapping[str, Verdict]) -> str:
-    """Return docs/models.md."""
+def section(verdicts: Mapping[str, Verdict]) -> str:
+    """Return the last section of docs/models.md."""
     by_kind: dict[str, list[str]] = {"equal": [], "refused": [], "not tried": [], "wrong": []}
     for name, verdict in verdicts.items():
         by_kind[verdict.kind].append(name)
     reasons: dict[str, list[str]] = {}
     for name in by_kind["refused"]:
         reasons.setdefault(_cell(verdicts[name].why), []).append(name)
-    return _INTRODUCTION.format(
+    return _SECTION.format(
         count=len(verdicts),
         version=re.sub(r"\.\d+$", "", transformers.__version__),
         equal=len(by_kind["equal"]),
@@ -239,4 +240,5 @@ def judge_all() -> dict[str, Verdict]:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(judge_all()))
+    by_hand, _, _ = PAGE.read_text().partition(HEADING)
+    PAGE.write_text(by_hand + section(judge_all()))
