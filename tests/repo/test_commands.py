@@ -41,7 +41,7 @@ CHAOS = {"history", "minutes", "round", "seed"}
 """Flags of `outrider lab chaos` that are not settings."""
 NUMACTL = {"cpunodebind", "hardware", "membind", "physcpubind"}
 """Flags of `numactl` that the pages name."""
-CURLS = {"cacert", "data-binary", "list-services", "protocol", "schema"}
+CURLS = {"cacert", "data-binary", "protocol", "schema"}
 """Flags of `curl` and `buf curl` that the pages name."""
 
 
