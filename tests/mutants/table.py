@@ -207,12 +207,8 @@ MUTANTS = (
         "X12",
         "several prompts get the last token of a step's room",
         SCHEDULER,
-        ("                spare -= count\n            if count == 0:\n                continue\n"),
-        (
-            "                spare -= count if count > 1 else 0\n"
-            "            if count == 0:\n"
-            "                continue\n"
-        ),
+        "            spare -= count\n            planned",
+        "            spare -= count if count > 1 else 0\n            planned",
         WORLDS,
     ),
     # --- the length of a sampled draft ---
@@ -228,7 +224,7 @@ MUTANTS = (
         "Q19",
         "a draft that has too few free pages is dropped instead of cut",
         SCHEDULER,
-        "draft = draft.first(max(0, self.pool.room(sequence.kv) - end))",
+        "draft = draft.first(max(0, self.pool.room(kv) - end))",
         "draft = NO_DRAFT",
         (f"{SAMPLED_LENGTHS}::test_of_a_sampled_draft_a_full_cache_verifies_what_fits",),
     ),
