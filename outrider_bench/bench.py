@@ -1,4 +1,4 @@
-"""`outrider lab bench`: Outrider through its gateway beside transformers and vLLM, in one run.
+"""`outrider lab bench`: Outrider through its gateway beside vLLM, in one run.
 
 All ways of decoding are loaded first. Each round then measures them in turn, never two at a time,
 with the same checkpoints, prompts and number of tokens. Prints medians with their range, and writes
@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from rich.console import Console
 
 from outrider.launch.grow import Shape
@@ -40,15 +39,12 @@ from outrider_bench.ways import (
     Task,
     outrider_stack,
     outrider_way,
-    transformers_ways,
     vllm_way,
 )
 
-# Rates are compared with the first of these that was measured.
-_BASES = ("transformers", "outrider, plain")
+# Rates are compared with those of this way.
+_BASE = "outrider, plain"
 _DEMO_KINDS = ("code", "rewriting", "json")
-# transformers cannot batch these ways, so they are measured at batch 1 alone.
-_ALONE = ("transformers, prompt lookup", "transformers, assisted")
 # The bundled pair. To measure other checkpoints, run `outrider serve` and a load generator.
 _MODELS = Path("models")
 _GROWN = Shape(hidden=1280, layers=24, heads=20, kv_heads=4, intermediate=3456)
@@ -80,7 +76,7 @@ def run(settings: BenchSettings, arguments: list[str]) -> int:
 
 def _check_ways(patterns: Sequence[str], pair: Pair) -> None:
     """Raise ValueError for a pattern that no way's name has."""
-    known = ["transformers", *_ALONE, *_OURS, *_vllm_ways(pair)]
+    known = [*_OURS, *_vllm_ways(pair)]
     for pattern in patterns:
         if not fnmatch.filter(known, pattern):
             raise ValueError(f"ways: no way is called {pattern!r}; there are {'; '.join(known)}")
@@ -93,7 +89,7 @@ def _measure_pairs(settings: BenchSettings, console: Console) -> dict[str, Any]:
         _check_ways(settings.ways, pair)
         results = asyncio.run(_measure_pair(pair, settings, console))
         found[pair.name] = results.as_json()
-        for table in tables(results, _BASES):
+        for table in tables(results, _BASE):
             console.print(table)
     return found
 
@@ -122,8 +118,7 @@ def _machine() -> str:
     parts = [f"{os.cpu_count()} cores of {processor_name()}"]
     if torch.cuda.is_available():
         parts.append(torch.cuda.get_device_name())
-    parts.append(f"torch {torch.__version__}, transformers {transformers.__version__}")
-    parts.append(f"commit {commit(Path(__file__).parents[1])}")
+    parts.append(f"torch {torch.__version__}, commit {commit(Path(__file__).parents[1])}")
     return ", ".join(parts)
 
 
@@ -144,8 +139,6 @@ async def _measure_pair(pair: Pair, settings: BenchSettings, console: Console) -
                         shown.update(
                             bar, description=f"{pair.name}: {name}, batch {batch}", advance=1
                         )
-                        if name in _ALONE and batch > 1:
-                            continue
                         tokens = 8
                         if round_number:
                             tokens = settings.tokens
@@ -186,8 +179,6 @@ async def _ways(
         return any(fnmatch.fnmatch(name, pattern) for name in names for pattern in settings.ways)
 
     ways: dict[str, Measure] = {}
-    if wanted("transformers", *_ALONE):
-        ways |= await stack.enter_async_context(transformers_ways(pair))
     if wanted(*_OURS):
         texts = ["ngram"]
         if wanted("outrider, suffix", "outrider, auto"):

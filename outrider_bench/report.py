@@ -73,14 +73,11 @@ class Results:
         ]
 
 
-def tables(results: Results, bases: Sequence[str]) -> Iterator[Table]:
-    """Yield tables of rates, and of latencies and the verifier's steps.
-
-    Rates are also shown over those of the first of `bases` that was measured.
-    """
+def tables(results: Results, base: str) -> Iterator[Table]:
+    """Yield tables of rates, also over those of the way `base`, of latencies and of steps."""
     title = results.pair
     for rate, words in _RATES.items():
-        yield _rates(f"{title}\n{words}", results, bases, rate)
+        yield _rates(f"{title}\n{words}", results, base, rate)
     yield _figures(f"{title}\nlatency, in tokens, not chunks", results, LATENCIES)
     yield _figures(f"{title}\n{_STEPS_NOTE}", results, _STEPS)
     samples = [each for ways in results.samples.values() for own in ways.values() for each in own]
@@ -91,13 +88,11 @@ def tables(results: Results, bases: Sequence[str]) -> Iterator[Table]:
         yield _figures(f"{title}\n{_ACCEPTANCE_NOTE} {of}", results, names)
 
 
-def _rates(title: str, results: Results, bases: Sequence[str], rate: str) -> Table:
+def _rates(title: str, results: Results, base: str, rate: str) -> Table:
     def rates(batch: int, way: str) -> list[float | None]:
         return [getattr(sample, rate) for sample in results.samples[batch].get(way, [])]
 
     batches = list(results.samples)
-    measured = [base for base in bases if any(any(rates(batch, base)) for batch in batches)]
-    base = next(iter(measured), bases[0])
     title += f"; median of the rounds (95 % interval), and × {base} of the same round"
     columns = [name for batch in batches for name in (f"batch {batch}", "×")]
     table = table_of(title, ("way", *columns))

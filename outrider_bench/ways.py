@@ -1,7 +1,6 @@
 """The ways of decoding that `outrider lab bench` compares, each behind one call.
 
-transformers and vLLM run in processes of their own. Outrider's whole stack is called through its
-gateway's HTTP API.
+vLLM runs in a process of its own. Outrider's whole stack is called through its gateway's HTTP API.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -98,29 +96,6 @@ async def line_peer(
                 process.kill()
             # Unlike `wait`, this reads the remaining output, which closes the pipes.
             await process.communicate()
-
-
-@asynccontextmanager
-async def transformers_ways(pair: Pair) -> AsyncIterator[dict[str, Measure]]:
-    """Start transformers with all cores. Its speculation takes one sequence at a time."""
-    arguments = [
-        str(pair.target),
-        str(pair.draft),
-        "--dtype",
-        pair.dtype,
-        "--draft-tokens",
-        str(pair.draft_tokens),
-    ]
-    async with line_peer(sys.executable, "-m", "outrider_bench.peers", *arguments) as ask:
-
-        def way(name: str) -> Measure:
-            return lambda task: ask({"way": name, **_fields(task)})
-
-        yield {
-            "transformers": way("plain"),
-            "transformers, prompt lookup": way("prompt_lookup"),
-            "transformers, assisted": way("assisted"),
-        }
 
 
 @asynccontextmanager

@@ -27,7 +27,7 @@ _LAB = {
     "compare": "Say which cells of two runs are faster, slower or not to tell apart.",
     "predict": "Run an experiment file in the simulator.",
     "simulate": "Run engine, planner and drafters in virtual time, as a scenario file says.",
-    "bench": "Measure tokens/s beside transformers' generate.",
+    "bench": "Measure tokens/s of each drafter, beside vLLM.",
     "chaos": "Play faults against a real stack under traffic, and check every request.",
 }
 _Command = TypeVar("_Command", bound=Callable[..., Any])

@@ -13,7 +13,6 @@ from outrider_bench.simulator.simulation import Outcome, simulate
 
 PLAIN = "simulated, plain"
 DRAFTED = "simulated, drafted"
-_BASES = (PLAIN,)
 
 
 def outcomes(scenario: Scenario) -> dict[tuple[int, str], Outcome]:
@@ -46,7 +45,7 @@ def show(scenario: Scenario, out: Path | None) -> None:
     written = record(scenario, found)
     console = console_for_output()
     console.print(written["machine"], markup=False)
-    for table in tables(results, _BASES):
+    for table in tables(results, PLAIN):
         console.print(table)
     for outcome in found.values():
         if outcome.errors:
