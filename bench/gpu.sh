@@ -6,7 +6,6 @@
 #   bench/gpu.sh test      the tests of GPU code; arguments go to pytest
 #   bench/gpu.sh kernels   attention beside torch's, and acceptance, with their floors
 #   bench/gpu.sh steps     forwards of an 8 B target and a 1 B draft model with random weights
-#   bench/gpu.sh trees     forwards of trees and of chains
 #   bench/gpu.sh grow      an 8 B target, a 1 B draft model and a head for stack, which else does it
 #   bench/gpu.sh stack     the real stack: plain, n-grams, a draft model, a head; needs wheels
 #   bench/gpu.sh tenants   small requests beside a tenant that floods, real stack; needs wheels
@@ -81,7 +80,7 @@ sys.exit(import_module(f"outrider_bench.commands.{sys.argv[1]}").main(sys.argv[2
 }
 
 case "$step" in
-test | kernels | steps | trees | stack | tenants) install_wheels ;;&
+test | kernels | steps | stack | tenants) install_wheels ;;&
 test)
   echo "test: estimated 4 minutes on a GPU"
   mapfile -t files < <(grep -l cuda tests/lm/test_*.py)
@@ -90,7 +89,7 @@ test)
   python3 -m pytest -c /dev/null --rootdir=. -p no:cacheprovider -q -m "not slow" \
     -o "markers=slow: left out" "${files[@]}" "$@" 2>&1 | tee "$OUT/tests.txt"
   ;;
-kernels | steps | trees)
+kernels | steps)
   python3 -m outrider_bench.gpu "$step" "$OUT" "$@"
   python3 -m outrider_bench.gpu tables "$OUT"
   ;;
@@ -103,8 +102,6 @@ stack)
   if ! python3 -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
     sed -i 's/batch: .*/batch: [1]/; s/repetitions: .*/repetitions: 1/' "$file"
   fi
-  python3 -m outrider_bench.gpu texts "$OUT" --model bench/out/grown/target
-  python3 -m outrider_bench.gpu tables "$OUT"
   runs=$OUT/runs
   mkdir -p "$runs"
   keep() { tar -czf "$OUT/runs.part" -C "$runs" . && mv "$OUT/runs.part" "$OUT/runs.tgz"; }
@@ -173,7 +170,7 @@ pack)
     }' | sort -n | tail -n 12
   ;;
 *)
-  sed -n '2,20p' "$0"
+  sed -n '2,17p' "$0"
   exit 2
   ;;
 esac

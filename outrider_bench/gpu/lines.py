@@ -49,8 +49,6 @@ class Sizes:
     contexts: list[int]
     tokens: list[int]
     """New tokens of each sequence: draft tokens, and the one before them."""
-    trees: list[int]
-    """Draft tokens of each tree."""
     beside_prompt: list[int]
     """Sequences that decode beside the chunk of a prompt."""
     forward_tokens: int

@@ -1,4 +1,4 @@
-"""The steps of `bench/gpu.sh` that need no services: kernels, whole forwards, and trees."""
+"""The steps of `bench/gpu.sh` that need no services: kernels and whole forwards."""
 
 from __future__ import annotations
 
@@ -211,22 +211,3 @@ def _longest_kernels(lines: Lines, model: _Model, batch: int, context: int, toke
     for rank, event in enumerate(by_time[:_LONGEST]):
         figures = {"kernel": event.key[:80], "us": event.device_time_total, "calls": event.count}
         lines.say(f"{model.name}, kernel {rank + 1}", **cell, **figures)
-
-
-def trees(lines: Lines, device: Device) -> None:
-    """Measure forwards of trees and of chains of as many draft tokens."""
-    sizes = device.sizes
-    model = _Model(device, "target", 1 + max(sizes.trees))
-    model.capture(lines)
-    for batch, context, tokens in product(sizes.batches, sizes.contexts, sizes.trees):
-        lines.check()
-        if not model.holds(batch, context, tokens + 1):
-            continue
-        chains = _slices(batch, context, tokens + 1)
-        # Each token has two children.
-        branched = [replace(part, parents=[i // 2 for i in range(tokens)]) for part in chains]
-        chain_ms, _ = model.timed(chains)
-        tree_ms, _ = model.timed(branched)
-        cell = {"batch": batch, "context": context, "tokens": tokens}
-        figures = {"chain_ms": chain_ms, "tree_ms": tree_ms, "of_chain": tree_ms / chain_ms}
-        lines.say("draft", **cell, **figures, floor_ms=model.floor_ms(batch, context))
