@@ -4,7 +4,6 @@
 # step runs in small on the CPU.
 #
 #   bench/gpu.sh test      the tests of GPU code; arguments go to pytest
-#   bench/gpu.sh kernels   attention beside torch's, and acceptance, with their floors
 #   bench/gpu.sh steps     forwards of an 8 B target and a 1 B draft model with random weights
 #   bench/gpu.sh grow      an 8 B target, a 1 B draft model and a head for stack, which else does it
 #   bench/gpu.sh stack     the real stack: plain, n-grams, a draft model, a head; needs wheels
@@ -80,7 +79,7 @@ sys.exit(import_module(f"outrider_bench.commands.{sys.argv[1]}").main(sys.argv[2
 }
 
 case "$step" in
-test | kernels | steps | stack | tenants) install_wheels ;;&
+test | steps | stack | tenants) install_wheels ;;&
 test)
   echo "test: estimated 4 minutes on a GPU"
   mapfile -t files < <(grep -l cuda tests/lm/test_*.py)
@@ -89,8 +88,8 @@ test)
   python3 -m pytest -c /dev/null --rootdir=. -p no:cacheprovider -q -m "not slow" \
     -o "markers=slow: left out" "${files[@]}" "$@" 2>&1 | tee "$OUT/tests.txt"
   ;;
-kernels | steps)
-  python3 -m outrider_bench.gpu "$step" "$OUT" "$@"
+steps)
+  python3 -m outrider_bench.gpu steps "$OUT" "$@"
   python3 -m outrider_bench.gpu tables "$OUT"
   ;;
 stack)
@@ -170,7 +169,7 @@ pack)
     }' | sort -n | tail -n 12
   ;;
 *)
-  sed -n '2,17p' "$0"
+  sed -n '2,16p' "$0"
   exit 2
   ;;
 esac

@@ -19,36 +19,34 @@ if not torch.cuda.is_available():
     # Triton reads this when it is imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-_MINUTES = {"kernels": 3, "steps": 7}
 _KEYS = ("step", "what", "batch", "context", "tokens")
 
 
 def main() -> None:
     """Run a step, or write and print the tables."""
     parser = argparse.ArgumentParser(prog="outrider_bench.gpu", description=__doc__)
-    parser.add_argument("step", choices=[*_MINUTES, "tables"])
+    parser.add_argument("step", choices=["steps", "tables"])
     parser.add_argument("directory", type=Path)
     parser.add_argument("--seconds", type=float, default=540.0, help="begin no figure after these")
     chosen = parser.parse_args()
     if chosen.step == "tables":
         _tables(chosen.directory)
     else:
-        print(f"{chosen.step}: estimated {_MINUTES[chosen.step]} minutes on a GPU", flush=True)
-        _measure(chosen.step, chosen.directory / "lines.jsonl", chosen.seconds)
+        print("steps: estimated 7 minutes on a GPU", flush=True)
+        _measure(chosen.directory / "lines.jsonl", chosen.seconds)
 
 
 @torch.inference_mode()
-def _measure(step: str, path: Path, seconds: float) -> None:
+def _measure(path: Path, seconds: float) -> None:
     from outrider_bench.gpu import steps
     from outrider_bench.gpu.lines import Device, Lines
 
-    lines = Lines(path, step, seconds)
+    lines = Lines(path, "steps", seconds)
     device = Device()
     name = torch.cuda.get_device_name() if device.is_gpu else "CPU"
     lines.say("device", name=name, torch=torch.__version__, gb_per_s=device.limit / 1e9)
     try:
-        measured = {"kernels": steps.kernels, "steps": steps.steps}
-        measured[step](lines, device)
+        steps.steps(lines, device)
     except TimeoutError:
         lines.say("stopped", left_out=f"what was not begun after {seconds:g} s")
 

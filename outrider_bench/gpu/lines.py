@@ -97,15 +97,3 @@ class Device:
         host_ms = 1e3 * (time.perf_counter() - began)
         end.synchronize()
         return start.elapsed_time(end), host_ms
-
-    def kernel_ms(self, run: Callable[[], object]) -> float:
-        """Milliseconds of a call within a CUDA graph of several, so without launches."""
-        if not self.is_gpu:
-            return self.timed(run)[0]
-        run()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for _ in range(self.sizes.repeats):
-                run()
-        return self.timed(graph.replay)[0] / self.sizes.repeats

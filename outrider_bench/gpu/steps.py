@@ -1,4 +1,4 @@
-"""The steps of `bench/gpu.sh` that need no services: kernels and whole forwards."""
+"""The step `steps` of `bench/gpu.sh`: whole forwards, and the kernels that take longest."""
 
 from __future__ import annotations
 
@@ -11,44 +11,16 @@ from random import Random
 from typing import Any
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from outrider.lm.gpu.triton_attention import paged_attention
-from outrider.lm.layout import BatchLayout
 from outrider.lm.pages import KVSequence
 from outrider.lm.runner import Bounds, ModelRunner, SequenceSlice
-from outrider.protocol.messages import AcceptanceRule, SamplingParams
-from outrider.sampling.context import Context
 from outrider_bench.gpu.lines import Device, Lines
-from verifier_svc.verification.acceptance import accept
-from verifier_svc.verification.draft import Draft
 
 _PAGE_SIZE = 16
-# Keys of all sequences together that fit a card beside the weights.
-_MOST_KEYS = 300_000
 # Kernels of a forward that are listed.
 _LONGEST = 12
-_HOW = {
-    "greedy": SamplingParams(0.0),
-    "temperature 1": SamplingParams(1.0),
-    "top-p": SamplingParams(0.7, top_p=0.9),
-    "top-k and top-p": SamplingParams(0.7, top_k=50, top_p=0.9),
-    "greedy, penalties": SamplingParams(0.0, repetition_penalty=1.1, presence_penalty=0.5),
-}
-
-
-def kernels(lines: Lines, device: Device) -> None:
-    """Measure attention of one layer of the target, and acceptance with its vocabulary."""
-    sizes = device.sizes
-    for context, batch, tokens in product(sizes.contexts, sizes.batches, sizes.tokens):
-        lines.check()
-        if batch * context <= _MOST_KEYS:
-            _attention(lines, device, batch, context, tokens)
-    for batch, how in product(sizes.batches, _HOW):
-        lines.check()
-        _acceptance(lines, device, batch, how)
 
 
 def _slices(batch: int, context: int, tokens: int) -> list[SequenceSlice]:
@@ -61,43 +33,6 @@ def _slices(batch: int, context: int, tokens: int) -> list[SequenceSlice]:
         SequenceSlice([1] * tokens, context, sequence.pages, tokens, kv=sequence)
         for sequence in sequences
     ]
-
-
-def _attention(lines: Lines, device: Device, batch: int, context: int, tokens: int) -> None:
-    config: Any = LlamaConfig(**device.sizes.models["target"])
-    heads, kv_heads, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    options: dict[str, Any] = {"dtype": device.dtype, "device": device.device}
-    slices = _slices(batch, context, tokens)
-    pages = sum(len(part.pages) for part in slices)
-    cache = torch.randn(2, pages, _PAGE_SIZE, kv_heads, size, **options)
-    query = torch.randn(batch * tokens, heads, size, **options)
-    arguments = BatchLayout(slices, _PAGE_SIZE, device.device).kernel
-    how = {"max_seq_len": config.max_position_embeddings, "scale": size**-0.5}
-    ms = device.kernel_ms(lambda: paged_attention(query, cache[0], cache[1], arguments, **how))
-    # The keys as torch likes them best: contiguous, of one length, all visible to every row.
-    rows = query.view(batch, tokens, heads, size).transpose(1, 2)
-    keys, values = cache.view(2, batch, -1, kv_heads, size).transpose(2, 3).contiguous()
-    torch_ms = device.kernel_ms(
-        lambda: scaled_dot_product_attention(rows, keys, values, enable_gqa=True)
-    )
-    floor_ms = device.floor_ms(batch * context * kv_heads * size * 2 * cache.itemsize)
-    figures = {"ms": ms, "torch_ms": torch_ms, "of_torch": torch_ms / ms, "floor_ms": floor_ms}
-    cell = {"batch": batch, "context": context, "tokens": tokens}
-    lines.say("attention", **cell, **figures, share=floor_ms / ms)
-
-
-def _acceptance(lines: Lines, device: Device, batch: int, how: str) -> None:
-    tokens = device.sizes.tokens[-1]
-    vocab_size = device.sizes.models["target"]["vocab_size"]
-    logits_RV = 3 * torch.randn(batch * tokens, vocab_size, device=device.device)
-    rule = AcceptanceRule.GREEDY if _HOW[how].greedy else AcceptanceRule.COUPLED
-    context = Context(_HOW[how], [1] * 4000, 3000, [1] * (tokens - 1))
-    drafts = [Draft(context, seed, rule) for seed in range(batch)]
-    # Acceptance ends with a copy to the host, so the host's time is the whole.
-    _, ms = device.timed(lambda: accept(logits_RV, drafts))
-    floor_ms = device.floor_ms(logits_RV.nbytes)
-    cell = {"batch": batch, "tokens": tokens, "ms": ms, "floor_ms": floor_ms}
-    lines.say(f"acceptance, {how}", **cell, share=floor_ms / ms)
 
 
 class _Model:
