@@ -33,7 +33,6 @@ from outrider_bench.experiment.launches import (
     Endpoint,
     drafter_launch,
     gateway_launch,
-    redis_launch,
     verifier_launch,
 )
 from outrider_bench.experiment.link_process import LinkControl
@@ -110,11 +109,13 @@ class Site:
             await self._start_gateway(name, ",".join(fronts))
         for name in self._drafters:
             linked = await self._links(name, addresses)
-            dial = Dial(tuple(linked.values()))
             drafter = DRAFTERS[name]
             if name == "ngram" and redis:
-                dial = replace(dial, redis="", secret=secrets.token_hex(16))
-                drafter = drafter.model_copy(update={"settings": {"redis": redis}})
+                secret = self._directory / "pool-secret"
+                secret.write_text(secrets.token_hex(16))
+                pool = {"redis": redis, "pool_secret_file": str(secret)}
+                drafter = drafter.model_copy(update={"settings": pool})
+            dial = Dial(tuple(linked.values()))
             launch = drafter_launch(name, name, drafter, _TARGET, dial)
             await self._start(launch, Role.DRAFTER)
         await self.processes.until("the stack", self._is_ready)
@@ -124,10 +125,10 @@ class Site:
         if "redis" in self._absent:
             return ""
         self._redis_port = free_port()
-        launch = redis_launch(LOOPBACK, self._redis_port)
-        # Its file stays in the campaign's folder.
-        words = (*launch.arguments, "--dir", str(self._directory))
-        await self._start(replace(launch, arguments=words))
+        place = ("--bind", LOOPBACK, "--port", str(self._redis_port), "--protected-mode", "no")
+        # It keeps nothing on disk, but for a fault, in the campaign's folder.
+        disk = ("--save", "", "--appendonly", "no", "--dir", str(self._directory))
+        await self._start(Launch("redis", "", (*place, *disk), program="redis-server"))
         front = await self._link("redis", f"{LOOPBACK}:{self._redis_port}")
         return f"redis://{front}/0"
 

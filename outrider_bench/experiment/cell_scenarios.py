@@ -53,11 +53,8 @@ def check(experiment: Experiment, profile: Profile) -> None:
             "workload.temperature: only 0 can be predicted, since guesses are recorded for greedy "
             "texts"
         )
-    if target.count > 1 and experiment.workload.verifiers == "together":
-        raise ValueError(
-            "target.count: verifiers that serve together cannot be predicted; with "
-            "workload.verifiers: in-turn they can"
-        )
+    if target.count > 1:
+        raise ValueError("target.count: several verifiers cannot be predicted")
     for name, drafter in drafters_of(experiment):
         _check_drafter(name, drafter, profile)
 
@@ -68,8 +65,6 @@ def _check_drafter(name: str, drafter: Drafter, profile: Profile) -> None:
             f"drafters.{name}.family: must be one of {', '.join(_PREDICTED)} to be predicted, "
             f"not {drafter.family}"
         )
-    if drafter.pool == "redis":
-        raise ValueError(f"drafters.{name}.pool: a pool in Redis is measured, not predicted")
     if drafter.family == "head":
         _check_head(name, drafter, profile)
     cost = cost_of(drafter, profile.cores)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-import tempfile
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -18,7 +17,7 @@ import yaml
 
 from outrider.errors import invalid
 from outrider.process.ports import free_port
-from outrider_bench.experiment.hosts import TAIL_LINES, Launch, process_cpu_s, write_files
+from outrider_bench.experiment.hosts import TAIL_LINES, Launch, process_cpu_s
 
 PROJECT = "outrider-experiment"
 _COMPOSE = Path(__file__).parents[2] / "compose"
@@ -29,7 +28,6 @@ _SERVICES = {
     "drafter_svc model": "drafter-model",
     "drafter_svc grammar": "drafter-grammar",
     "outrider_bench.experiment.link_process": "drafter-ngram",
-    "redis-server": "redis",
 }
 
 
@@ -47,20 +45,19 @@ def _value(launch: Launch, flag: str) -> str:
     return arguments[arguments.index(flag) + 1] if flag in arguments else ""
 
 
-def run_words(launch: Launch, files: Path, unset: Iterable[str]) -> Iterator[str]:
+def run_words(launch: Launch, unset: Iterable[str]) -> Iterator[str]:
     """The words behind `compose run`; `unset` are the service's own settings, taken away."""
     # Shared files and sockets belong to the caller, and paths are relative to the caller's folder.
     yield from ("--detach", "--no-deps", "--name", f"{PROJECT}-{launch.name}")
     yield from ("--user", f"{os.getuid()}:{os.getgid()}", "--workdir", str(Path.cwd()))
     for path in launch.shares:
         yield from ("--volume", f"{path.absolute()}:{path.absolute()}")
-    yield from ("--volume", f"{files}:{files}:ro")
     for name, value in launch.environment.items():
         yield from ("-e", f"{name}={value}")
     yield from ("--entrypoint", "env", service_of(launch))
     for name in unset:
         yield from ("-u", name)
-    yield from launch.command(str(files), python="python")
+    yield from launch.command(python="python")
 
 
 class ContainerHandle:
@@ -114,10 +111,9 @@ class ContainerHost:
 
     bind = "0.0.0.0"
 
-    def __init__(self, name: str, directory: Path) -> None:
+    def __init__(self, name: str) -> None:
         self.address = f"{PROJECT}-{name}"
         self.here = ""
-        self._directory = directory
 
     async def free_port(self) -> int:
         """A port that no process listens on here, and so not in the container either."""
@@ -126,9 +122,7 @@ class ContainerHost:
     async def start(self, launch: Launch) -> ContainerHandle:
         """Start or replace the container; raises OSError with what Compose says if it cannot."""
         services = yaml.safe_load((_COMPOSE / "compose.yaml").read_text())["services"]
-        files = self._directory / launch.name
-        write_files(files, launch.files)
-        words = run_words(launch, files, services[service_of(launch)].get("environment", ()))
+        words = run_words(launch, services[service_of(launch)].get("environment", ()))
         await _try("docker", "rm", "--force", self.address)
         await _compose("run", *words, cores=launch.cores or "")
         addresses = "{{range .NetworkSettings.Networks}}{{.IPAddress}} {{end}}"
@@ -137,8 +131,8 @@ class ContainerHost:
 
 
 @asynccontextmanager
-async def containers() -> AsyncIterator[tuple[Path, dict[str, str]]]:
-    """A directory for launches' files, and the images' ids; its end removes the containers.
+async def containers() -> AsyncIterator[dict[str, str]]:
+    """The images' ids; its end removes the containers.
 
     Raises OutriderError(INVALID_VALUE) without docker, and OSError without an engine or an image.
     """
@@ -153,11 +147,10 @@ async def containers() -> AsyncIterator[tuple[Path, dict[str, str]]]:
     ids = {name: await _inspect(name, "{{.Id}}") for name in sorted(names)}
     if missing := [name for name, image_id in ids.items() if not image_id]:
         raise OSError(f"there is no image {missing[0]}; build it with compose/compose.sh build")
-    with tempfile.TemporaryDirectory(prefix="outrider-compose-") as directory:
-        try:
-            yield Path(directory), ids
-        finally:
-            await asyncio.shield(_down())
+    try:
+        yield ids
+    finally:
+        await asyncio.shield(_down())
 
 
 async def _down() -> None:

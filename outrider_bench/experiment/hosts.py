@@ -10,7 +10,6 @@ import asyncio
 import os
 import signal
 import sys
-import tempfile
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
@@ -24,9 +23,6 @@ from outrider.launch.supervisor import not_orphaned
 from outrider.process.cores import format_cores, parse_cores
 from outrider.process.ports import free_port
 
-FILES = "{files}"
-"""Stands in an argument for the directory where the host wrote the files of the launch."""
-
 LOOPBACK = "127.0.0.1"
 TAIL_LINES = 50
 _STOP_S = 12.0
@@ -38,9 +34,7 @@ class Launch:
     """A process to start: `python -m MODULE ARGUMENTS`, or a program where `module` is empty.
 
     Paths in arguments are relative to the checkout that it runs in. `shares` are directories that
-    it needs under the same path as here, such as a model's; a container mounts them. `files` are
-    small texts by name, such as secrets. The host writes them to a directory, and `{files}/NAME` in
-    an argument becomes the path of one.
+    it needs under the same path as here, such as a model's; a container mounts them.
     """
 
     name: str
@@ -51,14 +45,12 @@ class Launch:
     cores: str | None = None
     """Cores that the host pins it to, such as 0-3; None pins nothing."""
     shares: tuple[Path, ...] = ()
-    files: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 
-    def command(self, files: str, python: str = sys.executable) -> list[str]:
-        """The words of the command line; `files` is the directory of the launch's files."""
-        arguments = [argument.replace(FILES, files) for argument in self.arguments]
+    def command(self, python: str = sys.executable) -> list[str]:
+        """The words of the command line."""
         if self.module:
-            return [python, "-m", self.module, *arguments]
-        return [self.program, *arguments]
+            return [python, "-m", self.module, *self.arguments]
+        return [self.program, *self.arguments]
 
 
 class Handle(Protocol):
@@ -115,13 +107,8 @@ class Host(Protocol):
 class LocalHandle:
     """A child process, in a process group of its own. `ended` has its status."""
 
-    def __init__(
-        self,
-        process: asyncio.subprocess.Process,
-        files: tempfile.TemporaryDirectory[str] | None = None,
-    ) -> None:
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
-        self._files = files
         self._lines: deque[str] = deque(maxlen=TAIL_LINES)
         self._cpu_s = 0.0
         self.ended = asyncio.create_task(self._watch())
@@ -174,14 +161,12 @@ class LocalHandle:
         return self._cpu_s
 
     async def _watch(self) -> int:
-        """Keep the last lines of output, and clean up when the process ends."""
+        """Keep the last lines of output; returns the status."""
         output = self._process.stdout
         while output is not None and (line := await _line(output)):
             self._lines.append(line.decode(errors="replace").rstrip())
         status = await self._process.wait()
         self._lines.append(f"ended with status {status}")
-        if self._files is not None:
-            self._files.cleanup()
         return status
 
 
@@ -202,14 +187,13 @@ class LocalHost:
 
         With `output` None it prints where this process does, and the handle has no lines of it.
         """
-        files = _write(launch.files) if launch.files else None
         pinned = []
         if launch.cores is not None:
             pinned = ["taskset", "--cpu-list", launch.cores]
         process = await asyncio.create_subprocess_exec(
             *not_orphaned(),
             *pinned,
-            *launch.command(files.name if files is not None else ""),
+            *launch.command(),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=output,
             stderr=asyncio.subprocess.STDOUT,
@@ -217,21 +201,7 @@ class LocalHost:
             # In a group of its own, Ctrl-C reaches the runner alone, which stops all in order.
             start_new_session=True,
         )
-        return LocalHandle(process, files)
-
-
-def _write(files: Mapping[str, str]) -> tempfile.TemporaryDirectory[str]:
-    """Write the files to a new directory that only this user reads."""
-    directory = tempfile.TemporaryDirectory(prefix="outrider-")
-    write_files(Path(directory.name), files)
-    return directory
-
-
-def write_files(directory: Path, files: Mapping[str, str]) -> None:
-    """Write files to a directory that only this user reads, and make it unless it is there."""
-    directory.mkdir(mode=0o700, exist_ok=True)
-    for name, text in files.items():
-        (directory / name).write_text(text)
+        return LocalHandle(process)
 
 
 def check_cores(field_name: str, cores: str | None) -> None:

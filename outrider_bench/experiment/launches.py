@@ -12,14 +12,13 @@ from outrider.launch.stack import flags
 from outrider.launch.verifier import HeadVerifierSettings
 from outrider.process.config import Settings, load
 from outrider.process.cores import parse_cores
-from outrider_bench.experiment.hosts import FILES, LOOPBACK, Launch
+from outrider_bench.experiment.hosts import LOOPBACK, Launch
 from outrider_bench.experiment.spec import Drafter, Experiment, Setting, Target, drafters_of
 from verifier_svc.config import VerifierSettings
 
 DRAFT_MODEL = Path("models/draft")
 HEAD = Path("models/heads/eagle3")
 _OFFLINE = {"HF_HUB_OFFLINE": "1"}
-_SECRET = "secret"
 _LOG_LEVEL: Setting = "warning"
 SYNTHETIC = "synthetic"
 """The family of drafters whose acceptance is a setting."""
@@ -57,10 +56,6 @@ class Dial:
     verifiers: tuple[str, ...]
     """host:port of each verifier, or of a link to it."""
     uds: Path | None = None
-    redis: str | None = None
-    """host:port of Redis, or of a link to it."""
-    secret: str = ""
-    """The secret of the keys in Redis."""
 
 
 def verifier_launch(
@@ -135,7 +130,6 @@ def drafter_launch(field: str, name: str, drafter: Drafter, target: Target, dial
         _flags({"verifier": [*dial.verifiers], **options}),
         environment=_OFFLINE,
         shares=tuple(_shares(options)),
-        files={_SECRET: dial.secret} if dial.redis is not None else {},
     )
 
 
@@ -159,8 +153,6 @@ def _drafter_options(
         options["head"] = str(drafter.model or HEAD)
     if "device" in schema.model_fields:
         options["device"] = drafter.device
-    if dial.redis is not None:
-        options |= {"redis": f"redis://{dial.redis}/0", "pool_secret_file": f"{FILES}/{_SECRET}"}
     return options
 
 
@@ -170,13 +162,6 @@ def _shares(options: Mapping[str, Setting | None]) -> Iterator[Path]:
             yield Path(str(path))
     if uds := options.get("uds"):
         yield Path(str(uds)).parent
-
-
-def redis_launch(address: str, port: int) -> Launch:
-    """A Redis server that keeps nothing on disk."""
-    place = ("--bind", address, "--port", str(port), "--protected-mode", "no")
-    arguments = (*place, "--save", "", "--appendonly", "no")
-    return Launch("redis", "", arguments, program="redis-server")
 
 
 def link_launch(name: str, control: str, forwards: Mapping[str, str]) -> Launch:

@@ -40,13 +40,7 @@ class Bench:
         closed = workload.model_copy(update={"arrivals": "closed", "batch": workload.under_way})
         began = time.perf_counter()
         endpoints = self.backend.endpoints
-        playing = [play(requests, closed, endpoint, asked, began) for endpoint in endpoints]
-        if closed.verifiers == "together":
-            await asyncio.gather(*playing)
-            return
-        # Verifiers that serve in turn must learn alone. Beside another one drafting seems a loss.
-        for each in playing:
-            await each
+        await asyncio.gather(*(play(requests, closed, each, asked, began) for each in endpoints))
 
     async def measure(self, experiment: Experiment, way: str, tenant: str) -> Measurement:
         """Play the workload once; `tenant` must be new, so that no n-grams are known."""
@@ -74,15 +68,12 @@ class Bench:
         )
 
     async def _play(self, experiment: Experiment, asked: Asked, began: float) -> list[Played]:
-        """All verifiers at the same time, or one after the other."""
         workload = experiment.workload
         turns = [
             (requests_of(workload, self.encoder, place), endpoint)
             for place, endpoint in enumerate(self.backend.endpoints)
         ]
         playing = (play(requests, workload, endpoint, asked, began) for requests, endpoint in turns)
-        if workload.verifiers == "in-turn":
-            return [await turn for turn in playing]
         return await asyncio.gather(*playing)
 
     async def _cpu_s(self) -> dict[str, float]:

@@ -7,7 +7,6 @@ import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from outrider.errors import invalid
 from outrider_bench.experiment.containers import ContainerHost, containers
@@ -24,8 +23,8 @@ class Places:
     remote: Mapping[str, RemoteHost] = field(default_factory=dict)
     about: Mapping[str, str] = field(default_factory=dict)
     """Fingerprints of other machines by name, and ids of images; empty if neither is used."""
-    files: Path | None = None
-    """The directory for files of containers; None where processes are no containers."""
+    compose: bool = False
+    """Whether each process is a container."""
 
     @property
     def digest(self) -> str:
@@ -41,12 +40,12 @@ class Places:
         `machine` is a name of the file's `hosts`; None is this machine. Raises
         OutriderError(INVALID_VALUE) for another machine beside containers.
         """
-        if self.files is None:
+        if not self.compose:
             return self.here if machine is None else self.remote[machine]
         if machine is not None:
             problem = "is another machine; --with compose keeps all processes on this one"
             raise invalid("host", f"{machine} of {name} {problem}")
-        return ContainerHost(name, self.files)
+        return ContainerHost(name)
 
 
 @asynccontextmanager
@@ -61,8 +60,7 @@ async def places(
     async with AsyncExitStack() as stack:
         remote = await stack.enter_async_context(remote_hosts(used_hosts(experiments), commit))
         if compose:
-            files, about = await stack.enter_async_context(containers())
-            yield Places(about=about, files=files)
+            yield Places(about=await stack.enter_async_context(containers()), compose=True)
             return
         about = {
             name: host.machine.fingerprint

@@ -16,7 +16,6 @@ from outrider_bench.experiment.profile_record import Profile
 from outrider_bench.experiment.recording import Recorder
 from outrider_bench.experiment.records import PLAIN, Folder, LinkTraffic, Measurement, ways_of
 from outrider_bench.experiment.report.answers import answers
-from outrider_bench.experiment.report.figures import measurement_figures
 from outrider_bench.experiment.report.results import read
 from outrider_bench.experiment.spec import Cell, Experiment, Target, drafters_of, load
 from outrider_bench.experiment.traffic import Encoder, requests_of, warm_up_of
@@ -89,9 +88,7 @@ def predict(
         for cell, way in bar.track(asked, description="simulating"):
             found = predictor.measurement(cell, way)
             folder.save(cell.key, 0, found, predicted=True)
-            in_turn = cell.experiment.workload.verifiers == "in-turn"
-            rate = measurement_figures(found, in_turn=in_turn)["tokens_per_s"]
-            line = f"{cell.key}, {way}: {rate:.1f} tokens/s"
+            line = f"{cell.key}, {way}: {found.tokens_per_s:.1f} tokens/s"
             console.print(line, markup=False, highlight=False)
 
 
@@ -131,23 +128,16 @@ class Predictor:
         raise first or ValueError("profile: there is none")
 
     def _simulate(self, experiment: Experiment, way: str, profile: Profile) -> Measurement:
-        target = experiment.target
-        encoder = self._encoder(target)
+        encoder = self._encoder(experiment.target)
         warm_up = warm_up_of(experiment.workload, encoder)
         recorder = self._recorder(experiment)
         recording = recorder.record([*warm_up, *requests_of(experiment.workload, encoder)])
         scenario = scenario_of(experiment, way, profile, recording, len(warm_up))
-        turns = target.count if experiment.workload.verifiers == "in-turn" else 1
-        samples, errors = [], list[str]()
-        links: dict[str, LinkTraffic] = {}
-        for _ in range(turns):
-            simulation = Simulation(scenario, scenario.loads[0], drafting=bool(scenario.drafters))
-            simulation.world.offers = recorder.offers
-            outcome = simulation.run()
-            samples += list(outcome.by_verifier.values())
-            errors += outcome.errors
-            _add_traffic(links, experiment, simulation)
-        return Measurement(way, samples, links=links, errors=errors)
+        simulation = Simulation(scenario, scenario.loads[0], drafting=bool(scenario.drafters))
+        simulation.world.offers = recorder.offers
+        outcome = simulation.run()
+        links = _traffic(experiment, simulation)
+        return Measurement(way, [*outcome.by_verifier.values()], links=links, errors=outcome.errors)
 
     def _recorder(self, experiment: Experiment) -> Recorder:
         used = {drafter.family: drafter for _, drafter in drafters_of(experiment)}
@@ -167,10 +157,9 @@ class Predictor:
         return self._encoders[target.model]
 
 
-def _add_traffic(
-    links: dict[str, LinkTraffic], experiment: Experiment, simulation: Simulation
-) -> None:
-    """Add the bytes of the connected drafters' streams to the links that carry them."""
+def _traffic(experiment: Experiment, simulation: Simulation) -> dict[str, LinkTraffic]:
+    """The bytes of the connected drafters' streams, by the links that carry them."""
+    links: dict[str, LinkTraffic] = {}
     for name, drafter in drafters_of(experiment):
         for process in simulated_processes(name, drafter):
             actor = simulation.drafters.get(process)
@@ -181,3 +170,4 @@ def _add_traffic(
             traffic.up_bytes += up
             traffic.down_bytes += down
             traffic.connection_count += 1
+    return links

@@ -58,7 +58,7 @@ class Machine:
 
 @dataclass(slots=True)
 class LinkTraffic:
-    """Bytes and connections of a link in a measurement; `up` is towards verifier or Redis."""
+    """Bytes and connections of a link in a measurement; `up` is towards the verifier."""
 
     up_bytes: int = 0
     down_bytes: int = 0
@@ -72,7 +72,7 @@ class Measurement:
 
     way: str
     samples: list[Sample]
-    """One for each verifier, or turn; their counters are the verifier's metrics."""
+    """One for each verifier; their counters are the verifier's metrics."""
     cpu_s: dict[str, float] = field(default_factory=dict)
     """CPU seconds by process."""
     links: dict[str, LinkTraffic] = field(default_factory=dict)
@@ -85,7 +85,7 @@ class Measurement:
 
     @property
     def tokens_per_s(self) -> float:
-        """The rates of all verifiers added up. It has no meaning for verifiers in turn."""
+        """The rates of all verifiers added up."""
         return sum(sample.tokens_per_s for sample in self.samples)
 
 

@@ -22,7 +22,7 @@ from outrider_bench.yaml_file import first_problem, read
 
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,31}$")]
 Setting = str | int | float | bool
-_RESERVED = ("verifier", "gateway", "link", "redis", "load")
+_RESERVED = ("verifier", "gateway", "link", "load")
 
 
 class _Part(BaseModel):
@@ -81,12 +81,6 @@ class Drafter(_Part):
     link: Name | None = None
     """The link to the verifier; unset is the loopback interface as it is."""
 
-    redis_link: Name | None = None
-    """The link to Redis, with a pool in Redis."""
-
-    pool: Literal["memory", "redis"] = "memory"
-    """The place of an n-gram drafter's pool."""
-
     cores: str | None = None
     """Cores that it is pinned to; unset takes any."""
 
@@ -113,10 +107,6 @@ class Drafter(_Part):
             raise ValueError("transport unix takes no link, no host and no shared drafter")
         if self.in_process:
             self._check_in_process()
-        if self.redis_link and self.pool != "redis":
-            raise ValueError("redis_link has no meaning without pool: redis")
-        if self.pool == "redis" and self.family != "ngram":
-            raise ValueError(f"pool: redis is for the family ngram, not {self.family}")
         if self.numa_node is not None and self.cores is None:
             raise ValueError("numa_node has no meaning without cores")
         return self
@@ -172,9 +162,6 @@ class Workload(_Part):
     temperature: float = Field(0.0, ge=0, le=2)
 
     seed: int | None = None
-
-    verifiers: Literal["together", "in-turn"] = "together"
-    """Whether verifiers serve at the same time, or the same requests one after the other."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -260,8 +247,8 @@ class Experiment(_Part):
             raise ValueError(f"use must name the drafters that run, of {', '.join(self.drafters)}")
         _refuse_unknown("use", self.use, self.drafters)
         for name, drafter in self.drafters.items():
-            links = [link for link in (drafter.link, drafter.redis_link) if link is not None]
-            _refuse_unknown(f"drafters.{name}.link", links, self.links)
+            if drafter.link is not None:
+                _refuse_unknown(f"drafters.{name}.link", [drafter.link], self.links)
         for field, events in (
             ("events", self.events),
             *((f"scenes.{name}", of) for name, of in self.scenes.items()),

@@ -1,14 +1,11 @@
-"""Starts the processes of a cell: verifiers with a gateway each, then Redis, links and drafters.
+"""Starts the processes of a cell: verifiers with a gateway each, then links and drafters.
 
-Verifiers stay while drafters, links and Redis come and go, so cells with one target need one start
-of it.
+Verifiers stay while drafters and links come and go, so cells with one target need one start of it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import secrets
-import shutil
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -18,7 +15,7 @@ from pathlib import Path
 import httpx
 
 from outrider.errors import invalid
-from outrider_bench.experiment.hosts import LOOPBACK, Host, LocalHost
+from outrider_bench.experiment.hosts import LOOPBACK, Host
 from outrider_bench.experiment.launches import (
     HEAD,
     Dial,
@@ -28,7 +25,6 @@ from outrider_bench.experiment.launches import (
     gateway_launch,
     link_launch,
     process_names,
-    redis_launch,
     verifier_launch,
 )
 from outrider_bench.experiment.link_process import LinkControl
@@ -115,7 +111,7 @@ async def backend(
 
 @dataclass(slots=True)
 class Drafting:
-    """Running drafters of a cell, with their links and Redis."""
+    """Running drafters of a cell, with their links."""
 
     experiment: Experiment
     backend: Backend
@@ -123,58 +119,31 @@ class Drafting:
     processes: Processes = field(default_factory=Processes)
     links: dict[str, LinkControl] = field(default_factory=dict)
     _shapes: dict[str, Link] = field(default_factory=dict)
-    _secret: str = field(default_factory=lambda: secrets.token_hex(16))
-    """Of the keys in Redis."""
 
     async def start(self) -> None:
-        """Start Redis if a drafter needs it, then the links, then the drafters."""
-        uses_redis = any(d.pool == "redis" for _, d in drafters_of(self.experiment))
-        redis = ""
-        if uses_redis:
-            redis = await self._start_redis()
-        # By link, the link's address for each target.
+        """Start the links, then the drafters."""
+        verifiers = [endpoint.verifier for endpoint in self.backend.endpoints]
+        # By link, the link's address for each verifier.
         fronts = {}
-        for link, targets in self._targets(redis).items():
+        used = [drafter.link for _, drafter in drafters_of(self.experiment)]
+        for link in dict.fromkeys(link for link in used if link is not None):
             host = self._places.host(f"link-{link}", None)
-            started = await start_link(self.processes, host, link, targets)
+            started = await start_link(self.processes, host, link, verifiers)
             self.links[link], fronts[link] = started
         for name, drafter in drafters_of(self.experiment):
             for place, process in enumerate(process_names(self.experiment, name)):
-                await self._start_drafter(name, process, self._dial(drafter, place, redis, fronts))
+                await self._start_drafter(name, process, self._dial(drafter, place, fronts))
 
-    async def _start_redis(self) -> str:
-        host = self._places.host("redis", None)
-        port = await host.free_port()
-        await self.processes.start(host, redis_launch(host.bind, port))
-        await self.processes.until("redis", lambda: _answers(host.here, port))
-        return f"{host.address}:{port}"
-
-    def _targets(self, redis: str) -> dict[str, list[str]]:
-        """The addresses behind each link that drafters use."""
-        verifiers = [endpoint.verifier for endpoint in self.backend.endpoints]
-        found: dict[str, list[str]] = {}
-        for _, drafter in drafters_of(self.experiment):
-            if drafter.link is not None:
-                found.setdefault(drafter.link, []).extend(verifiers)
-            if drafter.redis_link is not None:
-                found.setdefault(drafter.redis_link, []).append(redis)
-        return {link: list(dict.fromkeys(targets)) for link, targets in found.items()}
-
-    def _dial(
-        self, drafter: Drafter, place: int, redis: str, fronts: dict[str, dict[str, str]]
-    ) -> Dial:
+    def _dial(self, drafter: Drafter, place: int, fronts: dict[str, dict[str, str]]) -> Dial:
         """The addresses that a drafter's process dials; `place` is its number in the stack."""
         endpoints = self.backend.endpoints
         mine = endpoints
         if not drafter.shared:
             mine = [endpoints[place // drafter.count]]
         to_verifiers = fronts.get(drafter.link or "", {})
-        to_redis = fronts.get(drafter.redis_link or "", {})
         return Dial(
             tuple(to_verifiers.get(endpoint.verifier, endpoint.verifier) for endpoint in mine),
             mine[0].uds if drafter.transport == "unix" else None,
-            to_redis.get(redis, redis) if drafter.pool == "redis" else None,
-            self._secret,
         )
 
     async def _start_drafter(self, name: str, process: str, dial: Dial) -> None:
@@ -269,17 +238,6 @@ async def start_link(
     return control, {target: f"{host.address}:{port}" for target, port in ports.items()}
 
 
-async def _answers(address: str, port: int) -> bool:
-    """Whether a process accepts connections at this address."""
-    try:
-        _, writer = await asyncio.open_connection(address, port)
-    except OSError:
-        return False
-    writer.close()
-    await writer.wait_closed()
-    return True
-
-
 async def _is_up(control: LinkControl) -> bool:
     try:
         await control.traffic()
@@ -308,15 +266,8 @@ def check(experiment: Experiment, places: Places) -> None:
         count = 1
         if drafter.shared:
             count = experiment.target.count
-        redis = None
-        if drafter.pool == "redis":
-            redis = f"{LOOPBACK}:4"
-        dial = Dial((endpoint.verifier,) * count, uds, redis, "0" * 32)
+        dial = Dial((endpoint.verifier,) * count, uds)
         drafter_launch(f"drafters.{name}", f"{name}-1", drafter, experiment.target, dial)
-        is_here = isinstance(places.host("redis", None), LocalHost)
-        if redis is not None and is_here and shutil.which("redis-server") is None:
-            problem = "redis needs the program redis-server on this machine"
-            raise invalid(f"drafters.{name}.pool", problem)
 
 
 def _models(experiment: Experiment) -> Iterator[tuple[Path, str]]:

@@ -69,18 +69,15 @@ class Encoder:
 def requests_of(workload: Workload, encoder: Encoder, verifier: int = 0) -> list[Request]:
     """The requests for a verifier, by its number from 0, in order of arrival.
 
-    Verifiers that serve together get different prompts and arrivals; verifiers in turn get the
-    same. The last prompt of each kind is kept for warming up.
+    Each verifier gets prompts and arrivals of its own. The last prompt of each kind is kept for
+    warming up.
     """
-    place = verifier
-    if workload.verifiers == "in-turn":
-        place = 0
     own = _Prompts(workload, encoder)
     kinds = own.kinds
     found = []
-    for i, (at, output) in enumerate(_arrivals(workload, place)):
+    for i, (at, output) in enumerate(_arrivals(workload, verifier)):
         kind = kinds[i % len(kinds)]
-        ids = own.get(kind, i + place * len(kinds))
+        ids = own.get(kind, i + verifier * len(kinds))
         found.append(Request(at, kind, ids, output, _seed(workload, i), own.grammar(kind)))
     return found
 

@@ -89,12 +89,12 @@ OUTAGE: Settings = {
     ],
     "sweep": {"links.wire.jitter_ms": [0, 4]},
 }
-TURNS: Settings = {
-    "name": "pool",
-    "question": "Does a shared pool help the second user?",
+TWO: Settings = {
+    "name": "two",
+    "question": "Does one drafter serve the second verifier better than its own?",
     "target": {"count": 2},
-    "drafters": {"own": {"family": "ngram"}, "shared": {"family": "ngram", "pool": "redis"}},
-    "workload": {"batch": 2, "output_tokens": 48, "verifiers": "in-turn"},
+    "drafters": {"own": {"family": "ngram"}, "shared": {"family": "ngram", "shared": True}},
+    "workload": {"batch": 2, "output_tokens": 48},
     "sweep": {"use": [["own"], ["shared"]]},
 }
 
@@ -131,8 +131,8 @@ def make_run(
 
 def measure(cell: Cell, way: str, *, seed: int, noise: float) -> Measurement:
     """One repetition of a way in a cell."""
-    turns = cell.experiment.target.count
-    simulations = [_simulate(cell, way, seed, noise, turn) for turn in range(turns)]
+    count = cell.experiment.target.count
+    simulations = [_simulate(cell, way, seed, noise, place) for place in range(count)]
     samples = [sample for sample, _ in simulations]
     measured = Measurement(way, samples)
     measured.texts_sha256 = hashlib.sha256(b"the texts").hexdigest()
@@ -149,7 +149,9 @@ def measure(cell: Cell, way: str, *, seed: int, noise: float) -> Measurement:
     return measured
 
 
-def _simulate(cell: Cell, way: str, seed: int, noise: float, turn: int) -> tuple[Sample, list[int]]:
+def _simulate(
+    cell: Cell, way: str, seed: int, noise: float, place: int
+) -> tuple[Sample, list[int]]:
     workload = cell.experiment.workload
     scenario = Scenario.model_validate(
         {
@@ -160,7 +162,7 @@ def _simulate(cell: Cell, way: str, seed: int, noise: float, turn: int) -> tuple
             "sequences": [workload.batch],
             "waves": workload.waves,
             "output_tokens": [workload.output_tokens // 2, 3 * workload.output_tokens // 2],
-            "drafters": _drafters(cell, turn) if way == DRAFTED else [],
+            "drafters": _drafters(cell, place) if way == DRAFTED else [],
             "schedule": _schedule(cell) if way == DRAFTED else [],
         }
     )
@@ -173,11 +175,11 @@ def _simulate(cell: Cell, way: str, seed: int, noise: float, turn: int) -> tuple
     return sample, timeline
 
 
-def _drafters(cell: Cell, turn: int) -> list[Settings]:
+def _drafters(cell: Cell, place: int) -> list[Settings]:
     found = []
     for name in cell.experiment.use:
         drafter = cell.experiment.drafters[name]
-        learned = 0.25 if turn and drafter.pool == "redis" else 0.0
+        learned = 0.25 if place and drafter.shared else 0.0
         link = cell.experiment.links.get(drafter.link or "", NO_LINK)
         found.append(
             {

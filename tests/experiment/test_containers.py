@@ -19,7 +19,6 @@ LAUNCHES = [
     Launch("link-wire", "outrider_bench.experiment.link_process"),
     Launch("near-1", "drafter_svc", ("--family", "ngram")),
     Launch("far-1", "drafter_svc", ("--family", "model", "--device", "cuda:1")),
-    Launch("redis", "", ("--save", ""), program="redis-server"),
 ]
 
 
@@ -32,7 +31,6 @@ def test_compose_has_the_service_of_every_process() -> None:
         "drafter-ngram",
         "drafter-ngram",
         "drafter-model-gpu",
-        "redis",
     ]
     assert set(found) <= set(services)
 
@@ -43,7 +41,7 @@ def test_a_family_that_no_image_has_is_refused() -> None:
 
 
 def test_a_container_has_the_experiments_words_and_none_of_the_services_settings() -> None:
-    words = list(run_words(LAUNCHES[0], Path("/files"), ["OUTRIDER_VERIFIER_UDS"]))
+    words = list(run_words(LAUNCHES[0], ["OUTRIDER_VERIFIER_UDS"]))
     command = words[words.index("--entrypoint") :]
     assert command == [
         *("--entrypoint", "env", "verifier", "-u", "OUTRIDER_VERIFIER_UDS"),
@@ -52,19 +50,12 @@ def test_a_container_has_the_experiments_words_and_none_of_the_services_settings
 
 
 def test_a_container_finds_a_relative_path_where_the_caller_has_it() -> None:
-    words = list(run_words(LAUNCHES[0], Path("/files"), []))
+    words = list(run_words(LAUNCHES[0], []))
     assert words[words.index("--workdir") + 1] == str(Path.cwd())
     assert f"{Path.cwd()}/models:{Path.cwd()}/models" in words
 
 
-def test_a_container_may_read_its_files_and_not_change_them() -> None:
-    launch = Launch("redis", "", ("{files}/conf",), program="redis-server", files={"conf": ""})
-    words = list(run_words(launch, Path("/files"), []))
-    assert "/files:/files:ro" in words
-    assert words[-1] == "/files/conf"
-
-
 def test_containers_beside_other_machines_are_refused() -> None:
-    places = Places(files=Path("/nowhere"))
+    places = Places(compose=True)
     with pytest.raises(OutriderError, match="--with compose keeps all processes on this one"):
         places.host("near-1", "far")

@@ -68,7 +68,7 @@ def test_acceptance_is_told_by_position_family_and_kind() -> None:
     assert found["kind_code_acceptance"] == pytest.approx(4 / 12)
     assert found["kind_code_accepted_at_2"] == pytest.approx(2 / 3)
     assert found["kind_chat_acceptance"] == 0.0
-    whole = measurement_figures(Measurement(DRAFTED, [one, one]), in_turn=False)
+    whole = measurement_figures(Measurement(DRAFTED, [one, one]))
     assert whole["kind_code_acceptance"] == pytest.approx(4 / 12)
     assert groups_of(whole) == ["family_ngram", "kind_code", "kind_chat"]
 
@@ -99,12 +99,7 @@ def run(path: Path, rates: dict[str, list[tuple[float, float]]]) -> Folder:
 
 def test_rates_of_verifiers_together_add_up() -> None:
     both = Measurement(DRAFTED, [sample(100, 2.0), sample(100, 4.0)])
-    assert measurement_figures(both, in_turn=False)["tokens_per_s"] == 75.0
-
-
-def test_the_rate_of_verifiers_in_turn_is_all_tokens_over_all_time() -> None:
-    both = Measurement(DRAFTED, [sample(100, 2.0), sample(100, 3.0)])
-    assert measurement_figures(both, in_turn=True)["tokens_per_s"] == 40.0
+    assert measurement_figures(both)["tokens_per_s"] == 75.0
 
 
 def test_drafts_have_vllms_definitions() -> None:
@@ -137,7 +132,7 @@ def test_links_and_processors_are_for_each_token() -> None:
         cpu_s={"verifier-1": 1.5, "near": 0.5},
         links={"wire": LinkTraffic(up_bytes=2000, down_bytes=500)},
     )
-    figures = measurement_figures(measured, in_turn=False)
+    figures = measurement_figures(measured)
     assert figures["link_wire_up_bytes_per_token"] == 20.0
     assert figures["link_wire_down_bytes_per_token"] == 5.0
     assert figures["cpu_near_ms_per_token"] == 5.0
@@ -145,7 +140,7 @@ def test_links_and_processors_are_for_each_token() -> None:
 
 
 def test_a_figure_without_its_counters_is_absent() -> None:
-    figures = measurement_figures(Measurement(PLAIN, [Sample(10, 1.0)]), in_turn=False)
+    figures = measurement_figures(Measurement(PLAIN, [Sample(10, 1.0)]))
     assert figures == {"tokens_per_s": 10.0}
 
 
@@ -186,7 +181,7 @@ def test_the_end_of_the_traffic_is_no_loss() -> None:
     emptying.full_s = 3.0
     event = {"at": 2.0, "seconds": 0.0}
     measured = Measurement(DRAFTED, [emptying], timeline=[10] * 30 + [1] * 9, events=[event])
-    figures = measurement_figures(measured, in_turn=False)
+    figures = measurement_figures(measured)
     assert figures["event_1_recovery_s"] == 0.0
 
 

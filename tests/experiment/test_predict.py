@@ -23,7 +23,6 @@ DRAFTERS = {
     "head": {"family": "head", "threads": 1, "link": "wire"},
     "inside": {"family": "head", "transport": "in-process"},
     "socket": {"family": "ngram", "transport": "unix"},
-    "pool": {"family": "ngram", "pool": "redis", "redis_link": "wire"},
 }
 
 
@@ -123,7 +122,7 @@ def test_events_become_those_of_the_simulator() -> None:
     ("given", "complaint"),
     [
         ({"target": {"threads": 2}}, "target.threads: the profile has 1, the cell 2"),
-        ({"target": {"threads": 1, "count": 2}}, "target.count: verifiers that serve together"),
+        ({"target": {"threads": 1, "count": 2}}, "target.count: several verifiers cannot"),
         (
             {"target": {"threads": 1, "grown": True}},
             "target.model: the profile is of models/target",
@@ -133,7 +132,6 @@ def test_events_become_those_of_the_simulator() -> None:
             "target.dtype: the profile is of float32",
         ),
         ({"workload": {"temperature": 0.5}}, "workload.temperature: only 0 can be predicted"),
-        ({"use": ["pool"]}, "drafters.pool.pool: a pool in Redis is measured, not predicted"),
         (
             {"drafters": {"tree": {"family": "suffix"}}, "use": ["tree"]},
             "drafters.tree.family: must be one of ngram, model, head",

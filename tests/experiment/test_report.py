@@ -64,7 +64,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         (simulated_runs.ROUND_TRIP, ("measured", "predicted"), 1),
         (simulated_runs.PLACEMENT, ("measured",), 3),
         (simulated_runs.OUTAGE, ("measured",), 1),
-        (simulated_runs.TURNS, ("predicted",), 1),
+        (simulated_runs.TWO, ("predicted",), 1),
     ):
         path = tmp_path_factory.mktemp(settings["name"])
         simulated_runs.make_run(path, settings, repetitions=repetitions, sources=sources)
@@ -128,14 +128,14 @@ def test_ratios_of_the_page_are_medians_of_figures_csv(reports: dict[str, Path])
 
 
 def test_figures_csv_has_a_row_for_each_verifier_and_for_all(reports: dict[str, Path]) -> None:
-    rows = rows_of(reports["pool"])
+    rows = rows_of(reports["two"])
     places = [(row["cell"], row["way"], row["repetition"], row["verifier"]) for row in rows]
     assert len(set(places)) == len(places) == 2 * 2 * 1 * 3
     assert {row["sweep.use"] for row in rows} == {"own", "shared"}
 
 
 def test_predicted_figures_are_marked(reports: dict[str, Path]) -> None:
-    page = page_of(reports["pool"])
+    page = page_of(reports["two"])
     assert any("predicted" in line for line in page.lines)
     assert not any("measured" in line for line in page.lines)
     assert "(predicted)" in page.words
@@ -171,8 +171,8 @@ def test_each_event_has_a_line_with_its_recovery(reports: dict[str, Path]) -> No
     assert any("reset of wire at 5 s" in line for line in lines)
 
 
-def test_verifiers_in_turn_have_lines_of_their_own(reports: dict[str, Path]) -> None:
-    lines = page_of(reports["pool"]).lines
+def test_verifiers_have_lines_of_their_own(reports: dict[str, Path]) -> None:
+    lines = page_of(reports["two"]).lines
     heads = next(line for line in lines if "accepted per forward" in line)
     place = heads.index("accepted per forward")
     first, second = (

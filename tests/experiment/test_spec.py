@@ -39,7 +39,7 @@ def _written(directory: Path, data: dict[str, Any]) -> Path:
 
 
 def test_there_are_experiments_to_check() -> None:
-    names = {"small", "round-trip", "placement", "pool", "drafter-pool", "outage"}
+    names = {"small", "round-trip", "placement", "drafter-pool", "outage"}
     assert {path.stem for path in FILES} >= names
 
 
@@ -59,8 +59,8 @@ def test_every_ready_experiment_loads_and_is_named_after_its_file(path: Path) ->
         ({"links": {}}, "drafters.far.link: must be one of"),
         ({"use": ["middle"]}, "use: must be one of near, far, not 'middle'"),
         (
-            {"drafters": {"redis": {}}, "use": ["redis"]},
-            "drafters.redis: another process has this name",
+            {"drafters": {"load": {}}, "use": ["load"]},
+            "drafters.load: another process has this name",
         ),
         (
             {"drafters": {"near": {"transport": "unix", "link": "wire"}}, "use": ["near"]},

@@ -38,10 +38,9 @@ def test_closed_arrivals_have_waves_and_lengths_around_the_mean(encoder: Encoder
     ]
 
 
-def test_verifiers_in_turn_get_the_same_requests_and_others_do_not(encoder: Encoder) -> None:
-    together, in_turn = _workload(batch=2), _workload(batch=2, verifiers="in-turn")
-    assert requests_of(together, encoder, 0) != requests_of(together, encoder, 1)
-    assert requests_of(in_turn, encoder, 0) == requests_of(in_turn, encoder, 1)
+def test_each_verifier_gets_requests_of_its_own(encoder: Encoder) -> None:
+    workload = _workload(batch=2)
+    assert requests_of(workload, encoder, 0) != requests_of(workload, encoder, 1)
 
 
 def test_prompts_for_warming_up_are_never_measured(encoder: Encoder) -> None:

@@ -9,7 +9,7 @@ import pytest
 from waiting import until
 
 from outrider.errors import OutriderError
-from outrider_bench.experiment.hosts import FILES, Handle, Launch, LocalHost, check_cores
+from outrider_bench.experiment.hosts import Handle, Launch, LocalHost, check_cores
 
 
 def _python(code: str, **more: object) -> Launch:
@@ -50,16 +50,6 @@ async def test_a_paused_process_uses_no_cpu_time_until_it_is_resumed() -> None:
     await until(has_worked)
     await handle.kill()
     assert await handle.cpu_s() >= before
-
-
-async def test_a_process_reads_the_files_of_its_launch() -> None:
-    code = "import sys; print(open(sys.argv[1]).read(), flush=True)"
-    launch = Launch(
-        "child", "", ("-c", code, f"{FILES}/secret"), sys.executable, files={"secret": "sesame"}
-    )
-    handle = await LocalHost().start(launch)
-    await _said(handle, "sesame")
-    await handle.stop()
 
 
 async def test_a_process_runs_on_the_cores_of_its_launch() -> None:

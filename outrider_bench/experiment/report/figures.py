@@ -32,21 +32,13 @@ Figures = dict[str, float]
 """Numbers by name; units are in the names."""
 
 
-def measurement_figures(measurement: Measurement, *, in_turn: bool) -> Figures:
-    """The figures of all verifiers of one repetition together.
-
-    Rates of verifiers that serve at the same time are added up. With `in_turn`, the rate is that of
-    all tokens in the sum of all times.
-    """
+def measurement_figures(measurement: Measurement) -> Figures:
+    """The figures of all verifiers of one repetition together. Their rates are added up."""
     samples = measurement.samples
     tokens = sum(sample.tokens for sample in samples)
     counters = _total(sample.counters for sample in samples)
-    if in_turn:
-        rate = tokens / sum(sample.seconds for sample in samples)
-    else:
-        rate = measurement.tokens_per_s
     return {
-        "tokens_per_s": rate,
+        "tokens_per_s": measurement.tokens_per_s,
         **_latencies(samples),
         **_drafts(counters),
         **_apart(counters, [sample.by_kind for sample in samples]),
@@ -57,7 +49,7 @@ def measurement_figures(measurement: Measurement, *, in_turn: bool) -> Figures:
 
 
 def sample_figures(sample: Sample) -> Figures:
-    """The figures of one verifier, or of one turn."""
+    """The figures of one verifier."""
     return {
         "tokens_per_s": sample.tokens_per_s,
         **_latencies([sample]),

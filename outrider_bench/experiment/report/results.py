@@ -156,10 +156,9 @@ def read(folder: Folder) -> Results:
 def _rows(
     cell: Cell, measurements: dict[tuple[str, Source], list[tuple[int, Measurement]]]
 ) -> Iterator[Row]:
-    in_turn = cell.experiment.workload.verifiers == "in-turn"
     for source in SOURCES:
         for repetition, measured in measurements.get((cell.key, source), []):
-            whole = measurement_figures(measured, in_turn=in_turn)
+            whole = measurement_figures(measured)
             yield Row(cell.key, source, measured.way, repetition, ALL, whole)
             for number, sample in enumerate(measured.samples, 1):
                 figures = sample_figures(sample)

@@ -117,7 +117,7 @@ _NOTES = {
     "Where the time of a step went, ms": "Means by phase, from the verifier's counters.",
     "Events": "For each event: tokens/s of the two seconds before it, and seconds until a whole "
     "second begins at 90 % of that rate.",
-    "Verifiers": "Each verifier apart. Verifiers in turn get the same requests.",
+    "Verifiers": "Each verifier apart.",
 }
 
 
