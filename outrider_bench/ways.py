@@ -9,7 +9,6 @@ import asyncio
 import json
 import os
 import tempfile
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -205,7 +204,7 @@ async def _played(task: Task, endpoint: Endpoint, speculation: Mapping[str, Any]
     """Play a task at a gateway; raises RuntimeError with the first error of a request."""
     workload = Workload.model_validate({"batch": task.batch})
     asked = Asked(speculation, 0.0, "bench")
-    played = await play(task.requests, workload, endpoint, asked, time.perf_counter())
+    played = await play(task.requests, workload, endpoint, asked)
     if played.errors:
         raise RuntimeError(played.errors[0])
     return played.sample

@@ -14,14 +14,12 @@ from outrider_bench.experiment.launches import HEAD, SYNTHETIC
 from outrider_bench.experiment.profile_record import Profile
 from outrider_bench.experiment.records import PLAIN
 from outrider_bench.experiment.serving import SLOWNESS_ON_TARGET_CORES
-from outrider_bench.experiment.spec import Drafter, Event, Experiment, Link, Target, drafters_of
+from outrider_bench.experiment.spec import Drafter, Experiment, Link, Target, drafters_of
 from outrider_bench.simulator.costs import Costs, DraftingCost, way_of
 from outrider_bench.simulator.recorded import RecordedRequest
 from outrider_bench.simulator.scenario import Scenario
 
 _PREDICTED = ("ngram", "model", "head", SYNTHETIC)
-# Seconds until a drafter whose connection was cut dials again, about; see outrider.drafter.stream.
-_AGAIN_S = 0.1
 _SETTINGS = ("max_draft_len", "max_matching_ngram_size", "is_public_pool")
 _VERIFIER_SETTINGS = (
     "draft_tokens",
@@ -121,11 +119,8 @@ def scenario_of(
     target = experiment.target
     workload = experiment.workload
     drafters: list[tuple[str, Drafter]] = []
-    schedule: list[dict[str, Any]] = []
     if way != PLAIN:
         drafters = list(drafters_of(experiment))
-    if drafters:
-        schedule = [event for each in experiment.events for event in _events(experiment, each)]
     served = _served({drafter.family for _, drafter in drafters})
     serving = profile.serving_at(served, workload.under_way)
     settings = {
@@ -149,7 +144,6 @@ def scenario_of(
             for name, drafter in drafters
             for spec in _specs(experiment, name, drafter, profile)
         ],
-        "schedule": schedule,
         "hidden_size": profile.head.hidden_size if profile.head is not None else 1,
     }
     return Scenario.model_validate(given)
@@ -243,25 +237,6 @@ def _linked(
         "round_trip_ms": found.round_trip_ms + 1000 * serving.round_trip_s,
         "jitter_ms": found.jitter_ms + 1000 * serving.jitter_s,
     }
-
-
-def _events(experiment: Experiment, event: Event) -> Iterator[dict[str, Any]]:
-    """An event as the simulator's events of each connection that it meets.
-
-    A held link and a stopped process both leave a drafter silent.
-    """
-    for name, drafter in drafters_of(experiment):
-        if event.who not in (name, drafter.link):
-            continue
-        for who in simulated_processes(name, drafter):
-            if event.what in ("outage", "stop"):
-                yield {"at": event.at, "who": who, "what": "hang", "seconds": event.seconds}
-            elif event.what == "join":
-                yield {"at": event.at, "who": who, "what": "join"}
-            else:
-                yield {"at": event.at, "who": who, "what": "leave"}
-            if event.what in ("reset", "kill"):
-                yield {"at": event.at + (event.seconds or _AGAIN_S), "who": who, "what": "join"}
 
 
 def simulated_processes(name: str, drafter: Drafter) -> list[str]:

@@ -19,7 +19,6 @@ from outrider_bench.experiment.traffic import Request
 from outrider_bench.raw_client import stream
 from outrider_bench.sample import Sample, counters
 
-TENTH_S = 0.1
 LEARNING = {"always_draft": True}
 """Of requests whose texts a synthetic drafter learns: the verifier tells it of every token."""
 
@@ -48,19 +47,16 @@ class Played:
     """The answers of one verifier."""
 
     sample: Sample
-    tokens: list[tuple[float, int]] = field(default_factory=list)
-    """Numbers of tokens, with seconds since the first request of all verifiers."""
     texts: list[str] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
 
 
 async def play(
-    requests: Sequence[Request], workload: Workload, endpoint: Endpoint, asked: Asked, began: float
+    requests: Sequence[Request], workload: Workload, endpoint: Endpoint, asked: Asked
 ) -> Played:
     """Send a verifier its requests as the workload's arrivals say.
 
-    `began` is the time of the first request of all verifiers, by `time.perf_counter`. A request
-    that fails is an error of the result, not an exception.
+    A request that fails is an error of the result, not an exception.
     """
     before = await counters(endpoint.metrics_port, endpoint.verifier_at)
     started = time.perf_counter()
@@ -75,7 +71,7 @@ async def play(
     sample.counters = {name: value - before.get(name, 0.0) for name, value in after.items()}
     played = Played(sample)
     for request, answer in zip(requests, answers, strict=True):
-        _read(request, answer, started, began, played)
+        _read(request, answer, started, played)
     return played
 
 
@@ -134,8 +130,8 @@ async def _ask(request: Request, endpoint: Endpoint, asked: Asked) -> _Answer:
     return answer
 
 
-def _read(request: Request, answer: _Answer, started: float, began: float, played: Played) -> None:
-    """Add an answer to `played`; `started` is when this verifier's turn began."""
+def _read(request: Request, answer: _Answer, started: float, played: Played) -> None:
+    """Add an answer to `played`; `started` is when the first request was sent."""
     if answer.error:
         played.errors.append(answer.error)
         return
@@ -148,7 +144,6 @@ def _read(request: Request, answer: _Answer, started: float, began: float, playe
         drafts = (event.get("metrics") or {}).get("speculative_decoding") or drafts
         now = (event.get("usage") or {}).get("completion_tokens", count)
         if now > count:
-            played.tokens.append((at - began, now - count))
             first = first or at
             last = at
             count = now
@@ -179,17 +174,6 @@ def _events(blocks: Sequence[tuple[float, bytes]]) -> list[tuple[float, dict[str
             if data != line.strip() and data != b"[DONE]":
                 found.append((at, json.loads(data)))
     return found
-
-
-def timeline(played: Sequence[Played]) -> list[int]:
-    """Tokens of all verifiers in each tenth of a second since the first request."""
-    tokens = [pair for each in played for pair in each.tokens]
-    if not tokens:
-        return []
-    tenths = [0] * (1 + int(max(at for at, _ in tokens) / TENTH_S))
-    for at, count in tokens:
-        tenths[int(at / TENTH_S)] += count
-    return tenths
 
 
 def digest(played: Sequence[Played]) -> str:

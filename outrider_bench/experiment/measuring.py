@@ -1,4 +1,4 @@
-"""One measurement: the load on all verifiers, the events, and the counters before and after."""
+"""One measurement: the load on all verifiers, and the counters before and after."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from collections.abc import Mapping
 from dataclasses import astuple, dataclass, replace
 from operator import sub
 
-from outrider_bench.experiment.events import Events
 from outrider_bench.experiment.launches import SYNTHETIC
-from outrider_bench.experiment.load import LEARNING, Asked, Played, digest, play, timeline
+from outrider_bench.experiment.load import LEARNING, Asked, Played, digest, play
 from outrider_bench.experiment.records import DRAFTED, LinkTraffic, Measurement
 from outrider_bench.experiment.spec import Experiment, drafters_of
 from outrider_bench.experiment.stack import Backend, Drafting
@@ -30,7 +29,7 @@ class Bench:
         if way == DRAFTED and any(each.family == SYNTHETIC for _, each in drafters_of(experiment)):
             # Such drafters repeat the texts of requests that they have seen.
             learning = replace(_asked(experiment, way, "learning"), speculation=LEARNING)
-            await self._play(experiment, learning, time.perf_counter())
+            await self._play(experiment, learning)
             await self._warm_up(experiment, learning)
         await self._warm_up(experiment, _asked(experiment, way, "warm-up"))
 
@@ -38,42 +37,30 @@ class Bench:
         workload = experiment.workload
         requests = warm_up_of(workload, self.encoder)
         closed = workload.model_copy(update={"arrivals": "closed", "batch": workload.under_way})
-        began = time.perf_counter()
         endpoints = self.backend.endpoints
-        await asyncio.gather(*(play(requests, closed, each, asked, began) for each in endpoints))
+        await asyncio.gather(*(play(requests, closed, each, asked) for each in endpoints))
 
     async def measure(self, experiment: Experiment, way: str, tenant: str) -> Measurement:
         """Play the workload once; `tenant` must be new, so that no n-grams are known."""
         cpu_before = await self._cpu_s()
         traffic_before = await self._traffic()
-        events = Events(experiment, self.drafting if way == DRAFTED else None)
-        asked = _asked(experiment, way, tenant)
-        began = time.perf_counter()
-        try:
-            async with asyncio.TaskGroup() as group:
-                playing = group.create_task(self._play(experiment, asked, began))
-                events.begin(group, playing)
-        except ExceptionGroup as errors:
-            raise errors.exceptions[0] from errors
-        played = playing.result()
+        played = await self._play(experiment, _asked(experiment, way, tenant))
         return Measurement(
             way,
             [each.sample for each in played],
             cpu_s=_grown(cpu_before, await self._cpu_s()),
             links=_carried(traffic_before, await self._traffic()),
-            timeline=timeline(played),
-            events=events.played,
             texts_sha256=digest(played),
-            errors=[error for each in played for error in each.errors] + events.errors,
+            errors=[error for each in played for error in each.errors],
         )
 
-    async def _play(self, experiment: Experiment, asked: Asked, began: float) -> list[Played]:
+    async def _play(self, experiment: Experiment, asked: Asked) -> list[Played]:
         workload = experiment.workload
         turns = [
             (requests_of(workload, self.encoder, place), endpoint)
             for place, endpoint in enumerate(self.backend.endpoints)
         ]
-        playing = (play(requests, workload, endpoint, asked, began) for requests, endpoint in turns)
+        playing = (play(requests, workload, endpoint, asked) for requests, endpoint in turns)
         return await asyncio.gather(*playing)
 
     async def _cpu_s(self) -> dict[str, float]:

@@ -76,9 +76,6 @@ class Measurement:
     cpu_s: dict[str, float] = field(default_factory=dict)
     """CPU seconds by process."""
     links: dict[str, LinkTraffic] = field(default_factory=dict)
-    timeline: list[int] = field(default_factory=list)
-    """Tokens in each tenth of a second since the first request."""
-    events: list[dict[str, Any]] = field(default_factory=list)
     texts_sha256: str = ""
     """A hash of all texts in order, to compare greedy and seeded texts across ways."""
     errors: list[str] = field(default_factory=list)

@@ -175,29 +175,6 @@ class Workload(_Part):
         return self.batch if self.arrivals == "closed" else 1
 
 
-class Event(_Part):
-    """A disturbance during the traffic of each cell."""
-
-    at: float = Field(ge=0)
-    """Seconds after the first request."""
-
-    who: Name
-    """A link or a drafter."""
-
-    what: Literal["outage", "reset", "stop", "kill", "leave", "join"]
-    """An outage holds all bytes of a link back for `seconds`. A reset cuts its connections. A
-    drafter is stopped for `seconds` (SIGSTOP), killed and started again after `seconds`, or leaves
-    (SIGTERM) and joins."""
-
-    seconds: float = Field(0.0, ge=0)
-
-    @model_validator(mode="after")
-    def _says_how_long(self) -> Self:
-        if self.what in ("outage", "stop", "kill") and not self.seconds:
-            raise ValueError(f"seconds must be given with {self.what}")
-        return self
-
-
 class Experiment(_Part):
     """An experiment file: one stack, its load, and the values that vary."""
 
@@ -231,14 +208,6 @@ class Experiment(_Part):
     skip: list[dict[str, Any]] = Field(default_factory=list)
     """Combinations of the sweep to leave out, each by some of its paths and values."""
 
-    events: list[Event] = Field(default_factory=list)
-
-    scenes: dict[Name, list[Event]] = Field(default_factory=dict)
-    """Lists of events by name, for a sweep over `scene`."""
-
-    scene: Name | None = None
-    """The scene whose events are added to `events`."""
-
     repetitions: int = Field(3, ge=1, le=100)
 
     @model_validator(mode="after")
@@ -249,13 +218,6 @@ class Experiment(_Part):
         for name, drafter in self.drafters.items():
             if drafter.link is not None:
                 _refuse_unknown(f"drafters.{name}.link", [drafter.link], self.links)
-        for field, events in (
-            ("events", self.events),
-            *((f"scenes.{name}", of) for name, of in self.scenes.items()),
-        ):
-            self._check_events(field, events)
-        if self.scene is not None:
-            _refuse_unknown("scene", [self.scene], self.scenes)
         if len([name for name, each in drafters_of(self) if each.in_process]) > 1:
             raise ValueError("use: a verifier's process has one head at most")
         for name in self.drafters:
@@ -264,13 +226,6 @@ class Experiment(_Part):
         for combination in self.skip:
             _refuse_unknown("skip", list(combination), self.sweep)
         return self
-
-    def _check_events(self, field: str, events: list[Event]) -> None:
-        for place, event in enumerate(events):
-            is_link = event.what in ("outage", "reset")
-            processes = {name: each for name, each in self.drafters.items() if not each.in_process}
-            known: Mapping[str, Any] = self.links if is_link else processes
-            _refuse_unknown(f"{field}.{place}.who, for {event.what}", [event.who], known)
 
     def cells(self) -> list[Cell]:
         """All combinations of the sweep.
@@ -298,9 +253,7 @@ class Experiment(_Part):
                 raise ValueError(f"sweep.{path}: there is no such place in the experiment")
             place[last] = value
         try:
-            experiment = Experiment.model_validate(data)
-            events = [*experiment.events, *experiment.scenes.get(experiment.scene or "", [])]
-            return experiment.model_copy(update={"events": events, "scenes": {}, "scene": None})
+            return Experiment.model_validate(data)
         except ValidationError as error:
             shown = ", ".join(f"{path} = {json.dumps(value)}" for path, value in point.items())
             raise ValueError(f"sweep, at {shown}: {first_problem(error)}") from error

@@ -159,12 +159,9 @@ class Drafting:
     async def shape(self, experiment: Experiment) -> None:
         """Give the links the shapes of this cell, and wait until every drafter is connected.
 
-        Drafters that an event ended are started again. Drafters behind a link that changes connect
-        anew, so that a verifier starts each cell with nothing learned over another link.
+        Drafters behind a link that changes connect anew, so that a verifier starts each cell with
+        nothing learned over another link.
         """
-        for name, _ in drafters_of(self.experiment):
-            for process in process_names(self.experiment, name):
-                await self.processes.again(process)
         for name, control in self.links.items():
             link = experiment.links[name]
             await control.shape(link)

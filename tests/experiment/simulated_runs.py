@@ -21,7 +21,7 @@ from outrider_bench.experiment.records import (
 from outrider_bench.experiment.spec import Cell, Experiment, Link
 from outrider_bench.sample import Sample
 from outrider_bench.simulator.scenario import Scenario
-from outrider_bench.simulator.simulation import Simulation
+from outrider_bench.simulator.simulation import simulate
 
 MACHINE = Machine(
     host="rig",
@@ -76,19 +76,6 @@ PLACEMENT: Settings = {
         ]
     },
 }
-OUTAGE: Settings = {
-    "name": "outage",
-    "question": "What does a lost link cost, and for how long?",
-    "drafters": {"model": {"family": "model", "link": "wire"}},
-    "links": {"wire": {"round_trip_ms": 2}},
-    "use": ["model"],
-    "workload": {"batch": 4, "output_tokens": 64, "waves": 12},
-    "events": [
-        {"at": 2.0, "who": "model", "what": "stop", "seconds": 1.5},
-        {"at": 5.0, "who": "wire", "what": "reset"},
-    ],
-    "sweep": {"links.wire.jitter_ms": [0, 4]},
-}
 TWO: Settings = {
     "name": "two",
     "question": "Does one drafter serve the second verifier better than its own?",
@@ -132,8 +119,7 @@ def make_run(
 def measure(cell: Cell, way: str, *, seed: int, noise: float) -> Measurement:
     """One repetition of a way in a cell."""
     count = cell.experiment.target.count
-    simulations = [_simulate(cell, way, seed, noise, place) for place in range(count)]
-    samples = [sample for sample, _ in simulations]
+    samples = [_simulate(cell, way, seed, noise, place) for place in range(count)]
     measured = Measurement(way, samples)
     measured.texts_sha256 = hashlib.sha256(b"the texts").hexdigest()
     tokens = samples[0].tokens
@@ -143,15 +129,10 @@ def measure(cell: Cell, way: str, *, seed: int, noise: float) -> Measurement:
         measured.cpu_s["drafter"] = 0.6 * seconds
         received = sum(sample.counters["draft_bytes"] for sample in samples)
         measured.links = {"wire": LinkTraffic(int(received), 20 * tokens, 1)}
-    if cell.experiment.events:
-        measured.timeline = simulations[0][1]
-        measured.events = [event.model_dump() for event in cell.experiment.events]
     return measured
 
 
-def _simulate(
-    cell: Cell, way: str, seed: int, noise: float, place: int
-) -> tuple[Sample, list[int]]:
+def _simulate(cell: Cell, way: str, seed: int, noise: float, place: int) -> Sample:
     workload = cell.experiment.workload
     scenario = Scenario.model_validate(
         {
@@ -163,16 +144,9 @@ def _simulate(
             "waves": workload.waves,
             "output_tokens": [workload.output_tokens // 2, 3 * workload.output_tokens // 2],
             "drafters": _drafters(cell, place) if way == DRAFTED else [],
-            "schedule": _schedule(cell) if way == DRAFTED else [],
         }
     )
-    simulation = Simulation(scenario, workload.batch, drafting=way == DRAFTED)
-    sample = simulation.run().sample
-    timeline = [0] * (int(10 * sample.seconds) + 1)
-    for request in simulation.traffic.requests:
-        for at, count in request.received_at:
-            timeline[int(10 * at)] += count
-    return sample, timeline
+    return simulate(scenario, workload.batch, drafting=way == DRAFTED).sample
 
 
 def _drafters(cell: Cell, place: int) -> list[Settings]:
@@ -193,15 +167,6 @@ def _drafters(cell: Cell, place: int) -> list[Settings]:
             }
         )
     return found
-
-
-def _schedule(cell: Cell) -> list[Settings]:
-    """Stops of drafters; the simulator knows no resets."""
-    return [
-        {"at": event.at, "who": event.who, "what": "hang", "seconds": event.seconds}
-        for event in cell.experiment.events
-        if event.what == "stop"
-    ]
 
 
 def _round_trip_ms(cell: Cell) -> float:

@@ -9,12 +9,8 @@ from outrider_bench.experiment.records import DRAFTED, PLAIN, Folder, LinkTraffi
 from outrider_bench.experiment.report.answers import answers, break_even_ms
 from outrider_bench.experiment.report.figures import (
     groups_of,
-    longest_gap,
     measurement_figures,
-    rate_before,
-    recovery_s,
     sample_figures,
-    timeline_figures,
 )
 from outrider_bench.experiment.report.results import Spread, read
 from outrider_bench.experiment.report.tables import tables
@@ -144,47 +140,6 @@ def test_a_figure_without_its_counters_is_absent() -> None:
     assert figures == {"tokens_per_s": 10.0}
 
 
-def test_the_longest_gap_lies_between_tokens() -> None:
-    assert longest_gap([0, 0, 0, 2, 0, 0, 1, 0, 1, 0, 0, 0, 0]) == 0.2
-    assert longest_gap([0, 3]) == 0.0
-    assert longest_gap([0, 0]) is None
-
-
-def test_the_rate_before_an_event_is_of_two_seconds_or_fewer() -> None:
-    timeline = [100] * 10 + [4] * 20
-    assert rate_before(timeline, 3.0) == 40.0
-    assert rate_before(timeline, 3.0, 2.5) == 40.0
-    assert rate_before(timeline, 0.0) == 0.0
-
-
-def test_the_rate_is_back_when_a_whole_second_has_90_percent_of_it() -> None:
-    timeline = [10] * 20 + [0] * 15 + [9] * 20
-    assert recovery_s(timeline, 2.0, 100.0) == pytest.approx(1.5)
-    # Eight tenths of 9 tokens are 90 % of 80 tokens.
-    assert recovery_s(timeline, 2.0, 80.0) == pytest.approx(1.3)
-    assert recovery_s(timeline, 2.0, 110.0) is None
-    assert recovery_s([10] * 40, 2.0, 100.0) == 0.0
-
-
-def test_an_event_is_compared_with_the_time_since_the_one_before() -> None:
-    timeline = [10] * 20 + [0] * 10 + [8] * 30
-    events = [{"at": 2.0, "seconds": 1.0}, {"at": 4.0, "seconds": 0.0}]
-    figures = timeline_figures(timeline, events)
-    assert figures["event_1_before_tokens_per_s"] == 100.0
-    assert "event_1_recovery_s" not in figures
-    assert figures["event_2_before_tokens_per_s"] == 80.0
-    assert figures["event_2_recovery_s"] == 0.0
-
-
-def test_the_end_of_the_traffic_is_no_loss() -> None:
-    emptying = sample()
-    emptying.full_s = 3.0
-    event = {"at": 2.0, "seconds": 0.0}
-    measured = Measurement(DRAFTED, [emptying], timeline=[10] * 30 + [1] * 9, events=[event])
-    figures = measurement_figures(measured)
-    assert figures["event_1_recovery_s"] == 0.0
-
-
 def test_ratios_are_taken_within_a_repetition(tmp_path: Path) -> None:
     near = [(100, 200), (50, 100), (100, 210)]
     results = read(run(tmp_path, {"round_trip_ms=0": near}))
@@ -241,13 +196,6 @@ def test_a_report_repeats_the_load_of_the_profile_that_predicted(tmp_path: Path)
     [said] = [line for line in answers(read(folder)) if line.startswith("Costs of predictions: ")]
     assert "7.4 at the end" in said
     assert "1.80 ×" in said
-
-
-def test_events_are_numbered_in_order_of_time() -> None:
-    events = [{"at": 3.0, "seconds": 0.0}, {"at": 1.0, "seconds": 0.0}]
-    figures = timeline_figures([1] * 10 + [2] * 20 + [3] * 10, events)
-    assert figures["event_1_before_tokens_per_s"] == 10.0
-    assert figures["event_2_before_tokens_per_s"] == 20.0
 
 
 def test_a_break_even_is_interpolated() -> None:

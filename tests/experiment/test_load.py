@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider_bench.experiment.load import Played, _Answer, _events, _read, digest, timeline
+from outrider_bench.experiment.load import Played, _Answer, _events, _read, digest
 from outrider_bench.experiment.traffic import Request
 from outrider_bench.prompts import GRAMMARS
 from outrider_bench.sample import Sample
@@ -33,22 +33,16 @@ def test_events_are_read_wherever_the_stream_is_cut(cuts: list[int]) -> None:
     assert sorted(at for at, _ in found) == [at for at, _ in found]
 
 
-def _played(tokens: list[tuple[float, int]], texts: list[str]) -> Played:
-    return Played(Sample(0, 1.0), tokens, texts, [])
-
-
-def test_a_timeline_has_the_tokens_of_all_verifiers_by_tenths() -> None:
-    first, second = _played([(0.05, 2), (0.31, 1)], []), _played([(0.07, 4)], [])
-    assert timeline([first, second]) == [6, 0, 0, 1]
-    assert timeline([]) == []
+def _played(*texts: str) -> Played:
+    return Played(Sample(0, 1.0), [*texts], [])
 
 
 def test_digests_differ_when_a_text_or_its_place_does() -> None:
     digests = {
-        digest([_played([], ["a", "b"])]),
-        digest([_played([], ["b", "a"])]),
-        digest([_played([], ["ab"])]),
-        digest([_played([], ["a"]), _played([], ["b"])]),
+        digest([_played("a", "b")]),
+        digest([_played("b", "a")]),
+        digest([_played("ab")]),
+        digest([_played("a"), _played("b")]),
     }
     assert len(digests) == 4
 
@@ -57,8 +51,8 @@ def test_drafts_are_counted_by_the_kind_of_prompt() -> None:
     drafts = {"num_spec_steps": 3, "num_draft_tokens": 9, "acceptance_histogram": [1, 0, 2, 0]}
     last = {"usage": {"completion_tokens": 5}, "metrics": {"speculative_decoding": drafts}}
     stream = b"data: " + json.dumps(last).encode() + b"\n"
-    played = _played([], [])
-    _read(Request(0.0, "law", [1], 5, None), _Answer(0.0, [(1.0, stream)]), 0.0, 0.0, played)
+    played = _played()
+    _read(Request(0.0, "law", [1], 5, None), _Answer(0.0, [(1.0, stream)]), 0.0, played)
     per_position = "spec_decode_num_accepted_tokens_per_pos"
     assert played.sample.by_kind == {
         "law": {
@@ -79,8 +73,8 @@ def test_drafts_are_counted_by_the_kind_of_prompt() -> None:
 def test_only_an_answer_with_a_grammar_may_end_early(
     kind: str, wanted: int, is_error: bool
 ) -> None:
-    played = _played([], [])
+    played = _played()
     answer = _Answer(0.0, [(1.0, _STREAM)])
     asked = Request(0.0, kind, [1], wanted, None, GRAMMARS.get(kind))
-    _read(asked, answer, 0.0, 0.0, played)
+    _read(asked, answer, 0.0, played)
     assert bool(played.errors) is is_error

@@ -105,19 +105,6 @@ def test_plain_decoding_has_no_drafters_and_the_profiles_slow_down() -> None:
     assert costs.plan_sequence_s == pytest.approx(0.00005)
 
 
-def test_events_become_those_of_the_simulator() -> None:
-    events = [
-        {"at": 1, "who": "wire", "what": "outage", "seconds": 2},
-        {"at": 4, "who": "words", "what": "kill", "seconds": 1},
-    ]
-    found = scenario(events=events).schedule
-    assert [(event.at, event.what, event.seconds) for event in found] == [
-        (1, "hang", 2),
-        (4, "leave", 0),
-        (5, "join", 0),
-    ]
-
-
 @pytest.mark.parametrize(
     ("given", "complaint"),
     [

@@ -63,7 +63,6 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for settings, sources, repetitions in (
         (simulated_runs.ROUND_TRIP, ("measured", "predicted"), 1),
         (simulated_runs.PLACEMENT, ("measured",), 3),
-        (simulated_runs.OUTAGE, ("measured",), 1),
         (simulated_runs.TWO, ("predicted",), 1),
     ):
         path = tmp_path_factory.mktemp(settings["name"])
@@ -159,16 +158,6 @@ def test_acceptance_is_shown_by_position_family_and_kind(reports: dict[str, Path
 def test_the_answer_of_round_trips_names_speeds_and_break_even(reports: dict[str, Path]) -> None:
     said = page_of(reports["round-trip"]).words
     assert re.search(r"model, mbit_s 0: 1\.\d\d at 0 ms, .* breaks even at \d", said)
-
-
-def test_each_event_has_a_line_with_its_recovery(reports: dict[str, Path]) -> None:
-    lines = page_of(reports["outage"]).lines
-    heads = next(line for line in lines if "back after, s" in line)
-    stops = [line for line in lines if "stop of model at 2 s" in line]
-    assert len(stops) == 2
-    for line in stops:
-        assert line[heads.index("back after, s")].startswith("1.")
-    assert any("reset of wire at 5 s" in line for line in lines)
 
 
 def test_verifiers_have_lines_of_their_own(reports: dict[str, Path]) -> None:

@@ -39,7 +39,7 @@ def _written(directory: Path, data: dict[str, Any]) -> Path:
 
 
 def test_there_are_experiments_to_check() -> None:
-    names = {"small", "round-trip", "placement", "drafter-pool", "outage"}
+    names = {"small", "round-trip", "placement", "drafter-pool"}
     assert {path.stem for path in FILES} >= names
 
 
@@ -83,23 +83,8 @@ def test_every_ready_experiment_loads_and_is_named_after_its_file(path: Path) ->
             "use: a verifier's process has one head at most",
         ),
         (
-            {
-                "drafters": {"near": INSIDE, "far": {}},
-                "events": [{"at": 1, "who": "near", "what": "leave"}],
-            },
-            "events.0.who, for leave: must be one of far, not 'near'",
-        ),
-        (
             {"workload": {"kinds": ["poems"]}},
             "kinds must be of code, rewriting, json, chat, schema, tools, not 'poems'",
-        ),
-        (
-            {"events": [{"at": 1, "who": "near", "what": "reset"}]},
-            "events.0.who, for reset: must be one of wire",
-        ),
-        (
-            {"events": [{"at": 1, "who": "wire", "what": "outage"}]},
-            "seconds must be given with outage",
         ),
         ({"sweep": {"links.fog.loss": [0]}}, "sweep.links.fog.loss: there is no such place"),
         (
@@ -108,11 +93,6 @@ def test_every_ready_experiment_loads_and_is_named_after_its_file(path: Path) ->
         ),
         ({"sweep": {"links.wire.los": [0]}}, "links.wire.los: there is no such field"),
         ({"sweep": {"use": [["middle"]]}}, "use: must be one of near, far, not 'middle'"),
-        ({"scene": "storm"}, r"scene: must be one of \(none\), not 'storm'"),
-        (
-            {"scenes": {"storm": [{"at": 1, "who": "near", "what": "reset"}]}},
-            "scenes.storm.0.who, for reset",
-        ),
         (
             {"sweep": {"question": ["a?", "a!"]}},
             "sweep: two cells would have the name 'question=a-'",
@@ -186,21 +166,6 @@ def test_a_cell_without_drafters_is_measured_plain_alone() -> None:
     plain, drafted = Experiment.model_validate(_experiment(sweep={"use": [[], ["far"]]})).cells()
     assert ways_of(plain) == ["plain"]
     assert ways_of(drafted) == ["plain", "drafted"]
-
-
-def test_a_sweep_over_scenes_adds_the_events_of_each_to_its_cell() -> None:
-    cut = {"at": 2, "who": "wire", "what": "reset"}
-    always = {"at": 1, "who": "far", "what": "leave"}
-    wanted = {
-        "events": [always],
-        "scenes": {"calm": [], "cut": [cut]},
-        "sweep": {"scene": ["calm", "cut"]},
-    }
-    calm, cut_off = Experiment.model_validate(_experiment(**wanted)).cells()
-    assert [event.what for event in calm.experiment.events] == ["leave"]
-    assert [event.what for event in cut_off.experiment.events] == ["leave", "reset"]
-    assert (calm.key, cut_off.key) == ("scene=calm", "scene=cut")
-    assert calm.stack_key == cut_off.stack_key
 
 
 def _apart(hosts: dict[str, str]) -> Experiment:

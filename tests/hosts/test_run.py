@@ -148,10 +148,8 @@ def test_an_interrupted_run_goes_on_and_all_texts_are_equal(tmp_path: Path) -> N
     assert not [error for measurement in measurements for error in measurement.errors]
     assert len({measurement.texts_sha256 for measurement in measurements}) == 1
     for _, measurement in found["use=far"]:
-        assert sum(measurement.timeline) == sum(sample.tokens for sample in measurement.samples)
         assert measurement.cpu_s["verifier-1"] > 0
         if measurement.way == PLAIN:
             assert measurement.links == {}
             continue
         assert measurement.links["wire"].up_bytes > 0
-        assert [event["what"] for event in measurement.events] == ["outage"]

@@ -1,7 +1,5 @@
 """The figures of one measurement. Pure arithmetic: knows no cells, files or pictures.
 
-A timeline is a list of tokens by tenths of a second since the first request.
-
 A figure whose denominator is 0, or whose counters were not recorded, is absent.
 """
 
@@ -9,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
 from statistics import median, quantiles
 from typing import Any
 
@@ -22,11 +19,6 @@ LOOKUPS = ("chain", "branch", "late", "miss")
 """The results of looking up committed tokens in the next draft."""
 POSITIONS = range(1, 9)
 """The positions in a draft that tables show; files have all."""
-TENTHS_PER_S = 10
-BACK = 0.9
-"""The rate is back once it is this share of the rate before the event."""
-_BEFORE_TENTHS = 20
-_WINDOW_TENTHS = 10
 
 Figures = dict[str, float]
 """Numbers by name; units are in the names."""
@@ -44,7 +36,6 @@ def measurement_figures(measurement: Measurement) -> Figures:
         **_apart(counters, [sample.by_kind for sample in samples]),
         **_step(counters),
         **_costs(measurement, tokens),
-        **timeline_figures(_full(measurement), measurement.events),
     }
 
 
@@ -57,13 +48,6 @@ def sample_figures(sample: Sample) -> Figures:
         **_apart(sample.counters, [sample.by_kind]),
         **_step(sample.counters),
     }
-
-
-def _full(measurement: Measurement) -> list[int]:
-    """The timeline until a verifier has fewer requests than its batch, if that is known."""
-    ends_s = [sample.full_s for sample in measurement.samples if sample.full_s > 0.0]
-    ends = [int(TENTHS_PER_S * end_s) for end_s in ends_s]
-    return measurement.timeline[: min(ends, default=None)]
 
 
 def _total(counters: Iterable[Mapping[str, float]]) -> dict[str, float]:
@@ -172,65 +156,3 @@ def _costs(measurement: Measurement, tokens: int) -> Figures:
         spent[f"cpu_{name}_ms"] = 1000 * seconds
         spent["cpu_ms"] = spent.get("cpu_ms", 0.0) + 1000 * seconds
     return _quotients({f"{name}_per_token": (spent[name], tokens) for name in spent})
-
-
-def timeline_figures(
-    timeline: Sequence[int], events: Sequence[Mapping[str, Any]]
-) -> dict[str, float]:
-    """The longest gap, and for each event the rate before it and its recovery.
-
-    Events are numbered from 1 in order of time. `timeline` should end when requests run out, or the
-    end looks like a loss. `recovery_s` is absent if the rate did not come back. Both are absent for
-    an event with no tokens before it.
-    """
-    found: dict[str, float] = {}
-    gap = longest_gap(timeline)
-    if gap is not None:
-        found["longest_gap_s"] = gap
-    for number, event in enumerate(sorted(events, key=lambda event: float(event["at"])), 1):
-        at = float(event["at"])
-        ends = [_end(other) for other in events if float(other["at"]) < at]
-        before = rate_before(timeline, at, max(ends, default=0.0))
-        if before:
-            found[f"event_{number}_before_tokens_per_s"] = before
-            recovery = recovery_s(timeline, at, before)
-            if recovery is not None:
-                found[f"event_{number}_recovery_s"] = recovery
-    return found
-
-
-def longest_gap(timeline: Sequence[int]) -> float | None:
-    """Seconds of the longest stretch without a token between the first and the last.
-
-    None for a timeline without tokens. Its resolution is a tenth of a second.
-    """
-    places = [place for place, count in enumerate(timeline) if count]
-    if not places:
-        return None
-    gaps = [later - place - 1 for place, later in pairwise(places)]
-    return max(gaps, default=0) / TENTHS_PER_S
-
-
-def rate_before(timeline: Sequence[int], at_s: float, earliest_s: float = 0.0) -> float:
-    """Mean tokens/s of the last two seconds before `at_s`, but not before `earliest_s`."""
-    end = min(int(at_s * TENTHS_PER_S), len(timeline))
-    start = max(end - _BEFORE_TENTHS, round(earliest_s * TENTHS_PER_S), 0)
-    if end <= start:
-        return 0.0
-    return TENTHS_PER_S * sum(timeline[start:end]) / (end - start)
-
-
-def recovery_s(timeline: Sequence[int], at_s: float, before: float) -> float | None:
-    """Seconds from an event until a second begins with 90 % of the rate `before`, in tokens/s.
-
-    0 if the rate stayed above that; None if it never came back.
-    """
-    first = int(at_s * TENTHS_PER_S)
-    for start in range(first, len(timeline) - _WINDOW_TENTHS + 1):
-        if sum(timeline[start : start + _WINDOW_TENTHS]) >= BACK * before:
-            return max(start / TENTHS_PER_S - at_s, 0.0)
-    return None
-
-
-def _end(event: Mapping[str, Any]) -> float:
-    return float(event["at"]) + float(event.get("seconds", 0.0))

@@ -85,13 +85,6 @@ class Results:
         known = [[s for s in SOURCES if (cell.key, s) in self.measurements] for cell in self.cells]
         return [(cell, of[0]) for cell, of in zip(self.cells, known, strict=True) if of]
 
-    def events(self, cell: Cell, source: Source) -> list[dict[str, Any]]:
-        """The events during a cell's drafted decoding, in order of time."""
-        found = self.measurements.get((cell.key, source), [])
-        played = [measured.events for _, measured in found if measured.way == DRAFTED]
-        most = max(played, key=len, default=[])
-        return sorted(most, key=lambda event: float(event["at"]))
-
     def values(
         self, cell: Cell, source: Source, way: str, figure: str, verifier: str = ALL
     ) -> list[float]:
@@ -192,8 +185,3 @@ def point_words(point: Mapping[str, Any]) -> str:
         for path, value in point.items()
     ]
     return ", ".join(shown) or "the experiment"
-
-
-def event_words(event: Mapping[str, Any]) -> str:
-    """An event in short, such as `stop of near at 2 s`."""
-    return f"{event['what']} of {event['who']} at {event['at']:.3g} s"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from outrider_bench.experiment.records import DRAFTED, PLAIN
 from outrider_bench.experiment.report.figures import LOOKUPS, PHASES, POSITIONS, groups_of
-from outrider_bench.experiment.report.results import ALL, Results, Source, event_words, words
+from outrider_bench.experiment.report.results import ALL, Results, Source, words
 from outrider_bench.experiment.spec import Cell
 
 
@@ -25,8 +25,7 @@ class Table:
 class _Column:
     """A column that shows a figure of figures.csv. With an empty `way` it takes the line's way.
 
-    `{event}` in the figure's name becomes the number of the line's event, and `{group}` the
-    families or kinds whose drafts the line is about.
+    `{group}` in the figure's name becomes the families or kinds whose drafts the line is about.
     """
 
     title: str
@@ -48,7 +47,6 @@ class _Subject:
     source: Source
     way: str = ""
     verifier: str = ALL
-    event: int = 0
     group: str = ""
 
 
@@ -92,11 +90,6 @@ _STEP = [
     _Column("step", "step_ms"),
     *(_Column(title, figure) for figure, title in PHASE_TIMES.items()),
 ]
-_EVENTS = [
-    _Column("longest gap, s", "longest_gap_s", 1, DRAFTED),
-    _Column("before, tokens/s", "event_{event}_before_tokens_per_s", 1, DRAFTED),
-    _Column("back after, s", "event_{event}_recovery_s", 1, DRAFTED),
-]
 _VERIFIERS = [
     _Column("drafted, tokens/s", "tokens_per_s", 1, DRAFTED),
     _Column("× plain", "times_plain", 2, DRAFTED),
@@ -115,8 +108,6 @@ _NOTES = {
     "Acceptance by position and kind": "Of all drafts, of a family's, and in requests of a kind of "
     "prompts. At a position: the share of drafts whose token there was accepted, as vLLM counts.",
     "Where the time of a step went, ms": "Means by phase, from the verifier's counters.",
-    "Events": "For each event: tokens/s of the two seconds before it, and seconds until a whole "
-    "second begins at 90 % of that rate.",
     "Verifiers": "Each verifier apart.",
 }
 
@@ -130,11 +121,6 @@ def tables(results: Results) -> Iterator[Table]:
         for subject in cells
         for group in ("", *groups_of(name for row in results.rows for name in row.figures))
     ]
-    events = [
-        _Subject(event_words(event), cell, source, event=number)
-        for cell, source in results.found()
-        for number, event in enumerate(results.events(cell, source), 1)
-    ]
     verifiers = [
         _Subject(f"verifier {number}", cell, source, verifier=str(number))
         for cell, source in results.found()
@@ -143,8 +129,8 @@ def tables(results: Results) -> Iterator[Table]:
     ]
     for title, columns, subjects in zip(
         _NOTES,
-        (_SPEED, _LATENCY, _DRAFTS, _ACCEPTANCE, _STEP, _EVENTS, _VERIFIERS),
-        (cells, cells, cells, groups, ways, events, verifiers),
+        (_SPEED, _LATENCY, _DRAFTS, _ACCEPTANCE, _STEP, _VERIFIERS),
+        (cells, cells, cells, groups, ways, verifiers),
         strict=True,
     ):
         yield from _filled(results, title, columns, subjects)
@@ -170,7 +156,7 @@ def _filled(
 
 
 def _text(results: Results, subject: _Subject, column: _Column) -> str:
-    figure = column.figure.format(event=subject.event, group=subject.group)
+    figure = column.figure.format(group=subject.group)
     way = column.way or subject.way
     source = column.source or subject.source
     spread = results.spread(subject.cell, source, way, figure, subject.verifier)
