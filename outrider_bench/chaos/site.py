@@ -166,21 +166,26 @@ class Site:
 
     def pid(self, name: str) -> int:
         """The number of a process."""
+        return self._handle(name).pid
+
+    def _handle(self, name: str) -> LocalHandle:
         handle = self.processes.handle(name)
         # All of them run on this machine.
         assert isinstance(handle, LocalHandle)
-        return handle.pid
+        return handle
 
     async def down(self, names: Collection[str], seconds: float, *, kill: bool) -> None:
         """Kill or stop processes, and start them again after some seconds."""
-        await asyncio.gather(*(self.processes.end(name, kill=kill) for name in names))
+        if kill:
+            await asyncio.gather(*(self._handle(name).kill() for name in names))
+        await asyncio.gather(*(self.processes.end(name) for name in names))
         await asyncio.sleep(seconds)
         for name in names:
             await self.processes.again(name)
 
     async def freeze(self, names: Iterable[str], seconds: float) -> None:
         """Stop processes by SIGSTOP for some seconds."""
-        handles = [self.processes.handle(name) for name in names]
+        handles = [self._handle(name) for name in names]
         for handle in handles:
             await handle.pause()
         await asyncio.sleep(seconds)
@@ -209,10 +214,11 @@ class Site:
         module = "outrider_bench.chaos.hostile_drafter"
         await self._start(Launch("hostile", module, (way, *addresses)), Role.DRAFTER)
         await asyncio.sleep(seconds)
-        handle = self.processes.handle("hostile")
+        handle = self._handle("hostile")
         if not await handle.alive():
             raise StackFailed(f"the hostile drafter ended: {(await handle.tail())[-5:]}")
-        await self.processes.end("hostile", kill=True)
+        await handle.kill()
+        await self.processes.end("hostile")
 
     def redis(self) -> Redis:
         """A client of the Redis, around its link."""

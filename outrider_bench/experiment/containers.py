@@ -73,22 +73,7 @@ class ContainerHandle:
 
     async def stop(self) -> None:
         """As Handle.stop."""
-        await self.resume()  # a paused process takes no signal
         await _try("docker", "stop", "--time", "12", self._name)
-
-    async def kill(self) -> None:
-        """As Handle.kill."""
-        await self.resume()
-        for command in ("kill", "wait"):
-            await _try("docker", command, self._name)
-
-    async def pause(self) -> None:
-        """As Handle.pause."""
-        await _try("docker", "pause", self._name)
-
-    async def resume(self) -> None:
-        """As Handle.resume."""
-        await _try("docker", "unpause", self._name)
 
     async def tail(self) -> list[str]:
         """As Handle.tail; a line with its status follows its end."""

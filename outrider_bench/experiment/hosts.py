@@ -54,26 +54,14 @@ class Launch:
 
 
 class Handle(Protocol):
-    """A process that was started. Signals to a process that has ended do nothing."""
+    """A process that was started."""
 
     async def alive(self) -> bool:
-        """Whether it still runs; a paused process does."""
+        """Whether it still runs."""
         ...
 
     async def stop(self) -> None:
         """Send SIGTERM, and SIGKILL after 12 s; return when the process has ended."""
-        ...
-
-    async def kill(self) -> None:
-        """Send SIGKILL; return when the process has ended."""
-        ...
-
-    async def pause(self) -> None:
-        """Send SIGSTOP."""
-        ...
-
-    async def resume(self) -> None:
-        """Send SIGCONT."""
         ...
 
     async def tail(self) -> list[str]:

@@ -21,8 +21,6 @@ class _Process:
     host: Host
     launch: Launch
     handle: Handle
-    spent_s: float = 0.0
-    """CPU time of its earlier lives."""
     is_wanted: bool = True
 
 
@@ -44,27 +42,21 @@ class Processes:
         """The handle of a process that was started."""
         return self._all[name].handle
 
-    async def end(self, name: str, *, kill: bool = False) -> None:
-        """Stop or kill a process; `check` does not miss it."""
+    async def end(self, name: str) -> None:
+        """Stop a process; `check` does not miss it."""
         process = self._all[name]
         process.is_wanted = False
-        await (process.handle.kill() if kill else process.handle.stop())
+        await process.handle.stop()
 
     async def again(self, name: str) -> None:
         """Start a process again after `end`; do nothing if it was not ended."""
         process = self._all[name]
-        if process.is_wanted:
-            return
-        spent_s = process.spent_s + await process.handle.cpu_s()
-        await self.start(process.host, process.launch)
-        self._all[name].spent_s = spent_s
+        if not process.is_wanted:
+            await self.start(process.host, process.launch)
 
     async def cpu_s(self) -> dict[str, float]:
-        """CPU seconds of each process since it was first started."""
-        return {
-            name: process.spent_s + await process.handle.cpu_s()
-            for name, process in self._all.items()
-        }
+        """CPU seconds of each process."""
+        return {name: await process.handle.cpu_s() for name, process in self._all.items()}
 
     async def check(self) -> None:
         """Raise StackFailed with the last lines of a process that should run and does not."""

@@ -50,18 +50,12 @@ class RemoteHandle(LocalHandle):
         self._say(number.name)
 
     async def kill(self) -> None:
-        """As Handle.kill. If the far end does nothing, ends the connection."""
+        """As LocalHandle.kill. If the far end does nothing, ends the connection."""
         self.send_signal(signal.SIGKILL)
         _, late = await asyncio.wait({self.ended}, timeout=_CALL_S)
         if late:
             self._process.kill()
         await self.ended
-
-    async def pause(self) -> None:
-        """As Handle.pause."""
-        await super().pause()
-        # The far end does one after the other.
-        await self.cpu_s()
 
     async def cpu_s(self) -> float:
         """As Handle.cpu_s; the last one read, once the process has ended."""

@@ -9,14 +9,14 @@ import pytest
 from waiting import until
 
 from outrider.errors import OutriderError
-from outrider_bench.experiment.hosts import Handle, Launch, LocalHost, check_cores
+from outrider_bench.experiment.hosts import Launch, LocalHandle, LocalHost, check_cores
 
 
 def _python(code: str, **more: object) -> Launch:
     return Launch("child", "", ("-c", code), sys.executable, **more)  # type: ignore[arg-type]
 
 
-async def _said(handle: Handle, line: str) -> None:
+async def _said(handle: LocalHandle, line: str) -> None:
     async def has_said() -> bool:
         return line in await handle.tail()
 

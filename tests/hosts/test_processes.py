@@ -35,7 +35,7 @@ async def test_a_process_that_was_ended_is_not_missed_and_can_be_started_again()
     processes = Processes()
     await processes.start(LocalHost(), _python("child", _SLEEP))
     first = processes.handle("child")
-    await processes.end("child", kill=True)
+    await processes.end("child")
     await processes.check()
     assert not await first.alive()
     await processes.again("child")
@@ -45,17 +45,3 @@ async def test_a_process_that_was_ended_is_not_missed_and_can_be_started_again()
     assert processes.handle("child") is second, "one that runs is left alone"
     await processes.stop()
     assert not await second.alive()
-
-
-async def test_cpu_time_of_earlier_lives_is_kept() -> None:
-    processes = Processes()
-    await processes.start(LocalHost(), _python("child", "while True: pass"))
-
-    async def has_worked() -> bool:
-        return (await processes.cpu_s())["child"] >= 0.1
-
-    await processes.until("the child", has_worked)
-    await processes.end("child")
-    await processes.again("child")
-    assert (await processes.cpu_s())["child"] >= 0.1
-    await processes.stop()

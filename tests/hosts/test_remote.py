@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from ssh_server import OUTRIDER, PATIENCE_S, ROOT, SshServer, held, listens, proxy, ssh_server
+from ssh_server import OUTRIDER, ROOT, SshServer, held, listens, proxy, ssh_server
 from waiting import until
 
 from outrider.errors import OutriderError
@@ -76,24 +76,6 @@ async def test_the_tail_of_a_killed_process_has_the_status_of_its_signal(
     await until(lambda: listens(port))
     await handle.kill()
     assert (await handle.tail())[-1] == "ended with status 137"
-
-
-async def test_a_paused_process_answers_again_after_it_is_resumed(host: RemoteHost) -> None:
-    launch, port = proxy()
-    handle = await host.start(launch)
-    await until(lambda: listens(port))
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    await handle.pause()
-    writer.write(b"{}\n")
-    reading = asyncio.ensure_future(reader.readline())
-    done, _ = await asyncio.wait({reading}, timeout=0.5)
-    assert not done
-    await handle.resume()
-    async with asyncio.timeout(PATIENCE_S):
-        assert b"traffic" in await reading
-    writer.close()
-    await writer.wait_closed()
-    await handle.stop()
 
 
 async def test_a_program_that_is_not_there_ends_with_its_name(host: RemoteHost) -> None:
