@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Sequence
 from statistics import median
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -31,8 +30,8 @@ _STEPS = 60
 _COMPILED = not str(sys.modules[Engine.__module__].__file__).endswith(".py")
 
 
-def measure(console: Console) -> dict[str, Any]:
-    """Measure and print; returns the seconds of a step by sequences, plain and with drafts."""
+def measure(console: Console) -> None:
+    """Measure and print the time of a step by sequences, plain and with drafts."""
     # A verifier does this once it is loaded.
     gc.collect()
     gc.freeze()
@@ -57,7 +56,6 @@ def measure(console: Console) -> dict[str, Any]:
         each = [_each(seconds, batch) for seconds in (host, drafted)]
         table.add_row(str(batch), cells[0], each[0], cells[1], each[1])
     console.print(table)
-    return {"plain": host, "drafted": drafted, "compiled": _COMPILED}
 
 
 def _each(seconds: dict[int, float], batch: int) -> str:

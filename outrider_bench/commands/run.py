@@ -43,6 +43,8 @@ def main(file: Path, way: str, out: Path) -> int:
     from rich.console import Console
 
     from outrider_bench.experiment.processes import StackFailed
+    from outrider_bench.experiment.report.answers import answers
+    from outrider_bench.experiment.report.results import read
     from outrider_bench.experiment.run import run
     from outrider_bench.experiment.spec import load
 
@@ -53,11 +55,15 @@ def main(file: Path, way: str, out: Path) -> int:
             raise invalid("costs", "is for hardware that is not here; predict this file instead")
         cells = experiment.cells()
         running = run(experiment, cells, out, console, command, compose=way == "compose")
-        asyncio.run(running)
+        folder = asyncio.run(running)
     except KeyboardInterrupt:
         console.print(f"stopped; to go on, run the same command again: {command}")
         return _INTERRUPTED
     except (StackFailed, OSError) as error:
         print(f"{_PROGRAM}: {error}", file=sys.stderr)
         return 1
+    for sentence in answers(read(folder)):
+        console.print(f"- {sentence}", markup=False, highlight=False)
+    console.print(f"results: {folder.path}", soft_wrap=True)
+    console.print(f"tables: outrider lab report {folder.path}", soft_wrap=True)
     return 0

@@ -7,20 +7,24 @@ with a draft model, and with a head if there is one.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import mean, median
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from outrider.drafter.dialled import wait_until_ready
 from outrider.process import rpc
+from outrider_bench.experiment.launches import Endpoint
+from outrider_bench.experiment.load import Asked, play
+from outrider_bench.experiment.places import places
 from outrider_bench.experiment.report.figures import PHASES
-from outrider_bench.experiment.spec import Workload
+from outrider_bench.experiment.spec import Experiment, Workload
+from outrider_bench.experiment.stack import backend, drafting
 from outrider_bench.experiment.traffic import Encoder, Request, requests_of
 from outrider_bench.sample import Sample
 from outrider_bench.simulator.costs import NotNegative
-from outrider_bench.ways import Pair, Task, outrider_stack, outrider_way
 
 BATCHES = (1, 8)
 WAYS: dict[str, dict[str, str | bool]] = {
@@ -88,21 +92,39 @@ def calibrate(
     tell: Callable[[], None] = lambda: None,
 ) -> list[Served]:
     """Serve the load; about a minute for the bundled pair. Calls `tell` after each run."""
-    return asyncio.run(_serve(Pair("profile", target, draft, dtype, 4, threads, head), tell))
+    drafters = {
+        "ngram": {"family": "ngram"},
+        "model": {"family": "model", "model": draft, "threads": 1},
+    }
+    if head is not None:
+        drafters["head"] = {"family": "head", "model": head, "threads": 1}
+    experiment = Experiment.model_validate(
+        {
+            "name": "profile",
+            "target": {"model": target, "dtype": dtype, "threads": threads},
+            "drafters": drafters,
+            "use": list(drafters),
+        }
+    )
+    return asyncio.run(_serve(experiment, tell))
 
 
-async def _serve(pair: Pair, tell: Callable[[], None]) -> list[Served]:
+async def _serve(experiment: Experiment, tell: Callable[[], None]) -> list[Served]:
     samples: dict[tuple[str, int], list[Sample]] = {}
     speeds: dict[tuple[str, int], list[tuple[float, float]]] = {}
-    tasks = {batch: Task(load_of(pair.target, batch), batch) for batch in BATCHES}
-    families = ["ngram", "model", *(["head"] if pair.head is not None else [])]
-    async with outrider_stack(pair, families, pair.shared_threads) as endpoint:
-        ways = {name: outrider_way(endpoint, WAYS[name]) for name in ("plain", *families)}
+    target = experiment.target
+    loads = {batch: load_of(target.model, batch) for batch in BATCHES}
+    async with (
+        places([experiment], "") as found,
+        backend(target, target.model, found) as running,
+        drafting(experiment, running, found),
+    ):
+        [endpoint] = running.endpoints
         # In the first round planner and drafters learn the costs; it does not count.
         for number in range(_ROUNDS + 1):
-            for batch, task in tasks.items():
-                for name, run in ways.items():
-                    sample = await run(task)
+            for batch, load in loads.items():
+                for name in ("plain", *experiment.use):
+                    sample = await _played(load, batch, endpoint, WAYS[name])
                     tell()
                     if number:
                         samples.setdefault((name, batch), []).append(sample)
@@ -112,6 +134,17 @@ async def _serve(pair: Pair, tell: Callable[[], None]) -> list[Served]:
     return [
         _served(name, batch, found, speeds[name, batch]) for (name, batch), found in samples.items()
     ]
+
+
+async def _played(
+    load: list[Request], batch: int, endpoint: Endpoint, speculation: Mapping[str, Any]
+) -> Sample:
+    """Play a load at the gateway; raises RuntimeError with the first error of a request."""
+    workload = Workload.model_validate({"batch": batch})
+    played = await play(load, workload, endpoint, Asked(speculation, 0.0, "profile"))
+    if played.errors:
+        raise RuntimeError(played.errors[0])
+    return played.sample
 
 
 async def _speed(family: str, address: str) -> tuple[float, float]:

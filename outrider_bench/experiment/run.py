@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import TypeVar
 
 from rich.console import Console
@@ -20,15 +21,17 @@ from outrider_bench.console import progress
 from outrider_bench.experiment import machine, stack
 from outrider_bench.experiment.measuring import Bench
 from outrider_bench.experiment.places import Places, places
-from outrider_bench.experiment.records import PLAIN, Folder, ways_of
-from outrider_bench.experiment.report.answers import answers
-from outrider_bench.experiment.report.results import read
+from outrider_bench.experiment.records import PLAIN, Folder, Measurement, ways_of
 from outrider_bench.experiment.spec import Cell, Experiment, Target
 from outrider_bench.experiment.stack import backend, drafting, own_head
-from outrider_bench.experiment.traffic import Encoder
+from outrider_bench.experiment.traffic import Encoder, Request, requests_of
+from outrider_bench.sample import Sample
 
 _ROOT = Path(__file__).parents[2]
 _Item = TypeVar("_Item")
+Peer = Callable[[Sequence[Request], int], Awaitable[Sample]]
+"""Another program that decodes requests greedily, so many at once; ends of text are ignored."""
+NO_PEERS: Mapping[str, Peer] = MappingProxyType({})
 
 
 async def run(
@@ -38,9 +41,10 @@ async def run(
     console: Console,
     command: str,
     *,
-    compose: bool,
-) -> None:
-    """Measure all missing repetitions, and print the answer.
+    compose: bool = False,
+    peers: Mapping[str, Peer] = NO_PEERS,
+) -> Folder:
+    """Measure all missing repetitions, also of `peers` by name.
 
     Raises OutriderError(INVALID_VALUE) if this machine or the places do not fit the experiment, and
     OSError or StackFailed when a process, a machine or the engine fails.
@@ -53,11 +57,8 @@ async def run(
         folder = open_folder(out, experiment, console, command, found)
         for warning in machine.warnings():
             console.print(f"[yellow]warning:[/] {warning}")
-        await measure(experiment, cells, folder, found, console)
-    for sentence in answers(read(folder)):
-        console.print(f"- {sentence}", markup=False, highlight=False)
-    console.print(f"results: {folder.path}", soft_wrap=True)
-    console.print(f"tables: outrider lab report {folder.path}", soft_wrap=True)
+        await measure(experiment, cells, folder, found, console, peers)
+    return folder
 
 
 def open_folder(
@@ -94,26 +95,32 @@ def open_folder(
 
 
 async def measure(
-    experiment: Experiment, cells: Sequence[Cell], folder: Folder, places: Places, console: Console
+    experiment: Experiment,
+    cells: Sequence[Cell],
+    folder: Folder,
+    places: Places,
+    console: Console,
+    peers: Mapping[str, Peer],
 ) -> None:
     """Measure all that the folder lacks; a bar shows the time left."""
     with progress(console) as bar:
-        task = bar.add_task(experiment.name, total=len(missing(experiment, cells, folder)))
+        total = len(missing(experiment, cells, folder, peers))
+        task = bar.add_task(experiment.name, total=total)
 
         def tell(doing: str, finished: int) -> None:
             bar.update(task, description=doing, advance=finished)
 
-        await Runner(experiment, cells, folder, places, tell).run()
+        await Runner(experiment, cells, folder, places, peers, tell).run()
 
 
 def missing(
-    experiment: Experiment, cells: Sequence[Cell], folder: Folder
+    experiment: Experiment, cells: Sequence[Cell], folder: Folder, peers: Collection[str] = ()
 ) -> Sequence[tuple[str, str, int]]:
     """Cell, way and repetition of all missing measurements."""
     return [
         (cell.key, way, repetition)
         for cell in cells
-        for way in ways_of(cell)
+        for way in (*ways_of(cell), *peers)
         for repetition in range(experiment.repetitions)
         if not folder.has(cell.key, way, repetition)
     ]
@@ -146,6 +153,7 @@ class Runner:
         cells: Sequence[Cell],
         folder: Folder,
         places: Places,
+        peers: Mapping[str, Peer],
         tell: Callable[[str, int], None],
     ) -> None:
         """`tell` gets the present work, and the number of measurements that it finished."""
@@ -153,6 +161,7 @@ class Runner:
         self._groups = groups(cells)
         self._folder = folder
         self._places = places
+        self._peers = peers
         self._tell = tell
 
     async def run(self) -> None:
@@ -160,6 +169,8 @@ class Runner:
         for repetition in range(self._experiment.repetitions):
             for stacks in there_and_back(self._groups, repetition):
                 await self._with_target(stacks, repetition)
+            for name in there_and_back(list(self._peers), repetition):
+                await self._peer(name, repetition)
 
     async def _with_target(self, stacks: list[list[Cell]], repetition: int) -> None:
         """Measure all cells of one target."""
@@ -182,11 +193,7 @@ class Runner:
 
         Plain decoding uses no link, so the cells do not differ.
         """
-        by_workload: dict[str, list[Cell]] = {}
-        for cell in cells:
-            if self._lacks(cell, PLAIN, repetition):
-                by_workload.setdefault(cell.experiment.workload.model_dump_json(), []).append(cell)
-        for alike in by_workload.values():
+        for alike in self._by_workload(cells, PLAIN, repetition):
             first = alike[0]
             self._tell(f"{repetition + 1}: {first.key}, plain", 0)
             await bench.warm_up(first.experiment, PLAIN)
@@ -194,6 +201,26 @@ class Runner:
             for cell in alike:
                 self._folder.save(cell.key, repetition, found)
             self._tell(f"{repetition + 1}: {first.key}, plain", len(alike))
+
+    async def _peer(self, name: str, repetition: int) -> None:
+        """Measure another program once for each workload, for all cells with that workload."""
+        cells = [cell for stacks in self._groups for cells in stacks for cell in cells]
+        for alike in self._by_workload(cells, name, repetition):
+            workload = alike[0].experiment.workload
+            self._tell(f"{repetition + 1}: {alike[0].key}, {name}", 0)
+            requests = requests_of(workload, Encoder(alike[0].experiment.target.model))
+            found = Measurement(name, [await self._peers[name](requests, workload.batch)])
+            for cell in alike:
+                self._folder.save(cell.key, repetition, found)
+            self._tell(f"{repetition + 1}: {alike[0].key}, {name}", len(alike))
+
+    def _by_workload(self, cells: list[Cell], way: str, repetition: int) -> list[list[Cell]]:
+        """The cells that lack a way, by their workloads."""
+        found: dict[str, list[Cell]] = {}
+        for cell in cells:
+            if self._lacks(cell, way, repetition):
+                found.setdefault(cell.experiment.workload.model_dump_json(), []).append(cell)
+        return list(found.values())
 
     async def _drafted(self, cells: list[Cell], repetition: int, bench: Bench) -> None:
         """Measure one cell after the other, with its links' shapes."""

@@ -20,6 +20,7 @@ from outrider_bench.experiment import machine, run
 from outrider_bench.experiment.measuring import _carried
 from outrider_bench.experiment.places import Places
 from outrider_bench.experiment.records import DRAFTED, PLAIN, Folder, LinkTraffic, Measurement
+from outrider_bench.experiment.report import answers, results
 from outrider_bench.experiment.run import missing, open_folder
 from outrider_bench.experiment.spec import Experiment, load
 from outrider_bench.sample import Sample
@@ -60,8 +61,8 @@ def test_a_run_records_its_command_line(
 
     monkeypatch.setattr(run, "measure", measure_nothing)
     monkeypatch.setattr(machine, "warnings", list[str])
-    monkeypatch.setattr(run, "read", lambda _: None)
-    monkeypatch.setattr(run, "answers", lambda _: [])
+    monkeypatch.setattr(results, "read", lambda _: None)
+    monkeypatch.setattr(answers, "answers", lambda _: [])
     out = tmp_path / "a folder"
     arguments = [str(_SMALL), "--with", "processes", "--out", str(out)]
     assert main(arguments) == 0

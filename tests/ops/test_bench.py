@@ -1,19 +1,27 @@
-"""The benchmark's own parts: peers, ways of decoding, tables and records."""
+"""The benchmark's own parts: its experiment, peers beside it, and streams of answers."""
 
 import asyncio
-import json
 import re
 import sys
+from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from outrider_bench.experiment.report.results import Spread
+from outrider_bench.bench import experiment_of
+from outrider_bench.experiment.places import Places
+from outrider_bench.experiment.records import DRAFTED, PLAIN, Folder, Measurement
+from outrider_bench.experiment.report.results import Spread, read
+from outrider_bench.experiment.report.tables import tables
+from outrider_bench.experiment.run import Runner, missing
+from outrider_bench.experiment.spec import Experiment
+from outrider_bench.experiment.traffic import Request
 from outrider_bench.raw_client import FailedAnswer, stream
-from outrider_bench.report import Results, is_disturbed, tables, write
 from outrider_bench.sample import Sample
-from outrider_bench.ways import line_peer
+from outrider_bench.settings import BenchSettings
+from outrider_bench.vllm_ways import Pair, line_peer
 
 MODELS = Path(__file__).parents[2] / "models"
 
@@ -69,66 +77,53 @@ async def test_a_stream_is_read_to_its_end_or_raises_the_servers_error(
     assert asked[0].endswith(b'\r\n\r\n{"model": "m"}')
 
 
-def results() -> Results:
-    found = Results("tiny, 1 M, float32")
-    phases = dict.fromkeys(("wait", "pack", "forward", "accept", "commit", "send"), 0.1)
-    counters = {f"step_phase_seconds.{name}": seconds for name, seconds in phases.items()}
-    counters |= {
-        "step_seconds_count": 10,
-        "step_sequences_sum": 10,
-        "generation_tokens": 30,
-        "spec_decode_num_accepted_tokens": 20,
+def test_a_pair_is_an_experiment_over_the_drafters_and_batches_that_are_named() -> None:
+    pair = Pair("bundled", MODELS / "target", MODELS / "draft", "float32", 4, 1)
+    settings = BenchSettings(ways=["ngram", "model", "vllm*"], batches=[1, 8], rounds=2)
+    experiment = experiment_of(pair, settings, Console(quiet=True))
+    points = [cell.point for cell in experiment.cells()]
+    assert points == [
+        {"use": [name], "workload.batch": batch} for name in ("ngram", "model") for batch in (1, 8)
+    ]
+    assert (experiment.repetitions, experiment.workload.kinds) == (2, ["code", "rewriting", "json"])
+    alone = experiment_of(pair, BenchSettings(ways=["vllm"], batches=[1]), Console(quiet=True))
+    assert [cell.point["use"] for cell in alone.cells()] == [[]]
+    with pytest.raises(ValueError, match="ways: no way is called 'vlm'; there are ngram; suffix;"):
+        experiment_of(pair, BenchSettings(ways=["vlm"]), Console(quiet=True))
+
+
+async def test_peers_decode_each_workload_once_a_round_and_their_rates_are_reported(
+    tmp_path: Path,
+) -> None:
+    asked: list[tuple[int, int]] = []
+
+    async def peer(requests: Sequence[Request], batch: int) -> Sample:
+        asked.append((len(requests), batch))
+        return Sample(100, 2.0 / batch)
+
+    settings = {
+        "name": "beside",
+        "target": {"model": MODELS / "target"},
+        "drafters": {"a": {}, "b": {}},
+        "sweep": {"use": [["a"], ["b"]], "workload.batch": [1, 4]},
+        "repetitions": 2,
     }
-    counters |= {
-        "decode_seconds": 2.0,
-        "decode_isolated_forward_seconds": 1.5,
-        "draft_lookups.chain": 3,
-        "draft_lookups.miss": 1,
-    }
-    for batch in (1, 8):
-        found.add(batch, "vllm", Sample(30, 3.0))
-        # Two requests of 15 tokens. In the first second, with both under way, 15 tokens of one come
-        # and 8 of the other.
-        requests = [(0.0, 1.0, 15), (0.5, 1.5, 15)]
-        found.add(
-            batch,
-            "outrider, ngram",
-            Sample(30, 1.5, [0.2], [0.03], counters, requests, 1.0),
-        )
-    return found
-
-
-def test_tables_hold_rates_latencies_and_the_share_of_the_limit(tmp_path: Path) -> None:
-    console = Console(record=True, width=220, file=(tmp_path / "printed").open("w"))
-    for table in tables(results(), "outrider, ngram"):
-        console.print(table)
-    path = write(tmp_path, "bench", {"pairs": results().as_json()})
-    console.file.close()
-    printed = (tmp_path / "printed").read_text()
-    assert " 20.0 " in printed
-    assert "0.50" in printed
-    # The rate while batches are full, which is not known for the peer.
-    full = next(line for line in printed.splitlines() if " 23.0 " in line)
-    assert full.count("1.00") == 2
-    assert "TPOT" in printed
-    rows = [line for line in printed.splitlines() if "outrider, ngram" in line]
-    step = next(row for row in rows if "0.75" in row)
-    cells = [cell.strip() for cell in step.split("│")]
-    assert {"3.00", "0.75", "0.25"} <= set(cells)
-    assert len(json.loads(path.read_text())["pairs"]) == 4
-
-
-def test_a_speed_beyond_its_tokens_per_forward_is_marked() -> None:
-    plain = {"generation_tokens": 30.0, "step_sequences_sum": 30.0}
-    drafted = {"generation_tokens": 30.0, "step_sequences_sum": 15.0}
-    samples = {
-        "outrider, plain": [Sample(30, 3.0, counters=plain)],
-        "outrider, ngram": [Sample(30, 1.6, counters=drafted)],
-        "outrider, model": [Sample(30, 1.2, counters=drafted)],
-    }
-    assert not is_disturbed(samples, "outrider, plain")
-    assert not is_disturbed(samples, "outrider, ngram")
-    assert is_disturbed(samples, "outrider, model")
+    experiment = Experiment.model_validate(settings)
+    cells = experiment.cells()
+    folder = Folder(tmp_path)
+    folder.begin({"experiment": experiment.model_dump(mode="json")})
+    for cell in cells:
+        for number, way in product(range(2), (PLAIN, DRAFTED)):
+            folder.save(cell.key, number, Measurement(way, [Sample(100, 1.0)]))
+    peers = {"vllm": peer}
+    assert len(missing(experiment, cells, folder, peers)) == len(cells) * 2
+    done: list[int] = []
+    await Runner(experiment, cells, folder, Places(), peers, lambda _, n: done.append(n)).run()
+    assert missing(experiment, cells, folder, peers) == []
+    assert (sorted(asked), sum(done)) == ([(8, 1), (8, 1), (16, 4), (16, 4)], len(cells) * 2)
+    speed = next(table for table in tables(read(folder)) if table.title == "Speed")
+    place = speed.columns.index("vllm, tokens/s")
+    assert [line[place].partition(" ")[0] for line in speed.lines] == ["50.0", "200.0"] * 2
 
 
 def test_rounds_have_an_interval_and_one_round_has_none() -> None:

@@ -62,7 +62,7 @@ ACCEPTANCE = {
 }
 PHASE_TIMES = {f"step_{phase}_ms": phase for phase in PHASES}
 NEXT_DRAFTS = {f"lookup_{result}": result for result in LOOKUPS}
-"""Titles of columns by figure, which the tables of `outrider lab bench` have as well."""
+"""Titles of columns by figure, which the tables of `outrider lab simulate` have as well."""
 _SPEED = [
     _Column("plain, tokens/s", "tokens_per_s", 1, PLAIN, ranged=True),
     _Column("drafted, tokens/s", "tokens_per_s", 1, DRAFTED, ranged=True),
@@ -89,6 +89,7 @@ _ACCEPTANCE = [
 _STEP = [
     _Column("step", "step_ms"),
     *(_Column(title, figure) for figure, title in PHASE_TIMES.items()),
+    _Column("of limit", "of_limit"),
 ]
 _VERIFIERS = [
     _Column("drafted, tokens/s", "tokens_per_s", 1, DRAFTED),
@@ -107,7 +108,8 @@ _NOTES = {
     "tokens dropped for each output token.",
     "Acceptance by position and kind": "Of all drafts, of a family's, and in requests of a kind of "
     "prompts. At a position: the share of drafts whose token there was accepted, as vLLM counts.",
-    "Where the time of a step went, ms": "Means by phase, from the verifier's counters.",
+    "Where the time of a step went, ms": "Means by phase, from the verifier's counters. Of limit: "
+    "the time of isolated forwards over that of decoding steps, waits included; 1 is no overhead.",
     "Verifiers": "Each verifier apart.",
 }
 
@@ -127,9 +129,11 @@ def tables(results: Results) -> Iterator[Table]:
         for number in range(1, cell.experiment.target.count + 1)
         if cell.experiment.target.count > 1
     ]
+    others = dict.fromkeys(row.way for row in results.rows if row.way not in (PLAIN, DRAFTED))
+    peers = [_Column(f"{way}, tokens/s", "tokens_per_s", 1, way, ranged=True) for way in others]
     for title, columns, subjects in zip(
         _NOTES,
-        (_SPEED, _LATENCY, _DRAFTS, _ACCEPTANCE, _STEP, _VERIFIERS),
+        ([*_SPEED, *peers], _LATENCY, _DRAFTS, _ACCEPTANCE, _STEP, _VERIFIERS),
         (cells, cells, cells, groups, ways, verifiers),
         strict=True,
     ):
