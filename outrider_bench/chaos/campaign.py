@@ -20,10 +20,11 @@ from outrider_bench.chaos.faults import FAULTS, Scene
 from outrider_bench.chaos.history import History
 from outrider_bench.chaos.parts import absent, touched, unreachable
 from outrider_bench.chaos.site import running_site
-from outrider_bench.chaos.spec import Campaign
 from outrider_bench.experiment.processes import StackFailed
 
 _AT_ONCE = 8
+# Streams under way at once while faults are played.
+_CLIENTS = 16
 # Share of rounds in which a second fault joins the first.
 _OVERLAP = 0.5
 Tell = Callable[[str], None]
@@ -70,10 +71,21 @@ def _plan(name: str, draw: random.Random, absent: frozenset[str]) -> Planned:
     return Planned(name, target, after_s, round(draw.uniform(*fault.seconds), 2))
 
 
-async def play(
-    campaign: Campaign, bag: Sequence[str], history: History, tell: Tell, only: int | None
-) -> None:
-    """Play rounds with the faults of a bag until the time is over, or one round `only`.
+@dataclass(frozen=True, slots=True)
+class Campaign:
+    """For how long rounds begin, and the seed of their schedule; or one round `only`.
+
+    With `tls`, all processes use mutual TLS, and clients HTTPS.
+    """
+
+    minutes: float
+    seed: int
+    only: int | None = None
+    tls: bool = False
+
+
+async def play(campaign: Campaign, bag: Sequence[str], history: History, tell: Tell) -> None:
+    """Play rounds with the faults of a bag.
 
     Raises StackFailed if the stack does not start, does not answer without any fault, or does not
     recover from one.
@@ -87,6 +99,7 @@ async def play(
         if any(event["outcome"] != "finished" for event in history.events):
             raise StackFailed("requests fail without any fault; the history has them")
         until = time.monotonic() + 60 * campaign.minutes
+        only = campaign.only
         for number in itertools.count() if only is None else [only]:
             if time.monotonic() > until:
                 break
@@ -94,18 +107,18 @@ async def play(
             history.round = number
             left = "" if only is not None else f", {(until - time.monotonic()) / 60:.1f} min left"
             tell(f"round {number}{left}: {', '.join(map(_text, planned))}")
-            await _round(Scene(site, clients), planned, campaign.clients, history)
+            await _round(Scene(site, clients), planned, history)
 
 
 def _text(planned: Planned) -> str:
     return f"{planned.fault} ({planned.target}, {planned.seconds:g} s)"
 
 
-async def _round(scene: Scene, planned: list[Planned], count: int, history: History) -> None:
+async def _round(scene: Scene, planned: list[Planned], history: History) -> None:
     """Play the faults of one round under traffic, and record what is left when all is quiet."""
     over = asyncio.Event()
     async with asyncio.TaskGroup() as traffic:
-        for _ in range(count):
+        for _ in range(_CLIENTS):
             traffic.create_task(scene.clients.stream_until(over))
         try:
             async with asyncio.TaskGroup() as faults:

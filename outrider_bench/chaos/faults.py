@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import resource
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from outrider_bench.chaos.clients import Clients
@@ -241,3 +241,19 @@ def _of_strangers() -> dict[str, Fault]:
 
 FAULTS: dict[str, Fault] = _of_processes() | _of_links() | _of_redis() | _of_strangers()
 """All faults by name."""
+
+
+def bag_of(kinds: Sequence[str], missing: frozenset[str]) -> list[str]:
+    """Names of the faults that each turn plays: those of `kinds`, or all.
+
+    Faults whose targets are all in `missing`, the parts that the stack lacks, are left out. Raises
+    ValueError if a fault does not exist, or if none is left.
+    """
+    if unknown := set(kinds) - set(FAULTS):
+        known = ", ".join(FAULTS)
+        raise ValueError(f"kind: there is no fault {min(unknown)!r}; the faults are {known}")
+    chosen = [n for n in kinds or FAULTS if not missing.issuperset(FAULTS[n].targets)]
+    if not chosen:
+        parts = ", ".join(sorted(missing))
+        raise ValueError(f"kind: all of these faults need what the stack lacks: {parts}")
+    return chosen

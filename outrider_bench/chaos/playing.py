@@ -5,32 +5,31 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections import Counter
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from outrider_bench.chaos.campaign import play
+from outrider_bench.chaos.campaign import Campaign, play
 from outrider_bench.chaos.check import Violation, check
+from outrider_bench.chaos.faults import bag_of
 from outrider_bench.chaos.history import Event, History, whole
 from outrider_bench.chaos.parts import absent
-from outrider_bench.chaos.spec import load
 from outrider_bench.experiment.processes import StackFailed
 
 _WHAT = ("lost", "altered", "leaked")
 
 
-def run(file: Path | None, given: Mapping[str, Any], only: int | None, path: Path) -> int:
-    """Play the campaign of a file, or all faults; `given` replaces settings of the file.
+def run(campaign: Campaign, kinds: Sequence[str], path: Path) -> int:
+    """Play a campaign with faults of these kinds, or of all.
 
-    Writes the history to `path`, and returns the exit status. Raises ValueError for a wrong file.
+    Writes the history to `path`, and returns the exit status. Raises ValueError for wrong kinds.
     """
-    campaign = load(file, **given)
-    bag = campaign.bag(absent())
+    bag = bag_of(kinds, absent())
     is_whole = False
     with closing(History(path)) as history:
         try:
-            asyncio.run(_until_stopped(play(campaign, bag, history, _tell, only)))
+            asyncio.run(_until_stopped(play(campaign, bag, history, _tell)))
             is_whole = True
         except StackFailed as error:
             _tell(str(error))

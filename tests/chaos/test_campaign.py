@@ -91,12 +91,10 @@ def test_an_interrupted_campaign_reports_its_whole_rounds_and_ends_with_one(
 
 
 def test_a_fault_that_does_not_exist_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    path = tmp_path / "campaign.yaml"
-    path.write_text("kinds: [flood]")
     with pytest.raises(SystemExit) as caught:
-        main([str(path)])
+        main(["--kind", "flood"])
     assert caught.value.code == 2
     assert "there is no fault 'flood'" in capsys.readouterr().err
 
@@ -107,10 +105,9 @@ def test_a_short_campaign_loses_alters_and_leaks_nothing(
 ) -> None:
     monkeypatch.chdir(ROOT)
     kinds = ["drafter killed", "verifier killed", "gateway link reset", "hostile drafter: lies"]
-    path = tmp_path / "campaign.yaml"
-    path.write_text(json.dumps({"minutes": 0.4, "seed": 1, "kinds": [*kinds, "clients leave"]}))
+    asked = [word for kind in (*kinds, "clients leave") for word in ("--kind", kind)]
     history = tmp_path / "history.jsonl"
-    status = main([str(path), "--history", str(history)])
+    status = main([*asked, "--minutes", "0.4", "--seed", "1", "--history", str(history)])
     assert status == 0, capsys.readouterr().out
     events = [json.loads(line) for line in history.read_text().splitlines()]
     assert {event["name"] for event in events if event["event"] == "fault"} <= {
