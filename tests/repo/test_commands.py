@@ -37,7 +37,7 @@ EXPERIMENTS = {"json", "out", "validate", "with"}
 """Flags of `outrider lab advise`, `lab run` and `lab predict` that are not settings."""
 SIMULATE = {"baseline", "faults", "out", "seed"}
 """Flags of `outrider lab simulate`."""
-CHAOS = {"history", "kind", "minutes", "round", "seed"}
+CHAOS = {"history", "kind", "minutes", "round", "seed", "tls"}
 """Flags of `outrider lab chaos` that are not settings."""
 NUMACTL = {"cpunodebind", "hardware", "membind", "physcpubind"}
 """Flags of `numactl` that the pages name."""
