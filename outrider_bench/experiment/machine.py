@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import re
 import subprocess
 import time
 import timeit
@@ -23,7 +24,6 @@ from outrider.errors import invalid
 from outrider_bench.experiment.hosts import check_cores
 from outrider_bench.experiment.records import Machine
 from outrider_bench.experiment.spec import Experiment, drafters_of
-from outrider_bench.processor import processor_name
 
 _BUSY_LOAD = 0.3
 """Runnable processes per core above which a machine is called busy."""
@@ -45,6 +45,14 @@ def this_machine() -> Machine:
         python=platform.python_version(),
         torch=metadata.version("torch") if find_spec("torch") is not None else "",
     )
+
+
+def processor_name() -> str:
+    """The model name that Linux gives; without one, the architecture, such as `aarch64`."""
+    found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    if found is None:
+        return platform.machine()
+    return found.group(1).strip()
 
 
 def commit(root: Path) -> str:

@@ -24,8 +24,8 @@ from outrider.drafter.draft_sequence import DraftSequence
 from outrider.lm.runner import ModelRunner, SequenceSlice
 from outrider.protocol.draft_messages import Opened, Verdict, Window
 from outrider.protocol.messages import DraftDistribution, SamplingParams
+from outrider_bench.experiment.machine import processor_name
 from outrider_bench.host_time import step_seconds
-from outrider_bench.processor import processor_name
 from outrider_bench.simulator.costs import Costs, DraftingCost, Forward, way_of
 
 _Point = TypeVar("_Point")
