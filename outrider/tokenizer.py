@@ -87,15 +87,37 @@ def load_tokenizer(model: str) -> Tokenizer:
 def end_token_ids(model: str) -> tuple[int, ...]:
     """The tokens that end a text, by the configuration of a model directory or hub id.
 
-    Raises OutriderError(MODEL_NOT_FOUND) when there is no such model.
+    The generation config comes first, as for a model that is loaded. Raises
+    OutriderError(MODEL_NOT_FOUND) when there is no such model, and OutriderError(INVALID_VALUE)
+    when the configuration has something else in their place.
     """
     for name in ("generation_config.json", "config.json"):
         if (path := model_file(model, name)) is not None:
-            config = json.loads(path.read_text())
-            ids = config.get("eos_token_id", config.get("text_config", {}).get("eos_token_id"))
-            if ids is not None:
-                return tuple(ids) if isinstance(ids, list) else (ids,)
+            config = _object(json.loads(path.read_text()), f"{model}: {name}")
+            text = _object(config.get("text_config"), f"{model}: {name}: text_config")
+            for keys in (config, text):
+                if (ids := keys.get("eos_token_id")) is not None:
+                    return _token_ids(ids, f"{model}: {name}: eos_token_id")
     return ()
+
+
+def _object(found: object, place: str) -> dict[str, object]:
+    """A JSON object; null is an empty one. Raises OutriderError(INVALID_VALUE)."""
+    if found is None:
+        return {}
+    if not isinstance(found, dict):
+        raise OutriderError(Reason.INVALID_VALUE, f"{place} must be an object", "model")
+    return found
+
+
+def _token_ids(found: object, place: str) -> tuple[int, ...]:
+    """A token id, or a list of them. Raises OutriderError(INVALID_VALUE)."""
+    ids = tuple(found) if isinstance(found, list) else (found,)
+    # A bool is an int too, but no id.
+    if any(type(i) is not int or i < 0 for i in ids):
+        message = f"{place} must be a whole number from 0 on, or a list of these"
+        raise OutriderError(Reason.INVALID_VALUE, message, "model")
+    return ids
 
 
 def fingerprint(tokenizer: Tokenizer) -> str:

@@ -1,0 +1,65 @@
+"""The tokens that end a text, read from a model's files, which anybody may have written."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from outrider.errors import OutriderError, Reason
+from outrider.tokenizer import end_token_ids
+
+
+def ids_of(folder: Path, **files: object) -> tuple[int, ...]:
+    """The ids for a folder with these files; each is named without its .json."""
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    return end_token_ids(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("config", "ids"),
+    [
+        ({"eos_token_id": 7}, (7,)),
+        ({"eos_token_id": [7, 0]}, (7, 0)),
+        ({"eos_token_id": 0, "text_config": {"eos_token_id": 7}}, (0,)),
+        ({"text_config": {"eos_token_id": 7}}, (7,)),
+        ({"eos_token_id": None, "text_config": {"eos_token_id": 0}}, (0,)),
+        ({"eos_token_id": None, "text_config": None}, ()),
+        ({"eos_token_id": [], "text_config": {"eos_token_id": 7}}, ()),
+        ({}, ()),
+    ],
+)
+def test_the_ids_of_the_text_config_stand_in_where_the_config_has_none(
+    tmp_path: Path, config: object, ids: tuple[int, ...]
+) -> None:
+    assert ids_of(tmp_path, config=config) == ids
+
+
+def test_the_ids_of_the_generation_config_come_first_if_it_has_any(tmp_path: Path) -> None:
+    config = {"eos_token_id": 7}
+    assert ids_of(tmp_path, config=config, generation_config={"eos_token_id": 0}) == (0,)
+    assert ids_of(tmp_path, config=config, generation_config={"eos_token_id": None}) == (7,)
+    assert ids_of(tmp_path, config=config, generation_config={}) == (7,)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        [7],
+        "7",
+        {"eos_token_id": "7"},
+        {"eos_token_id": True},
+        {"eos_token_id": 7.5},
+        {"eos_token_id": -1},
+        {"eos_token_id": {"7": 7}},
+        {"eos_token_id": [7, None]},
+        {"eos_token_id": [[7]]},
+        {"text_config": [7]},
+        {"text_config": "eos_token_id"},
+        {"text_config": {"eos_token_id": "7"}},
+    ],
+)
+def test_what_is_no_id_is_refused(tmp_path: Path, config: object) -> None:
+    with pytest.raises(OutriderError, match=r"config\.json.* must be ") as error:
+        ids_of(tmp_path, config=config)
+    assert error.value.reason is Reason.INVALID_VALUE
