@@ -107,7 +107,9 @@ class SuffixFamily(Family):
 
         def make(info: ModelInfo) -> SuffixFamily:
             key = info.tokenizer_fingerprint
-            return cls(settings, by_tokenizer.setdefault(key, Corpora(settings)))
+            if key not in by_tokenizer:
+                by_tokenizer[key] = Corpora(settings)
+            return cls(settings, by_tokenizer[key])
 
         return Loaded(make)
 

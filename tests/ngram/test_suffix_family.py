@@ -4,9 +4,12 @@ import pytest
 from family_rig import Rig, opened_sequence
 
 from drafter_svc.families import suffix
-from drafter_svc.families.suffix import SuffixFamily, SuffixSettings
+from drafter_svc.families.suffix import Corpora, SuffixFamily, SuffixSettings
+from drafter_svc.metrics import Metrics
+from drafter_svc.placement import PlacementPlan
 from outrider.drafter.draft_sequence import DraftSequence
 from outrider.protocol.draft_messages import Opened, Skip, Window
+from outrider.protocol.model_info import ModelInfo, Stage
 
 pytest.importorskip(
     "arctic_inference", reason="the suffix family's package is missing: make suffix"
@@ -54,6 +57,25 @@ async def test_texts_help_later_ones_of_the_same_tenant_alone() -> None:
         rig.close(2)
         rig.open(opened(3, [8, 1, 2], tenant="b"))
         assert await proposed(rig) == expected
+
+
+async def test_connections_of_one_tokenizer_share_trees_that_are_made_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[str] = []
+    init = Corpora.__init__
+
+    def count(self: Corpora, settings: SuffixSettings) -> None:
+        made.append("corpora")
+        init(self, settings)
+
+    monkeypatch.setattr(Corpora, "__init__", count)
+    place = PlacementPlan("local", (), None, None)
+    loaded = await SuffixFamily.load(SuffixSettings(), place, Metrics("d1", "suffix"))
+    made.clear()
+    for fingerprint in ("f1", "f1", "f2", "f1", "f2"):
+        loaded.make(ModelInfo("m", Stage.READY, tokenizer_fingerprint=fingerprint))
+    assert made == ["corpora"] * 2
 
 
 async def test_the_corpus_is_bounded() -> None:
