@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import AutoConfig
 
-from drafter_svc.families.vocabulary import end_ids_of
 from drafter_svc.grammar_state import GrammarState
 from outrider.drafter.draft_sequence import DraftSequence
 from outrider.drafter.step_queue import MAX_FEATURE_BYTES
@@ -40,6 +39,7 @@ from outrider.sampling.logits import adjust
 from outrider.sampling.noise import coupled_keys
 from outrider.sampling.sampler import coupled_top, target_probs
 from outrider.sampling.tensors import on
+from outrider.tokenizer import end_token_ids
 
 if TYPE_CHECKING:
     from outrider.grammar.compiler import GrammarCompiler
@@ -197,7 +197,9 @@ class HeadWorker:
             device=place,
         )
         # Its verifier has checked them.
-        grammars = GrammarCompiler(target, found.spec.vocab_size, end_ids_of(target), trusted=True)
+        grammars = GrammarCompiler(
+            target, found.spec.vocab_size, end_token_ids(target), trusted=True
+        )
         return cls(model, thread, grammars)
 
     def choose_layers(

@@ -19,7 +19,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from outrider.errors import OutriderError, Reason
-from outrider.tokenizer import load_tokenizer, model_file
+from outrider.tokenizer import end_token_ids, load_tokenizer
 
 # Least share of the smaller vocabulary's tokens that both must have.
 _LEAST_SHARE = 0.05
@@ -221,25 +221,15 @@ def load_vocabulary(
 ) -> Vocabulary:
     """The vocabulary of the draft model `model` for the target `target`: directories or hub ids.
 
-    The draft model has logits for ids below `vocab_size`. Raises OutriderError as `load_tokenizer`
-    and `Vocabulary` do.
+    The draft model has logits for ids below `vocab_size`. Raises OutriderError as `load_tokenizer`,
+    `end_token_ids` and `Vocabulary` do.
     """
     from outrider.grammar.backends import token_bytes
 
     own = TokenTable(load_tokenizer(model), token_bytes(model)[:vocab_size], end_ids)
     return Vocabulary(
-        own, TokenTable(load_tokenizer(target), token_bytes(target), end_ids_of(target))
+        own, TokenTable(load_tokenizer(target), token_bytes(target), end_token_ids(target))
     )
-
-
-def end_ids_of(model: str) -> tuple[int, ...]:
-    """The ids that end a text. The generation config comes first, as for a model that is loaded."""
-    for name in ("generation_config.json", "config.json"):
-        path = model_file(model, name)
-        ids = None if path is None else json.loads(path.read_text()).get("eos_token_id")
-        if ids is not None:
-            return tuple(ids) if isinstance(ids, list) else (ids,)
-    return ()
 
 
 class OwnText:

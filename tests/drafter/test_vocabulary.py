@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from functools import cache
@@ -10,11 +11,10 @@ from pathlib import Path
 import pytest
 from other_vocabularies import MODEL, files_of, order_of, save_llama_like
 
-from drafter_svc.families import vocabulary as module
 from drafter_svc.families.vocabulary import TokenTable, Vocabulary, load_vocabulary
 from outrider.errors import OutriderError
 from outrider.grammar.backends import token_bytes
-from outrider.tokenizer import load_tokenizer
+from outrider.tokenizer import end_token_ids, load_tokenizer
 
 ROOT = Path(__file__).parents[2]
 CODE = Path(__file__).read_text()
@@ -51,7 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Save:
 @cache
 def vocabulary_of(own: Path, target: Path) -> Vocabulary:
     size = load_tokenizer(str(own)).get_vocab_size()
-    return load_vocabulary(str(own), size, module.end_ids_of(str(own)), str(target))
+    return load_vocabulary(str(own), size, end_token_ids(str(own)), str(target))
 
 
 PAIRS = [
@@ -173,6 +173,18 @@ def test_special_tokens_and_the_end_of_a_text_are_those_of_the_draft_model(folde
     assert vocabulary_of(llama, MODEL).begin([user]).ids[:1] == [1]
     assert vocabulary_of(llama, MODEL).own_of[0] == 2
     assert vocabulary_of(MODEL, llama).begin([1, 2]).ids == [0]
+
+
+def test_a_target_of_several_parts_ends_its_texts_as_its_text_config_says(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.mkdir()
+    for file, text in files_of(order_of(1)).items():
+        (target / file).write_text(text)
+    (target / "generation_config.json").unlink()
+    config = json.loads((target / "config.json").read_text())
+    ends = config.pop("eos_token_id")
+    (target / "config.json").write_text(json.dumps({"text_config": {"eos_token_id": ends}}))
+    assert vocabulary_of(MODEL, target).end_ids == tuple(ends)
 
 
 def test_a_name_of_a_special_token_in_a_text_is_text(folder: Save) -> None:
