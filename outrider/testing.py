@@ -151,18 +151,15 @@ class ScriptedVerifier:
         }
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 
-    @rpc.reports_errors
     async def _get_model(self, request: Any, context: Any) -> Message | bytes:
         if self.refuses_every_call:
             self.attempts.append(time.monotonic())
             await self._refuse(context)
         return self.answers.pop(0) if self.answers else self.model
 
-    @rpc.reports_errors
     async def _generate_tokens(self, request: Any, context: Any) -> Message:
         raise OutriderError(Reason.UNSUPPORTED_PARAMETER, "a scripted verifier has no model")
 
-    @rpc.reports_errors
     async def _stream_drafts(
         self, request_iterator: AsyncIterator[verifier_pb2.StreamDraftsRequest], context: Any
     ) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
-from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 from urllib.parse import unquote
 
@@ -15,6 +15,7 @@ from gateway import access_log
 from gateway.access.interceptor import text_metadata
 from gateway.access_log import AccessLog
 from outrider.process.request_id import HEADER
+from outrider.process.rpc_checks import handler_within
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -30,32 +31,7 @@ class LogCalls(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # only th
     ) -> Any:
         """The method's handler, or the handler that refuses the call, with an access line."""
         handler = await continuation(handler_call_details)
-        kind = "_".join(
-            "stream" if streams else "unary"
-            for streams in (handler.request_streaming, handler.response_streaming)
-        )
-        make = getattr(grpc, f"{kind}_rpc_method_handler")
-        behaviour = self._logged(getattr(handler, kind), handler_call_details)
-        return make(behaviour, handler.request_deserializer, handler.response_serializer)
-
-    def _logged(
-        self, behaviour: Callable[..., Any], details: grpc.HandlerCallDetails
-    ) -> Callable[..., Any]:
-        """The handler within a line. It stays a coroutine function or an async generator."""
-        if not inspect.isasyncgenfunction(behaviour):
-
-            async def answer(request: Any, context: _Context) -> Any:
-                async with self._line(details, context):
-                    return await behaviour(request, context)
-
-            return answer
-
-        async def stream(request: Any, context: _Context) -> AsyncIterator[Any]:
-            async with self._line(details, context), aclosing(behaviour(request, context)) as found:
-                async for response in found:
-                    yield response
-
-        return stream
+        return handler_within(partial(self._line, handler_call_details), handler)
 
     @asynccontextmanager
     async def _line(

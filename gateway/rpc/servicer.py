@@ -29,7 +29,6 @@ from gateway.text.request import (
 )
 from gateway.tools.reader import CallArguments, CallBegin, Reasoning
 from outrider.errors import OutriderError, invalid
-from outrider.process import rpc
 from outrider.process.telemetry import Span
 from outrider.protocol.checks import check_logprobs
 from outrider.protocol.messages import TokenRequest
@@ -53,7 +52,6 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._generation = generation
         self._gate = gate
 
-    @rpc.reports_errors
     async def GenerateText(
         self,
         request: generation_pb2.GenerateTextRequest,

@@ -24,7 +24,6 @@ from outrider.process.rpc_errors import (
     error_in,
     error_of,
     readable,
-    reports_errors,
     status_of,
     unexpected,
 )
@@ -43,7 +42,6 @@ __all__ = [
     "error_in",
     "error_of",
     "readable",
-    "reports_errors",
     "status_of",
     "unexpected",
 ]

@@ -1,10 +1,14 @@
-"""Refuses gRPC calls before their handlers see them: by role, by size and by content."""
+"""Refuses gRPC calls before their handlers see them: by role, by size and by content.
+
+Errors that handlers raise become the statuses of their calls.
+"""
 
 from __future__ import annotations
 
 import functools
 import inspect
 from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from typing import Any
 
 import grpc
@@ -13,10 +17,11 @@ from google.protobuf.message import DecodeError
 from outrider.errors import OutriderError, Reason
 from outrider.process.credentials import peer_of
 from outrider.process.roles import check_call
-from outrider.process.rpc_errors import abort
+from outrider.process.rpc_errors import abort, unexpected
 
 # An error travels in a call's metadata, of which gRPC allows 8 KiB.
 _SHOWN_CHARACTERS = 200
+_Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class CallChecks(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in stubs
@@ -25,6 +30,9 @@ class CallChecks(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
     It also refuses messages that are larger than `most_bytes` or cannot be parsed. gRPC itself
     would answer without details, and log a traceback for the latter. The handler of a stream sees
     an OutriderError where it reads: REQUEST_TOO_LARGE or MALFORMED_REQUEST.
+
+    An OutriderError that a handler raises becomes the call's status. Any other exception is logged
+    and becomes INTERNAL, without its text, which may contain a user's data.
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -32,37 +40,77 @@ class CallChecks(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
         self.has_roles = False
         """Whether every peer has TLS, and so a role."""
 
-    def _admit(self, method: str, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        if self.has_roles:
-            check_call(method, peer_of(context))
-
     async def intercept_service(
         self, continuation: Any, handler_call_details: grpc.HandlerCallDetails
     ) -> Any:
         """The method's handler, made to refuse such calls and requests."""
         handler = await continuation(handler_call_details)
+        method = handler_call_details.method
         if handler is None:
-            method = handler_call_details.method[:_SHOWN_CHARACTERS]
-            message = f"there is no method {method} here"
+            message = f"there is no method {method[:_SHOWN_CHARACTERS]} here"
             return refusal(OutriderError(Reason.ROUTE_NOT_FOUND, message))
-        request_kind = "stream" if handler.request_streaming else "unary"
-        response_kind = "stream" if handler.response_streaming else "unary"
-        kind = f"{request_kind}_{response_kind}"
-        behaviour = getattr(handler, kind)
-        make = getattr(grpc, f"{kind}_rpc_method_handler")
         check = _checked_stream if handler.request_streaming else _checked
-        parse = handler.request_deserializer
-        deserializer = functools.partial(_parsed, parse, self._most_bytes)
-        admit = functools.partial(self._admit, handler_call_details.method)
-        refusing = _refusing(behaviour, admit, check)
-        return make(refusing, deserializer, handler.response_serializer)
+        parse = functools.partial(_parsed, handler.request_deserializer, self._most_bytes)
+        enter = functools.partial(self._reporting, method)
+        return handler_within(enter, handler, check=check, parse=parse)
+
+    @asynccontextmanager
+    async def _reporting(self, method: str, context: _Context) -> AsyncIterator[None]:
+        """Admit the call; abort it with the status of the error that ends the block."""
+        try:
+            if self.has_roles:
+                check_call(method, peer_of(context))
+            yield
+        except OutriderError as error:
+            await abort(context, error)
+        except grpc.aio.AbortError:
+            raise
+        # `unexpected` logs it.
+        except Exception:
+            # The generated code of a method that is not implemented has set this, and raises.
+            if context.code() is grpc.StatusCode.UNIMPLEMENTED:
+                raise
+            await abort(context, unexpected(method.rpartition("/")[2]))
+
+
+def handler_within(
+    enter: Callable[[_Context], AbstractAsyncContextManager[None]],
+    handler: Any,
+    *,
+    check: Callable[[Any], Any] = lambda request: request,
+    parse: Callable[[bytes], Any] | None = None,
+) -> Any:
+    """A handler like this one whose calls run within `enter(context)`.
+
+    There `check` changes the request or the stream of requests, or raises. `parse` replaces the
+    handler's deserializer. The behaviour stays an asynchronous generator or a coroutine function:
+    gRPC calls the two differently.
+    """
+    kind = "_".join(
+        "stream" if streams else "unary"
+        for streams in (handler.request_streaming, handler.response_streaming)
+    )
+    make = getattr(grpc, f"{kind}_rpc_method_handler")
+    behaviour = getattr(handler, kind)
+
+    async def answer(request: Any, context: _Context) -> Any:
+        async with enter(context):
+            return await behaviour(check(request), context)
+
+    async def stream(request: Any, context: _Context) -> AsyncIterator[Any]:
+        async with enter(context), aclosing(behaviour(check(request), context)) as responses:
+            async for response in responses:
+                yield response
+
+    behave = stream if inspect.isasyncgenfunction(behaviour) else answer
+    return make(behave, parse or handler.request_deserializer, handler.response_serializer)
 
 
 def refusal(error: OutriderError) -> Any:
     """A handler that ends each call with this error."""
 
     # A stream of requests suits every method: a single request is a stream of one.
-    async def refuse(_requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    async def refuse(_requests: Any, context: _Context) -> None:
         await abort(context, error)
 
     return grpc.stream_stream_rpc_method_handler(refuse)
@@ -89,32 +137,3 @@ def _checked(request: Any) -> Any:
 async def _checked_stream(requests: Any) -> AsyncIterator[Any]:
     async for request in requests:
         yield _checked(request)
-
-
-def _refusing(
-    behaviour: Callable[..., Any], admit: Callable[[Any], None], check: Callable[[Any], Any]
-) -> Callable[..., Any]:
-    """The handler, which first calls `admit` with the context, then takes checked requests.
-
-    It stays an asynchronous generator or a coroutine function: gRPC calls the two differently.
-    """
-    if inspect.isasyncgenfunction(behaviour):
-
-        async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
-            try:
-                admit(context)
-                async for response in behaviour(check(request), context):
-                    yield response
-            except OutriderError as error:
-                await abort(context, error)
-
-        return stream
-
-    async def answer(request: Any, context: Any) -> Any:
-        try:
-            admit(context)
-            return await behaviour(check(request), context)
-        except OutriderError as error:
-            await abort(context, error)
-
-    return answer

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-import functools
-import inspect
 import logging
-from collections.abc import AsyncIterator, Callable
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, NoReturn, TypeVar
 
 import grpc
 from google.protobuf import any_pb2, duration_pb2
@@ -127,7 +123,6 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: OutriderErro
 
 
 _Message = TypeVar("_Message")
-_Handler = TypeVar("_Handler", bound=Callable[..., Any])
 
 
 def unexpected(method: str) -> OutriderError:
@@ -137,48 +132,6 @@ def unexpected(method: str) -> OutriderError:
     """
     log.exception("%s failed", method)
     return OutriderError(Reason.INTERNAL, f"{method} failed; the server's log has the reason")
-
-
-def reports_errors(handler: _Handler) -> _Handler:
-    """Decorate a servicer method so that a raised OutriderError becomes the call's status.
-
-    The method answers with one message or a stream. Any other exception is logged and becomes
-    INTERNAL, without its text, which may contain a user's data.
-    """
-    if inspect.isasyncgenfunction(handler):
-        return cast(_Handler, _reports_errors_of_stream(handler))
-
-    @functools.wraps(handler)
-    async def unary(self: Any, request: Any, context: Any) -> Any:
-        """Call the handler; abort the RPC with the status of its exception."""
-        try:
-            return await handler(self, request, context)
-        except OutriderError as error:
-            await abort(context, error)
-        except (asyncio.CancelledError, grpc.aio.AbortError):
-            raise
-        # `unexpected` logs it.
-        except Exception:  # noqa: BLE001
-            await abort(context, unexpected(handler.__name__))
-
-    return cast(_Handler, unary)
-
-
-def _reports_errors_of_stream(handler: Callable[..., Any]) -> Callable[..., AsyncIterator[Any]]:
-    @functools.wraps(handler)
-    async def stream(self: Any, request: Any, context: Any) -> AsyncIterator[Any]:
-        try:
-            async for response in handler(self, request, context):
-                yield response
-        except OutriderError as error:
-            await abort(context, error)
-        except (asyncio.CancelledError, grpc.aio.AbortError, GeneratorExit):
-            raise
-        # `unexpected` logs it.
-        except Exception:  # noqa: BLE001
-            await abort(context, unexpected(handler.__name__))
-
-    return stream
 
 
 def readable(message: _Message | None) -> _Message:

@@ -66,7 +66,6 @@ class ScriptedVerifier(
     def __init__(self, script: Script) -> None:
         self.script = script
 
-    @rpc.reports_errors
     async def GetModel(
         self, request: verifier_pb2.GetModelRequest, context: Any
     ) -> verifier_pb2.GetModelResponse:
@@ -76,7 +75,6 @@ class ScriptedVerifier(
             raise self.script.refusal
         return wire_model.model_to_proto(self.script.info)
 
-    @rpc.reports_errors
     # It writes through the context, which the stubs do not support.
     async def StreamTokens(  # type: ignore[override]
         self, request_iterator: AsyncIterator[token_streams_pb2.StreamTokensRequest], context: Any

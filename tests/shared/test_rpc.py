@@ -28,25 +28,26 @@ ERROR = OutriderError(
 
 
 class Failing(verifier_pb2_grpc.VerifierServiceServicer):
-    """Fails as the request asks."""
+    """Fails with this error."""
 
-    def __init__(self) -> None:
+    def __init__(self, error: Exception = ERROR) -> None:
+        self.error = error
         self.lost = asyncio.Event()
 
-    @rpc.reports_errors
     async def GetModel(self, request: Any, context: Any) -> Any:
-        raise ERROR
+        raise self.error
 
-    @rpc.reports_errors
     async def GenerateTokens(self, request: Any, context: Any) -> AsyncIterator[Any]:
         yield verifier_pb2.GenerateTokensResponse(token_ids=[1])
         await asyncio.sleep(request.max_tokens / 10)
-        raise ZeroDivisionError("a user's secret") if request.ignore_eos else ERROR
+        raise self.error
 
     async def StreamDrafts(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]  # writes through the context
         """Answer each message until the stream is lost."""
         try:
             async for _ in request_iterator:
+                if self.error is not ERROR:
+                    raise self.error
                 await context.write(verifier_pb2.StreamDraftsResponse())
         finally:
             self.lost.set()
@@ -85,16 +86,20 @@ async def test_an_error_in_a_stream_follows_the_messages_sent_before() -> None:
     assert rpc.error_of(caught.value) == ERROR
 
 
+@pytest.mark.parametrize("method", ["GetModel", "GenerateTokens", "StreamDrafts"])
 async def test_an_unexpected_exception_is_internal_and_hides_its_text(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, method: str
 ) -> None:
-    async with serving() as (_, channel):
-        request = verifier_pb2.GenerateTokensRequest(ignore_eos=True)
+    async with serving(Failing(ZeroDivisionError("a user's secret"))) as (_, channel):
+        answer: Any = channel.stream_stream(f"/outrider.v1.VerifierService/{method}")
+        call = answer([b""])
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            async for _ in verifier_pb2_grpc.VerifierServiceStub(channel).GenerateTokens(request):
+            async for _ in call:
                 pass
-    assert rpc.error_of(caught.value).reason is Reason.INTERNAL
-    assert "secret" not in str(caught.value.details())
+    error = OutriderError(Reason.INTERNAL, f"{method} failed; the server's log has the reason")
+    assert rpc.error_of(caught.value) == error
+    [line] = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert line.getMessage() == f"{method} failed"
     assert "secret" in caplog.text
 
 

@@ -42,7 +42,6 @@ class Verifier(TokenStreamServiceServicer):
         self.stream: GatewayStream | None = None
 
     # The stubs do not know that a handler may write through its context.
-    @rpc.reports_errors
     async def StreamTokens(  # type: ignore[override]
         self, request_iterator: AsyncIterator[Request], context: Any
     ) -> None:

@@ -22,7 +22,7 @@ from outrider.process.clock import Clock, monotonic
 from outrider.process.credentials import peer_of
 from outrider.process.read_ahead import ReadAhead, unread_error
 from outrider.process.request_id import HEADER, request_id
-from outrider.process.rpc import Server, reports_errors
+from outrider.process.rpc import Server
 from outrider.process.tasks import watch
 from outrider.protocol.messages import TokenChunk, TokenRequest
 from outrider.protocol.model_info import DrafterInfo, Load, ModelInfo, Stage
@@ -121,7 +121,6 @@ class VerifierServicer(
             raise OutriderError(Reason.NOT_READY, message)
         return self._engine
 
-    @reports_errors
     async def GetModel(
         self, request: verifier_pb2.GetModelRequest, context: Context
     ) -> verifier_pb2.GetModelResponse:
@@ -160,7 +159,6 @@ class VerifierServicer(
         if not query.cancelled() and query.exception() is None:
             self._answer = query.result()
 
-    @reports_errors
     async def GenerateTokens(
         self, request: verifier_pb2.GenerateTokensRequest, context: Context
     ) -> AsyncIterator[verifier_pb2.GenerateTokensResponse]:
@@ -179,7 +177,6 @@ class VerifierServicer(
             async for response in responses:
                 yield response
 
-    @reports_errors
     async def StreamTokens(  # type: ignore[override]  # the stubs lack writes through the context
         self,
         request_iterator: AsyncIterator[token_streams_pb2.StreamTokensRequest],
@@ -283,7 +280,6 @@ class VerifierServicer(
         if self._active == 0:
             self._idle.set()
 
-    @reports_errors
     async def StreamDrafts(  # type: ignore[override]  # as above
         self, request_iterator: AsyncIterator[verifier_pb2.StreamDraftsRequest], context: Context
     ) -> None:
