@@ -9,7 +9,6 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from outrider.errors import invalid
 from outrider.grammar.kinds import Backend, Grammar, GrammarKind
 
 Mask = npt.NDArray[np.int32]
@@ -94,13 +93,9 @@ class Libraries:
     """Both libraries with the tokenizer loaded. Each grammar goes to the library that serves it."""
 
     def __init__(
-        self,
-        tokenizer_path: str,
-        vocab_size: int,
-        stop_token_ids: tuple[int, ...],
-        only: Backend | None = None,
+        self, tokenizer_path: str, vocab_size: int, stop_token_ids: tuple[int, ...]
     ) -> None:
-        """Load the tokenizer. `only` has one library compile what it can, to compare them."""
+        """Load the tokenizer."""
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
@@ -109,16 +104,11 @@ class Libraries:
             "xgrammar": xgrammar,
             "llguidance": LLGuidance(tokenizer, vocab_size, stop_token_ids),
         }
-        self._only = only
         self.token_bytes = xgrammar.token_bytes
-
-    def backend_of(self, grammar: Grammar) -> Backend:
-        """The library that serves this grammar."""
-        return self._only or grammar.backend
 
     def compile(self, grammar: Grammar) -> Compiled:
         """Compile a translated grammar; raises the library's exceptions if it refuses it."""
-        return self._libraries[self.backend_of(grammar)].compile(grammar)
+        return self._libraries[grammar.backend].compile(grammar)
 
 
 def token_bytes(model: str) -> list[bytes]:
@@ -134,13 +124,8 @@ def token_bytes(model: str) -> list[bytes]:
     return decoded
 
 
-def _alternatives(choices: tuple[str, ...]) -> str:
-    """The right side of a rule that matches one of these texts, escaped as in JSON."""
-    return " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
-
-
 class XGrammar:
-    """Compiles with XGrammar (Dong et al., arXiv 2411.15100)."""
+    """Compiles GBNF and structural tags with XGrammar (Dong et al., arXiv 2411.15100)."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, stop_token_ids: tuple[int, ...]) -> None:
         import xgrammar
@@ -160,24 +145,10 @@ class XGrammar:
 
     def compile(self, grammar: Grammar) -> Compiled:
         """Compile; raises the library's exceptions for a grammar that it refuses."""
-        compiler = self._compiler
-        match grammar.kind:
-            case GrammarKind.JSON_SCHEMA:
-                compiled = compiler.compile_json_schema(
-                    grammar.text, max_whitespace_cnt=_MAX_WHITESPACE
-                )
-            case GrammarKind.JSON_OBJECT:
-                compiled = compiler.compile_json_schema(
-                    '{"type": "object"}', max_whitespace_cnt=_MAX_WHITESPACE, strict_mode=False
-                )
-            case GrammarKind.REGEX:
-                compiled = compiler.compile_regex(grammar.text)
-            case GrammarKind.EBNF:
-                compiled = compiler.compile_grammar(grammar.text)
-            case GrammarKind.CHOICE:
-                compiled = compiler.compile_grammar("root ::= " + _alternatives(grammar.choices))
-            case GrammarKind.STRUCTURAL_TAG:
-                compiled = compiler.compile_structural_tag(grammar.text)
+        if grammar.kind is GrammarKind.STRUCTURAL_TAG:
+            compiled = self._compiler.compile_structural_tag(grammar.text)
+        else:
+            compiled = self._compiler.compile_grammar(grammar.text)
         only = self._without_controls if _has_lengths(grammar) else None
         return _XCompiled(self._library, compiled, only)
 
@@ -188,8 +159,8 @@ def _has_lengths(grammar: Grammar) -> bool:
     XGrammar lets these hold raw control characters, which is not JSON. So no text of such a grammar
     gets a token with a raw control character other than a line break.
     """
-    kinds = (GrammarKind.JSON_SCHEMA, GrammarKind.STRUCTURAL_TAG)
-    return grammar.kind in kinds and re.search('"m(in|ax)Length"', grammar.text) is not None
+    is_tag = grammar.kind is GrammarKind.STRUCTURAL_TAG
+    return is_tag and re.search('"m(in|ax)Length"', grammar.text) is not None
 
 
 class _XCompiled:
@@ -251,7 +222,10 @@ class _XMatcher:
 
 
 class LLGuidance:
-    """Compiles with LLGuidance, which derives masks lazily and so compiles in almost no time."""
+    """Compiles JSON schemas, regular expressions and choices with LLGuidance.
+
+    It derives masks lazily, and so compiles in almost no time.
+    """
 
     def __init__(self, tokenizer: Any, vocab_size: int, stop_token_ids: tuple[int, ...]) -> None:
         import llguidance.hf
@@ -273,15 +247,14 @@ class LLGuidance:
                 text = matcher.grammar_from_json_schema('{"type": "object"}', overrides=_LL_JSON)
             case GrammarKind.REGEX:
                 text = matcher.grammar_from_regex(grammar.text)
-            case GrammarKind.EBNF:
-                lark = self._library.gbnf_to_lark.gbnf_to_lark(grammar.text)
-                text = matcher.grammar_from_lark(lark)
-            case GrammarKind.CHOICE:
+            case _:  # CHOICE
                 text = matcher.grammar_from_lark("start: " + _alternatives(grammar.choices))
-            case GrammarKind.STRUCTURAL_TAG:
-                field = f"grammar.{grammar.kind.value}"
-                raise invalid(field, "is not known to the backend llguidance")
         return _LLCompiled(self._library, self._tokenizer, text, self._stops)
+
+
+def _alternatives(choices: tuple[str, ...]) -> str:
+    """The right side of a rule that matches one of these texts, escaped as in JSON."""
+    return " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
 
 
 class _LLCompiled:

@@ -18,7 +18,7 @@ from outrider.grammar import worker
 from outrider.grammar.backends import Compiled, Libraries, TextMatcher
 from outrider.grammar.cache import GrammarCache
 from outrider.grammar.dialect import translate
-from outrider.grammar.kinds import Backend, Grammar
+from outrider.grammar.kinds import Grammar
 from outrider.grammar.trial import compile_only
 from outrider.process.tenant_threads import TenantThreads
 from outrider.process.worker_process import STACK_BYTES
@@ -36,8 +36,7 @@ class GrammarCompiler:
 
     `vocab_size` is the logits' width; masks never allow ids without a token. `compile_seconds`
     bounds how long a request waits for its turn, and how much processor time its grammar may take.
-    `cache_bytes` bounds the cache. `backend` has one library compile all grammars that it can, to
-    compare them.
+    `cache_bytes` bounds the cache.
 
     A compiled grammar cannot be taken over from another process: XGrammar needs a minute and a
     gigabyte of JSON for a schema of 300 properties that compiles in 0.2 s. So a grammar that a
@@ -50,7 +49,6 @@ class GrammarCompiler:
         vocab_size: int,
         stop_token_ids: tuple[int, ...],
         *,
-        backend: Backend | None = None,
         compile_seconds: float = 5.0,
         cache_bytes: int = 512 * 2**20,
         trusted: bool = False,
@@ -69,13 +67,12 @@ class GrammarCompiler:
                 "tokenizer": tokenizer_path,
                 "vocab_size": vocab_size,
                 "stop_token_ids": list(stop_token_ids),
-                "backend": backend,
             }
             source = WorkerSource(worker.HANDLER, arguments, nice=_NICE)
             self._workers = queue.SimpleQueue()
             for _ in range(_THREAD_COUNT):
                 self._workers.put(Worker(source))
-        self._libraries = Libraries(tokenizer_path, vocab_size, stop_token_ids, backend)
+        self._libraries = Libraries(tokenizer_path, vocab_size, stop_token_ids)
         self.token_bytes: Sequence[bytes] = self._libraries.token_bytes
         """The bytes that each token stands for, by id."""
         self._threads = TenantThreads(_THREAD_COUNT, "grammar", stack_bytes=STACK_BYTES)
@@ -152,7 +149,7 @@ class GrammarCompiler:
         if cached is not None:
             return cached
         if self._workers is None:
-            translated = translate(grammar, self._libraries.backend_of(grammar))
+            translated = translate(grammar)
         else:
             translated = self._checked(self._workers, grammar)
         return self.cache.add(grammar, compile_only(self._libraries, translated))

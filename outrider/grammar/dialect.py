@@ -16,15 +16,15 @@ from typing import Any
 
 from outrider.errors import invalid
 from outrider.grammar.gbnf import translate_gbnf
-from outrider.grammar.kinds import Backend, Grammar, GrammarKind
+from outrider.grammar.kinds import Grammar, GrammarKind
 from outrider.grammar.regex import full_match
 from outrider.grammar.repetition import check_ebnf, check_pattern, check_times
 from outrider.grammar.schema import translate_schema
 from outrider.grammar.schema_xgrammar import check_for_xgrammar
 
 
-def translate(grammar: Grammar, backend: Backend) -> Grammar:
-    """The grammar that the backend must compile, so that it means what the given one means.
+def translate(grammar: Grammar) -> Grammar:
+    """The grammar that its backend must compile, so that it means what the given one means.
 
     Raises OutriderError(INVALID_VALUE) that names the grammar's field and the keyword or construct
     that cannot be enforced.
@@ -32,7 +32,7 @@ def translate(grammar: Grammar, backend: Backend) -> Grammar:
     field = grammar.field
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:
-            schema = _schema(_json(grammar.text, field), field, backend)
+            schema = translate_schema(_json(grammar.text, field), field, quoted=False)
             return replace(grammar, text=json.dumps(schema))
         case GrammarKind.REGEX:
             return replace(grammar, text=_regex(grammar.text, field))
@@ -45,11 +45,9 @@ def translate(grammar: Grammar, backend: Backend) -> Grammar:
             return grammar
 
 
-def _schema(schema: Any, field: str, backend: Backend) -> Any:
-    quoted = backend == "xgrammar"
-    translated = translate_schema(schema, field, quoted=quoted)
-    if quoted:
-        check_for_xgrammar(translated, field)
+def _schema_for_xgrammar(schema: Any, field: str) -> Any:
+    translated = translate_schema(schema, field, quoted=True)
+    check_for_xgrammar(translated, field)
     return translated
 
 
@@ -69,7 +67,7 @@ class _Tag:
     def __init__(self, field: str) -> None:
         self._field = field
         self._parts: dict[str, Callable[[Any], Any]] = {
-            "json_schema": lambda schema: _schema(schema, field, "xgrammar"),
+            "json_schema": lambda schema: _schema_for_xgrammar(schema, field),
             "pattern": lambda pattern: _regex(pattern, field),
             "grammar": lambda text: _gbnf(text, field),
         }

@@ -47,7 +47,7 @@ class Trial:
         Raises OutriderError(INVALID_VALUE) that names the field for a grammar that is invalid, that
         cannot be enforced, that allows no text, or whose masks take too long.
         """
-        found = translate(grammar, self._libraries.backend_of(grammar))
+        found = translate(grammar)
         compiled = compile_only(self._libraries, found)
         try:
             _try_out(compiled.matcher(), grammar.field, self._vocab_size, self._stops)

@@ -8,18 +8,16 @@ from dataclasses import replace
 
 from outrider.errors import OutriderError, Reason
 from outrider.grammar.backends import Libraries
-from outrider.grammar.kinds import Backend, Grammar, GrammarKind
+from outrider.grammar.kinds import Grammar, GrammarKind
 from outrider.grammar.trial import Trial
 
 HANDLER = f"{__name__}:checker"
 
 
-def checker(
-    tokenizer: str, vocab_size: int, stop_token_ids: list[int], backend: Backend | None
-) -> Callable[[bytes], bytes]:
+def checker(tokenizer: str, vocab_size: int, stop_token_ids: list[int]) -> Callable[[bytes], bytes]:
     """A handler that answers with the translated grammar, or with an error."""
     stops = tuple(stop_token_ids)
-    trial = Trial(Libraries(tokenizer, vocab_size, stops, backend), vocab_size, stops)
+    trial = Trial(Libraries(tokenizer, vocab_size, stops), vocab_size, stops)
 
     def handle(request: bytes) -> bytes:
         try:

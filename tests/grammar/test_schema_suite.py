@@ -62,22 +62,22 @@ def _versioned(value: Any, version: str) -> Any:
 
 
 @cache
-def compiler(backend: Backend) -> GrammarCompiler:
+def compiler() -> GrammarCompiler:
     """A compiler that may take long, because a loaded machine would reach the usual limit."""
-    return GrammarCompiler(TARGET, VOCAB, ENDS, backend=backend, compile_seconds=60.0)
+    return GrammarCompiler(TARGET, VOCAB, ENDS, compile_seconds=60.0)
 
 
 @cache
-def walker(backend: Backend) -> Walker:
+def walker() -> Walker:
     """Writes texts of the bundled target's tokens."""
-    return Walker(compiler(backend)._libraries.token_bytes, ENDS)
+    return Walker(compiler()._libraries.token_bytes, ENDS)
 
 
 def outcome(value: Any, backend: Backend, texts: int = TEXTS) -> tuple[str, str]:
     """The outcome "enforced", "refused" or "wrong" of a schema, and a message or a wrong text."""
     grammar = grammar_for(value, backend)
     try:
-        compiled = compiler(backend).compile(grammar)
+        compiled = compiler().compile(grammar)
     except OutriderError as error:
         clear = error.reason is Reason.INVALID_VALUE and error.field == grammar.field
         return ("refused" if clear else "wrong"), error.message
@@ -86,7 +86,7 @@ def outcome(value: Any, backend: Backend, texts: int = TEXTS) -> tuple[str, str]
     deadline = time.thread_time() + SECONDS
     for seed in range(texts):
         try:
-            text = walker(backend).text(compiled, random.Random(seed), deadline)
+            text = walker().text(compiled, random.Random(seed), deadline)
         except DeadEnd as cause:
             return "wrong", f"nothing follows {cause.text!r}"
         if text is not None and not is_right(text):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable
 
 import numpy as np
 import pytest
+from everyday import grammar_for
 
-from outrider.grammar.backends import Backend, TextMatcher
+from outrider.grammar.backends import TextMatcher
 from outrider.grammar.compiler import GrammarCompiler
-from outrider.grammar.kinds import Grammar, GrammarKind
 
 END = 3
 SCHEMA = {
@@ -20,16 +20,24 @@ SCHEMA = {
 }
 
 
-@pytest.fixture(scope="module", params=["xgrammar", "llguidance"])
-def compiler(request: pytest.FixtureRequest) -> GrammarCompiler:
-    backend: Backend = request.param
-    return GrammarCompiler("models/target", 4096, (0, END), backend=backend, trusted=True)
+Begin = Callable[..., TextMatcher]
 
 
-def matcher(compiler: GrammarCompiler, text: str = "") -> TextMatcher:
-    found = compiler.compile(Grammar(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA))).matcher()
-    assert not text or found.accept_bytes(text.encode())
-    return found
+@pytest.fixture(scope="module")
+def compiler() -> GrammarCompiler:
+    return GrammarCompiler("models/target", 4096, (0, END), trusted=True)
+
+
+@pytest.fixture(params=["xgrammar", "llguidance"])
+def matcher(compiler: GrammarCompiler, request: pytest.FixtureRequest) -> Begin:
+    """Makes a matcher of the schema behind a text."""
+
+    def begin(text: str = "") -> TextMatcher:
+        found = compiler.compile(grammar_for(SCHEMA, request.param)).matcher()
+        assert not text or found.accept_bytes(text.encode())
+        return found
+
+    return begin
 
 
 @pytest.mark.parametrize(
@@ -44,36 +52,34 @@ def matcher(compiler: GrammarCompiler, text: str = "") -> TextMatcher:
         ('{"ok": true, "städte": "Köln"', ""),
     ],
 )
-def test_what_must_follow_ends_at_the_next_choice(
-    compiler: GrammarCompiler, text: str, forced: str
-) -> None:
-    assert matcher(compiler, text).jump_forward().decode() == forced
+def test_what_must_follow_ends_at_the_next_choice(matcher: Begin, text: str, forced: str) -> None:
+    assert matcher(text).jump_forward().decode() == forced
 
 
-def test_bytes_that_a_grammar_forbids_change_nothing(compiler: GrammarCompiler) -> None:
-    found = matcher(compiler, '{"o')
+def test_bytes_that_a_grammar_forbids_change_nothing(matcher: Begin) -> None:
+    found = matcher('{"o')
     assert not found.accept_bytes(b'k": 7')
     assert found.jump_forward() == b'k"'
 
 
-def test_a_copy_goes_its_own_way(compiler: GrammarCompiler) -> None:
-    found = matcher(compiler, '{"ok": ')
+def test_a_copy_goes_its_own_way(matcher: Begin) -> None:
+    found = matcher('{"ok": ')
     copy = found.fork()
     assert copy.accept_bytes(b"t")
     assert found.accept_bytes(b"f")
     assert (copy.jump_forward(), found.jump_forward()) == (b"rue", b"alse")
 
 
-def test_within_a_character_the_rest_of_it_may_follow(compiler: GrammarCompiler) -> None:
-    found = matcher(compiler, '{"ok": true, "städte": "K')
+def test_within_a_character_the_rest_of_it_may_follow(matcher: Begin) -> None:
+    found = matcher('{"ok": true, "städte": "K')
     assert found.accept_bytes("ö".encode()[:1])
     # A library may not tell the rest of a character.
     assert 'öln"'.encode()[1:].startswith(found.jump_forward())
     assert found.accept_bytes('öln"'.encode()[1:])
 
 
-def test_behind_the_end_nothing_follows(compiler: GrammarCompiler) -> None:
-    found = matcher(compiler, '{"ok": true, "städte": "Bonn"}')
+def test_behind_the_end_nothing_follows(compiler: GrammarCompiler, matcher: Begin) -> None:
+    found = matcher('{"ok": true, "städte": "Bonn"}')
     mask = np.zeros((1, compiler.mask_width), np.int32)
     found.fill(mask, 0)
     assert mask[0][0] >> END & 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import queue
 import random
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import numpy as np
 
 from outrider.grammar.backends import Compiled
 from outrider.grammar.compiler import GrammarCompiler
-from outrider.grammar.kinds import Backend, Grammar, GrammarKind
+from outrider.grammar.kinds import Grammar, GrammarKind
 from outrider.grammar.worker import checker
 from outrider.tokenizer import load_tokenizer
 
@@ -21,15 +22,14 @@ TARGET = str(Path(__file__).parents[2] / "models/target")
 # Wider than the tokenizer, as models' logits often are.
 VOCAB = 4100
 ENDS = (0, 3)
-BACKENDS: tuple[Backend, ...] = ("xgrammar", "llguidance")
 TOKENIZER = load_tokenizer(TARGET)
 
 
 class _Here:
     """Checks grammars as a worker process does, in the tests' process, which has torch already."""
 
-    def __init__(self, backend: Backend | None) -> None:
-        self._check = checker(TARGET, VOCAB, list(ENDS), backend)
+    def __init__(self) -> None:
+        self._check = checker(TARGET, VOCAB, list(ENDS))
 
     def call(self, request: bytes, seconds: float) -> bytes:
         """As `Worker.call`, without the limit of time."""
@@ -37,15 +37,15 @@ class _Here:
 
 
 @cache
-def compiler(backend: Backend | None) -> GrammarCompiler:
-    """A compiler that all tests share; with None as the product has it.
+def compiler() -> GrammarCompiler:
+    """A compiler that all tests share.
 
     Each worker process would load torch for seconds. test_grammar_compiler.py and the longest
     grammars of test_grammar_limits.py have real workers.
     """
-    made = GrammarCompiler(TARGET, VOCAB, ENDS, backend=backend, trusted=True)
+    made = GrammarCompiler(TARGET, VOCAB, ENDS, trusted=True)
     made._workers = queue.SimpleQueue()
-    made._workers.put(_Here(backend))  # type: ignore[arg-type]
+    made._workers.put(_Here())  # type: ignore[arg-type]
     return made
 
 
@@ -82,6 +82,39 @@ def walk(compiled: Compiled, rng: random.Random, limit: int = 400) -> str | None
 def schema(value: Any) -> Grammar:
     """The grammar of a JSON schema."""
     return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(value))
+
+
+def in_tag(grammar: Grammar) -> Grammar:
+    """The same texts by a structural tag, which XGrammar serves whatever is in it."""
+    if grammar.kind is GrammarKind.JSON_SCHEMA:
+        # The text may be no JSON.
+        part = f'{{"type":"json_schema","json_schema":{grammar.text}}}'
+    else:
+        part = json.dumps(_part(grammar))
+    text = f'{{"type":"structural_tag","format":{part}}}'
+    return Grammar(GrammarKind.STRUCTURAL_TAG, text)
+
+
+def _part(grammar: Grammar) -> dict[str, Any]:
+    match grammar.kind:
+        case GrammarKind.JSON_OBJECT:
+            return {"type": "json_schema", "json_schema": {"type": "object"}}
+        case GrammarKind.REGEX:
+            return {"type": "regex", "pattern": grammar.text}
+        case GrammarKind.EBNF:
+            return {"type": "grammar", "grammar": grammar.text}
+    texts = [{"type": "const_string", "value": choice} for choice in grammar.choices]
+    return {"type": "or", "elements": texts}
+
+
+def itself(grammar: Grammar) -> Grammar:
+    """The grammar as it is."""
+    return grammar
+
+
+Way = Callable[[Grammar], Grammar]
+WAYS: tuple[Way, ...] = (itself, in_tag)
+"""How a request may ask for a grammar's texts; by itself, LLGuidance serves all but GBNF."""
 
 
 def takes(compiled: Compiled, text: str) -> bool:

@@ -1,4 +1,4 @@
-"""A mask allows exactly the grammar's texts, with either backend; invalid grammars are refused."""
+"""A mask allows exactly the grammar's texts, also in a tag; invalid grammars are refused."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
-from grammar_texts import BACKENDS, ENDS, TOKENIZER, VOCAB, allowed, compiler, schema, walk
+from grammar_texts import ENDS, TOKENIZER, VOCAB, WAYS, Way, allowed, compiler, schema, walk
 from json_schemas import schemas
 
 from outrider.errors import OutriderError
-from outrider.grammar.kinds import Backend, Grammar, GrammarKind
+from outrider.grammar.kinds import Grammar, GrammarKind
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_random_texts_under_a_schema_satisfy_it(backend: Backend) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_random_texts_under_a_schema_satisfy_it(way: Way) -> None:
     rng = random.Random(0)
     finished = 0
     for value in schemas(60, seed=1):
-        text = walk(compiler(backend).compile(schema(value)), rng)
+        text = walk(compiler().compile(way(schema(value))), rng)
         if text is not None:
             jsonschema.validate(json.loads(text), value, format_checker=jsonschema.FormatChecker())
             finished += 1
@@ -46,12 +46,12 @@ OTHERS = [
 ]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     ("grammar", "right"), OTHERS, ids=lambda value: getattr(getattr(value, "kind", ""), "value", "")
 )
-def test_every_kind_of_grammar_is_enforced(grammar: Grammar, right: Any, backend: Backend) -> None:
-    texts = [walk(compiler(backend).compile(grammar), random.Random(seed)) for seed in range(12)]
+def test_every_kind_of_grammar_is_enforced(grammar: Grammar, right: Any, way: Way) -> None:
+    texts = [walk(compiler().compile(way(grammar)), random.Random(seed)) for seed in range(12)]
     finished = [text for text in texts if text is not None]
     assert len(finished) >= 4
     assert all(right(text) for text in finished)
@@ -73,19 +73,21 @@ def test_a_structural_tag_constrains_its_part() -> None:
         },
     }
     grammar = Grammar(GrammarKind.STRUCTURAL_TAG, json.dumps(tag))
-    matcher = compiler("xgrammar").compile(grammar).matcher()
+    matcher = compiler().compile(grammar).matcher()
     for token in TOKENIZER.encode("free text <f>", add_special_tokens=False).ids:
         assert matcher.accept(token)
     assert not matcher.accept(TOKENIZER.encode("x", add_special_tokens=False).ids[0])
     assert matcher.accept(TOKENIZER.encode("2", add_special_tokens=False).ids[0])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("way", WAYS)
 def test_rollback_undoes_accepted_tokens_and_refusals_change_nothing(
-    backend: Backend,
+    way: Way,
 ) -> None:
-    compiled = compiler(backend).compile(
-        schema({"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"]})
+    compiled = compiler().compile(
+        way(
+            schema({"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"]})
+        )
     )
     tokens = TOKENIZER.encode('{"a": "x"}', add_special_tokens=False).ids
     matcher = compiled.matcher()
@@ -171,20 +173,21 @@ def test_what_xgrammar_does_not_enforce_is_refused_in_tags_and_enforced_elsewher
     part = {"type": "json_schema", "json_schema": value}
     tag = json.dumps({"type": "structural_tag", "format": part})
     with pytest.raises(OutriderError, match=r"structural_tag .*(cannot|none|not of)"):
-        compiler(None).compile(Grammar(GrammarKind.STRUCTURAL_TAG, tag))
-    walked = [walk(compiler(None).compile(schema(value)), random.Random(i)) for i in range(9)]
+        compiler().compile(Grammar(GrammarKind.STRUCTURAL_TAG, tag))
+    walked = [walk(compiler().compile(schema(value)), random.Random(i)) for i in range(9)]
     for text in filter(None, walked):
         jsonschema.validate(json.loads(text), value, format_checker=jsonschema.FormatChecker())
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("grammar", BAD, ids=lambda grammar: grammar.text[:40])
 def test_invalid_and_unenforceable_grammars_are_refused_by_field(
-    grammar: Grammar, backend: Backend
+    grammar: Grammar, way: Way
 ) -> None:
+    asked = way(grammar)
     with pytest.raises(OutriderError) as refused:
-        compiler(backend).compile(grammar)
-    assert refused.value.field == f"grammar.{grammar.kind.value}"
+        compiler().compile(asked)
+    assert refused.value.field == asked.field
     assert refused.value.reason.name == "INVALID_VALUE"
 
 
@@ -192,7 +195,6 @@ def test_unknown_or_broken_structural_tags_are_refused() -> None:
     unknown = {"type": "?"}
     unenforceable = {"type": "json_schema", "json_schema": {"not": {}}}
     tags = [{"type": "structural_tag", "format": part} for part in (unknown, unenforceable)]
-    for backend in BACKENDS:
-        for text in (*map(json.dumps, tags), "["):
-            with pytest.raises(OutriderError, match="structural_tag"):
-                compiler(backend).compile(Grammar(GrammarKind.STRUCTURAL_TAG, text))
+    for text in (*map(json.dumps, tags), "["):
+        with pytest.raises(OutriderError, match="structural_tag"):
+            compiler().compile(Grammar(GrammarKind.STRUCTURAL_TAG, text))

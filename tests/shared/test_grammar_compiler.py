@@ -10,12 +10,12 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from grammar_texts import BACKENDS, ENDS, TARGET, TOKENIZER, VOCAB, compiler
+from grammar_texts import ENDS, TARGET, TOKENIZER, VOCAB, WAYS, Way, compiler
 
 from outrider.errors import OutriderError, Reason
 from outrider.grammar.backends import Compiled
 from outrider.grammar.compiler import GrammarCompiler
-from outrider.grammar.kinds import Backend, Grammar, GrammarKind
+from outrider.grammar.kinds import Grammar, GrammarKind
 from outrider.grammar.worker import grammar_from
 from outrider.process.workers import OutOfTime
 
@@ -150,10 +150,10 @@ async def test_bombs_of_one_tenant_are_killed_beside_another_tenants_grammar() -
     assert await own.compile_async(Grammar(GrammarKind.REGEX, "c+"), "a")
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-async def test_a_matcher_begins_behind_the_tokens_that_are_there(backend: Backend) -> None:
-    own = compiler(backend)
-    grammar = Grammar(GrammarKind.CHOICE, choices=("one two three", "one four"))
+@pytest.mark.parametrize("way", WAYS)
+async def test_a_matcher_begins_behind_the_tokens_that_are_there(way: Way) -> None:
+    own = compiler()
+    grammar = way(Grammar(GrammarKind.CHOICE, choices=("one two three", "one four")))
     ids = TOKENIZER.encode("one two three").ids
     stepped = own.compile(grammar).matcher()
     masks = np.zeros((2, own.mask_width), np.int32)

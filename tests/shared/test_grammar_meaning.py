@@ -8,12 +8,12 @@ import re
 from typing import Any
 
 import pytest
-from grammar_texts import BACKENDS, compiler, schema, takes, walk
+from grammar_texts import WAYS, Way, compiler, schema, takes, walk
 
 from outrider.errors import OutriderError
 from outrider.grammar.characters import any_case, complement, python_class
 from outrider.grammar.guard import Guard
-from outrider.grammar.kinds import Backend, Grammar, GrammarKind
+from outrider.grammar.kinds import Grammar, GrammarKind
 
 PATTERNED = [
     r"^x\ty$",
@@ -43,13 +43,13 @@ PATTERNED_FIELDS = {
 }
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("keyword", PATTERNED_FIELDS)
 @pytest.mark.parametrize("pattern", PATTERNED)
 def test_a_pattern_is_matched_by_the_value_that_the_text_stands_for(
-    pattern: str, keyword: str, backend: Backend
+    pattern: str, keyword: str, way: Way
 ) -> None:
-    compiled = compiler(backend).compile(schema(PATTERNED_FIELDS[keyword](pattern)))
+    compiled = compiler().compile(way(schema(PATTERNED_FIELDS[keyword](pattern))))
     texts = [walk(compiled, random.Random(seed)) for seed in range(6)]
     assert any(texts)
     for text in filter(None, texts):
@@ -76,7 +76,7 @@ ACCEPTED: list[tuple[Any, str, bool]] = [
 
 @pytest.mark.parametrize(("value", "text", "right"), ACCEPTED, ids=str)
 def test_a_schema_takes_the_texts_that_json_schema_does(value: Any, text: str, right: bool) -> None:
-    assert takes(compiler(None).compile(schema(value)), text) == right
+    assert takes(compiler().compile(schema(value)), text) == right
 
 
 @pytest.mark.parametrize(
@@ -93,9 +93,9 @@ def test_a_schema_takes_the_texts_that_json_schema_does(value: Any, text: str, r
     ],
 )
 def test_a_regex_means_what_python_says(pattern: str, text: str, right: bool) -> None:
-    for backend in BACKENDS:
-        grammar = Grammar(GrammarKind.REGEX, pattern)
-        assert takes(compiler(backend).compile(grammar), text) == right
+    for way in WAYS:
+        grammar = way(Grammar(GrammarKind.REGEX, pattern))
+        assert takes(compiler().compile(grammar), text) == right
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_a_construct_that_cannot_be_enforced_is_refused_by_name(pattern: str, na
         schema({"type": "string", "pattern": pattern}),
     ):
         with pytest.raises(OutriderError, match=named) as refused:
-            compiler(None).compile(grammar)
+            compiler().compile(grammar)
         assert refused.value.field == grammar.field
 
 
@@ -139,11 +139,11 @@ def test_a_construct_that_cannot_be_enforced_is_refused_by_name(pattern: str, na
 )
 def test_a_schema_that_cannot_be_enforced_is_refused_by_keyword(value: Any, named: str) -> None:
     with pytest.raises(OutriderError, match=named):
-        compiler(None).compile(schema(value))
+        compiler().compile(schema(value))
 
 
 def test_gbnf_reads_two_hexadecimal_digits() -> None:
-    compiled = compiler(None).compile(Grammar(GrammarKind.EBNF, r'root ::= "\x43d" [\x41b]'))
+    compiled = compiler().compile(Grammar(GrammarKind.EBNF, r'root ::= "\x43d" [\x41b]'))
     assert takes(compiled, "CdA")
 
 
@@ -162,7 +162,7 @@ def test_classes_are_those_of_python_for_every_character() -> None:
 
 
 def test_the_guard_refuses_a_text_that_the_grammar_should_not_allow() -> None:
-    own = compiler(None)
+    own = compiler()
     compiled = own.compile(Grammar(GrammarKind.REGEX, "[ab]{3}"))
     guard = Guard(own._libraries.token_bytes, (0, 3))
     guard.check(compiled, Grammar(GrammarKind.REGEX, "[a-c]{3}"))
