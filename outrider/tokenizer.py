@@ -95,10 +95,27 @@ def end_token_ids(model: str) -> tuple[int, ...]:
         if (path := model_file(model, name)) is not None:
             config = _object(json.loads(path.read_text()), f"{model}: {name}")
             text = _object(config.get("text_config"), f"{model}: {name}: text_config")
-            for keys in (config, text):
-                if (ids := keys.get("eos_token_id")) is not None:
-                    return _token_ids(ids, f"{model}: {name}: eos_token_id")
+            found = [keys.get("eos_token_id") for keys in (config, text)]
+            if (ids := token_ids(f"{model}: {name}: eos_token_id", *found)) is not None:
+                return ids
     return ()
+
+
+def token_ids(place: str, *found: object) -> tuple[int, ...] | None:
+    """The ids that a configuration has at a place: of `found`, the first that is not None.
+
+    It is an id or ids; a negative one stands for none. Returns None if all are None. Raises
+    OutriderError(INVALID_VALUE) for something else.
+    """
+    first = next((each for each in found if each is not None), None)
+    if first is None:
+        return None
+    ids = tuple(first) if isinstance(first, list | tuple) else (first,)
+    # A bool is an int too, but no id.
+    if any(type(i) is not int for i in ids):
+        message = f"{place} must be a whole number or a list of these, not {first!r:.100}"
+        raise OutriderError(Reason.INVALID_VALUE, message, "model")
+    return tuple(i for i in ids if i >= 0)
 
 
 def _object(found: object, place: str) -> dict[str, object]:
@@ -108,16 +125,6 @@ def _object(found: object, place: str) -> dict[str, object]:
     if not isinstance(found, dict):
         raise OutriderError(Reason.INVALID_VALUE, f"{place} must be an object", "model")
     return found
-
-
-def _token_ids(found: object, place: str) -> tuple[int, ...]:
-    """A token id, or a list of them. Raises OutriderError(INVALID_VALUE)."""
-    ids = tuple(found) if isinstance(found, list) else (found,)
-    # A bool is an int too, but no id.
-    if any(type(i) is not int or i < 0 for i in ids):
-        message = f"{place} must be a whole number from 0 on, or a list of these"
-        raise OutriderError(Reason.INVALID_VALUE, message, "model")
-    return ids
 
 
 def fingerprint(tokenizer: Tokenizer) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from outrider.errors import OutriderError, Reason
 from outrider.lm import attention, support, trial
@@ -25,6 +25,7 @@ from outrider.lm.layout import BatchLayout, SequenceSlice, StaticLayout
 from outrider.lm.trial import OwnLogits, Texts
 from outrider.protocol.draft_messages import FINAL_STATE
 from outrider.sampling.tensors import triton_works
+from outrider.tokenizer import token_ids
 
 if TYPE_CHECKING:
     from outrider.lm.gpu.move_tokens import TokenMover
@@ -483,10 +484,6 @@ def _eos_token_ids(model: Any, config: Any) -> tuple[int, ...]:
 
     The generation config comes first, because chat models add their end-of-turn ids there.
     """
-    generation: GenerationConfig | None = getattr(model, "generation_config", None)
-    ids = generation.eos_token_id if generation is not None else None
-    if ids is None:
-        ids = getattr(config, "eos_token_id", None)
-    if ids is None:
-        return ()
-    return tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)
+    configs = (getattr(model, "generation_config", None), config)
+    found = [getattr(each, "eos_token_id", None) for each in configs]
+    return token_ids("eos_token_id", *found) or ()

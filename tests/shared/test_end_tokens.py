@@ -26,6 +26,8 @@ def ids_of(folder: Path, **files: object) -> tuple[int, ...]:
         ({"eos_token_id": None, "text_config": {"eos_token_id": 0}}, (0,)),
         ({"eos_token_id": None, "text_config": None}, ()),
         ({"eos_token_id": [], "text_config": {"eos_token_id": 7}}, ()),
+        ({"eos_token_id": -1, "text_config": {"eos_token_id": 7}}, ()),
+        ({"eos_token_id": [-1, 7]}, (7,)),
         ({}, ()),
     ],
 )
@@ -50,7 +52,6 @@ def test_the_ids_of_the_generation_config_come_first_if_it_has_any(tmp_path: Pat
         {"eos_token_id": "7"},
         {"eos_token_id": True},
         {"eos_token_id": 7.5},
-        {"eos_token_id": -1},
         {"eos_token_id": {"7": 7}},
         {"eos_token_id": [7, None]},
         {"eos_token_id": [[7]]},

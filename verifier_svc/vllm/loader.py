@@ -16,7 +16,7 @@ from outrider.grammar.compiler import GrammarCompiler
 from outrider.lm.weights_fingerprint import weights_fingerprint
 from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
 from outrider.protocol.model_info import ModelInfo, Stage, with_fingerprint
-from outrider.tokenizer import fingerprint, load_tokenizer
+from outrider.tokenizer import fingerprint, load_tokenizer, token_ids
 from verifier_svc.config import VerifierSettings
 from verifier_svc.engine.outbox import Delivery
 from verifier_svc.metrics import Metrics
@@ -197,9 +197,6 @@ def _read(texts: list[str]) -> dict[str, Any]:
 
 def _eos_token_ids(model: Any) -> tuple[int, ...]:
     """The ids that end a sequence, by the generation config, else by the model's own."""
-    found = model.try_get_generation_config().get("eos_token_id")
-    if found is None:
-        found = getattr(model.hf_text_config, "eos_token_id", None)
-    if found is None:
-        return ()
-    return (found,) if isinstance(found, int) else tuple(found)
+    generation = model.try_get_generation_config().get("eos_token_id")
+    own = getattr(model.hf_text_config, "eos_token_id", None)
+    return token_ids("eos_token_id", generation, own) or ()
