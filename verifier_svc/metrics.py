@@ -5,6 +5,8 @@ Metrics of speculation have vLLM's names and definitions, under the prefix `outr
 
 from __future__ import annotations
 
+from typing import Any, TypeVar
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from outrider.protocol.limits import MAX_DRAFT_TOKENS
@@ -14,6 +16,7 @@ from verifier_svc.state.occupancy import Occupancy
 from verifier_svc.state.step_clock import StepClock
 from verifier_svc.state.trie import CommitWalk, LookupResult
 
+_Metric = TypeVar("_Metric", Counter, Gauge, Histogram)
 _MODEL = ["model_name"]
 _LABELS = [*_MODEL, "drafter", "family", "placement"]
 _SHAPE = [*_MODEL, "shape"]
@@ -34,26 +37,23 @@ class _Registry:
         self.by_drafter: list[Counter | Gauge | Histogram] = []
 
     def counter(self, name: str, text: str, labels: list[str]) -> Counter:
-        counter = Counter(f"outrider:{name}", text, labels, registry=self.collectors)
-        if "drafter" in labels:
-            self.by_drafter.append(counter)
-        return counter
+        return self._metric(Counter, name, text, labels)
 
     def histogram(
         self, name: str, text: str, buckets: list[float], labels: list[str] = _MODEL
     ) -> Histogram:
-        histogram = Histogram(
-            f"outrider:{name}", text, labels, buckets=buckets, registry=self.collectors
-        )
-        if "drafter" in labels:
-            self.by_drafter.append(histogram)
-        return histogram
+        return self._metric(Histogram, name, text, labels, buckets=buckets)
 
     def gauge(self, name: str, text: str, labels: list[str] = _MODEL) -> Gauge:
-        gauge = Gauge(f"outrider:{name}", text, labels, registry=self.collectors)
+        return self._metric(Gauge, name, text, labels)
+
+    def _metric(
+        self, kind: type[_Metric], name: str, text: str, labels: list[str], **options: Any
+    ) -> _Metric:
+        metric = kind(f"outrider:{name}", text, labels, registry=self.collectors, **options)
         if "drafter" in labels:
-            self.by_drafter.append(gauge)
-        return gauge
+            self.by_drafter.append(metric)
+        return metric
 
 
 class _DraftMetrics:
