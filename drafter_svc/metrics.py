@@ -6,7 +6,7 @@ The verifier counts what becomes of the drafts.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily
@@ -17,6 +17,7 @@ from outrider.protocol.draft_messages import DraftBatch
 if TYPE_CHECKING:
     from drafter_svc.pools.redis import RedisCounters
 
+_Metric = TypeVar("_Metric", Counter, Gauge, Histogram)
 _BUCKETS_S = [0.00003125 * 2**i for i in range(16)]
 
 
@@ -57,50 +58,19 @@ class Metrics:
         """Add these counters to every scrape."""
         self.registry.register(_RedisCollector(counters, self._labels))
 
+    def _metric(self, kind: type[_Metric], name: str, text: str, **options: Any) -> _Metric:
+        names = list(self._labels)
+        metric = kind(f"outrider:{name}", text, names, registry=self.registry, **options)
+        return metric.labels(**self._labels)
+
     def _counter(self, name: str, text: str) -> Counter:
-        counter = Counter(f"outrider:{name}", text, list(self._labels), registry=self.registry)
-        return counter.labels(**self._labels)
+        return self._metric(Counter, name, text)
 
     def _gauge(self, name: str, text: str) -> Gauge:
-        gauge = Gauge(f"outrider:{name}", text, list(self._labels), registry=self.registry)
-        return gauge.labels(**self._labels)
+        return self._metric(Gauge, name, text)
 
     def _histogram(self, name: str, text: str) -> Histogram:
-        names = list(self._labels)
-        histogram = Histogram(
-            f"outrider:{name}", text, names, buckets=_BUCKETS_S, registry=self.registry
-        )
-        return histogram.labels(**self._labels)
-
-
-class StreamMetrics:
-    """Counts the stream to one verifier in a drafter's gauges and failures."""
-
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
-        self._is_registered = False
-        self._sequence_count = 0
-        self._abandoned_count = 0
-
-    def registered(self) -> None:
-        """Count the verifier, which has registered this drafter."""
-        self._is_registered = True
-        self._metrics.connected.inc()
-
-    def following(self, sequence_count: int, abandoned_count: int) -> None:
-        """Set the number of open sequences, and of sequences abandoned since the stream began."""
-        self._metrics.sequences.inc(sequence_count - self._sequence_count)
-        self._metrics.failed.inc(abandoned_count - self._abandoned_count)
-        self._sequence_count = sequence_count
-        self._abandoned_count = abandoned_count
-
-    def lost(self) -> None:
-        """Subtract the verifier and its sequences: the stream has ended."""
-        self._metrics.connected.dec(self._is_registered)
-        self._metrics.sequences.dec(self._sequence_count)
-        self._is_registered = False
-        self._sequence_count = 0
-        self._abandoned_count = 0
+        return self._metric(Histogram, name, text, buckets=_BUCKETS_S)
 
 
 class _RedisCollector(Collector):

@@ -11,11 +11,12 @@ from family_rig import opened_sequence
 from scripted_drafts import FINGERPRINT
 
 from drafter_svc.families.base import Family
-from drafter_svc.metrics import Metrics, StreamMetrics
+from drafter_svc.metrics import Metrics
+from drafter_svc.observer import CountingObserver
 from outrider.drafter.dialled import Dialled
 from outrider.drafter.draft_sequence import DraftSequence
-from outrider.drafter.stream import DraftStream, Observer
-from outrider.protocol.draft_messages import DraftBatch, Hello, Opened, Window
+from outrider.drafter.stream import DraftStream
+from outrider.protocol.draft_messages import Hello, Opened, Window
 from outrider.protocol.model_info import ModelInfo
 
 WINDOW = Window(16, 4)
@@ -57,23 +58,20 @@ def opened(sequence_id: int = 1, tokens: Sequence[int] = (10, 11), traceparent: 
     return opened_sequence(sequence_id, tokens, WINDOW, 2, traceparent=traceparent)
 
 
-class _StreamObserver(Observer):
+class _StreamObserver(CountingObserver):
     """Reports the stream's events to a Drafter and its metrics."""
 
     def __init__(self, drafter: Drafter) -> None:
+        super().__init__(drafter.metrics)
         self._drafter = drafter
 
     async def registered(self, address: str) -> None:
+        await super().registered(address)
         self._drafter.registered = True
 
     async def lost(self) -> None:
+        await super().lost()
         self._drafter.registered = False
-
-    def drafted(self, batch: DraftBatch, seconds: float) -> None:
-        self._drafter.metrics.drafted(batch, seconds)
-
-    def following(self, sequence_count: int, abandoned_count: int) -> None:
-        self._drafter.stream_metrics.following(sequence_count, abandoned_count)
 
 
 class Drafter:
@@ -89,7 +87,6 @@ class Drafter:
         self.families: list[Counting] = []
         self.registered = False
         self.metrics = Metrics("counting-1", "counting")
-        self.stream_metrics = StreamMetrics(self.metrics)
 
         def make_family(info: ModelInfo) -> Counting:
             family = make() if make is not None else Counting(slow_s)
