@@ -229,6 +229,22 @@ def after(ids: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(i + 1 for i in ids)
 
 
+def possible_boundaries(
+    stated: tuple[int, ...] | None, of_layers: tuple[int, ...] | None, default: tuple[int, ...]
+) -> list[tuple[int, ...]]:
+    """The boundaries that the ids of a file may mean, the likeliest first.
+
+    `stated` are boundaries, but heads that were converted to that form often kept the ids of
+    layers. `of_layers` are ids of layers, whose outputs are one boundary further. A file without
+    ids means `default`.
+    """
+    if stated:
+        return [stated, after(stated), default]
+    if of_layers:
+        return [after(of_layers), of_layers, default]
+    return [default]
+
+
 def check_target_size(keys: Keys, target: TargetShape) -> None:
     """Raise OutriderError if the file states another hidden size of its target."""
     size = keys.integer("target_hidden_size", target.hidden_size)

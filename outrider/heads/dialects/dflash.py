@@ -8,6 +8,7 @@ from outrider.heads.dialects.decoder import (
     check_target_size,
     choose_boundaries,
     mask_token,
+    possible_boundaries,
     read_decoder,
     take_layers,
     take_vocabulary,
@@ -111,15 +112,11 @@ def _refuse_variants(keys: Keys, own: Keys) -> None:
 def _candidates(
     keys: Keys, own: Keys, decoder: Decoder, target: TargetShape
 ) -> list[tuple[int, ...]]:
-    """The boundaries that the ids of a file may mean, the likeliest first."""
+    """The boundaries that the file may mean, the likeliest first."""
     default = after(_even(target.layer_count, decoder.layer_count))
     stated = keys.ids("aux_hidden_state_layer_ids") or own.ids("layer_ids")
-    if stated:
-        return [stated, after(stated), default]
     of_layers = own.ids("target_layer_ids") or keys.ids("target_layer_ids")
-    if of_layers:
-        return [after(of_layers), of_layers, default]
-    return [default]
+    return possible_boundaries(stated, of_layers, default)
 
 
 def _even(target_layers: int, layers: int) -> tuple[int, ...]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from outrider.heads.dialects.decoder import (
-    after,
     boundary_count,
     check_target_size,
     choose_boundaries,
     mask_token,
+    possible_boundaries,
     read_decoder,
     take_layers,
     take_vocabulary,
@@ -100,20 +100,15 @@ def _refuse_modelopt(nested: Keys) -> None:
 
 
 def _candidates(keys: Keys, nested: Keys, target: TargetShape) -> list[tuple[int, ...]]:
-    """The boundaries that the ids of a file may mean, the likeliest first.
+    """The boundaries that the file may mean, the likeliest first.
 
-    Top-level ids are boundaries, but heads that were converted to that form often kept the ids of
-    layers. Nested ids are those of layers, whose outputs are one boundary further.
+    Top-level ids are boundaries, nested ids those of layers.
     """
     count = target.layer_count
     default = (2, count // 2, count - 3)
     stated = keys.ids("eagle_aux_hidden_state_layer_ids") or nested.ids("layer_ids")
-    if stated:
-        return [stated, after(stated), default]
     of_layers = nested.ids("eagle_aux_hidden_state_layer_ids") or keys.ids("target_layer_ids")
-    if of_layers:
-        return [after(of_layers), of_layers, default]
-    return [default]
+    return possible_boundaries(stated, of_layers, default)
 
 
 def _take(weights: Weights, spec: HeadSpec, decoder: Decoder) -> None:
