@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from fastapi import APIRouter, Depends, Request
@@ -23,8 +25,8 @@ from outrider import __version__
 from outrider.errors import OutriderError, Reason, invalid
 from outrider.protocol.model_info import DrafterInfo, ModelInfo, Stage
 
-MAX_TOKENIZED = 65_536
-"""The limit of tokens of /tokenize and /detokenize for models with a shorter context."""
+# The limit of tokens for models with a shorter context.
+_MAX_TOKENIZED = 65_536
 _ERRORS = (400, 401, 404, 408, 413, 415, 429, 500, 503)
 """Statuses of errors of /tokenize and /detokenize."""
 
@@ -131,7 +133,7 @@ def _add_tokenizer_routes(router: APIRouter, generation: Generation, gate: Gate)
         grant = await gate.admit(request)
         _, info = generation.router.lookup(body.model)
         prompts = generation.prompts
-        most = max(info.context_length, MAX_TOKENIZED)
+        most = most_tokens(info)
         ids = await _tokenize(body, prompts, most, identity_of(request).tenant)
         strings = await prompts.token_names(ids) if body.return_token_strs else None
         return JSONResponse(
@@ -149,7 +151,7 @@ def _add_tokenizer_routes(router: APIRouter, generation: Generation, gate: Gate)
         """The text of ids, special tokens included, in vLLM's shape."""
         grant = await gate.admit(request)
         _, info = generation.router.lookup(body.model)
-        most = max(info.context_length, MAX_TOKENIZED)
+        most = most_tokens(info)
         if len(body.tokens) > most:
             raise invalid("tokens", f"must hold at most {most} ids, not {len(body.tokens)}")
         for extreme in (min(body.tokens, default=0), max(body.tokens, default=0)):
@@ -170,14 +172,31 @@ async def _tokenize(body: TokenizeBody, prompts: Prompts, most: int, tenant: str
     else:
         field = "messages"
         messages = [message.for_template() for message in body.messages]
-        text = await prompts.rendered(messages, field, most, tenant, **body.rendering())
+        with naming_limit(field, most):
+            text = await prompts.rendered(messages, field, most, tenant, **body.rendering())
     special = body.add_special_tokens
     if special is None:
         special = body.messages is None
-    try:
+    with naming_limit(field, most):
         return await prompts.encode(text, field, most, add_special_tokens=special)
+
+
+def most_tokens(info: ModelInfo) -> int:
+    """Most tokens of a text that is only tokenised, or of ids that are only decoded."""
+    return max(info.context_length, _MAX_TOKENIZED)
+
+
+@contextmanager
+def naming_limit(field: str, most: int) -> Iterator[None]:
+    """Raise OutriderError(INVALID_VALUE) where the block finds more than `most` tokens.
+
+    The block's own error names the model's context, but the limit may be higher.
+    """
+    try:
+        yield
     except OutriderError as error:
-        # The error names the model's context, but the limit may be MAX_TOKENIZED.
+        if error.reason is not Reason.CONTEXT_LENGTH_EXCEEDED:
+            raise
         raise invalid(field, f"must have at most {most} tokens") from error
 
 

@@ -15,7 +15,7 @@ from gateway.generation.generate import Generation
 from gateway.generation.serve_text import TextAnswer
 from gateway.http.answering import answer_text
 from gateway.http.calls import ChatCall
-from gateway.http.endpoints import MAX_TOKENIZED
+from gateway.http.endpoints import most_tokens, naming_limit
 from gateway.http.json_body import JsonRoute
 from gateway.http.messages_body import CountTokensBody, MessagesBody
 from gateway.http.messages_writer import MessagesWriter
@@ -23,7 +23,7 @@ from gateway.http.openapi import STREAMED, json_responses
 from gateway.http.schema import ChatBody
 from gateway.text.prompts import Prompts
 from gateway.text.request import AnswerLimit
-from outrider.errors import OutriderError, Reason, invalid
+from outrider.errors import OutriderError
 
 _ERRORS = (400, 401, 404, 408, 413, 415, 429, 500, 503)
 # Names of a chat's fields that are other ones here.
@@ -80,7 +80,7 @@ def routes(generation: Generation, gate: Gate, *, metrics: bool) -> APIRouter:
         """The number of a prompt's tokens, as `usage` of an answer to it has them."""
         grant = await gate.admit(request)
         _, info = generation.router.lookup(body.model)
-        most = max(info.context_length, MAX_TOKENIZED)
+        most = most_tokens(info)
         tenant = identity_of(request).tenant
         with _own_names():
             count = await _count(generation.prompts, await body.chat(), most, tenant)
@@ -93,11 +93,6 @@ def routes(generation: Generation, gate: Gate, *, metrics: bool) -> APIRouter:
 async def _count(prompts: Prompts, chat: ChatBody, most: int, tenant: str) -> int:
     """How many tokens the prompt has, at most `most`. Raises OutriderError."""
     messages = [message.for_template() for message in chat.messages]
-    try:
+    with naming_limit("messages", most):
         text = await prompts.rendered(messages, "messages", most, tenant, **chat.rendering())
         return len(await prompts.encode(text, "messages", most, add_special_tokens=False))
-    except OutriderError as error:
-        if error.reason is not Reason.CONTEXT_LENGTH_EXCEEDED:
-            raise
-        # The error names the model's context, but the limit may be MAX_TOKENIZED.
-        raise invalid("messages", f"must have at most {most} tokens") from error

@@ -88,6 +88,17 @@ async def test_lists_and_objects_are_bounded_in_length(
     assert len(response.content) < 500
 
 
+@pytest.mark.parametrize("length", [200_000, 2_000_000])
+async def test_a_text_that_is_only_tokenised_may_exceed_the_context_up_to_a_limit(
+    rig: Rig, length: int
+) -> None:
+    text = "x " * length
+    for field, value in (("prompt", text), ("messages", [{"role": "user", "content": text}])):
+        error = error_of(await rig.http.post("/tokenize", json={field: value}))
+        assert error["message"] == f"{field} must have at most 65536 tokens"
+        assert error["code"] == "invalid_value"
+
+
 async def test_messages_are_bounded_in_number(rig: Rig) -> None:
     message = {"role": "user", "content": ""}
     for path in ("/v1/chat/completions", "/tokenize"):
