@@ -106,8 +106,7 @@ def tenant_of(headers: Mapping[str, str]) -> str:
     It is empty (the default) without a key. The name is `key-` and the first 32 hex digits of the
     key's SHA-256, so logs, traces and Redis do not reveal keys. `headers` have lower-case names.
     """
-    scheme, _, key = headers.get("authorization", "").partition(" ")
-    key = (key.strip() if scheme.lower() == "bearer" else "") or _plain_key(headers)
+    key = _bearer(headers.get("authorization", "")) or _plain_key(headers)
     if not key:
         return ""
     return f"key-{hashlib.sha256(key.encode()).hexdigest()[:_TENANT_DIGITS]}"
@@ -118,6 +117,12 @@ def _plain_key(headers: Mapping[str, str]) -> str:
     return headers.get("x-api-key", "").strip()
 
 
+def _bearer(authorization: str) -> str:
+    """The key in `Bearer KEY`; "" for anything else."""
+    scheme, _, key = authorization.partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else ""
+
+
 def key_in(authorization: str) -> str:
     """The key in the value of an Authorization header; "" if there is none.
 
@@ -125,10 +130,8 @@ def key_in(authorization: str) -> str:
     password is the key, with any user name.
     """
     scheme, _, value = authorization.partition(" ")
-    if scheme.lower() == "bearer":
-        return value.strip()
     if scheme.lower() != "basic":
-        return ""
+        return _bearer(authorization)
     try:
         return base64.b64decode(value, validate=True).decode().partition(":")[2]
     # It is not base64 or not UTF-8, or it has characters outside of ASCII.
