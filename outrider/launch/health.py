@@ -8,8 +8,8 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from outrider.process.credentials import name_options
 from outrider.process.roles import Role
-from outrider.process.tls import SOCKET_NAME
 
 # Less than the containers' health checks wait.
 _TIMEOUT_S = 3.0
@@ -56,11 +56,7 @@ def _channel(
     options: list[tuple[str, Any]] = [("grpc.enable_http_proxy", 0)]
     if ca is None:
         return grpc.insecure_channel(address, options=options)
-    if server is not None:
-        options.append(("grpc.ssl_target_name_override", server.server_name))
-    elif address.startswith("unix:"):
-        # gRPC would look for the socket's path in the certificate.
-        options.append(("grpc.ssl_target_name_override", SOCKET_NAME))
+    options += name_options(address, server)
     credentials = grpc.ssl_channel_credentials(ca, key, cert)
     return grpc.secure_channel(address, credentials, options=options)
 

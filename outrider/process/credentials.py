@@ -25,12 +25,19 @@ def client_credentials(address: str, tls: Tls, server: Role | None) -> ClientCre
     """
     pems = tls.read()
     credentials = grpc.ssl_channel_credentials(pems.ca, pems.key, pems.cert)
+    return ClientCredentials(credentials, name_options(address, server))
+
+
+def name_options(address: str, server: Role | None) -> list[tuple[str, str]]:
+    """Channel options for the name that the certificate of a server at this address must have.
+
+    It is that of the role `server`, or for None the address' name.
+    """
     name = None if server is None else server.server_name
     if name is None and address.startswith("unix:"):
         # gRPC would look for a socket's path in the certificate.
         name = SOCKET_NAME
-    options = [] if name is None else [("grpc.ssl_target_name_override", name)]
-    return ClientCredentials(credentials, options)
+    return [] if name is None else [("grpc.ssl_target_name_override", name)]
 
 
 def server_credentials(tls: Tls) -> grpc.ServerCredentials:
