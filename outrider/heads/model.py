@@ -207,15 +207,6 @@ class HeadModel(torch.nn.Module):
         self.pool.free(sequence.kv)
         sequence.state = None
 
-    def rewind(self, sequence: HeadSequence, length: int) -> None:
-        """Cut the text to its first `length` tokens.
-
-        Afterwards the features from `sequence.wanted` on must come again: at least the last one.
-        """
-        del sequence.tokens[length:]
-        self.pool.truncate(sequence.kv, max(0, length - 2 - sequence.origin))
-        sequence.state = None
-
     @torch.inference_mode()
     def extend(self, batch: Sequence[Extension]) -> None:
         """Commit tokens and read features; features that were read before are skipped.

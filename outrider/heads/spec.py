@@ -9,7 +9,7 @@ and then the final state if it is wanted.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -146,7 +146,3 @@ class Head:
     spec: HeadSpec
     tensors: Mapping[str, torch.Tensor] = field(repr=False)
     target_ids: torch.Tensor | None = field(default=None, repr=False)
-
-    def with_boundaries(self, boundaries: tuple[int, ...]) -> Head:
-        """The same head on other boundaries of the target."""
-        return replace(self, spec=replace(self.spec, boundaries=boundaries))

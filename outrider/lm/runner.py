@@ -248,13 +248,6 @@ class ModelRunner:
         if self._states is not None:
             self._states.watch(states)
 
-    def hidden_state(self, state: int) -> torch.Tensor:
-        """Return a watched state [T, H] of the last forward, for all tokens of its slices in order.
-
-        The next forward may overwrite it.
-        """
-        return self._kept[state]
-
     @torch.inference_mode()
     def pick_states(
         self, states: Sequence[int], rows: Sequence[int], dtype: str, projection: str = ""

@@ -58,7 +58,6 @@ def test_the_layers_with_the_most_right_guesses_are_chosen(texts: Texts, index: 
     assert (choice.boundaries, choice.clear) == (right, True)
     assert choice.matches[right] == choice.tried == 39
     assert choice.matches[options[1 - index]] < 20
-    assert texts.head.with_boundaries(right).spec.boundaries == right
 
 
 def test_a_choice_that_is_not_clear_keeps_the_files_and_warns(

@@ -146,18 +146,6 @@ def test_features_that_come_again_change_nothing(rig: Rig) -> None:
     assert_same(model.propose([sequence], COUNT, WIDTH), 0, rig.alone(text))
 
 
-@pytest.mark.parametrize("length", [2, 9, 16])
-def test_a_rewound_text_goes_on_as_a_new_one(rig: Rig, length: int) -> None:
-    text = rig.text(18)
-    model = rig.model()
-    sequence = rig.read(model, text, "tenant")
-    model.rewind(sequence, length)
-    assert not sequence.ready
-    other = [*text[:length], *rig.text(6)]
-    model.extend([rig.extension(sequence, other)])
-    assert_same(model.propose([sequence], COUNT, WIDTH), 0, rig.alone(other))
-
-
 def test_a_cached_prefix_needs_no_features_and_changes_no_guess(paged: Rig) -> None:
     text = paged.text(31)
     model = paged.model()

@@ -41,7 +41,8 @@ def check(runner: ModelRunner, model: Any) -> None:
     wanted = [expected(model, ids, layer_count) for ids in (first, second)]
     for state in (*range(layer_count), FINAL_STATE):
         rows = torch.cat([wanted[0][state][20:], wanted[1][state]])
-        torch.testing.assert_close(runner.hidden_state(state), rows, atol=1e-4, rtol=0)
+        found = runner.pick_states([state], range(len(rows)), "float32")
+        torch.testing.assert_close(found, rows, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -75,5 +76,5 @@ def test_nothing_is_kept_unless_it_is_watched() -> None:
     runner.watch([])
     runner.forward([SequenceSlice(text(0, 5), 0, [0], 1)])
     with pytest.raises(KeyError):
-        runner.hidden_state(1)
+        runner.pick_states([1], [0], "float32")
     assert not runner.can_watch([-2])
