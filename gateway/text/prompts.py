@@ -47,7 +47,7 @@ class Prompts:
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
         self.fingerprint = fingerprint(self.tokenizer)
-        config = _json_file(model, "tokenizer_config.json")
+        config = _tokenizer_config(model)
         self._special_tokens = _special_tokens(config)
         self._template = _template(model, config)
         source = "" if self._template is None else self._template.source
@@ -217,7 +217,8 @@ def context_overflow(context_length: int, message: str, field: str) -> OutriderE
     return OutriderError(Reason.CONTEXT_LENGTH_EXCEEDED, message, field)
 
 
-def _json_file(model: str, name: str) -> dict[str, Any]:
+def _tokenizer_config(model: str) -> dict[str, Any]:
+    name = "tokenizer_config.json"
     path = model_file(model, name)
     if path is None:
         return {}

@@ -137,11 +137,11 @@ class Weights:
         """
         self.taken[to or name] = self._pop(name, shape, _FLOATS)
 
-    def take_if(self, name: str, *shape: int, to: str | None = None) -> bool:
-        """As `take` if the tensor is there; return whether it was."""
+    def take_if(self, name: str, *shape: int) -> bool:
+        """As `take` under its own name if the tensor is there; return whether it was."""
         if name not in self._left:
             return False
-        self.take(name, *shape, to=to)
+        self.take(name, *shape)
         return True
 
     def ids(self, name: str, size: int) -> torch.Tensor | None:

@@ -23,7 +23,7 @@ from outrider.errors import invalid
 from outrider.process.roles import URI, Role
 from outrider.process.tls import SOCKET_NAME
 
-AUTHORITY_DAYS = 3650
+_AUTHORITY_DAYS = 3650
 LOCAL_NAMES = (SOCKET_NAME, "127.0.0.1", "::1")
 """Names that all certificates but drafters' have, for processes on one machine."""
 # Clocks of other machines may be behind.
@@ -45,7 +45,7 @@ class Authority:
     key: ec.EllipticCurvePrivateKey
 
     @classmethod
-    def new(cls, days: float = AUTHORITY_DAYS) -> Authority:
+    def new(cls) -> Authority:
         """Make an authority. Each has a name of its own, so that errors tell two of them apart."""
         key = ec.generate_private_key(ec.SECP256R1())
         name = _subject(f"Outrider authority {secrets.token_hex(4)}")
@@ -60,7 +60,7 @@ class Authority:
             encipher_only=False,
             decipher_only=False,
         )
-        builder = _builder(name, name, key.public_key(), timedelta(days=days))
+        builder = _builder(name, name, key.public_key(), timedelta(days=_AUTHORITY_DAYS))
         builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), True)
         builder = builder.add_extension(usages, True)
         return cls(builder.sign(key, hashes.SHA256()), key)

@@ -167,7 +167,7 @@ def shutdown() -> None:
 def leave() -> NoReturn:
     """Send the remaining spans and end the process with status 0, without teardown."""
     shutdown()
-    exit_now(0)
+    exit_now()
 
 
 def start_root(name: str, headers: Mapping[str, str], **attributes: Attribute) -> Span:

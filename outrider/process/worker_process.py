@@ -86,7 +86,7 @@ def _fork(control: socket.socket, descriptor: int, handler: Handler, limits: dic
         serving.start()
         serving.join()
     finally:
-        exit_now(0)
+        exit_now()
 
 
 def _bind_to(parent: int) -> None:
@@ -94,7 +94,7 @@ def _bind_to(parent: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_KILL_WITH_PARENT, signal.SIGKILL)
     if os.getppid() != parent:
-        exit_now(0)
+        exit_now()
 
 
 def _limit(memory_bytes: int, nice: int) -> None:
