@@ -9,7 +9,7 @@ import grpc
 from google.protobuf.descriptor import FileDescriptor, MethodDescriptor
 
 from outrider.errors import OutriderError, Reason
-from outrider.process import rpc
+from outrider.process import rpc_errors
 
 _OURS = "/outrider."
 # grpc.aio's client says so if it writes to a call that has just ended. It then knows no status, and
@@ -36,8 +36,8 @@ def path(method: MethodDescriptor) -> str:
 def check_details(failure: grpc.aio.AioRpcError) -> OutriderError:
     """The error of a call of one of our services, whose details must agree with its status."""
     # Only an error without the details is taken for the other reason.
-    error = rpc.error_of(failure, otherwise=Reason.ROUTE_NOT_FOUND)
-    again = rpc.error_of(failure, otherwise=Reason.METHOD_NOT_ALLOWED)
+    error = rpc_errors.error_of(failure, otherwise=Reason.ROUTE_NOT_FOUND)
+    again = rpc_errors.error_of(failure, otherwise=Reason.METHOD_NOT_ALLOWED)
     assert error.reason is again.reason, failure
     assert error.reason.kind.status == failure.code().name, failure
     return error

@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 
 from outrider.errors import OutriderError
-from outrider.process import rpc
+from outrider.process import rpc_errors
 from outrider.v1 import drafts_pb2, verifier_pb2
 
 
@@ -46,7 +46,7 @@ class RawDrafter:
         try:
             response = await self.hear()
         except grpc.aio.AioRpcError as failure:
-            raise rpc.error_of(failure) from None
+            raise rpc_errors.error_of(failure) from None
         assert response.HasField("welcome")
 
     async def error(self) -> OutriderError:
@@ -59,4 +59,4 @@ class RawDrafter:
         trailing = await self.call.trailing_metadata()
         details = await self.call.details()
         failure = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailing, details, None)
-        return rpc.error_of(failure)
+        return rpc_errors.error_of(failure)

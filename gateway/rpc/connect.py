@@ -24,7 +24,7 @@ from starlette.types import Message, Receive, Scope, Send
 from gateway.http.json_size import check_size
 from gateway.rpc.servicer import MAX_MESSAGE_BYTES, SERVICE, GenerationServicer
 from outrider.errors import OutriderError, Reason
-from outrider.process import rpc
+from outrider.process import rpc_errors
 from outrider.v1.generation_pb2 import GenerateTextRequest, GenerateTextResponse
 
 PATH = f"/{SERVICE}/GenerateText"
@@ -127,7 +127,7 @@ def _endpoints(servicer: GenerationServicer) -> Mapping[str, Any]:
         except OutriderError as error:
             raise _connect_error(error) from error
         except Exception:  # noqa: BLE001  # `unexpected` logs any other failure, and gives INTERNAL
-            raise _connect_error(rpc.unexpected("GenerateText")) from None
+            raise _connect_error(rpc_errors.unexpected("GenerateText")) from None
 
     return {PATH: Endpoint.server_stream(_METHOD, generate_text)}
 
@@ -136,7 +136,7 @@ def _connect_error(error: OutriderError) -> ConnectError:
     """The error with the same status and details as over gRPC."""
     details = [
         PackedDetail(type_url=packed.type_url, value=packed.value)
-        for packed in rpc.status_of(error).details
+        for packed in rpc_errors.status_of(error).details
     ]
     code = Code[error.reason.kind.status.replace("CANCELLED", "CANCELED")]
     return ConnectError(code, error.message, [ErrorDetail(detail) for detail in details])

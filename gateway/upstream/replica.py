@@ -13,7 +13,7 @@ from gateway.upstream.chunk_checks import check_model
 from gateway.upstream.verifier_stream import VerifierStream
 from outrider.errors import OutriderError, Reason
 from outrider.internal.v1 import token_streams_pb2_grpc
-from outrider.process import rpc
+from outrider.process import rpc, rpc_errors
 from outrider.process.credentials import ClientCredentials, client_credentials
 from outrider.process.roles import Role
 from outrider.process.tasks import watch
@@ -124,7 +124,7 @@ class Replica:
             info = wire_model.model_from_proto(response)
             check_model(info)
         except grpc.aio.AioRpcError as failure:
-            self._take_refusal(rpc.error_of(failure))
+            self._take_refusal(rpc_errors.error_of(failure))
             if failure.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 self.redial()
             return

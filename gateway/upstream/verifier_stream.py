@@ -18,7 +18,7 @@ import grpc
 
 from outrider.errors import OutriderError, Reason
 from outrider.internal.v1 import token_streams_pb2
-from outrider.process import rpc
+from outrider.process import rpc, rpc_errors
 from outrider.process.read_ahead import ReadAhead, ignore, unread_error
 from outrider.process.tasks import watch
 from outrider.protocol.messages import TokenChunk, TokenRequest
@@ -235,7 +235,7 @@ class _StreamCall:
         error: OutriderError | None = _HUNG_UP
         try:
             async for response in self._call:
-                readable = rpc.readable(response)
+                readable = rpc_errors.readable(response)
                 if readable.draining:
                     self._on_draining()
                 for part in readable.parts:
@@ -245,7 +245,7 @@ class _StreamCall:
                         self._add(part, chunks)
             error = None
         except grpc.aio.AioRpcError as failure:
-            error = rpc.error_of(failure)
+            error = rpc_errors.error_of(failure)
             # A verifier of another version may lack the call.
             gone = failure.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNIMPLEMENTED)
             if gone and error.reason is Reason.VERIFIER_UNAVAILABLE:
@@ -258,7 +258,7 @@ class _StreamCall:
             message = f"the verifier's stream is broken: {violation.message}"
             error = OutriderError(Reason.INTERNAL, message)
         except Exception:  # noqa: BLE001  # `unexpected` logs any other failure, and gives INTERNAL
-            error = rpc.unexpected("StreamTokens")
+            error = rpc_errors.unexpected("StreamTokens")
         finally:
             self._hang_up(error)
 
@@ -303,7 +303,7 @@ def _decode(part: token_streams_pb2.TokensPart) -> TokenChunk | OutriderError:
     try:
         if part.HasField("status"):
             # A verifier's metadata would become HTTP headers.
-            return replace(rpc.error_in(part.status), metadata={})
+            return replace(rpc_errors.error_in(part.status), metadata={})
         return wire_requests.chunk_from_proto(part.tokens)
     except Exception:  # noqa: BLE001  # `unexpected` logs the failure, and gives INTERNAL
-        return rpc.unexpected("StreamTokens")
+        return rpc_errors.unexpected("StreamTokens")

@@ -15,7 +15,7 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 from outrider.conformance.ledger import Complain, Ledger
 from outrider.errors import DOMAIN, OutriderError, Reason, Retry
-from outrider.process import rpc
+from outrider.process import rpc_errors
 from outrider.process.roles import Peer
 from outrider.protocol.limits import MAX_DRAFT_TOKENS, MAX_FAMILY_LENGTH, MAX_NAME_LENGTH
 from outrider.protocol.wire import drafts as wire_drafts
@@ -204,7 +204,7 @@ class KitsVerifier(ScriptedVerifier):
 def refused(reason: Reason, retry_after_s: float | None = None) -> status_pb2.Status:
     """A status with which the scripted verifier refuses a drafter."""
     message = "the conformance kit refuses"
-    return rpc.status_of(OutriderError(reason, message, retry_after_s=retry_after_s))
+    return rpc_errors.status_of(OutriderError(reason, message, retry_after_s=retry_after_s))
 
 
 def refused_for_a_later_reason(retry: Retry) -> status_pb2.Status:

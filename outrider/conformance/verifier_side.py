@@ -17,7 +17,7 @@ from rich.table import Table
 from outrider.conformance.progress import tracked
 from outrider.conformance.scripted_verifier import Broken
 from outrider.errors import OutriderError, Reason
-from outrider.process import rpc
+from outrider.process import rpc, rpc_errors
 from outrider.process.certs import Authority
 from outrider.process.roles import Role
 from outrider.process.tls import Tls
@@ -174,7 +174,7 @@ class VerifierCheck:
         try:
             await call
         except grpc.aio.AioRpcError as failure:
-            return rpc.error_of(failure)
+            return rpc_errors.error_of(failure)
         return OutriderError(Reason.INTERNAL, "no error")
 
     async def _client(self) -> None:
@@ -225,7 +225,9 @@ class VerifierCheck:
         call = drafter.call
         code, details = await call.code(), await call.details()
         initial, trailing = await call.initial_metadata(), await call.trailing_metadata()
-        return code, rpc.error_of(grpc.aio.AioRpcError(code, initial, trailing, details, None))
+        return code, rpc_errors.error_of(
+            grpc.aio.AioRpcError(code, initial, trailing, details, None)
+        )
 
     async def _hello(self) -> None:
         async with self._drafter("conformance-stranger", tokenizer_fingerprint="f00d") as drafter:

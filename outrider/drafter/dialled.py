@@ -12,7 +12,7 @@ import grpc
 
 from outrider.drafter.line import StreamEnded
 from outrider.errors import OutriderError, Reason, Retry
-from outrider.process import rpc
+from outrider.process import rpc, rpc_errors
 from outrider.process.clock import Clock, monotonic
 from outrider.process.tls import Tls, explain
 from outrider.protocol.draft_messages import DraftBatch, Hello, StepBatch, Welcome
@@ -51,12 +51,12 @@ async def wait_until_ready(
         is_refused = False
         try:
             response = await stub.GetModel(verifier_pb2.GetModelRequest(), timeout=10)
-            info = wire_model.model_from_proto(rpc.readable(response))
+            info = wire_model.model_from_proto(rpc_errors.readable(response))
             if info.stage is Stage.READY:
                 return info
             state = f"{info.stage.name.lower()}: {info.stage_detail}"
         except grpc.aio.AioRpcError as failure:
-            error = rpc.error_of(failure)
+            error = rpc_errors.error_of(failure)
             if error.retry is Retry.NEVER:
                 raise
             reason = explain(error.message, tls)
@@ -93,7 +93,7 @@ class Dialled:
             try:
                 return await wait_until_ready(channel, self._clock, self._tls)
             except grpc.aio.AioRpcError as failure:
-                raise StreamEnded(rpc.error_of(failure)) from failure
+                raise StreamEnded(rpc_errors.error_of(failure)) from failure
 
     @asynccontextmanager
     async def connect(self, info: ModelInfo) -> AsyncIterator[_Call]:
@@ -159,7 +159,7 @@ class _Call:
         if response is _END:
             await self._raise_status()
             return None
-        message: verifier_pb2.StreamDraftsResponse = rpc.readable(response)
+        message: verifier_pb2.StreamDraftsResponse = rpc_errors.readable(response)
         return message
 
     async def _raise_status(self) -> None:
@@ -173,7 +173,7 @@ class _Call:
             trailing = await self._call.trailing_metadata()
             details = await self._call.details()
             failure = grpc.aio.AioRpcError(code, initial, trailing, details, None)
-            raise StreamEnded(rpc.error_of(failure)) from failure
+            raise StreamEnded(rpc_errors.error_of(failure)) from failure
 
 
 def _messages(batch: DraftBatch) -> Iterator[DraftBatch]:

@@ -19,32 +19,7 @@ from outrider.process.ports import check_port, refused
 from outrider.process.reflection import serve_reflection
 from outrider.process.roles import Role
 from outrider.process.rpc_checks import CallChecks
-from outrider.process.rpc_errors import (
-    abort,
-    error_in,
-    error_of,
-    readable,
-    status_of,
-    unexpected,
-)
 from outrider.process.tls import Tls
-
-__all__ = [
-    "CHANNEL_OPTIONS",
-    "MAX_MESSAGE_BYTES",
-    "MAX_REFUSED_BYTES",
-    "MAX_STREAMS",
-    "SERVER_OPTIONS",
-    "Server",
-    "abort",
-    "channel",
-    "dial",
-    "error_in",
-    "error_of",
-    "readable",
-    "status_of",
-    "unexpected",
-]
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 MAX_REFUSED_BYTES = 64 * 1024 * 1024

@@ -11,7 +11,7 @@ from other_versions import Part, Version, relaying
 from stack import Answers, Client, Process, Stack, running
 
 from outrider.errors import Reason
-from outrider.process import rpc
+from outrider.process import rpc_errors
 from outrider.protocol.messages import SamplingParams, SpeculationOptions
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -48,7 +48,7 @@ async def test_a_part_of_another_version_changes_no_text(
                 if name == "newer-gateway":
                     with pytest.raises(grpc.aio.AioRpcError) as caught:
                         await answers(caller, SpeculationOptions())
-                    assert rpc.error_of(caught.value).reason is Reason.UNKNOWN_PARAMETER
+                    assert rpc_errors.error_of(caught.value).reason is Reason.UNKNOWN_PARAMETER
                     return
                 found = await answers(caller, SpeculationOptions(drafter_id=name))
         # The drafter was not dropped for a message that could not be read.

@@ -11,7 +11,7 @@ from google.protobuf.message import Message
 
 from outrider import testing
 from outrider.errors import OutriderError
-from outrider.process import rpc
+from outrider.process import rpc_errors
 from outrider.protocol.draft_messages import DraftBatch, Hello, Opened, StepBatch
 from outrider.protocol.model_info import ModelInfo, Stage
 from outrider.protocol.wire import drafts as wire_drafts
@@ -51,7 +51,7 @@ class Stream(testing.DraftStream):
     def send(self, message: Message | StepBatch | str | bytes | OutriderError) -> None:
         """Send a step, a Draining with this reason, or raw bytes; or end the call with an error."""
         if isinstance(message, OutriderError):
-            self.end(rpc.status_of(message))
+            self.end(rpc_errors.status_of(message))
         elif isinstance(message, str):
             draining = drafts_pb2.Draining(reason=message)
             super().send(verifier_pb2.StreamDraftsResponse(draining=draining))

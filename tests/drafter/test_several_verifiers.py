@@ -15,7 +15,7 @@ from scripted_drafts import ScriptedVerifier, serving
 from waiting import until
 
 from outrider.errors import OutriderError, Reason
-from outrider.process import rpc
+from outrider.process import rpc_errors
 from outrider.process.ports import free_port
 from outrider.protocol.draft_messages import StepBatch
 
@@ -81,7 +81,7 @@ async def test_it_drafts_on_after_a_refusal_and_ends_with_every_reason_once_all_
     verifier: ScriptedVerifier, other: ScriptedVerifier
 ) -> None:
     strange = OutriderError(Reason.TOKENIZER_MISMATCH, "the drafter's tokenizer is another")
-    verifier.refusal = rpc.status_of(strange)
+    verifier.refusal = rpc_errors.status_of(strange)
     async with drafter(*flags(verifier, other)) as process:
         await until(lambda: verifier.attempts)
         last = await other.accepted()

@@ -17,7 +17,7 @@ from drafter_svc.config import settings_schema
 from outrider.drafter.serve import DraftStreams
 from outrider.drafter.stream import DraftStream
 from outrider.errors import OutriderError, Reason
-from outrider.process import addresses, rpc
+from outrider.process import addresses, rpc_errors
 from outrider.process.addresses import Addresses
 
 REPEATING = opened(tokens=(5, 6, 7, 8, 5, 6))
@@ -88,7 +88,7 @@ async def test_it_drafts_on_for_a_verifier_that_left_until_the_verifier_ends_the
 async def test_refusals_do_not_end_it_since_others_may_join(
     verifier: ScriptedVerifier, other: ScriptedVerifier
 ) -> None:
-    verifier.refusal = rpc.status_of(STRANGE)
+    verifier.refusal = rpc_errors.status_of(STRANGE)
     async with following(verifier) as name:
         await until(lambda: name.streams._refusals)
         name.listed = [verifier, other]

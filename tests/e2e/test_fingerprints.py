@@ -12,7 +12,7 @@ from test_same_seed import PLAIN, request
 
 from outrider import __version__
 from outrider.errors import Reason
-from outrider.process import rpc
+from outrider.process import rpc_errors
 from outrider.protocol.messages import SamplingParams
 from outrider.protocol.model_info import ModelInfo, Stage, with_fingerprint
 
@@ -48,4 +48,4 @@ async def test_a_verifier_continues_only_answers_of_its_own_fingerprint(stack: S
         foreign = with_fingerprint(replace(info, dtype="bfloat16")).fingerprint
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await client.tokens(replace(rest, model_fingerprint=foreign))
-        assert rpc.error_of(caught.value).reason is Reason.MODEL_CHANGED
+        assert rpc_errors.error_of(caught.value).reason is Reason.MODEL_CHANGED

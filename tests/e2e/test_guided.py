@@ -13,7 +13,7 @@ from json_schemas import schemas
 from stack import TARGET, Client, Stack
 
 from outrider.grammar.kinds import Grammar, GrammarKind
-from outrider.process import rpc
+from outrider.process import rpc_errors
 from outrider.protocol.messages import (
     FinishReason,
     SamplingParams,
@@ -126,7 +126,7 @@ async def test_an_invalid_grammar_is_refused_and_other_requests_go_on(
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await client.tokens(guided(bad, DRAFTERS["none"]))
             assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-            assert rpc.error_of(refused.value).field == "grammar.json_schema"
+            assert rpc_errors.error_of(refused.value).field == "grammar.json_schema"
         assert await other
 
 
@@ -140,5 +140,5 @@ async def test_a_grammar_whose_tokens_are_banned_is_an_error_of_that_request(
     async with Client(stack.address) as client:
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await client.tokens(contradiction)
-        assert rpc.error_of(refused.value).field == "banned_token_ids"
+        assert rpc_errors.error_of(refused.value).field == "banned_token_ids"
         assert TOKENIZER.decode(await client.tokens(request)) == "7"

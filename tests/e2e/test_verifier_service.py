@@ -11,7 +11,7 @@ from stack import Client, Stack, running
 
 from outrider.errors import Reason
 from outrider.internal.v1.token_streams_pb2_grpc import TokenStreamServiceStub
-from outrider.process import rpc
+from outrider.process import rpc_errors
 from outrider.protocol.messages import SamplingParams, SpeculationOptions, TokenRequest
 from outrider.protocol.model_info import Stage
 from outrider.protocol.wire import requests as wire_requests
@@ -31,7 +31,7 @@ async def test_invalid_requests_are_refused_with_the_field_and_the_limit(stack: 
         for changes, field, message in BAD_REQUESTS:
             with pytest.raises(grpc.aio.AioRpcError, match=message) as caught:
                 await client.generate(replace(GOOD, **changes))
-            assert rpc.error_of(caught.value).field == field
+            assert rpc_errors.error_of(caught.value).field == field
         assert len(await client.tokens(GOOD)) >= 1
 
 
@@ -61,10 +61,10 @@ async def test_a_draining_verifier_finishes_requests_and_takes_no_new_ones() -> 
                 await asyncio.sleep(0.01)
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await client.generate(GOOD)
-            assert rpc.error_of(caught.value).reason is Reason.DRAINING
+            assert rpc_errors.error_of(caught.value).reason is Reason.DRAINING
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await anext(aiter(TokenStreamServiceStub(client.channel).StreamTokens(iter([]))))
-            assert rpc.error_of(caught.value).reason is Reason.DRAINING
+            assert rpc_errors.error_of(caught.value).reason is Reason.DRAINING
             while not (message := await drafter.hear()).HasField("draining"):
                 pass
             assert message.draining.grace_duration.seconds == 60

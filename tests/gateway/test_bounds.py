@@ -16,7 +16,7 @@ from gateway.http.json_size import MAX_STRINGS, MAX_VALUES, check_size
 from gateway.http.schema import MAX_PROMPTS
 from gateway.text.prompts import Prompts
 from outrider.errors import OutriderError, Reason
-from outrider.process import rpc
+from outrider.process import rpc_errors
 from outrider.protocol.limits import MAX_MESSAGES
 from outrider.v1 import generation_pb2
 
@@ -112,7 +112,7 @@ async def test_messages_are_bounded_in_number(rig: Rig) -> None:
         await anext(
             aiter(rig.generation.GenerateText(generation_pb2.GenerateTextRequest(chat=too_many)))
         )
-    assert rpc.error_of(caught.value).field == "chat.messages"
+    assert rpc_errors.error_of(caught.value).field == "chat.messages"
 
 
 async def test_a_far_too_long_prompt_is_refused_before_tokenising(

@@ -22,7 +22,7 @@ from gateway.rpc import connect
 from gateway.rpc.connect import PATH
 from gateway.rpc.servicer import MAX_MESSAGE_BYTES
 from outrider.errors import OutriderError, Reason, Retry
-from outrider.process import rpc
+from outrider.process import rpc_errors
 from outrider.v1.common_pb2 import SamplingParams
 from outrider.v1.generation_pb2 import GenerateTextRequest, GenerateTextResponse, TokenPrompt
 
@@ -99,7 +99,7 @@ def connect_status(ending: bytes) -> status_pb2.Status:
 
 
 def reason(status: status_pb2.Status) -> Reason:
-    return rpc.error_in(status.SerializeToString(), otherwise=Reason.CLIENT_GONE).reason
+    return rpc_errors.error_in(status.SerializeToString(), otherwise=Reason.CLIENT_GONE).reason
 
 
 def retry_class(status: status_pb2.Status) -> str:
@@ -139,8 +139,8 @@ async def test_an_error_has_the_status_and_the_details_that_grpc_gives(
         await rig.generation.GenerateText(request_).read()
     assert messages == []
     assert (status.code, status.message) == (caught.value.code().value[0], caught.value.details())
-    here = rpc.error_in(status.SerializeToString())
-    assert here == rpc.error_of(caught.value)
+    here = rpc_errors.error_in(status.SerializeToString())
+    assert here == rpc_errors.error_of(caught.value)
     assert (here.field is None) == (here.retry_after_s is not None), (
         "an error has either a field or a time to retry"
     )
@@ -212,7 +212,7 @@ async def test_a_request_larger_than_a_grpc_message_is_refused(rig: Rig, encodin
     request = GenerateTextRequest(prompt="x" * MAX_MESSAGE_BYTES)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         _ = [_ async for _ in rig.generation.GenerateText(request)]
-    error = rpc.error_of(caught.value)
+    error = rpc_errors.error_of(caught.value)
     assert (error.reason, error.retry) == (Reason.REQUEST_TOO_LARGE, Retry.NEVER)
 
 
@@ -247,11 +247,11 @@ async def test_a_field_of_a_later_version_is_refused_by_path_and_number(
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             _ = [_ async for _ in rig.generation.GenerateText(GenerateTextRequest.FromString(data))]
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        error = rpc.error_of(caught.value)
+        error = rpc_errors.error_of(caught.value)
     else:
         _, status = await post(rig, encoding, framed(data))
         assert status.code == code_pb2.INVALID_ARGUMENT
-        error = rpc.error_in(status.SerializeToString())
+        error = rpc_errors.error_in(status.SerializeToString())
     assert (error.reason, error.field) == (Reason.UNKNOWN_PARAMETER, field)
     assert f"the number {number}, which this version does not know" in error.message
     assert rig.script.requests == []
@@ -259,7 +259,7 @@ async def test_a_field_of_a_later_version_is_refused_by_path_and_number(
 
 async def test_a_name_that_json_does_not_know_is_refused(rig: Rig) -> None:
     _, status = await post(rig, JSON, framed(b'{"prompt": "x", "sampling": {"xtc": 0.5}}'))
-    error = rpc.error_in(status.SerializeToString())
+    error = rpc_errors.error_in(status.SerializeToString())
     assert status.code == code_pb2.INVALID_ARGUMENT
     assert (error.reason, error.field) == (Reason.UNKNOWN_PARAMETER, "sampling.xtc")
 

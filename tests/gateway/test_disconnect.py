@@ -20,7 +20,7 @@ from waiting import until
 from gateway.generation import generate
 from gateway.http.connections import BoundedProtocol
 from outrider.errors import Reason
-from outrider.process import rpc
+from outrider.process import rpc_errors
 from outrider.process.read_ahead import MOST_UNREAD
 from outrider.protocol.messages import FinishReason
 from outrider.protocol.model_info import Load
@@ -185,7 +185,7 @@ async def test_a_call_over_grpc_that_is_never_read_keeps_no_place(
         assert other.choices[0].text == "It goes on."
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             _ = [_ async for _ in call]
-    assert rpc.error_of(caught.value).reason is Reason.SLOW_READER
+    assert rpc_errors.error_of(caught.value).reason is Reason.SLOW_READER
     await until(lambda: unread_and_placed(rig) == (0, 0))
 
 

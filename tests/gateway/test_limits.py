@@ -24,7 +24,7 @@ from gateway.text.deltas import TextDelta
 from gateway.text.prompts import Prompts
 from gateway.upstream.verifier_stream import late
 from outrider.errors import OutriderError, Reason
-from outrider.process import rpc
+from outrider.process import rpc_errors
 from outrider.process.key_file import write_keys
 from outrider.protocol.messages import TokenSource
 from outrider.v1 import generation_pb2
@@ -151,7 +151,7 @@ async def test_grpc_tells_when_to_retry(limited: Limited) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         _ = [each async for each in rig.generation.GenerateText(request, metadata=metadata)]
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    error = rpc.error_of(caught.value)
+    error = rpc_errors.error_of(caught.value)
     assert error.reason is Reason.RATE_LIMIT_EXCEEDED
     assert error.retry_after_s == 20.0
 

@@ -30,7 +30,7 @@ from gateway.server import Gateway, running
 from gateway.text.prompts import Prompts
 from outrider.errors import OutriderError, Reason
 from outrider.internal.v1 import token_streams_pb2
-from outrider.process import rpc
+from outrider.process import rpc, rpc_errors
 from outrider.protocol.wire import model as wire_model
 from outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc, verifier_pb2
 
@@ -108,7 +108,7 @@ def valid_messages() -> Iterator[Message]:
     last = verifier_pb2.GenerateTokensResponse(finish_reason=SOURCE, stats=stats)
     yield Message(parts=[Part(call_id=1, tokens=last)])
     error = OutriderError(Reason.OVERLOADED, "full", "n", 1.0, {"a": "b"})
-    yield Message(parts=[Part(call_id=1, status=rpc.status_of(error).SerializeToString())])
+    yield Message(parts=[Part(call_id=1, status=rpc_errors.status_of(error).SerializeToString())])
 
 
 VALID = [message.SerializeToString() for message in valid_messages()]

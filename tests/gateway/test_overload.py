@@ -26,7 +26,7 @@ from gateway.generation.admission import (
     total_load,
 )
 from outrider.errors import OutriderError, Reason
-from outrider.process import rpc
+from outrider.process import rpc_errors
 from outrider.protocol.model_info import Load
 from outrider.v1 import generation_pb2
 
@@ -213,7 +213,7 @@ async def test_a_call_too_many_is_refused_with_the_time_to_wait(rig: Rig) -> Non
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await _drain(rig)
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    error = rpc.error_of(caught.value)
+    error = rpc_errors.error_of(caught.value)
     assert (error.reason, error.retry_after_s) == (Reason.OVERLOADED, 8.0)
 
 

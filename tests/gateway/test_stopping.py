@@ -18,7 +18,7 @@ from waiting import until
 
 from gateway.text.prompts import Prompts
 from outrider.errors import Reason
-from outrider.process import rpc
+from outrider.process import rpc, rpc_errors
 from outrider.protocol.messages import FinishReason, TokenRequest
 from outrider.v1 import generation_pb2, generation_pb2_grpc
 
@@ -41,7 +41,7 @@ async def asked_by_grpc(gateway: GatewayProcess, prompt: int) -> tuple[int, Any]
             async for _ in stub.GenerateText(generation_pb2.GenerateTextRequest(tokens=tokens)):
                 count += 1
         except grpc.aio.AioRpcError as failure:
-            return count, rpc.error_of(failure)
+            return count, rpc_errors.error_of(failure)
         return count, None
 
 

@@ -16,7 +16,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 from hastened import hastened
 
 from outrider.errors import OutriderError, Reason, Retry
-from outrider.process import rpc
+from outrider.process import rpc, rpc_errors
 from outrider.v1 import verifier_pb2, verifier_pb2_grpc
 from outrider_bench.experiment.links import ShapedLink
 from outrider_bench.experiment.spec import Link
@@ -83,7 +83,7 @@ async def test_an_error_in_a_stream_follows_the_messages_sent_before() -> None:
         assert (await call.read()).token_ids == [1]
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call.read()
-    assert rpc.error_of(caught.value) == ERROR
+    assert rpc_errors.error_of(caught.value) == ERROR
 
 
 @pytest.mark.parametrize("method", ["GetModel", "GenerateTokens", "StreamDrafts"])
@@ -97,7 +97,7 @@ async def test_an_unexpected_exception_is_internal_and_hides_its_text(
             async for _ in call:
                 pass
     error = OutriderError(Reason.INTERNAL, f"{method} failed; the server's log has the reason")
-    assert rpc.error_of(caught.value) == error
+    assert rpc_errors.error_of(caught.value) == error
     [line] = [record for record in caplog.records if record.levelname == "ERROR"]
     assert line.getMessage() == f"{method} failed"
     assert "secret" in caplog.text
@@ -122,24 +122,26 @@ def failure(status: bytes) -> grpc.aio.AioRpcError:
     "status", [b"\xff" * 30, status_pb2.Status(code=3, message="other").SerializeToString()]
 )
 def test_unreadable_error_details_leave_the_status(status: bytes) -> None:
-    assert rpc.error_of(failure(status)) == OutriderError(Reason.VERIFIER_UNAVAILABLE, "away")
-    assert rpc.error_in(b"\xff" * 30).reason is Reason.INTERNAL
+    assert rpc_errors.error_of(failure(status)) == OutriderError(
+        Reason.VERIFIER_UNAVAILABLE, "away"
+    )
+    assert rpc_errors.error_in(b"\xff" * 30).reason is Reason.INTERNAL
 
 
 def test_a_peers_error_is_cut_so_that_it_can_travel_on() -> None:
     """A call's metadata has 8 KiB, and a Duration at most 10,000 years."""
     told = OutriderError(Reason.OVERLOADED, "\N{SNOWMAN}" * 9000, "f" * 9000, 60.0)
-    status = rpc.status_of(told)
+    status = rpc_errors.status_of(told)
     for detail in status.details:
         retry = error_details_pb2.RetryInfo()
         if detail.Unpack(retry):
             retry.retry_delay.seconds = 2**63 - 1
             detail.Pack(retry)
-    error = rpc.error_in(status.SerializeToString())
+    error = rpc_errors.error_in(status.SerializeToString())
     assert told.message.startswith(error.message)
     assert error.field != "f" * 9000
     assert error.retry_after_s == 86_400
-    assert rpc.status_of(error).ByteSize() < 4096
+    assert rpc_errors.status_of(error).ByteSize() < 4096
 
 
 async def test_a_quiet_stream_outlives_many_pings(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +162,7 @@ async def test_a_quiet_stream_outlives_many_pings(monkeypatch: pytest.MonkeyPatc
         assert (await call.read()).token_ids == [1]
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call.read()
-    assert rpc.error_of(caught.value) == ERROR
+    assert rpc_errors.error_of(caught.value) == ERROR
 
 
 def test_both_ends_drop_a_silent_peer_within_15_s() -> None:
@@ -257,7 +259,7 @@ async def test_reflection_describes_every_service_that_it_lists(version: str) ->
 
 async def test_an_error_has_its_retry_class_for_clients_that_do_not_know_the_reason() -> None:
     for reason in Reason:
-        status = rpc.status_of(OutriderError(reason, "no"))
+        status = rpc_errors.status_of(OutriderError(reason, "no"))
         info = error_details_pb2.ErrorInfo()
         assert status.details[0].Unpack(info)
         assert info.metadata["retry"] == reason.kind.retry.name.lower()
@@ -270,7 +272,7 @@ def test_an_unknown_reason_has_the_retry_class_that_came_with_it(retry: Retry) -
     )
     status = status_pb2.Status(code=14, message="away")
     status.details.add().Pack(info)
-    error = rpc.error_of(failure(status.SerializeToString()))
+    error = rpc_errors.error_of(failure(status.SerializeToString()))
     assert (error.reason, error.retry) == (Reason.VERIFIER_UNAVAILABLE, retry)
 
 
@@ -295,7 +297,7 @@ async def test_a_message_that_is_too_large_is_refused_for_good(
                 await answer.write(bytes(size))
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await (answer if kind == "unary_unary" else answer.read())
-            error = rpc.error_of(caught.value)
+            error = rpc_errors.error_of(caught.value)
             assert (error.reason, error.retry) == (Reason.REQUEST_TOO_LARGE, Retry.NEVER)
             assert error.message == f"the message has {size} bytes; at most 16777216 are allowed"
 
@@ -306,6 +308,6 @@ async def test_an_unknown_method_is_refused_for_good() -> None:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await channel.unary_unary(method)(b"")
             assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
-            error = rpc.error_of(caught.value)
+            error = rpc_errors.error_of(caught.value)
             assert (error.reason, error.retry) == (Reason.ROUTE_NOT_FOUND, Retry.NEVER)
             assert method in error.message

@@ -17,7 +17,7 @@ from gateway.metrics import Metrics
 from gateway.server import Gateway, running
 from gateway.text.prompts import Prompts
 from outrider.errors import Reason
-from outrider.process import rpc
+from outrider.process import rpc, rpc_errors
 from outrider.process.tls import Tls
 from outrider.v1 import generation_pb2, generation_pb2_grpc
 
@@ -83,7 +83,7 @@ async def test_clients_need_no_certificate_unless_it_is_asked_for(site: Site) ->
 async def test_clients_and_operators_are_let_in(site: Site, role: str, admitted: bool) -> None:
     async with gateway(site, ask=True) as made:
         mine = site.issue(role, "caller")
-        error = rpc.error_of(await outcome(made, mine, site))
+        error = rpc_errors.error_of(await outcome(made, mine, site))
         if admitted:
             assert await status(made, site, mine) == 200
             assert error.reason in (Reason.NOT_READY, Reason.VERIFIER_UNAVAILABLE)

@@ -21,7 +21,7 @@ from outrider.drafter.strategy import GuessStrategy
 from outrider.drafter.stream import DraftStream, Observer
 from outrider.errors import OutriderError, Reason
 from outrider.internal.v1 import token_streams_pb2, token_streams_pb2_grpc
-from outrider.process import addresses, rpc
+from outrider.process import addresses, rpc, rpc_errors
 from outrider.process.tls import Tls, explain
 from outrider.protocol.draft_messages import Hello
 from outrider.protocol.messages import DraftDistribution
@@ -97,7 +97,7 @@ async def outcome(address: str, tls: Tls | None, call: Call) -> OutriderError | 
         try:
             await call(channel)
         except grpc.aio.AioRpcError as failure:
-            error = rpc.error_of(failure)
+            error = rpc_errors.error_of(failure)
             error.message = explain(error.message, tls)
             return error
     return None

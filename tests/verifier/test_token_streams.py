@@ -18,7 +18,7 @@ from outrider.internal.v1.token_streams_pb2_grpc import (
     TokenStreamServiceStub,
     add_TokenStreamServiceServicer_to_server,
 )
-from outrider.process import rpc
+from outrider.process import rpc, rpc_errors
 from outrider.v1 import common_pb2, verifier_pb2
 from verifier_svc.streams import gateway_streams
 from verifier_svc.streams.gateway_streams import GatewayStream
@@ -139,7 +139,9 @@ async def test_a_failed_sequence_gets_its_error_and_the_others_go_on() -> None:
             await call.write(begin(number, number))
         await call.done_writing()
         parts = [part async for message in call for part in message.parts]
-    ends = {part.call_id: rpc.error_in(part.status) for part in parts if part.HasField("status")}
+    ends = {
+        part.call_id: rpc_errors.error_in(part.status) for part in parts if part.HasField("status")
+    }
     assert ends[0] == refused
     assert ends[1].reason is Reason.INTERNAL
     assert "secret" not in ends[1].message
@@ -218,7 +220,7 @@ async def test_a_message_without_meaning_ends_the_stream_with_the_reason(
             await call.write(message)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await messages(call)
-        error = rpc.error_of(caught.value)
+        error = rpc_errors.error_of(caught.value)
         assert (error.reason, error.message) == (Reason.PROTOCOL_VIOLATION, complaint)
         await until(lambda: verifier.running == 0)
 
@@ -235,7 +237,7 @@ async def test_a_verifier_that_ends_the_stream_sends_all_earlier_tokens() -> Non
         verifier.stream.end()
         parts = [part async for message in call for part in message.parts]
         assert [list(part.tokens.token_ids) for part in parts[:-1]] == [[1], [8]]
-        assert rpc.error_in(parts[-1].status).reason is Reason.DRAINING
+        assert rpc_errors.error_in(parts[-1].status).reason is Reason.DRAINING
         await until(lambda: verifier.running == 0)
 
 
@@ -267,4 +269,4 @@ async def test_a_caller_that_does_not_read_is_cut_off_before_memory_grows(
         assert verifier.stream._unsent == []
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await messages(call)
-    assert rpc.error_of(caught.value).reason is Reason.SLOW_READER
+    assert rpc_errors.error_of(caught.value).reason is Reason.SLOW_READER

@@ -17,7 +17,7 @@ import grpc
 
 from outrider.errors import OutriderError, Reason
 from outrider.internal.v1 import token_streams_pb2
-from outrider.process import rpc
+from outrider.process import rpc_errors
 from outrider.protocol.wire.batches import take_batch
 from outrider.v1 import verifier_pb2
 
@@ -144,10 +144,10 @@ class GatewayStream:
             raise
         # `unexpected` logs the exception; the caller gets INTERNAL.
         except Exception:  # noqa: BLE001
-            self._fail(number, rpc.unexpected("StreamTokens"))
+            self._fail(number, rpc_errors.unexpected("StreamTokens"))
 
     def _fail(self, number: int, error: OutriderError) -> None:
-        status = rpc.status_of(error).SerializeToString()
+        status = rpc_errors.status_of(error).SerializeToString()
         self._send(token_streams_pb2.TokensPart(call_id=number, status=status))
 
     def _send(self, part: token_streams_pb2.TokensPart) -> None:
