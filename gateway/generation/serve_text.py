@@ -126,7 +126,7 @@ async def serve_text(
     grant = await limits.admit(call.identity.key)
     model, info = generation.router.lookup(call.model)
     prompt_count, n, timeout = call.demand()
-    # From here on the sequences count, in place of the request.
+    # The request gives up the place that it has as a whole: each of its sequences takes one.
     call.give_place_back()
     permit = generation.admission.enter(model, tenant, prompt_count * n, timeout)
     span = begin(call.headers, model, call.operation, n, stream=call.streams)
@@ -196,7 +196,7 @@ async def _encoded(generation: Generation, call: TextCall, info: ModelInfo) -> l
         end = ""
         if isinstance(content, Conversation):
             tenant = call.identity.tenant
-            text = await prompts.rendered(content.messages, name, most, tenant, **content.rendering)
+            text = await prompts.render(content.messages, name, most, tenant, **content.rendering)
             ids = await prompts.encode(text, name, most, add_special_tokens=False)
             end = text[-_END_CHARACTERS:]
         else:

@@ -21,7 +21,7 @@ async def answer_text(generation: Generation, limits: Limits, call: HttpCall[Any
     """Answer with one JSON object, or with a stream that closes the generation when it ends."""
     async with AsyncExitStack() as stack:
         answer = await stack.enter_async_context(serve_text(generation, limits, call))
-        arrival_of(call.request).done()
+        arrival_of(call.request).end()
         writer = call.writer(answer)
         if not call.streams:
             collected = collect(answer.events, len(answer.totals.finishes))

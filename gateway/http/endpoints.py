@@ -173,7 +173,7 @@ async def _tokenize(body: TokenizeBody, prompts: Prompts, most: int, tenant: str
         field = "messages"
         messages = [message.for_template() for message in body.messages]
         with naming_limit(field, most):
-            text = await prompts.rendered(messages, field, most, tenant, **body.rendering())
+            text = await prompts.render(messages, field, most, tenant, **body.rendering())
     special = body.add_special_tokens
     if special is None:
         special = body.messages is None

@@ -42,8 +42,8 @@ class Arrival:
         if self._permit is not None:
             self._permit.close()
 
-    def done(self) -> None:
-        """Give the turn to the next request."""
+    def end(self) -> None:
+        """Give back its place, if it still has one, and give its turn to the next request."""
         self.give_place_back()
         if self._has_turn:
             self._has_turn = False
@@ -55,7 +55,7 @@ class Arrival:
     def __exit__(
         self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None
     ) -> None:
-        self.done()
+        self.end()
 
 
 class _Route(NamedTuple):

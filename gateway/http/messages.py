@@ -94,5 +94,5 @@ async def _count(prompts: Prompts, chat: ChatBody, most: int, tenant: str) -> in
     """How many tokens the prompt has, at most `most`. Raises OutriderError."""
     messages = [message.for_template() for message in chat.messages]
     with naming_limit("messages", most):
-        text = await prompts.rendered(messages, "messages", most, tenant, **chat.rendering())
+        text = await prompts.render(messages, "messages", most, tenant, **chat.rendering())
         return len(await prompts.encode(text, "messages", most, add_special_tokens=False))

@@ -130,7 +130,7 @@ class Prompts:
         text: str = self.tokenizer.decode(token_ids, skip_special_tokens=False)
         return text
 
-    async def rendered(
+    async def render(
         self,
         messages: Sequence[Mapping[str, Any]],
         field: str,
@@ -138,7 +138,7 @@ class Prompts:
         tenant: str,
         **options: Any,
     ) -> str:
-        """`render` with `options`, in the tenant's turn.
+        """`render_blocking` with `options`, off the event loop, in the tenant's turn.
 
         Raises OutriderError(CONTEXT_LENGTH_EXCEEDED) that names `field` if the conversation
         cannot have as few as `max_tokens` tokens.
@@ -147,17 +147,17 @@ class Prompts:
         if length > max_tokens * self._longest_token:
             raise _too_long(field, length, max_tokens)
         variables = self._variables(messages, **options)
-        text = await self._known_template(field).rendered(variables, field, tenant)
+        text = await self._known_template(field).render(variables, field, tenant)
         return _before_end_mark(text) if options.get("continue_final_message") else text
 
-    def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+    def render_blocking(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         """The conversation as one text.
 
         The options are those of `_variables`. Raises OutriderError if there is no template, with
         the template's own message if it refuses the conversation, and if it exceeds a limit.
         """
         template = self._known_template("messages")
-        text = template.render(self._variables(messages, **options), "messages")
+        text = template.render_blocking(self._variables(messages, **options), "messages")
         return _before_end_mark(text) if options.get("continue_final_message") else text
 
     def _known_template(self, field: str) -> ChatTemplate:

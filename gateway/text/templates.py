@@ -40,7 +40,7 @@ class ChatTemplate:
             problem = f"its chat template does not parse: {answer['error']}"
             raise invalid("tokenizer", f"{model}: {problem}")
 
-    def render(self, variables: Mapping[str, Any], field: str) -> str:
+    def render_blocking(self, variables: Mapping[str, Any], field: str) -> str:
         """The text for these variables, which JSON can hold.
 
         Raises OutriderError(INVALID_VALUE) that names `field`: with the template's own message if
@@ -51,9 +51,9 @@ class ChatTemplate:
             raise invalid(field, f"were refused by the model's chat template: {answer['error']}")
         return str(answer["text"])
 
-    async def rendered(self, variables: Mapping[str, Any], field: str, tenant: str) -> str:
-        """Do the same off the event loop, when it is the tenant's turn."""
-        work = self._threads.submit(tenant, partial(self.render, variables, field))
+    async def render(self, variables: Mapping[str, Any], field: str, tenant: str) -> str:
+        """`render_blocking` off the event loop, when it is the tenant's turn."""
+        work = self._threads.submit(tenant, partial(self.render_blocking, variables, field))
         return await asyncio.wrap_future(work)
 
     def _call(self, variables: Mapping[str, Any] | None, field: str) -> dict[str, Any]:

@@ -34,7 +34,7 @@ _SILENT_S = 60.0
 # problems are not logged.
 _STARTUP_S = 30.0
 # A replica that was sent a prompt's prefix gets the request while its load is at most this multiple
-# of the mean load, and this share of its places more.
+# of the mean load, plus `_SPARE_LOAD`.
 _MOST_LOAD = 1.25
 _SPARE_LOAD = 1 / 16
 # Errors of one replica with which a sequence moves to another replica.

@@ -28,7 +28,7 @@ from outrider.launch.client import Answer, complete, until_ready
 from outrider.launch.grow import grow_head, modest_checkpoint
 from outrider.launch.prompts import DEMO_PROMPTS
 from outrider.launch.serve_settings import ServeSettings
-from outrider.launch.stack import Stack, plan_stack
+from outrider.launch.stack_plan import Stack, plan_stack
 from outrider.launch.start_log import start_status
 from outrider.launch.supervisor import StartFailed, Supervisor
 

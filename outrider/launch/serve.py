@@ -19,7 +19,7 @@ from rich.markup import escape
 from outrider.errors import OutriderError, Reason
 from outrider.launch.client import until_ready
 from outrider.launch.serve_settings import DrafterSpec, ServeSettings
-from outrider.launch.stack import Stack, plan_stack
+from outrider.launch.stack_plan import Stack, plan_stack
 from outrider.launch.start_log import StartLog, start_status
 from outrider.launch.supervisor import StartFailed, Supervisor
 from outrider.process.check_config import check_config

@@ -21,7 +21,7 @@ from outrider_bench.experiment.load import Asked, play
 from outrider_bench.experiment.places import places
 from outrider_bench.experiment.report.figures import PHASES
 from outrider_bench.experiment.spec import Experiment, Workload
-from outrider_bench.experiment.stack import backend, drafting
+from outrider_bench.experiment.stack import drafting, servers
 from outrider_bench.experiment.traffic import Encoder, Request, requests_of
 from outrider_bench.sample import Sample
 from outrider_bench.simulator.costs import NotNegative
@@ -116,7 +116,7 @@ async def _serve(experiment: Experiment, tell: Callable[[], None]) -> list[Serve
     loads = {batch: load_of(target.model, batch) for batch in BATCHES}
     async with (
         places([experiment], "") as found,
-        backend(target, target.model, found) as running,
+        servers(target, target.model, found) as running,
         drafting(experiment, running, found),
     ):
         [endpoint] = running.endpoints

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from drafter_svc.config import DrafterSettings, settings_schema
 from outrider.errors import OutriderError, invalid
-from outrider.launch.stack import flags
+from outrider.launch.stack_plan import flags
 from outrider.launch.verifier import HeadVerifierSettings
 from outrider.process.config import Settings, load
 from outrider.process.cores import parse_cores

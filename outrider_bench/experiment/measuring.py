@@ -12,7 +12,7 @@ from outrider_bench.experiment.launches import SYNTHETIC
 from outrider_bench.experiment.load import LEARNING, Asked, Played, digest, play
 from outrider_bench.experiment.records import DRAFTED, LinkTraffic, Measurement
 from outrider_bench.experiment.spec import Experiment, drafters_of
-from outrider_bench.experiment.stack import Backend, Drafting
+from outrider_bench.experiment.stack import Drafting, Servers
 from outrider_bench.experiment.traffic import Encoder, requests_of, warm_up_of
 
 
@@ -20,7 +20,7 @@ from outrider_bench.experiment.traffic import Encoder, requests_of, warm_up_of
 class Bench:
     """Running verifiers, with drafters beside them or without."""
 
-    backend: Backend
+    servers: Servers
     drafting: Drafting | None
     encoder: Encoder
 
@@ -37,7 +37,7 @@ class Bench:
         workload = experiment.workload
         requests = warm_up_of(workload, self.encoder)
         closed = workload.model_copy(update={"arrivals": "closed", "batch": workload.under_way})
-        endpoints = self.backend.endpoints
+        endpoints = self.servers.endpoints
         await asyncio.gather(*(play(requests, closed, each, asked) for each in endpoints))
 
     async def measure(self, experiment: Experiment, way: str, tenant: str) -> Measurement:
@@ -58,13 +58,13 @@ class Bench:
         workload = experiment.workload
         turns = [
             (requests_of(workload, self.encoder, place), endpoint)
-            for place, endpoint in enumerate(self.backend.endpoints)
+            for place, endpoint in enumerate(self.servers.endpoints)
         ]
         playing = (play(requests, workload, endpoint, asked) for requests, endpoint in turns)
         return await asyncio.gather(*playing)
 
     async def _cpu_s(self) -> dict[str, float]:
-        found = await self.backend.processes.cpu_s()
+        found = await self.servers.processes.cpu_s()
         if self.drafting is not None:
             found |= await self.drafting.processes.cpu_s()
         return {**found, "load": time.process_time()}

@@ -23,7 +23,7 @@ from outrider_bench.experiment.measuring import Bench
 from outrider_bench.experiment.places import Places, places
 from outrider_bench.experiment.records import PLAIN, Folder, Measurement, ways_of
 from outrider_bench.experiment.spec import Cell, Experiment, Target
-from outrider_bench.experiment.stack import backend, drafting, own_head
+from outrider_bench.experiment.stack import drafting, own_head, servers
 from outrider_bench.experiment.traffic import Encoder, Request, requests_of
 from outrider_bench.sample import Sample
 
@@ -182,7 +182,7 @@ class Runner:
         encoder = Encoder(model)
         self._tell(f"{repetition + 1}: starting verifiers", 0)
         head = own_head(experiment, model)
-        async with backend(experiment.target, model, self._places, head) as running:
+        async with servers(experiment.target, model, self._places, head) as running:
             for cells in there_and_back(stacks, repetition):
                 bench = Bench(running, None, encoder)
                 await self._plain(cells, repetition, bench)
@@ -233,7 +233,7 @@ class Runner:
         if not lacking:
             return
         self._tell(f"{repetition + 1}: {lacking[0][0].key}, starting drafters", 0)
-        async with drafting(cells[0].experiment, bench.backend, self._places) as running:
+        async with drafting(cells[0].experiment, bench.servers, self._places) as running:
             bench.drafting = running
             for cell, way in lacking:
                 self._tell(f"{repetition + 1}: {cell.key}, {way}", 0)

@@ -1,6 +1,8 @@
-"""Starts the processes of a cell: verifiers with a gateway each, then links and drafters.
+"""Starts the processes of a cell.
 
-Verifiers stay while drafters and links come and go, so cells with one target need one start of it.
+`servers` starts verifiers with a gateway each, `drafting` links and drafters, and `run.py` nests
+the two. Servers stay while drafters and links come and go, so cells with one target need one start
+of it.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ _ASK_S = 5.0
 
 
 @dataclass(slots=True)
-class Backend:
+class Servers:
     """Running verifiers and their gateways."""
 
     target: Target
@@ -71,9 +73,9 @@ async def _is_ready(client: httpx.AsyncClient, url: str, count: int) -> bool:
 
 
 @asynccontextmanager
-async def backend(
+async def servers(
     target: Target, model: Path, places: Places, head: Path | None = None
-) -> AsyncIterator[Backend]:
+) -> AsyncIterator[Servers]:
     """Verifiers without drafters, until the context ends; raises StackFailed if one fails.
 
     With a `head`, each has this drafter in its process.
@@ -100,7 +102,7 @@ async def backend(
                 await processes.start(front, gateway)
                 endpoints.append(replace(endpoint, gateway_at=front.here, verifier_at=host.here))
             as_run = target.model_copy(update={"model": model})
-            running = Backend(as_run, endpoints, processes, int(head is not None))
+            running = Servers(as_run, endpoints, processes, int(head is not None))
             await processes.until(
                 "the verifiers", lambda: running.has_drafters(running.own_drafter_count)
             )
@@ -114,7 +116,7 @@ class Drafting:
     """Running drafters of a cell, with their links."""
 
     experiment: Experiment
-    backend: Backend
+    servers: Servers
     _places: Places
     processes: Processes = field(default_factory=Processes)
     links: dict[str, LinkControl] = field(default_factory=dict)
@@ -122,7 +124,7 @@ class Drafting:
 
     async def start(self) -> None:
         """Start the links, then the drafters."""
-        verifiers = [endpoint.verifier for endpoint in self.backend.endpoints]
+        verifiers = [endpoint.verifier for endpoint in self.servers.endpoints]
         # By link, the link's address for each verifier.
         fronts = {}
         used = [drafter.link for _, drafter in drafters_of(self.experiment)]
@@ -136,7 +138,7 @@ class Drafting:
 
     def _dial(self, drafter: Drafter, place: int, fronts: dict[str, dict[str, str]]) -> Dial:
         """The addresses that a drafter's process dials; `place` is its number in the stack."""
-        endpoints = self.backend.endpoints
+        endpoints = self.servers.endpoints
         mine = endpoints
         if not drafter.shared:
             mine = [endpoints[place // drafter.count]]
@@ -148,7 +150,7 @@ class Drafting:
 
     async def _start_drafter(self, name: str, process: str, dial: Dial) -> None:
         drafter = self.experiment.drafters[name]
-        target = self.backend.target
+        target = self.servers.target
         if drafter.family == "head":
             head = _head_of(drafter, self.experiment.target, target.model)
             drafter = drafter.model_copy(update={"model": head})
@@ -169,8 +171,8 @@ class Drafting:
                 self._shapes[name] = link
                 await self._reconnect(name, control)
         count = drafters_at_each(self.experiment)
-        await self.backend.processes.check()
-        await self.processes.until("the drafters", lambda: self.backend.has_drafters(count))
+        await self.servers.processes.check()
+        await self.processes.until("the drafters", lambda: self.servers.has_drafters(count))
 
     async def _reconnect(self, name: str, control: LinkControl) -> None:
         """Cut a link's connections, and go on when there is a new one."""
@@ -189,10 +191,10 @@ class Drafting:
 
 @asynccontextmanager
 async def drafting(
-    experiment: Experiment, backend: Backend, places: Places
+    experiment: Experiment, servers: Servers, places: Places
 ) -> AsyncIterator[Drafting]:
     """The drafters of a cell, until the context ends; raises StackFailed if one fails."""
-    running = Drafting(experiment, backend, places)
+    running = Drafting(experiment, servers, places)
     try:
         await running.start()
         await running.shape(experiment)
@@ -200,8 +202,8 @@ async def drafting(
     finally:
         await asyncio.shield(running.processes.stop())
     # The next measurement has no drafters, so wait until the verifiers have lost them.
-    own_count = backend.own_drafter_count
-    await backend.processes.until("the verifiers", lambda: backend.has_drafters(own_count))
+    own_count = servers.own_drafter_count
+    await servers.processes.until("the verifiers", lambda: servers.has_drafters(own_count))
 
 
 def own_head(experiment: Experiment, model: Path) -> Path | None:

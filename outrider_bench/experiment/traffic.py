@@ -55,7 +55,9 @@ class Encoder:
         if not prompt.chat:
             return list(self._tokenizer.encode(prompt.text).ids)
         try:
-            text = self._templates.render([message.model_dump() for message in prompt.chat])
+            text = self._templates.render_blocking(
+                [message.model_dump() for message in prompt.chat]
+            )
         except OutriderError as error:
             raise ValueError(f"prompts, kind {prompt.kind}: {error.message}") from error
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)

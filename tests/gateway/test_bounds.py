@@ -123,7 +123,7 @@ async def test_a_far_too_long_prompt_is_refused_before_tokenising(
         patch.setattr(prompts, "tokenizer", None)
         for attempt in (
             prompts.encode("a" * (CONTEXT * longest + 1), "prompt", CONTEXT),
-            prompts.rendered(
+            prompts.render(
                 [{"role": "user", "content": "a" * CONTEXT}] * (longest + 1), "prompt", CONTEXT, "a"
             ),
         ):

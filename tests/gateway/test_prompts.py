@@ -57,7 +57,9 @@ def test_an_open_message_renders_as_in_transformers(
     expected = AutoTokenizer.from_pretrained(model).apply_chat_template(
         chat, tokenize=False, continue_final_message=True
     )
-    rendered = Prompts(model).render(chat, add_generation_prompt=False, continue_final_message=True)
+    rendered = Prompts(model).render_blocking(
+        chat, add_generation_prompt=False, continue_final_message=True
+    )
     assert rendered == expected
     assert rendered.endswith(begun if template is None else begun.strip())
 
@@ -67,7 +69,7 @@ def test_continuing_a_message_that_the_template_hides_is_refused(
 ) -> None:
     prompts = Prompts(model_with_template(tmp_path, "{{ messages[0].content }}"))
     with pytest.raises(OutriderError, match="does not show the last message") as caught:
-        prompts.render(CHAT, add_generation_prompt=False, continue_final_message=True)
+        prompts.render_blocking(CHAT, add_generation_prompt=False, continue_final_message=True)
     assert caught.value.field == "continue_final_message"
 
 
@@ -76,7 +78,9 @@ async def test_a_rendered_chat_has_the_ids_of_transformers(prompts: Prompts) -> 
         CHAT, add_generation_prompt=True
     )["input_ids"]
     assert (
-        await prompts.encode(prompts.render(CHAT), "messages", 2048, add_special_tokens=False)
+        await prompts.encode(
+            prompts.render_blocking(CHAT), "messages", 2048, add_special_tokens=False
+        )
         == expected
     )
 
@@ -88,7 +92,7 @@ def test_a_demanding_template_renders_as_in_transformers(tmp_path: Path) -> None
     expected = AutoTokenizer.from_pretrained(model).apply_chat_template(
         CHAT, tokenize=False, add_generation_prompt=True
     )
-    assert Prompts(model).render(CHAT) == expected
+    assert Prompts(model).render_blocking(CHAT) == expected
 
 
 def test_of_several_templates_the_default_is_used(tmp_path: Path) -> None:
@@ -97,7 +101,7 @@ def test_of_several_templates_the_default_is_used(tmp_path: Path) -> None:
         {"name": "default", "template": "{{ messages[0].content }}"},
     ]
     assert (
-        Prompts(model_with_template(tmp_path, templates)).render(
+        Prompts(model_with_template(tmp_path, templates)).render_blocking(
             [{"role": "user", "content": "hi"}]
         )
         == "hi"
@@ -118,7 +122,9 @@ def test_a_templates_refusal_is_an_error_with_its_message(
     tmp_path: Path, template: str, words: str
 ) -> None:
     with pytest.raises(OutriderError, match=words) as caught:
-        Prompts(model_with_template(tmp_path, template)).render([{"role": "user", "content": "hi"}])
+        Prompts(model_with_template(tmp_path, template)).render_blocking(
+            [{"role": "user", "content": "hi"}]
+        )
     assert (caught.value.reason, caught.value.field) == (Reason.INVALID_VALUE, "messages")
 
 
@@ -134,7 +140,7 @@ async def test_a_refused_chat_names_the_callers_field(
 ) -> None:
     prompts = Prompts(model_with_template(tmp_path, template))
     with pytest.raises(OutriderError) as caught:
-        await prompts.rendered(said("hi"), "chat.messages", 2048, "a")
+        await prompts.render(said("hi"), "chat.messages", 2048, "a")
     assert (caught.value.reason, caught.value.field) == (reason, "chat.messages")
     assert caught.value.message.startswith("chat.messages")
 
@@ -181,16 +187,16 @@ async def test_a_template_that_hangs_ends_at_its_limit_and_delays_no_other(
     model = model_with_template(tmp_path, HOSTILE)
     prompts = Prompts(model)
     hanging = [
-        asyncio.create_task(prompts.rendered(said(text), "messages", 2048, "a")) for _ in range(3)
+        asyncio.create_task(prompts.render(said(text), "messages", 2048, "a")) for _ in range(3)
     ]
     await asyncio.sleep(0)
-    assert await prompts.rendered(said("hello"), "messages", 2048, "b") == "hello"
+    assert await prompts.render(said("hello"), "messages", 2048, "b") == "hello"
     for task in hanging:
         with pytest.raises(OutriderError, match=limit) as caught:
             await task
         assert (caught.value.reason, caught.value.field) == (Reason.INVALID_VALUE, "messages")
         assert f"the chat template of {model}" in caught.value.message
-    assert await prompts.rendered(said("hello"), "messages", 2048, "a") == "hello"
+    assert await prompts.render(said("hello"), "messages", 2048, "a") == "hello"
 
 
 def test_a_template_that_hangs_while_it_is_compiled_is_an_error_at_the_start(
@@ -199,5 +205,5 @@ def test_a_template_that_hangs_while_it_is_compiled_is_an_error_at_the_start(
     """jinja2 computes constants when it compiles."""
     model = model_with_template(tmp_path, "{{ 'a' * 10 ** 10 }}")
     with pytest.raises(OutriderError, match="256 MiB") as caught:
-        Prompts(model).render(said("hello"))
+        Prompts(model).render_blocking(said("hello"))
     assert caught.value.reason is Reason.INVALID_VALUE

@@ -49,7 +49,7 @@ from verifier_svc.engine.engine_thread import EngineThread
 from verifier_svc.engine.loop import Engine
 from verifier_svc.engine.outbox import Delivery
 from verifier_svc.metrics import Metrics
-from verifier_svc.policy.draft_policy import EVERY_DRAFT, PAYING_DRAFTS, PayingDrafts
+from verifier_svc.policy.draft_policy import EVERY_DRAFT, PAYING_DRAFTS, DraftPolicy
 from verifier_svc.streams.own_stream import OwnVerifier
 from verifier_svc.streams.servicer import VerifierServicer
 
@@ -115,7 +115,7 @@ def bundled_worker() -> Iterator[HeadWorker]:
 class Site(Observer):
     """An engine on its thread, and what a head says to it."""
 
-    def __init__(self, runner: ModelRunner, worker: HeadWorker, drafts: PayingDrafts) -> None:
+    def __init__(self, runner: ModelRunner, worker: HeadWorker, drafts: DraftPolicy) -> None:
         self.worker = worker
         self.info = ModelInfo(
             "target",
@@ -206,7 +206,7 @@ class Site(Observer):
 
 @asynccontextmanager
 async def running_site(
-    runner: ModelRunner, worker: HeadWorker, drafts: PayingDrafts
+    runner: ModelRunner, worker: HeadWorker, drafts: DraftPolicy
 ) -> AsyncIterator[Site]:
     made = Site(runner, worker, drafts)
     await made.thread.built

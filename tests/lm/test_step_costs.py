@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from accepting import accept
 from fake_device import FakeDevice
 from recorded_graphs import Capture, tensors
 from tiny_models import CONFIGS, VOCAB_SIZE, build
@@ -22,7 +23,6 @@ from outrider.lm.pages import KVSequence, PagePool
 from outrider.lm.runner import Bounds, ModelRunner, SequenceSlice
 from outrider.protocol.messages import AcceptanceRule, SamplingParams
 from outrider.sampling.context import Context
-from verifier_svc.verification.acceptance import accept
 from verifier_svc.verification.draft import Draft
 
 BATCH, ROWS = 8, 5

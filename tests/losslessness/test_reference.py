@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from accepting import accept
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,7 +17,6 @@ from outrider.protocol.draft_messages import SparseDistribution
 from outrider.protocol.messages import AcceptanceRule, SamplingParams, SpeculationOptions
 from outrider.sampling.context import Context
 from verifier_svc.verification import reference
-from verifier_svc.verification.acceptance import accept
 from verifier_svc.verification.draft import Draft
 
 VOCAB = 6

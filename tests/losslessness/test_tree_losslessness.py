@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from accepting import accept
 from chi_square import compare
 from guesser import Guesser
 from hypothesis import given, settings
@@ -30,7 +31,6 @@ from outrider.sampling.context import Context
 from verifier_svc.state.sequence import Sequence as Request
 from verifier_svc.state.trie import DraftTree
 from verifier_svc.verification import reference
-from verifier_svc.verification.acceptance import accept
 from verifier_svc.verification.draft import NOT_FINITE, Draft
 
 WIDE = 6

@@ -24,7 +24,7 @@ SUPERVISES = """
 import asyncio, sys
 from outrider.launch.serve import supervise
 from outrider.launch.serve_settings import ServeSettings
-from outrider.launch.stack import Stack
+from outrider.launch.stack_plan import Stack
 from outrider.launch.supervisor import Child
 stack = Stack([Child("talks", "talks", [])], "http://127.0.0.1:1", "", "")
 sys.exit(asyncio.run(supervise(stack, ServeSettings(target="t"))))

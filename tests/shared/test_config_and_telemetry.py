@@ -9,7 +9,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from drafter_svc.config import EraseSettings, settings_schema
 from outrider.errors import OutriderError
 from outrider.launch.serve_settings import DrafterSpec, ServeSettings
-from outrider.launch.stack import plan_stack
+from outrider.launch.stack_plan import plan_stack
 from outrider.process import telemetry
 from outrider.process.config import parse
 

@@ -15,7 +15,7 @@ from redis_servers import Certificates, Standalone
 from stack import DRAFT, Process
 
 from outrider.launch.serve_settings import ServeSettings
-from outrider.launch.stack import plan_stack
+from outrider.launch.stack_plan import plan_stack
 from outrider.process.certs import NAMES
 from outrider.process.ports import free_port
 from outrider.process.tls import Tls

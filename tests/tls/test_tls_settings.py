@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from gateway.config import GatewaySettings
 from outrider.launch.health import problem
 from outrider.launch.serve_settings import ServeSettings
-from outrider.launch.stack import plan_stack
+from outrider.launch.stack_plan import plan_stack
 from outrider.process import rpc
 from outrider.process import tls as tls_module
 from outrider.process.config import parse

@@ -100,7 +100,7 @@ class Roster:
         return forgotten
 
     def count_fault(self, drafter: Drafter) -> None:
-        """Count a protocol violation; repeated violations put the drafter in quarantine."""
+        """Record a protocol violation. After several within a short time, `join` refuses it."""
         faults = [*self._faults.pop(drafter.blamed, []), self._clock()]
         self._faults[drafter.blamed] = faults[-_FAULTS_TO_QUARANTINE:]
         _drop_oldest(self._faults)

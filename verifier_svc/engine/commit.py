@@ -11,6 +11,7 @@ from outrider.protocol.messages import FinishReason, TokenChunk
 from verifier_svc.drafts.draft_message import main_path_count, record_draft
 from verifier_svc.engine.chunks import chunk_of, cut_at_end, cut_at_grammars_end, sources_of
 from verifier_svc.engine.context import EngineContext
+from verifier_svc.engine.endings import Endings
 from verifier_svc.engine.step_spans import StepSpans
 from verifier_svc.policy.pauses import pause_of
 from verifier_svc.state.scheduled_sequence import ScheduledSequence
@@ -21,19 +22,22 @@ from verifier_svc.verification.grammar_masks import has_slow_masks
 
 
 class Committer:
-    """For one engine, on its thread. It removes sequences that end from the engine's sequences."""
+    """For one engine, on its thread."""
 
     def __init__(
-        self, context: EngineContext, spans: StepSpans, eos_token_ids: SequenceOf[int]
+        self,
+        context: EngineContext,
+        endings: Endings,
+        spans: StepSpans,
+        eos_token_ids: SequenceOf[int],
     ) -> None:
         """`eos_token_ids` are the model's, which alone end the text of a grammar."""
         self._sequences = context.sequences
-        self._scheduler = context.scheduler
         self._pool = context.scheduler.pool
         self._drafting = context.drafting
         self._outbox = context.outbox
         self._metrics = context.metrics
-        self._clock = context.clock
+        self._endings = endings
         self._spans = spans
         self._eos_token_ids = frozenset(eos_token_ids)
         self._token_count = 0
@@ -54,7 +58,7 @@ class Committer:
             self._leave_out(scheduled)
             return
         if isinstance(verified, OutriderError):
-            self.fail(scheduled.sequence, verified)
+            self._endings.fail(scheduled.sequence, verified)
             return
         sequence = scheduled.sequence
         sequence.kv.num_computed_tokens = scheduled.start + len(scheduled.token_ids)
@@ -75,11 +79,6 @@ class Committer:
         self._metrics.generated(count)
         return count
 
-    def fail(self, sequence: Sequence, error: OutriderError) -> None:
-        """End a sequence with an error."""
-        self._outbox.add(sequence.sink, error)
-        self.end_sequence(sequence)
-
     def stop_gathering(self) -> None:
         """Add all unsent tokens to the outbox, and hold no tokens back from now on."""
         self._gathers = False
@@ -87,15 +86,6 @@ class Committer:
             if sequence.unsent is not None:
                 self._outbox.add(sequence.sink, sequence.unsent)
                 sequence.unsent = None
-
-    def end_sequence(self, sequence: Sequence) -> None:
-        """Forget a sequence, free its pages, and tell its drafters that it has ended."""
-        del self._sequences[sequence.id]
-        if sequence.mask_work is not None:
-            sequence.mask_work.cancel()
-        self._scheduler.load_meter.ended(sequence, self._clock())
-        self._scheduler.remove(sequence)
-        self._drafting.close(sequence)
 
     def _leave_out(self, scheduled: ScheduledSequence) -> None:
         """Undo a sequence's part of a step that has to be repeated.
@@ -125,7 +115,7 @@ class Committer:
                 if self._ends_grammar(sequence, sequence.matcher, new, finish_reason):
                     finish_reason = FinishReason.STOP
             except OutriderError as error:
-                self.fail(sequence, error)
+                self._endings.fail(sequence, error)
                 return
         accepted = min(result.accepted_count, len(new))
         sequence.tokens += new
@@ -145,7 +135,7 @@ class Committer:
         sources = sources_of(scheduled.draft, rows, len(new))
         self._emit(sequence, chunk_of(scheduled, verified, new, sources, finish_reason))
         if finish_reason is not None:
-            self.end_sequence(sequence)
+            self._endings.end(sequence)
         else:
             self._drafting.send_verdicts(sequence, new, verified_of, span)
 

@@ -1,7 +1,7 @@
-"""Waits for late drafts before a step, and updates a drafter's latency if its draft does not come.
+"""Says how much longer a step should wait for its pending drafts; the engine's caller sleeps.
 
-The plan says how long (`verifier_svc/policy/waits.py`). This keeps the deadline but never sleeps;
-the engine's caller sleeps.
+The plan has the longest wait (`verifier_svc/policy/waits.py`). A drafter whose draft does not come
+in time gets a longer measured latency.
 """
 
 from __future__ import annotations
@@ -73,11 +73,11 @@ class DraftWait:
         # If the clock was set back, the wait starts again.
         self._began = min(self._began, now)
         rest_s = self._began + plan.wait_s - now
-        late = self._late(plan)
-        if late and rest_s > 0.0:
+        awaited = self._awaited(plan)
+        if awaited and rest_s > 0.0:
             return min(rest_s, self._hold_chunks(now))
         if not plan.insisted:
-            self._penalise(late, now)
+            self._penalise(awaited, now)
         self._step_clock.waited(max(now - self._began, 0.0))
         return 0.0
 
@@ -115,30 +115,30 @@ class DraftWait:
             return math.inf
         return remaining_s
 
-    def _late(self, plan: Plan) -> list[Assignment]:
+    def _awaited(self, plan: Plan) -> list[Assignment]:
         """The drafts of `plan.wait_for` that are missing and still better than those that came."""
-        late: list[Assignment] = []
+        awaited: list[Assignment] = []
         if not plan.wait_for:
-            return late
+            return awaited
         in_turn = {sequence.id for sequence in self._batch.in_turn()}
         for sequence, assignment in plan.wait_for:
             if sequence.id in in_turn:
                 wanted = plan.draft_tokens.get(sequence.id, 0)
                 pending = pending_drafts(sequence, wanted, plan.policy)
                 if any(each is assignment for each, _ in pending.drafts):
-                    late.append(assignment)
-        return late
+                    awaited.append(assignment)
+        return awaited
 
-    def _penalise(self, late: list[Assignment], now: float) -> None:
+    def _penalise(self, missing: list[Assignment], now: float) -> None:
         """Raise the measured round trip of drafters whose drafts did not come.
 
-        Drafts that are due later are worth less waiting, so the engine waits for this drafter less
-        and less, and in the end not at all. A drafter that never
-        answered for a sequence is exempt: it may still be computing the prompt.
+        A longer round trip makes waiting for the drafter worth less. So the engine waits for it
+        less and less, and in the end not at all. A drafter that never answered for a sequence is
+        exempt: it may still be computing the prompt.
         """
-        late = [assignment for assignment in late if assignment.answered_length > 0]
+        missing = [assignment for assignment in missing if assignment.answered_length > 0]
         waited_s = now - self._began
-        for drafter in {assignment.drafter for assignment in late}:
-            own = [assignment for assignment in late if assignment.drafter is drafter]
+        for drafter in {assignment.drafter for assignment in missing}:
+            own = [assignment for assignment in missing if assignment.drafter is drafter]
             overdue_s = max([-assignment.due_s(now) for assignment in own])
             drafter.round_trip.observe(2 * max(waited_s, drafter.round_trip.value + overdue_s))

@@ -29,13 +29,14 @@ from verifier_svc.engine.commit import Committer, moved_slots
 from verifier_svc.engine.config import EngineConfig, LanguageModel
 from verifier_svc.engine.context import EngineContext
 from verifier_svc.engine.draft_wait import DraftWait
+from verifier_svc.engine.endings import Endings
 from verifier_svc.engine.intake import Inbox, Intake
 from verifier_svc.engine.outbox import Delivery, Outbox
 from verifier_svc.engine.scheduler import Scheduler
 from verifier_svc.engine.step_spans import StepSpans
 from verifier_svc.engine.warm_up import WarmUp
 from verifier_svc.metrics import Metrics
-from verifier_svc.policy.draft_policy import PAYING_DRAFTS, PayingDrafts
+from verifier_svc.policy.draft_policy import PAYING_DRAFTS, DraftPolicy
 from verifier_svc.policy.draft_trees import grow_trees
 from verifier_svc.policy.forward_cost import ForwardCost
 from verifier_svc.policy.planner import Planner
@@ -76,7 +77,7 @@ class Engine:
         *,
         launches: bool = False,
         sampled_drafts: bool = False,
-        drafts: PayingDrafts = PAYING_DRAFTS,
+        drafts: DraftPolicy = PAYING_DRAFTS,
         own_cores: frozenset[int] | None = None,
         mask_lanes: MaskLanes = _INLINE,
         mask_seconds: float = math.inf,
@@ -128,7 +129,8 @@ class Engine:
             self._step_clock,
             clock,
         )
-        self._committer = Committer(shared, self._spans, model.eos_token_ids)
+        self._endings = Endings(shared)
+        self._committer = Committer(shared, self._endings, self._spans, model.eos_token_ids)
         self._left_out = False  # whether the step in progress has to be repeated for a sequence
         self._baseline = False  # whether no drafter computes during the step in progress
 
@@ -175,7 +177,7 @@ class Engine:
     def cancel(self, sequence: Sequence) -> None:
         """End a sequence without a message to its client, and free its pages."""
         if sequence.id in self.sequences:
-            self._committer.end_sequence(sequence)
+            self._endings.end(sequence)
             self._metrics.occupancy(self.scheduler.occupancy())
 
     def set_aside(self, sequence: Sequence) -> None:
@@ -194,7 +196,7 @@ class Engine:
         if len(scheduler.unread) > self.config.max_waiting:
             message = f"more than {self.config.max_waiting} answers are unread"
             error = OutriderError(Reason.SLOW_READER, message)
-            self._committer.fail(scheduler.unread_longest(), error)
+            self._endings.fail(scheduler.unread_longest(), error)
         self._metrics.occupancy(scheduler.occupancy())
 
     def resume(self, sequence: Sequence) -> None:
@@ -261,7 +263,7 @@ class Engine:
             if sequence.mask_work is not None:
                 error = self._grammar_masks.error(sequence)
                 if error is not None:
-                    self._committer.fail(sequence, error)
+                    self._endings.fail(sequence, error)
 
     def drain_inbox(self) -> None:
         """Run everything that was posted."""

@@ -7,6 +7,7 @@ steps are planned by `EveryDraft`.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from operator import itemgetter
 from typing import ClassVar
 
@@ -19,22 +20,59 @@ Offer = tuple[int, float, Assignment, int]
 draft tokens)."""
 
 
-class PayingDrafts:
+class DraftPolicy(ABC):
+    """When an engine drafts, and what it waits for."""
+
+    most_tokens: ClassVar[bool]
+    """Whether drafts have the most tokens that they may have, whatever the tokens cost."""
+    takes_all: ClassVar[bool]
+    """Whether all drafters draft, and each forward waits for them, without a comparison."""
+    least_gain: ClassVar[float]
+    """A draft must gain more tokens than this over its price."""
+
+    @abstractmethod
+    def measures(self, budget: SpeculationBudget, batch: int) -> bool:
+        """Whether the next steps should be without drafts, to measure steps of this batch."""
+
+    @abstractmethod
+    def may_draft(self, drafter: Drafter) -> bool:
+        """Whether a drafter may be asked for drafts, and not only probed."""
+
+    @abstractmethod
+    def unprobed(
+        self,
+        budget: SpeculationBudget,
+        batch: int,
+        paying: frozenset[Drafter],
+        known: frozenset[Drafter],
+    ) -> frozenset[Drafter]:
+        """The drafters of `known` that are not even probed."""
+
+    @abstractmethod
+    def pick(self, offers: list[Offer]) -> list[Offer]:
+        """The offers that a sequence keeps."""
+
+    @abstractmethod
+    def may_await(self, assignment: Assignment, beside_proven: bool) -> bool:
+        """Whether a step may wait for this drafter's draft of the sequence.
+
+        `beside_proven` says whether a proven drafter is asked as well.
+        """
+
+
+class PayingDrafts(DraftPolicy):
     """Drafts where they raise goodput, and pauses drafters whose drafts do not. For serving."""
 
     most_tokens: ClassVar[bool] = False
-    """Whether drafts have the most tokens that they may have, whatever the tokens cost."""
     takes_all: ClassVar[bool] = False
-    """Whether all drafters draft, and each forward waits for them, without a comparison."""
     least_gain: ClassVar[float] = -1e-9
-    """A draft must gain more tokens than this over its price."""
 
     def measures(self, budget: SpeculationBudget, batch: int) -> bool:
-        """Whether the next steps should be without drafts, to measure steps of this batch."""
+        """If plain steps of this batch were not measured of late."""
         return budget.needs_baseline(batch)
 
     def may_draft(self, drafter: Drafter) -> bool:
-        """Whether a drafter may be asked for drafts, and not only probed."""
+        """If it is not doubtful."""
         return not drafter.is_doubtful
 
     def unprobed(
@@ -44,29 +82,25 @@ class PayingDrafts:
         paying: frozenset[Drafter],
         known: frozenset[Drafter],
     ) -> frozenset[Drafter]:
-        """The drafters that are not even probed: their budget, or that of probes, is exhausted."""
+        """Those whose budget, or that of probes, is exhausted."""
         if not budget.allows(batch, paying):
             return known - paying
         return frozenset([d for d in known - paying if not budget.allows(batch, paying | {d})])
 
     def pick(self, offers: list[Offer]) -> list[Offer]:
-        """Keep the best of a sequence's offers: a proven drafter's first, then the greatest gain.
+        """The best: a proven drafter's first, then the greatest gain.
 
         A stranger's first drafts are judged beside the drafts of drafters that were right before.
         """
         return [max(offers, key=itemgetter(0, 1))]
 
     def may_await(self, assignment: Assignment, beside_proven: bool) -> bool:
-        """Whether a step may wait for this drafter's draft of the sequence.
-
-        `beside_proven` says whether a proven drafter is asked as well. Nobody waits for a drafter
-        on trial then.
-        """
+        """If it has answered before, and is proven or nobody else is: a trial delays no step."""
         # Before its first answer a drafter may still be at the prompt, which can take long.
         return assignment.answered_length > 0 and (assignment.drafter.proven or not beside_proven)
 
 
-class EveryDraft(PayingDrafts):
+class EveryDraft(DraftPolicy):
     """Asks every drafter and waits for every draft, even at a loss. To measure drafters."""
 
     most_tokens: ClassVar[bool] = True

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
-from verifier_svc.policy.draft_policy import PAYING_DRAFTS, PayingDrafts
+from verifier_svc.policy.draft_policy import PAYING_DRAFTS, DraftPolicy
 from verifier_svc.state.drafter import Drafter
 from verifier_svc.state.sequence import Assignment, Sequence
 
@@ -43,7 +43,7 @@ class Plan:
     """Pending drafts that are worth waiting for before the step."""
     wait_s: float = 0.0
     """The longest wait for them, in seconds."""
-    policy: PayingDrafts = PAYING_DRAFTS
+    policy: DraftPolicy = PAYING_DRAFTS
     """The policy that made the plan, by which the engine waits for late drafts."""
     insisted: bool = False
     """Whether the requests insist on drafts, so the step says nothing about what pays."""

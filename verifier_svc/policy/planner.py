@@ -13,7 +13,7 @@ from typing import NamedTuple
 from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
 from verifier_svc.policy import asks
 from verifier_svc.policy.asks import Drafts
-from verifier_svc.policy.draft_policy import EVERY_DRAFT, PAYING_DRAFTS, Offer, PayingDrafts
+from verifier_svc.policy.draft_policy import EVERY_DRAFT, PAYING_DRAFTS, DraftPolicy, Offer
 from verifier_svc.policy.draft_trees import tree_tokens, wants_tree
 from verifier_svc.policy.forward_cost import ForwardCost
 from verifier_svc.policy.goodput import (
@@ -60,14 +60,14 @@ class Planner:
         policy: DraftTokensPolicy,
         cost: ForwardCost,
         budget: SpeculationBudget,
-        drafts: PayingDrafts = PAYING_DRAFTS,
+        drafts: DraftPolicy = PAYING_DRAFTS,
         *,
         trees: bool = False,
     ) -> None:
-        self._policy = policy
+        self._tokens_policy = policy
         self._cost = cost
         self.budget = budget
-        self._drafts = drafts
+        self._draft_policy = drafts
         self._trees = trees
         # Whether to draft the policy's maximum even where it costs throughput.
         self._by_limit = policy.kind != "goodput" or drafts.most_tokens
@@ -108,7 +108,7 @@ class Planner:
         newcomers = _drafters(reading)
         if not drafters and not newcomers:
             return self._plan_without_drafts(batch, (), last)
-        if self._drafts.measures(self.budget, batch):
+        if self._draft_policy.measures(self.budget, batch):
             plan = self._plan_without_drafts(batch, running, last)
             return replace(plan, measuring=True)
         prices = self._prices(batch, last, beside_prompts=bool(reading))
@@ -117,7 +117,7 @@ class Planner:
         if drafters:
             choice = self._choose(decoding, self._credible(drafters), prices)
             considered = drafters
-        unprobed = self._drafts.unprobed(self.budget, batch, choice.drafters, considered)
+        unprobed = self._draft_policy.unprobed(self.budget, batch, choice.drafters, considered)
         drafts = choice.drafts
         if newcomers:
             unknown = self._credible(newcomers - considered)
@@ -131,7 +131,7 @@ class Planner:
         tokens |= asks.asked_tokens(trials, False, prices.decode_step_s)
         rate = choice.rate or prices.rate
         wait_for, wait_s = drafts_to_wait_for(
-            decoding, draft_tokens, prices, rate, now_s, self._drafts
+            decoding, draft_tokens, prices, rate, now_s, self._draft_policy
         )
         return Plan(
             batch=prices.batch,
@@ -141,13 +141,13 @@ class Planner:
             planned_ids=frozenset([sequence.id for sequence in (*decoding, *reading)]),
             draft_tokens=draft_tokens,
             token_prices=prices.token_prices if self._trees else (),
-            fixed=self._policy.kind != "goodput",
+            fixed=self._tokens_policy.kind != "goodput",
             asks=tokens,
             tree_tokens=tree_tokens(asked, tokens, choice.price, step) if self._trees else {},
             probes=asks.due_probes(decoding, tokens, unprobed, step),
             wait_for=wait_for,
             wait_s=wait_s,
-            policy=self._drafts,
+            policy=self._draft_policy,
             paying=choice.drafters,
             considered=considered,
             unprobed=unprobed,
@@ -174,8 +174,8 @@ class Planner:
         Beside proven drafters, the hopes set in a drafter on trial would displace what works. It
         shows its worth in `asks.trials`, except on the target's cores, where a trial costs time.
         """
-        known = [drafter for drafter in drafters if self._drafts.may_draft(drafter)]
-        if self._drafts.takes_all or not any(drafter.proven for drafter in known):
+        known = [drafter for drafter in drafters if self._draft_policy.may_draft(drafter)]
+        if self._draft_policy.takes_all or not any(drafter.proven for drafter in known):
             return frozenset(known)
         return frozenset([d for d in known if d.proven or d.on_target_cores])
 
@@ -184,13 +184,13 @@ class Planner:
         drafter = assignment.drafter
         if drafter in last.considered and drafter not in last.paying:
             return 0
-        if not self._drafts.may_draft(drafter):
+        if not self._draft_policy.may_draft(drafter):
             return 0
         prices = self._prices(last.batch, last, beside_prompts=False)
         return self._tokens_worth(sequence, assignment, last.price, prices)
 
     def _prices(self, batch: int, last: Plan, *, beside_prompts: bool) -> Prices:
-        limit = self._policy.limit(batch)
+        limit = self._tokens_policy.limit(batch)
         return current_prices(self._cost, batch, last.speedup, limit, beside_prompts=beside_prompts)
 
     def _choose(
@@ -202,7 +202,7 @@ class Planner:
         set beats plain steps by the margin. A drafter that pays alone stays in the set if nothing
         is lost by it: it is a companion.
         """
-        if self._drafts.takes_all or prices.decode_step_s == 0.0:
+        if self._draft_policy.takes_all or prices.decode_step_s == 0.0:
             return self._choice_of(decoding, drafters, prices)
         asked: frozenset[Drafter] = frozenset()
         plain_rate = prices.batch / prices.decode_step_s
@@ -239,7 +239,7 @@ class Planner:
         choice = _Choice([], drafters, price_of_tokens(accept_probs, prices.token_prices))
         drafts = [draft for sequence in decoding for draft in self._pick(sequence, choice, prices)]
         rate, waits = self._goodput(drafts, choice.price, prices)
-        return _Choice(drafts, drafters, choice.price, rate, waits or self._drafts.takes_all)
+        return _Choice(drafts, drafters, choice.price, rate, waits or self._draft_policy.takes_all)
 
     def _accept_probs(
         self, sequence: Sequence, assignment: Assignment, prices: Prices
@@ -262,11 +262,11 @@ class Planner:
                 count = self._tokens_worth(sequence, assignment, choice.price, prices)
                 drafted, right = assignment.promise(count)
                 gain = right - drafted * choice.price
-                if count > 0 and gain > self._drafts.least_gain:
+                if count > 0 and gain > self._draft_policy.least_gain:
                     gain *= assignment.chance
                     offers.append((assignment.drafter.right_guesses, gain, assignment, count))
         if len(offers) > 1:
-            offers = self._drafts.pick(offers)
+            offers = self._draft_policy.pick(offers)
         return [(sequence, assignment, count) for _, _, assignment, count in offers]
 
     def _first_drafts(

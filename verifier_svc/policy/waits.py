@@ -8,7 +8,7 @@ from __future__ import annotations
 from operator import itemgetter
 from typing import NamedTuple
 
-from verifier_svc.policy.draft_policy import PayingDrafts
+from verifier_svc.policy.draft_policy import DraftPolicy
 from verifier_svc.policy.goodput import Prices, max_wait_s, steps_meanwhile
 from verifier_svc.state.drafter import Drafter
 from verifier_svc.state.sequence import Assignment, Sequence
@@ -40,7 +40,7 @@ def drafts_to_wait_for(
     prices: Prices,
     rate: float,
     now_s: float,
-    policy: PayingDrafts,
+    policy: DraftPolicy,
 ) -> tuple[tuple[tuple[Sequence, Assignment], ...], float]:
     """The pending drafts that may still pay, and how many seconds of waiting they are worth.
 
@@ -76,7 +76,7 @@ def _pending_drafts(
     prices: Prices,
     rate: float,
     now_s: float,
-    policy: PayingDrafts,
+    policy: DraftPolicy,
 ) -> _Late:
     """The pending drafts of all sequences.
 
@@ -101,7 +101,7 @@ def _pending_drafts(
     return late
 
 
-def pending_drafts(sequence: Sequence, draft_tokens: int, policy: PayingDrafts) -> Pending:
+def pending_drafts(sequence: Sequence, draft_tokens: int, policy: DraftPolicy) -> Pending:
     """The drafts in flight for a sequence that verifies at most `draft_tokens`.
 
     Those that the policy may await and that promise more than each draft that has arrived; all that

@@ -36,21 +36,6 @@ Beside = Callable[[torch.Tensor], Sequence[torch.Tensor]]
 """Takes the tokens that may be committed after each row, int64 [R]; gives tensors to fetch."""
 
 
-def accept(
-    logits_RV: torch.Tensor, drafts: Sequence[Draft], synthetic_rate: float | None = None
-) -> list[AcceptResult]:
-    """Accept or reject every draft of a batch at once, as `Acceptance` does.
-
-    For tests and measurements, whose logits are there. The engine lays out an `Acceptance` before
-    its forward.
-    """
-    staging = Staging(logits_RV.device)
-    acceptance = Acceptance(drafts, staging, TokenCounts(), synthetic_rate)
-    staging.send()
-    masks = [draft.context.mask for draft in drafts]
-    return acceptance.results(logits_RV, masks)[0]
-
-
 class Acceptance:
     """Accepts or rejects every draft of a batch; laid out on the host before the forward.
 

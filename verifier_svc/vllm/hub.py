@@ -28,7 +28,7 @@ from verifier_svc.engine.load_meter import LoadMeter
 from verifier_svc.engine.outbox import Delivery, Outbox
 from verifier_svc.engine.step_spans import StepSpans
 from verifier_svc.metrics import Metrics
-from verifier_svc.policy.draft_policy import PAYING_DRAFTS, PayingDrafts
+from verifier_svc.policy.draft_policy import PAYING_DRAFTS, DraftPolicy
 from verifier_svc.policy.draft_trees import best_chain
 from verifier_svc.policy.forward_cost import ForwardCost
 from verifier_svc.policy.pauses import pause_of
@@ -88,7 +88,7 @@ class DraftHub:
         policy: DraftTokensPolicy,
         metrics: Metrics,
         deliver: Callable[[list[Delivery]], None],
-        drafts: PayingDrafts = PAYING_DRAFTS,
+        drafts: DraftPolicy = PAYING_DRAFTS,
         clock: Clock = monotonic,
         *,
         own_cores: frozenset[int] | None = None,
