@@ -2,7 +2,7 @@
 
 `servers` starts verifiers with a gateway each, `drafting` links and drafters, and `run.py` nests
 the two. Servers stay while drafters and links come and go, so cells with one target need one start
-of it.
+of them.
 """
 
 from __future__ import annotations
