@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 import fnmatch
 import os
-import shlex
-import time
 from contextlib import AsyncExitStack
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,6 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
+from outrider.errors import invalid
 from outrider.launch.grow import Shape
 from outrider_bench import host_time, vllm_ways
 from outrider_bench.console import console_for_output
@@ -45,17 +44,17 @@ _OURS = {
 """Drafters that run, by the name of the way."""
 
 
-def run(settings: BenchSettings, arguments: list[str]) -> int:
-    """Measure, print and write; returns the exit status. `arguments` are recorded."""
+def run(settings: BenchSettings, command: str) -> None:
+    """Measure, print and write; `command` is recorded.
+
+    Raises StackFailed, OSError or RuntimeError when a process of ours or of vLLM fails.
+    """
     console = console_for_output()
     if settings.only == "host":
         host_time.measure(console)
-        return 0
-    out = settings.out / f"bench-{time.strftime('%Y%m%d-%H%M%S')}"
-    command = shlex.join(["outrider", "lab", "bench", *arguments])
+        return
     for pair in _pairs(settings, console):
-        asyncio.run(_measure(pair, settings, out, console, command))
-    return 0
+        asyncio.run(_measure(pair, settings, console, command))
 
 
 def _pairs(settings: BenchSettings, console: Console) -> list[Pair]:
@@ -75,9 +74,7 @@ def _pairs(settings: BenchSettings, console: Console) -> list[Pair]:
     return pairs
 
 
-async def _measure(
-    pair: Pair, settings: BenchSettings, out: Path, console: Console, command: str
-) -> None:
+async def _measure(pair: Pair, settings: BenchSettings, console: Console, command: str) -> None:
     """Measure a pair, and print its report."""
     experiment = experiment_of(pair, settings, console)
     peers = {}
@@ -87,8 +84,10 @@ async def _measure(
                 if _wanted(settings, name):
                     way = vllm_ways.started(pair, name, settings.vllm, max(settings.batches))
                     peers[name] = await stack.enter_async_context(way)
+        if experiment.sweep["use"] == [[]] and not peers:
+            raise invalid("ways", f"{' '.join(settings.ways)} names none that can be measured here")
         folder = await run_experiment(
-            experiment, experiment.cells(), out, console, command, peers=peers
+            experiment, experiment.cells(), settings.out / "bench", console, command, peers=peers
         )
     output.write(results.read(folder), console)
 
@@ -100,7 +99,7 @@ def experiment_of(pair: Pair, settings: BenchSettings, console: Console) -> Expe
         if not fnmatch.filter(known, pattern):
             raise ValueError(f"ways: no way is called {pattern!r}; there are {'; '.join(known)}")
     has_suffix = find_spec("arctic_inference") is not None
-    if not has_suffix:
+    if not has_suffix and (_wanted(settings, "suffix") or _wanted(settings, "auto")):
         console.print("without suffix drafters: arctic-inference is not installed")
     wanted = [drafters for name, drafters in _OURS.items() if _wanted(settings, name)]
     uses = [[each for each in used if has_suffix or each != "suffix"] for used in wanted]

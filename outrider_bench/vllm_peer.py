@@ -67,7 +67,7 @@ def _run(vllm: Any, engine: Any, task: dict[str, Any]) -> dict[str, Any]:
     waiting = list(enumerate(task["prompts"]))
     begun: dict[str, float] = {}
     first: dict[str, float] = {}
-    tokens, ttft, tpot, requests, full_s = 0, [], [], [], 0.0
+    tokens, ttft, tpot = 0, [], []
     started = time.perf_counter()
     while waiting or begun:
         while waiting and len(begun) < task["batch"]:
@@ -75,9 +75,7 @@ def _run(vllm: Any, engine: Any, task: dict[str, Any]) -> dict[str, Any]:
             begun[str(number)] = time.perf_counter()
             params = vllm.SamplingParams(max_tokens=task["lengths"][number], **how)
             engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
-        outputs = engine.step()
-        places = sum(output.finished for output in outputs)
-        for output in outputs:
+        for output in engine.step():
             now, count = time.perf_counter(), len(output.outputs[0].token_ids)
             if count and output.request_id not in first:
                 first[output.request_id] = now
@@ -85,18 +83,9 @@ def _run(vllm: Any, engine: Any, task: dict[str, Any]) -> dict[str, Any]:
             if output.finished:
                 tokens += count
                 tpot.append((now - first[output.request_id]) / max(count - 1, 1))
-                requests.append((first[output.request_id] - started, now - started, count))
-                full_s = full_s or (0.0 if len(waiting) >= places else now - started)
                 del begun[output.request_id]
     seconds = time.perf_counter() - started
-    return {
-        "tokens": tokens,
-        "seconds": seconds,
-        "ttft": ttft,
-        "tpot": tpot,
-        "requests": requests,
-        "full_s": full_s,
-    }
+    return {"tokens": tokens, "seconds": seconds, "ttft": ttft, "tpot": tpot}
 
 
 if __name__ == "__main__":

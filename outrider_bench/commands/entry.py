@@ -12,6 +12,9 @@ import click
 from outrider.errors import OutriderError
 from outrider.process.usage import invoke, refuse
 
+INTERRUPTED = 130
+"""The status of a command that Ctrl-C ended, as in a shell."""
+
 
 @contextmanager
 def refusing(program: str) -> Iterator[None]:

@@ -9,12 +9,11 @@ from pathlib import Path
 import click
 
 from outrider.errors import invalid
-from outrider_bench.commands.entry import entry
+from outrider_bench.commands.entry import INTERRUPTED, entry
 
 RUNS = Path("bench/out/experiments")
 """Where the folders of runs and predictions are, unless a command names another directory."""
 _PROGRAM = "outrider lab run"
-_INTERRUPTED = 130
 
 
 @entry("run")
@@ -58,7 +57,7 @@ def main(file: Path, way: str, out: Path) -> int:
         folder = asyncio.run(running)
     except KeyboardInterrupt:
         console.print(f"stopped; to go on, run the same command again: {command}")
-        return _INTERRUPTED
+        return INTERRUPTED
     except (StackFailed, OSError) as error:
         print(f"{_PROGRAM}: {error}", file=sys.stderr)
         return 1

@@ -29,6 +29,8 @@ PLAIN = "plain"
 """Plain decoding, with no drafter running."""
 DRAFTED = "drafted"
 """Speculative decoding with the drafters of the cell."""
+OURS = (PLAIN, DRAFTED)
+"""Any other way is that of another program."""
 
 
 def ways_of(cell: Cell) -> list[str]:

@@ -24,7 +24,7 @@ from outrider_bench.experiment.places import Places, places
 from outrider_bench.experiment.records import PLAIN, Folder, Measurement, ways_of
 from outrider_bench.experiment.spec import Cell, Experiment, Target
 from outrider_bench.experiment.stack import drafting, own_head, servers
-from outrider_bench.experiment.traffic import Encoder, Request, requests_of
+from outrider_bench.experiment.traffic import Encoder, Request, requests_of, warm_up_of
 from outrider_bench.sample import Sample
 
 _ROOT = Path(__file__).parents[2]
@@ -208,8 +208,10 @@ class Runner:
         for alike in self._by_workload(cells, name, repetition):
             workload = alike[0].experiment.workload
             self._tell(f"{repetition + 1}: {alike[0].key}, {name}", 0)
-            requests = requests_of(workload, Encoder(alike[0].experiment.target.model))
-            found = Measurement(name, [await self._peers[name](requests, workload.batch)])
+            encoder = Encoder(alike[0].experiment.target.model)
+            peer = self._peers[name]
+            await peer(warm_up_of(workload, encoder), workload.batch)
+            found = Measurement(name, [await peer(requests_of(workload, encoder), workload.batch)])
             for cell in alike:
                 self._folder.save(cell.key, repetition, found)
             self._tell(f"{repetition + 1}: {alike[0].key}, {name}", len(alike))

@@ -14,7 +14,7 @@ from outrider_bench.bench import experiment_of
 from outrider_bench.experiment.places import Places
 from outrider_bench.experiment.records import DRAFTED, PLAIN, Folder, Measurement
 from outrider_bench.experiment.report.results import Spread, read
-from outrider_bench.experiment.report.tables import tables
+from outrider_bench.experiment.report.tables import Table, tables
 from outrider_bench.experiment.run import Runner, missing
 from outrider_bench.experiment.spec import Experiment
 from outrider_bench.experiment.traffic import Request
@@ -99,7 +99,7 @@ async def test_peers_decode_each_workload_once_a_round_and_their_rates_are_repor
 
     async def peer(requests: Sequence[Request], batch: int) -> Sample:
         asked.append((len(requests), batch))
-        return Sample(100, 2.0 / batch)
+        return Sample(100, 2.0 / batch, tpot=[0.02])
 
     settings = {
         "name": "beside",
@@ -120,10 +120,22 @@ async def test_peers_decode_each_workload_once_a_round_and_their_rates_are_repor
     done: list[int] = []
     await Runner(experiment, cells, folder, Places(), peers, lambda _, n: done.append(n)).run()
     assert missing(experiment, cells, folder, peers) == []
-    assert (sorted(asked), sum(done)) == ([(8, 1), (8, 1), (16, 4), (16, 4)], len(cells) * 2)
-    speed = next(table for table in tables(read(folder)) if table.title == "Speed")
-    place = speed.columns.index("vllm, tokens/s")
-    assert [line[place].partition(" ")[0] for line in speed.lines] == ["50.0", "200.0"] * 2
+    # Each measurement comes after a warm-up, which does not count.
+    assert sorted(asked[1::2]) == [(8, 1), (8, 1), (16, 4), (16, 4)]
+    assert [batch for _, batch in asked[::2]] == [batch for _, batch in asked[1::2]]
+    assert sum(done) == len(cells) * 2
+    found = {table.title: table for table in tables(read(folder))}
+    speed = found["Speed"]
+    shown = {name: column(speed, name) for name in speed.columns}
+    assert shown["vllm, tokens/s"] == ["50.0", "200.0"] * 2
+    assert shown["plain ÷ vllm"] == shown["drafted ÷ vllm"] == ["2.00", "0.50"] * 2
+    assert column(found["Latency"], "vllm: TPOT p50, ms") == ["20.0"] * 4
+
+
+def column(table: Table, name: str) -> list[str]:
+    """The medians of a column."""
+    place = table.columns.index(name)
+    return [line[place].partition(" ")[0] for line in table.lines]
 
 
 def test_rounds_have_an_interval_and_one_round_has_none() -> None:

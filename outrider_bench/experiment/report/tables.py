@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from outrider_bench.experiment.records import DRAFTED, PLAIN
+from outrider_bench.experiment.records import DRAFTED, OURS, PLAIN
 from outrider_bench.experiment.report.figures import LOOKUPS, PHASES, POSITIONS, groups_of
 from outrider_bench.experiment.report.results import ALL, Results, Source, words
 from outrider_bench.experiment.spec import Cell
@@ -72,7 +72,7 @@ _SPEED = [
 _LATENCY = [
     _Column(f"{way}: {title}", figure, 1, way)
     for figure, title in LATENCIES.items()
-    for way in (PLAIN, DRAFTED)
+    for way in OURS
 ]
 _DRAFTS = [
     _Column("verified drafts", "drafts", 0, DRAFTED),
@@ -117,7 +117,7 @@ _NOTES = {
 def tables(results: Results) -> Iterator[Table]:
     """All tables that the run has figures for."""
     cells = [_Subject("", cell, source) for cell, source in results.found()]
-    ways = [replace(subject, head=w, way=w) for subject in cells for w in (PLAIN, DRAFTED)]
+    ways = [replace(subject, head=w, way=w) for subject in cells for w in OURS]
     groups = [
         replace(subject, head=group.replace("_", " ", 1) or "all", group=group and f"{group}_")
         for subject in cells
@@ -129,11 +129,15 @@ def tables(results: Results) -> Iterator[Table]:
         for number in range(1, cell.experiment.target.count + 1)
         if cell.experiment.target.count > 1
     ]
-    others = dict.fromkeys(row.way for row in results.rows if row.way not in (PLAIN, DRAFTED))
-    peers = [_Column(f"{way}, tokens/s", "tokens_per_s", 1, way, ranged=True) for way in others]
+    speed = list(_SPEED)
+    latency = list(_LATENCY)
+    for peer in results.peers:
+        speed.append(_Column(f"{peer}, tokens/s", "tokens_per_s", 1, peer, ranged=True))
+        speed += [_Column(f"{w} ÷ {peer}", f"over_{peer}", 2, w, ranged=True) for w in OURS]
+        latency += [_Column(f"{peer}: {name}", key, 1, peer) for key, name in LATENCIES.items()]
     for title, columns, subjects in zip(
         _NOTES,
-        ([*_SPEED, *peers], _LATENCY, _DRAFTS, _ACCEPTANCE, _STEP, _VERIFIERS),
+        (speed, latency, _DRAFTS, _ACCEPTANCE, _STEP, _VERIFIERS),
         (cells, cells, cells, groups, ways, verifiers),
         strict=True,
     ):
