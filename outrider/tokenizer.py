@@ -84,20 +84,20 @@ def load_tokenizer(model: str) -> Tokenizer:
     return Tokenizer.from_file(str(path))
 
 
-def end_token_ids(model: str) -> tuple[int, ...]:
+def end_token_ids(model: str, vocab_size: int) -> tuple[int, ...]:
     """The tokens that end a text, by the configuration of a model directory or hub id.
 
-    The generation config comes first, as for a model that is loaded. Raises
-    OutriderError(MODEL_NOT_FOUND) when there is no such model, and OutriderError(INVALID_VALUE)
-    when the configuration has something else in their place.
+    The generation config comes first, as for a model that is loaded. Ids of `vocab_size` or above
+    are left out. Raises OutriderError(MODEL_NOT_FOUND) when there is no such model, and
+    OutriderError(INVALID_VALUE) when the configuration has something else in their place.
     """
     for name in ("generation_config.json", "config.json"):
         if (path := model_file(model, name)) is not None:
-            config = _object(json.loads(path.read_text()), f"{model}: {name}")
+            config = _object(_json_of(path, f"{model}: {name}"), f"{model}: {name}")
             text = _object(config.get("text_config"), f"{model}: {name}: text_config")
             found = [keys.get("eos_token_id") for keys in (config, text)]
             if (ids := token_ids(f"{model}: {name}: eos_token_id", *found)) is not None:
-                return ids
+                return tuple(i for i in ids if i < vocab_size)
     return ()
 
 
@@ -116,6 +116,15 @@ def token_ids(place: str, *found: object) -> tuple[int, ...] | None:
         message = f"{place} must be a whole number or a list of these, not {first!r:.100}"
         raise OutriderError(Reason.INVALID_VALUE, message, "model")
     return tuple(i for i in ids if i >= 0)
+
+
+def _json_of(path: Path, place: str) -> object:
+    """What a file of JSON has. Raises OutriderError(INVALID_VALUE)."""
+    try:
+        return json.loads(path.read_text())
+    # Bytes that are no UTF-8, and numbers of thousands of digits, are ValueErrors too.
+    except (ValueError, RecursionError):
+        raise OutriderError(Reason.INVALID_VALUE, f"{place} must be JSON", "model") from None
 
 
 def _object(found: object, place: str) -> dict[str, object]:

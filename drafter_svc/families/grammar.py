@@ -72,7 +72,7 @@ class Grammars:
         tokenizer = load_tokenizer(target)
         vocab_size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
         self.fingerprint = fingerprint(tokenizer)
-        self.stops = tuple(token for token in end_token_ids(target) if token < vocab_size)
+        self.stops = end_token_ids(target, vocab_size)
         # The verifier has checked the grammars.
         self.compiler = GrammarCompiler(target, vocab_size, self.stops, trusted=True)
         self.token_bytes = self.compiler.token_bytes

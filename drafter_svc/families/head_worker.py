@@ -197,9 +197,9 @@ class HeadWorker:
             device=place,
         )
         # Its verifier has checked them.
-        grammars = GrammarCompiler(
-            target, found.spec.vocab_size, end_token_ids(target), trusted=True
-        )
+        vocab_size = found.spec.vocab_size
+        ends = end_token_ids(target, vocab_size)
+        grammars = GrammarCompiler(target, vocab_size, ends, trusted=True)
         return cls(model, thread, grammars)
 
     def choose_layers(

@@ -227,9 +227,9 @@ def load_vocabulary(
     from outrider.grammar.backends import token_bytes
 
     own = TokenTable(load_tokenizer(model), token_bytes(model)[:vocab_size], end_ids)
-    return Vocabulary(
-        own, TokenTable(load_tokenizer(target), token_bytes(target), end_token_ids(target))
-    )
+    spellings = token_bytes(target)
+    ends = end_token_ids(target, len(spellings))
+    return Vocabulary(own, TokenTable(load_tokenizer(target), spellings, ends))
 
 
 class OwnText:

@@ -479,4 +479,4 @@ def _eos_token_ids(model: Any, config: Any) -> tuple[int, ...]:
     """
     configs = (getattr(model, "generation_config", None), config)
     found = [getattr(each, "eos_token_id", None) for each in configs]
-    return token_ids("eos_token_id", *found) or ()
+    return token_ids("the model's eos_token_id", *found) or ()

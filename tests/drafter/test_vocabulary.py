@@ -51,7 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Save:
 @cache
 def vocabulary_of(own: Path, target: Path) -> Vocabulary:
     size = load_tokenizer(str(own)).get_vocab_size()
-    return load_vocabulary(str(own), size, end_token_ids(str(own)), str(target))
+    return load_vocabulary(str(own), size, end_token_ids(str(own), size), str(target))
 
 
 PAIRS = [

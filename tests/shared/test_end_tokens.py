@@ -13,7 +13,7 @@ def ids_of(folder: Path, **files: object) -> tuple[int, ...]:
     """The ids for a folder with these files; each is named without its .json."""
     for name, content in files.items():
         (folder / f"{name}.json").write_text(json.dumps(content))
-    return end_token_ids(str(folder))
+    return end_token_ids(str(folder), 100)
 
 
 @pytest.mark.parametrize(
@@ -64,3 +64,17 @@ def test_what_is_no_id_is_refused(tmp_path: Path, config: object) -> None:
     with pytest.raises(OutriderError, match=r"config\.json.* must be ") as error:
         ids_of(tmp_path, config=config)
     assert error.value.reason is Reason.INVALID_VALUE
+
+
+@pytest.mark.parametrize(
+    "text", [b"{", b"\xff", b"[" * 200_000, b'{"eos_token_id": ' + b"9" * 5_000 + b"}"]
+)
+def test_a_file_that_is_not_json_is_refused(tmp_path: Path, text: bytes) -> None:
+    (tmp_path / "config.json").write_bytes(text)
+    with pytest.raises(OutriderError, match=r"config\.json must be JSON") as error:
+        end_token_ids(str(tmp_path), 100)
+    assert error.value.reason is Reason.INVALID_VALUE
+
+
+def test_an_id_beyond_the_vocabulary_is_left_out(tmp_path: Path) -> None:
+    assert ids_of(tmp_path, config={"eos_token_id": [7, 100, 10**13]}) == (7,)

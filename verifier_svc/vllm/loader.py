@@ -199,4 +199,4 @@ def _eos_token_ids(model: Any) -> tuple[int, ...]:
     """The ids that end a sequence, by the generation config, else by the model's own."""
     generation = model.try_get_generation_config().get("eos_token_id")
     own = getattr(model.hf_text_config, "eos_token_id", None)
-    return token_ids("eos_token_id", generation, own) or ()
+    return token_ids("the model's eos_token_id", generation, own) or ()
