@@ -47,8 +47,7 @@ class CallChecks(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
         if handler is None:
-            message = f"there is no method {method[:_SHOWN_CHARACTERS]} here"
-            return refusal(OutriderError(Reason.ROUTE_NOT_FOUND, message))
+            return refusal(_no_method(method))
         check = _checked_stream if handler.request_streaming else _checked
         parse = functools.partial(_parsed, handler.request_deserializer, self._most_bytes)
         enter = functools.partial(self._reporting, method)
@@ -65,12 +64,16 @@ class CallChecks(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
             await abort(context, error)
         except grpc.aio.AbortError:
             raise
-        # `unexpected` logs it.
-        except Exception:
+        except Exception:  # noqa: BLE001  # `unexpected` logs it
             # The generated code of a method that is not implemented has set this, and raises.
             if context.code() is grpc.StatusCode.UNIMPLEMENTED:
-                raise
+                await abort(context, _no_method(method))
             await abort(context, unexpected(method.rpartition("/")[2]))
+
+
+def _no_method(method: str) -> OutriderError:
+    message = f"there is no method {method[:_SHOWN_CHARACTERS]} here"
+    return OutriderError(Reason.ROUTE_NOT_FOUND, message)
 
 
 def handler_within(

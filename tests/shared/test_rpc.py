@@ -304,7 +304,12 @@ async def test_a_message_that_is_too_large_is_refused_for_good(
 
 async def test_an_unknown_method_is_refused_for_good() -> None:
     async with serving() as (_, channel):
-        for method in ("/outrider.v1.VerifierService/Nothing", "/other.Service/GetModel"):
+        for method in (
+            "/outrider.v1.VerifierService/Nothing",
+            "/other.Service/GetModel",
+            # The service has it, without an implementation.
+            "/grpc.health.v1.Health/List",
+        ):
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await channel.unary_unary(method)(b"")
             assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
