@@ -211,6 +211,14 @@ MUTANTS = (
         "            spare -= count if count > 1 else 0\n            planned",
         WORLDS,
     ),
+    Mutant(
+        "X13",
+        "a step of several tenants is charged to one of them",
+        SCHEDULER,
+        "next(iter(tenants)) if len(tenants) == 1 else None",
+        "next(iter(tenants))",
+        ("tests/verifier/test_step_shares.py::test_each_tenant_pays_for_its_rows_of_a_step",),
+    ),
     # --- the length of a sampled draft ---
     Mutant(
         "Q18",

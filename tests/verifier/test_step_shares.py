@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
 import pytest
 from fake_model import GREEDY, make_engine
@@ -48,6 +49,28 @@ def served(engine: Engine) -> Counter[str]:
     for scheduled in next_step(engine):
         tokens[scheduled.sequence.request.tenant] += len(scheduled.token_ids)
     return tokens
+
+
+def test_each_tenant_pays_for_its_rows_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    charged: list[dict[str, float]] = []
+
+    def charge(rows: Mapping[str, int], seconds: float, now: float) -> None:
+        charged.append(
+            {tenant: seconds * count / sum(rows.values()) for tenant, count in rows.items()}
+        )
+
+    engine, _ = make_engine(eos_bias=-99, config=EngineConfig(), clock=lambda: 0.0)
+    monkeypatch.setattr(engine.scheduler.use, "charge", charge)
+    submit(engine, "first", 1, prompt=2)
+    submit(engine, "first", 1, prompt=4)
+    engine.scheduler.admit()
+    engine.scheduler.charge(next_step(engine), 1.0, 0.0)
+    [second] = submit(engine, "second", 1, prompt=2)
+    engine.scheduler.admit()
+    engine.scheduler.charge(next_step(engine), 1.0, 0.0)
+    engine.cancel(second)
+    engine.scheduler.charge(next_step(engine), 1.0, 0.0)
+    assert charged == [{"first": 1.0}, {"first": 0.75, "second": 0.25}, {"first": 1.0}]
 
 
 @given(st.dictionaries(st.text(max_size=2), st.integers(0, 50), max_size=6), st.integers(0, 120))
