@@ -8,12 +8,12 @@
 #   bench/gpu.sh grow      an 8 B target, a 1 B draft model and a head for stack, which else does it
 #   bench/gpu.sh stack     the real stack: plain, n-grams, a draft model, a head; needs wheels
 #   bench/gpu.sh tenants   small requests beside a tenant that floods, real stack; needs wheels
-#   bench/gpu.sh tables    a table of each step; runs after each step as well
+#   bench/gpu.sh tables    a table of the figures of steps; runs after steps as well
 #   bench/gpu.sh wheels    with a network: download the packages that stack needs to bench/wheels
 #   bench/gpu.sh pack      print the size of what goes to the GPU's machine; fails above 63 MiB
 #
-# Results are lines of JSON in $OUT/lines.jsonl (bench/out/gpu by default), each on the disk before
-# the next figure is measured; tables.md and figures.csv are made of them.
+# The figures of steps are lines of JSON in $OUT/lines.jsonl (bench/out/gpu by default), each on the
+# disk before the next is measured; tables.md and figures.csv are made of them.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 OUT=${OUT:-bench/out/gpu}

@@ -195,7 +195,7 @@ class Loader:
             _draft_verifier(settings, tokenizer, runner.device),
             launches=runner.device.type == "cuda",
             sampled_drafts=settings.sampled_drafts,
-            drafts=EVERY_DRAFT if settings.always_draft else PAYING_DRAFTS,
+            draft_policy=EVERY_DRAFT if settings.always_draft else PAYING_DRAFTS,
             own_cores=target_cores(runner.device.type, torch.get_num_threads()),
             mask_lanes=Threads(),
             mask_seconds=_MASK_S,

@@ -247,8 +247,10 @@ class LLGuidance:
                 text = matcher.grammar_from_json_schema('{"type": "object"}', overrides=_LL_JSON)
             case GrammarKind.REGEX:
                 text = matcher.grammar_from_regex(grammar.text)
-            case _:  # CHOICE
+            case GrammarKind.CHOICE:
                 text = matcher.grammar_from_lark("start: " + _alternatives(grammar.choices))
+            case _:
+                raise AssertionError(f"XGrammar serves {grammar.kind}")
         return _LLCompiled(self._library, self._tokenizer, text, self._stops)
 
 

@@ -73,7 +73,7 @@ def _plan(name: str, draw: random.Random, absent: frozenset[str]) -> Planned:
 
 @dataclass(frozen=True, slots=True)
 class Campaign:
-    """For how long rounds begin, and the seed of their schedule; or one round `only`.
+    """How long new rounds are begun, and the seed of their schedule; or one round `only`.
 
     With `tls`, all processes use mutual TLS, and clients HTTPS.
     """

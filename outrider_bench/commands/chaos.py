@@ -12,9 +12,22 @@ _HISTORY = Path("bench/out/chaos/history.jsonl")
 
 
 @entry("chaos")
-@click.option("--minutes", type=click.FloatRange(0, min_open=True), default=5.0, show_default=True)
-@click.option("--seed", type=int, default=0, help="The same seed gives the same schedule.")
-@click.option("--kind", "kinds", multiple=True, help="Name of a fault to play; may be repeated.")
+@click.option(
+    "--minutes",
+    type=click.FloatRange(0, 1440, min_open=True),
+    default=5.0,
+    show_default=True,
+    help="No round begins later.",
+)
+@click.option(
+    "--seed", type=click.IntRange(0), default=0, help="The same seed gives the same schedule."
+)
+@click.option(
+    "--kind",
+    "kinds",
+    multiple=True,
+    help="Name of a fault to play; may be repeated. A wrong name prints all names.",
+)
 @click.option("--tls", is_flag=True, help="Mutual TLS between all processes, and HTTPS.")
 @click.option("--round", "only", type=click.IntRange(0), help="Play this round alone.")
 @click.option(
@@ -29,8 +42,7 @@ def main(
 ) -> int:
     """Play all faults, or those of some kinds, and exit with 1 if anything was lost.
 
-    No round begins after the minutes are over. docs/contribute.md describes the faults, and what is
-    checked.
+    docs/contribute.md describes the faults, and what is checked.
     """
     from outrider_bench.chaos.campaign import Campaign
     from outrider_bench.chaos.playing import run

@@ -54,7 +54,7 @@ class VerifierActor(EngineActor):
                 draft_trees=scenario.draft_trees,
             ),
             SimulatedVerifier(events, costs, world),
-            drafts=EVERY_DRAFT if scenario.always_draft else PAYING_DRAFTS,
+            draft_policy=EVERY_DRAFT if scenario.always_draft else PAYING_DRAFTS,
             own_cores=OWN_CORES,
             clock=events.clock,
             features=SimulatedStates(scenario.hidden_size),

@@ -114,7 +114,7 @@ class Traffic:
             config,
             DraftVerifier(self.rule),
             sampled_drafts=self.trust,
-            drafts=EVERY_DRAFT if self.always else PAYING_DRAFTS,
+            draft_policy=EVERY_DRAFT if self.always else PAYING_DRAFTS,
             features=self.runner,
             clock=self.clock,
         )

@@ -250,7 +250,7 @@ def make_engine(
         launches=launches,
         features=model,
         sampled_drafts=trust,
-        drafts=EVERY_DRAFT if always_draft else PAYING_DRAFTS,
+        draft_policy=EVERY_DRAFT if always_draft else PAYING_DRAFTS,
         clock=clock,
     )
     return engine, model

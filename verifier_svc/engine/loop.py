@@ -62,8 +62,8 @@ class Engine:
     With `launches`, the model's `forward` returns before the device has computed. For `own_cores`,
     `sampled_drafts` and `features` see `DraftExchange`. Masks are computed on `mask_lanes`,
     with the budget `mask_seconds`, see `MaskBudget`. `traced_steps` is the share of traced steps
-    that get spans. `drafts` says when the planner drafts. The engine and its parts read time from
-    `clock` alone.
+    that get spans. `draft_policy` says when the planner drafts. The engine and its parts
+    read time from `clock` alone.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Engine:
         *,
         launches: bool = False,
         sampled_drafts: bool = False,
-        drafts: DraftPolicy = PAYING_DRAFTS,
+        draft_policy: DraftPolicy = PAYING_DRAFTS,
         own_cores: frozenset[int] | None = None,
         mask_lanes: MaskLanes = _INLINE,
         mask_seconds: float = math.inf,
@@ -95,7 +95,7 @@ class Engine:
         budget = SpeculationBudget(self.isolated_cost)
         policy = config.draft_tokens_policy
         trees = config.draft_trees
-        self.planner = Planner(policy, self.cost, budget, drafts, trees=trees)
+        self.planner = Planner(policy, self.cost, budget, draft_policy, trees=trees)
         self.drafting = DraftExchange(
             self.sequences,
             self.planner,

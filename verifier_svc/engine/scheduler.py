@@ -13,7 +13,7 @@ from outrider.lm.pages import KVSequence, PagePool
 from outrider.protocol.token_tree import main_path
 from verifier_svc.engine.fair_queue import FairQueue
 from verifier_svc.engine.load_meter import LoadMeter
-from verifier_svc.engine.step_shares import Parts, StepShares
+from verifier_svc.engine.step_shares import StepParts, StepShares
 from verifier_svc.engine.tenant_use import TenantUse
 from verifier_svc.policy.draft_trees import ChosenDraft, best_chain
 from verifier_svc.policy.forward_cost import ForwardCost
@@ -189,7 +189,9 @@ class Scheduler:
                 rows -= len(scheduled.scored)
         return list(batch.values())
 
-    def _parts(self, draft_tokens: Mapping[int, int], trees: Mapping[int, ChosenDraft]) -> Parts:
+    def _parts(
+        self, draft_tokens: Mapping[int, int], trees: Mapping[int, ChosenDraft]
+    ) -> StepParts:
         """The running sequences that the step serves, and how many tokens of each prompt."""
 
         def drafted(sequence: Sequence) -> int:

@@ -28,7 +28,7 @@ Drafted = Callable[[Sequence], int]
 """Gives the draft tokens of a sequence in the next step."""
 
 
-class Part(NamedTuple):
+class Reading(NamedTuple):
     """A sequence whose prompt the step reads: its uncomputed tokens, and how many it may take."""
 
     sequence: Sequence
@@ -36,12 +36,12 @@ class Part(NamedTuple):
     most: int
 
 
-class Parts(NamedTuple):
+class StepParts(NamedTuple):
     """What a step serves."""
 
     decoding: list[Sequence]
     """They have one uncomputed token each."""
-    reading: list[Part]
+    reading: list[Reading]
 
 
 class StepShares:
@@ -58,7 +58,7 @@ class StepShares:
 
     def divide(
         self, running: List[Sequence], tenants: Mapping[str, int], drafted: Drafted
-    ) -> Parts:
+    ) -> StepParts:
         """The parts of the next step.
 
         `tenants` has the number of running sequences by tenant.
@@ -68,7 +68,7 @@ class StepShares:
         if self._cost.known:
             light = self._use.light(tenants)
             bounded = bool(light) or self._use.expects(tenants)
-        parts = _parts(running)
+        parts = _all_of(running)
         if bounded:
             return self._bounded(parts, light, drafted)
         if len(tenants) > 1:
@@ -76,7 +76,7 @@ class StepShares:
             parts = parts._replace(reading=_cut(parts.reading, most))
         return parts
 
-    def _bounded(self, parts: Parts, light: frozenset[str], drafted: Drafted) -> Parts:
+    def _bounded(self, parts: StepParts, light: frozenset[str], drafted: Drafted) -> StepParts:
         """A step of bounded time: what light tenants want, then what adds little time to it."""
         fill = _Fill(self._cost, self._max_batch_tokens, drafted)
         room_s = _LONGEST * self._cost.estimate(1, 1)
@@ -85,7 +85,7 @@ class StepShares:
             self._last_light = fill.add(own, room_s, self._last_light)
             room_s = _ADDED * fill.seconds
         self._last_heavy = fill.add(parts, room_s, self._last_heavy)
-        return Parts(fill.decoding, fill.reading)
+        return StepParts(fill.decoding, fill.reading)
 
 
 class _Fill:
@@ -93,7 +93,7 @@ class _Fill:
 
     def __init__(self, cost: ForwardCost, max_batch_tokens: int, drafted: Drafted) -> None:
         self.decoding: list[Sequence] = []
-        self.reading: list[Part] = []
+        self.reading: list[Reading] = []
         self._cost = cost
         self._max_batch_tokens = max_batch_tokens
         self._drafted = drafted
@@ -108,7 +108,7 @@ class _Fill:
     def _decoding_s(self, rows: int) -> float:
         return self._cost.estimate(len(self.decoding), rows) if self.decoding else 0.0
 
-    def add(self, parts: Parts, room_s: float, last_id: int) -> int:
+    def add(self, parts: StepParts, room_s: float, last_id: int) -> int:
         """Add what makes the step longer by at most `room_s`; half of it is for prompts, if any.
 
         Decoding begins after the sequence `last_id`. Returns the id of the last sequence that
@@ -141,21 +141,21 @@ class _Fill:
         return last_id
 
 
-def _parts(running: List[Sequence]) -> Parts:
+def _all_of(running: List[Sequence]) -> StepParts:
     """Everything that these sequences could take."""
-    parts = Parts([], [])
+    parts = StepParts([], [])
     for sequence in running:
         pending = sequence.num_uncomputed_tokens
         if pending == 1:
             parts.decoding.append(sequence)
         else:
-            parts.reading.append(Part(sequence, pending, pending))
+            parts.reading.append(Reading(sequence, pending, pending))
     return parts
 
 
-def _split(parts: Parts, light: frozenset[str]) -> tuple[Parts, Parts]:
+def _split(parts: StepParts, light: frozenset[str]) -> tuple[StepParts, StepParts]:
     """The parts of light tenants, and those of others."""
-    own, others = Parts([], []), Parts([], [])
+    own, others = StepParts([], []), StepParts([], [])
     for sequence in parts.decoding:
         (own if sequence.request.tenant in light else others).decoding.append(sequence)
     for part in parts.reading:
@@ -163,7 +163,7 @@ def _split(parts: Parts, light: frozenset[str]) -> tuple[Parts, Parts]:
     return own, others
 
 
-def _cut(reading: list[Part], most: int) -> list[Part]:
+def _cut(reading: list[Reading], most: int) -> list[Reading]:
     """The prompts with at most `most` tokens together, shared between their tenants."""
     wanted: dict[str, int] = {}
     for part in reading:

@@ -68,11 +68,11 @@ class PayingDrafts(DraftPolicy):
     least_gain: ClassVar[float] = -1e-9
 
     def measures(self, budget: SpeculationBudget, batch: int) -> bool:
-        """If plain steps of this batch were not measured of late."""
+        """True if plain steps of this batch were not measured of late."""
         return budget.needs_baseline(batch)
 
     def may_draft(self, drafter: Drafter) -> bool:
-        """If it is not doubtful."""
+        """True for a drafter that is not doubtful."""
         return not drafter.is_doubtful
 
     def unprobed(
@@ -82,20 +82,23 @@ class PayingDrafts(DraftPolicy):
         paying: frozenset[Drafter],
         known: frozenset[Drafter],
     ) -> frozenset[Drafter]:
-        """Those whose budget, or that of probes, is exhausted."""
+        """Those of `known` whose budget, or that of probes, is exhausted."""
         if not budget.allows(batch, paying):
             return known - paying
         return frozenset([d for d in known - paying if not budget.allows(batch, paying | {d})])
 
     def pick(self, offers: list[Offer]) -> list[Offer]:
-        """The best: a proven drafter's first, then the greatest gain.
+        """The best offer: a proven drafter's first, then the greatest gain.
 
         A stranger's first drafts are judged beside the drafts of drafters that were right before.
         """
         return [max(offers, key=itemgetter(0, 1))]
 
     def may_await(self, assignment: Assignment, beside_proven: bool) -> bool:
-        """If it has answered before, and is proven or nobody else is: a trial delays no step."""
+        """True if it has answered before, and is proven or nobody else is.
+
+        So a drafter's trial delays no step.
+        """
         # Before its first answer a drafter may still be at the prompt, which can take long.
         return assignment.answered_length > 0 and (assignment.drafter.proven or not beside_proven)
 
@@ -108,11 +111,11 @@ class EveryDraft(DraftPolicy):
     least_gain: ClassVar[float] = -math.inf
 
     def measures(self, budget: SpeculationBudget, batch: int) -> bool:
-        """Never."""
+        """False: all steps have drafts."""
         return False
 
     def may_draft(self, drafter: Drafter) -> bool:
-        """Every drafter may."""
+        """True for every drafter."""
         return True
 
     def unprobed(
@@ -122,15 +125,15 @@ class EveryDraft(DraftPolicy):
         paying: frozenset[Drafter],
         known: frozenset[Drafter],
     ) -> frozenset[Drafter]:
-        """No drafter."""
+        """None of them: every drafter is asked."""
         return frozenset()
 
     def pick(self, offers: list[Offer]) -> list[Offer]:
-        """All drafts."""
+        """All offers."""
         return offers
 
     def may_await(self, assignment: Assignment, beside_proven: bool) -> bool:
-        """Always, also for a drafter's first draft."""
+        """True, also for a drafter's first draft."""
         return True
 
 

@@ -60,20 +60,20 @@ class Planner:
         policy: DraftTokensPolicy,
         cost: ForwardCost,
         budget: SpeculationBudget,
-        drafts: DraftPolicy = PAYING_DRAFTS,
+        draft_policy: DraftPolicy = PAYING_DRAFTS,
         *,
         trees: bool = False,
     ) -> None:
         self._tokens_policy = policy
         self._cost = cost
         self.budget = budget
-        self._draft_policy = drafts
+        self._draft_policy = draft_policy
         self._trees = trees
         # Whether to draft the policy's maximum even where it costs throughput.
-        self._by_limit = policy.kind != "goodput" or drafts.most_tokens
+        self._by_limit = policy.kind != "goodput" or draft_policy.most_tokens
         # Plans the steps of requests that insist on drafts.
         self._insistent: Planner | None = None
-        if drafts is not EVERY_DRAFT:
+        if draft_policy is not EVERY_DRAFT:
             self._insistent = Planner(policy, cost, budget, EVERY_DRAFT, trees=trees)
 
     def insisted_plan(

@@ -76,7 +76,8 @@ class Judged:
 class DraftHub:
     """The engine's side of drafting, for vLLM's scheduler. The caller holds `turn`.
 
-    `deliver` runs sinks on the event loop, see `Outbox`. `drafts` says when the planner drafts.
+    `deliver` runs sinks on the event loop, see `Outbox`. `draft_policy` says when the planner
+    drafts.
     """
 
     is_own: ClassVar[bool] = True
@@ -88,7 +89,7 @@ class DraftHub:
         policy: DraftTokensPolicy,
         metrics: Metrics,
         deliver: Callable[[list[Delivery]], None],
-        drafts: DraftPolicy = PAYING_DRAFTS,
+        draft_policy: DraftPolicy = PAYING_DRAFTS,
         clock: Clock = monotonic,
         *,
         own_cores: frozenset[int] | None = None,
@@ -105,7 +106,7 @@ class DraftHub:
         self.cost = ForwardCost()
         self.isolated_cost = ForwardCost()  # learns from trial steps alone
         budget = SpeculationBudget(self.isolated_cost)
-        self.planner = Planner(policy, self.cost, budget, drafts, trees=False)
+        self.planner = Planner(policy, self.cost, budget, draft_policy, trees=False)
         self.drafting = DraftExchange(
             self.sequences, self.planner, metrics, own_cores=own_cores, clock=clock
         )

@@ -77,7 +77,7 @@ class CheckedVerifier(EngineActor):
             ),
             DraftVerifier(sampled_rule),
             sampled_drafts=plan.sampled_drafts,
-            drafts=EVERY_DRAFT if plan.always_draft else PAYING_DRAFTS,
+            draft_policy=EVERY_DRAFT if plan.always_draft else PAYING_DRAFTS,
             clock=self.clock,
         )
         if plan.warms_up:
